@@ -1,0 +1,1 @@
+"""What a user of the swarm runs: routes, chains, the model facade."""

@@ -1,0 +1,1 @@
+"""What a volunteer's machine runs: the engine, the caches, hosting, control."""

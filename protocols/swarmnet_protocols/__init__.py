@@ -1,0 +1,1 @@
+"""What two peers must agree on: identity, transport, records, models, decisions and conversations."""

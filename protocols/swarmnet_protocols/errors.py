@@ -1,0 +1,64 @@
+"""The errors of the project: a small tree, named for what failed.
+
+Every error a person may see carries ``hint``: one sentence that says what to do next. Foreign exceptions
+(libp2p, the operating system, a model library) are turned into these at the edge where they arise.
+"""
+
+from collections.abc import Sequence
+
+
+class SwarmnetError(Exception):
+    """Something failed for a reason we can name."""
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+class ConfigError(SwarmnetError):
+    """A file, flag or argument is wrong: nothing was started."""
+
+
+class NotAuthorised(SwarmnetError):
+    """The peer, the swarm or the record is not allowed to do this."""
+
+
+class Unreachable(SwarmnetError):
+    """Nobody answers where somebody is needed."""
+
+
+class PeerUnreachable(Unreachable):
+    """A stream to this peer could not be opened within its deadline."""
+
+
+class NoRoute(Unreachable):
+    """No live peer hosts some blocks of the model."""
+
+    def __init__(self, missing: Sequence[tuple[int, int]], *, hint: str = "") -> None:
+        spans = ", ".join(f"{start}:{end}" for start, end in missing)
+        super().__init__(f"nobody hosts blocks {spans}", hint=hint or "start a node for them: swarmnet join SWARM --blocks START:END")
+        self.missing = tuple(missing)
+
+
+class OutOfResources(SwarmnetError):
+    """Memory, disk or a quota is used up."""
+
+
+class IntegrityError(SwarmnetError):
+    """Bytes are not what their hash, signature or header says."""
+
+
+class IncompatibleVersion(SwarmnetError):
+    """The peers speak different versions of a protocol."""
+
+
+class ProtocolViolation(SwarmnetError):
+    """A peer sent something the protocol does not allow. The stream it came on is not used again."""
+
+
+class StreamEnded(SwarmnetError):
+    """The other side of a stream is gone: it closed, it died, or the path to it broke."""
+
+
+class DeadlineExceeded(SwarmnetError):
+    """An answer did not come within its deadline."""

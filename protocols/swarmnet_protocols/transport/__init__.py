@@ -1,0 +1,86 @@
+"""Streams of bounded messages between peers: the one interface to the network.
+
+Three parts of the project meet here. Conversations (sessions, links) speak only to :class:`Transport` and
+:class:`Stream`; ``p2pd.py`` implements them over libp2p, ``memory.py`` over simulated links in virtual time;
+one conformance suite (``tests/conformance``) holds for both.
+"""
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import NewType, Protocol
+
+PeerId = NewType("PeerId", str)
+"""A libp2p peer id in base58: the hash of, or the whole of, the peer's public key."""
+
+Buffer = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True)
+class ProtocolSpec:
+    """A protocol id with the largest message either side may send under it.
+
+    A frame on the wire is ``u32 header size, u32 payload size, header, payload`` (big endian). Sizes over the
+    limits are refused before anything is allocated.
+    """
+
+    id: str
+    max_header_bytes: int = 64 << 10
+    max_payload_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message: a protobuf ``header`` and the raw bytes (tensor data) that follow it."""
+
+    header: bytes
+    payload: Buffer = b""
+
+
+class Stream(Protocol):
+    """An ordered, reliable, two-way sequence of messages with one peer."""
+
+    @property
+    def peer(self) -> PeerId:
+        """The authenticated id of the other side."""
+
+    async def send(self, message: Message) -> None:
+        """Send one message; waits while the other side reads too slowly.
+
+        Raises ``ProtocolViolation`` for a message over the limits (nothing is sent), ``StreamEnded`` when the other
+        side is gone. Safe to call from several tasks: messages are never interleaved.
+        """
+
+    async def receive(self) -> Message:
+        """The next message. Raises ``StreamEnded`` at the end, ``ProtocolViolation`` for an oversized message.
+
+        Cancelling a ``receive`` loses nothing: the next call returns the same message.
+        """
+
+    def close(self) -> None:
+        """End the stream in both directions at once; idempotent. Messages already sent are delivered."""
+
+
+Handler = Callable[[Stream], Awaitable[None]]
+"""Serves one incoming stream; the stream is closed when it returns or raises."""
+
+
+class Transport(Protocol):
+    """How this peer reaches others and is reached. An async context manager owns everything it starts."""
+
+    @property
+    def peer_id(self) -> PeerId: ...
+
+    def addresses(self) -> Sequence[str]:
+        """Multiaddrs, with ``/p2p/ID``, at which others may reach this peer."""
+
+    async def serve(self, protocol: ProtocolSpec, handler: Handler) -> None:
+        """Accept streams under ``protocol``, each in a task of its own, until the transport closes."""
+
+    async def open(
+        self, peer: PeerId, protocol: ProtocolSpec, *, addresses: Sequence[str] = (), deadline_s: float
+    ) -> Stream:
+        """Open a stream to ``peer``, dialling ``addresses`` if it is not connected yet.
+
+        Raises ``PeerUnreachable`` within ``deadline_s``, or ``IncompatibleVersion`` when the peer is there but does not
+        speak ``protocol``.
+        """

@@ -1,0 +1,75 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class HostState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    HOST_STATE_UNSPECIFIED: _ClassVar[HostState]
+    HOST_STATE_JOINING: _ClassVar[HostState]
+    HOST_STATE_ONLINE: _ClassVar[HostState]
+    HOST_STATE_LEAVING: _ClassVar[HostState]
+HOST_STATE_UNSPECIFIED: HostState
+HOST_STATE_JOINING: HostState
+HOST_STATE_ONLINE: HostState
+HOST_STATE_LEAVING: HostState
+
+class SignedRecord(_message.Message):
+    __slots__ = ("swarm", "topic", "signer", "sequence", "expires_at_ms", "body", "signature")
+    SWARM_FIELD_NUMBER: _ClassVar[int]
+    TOPIC_FIELD_NUMBER: _ClassVar[int]
+    SIGNER_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_AT_MS_FIELD_NUMBER: _ClassVar[int]
+    BODY_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    swarm: bytes
+    topic: str
+    signer: bytes
+    sequence: int
+    expires_at_ms: int
+    body: bytes
+    signature: bytes
+    def __init__(self, swarm: _Optional[bytes] = ..., topic: _Optional[str] = ..., signer: _Optional[bytes] = ..., sequence: _Optional[int] = ..., expires_at_ms: _Optional[int] = ..., body: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
+
+class HostRecord(_message.Message):
+    __slots__ = ("manifest", "start", "end", "state", "version", "protocol", "step_s", "token_s", "cache_bytes_free", "sessions", "addresses", "public_name")
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    STEP_S_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    CACHE_BYTES_FREE_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    PUBLIC_NAME_FIELD_NUMBER: _ClassVar[int]
+    manifest: bytes
+    start: int
+    end: int
+    state: HostState
+    version: str
+    protocol: int
+    step_s: float
+    token_s: float
+    cache_bytes_free: int
+    sessions: int
+    addresses: _containers.RepeatedScalarFieldContainer[str]
+    public_name: str
+    def __init__(self, manifest: _Optional[bytes] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., state: _Optional[_Union[HostState, str]] = ..., version: _Optional[str] = ..., protocol: _Optional[int] = ..., step_s: _Optional[float] = ..., token_s: _Optional[float] = ..., cache_bytes_free: _Optional[int] = ..., sessions: _Optional[int] = ..., addresses: _Optional[_Iterable[str]] = ..., public_name: _Optional[str] = ...) -> None: ...
+
+class ModelRecord(_message.Message):
+    __slots__ = ("name", "manifest", "blocks")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    manifest: bytes
+    blocks: int
+    def __init__(self, name: _Optional[str] = ..., manifest: _Optional[bytes] = ..., blocks: _Optional[int] = ...) -> None: ...

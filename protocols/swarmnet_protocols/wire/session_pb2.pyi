@@ -1,0 +1,234 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class DType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    DTYPE_UNSPECIFIED: _ClassVar[DType]
+    DTYPE_FLOAT32: _ClassVar[DType]
+    DTYPE_BFLOAT16: _ClassVar[DType]
+    DTYPE_FLOAT16: _ClassVar[DType]
+
+class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    REASON_UNSPECIFIED: _ClassVar[Reason]
+    REASON_PROTOCOL: _ClassVar[Reason]
+    REASON_WRONG_MODEL: _ClassVar[Reason]
+    REASON_WRONG_SPAN: _ClassVar[Reason]
+    REASON_OUT_OF_MEMORY: _ClassVar[Reason]
+    REASON_TOO_LONG: _ClassVar[Reason]
+    REASON_LOG_GONE: _ClassVar[Reason]
+    REASON_LEAVING: _ClassVar[Reason]
+    REASON_UNKNOWN_SESSION: _ClassVar[Reason]
+    REASON_STALE_EPOCH: _ClassVar[Reason]
+    REASON_INTERNAL: _ClassVar[Reason]
+DTYPE_UNSPECIFIED: DType
+DTYPE_FLOAT32: DType
+DTYPE_BFLOAT16: DType
+DTYPE_FLOAT16: DType
+REASON_UNSPECIFIED: Reason
+REASON_PROTOCOL: Reason
+REASON_WRONG_MODEL: Reason
+REASON_WRONG_SPAN: Reason
+REASON_OUT_OF_MEMORY: Reason
+REASON_TOO_LONG: Reason
+REASON_LOG_GONE: Reason
+REASON_LEAVING: Reason
+REASON_UNKNOWN_SESSION: Reason
+REASON_STALE_EPOCH: Reason
+REASON_INTERNAL: Reason
+
+class Tensor(_message.Message):
+    __slots__ = ("dtype", "shape")
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    dtype: DType
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, dtype: _Optional[_Union[DType, str]] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Span(_message.Message):
+    __slots__ = ("start", "end")
+    START_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    start: int
+    end: int
+    def __init__(self, start: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
+
+class Peer(_message.Message):
+    __slots__ = ("id", "addresses")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    addresses: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, id: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class SessionRequest(_message.Message):
+    __slots__ = ("open", "relink", "ping")
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    RELINK_FIELD_NUMBER: _ClassVar[int]
+    PING_FIELD_NUMBER: _ClassVar[int]
+    open: Open
+    relink: Relink
+    ping: Ping
+    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., relink: _Optional[_Union[Relink, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ...) -> None: ...
+
+class Open(_message.Message):
+    __slots__ = ("session", "epoch", "manifest", "span", "next", "wire", "max_length")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    SPAN_FIELD_NUMBER: _ClassVar[int]
+    NEXT_FIELD_NUMBER: _ClassVar[int]
+    WIRE_FIELD_NUMBER: _ClassVar[int]
+    MAX_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    session: bytes
+    epoch: int
+    manifest: bytes
+    span: Span
+    next: Peer
+    wire: DType
+    max_length: int
+    def __init__(self, session: _Optional[bytes] = ..., epoch: _Optional[int] = ..., manifest: _Optional[bytes] = ..., span: _Optional[_Union[Span, _Mapping]] = ..., next: _Optional[_Union[Peer, _Mapping]] = ..., wire: _Optional[_Union[DType, str]] = ..., max_length: _Optional[int] = ...) -> None: ...
+
+class Relink(_message.Message):
+    __slots__ = ("epoch", "next")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    NEXT_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    next: Peer
+    def __init__(self, epoch: _Optional[int] = ..., next: _Optional[_Union[Peer, _Mapping]] = ...) -> None: ...
+
+class Ping(_message.Message):
+    __slots__ = ("nonce",)
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    nonce: int
+    def __init__(self, nonce: _Optional[int] = ...) -> None: ...
+
+class SessionReply(_message.Message):
+    __slots__ = ("opened", "output", "pong", "link_lost", "refused", "leaving")
+    OPENED_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    PONG_FIELD_NUMBER: _ClassVar[int]
+    LINK_LOST_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
+    opened: Opened
+    output: Output
+    pong: Pong
+    link_lost: LinkLost
+    refused: Refused
+    leaving: Leaving
+    def __init__(self, opened: _Optional[_Union[Opened, _Mapping]] = ..., output: _Optional[_Union[Output, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., link_lost: _Optional[_Union[LinkLost, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ...) -> None: ...
+
+class Opened(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Pong(_message.Message):
+    __slots__ = ("nonce", "applied")
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    APPLIED_FIELD_NUMBER: _ClassVar[int]
+    nonce: int
+    applied: int
+    def __init__(self, nonce: _Optional[int] = ..., applied: _Optional[int] = ...) -> None: ...
+
+class Output(_message.Message):
+    __slots__ = ("step", "tensor")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    tensor: Tensor
+    def __init__(self, step: _Optional[int] = ..., tensor: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
+
+class LinkLost(_message.Message):
+    __slots__ = ("epoch", "peer", "reason")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    peer: str
+    reason: str
+    def __init__(self, epoch: _Optional[int] = ..., peer: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class Leaving(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Refused(_message.Message):
+    __slots__ = ("reason", "detail")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    reason: Reason
+    detail: str
+    def __init__(self, reason: _Optional[_Union[Reason, str]] = ..., detail: _Optional[str] = ...) -> None: ...
+
+class LinkRequest(_message.Message):
+    __slots__ = ("link", "step", "ping")
+    LINK_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    PING_FIELD_NUMBER: _ClassVar[int]
+    link: Link
+    step: Step
+    ping: Ping
+    def __init__(self, link: _Optional[_Union[Link, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ...) -> None: ...
+
+class Link(_message.Message):
+    __slots__ = ("session", "epoch")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    session: bytes
+    epoch: int
+    def __init__(self, session: _Optional[bytes] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class LinkReply(_message.Message):
+    __slots__ = ("linked", "pong", "refused")
+    LINKED_FIELD_NUMBER: _ClassVar[int]
+    PONG_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    linked: Linked
+    pong: Pong
+    refused: Refused
+    def __init__(self, linked: _Optional[_Union[Linked, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ...) -> None: ...
+
+class Linked(_message.Message):
+    __slots__ = ("applied", "fresh")
+    APPLIED_FIELD_NUMBER: _ClassVar[int]
+    FRESH_FIELD_NUMBER: _ClassVar[int]
+    applied: int
+    fresh: bool
+    def __init__(self, applied: _Optional[int] = ..., fresh: _Optional[bool] = ...) -> None: ...
+
+class Step(_message.Message):
+    __slots__ = ("seq", "acked", "replay", "rows", "tensor")
+    SEQ_FIELD_NUMBER: _ClassVar[int]
+    ACKED_FIELD_NUMBER: _ClassVar[int]
+    REPLAY_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_FIELD_NUMBER: _ClassVar[int]
+    seq: int
+    acked: int
+    replay: bool
+    rows: _containers.RepeatedCompositeFieldContainer[Row]
+    tensor: Tensor
+    def __init__(self, seq: _Optional[int] = ..., acked: _Optional[int] = ..., replay: _Optional[bool] = ..., rows: _Optional[_Iterable[_Union[Row, _Mapping]]] = ..., tensor: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
+
+class Row(_message.Message):
+    __slots__ = ("lane", "start", "count", "outputs", "source", "rewrite")
+    LANE_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    REWRITE_FIELD_NUMBER: _ClassVar[int]
+    lane: int
+    start: int
+    count: int
+    outputs: int
+    source: int
+    rewrite: bool
+    def __init__(self, lane: _Optional[int] = ..., start: _Optional[int] = ..., count: _Optional[int] = ..., outputs: _Optional[int] = ..., source: _Optional[int] = ..., rewrite: _Optional[bool] = ...) -> None: ...
