@@ -68,14 +68,14 @@ class Peer(_message.Message):
     def __init__(self, id: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SessionRequest(_message.Message):
-    __slots__ = ("open", "relink", "ping")
+    __slots__ = ("open", "relink", "beat")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     RELINK_FIELD_NUMBER: _ClassVar[int]
-    PING_FIELD_NUMBER: _ClassVar[int]
+    BEAT_FIELD_NUMBER: _ClassVar[int]
     open: Open
     relink: Relink
-    ping: Ping
-    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., relink: _Optional[_Union[Relink, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ...) -> None: ...
+    beat: Beat
+    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., relink: _Optional[_Union[Relink, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ...) -> None: ...
 
 class Open(_message.Message):
     __slots__ = ("session", "epoch", "manifest", "span", "next", "wire", "max_length")
@@ -103,39 +103,31 @@ class Relink(_message.Message):
     next: Peer
     def __init__(self, epoch: _Optional[int] = ..., next: _Optional[_Union[Peer, _Mapping]] = ...) -> None: ...
 
-class Ping(_message.Message):
-    __slots__ = ("nonce",)
-    NONCE_FIELD_NUMBER: _ClassVar[int]
-    nonce: int
-    def __init__(self, nonce: _Optional[int] = ...) -> None: ...
+class Beat(_message.Message):
+    __slots__ = ("applied",)
+    APPLIED_FIELD_NUMBER: _ClassVar[int]
+    applied: int
+    def __init__(self, applied: _Optional[int] = ...) -> None: ...
 
 class SessionReply(_message.Message):
-    __slots__ = ("opened", "output", "pong", "link_lost", "refused", "leaving")
+    __slots__ = ("opened", "output", "beat", "link_lost", "refused", "leaving")
     OPENED_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
-    PONG_FIELD_NUMBER: _ClassVar[int]
+    BEAT_FIELD_NUMBER: _ClassVar[int]
     LINK_LOST_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
     opened: Opened
     output: Output
-    pong: Pong
+    beat: Beat
     link_lost: LinkLost
     refused: Refused
     leaving: Leaving
-    def __init__(self, opened: _Optional[_Union[Opened, _Mapping]] = ..., output: _Optional[_Union[Output, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., link_lost: _Optional[_Union[LinkLost, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ...) -> None: ...
+    def __init__(self, opened: _Optional[_Union[Opened, _Mapping]] = ..., output: _Optional[_Union[Output, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., link_lost: _Optional[_Union[LinkLost, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ...) -> None: ...
 
 class Opened(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
-
-class Pong(_message.Message):
-    __slots__ = ("nonce", "applied")
-    NONCE_FIELD_NUMBER: _ClassVar[int]
-    APPLIED_FIELD_NUMBER: _ClassVar[int]
-    nonce: int
-    applied: int
-    def __init__(self, nonce: _Optional[int] = ..., applied: _Optional[int] = ...) -> None: ...
 
 class Output(_message.Message):
     __slots__ = ("step", "tensor")
@@ -168,14 +160,12 @@ class Refused(_message.Message):
     def __init__(self, reason: _Optional[_Union[Reason, str]] = ..., detail: _Optional[str] = ...) -> None: ...
 
 class LinkRequest(_message.Message):
-    __slots__ = ("link", "step", "ping")
+    __slots__ = ("link", "step")
     LINK_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
-    PING_FIELD_NUMBER: _ClassVar[int]
     link: Link
     step: Step
-    ping: Ping
-    def __init__(self, link: _Optional[_Union[Link, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ...) -> None: ...
+    def __init__(self, link: _Optional[_Union[Link, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ...) -> None: ...
 
 class Link(_message.Message):
     __slots__ = ("session", "epoch")
@@ -186,22 +176,20 @@ class Link(_message.Message):
     def __init__(self, session: _Optional[bytes] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class LinkReply(_message.Message):
-    __slots__ = ("linked", "pong", "refused")
+    __slots__ = ("linked", "beat", "refused")
     LINKED_FIELD_NUMBER: _ClassVar[int]
-    PONG_FIELD_NUMBER: _ClassVar[int]
+    BEAT_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     linked: Linked
-    pong: Pong
+    beat: Beat
     refused: Refused
-    def __init__(self, linked: _Optional[_Union[Linked, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ...) -> None: ...
+    def __init__(self, linked: _Optional[_Union[Linked, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ...) -> None: ...
 
 class Linked(_message.Message):
-    __slots__ = ("applied", "fresh")
+    __slots__ = ("applied",)
     APPLIED_FIELD_NUMBER: _ClassVar[int]
-    FRESH_FIELD_NUMBER: _ClassVar[int]
     applied: int
-    fresh: bool
-    def __init__(self, applied: _Optional[int] = ..., fresh: _Optional[bool] = ...) -> None: ...
+    def __init__(self, applied: _Optional[int] = ...) -> None: ...
 
 class Step(_message.Message):
     __slots__ = ("seq", "acked", "replay", "rows", "tensor")
@@ -232,3 +220,17 @@ class Row(_message.Message):
     source: int
     rewrite: bool
     def __init__(self, lane: _Optional[int] = ..., start: _Optional[int] = ..., count: _Optional[int] = ..., outputs: _Optional[int] = ..., source: _Optional[int] = ..., rewrite: _Optional[bool] = ...) -> None: ...
+
+class Ping(_message.Message):
+    __slots__ = ("nonce",)
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    nonce: int
+    def __init__(self, nonce: _Optional[int] = ...) -> None: ...
+
+class Pong(_message.Message):
+    __slots__ = ("nonce", "queue_s")
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    nonce: int
+    queue_s: float
+    def __init__(self, nonce: _Optional[int] = ..., queue_s: _Optional[float] = ...) -> None: ...
