@@ -1,0 +1,75 @@
+"""Asyncio in virtual time: timers fire in the order of their deadlines, nothing sleeps, one seed gives one trace."""
+
+import asyncio
+import itertools
+import selectors
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Executor
+from contextvars import Context
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class Deadlock(RuntimeError):
+    """Every task waits for another one and no timer is pending."""
+
+
+class _VirtualSelector(selectors.SelectSelector):
+    """Where a real selector would wait, moves the clock."""
+
+    now_s = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        ready = super().select(0)
+        if ready:
+            return ready
+        if timeout is None:
+            raise Deadlock("every task is blocked and no timer is pending")
+        self.now_s += max(timeout, 0.0)
+        return []
+
+
+class _NumberedTask(asyncio.Task[T]):
+    """Hashed by number: task groups and ``asyncio.wait`` iterate over sets, whose order must not follow addresses."""
+
+    def __init__(self, number: int, coroutine: Coroutine[Any, Any, T], **options: Any) -> None:
+        self._number = number
+        super().__init__(coroutine, **options)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """Starts at time 0. Work for executors runs inline."""
+
+    def __init__(self) -> None:
+        self._virtual = _VirtualSelector()
+        self._task_numbers = itertools.count()
+        super().__init__(self._virtual)
+        self.set_task_factory(self._numbered)
+
+    def time(self) -> float:
+        return self._virtual.now_s
+
+    def run_in_executor(  # type: ignore[override]
+        self, executor: Executor | None, func: Callable[..., T], *args: Any
+    ) -> asyncio.Future[T]:
+        future: asyncio.Future[T] = self.create_future()
+        try:
+            future.set_result(func(*args))
+        except Exception as error:  # noqa: BLE001 - as an executor does
+            future.set_exception(error)
+        return future
+
+    def _numbered(
+        self, loop: asyncio.AbstractEventLoop, coroutine: Any, context: Context | None = None, **options: Any
+    ) -> asyncio.Task[Any]:
+        return _NumberedTask(next(self._task_numbers), coroutine, loop=loop, context=context, **options)
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """Run ``main`` to its end in virtual time. Raises ``Deadlock`` when nothing can ever happen again."""
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(main)
