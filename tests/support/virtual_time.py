@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-class Deadlock(RuntimeError):
+class DeadlockError(RuntimeError):
     """Every task waits for another one and no timer is pending."""
 
 
@@ -25,7 +25,7 @@ class _VirtualSelector(selectors.SelectSelector):
         if ready:
             return ready
         if timeout is None:
-            raise Deadlock("every task is blocked and no timer is pending")
+            raise DeadlockError("every task is blocked and no timer is pending")
         self.now_s += max(timeout, 0.0)
         return []
 
@@ -70,6 +70,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Run ``main`` to its end in virtual time. Raises ``Deadlock`` when nothing can ever happen again."""
+    """Run ``main`` to its end in virtual time. Raises ``DeadlockError`` when nothing can ever happen again."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main)

@@ -1,0 +1,22 @@
+"""What every transport does with an incoming stream."""
+
+import logging
+
+from swarmnet_protocols.errors import StreamEnded, SwarmnetError
+from swarmnet_protocols.transport import Handler, ProtocolSpec, Stream
+
+_log = logging.getLogger(__name__)
+
+
+async def supervise(handler: Handler, stream: Stream, protocol: ProtocolSpec) -> None:
+    """Run ``handler`` on ``stream`` and close it. A failure is logged: it harms no other stream."""
+    try:
+        await handler(stream)
+    except StreamEnded:
+        pass
+    except SwarmnetError as error:
+        _log.warning("%s with %s: %s", protocol.id, stream.peer, error)
+    except Exception:  # noqa: BLE001 - the supervisor of handlers
+        _log.exception("%s with %s failed", protocol.id, stream.peer)
+    finally:
+        stream.close()

@@ -1,0 +1,360 @@
+"""The Internet in one process: simulated links between peers, for tests and the simulator.
+
+All times come from the running loop, so that in virtual time a network has no cost and one seed gives one trace.
+"""
+
+import asyncio
+import hashlib
+import math
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from swarmnet_protocols.errors import IncompatibleVersion, PeerUnreachable, StreamEnded, SwarmnetError
+from swarmnet_protocols.transport import Handler, Message, PeerId, ProtocolSpec
+from swarmnet_protocols.transport.framing import encode
+from swarmnet_protocols.transport.handling import supervise
+
+WINDOW_BYTES = 1 << 20
+"""A sender waits while this much, or more, has been sent and not yet received."""
+
+
+@dataclass(frozen=True)
+class LinkProfile:
+    """One direction of a path between two peers. Messages on it are never lost or reordered."""
+
+    delay_s: float = 0.01
+    jitter_s: float = 0.0
+    """Up to this much is added to the delay, uniformly."""
+    bytes_per_s: float = math.inf
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """A message as it arrives."""
+
+    time_s: float
+    source: PeerId
+    target: PeerId
+    protocol: ProtocolSpec
+    message: Message
+
+
+class _Link:
+    """What is on its way from one peer to another."""
+
+    def __init__(self, profile: LinkProfile, rng: random.Random) -> None:
+        self.profile = profile
+        self.held: deque[Callable[[], None]] = deque()
+        self._rng = rng
+        self._free_at = 0.0
+        self._last_arrival = 0.0
+
+    def arrival(self, now: float, size_bytes: int) -> float:
+        """When something handed to the link at ``now`` comes out of it."""
+        self._free_at = max(now, self._free_at) + size_bytes / self.profile.bytes_per_s
+        delay_s = self.profile.delay_s + self._rng.uniform(0.0, self.profile.jitter_s)
+        self._last_arrival = max(self._last_arrival, self._free_at + delay_s)
+        return self._last_arrival
+
+
+class MemoryNetwork:
+    """Every peer, the links between them, and what may happen to both."""
+
+    def __init__(self, rng: random.Random, default: LinkProfile = LinkProfile()) -> None:
+        self.observers: list[Callable[[Delivery], None]] = []
+        """Called with each message before its receiver sees it: the place to inject a fault."""
+        self._seed = rng.getrandbits(64)
+        self._default = default
+        self._links: dict[tuple[PeerId, PeerId], _Link] = {}
+        self._transports: dict[PeerId, MemoryTransport] = {}
+        self._cut: set[tuple[PeerId, PeerId]] = set()
+        self._hung: set[PeerId] = set()
+        self._isolated: set[PeerId] = set()
+        self._trace = hashlib.sha256()
+
+    def transport(self, peer: PeerId) -> "MemoryTransport":
+        """The transport of ``peer``, which is on the network while the context is open. A crashed peer may come back."""
+        return MemoryTransport(self, peer)
+
+    def set_link(self, a: PeerId, b: PeerId, profile: LinkProfile) -> None:
+        """Use ``profile`` in both directions between two peers from now on."""
+        self._link(a, b).profile = profile
+        self._link(b, a).profile = profile
+
+    def crash(self, peer: PeerId) -> None:
+        """The process of ``peer`` is gone: the other ends of its streams see the end, nobody can dial it."""
+        if transport := self._transports.get(peer):
+            transport.end("the peer crashed")
+
+    def hang(self, peer: PeerId) -> None:
+        """``peer`` is stopped: nothing is delivered to or from it, its streams stay open."""
+        self._hung.add(peer)
+
+    def resume(self, peer: PeerId) -> None:
+        """Undo ``hang``: what was held back arrives now."""
+        self._hung.discard(peer)
+        self._release()
+
+    def cut(self, a: PeerId, b: PeerId) -> None:
+        """Nothing passes between two peers, and neither is told."""
+        self._cut |= {(a, b), (b, a)}
+
+    def heal(self, a: PeerId, b: PeerId) -> None:
+        """Undo ``cut``: what was held back arrives now."""
+        self._cut -= {(a, b), (b, a)}
+        self._release()
+
+    def isolate(self, peer: PeerId) -> None:
+        """Cut ``peer`` off from everybody."""
+        self._isolated.add(peer)
+
+    def rejoin(self, peer: PeerId) -> None:
+        """Undo ``isolate``: what was held back arrives now."""
+        self._isolated.discard(peer)
+        self._release()
+
+    def is_online(self, peer: PeerId) -> bool:
+        """Whether ``peer`` runs and is neither hung nor isolated."""
+        return peer in self._transports and peer not in self._hung and peer not in self._isolated
+
+    def trace_hash(self) -> str:
+        """A digest of every delivery so far, with its time."""
+        return self._trace.hexdigest()
+
+    def attach(self, transport: "MemoryTransport") -> None:
+        """Put a peer on the network. Raises ``SwarmnetError`` for a second one with the same id."""
+        if transport.peer_id in self._transports:
+            raise SwarmnetError(f"{transport.peer_id} is already on the network")
+        self._transports[transport.peer_id] = transport
+
+    def detach(self, transport: "MemoryTransport") -> None:
+        """Take a peer off the network; idempotent."""
+        if self._transports.get(transport.peer_id) is transport:
+            del self._transports[transport.peer_id]
+
+    def find(self, peer: PeerId) -> "MemoryTransport | None":
+        return self._transports.get(peer)
+
+    def carry(self, source: PeerId, target: PeerId, size_bytes: int, arrive: Callable[[], None]) -> None:
+        """Call ``arrive`` when ``size_bytes`` sent now from ``source`` reach ``target``."""
+        loop = asyncio.get_running_loop()
+        arrival = self._link(source, target).arrival(loop.time(), size_bytes)
+        loop.call_at(arrival, self._arrive, (source, target), arrive)
+
+    def record(self, delivery: Delivery) -> None:
+        """Add a delivery to the trace and show it to the observers."""
+        message = delivery.message
+        digest = hashlib.sha256(message.header)
+        digest.update(message.payload)
+        self._trace.update(
+            f"{delivery.time_s!r} {delivery.source} {delivery.target} {delivery.protocol.id} "
+            f"{len(message.header)} {len(message.payload)} {digest.hexdigest()}\n".encode()
+        )
+        for observer in self.observers:
+            observer(delivery)
+
+    def _link(self, source: PeerId, target: PeerId) -> _Link:
+        if (source, target) not in self._links:
+            # A generator of its own, so that a peer more does not change what happens on other links.
+            rng = random.Random(f"{self._seed}/{source}/{target}")
+            self._links[source, target] = _Link(self._default, rng)
+        return self._links[source, target]
+
+    def _arrive(self, path: tuple[PeerId, PeerId], arrive: Callable[[], None]) -> None:
+        held = self._links[path].held
+        if held or self._blocked(path):
+            held.append(arrive)
+        else:
+            arrive()
+
+    def _blocked(self, path: tuple[PeerId, PeerId]) -> bool:
+        return path in self._cut or any(peer in self._hung or peer in self._isolated for peer in path)
+
+    def _release(self) -> None:
+        for path, link in list(self._links.items()):
+            while link.held and not self._blocked(path):
+                link.held.popleft()()
+
+
+class MemoryStream:
+    """One end of a stream on a :class:`MemoryNetwork`."""
+
+    def __init__(self, transport: "MemoryTransport", peer: PeerId, protocol: ProtocolSpec) -> None:
+        self.remote: MemoryStream | None = None
+        self._transport = transport
+        self._network = transport.network
+        self._peer = peer
+        self._protocol = protocol
+        self._inbox: deque[tuple[Message, int]] = deque()
+        self._unread_bytes = 0  # sent by this end, not yet received by the other
+        self._sending = asyncio.Lock()
+        self._changed = asyncio.Event()
+        self._closed = False
+        self._ended = ""
+
+    @property
+    def peer(self) -> PeerId:
+        return self._peer
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    async def send(self, message: Message) -> None:
+        head, payload = encode(message, self._protocol)
+        # The sender may reuse its buffers as soon as this returns.
+        message = Message(message.header, bytes(payload))
+        size_bytes = len(head) + len(payload)
+        async with self._sending:
+            while self._unread_bytes >= WINDOW_BYTES and not self._closed and not self._ended:
+                await self._change()
+            if self._closed or self._ended or self.remote is None:
+                raise StreamEnded(self._ended or "the stream was closed")
+            self._unread_bytes += size_bytes
+            remote = self.remote
+            self._network.carry(
+                self._transport.peer_id, self._peer, size_bytes, lambda: remote._deliver(message, size_bytes)
+            )
+
+    async def receive(self) -> Message:
+        while not self._inbox or self._closed:
+            if self._closed or self._ended:
+                raise StreamEnded(self._ended or "the stream was closed")
+            await self._change()
+        message, size_bytes = self._inbox.popleft()
+        if self.remote is not None:
+            self.remote._credit(size_bytes)
+        return message
+
+    def close(self) -> None:
+        self.end("the other side closed the stream")
+
+    def end(self, reason: str) -> None:
+        """Close this end; the other one learns why, after everything that was sent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._transport.forget(self)
+        self._changed.set()
+        if remote := self.remote:
+            self._network.carry(self._transport.peer_id, self._peer, 0, lambda: remote._end_arrives(reason))
+
+    async def _change(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
+
+    def _deliver(self, message: Message, size_bytes: int) -> None:
+        if self._closed:
+            return
+        now = asyncio.get_running_loop().time()
+        self._network.record(Delivery(now, self._peer, self._transport.peer_id, self._protocol, message))
+        self._inbox.append((message, size_bytes))
+        self._changed.set()
+
+    def _credit(self, size_bytes: int) -> None:
+        self._unread_bytes -= size_bytes
+        self._changed.set()
+
+    def _end_arrives(self, reason: str) -> None:
+        self._ended = reason
+        self._changed.set()
+
+
+class MemoryTransport:
+    """One peer on a :class:`MemoryNetwork`."""
+
+    def __init__(self, network: MemoryNetwork, peer_id: PeerId) -> None:
+        self.network = network
+        self._peer_id = peer_id
+        self._handlers: dict[str, tuple[ProtocolSpec, Handler]] = {}
+        self._streams: dict[
+            MemoryStream, None
+        ] = {}  # a dict, not a set: closing follows the order of opening
+        self._tasks: dict[asyncio.Task[None], None] = {}
+        self._open = False
+
+    async def __aenter__(self) -> Self:
+        self.network.attach(self)
+        self._open = True
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        tasks = list(self._tasks)
+        self.end("the peer left")
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    @property
+    def peer_id(self) -> PeerId:
+        return self._peer_id
+
+    def addresses(self) -> Sequence[str]:
+        return (f"/memory/0/p2p/{self._peer_id}",)
+
+    async def serve(self, protocol: ProtocolSpec, handler: Handler) -> None:
+        self._handlers[protocol.id] = (protocol, handler)
+
+    async def open(
+        self, peer: PeerId, protocol: ProtocolSpec, *, addresses: Sequence[str] = (), deadline_s: float
+    ) -> MemoryStream:
+        if not self._open:
+            raise PeerUnreachable("this peer is not on the network")
+        stream = MemoryStream(self, peer, protocol)
+        self._streams[stream] = None
+        answer: asyncio.Future[SwarmnetError | None] = asyncio.get_running_loop().create_future()
+        self.network.carry(self._peer_id, peer, 0, lambda: self._request_arrives(stream, protocol, answer))
+        try:
+            async with asyncio.timeout(deadline_s):
+                refusal = await answer
+            if refusal is not None:
+                raise refusal
+        except BaseException as error:
+            stream.close()
+            if isinstance(error, TimeoutError):
+                raise PeerUnreachable(f"{peer} did not answer within {deadline_s:g} s") from error
+            raise
+        return stream
+
+    def forget(self, stream: MemoryStream) -> None:
+        """The stream has been closed."""
+        self._streams.pop(stream, None)
+
+    def end(self, reason: str) -> None:
+        """Leave the network and close every stream; handlers are cancelled. Idempotent."""
+        self._open = False
+        self.network.detach(self)
+        for stream in list(self._streams):
+            stream.end(reason)
+        for task in list(self._tasks):
+            task.cancel()
+
+    def _request_arrives(
+        self, client: MemoryStream, protocol: ProtocolSpec, answer: "asyncio.Future[SwarmnetError | None]"
+    ) -> None:
+        if client.closed:
+            return
+        target = self.network.find(client.peer)
+        if target is None:
+            refusal: SwarmnetError | None = PeerUnreachable(f"{client.peer} is not on the network")
+        else:
+            refusal = target._accept(client, self._peer_id, protocol)
+
+        def answer_arrives() -> None:
+            if not answer.done():
+                answer.set_result(refusal)
+
+        self.network.carry(client.peer, self._peer_id, 0, answer_arrives)
+
+    def _accept(self, client: MemoryStream, peer: PeerId, protocol: ProtocolSpec) -> SwarmnetError | None:
+        if protocol.id not in self._handlers:
+            return IncompatibleVersion(f"{self._peer_id} does not speak {protocol.id}")
+        served, handler = self._handlers[protocol.id]
+        stream = MemoryStream(self, peer, served)
+        stream.remote, client.remote = client, stream
+        self._streams[stream] = None
+        task = asyncio.get_running_loop().create_task(supervise(handler, stream, served))
+        self._tasks[task] = None
+        task.add_done_callback(self._tasks.pop)
+        return None
