@@ -1,0 +1,287 @@
+"""The p2pd child process (go-libp2p, shipped in hivemind's wheel) and the calls on its control socket.
+
+p2pd ends by itself when its persistent control connection closes, so it outlives us by milliseconds even if we are
+killed; before that connection stands, ``-idleTimeout`` does the same.
+"""
+
+import asyncio
+import contextlib
+import errno
+import importlib.resources
+import logging
+import math
+import os
+import socket
+import tempfile
+import warnings
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from swarmnet_protocols.errors import ConfigError, IncompatibleVersion, PeerUnreachable, SwarmnetError
+from swarmnet_protocols.transport import PeerId
+
+_log = logging.getLogger(__name__)
+
+READER_BYTES = 1 << 20
+"""How much of a stream is buffered before the sender is held back (twice this, in asyncio's reckoning)."""
+
+_STARTUP_S = 20.0
+_SHUTDOWN_S = 5.0
+_IDLE_TIMEOUT = "30s"
+_P2P_CODE = b"\xa5\x03"  # of multiaddr's table
+
+
+@dataclass(frozen=True)
+class DaemonConfig:
+    identity_path: Path
+    listen: tuple[str, ...]
+    announce: tuple[str, ...]
+    relays: tuple[str, ...]
+
+
+def prepare_hivemind() -> None:
+    """Import hivemind (1.4 s, 280 MB with torch) without letting it write to the terminal."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit, used at import
+        from hivemind.utils.logging import use_hivemind_log_handler
+
+    use_hivemind_log_handler("nowhere")
+    logging.getLogger("hivemind").setLevel(logging.ERROR)
+
+
+def pack_multiaddr(address: str) -> bytes:
+    """The binary form of a multiaddr. Raises ``ConfigError`` for a bad one.
+
+    hivemind's own packing writes peer ids as CIDs, which go-libp2p refuses.
+    """
+    from hivemind.p2p import PeerID
+    from hivemind.utils.multiaddr import Multiaddr
+
+    try:
+        head, *rest = address.split("/p2p/")
+        packed: bytes = Multiaddr(head).to_bytes() if head else b""
+        for part in rest:
+            peer, _, tail = part.partition("/")
+            peer_bytes = PeerID.from_base58(peer).to_bytes()
+            packed += _P2P_CODE + bytes([len(peer_bytes)]) + peer_bytes
+            packed += Multiaddr("/" + tail).to_bytes() if tail else b""
+    except ValueError as error:
+        raise ConfigError(
+            f"{address!r} is not a multiaddr: {error}",
+            hint="it should look like /ip4/203.0.113.5/tcp/4001/p2p/12D3...",
+        ) from error
+    return packed
+
+
+class P2pd:
+    """A running p2pd. Made by :func:`run_p2pd`."""
+
+    def __init__(self, control_path: Path, process: asyncio.subprocess.Process) -> None:
+        self.control_path = control_path
+        self.process = process
+
+    async def identify(self) -> list[str]:
+        """The addresses at which this peer can be dialled, without its id."""
+        from hivemind.proto import p2pd_pb2 as pb
+        from hivemind.utils.multiaddr import Multiaddr
+
+        response = await self._call(pb.Request(type=pb.Request.IDENTIFY))
+        return [str(Multiaddr(packed)) for packed in response.identify.addrs]
+
+    async def connect(self, peer: PeerId, addresses: Sequence[str], *, deadline_s: float) -> None:
+        """Connect to ``peer`` unless it is connected. Raises ``PeerUnreachable``."""
+        from hivemind.p2p import PeerID
+        from hivemind.proto import p2pd_pb2 as pb
+
+        suffix = f"/p2p/{peer}"
+        await self._call(
+            pb.Request(
+                type=pb.Request.CONNECT,
+                connect=pb.ConnectRequest(
+                    peer=PeerID.from_base58(peer).to_bytes(),
+                    addrs=[pack_multiaddr(address.removesuffix(suffix)) for address in addresses],
+                    timeout=math.ceil(deadline_s),
+                ),
+            )
+        )
+
+    async def open_stream(
+        self, peer: PeerId, protocol_id: str, *, deadline_s: float
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A raw stream to ``peer``. Raises ``PeerUnreachable`` or ``IncompatibleVersion``."""
+        from hivemind.p2p import PeerID
+        from hivemind.proto import p2pd_pb2 as pb
+
+        request = pb.Request(
+            type=pb.Request.STREAM_OPEN,
+            streamOpen=pb.StreamOpenRequest(
+                peer=PeerID.from_base58(peer).to_bytes(), proto=[protocol_id], timeout=math.ceil(deadline_s)
+            ),
+        )
+        reader, writer = await self._dial()
+        try:
+            await self._exchange(request, reader, writer)
+        except BaseException:
+            writer.close()
+            raise
+        return reader, writer
+
+    async def handle_streams(self, protocol_id: str, socket_path: Path) -> None:
+        """Have p2pd connect to ``socket_path`` for every incoming stream under ``protocol_id``."""
+        from hivemind.proto import p2pd_pb2 as pb
+
+        await self._call(
+            pb.Request(
+                type=pb.Request.STREAM_HANDLER,
+                streamHandler=pb.StreamHandlerRequest(
+                    addr=pack_multiaddr(f"/unix{socket_path}"), proto=[protocol_id], balanced=False
+                ),
+            )
+        )
+
+    async def _dial(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        try:
+            return await asyncio.open_unix_connection(self.control_path, limit=READER_BYTES)
+        except OSError as error:
+            raise PeerUnreachable("p2pd is not running", hint="restart this node") from error
+
+    async def _call(self, request: Any) -> Any:
+        reader, writer = await self._dial()
+        try:
+            return await self._exchange(request, reader, writer)
+        finally:
+            writer.close()
+
+    async def _exchange(
+        self, request: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> Any:
+        from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe, write_pbmsg
+        from hivemind.proto import p2pd_pb2 as pb
+
+        response = pb.Response()
+        try:
+            await write_pbmsg(writer, request)
+            await read_pbmsg_safe(reader, response)
+        except (OSError, asyncio.IncompleteReadError) as error:
+            raise PeerUnreachable("p2pd is gone", hint="restart this node") from error
+        if response.type == pb.Response.ERROR:
+            if "protocols not supported" in response.error.msg:
+                raise IncompatibleVersion(response.error.msg)
+            raise PeerUnreachable(response.error.msg)
+        return response
+
+
+@contextlib.asynccontextmanager
+async def run_p2pd(config: DaemonConfig) -> AsyncIterator[P2pd]:
+    """A p2pd that runs while the context is open. Raises ``ConfigError`` when it cannot start as configured."""
+    for address in (*config.listen, *config.announce, *config.relays):
+        pack_multiaddr(address)
+    for address in config.listen:
+        _check_free(address)
+    with tempfile.TemporaryDirectory(prefix="swarmnet-") as directory:  # 0700
+        control_path = Path(directory, "p2pd.sock")
+        process = await _spawn(config, control_path)
+        output = asyncio.create_task(_log_output(process))
+        try:
+            yield P2pd(control_path, process)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
+            try:
+                async with asyncio.timeout(_SHUTDOWN_S):
+                    await process.wait()
+            except TimeoutError:
+                process.kill()
+                await process.wait()
+            await output
+
+
+def _check_free(address: str) -> None:
+    """p2pd itself would share a port with another p2pd (SO_REUSEPORT), and connections would reach either."""
+    match address.split("/"):
+        case ["", ("ip4" | "ip6") as family, host, ("tcp" | "udp") as kind, port, *_] if (
+            port.isdigit() and port != "0"
+        ):
+            pass
+        case _:
+            return
+    with socket.socket(
+        socket.AF_INET if family == "ip4" else socket.AF_INET6,
+        socket.SOCK_STREAM if kind == "tcp" else socket.SOCK_DGRAM,
+    ) as probe:
+        if kind == "tcp":
+            probe.setsockopt(
+                socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+            )  # connections in TIME_WAIT do not matter
+        if family == "ip6":
+            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        try:
+            probe.bind((host, int(port)))
+        except (OSError, OverflowError) as error:
+            in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+            hint = f"is another node running? choose another port: --listen /{family}/{host}/{kind}/0"
+            raise ConfigError(
+                f"cannot listen on {address}: {'port ' + port + ' is in use' if in_use else error}", hint=hint
+            ) from error
+
+
+async def _spawn(config: DaemonConfig, control_path: Path) -> asyncio.subprocess.Process:
+    import hivemind.hivemind_cli
+
+    loopback = all("/127.0.0.1/" in address or "/::1/" in address for address in config.listen)
+    arguments = {
+        "listen": f"/unix{control_path}",
+        "id": config.identity_path,
+        "hostAddrs": ",".join(config.listen),
+        "announceAddrs": ",".join(config.announce),
+        "trustedRelays": ",".join(config.relays),
+        "dhtServer": 1,
+        "connManager": 1,
+        "relay": 1,
+        "autonat": int(not loopback),
+        "autoRelay": int(not loopback and bool(config.relays)),
+        "natPortMap": int(not loopback),
+        "idleTimeout": _IDLE_TIMEOUT,
+    }
+    binary = importlib.resources.files(hivemind.hivemind_cli) / "p2pd"
+    try:
+        process = await asyncio.create_subprocess_exec(
+            str(binary),
+            *(f"-{name}={value}" for name, value in arguments.items() if value != ""),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env=os.environ | {"GOLOG_LOG_LEVEL": "error"},
+            start_new_session=True,  # Ctrl-C is for us: we close streams first, then p2pd
+        )
+    except OSError as error:
+        raise SwarmnetError(
+            f"cannot start {binary}: {error.strerror}", hint="pip install --force-reinstall hivemind"
+        ) from error
+    try:
+        async with asyncio.timeout(_STARTUP_S):
+            await _wait_ready(process)
+    except BaseException:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+        raise
+    return process
+
+
+async def _wait_ready(process: asyncio.subprocess.Process) -> None:
+    assert process.stdout is not None  # noqa: S101 - a pipe was asked for
+    last = ""
+    while line := await process.stdout.readline():
+        last = line.decode(errors="replace").strip()
+        if last.startswith("Peer ID:"):
+            return
+    raise ConfigError(f"p2pd did not start: {last[-500:]}", hint="check --listen and --announce")
+
+
+async def _log_output(process: asyncio.subprocess.Process) -> None:
+    assert process.stdout is not None  # noqa: S101 - a pipe was asked for
+    while chunk := await process.stdout.read(1 << 16):
+        _log.debug("p2pd: %s", chunk.decode(errors="replace").rstrip())
