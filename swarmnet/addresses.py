@@ -1,0 +1,51 @@
+"""Checks of the network addresses that people type, made before anything is started."""
+
+import ipaddress
+import re
+
+from swarmnet_protocols.errors import ConfigError
+
+MAX_ADDRESS_CHARS = 512
+_HOST_NAME = re.compile(r"[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
+_PART = re.compile(r"[A-Za-z0-9._:%-]+")
+_PEER_ID = re.compile(r"[1-9A-HJ-NP-Za-km-z]{32,128}")
+_EXAMPLE = "an address looks like /ip4/203.0.113.7/tcp/31337"
+
+
+def check_listen_address(address: str) -> None:
+    """Raise ``ConfigError`` unless ``address`` is a multiaddr to listen on or to announce."""
+    _check(_parts(address), address, hint=_EXAMPLE)
+
+
+def check_peer_address(address: str) -> None:
+    """Raise ``ConfigError`` unless ``address`` is a multiaddr that ends with ``/p2p/PEER_ID``."""
+    hint = f"{_EXAMPLE}/p2p/12D3Koo…, as printed by `swarmnet join` on the other machine"
+    parts = _parts(address)
+    if len(parts) < 2 or parts[-2] != "p2p" or not _PEER_ID.fullmatch(parts[-1]):
+        raise ConfigError(f"the address {address!r} does not end with /p2p/ and a peer id", hint=hint)
+    _check(parts[:-2], address, hint=hint)
+
+
+def _parts(address: str) -> list[str]:
+    if not address.startswith("/") or len(address) > MAX_ADDRESS_CHARS:
+        raise ConfigError(f"{address[:80]!r} is not a multiaddr", hint=_EXAMPLE)
+    return address[1:].split("/")
+
+
+def _check(parts: list[str], address: str, *, hint: str) -> None:
+    """Check HOST-KIND/HOST/tcp|udp/PORT; what follows (quic-v1, relays) is left to the transport."""
+    if len(parts) < 4 or not _is_host(parts[0], parts[1]):
+        raise ConfigError(f"the address {address!r} has no valid host", hint=hint)
+    if parts[2] not in {"tcp", "udp"} or not re.fullmatch(r"[0-9]{1,5}", parts[3]) or int(parts[3]) > 65535:
+        raise ConfigError(f"the address {address!r} has no valid port", hint=hint)
+    if not all(_PART.fullmatch(part) for part in parts):
+        raise ConfigError(f"the address {address!r} has a part that no multiaddr has", hint=hint)
+
+
+def _is_host(kind: str, host: str) -> bool:
+    if kind in {"ip4", "ip6"}:
+        try:
+            return ipaddress.ip_address(host).version == int(kind[2])
+        except ValueError:
+            return False
+    return kind in {"dns", "dns4", "dns6"} and _HOST_NAME.fullmatch(host) is not None

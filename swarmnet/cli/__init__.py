@@ -1,0 +1,78 @@
+"""The command line. Nothing heavy (torch, transformers, hivemind, grpc) is imported before a command needs it."""
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from types import FrameType
+from typing import Annotated, NoReturn
+
+import typer
+
+from swarmnet.cli import control, demo, join, model, run, swarm
+from swarmnet.cli.failures import EXIT_INTERRUPTED, explain
+
+app = typer.Typer(help="Run large models on a swarm of ordinary computers.", add_completion=False)
+app.command("demo")(demo.demo)
+app.add_typer(swarm.app, name="swarm")
+app.command("join")(join.join)
+app.command("run")(run.run)
+app.command("status")(control.status)
+app.command("finish")(control.finish)
+app.add_typer(model.app, name="model")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"swarmnet {version('swarmnet-p2p')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    *,
+    _version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True),
+    ] = False,
+    _debug: Annotated[
+        bool, typer.Option("--debug", hidden=True, help="Show the traceback of an error.")
+    ] = False,
+) -> None:
+    pass
+
+
+def execute(arguments: Sequence[str]) -> int:
+    """Run one command; its exit code. Every error ends here, as one message with a next step."""
+    arguments = arguments or ["--help"]
+    options = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    try:
+        code = typer.main.get_command(app).main(list(arguments), prog_name="swarmnet", standalone_mode=False)
+    except (KeyboardInterrupt, typer.Abort):
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output is gone; without this the interpreter complains once more when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_INTERRUPTED
+    except Exception as error:  # noqa: BLE001 - the last supervisor: what nobody else handled
+        if "--debug" in options:
+            traceback.print_exc()
+        failure = explain(error)
+        failure.show(as_json="--json" in options)
+        return failure.exit_code
+    return code if isinstance(code, int) else 0
+
+
+def _terminate(_signal: int, _frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def main() -> NoReturn:
+    """The entry point of ``swarmnet``."""
+    # Idle OpenMP threads would spin on the cores of a volunteer; this has to be set before torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    signal.signal(signal.SIGTERM, _terminate)
+    sys.exit(execute(sys.argv[1:]))

@@ -1,0 +1,88 @@
+"""What went wrong, as an exit code and as words."""
+
+import json
+import sys
+from dataclasses import dataclass
+
+import typer
+from swarmnet_protocols import errors
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+# The first class that fits is the one that counts.
+_KINDS: tuple[tuple[type[errors.SwarmnetError], str, int], ...] = (
+    (errors.ConfigError, "config", 3),
+    (errors.NotAuthorised, "not_authorised", 4),
+    (errors.Unreachable, "unreachable", 5),
+    (errors.DeadlineExceeded, "unreachable", 5),
+    (errors.OutOfResources, "out_of_resources", 6),
+    (errors.IntegrityError, "integrity", 7),
+    (errors.IncompatibleVersion, "incompatible_version", 8),
+    (errors.SwarmnetError, "failed", EXIT_FAILED),
+)
+_DEFAULT_HINT = "run the command again with --debug after `swarmnet` for the details"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error as a person, or with --json a program, reads it."""
+
+    kind: str
+    message: str
+    hint: str
+    exit_code: int
+
+    def show(self, *, as_json: bool) -> None:
+        """Print to stderr, or with ``as_json`` one line to stdout."""
+        if as_json:
+            event = {"event": "error", "error": self.kind, "message": self.message, "hint": self.hint}
+            typer.echo(json.dumps(event | {"exit_code": self.exit_code}))
+        else:
+            sys.stdout.flush()
+            typer.echo(f"error: {self.message}\nhint: {self.hint}", err=True)
+
+
+def explain(error: BaseException) -> Failure:
+    """The failure to report for ``error``."""
+    if isinstance(error, BaseExceptionGroup):
+        return explain(_cause(error))
+    if isinstance(error, typer.BadParameter | typer.TyperException):
+        return _explain_usage(error)
+    for kind, name, exit_code in _KINDS:
+        if isinstance(error, kind):
+            return Failure(name, str(error), error.hint or _DEFAULT_HINT, exit_code)
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename else ""
+        return Failure("failed", f"{where}{error.strerror or error}", _DEFAULT_HINT, EXIT_FAILED)
+    return Failure(
+        "internal",
+        f"this should not have happened: {type(error).__name__}: {error}",
+        _DEFAULT_HINT,
+        EXIT_FAILED,
+    )
+
+
+def _explain_usage(error: typer.TyperException) -> Failure:
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context is not None else "swarmnet"
+    message = (
+        error.format_message()
+        if isinstance(error, typer.BadParameter)
+        else str(getattr(error, "message", error))
+    )
+    return Failure("usage", message, f"see `{command} --help`", EXIT_USAGE)
+
+
+def _cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The error of a task group that says most: one of ours before any other."""
+    leaves: list[BaseException] = []
+    pending: list[BaseException] = [group]
+    while pending:
+        error = pending.pop(0)
+        if isinstance(error, BaseExceptionGroup):
+            pending.extend(error.exceptions)
+        else:
+            leaves.append(error)
+    return next((leaf for leaf in leaves if isinstance(leaf, errors.SwarmnetError)), leaves[0])

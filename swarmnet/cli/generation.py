@@ -1,0 +1,122 @@
+"""One answer of a model, shown as it comes and measured."""
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    import torch
+    from swarmnet_client.model import SwarmModel
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen: greedily when ``temperature`` is 0."""
+
+    max_new_tokens: int
+    temperature: float
+    seed: int | None
+
+
+@dataclass(frozen=True)
+class Hop:
+    peer_id: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What ``run --json`` prints. ``token_ids`` are the new tokens."""
+
+    text: str
+    token_ids: list[int]
+    prompt_tokens: int
+    first_token_s: float
+    total_s: float
+    tokens_per_s: float
+    route: list[Hop]
+    failovers: int
+    longest_stall_s: float
+
+    def to_json(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def generate(
+    model: "SwarmModel", input_ids: "torch.Tensor", sampling: Sampling, show: Callable[[str], None]
+) -> Answer:
+    """Continue one prompt, ``input_ids`` of shape [1, tokens]; ``show`` gets the answer piece by piece."""
+    tokenizer: Any = model.tokenizer
+    prompt_tokens = input_ids.shape[1]
+    room = model.config.max_position_embeddings - prompt_tokens
+    if room < 1:
+        raise typer.BadParameter(
+            f"the prompt has {prompt_tokens} tokens and the model takes {model.config.max_position_embeddings}: shorten it",
+            param_hint="PROMPT",
+        )
+    if sampling.seed is not None:
+        import torch
+
+        torch.manual_seed(sampling.seed)
+    streamer = _Streamer(tokenizer, show)
+    choice: dict[str, Any] = {"do_sample": False}
+    if sampling.temperature > 0:
+        choice = {"do_sample": True, "temperature": sampling.temperature}
+    model.generate(input_ids, max_new_tokens=min(sampling.max_new_tokens, room), streamer=streamer, **choice)
+    total_s = time.monotonic() - streamer.started
+    run = model.last_run
+    return Answer(
+        text=tokenizer.decode(streamer.token_ids, skip_special_tokens=True),
+        token_ids=streamer.token_ids,
+        prompt_tokens=prompt_tokens,
+        first_token_s=streamer.first_token_s,
+        total_s=total_s,
+        tokens_per_s=len(streamer.token_ids) / total_s,
+        route=[Hop(*hop) for hop in run.route],
+        failovers=run.failovers,
+        longest_stall_s=run.longest_stall_s,
+    )
+
+
+class _Streamer:
+    """A transformers streamer: ``put`` gets the prompt first and then every new token."""
+
+    def __init__(self, tokenizer: Any, show: Callable[[str], None]) -> None:
+        self.started = time.monotonic()
+        self.first_token_s = 0.0
+        self.token_ids: list[int] = []
+        self._tokenizer = tokenizer
+        self._show = show
+        self._prompt_seen = False
+        self._line_start = 0  # of the tokens on the line that is being shown
+        self._shown = 0  # characters of that line
+
+    def put(self, tokens: Any) -> None:
+        if not self._prompt_seen:
+            self._prompt_seen = True
+            return
+        if not self.token_ids:
+            self.first_token_s = time.monotonic() - self.started
+        self.token_ids.extend(tokens.flatten().tolist())
+        line = self._line()
+        # A replacement character at the end is a letter of which only the first bytes have come.
+        if not line.endswith("\N{REPLACEMENT CHARACTER}"):
+            self._show_rest(line)
+        if line.endswith("\n"):
+            self._line_start, self._shown = len(self.token_ids), 0
+
+    def end(self) -> None:
+        self._show_rest(self._line())
+
+    def _line(self) -> str:
+        text: str = self._tokenizer.decode(self.token_ids[self._line_start :], skip_special_tokens=True)
+        return text
+
+    def _show_rest(self, line: str) -> None:
+        if len(line) > self._shown:
+            self._show(line[self._shown :])
+            self._shown = len(line)

@@ -1,0 +1,82 @@
+"""``swarmnet model``: the models on this machine."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from swarmnet.cli.options import DEFAULT_MODEL, CacheDirOption, JsonFlag
+from swarmnet.cli.output import print_json, print_table, progress
+from swarmnet.paths import default_cache_dir
+
+if TYPE_CHECKING:
+    from swarmnet_protocols.models import LocalModel
+
+app = typer.Typer(help="Fetch and check model files.")
+ModelName = Annotated[str, typer.Argument(metavar="M", help="As for join.")]
+
+
+@app.command("pull")
+def pull(
+    model: ModelName = DEFAULT_MODEL, *, cache_dir: CacheDirOption = None, as_json: JsonFlag = False
+) -> None:
+    """Fetch a model, if it is not here yet."""
+    local = _resolve(model, cache_dir, quiet=as_json)
+    if as_json:
+        print_json(_summary(local))
+    else:
+        typer.echo(f"{local.name} is at {local.path}")
+
+
+@app.command("show")
+def show(
+    model: ModelName = DEFAULT_MODEL, *, cache_dir: CacheDirOption = None, as_json: JsonFlag = False
+) -> None:
+    """Print what a model is made of."""
+    local = _resolve(model, cache_dir, quiet=as_json)
+    if as_json:
+        print_json(_summary(local))
+        return
+    files = "\n".join(
+        f"{file.path}  {file.size / 1e6:.1f} MB  {file.sha256.hex()}" for file in local.manifest.files
+    )
+    summary = _summary(local)
+    print_table(
+        local.name, {key: summary[key] for key in summary if key not in {"name", "files"}} | {"files": files}
+    )
+
+
+@app.command("verify")
+def verify(
+    model: ModelName = DEFAULT_MODEL, *, cache_dir: CacheDirOption = None, as_json: JsonFlag = False
+) -> None:
+    """Read every file of a model again and compare it with the manifest."""
+    local = _resolve(model, cache_dir, quiet=as_json)
+    with progress(quiet=as_json) as report:
+        local.verify(report)
+    if as_json:
+        print_json({"name": local.name, "manifest": local.manifest.hash.hex(), "valid": True})
+    else:
+        typer.echo(f"{local.name}: all {len(local.manifest.files)} files are as they should be")
+
+
+def _resolve(name: str, cache_dir: Path | None, *, quiet: bool) -> "LocalModel":
+    from swarmnet_protocols.models import resolve
+
+    with progress(quiet=quiet) as report:
+        return resolve(name, cache_dir=cache_dir or default_cache_dir(), progress=report)
+
+
+def _summary(local: "LocalModel") -> dict[str, object]:
+    manifest = local.manifest
+    return {
+        "name": local.name,
+        "path": str(local.path),
+        "manifest": manifest.hash.hex(),
+        "architecture": manifest.architecture,
+        "blocks": manifest.blocks,
+        "hidden_size": manifest.hidden_size,
+        "files": [
+            {"path": file.path, "size": file.size, "sha256": file.sha256.hex()} for file in manifest.files
+        ],
+    }

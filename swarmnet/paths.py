@@ -1,0 +1,46 @@
+"""Where files live on this machine, and the lock that keeps two nodes out of one data directory."""
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import platformdirs
+from swarmnet_protocols.errors import ConfigError
+
+_APP = "swarmnet"
+
+
+def default_data_dir() -> Path:
+    """A node's key, control socket and addresses."""
+    return platformdirs.user_data_path(_APP, appauthor=False)
+
+
+def default_cache_dir() -> Path:
+    """Model files that can be fetched again."""
+    return platformdirs.user_cache_path(_APP, appauthor=False)
+
+
+@contextmanager
+def locked_data_dir(data_dir: Path) -> Iterator[Path]:
+    """Own ``data_dir``, created (0700) when absent, until the block ends or the process dies."""
+    try:
+        data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(data_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot use the data directory {data_dir}: {error.strerror}",
+            hint="choose another one with --data-dir",
+        ) from error
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"a node already runs with the data directory {data_dir}",
+                hint="give this one another --data-dir, or stop the other: swarmnet finish --data-dir DIR",
+            ) from error
+        yield data_dir
+    finally:
+        os.close(descriptor)
