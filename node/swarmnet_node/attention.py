@@ -1,0 +1,163 @@
+"""Attention of a packed batch: the new positions of many lanes in one row, each lane attending to its own cache.
+
+transformers calls :func:`packed_attention` from every layer of every family (``AttentionInterface``); the batch comes to
+it through the keyword arguments of the model's forward.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from swarmnet_node.kv import LaneCache, LayerShape
+
+IMPLEMENTATION = "swarmnet_packed"
+"""The name transformers knows this attention by. It has no mask function, so transformers makes no masks for it."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How a layer attends: what transformers hands to its attention functions."""
+
+    scaling: float | None
+    sliding_window: int | None
+    softcap: float | None
+    sinks: torch.Tensor | None
+
+
+class Batch(Protocol):
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Rule
+    ) -> torch.Tensor:
+        """Shapes: query [1, H, T, d], key and value [1, Hkv, T, d]; the result is [1, T, H, d]."""
+
+
+def register() -> None:
+    """Make the packed attention known to transformers; may be called any number of times."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(IMPLEMENTATION, packed_attention)
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """An attention function of transformers; ``kwargs`` holds the batch under ``packed``."""
+    batch: Batch = kwargs["packed"]
+    rule = Rule(
+        kwargs.get("scaling"), kwargs.get("sliding_window"), kwargs.get("softcap"), kwargs.get("s_aux")
+    )
+    layer: Any = module.layer_idx
+    return batch.attend(layer, query, key, value, rule), None
+
+
+class GeometryProbe:
+    """Stands in for a batch to learn what each layer keeps, whatever its family."""
+
+    def __init__(self) -> None:
+        self.layers: list[tuple[int, LayerShape]] = []
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Rule
+    ) -> torch.Tensor:
+        self.layers.append((layer, LayerShape(key.shape[1], key.shape[3], value.shape[3])))
+        return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
+
+
+class PackedBatch:
+    """New positions of several lanes, laid one after another: ``counts[i]`` of ``lanes[i]``.
+
+    The lanes have room for them; attending writes their keys and values and leaves ``length`` as it is.
+    """
+
+    def __init__(self, lanes: Sequence[LaneCache], counts: Sequence[int]) -> None:
+        self._lanes = lanes
+        self._counts = list(counts)
+        self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Rule
+    ) -> torch.Tensor:
+        parts = zip(
+            self._lanes,
+            query.split(self._counts, 2),
+            key.split(self._counts, 2),
+            value.split(self._counts, 2),
+            strict=True,
+        )
+        outputs = []
+        for row, (lane, new_query, new_key, new_value) in enumerate(parts):
+            count, start = new_query.shape[2], lane.length
+            end = start + count
+            keys, values = lane.layer(layer)
+            keys.narrow(2, start, count).copy_(new_key)
+            values.narrow(2, start, count).copy_(new_value)
+            first = 0 if rule.sliding_window is None else max(0, start + 1 - rule.sliding_window)
+            seen_keys, seen_values = keys.narrow(2, first, end - first), values.narrow(2, first, end - first)
+            if rule.softcap is not None or rule.sinks is not None:
+                outputs.append(self._attend_eagerly(new_query, seen_keys, seen_values, row, rule))
+            elif count == 1:
+                outputs.append(_attend_one(new_query, seen_keys, seen_values, rule.scaling))
+            else:
+                outputs.append(
+                    scaled_dot_product_attention(
+                        new_query,
+                        seen_keys,
+                        seen_values,
+                        attn_mask=self._mask(row, rule.sliding_window),
+                        scale=rule.scaling,
+                        enable_gqa=True,
+                    )
+                )
+        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)).transpose(1, 2)
+
+    def _attend_eagerly(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, row: int, rule: Rule
+    ) -> torch.Tensor:
+        """Attention with capped scores or sinks, which the fused kernel does not have."""
+        heads, count, size = query.shape[1:]
+        grouped = query.reshape(1, keys.shape[1], -1, count, size)
+        scores = grouped @ keys.unsqueeze(2).transpose(-1, -2)
+        scores = scores * (size**-0.5 if rule.scaling is None else rule.scaling)
+        if rule.softcap is not None:
+            scores = torch.tanh(scores / rule.softcap) * rule.softcap
+        if count > 1:
+            scores = scores.masked_fill(~self._mask(row, rule.sliding_window), float("-inf"))
+        if rule.sinks is None:
+            weights = scores.softmax(-1, dtype=torch.float32)
+        else:
+            sinks = (
+                rule.sinks.to(scores.dtype).reshape(1, keys.shape[1], -1, 1, 1).expand(*scores.shape[:-1], 1)
+            )
+            weights = torch.cat([scores, sinks], -1).softmax(-1, dtype=torch.float32)[..., :-1]
+        return (weights.to(values.dtype) @ values.unsqueeze(2)).reshape(1, heads, count, -1)
+
+    def _mask(self, row: int, sliding_window: int | None) -> torch.Tensor:
+        """Which of the keys from the first visible one on each new position sees: [count, keys]."""
+        if (row, sliding_window) not in self._masks:
+            lane, count = self._lanes[row], self._counts[row]
+            first = 0 if sliding_window is None else max(0, lane.length + 1 - sliding_window)
+            device = lane.geometry.device
+            queries = torch.arange(lane.length, lane.length + count, device=device)[:, None]
+            keys = torch.arange(first, lane.length + count, device=device)[None, :]
+            mask = keys <= queries
+            if sliding_window is not None:
+                mask &= keys > queries - sliding_window
+            self._masks[row, sliding_window] = mask
+        return self._masks[row, sliding_window]
+
+
+def _attend_one(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float | None
+) -> torch.Tensor:
+    """One new position sees every key. Heads that share keys become queries of one head, so nothing is repeated."""
+    heads = query.shape[1]
+    grouped = query.reshape(1, keys.shape[1], -1, query.shape[3])
+    return scaled_dot_product_attention(grouped, keys, values, scale=scaling).reshape(1, heads, 1, -1)

@@ -1,0 +1,78 @@
+"""What the two kinds of checkpoint, safetensors and gguf, have in common."""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from swarmnet_protocols.errors import ConfigError, IntegrityError
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+MAX_DIMS = 8
+_CHUNK_BYTES = 1 << 20
+
+
+class Progress(Protocol):
+    """Hears how far a long step has come; ``total`` is None while it is unknown. Units are bytes."""
+
+    def __call__(self, description: str, done: int, total: int | None) -> None: ...
+
+
+class Checkpoint(Protocol):
+    """Weights, config and tokenizer on disk. Opening one has checked its headers; tensors are read one by one."""
+
+    @property
+    def root(self) -> Path:
+        """The directory that the paths of ``files`` are relative to."""
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Every file the model is made of."""
+
+    @property
+    def tensor_names(self) -> tuple[str, ...]: ...
+
+    def block_of(self, tensor_name: str) -> int | None:
+        """The block a tensor belongs to; None for the edges."""
+
+    def config(self) -> "PretrainedConfig": ...
+
+    def generation_config(self) -> "GenerationConfig | None":
+        """What the checkpoint itself says about generation."""
+
+    def tokenizer(self) -> "PreTrainedTokenizerBase": ...
+
+    def state_dict(self, names: Sequence[str], first_block: int, model: "PreTrainedModel") -> dict[str, Any]:
+        """These tensors under the names transformers loads them by, ``first_block`` becoming block 0.
+
+        ``model`` is what they are loaded into; it may lie on the meta device.
+        """
+
+
+def sha256_of(path: Path, progress: Progress | None) -> bytes:
+    """The SHA-256 of a file; raises ``IntegrityError`` when it cannot be read."""
+    digest = hashlib.sha256()
+    try:
+        total = path.stat().st_size
+        done = 0
+        with path.open("rb") as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                digest.update(chunk)
+                done += len(chunk)
+                if progress is not None:
+                    progress(f"checking {path.name}", done, total)
+    except OSError as error:
+        raise IntegrityError(f"{path} cannot be read: {error.strerror}") from error
+    return digest.digest()
+
+
+def require_supported(config: "PretrainedConfig", where: Path) -> None:
+    """Raise ``ConfigError`` for a model that is not plain, unquantised text generation."""
+    name = (config.architectures or [config.model_type])[0]
+    if getattr(config, "quantization_config", None) is not None:
+        raise ConfigError(
+            f"{where}: {name} is stored quantised in a way that cannot be cut into blocks",
+            hint="use the original checkpoint, or a .gguf file of it",
+        )

@@ -1,0 +1,155 @@
+"""An architecture's own transformers model, cut to some of its blocks or to what lies around them."""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from swarmnet_protocols.errors import ConfigError, IntegrityError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from transformers import PretrainedConfig, PreTrainedModel
+
+StateDict = dict[str, Any]
+
+
+def causal_class(config: "PretrainedConfig") -> type:
+    """The CausalLM class of an architecture; raises ``ConfigError`` where there is none."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigError(
+            f"{architecture_of(config)} is not a text generation model that transformers knows",
+            hint="use a decoder-only language model such as Llama, Qwen3, Gemma 3 or Mixtral",
+        )
+    found: type = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return found
+
+
+def architecture_of(config: "PretrainedConfig") -> str:
+    """The name people know an architecture by."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return str(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__)
+    return str((config.architectures or [config.model_type])[0])
+
+
+def base_class(config: "PretrainedConfig") -> type:
+    """The class of an architecture's decoder stack, if it is one that can be cut."""
+    import torch
+    from torch import nn
+
+    probe = _with_blocks(config, 0, 0)
+    with torch.device("meta"):
+        base = causal_class(config)(probe).base_model
+    children = dict(base.named_children())
+    rotary = {name for name in children if name.startswith("rotary_emb")}
+    if children.keys() - rotary != {"embed_tokens", "layers", "norm"} or not isinstance(
+        children["layers"], nn.ModuleList
+    ):
+        raise ConfigError(
+            f"{architecture_of(config)} cannot be cut into blocks: it is not embeddings, layers and a norm",
+            hint="use a model of a family such as Llama, Qwen3, Gemma 3 or Mixtral",
+        )
+    return type(base)
+
+
+def build_span(config: "PretrainedConfig", start: int, end: int) -> "Builder":
+    """How to build the decoder stack of blocks [start, end): no embeddings, no final norm, layers numbered from 0."""
+    from torch import nn
+
+    base: Any = base_class(config)
+
+    def init(self: Any, config: "PretrainedConfig") -> None:
+        # Built whole (on the meta device) so that every layer is what its place in the model makes it.
+        base.__init__(self, config)
+        self.layers = nn.ModuleList(list(self.layers)[start:end])
+        for module in self.layers.modules():
+            if hasattr(module, "layer_idx"):
+                module.layer_idx -= start
+        self.embed_tokens = None
+        self.norm = nn.Identity()
+        _keep_blocks(config, start, end)
+
+    # transformers finds its conversions of checkpoints by the class's name and home.
+    return Builder(type(base.__name__, (base,), {"__init__": init, "__module__": base.__module__}), config)
+
+
+def build_edges(config: "PretrainedConfig") -> "Builder":
+    """How to build the CausalLM without any layer."""
+    base_class(config)
+    return Builder(causal_class(config), _with_blocks(config, 0, 0))
+
+
+def build_whole(config: "PretrainedConfig") -> "Builder":
+    """How to build the CausalLM as it is."""
+    return Builder(causal_class(config), config)
+
+
+class Builder:
+    """A class and a config that together make a model."""
+
+    def __init__(self, cls: type, config: "PretrainedConfig") -> None:
+        self._cls: Any = cls
+        self._config = config
+
+    def load(
+        self,
+        state_dict: "Callable[[PreTrainedModel], StateDict]",
+        *,
+        dtype: "torch.dtype",
+        device: "torch.device",
+    ) -> "nn.Module":
+        """The model with its weights, in evaluation mode; ``state_dict`` gets an empty one on the meta device.
+
+        Raises ``IntegrityError`` when a weight is missing or has another shape.
+        """
+        import torch
+
+        with torch.device("meta"):
+            empty = self._cls(copy.deepcopy(self._config))
+        with _no_progress_bar():
+            model, info = self._cls.from_pretrained(
+                None,
+                config=self._config,
+                state_dict=state_dict(empty),
+                dtype=dtype,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+        wrong = [*info["missing_keys"], *(str(key) for key in info["mismatched_keys"]), *info["error_msgs"]]
+        if wrong:
+            raise IntegrityError(f"the checkpoint does not fit {self._cls.__name__}: {min(wrong)}")
+        loaded: nn.Module = model.to(device).requires_grad_(False)
+        return loaded
+
+
+def _with_blocks(config: "PretrainedConfig", start: int, end: int) -> "PretrainedConfig":
+    config = copy.deepcopy(config)
+    _keep_blocks(config, start, end)
+    return config
+
+
+def _keep_blocks(config: "PretrainedConfig", start: int, end: int) -> None:
+    """Make ``config`` speak of blocks [start, end) only, in the lists that have an entry for each block."""
+    total = config.num_hidden_layers
+    for name, value in list(vars(config).items()):
+        if "layer" in name and isinstance(value, list) and len(value) == total:
+            setattr(config, name, value[start:end])
+    config.num_hidden_layers = end - start
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

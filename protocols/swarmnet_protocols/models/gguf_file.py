@@ -1,0 +1,241 @@
+"""A model in one gguf file."""
+
+import math
+import mmap
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from swarmnet_protocols.errors import ConfigError, IntegrityError
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+MAX_TENSORS = 1_000_000
+MAX_FIELDS = 10_000
+MAX_NAME_BYTES = 1_024
+MAX_DIMS = 4
+_STRING, _ARRAY = 8, 9
+_SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+_BLOCK = re.compile(r"^(blk\.)(\d+)(\..+)$")
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """Where a tensor lies: ``offset`` from the start of the file; dimensions outermost first."""
+
+    shape: tuple[int, ...]
+    type: int
+    offset: int
+    size_bytes: int
+
+
+class _Cursor:
+    """Reads little-endian fields, never beyond the end."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self._data = data
+        self.position = 0
+
+    def skip(self, size: int) -> int:
+        start = self.position
+        if size > len(self._data) - start:
+            raise ValueError("it ends within its header")
+        self.position = start + size
+        return start
+
+    def bytes(self, size: int) -> bytes:
+        start = self.skip(size)
+        return self._data[start : start + size]
+
+    def integer(self, size: int) -> int:
+        return int.from_bytes(self.bytes(size), "little")
+
+    def string(self, limit: int) -> str:
+        size = self.integer(8)
+        if size > limit:
+            raise ValueError(f"a name of {size} bytes")
+        return self.bytes(size).decode()
+
+    def value(self, kind: int) -> bytes:
+        """Pass over a metadata value; the bytes of a scalar or string, nothing of an array."""
+        if kind == _STRING:
+            return self.bytes(self.integer(8))
+        if kind == _ARRAY:
+            element, count = self.integer(4), self.integer(8)
+            if element == _STRING:
+                for _ in range(count):
+                    self.skip(self.integer(8))
+            else:
+                self.skip(_scalar_bytes(element) * count)
+            return b""
+        return self.bytes(_scalar_bytes(kind))
+
+
+def _scalar_bytes(kind: int) -> int:
+    if kind not in _SCALAR_BYTES:
+        raise ValueError(f"a value of unknown type {kind}")
+    return _SCALAR_BYTES[kind]
+
+
+def read_header(path: Path) -> tuple[str, dict[str, GgufTensor]]:
+    """The architecture's name in gguf and where the tensors lie; all of them lie within the file."""
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _parse(_Cursor(data), len(data))
+    except OSError as error:
+        raise IntegrityError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise IntegrityError(f"{path} is truncated or corrupt: {error}") from error
+
+
+def _parse(cursor: _Cursor, file_bytes: int) -> tuple[str, dict[str, GgufTensor]]:
+    if cursor.bytes(4) != b"GGUF" or cursor.integer(4) not in (2, 3):
+        raise ValueError("not a gguf file of version 2 or 3")
+    tensor_count, field_count = cursor.integer(8), cursor.integer(8)
+    if tensor_count > MAX_TENSORS or field_count > MAX_FIELDS:
+        raise ValueError(f"{tensor_count} tensors, {field_count} fields")
+    fields: dict[str, bytes] = {}
+    for _ in range(field_count):
+        key = cursor.string(MAX_NAME_BYTES)
+        if key in fields:
+            raise ValueError(f"field {key} twice")
+        fields[key] = cursor.value(cursor.integer(4))
+    entries = [_entry(cursor) for _ in range(tensor_count)]
+    alignment = int.from_bytes(fields.get("general.alignment", b"\x20"), "little")
+    if not 1 <= alignment <= 1 << 20:
+        raise ValueError(f"alignment {alignment}")
+    data_start = -(-cursor.position // alignment) * alignment
+    tensors: dict[str, GgufTensor] = {}
+    for name, tensor in entries:
+        if name in tensors:
+            raise ValueError(f"tensor {name} twice")
+        tensors[name] = GgufTensor(tensor.shape, tensor.type, data_start + tensor.offset, tensor.size_bytes)
+        if tensors[name].offset + tensor.size_bytes > file_bytes:
+            raise ValueError(f"tensor {name} lies beyond the end")
+    return fields.get("general.architecture", b"").decode(), tensors
+
+
+def _entry(cursor: _Cursor) -> tuple[str, GgufTensor]:
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    name = cursor.string(MAX_NAME_BYTES)
+    dims = cursor.integer(4)
+    if not 1 <= dims <= MAX_DIMS:
+        raise ValueError(f"tensor {name} has {dims} dimensions")
+    shape = tuple(cursor.integer(8) for _ in range(dims))[::-1]
+    kind, offset = cursor.integer(4), cursor.integer(8)
+    block_elements, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+    if shape[-1] % block_elements:
+        raise ValueError(f"tensor {name} has rows of {shape[-1]} elements")
+    return name, GgufTensor(shape, kind, offset, math.prod(shape) // block_elements * block_bytes)
+
+
+class GgufCheckpoint:
+    """A model in one gguf file. Raises ``IntegrityError`` when the file is not sound.
+
+    transformers takes seconds to read a config or a tokenizer from gguf, so both are kept, in Hugging Face layout,
+    under ``metadata_dir``: a directory of this very file's content.
+    """
+
+    def __init__(self, path: Path, metadata_dir: Path) -> None:
+        self.path = path
+        self.root = path.parent
+        self.files = (path.name,)
+        self._metadata_dir = metadata_dir
+        self._architecture, self._tensors = read_header(path)
+        self.tensor_names = tuple(self._tensors)
+
+    def block_of(self, tensor_name: str) -> int | None:
+        match = _BLOCK.match(tensor_name)
+        return int(match[2]) if match else None
+
+    @cached_property
+    def _source(self) -> dict[str, Any]:
+        return {
+            "pretrained_model_name_or_path": self.root,
+            "gguf_file": self.path.name,
+            "local_files_only": True,
+        }
+
+    def config(self) -> "PretrainedConfig":
+        from transformers import AutoConfig
+
+        try:
+            return AutoConfig.from_pretrained(
+                self._kept("config", lambda: AutoConfig.from_pretrained(**self._source)),
+                local_files_only=True,
+            )
+        except (ValueError, KeyError, NotImplementedError) as error:
+            raise ConfigError(
+                f"{self.path}: transformers does not read {self._architecture or 'this'} from gguf: {error}",
+                hint="use the model in Hugging Face layout",
+            ) from error
+
+    def generation_config(self) -> "GenerationConfig | None":
+        return None
+
+    def tokenizer(self) -> "PreTrainedTokenizerBase":
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(
+            self._kept("tokenizer", lambda: AutoTokenizer.from_pretrained(**self._source)),
+            local_files_only=True,
+        )
+
+    def _kept(self, part: str, make: Callable[[], Any]) -> Path:
+        """The directory where ``part`` is saved, made on first use; it appears complete or not at all."""
+        from transformers import __version__
+
+        kept = self._metadata_dir / f"{part}-{__version__}"
+        if not kept.is_dir():
+            self._metadata_dir.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=self._metadata_dir, prefix=".new-") as scratch:
+                fresh = Path(scratch, part)
+                make().save_pretrained(fresh)
+                try:
+                    os.rename(fresh, kept)
+                except OSError:
+                    if not kept.is_dir():
+                        raise
+                    shutil.rmtree(fresh)
+        return kept
+
+    def state_dict(self, names: Sequence[str], first_block: int, model: "PreTrainedModel") -> dict[str, Any]:
+        """Dequantised tensors; the conversion from gguf's layout is transformers' own."""
+        import numpy as np
+        import torch
+        from gguf import GGMLQuantizationType, dequantize
+        from transformers.modeling_gguf_pytorch_utils import (
+            TENSOR_PROCESSORS,
+            TensorProcessor,
+            get_gguf_hf_weights_map,
+        )
+
+        processor = TENSOR_PROCESSORS.get(self._architecture, TensorProcessor)(config=model.config.to_dict())
+        hf_names = get_gguf_hf_weights_map(model, processor)
+        parsed: dict[str, dict[str, Any]] = {"tensors": {}}
+        with self.path.open("rb") as file:
+            for name in names:
+                tensor = self._tensors[name]
+                file.seek(tensor.offset)
+                raw = np.frombuffer(file.read(tensor.size_bytes), dtype=np.uint8)
+                if raw.nbytes != tensor.size_bytes:
+                    raise IntegrityError(f"{self.path} is truncated within tensor {name}")
+                result = processor.process(
+                    weights=dequantize(
+                        raw.reshape(*tensor.shape[:-1], -1), GGMLQuantizationType(tensor.type)
+                    ),
+                    name=_BLOCK.sub(lambda m: f"{m[1]}{int(m[2]) - first_block}{m[3]}", name),
+                    tensor_key_mapping=hf_names,
+                    parsed_parameters=parsed,
+                )
+                if result.name in hf_names:
+                    parsed["tensors"][hf_names[result.name]] = torch.from_numpy(np.array(result.weights))
+        return parsed["tensors"]

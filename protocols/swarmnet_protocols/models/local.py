@@ -1,0 +1,138 @@
+"""A model whose files are on this machine."""
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from swarmnet_protocols.errors import ConfigError, IntegrityError
+from swarmnet_protocols.models.checkpoint import Checkpoint, Progress, sha256_of
+from swarmnet_protocols.models.manifest import MAX_BLOCKS, MAX_HIDDEN_SIZE, BlockKey, Manifest, ManifestFile
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+
+class LocalModel:
+    """A model on disk, from which parts are loaded: some blocks, or what lies around them.
+
+    Whatever is loaded is in evaluation mode and needs no gradients.
+    """
+
+    def __init__(self, name: str, manifest: Manifest, path: Path, checkpoint: Checkpoint) -> None:
+        self.name = name
+        self.manifest = manifest
+        self.path = path
+        self._checkpoint = checkpoint
+
+    @cached_property
+    def config(self) -> "PretrainedConfig":
+        """The transformers config of the whole model."""
+        return self._checkpoint.config()
+
+    @property
+    def max_positions(self) -> int:
+        """How many positions a sequence may have."""
+        return int(self.config.max_position_embeddings)
+
+    def verify(self, progress: Progress | None = None) -> None:
+        """Hash every file again; raises ``IntegrityError`` naming one that is not what the manifest says."""
+        for file in self.manifest.files:
+            path = self._checkpoint.root / file.path
+            if sha256_of(path, progress) != file.sha256:
+                raise IntegrityError(
+                    f"{path} is not the file its hash says", hint="delete it and fetch the model again"
+                )
+
+    def load_span(self, start: int, end: int, *, dtype: "torch.dtype", device: "torch.device") -> "nn.Module":
+        """The decoder stack of blocks [start, end), layers numbered from 0, without embeddings and final norm.
+
+        Only the tensors of those blocks are read.
+        """
+        from swarmnet_protocols.models.cut import build_span
+
+        if not 0 <= start < end <= self.manifest.blocks:
+            raise ConfigError(
+                f"{self.name} has no blocks {start}:{end}", hint=f"its blocks are 0:{self.manifest.blocks}"
+            )
+        names = [name for block in range(start, end) for name in self.manifest.tensors[block]]
+        return build_span(self.config, start, end).load(
+            lambda model: self._checkpoint.state_dict(names, start, model), dtype=dtype, device=device
+        )
+
+    def load_edges(
+        self, layer: "nn.Module", *, dtype: "torch.dtype", device: "torch.device"
+    ) -> "PreTrainedModel":
+        """The CausalLM of the architecture with its own embeddings, norm and head around ``layer`` as its only layer."""
+        from torch import nn
+
+        from swarmnet_protocols.models.cut import build_edges
+
+        model: Any = build_edges(self.config).load(
+            lambda model: self._checkpoint.state_dict(self.manifest.tensors["edges"], 0, model),
+            dtype=dtype,
+            device=device,
+        )
+        model.base_model.layers = nn.ModuleList([layer])
+        model.config.num_hidden_layers = 1
+        if getattr(model.config, "layer_types", None) is not None:
+            model.config.layer_types = ["full_attention"]
+        self._set_generation_config(model)
+        return model
+
+    def load_whole(self, *, dtype: "torch.dtype", device: "torch.device") -> "PreTrainedModel":
+        """The whole CausalLM, as transformers alone would run it."""
+        from swarmnet_protocols.models.cut import build_whole
+
+        names = self._checkpoint.tensor_names
+        model: Any = build_whole(self.config).load(
+            lambda model: self._checkpoint.state_dict(names, 0, model), dtype=dtype, device=device
+        )
+        self._set_generation_config(model)
+        return model
+
+    def tokenizer(self) -> "PreTrainedTokenizerBase":
+        """The model's tokenizer, chat template included."""
+        return self._checkpoint.tokenizer()
+
+    def _set_generation_config(self, model: Any) -> None:
+        stored = self._checkpoint.generation_config()
+        if stored is not None:
+            model.generation_config = stored
+
+
+def describe(checkpoint: Checkpoint, progress: Progress | None) -> Manifest:
+    """The manifest of a checkpoint, its files hashed now."""
+    from swarmnet_protocols.models.cut import architecture_of, base_class
+
+    config = checkpoint.config()
+    blocks, hidden_size = config.num_hidden_layers, config.hidden_size
+    if not 1 <= blocks <= MAX_BLOCKS or not 1 <= hidden_size <= MAX_HIDDEN_SIZE:
+        raise IntegrityError(f"{checkpoint.root}: {blocks} blocks of width {hidden_size}")
+    base_class(config)
+    return Manifest(
+        architecture=architecture_of(config),
+        blocks=blocks,
+        hidden_size=hidden_size,
+        files=tuple(_describe_file(checkpoint.root, name, progress) for name in checkpoint.files),
+        tensors=_by_block(checkpoint, blocks),
+    )
+
+
+def _describe_file(root: Path, name: str, progress: Progress | None) -> ManifestFile:
+    return ManifestFile(name, (root / name).stat().st_size, sha256_of(root / name, progress))
+
+
+def _by_block(checkpoint: Checkpoint, blocks: int) -> dict[BlockKey, tuple[str, ...]]:
+    tensors: dict[BlockKey, list[str]] = {"edges": [], **{block: [] for block in range(blocks)}}
+    for name in checkpoint.tensor_names:
+        block = checkpoint.block_of(name)
+        # Blocks beyond the last are extras (multi-token prediction) that take no part in generation.
+        if block is None or block < blocks:
+            tensors["edges" if block is None else block].append(name)
+    missing: Sequence[BlockKey] = [key for key, names in tensors.items() if not names]
+    if missing:
+        raise IntegrityError(f"{checkpoint.root}: the checkpoint has no tensors of block {missing[0]}")
+    return {key: tuple(names) for key, names in tensors.items()}

@@ -1,0 +1,143 @@
+"""What a model is made of: its files with their hashes, and which tensors belong to which block."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import PurePosixPath
+from typing import Any, Literal
+
+from swarmnet_protocols.errors import IntegrityError
+
+BlockKey = int | Literal["edges"]
+"""A block index, or "edges" for everything around the blocks: embeddings, final norm, head."""
+
+MAX_JSON_BYTES = 64 << 20
+MAX_FILES = 10_000
+MAX_BLOCKS = 10_000
+MAX_HIDDEN_SIZE = 1 << 20
+MAX_TENSORS = 2_000_000
+MAX_NAME_CHARS = 1_000
+MAX_FILE_BYTES = 1 << 50
+
+
+@dataclass(frozen=True)
+class ManifestFile:
+    """One file of a model. ``path`` is relative to the model, with forward slashes."""
+
+    path: str
+    size: int
+    sha256: bytes
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The identity of a model: peers whose manifests hash alike run the same weights."""
+
+    architecture: str
+    blocks: int
+    hidden_size: int
+    files: tuple[ManifestFile, ...]
+    tensors: Mapping[BlockKey, tuple[str, ...]]
+
+    @cached_property
+    def hash(self) -> bytes:
+        """SHA-256 over what the model contains; the names and places of its files do not count."""
+        canonical = {
+            "architecture": self.architecture,
+            "blocks": self.blocks,
+            "hidden_size": self.hidden_size,
+            "files": sorted([file.sha256.hex(), file.size] for file in self.files),
+            "tensors": {str(key): sorted(names) for key, names in self.tensors.items()},
+        }
+        encoded = json.dumps(canonical, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        return hashlib.sha256(b"swarmnet-manifest-1\n" + encoded.encode()).digest()
+
+    def to_json(self) -> str:
+        """A JSON object that :meth:`from_json` reads back."""
+        return json.dumps(
+            {
+                "architecture": self.architecture,
+                "blocks": self.blocks,
+                "hidden_size": self.hidden_size,
+                "files": [
+                    {"path": file.path, "size": file.size, "sha256": file.sha256.hex()} for file in self.files
+                ],
+                "tensors": {str(key): list(names) for key, names in self.tensors.items()},
+            }
+        )
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> "Manifest":
+        """Read a manifest that may come from anywhere; raises ``IntegrityError`` for one that is not well-formed."""
+        if len(text) > MAX_JSON_BYTES:
+            raise IntegrityError(f"the manifest is longer than {MAX_JSON_BYTES} bytes")
+        try:
+            root = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise IntegrityError(f"the manifest is not JSON: {error}") from None
+        root = _typed(root, dict, "the manifest")
+        blocks = _count(root, "blocks", MAX_BLOCKS)
+        files = _typed(root.get("files"), list, "files")
+        if not 1 <= len(files) <= MAX_FILES:
+            raise IntegrityError(f"the manifest lists {len(files)} files")
+        return cls(
+            architecture=_name(root.get("architecture"), "architecture"),
+            blocks=blocks,
+            hidden_size=_count(root, "hidden_size", MAX_HIDDEN_SIZE),
+            files=tuple(_file(_typed(file, dict, "a file")) for file in files),
+            tensors=_tensors(_typed(root.get("tensors"), dict, "tensors"), blocks),
+        )
+
+
+def _typed(value: object, kind: type, what: str) -> Any:
+    if type(value) is not kind:
+        raise IntegrityError(f"{what} in the manifest is not a {kind.__name__}")
+    return value
+
+
+def _count(root: dict[str, object], key: str, limit: int) -> int:
+    value: int = _typed(root.get(key), int, key)
+    if not 1 <= value <= limit:
+        raise IntegrityError(f"{key} in the manifest is {value}, outside 1 to {limit}")
+    return value
+
+
+def _name(value: object, what: str) -> str:
+    name: str = _typed(value, str, what)
+    if not 1 <= len(name) <= MAX_NAME_CHARS:
+        raise IntegrityError(f"{what} in the manifest has {len(name)} characters")
+    return name
+
+
+def _file(raw: dict[str, object]) -> ManifestFile:
+    path = _name(raw.get("path"), "a file's path")
+    pure = PurePosixPath(path)
+    if pure.is_absolute() or ".." in pure.parts or "\0" in path or "\\" in path:
+        raise IntegrityError(f"the manifest names a file outside the model: {path!r}")
+    size: int = _typed(raw.get("size"), int, "a file's size")
+    if not 0 <= size <= MAX_FILE_BYTES:
+        raise IntegrityError(f"{path} has an impossible size in the manifest: {size}")
+    try:
+        sha256 = bytes.fromhex(_typed(raw.get("sha256"), str, "a file's sha256"))
+    except ValueError:
+        sha256 = b""
+    if len(sha256) != hashlib.sha256().digest_size:
+        raise IntegrityError(f"{path} has no SHA-256 in the manifest")
+    return ManifestFile(path, size, sha256)
+
+
+def _tensors(raw: dict[str, object], blocks: int) -> dict[BlockKey, tuple[str, ...]]:
+    expected: dict[str, BlockKey] = {"edges": "edges"} | {str(block): block for block in range(blocks)}
+    if raw.keys() != expected.keys():
+        raise IntegrityError("the manifest does not map every block to its tensors")
+    tensors: dict[BlockKey, tuple[str, ...]] = {}
+    total = 0
+    for key, names in raw.items():
+        listed = _typed(names, list, "a block's tensors")
+        total += len(listed)
+        if total > MAX_TENSORS:
+            raise IntegrityError(f"the manifest names more than {MAX_TENSORS} tensors")
+        tensors[expected[key]] = tuple(_name(name, "a tensor's name") for name in listed)
+    return tensors

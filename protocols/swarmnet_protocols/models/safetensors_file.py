@@ -1,0 +1,169 @@
+"""A directory in Hugging Face layout: config.json and one or more safetensors files."""
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from swarmnet_protocols.errors import ConfigError, IntegrityError
+from swarmnet_protocols.models.checkpoint import MAX_DIMS, require_supported
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+METADATA_PATTERNS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+HUB_PATTERNS = (*METADATA_PATTERNS, INDEX_NAME, SINGLE_NAME, "model-*.safetensors")
+
+MAX_HEADER_BYTES = 100 << 20
+MAX_INDEX_BYTES = 64 << 20
+_BITS = {
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "U16": 16, "I16": 16, "F16": 16, "BF16": 16,
+    "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64,
+}  # fmt: skip
+_BLOCK = re.compile(r"^((?:model\.)?layers\.)(\d+)(\..+)$")
+
+
+def read_header(path: Path) -> tuple[str, ...]:
+    """The names of the tensors in a safetensors file whose header is sound and agrees with the file's size."""
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            prefix = file.read(8)
+            header_bytes = int.from_bytes(prefix, "little")
+            if len(prefix) < 8 or header_bytes > min(MAX_HEADER_BYTES, size - 8):
+                raise IntegrityError(f"{path} is truncated or is not a safetensors file")
+            header = _json_object(file.read(header_bytes), path)
+    except OSError as error:
+        raise IntegrityError(f"{path} cannot be read: {error.strerror}") from error
+    header.pop("__metadata__", None)
+    spans = sorted(_span(name, entry, path) for name, entry in header.items())
+    end = 0
+    for start, stop in spans:
+        if start != end:
+            raise IntegrityError(f"{path}: its tensors leave a gap or overlap")
+        end = stop
+    if end != size - 8 - header_bytes:
+        raise IntegrityError(f"{path} has {size} bytes, its header speaks of {8 + header_bytes + end}")
+    return tuple(header)
+
+
+def _json_object(raw: bytes, path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(raw)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise IntegrityError(f"{path} does not hold the JSON object it should")
+    return value
+
+
+def _span(name: str, entry: object, path: Path) -> tuple[int, int]:
+    match entry:
+        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(start), int(stop)]} if (
+            dtype in _BITS
+            and len(shape) <= MAX_DIMS
+            and all(type(size) is int and 0 <= size < 1 << 48 for size in shape)
+            and 0 <= start <= stop
+            and (stop - start) * 8 == math.prod(shape) * _BITS[dtype]
+        ):
+            return start, stop
+    raise IntegrityError(f"{path}: the header entry of tensor {name[:200]!r} is not sound")
+
+
+class SafetensorsCheckpoint:
+    """A model in a directory. Raises ``IntegrityError`` when a file is missing or not sound."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        if not (root / "config.json").is_file():
+            raise ConfigError(
+                f"{root} holds no config.json",
+                hint="give a directory in Hugging Face layout, or a .gguf file",
+            )
+        weights, indexed = _weight_files(root)
+        self._file_of: Mapping[str, str] = {
+            name: weight for weight in weights for name in read_header(root / weight)
+        }
+        if missing := indexed - self._file_of.keys():
+            raise IntegrityError(f"{root}: no file holds tensor {min(missing)[:200]!r} of {INDEX_NAME}")
+        metadata = [name for name in (*METADATA_PATTERNS, INDEX_NAME) if (root / name).is_file()]
+        self.files = (*metadata, *weights)
+        self.tensor_names = tuple(self._file_of)
+
+    def block_of(self, tensor_name: str) -> int | None:
+        match = _BLOCK.match(tensor_name)
+        return int(match[2]) if match else None
+
+    def config(self) -> "PretrainedConfig":
+        from transformers import AutoConfig
+
+        try:
+            config = AutoConfig.from_pretrained(self.root, trust_remote_code=False, local_files_only=True)
+        except (ValueError, KeyError, TypeError, OSError) as error:
+            raise ConfigError(
+                f"{self.root / 'config.json'} is not a model that transformers knows: {error}"
+            ) from error
+        require_supported(config, self.root)
+        return config
+
+    def generation_config(self) -> "GenerationConfig | None":
+        from transformers import GenerationConfig
+
+        if not (self.root / "generation_config.json").is_file():
+            return None
+        return GenerationConfig.from_pretrained(self.root, local_files_only=True)
+
+    def tokenizer(self) -> "PreTrainedTokenizerBase":
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self.root, trust_remote_code=False, local_files_only=True)
+
+    def state_dict(self, names: Sequence[str], first_block: int, model: "PreTrainedModel") -> dict[str, Any]:
+        """Lazy slices: transformers reads each one when it places it, so that a span is never held twice."""
+        from safetensors import safe_open
+
+        opened = {
+            file: safe_open(self.root / file, framework="pt") for file in {self._file_of[n] for n in names}
+        }
+        return {
+            _BLOCK.sub(lambda m: f"{m[1]}{int(m[2]) - first_block}{m[3]}", name): opened[
+                self._file_of[name]
+            ].get_slice(name)
+            for name in names
+        }
+
+
+def _weight_files(root: Path) -> tuple[list[str], set[str]]:
+    """The safetensors files of a directory, and the tensors that its index promises."""
+    index = root / INDEX_NAME
+    if not index.is_file():
+        if not (root / SINGLE_NAME).is_file():
+            raise ConfigError(
+                f"{root} holds no {SINGLE_NAME}", hint="only safetensors and gguf weights are read"
+            )
+        return [SINGLE_NAME], set()
+    if index.stat().st_size > MAX_INDEX_BYTES:
+        raise IntegrityError(f"{index} is larger than {MAX_INDEX_BYTES} bytes")
+    weight_map = _json_object(index.read_bytes(), index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise IntegrityError(f"{index} has no weight_map")
+    files = {file for file in weight_map.values() if isinstance(file, str)}
+    if len(files) < len(set(map(str, weight_map.values()))) or any(Path(f).name != f for f in files):
+        raise IntegrityError(f"{index} names something that is not a file of this directory")
+    return sorted(files), set(weight_map)

