@@ -13,7 +13,9 @@ import typer
 from swarmnet.cli import control, demo, join, model, run, swarm
 from swarmnet.cli.failures import EXIT_INTERRUPTED, explain
 
-app = typer.Typer(help="Run large models on a swarm of ordinary computers.", add_completion=False)
+app = typer.Typer(
+    help="Run large models on a swarm of ordinary computers.", add_completion=False, rich_markup_mode=None
+)
 app.command("demo")(demo.demo)
 app.add_typer(swarm.app, name="swarm")
 app.command("join")(join.join)

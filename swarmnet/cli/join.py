@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from swarmnet_protocols.clock import wall_clock
+from swarmnet_protocols.models import DEFAULT_MODEL
 
 from swarmnet import swarm_file
 from swarmnet.addresses import check_listen_address, check_peer_address
 from swarmnet.cli.control import DEFAULT_GRACE_S
 from swarmnet.cli.options import (
-    DEFAULT_MODEL,
     BootstrapOption,
     CacheDirOption,
     DataDirOption,

@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from swarmnet_protocols.models import DEFAULT_MODEL
 
-from swarmnet.cli.options import DEFAULT_MODEL, CacheDirOption, JsonFlag
+from swarmnet.cli.options import CacheDirOption, JsonFlag
 from swarmnet.cli.output import print_json, print_table, progress
 from swarmnet.paths import default_cache_dir
 

@@ -7,8 +7,6 @@ from typing import Annotated
 
 import typer
 
-DEFAULT_MODEL = "smollm2-135m-instruct"
-
 SwarmPath = Annotated[
     Path, typer.Argument(metavar="SWARM", help="The swarm.toml of the swarm.", show_default=False)
 ]

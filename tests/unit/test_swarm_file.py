@@ -1,0 +1,185 @@
+"""The swarm file: what is accepted, what is refused, and in which words."""
+
+import stat
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from swarmnet_protocols.errors import ConfigError, IntegrityError
+
+from swarmnet import swarm_file
+from swarmnet.swarm_file import NewSwarm, SwarmFile
+
+NOW = 1_800_000_000.0
+PEER = "/ip4/203.0.113.7/tcp/31337/p2p/12D3KooWNvSZnPi3RrhrTwEY4LuuBeB6K6facKUCJcyWG1aoDd2p"
+
+
+def _create(directory: Path, *, is_open: bool = False) -> SwarmFile:
+    return swarm_file.create(directory, NewSwarm("lab", bootstrap=(PEER,), is_open=is_open), now=NOW)
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+def test_what_is_written_is_what_is_read(tmp_path: Path, is_open: bool) -> None:
+    created = _create(tmp_path, is_open=is_open)
+
+    assert swarm_file.load(tmp_path / "swarm.toml") == created
+    assert swarm_file.load(tmp_path) == created
+    assert created.bootstrap == (PEER,)
+    assert len(created.swarm_id) == 32
+    assert created.is_open is is_open
+
+
+def test_only_a_private_swarm_has_a_key_and_only_its_owner_may_read_it(tmp_path: Path) -> None:
+    _create(tmp_path / "private")
+    _create(tmp_path / "open", is_open=True)
+
+    assert stat.S_IMODE((tmp_path / "private" / "authority.key").stat().st_mode) == 0o600
+    assert [path.name for path in (tmp_path / "open").iterdir()] == ["swarm.toml"]
+
+
+def test_existing_files_are_not_overwritten(tmp_path: Path) -> None:
+    _create(tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    with pytest.raises(ConfigError, match="already exists"):
+        _create(tmp_path)
+
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_overwriting_renews_the_file_of_the_same_swarm(tmp_path: Path) -> None:
+    first = _create(tmp_path)
+    key = (tmp_path / "authority.key").read_bytes()
+
+    second = swarm_file.create(tmp_path, NewSwarm("lab"), now=NOW + 60, overwrite=True)
+
+    assert second.swarm_id == first.swarm_id
+    assert second.serial == first.serial + 1
+    assert (tmp_path / "authority.key").read_bytes() == key
+
+
+def test_swarms_of_one_name_are_different(tmp_path: Path) -> None:
+    ids = {_create(tmp_path / str(n), is_open=n < 2).swarm_id for n in range(4)}
+    assert len(ids) == 4
+
+
+@pytest.mark.parametrize("name", ["", "a/b", ".hidden", 'quo"te', "line\nbreak", "x" * 65, "ünï"])
+def test_a_name_that_does_not_fit_is_refused_before_anything_is_written(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="cannot name a swarm"):
+        swarm_file.create(tmp_path / "out", NewSwarm(name), now=NOW)
+    assert not (tmp_path / "out").exists()
+
+
+CHANGES: dict[str, Callable[[str], str]] = {
+    "name": lambda text: text.replace('name = "lab"', 'name = "lob"'),
+    "serial": lambda text: text.replace("serial = 1", "serial = 2"),
+    "created": lambda text: text.replace("created = 2027", "created = 2026"),
+    "bootstrap": lambda text: text.replace("203.0.113.7", "203.0.113.8"),
+    "more bootstraps": lambda text: text.replace(
+        f'"{PEER}"', f'"{PEER}", "{PEER.replace("31337", "31338")}"'
+    ),
+    "not_after": lambda text: text.replace("[network]", "not_after = 2040-01-01T00:00:00Z\n[network]"),
+}
+
+
+@pytest.mark.parametrize("change", ["name", "serial", "created", "bootstrap", "more bootstraps", "not_after"])
+def test_a_changed_private_file_is_refused(tmp_path: Path, change: str) -> None:
+    _create(tmp_path)
+    path = tmp_path / "swarm.toml"
+    path.write_text(CHANGES[change](path.read_text()))
+
+    with pytest.raises(IntegrityError, match="was changed"):
+        swarm_file.load(path)
+
+
+@pytest.mark.parametrize("change", ["name", "serial", "created", "not_after"])
+def test_of_an_open_file_only_the_bootstrap_list_may_change(tmp_path: Path, change: str) -> None:
+    created = _create(tmp_path, is_open=True)
+    path = tmp_path / "swarm.toml"
+    text = path.read_text()
+
+    path.write_text(CHANGES["bootstrap"](text))
+    assert swarm_file.load(path).swarm_id == created.swarm_id
+
+    path.write_text(CHANGES[change](text))
+    with pytest.raises(IntegrityError, match="was changed"):
+        swarm_file.load(path)
+
+
+def test_another_key_cannot_sign_for_the_swarm(tmp_path: Path) -> None:
+    file = _create(tmp_path)
+    path = tmp_path / "swarm.toml"
+    forged = replace(file, bootstrap=())
+    signature = Ed25519PrivateKey.generate().sign(forged.signed_bytes()).hex()
+    lines = path.read_text().replace(f'    "{PEER}",\n', "").splitlines()
+    path.write_text("\n".join([*lines[:-1], f'ed25519 = "{signature}"']))
+
+    with pytest.raises(IntegrityError):
+        swarm_file.load(path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "words"),
+    [
+        ("serial = 1", "serial = 1\ncolour = 1", 6, "unknown key 'colour'"),
+        ("[network]", "[network]\nport = 1", 9, r"unknown key 'port' in \[network\]"),
+        ("[authority]", "[extra]\n[authority]", 13, "unknown key 'extra'"),
+        ("serial = 1\n", "", 1, "'serial' is missing"),
+        ("[network]\nbootstrap", "[network]\nbootstraps", 8, r"'bootstrap' in \[network\] is missing"),
+        ("serial = 1", "serial = true", 5, "'serial' must be a int"),
+        ("serial = 1", "serial = 0", 5, "'serial' must be a positive number"),
+        ("format = 1", "format = 2", 2, "'format' must be 1"),
+        ('name = "lab"', 'name = "a b"', 3, "'name' must be"),
+        ("created = ", "created = 2027-01-15 # ", 6, "'created' must be"),
+        ("/tcp/31337", "/tcp/99999", 9, "'bootstrap' is wrong"),
+        ('key = "ed25519:', 'key = "rsa:', 14, "'key' must be"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_named_with_its_line(
+    tmp_path: Path, old: str, new: str, line: int, words: str
+) -> None:
+    _create(tmp_path)
+    path = tmp_path / "swarm.toml"
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+
+    with pytest.raises(ConfigError, match=rf"swarm\.toml:{line}: .*{words}") as caught:
+        swarm_file.load(path)
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xff\xfe",
+        b"[" * 5000,
+        b"a = " + b"[" * 5000,
+        b"a = " + b"9" * 10_000,
+        b"#" * (swarm_file.MAX_FILE_BYTES + 1),
+    ],
+    ids=["empty", "not text", "headers", "nesting", "long number", "too large"],
+)
+def test_what_is_no_swarm_file_is_refused(data: bytes) -> None:
+    with pytest.raises(ConfigError):
+        swarm_file.parse(data)
+
+
+def test_a_file_that_is_not_there_says_how_to_get_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read") as caught:
+        swarm_file.load(tmp_path / "swarm.toml")
+    assert "swarm create" in caught.value.hint
+
+
+def test_an_expired_file_may_be_shown_but_not_used(tmp_path: Path) -> None:
+    end = datetime.fromtimestamp(NOW + 60, UTC)
+    swarm_file.create(tmp_path, NewSwarm("lab", not_after=end), now=NOW)
+
+    assert swarm_file.load_valid(tmp_path, NOW + 59).not_after == end
+    with pytest.raises(ConfigError, match="expired"):
+        swarm_file.load_valid(tmp_path, NOW + 60)
+    assert swarm_file.load(tmp_path).not_after == end
