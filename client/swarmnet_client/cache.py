@@ -1,0 +1,131 @@
+"""The KV cache as transformers sees it: it lives in the swarm, here is only which positions are there."""
+
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import Cache
+
+from swarmnet_client.chain import Chain, ChainReport
+from swarmnet_protocols.session.steps import Row
+
+if TYPE_CHECKING:
+    from swarmnet_client.model import SwarmForCausalLM
+
+
+@dataclass(frozen=True)
+class NewPositions:
+    """What one forward adds, in padded columns: [first, end) of each row that hold tokens, and how many outputs are wanted."""
+
+    columns: list[tuple[int, int]]
+    outputs: int
+
+
+class SwarmCache(Cache):
+    """Lanes of one session in the swarm: one lane a row of the batch, left padding never sent.
+
+    Supports what ``generate`` asks of a cache: its length, beam reordering, cropping.
+    """
+
+    def __init__(self, model: "SwarmForCausalLM", *, max_length: int) -> None:
+        super().__init__(layers=[])
+        self._model = model
+        self._max_length = max_length
+        self._stack = AsyncExitStack()
+        self._chain: Chain | None = None
+        self._length = 0
+        self._lanes: list[int] = []
+        self._firsts: list[int] = []
+        self.tokens: torch.Tensor | None = None
+
+    # ---- what transformers asks -------------------------------------------------------------------------
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns held, padding included."""
+        return self._length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self._length + query_length, 0
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Row i continues from what row ``beam_idx[i]`` was."""
+        order = beam_idx.tolist()
+        self._lanes = [self._lanes[index] for index in order]
+        self._firsts = [self._firsts[index] for index in order]
+        if self.tokens is not None:
+            self.tokens = self.tokens[beam_idx]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last columns (a negative number counts from the end as well, as transformers has it)."""
+        self.rewind(self._length - abs(tokens_to_remove))
+
+    def rewind(self, length: int) -> None:
+        """Go back to the first ``length`` columns."""
+        if not 0 <= length <= self._length:
+            raise ValueError(f"cannot go to position {length} of {self._length}")
+        self._length = length
+        if self.tokens is not None:
+            self.tokens = self.tokens[:, :length]
+
+    @property
+    def batch_size(self) -> int:
+        return len(self._lanes) or -1
+
+    # ---- the swarm --------------------------------------------------------------------------------------
+
+    @property
+    def report(self) -> ChainReport:
+        return self._chain.report if self._chain is not None else ChainReport()
+
+    def extend(self, inputs: torch.Tensor, new: NewPositions) -> torch.Tensor:
+        """Send the columns [B, n] (ids) or [B, n, D] (embeddings) on; hidden states [B, n, D].
+
+        Only the last ``new.outputs`` columns are filled in; what is padding or not wanted is zero.
+        """
+        batch, width = inputs.shape[:2]
+        if not self._lanes:
+            self._lanes = list(range(batch))
+            self._firsts = [first for first, _ in new.columns]
+        if batch != len(self._lanes):
+            raise ValueError(f"{batch} rows in a session of {len(self._lanes)}")
+        held = self._chain.lengths if self._chain is not None else {}
+        rows, values, places = [], [], []
+        for index, (first, end) in enumerate(new.columns):
+            begin = max(first, self._length)
+            if end <= begin:
+                continue
+            start = begin - self._firsts[index]
+            wanted = max(0, min(end - begin, end - (self._length + width - new.outputs)))
+            source = self._lanes[index]
+            rewrite = source != index or start != held.get(index, 0)
+            rows.append(Row(index, start, end - begin, wanted, source, rewrite))
+            values.append(inputs[index, begin - self._length : end - self._length])
+            places.append((index, end - self._length - wanted, end - self._length))
+        hidden = self._model.run(self._send(tuple(rows), torch.cat(values)))
+        self._lanes = list(range(batch))
+        self._length += width
+        if inputs.dim() == 2:
+            known = self.tokens if self.tokens is not None else inputs[:, :0]
+            self.tokens = torch.cat([known, inputs], dim=1)
+        filled = torch.zeros(batch, width, hidden.shape[-1], dtype=hidden.dtype)
+        taken = 0
+        for index, begin, end in places:
+            filled[index, begin:end] = hidden[taken : taken + end - begin]
+            taken += end - begin
+        return filled
+
+    def close(self) -> None:
+        """Free the caches in the swarm; idempotent."""
+        self._model.run(self._stack.aclose())
+
+    async def _send(self, rows: tuple[Row, ...], values: torch.Tensor) -> torch.Tensor:
+        if self._chain is None:
+            self._chain = await self._stack.enter_async_context(self._model.open_chain(self._max_length))
+        return await self._chain.forward(rows, values)
+
+    def __enter__(self) -> "SwarmCache":
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self.close()

@@ -1,0 +1,212 @@
+"""A transformers model whose blocks run in the swarm.
+
+It is the architecture's own CausalLM with embeddings, norm and head from the checkpoint, and one layer: the swarm. So
+``generate()`` with its samplers, beams, streamers and stopping criteria, the scaling of embeddings, soft caps on logits
+and the loss are transformers' own code.
+"""
+
+import functools
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AttentionMaskInterface
+
+from swarmnet_client.cache import NewPositions, SwarmCache
+from swarmnet_client.chain import Chain, ChainReport, ChainSpec
+from swarmnet_client.runtime import Connect, Runtime
+from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.models import LocalModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+IMPLEMENTATION = "swarmnet_remote"
+"""The name under which transformers is told to build no attention mask: the hosts know what attends to what."""
+
+
+@dataclass
+class _Call:
+    """What one forward tells the remote layer besides hidden states."""
+
+    cache: SwarmCache
+    ids: torch.Tensor | None
+    new: NewPositions
+
+
+class RemoteLayer(torch.nn.Module):
+    """Stands where the decoder layers would: hidden states [B, n, D] go to the swarm and come back."""
+
+    def forward(self, hidden_states: torch.Tensor, *, swarm_call: _Call, **_: Any) -> torch.Tensor:
+        inputs = hidden_states if swarm_call.ids is None else swarm_call.ids
+        output = swarm_call.cache.extend(inputs, swarm_call.new)
+        return output.to(hidden_states)
+
+
+class SwarmForCausalLM:
+    """What a swarm model has besides what its architecture has in transformers. Made by ``wrap``."""
+
+    tokenizer: "PreTrainedTokenizerBase"
+    _runtime: Runtime
+    _spec: ChainSpec
+    _session: SwarmCache | None
+    last_run: ChainReport
+
+    def run(self, conversation: Any) -> Any:
+        """Run a coroutine on the client's loop."""
+        return self._runtime.run(conversation)
+
+    def open_chain(self, max_length: int) -> AbstractAsyncContextManager[Chain]:
+        """A chain whose lanes may reach ``max_length`` positions."""
+        spec = ChainSpec(self._spec.blocks, self._spec.hidden_size, max_length, self._spec.wire)
+        return Chain.open(self._runtime.swarm, spec, self._embed)
+
+    @contextmanager
+    def session(self, *, max_length: int | None = None) -> Iterator[SwarmCache]:
+        """Keep the KV caches in the swarm between calls.
+
+        Inside, ``generate`` takes whole conversations: what it shares with the one before is not computed again. ``max_length``
+        is the longest a row may get (default: the model's context).
+        """
+        if self._session is not None:
+            raise ConfigError("sessions do not nest", hint="end the outer session first")
+        with SwarmCache(self, max_length=max_length or self._spec.max_length) as cache:
+            self._session = cache
+            try:
+                yield cache
+            finally:
+                self._session = None
+
+    def close(self) -> None:
+        """Leave the swarm; idempotent."""
+        self._runtime.close()
+
+    def __enter__(self) -> "SwarmForCausalLM":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @torch.inference_mode()
+    def _embed(self, values: torch.Tensor) -> torch.Tensor:
+        """Logged inputs as the first hop takes them: ids [P] are looked up, embeddings [P, D] are themselves."""
+        if values.is_floating_point():
+            return values
+        model: Any = self
+        embedded: torch.Tensor = model.get_input_embeddings()(values.to(model.device))
+        return embedded.cpu()
+
+    def _columns(self, mask: torch.Tensor | None, batch: int, length: int, width: int) -> list[tuple[int, int]]:
+        """For each row the columns [first, end) that hold tokens. Raises ``ValueError`` for a mask with holes."""
+        total = length + width
+        if mask is None:
+            return [(0, total)] * batch
+        if mask.dim() != 2 or mask.shape[1] < total:
+            raise ValueError(f"an attention mask [{batch}, {total}] is needed, this one is {list(mask.shape)}")
+        columns = []
+        for row in mask[:, :total].bool().tolist():
+            first = row.index(True) if True in row else total
+            end = total - row[::-1].index(True) if True in row else total
+            if not all(row[first:end]) or (length and end < total):
+                raise ValueError("padding must be on the left of the tokens: tokenizer.padding_side = 'left'")
+            columns.append((first, end))
+        return columns
+
+
+def wrap(local: LocalModel, runtime: Runtime, *, dtype: torch.dtype, device: torch.device) -> Any:
+    """The swarm model over ``local``'s embeddings and head: an instance of its architecture's CausalLM."""
+    AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)
+    model: Any = local.load_edges(RemoteLayer(), dtype=dtype, device=device)
+    model.config._attn_implementation = IMPLEMENTATION
+    model.__class__ = _swarm_class(type(model))
+    model.tokenizer = local.tokenizer()
+    if model.tokenizer.pad_token_id is None:
+        model.tokenizer.pad_token_id = model.tokenizer.eos_token_id
+    model.tokenizer.padding_side = "left"
+    model._runtime = runtime
+    model._spec = ChainSpec(local.manifest.blocks, local.manifest.hidden_size, local.max_positions, dtype)
+    model._session = None
+    model.last_run = ChainReport()
+    return model
+
+
+def connect(local: LocalModel, connecting: Connect, *, dtype: torch.dtype, device: torch.device) -> Any:
+    """A swarm model with a connection of its own; ``close`` ends it."""
+    runtime = Runtime(connecting)
+    try:
+        return wrap(local, runtime, dtype=dtype, device=device)
+    except BaseException:
+        runtime.close()
+        raise
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    return None
+
+
+def _swarm_class(base: "type[PreTrainedModel]") -> type:
+    """The architecture's class with our ``forward`` and ``generate`` in front of its own."""
+    architecture: Any = base
+
+    @functools.wraps(architecture.forward)
+    def forward(
+        self: Any,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: SwarmCache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs: Any,
+    ) -> Any:
+        given = input_ids if input_ids is not None else inputs_embeds
+        if given is None:
+            raise ValueError("give input_ids or inputs_embeds")
+        if past_key_values is None:
+            with SwarmCache(self, max_length=self._spec.max_length) as cache:
+                output = forward(self, input_ids, attention_mask, cache, inputs_embeds, logits_to_keep, **kwargs)
+                output.past_key_values = None
+                return output
+        batch, width = given.shape[:2]
+        keep = logits_to_keep if isinstance(logits_to_keep, int) and logits_to_keep else width
+        columns = self._columns(attention_mask, batch, past_key_values.get_seq_length(), width)
+        ids = input_ids.cpu() if input_ids is not None else None
+        call = _Call(past_key_values, ids, NewPositions(columns, min(keep, width)))
+        kwargs.pop("use_cache", None)
+        output = architecture.forward(
+            self,
+            input_ids=input_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            logits_to_keep=logits_to_keep,
+            use_cache=True,
+            swarm_call=call,
+            **kwargs,
+        )
+        self.last_run = past_key_values.report
+        return output
+
+    @functools.wraps(architecture.generate)
+    def generate(self: Any, inputs: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("past_key_values") is not None:
+            return architecture.generate(self, inputs, *args, **kwargs)
+        if self._session is not None:
+            ids = inputs if inputs is not None else kwargs.get("input_ids")
+            _rewind(self._session, ids)
+            return architecture.generate(self, inputs, *args, past_key_values=self._session, **kwargs)
+        with SwarmCache(self, max_length=self._spec.max_length) as cache:
+            return architecture.generate(self, inputs, *args, past_key_values=cache, **kwargs)
+
+    namespace = {"forward": forward, "generate": generate, "__module__": __name__}
+    return type(f"Swarm{base.__name__}", (SwarmForCausalLM, base), namespace)
+
+
+def _rewind(cache: SwarmCache, ids: torch.Tensor | None) -> None:
+    """Go back to the longest prefix that ``ids`` [B, n] shares with what the session holds, short of its last column."""
+    shared = 0
+    if ids is not None and cache.tokens is not None and len(ids) == len(cache.tokens):
+        width = min(ids.shape[1] - 1, cache.tokens.shape[1])
+        differ = (ids[:, :width].cpu() != cache.tokens[:, :width]).any(dim=0).nonzero()
+        shared = int(differ[0]) if len(differ) else width
+    cache.rewind(shared)

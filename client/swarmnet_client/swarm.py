@@ -1,0 +1,134 @@
+"""What a client knows of the swarm: who hosts the model, how far away they are, and who failed lately."""
+
+import asyncio
+import contextlib
+import math
+import random
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+from swarmnet_protocols.aio import cancel
+from swarmnet_protocols.directory import Directory
+from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
+from swarmnet_protocols.hosts import read_hosts
+from swarmnet_protocols.protocol_ids import PING
+from swarmnet_protocols.routing import Bans, Hop, HostInfo, View, find_chain
+from swarmnet_protocols.session.link import parse, receive_within
+from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.transport import Message, PeerId, Stream, Transport
+from swarmnet_protocols.wire import session_pb2 as pb
+
+PINGED_HOSTS = 24
+"""Hosts a client keeps a ping stream to. Beyond these a swarm is large enough to route by announcements."""
+SMOOTHING = 0.3
+"""Weight of the newest ping in the running mean of a host's delay."""
+
+
+class Swarm:
+    """The hosts of one model as one client sees them. Feeds the router; is fed by the directory, pings and failures."""
+
+    def __init__(
+        self, transport: Transport, directory: Directory, manifest: bytes, rng: random.Random, timing: Timing
+    ) -> None:
+        self.transport = transport
+        self.timing = timing
+        self.manifest = manifest
+        self._directory = directory
+        self._rng = rng
+        self._hosts: dict[PeerId, HostInfo] = {}
+        self._delay_s: dict[PeerId, float] = {}
+        self._queue_s: dict[PeerId, float] = {}
+        self._bans = Bans()
+        self._pings: dict[PeerId, asyncio.Task[None]] = {}
+        self._refreshing = asyncio.Lock()
+
+    @classmethod
+    @asynccontextmanager
+    async def watch(
+        cls, transport: Transport, directory: Directory, manifest: bytes, *, rng: random.Random, timing: Timing
+    ) -> AsyncIterator["Swarm"]:
+        """A view that refreshes itself for as long as the context."""
+        swarm = cls(transport, directory, manifest, rng, timing)
+        watching = asyncio.create_task(swarm._watch(), name="swarm")
+        try:
+            yield swarm
+        finally:
+            await cancel(watching, *swarm._pings.values())
+
+    def route(self, span: tuple[int, int], *, source: PeerId | None = None, sink: PeerId | None = None) -> list[Hop]:
+        """Hosts for the blocks of ``span``, by what is known now. Raises ``NoRoute``."""
+        return find_chain(self._view(), span, self._rng, source=source, sink=sink)
+
+    def failed(self, peer: PeerId) -> None:
+        """Note that a peer let us down."""
+        self._bans.failed(peer, self._now())
+
+    def served(self, peer: PeerId) -> None:
+        """Note that a peer did what it was asked."""
+        self._bans.served(peer)
+
+    @property
+    def hosts(self) -> Sequence[HostInfo]:
+        return tuple(self._hosts.values())
+
+    async def refresh(self) -> None:
+        """Read the directory now. Callers at the same time share one look."""
+        if self._refreshing.locked():
+            async with self._refreshing:
+                return
+        async with self._refreshing:
+            self._hosts = {host.peer: host for host in await read_hosts(self._directory, self.manifest)}
+            self._ping_hosts()
+
+    def _view(self) -> View:
+        return View(tuple(self._hosts.values()), self._delay_s, self._queue_s, self._bans.at(self._now()))
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    async def _watch(self) -> None:
+        while True:
+            # A directory that does not answer now may answer later; what is known stays in use.
+            with contextlib.suppress(SwarmnetError):
+                await self.refresh()
+            await asyncio.sleep(self.timing.refresh_s)
+
+    def _ping_hosts(self) -> None:
+        for peer in [peer for peer, task in self._pings.items() if task.done() or peer not in self._hosts]:
+            self._pings.pop(peer).cancel()
+        for host in list(self._hosts.values()):
+            if len(self._pings) >= PINGED_HOSTS:
+                return
+            if host.peer not in self._pings:
+                self._pings[host.peer] = asyncio.create_task(self._ping(host))
+
+    async def _ping(self, host: HostInfo) -> None:
+        """Measure one host until it fails us: then it is banned for a while, and the next refresh tries again."""
+        try:
+            stream = await self.transport.open(
+                host.peer, PING, addresses=host.addresses, deadline_s=self.timing.open_s
+            )
+        except SwarmnetError:
+            self.failed(host.peer)
+            return
+        try:
+            while True:
+                await self._ping_once(stream)
+                await asyncio.sleep(self.timing.ping_s)
+        except SwarmnetError:
+            self.failed(host.peer)
+        finally:
+            stream.close()
+
+    async def _ping_once(self, stream: Stream) -> None:
+        nonce = self._rng.getrandbits(63)
+        sent = self._now()
+        await stream.send(Message(pb.Ping(nonce=nonce).SerializeToString()))
+        pong = parse(pb.Pong, (await receive_within(stream, self.timing.pong_s)).header)
+        if pong.nonce != nonce:
+            raise ProtocolViolation(f"{stream.peer} answered another ping")
+        measured = (self._now() - sent) / 2
+        known = self._delay_s.get(stream.peer, measured)
+        self._delay_s[stream.peer] = known + SMOOTHING * (measured - known)
+        self._queue_s[stream.peer] = pong.queue_s if 0 <= pong.queue_s < math.inf else 0.0
+

@@ -1,0 +1,154 @@
+"""The engine: one loop that packs the waiting work of all sessions into forwards of the stage.
+
+Sessions call ``compute``; the loop asks the scheduler what goes next, runs it on the one torch thread, and hands the
+outputs back. While a forward runs, work gathers: batches form by themselves.
+"""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Executor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from swarmnet_node.kv import LaneCache
+from swarmnet_node.scheduler import Waiting, schedule
+from swarmnet_node.stage import Stage
+from swarmnet_protocols.aio import cancel
+from swarmnet_protocols.errors import OutOfResources
+
+BUDGET_TOKENS = 512
+"""Positions in one forward: beyond this a CPU gains nothing, and whoever waits for one token waits longer."""
+
+
+@dataclass(eq=False)
+class _Work:
+    """One lane's inputs [count, D] on their way through the stage."""
+
+    lane: LaneCache
+    inputs: torch.Tensor
+    priority: int
+    span: tuple[int, int]
+    done: "asyncio.Future[torch.Tensor]"
+    reserved_bytes: int
+    outputs: list[torch.Tensor] = field(default_factory=list)
+    computed: int = 0
+
+    @property
+    def waiting(self) -> Waiting:
+        return Waiting(len(self.inputs) - self.computed, self.priority, self.span)
+
+
+class Engine:
+    """Computes on one stage for many sessions. Owns the caches' byte account."""
+
+    def __init__(self, stage: Stage, executor: Executor, *, max_cache_bytes: int) -> None:
+        self.stage = stage
+        self.max_cache_bytes = max_cache_bytes
+        self.forwards = 0
+        self.tokens = 0
+        self.token_s = 0.0
+        self._executor = executor
+        self._waiting: list[_Work] = []
+        self._wake = asyncio.Event()
+        self._lanes: dict[int, LaneCache] = {}
+        self._numbers = itertools.count()
+
+    @classmethod
+    @asynccontextmanager
+    async def run(cls, stage: Stage, executor: Executor, *, max_cache_bytes: int) -> AsyncIterator["Engine"]:
+        """An engine whose loop runs for as long as the context."""
+        engine = cls(stage, executor, max_cache_bytes=max_cache_bytes)
+        loop = asyncio.create_task(engine._loop(), name="engine")
+        try:
+            yield engine
+        finally:
+            await cancel(loop)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of all caches as they are allocated now."""
+        return sum(lane.nbytes for lane in self._lanes.values())
+
+    @property
+    def queue_s(self) -> float:
+        """How long new work would wait, by the measured time per token."""
+        return self.token_s * sum(work.waiting.tokens for work in self._waiting)
+
+    def adopt(self, lane: LaneCache) -> LaneCache:
+        """Count a lane's bytes until ``release``."""
+        self._lanes[id(lane)] = lane
+        return lane
+
+    def release(self, lane: LaneCache) -> None:
+        self._lanes.pop(id(lane), None)
+
+    def reserve(self, extra_bytes: int) -> None:
+        """Raise ``OutOfResources`` unless caches may grow by this much."""
+        reserved = sum(work.reserved_bytes for work in self._waiting)
+        if self.cache_bytes + reserved + extra_bytes > self.max_cache_bytes:
+            raise OutOfResources(
+                f"the cache would pass its {self.max_cache_bytes} bytes", hint="allow more with --max-cache"
+            )
+
+    async def compute(
+        self, rows: Sequence[tuple[LaneCache, torch.Tensor]], *, span: tuple[int, int], priority: int = 0
+    ) -> list[torch.Tensor]:
+        """Run rows of (lane, inputs [count, D]) through blocks ``span`` of the stage; lanes grow by ``count``.
+
+        Raises ``OutOfResources``, before anything is computed, when the caches may not grow so far.
+        """
+        growth = [
+            max(0, self.stage.geometry.bytes_for(lane.length + len(inputs)) - lane.nbytes) for lane, inputs in rows
+        ]
+        self.reserve(sum(growth))
+        loop = asyncio.get_running_loop()
+        works = [
+            _Work(lane, inputs, priority, span, loop.create_future(), extra)
+            for (lane, inputs), extra in zip(rows, growth, strict=True)
+        ]
+        self._waiting.extend(works)
+        self._wake.set()
+        return [await work.done for work in works]
+
+    async def _loop(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            if not self._waiting:
+                self._wake.clear()
+                await self._wake.wait()
+            await asyncio.sleep(0)  # whatever the network has already delivered joins this batch
+            picked = schedule([work.waiting for work in self._waiting], BUDGET_TOKENS)
+            batch = [(self._waiting[index], tokens) for index, tokens in picked]
+            rows = [(work.lane, work.inputs[work.computed : work.computed + tokens]) for work, tokens in batch]
+            started = loop.time()
+            try:
+                results = await loop.run_in_executor(self._executor, self.stage.forward, rows, batch[0][0].span)
+            except Exception as error:  # noqa: BLE001 - the supervisor: a failed forward fails its sessions, not the node
+                self._drop([work for work, _ in batch], error)
+                continue
+            tokens = sum(tokens for _, tokens in batch)
+            self._account(tokens, loop.time() - started)
+            for (work, count), result in zip(batch, results, strict=True):
+                work.computed += count
+                work.outputs.append(result)
+                if work.computed == len(work.inputs):
+                    self._finish(work)
+
+    def _account(self, tokens: int, elapsed_s: float) -> None:
+        self.forwards += 1
+        self.tokens += tokens
+        self.token_s += 0.1 * (elapsed_s / tokens - self.token_s)
+
+    def _finish(self, work: _Work) -> None:
+        self._waiting.remove(work)
+        if not work.done.done():
+            work.done.set_result(work.outputs[0] if len(work.outputs) == 1 else torch.cat(work.outputs))
+
+    def _drop(self, works: Sequence[_Work], error: Exception) -> None:
+        for work in works:
+            self._waiting.remove(work)
+            if not work.done.done():
+                work.done.set_exception(error)

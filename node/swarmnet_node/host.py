@@ -1,0 +1,156 @@
+"""Hosting: the host's side of sessions and links.
+
+A client opens a session; the hop before us opens a link to it and sends steps; each step is computed once, logged, and
+sent on by the session's feeder, or home to the client when we are the last hop. The session, with its caches, ends
+with the client's stream.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from swarmnet_node.engine import Engine
+from swarmnet_node.session import HostedSession
+from swarmnet_protocols.aio import race
+from swarmnet_protocols.errors import ProtocolViolation, StreamEnded
+from swarmnet_protocols.protocol_ids import LINK, PING, SESSION
+from swarmnet_protocols.session.link import Refused, parse, receive_within
+from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.transport import Message, Stream, Transport
+from swarmnet_protocols.wire import session_pb2 as pb
+
+SESSION_ID_BYTES = 16
+
+
+@dataclass(frozen=True)
+class HostLimits:
+    """What strangers may take of a host, besides the cache bytes the engine accounts for."""
+
+    sessions: int = 256
+    sessions_per_client: int = 64
+    early_links: int = 256
+    log_bytes: int = 256 << 20
+
+
+class Host:
+    """Serves the sessions of one engine. Blocks are numbered as in the whole model."""
+
+    def __init__(
+        self, transport: Transport, engine: Engine, *, manifest: bytes, start: int, timing: Timing, limits: HostLimits
+    ) -> None:
+        self.engine = engine
+        self.start = start
+        self.end = start + engine.stage.blocks
+        self.timing = timing
+        self.limits = limits
+        self.transport = transport
+        self.leaving = False
+        self._manifest = manifest
+        self._sessions: dict[bytes, HostedSession] = {}
+        self._early: dict[bytes, asyncio.Future[HostedSession]] = {}
+        self._changed = asyncio.Event()
+
+    async def serve(self) -> None:
+        """Accept sessions, links and pings until the transport closes."""
+        await self.transport.serve(SESSION, self._session)
+        await self.transport.serve(LINK, self._link)
+        await self.transport.serve(PING, self._ping)
+
+    @property
+    def sessions(self) -> Sequence[HostedSession]:
+        return tuple(self._sessions.values())
+
+    async def leave(self) -> None:
+        """Refuse new sessions, ask the clients of the present ones to move, and return when none is left."""
+        self.leaving = True
+        for session in self.sessions:
+            await session.say_leaving()
+        while self._sessions:
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def _session(self, stream: Stream) -> None:
+        message = await receive_within(stream, self.timing.reply_s)
+        request = parse(pb.SessionRequest, message.header)
+        try:
+            session = self._admit(request, stream)
+        except Refused as refusal:
+            await stream.send(Message(pb.SessionReply(refused=refused(refusal)).SerializeToString()))
+            return
+        self._sessions[session.id] = session
+        waiting = self._early.pop(session.id, None)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(session)
+        try:
+            await session.run()
+        finally:
+            del self._sessions[session.id]
+            self._changed.set()
+
+    def _admit(self, request: pb.SessionRequest, stream: Stream) -> HostedSession:
+        if not request.HasField("open"):
+            raise ProtocolViolation("a session begins with Open")
+        wanted = request.open
+        if len(wanted.session) != SESSION_ID_BYTES or wanted.session in self._sessions:
+            raise ProtocolViolation("a session id is 16 fresh bytes")
+        if self.leaving:
+            raise Refused(pb.REASON_LEAVING, "this host is about to stop")
+        if wanted.manifest != self._manifest:
+            raise Refused(pb.REASON_WRONG_MODEL, f"this host serves {self._manifest.hex()[:16]}")
+        if not self.start <= wanted.span.start < wanted.span.end <= self.end:
+            raise Refused(pb.REASON_WRONG_SPAN, f"this host serves blocks {self.start}:{self.end}")
+        theirs = sum(session.stream.peer == stream.peer for session in self._sessions.values())
+        if len(self._sessions) >= self.limits.sessions or theirs >= self.limits.sessions_per_client:
+            raise Refused(pb.REASON_OUT_OF_MEMORY, f"{theirs} of {len(self._sessions)} sessions are yours")
+        return HostedSession(self, wanted, stream)
+
+    async def _link(self, stream: Stream) -> None:
+        message = await receive_within(stream, self.timing.reply_s)
+        request = parse(pb.LinkRequest, message.header)
+        if not request.HasField("link") or len(request.link.session) != SESSION_ID_BYTES:
+            raise ProtocolViolation("a link begins with Link")
+        try:
+            await race(self._linked(stream, request.link), self._beats(stream))
+        except Refused as refusal:
+            await stream.send(Message(pb.LinkReply(refused=refused(refusal)).SerializeToString()))
+
+    async def _linked(self, stream: Stream, link: pb.Link) -> None:
+        session = await self._find(link.session)
+        await session.accept(stream, link.epoch)
+
+    async def _beats(self, stream: Stream) -> None:
+        beat = Message(pb.LinkReply(beat=pb.Beat()).SerializeToString())
+        while True:
+            await stream.send(beat)
+            await asyncio.sleep(self.timing.beat_s)
+
+    async def _find(self, session_id: bytes) -> HostedSession:
+        """The session of a link, which may be a little ahead of it."""
+        session = self._sessions.get(session_id)
+        if session is not None:
+            return session
+        if len(self._early) >= self.limits.early_links and session_id not in self._early:
+            raise Refused(pb.REASON_UNKNOWN_SESSION, "too many links wait for their session")
+        future = self._early.setdefault(session_id, asyncio.get_running_loop().create_future())
+        try:
+            async with asyncio.timeout(self.timing.link_wait_s):
+                return await asyncio.shield(future)
+        except TimeoutError:
+            self._early.pop(session_id, None)
+            raise Refused(pb.REASON_UNKNOWN_SESSION, "no such session") from None
+
+    async def _ping(self, stream: Stream) -> None:
+        """Answer pings until the other side closes."""
+        while True:
+            try:
+                message = await receive_within(stream, self.timing.client_silence_s)
+            except StreamEnded:
+                return
+            ping = parse(pb.Ping, message.header)
+            await stream.send(Message(pb.Pong(nonce=ping.nonce, queue_s=self.engine.queue_s).SerializeToString()))
+
+
+def refused(refusal: Refused) -> pb.Refused:
+    return pb.Refused(reason=refusal.reason, detail=str(refusal)[:500])
+
+

@@ -1,0 +1,225 @@
+"""A node: chooses its blocks, loads them, serves them, says so in the directory, and leaves in good order.
+
+``Node.run`` takes every port it needs, so that the simulator runs it whole; ``start.py`` gives it the real ones.
+"""
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Executor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from swarmnet_node.control import NodeStatus
+from swarmnet_node.engine import Engine
+from swarmnet_node.host import Host, HostLimits
+from swarmnet_node.stage import Stage
+from swarmnet_protocols.aio import cancel
+from swarmnet_protocols.directory import Directory
+from swarmnet_protocols.errors import SwarmnetError
+from swarmnet_protocols.hosts import PROTOCOL, hosts_topic, read_records
+from swarmnet_protocols.placement import Claim, choose_start, settle
+from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.transport import Transport
+from swarmnet_protocols.wire import records_pb2 as pb
+
+MIN_STEP_S = 1e-6
+SETTLE_ROUNDS = 5
+"""Looks at the others' intents before a host takes what it has: each look lets one more rival settle."""
+
+
+@dataclass(frozen=True)
+class World:
+    """The ports of a node: everything it knows of the outside."""
+
+    transport: Transport
+    directory: Directory
+    executor: Executor
+    rng: random.Random
+    timing: Timing = field(default_factory=Timing)
+
+
+@dataclass(frozen=True)
+class Hosting:
+    """What a node is to host: ``blocks`` [start, end), or ``num_blocks`` where the swarm needs them most.
+
+    ``load(start, end)`` gives the stage, on the torch thread.
+    """
+
+    model: str
+    manifest: bytes
+    total_blocks: int
+    load: Callable[[int, int], Stage]
+    blocks: tuple[int, int] | None = None
+    num_blocks: int = 0
+    max_cache_bytes: int = 1 << 30
+    swarm_name: str = ""
+    public_name: str = ""
+    version: str = "0"
+    limits: HostLimits = field(default_factory=HostLimits)
+
+
+class Node:
+    """A running node. Made by ``run``."""
+
+    def __init__(self, world: World, hosting: Hosting) -> None:
+        self._world = world
+        self._hosting = hosting
+        self._state = pb.HOST_STATE_JOINING
+        self._span = hosting.blocks or (0, hosting.num_blocks)
+        self._step_s = 0.0
+        self._engine: Engine | None = None
+        self._host: Host | None = None
+        self._started = asyncio.get_running_loop().time()
+        self._leaving: asyncio.Task[None] | None = None
+        self._left = asyncio.Event()
+
+    @classmethod
+    @asynccontextmanager
+    async def run(cls, world: World, hosting: Hosting) -> AsyncIterator["Node"]:
+        """A node that serves while the context is open. Raises what loading raises; nothing is announced then."""
+        node = cls(world, hosting)
+        if hosting.blocks is None:
+            await node._choose()
+        loop = asyncio.get_running_loop()
+        stage = await loop.run_in_executor(world.executor, hosting.load, *node._span)
+        node._step_s = await loop.run_in_executor(world.executor, _measure, stage, loop.time)
+        async with Engine.run(stage, world.executor, max_cache_bytes=hosting.max_cache_bytes) as engine:
+            node._engine = engine
+            host = Host(
+                world.transport,
+                engine,
+                manifest=hosting.manifest,
+                start=node._span[0],
+                timing=world.timing,
+                limits=hosting.limits,
+            )
+            node._host = host
+            await host.serve()
+            node._state = pb.HOST_STATE_ONLINE
+            await node._announce()
+            announcing = asyncio.create_task(node._keep_announcing(), name="announce")
+            try:
+                yield node
+            finally:
+                await cancel(announcing, node._leaving)
+                # Whoever looks now must not come to us; who looked before is told by the end of our streams.
+                node._state = pb.HOST_STATE_LEAVING
+                with contextlib.suppress(SwarmnetError, TimeoutError):
+                    async with asyncio.timeout(1.0):
+                        await node._announce()
+
+    @property
+    def span(self) -> tuple[int, int]:
+        return self._span
+
+    def status(self) -> NodeStatus:
+        """What the node is doing now."""
+        engine, host = self._engine, self._host
+        return NodeStatus(
+            peer_id=self._world.transport.peer_id,
+            state=pb.HostState.Name(self._state).removeprefix("HOST_STATE_").lower(),
+            model=self._hosting.model,
+            manifest=self._hosting.manifest,
+            start=self._span[0],
+            end=self._span[1],
+            total_blocks=self._hosting.total_blocks,
+            addresses=tuple(self._world.transport.addresses()),
+            uptime_s=asyncio.get_running_loop().time() - self._started,
+            sessions=len(host.sessions) if host else 0,
+            cache_bytes=engine.cache_bytes if engine else 0,
+            cache_bytes_limit=self._hosting.max_cache_bytes,
+            weight_bytes=engine.stage.weight_bytes if engine else 0,
+            tokens=engine.tokens if engine else 0,
+            forwards=engine.forwards if engine else 0,
+            version=self._hosting.version,
+            swarm=self._hosting.swarm_name,
+        )
+
+    def finish(self, grace_s: float) -> None:
+        """Take no new sessions and ask clients to move; ``finished`` when they have, or after ``grace_s``."""
+        if self._leaving is None:
+            self._leaving = asyncio.create_task(self._leave(grace_s), name="leave")
+
+    async def finished(self) -> None:
+        """Return once ``finish`` has run its course."""
+        await self._left.wait()
+
+    async def _leave(self, grace_s: float) -> None:
+        self._state = pb.HOST_STATE_LEAVING
+        try:
+            async with asyncio.timeout(grace_s):
+                with contextlib.suppress(SwarmnetError):  # clients are told even when the directory is out of reach
+                    await self._announce()
+                if self._host is not None:
+                    await self._host.leave()
+        except TimeoutError:
+            pass
+        finally:
+            self._left.set()
+
+    # ---- the directory ----------------------------------------------------------------------------------
+
+    async def _choose(self) -> None:
+        """Find the blocks the swarm needs most, counting what others mean to take at this moment."""
+        length = min(self._hosting.num_blocks, self._hosting.total_blocks)
+        total = self._hosting.total_blocks
+        start = choose_start(await self._claims(), blocks=total, length=length)
+        for _ in range(SETTLE_ROUNDS):
+            self._span = (start, start + length)
+            await self._announce()
+            await asyncio.sleep(self._world.timing.intent_s * self._world.rng.uniform(0.9, 1.1))
+            mine = Claim(self._world.transport.peer_id, *self._span, settled=False)
+            wanted = settle(mine, await self._claims(), blocks=total).start
+            if wanted == start:
+                return
+            start = wanted
+        self._span = (start, start + length)
+
+    async def _claims(self) -> list[Claim]:
+        """What others serve, and what they mean to."""
+        return [
+            Claim(info.peer, info.start, info.end, settled=info.online)
+            for info, body in await read_records(self._world.directory, self._hosting.manifest)
+            if info.peer != self._world.transport.peer_id and body.state != pb.HOST_STATE_LEAVING
+        ]
+
+    async def _keep_announcing(self) -> None:
+        while True:
+            await asyncio.sleep(self._world.timing.announce_s * self._world.rng.uniform(0.8, 1.0))
+            with contextlib.suppress(SwarmnetError):  # the record outlives a missed announcement
+                await self._announce()
+
+    async def _announce(self) -> None:
+        engine, host = self._engine, self._host
+        record = pb.HostRecord(
+            manifest=self._hosting.manifest,
+            start=self._span[0],
+            end=self._span[1],
+            state=self._state,
+            version=self._hosting.version,
+            protocol=PROTOCOL,
+            step_s=self._step_s,
+            token_s=engine.token_s if engine else 0.0,
+            cache_bytes_free=max(0, self._hosting.max_cache_bytes - engine.cache_bytes) if engine else 0,
+            sessions=len(host.sessions) if host else 0,
+            addresses=self._world.transport.addresses(),
+            public_name=self._hosting.public_name,
+        )
+        await self._world.directory.publish(
+            hosts_topic(self._hosting.manifest), record.SerializeToString(), lifetime_s=self._world.timing.record_s
+        )
+
+
+def _measure(stage: Stage, now: Callable[[], float]) -> float:
+    """Seconds for one token through the stage: the best of a few, the first of which only warms up."""
+    inputs = torch.zeros(1, stage.hidden_size)
+    times = []
+    for _ in range(4):
+        started = now()
+        stage.forward([(stage.new_lane(), inputs)], (0, stage.blocks))
+        times.append(now() - started)
+    return max(min(times[1:]), MIN_STEP_S)

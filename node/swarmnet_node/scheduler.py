@@ -1,0 +1,49 @@
+"""Which of the waiting work goes into the next forward. Pure: no torch, no clock, no I/O."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+PREFILL_SHARE = 4
+"""While single tokens fill the budget, prefill still gets one part in this many: neither starves the other."""
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """One lane with ``tokens`` inputs to compute, in order of arrival; a lower ``priority`` goes first.
+
+    ``span`` is the part of the stage it wants: only equal spans share a forward.
+    """
+
+    tokens: int
+    priority: int
+    span: tuple[int, int]
+
+
+def schedule(waiting: Sequence[Waiting], budget_tokens: int) -> list[tuple[int, int]]:
+    """The next batch: (index into ``waiting``, how many of its tokens), at most ``budget_tokens`` in all.
+
+    Short work goes before long within a priority, because somebody waits for each token of it; long work is cut to what
+    room is left, and never less than its share. The span of the first in line decides the span of the batch.
+    """
+    if not waiting:
+        return []
+    order = sorted(range(len(waiting)), key=lambda index: (waiting[index].priority, index))
+    span = waiting[order[0]].span
+    order = [index for index in order if waiting[index].span == span]
+    share = max(1, budget_tokens // PREFILL_SHARE)
+    short = [index for index in order if waiting[index].tokens <= share]
+    long = [index for index in order if waiting[index].tokens > share]
+    room = budget_tokens - (share if long else 0)
+    batch: list[tuple[int, int]] = []
+    for index in short:
+        tokens = waiting[index].tokens
+        if tokens <= room:
+            batch.append((index, tokens))
+            room -= tokens
+    room += share if long else 0
+    for index in long:
+        tokens = min(waiting[index].tokens, room)
+        if tokens:
+            batch.append((index, tokens))
+            room -= tokens
+    return batch

@@ -1,0 +1,229 @@
+"""One session on one host: its lanes, its log, the link that feeds it and the feeder that sends on."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+
+from swarmnet_node.kv import LaneCache
+from swarmnet_protocols.aio import cancel, race
+from swarmnet_protocols.errors import OutOfResources, ProtocolViolation, SwarmnetError
+from swarmnet_protocols.session.link import Feeder, Outbox, Refused, Target, parse, receive_within
+from swarmnet_protocols.session.log import ActivationLog, LogGone
+from swarmnet_protocols.session.steps import Row, Step, decode_step, encode_tensor, wire_dtype
+from swarmnet_protocols.transport import Message, PeerId, Stream
+from swarmnet_protocols.wire import session_pb2 as pb
+
+if TYPE_CHECKING:
+    from swarmnet_node.host import Host
+
+QUEUED_STEPS = 4
+"""Steps a link may have in memory before the upstream is made to wait."""
+
+
+class HostedSession:
+    """The state of one client's session here. Steps are applied one at a time, each exactly once."""
+
+    def __init__(self, host: "Host", wanted: pb.Open, stream: Stream) -> None:
+        self.id = wanted.session
+        self.stream = stream
+        self._host = host
+        self._engine = host.engine
+        self._span = (wanted.span.start - host.start, wanted.span.end - host.start)
+        self._max_length = wanted.max_length
+        self._is_last = not wanted.HasField("next")
+        self._target = None if self._is_last else _target(wanted.next, wanted.epoch)
+        self._lanes: dict[int, LaneCache] = {}
+        self._outbox = self._new_outbox()
+        self._feeder = Feeder(host.transport, self._outbox, wire_dtype(wanted.wire), host.timing)
+        self._feeding: asyncio.Task[None] | None = None
+        self._link_epoch = 0
+        self._link: Stream | None = None
+        self._applying = asyncio.Lock()
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def _new_outbox(self) -> Outbox:
+        # The last hop sends to the client, which never needs a replay: it keeps positions, not values.
+        log = ActivationLog(max_bytes=0 if self._is_last else self._host.limits.log_bytes)
+        return Outbox(log, asyncio.Event())
+
+    # ---- the client's stream ----------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Serve until the client's stream ends or the session fails; then free everything."""
+        try:
+            await self._reply(pb.SessionReply(opened=pb.Opened()))
+            self._start_feeding()
+            await race(self._listen(), self._beat(), self._failure())
+        except Refused as refusal:
+            detail = pb.Refused(reason=refusal.reason, detail=str(refusal)[:500])
+            await self._reply(pb.SessionReply(refused=detail))
+        finally:
+            self._failed.cancel()
+            if self._link is not None:
+                self._link.close()
+            await cancel(self._feeding)
+            async with self._applying:
+                self._release(self._lanes.values())
+                self._lanes = {}
+
+    async def say_leaving(self) -> None:
+        """Ask the client to move to another host."""
+        await self._reply(pb.SessionReply(leaving=pb.Leaving()))
+
+    async def _listen(self) -> None:
+        while True:
+            message = await receive_within(self.stream, self._host.timing.client_silence_s)
+            request = parse(pb.SessionRequest, message.header)
+            if request.HasField("relink"):
+                if self._is_last:
+                    raise ProtocolViolation("the last hop has no next hop to replace")
+                await cancel(self._feeding)
+                self._target = _target(request.relink.next, request.relink.epoch)
+                self._start_feeding()
+            elif not request.HasField("beat"):
+                raise ProtocolViolation("a session is opened once")
+
+    async def _beat(self) -> None:
+        while True:
+            await self._reply(pb.SessionReply(beat=pb.Beat(applied=self._outbox.log.last)))
+            await asyncio.sleep(self._host.timing.beat_s)
+
+    async def _failure(self) -> None:
+        await asyncio.shield(self._failed)
+
+    async def _reply(self, reply: pb.SessionReply, payload: memoryview | bytes = b"") -> None:
+        await self.stream.send(Message(reply.SerializeToString(), payload))
+
+    # ---- downstream -------------------------------------------------------------------------------------
+
+    def _start_feeding(self) -> None:
+        if self._target is not None:
+            self._feeding = asyncio.create_task(self._feed(self._target))
+
+    async def _feed(self, target: Target) -> None:
+        """Feed the next hop until that ends, then tell the client, who decides what comes next."""
+        try:
+            await self._feeder.run(target)
+        except LogGone as error:
+            self._fail(Refused(pb.REASON_LOG_GONE, str(error)))
+        except SwarmnetError as error:
+            lost = pb.LinkLost(epoch=target.epoch, peer=target.peer, reason=str(error)[:500])
+            await self._reply(pb.SessionReply(link_lost=lost))
+
+    # ---- upstream ---------------------------------------------------------------------------------------
+
+    async def accept(self, stream: Stream, epoch: int) -> None:
+        """Take steps from this link until it ends or a link of a later epoch takes its place."""
+        if epoch < self._link_epoch:
+            raise Refused(pb.REASON_STALE_EPOCH, f"epoch {epoch} after {self._link_epoch}")
+        self._link_epoch = epoch
+        if self._link is not None:
+            self._link.close()
+        self._link = stream
+        async with self._applying:
+            if self._outbox.log.last == 0:
+                await self._reset()
+            applied = self._outbox.log.last
+        await stream.send(Message(pb.LinkReply(linked=pb.Linked(applied=applied)).SerializeToString()))
+        queue: asyncio.Queue[Step] = asyncio.Queue(QUEUED_STEPS)
+        await race(self._read(stream, queue), self._work(stream, queue))
+
+    async def _reset(self) -> None:
+        """Forget a replay that was broken off, here and in the hops it had already reached."""
+        if not self._lanes:
+            return
+        await cancel(self._feeding)
+        self._release(self._lanes.values())
+        self._lanes = {}
+        self._outbox.log = self._new_outbox().log
+        self._start_feeding()
+
+    async def _read(self, stream: Stream, queue: asyncio.Queue[Step]) -> None:
+        hidden_size = self._engine.stage.hidden_size
+        while True:
+            message = await stream.receive()
+            request = parse(pb.LinkRequest, message.header)
+            if not request.HasField("step"):
+                raise ProtocolViolation("a link carries steps")
+            await queue.put(decode_step(request.step, message.payload, hidden_size=hidden_size))
+
+    async def _work(self, stream: Stream, queue: asyncio.Queue[Step]) -> None:
+        while True:
+            step = await queue.get()
+            # A step that has begun is finished even if its link is replaced meanwhile: half a step has no position.
+            await asyncio.shield(asyncio.ensure_future(self._apply(stream, step)))
+
+    async def _apply(self, stream: Stream, step: Step) -> None:
+        """Compute one step, log it, send its outputs on. What fails here ends the session and is told to the client."""
+        async with self._applying:
+            if stream is not self._link or self._failed.done():
+                return
+            try:
+                self._outbox.log.check(step)
+                outputs = await self._compute(step)
+            except ProtocolViolation as error:
+                self._fail(Refused(pb.REASON_PROTOCOL, str(error)))
+            except OutOfResources as error:
+                self._fail(Refused(pb.REASON_OUT_OF_MEMORY, str(error)))
+            except Refused as refusal:
+                self._fail(refusal)
+            except Exception as error:  # noqa: BLE001 - whatever broke inside the model breaks this session only
+                self._fail(Refused(pb.REASON_INTERNAL, f"{type(error).__name__}: {error}"))
+            else:
+                computed = step.with_values(outputs)
+                self._outbox.append(computed)
+                if self._is_last and not step.replay:
+                    await self._answer(computed)
+
+    async def _compute(self, step: Step) -> torch.Tensor:
+        longest = max(row.end for row in step.rows)
+        if longest > self._max_length:
+            raise Refused(pb.REASON_TOO_LONG, f"position {longest} of {self._max_length}")
+        self._place(step.rows)
+        rows = [(self._lanes[row.lane], values) for row, values in zip(step.rows, step.split(), strict=True)]
+        return torch.cat(await self._engine.compute(rows, span=self._span))
+
+    def _place(self, rows: tuple[Row, ...]) -> None:
+        """Give every row the cache it starts from. A cache nobody else starts from is moved, not copied."""
+        before = dict(self._lanes)
+        uses = Counter(row.source for row in rows)
+        overwritten = {row.lane for row in rows}
+        copied = [row for row in rows if row.lane != row.source and (uses[row.source] > 1 or row.source not in overwritten)]
+        extra_bytes = sum(before[row.source].nbytes for row in copied if row.source in before)
+        self._engine.reserve(extra_bytes)
+        after: dict[int, LaneCache] = {}
+        for row in rows:
+            cache = before.get(row.source)
+            if cache is None:
+                cache = self._engine.adopt(self._engine.stage.new_lane())
+            elif row in copied:
+                cache = self._engine.adopt(cache.fork())
+            after[row.lane] = cache
+        self._lanes.update(after)
+        kept = {id(cache) for cache in self._lanes.values()}
+        self._release(cache for cache in before.values() if id(cache) not in kept)
+        for row in rows:
+            if self._lanes[row.lane].length > row.start:
+                self._lanes[row.lane].truncate(row.start)
+
+    async def _answer(self, step: Step) -> None:
+        tensor, payload = encode_tensor(step.wanted().to(self._feeder.wire))
+        try:
+            await self._reply(pb.SessionReply(output=pb.Output(step=step.seq, tensor=tensor)), payload)
+        except SwarmnetError:
+            return  # the client is gone: its stream ends the session
+
+    def _fail(self, refusal: Refused) -> None:
+        if not self._failed.done():
+            self._failed.set_exception(refusal)
+
+    def _release(self, lanes: Iterable[LaneCache]) -> None:
+        for lane in lanes:
+            self._engine.release(lane)
+
+
+def _target(peer: pb.Peer, epoch: int) -> Target:
+    return Target(PeerId(peer.id), tuple(peer.addresses), peer.session, epoch)

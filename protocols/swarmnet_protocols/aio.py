@@ -1,0 +1,28 @@
+"""Two small tools for conversations that wait for several things at once."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+async def race(*runners: Coroutine[Any, Any, T]) -> T:
+    """Run all until the first ends; the others are cancelled and waited for. Its result or error is ours.
+
+    Where several end at once, the first of the arguments counts.
+    """
+    tasks = [asyncio.ensure_future(runner) for runner in runners]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return next(task for task in tasks if task.done()).result()
+    finally:
+        await cancel(*tasks)
+
+
+async def cancel(*tasks: "asyncio.Future[Any] | None") -> None:
+    """Cancel tasks and wait until they have ended; their errors are theirs."""
+    pending = [task for task in tasks if task is not None]
+    for task in pending:
+        task.cancel()
+    await asyncio.gather(*pending, return_exceptions=True)

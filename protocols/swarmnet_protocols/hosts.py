@@ -1,0 +1,55 @@
+"""Announcements of hosts: what a host says of itself in the directory, and what others may read from it."""
+
+import math
+from collections.abc import Sequence
+
+from google.protobuf.message import DecodeError
+
+from swarmnet_protocols.directory import Directory
+from swarmnet_protocols.identity import peer_id_of
+from swarmnet_protocols.routing import HostInfo
+from swarmnet_protocols.wire import records_pb2 as pb
+
+MAX_BLOCKS = 4096
+MAX_ADDRESSES = 16
+MAX_STEP_S = 3600.0
+PROTOCOL = 1
+"""Version of session.proto that this software speaks."""
+
+
+def hosts_topic(manifest: bytes) -> str:
+    """Where the hosts of a model announce themselves."""
+    return f"hosts/{manifest.hex()}"
+
+
+async def read_records(directory: Directory, manifest: bytes) -> list[tuple[HostInfo, pb.HostRecord]]:
+    """Every credible announcement for a model, in the order of peer ids. What makes no sense is left out."""
+    found = []
+    for record in await directory.lookup(hosts_topic(manifest)):
+        try:
+            body = pb.HostRecord.FromString(record.body)
+        except DecodeError:
+            continue
+        if (
+            body.manifest == manifest
+            and body.protocol == PROTOCOL
+            and 0 <= body.start < body.end <= MAX_BLOCKS
+            and 0 <= body.step_s <= MAX_STEP_S
+            and math.isfinite(body.step_s)
+            and len(body.addresses) <= MAX_ADDRESSES
+        ):
+            info = HostInfo(
+                peer=peer_id_of(record.signer),
+                start=body.start,
+                end=body.end,
+                step_s=body.step_s,
+                addresses=tuple(body.addresses),
+                online=body.state == pb.HOST_STATE_ONLINE,
+            )
+            found.append((info, body))
+    return sorted(found, key=lambda pair: pair[0].peer)
+
+
+async def read_hosts(directory: Directory, manifest: bytes) -> Sequence[HostInfo]:
+    """The hosts of a model that are online."""
+    return [info for info, _ in await read_records(directory, manifest) if info.online]

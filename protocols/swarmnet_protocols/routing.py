@@ -1,0 +1,186 @@
+"""Which hosts a chain is made of. Pure: a function of what is known, the time and a random source.
+
+A chain costs the sum of the delays between neighbours (the client is at both ends) and, at each hop, the wait for the
+engine and the compute of the blocks used. Hosts may be entered and left in mid-span.
+"""
+
+import heapq
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from swarmnet_protocols.errors import NoRoute
+from swarmnet_protocols.transport import PeerId
+
+UNKNOWN_DELAY_S = 0.15
+"""One-way delay assumed to a peer nobody has pinged yet: a far one, so that measured peers are preferred."""
+CANDIDATES_PER_BLOCK = 8
+"""Cheapest hosts of each block that are considered: bounds the search in a swarm of any size."""
+MARGIN = 0.1
+"""A chain may cost this much more than the best: room for clients to spread over equals."""
+
+
+@dataclass(frozen=True)
+class HostInfo:
+    """What a host announced of itself: blocks [start, end), seconds for one token through all of them."""
+
+    peer: PeerId
+    start: int
+    end: int
+    step_s: float
+    addresses: tuple[str, ...] = ()
+    online: bool = True
+
+    @property
+    def block_s(self) -> float:
+        return self.step_s / (self.end - self.start)
+
+
+@dataclass(frozen=True)
+class Hop:
+    """A host and the blocks [start, end) it is to run in a chain."""
+
+    peer: PeerId
+    start: int
+    end: int
+    addresses: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class View:
+    """What a client knows: the announcements, and what it has measured itself, which counts for more.
+
+    ``delay_s`` is one way from the client; ``queue_s`` the wait for a host's engine.
+    """
+
+    hosts: Sequence[HostInfo]
+    delay_s: Mapping[PeerId, float] = field(default_factory=dict)
+    queue_s: Mapping[PeerId, float] = field(default_factory=dict)
+    banned: frozenset[PeerId] = frozenset()
+
+    def delay_between(self, one: PeerId | None, other: PeerId | None) -> float:
+        """One-way seconds between two peers (None: the client). Two hosts are no farther apart than through us."""
+        if one == other:
+            return 0.0
+        return sum(self.delay_s.get(peer, UNKNOWN_DELAY_S) for peer in (one, other) if peer is not None)
+
+
+def find_chain(
+    view: View,
+    span: tuple[int, int],
+    rng: random.Random,
+    *,
+    source: PeerId | None = None,
+    sink: PeerId | None = None,
+) -> list[Hop]:
+    """Hops that cover ``span`` in order, from ``source`` to ``sink`` (None: the client).
+
+    The chain costs at most ``1 + MARGIN`` times the best one, and is drawn at random among such: every cost is stretched by a
+    random factor in [1, 1 + MARGIN], and the cheapest chain under stretched costs cannot be truly dearer than that. Banned
+    hosts are used only where nobody else will do. Raises ``NoRoute`` with the blocks nobody hosts.
+    """
+    usable = [host for host in view.hosts if host.online and host.start < span[1] and host.end > span[0]]
+    allowed = [host for host in usable if host.peer not in view.banned]
+    missing = uncovered(allowed, span)
+    if missing:
+        allowed = usable
+        missing = uncovered(allowed, span)
+    if missing:
+        raise NoRoute(missing)
+    return _search(_shortlist(view, allowed, span), view, span, rng, (source, sink))
+
+
+def uncovered(hosts: Iterable[HostInfo], span: tuple[int, int]) -> list[tuple[int, int]]:
+    """The parts of ``span`` that no host covers."""
+    gaps: list[tuple[int, int]] = []
+    reached = span[0]
+    for host in sorted(hosts, key=lambda host: host.start):
+        if host.start > reached:
+            gaps.append((reached, min(host.start, span[1])))
+        reached = max(reached, host.end)
+        if reached >= span[1]:
+            return gaps
+    gaps.append((reached, span[1]))
+    return gaps
+
+
+def _shortlist(view: View, hosts: Sequence[HostInfo], span: tuple[int, int]) -> list[HostInfo]:
+    """The hosts that are among the cheapest for some block."""
+
+    def price(host: HostInfo) -> tuple[float, PeerId]:
+        return (host.block_s + view.queue_s.get(host.peer, 0.0) + view.delay_between(None, host.peer), host.peer)
+
+    cheapest = sorted(hosts, key=price)
+    taken = [0] * (span[1] - span[0])
+    kept: list[HostInfo] = []
+    for host in cheapest:
+        blocks = range(max(host.start, span[0]) - span[0], min(host.end, span[1]) - span[0])
+        if any(taken[block] < CANDIDATES_PER_BLOCK for block in blocks):
+            kept.append(host)
+            for block in blocks:
+                taken[block] += 1
+    return kept
+
+
+def _search(
+    hosts: Sequence[HostInfo],
+    view: View,
+    span: tuple[int, int],
+    rng: random.Random,
+    ends: tuple[PeerId | None, PeerId | None],
+) -> list[Hop]:
+    """Dijkstra's algorithm over (covered up to, last host), with stretched costs."""
+    source, sink = ends
+    stretch = {host.peer: 1 + MARGIN * rng.random() for host in hosts}
+    boundaries = sorted({span[1], *(host.start for host in hosts), *(host.end for host in hosts)})
+    order = count()
+    queue: list[tuple[float, int, int, PeerId | None, tuple[Hop, ...]]] = [(0.0, next(order), span[0], source, ())]
+    settled: set[tuple[int, PeerId | None]] = set()
+    while queue:
+        cost, _, reached, last, hops = heapq.heappop(queue)
+        if reached > span[1]:
+            return list(hops)
+        if (reached, last) in settled:
+            continue
+        settled.add((reached, last))
+        if reached == span[1]:
+            home = cost + view.delay_between(last, sink)
+            heapq.heappush(queue, (home, next(order), span[1] + 1, last, hops))
+            continue
+        used = {hop.peer for hop in hops}
+        for host in hosts:
+            if not host.start <= reached < host.end or host.peer in used:
+                continue
+            entry = view.delay_between(last, host.peer) + view.queue_s.get(host.peer, 0.0)
+            for leave in boundaries:
+                if reached < leave <= min(host.end, span[1]):
+                    price = stretch[host.peer] * (entry + host.block_s * (leave - reached))
+                    hop = Hop(host.peer, reached, leave, host.addresses)
+                    heapq.heappush(queue, (cost + price, next(order), leave, host.peer, (*hops, hop)))
+    raise NoRoute(uncovered(hosts, span))
+
+
+BAN_S = 15.0
+BAN_MAX_S = 240.0
+
+
+class Bans:
+    """Peers that failed us lately: each failure doubles the time, good service forgets it."""
+
+    def __init__(self) -> None:
+        self._until: dict[PeerId, tuple[float, float]] = {}
+
+    def failed(self, peer: PeerId, now: float) -> None:
+        until, last_s = self._until.get(peer, (0.0, 0.0))
+        # A ban served twice over is forgotten.
+        forgiven = now > until + last_s
+        ban_s = BAN_S if forgiven else min(2 * last_s, BAN_MAX_S)
+        self._until[peer] = (now + ban_s, ban_s)
+
+    def served(self, peer: PeerId) -> None:
+        self._until.pop(peer, None)
+
+    def at(self, now: float) -> frozenset[PeerId]:
+        """Who is banned at this time."""
+        return frozenset(peer for peer, (until, _) in self._until.items() if until > now)

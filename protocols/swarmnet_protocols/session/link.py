@@ -1,0 +1,124 @@
+"""Feeding one downstream hop from an activation log: the same code in a host and in the client."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NoReturn, TypeVar
+
+import torch
+from google.protobuf.message import DecodeError, Message as Protobuf
+
+from swarmnet_protocols.aio import race
+from swarmnet_protocols.errors import DeadlineExceeded, ProtocolViolation, SwarmnetError
+from swarmnet_protocols.protocol_ids import LINK
+from swarmnet_protocols.session.log import ActivationLog, Cursor
+from swarmnet_protocols.session.steps import Step, encode_step
+from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.transport import Message, PeerId, Stream, Transport
+from swarmnet_protocols.wire import session_pb2 as pb
+
+P = TypeVar("P", bound=Protobuf)
+
+
+class Refused(SwarmnetError):
+    """The other side said no, and why."""
+
+    def __init__(self, reason: "pb.Reason", detail: str) -> None:
+        super().__init__(f"{pb.Reason.Name(reason)}: {detail[:500]}")
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Target:
+    """The next hop: the client's session there, and the epoch under which the link to it is made."""
+
+    peer: PeerId
+    addresses: tuple[str, ...]
+    session: bytes
+    epoch: int
+
+
+@dataclass
+class Outbox:
+    """A log with the news that it grew. One feeder at a time waits for it."""
+
+    log: ActivationLog
+    news: asyncio.Event
+
+    def append(self, step: Step) -> None:
+        self.log.append(step)
+        self.news.set()
+
+
+def parse(kind: type[P], header: bytes) -> P:
+    """A protobuf from the wire, or ``ProtocolViolation``."""
+    try:
+        return kind.FromString(header)
+    except DecodeError as error:
+        raise ProtocolViolation(f"not a {kind.DESCRIPTOR.name}") from error
+
+
+async def receive_within(stream: Stream, silence_s: float) -> Message:
+    """The next message of a stream on which something, if only a beat, must come every so often."""
+    try:
+        async with asyncio.timeout(silence_s):
+            return await stream.receive()
+    except TimeoutError as error:
+        raise DeadlineExceeded(f"{stream.peer} has been silent for {silence_s} s") from error
+
+
+@dataclass(frozen=True)
+class Feeder:
+    """How a hop sends on: ``render`` turns a logged step into one whose values are [P, D]."""
+
+    transport: Transport
+    outbox: Outbox
+    wire: torch.dtype
+    timing: Timing
+    render: Callable[[Step], Step] = lambda step: step
+
+    async def run(self, target: Target) -> NoReturn:
+        """Link to ``target``, send it whatever it lacks, then every new step as it comes.
+
+        Ends only with an error: the link could not be made, ended, fell silent, or was refused; or it is cancelled.
+        """
+        stream = await self.transport.open(
+            target.peer, LINK, addresses=target.addresses, deadline_s=self.timing.open_s
+        )
+        try:
+            link = pb.Link(session=target.session, epoch=target.epoch)
+            await stream.send(Message(pb.LinkRequest(link=link).SerializeToString()))
+            applied = await self._linked(stream)
+            cursor = self.outbox.log.attach(applied)
+            await race(self._listen(stream), self._send(stream, cursor))
+            raise ProtocolViolation("a link ended without a reason")
+        finally:
+            self.outbox.log.detach()
+            stream.close()
+
+    async def _linked(self, stream: Stream) -> int:
+        while True:
+            reply = await self._reply(stream)
+            if reply.HasField("linked"):
+                return reply.linked.applied
+
+    async def _listen(self, stream: Stream) -> None:
+        while True:
+            await self._reply(stream)
+
+    async def _reply(self, stream: Stream) -> pb.LinkReply:
+        message = await receive_within(stream, self.timing.silence_s)
+        reply = parse(pb.LinkReply, message.header)
+        if reply.HasField("refused"):
+            raise Refused(reply.refused.reason, reply.refused.detail)
+        return reply
+
+    async def _send(self, stream: Stream, cursor: Cursor) -> None:
+        while True:
+            step = self.outbox.log.next(cursor)
+            if step is None:
+                self.outbox.news.clear()
+                await self.outbox.news.wait()
+                continue
+            message, payload = encode_step(self.render(step), self.wire)
+            await stream.send(Message(pb.LinkRequest(step=message).SerializeToString(), payload))

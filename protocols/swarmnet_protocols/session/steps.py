@@ -1,0 +1,152 @@
+"""Steps: the unit that travels down a chain, its wire form, and the rules for the positions it may touch.
+
+Shape legend: P positions of all rows of a step together, D hidden size.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from swarmnet_protocols.errors import ProtocolViolation
+from swarmnet_protocols.transport import Buffer
+from swarmnet_protocols.wire import session_pb2 as pb
+
+MAX_ROWS = 256
+MAX_LANE = 1 << 16
+MAX_POSITION = 1 << 24
+
+_DTYPES: dict[int, torch.dtype] = {
+    pb.DTYPE_FLOAT32: torch.float32,
+    pb.DTYPE_BFLOAT16: torch.bfloat16,
+    pb.DTYPE_FLOAT16: torch.float16,
+}
+_WIRE = {dtype: code for code, dtype in _DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Row:
+    """New positions [start, start + count) of one lane.
+
+    The lane is first set to the first ``start`` positions of ``source``, as they were before the step. Where that drops positions or
+    takes them from another lane, ``rewrite`` must say so. The client wants the outputs of the last ``outputs`` positions.
+    """
+
+    lane: int
+    start: int
+    count: int
+    outputs: int
+    source: int
+    rewrite: bool = False
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+
+@dataclass(frozen=True)
+class Step:
+    """Rows with their values [P, D], in the order of the rows (a client's own log holds token ids [P])."""
+
+    seq: int
+    rows: tuple[Row, ...]
+    values: torch.Tensor = field(compare=False)
+    acked: int = 0
+    replay: bool = False
+
+    def with_values(self, values: torch.Tensor) -> "Step":
+        return replace(self, values=values)
+
+    @property
+    def positions(self) -> int:
+        return sum(row.count for row in self.rows)
+
+    def split(self) -> tuple[torch.Tensor, ...]:
+        """The values row by row: [count, D] each."""
+        return torch.split(self.values, [row.count for row in self.rows])
+
+    def wanted(self) -> torch.Tensor:
+        """The values of the positions the client wants back, row after row."""
+        parts = [part[row.count - row.outputs :] for row, part in zip(self.rows, self.split(), strict=True)]
+        return torch.cat(parts)
+
+
+def check_rows(rows: tuple[Row, ...], lengths: Mapping[int, int]) -> None:
+    """Refuse a step that leaves a gap, overlaps unasked, or names a lane twice.
+
+    ``lengths`` gives the positions every lane holds before the step. Raises ``ProtocolViolation``.
+    """
+    if len({row.lane for row in rows}) != len(rows):
+        raise ProtocolViolation("a step names a lane twice")
+    for row in rows:
+        held = lengths.get(row.source, 0)
+        if row.start > held:
+            raise ProtocolViolation(f"gap: lane {row.source} holds {held} positions, the step starts at {row.start}")
+        appends = row.source == row.lane and row.start == held
+        if not appends and not row.rewrite:
+            raise ProtocolViolation(f"overlap: lane {row.lane} would be rewritten from {row.start} unasked")
+
+
+def wire_dtype(code: int) -> torch.dtype:
+    """The element type a peer named, or ``ProtocolViolation``."""
+    dtype = _DTYPES.get(code)
+    if dtype is None:
+        raise ProtocolViolation(f"unknown element type {code}")
+    return dtype
+
+
+def wire_code(dtype: torch.dtype) -> "pb.DType":
+    """How an element type is named on the wire."""
+    return _WIRE[dtype]  # type: ignore[return-value]
+
+
+def encode_tensor(values: torch.Tensor) -> tuple[pb.Tensor, memoryview]:
+    """Header and raw bytes of a CPU tensor [P, D]."""
+    contiguous = values.detach().contiguous()
+    header = pb.Tensor(dtype=wire_code(contiguous.dtype), shape=list(contiguous.shape))
+    return header, memoryview(contiguous.view(torch.uint8).numpy()).cast("B")
+
+
+def decode_tensor(header: pb.Tensor, payload: Buffer, *, positions: int, hidden_size: int) -> torch.Tensor:
+    """The tensor [positions, hidden_size] that ``header`` announces, or ``ProtocolViolation``.
+
+    The payload is already in memory and bounded by its frame; nothing is allocated from what the header claims.
+    """
+    dtype = wire_dtype(header.dtype)
+    if list(header.shape) != [positions, hidden_size]:
+        raise ProtocolViolation(f"a tensor of shape {list(header.shape)[:8]} where {[positions, hidden_size]} belongs")
+    if len(payload) != positions * hidden_size * dtype.itemsize:
+        raise ProtocolViolation(f"{len(payload)} bytes for a tensor of {positions} x {hidden_size} {dtype}")
+    if positions == 0:
+        return torch.empty(0, hidden_size, dtype=dtype)
+    writable = payload if isinstance(payload, bytearray) else bytearray(payload)
+    return torch.frombuffer(writable, dtype=dtype).reshape(positions, hidden_size)
+
+
+def encode_step(step: Step, dtype: torch.dtype) -> tuple[pb.Step, memoryview]:
+    """The wire form of a step whose values are [P, D]."""
+    tensor, payload = encode_tensor(step.values.to(dtype))
+    rows = [
+        pb.Row(
+            lane=row.lane, start=row.start, count=row.count, outputs=row.outputs, source=row.source, rewrite=row.rewrite
+        )
+        for row in step.rows
+    ]
+    return pb.Step(seq=step.seq, acked=step.acked, replay=step.replay, rows=rows, tensor=tensor), payload
+
+
+def decode_step(message: pb.Step, payload: Buffer, *, hidden_size: int) -> Step:
+    """A step from the wire, every number bounded, or ``ProtocolViolation``. Position rules are ``check_rows``'."""
+    if not 1 <= len(message.rows) <= MAX_ROWS:
+        raise ProtocolViolation(f"a step of {len(message.rows)} rows")
+    rows = tuple(Row(row.lane, row.start, row.count, row.outputs, row.source, row.rewrite) for row in message.rows)
+    for row in rows:
+        if row.lane > MAX_LANE or row.source > MAX_LANE:
+            raise ProtocolViolation(f"lane {max(row.lane, row.source)} is out of range")
+        if row.count < 1 or row.end > MAX_POSITION or row.outputs > row.count:
+            raise ProtocolViolation(f"a row of {row.count} positions from {row.start}, {row.outputs} wanted")
+    if message.replay and any(row.outputs for row in rows):
+        raise ProtocolViolation("a replay wants no outputs")
+    positions = sum(row.count for row in rows)
+    values = decode_tensor(message.tensor, payload, positions=positions, hidden_size=hidden_size)
+    return Step(seq=message.seq, rows=rows, values=values, acked=message.acked, replay=message.replay)

@@ -1,0 +1,51 @@
+"""Every deadline of the conversations between peers, in one place, with the relations they must keep."""
+
+from dataclasses import dataclass
+
+from swarmnet_protocols.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Deadlines and periods, in seconds. Two peers need not agree on them.
+
+    A stopped peer or a cut path is noticed after ``silence_s``, and replaced within 3 s of the fault: silence, plus
+    the worst wait for the next look (``beat_s / 2``), plus an open that may itself meet a dead peer.
+    """
+
+    beat_s: float = 0.4
+    """Between two beats on a stream in use."""
+    silence_s: float = 2.0
+    """A peer that sent nothing, not even a beat, for this long is taken for gone."""
+    open_s: float = 2.5
+    """To dial a peer and open a stream."""
+    reply_s: float = 5.0
+    """For the first answer on a stream that opened."""
+    link_wait_s: float = 5.0
+    """A link may arrive this much before the session it belongs to."""
+    client_silence_s: float = 30.0
+    """A host frees the session of a client that was silent for this long."""
+    recover_s: float = 12.0
+    """A client looks this long for somebody who hosts the missing blocks."""
+    refresh_s: float = 5.0
+    """Between two looks at the directory by a client in use."""
+    ping_s: float = 1.0
+    """Between two pings of the hosts a client knows."""
+    pong_s: float = 1.0
+    """A host that answers later than this is not chosen while there is another."""
+    record_s: float = 45.0
+    """Lifetime of a host's announcement."""
+    announce_s: float = 15.0
+    """Between two announcements by a host."""
+    intent_s: float = 1.0
+    """How long a joining host waits for the intents of others before it settles on its blocks."""
+
+    def __post_init__(self) -> None:
+        if self.silence_s < 3 * self.beat_s:
+            raise ConfigError("silence_s must be at least three beats, or one late packet looks like a death")
+        if self.record_s < 2 * self.announce_s:
+            raise ConfigError("record_s must outlast two announcements, or one lost store hides a live host")
+        if self.recover_s < self.silence_s + self.open_s:
+            raise ConfigError("recover_s must leave room to notice a dead replacement and try another")
+        if self.client_silence_s < 2 * self.silence_s:
+            raise ConfigError("a host must be more patient with a client than a client with a host")
