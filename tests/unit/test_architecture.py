@@ -57,6 +57,9 @@ def violations(package: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield line, f"{package} imports {module}"
         if top in NEVER_IMPORTED or module == "<computed>":
             yield line, f"imports {module}"
+    handed_on = {
+        id(node.left) for node in ast.walk(tree) if isinstance(node, ast.BinOp)
+    }  # env=os.environ | {...}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.level:
             yield node.lineno, "relative import"
@@ -69,7 +72,11 @@ def violations(package: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
                     yield node.lineno, "trusts remote code"
         elif isinstance(node, ast.FunctionDef) and node.name == "__del__":
             yield node.lineno, "defines __del__"
-        elif dotted(node) in {"os.environ", "os.getenv"} and package != "swarmnet":
+        elif (
+            dotted(node) in {"os.environ", "os.getenv"}
+            and package != "swarmnet"
+            and id(node) not in handed_on
+        ):
             yield node.lineno, "reads the environment"
 
 
@@ -130,6 +137,7 @@ def test_what_is_forbidden_is_found(package: str, code: str) -> None:
         ("swarmnet", "import swarmnet_node.control"),
         ("swarmnet_client", "import swarmnet_protocols.errors"),
         ("swarmnet_client", "AutoModel.from_pretrained(name, trust_remote_code=False)"),
+        ("swarmnet_node", "import os\nspawn(env=os.environ | {'A': 'B'})"),
         ("swarmnet", "import os\nos.environ.setdefault('A', 'B')"),
     ],
 )
