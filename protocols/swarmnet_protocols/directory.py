@@ -6,7 +6,7 @@ from typing import Protocol
 
 from swarmnet_protocols.clock import Clock
 from swarmnet_protocols.identity import Identity
-from swarmnet_protocols.records import Record, newest, open_record, seal
+from swarmnet_protocols.records import Record, newest, open_valid, seal
 from swarmnet_protocols.transport.memory import MemoryNetwork
 
 
@@ -28,19 +28,19 @@ class Publisher:
 
     def __init__(self, identity: Identity, swarm: bytes, clock: Clock) -> None:
         self._identity = identity
-        self._swarm = swarm
-        self._clock = clock
+        self.swarm = swarm
+        self.clock = clock
         self._last: dict[str, Record] = {}
 
     def seal(self, topic: str, body: bytes, *, lifetime_s: float) -> tuple[Record, bytes]:
         """The next record under ``topic``, and its sealed form."""
-        now = self._clock()
+        now = self.clock()
         sequence, expires_at = int(now * 1000), now + lifetime_s
         if last := self._last.get(topic):
             sequence = max(sequence, last.sequence + 1)
             # Holders of the old record take a new one only if it expires later.
             expires_at = max(expires_at, last.expires_at + 0.001)
-        record = Record(self._swarm, topic, self._identity.public_key, sequence, round(expires_at, 3), body)
+        record = Record(self.swarm, topic, self._identity.public_key, sequence, round(expires_at, 3), body)
         sealed = seal(self._identity, record)
         self._last[topic] = record
         return record, sealed
@@ -95,4 +95,4 @@ class MemoryDirectory:
         if not self._board.network.is_online(self._peer_id):
             return ()
         now = self._board.clock()
-        return newest(open_record(sealed, swarm=self._swarm, now=now) for sealed in self._board.read(topic))
+        return newest(open_valid(self._board.read(topic), swarm=self._swarm, now=now))

@@ -1,8 +1,9 @@
 """Signed records: what a peer publishes about itself, in a form that nobody else can make, change or prolong."""
 
+import contextlib
 import hashlib
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
@@ -92,6 +93,13 @@ def open_record(data: bytes, *, swarm: bytes, now: float) -> Record:
     if not verify(message.signer, message.signature, _signed_bytes(message)):
         raise IntegrityError("the signature is wrong")
     return Record(message.swarm, message.topic, message.signer, message.sequence, expires_at, message.body)
+
+
+def open_valid(sealed: Iterable[bytes], *, swarm: bytes, now: float) -> Iterator[Record]:
+    """Those of ``sealed`` that :func:`open_record` accepts."""
+    for data in sealed:
+        with contextlib.suppress(IntegrityError, NotAuthorised):
+            yield open_record(data, swarm=swarm, now=now)
 
 
 def newest(records: Iterable[Record]) -> tuple[Record, ...]:

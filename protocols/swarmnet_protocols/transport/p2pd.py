@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swarmnet_protocols.errors import PeerUnreachable, StreamEnded, Unreachable
+from swarmnet_protocols.errors import ConfigError, PeerUnreachable, StreamEnded, Unreachable
 from swarmnet_protocols.identity import Identity
 from swarmnet_protocols.transport import Handler, Message, PeerId, ProtocolSpec
 from swarmnet_protocols.transport.framing import FrameReader, encode
@@ -41,6 +41,17 @@ class P2pdConfig:
     """Peers to connect to at the start; they also relay for us if nobody can dial us."""
     require_bootstrap: bool = False
     """Fail with ``Unreachable`` when none of them answers."""
+
+
+def peer_of(address: str) -> PeerId:
+    """The peer id at the end of a multiaddr. Raises ``ConfigError`` if there is none."""
+    _, _, peer = address.rpartition("/p2p/")
+    if not peer or "/" in peer:
+        raise ConfigError(
+            f"{address!r} does not end in /p2p/PEER_ID",
+            hint="take the address a node prints when it is ready",
+        )
+    return PeerId(peer)
 
 
 class P2pdStream:
@@ -158,7 +169,7 @@ class P2pdTransport:
         try:
             async with asyncio.timeout(deadline_s):
                 if addresses:
-                    await self._connect(peer, addresses, deadline_s=deadline_s)
+                    await self.connect(peer, addresses, deadline_s=deadline_s)
                 reader, writer = await self._daemon.open_stream(peer, protocol.id, deadline_s=deadline_s)
         except TimeoutError as error:
             raise PeerUnreachable(f"{peer} did not answer within {deadline_s:g} s") from error
@@ -166,7 +177,8 @@ class P2pdTransport:
         self._streams.add(stream)
         return stream
 
-    async def _connect(self, peer: PeerId, addresses: Sequence[str], *, deadline_s: float) -> None:
+    async def connect(self, peer: PeerId, addresses: Sequence[str], *, deadline_s: float) -> None:
+        """Connect to ``peer`` unless it is connected. Raises ``PeerUnreachable`` within about ``deadline_s``."""
         # TCP first: a killed process ends its TCP connections at once, its QUIC connections after 30 s.
         tcp = [address for address in addresses if "/tcp/" in address and "/p2p-circuit" not in address]
         if tcp and len(tcp) < len(addresses):
@@ -178,10 +190,9 @@ class P2pdTransport:
 
     async def _bootstrap(self, config: P2pdConfig) -> None:
         async def connect(address: str) -> bool:
-            peer = PeerId(address.rpartition("/p2p/")[2])
             try:
                 async with asyncio.timeout(_BOOTSTRAP_S):
-                    await self._daemon.connect(peer, [address], deadline_s=_BOOTSTRAP_S)
+                    await self.connect(peer_of(address), [address], deadline_s=_BOOTSTRAP_S)
             except (PeerUnreachable, TimeoutError) as error:
                 _log.warning("bootstrap peer %s does not answer: %s", address, error)
                 return False

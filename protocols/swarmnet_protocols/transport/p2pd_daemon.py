@@ -231,17 +231,18 @@ async def _spawn(config: DaemonConfig, control_path: Path) -> asyncio.subprocess
     import hivemind.hivemind_cli
 
     loopback = all("/127.0.0.1/" in address or "/::1/" in address for address in config.listen)
+    relays = () if loopback else config.relays
     arguments = {
         "listen": f"/unix{control_path}",
         "id": config.identity_path,
         "hostAddrs": ",".join(config.listen),
         "announceAddrs": ",".join(config.announce),
-        "trustedRelays": ",".join(config.relays),
+        "trustedRelays": ",".join(relays),
         "dhtServer": 1,
         "connManager": 1,
         "relay": 1,
         "autonat": int(not loopback),
-        "autoRelay": int(not loopback and bool(config.relays)),
+        "autoRelay": int(bool(relays)),
         "natPortMap": int(not loopback),
         "idleTimeout": _IDLE_TIMEOUT,
     }
@@ -273,12 +274,14 @@ async def _spawn(config: DaemonConfig, control_path: Path) -> asyncio.subprocess
 
 async def _wait_ready(process: asyncio.subprocess.Process) -> None:
     assert process.stdout is not None  # noqa: S101 - a pipe was asked for
-    last = ""
+    reason = ""
     while line := await process.stdout.readline():
-        last = line.decode(errors="replace").strip()
-        if last.startswith("Peer ID:"):
+        text = line.decode(errors="replace").strip()
+        if text.startswith("Peer ID:"):
             return
-    raise ConfigError(f"p2pd did not start: {last[-500:]}", hint="check --listen and --announce")
+        if not reason.startswith("panic:"):
+            reason = text[:500]
+    raise ConfigError(f"p2pd did not start: {reason}", hint="check --listen and --announce")
 
 
 async def _log_output(process: asyncio.subprocess.Process) -> None:

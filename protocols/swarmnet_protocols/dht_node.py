@@ -1,0 +1,111 @@
+"""hivemind's ``DHTNode``, hardened. Importing this module imports all of hivemind; :mod:`.dht` does so when it must."""
+
+from typing import Any
+
+import msgpack  # type: ignore[import-untyped]
+from hivemind.dht.node import DHTNode
+from hivemind.dht.protocol import DHTProtocol
+from hivemind.dht.routing import DHTID
+from hivemind.dht.storage import DictionaryDHTValue
+from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+from hivemind.p2p import P2P, PeerID
+
+from swarmnet_protocols.clock import Clock
+from swarmnet_protocols.dht_storage import BoundedStorage, StorageLimits
+from swarmnet_protocols.errors import IntegrityError, NotAuthorised
+from swarmnet_protocols.records import MAX_RECORD_BYTES, dht_keys, open_record
+
+_WAIT_S = 1.5
+_BUCKET_SIZE = 20
+_REPLICAS = 5
+_DEPTH_MODULO = 5
+_PARALLEL_RPC = 64
+_CACHE_BYTES = 4 << 20
+_PACKING_BYTES = 5  # msgpack's header of a byte string
+
+
+def node_id_of(peer: PeerID) -> DHTID:
+    """The one place in the DHT that a peer may take."""
+    return DHTID.generate(source=peer.to_bytes())
+
+
+class SignedRecordValidator(RecordValidatorBase):  # type: ignore[misc]
+    """Accepts a value only where, by whom and for as long as its signature says."""
+
+    def __init__(self, swarm: bytes, clock: Clock) -> None:
+        self._swarm = swarm
+        self._clock = clock
+
+    def validate(self, record: DHTRecord) -> bool:
+        if len(record.value) > MAX_RECORD_BYTES + _PACKING_BYTES:
+            return False
+        try:
+            sealed, subkey = msgpack.unpackb(record.value), msgpack.unpackb(record.subkey)
+        except (ValueError, msgpack.UnpackException):
+            return False
+        if not isinstance(sealed, bytes):
+            return False
+        try:
+            opened = open_record(sealed, swarm=self._swarm, now=self._clock())
+        except (IntegrityError, NotAuthorised):
+            return False
+        keys = (DHTID.generate(source=key).to_bytes() for key in dht_keys(opened.swarm, opened.topic))
+        return subkey == opened.signer and record.expiration_time == opened.expires_at and record.key in keys
+
+
+class SwarmDirectoryV1(DHTProtocol):  # type: ignore[misc]
+    """The name of this class is part of the names of its RPCs."""
+
+    _rpc_handlers = None  # not those of the parent, which carry its name
+    _stub_type = None
+
+    async def update_routing_table(
+        self, node_id: DHTID | None, peer_id: PeerID, responded: bool = True
+    ) -> None:
+        if not responded or node_id == node_id_of(peer_id):
+            await super().update_routing_table(node_id, peer_id, responded)
+
+    def _validate_dictionary(self, key_bytes: bytes, dictionary: DictionaryDHTValue) -> bool:
+        """Drops what is not valid, so that one bad record does not hide the good ones."""
+        if not isinstance(dictionary, DictionaryDHTValue):
+            return False
+        with dictionary.freeze():
+            for subkey, (value, expires_at) in list(dictionary.items()):
+                packed_subkey = self.serializer.dumps(subkey)
+                if not self._validate_record(key_bytes, packed_subkey, value, expires_at):
+                    del dictionary[subkey]
+        return bool(dictionary)
+
+
+class _Node(DHTNode):  # type: ignore[misc]
+    def _filter_blacklisted(self, peer_ids: dict[DHTID, PeerID]) -> dict[DHTID, PeerID]:
+        """Also drops neighbours that somebody placed where they do not belong."""
+        bound = {node_id: peer for node_id, peer in peer_ids.items() if node_id == node_id_of(peer)}
+        allowed: dict[DHTID, PeerID] = super()._filter_blacklisted(bound)
+        return allowed
+
+
+async def create_node(p2p: P2P, swarm: bytes, *, client_mode: bool, clock: Clock) -> DHTNode:
+    """A node that knows nobody yet."""
+    node_id = node_id_of(p2p.peer_id)
+    settings: dict[str, Any] = {
+        "bucket_size": _BUCKET_SIZE,
+        "depth_modulo": _DEPTH_MODULO,
+        "num_replicas": _REPLICAS,
+        "parallel_rpc": _PARALLEL_RPC,
+        "wait_timeout": _WAIT_S,
+        "record_validator": SignedRecordValidator(swarm, clock),
+    }
+    # Caches would answer with what was true a while ago.
+    no_cache = {
+        "cache_locally": False,
+        "cache_nearest": 0,
+        "cache_on_store": False,
+        "cache_refresh_before_expiry": 0,
+    }
+    # In client mode the node registers no handlers, so the protocol it makes for itself can be replaced by ours.
+    node = await _Node.create(p2p, node_id, client_mode=True, **no_cache, **settings)
+    node.protocol = await SwarmDirectoryV1.create(p2p, node_id, client_mode=client_mode, **settings)
+    node.protocol.storage = BoundedStorage(StorageLimits(), clock)
+    node.protocol.cache = BoundedStorage(StorageLimits(total_bytes=_CACHE_BYTES), clock)
+    return node
