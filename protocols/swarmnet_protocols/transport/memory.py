@@ -14,7 +14,7 @@ from typing import Self
 
 from swarmnet_protocols.errors import IncompatibleVersion, PeerUnreachable, StreamEnded, SwarmnetError
 from swarmnet_protocols.transport import Handler, Message, PeerId, ProtocolSpec
-from swarmnet_protocols.transport.framing import encode
+from swarmnet_protocols.transport.framing import check_sizes, encode
 from swarmnet_protocols.transport.handling import supervise
 
 WINDOW_BYTES = 1 << 20
@@ -47,7 +47,10 @@ class _Link:
 
     def __init__(self, profile: LinkProfile, rng: random.Random) -> None:
         self.profile = profile
-        self.held: deque[Callable[[], None]] = deque()
+        self.waiting: deque[Callable[[], None]] = deque()
+        """What has not arrived, in order: timers of equal deadlines may fire in any."""
+        self.due = 0
+        """How many of them would have arrived, were the path open."""
         self._rng = rng
         self._free_at = 0.0
         self._last_arrival = 0.0
@@ -86,6 +89,7 @@ class MemoryNetwork:
 
     def crash(self, peer: PeerId) -> None:
         """The process of ``peer`` is gone: the other ends of its streams see the end, nobody can dial it."""
+        self.resume(peer)
         if transport := self._transports.get(peer):
             transport.end("the peer crashed")
 
@@ -141,8 +145,9 @@ class MemoryNetwork:
     def carry(self, source: PeerId, target: PeerId, size_bytes: int, arrive: Callable[[], None]) -> None:
         """Call ``arrive`` when ``size_bytes`` sent now from ``source`` reach ``target``."""
         loop = asyncio.get_running_loop()
-        arrival = self._link(source, target).arrival(loop.time(), size_bytes)
-        loop.call_at(arrival, self._arrive, (source, target), arrive)
+        link = self._link(source, target)
+        link.waiting.append(arrive)
+        loop.call_at(link.arrival(loop.time(), size_bytes), self._fall_due, (source, target))
 
     def record(self, delivery: Delivery) -> None:
         """Add a delivery to the trace and show it to the observers."""
@@ -163,20 +168,22 @@ class MemoryNetwork:
             self._links[source, target] = _Link(self._default, rng)
         return self._links[source, target]
 
-    def _arrive(self, path: tuple[PeerId, PeerId], arrive: Callable[[], None]) -> None:
-        held = self._links[path].held
-        if held or self._blocked(path):
-            held.append(arrive)
-        else:
-            arrive()
+    def _fall_due(self, path: tuple[PeerId, PeerId]) -> None:
+        link = self._links[path]
+        link.due += 1
+        self._deliver_due(path, link)
+
+    def _deliver_due(self, path: tuple[PeerId, PeerId], link: _Link) -> None:
+        while link.due and not self._blocked(path):
+            link.due -= 1
+            link.waiting.popleft()()
 
     def _blocked(self, path: tuple[PeerId, PeerId]) -> bool:
         return path in self._cut or any(peer in self._hung or peer in self._isolated for peer in path)
 
     def _release(self) -> None:
         for path, link in list(self._links.items()):
-            while link.held and not self._blocked(path):
-                link.held.popleft()()
+            self._deliver_due(path, link)
 
 
 class MemoryStream:
@@ -224,7 +231,9 @@ class MemoryStream:
             if self._closed or self._ended:
                 raise StreamEnded(self._ended or "the stream was closed")
             await self._change()
-        message, size_bytes = self._inbox.popleft()
+        message, size_bytes = self._inbox[0]
+        check_sizes(len(message.header), len(message.payload), self._protocol)
+        self._inbox.popleft()
         if self.remote is not None:
             self.remote._credit(size_bytes)
         return message

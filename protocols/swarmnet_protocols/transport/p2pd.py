@@ -65,6 +65,8 @@ class P2pdStream:
         self._reader = reader
         self._frames = FrameReader(reader, protocol)
         self._writer = writer
+        # ``send`` then returns when the kernel has all of a message, and the caller may reuse its buffers.
+        writer.transport.set_write_buffer_limits(high=0)
         self._sending = asyncio.Lock()
         self._closed = False
 

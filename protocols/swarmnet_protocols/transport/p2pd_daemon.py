@@ -29,7 +29,7 @@ READER_BYTES = 1 << 20
 
 _STARTUP_S = 20.0
 _SHUTDOWN_S = 5.0
-_IDLE_TIMEOUT = "30s"
+_IDLE_TIMEOUT = "10s"
 _P2P_CODE = b"\xa5\x03"  # of multiaddr's table
 
 

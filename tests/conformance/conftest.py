@@ -1,0 +1,99 @@
+"""Two peers on every kind of transport."""
+
+import asyncio
+import contextlib
+import itertools
+import random
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+from swarmnet_protocols.identity import Identity
+from swarmnet_protocols.transport import PeerId, ProtocolSpec, Transport
+from swarmnet_protocols.transport.memory import LinkProfile, MemoryNetwork
+from swarmnet_protocols.transport.p2pd import P2pdConfig, P2pdTransport
+
+from tests.support import virtual_time
+
+LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
+
+Scenario = Callable[[Transport, Transport], Awaitable[None]]
+
+
+class Lab(Protocol):
+    def run(self, scenario: Scenario) -> None:
+        """Run ``scenario`` with two peers."""
+
+
+class MemoryLab:
+    def run(self, scenario: Scenario) -> None:
+        async def main() -> None:
+            network = MemoryNetwork(
+                random.Random(0), LinkProfile(delay_s=0.02, jitter_s=0.01, bytes_per_s=1e8)
+            )
+            alice, bob = (Identity.from_seed(seed).peer_id for seed in (b"alice", b"bob"))
+            async with network.transport(alice) as a, network.transport(bob) as b:
+                await scenario(a, b)
+
+        virtual_time.run(main())
+
+
+class P2pdLab:
+    """Its two p2pd processes serve all tests of a module."""
+
+    def __init__(self, runner: asyncio.Runner, directory: Path) -> None:
+        self._runner = runner
+        self._directory = directory
+        self._stack = contextlib.AsyncExitStack()
+        self._pair: tuple[P2pdTransport, P2pdTransport] | None = None
+
+    async def _peer(self, name: str) -> P2pdTransport:
+        return await self._stack.enter_async_context(
+            P2pdTransport.create(P2pdConfig(self._directory / name, listen=LOOPBACK))
+        )
+
+    async def pair(self) -> tuple[P2pdTransport, P2pdTransport]:
+        if self._pair is None:
+            self._pair = (await self._peer("a"), await self._peer("b"))
+        return self._pair
+
+    def run(self, scenario: Callable[[P2pdTransport, P2pdTransport], Awaitable[None]]) -> None:
+        async def main() -> None:
+            await scenario(*await self.pair())
+
+        self._runner.run(main())
+
+    def close(self) -> None:
+        self._runner.run(self._stack.aclose())
+
+
+@pytest.fixture(scope="module")
+def p2pd_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[P2pdLab]:
+    with asyncio.Runner() as runner:
+        lab = P2pdLab(runner, tmp_path_factory.mktemp("p2pd"))
+        try:
+            yield lab
+        finally:
+            lab.close()
+
+
+@pytest.fixture(params=["memory", pytest.param("p2pd", marks=pytest.mark.slow)])
+def lab(request: pytest.FixtureRequest) -> Lab:
+    if request.param == "memory":
+        return MemoryLab()
+    lab: P2pdLab = request.getfixturevalue("p2pd_lab")
+    return lab
+
+
+@pytest.fixture
+def protocol(request: pytest.FixtureRequest) -> ProtocolSpec:
+    """A protocol id of this test's own, as the peers serve all tests."""
+    return ProtocolSpec(
+        f"/test/{request.node.name}/{next(_numbers)}", max_header_bytes=1 << 10, max_payload_bytes=4 << 20
+    )
+
+
+_numbers = itertools.count()
+
+NOBODY: PeerId = Identity.from_seed(b"nobody").peer_id

@@ -1,0 +1,226 @@
+"""What only real processes and sockets can show."""
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import socket
+import struct
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+from swarmnet_protocols.errors import (
+    ConfigError,
+    PeerUnreachable,
+    ProtocolViolation,
+    StreamEnded,
+    Unreachable,
+)
+from swarmnet_protocols.protocol_ids import ALL
+from swarmnet_protocols.transport import Message, ProtocolSpec, Stream
+from swarmnet_protocols.transport.p2pd import P2pdConfig, P2pdTransport, peer_of
+
+from .conftest import LOOPBACK, NOBODY, P2pdLab
+
+pytestmark = pytest.mark.slow
+
+DEADLINE_S = 10.0
+
+
+@contextlib.asynccontextmanager
+async def peer_process(
+    directory: Path, protocol: ProtocolSpec
+) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        str(Path(__file__).with_name("peer_process.py")),
+        str(directory),
+        protocol.id,
+        stdout=asyncio.subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        assert process.stdout is not None
+        yield process, (await process.stdout.readline()).decode().strip()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+
+
+def test_a_killed_process_ends_its_streams_and_its_p2pd(
+    p2pd_lab: P2pdLab, protocol: ProtocolSpec, tmp_path: Path
+) -> None:
+    async def scenario(a: P2pdTransport, b: P2pdTransport) -> None:
+        async with peer_process(tmp_path, protocol) as (process, address):
+            (child,) = [each for each in psutil.Process(process.pid).children() if each.name() == "p2pd"]
+            peer = peer_of(address)
+            stream = await a.open(peer, protocol, addresses=[address], deadline_s=DEADLINE_S)
+            await stream.send(Message(b"", b"alive"))
+            assert (await stream.receive()).payload == b"alive"
+
+            os.killpg(process.pid, signal.SIGKILL)
+            started = time.monotonic()
+            with pytest.raises(StreamEnded):
+                await stream.receive()
+            elapsed_s = time.monotonic() - started
+            print(f"stream_end_after_sigkill_s={elapsed_s:.3f} goal=1")
+            assert elapsed_s < 1.0
+
+            await asyncio.to_thread(child.wait, 5.0)
+            with pytest.raises(PeerUnreachable):
+                await a.open(peer, protocol, addresses=[address], deadline_s=2.0)
+
+    p2pd_lab.run(scenario)
+
+
+def test_p2pd_does_not_outlive_us_even_if_we_alone_are_killed(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with peer_process(tmp_path, ProtocolSpec("/test/unused")) as (process, _):
+            children = psutil.Process(process.pid).children(recursive=True)
+            assert [child.name() for child in children] == ["p2pd"]
+            process.kill()  # the process alone: its p2pd is in a session of its own
+            _, alive = await asyncio.to_thread(psutil.wait_procs, children, 5.0)
+            assert not alive
+
+    asyncio.run(main())
+
+
+def test_a_port_in_use_is_named(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=str(port)) as info:
+            start(P2pdConfig(tmp_path / "id", listen=(f"/ip4/127.0.0.1/tcp/{port}",)))
+    assert "--listen" in info.value.hint
+
+
+def test_a_port_in_use_by_another_p2pd_is_not_shared(p2pd_lab: P2pdLab, tmp_path: Path) -> None:
+    async def scenario(a: P2pdTransport, b: P2pdTransport) -> None:
+        listen = tuple(address.partition("/p2p/")[0] for address in a.addresses())
+        with pytest.raises(ConfigError, match="in use"):
+            async with P2pdTransport.create(P2pdConfig(tmp_path / "id", listen=listen)):
+                pass
+
+    p2pd_lab.run(scenario)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"listen": ("nonsense",)},
+        {"listen": ("/ip4/127.0.0.1/tcp/99999",)},
+        {"listen": ("/ip4/192.0.2.1/tcp/4001",)},
+        {"listen": LOOPBACK, "announce": ("/ip4/no/tcp/1",)},
+        {"listen": LOOPBACK, "bootstrap": ("/ip4/127.0.0.1/tcp/4001",)},
+        {"listen": LOOPBACK, "bootstrap": ("/ip4/127.0.0.1/tcp/4001/p2p/0OIl",)},
+    ],
+)
+def test_a_bad_address_is_a_config_error(tmp_path: Path, config: dict[str, tuple[str, ...]]) -> None:
+    with pytest.raises(ConfigError) as info:
+        start(P2pdConfig(tmp_path / "id", **config))  # type: ignore[arg-type]
+    assert info.value.hint
+
+
+def test_dead_bootstrap_peers_matter_only_if_asked(tmp_path: Path) -> None:
+    bootstrap = (f"/ip4/127.0.0.1/tcp/1/p2p/{NOBODY}",)
+    start(P2pdConfig(tmp_path / "id", listen=LOOPBACK, bootstrap=bootstrap))
+    with pytest.raises(Unreachable, match="bootstrap"):
+        start(P2pdConfig(tmp_path / "id", listen=LOOPBACK, bootstrap=bootstrap, require_bootstrap=True))
+
+
+def test_a_live_bootstrap_peer_is_connected(
+    p2pd_lab: P2pdLab, protocol: ProtocolSpec, tmp_path: Path
+) -> None:
+    async def scenario(a: P2pdTransport, b: P2pdTransport) -> None:
+        async def greet(stream: Stream) -> None:
+            await stream.send(Message(b"hello"))
+
+        await a.serve(protocol, greet)
+        config = P2pdConfig(
+            tmp_path / "id", listen=LOOPBACK, bootstrap=tuple(a.addresses()), require_bootstrap=True
+        )
+        async with P2pdTransport.create(config) as joined:
+            stream = await joined.open(a.peer_id, protocol, deadline_s=DEADLINE_S)
+            assert (await stream.receive()).header == b"hello"
+
+    p2pd_lab.run(scenario)
+
+
+def start(config: P2pdConfig) -> None:
+    async def main() -> None:
+        async with P2pdTransport.create(config):
+            pass
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("protocol_id", [protocol.id for protocol in ALL])
+def test_garbage_ends_its_stream_and_harms_no_other(p2pd_lab: P2pdLab, protocol_id: str) -> None:
+    (protocol,) = [each for each in ALL if each.id == protocol_id]
+    rng = random.Random(protocol_id)
+
+    async def scenario(a: P2pdTransport, b: P2pdTransport) -> None:
+        outcomes: asyncio.Queue[type[Exception]] = asyncio.Queue()
+
+        async def handler(stream: Stream) -> None:
+            try:
+                while True:
+                    await stream.send(await stream.receive())
+            except (ProtocolViolation, StreamEnded) as error:
+                outcomes.put_nowait(type(error))
+
+        await b.serve(protocol, handler)
+        good = await a.open(b.peer_id, protocol, addresses=b.addresses(), deadline_s=DEADLINE_S)
+        before = psutil.Process().memory_info().rss
+        for expected, data in [
+            (ProtocolViolation, b"\xff" * 4096),
+            (ProtocolViolation, struct.pack(">II", protocol.max_header_bytes + 1, 0)),
+            (ProtocolViolation, struct.pack(">II", 0, protocol.max_payload_bytes + 1)),
+            (StreamEnded, struct.pack(">II", 10, protocol.max_payload_bytes) + b"cut short"),
+            (StreamEnded, b"\0\0"),
+            *[(None, rng.randbytes(rng.randrange(1, 5000))) for _ in range(30)],
+        ]:
+            _, writer = await a._daemon.open_stream(b.peer_id, protocol.id, deadline_s=DEADLINE_S)
+            writer.write(data)
+            writer.close()
+            async with asyncio.timeout(DEADLINE_S):
+                outcome = await outcomes.get()
+            assert expected in (outcome, None)
+        assert psutil.Process().memory_info().rss - before < 32 << 20
+        await good.send(Message(b"alive"))
+        assert (await good.receive()).header == b"alive"
+        good.close()
+
+    p2pd_lab.run(scenario)
+
+
+def test_the_transport_closes_while_streams_are_busy(tmp_path: Path, protocol: ProtocolSpec) -> None:
+    async def main() -> None:
+        ended = asyncio.Event()
+
+        async def echo(stream: Stream) -> None:
+            try:
+                while True:
+                    await stream.send(await stream.receive())
+            finally:
+                ended.set()
+
+        async with P2pdTransport.create(P2pdConfig(tmp_path / "a", listen=LOOPBACK)) as a:
+            async with P2pdTransport.create(P2pdConfig(tmp_path / "b", listen=LOOPBACK)) as b:
+                await b.serve(protocol, echo)
+                stream = await a.open(b.peer_id, protocol, addresses=b.addresses(), deadline_s=DEADLINE_S)
+                await stream.send(Message(b"x"))
+                await stream.receive()
+            assert ended.is_set(), "a handler outlived its transport"
+            async with asyncio.timeout(1.0):
+                with pytest.raises(StreamEnded):
+                    await stream.receive()
+
+    asyncio.run(main())

@@ -1,0 +1,356 @@
+"""What every transport promises, on every transport."""
+
+import asyncio
+import contextlib
+from dataclasses import replace
+
+import pytest
+from swarmnet_protocols.errors import IncompatibleVersion, PeerUnreachable, ProtocolViolation, StreamEnded
+from swarmnet_protocols.identity import Identity
+from swarmnet_protocols.transport import Message, ProtocolSpec, Stream, Transport
+
+from .conftest import NOBODY, Lab
+
+DEADLINE_S = 10.0
+
+
+async def dial(a: Transport, b: Transport, protocol: ProtocolSpec) -> Stream:
+    return await a.open(b.peer_id, protocol, addresses=b.addresses(), deadline_s=DEADLINE_S)
+
+
+async def echo(stream: Stream) -> None:
+    while True:
+        await stream.send(await stream.receive())
+
+
+async def drain(stream: Stream) -> list[Message]:
+    messages = []
+    while True:
+        try:
+            messages.append(await stream.receive())
+        except StreamEnded:
+            return messages
+
+
+async def flood(stream: Stream) -> None:
+    while True:
+        await stream.send(Message(b"too late"))
+        await asyncio.sleep(0.01)
+
+
+def test_echo_in_order_with_authenticated_peers(lab: Lab, protocol: ProtocolSpec) -> None:
+    async def scenario(a: Transport, b: Transport) -> None:
+        callers = []
+
+        async def handler(stream: Stream) -> None:
+            callers.append(stream.peer)
+            await echo(stream)
+
+        await b.serve(protocol, handler)
+        stream = await dial(a, b, protocol)
+        sent = [
+            Message(b"%d" % size, bytes([size % 251]) * size)
+            for size in (0, 1, 1000, 1 << 16, 1 << 20, 4 << 20)
+        ]
+        for message in sent:
+            await stream.send(message)
+            assert await stream.receive() == message
+        assert stream.peer == b.peer_id
+        assert callers == [a.peer_id]
+        stream.close()
+
+    lab.run(scenario)
+
+
+def test_empty_message(lab: Lab, protocol: ProtocolSpec) -> None:
+    async def scenario(a: Transport, b: Transport) -> None:
+        await b.serve(protocol, echo)
+        stream = await dial(a, b, protocol)
+        await stream.send(Message(b""))
+        assert await stream.receive() == Message(b"", b"")
+        stream.close()
+
+    lab.run(scenario)
+
+
+def test_the_senders_buffer_is_its_own_again_after_send(lab: Lab, protocol: ProtocolSpec) -> None:
+    async def scenario(a: Transport, b: Transport) -> None:
+        await b.serve(protocol, echo)
+        stream = await dial(a, b, protocol)
+        buffer = bytearray(b"a" * (1 << 20))
+        await stream.send(Message(b"", memoryview(buffer)))
+        buffer[:] = b"b" * len(buffer)
+        assert bytes((await stream.receive()).payload) == b"a" * len(buffer)
+        stream.close()
+
+    lab.run(scenario)
+
+
+def test_many_streams_at_once(lab: Lab, protocol: ProtocolSpec) -> None:
+    async def scenario(a: Transport, b: Transport) -> None:
+        await b.serve(protocol, echo)
+
+        async def talk(number: int) -> None:
+            stream = await dial(a, b, protocol)
+            for turn in range(5):
+                message = Message(b"%d %d" % (number, turn), bytes([number]) * 5000)
+                await stream.send(message)
+                assert await stream.receive() == message
+            stream.close()
+
+        async with asyncio.TaskGroup() as group:
+            for number in range(40):
+                group.create_task(talk(number))
+
+    lab.run(scenario)
+
+
+def test_messages_of_concurrent_senders_are_not_interleaved(lab: Lab, protocol: ProtocolSpec) -> None:
+    async def scenario(a: Transport, b: Transport) -> None:
+        await b.serve(protocol, echo)
+        stream = await dial(a, b, protocol)
+        sizes = [100_000 + 17 * number for number in range(20)]
+
+        async def speak(number: int) -> None:
+            for turn in range(5):
+                await stream.send(Message(b"%d/%d" % (number, turn), bytes([number]) * sizes[number]))
+
+        async with asyncio.TaskGroup() as group:
+            for number in range(20):
+                group.create_task(speak(number))
+            turns: dict[int, list[int]] = {number: [] for number in range(20)}
+            for _ in range(100):
+                message = await stream.receive()
+                number, turn = map(int, message.header.split(b"/"))
+                assert message.payload == bytes([number]) * sizes[number]
+                turns[number].append(turn)
+        assert all(order == list(range(5)) for order in turns.values())
+        stream.close()
+
+    lab.run(scenario)
+
+
+def test_a_cancelled_receive_loses_nothing(lab: Lab, protocol: ProtocolSpec) -> None:
+    async def scenario(a: Transport, b: Transport) -> None:
+        async def count(stream: Stream) -> None:
+            for number in range(100):
+                await stream.send(Message(b"%d" % number, b"x" * 30_000))
+
+        await b.serve(protocol, count)
+        stream = await dial(a, b, protocol)
+        received, cancelled = [], 0
+        while len(received) < 100:
+            task = asyncio.create_task(stream.receive())
+            # One more turn of the loop each time, so that every point of a receive is hit by a cancellation.
+            for _ in range(cancelled % 50):
+                if not task.done():
+                    await asyncio.sleep(0.001)
+            if task.cancel():
+                cancelled += 1
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+            else:
+                received.append(int(task.result().header))
+        assert received == list(range(100))
+        assert cancelled > 0
+        stream.close()
+
+    lab.run(scenario)
+
+
+def test_a_slow_reader_holds_the_sender_back(lab: Lab, protocol: ProtocolSpec) -> None:
+    async def scenario(a: Transport, b: Transport) -> None:
+        gate, received, done = asyncio.Event(), 0, asyncio.Event()
+        total = 128
+
+        async def slow(stream: Stream) -> None:
+            nonlocal received
+            await gate.wait()
+            for _ in range(total):
+                await stream.receive()
+                received += 1
+            done.set()
+
+        await b.serve(protocol, slow)
+        stream = await dial(a, b, protocol)
+        sent = 0
+
+        async def speak() -> None:
+            nonlocal sent
+            for _ in range(total):
+                await stream.send(Message(b"", bytes(1 << 20)))
+                sent += 1
+
+        speaker = asyncio.create_task(speak())
+        finished, _ = await asyncio.wait({speaker}, timeout=1.5)
+        assert not finished
+        assert sent <= 40, "MiB were taken from a sender whose reader reads nothing"
+        gate.set()
+        await speaker
+        await done.wait()
+        assert received == total
+        stream.close()
+
+    lab.run(scenario)
+
+
+def test_an_oversized_message_is_not_sent(lab: Lab, protocol: ProtocolSpec) -> None:
+    async def scenario(a: Transport, b: Transport) -> None:
+        await b.serve(protocol, echo)
+        stream = await dial(a, b, protocol)
+        with pytest.raises(ProtocolViolation, match="payload"):
+            await stream.send(Message(b"", bytes(protocol.max_payload_bytes + 1)))
+        with pytest.raises(ProtocolViolation, match="header"):
+            await stream.send(Message(bytes(protocol.max_header_bytes + 1)))
+        await stream.send(Message(b"fine"))
+        assert (await stream.receive()).header == b"fine"
+        stream.close()
+
+    lab.run(scenario)
+
+
+@pytest.mark.parametrize(
+    "oversized", [Message(bytes(1025)), Message(b"", bytes((4 << 20) + 1))], ids=["header", "payload"]
+)
+def test_an_oversized_message_is_not_received(lab: Lab, protocol: ProtocolSpec, oversized: Message) -> None:
+    async def scenario(a: Transport, b: Transport) -> None:
+        refused = []
+        done = asyncio.Event()
+
+        async def handler(stream: Stream) -> None:
+            assert (await stream.receive()).header == b"fine"
+            for _ in range(2):
+                with pytest.raises(ProtocolViolation) as info:
+                    await stream.receive()
+                refused.append(str(info.value))
+            done.set()
+
+        await b.serve(protocol, handler)
+        lax = replace(protocol, max_header_bytes=1 << 20, max_payload_bytes=1 << 30)
+        stream = await dial(a, b, lax)
+        await stream.send(Message(b"fine"))
+        with contextlib.suppress(StreamEnded):  # the other side may have had enough before all of it was sent
+            await stream.send(oversized)
+        async with asyncio.timeout(DEADLINE_S):
+            await done.wait()
+        assert len(refused) == 2
+        stream.close()
+
+    lab.run(scenario)
+
+
+def test_unknown_protocol(lab: Lab, protocol: ProtocolSpec) -> None:
+    async def scenario(a: Transport, b: Transport) -> None:
+        with pytest.raises(IncompatibleVersion):
+            await dial(a, b, protocol)
+
+    lab.run(scenario)
+
+
+@pytest.mark.parametrize("addresses", [(), ("/ip4/127.0.0.1/tcp/1",)])
+def test_unknown_peer(lab: Lab, protocol: ProtocolSpec, addresses: tuple[str, ...]) -> None:
+    async def scenario(a: Transport, b: Transport) -> None:
+        async with asyncio.timeout(3.0):
+            with pytest.raises(PeerUnreachable):
+                await a.open(NOBODY, protocol, addresses=addresses, deadline_s=2.0)
+
+    lab.run(scenario)
+
+
+def test_another_peer_at_the_address_is_not_taken_for_the_one_asked_for(
+    lab: Lab, protocol: ProtocolSpec
+) -> None:
+    async def scenario(a: Transport, b: Transport) -> None:
+        impostor_of = Identity.from_seed(b"impostor").peer_id
+        await b.serve(protocol, echo)
+        addresses = [address.replace(b.peer_id, impostor_of) for address in b.addresses()]
+        with pytest.raises(PeerUnreachable):
+            await a.open(impostor_of, protocol, addresses=addresses, deadline_s=2.0)
+
+    lab.run(scenario)
+
+
+def test_close_delivers_what_was_sent_by_the_opener(lab: Lab, protocol: ProtocolSpec) -> None:
+    async def scenario(a: Transport, b: Transport) -> None:
+        result: asyncio.Future[list[Message]] = asyncio.get_running_loop().create_future()
+
+        async def handler(stream: Stream) -> None:
+            result.set_result(await drain(stream))
+
+        await b.serve(protocol, handler)
+        stream = await dial(a, b, protocol)
+        for number in range(20):
+            await stream.send(Message(b"%d" % number, bytes(200_000)))
+        stream.close()
+        stream.close()
+        async with asyncio.timeout(DEADLINE_S):
+            assert [int(message.header) for message in await result] == list(range(20))
+
+    lab.run(scenario)
+
+
+def test_close_delivers_what_was_sent_by_the_handler(lab: Lab, protocol: ProtocolSpec) -> None:
+    async def scenario(a: Transport, b: Transport) -> None:
+        async def handler(stream: Stream) -> None:
+            for number in range(20):
+                await stream.send(Message(b"%d" % number, bytes(200_000)))
+
+        await b.serve(protocol, handler)
+        stream = await dial(a, b, protocol)
+        async with asyncio.timeout(DEADLINE_S):
+            assert [int(message.header) for message in await drain(stream)] == list(range(20))
+
+    lab.run(scenario)
+
+
+def test_close_ends_both_directions(lab: Lab, protocol: ProtocolSpec) -> None:
+    async def scenario(a: Transport, b: Transport) -> None:
+        server_saw_the_end = asyncio.Event()
+
+        async def handler(stream: Stream) -> None:
+            await drain(stream)
+            with pytest.raises(StreamEnded):
+                await flood(stream)
+            server_saw_the_end.set()
+
+        await b.serve(protocol, handler)
+        stream = await dial(a, b, protocol)
+        waiting = asyncio.create_task(stream.receive())
+        await asyncio.sleep(0)
+        stream.close()
+        with pytest.raises(StreamEnded):
+            await waiting
+        with pytest.raises(StreamEnded):
+            await stream.receive()
+        with pytest.raises(StreamEnded):
+            await stream.send(Message(b""))
+        async with asyncio.timeout(DEADLINE_S):
+            await server_saw_the_end.wait()
+
+    lab.run(scenario)
+
+
+def test_an_error_in_a_handler_closes_its_stream_and_no_other(
+    lab: Lab, protocol: ProtocolSpec, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(a: Transport, b: Transport) -> None:
+        async def handler(stream: Stream) -> None:
+            while True:
+                message = await stream.receive()
+                if message.header == b"fail":
+                    raise RuntimeError("as asked")
+                await stream.send(message)
+
+        await b.serve(protocol, handler)
+        failing, other = await dial(a, b, protocol), await dial(a, b, protocol)
+        await failing.send(Message(b"fail"))
+        async with asyncio.timeout(DEADLINE_S):
+            with pytest.raises(StreamEnded):
+                await failing.receive()
+            for stream in (other, await dial(a, b, protocol)):
+                await stream.send(Message(b"alive"))
+                assert (await stream.receive()).header == b"alive"
+                stream.close()
+
+    lab.run(scenario)
+    assert "as asked" in caplog.text
