@@ -1,5 +1,6 @@
 """The command line: exit codes, messages with a next step, and nothing done when something is wrong."""
 
+import io
 import json
 import subprocess
 import sys
@@ -236,6 +237,17 @@ def test_a_data_directory_that_cannot_be_used_is_refused(
     (tmp_path / "file").write_text("")
     assert cli.execute(["join", swarm, "--data-dir", str(tmp_path / "file")]) == 3
     assert "--data-dir" in capsys.readouterr().err
+
+
+def test_a_prompt_of_any_size_is_not_read_into_memory(
+    swarm: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("swarmnet.cli.run.MAX_PROMPT_CHARS", 10)
+    stdin = io.StringIO("x" * 100)
+    monkeypatch.setattr("sys.stdin", stdin)
+    assert cli.execute(["run", "m", "--swarm", swarm]) == 2
+    assert "longer than 10" in capsys.readouterr().err
+    assert stdin.tell() == 11
 
 
 def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:

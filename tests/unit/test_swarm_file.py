@@ -1,5 +1,6 @@
 """The swarm file: what is accepted, what is refused, and in which words."""
 
+import re
 import stat
 from collections.abc import Callable
 from dataclasses import replace
@@ -154,19 +155,42 @@ def test_what_is_wrong_in_a_file_is_named_with_its_line(
 
 @pytest.mark.parametrize(
     "data",
-    [
-        b"",
-        b"\xff\xfe",
-        b"[" * 5000,
-        b"a = " + b"[" * 5000,
-        b"a = " + b"9" * 10_000,
-        b"#" * (swarm_file.MAX_FILE_BYTES + 1),
-    ],
-    ids=["empty", "not text", "headers", "nesting", "long number", "too large"],
+    [b"", b"\xff\xfe", b"[" * 5000, b"a = " + b"[" * 5000, b"a = " + b"9" * 10_000],
+    ids=["empty", "not text", "headers", "nesting", "long number"],
 )
 def test_what_is_no_swarm_file_is_refused(data: bytes) -> None:
     with pytest.raises(ConfigError):
         swarm_file.parse(data)
+
+
+def test_a_file_that_is_too_large_is_refused(tmp_path: Path) -> None:
+    _create(tmp_path)
+    text = (tmp_path / "swarm.toml").read_text()
+    fits = text + "#" * (swarm_file.MAX_FILE_BYTES - len(text))
+    swarm_file.parse(fits.encode())
+    with pytest.raises(ConfigError, match="larger than"):
+        swarm_file.parse(fits.encode() + b"#")
+
+
+def test_a_bootstrap_list_that_is_too_long_is_refused(tmp_path: Path) -> None:
+    peers = (PEER,) * (swarm_file.MAX_BOOTSTRAPS + 1)
+    with pytest.raises(ConfigError, match="64"):
+        swarm_file.create(tmp_path / "new", NewSwarm("lab", bootstrap=peers), now=NOW)
+    _create(tmp_path, is_open=True)
+    path = tmp_path / "swarm.toml"
+    path.write_text(path.read_text().replace(f'"{PEER}",', f'"{PEER}",' * len(peers)))
+    with pytest.raises(ConfigError, match="64"):
+        swarm_file.load(path)
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+def test_a_file_cannot_claim_to_be_of_another_swarm(tmp_path: Path, is_open: bool) -> None:
+    _create(tmp_path / "a", is_open=is_open)
+    other = _create(tmp_path / "b", is_open=is_open)
+    path = tmp_path / "a" / "swarm.toml"
+    path.write_text(re.sub("sha256:[0-9a-f]+", f"sha256:{other.swarm_id.hex()}", path.read_text()))
+    with pytest.raises(IntegrityError, match="was changed"):
+        swarm_file.load(path)
 
 
 def test_a_file_that_is_not_there_says_how_to_get_one(tmp_path: Path) -> None:

@@ -1,0 +1,90 @@
+"""An answer: shown as it comes, measured, and bounded by the model's context."""
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import typer
+
+from swarmnet.cli.generation import Sampling, generate
+
+GREEDY = Sampling(max_new_tokens=8, temperature=0.0, seed=None)
+
+
+class _Bytes:
+    """A tokenizer whose tokens are UTF-8 bytes, so that letters come in pieces."""
+
+    def decode(self, tokens: list[int], **_: object) -> str:
+        return bytes(tokens).decode(errors="replace")
+
+
+class _Model:
+    """Answers with ``reply`` and remembers how it was asked."""
+
+    tokenizer = _Bytes()
+    config = SimpleNamespace(max_position_embeddings=20)
+    last_run = SimpleNamespace(route=[("a", 0, 10), ("b", 10, 30)], failovers=1, longest_stall_s=0.5)
+
+    def __init__(self, reply: str = "") -> None:
+        self._reply = reply.encode()
+        self.asked: dict[str, Any] = {}
+
+    def generate(
+        self, input_ids: torch.Tensor, *, streamer: Any, max_new_tokens: int, **options: Any
+    ) -> None:
+        self.asked = {"max_new_tokens": max_new_tokens, **options}
+        streamer.put(input_ids)
+        for token in self._reply[:max_new_tokens]:
+            streamer.put(torch.tensor([token]))
+        streamer.end()
+
+
+def _ask(model: Any, sampling: Sampling = GREEDY, prompt_tokens: int = 3) -> tuple[Any, list[str]]:
+    shown: list[str] = []
+    return generate(model, torch.ones(1, prompt_tokens, dtype=torch.long), sampling, shown.append), shown
+
+
+def test_an_answer_says_everything_that_run_prints() -> None:
+    answer, _ = _ask(_Model("hi"))
+    fields = json.loads(json.dumps(answer.to_json()))
+    assert 0 <= fields.pop("first_token_s") <= fields.pop("total_s")
+    assert fields.pop("tokens_per_s") > 0
+    assert fields == {
+        "text": "hi",
+        "token_ids": [104, 105],
+        "prompt_tokens": 3,
+        "route": [{"peer_id": "a", "start": 0, "end": 10}, {"peer_id": "b", "start": 10, "end": 30}],
+        "failovers": 1,
+        "longest_stall_s": 0.5,
+    }
+
+
+def test_text_is_shown_in_whole_letters_and_completely() -> None:
+    _, shown = _ask(_Model("é\nß!"))
+    assert shown == ["é", "\n", "ß", "!"]
+
+
+def test_the_rest_is_shown_when_the_answer_stops_inside_a_letter() -> None:
+    _, shown = _ask(_Model("aé"), Sampling(2, 0.0, None))
+    assert shown == ["a", "\N{REPLACEMENT CHARACTER}"]
+
+
+def test_temperature_zero_is_greedy_and_above_it_samples() -> None:
+    greedy, sampled = _Model("x"), _Model("x")
+    _ask(greedy)
+    _ask(sampled, Sampling(8, 0.7, 3))
+    assert greedy.asked == {"max_new_tokens": 8, "do_sample": False}
+    assert sampled.asked == {"max_new_tokens": 8, "do_sample": True, "temperature": 0.7}
+
+
+def test_an_answer_ends_where_the_context_does() -> None:
+    model = _Model("x" * 100)
+    answer, _ = _ask(model, Sampling(100, 0.0, None), prompt_tokens=15)
+    assert len(answer.token_ids) == 5
+
+
+def test_a_prompt_that_fills_the_context_is_refused() -> None:
+    with pytest.raises(typer.BadParameter, match=r"20 tokens.*shorten"):
+        _ask(_Model(), prompt_tokens=20)

@@ -1,0 +1,136 @@
+"""A node in the foreground: what it prints, and how signals end it."""
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from swarmnet_node.control import NodeStatus
+
+from swarmnet.cli.hosting import Hosting
+from swarmnet.cli.output import Report
+
+ADDRESS = "/ip4/127.0.0.1/tcp/4001/p2p/12D3KooW"
+STATUS = NodeStatus(
+    peer_id="12D3KooW",
+    state="online",
+    model="smollm2-135m-instruct",
+    manifest=b"\x01" * 32,
+    start=10,
+    end=20,
+    total_blocks=30,
+    addresses=(ADDRESS,),
+    uptime_s=0.0,
+    sessions=0,
+    cache_bytes=0,
+    cache_bytes_limit=1 << 30,
+    weight_bytes=1,
+    tokens=0,
+    forwards=0,
+    version="0",
+    swarm="lab",
+)
+
+
+class _Node:
+    """Calls ``serving`` once somebody waits for its end, and ends only when ``may_end`` is set."""
+
+    def __init__(self, serving: Callable[[], None], *, ends: bool) -> None:
+        self.graces_s: list[float] = []
+        self.closed = False
+        self._serving = serving
+        self._ends = ends
+        self._finished = asyncio.Event()
+
+    @asynccontextmanager
+    async def start(self, _report: Report) -> AsyncIterator["_Node"]:
+        try:
+            yield self
+        finally:
+            self.closed = True
+
+    def status(self) -> NodeStatus:
+        return STATUS
+
+    def finish(self, grace_s: float) -> None:
+        self.graces_s.append(grace_s)
+        if self._ends:
+            self._finished.set()
+        else:
+            self._serving()
+
+    async def finished(self) -> None:
+        self._serving()
+        await self._finished.wait()
+
+
+def _events(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return [json.loads(line)["event"] for line in capsys.readouterr().out.splitlines()]
+
+
+def _signal(number: signal.Signals) -> Callable[[], None]:
+    return lambda: os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_lets_the_node_finish(
+    number: signal.Signals, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    node = _Node(_signal(number), ends=True)
+    Hosting(node.start, tmp_path, as_json=True).run()
+
+    assert _events(capsys) == ["ready", "finishing", "stopped"]
+    assert node.graces_s == [30.0]
+    assert node.closed
+
+
+def test_the_second_signal_stops_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    node = _Node(_signal(signal.SIGINT), ends=False)  # the second one is sent by `finish`
+    with pytest.raises(KeyboardInterrupt):
+        Hosting(node.start, tmp_path, as_json=True).run()
+
+    assert _events(capsys) == ["ready", "finishing"]
+    assert node.closed
+
+
+def test_a_signal_while_the_node_starts_stops_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    closed = asyncio.Event()
+
+    @asynccontextmanager
+    async def start(_report: Report) -> AsyncIterator[_Node]:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.Event().wait()
+            yield _Node(lambda: None, ends=True)
+        finally:
+            closed.set()
+
+    with pytest.raises(KeyboardInterrupt):
+        Hosting(start, tmp_path, as_json=True).run()
+    assert closed.is_set()
+    assert _events(capsys) == []
+
+
+def test_a_node_goes_with_the_process_that_started_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, writing = os.pipe()
+    with os.fdopen(reading) as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        node = _Node(lambda: os.close(writing), ends=True)
+        Hosting(node.start, tmp_path, as_json=True, stop_on_eof=True).run()
+    assert _events(capsys) == ["ready", "finishing", "stopped"]
+
+
+def test_people_see_how_to_reach_the_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Hosting(_Node(_signal(signal.SIGTERM), ends=True).start, tmp_path, as_json=False).run()
+
+    shown = capsys.readouterr()
+    assert f"--bootstrap {ADDRESS}\n" in shown.out
+    assert "blocks 10:20 of 30" in shown.out
+    assert "Ctrl-C" in shown.err
+    assert (tmp_path / "addresses").read_text() == f"{ADDRESS}\n"
