@@ -107,7 +107,7 @@ def create(directory: Path, new: NewSwarm, *, now: float, overwrite: bool = Fals
             hint="use 1 to 64 letters, digits, '.', '_' and '-', a letter or digit first",
         )
     if len(new.bootstrap) > MAX_BOOTSTRAPS:
-        raise ConfigError(f"{len(new.bootstrap)} bootstrap addresses", hint=f"give {MAX_BOOTSTRAPS} at most")
+        raise ConfigError("too many bootstrap addresses", hint=f"give {MAX_BOOTSTRAPS} at most")
     for address in new.bootstrap:
         check_peer_address(address)
     toml_path, key_path = directory / FILE_NAME, directory / KEY_NAME

@@ -174,7 +174,7 @@ def test_a_file_that_is_too_large_is_refused(tmp_path: Path) -> None:
 
 def test_a_bootstrap_list_that_is_too_long_is_refused(tmp_path: Path) -> None:
     peers = (PEER,) * (swarm_file.MAX_BOOTSTRAPS + 1)
-    with pytest.raises(ConfigError, match="64"):
+    with pytest.raises(ConfigError, match="too many"):
         swarm_file.create(tmp_path / "new", NewSwarm("lab", bootstrap=peers), now=NOW)
     _create(tmp_path, is_open=True)
     path = tmp_path / "swarm.toml"
