@@ -74,11 +74,13 @@ class GeometryProbe:
 class PackedBatch:
     """New positions of several lanes, laid one after another: ``counts[i]`` of ``lanes[i]``.
 
-    The lanes have room for them; attending writes their keys and values and leaves ``length`` as it is.
+    The lanes' first buffers belong to layer ``first_layer``. The lanes have room for the new positions; attending writes
+    their keys and values and leaves ``length`` as it is.
     """
 
-    def __init__(self, lanes: Sequence[LaneCache], counts: Sequence[int]) -> None:
+    def __init__(self, lanes: Sequence[LaneCache], counts: Sequence[int], *, first_layer: int = 0) -> None:
         self._lanes = lanes
+        self._first_layer = first_layer
         self._counts = list(counts)
         self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
 
@@ -87,16 +89,16 @@ class PackedBatch:
     ) -> torch.Tensor:
         parts = zip(
             self._lanes,
-            query.split(self._counts, 2),
-            key.split(self._counts, 2),
-            value.split(self._counts, 2),
+            torch.split(query, self._counts, 2),
+            torch.split(key, self._counts, 2),
+            torch.split(value, self._counts, 2),
             strict=True,
         )
         outputs = []
         for row, (lane, new_query, new_key, new_value) in enumerate(parts):
             count, start = new_query.shape[2], lane.length
             end = start + count
-            keys, values = lane.layer(layer)
+            keys, values = lane.layer(layer - self._first_layer)
             keys.narrow(2, start, count).copy_(new_key)
             values.narrow(2, start, count).copy_(new_value)
             first = 0 if rule.sliding_window is None else max(0, start + 1 - rule.sliding_window)
@@ -106,12 +108,14 @@ class PackedBatch:
             elif count == 1:
                 outputs.append(_attend_one(new_query, seen_keys, seen_values, rule.scaling))
             else:
+                causal = start == 0 and (rule.sliding_window is None or count <= rule.sliding_window)
                 outputs.append(
                     scaled_dot_product_attention(
                         new_query,
                         seen_keys,
                         seen_values,
-                        attn_mask=self._mask(row, rule.sliding_window),
+                        attn_mask=None if causal else self._mask(row, rule.sliding_window),
+                        is_causal=causal,
                         scale=rule.scaling,
                         enable_gqa=True,
                     )

@@ -1,11 +1,14 @@
 """One machine's blocks of a model, and the one operation on them: a forward of a packed batch."""
 
+import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models import LocalModel
+from swarmnet_protocols.models.cut import with_blocks
 
 from swarmnet_node.attention import IMPLEMENTATION, GeometryProbe, PackedBatch, register
 from swarmnet_node.kv import KVGeometry, LaneCache
@@ -14,10 +17,10 @@ from swarmnet_node.kv import KVGeometry, LaneCache
 class Stage:
     """Blocks [start, end) of a model, ready to run. Not thread-safe: one thread does all forwards."""
 
-    def __init__(self, model: torch.nn.Module, hidden_size: int) -> None:
+    def __init__(self, model: Any, hidden_size: int) -> None:
         """``model`` is a decoder stack as ``LocalModel.load_span`` gives it; it belongs to the stage from now on."""
         register()
-        self._model: Any = model
+        self._model = model
         self._model.config._attn_implementation = IMPLEMENTATION
         weight = next(model.parameters())
         self.hidden_size = hidden_size
@@ -25,7 +28,8 @@ class Stage:
         self.device = weight.device
         self.blocks = len(self._model.layers)
         self.weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
-        self._packs = _check_rope(self._model.config)
+        self._first = 0
+        self._parts: dict[tuple[int, int], Stage] = {}
         self.geometry = self._measure_geometry()
 
     @classmethod
@@ -34,6 +38,24 @@ class Stage:
     ) -> "Stage":
         """Load blocks [start, end); raises ``ConfigError`` for a family whose layers keep more than keys and values."""
         return cls(model.load_span(start, end, dtype=dtype, device=device), model.manifest.hidden_size)
+
+    def part(self, start: int, end: int) -> "Stage":
+        """Blocks [start, end) of this stage, counted from its first, as a stage that shares its weights."""
+        if (start, end) == (0, self.blocks):
+            return self
+        if (start, end) not in self._parts:
+            part = copy.copy(self)
+            part._parts = {}
+            part._model = copy.copy(self._model)
+            part._model._modules = dict(self._model._modules)
+            part._model.layers = torch.nn.ModuleList(list(self._model.layers)[start:end])
+            part._model.config = with_blocks(self._model.config, start, end)
+            part._model.config._attn_implementation = IMPLEMENTATION
+            part.blocks = end - start
+            part.geometry = replace(self.geometry, layers=self.geometry.layers[start:end])
+            part._first = self._first + start
+            self._parts[start, end] = part
+        return self._parts[start, end]
 
     def new_lane(self) -> LaneCache:
         """An empty cache for one sequence; it allocates nothing yet."""
@@ -53,14 +75,6 @@ class Stage:
                 raise ValueError(f"inputs of shape {tuple(inputs.shape)}, expected [n, {self.hidden_size}]")
         if not rows:
             return []
-        outputs = (
-            self._forward(rows) if self._packs else [out for row in rows for out in self._forward([row])]
-        )
-        for lane, inputs in rows:
-            lane.length += inputs.shape[0]
-        return outputs
-
-    def _forward(self, rows: Sequence[tuple[LaneCache, torch.Tensor]]) -> list[torch.Tensor]:
         counts = [inputs.shape[0] for _, inputs in rows]
         for (lane, _), count in zip(rows, counts, strict=True):
             lane.reserve(lane.length + count)
@@ -68,8 +82,11 @@ class Stage:
         positions = torch.cat(
             [torch.arange(lane.length, lane.length + n) for (lane, _), n in zip(rows, counts, strict=True)]
         )
-        batch = PackedBatch([lane for lane, _ in rows], counts)
-        return list(self._run(packed, positions.to(self.device), batch).split(counts))
+        batch = PackedBatch([lane for lane, _ in rows], counts, first_layer=self._first)
+        outputs = torch.split(self._run(packed, positions.to(self.device), batch), counts)
+        for (lane, _), count in zip(rows, counts, strict=True):
+            lane.length += count
+        return list(outputs)
 
     def _run(
         self, inputs: torch.Tensor, positions: torch.Tensor, batch: PackedBatch | GeometryProbe
@@ -90,16 +107,3 @@ class Stage:
                 hint="use a model in which every layer has ordinary attention",
             )
         return KVGeometry(tuple(shape for _, shape in probe.layers), self.dtype, self.device)
-
-
-def _check_rope(config: Any) -> bool:
-    """Whether lanes may share a forward; with long-context factors chosen by the longest of them they may not."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    by_layer_type = [value for value in parameters.values() if isinstance(value, dict)]
-    types = {each.get("rope_type", "default") for each in (by_layer_type or [parameters])}
-    if "dynamic" in types:
-        raise ConfigError(
-            "rotary embeddings that change with the longest sequence seen so far cannot be shared",
-            hint="use a model with another rope_type than dynamic",
-        )
-    return "longrope" not in types

@@ -1,11 +1,13 @@
 """What the two kinds of checkpoint, safetensors and gguf, have in common."""
 
 import hashlib
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from swarmnet_protocols.errors import ConfigError, IntegrityError
+from swarmnet_protocols.errors import IntegrityError
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -18,6 +20,24 @@ class Progress(Protocol):
     """Hears how far a long step has come; ``total`` is None while it is unknown. Units are bytes."""
 
     def __call__(self, description: str, done: int, total: int | None) -> None: ...
+
+
+@dataclass(frozen=True)
+class BlockNaming:
+    """How a kind of checkpoint numbers blocks in tensor names: ``pattern`` matches what is before, the number, the rest."""
+
+    pattern: re.Pattern[str]
+
+    def block_of(self, tensor_name: str) -> int | None:
+        """The block a tensor belongs to; None for the edges."""
+        match = self.pattern.match(tensor_name)
+        return int(match[2]) if match else None
+
+    def renumbered(self, tensor_name: str, first_block: int) -> str:
+        """The name with ``first_block`` counted as block 0."""
+        return self.pattern.sub(
+            lambda match: f"{match[1]}{int(match[2]) - first_block}{match[3]}", tensor_name
+        )
 
 
 class Checkpoint(Protocol):
@@ -34,8 +54,8 @@ class Checkpoint(Protocol):
     @property
     def tensor_names(self) -> tuple[str, ...]: ...
 
-    def block_of(self, tensor_name: str) -> int | None:
-        """The block a tensor belongs to; None for the edges."""
+    @property
+    def naming(self) -> BlockNaming: ...
 
     def config(self) -> "PretrainedConfig": ...
 
@@ -66,13 +86,3 @@ def sha256_of(path: Path, progress: Progress | None) -> bytes:
     except OSError as error:
         raise IntegrityError(f"{path} cannot be read: {error.strerror}") from error
     return digest.digest()
-
-
-def require_supported(config: "PretrainedConfig", where: Path) -> None:
-    """Raise ``ConfigError`` for a model that is not plain, unquantised text generation."""
-    name = (config.architectures or [config.model_type])[0]
-    if getattr(config, "quantization_config", None) is not None:
-        raise ConfigError(
-            f"{where}: {name} is stored quantised in a way that cannot be cut into blocks",
-            hint="use the original checkpoint, or a .gguf file of it",
-        )

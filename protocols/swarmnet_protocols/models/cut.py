@@ -40,21 +40,35 @@ def architecture_of(config: "PretrainedConfig") -> str:
 def base_class(config: "PretrainedConfig") -> type:
     """The class of an architecture's decoder stack, if it is one that can be cut."""
     import torch
-    from torch import nn
 
-    probe = _with_blocks(config, 0, 0)
-    with torch.device("meta"):
-        base = causal_class(config)(probe).base_model
-    children = dict(base.named_children())
-    rotary = {name for name in children if name.startswith("rotary_emb")}
-    if children.keys() - rotary != {"embed_tokens", "layers", "norm"} or not isinstance(
-        children["layers"], nn.ModuleList
-    ):
+    refusal = ConfigError(
+        f"{architecture_of(config)} cannot be cut into blocks: it is not embeddings, layers and a norm",
+        hint="use a model of a family such as Llama, Qwen3, Gemma 3 or Mixtral",
+    )
+    cls = causal_class(config)
+    if not all(isinstance(getattr(config, name, None), int) for name in ("num_hidden_layers", "hidden_size")):
+        raise refusal
+    try:
+        with torch.device("meta"):
+            base: Any = cls(with_blocks(config, 0, 0)).base_model
+    except (ValueError, TypeError, AttributeError, KeyError, RuntimeError, ArithmeticError) as error:
+        raise ConfigError(f"the config of {architecture_of(config)} makes no model: {error}") from error
+    children = {name for name, _ in base.named_children() if not name.startswith("rotary_emb")}
+    if children != {"embed_tokens", "layers", "norm"}:
+        raise refusal
+    if changing := _rope_types(config) & {"dynamic", "longrope"}:
         raise ConfigError(
-            f"{architecture_of(config)} cannot be cut into blocks: it is not embeddings, layers and a norm",
-            hint="use a model of a family such as Llama, Qwen3, Gemma 3 or Mixtral",
+            f"{architecture_of(config)} has {min(changing)} rotary embeddings: they change with a sequence's length, "
+            "so cached keys go stale and sequences cannot share a batch",
+            hint="use a model with another rope_type",
         )
     return type(base)
+
+
+def _rope_types(config: "PretrainedConfig") -> set[str]:
+    parameters = getattr(config, "rope_parameters", None) or {}
+    by_layer_type = [value for value in parameters.values() if isinstance(value, dict)]
+    return {str(each.get("rope_type", "default")) for each in (by_layer_type or [parameters])}
 
 
 def build_span(config: "PretrainedConfig", start: int, end: int) -> "Builder":
@@ -81,7 +95,7 @@ def build_span(config: "PretrainedConfig", start: int, end: int) -> "Builder":
 def build_edges(config: "PretrainedConfig") -> "Builder":
     """How to build the CausalLM without any layer."""
     base_class(config)
-    return Builder(causal_class(config), _with_blocks(config, 0, 0))
+    return Builder(causal_class(config), with_blocks(config, 0, 0))
 
 
 def build_whole(config: "PretrainedConfig") -> "Builder":
@@ -127,7 +141,8 @@ class Builder:
         return loaded
 
 
-def _with_blocks(config: "PretrainedConfig", start: int, end: int) -> "PretrainedConfig":
+def with_blocks(config: "PretrainedConfig", start: int, end: int) -> "PretrainedConfig":
+    """A config that speaks of blocks [start, end) only."""
     config = copy.deepcopy(config)
     _keep_blocks(config, start, end)
     return config

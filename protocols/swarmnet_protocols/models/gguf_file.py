@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError
+from swarmnet_protocols.models.checkpoint import BlockNaming
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -23,7 +24,7 @@ MAX_NAME_BYTES = 1_024
 MAX_DIMS = 4
 _STRING, _ARRAY = 8, 9
 _SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-_BLOCK = re.compile(r"^(blk\.)(\d+)(\..+)$")
+_NAMING = BlockNaming(re.compile(r"^(blk\.)(\d+)(\..+)$"))
 
 
 @dataclass(frozen=True)
@@ -50,23 +51,23 @@ class _Cursor:
         self.position = start + size
         return start
 
-    def bytes(self, size: int) -> bytes:
+    def take(self, size: int) -> bytes:
         start = self.skip(size)
         return self._data[start : start + size]
 
     def integer(self, size: int) -> int:
-        return int.from_bytes(self.bytes(size), "little")
+        return int.from_bytes(self.take(size), "little")
 
     def string(self, limit: int) -> str:
         size = self.integer(8)
         if size > limit:
             raise ValueError(f"a name of {size} bytes")
-        return self.bytes(size).decode()
+        return self.take(size).decode()
 
     def value(self, kind: int) -> bytes:
         """Pass over a metadata value; the bytes of a scalar or string, nothing of an array."""
         if kind == _STRING:
-            return self.bytes(self.integer(8))
+            return self.take(self.integer(8))
         if kind == _ARRAY:
             element, count = self.integer(4), self.integer(8)
             if element == _STRING:
@@ -75,7 +76,7 @@ class _Cursor:
             else:
                 self.skip(_scalar_bytes(element) * count)
             return b""
-        return self.bytes(_scalar_bytes(kind))
+        return self.take(_scalar_bytes(kind))
 
 
 def _scalar_bytes(kind: int) -> int:
@@ -96,7 +97,7 @@ def read_header(path: Path) -> tuple[str, dict[str, GgufTensor]]:
 
 
 def _parse(cursor: _Cursor, file_bytes: int) -> tuple[str, dict[str, GgufTensor]]:
-    if cursor.bytes(4) != b"GGUF" or cursor.integer(4) not in (2, 3):
+    if cursor.take(4) != b"GGUF" or cursor.integer(4) not in (2, 3):
         raise ValueError("not a gguf file of version 2 or 3")
     tensor_count, field_count = cursor.integer(8), cursor.integer(8)
     if tensor_count > MAX_TENSORS or field_count > MAX_FIELDS:
@@ -137,24 +138,39 @@ def _entry(cursor: _Cursor) -> tuple[str, GgufTensor]:
     return name, GgufTensor(shape, kind, offset, math.prod(shape) // block_elements * block_bytes)
 
 
+class _Names:
+    """What transformers asks of a model to map tensor names, with the names of the whole CausalLM and no submodules.
+
+    It would repeat the mapping for every submodule, for families whose checkpoints lack the base model's prefix.
+    """
+
+    def __init__(self, model: "PreTrainedModel") -> None:
+        self.config = model.config
+        prefix = "" if model.base_model is not model else f"{model.base_model_prefix}."
+        self._names = [prefix + name for name in model.state_dict()]
+
+    def state_dict(self) -> dict[str, None]:
+        return dict.fromkeys(self._names)
+
+    def named_children(self) -> list[tuple[str, Any]]:
+        return []
+
+
 class GgufCheckpoint:
     """A model in one gguf file. Raises ``IntegrityError`` when the file is not sound.
 
     transformers takes seconds to read a config or a tokenizer from gguf, so both are kept, in Hugging Face layout,
-    under ``metadata_dir``: a directory of this very file's content.
+    under ``metadata_dir``: a directory for this file as it is now.
     """
 
     def __init__(self, path: Path, metadata_dir: Path) -> None:
         self.path = path
+        self.naming = _NAMING
         self.root = path.parent
         self.files = (path.name,)
         self._metadata_dir = metadata_dir
         self._architecture, self._tensors = read_header(path)
         self.tensor_names = tuple(self._tensors)
-
-    def block_of(self, tensor_name: str) -> int | None:
-        match = _BLOCK.match(tensor_name)
-        return int(match[2]) if match else None
 
     @cached_property
     def _source(self) -> dict[str, Any]:
@@ -219,7 +235,7 @@ class GgufCheckpoint:
         )
 
         processor = TENSOR_PROCESSORS.get(self._architecture, TensorProcessor)(config=model.config.to_dict())
-        hf_names = get_gguf_hf_weights_map(model, processor)
+        hf_names = get_gguf_hf_weights_map(_Names(model), processor)
         parsed: dict[str, dict[str, Any]] = {"tensors": {}}
         with self.path.open("rb") as file:
             for name in names:
@@ -228,11 +244,17 @@ class GgufCheckpoint:
                 raw = np.frombuffer(file.read(tensor.size_bytes), dtype=np.uint8)
                 if raw.nbytes != tensor.size_bytes:
                     raise IntegrityError(f"{self.path} is truncated within tensor {name}")
-                result = processor.process(
-                    weights=dequantize(
+                try:
+                    weights = dequantize(
                         raw.reshape(*tensor.shape[:-1], -1), GGMLQuantizationType(tensor.type)
-                    ),
-                    name=_BLOCK.sub(lambda m: f"{m[1]}{int(m[2]) - first_block}{m[3]}", name),
+                    )
+                except NotImplementedError as error:
+                    raise ConfigError(
+                        f"{self.path}: tensor {name} has a quantisation that is not read"
+                    ) from error
+                result = processor.process(
+                    weights=weights,
+                    name=_NAMING.renumbered(name, first_block),
                     tensor_key_mapping=hf_names,
                     parsed_parameters=parsed,
                 )

@@ -108,10 +108,10 @@ def describe(checkpoint: Checkpoint, progress: Progress | None) -> Manifest:
     from swarmnet_protocols.models.cut import architecture_of, base_class
 
     config = checkpoint.config()
+    base_class(config)
     blocks, hidden_size = config.num_hidden_layers, config.hidden_size
     if not 1 <= blocks <= MAX_BLOCKS or not 1 <= hidden_size <= MAX_HIDDEN_SIZE:
-        raise IntegrityError(f"{checkpoint.root}: {blocks} blocks of width {hidden_size}")
-    base_class(config)
+        raise ConfigError(f"{checkpoint.root}: {blocks} blocks of width {hidden_size} are out of range")
     return Manifest(
         architecture=architecture_of(config),
         blocks=blocks,
@@ -128,7 +128,7 @@ def _describe_file(root: Path, name: str, progress: Progress | None) -> Manifest
 def _by_block(checkpoint: Checkpoint, blocks: int) -> dict[BlockKey, tuple[str, ...]]:
     tensors: dict[BlockKey, list[str]] = {"edges": [], **{block: [] for block in range(blocks)}}
     for name in checkpoint.tensor_names:
-        block = checkpoint.block_of(name)
+        block = checkpoint.naming.block_of(name)
         # Blocks beyond the last are extras (multi-token prediction) that take no part in generation.
         if block is None or block < blocks:
             tensors["edges" if block is None else block].append(name)

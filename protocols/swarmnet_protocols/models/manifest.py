@@ -129,7 +129,7 @@ def _file(raw: dict[str, object]) -> ManifestFile:
 
 
 def _tensors(raw: dict[str, object], blocks: int) -> dict[BlockKey, tuple[str, ...]]:
-    expected: dict[str, BlockKey] = {"edges": "edges"} | {str(block): block for block in range(blocks)}
+    expected: dict[str, BlockKey] = {"edges": "edges", **{str(block): block for block in range(blocks)}}
     if raw.keys() != expected.keys():
         raise IntegrityError("the manifest does not map every block to its tensors")
     tensors: dict[BlockKey, tuple[str, ...]] = {}

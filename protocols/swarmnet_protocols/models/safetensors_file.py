@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError
-from swarmnet_protocols.models.checkpoint import MAX_DIMS, require_supported
+from swarmnet_protocols.models.checkpoint import BlockNaming
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -30,13 +30,15 @@ METADATA_PATTERNS = (
 )
 HUB_PATTERNS = (*METADATA_PATTERNS, INDEX_NAME, SINGLE_NAME, "model-*.safetensors")
 
+MAX_DIMS = 8
+MAX_CONFIG_BYTES = 16 << 20
 MAX_HEADER_BYTES = 100 << 20
 MAX_INDEX_BYTES = 64 << 20
 _BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "U16": 16, "I16": 16, "F16": 16, "BF16": 16,
     "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64,
 }  # fmt: skip
-_BLOCK = re.compile(r"^((?:model\.)?layers\.)(\d+)(\..+)$")
+_NAMING = BlockNaming(re.compile(r"^((?:model\.)?layers\.)(\d+)(\..+)$"))
 
 
 def read_header(path: Path) -> tuple[str, ...]:
@@ -61,6 +63,17 @@ def read_header(path: Path) -> tuple[str, ...]:
     if end != size - 8 - header_bytes:
         raise IntegrityError(f"{path} has {size} bytes, its header speaks of {8 + header_bytes + end}")
     return tuple(header)
+
+
+def _read_json(path: Path, limit_bytes: int) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            raw = file.read(limit_bytes + 1)
+    except OSError as error:
+        raise IntegrityError(f"{path} cannot be read: {error.strerror}") from error
+    if len(raw) > limit_bytes:
+        raise IntegrityError(f"{path} is larger than {limit_bytes} bytes")
+    return _json_object(raw, path)
 
 
 def _json_object(raw: bytes, path: Path) -> dict[str, Any]:
@@ -91,6 +104,7 @@ class SafetensorsCheckpoint:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.naming = _NAMING
         if not (root / "config.json").is_file():
             raise ConfigError(
                 f"{root} holds no config.json",
@@ -106,20 +120,21 @@ class SafetensorsCheckpoint:
         self.files = (*metadata, *weights)
         self.tensor_names = tuple(self._file_of)
 
-    def block_of(self, tensor_name: str) -> int | None:
-        match = _BLOCK.match(tensor_name)
-        return int(match[2]) if match else None
-
     def config(self) -> "PretrainedConfig":
+        from huggingface_hub.errors import StrictDataclassError
         from transformers import AutoConfig
 
+        path = self.root / "config.json"
+        _read_json(path, MAX_CONFIG_BYTES)
         try:
             config = AutoConfig.from_pretrained(self.root, trust_remote_code=False, local_files_only=True)
-        except (ValueError, KeyError, TypeError, OSError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OSError, StrictDataclassError) as error:
+            raise ConfigError(f"{path} does not describe a model that transformers knows: {error}") from error
+        if getattr(config, "quantization_config", None) is not None:
             raise ConfigError(
-                f"{self.root / 'config.json'} is not a model that transformers knows: {error}"
-            ) from error
-        require_supported(config, self.root)
+                f"{path}: the weights are quantised in a way that is not read",
+                hint="use the original checkpoint, or a .gguf file of it",
+            )
         return config
 
     def generation_config(self) -> "GenerationConfig | None":
@@ -136,15 +151,16 @@ class SafetensorsCheckpoint:
 
     def state_dict(self, names: Sequence[str], first_block: int, model: "PreTrainedModel") -> dict[str, Any]:
         """Lazy slices: transformers reads each one when it places it, so that a span is never held twice."""
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
 
-        opened = {
-            file: safe_open(self.root / file, framework="pt") for file in {self._file_of[n] for n in names}
-        }
+        opened: dict[str, Any] = {}
+        for file in {self._file_of[name] for name in names}:
+            try:
+                opened[file] = safe_open(self.root / file, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise IntegrityError(f"{self.root / file} cannot be read: {error}") from error
         return {
-            _BLOCK.sub(lambda m: f"{m[1]}{int(m[2]) - first_block}{m[3]}", name): opened[
-                self._file_of[name]
-            ].get_slice(name)
+            _NAMING.renumbered(name, first_block): opened[self._file_of[name]].get_slice(name)
             for name in names
         }
 
@@ -158,9 +174,7 @@ def _weight_files(root: Path) -> tuple[list[str], set[str]]:
                 f"{root} holds no {SINGLE_NAME}", hint="only safetensors and gguf weights are read"
             )
         return [SINGLE_NAME], set()
-    if index.stat().st_size > MAX_INDEX_BYTES:
-        raise IntegrityError(f"{index} is larger than {MAX_INDEX_BYTES} bytes")
-    weight_map = _json_object(index.read_bytes(), index).get("weight_map")
+    weight_map = _read_json(index, MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise IntegrityError(f"{index} has no weight_map")
     files = {file for file in weight_map.values() if isinstance(file, str)}

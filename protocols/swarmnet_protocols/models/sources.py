@@ -165,9 +165,9 @@ def _open(name: str, path: Path, cache_dir: Path, progress: Progress | None) -> 
     manifest = _kept_manifest(index, stamps)
     if manifest is None:
         manifest = describe(checkpoint, progress)
-        if path.is_file() and name == DEFAULT_MODEL and manifest.files[0].sha256 != _FILE_SHA256:
-            raise IntegrityError(f"{path} is not the file its hash says", hint="delete it and try again")
         _keep_manifest(index, stamps, manifest)
+    if name == DEFAULT_MODEL and manifest.files[0].sha256 != _FILE_SHA256:
+        raise IntegrityError(f"{path} is not the file its hash says", hint="delete it and try again")
     return LocalModel(name, manifest, path, checkpoint)
 
 

@@ -1,0 +1,210 @@
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from swarmnet_node.kv import GROWTH_POSITIONS, LaneCache
+from swarmnet_node.stage import Stage
+from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.models import LocalModel, resolve
+from transformers import AutoModelForCausalLM
+
+from tests.support.tiny_models import FAMILIES, save_tiny
+
+CPU = torch.device("cpu")
+SPANS = ((0, 1), (1, 4), (4, 5))
+PROMPT_LENGTHS = (3, 29, 11)  # 29: longer than every sliding window
+NEW_TOKENS = 8
+
+
+def load(family: str, tmp_path: Path, **changes: Any) -> LocalModel:
+    return resolve(str(save_tiny(family, tmp_path / "model", **changes)), cache_dir=tmp_path / "cache")
+
+
+def load_stage(tmp_path: Path, family: str = "llama-tied", dtype: torch.dtype = torch.float32) -> Stage:
+    return Stage.load(load(family, tmp_path), 1, 4, dtype=dtype, device=CPU)
+
+
+def inputs(count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(count, 32, generator=torch.Generator().manual_seed(seed))
+
+
+def forward(stage: Stage, lane: LaneCache, rows: torch.Tensor) -> torch.Tensor:
+    (output,) = stage.forward([(lane, rows)])
+    return output
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_lanes_give_what_transformers_gives(family: str, tmp_path: Path) -> None:
+    """Prompts of different lengths enter in chunks of random sizes, beside lanes that already decode."""
+    model = load(family, tmp_path)
+    reference = AutoModelForCausalLM.from_pretrained(
+        model.path, dtype=torch.float32, attn_implementation="eager"
+    )
+    reference.generation_config.eos_token_id = None
+    prompts = [
+        torch.randint(3, 128, (n,), generator=torch.Generator().manual_seed(n)) for n in PROMPT_LENGTHS
+    ]
+    texts = [reference.generate(p[None], max_new_tokens=NEW_TOKENS, do_sample=False)[0] for p in prompts]
+    stages = [Stage.load(model, start, end, dtype=torch.float32, device=CPU) for start, end in SPANS]
+    lanes = [[stage.new_lane() for stage in stages] for _ in texts]
+    outputs: list[list[torch.Tensor]] = [[] for _ in texts]
+    chunk = random.Random(family)
+
+    with torch.inference_mode():
+        while active := [i for i, text in enumerate(texts) if lanes[i][0].length < len(text)]:
+            rows = []
+            for i in active:
+                done = lanes[i][0].length
+                count = chunk.choice((1, 4, 7)) if done < PROMPT_LENGTHS[i] else 1
+                rows.append(reference.model.embed_tokens(texts[i][done : done + count]))
+            for stage_index, stage in enumerate(stages):
+                rows = stage.forward(
+                    [(lanes[i][stage_index], row) for i, row in zip(active, rows, strict=True)]
+                )
+            for i, row in zip(active, rows, strict=True):
+                outputs[i].append(reference.model.norm(row))
+        for text, parts in zip(texts, outputs, strict=True):
+            hidden = torch.cat(parts)
+            expected = reference.model(text[None]).last_hidden_state[0]
+            torch.testing.assert_close(hidden, expected, atol=1e-5, rtol=1e-4)
+            greedy = reference.lm_head(hidden).argmax(-1)[-NEW_TOKENS - 1 : -1]
+            assert greedy.tolist() == text[-NEW_TOKENS:].tolist()
+
+
+def test_a_truncated_lane_continues_as_if_the_rest_had_never_been(tmp_path: Path) -> None:
+    stage = load_stage(tmp_path, "gemma3")
+    lane, other = stage.new_lane(), stage.new_lane()
+    forward(stage, lane, inputs(20))
+    lane.truncate(9)
+    forward(stage, other, inputs(20)[:9])
+
+    assert lane.length == 9
+    torch.testing.assert_close(forward(stage, lane, inputs(3, 1)), forward(stage, other, inputs(3, 1)))
+
+
+@pytest.mark.parametrize("length", [-1, 6])
+def test_a_lane_cannot_be_cut_to_what_it_does_not_hold(length: int, tmp_path: Path) -> None:
+    stage = load_stage(tmp_path)
+    lane = stage.new_lane()
+    forward(stage, lane, inputs(5))
+
+    with pytest.raises(ValueError, match="cannot cut"):
+        lane.truncate(length)
+
+
+def test_a_fork_and_its_original_do_not_touch_each_other(tmp_path: Path) -> None:
+    stage = load_stage(tmp_path)
+    lane, untouched = stage.new_lane(), stage.new_lane()
+    for each in (lane, untouched):
+        forward(stage, each, inputs(10))
+    twin = lane.fork()
+    assert twin.length == 10
+
+    forward(stage, lane, inputs(4, 1))
+    torch.testing.assert_close(forward(stage, twin, inputs(4, 2)), forward(stage, untouched, inputs(4, 2)))
+    assert (lane.length, twin.length) == (14, 14)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_bytes_of_a_lane_are_those_of_its_buffers(dtype: torch.dtype, tmp_path: Path) -> None:
+    stage = load_stage(tmp_path, dtype=dtype)
+    lane = stage.new_lane()
+    assert lane.nbytes == stage.geometry.bytes_for(0) == 0
+
+    for count in (1, GROWTH_POSITIONS - 1, 1, 2 * GROWTH_POSITIONS):
+        forward(stage, lane, inputs(count))
+        buffers = [buffer for layer in range(stage.blocks) for buffer in lane.layer(layer)]
+        assert lane.nbytes == sum(b.untyped_storage().nbytes() for b in buffers)
+        assert lane.nbytes == stage.geometry.bytes_for(lane.length)
+        assert all(b.dtype == dtype for b in buffers)
+    longest = lane.nbytes
+    lane.truncate(1)
+    assert lane.nbytes == longest
+    assert lane.fork().nbytes == stage.geometry.bytes_for(1)
+
+
+def test_growing_keeps_what_a_lane_holds(tmp_path: Path) -> None:
+    stage = load_stage(tmp_path)
+    rows = inputs(GROWTH_POSITIONS + 5)
+    at_once, one_by_one = stage.new_lane(), stage.new_lane()
+    expected = forward(stage, at_once, rows)
+
+    got = torch.cat([forward(stage, one_by_one, row[None]) for row in rows])
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_a_lane_may_be_in_a_batch_only_once(tmp_path: Path) -> None:
+    stage = load_stage(tmp_path)
+    lane = stage.new_lane()
+
+    with pytest.raises(ValueError, match="twice"):
+        stage.forward([(lane, inputs(1)), (lane, inputs(1))])
+    assert lane.length == 0
+
+
+@pytest.mark.parametrize("shape", [(0, 32), (2, 31), (32,), (1, 1, 32)])
+def test_inputs_of_another_shape_are_refused(shape: tuple[int, ...], tmp_path: Path) -> None:
+    stage = load_stage(tmp_path)
+    lane = stage.new_lane()
+
+    with pytest.raises(ValueError, match="shape"):
+        stage.forward([(lane, torch.zeros(shape))])
+    assert lane.length == 0
+
+
+def test_an_empty_batch_has_no_outputs(tmp_path: Path) -> None:
+    assert load_stage(tmp_path).forward([]) == []
+
+
+def test_a_failed_forward_leaves_every_lane_as_long_as_it_was(tmp_path: Path) -> None:
+    stage = load_stage(tmp_path)
+    first, second = stage.new_lane(), stage.new_lane()
+    forward(stage, first, inputs(5))
+    handle = stage._model.layers[2].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(MemoryError()))
+
+    with pytest.raises(MemoryError):
+        stage.forward([(first, inputs(2, 1)), (second, inputs(2, 2))])
+    handle.remove()
+    assert (first.length, second.length) == (5, 0)
+
+    fresh = stage.new_lane()
+    expected = forward(stage, fresh, torch.cat([inputs(5), inputs(2, 1)]))[5:]
+    torch.testing.assert_close(forward(stage, first, inputs(2, 1)), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_a_stage_says_what_it_is(tmp_path: Path) -> None:
+    stage = load_stage(tmp_path, dtype=torch.bfloat16)
+
+    assert (stage.blocks, stage.hidden_size, stage.dtype, stage.device) == (3, 32, torch.bfloat16, CPU)
+    attention, mlp, norms = 2 * 32 * 32 + 2 * 32 * 16, 3 * 32 * 48, 2 * 32
+    assert stage.weight_bytes == 3 * (attention + mlp + norms) * 2
+    assert stage.geometry.bytes_per_position == 3 * 2 * 2 * 8 * 2
+
+
+def test_layers_that_keep_another_state_are_refused(tmp_path: Path) -> None:
+    """Gated delta net layers carry a recurrent state, which a lane would silently lose."""
+    model = load("qwen3-next", tmp_path)
+
+    with pytest.raises(ConfigError, match="more than keys and values"):
+        Stage.load(model, 0, 4, dtype=torch.float32, device=CPU)
+
+
+def test_parts_of_a_stage_share_its_weights_and_make_up_the_whole(tmp_path: Path) -> None:
+    stage = Stage.load(load("gemma3", tmp_path), 0, 5, dtype=torch.float32, device=CPU)
+    parts = [stage.part(0, 1), stage.part(1, 4).part(0, 2), stage.part(1, 4).part(2, 3), stage.part(4, 5)]
+    assert [part.blocks for part in parts] == [1, 2, 1, 1]
+    assert stage.part(0, 5) is stage
+
+    expected = forward(stage, stage.new_lane(), inputs(20))
+    lanes = [part.new_lane() for part in parts]
+    for chunk in inputs(20).split([12, 1, 7]):
+        rows = chunk
+        for part, lane in zip(parts, lanes, strict=True):
+            rows = forward(part, lane, rows)
+        torch.testing.assert_close(
+            rows, expected[lanes[0].length - len(chunk) : lanes[0].length], atol=1e-5, rtol=1e-4
+        )
+    assert sum(lane.nbytes for lane in lanes) == stage.geometry.bytes_for(20)
+    assert parts[1]._model.layers[0] is stage._model.layers[1]
