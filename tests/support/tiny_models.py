@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
@@ -101,3 +103,60 @@ def save_tiny(family: str, directory: Path, *, max_shard_size: str = "5GB", **ch
                 parameter.normal_(0.0, 0.2)
         model.save_pretrained(directory, max_shard_size=max_shard_size)
     return directory
+
+
+def write_gguf(path: Path, architecture: str) -> Path:
+    """A random model in gguf, 3 blocks of width 64, weights quantised to Q8_0."""
+    rng = np.random.default_rng(1)
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(3)
+    writer.add_context_length(128)
+    writer.add_embedding_length(64)
+    writer.add_feed_forward_length(96)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10_000.0)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([*(chr(33 + i) for i in range(63)), "!!"])
+    writer.add_token_types([1] * 64)
+    writer.add_token_merges(["! !"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+
+    def add(name: str, *shape: int) -> None:
+        values = rng.standard_normal(shape, dtype=np.float32)
+        if len(shape) == 1:
+            writer.add_tensor(name, values)
+        else:
+            kind = gguf.GGMLQuantizationType.Q8_0
+            writer.add_tensor(name, gguf.quantize(values, kind), raw_dtype=kind)
+
+    if architecture == "qwen3moe":
+        writer.add_expert_count(4)
+        writer.add_expert_used_count(2)
+        writer.add_expert_feed_forward_length(768)
+        writer.add_key_length(16)
+        writer.add_value_length(16)
+    add("token_embd.weight", 64, 64)
+    add("output_norm.weight", 64)
+    for block in range(3):
+        for name, *shape in (("attn_norm", 64), ("ffn_norm", 64), ("attn_q", 64, 64), ("attn_k", 32, 64), ("attn_v", 32, 64), ("attn_output", 64, 64)):  # fmt: skip
+            add(f"blk.{block}.{name}.weight", *shape)
+        if architecture == "qwen3moe":
+            feed_forward = (("attn_q_norm", 16), ("attn_k_norm", 16), ("ffn_gate_inp", 4, 64), ("ffn_gate_exps", 4, 768, 64), ("ffn_up_exps", 4, 768, 64), ("ffn_down_exps", 4, 64, 768))  # fmt: skip
+        else:
+            feed_forward = (("ffn_gate", 96, 64), ("ffn_up", 96, 64), ("ffn_down", 64, 96))  # type: ignore[assignment]
+        for name, *shape in feed_forward:
+            add(f"blk.{block}.{name}.weight", *shape)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def flip_last_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)

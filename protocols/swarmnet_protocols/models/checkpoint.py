@@ -12,8 +12,10 @@ from swarmnet_protocols.errors import IntegrityError
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-MAX_DIMS = 8
 _CHUNK_BYTES = 1 << 20
+
+CONFIG_FAULTS = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError)
+"""What transformers raises, at some place or other, for a config that makes no sense. NotImplementedError is among them."""
 
 
 class Progress(Protocol):

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError
+from swarmnet_protocols.models.checkpoint import CONFIG_FAULTS
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +52,7 @@ def base_class(config: "PretrainedConfig") -> type:
     try:
         with torch.device("meta"):
             base: Any = cls(with_blocks(config, 0, 0)).base_model
-    except (ValueError, TypeError, AttributeError, KeyError, RuntimeError, ArithmeticError) as error:
+    except CONFIG_FAULTS as error:
         raise ConfigError(f"the config of {architecture_of(config)} makes no model: {error}") from error
     children = {name for name, _ in base.named_children() if not name.startswith("rotary_emb")}
     if children != {"embed_tokens", "layers", "norm"}:
@@ -75,27 +76,46 @@ def build_span(config: "PretrainedConfig", start: int, end: int) -> "Builder":
     """How to build the decoder stack of blocks [start, end): no embeddings, no final norm, layers numbered from 0."""
     from torch import nn
 
-    base: Any = base_class(config)
+    def cut(model: Any) -> None:
+        keep_layers(model, start, end)
+        model.embed_tokens = None
+        model.norm = nn.Identity()
 
-    def init(self: Any, config: "PretrainedConfig") -> None:
-        # Built whole (on the meta device) so that every layer is what its place in the model makes it.
-        base.__init__(self, config)
-        self.layers = nn.ModuleList(list(self.layers)[start:end])
-        for module in self.layers.modules():
-            if hasattr(module, "layer_idx"):
-                module.layer_idx -= start
-        self.embed_tokens = None
-        self.norm = nn.Identity()
-        _keep_blocks(config, start, end)
-
-    # transformers finds its conversions of checkpoints by the class's name and home.
-    return Builder(type(base.__name__, (base,), {"__init__": init, "__module__": base.__module__}), config)
+    return Builder(_cut_class(base_class(config), cut), config)
 
 
 def build_edges(config: "PretrainedConfig") -> "Builder":
     """How to build the CausalLM without any layer."""
     base_class(config)
-    return Builder(causal_class(config), with_blocks(config, 0, 0))
+    return Builder(
+        _cut_class(causal_class(config), lambda model: keep_layers(model.base_model, 0, 0)), config
+    )
+
+
+def keep_layers(model: Any, start: int, end: int) -> None:
+    """Leave a decoder stack its layers [start, end), numbered from 0."""
+    from torch import nn
+
+    model.layers = nn.ModuleList(list(model.layers)[start:end])
+    for module in model.layers.modules():
+        if hasattr(module, "layer_idx"):
+            module.layer_idx -= start
+    _keep_blocks(model.config, start, end)
+
+
+def _cut_class(cls: Any, cut: "Callable[[Any], None]") -> type:
+    """Makes objects of ``cls``, cut before they have weights.
+
+    They are built whole (on the meta device), so that every layer and the rotary embedding are what the whole config
+    makes them.
+    """
+
+    def init(self: Any, config: "PretrainedConfig") -> None:
+        cls.__init__(self, config)
+        cut(self)
+        self.__class__ = cls
+
+    return type(cls.__name__, (cls,), {"__init__": init})
 
 
 def build_whole(config: "PretrainedConfig") -> "Builder":

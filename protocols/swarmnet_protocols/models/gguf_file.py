@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError
-from swarmnet_protocols.models.checkpoint import BlockNaming
+from swarmnet_protocols.models.checkpoint import CONFIG_FAULTS, BlockNaming
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -188,7 +188,7 @@ class GgufCheckpoint:
                 self._kept("config", lambda: AutoConfig.from_pretrained(**self._source)),
                 local_files_only=True,
             )
-        except (ValueError, KeyError, NotImplementedError) as error:
+        except CONFIG_FAULTS as error:
             raise ConfigError(
                 f"{self.path}: transformers does not read {self._architecture or 'this'} from gguf: {error}",
                 hint="use the model in Hugging Face layout",

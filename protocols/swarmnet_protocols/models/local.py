@@ -77,8 +77,8 @@ class LocalModel:
         )
         model.base_model.layers = nn.ModuleList([layer])
         model.config.num_hidden_layers = 1
-        if getattr(model.config, "layer_types", None) is not None:
-            model.config.layer_types = ["full_attention"]
+        if kinds := getattr(self.config, "layer_types", None):
+            model.config.layer_types = ["full_attention" if "full_attention" in kinds else kinds[0]]
         self._set_generation_config(model)
         return model
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError
-from swarmnet_protocols.models.checkpoint import BlockNaming
+from swarmnet_protocols.models.checkpoint import CONFIG_FAULTS, BlockNaming
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -128,7 +128,7 @@ class SafetensorsCheckpoint:
         _read_json(path, MAX_CONFIG_BYTES)
         try:
             config = AutoConfig.from_pretrained(self.root, trust_remote_code=False, local_files_only=True)
-        except (ValueError, KeyError, TypeError, AttributeError, OSError, StrictDataclassError) as error:
+        except (*CONFIG_FAULTS, OSError, StrictDataclassError) as error:
             raise ConfigError(f"{path} does not describe a model that transformers knows: {error}") from error
         if getattr(config, "quantization_config", None) is not None:
             raise ConfigError(

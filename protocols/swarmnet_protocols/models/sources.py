@@ -48,7 +48,7 @@ def _locate(name: str, cache_dir: Path, progress: Progress | None) -> Path:
     if name == DEFAULT_MODEL:
         return _default_model(cache_dir, progress)
     path = Path(name).expanduser()
-    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+    if (name and path.is_dir()) or (path.is_file() and path.suffix == ".gguf"):
         return path.resolve()
     match = _HUB_NAME.match(name)
     if match and not name.startswith(".") and path.suffix != ".gguf":

@@ -1,0 +1,111 @@
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from swarmnet_protocols.errors import ConfigError, IntegrityError
+from swarmnet_protocols.models import DEFAULT_MODEL, LocalModel, resolve
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from swarmnet.paths import default_cache_dir
+from tests.support.tiny_models import write_gguf
+
+CPU = torch.device("cpu")
+FLOAT32: dict[str, Any] = {"dtype": torch.float32, "device": CPU}
+
+
+def load(path: Path, tmp_path: Path) -> LocalModel:
+    return resolve(str(path), cache_dir=tmp_path / "cache")
+
+
+def dequantised_by_transformers(model: LocalModel) -> dict[str, torch.Tensor]:
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    with torch.device("meta"):
+        empty: PreTrainedModel = AutoModelForCausalLM.from_config(model.config)
+    tensors: dict[str, torch.Tensor] = load_gguf_checkpoint(
+        model.path, return_tensors=True, model_to_load=empty
+    )["tensors"]
+    return tensors
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3moe"])
+def test_gguf_tensors_are_those_transformers_dequantises(architecture: str, tmp_path: Path) -> None:
+    model = load(write_gguf(tmp_path / "tiny.gguf", architecture), tmp_path)
+    expected = dequantised_by_transformers(model)
+    assert_gguf_parts_are(model, expected, (1, 3))
+
+
+def assert_gguf_parts_are(
+    model: LocalModel, expected: dict[str, torch.Tensor], blocks: tuple[int, int]
+) -> None:
+    start, end = blocks
+    span = model.load_span(start, end, **FLOAT32)
+    seen = set()
+    for name, tensor in span.state_dict().items():
+        _, block, rest = name.split(".", 2)
+        seen.add(f"model.layers.{int(block) + start}.{rest}")
+        assert torch.equal(tensor, expected[f"model.layers.{int(block) + start}.{rest}"]), name
+        assert tensor.is_contiguous()
+    assert seen == {
+        name for name in expected if name.startswith(tuple(f"model.layers.{b}." for b in range(start, end)))
+    }
+    edges: Any = model.load_edges(torch.nn.Identity(), **FLOAT32)
+    assert torch.equal(edges.model.embed_tokens.weight, expected["model.embed_tokens.weight"])
+    assert torch.equal(edges.model.norm.weight, expected["model.norm.weight"])
+    assert edges.lm_head.weight is edges.model.embed_tokens.weight
+
+
+def test_a_gguf_span_dequantises_only_its_own_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(write_gguf(tmp_path / "tiny.gguf", "llama"), tmp_path)
+    read: list[int] = []
+    real = gguf.dequantize
+
+    def counting(data: Any, kind: gguf.GGMLQuantizationType) -> Any:
+        read.append(data.nbytes)
+        return real(data, kind)
+
+    monkeypatch.setattr(gguf, "dequantize", counting)
+    model.load_span(1, 2, **FLOAT32)
+    assert len(read) == len(model.manifest.tensors[1]) == 9
+    assert sum(read) == (2 * 64 * 64 + 2 * 32 * 64 + 3 * 96 * 64) * 34 // 32 + 2 * 64 * 4
+
+
+def test_gguf_config_and_tokenizer_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", "llama")
+    first = load(path, tmp_path)
+    words = first.tokenizer()("A!").input_ids
+    monkeypatch.setattr(gguf, "GGUFReader", None)
+
+    again = load(path, tmp_path)
+    assert again.config.to_dict() == first.config.to_dict()
+    assert again.tokenizer()("A!").input_ids == words
+    assert again.max_positions == 128
+    again.load_span(0, 1, **FLOAT32)
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 3, 23, 400, -1])
+def test_a_truncated_gguf_is_named(kept_bytes: int, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", "llama")
+    path.write_bytes(path.read_bytes().rstrip(b"\0")[:kept_bytes])
+    with pytest.raises(IntegrityError, match=r"tiny\.gguf"):
+        load(path, tmp_path)
+
+
+def test_a_gguf_architecture_that_is_unknown_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no-such"):
+        load(write_gguf(tmp_path / "tiny.gguf", "no-such"), tmp_path)
+
+
+@pytest.mark.slow
+def test_the_default_model_is_what_transformers_dequantises() -> None:
+    model = resolve(DEFAULT_MODEL, cache_dir=default_cache_dir())
+    assert (model.manifest.blocks, model.manifest.hidden_size, model.max_positions) == (30, 576, 8192)
+    assert_gguf_parts_are(model, dequantised_by_transformers(model), (10, 14))
+    assert (
+        model.tokenizer().decode(model.tokenizer()("The capital of France").input_ids)
+        == "The capital of France"
+    )
