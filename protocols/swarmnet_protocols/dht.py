@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _BOOTSTRAP_S = 5.0
+_SHUTDOWN_S = 2.0
 
 
 class DhtDirectory:
@@ -61,7 +62,11 @@ class DhtDirectory:
             await directory._join()
             yield directory
         finally:
-            await node.shutdown()
+            with contextlib.suppress(
+                TimeoutError
+            ):  # if p2pd has died, hivemind waits for its answers for ever
+                async with asyncio.timeout(_SHUTDOWN_S):
+                    await node.shutdown()
 
     async def publish(self, topic: str, body: bytes, *, lifetime_s: float) -> None:
         record, sealed = self._publisher.seal(topic, body, lifetime_s=lifetime_s)

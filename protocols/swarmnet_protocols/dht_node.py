@@ -21,12 +21,18 @@ _REPLICAS = 5
 _DEPTH_MODULO = 5
 _PARALLEL_RPC = 64
 _CACHE_BYTES = 4 << 20
-_PACKING_BYTES = 5  # msgpack's header of a byte string
 
 
 def node_id_of(peer: PeerID) -> DHTID:
     """The one place in the DHT that a peer may take."""
     return DHTID.generate(source=peer.to_bytes())
+
+
+def _unpack(packed: bytes) -> object:
+    """A byte string of a record's size, or a scalar. Raises ``ValueError`` for anything larger."""
+    return msgpack.unpackb(
+        packed, max_bin_len=MAX_RECORD_BYTES, max_str_len=0, max_array_len=0, max_map_len=0, max_ext_len=0
+    )
 
 
 class SignedRecordValidator(RecordValidatorBase):  # type: ignore[misc]
@@ -37,10 +43,8 @@ class SignedRecordValidator(RecordValidatorBase):  # type: ignore[misc]
         self._clock = clock
 
     def validate(self, record: DHTRecord) -> bool:
-        if len(record.value) > MAX_RECORD_BYTES + _PACKING_BYTES:
-            return False
         try:
-            sealed, subkey = msgpack.unpackb(record.value), msgpack.unpackb(record.subkey)
+            sealed, subkey = _unpack(record.value), _unpack(record.subkey)
         except (ValueError, msgpack.UnpackException):
             return False
         if not isinstance(sealed, bytes):

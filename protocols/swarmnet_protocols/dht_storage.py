@@ -64,6 +64,8 @@ class BoundedStorage:
         self._signer_records[subkey] += 1
         self.total_bytes += len(value)
         heapq.heappush(self._expiries, (expiration_time, key, subkey))
+        if len(self._expiries) > 2 * self._signer_records.total() + 64:
+            self._drop_replaced()
         while self.total_bytes > self._limits.total_bytes:
             self._drop_soonest()
         return subkey in self._records.get(key, {})
@@ -93,6 +95,15 @@ class BoundedStorage:
         kept = self._records.get(key, {}).get(subkey)
         if kept is not None and kept.expires_at == expires_at:
             self._forget(key, subkey)
+
+    def _drop_replaced(self) -> None:
+        """Without this, whoever replaces a record often would grow the queue."""
+        self._expiries = [
+            (kept.expires_at, key, subkey)
+            for key, records in self._records.items()
+            for subkey, kept in records.items()
+        ]
+        heapq.heapify(self._expiries)
 
     def _forget(self, key: "DHTID", subkey: bytes) -> None:
         kept = self._records[key].pop(subkey)

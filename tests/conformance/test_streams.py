@@ -138,7 +138,8 @@ def test_a_cancelled_receive_loses_nothing(lab: Lab, protocol: ProtocolSpec) -> 
 
         await b.serve(protocol, count)
         stream = await dial(a, b, protocol)
-        received, cancelled = [], 0
+        received: list[int] = []
+        cancelled = 0
         while len(received) < 100:
             task = asyncio.create_task(stream.receive())
             # One more turn of the loop each time, so that every point of a receive is hit by a cancellation.

@@ -1,0 +1,309 @@
+"""The DHT of five real nodes, and what it refuses."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgpack  # type: ignore[import-untyped]
+import pytest
+from swarmnet_protocols.clock import wall_clock
+from swarmnet_protocols.dht import DhtDirectory
+from swarmnet_protocols.identity import Identity
+from swarmnet_protocols.records import MAX_RECORD_BYTES, Record, dht_keys, seal
+from swarmnet_protocols.transport.p2pd import P2pdConfig, P2pdTransport
+
+from .conftest import LOOPBACK
+
+pytestmark = pytest.mark.slow
+
+SWARM = bytes(32)
+FOREIGN_SWARM = bytes([1]) * 32
+MALLORY = Identity.from_seed(b"mallory")
+
+
+@dataclass(frozen=True)
+class Peer:
+    identity: Identity
+    transport: P2pdTransport
+    directory: DhtDirectory
+
+    @property
+    def node(self) -> Any:
+        return self.directory._node
+
+
+@contextlib.asynccontextmanager
+async def join(
+    path: Path, bootstrap: tuple[str, ...] = (), *, client_mode: bool = False
+) -> AsyncIterator[Peer]:
+    identity = Identity.load_or_create(path)
+    config = P2pdConfig(path, listen=LOOPBACK, bootstrap=bootstrap)
+    async with (
+        P2pdTransport.create(config) as transport,
+        DhtDirectory.create(
+            transport, identity, swarm=SWARM, bootstrap=bootstrap, client_mode=client_mode
+        ) as directory,
+    ):
+        yield Peer(identity, transport, directory)
+
+
+@contextlib.asynccontextmanager
+async def join_five(directory: Path) -> AsyncIterator[list[Peer]]:
+    async with contextlib.AsyncExitStack() as stack:
+        first = await stack.enter_async_context(join(directory / "0"))
+        bootstrap = tuple(first.transport.addresses())
+        others = [
+            await stack.enter_async_context(join(directory / str(number), bootstrap))
+            for number in range(1, 5)
+        ]
+        yield [first, *others]
+
+
+class Five:
+    def __init__(self, runner: asyncio.Runner, peers: list[Peer]) -> None:
+        self._runner = runner
+        self._peers = peers
+
+    def run(self, scenario: Callable[[list[Peer]], Awaitable[None]]) -> None:
+        async def main() -> None:
+            await scenario(self._peers)
+
+        self._runner.run(main())
+
+
+@pytest.fixture(scope="module")
+def five(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Five]:
+    with asyncio.Runner() as runner:
+        context = join_five(tmp_path_factory.mktemp("dht"))
+        peers = runner.run(context.__aenter__())
+        try:
+            yield Five(runner, peers)
+        finally:
+            runner.run(context.__aexit__(None, None, None))
+
+
+async def bodies(peer: Peer, topic: str) -> set[bytes]:
+    return {record.body for record in await peer.directory.lookup(topic)}
+
+
+def test_everybody_finds_what_anybody_published(five: Five) -> None:
+    async def scenario(peers: list[Peer]) -> None:
+        for number, peer in enumerate(peers):
+            await peer.directory.publish("everybody", b"%d" % number, lifetime_s=60.0)
+        for peer in peers:
+            records = await peer.directory.lookup("everybody")
+            assert {record.peer_id: record.body for record in records} == {
+                each.identity.peer_id: b"%d" % number for number, each in enumerate(peers)
+            }
+
+    five.run(scenario)
+
+
+def test_a_new_publication_replaces_the_old_one_even_if_it_was_to_live_longer(five: Five) -> None:
+    async def scenario(peers: list[Peer]) -> None:
+        await peers[1].directory.publish("replace", b"old", lifetime_s=600.0)
+        await peers[1].directory.publish("replace", b"new", lifetime_s=5.0)
+        for peer in peers:
+            assert await bodies(peer, "replace") == {b"new"}
+
+    five.run(scenario)
+
+
+def test_nobody_finds_what_nobody_published(five: Five) -> None:
+    async def scenario(peers: list[Peer]) -> None:
+        assert list(await peers[2].directory.lookup("nothing")) == []
+
+    five.run(scenario)
+
+
+def test_a_late_joiner_and_a_client_find_records_and_publish(five: Five, tmp_path: Path) -> None:
+    async def scenario(peers: list[Peer]) -> None:
+        await peers[3].directory.publish("late", b"before", lifetime_s=60.0)
+        bootstrap = tuple(peers[0].transport.addresses())
+        async with (
+            join(tmp_path / "late", bootstrap) as late,
+            join(tmp_path / "client", bootstrap, client_mode=True) as client,
+        ):
+            assert await bodies(late, "late") == await bodies(client, "late") == {b"before"}
+            await late.directory.publish("late", b"late", lifetime_s=60.0)
+            await client.directory.publish("late", b"client", lifetime_s=60.0)
+            assert await bodies(peers[4], "late") == {b"before", b"late", b"client"}
+            assert client.identity.peer_id not in {
+                str(peer_id) for peer in peers for peer_id in peer.node.protocol.routing_table.peer_id_to_uid
+            }
+
+    five.run(scenario)
+
+
+def mallorys(**changes: Any) -> Record:
+    record = Record(SWARM, "target", MALLORY.public_key, 1, round(wall_clock() + 60, 3), b"evil")
+    return replace(record, **changes)
+
+
+@dataclass(frozen=True)
+class RawStore:
+    """What is written through hivemind's own call; honest unless changed."""
+
+    record: Record
+    sealed: bytes
+    key: bytes
+    subkey: Any
+    expires_at: float
+
+    @classmethod
+    def of(cls, record: Record) -> "RawStore":
+        sealed = seal(MALLORY, record)
+        return cls(record, sealed, dht_keys(record.swarm, record.topic)[0], record.signer, record.expires_at)
+
+
+def tampered(sealed: bytes) -> bytes:
+    return sealed[:-1] + bytes([sealed[-1] ^ 1])
+
+
+def forgeries() -> dict[str, RawStore]:
+    good = RawStore.of(mallorys())
+    return {
+        "signature": replace(good, sealed=tampered(good.sealed)),
+        "swarm": RawStore.of(mallorys(swarm=FOREIGN_SWARM)),
+        "swarm under our key": replace(RawStore.of(mallorys(swarm=FOREIGN_SWARM)), key=good.key),
+        "key": replace(good, key=dht_keys(SWARM, "another topic")[0]),
+        "signer": replace(good, subkey=Identity.from_seed(b"somebody else").public_key),
+        "no signer": replace(good, subkey=None),
+        "lifetime": replace(good, expires_at=good.expires_at + 60),
+        "far future": RawStore.of(mallorys(expires_at=round(wall_clock() + 48 * 3600, 3))),
+        "size": replace(good, sealed=bytes(MAX_RECORD_BYTES + 1)),
+        "not bytes": replace(good, sealed=[1, 2, 3]),  # type: ignore[arg-type]
+    }
+
+
+async def raw_store(sender: Peer, target: Peer, store: RawStore) -> list[bool] | None:
+    from hivemind.dht.routing import DHTID
+
+    answer: list[bool] | None = await sender.node.protocol.call_store(
+        target.transport.p2p.peer_id,
+        [DHTID.generate(source=store.key)],
+        [msgpack.packb(store.sealed)],
+        store.expires_at,
+        subkeys=[store.subkey],
+    )
+    return answer
+
+
+def test_an_honest_raw_store_is_accepted(five: Five) -> None:
+    async def scenario(peers: list[Peer]) -> None:
+        store = RawStore.of(mallorys(topic="honest"))
+        assert await raw_store(peers[0], peers[1], store) == [True]
+        assert await bodies(peers[2], "honest") == {b"evil"}
+
+    five.run(scenario)
+
+
+@pytest.mark.parametrize("name", forgeries())
+def test_a_forged_record_is_refused_on_store(five: Five, name: str) -> None:
+    async def scenario(peers: list[Peer]) -> None:
+        before = peers[1].node.protocol.storage.total_bytes
+        assert await raw_store(peers[0], peers[1], forgeries()[name]) == [False]
+        assert peers[1].node.protocol.storage.total_bytes == before
+
+    five.run(scenario)
+
+
+class Lies:
+    """A storage that answers with forged records next to the honest ones."""
+
+    def __init__(self, honest: Any, forged: dict[Any, list[tuple[Any, bytes, float]]]) -> None:
+        self._honest = honest
+        self._forged = forged
+
+    def get(self, key: Any) -> Any:
+        from hivemind.dht.storage import DictionaryDHTValue
+        from hivemind.utils.timed_storage import ValueWithExpiration
+
+        found = self._honest.get(key)
+        dictionary = found.value if found else DictionaryDHTValue()
+        for subkey, value, expires_at in self._forged.get(key, []):
+            dictionary.store(subkey, value, expires_at)
+        return ValueWithExpiration(dictionary, wall_clock() + 60) if dictionary else None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._honest, name)
+
+
+def test_forged_records_are_dropped_on_read_and_do_not_hide_good_ones(
+    five: Five, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(peers: list[Peer]) -> None:
+        from hivemind.dht.routing import DHTID
+
+        await peers[3].directory.publish("target", b"good", lifetime_s=60.0)
+        forged: dict[Any, list[tuple[Any, bytes, float]]] = {}
+        for number, store in enumerate(forgeries().values()):
+            for key in dht_keys(SWARM, "target"):
+                entry = (store.subkey or bytes([number]), msgpack.packb(store.sealed), store.expires_at)
+                forged.setdefault(DHTID.generate(source=key), []).append(entry)
+        for liar in (peers[0], peers[1], peers[2], peers[3]):
+            monkeypatch.setattr(liar.node.protocol, "storage", Lies(liar.node.protocol.storage, forged))
+        assert await bodies(peers[4], "target") == {b"good"}
+
+    five.run(scenario)
+
+
+def test_a_node_that_claims_a_place_not_its_own_is_not_used(
+    five: Five, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(peers: list[Peer]) -> None:
+        from hivemind.dht.routing import DHTID
+        from hivemind.proto import dht_pb2
+
+        liar, victim = peers[1], peers[2]
+        wanted = DHTID.generate(source=dht_keys(SWARM, "censored")[0])
+        honest_id = victim.node.protocol.routing_table.get(peer_id=liar.transport.p2p.peer_id)
+        monkeypatch.setattr(liar.node.protocol, "node_info", dht_pb2.NodeInfo(node_id=wanted.to_bytes()))
+        await liar.node.protocol.call_ping(victim.transport.p2p.peer_id)
+        await victim.node.protocol.call_ping(liar.transport.p2p.peer_id)
+        await asyncio.sleep(0)
+        assert wanted not in victim.node.protocol.routing_table
+        assert victim.node.protocol.routing_table.get(peer_id=liar.transport.p2p.peer_id) == honest_id
+        assert victim.node._filter_blacklisted({wanted: liar.transport.p2p.peer_id}) == {}
+
+    five.run(scenario)
+
+
+def test_lookups_go_on_when_the_only_bootstrap_peer_is_dead(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            bootstrap_stack = contextlib.AsyncExitStack()
+            first = await bootstrap_stack.enter_async_context(join(tmp_path / "0"))
+            bootstrap = tuple(first.transport.addresses())
+            peers = [
+                await stack.enter_async_context(join(tmp_path / str(number), bootstrap))
+                for number in (1, 2, 3)
+            ]
+            await peers[0].directory.publish("before", b"x", lifetime_s=60.0)
+            first.transport._daemon.process.kill()
+            await first.transport._daemon.process.wait()
+            await peers[1].directory.publish("after", b"y", lifetime_s=60.0)
+            for peer in peers:
+                assert await bodies(peer, "before") == {b"x"}
+                assert await bodies(peer, "after") == {b"y"}
+            # A newcomer needs any one peer that lives.
+            through = (*bootstrap, *peers[2].transport.addresses())
+            async with join(tmp_path / "new", through) as newcomer:
+                assert await bodies(newcomer, "before") == {b"x"}
+            await bootstrap_stack.aclose()
+
+    asyncio.run(main())
+
+
+def test_hivemind_does_not_write_to_the_terminal(five: Five, capfd: pytest.CaptureFixture[str]) -> None:
+    async def scenario(peers: list[Peer]) -> None:
+        await peers[0].node.protocol.call_ping(
+            type(peers[0].transport.p2p.peer_id).from_base58(MALLORY.peer_id)
+        )
+
+    five.run(scenario)
+    out, err = capfd.readouterr()
+    assert (out, err) == ("", "")

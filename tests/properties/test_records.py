@@ -1,0 +1,61 @@
+"""No change to a sealed record is accepted."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from swarmnet_protocols.errors import IntegrityError, NotAuthorised
+from swarmnet_protocols.identity import Identity
+from swarmnet_protocols.records import Record, open_record, seal
+
+NOW = 1_800_000_000.0
+SWARM = bytes(range(32))
+ALICE = Identity.from_seed(b"alice")
+
+records = st.builds(
+    Record,
+    swarm=st.just(SWARM),
+    topic=st.text(st.characters(codec="utf-8"), max_size=128),
+    signer=st.just(ALICE.public_key),
+    sequence=st.integers(0, 2**64 - 1),
+    expires_at=st.integers(1, 24 * 3600 * 1000).map(lambda ms: (NOW * 1000 + ms) / 1000),
+    body=st.binary(max_size=200),
+)
+SEALED = seal(ALICE, Record(SWARM, "hosts/ab", ALICE.public_key, 7, NOW + 60, b"body"))
+
+
+@given(records)
+def test_round_trip(record: Record) -> None:
+    assert open_record(seal(ALICE, record), swarm=SWARM, now=NOW) == record
+
+
+@given(st.data())
+def test_no_mutation_is_accepted(data: st.DataObject) -> None:
+    start = data.draw(st.integers(0, len(SEALED)))
+    end = data.draw(st.integers(start, min(start + 8, len(SEALED))))
+    mutated = SEALED[:start] + data.draw(st.binary(max_size=8)) + SEALED[end:]
+    if mutated != SEALED:
+        with pytest.raises((IntegrityError, NotAuthorised)):
+            open_record(mutated, swarm=SWARM, now=NOW)
+
+
+@given(st.binary(max_size=400))
+def test_garbage_is_refused(garbage: bytes) -> None:
+    with pytest.raises((IntegrityError, NotAuthorised)):
+        open_record(garbage, swarm=SWARM, now=NOW)
+
+
+@given(st.integers(0, 8 * len(SEALED) - 1))
+def test_no_flipped_bit_is_accepted(bit: int) -> None:
+    flipped = bytearray(SEALED)
+    flipped[bit // 8] ^= 1 << bit % 8
+    with pytest.raises((IntegrityError, NotAuthorised)):
+        open_record(bytes(flipped), swarm=SWARM, now=NOW)
+
+
+def test_no_signature_of_another_record_fits() -> None:
+    first = seal(ALICE, Record(SWARM, "a", ALICE.public_key, 1, NOW + 60, b""))
+    second = seal(ALICE, replace(open_record(first, swarm=SWARM, now=NOW), sequence=2))
+    with pytest.raises(IntegrityError):
+        open_record(first[:-64] + second[-64:], swarm=SWARM, now=NOW)

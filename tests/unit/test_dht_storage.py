@@ -1,0 +1,119 @@
+from typing import Any
+
+import pytest
+from swarmnet_protocols.dht_storage import BoundedStorage, StorageLimits
+
+
+class Time:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Time:
+    return Time()
+
+
+def storage(clock: Time, **limits: int) -> Any:
+    """Keys are numbers here: a storage only compares them."""
+    return BoundedStorage(StorageLimits(**limits), clock)
+
+
+def held(store: Any, key: int) -> dict[bytes, bytes]:
+    found = store.get(key)
+    return {} if found is None else {subkey: item.value for subkey, item in found.value.items()}
+
+
+@pytest.fixture(autouse=True)
+def _hivemind_clock(monkeypatch: pytest.MonkeyPatch, clock: Time) -> None:
+    from swarmnet_protocols.transport.p2pd_daemon import prepare_hivemind
+
+    prepare_hivemind()
+    monkeypatch.setattr("hivemind.utils.timed_storage.get_dht_time", clock)
+
+
+def test_keeps_one_record_per_signer_until_it_expires(clock: Time) -> None:
+    store = storage(clock)
+    assert store.store_subkey(1, b"a", b"first", 1010.0)
+    assert store.store_subkey(1, b"b", b"other", 1020.0)
+    assert store.store_subkey(1, b"a", b"second", 1015.0)
+    assert held(store, 1) == {b"a": b"second", b"b": b"other"}
+    assert store.get(1).expiration_time == 1020.0
+    clock.now = 1015.0
+    assert held(store, 1) == {b"b": b"other"}
+    clock.now = 1020.0
+    assert store.get(1) is None
+    assert store.total_bytes == 0
+
+
+def test_a_record_is_not_replaced_by_one_that_expires_earlier(clock: Time) -> None:
+    store = storage(clock)
+    store.store_subkey(1, b"a", b"newer", 1010.0)
+    assert not store.store_subkey(1, b"a", b"older", 1009.0)
+    assert not store.store_subkey(1, b"a", b"again", 1010.0)
+    assert held(store, 1) == {b"a": b"newer"}
+
+
+def test_an_expired_record_and_one_without_a_signer_are_not_kept(clock: Time) -> None:
+    store = storage(clock)
+    assert not store.store_subkey(1, b"a", b"x", 1000.0)
+    assert not store.store(1, b"regular value", 1010.0)
+    assert store.get(1) is None
+
+
+def test_records_of_one_signer_are_limited(clock: Time) -> None:
+    store = storage(clock, signer_records=3)
+    assert [store.store_subkey(key, b"a", b"x", 1010.0) for key in range(5)] == [
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert store.store_subkey(0, b"a", b"y", 1011.0), "an update is not a further record"
+    assert store.store_subkey(9, b"b", b"x", 1010.0)
+    clock.now = 1010.0
+    assert store.store_subkey(4, b"a", b"x", 1020.0)
+
+
+def test_bytes_under_one_key_are_limited(clock: Time) -> None:
+    store = storage(clock, key_bytes=100)
+    assert store.store_subkey(1, b"a", bytes(60), 1010.0)
+    assert not store.store_subkey(1, b"b", bytes(60), 1020.0)
+    assert store.store_subkey(1, b"b", bytes(40), 1020.0)
+    assert not store.store_subkey(1, b"b", bytes(41), 1030.0)
+    assert store.store_subkey(2, b"b", bytes(60), 1020.0)
+
+
+def test_what_expires_soonest_makes_room(clock: Time) -> None:
+    store = storage(clock, total_bytes=100)
+    assert store.store_subkey(1, b"a", bytes(40), 1030.0)
+    assert store.store_subkey(2, b"b", bytes(40), 1010.0)
+    assert store.store_subkey(3, b"c", bytes(40), 1020.0)
+    assert 2 not in store
+    assert not store.store_subkey(4, b"d", bytes(40), 1005.0), "it would be the first to go"
+    assert 1 in store
+    assert 3 in store
+    assert store.total_bytes == 80
+
+
+def test_replacing_many_times_does_not_leak(clock: Time) -> None:
+    store = storage(clock)
+    for turn in range(10_000):
+        assert store.store_subkey(1, b"a", bytes(10), 1010.0 + turn)
+    assert store.total_bytes == 10
+    assert len(store._expiries) < 100
+    clock.now = 1010.0 + 10_000
+    assert store.get(1) is None
+
+
+def test_what_a_reader_does_to_its_answer_does_not_change_the_storage(clock: Time) -> None:
+    store = storage(clock)
+    store.store_subkey(1, b"a", b"x", 1010.0)
+    store.get(1).value.store(b"b", b"smuggled", 1010.0)
+    assert held(store, 1) == {b"a": b"x"}
+    assert [(key, [subkey for subkey, _ in item.value.items()]) for key, item in store.items()] == [
+        (1, [b"a"])
+    ]
