@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from swarmnet_protocols.session.steps import Row
 from transformers import Cache
 
 from swarmnet_client.chain import Chain, ChainReport
-from swarmnet_protocols.session.steps import Row
 
 if TYPE_CHECKING:
-    from swarmnet_client.model import SwarmForCausalLM
+    from swarmnet_client.model import SwarmModel
 
 
 @dataclass(frozen=True)
@@ -22,13 +22,13 @@ class NewPositions:
     outputs: int
 
 
-class SwarmCache(Cache):
+class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
     """Lanes of one session in the swarm: one lane a row of the batch, left padding never sent.
 
     Supports what ``generate`` asks of a cache: its length, beam reordering, cropping.
     """
 
-    def __init__(self, model: "SwarmForCausalLM", *, max_length: int) -> None:
+    def __init__(self, model: "SwarmModel", *, max_length: int) -> None:
         super().__init__(layers=[])
         self._model = model
         self._max_length = max_length

@@ -12,8 +12,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import torch
-
-from swarmnet_client.swarm import Swarm
 from swarmnet_protocols.aio import cancel
 from swarmnet_protocols.errors import NoRoute, ProtocolViolation, SwarmnetError
 from swarmnet_protocols.protocol_ids import SESSION
@@ -23,6 +21,8 @@ from swarmnet_protocols.session.log import ActivationLog
 from swarmnet_protocols.session.steps import MAX_ROWS, Row, Step, decode_tensor, wire_code
 from swarmnet_protocols.transport import Message, PeerId, Stream
 from swarmnet_protocols.wire import session_pb2 as pb
+
+from swarmnet_client.swarm import Swarm
 
 CHUNK = 256
 """Positions in one step: a hop works on one while the next hop works on the one before."""
@@ -34,7 +34,8 @@ ROUTE_PAUSE_S = 0.25
 
 @dataclass(eq=False)
 class LiveHop:
-    """A hop of the chain with an open session. ``link`` is whom it feeds, ``lost`` how often a link to it broke."""
+    """A hop of the chain with an open session. ``link`` is whom it feeds, ``lost`` how often a link to it broke,
+    ``applied`` the last step it computed and ``moved`` when it last said so."""
 
     hop: Hop
     session: bytes
@@ -43,6 +44,8 @@ class LiveHop:
     epoch: int = 0
     lost: int = 0
     alive: bool = True
+    applied: int = 0
+    moved: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,9 @@ class Chain:
             steps.append(self._step(tuple(row for _, row in part), torch.cat(pieces)))
         outputs: list[list[torch.Tensor]] = [[] for _ in rows]
         for part, output in zip(parts, await asyncio.gather(*steps), strict=True):
-            for (index, _), piece in zip(part, torch.split(output, [row.outputs for _, row in part]), strict=True):
+            for (index, _), piece in zip(
+                part, torch.split(output, [row.outputs for _, row in part]), strict=True
+            ):
                 outputs[index].append(piece)
         return torch.cat([piece for pieces in outputs for piece in pieces])
 
@@ -159,8 +164,11 @@ class Chain:
         """Mend the chain whenever there is trouble. What cannot be mended fails every step that waits, now and later."""
         try:
             while True:
-                await self._trouble.wait()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._swarm.timing.stall_s / 4):
+                        await self._trouble.wait()
                 self._trouble.clear()
+                self._drop_stuck()
                 await self._mend()
         except SwarmnetError as error:
             self._fail(error)
@@ -188,6 +196,16 @@ class Chain:
             rounds += 1
         await self._relink()
         self.report.route = [(live.hop.peer, live.hop.start, live.hop.end) for live in self._hops]
+
+    def _drop_stuck(self) -> None:
+        """Give up on a hop that has had its input for long and beats, but does not compute."""
+        fed = self._outbox.log.last
+        now = asyncio.get_running_loop().time()
+        for live in self._hops:
+            if live.applied < fed and now - live.moved > self._swarm.timing.stall_s:
+                self._lost(live)
+                return
+            fed = live.applied
 
     def _gaps(self) -> list[tuple[int, int]]:
         """Blocks no live hop covers. Dead hops are dropped."""
@@ -235,7 +253,10 @@ class Chain:
         ]
         following.append(self._target(after) if after else None)
         opened = await asyncio.gather(
-            *(self._open(hop, session, target) for (hop, session), target in zip(planned, following, strict=True))
+            *(
+                self._open(hop, session, target)
+                for (hop, session), target in zip(planned, following, strict=True)
+            )
         )
         for live, successor in zip(opened, [*opened[1:], after], strict=True):
             if live is not None:
@@ -278,7 +299,7 @@ class Chain:
             if stream is not None:
                 stream.close()
             raise
-        return LiveHop(hop, session, stream)
+        return LiveHop(hop, session, stream, moved=asyncio.get_running_loop().time())
 
     async def _relink(self) -> None:
         """See to it that every hop feeds the one after it."""
@@ -360,7 +381,9 @@ class Chain:
             case "refused":
                 raise Refused(reply.refused.reason, reply.refused.detail)
             case "beat":
-                pass
+                # Until there is something to compute, a hop that stands still is where it should be.
+                if reply.beat.applied != live.applied or not self._waiting:
+                    live.applied, live.moved = reply.beat.applied, asyncio.get_running_loop().time()
             case _:
                 raise ProtocolViolation("an unexpected message on a session")
 
@@ -377,7 +400,9 @@ class Chain:
             return
         step, future = waiting
         wanted = sum(row.outputs for row in step.rows)
-        values = decode_tensor(output.tensor, message.payload, positions=wanted, hidden_size=self._spec.hidden_size)
+        values = decode_tensor(
+            output.tensor, message.payload, positions=wanted, hidden_size=self._spec.hidden_size
+        )
         if not torch.isfinite(values).all():
             raise ProtocolViolation("an output that is not finite")
         self._swarm.served(live.hop.peer)
@@ -415,7 +440,12 @@ def cut(rows: tuple[Row, ...]) -> list[list[tuple[int, Row]]]:
             count = min(room, row.count - done)
             left = row.count - done - count
             piece = Row(
-                row.lane, row.start + done, count, max(0, min(count, row.outputs - left)), row.source, row.rewrite and not done
+                row.lane,
+                row.start + done,
+                count,
+                max(0, min(count, row.outputs - left)),
+                row.source,
+                row.rewrite and not done,
             )
             parts[-1].append((index, piece))
             done += count

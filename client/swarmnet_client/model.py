@@ -6,22 +6,28 @@ and the loss are transformers' own code.
 """
 
 import functools
-from collections.abc import Iterator
-from contextlib import AbstractAsyncContextManager, contextmanager
+import random
+import tempfile
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from swarmnet_protocols.devices import pick_device, pick_dtype
+from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.models import LocalModel, resolve
+from swarmnet_protocols.timing import Timing
 from transformers import AttentionMaskInterface
 
 from swarmnet_client.cache import NewPositions, SwarmCache
 from swarmnet_client.chain import Chain, ChainReport, ChainSpec
-from swarmnet_client.runtime import Connect, Runtime
-from swarmnet_protocols.errors import ConfigError
-from swarmnet_protocols.models import LocalModel
+from swarmnet_client.runtime import Runtime
+from swarmnet_client.swarm import Swarm
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
 IMPLEMENTATION = "swarmnet_remote"
 """The name under which transformers is told to build no attention mask: the hosts know what attends to what."""
@@ -45,10 +51,12 @@ class RemoteLayer(torch.nn.Module):
         return output.to(hidden_states)
 
 
-class SwarmForCausalLM:
+class SwarmModel:
     """What a swarm model has besides what its architecture has in transformers. Made by ``wrap``."""
 
-    tokenizer: "PreTrainedTokenizerBase"
+    tokenizer: Any
+    config: Any
+    generate: Any
     _runtime: Runtime
     _spec: ChainSpec
     _session: SwarmCache | None
@@ -83,7 +91,7 @@ class SwarmForCausalLM:
         """Leave the swarm; idempotent."""
         self._runtime.close()
 
-    def __enter__(self) -> "SwarmForCausalLM":
+    def __enter__(self) -> "SwarmModel":
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -98,13 +106,17 @@ class SwarmForCausalLM:
         embedded: torch.Tensor = model.get_input_embeddings()(values.to(model.device))
         return embedded.cpu()
 
-    def _columns(self, mask: torch.Tensor | None, batch: int, length: int, width: int) -> list[tuple[int, int]]:
+    def _columns(
+        self, mask: torch.Tensor | None, batch: int, length: int, width: int
+    ) -> list[tuple[int, int]]:
         """For each row the columns [first, end) that hold tokens. Raises ``ValueError`` for a mask with holes."""
         total = length + width
         if mask is None:
             return [(0, total)] * batch
         if mask.dim() != 2 or mask.shape[1] < total:
-            raise ValueError(f"an attention mask [{batch}, {total}] is needed, this one is {list(mask.shape)}")
+            raise ValueError(
+                f"an attention mask [{batch}, {total}] is needed, this one is {list(mask.shape)}"
+            )
         columns = []
         for row in mask[:, :total].bool().tolist():
             first = row.index(True) if True in row else total
@@ -115,7 +127,7 @@ class SwarmForCausalLM:
         return columns
 
 
-def wrap(local: LocalModel, runtime: Runtime, *, dtype: torch.dtype, device: torch.device) -> Any:
+def wrap(local: LocalModel, runtime: Runtime, *, dtype: torch.dtype, device: torch.device) -> SwarmModel:
     """The swarm model over ``local``'s embeddings and head: an instance of its architecture's CausalLM."""
     AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)
     model: Any = local.load_edges(RemoteLayer(), dtype=dtype, device=device)
@@ -132,14 +144,52 @@ def wrap(local: LocalModel, runtime: Runtime, *, dtype: torch.dtype, device: tor
     return model
 
 
-def connect(local: LocalModel, connecting: Connect, *, dtype: torch.dtype, device: torch.device) -> Any:
-    """A swarm model with a connection of its own; ``close`` ends it."""
-    runtime = Runtime(connecting)
+def load(
+    name: str,
+    *,
+    swarm: bytes,
+    bootstrap: Sequence[str],
+    cache_dir: Path,
+    dtype: str = "auto",
+    device: str = "auto",
+) -> Any:
+    """The model ``name`` on the swarm with id ``swarm``, found through peers at ``bootstrap``.
+
+    Raises ``ConfigError`` or ``IntegrityError`` for a model that will not do, ``Unreachable`` when no bootstrap answers.
+    """
+    place = pick_device(device)
+    local = resolve(name, cache_dir=cache_dir)
+    runtime = Runtime(lambda: _connect(local.manifest.hash, swarm, tuple(bootstrap)))
     try:
-        return wrap(local, runtime, dtype=dtype, device=device)
+        return wrap(local, runtime, dtype=pick_dtype(dtype, place), device=place)
     except BaseException:
         runtime.close()
         raise
+
+
+@asynccontextmanager
+async def _connect(manifest: bytes, swarm: bytes, bootstrap: tuple[str, ...]) -> AsyncIterator[Swarm]:
+    """A client's own place on the network: a fresh identity, nothing served."""
+    from swarmnet_protocols.dht import DhtDirectory
+    from swarmnet_protocols.identity import Identity
+    from swarmnet_protocols.transport.p2pd import P2pdConfig, P2pdTransport
+
+    with tempfile.TemporaryDirectory(prefix="swarmnet-client-") as directory:
+        key = Path(directory) / "identity.key"
+        identity = Identity.load_or_create(key)
+        network = P2pdConfig(
+            key, listen=("/ip4/127.0.0.1/tcp/0",), bootstrap=bootstrap, require_bootstrap=True
+        )
+        async with (
+            P2pdTransport.create(network) as transport,
+            DhtDirectory.create(
+                transport, identity, swarm=swarm, bootstrap=bootstrap, client_mode=True
+            ) as directory_of_swarm,
+            Swarm.watch(
+                transport, directory_of_swarm, manifest, rng=random.Random(), timing=Timing()
+            ) as watched,
+        ):
+            yield watched
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
@@ -165,7 +215,9 @@ def _swarm_class(base: "type[PreTrainedModel]") -> type:
             raise ValueError("give input_ids or inputs_embeds")
         if past_key_values is None:
             with SwarmCache(self, max_length=self._spec.max_length) as cache:
-                output = forward(self, input_ids, attention_mask, cache, inputs_embeds, logits_to_keep, **kwargs)
+                output = forward(
+                    self, input_ids, attention_mask, cache, inputs_embeds, logits_to_keep, **kwargs
+                )
                 output.past_key_values = None
                 return output
         batch, width = given.shape[:2]
@@ -199,7 +251,7 @@ def _swarm_class(base: "type[PreTrainedModel]") -> type:
             return architecture.generate(self, inputs, *args, past_key_values=cache, **kwargs)
 
     namespace = {"forward": forward, "generate": generate, "__module__": __name__}
-    return type(f"Swarm{base.__name__}", (SwarmForCausalLM, base), namespace)
+    return type(f"Swarm{base.__name__}", (SwarmModel, base), namespace)
 
 
 def _rewind(cache: SwarmCache, ids: torch.Tensor | None) -> None:

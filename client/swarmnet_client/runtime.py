@@ -67,5 +67,3 @@ class Runtime:
             if self._started.done():
                 raise
             self._started.set_exception(error)
-
-

@@ -45,7 +45,13 @@ class Swarm:
     @classmethod
     @asynccontextmanager
     async def watch(
-        cls, transport: Transport, directory: Directory, manifest: bytes, *, rng: random.Random, timing: Timing
+        cls,
+        transport: Transport,
+        directory: Directory,
+        manifest: bytes,
+        *,
+        rng: random.Random,
+        timing: Timing,
     ) -> AsyncIterator["Swarm"]:
         """A view that refreshes itself for as long as the context."""
         swarm = cls(transport, directory, manifest, rng, timing)
@@ -55,7 +61,9 @@ class Swarm:
         finally:
             await cancel(watching, *swarm._pings.values())
 
-    def route(self, span: tuple[int, int], *, source: PeerId | None = None, sink: PeerId | None = None) -> list[Hop]:
+    def route(
+        self, span: tuple[int, int], *, source: PeerId | None = None, sink: PeerId | None = None
+    ) -> list[Hop]:
         """Hosts for the blocks of ``span``, by what is known now. Raises ``NoRoute``."""
         return find_chain(self._view(), span, self._rng, source=source, sink=sink)
 
@@ -131,4 +139,3 @@ class Swarm:
         known = self._delay_s.get(stream.peer, measured)
         self._delay_s[stream.peer] = known + SMOOTHING * (measured - known)
         self._queue_s[stream.peer] = pong.queue_s if 0 <= pong.queue_s < math.inf else 0.0
-

@@ -12,12 +12,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import torch
+from swarmnet_protocols.aio import cancel
+from swarmnet_protocols.errors import OutOfResources
 
 from swarmnet_node.kv import LaneCache
 from swarmnet_node.scheduler import Waiting, schedule
 from swarmnet_node.stage import Stage
-from swarmnet_protocols.aio import cancel
-from swarmnet_protocols.errors import OutOfResources
 
 BUDGET_TOKENS = 512
 """Positions in one forward: beyond this a CPU gains nothing, and whoever waits for one token waits longer."""
@@ -30,7 +30,7 @@ class _Work:
     lane: LaneCache
     inputs: torch.Tensor
     priority: int
-    span: tuple[int, int]
+    stage: Stage
     done: "asyncio.Future[torch.Tensor]"
     reserved_bytes: int
     outputs: list[torch.Tensor] = field(default_factory=list)
@@ -38,7 +38,7 @@ class _Work:
 
     @property
     def waiting(self) -> Waiting:
-        return Waiting(len(self.inputs) - self.computed, self.priority, self.span)
+        return Waiting(len(self.inputs) - self.computed, self.priority, id(self.stage))
 
 
 class Engine:
@@ -94,19 +94,19 @@ class Engine:
             )
 
     async def compute(
-        self, rows: Sequence[tuple[LaneCache, torch.Tensor]], *, span: tuple[int, int], priority: int = 0
+        self, stage: Stage, rows: Sequence[tuple[LaneCache, torch.Tensor]], *, priority: int = 0
     ) -> list[torch.Tensor]:
-        """Run rows of (lane, inputs [count, D]) through blocks ``span`` of the stage; lanes grow by ``count``.
+        """Run rows of (lane, inputs [count, D]) through our stage or a part of it; lanes grow by ``count``.
 
         Raises ``OutOfResources``, before anything is computed, when the caches may not grow so far.
         """
         growth = [
-            max(0, self.stage.geometry.bytes_for(lane.length + len(inputs)) - lane.nbytes) for lane, inputs in rows
+            max(0, stage.geometry.bytes_for(lane.length + len(inputs)) - lane.nbytes) for lane, inputs in rows
         ]
         self.reserve(sum(growth))
         loop = asyncio.get_running_loop()
         works = [
-            _Work(lane, inputs, priority, span, loop.create_future(), extra)
+            _Work(lane, inputs, priority, stage, loop.create_future(), extra)
             for (lane, inputs), extra in zip(rows, growth, strict=True)
         ]
         self._waiting.extend(works)
@@ -122,10 +122,12 @@ class Engine:
             await asyncio.sleep(0)  # whatever the network has already delivered joins this batch
             picked = schedule([work.waiting for work in self._waiting], BUDGET_TOKENS)
             batch = [(self._waiting[index], tokens) for index, tokens in picked]
-            rows = [(work.lane, work.inputs[work.computed : work.computed + tokens]) for work, tokens in batch]
+            rows = [
+                (work.lane, work.inputs[work.computed : work.computed + tokens]) for work, tokens in batch
+            ]
             started = loop.time()
             try:
-                results = await loop.run_in_executor(self._executor, self.stage.forward, rows, batch[0][0].span)
+                results = await loop.run_in_executor(self._executor, batch[0][0].stage.forward, rows)
             except Exception as error:  # noqa: BLE001 - the supervisor: a failed forward fails its sessions, not the node
                 self._drop([work for work, _ in batch], error)
                 continue

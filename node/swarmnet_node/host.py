@@ -9,8 +9,6 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from swarmnet_node.engine import Engine
-from swarmnet_node.session import HostedSession
 from swarmnet_protocols.aio import race
 from swarmnet_protocols.errors import ProtocolViolation, StreamEnded
 from swarmnet_protocols.protocol_ids import LINK, PING, SESSION
@@ -18,6 +16,9 @@ from swarmnet_protocols.session.link import Refused, parse, receive_within
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.transport import Message, Stream, Transport
 from swarmnet_protocols.wire import session_pb2 as pb
+
+from swarmnet_node.engine import Engine
+from swarmnet_node.session import HostedSession
 
 SESSION_ID_BYTES = 16
 
@@ -36,7 +37,14 @@ class Host:
     """Serves the sessions of one engine. Blocks are numbered as in the whole model."""
 
     def __init__(
-        self, transport: Transport, engine: Engine, *, manifest: bytes, start: int, timing: Timing, limits: HostLimits
+        self,
+        transport: Transport,
+        engine: Engine,
+        *,
+        manifest: bytes,
+        start: int,
+        timing: Timing,
+        limits: HostLimits,
     ) -> None:
         self.engine = engine
         self.start = start
@@ -147,10 +155,10 @@ class Host:
             except StreamEnded:
                 return
             ping = parse(pb.Ping, message.header)
-            await stream.send(Message(pb.Pong(nonce=ping.nonce, queue_s=self.engine.queue_s).SerializeToString()))
+            await stream.send(
+                Message(pb.Pong(nonce=ping.nonce, queue_s=self.engine.queue_s).SerializeToString())
+            )
 
 
 def refused(refusal: Refused) -> pb.Refused:
     return pb.Refused(reason=refusal.reason, detail=str(refusal)[:500])
-
-

@@ -12,11 +12,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import torch
-
-from swarmnet_node.control import NodeStatus
-from swarmnet_node.engine import Engine
-from swarmnet_node.host import Host, HostLimits
-from swarmnet_node.stage import Stage
 from swarmnet_protocols.aio import cancel
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.errors import SwarmnetError
@@ -25,6 +20,11 @@ from swarmnet_protocols.placement import Claim, choose_start, settle
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.transport import Transport
 from swarmnet_protocols.wire import records_pb2 as pb
+
+from swarmnet_node.control import NodeStatus
+from swarmnet_node.engine import Engine
+from swarmnet_node.host import Host, HostLimits
+from swarmnet_node.stage import Stage
 
 MIN_STEP_S = 1e-6
 SETTLE_ROUNDS = 5
@@ -152,7 +152,9 @@ class Node:
         self._state = pb.HOST_STATE_LEAVING
         try:
             async with asyncio.timeout(grace_s):
-                with contextlib.suppress(SwarmnetError):  # clients are told even when the directory is out of reach
+                with contextlib.suppress(
+                    SwarmnetError
+                ):  # clients are told even when the directory is out of reach
                     await self._announce()
                 if self._host is not None:
                     await self._host.leave()
@@ -210,7 +212,9 @@ class Node:
             public_name=self._hosting.public_name,
         )
         await self._world.directory.publish(
-            hosts_topic(self._hosting.manifest), record.SerializeToString(), lifetime_s=self._world.timing.record_s
+            hosts_topic(self._hosting.manifest),
+            record.SerializeToString(),
+            lifetime_s=self._world.timing.record_s,
         )
 
 
@@ -220,6 +224,6 @@ def _measure(stage: Stage, now: Callable[[], float]) -> float:
     times = []
     for _ in range(4):
         started = now()
-        stage.forward([(stage.new_lane(), inputs)], (0, stage.blocks))
+        stage.forward([(stage.new_lane(), inputs)])
         times.append(now() - started)
     return max(min(times[1:]), MIN_STEP_S)

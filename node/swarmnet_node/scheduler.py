@@ -11,25 +11,25 @@ PREFILL_SHARE = 4
 class Waiting:
     """One lane with ``tokens`` inputs to compute, in order of arrival; a lower ``priority`` goes first.
 
-    ``span`` is the part of the stage it wants: only equal spans share a forward.
+    ``part`` names the part of the stage it goes through: only work for the same part shares a forward.
     """
 
     tokens: int
     priority: int
-    span: tuple[int, int]
+    part: int
 
 
 def schedule(waiting: Sequence[Waiting], budget_tokens: int) -> list[tuple[int, int]]:
     """The next batch: (index into ``waiting``, how many of its tokens), at most ``budget_tokens`` in all.
 
     Short work goes before long within a priority, because somebody waits for each token of it; long work is cut to what
-    room is left, and never less than its share. The span of the first in line decides the span of the batch.
+    room is left, and never less than its share. The first in line decides the part of the stage.
     """
     if not waiting:
         return []
     order = sorted(range(len(waiting)), key=lambda index: (waiting[index].priority, index))
-    span = waiting[order[0]].span
-    order = [index for index in order if waiting[index].span == span]
+    part = waiting[order[0]].part
+    order = [index for index in order if waiting[index].part == part]
     share = max(1, budget_tokens // PREFILL_SHARE)
     short = [index for index in order if waiting[index].tokens <= share]
     long = [index for index in order if waiting[index].tokens > share]

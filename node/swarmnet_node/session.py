@@ -6,15 +6,15 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
-
-from swarmnet_node.kv import LaneCache
 from swarmnet_protocols.aio import cancel, race
-from swarmnet_protocols.errors import OutOfResources, ProtocolViolation, SwarmnetError
+from swarmnet_protocols.errors import OutOfResources, ProtocolViolation, StreamEnded, SwarmnetError
 from swarmnet_protocols.session.link import Feeder, Outbox, Refused, Target, parse, receive_within
 from swarmnet_protocols.session.log import ActivationLog, LogGone
 from swarmnet_protocols.session.steps import Row, Step, decode_step, encode_tensor, wire_dtype
 from swarmnet_protocols.transport import Message, PeerId, Stream
 from swarmnet_protocols.wire import session_pb2 as pb
+
+from swarmnet_node.kv import LaneCache
 
 if TYPE_CHECKING:
     from swarmnet_node.host import Host
@@ -31,7 +31,7 @@ class HostedSession:
         self.stream = stream
         self._host = host
         self._engine = host.engine
-        self._span = (wanted.span.start - host.start, wanted.span.end - host.start)
+        self._stage = host.engine.stage.part(wanted.span.start - host.start, wanted.span.end - host.start)
         self._max_length = wanted.max_length
         self._is_last = not wanted.HasField("next")
         self._target = None if self._is_last else _target(wanted.next, wanted.epoch)
@@ -142,7 +142,7 @@ class HostedSession:
         self._start_feeding()
 
     async def _read(self, stream: Stream, queue: asyncio.Queue[Step]) -> None:
-        hidden_size = self._engine.stage.hidden_size
+        hidden_size = self._stage.hidden_size
         while True:
             message = await stream.receive()
             request = parse(pb.LinkRequest, message.header)
@@ -163,7 +163,12 @@ class HostedSession:
                 return
             try:
                 self._outbox.log.check(step)
-                outputs = await self._compute(step)
+                computed = step.with_values(await self._compute(step))
+                self._outbox.append(computed)
+                if self._is_last and not step.replay:
+                    await self._answer(computed)
+            except StreamEnded:
+                return  # the client is gone: its stream ends the session
             except ProtocolViolation as error:
                 self._fail(Refused(pb.REASON_PROTOCOL, str(error)))
             except OutOfResources as error:
@@ -172,11 +177,6 @@ class HostedSession:
                 self._fail(refusal)
             except Exception as error:  # noqa: BLE001 - whatever broke inside the model breaks this session only
                 self._fail(Refused(pb.REASON_INTERNAL, f"{type(error).__name__}: {error}"))
-            else:
-                computed = step.with_values(outputs)
-                self._outbox.append(computed)
-                if self._is_last and not step.replay:
-                    await self._answer(computed)
 
     async def _compute(self, step: Step) -> torch.Tensor:
         longest = max(row.end for row in step.rows)
@@ -184,21 +184,25 @@ class HostedSession:
             raise Refused(pb.REASON_TOO_LONG, f"position {longest} of {self._max_length}")
         self._place(step.rows)
         rows = [(self._lanes[row.lane], values) for row, values in zip(step.rows, step.split(), strict=True)]
-        return torch.cat(await self._engine.compute(rows, span=self._span))
+        return torch.cat(await self._engine.compute(self._stage, rows))
 
     def _place(self, rows: tuple[Row, ...]) -> None:
         """Give every row the cache it starts from. A cache nobody else starts from is moved, not copied."""
         before = dict(self._lanes)
         uses = Counter(row.source for row in rows)
         overwritten = {row.lane for row in rows}
-        copied = [row for row in rows if row.lane != row.source and (uses[row.source] > 1 or row.source not in overwritten)]
+        copied = [
+            row
+            for row in rows
+            if row.lane != row.source and (uses[row.source] > 1 or row.source not in overwritten)
+        ]
         extra_bytes = sum(before[row.source].nbytes for row in copied if row.source in before)
         self._engine.reserve(extra_bytes)
         after: dict[int, LaneCache] = {}
         for row in rows:
             cache = before.get(row.source)
             if cache is None:
-                cache = self._engine.adopt(self._engine.stage.new_lane())
+                cache = self._engine.adopt(self._stage.new_lane())
             elif row in copied:
                 cache = self._engine.adopt(cache.fork())
             after[row.lane] = cache
@@ -211,10 +215,7 @@ class HostedSession:
 
     async def _answer(self, step: Step) -> None:
         tensor, payload = encode_tensor(step.wanted().to(self._feeder.wire))
-        try:
-            await self._reply(pb.SessionReply(output=pb.Output(step=step.seq, tensor=tensor)), payload)
-        except SwarmnetError:
-            return  # the client is gone: its stream ends the session
+        await self._reply(pb.SessionReply(output=pb.Output(step=step.seq, tensor=tensor)), payload)
 
     def _fail(self, refusal: Refused) -> None:
         if not self._failed.done():

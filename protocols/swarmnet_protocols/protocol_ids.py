@@ -7,4 +7,6 @@ _ACTIVATIONS_BYTES = 64 << 20
 SESSION = ProtocolSpec("/swarmnet/session/1", max_header_bytes=64 << 10, max_payload_bytes=_ACTIVATIONS_BYTES)
 LINK = ProtocolSpec("/swarmnet/link/1", max_header_bytes=64 << 10, max_payload_bytes=_ACTIVATIONS_BYTES)
 
-ALL: tuple[ProtocolSpec, ...] = (SESSION, LINK)
+PING = ProtocolSpec("/swarmnet/ping/1", max_header_bytes=64)
+
+ALL: tuple[ProtocolSpec, ...] = (SESSION, LINK, PING)

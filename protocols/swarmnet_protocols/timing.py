@@ -25,6 +25,8 @@ class Timing:
     """A link may arrive this much before the session it belongs to."""
     client_silence_s: float = 30.0
     """A host frees the session of a client that was silent for this long."""
+    stall_s: float = 60.0
+    """A hop that has its input and beats but computes nothing for this long is taken for broken."""
     recover_s: float = 12.0
     """A client looks this long for somebody who hosts the missing blocks."""
     refresh_s: float = 5.0

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 
 import torch
-from google.protobuf.message import DecodeError, Message as Protobuf
+from google.protobuf.message import DecodeError
+from google.protobuf.message import Message as Protobuf
 
 from swarmnet_protocols.aio import race
 from swarmnet_protocols.errors import DeadlineExceeded, ProtocolViolation, SwarmnetError

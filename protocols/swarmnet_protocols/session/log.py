@@ -120,7 +120,11 @@ class ActivationLog:
         self._acked = max(self._acked, seq)
         while self._pending:
             index, step = self._pending[0]
-            unsent = self._cursor is not None and index >= self._cursor.index and not self._skips(self._cursor, step)
+            unsent = (
+                self._cursor is not None
+                and index >= self._cursor.index
+                and not self._skips(self._cursor, step)
+            )
             if unsent or not (step.replay or step.seq <= self._acked):
                 return
             self._pending.popleft()
@@ -180,7 +184,10 @@ class ActivationLog:
     def _snapshot(self, lanes: Mapping[int, _Lane]) -> Iterator[Step]:
         """Replay steps that rebuild the folded part. They are views taken now: later folding does not move them."""
         parts = [
-            (Row(number, start, min(REPLAY_POSITIONS, lane.length - start), 0, number), lane.values(lane.length)[start:])
+            (
+                Row(number, start, min(REPLAY_POSITIONS, lane.length - start), 0, number),
+                lane.values(lane.length)[start:],
+            )
             for number, lane in lanes.items()
             for start in range(0, lane.length, REPLAY_POSITIONS)
         ]

@@ -81,7 +81,9 @@ def check_rows(rows: tuple[Row, ...], lengths: Mapping[int, int]) -> None:
     for row in rows:
         held = lengths.get(row.source, 0)
         if row.start > held:
-            raise ProtocolViolation(f"gap: lane {row.source} holds {held} positions, the step starts at {row.start}")
+            raise ProtocolViolation(
+                f"gap: lane {row.source} holds {held} positions, the step starts at {row.start}"
+            )
         appends = row.source == row.lane and row.start == held
         if not appends and not row.rewrite:
             raise ProtocolViolation(f"overlap: lane {row.lane} would be rewritten from {row.start} unasked")
@@ -104,7 +106,9 @@ def encode_tensor(values: torch.Tensor) -> tuple[pb.Tensor, memoryview]:
     """Header and raw bytes of a CPU tensor [P, D]."""
     contiguous = values.detach().contiguous()
     header = pb.Tensor(dtype=wire_code(contiguous.dtype), shape=list(contiguous.shape))
-    return header, memoryview(contiguous.view(torch.uint8).numpy()).cast("B")
+    if contiguous.numel() == 0:
+        return header, memoryview(b"")
+    return header, contiguous.view(torch.uint8).numpy().data.cast("B")
 
 
 def decode_tensor(header: pb.Tensor, payload: Buffer, *, positions: int, hidden_size: int) -> torch.Tensor:
@@ -114,7 +118,9 @@ def decode_tensor(header: pb.Tensor, payload: Buffer, *, positions: int, hidden_
     """
     dtype = wire_dtype(header.dtype)
     if list(header.shape) != [positions, hidden_size]:
-        raise ProtocolViolation(f"a tensor of shape {list(header.shape)[:8]} where {[positions, hidden_size]} belongs")
+        raise ProtocolViolation(
+            f"a tensor of shape {list(header.shape)[:8]} where {[positions, hidden_size]} belongs"
+        )
     if len(payload) != positions * hidden_size * dtype.itemsize:
         raise ProtocolViolation(f"{len(payload)} bytes for a tensor of {positions} x {hidden_size} {dtype}")
     if positions == 0:
@@ -128,7 +134,12 @@ def encode_step(step: Step, dtype: torch.dtype) -> tuple[pb.Step, memoryview]:
     tensor, payload = encode_tensor(step.values.to(dtype))
     rows = [
         pb.Row(
-            lane=row.lane, start=row.start, count=row.count, outputs=row.outputs, source=row.source, rewrite=row.rewrite
+            lane=row.lane,
+            start=row.start,
+            count=row.count,
+            outputs=row.outputs,
+            source=row.source,
+            rewrite=row.rewrite,
         )
         for row in step.rows
     ]
@@ -139,7 +150,9 @@ def decode_step(message: pb.Step, payload: Buffer, *, hidden_size: int) -> Step:
     """A step from the wire, every number bounded, or ``ProtocolViolation``. Position rules are ``check_rows``'."""
     if not 1 <= len(message.rows) <= MAX_ROWS:
         raise ProtocolViolation(f"a step of {len(message.rows)} rows")
-    rows = tuple(Row(row.lane, row.start, row.count, row.outputs, row.source, row.rewrite) for row in message.rows)
+    rows = tuple(
+        Row(row.lane, row.start, row.count, row.outputs, row.source, row.rewrite) for row in message.rows
+    )
     for row in rows:
         if row.lane > MAX_LANE or row.source > MAX_LANE:
             raise ProtocolViolation(f"lane {max(row.lane, row.source)} is out of range")

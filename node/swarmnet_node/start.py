@@ -1,0 +1,133 @@
+"""Starting a real node: identity, libp2p, the DHT and the model, brought up side by side."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from swarmnet_protocols.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+    from swarmnet_protocols.models import LocalModel, Progress
+
+    from swarmnet_node.node import Hosting, Node
+    from swarmnet_node.stage import Stage
+
+
+@dataclass(frozen=True)
+class NodeConfig:
+    """What a person says of a node. ``blocks`` [start, end), or ``num_blocks`` to be placed; neither: the whole model."""
+
+    model: str
+    swarm: bytes
+    swarm_name: str
+    data_dir: Path
+    cache_dir: Path
+    bootstrap: tuple[str, ...] = ()
+    listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
+    announce: tuple[str, ...] = ()
+    blocks: tuple[int, int] | None = None
+    num_blocks: int | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    max_cache_bytes: int = 1 << 30
+    public_name: str = ""
+
+
+@asynccontextmanager
+async def start(config: NodeConfig, *, progress: "Progress | None" = None) -> AsyncIterator["Node"]:
+    """A node that serves while the context is open.
+
+    Raises ``ConfigError`` for a model, span, device or address that will not do, ``IntegrityError`` for a damaged model,
+    ``Unreachable`` when bootstraps are named and none answers.
+    """
+    from swarmnet_protocols.dht import DhtDirectory
+    from swarmnet_protocols.identity import Identity
+    from swarmnet_protocols.transport.p2pd import P2pdConfig, P2pdTransport
+
+    identity_path = config.data_dir / "identity.key"
+    identity = Identity.load_or_create(identity_path)
+    network = P2pdConfig(
+        identity_path,
+        listen=config.listen,
+        announce=config.announce,
+        bootstrap=config.bootstrap,
+        require_bootstrap=bool(config.bootstrap),
+    )
+    loop = asyncio.get_running_loop()
+    async with AsyncExitStack() as stack:
+        executor = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="torch"))
+        # Reading the model and dialling the swarm both take a second: neither waits for the other.
+        loading = loop.run_in_executor(executor, _Loaded.of, config, progress)
+        try:
+            transport = await stack.enter_async_context(P2pdTransport.create(network))
+            directory = await stack.enter_async_context(
+                DhtDirectory.create(transport, identity, swarm=config.swarm, bootstrap=config.bootstrap)
+            )
+        finally:
+            loaded = await loading
+        from swarmnet_node.node import Node, World
+
+        world = World(transport, directory, executor, random.Random())
+        yield await stack.enter_async_context(Node.run(world, loaded.hosting(config)))
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """The model, and the stage already if the blocks were named."""
+
+    model: "LocalModel"
+    dtype: "torch.dtype"
+    device: "torch.device"
+    stage: "Stage | None"
+
+    @classmethod
+    def of(cls, config: NodeConfig, progress: "Progress | None") -> "_Loaded":
+        from swarmnet_protocols.devices import pick_device, pick_dtype
+        from swarmnet_protocols.models import resolve
+
+        from swarmnet_node.stage import Stage
+
+        device = pick_device(config.device)
+        dtype = pick_dtype(config.dtype, device)
+        model = resolve(config.model, cache_dir=config.cache_dir, progress=progress)
+        total = model.manifest.blocks
+        if config.num_blocks is not None and not 0 < config.num_blocks <= total:
+            raise ConfigError(
+                f"{model.name} has {total} blocks, not {config.num_blocks}",
+                hint=f"use --num-blocks 1 to {total}",
+            )
+        blocks = config.blocks or ((0, total) if config.num_blocks is None else None)
+        if progress is not None:
+            progress("loading blocks", 0, None)
+        stage = Stage.load(model, *blocks, dtype=dtype, device=device) if blocks else None
+        return cls(model, dtype, device, stage)
+
+    def hosting(self, config: NodeConfig) -> "Hosting":
+        from importlib.metadata import version
+
+        from swarmnet_node.node import Hosting
+
+        total = self.model.manifest.blocks
+        return Hosting(
+            model=self.model.name,
+            manifest=self.model.manifest.hash,
+            total_blocks=total,
+            load=self._load,
+            blocks=config.blocks or ((0, total) if config.num_blocks is None else None),
+            num_blocks=config.num_blocks or 0,
+            max_cache_bytes=config.max_cache_bytes,
+            swarm_name=config.swarm_name,
+            public_name=config.public_name,
+            version=version("swarmnet-p2p"),
+        )
+
+    def _load(self, start: int, end: int) -> "Stage":
+        from swarmnet_node.stage import Stage
+
+        return self.stage or Stage.load(self.model, start, end, dtype=self.dtype, device=self.device)

@@ -1,0 +1,184 @@
+"""A whole swarm in one process: real nodes and clients over simulated links, faults on observed events."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from swarmnet_client.chain import Chain, ChainSpec
+from swarmnet_client.swarm import Swarm
+from swarmnet_node.node import Hosting, Node, World
+from swarmnet_node.stage import Stage
+from swarmnet_protocols.directory import MemoryBoard, MemoryDirectory
+from swarmnet_protocols.identity import Identity
+from swarmnet_protocols.models import LocalModel
+from swarmnet_protocols.session.steps import Row
+from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.transport import PeerId
+from swarmnet_protocols.transport.memory import LinkProfile, MemoryNetwork
+
+SWARM = bytes(32)
+EPOCH = 1_800_000_000.0
+
+
+class Reference:
+    """The whole model in this process: what every answer must equal."""
+
+    def __init__(self, local: LocalModel) -> None:
+        self.local = local
+        self.model: Any = local.load_whole(dtype=torch.float32, device=torch.device("cpu"))
+        self._stages: dict[tuple[int, int], Stage] = {}
+
+    def stage(self, start: int, end: int) -> Stage:
+        """A stage for a node of the lab; nodes of one process may share its weights."""
+        if (start, end) not in self._stages:
+            self._stages[start, end] = Stage.load(
+                self.local, start, end, dtype=torch.float32, device=torch.device("cpu")
+            )
+        return self._stages[start, end]
+
+    @torch.inference_mode()
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        embedded: torch.Tensor = self.model.get_input_embeddings()(ids)
+        return embedded
+
+    @torch.inference_mode()
+    def next_token(self, hidden: torch.Tensor) -> int:
+        """The greedy token after the last position of hidden states [n, D]."""
+        return int(self.model.lm_head(self.model.model.norm(hidden[-1:])).argmax())
+
+    @torch.inference_mode()
+    def greedy(self, ids: list[int], count: int) -> list[int]:
+        output = self.model.generate(
+            torch.tensor([ids]), max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        tokens: list[int] = output[0, len(ids) :].tolist()
+        return tokens
+
+
+def peer(name: str) -> Identity:
+    return Identity.from_seed(name.encode().ljust(32, b"."))
+
+
+@dataclass
+class Lab:
+    """The simulated Internet and who is on it."""
+
+    reference: Reference
+    seed: int = 0
+    link: LinkProfile = field(default_factory=lambda: LinkProfile(delay_s=0.01))
+    timing: Timing = field(default_factory=Timing)
+
+    def __post_init__(self) -> None:
+        self.network = MemoryNetwork(random.Random(f"{self.seed}/network"), self.link)
+        self.board = MemoryBoard(
+            self.network, lambda: EPOCH + asyncio.get_running_loop().time(), delay_s=0.05
+        )
+        self.nodes: dict[str, Node] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    @property
+    def manifest(self) -> bytes:
+        return self.reference.local.manifest.hash
+
+    def peer_id(self, name: str) -> PeerId:
+        return peer(name).peer_id
+
+    def hosting(self, blocks: tuple[int, int] | None = None, num_blocks: int = 0, **options: Any) -> Hosting:
+        return Hosting(
+            model="tiny",
+            manifest=self.manifest,
+            total_blocks=self.reference.local.manifest.blocks,
+            load=self.reference.stage,
+            blocks=blocks,
+            num_blocks=num_blocks,
+            **options,
+        )
+
+    async def start(self, name: str, hosting: Hosting) -> Node:
+        """A node that runs until the lab ends or the network crashes it; returns when it serves."""
+        serving: asyncio.Future[Node] = asyncio.get_running_loop().create_future()
+        self._tasks[name] = asyncio.create_task(self._live(name, hosting, serving))
+        self.nodes[name] = await serving
+        return self.nodes[name]
+
+    async def stop(self, name: str) -> None:
+        """End a node's process: the network sees its streams end, nothing is said in the directory."""
+        self.network.crash(self.peer_id(name))
+        self._tasks[name].cancel()
+        await asyncio.gather(self._tasks.pop(name), return_exceptions=True)
+
+    async def _live(self, name: str, hosting: Hosting, serving: "asyncio.Future[Node]") -> None:
+        identity = peer(name)
+        async with self.network.transport(identity.peer_id) as transport:
+            directory = MemoryDirectory(self.board, identity, SWARM)
+            rng = random.Random(f"{self.seed}/{name}")
+            # Virtual time runs what is given to an executor in place.
+            world = World(transport, directory, ThreadPoolExecutor(1), rng, self.timing)
+            try:
+                async with Node.run(world, hosting) as node:
+                    serving.set_result(node)
+                    await node.finished()
+            except BaseException as error:
+                if not serving.done():
+                    serving.set_exception(error)
+                raise
+
+    @asynccontextmanager
+    async def client(self, name: str = "client") -> AsyncIterator[Swarm]:
+        identity = peer(name)
+        async with AsyncExitStack() as stack:
+            transport = await stack.enter_async_context(self.network.transport(identity.peer_id))
+            directory = MemoryDirectory(self.board, identity, SWARM)
+            watching = Swarm.watch(
+                transport,
+                directory,
+                self.manifest,
+                rng=random.Random(f"{self.seed}/{name}"),
+                timing=self.timing,
+            )
+            yield await stack.enter_async_context(watching)
+
+    def chain(self, swarm: Swarm, *, max_length: int = 512) -> Any:
+        spec = ChainSpec(self.reference.local.manifest.blocks, 32, max_length, torch.float32)
+        return Chain.open(swarm, spec, self.reference.embed)
+
+    async def generate(
+        self, chain: Chain, ids: list[int], count: int, on_token: Callable[[int], None] | None = None
+    ) -> list[int]:
+        """Greedy tokens through the chain, one step a token."""
+        tokens: list[int] = []
+        fed, new = 0, list(ids)
+        for number in range(count):
+            rows = (Row(0, fed, len(new), 1, 0),)
+            hidden = await chain.forward(rows, torch.tensor(new))
+            fed += len(new)
+            new = [self.reference.next_token(hidden)]
+            tokens += new
+            if on_token is not None:
+                on_token(number)
+        return tokens
+
+    async def close(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    async def __aenter__(self) -> "Lab":
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+
+def load_reference(directory: Path, cache_dir: Path) -> Reference:
+    from swarmnet_protocols.models import resolve
+
+    from tests.support.tiny import save_tiny_llama
+
+    return Reference(resolve(str(save_tiny_llama(directory)), cache_dir=cache_dir))
