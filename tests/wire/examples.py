@@ -1,0 +1,132 @@
+"""One example of every message two peers may exchange. ``python -m tests.wire.examples`` writes them as golden vectors.
+
+A vector that has been released never changes: an older peer still sends it.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message as Protobuf
+from swarmnet_protocols.identity import Identity
+from swarmnet_protocols.protocol_ids import LINK
+from swarmnet_protocols.records import Record, seal
+from swarmnet_protocols.transport import Message
+from swarmnet_protocols.transport.framing import encode
+from swarmnet_protocols.wire import records_pb2, session_pb2
+
+VECTORS = Path(__file__).parents[2] / "proto" / "vectors"
+
+_SESSION = bytes(range(16))
+_MANIFEST = bytes(range(32))
+_PEER = session_pb2.Peer(
+    id="12D3KooWBtg3aaRMjxwedh83aGiUkwSxDwUZkzuJcfaqUmo7R3pq",
+    addresses=["/ip4/203.0.113.5/tcp/4001"],
+    session=_SESSION[::-1],
+)
+_TENSOR = session_pb2.Tensor(dtype=session_pb2.DTYPE_BFLOAT16, shape=[5, 576])
+
+
+def session_messages() -> Iterator[Protobuf]:
+    pb = session_pb2
+    yield pb.SessionRequest(
+        open=pb.Open(
+            session=_SESSION,
+            epoch=1,
+            manifest=_MANIFEST,
+            span=pb.Span(start=3, end=12),
+            next=_PEER,
+            wire=pb.DTYPE_FLOAT32,
+            max_length=2048,
+        )
+    )
+    yield pb.SessionRequest(relink=pb.Relink(epoch=2, next=_PEER))
+    yield pb.SessionRequest(beat=pb.Beat())
+    yield pb.SessionReply(opened=pb.Opened())
+    yield pb.SessionReply(output=pb.Output(step=300, tensor=_TENSOR))
+    yield pb.SessionReply(beat=pb.Beat(applied=299))
+    yield pb.SessionReply(link_lost=pb.LinkLost(epoch=2, peer=_PEER.id, reason="no beat for 2 s"))
+    yield pb.SessionReply(refused=pb.Refused(reason=pb.REASON_OUT_OF_MEMORY, detail="the cache is full"))
+    yield pb.SessionReply(leaving=pb.Leaving())
+    yield pb.LinkRequest(link=pb.Link(session=_SESSION, epoch=2))
+    yield pb.LinkRequest(
+        step=pb.Step(
+            seq=300,
+            acked=299,
+            replay=True,
+            rows=[
+                pb.Row(lane=1, start=40, count=4, outputs=2, source=3, rewrite=True),
+                pb.Row(lane=2, start=0, count=1, outputs=1, source=2),
+            ],
+            tensor=_TENSOR,
+        )
+    )
+    yield pb.LinkReply(linked=pb.Linked(applied=1 << 40))
+    yield pb.LinkReply(beat=pb.Beat(applied=7))
+    yield pb.LinkReply(refused=pb.Refused(reason=pb.REASON_STALE_EPOCH))
+    yield pb.Ping(nonce=(1 << 64) - 1)
+    yield pb.Pong(nonce=1, queue_s=0.25)
+
+
+def record_messages() -> Iterator[Protobuf]:
+    pb = records_pb2
+    signer = Identity.from_seed(b"golden vector")
+    host = pb.HostRecord(
+        manifest=_MANIFEST,
+        start=3,
+        end=12,
+        state=pb.HOST_STATE_ONLINE,
+        version="0.1.0",
+        protocol=1,
+        step_s=0.01,
+        token_s=0.001,
+        cache_bytes_free=1 << 33,
+        sessions=2,
+        addresses=list(_PEER.addresses),
+        public_name="a volunteer",
+    )
+    yield host
+    yield pb.ModelRecord(name="smollm2-135m-instruct", manifest=_MANIFEST, blocks=30)
+    record = Record(
+        swarm=_MANIFEST,
+        topic="hosts/" + _MANIFEST.hex(),
+        signer=signer.public_key,
+        sequence=1_800_000_000_000,
+        expires_at=1_800_000_060.0,
+        body=host.SerializeToString(deterministic=True),
+    )
+    yield pb.SignedRecord.FromString(seal(signer, record))
+
+
+def frame() -> dict[str, str]:
+    message = Message(b"header", b"payload of raw bytes")
+    head, payload = encode(message, LINK)
+    return {
+        "header": message.header.hex(),
+        "payload": bytes(payload).hex(),
+        "frame": (head + bytes(payload)).hex(),
+    }
+
+
+def vector(message: Protobuf) -> dict[str, Any]:
+    return {
+        "message": message.DESCRIPTOR.full_name,
+        "fields": MessageToDict(message, preserving_proto_field_name=True),
+        "hex": message.SerializeToString(deterministic=True).hex(),
+    }
+
+
+def write() -> None:
+    VECTORS.mkdir(exist_ok=True)
+    for name, content in {
+        "session": [vector(message) for message in session_messages()],
+        "records": [vector(message) for message in record_messages()],
+        "frame": frame(),
+    }.items():
+        (VECTORS / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    write()

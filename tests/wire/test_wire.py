@@ -1,0 +1,119 @@
+"""The bytes on the wire are what proto/ and its golden vectors say."""
+
+import asyncio
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.protobuf import descriptor_pool, message_factory
+from google.protobuf.json_format import MessageToDict, ParseDict
+from google.protobuf.message import Message as Protobuf
+from grpc_tools import protoc  # type: ignore[import-untyped]
+from swarmnet_protocols import protocol_ids
+from swarmnet_protocols.records import open_record
+from swarmnet_protocols.transport import Message
+from swarmnet_protocols.transport.framing import FrameReader, encode
+from swarmnet_protocols.wire import records_pb2, session_pb2
+
+ROOT = Path(__file__).parents[2]
+PROTO = ROOT / "proto"
+WIRE = ROOT / "protocols" / "swarmnet_protocols" / "wire"
+
+
+def vectors(name: str) -> Any:
+    return json.loads((PROTO / "vectors" / f"{name}.json").read_text())
+
+
+MESSAGES: list[dict[str, Any]] = [*vectors("session"), *vectors("records")]
+
+
+def empty(full_name: str) -> Protobuf:
+    descriptor = descriptor_pool.Default().FindMessageTypeByName(full_name)
+    message: Protobuf = message_factory.GetMessageClass(descriptor)()
+    return message
+
+
+def title(vector: dict[str, Any]) -> str:
+    return f"{vector['message']}/{'-'.join(vector['fields'])}"[:80]
+
+
+@pytest.mark.parametrize("vector", MESSAGES, ids=title)
+def test_decoding_gives_the_fields(vector: dict[str, Any]) -> None:
+    message = empty(vector["message"])
+    message.ParseFromString(bytes.fromhex(vector["hex"]))
+    assert MessageToDict(message, preserving_proto_field_name=True) == vector["fields"]
+
+
+@pytest.mark.parametrize("vector", MESSAGES, ids=title)
+def test_encoding_gives_the_bytes(vector: dict[str, Any]) -> None:
+    message = ParseDict(vector["fields"], empty(vector["message"]))
+    assert message.SerializeToString(deterministic=True).hex() == vector["hex"]
+
+
+def test_every_message_and_every_field_has_a_vector() -> None:
+    wanted = {
+        field.full_name
+        for schema in (session_pb2, records_pb2)
+        for message in schema.DESCRIPTOR.message_types_by_name.values()
+        for field in message.fields
+    }
+    seen: set[str] = set()
+
+    def visit(message: Protobuf) -> None:
+        for field, value in message.ListFields():
+            seen.add(field.full_name)
+            if field.message_type:
+                for each in value if field.is_repeated else [value]:
+                    visit(each)
+
+    for vector in MESSAGES:
+        message = empty(vector["message"])
+        message.ParseFromString(bytes.fromhex(vector["hex"]))
+        visit(message)
+    assert wanted - seen == set(), "add an example to tests/wire/examples.py"
+
+
+def test_the_signed_record_verifies() -> None:
+    (vector,) = [vector for vector in MESSAGES if vector["message"].endswith(".SignedRecord")]
+    sealed = bytes.fromhex(vector["hex"])
+    swarm = records_pb2.SignedRecord.FromString(sealed).swarm
+    record = open_record(sealed, swarm=swarm, now=1_800_000_000.0)
+    assert records_pb2.HostRecord.FromString(record.body).public_name == "a volunteer"
+
+
+def test_the_frame() -> None:
+    vector = {name: bytes.fromhex(digits) for name, digits in vectors("frame").items()}
+    message = Message(vector["header"], vector["payload"])
+    head, payload = encode(message, protocol_ids.LINK)
+    assert head + bytes(payload) == vector["frame"]
+
+    async def read() -> Message:
+        reader = asyncio.StreamReader()
+        reader.feed_data(vector["frame"])
+        return await FrameReader(reader, protocol_ids.LINK).read()
+
+    assert asyncio.run(read()) == message
+
+
+def test_generated_code_is_fresh(tmp_path: Path) -> None:
+    schemas = sorted(str(path) for path in PROTO.glob("*.proto"))
+    arguments = [f"--proto_path={PROTO}", f"--python_out={tmp_path}", f"--pyi_out={tmp_path}", *schemas]
+    assert protoc.main(["protoc", *arguments]) == 0
+    stale = [path.name for path in tmp_path.iterdir() if path.read_text() != (WIRE / path.name).read_text()]
+    assert not stale, "run: make proto"
+
+
+def test_the_registry_names_the_ids_that_are_used() -> None:
+    registry = tomllib.loads((PROTO / "PROTOCOLS.toml").read_text())
+    assert {entry["id"] for entry in registry.values()} == {protocol.id for protocol in protocol_ids.ALL}
+    assert len({protocol.id for protocol in protocol_ids.ALL}) == len(protocol_ids.ALL)
+
+
+def test_the_registry_names_messages_that_exist() -> None:
+    registry = tomllib.loads((PROTO / "PROTOCOLS.toml").read_text())
+    for entry in registry.values():
+        assert (PROTO / entry["schema"]).is_file()
+        for message in entry["messages"]:
+            assert f"message {message} {{" in (PROTO / entry["schema"]).read_text()
