@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.models import LocalModel, Manifest, resolve
+from swarmnet_protocols.models.safetensors_file import read_header
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from tests.support.tiny_models import FAMILIES, REFUSED, flip_last_byte, save_tiny
@@ -282,3 +283,42 @@ def test_pickled_weights_are_never_read(model: LocalModel, tmp_path: Path) -> No
     (model.path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
     with pytest.raises(ConfigError, match="safetensors"):
         load(model.path, tmp_path)
+
+
+GOOD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+@pytest.mark.parametrize(
+    ("header", "data_bytes"),
+    [
+        ({"a": GOOD | {"dtype": "Q4"}}, 8),
+        ({"a": GOOD | {"shape": [3]}}, 8),
+        ({"a": GOOD | {"shape": [-1, -2]}}, 8),
+        ({"a": GOOD | {"shape": [1] * 8 + [2]}}, 8),
+        ({"a": GOOD | {"data_offsets": [0, 8, 16]}}, 8),
+        ({"a": GOOD | {"data_offsets": [8, 0]}}, 8),
+        ({"a": GOOD | {"data_offsets": [8, 16]}}, 8),
+        ({"a": GOOD, "b": GOOD}, 8),
+        ({"a": GOOD, "b": GOOD | {"data_offsets": [16, 24]}}, 24),
+        ({"a": GOOD, "b": GOOD | {"data_offsets": [8, 16]}}, 8),
+        ({"a": "not an entry"}, 8),
+        ([], 8),
+    ],
+)
+def test_a_safetensors_header_that_lies_is_refused(header: object, data_bytes: int, tmp_path: Path) -> None:
+    write_safetensors(tmp_path / "good", {"a": GOOD}, 8)
+    assert read_header(tmp_path / "good") == ("a",)
+    write_safetensors(tmp_path / "bad", header, data_bytes)
+    with pytest.raises(IntegrityError, match="bad"):
+        read_header(tmp_path / "bad")
+
+
+def write_safetensors(path: Path, header: object, data_bytes: int) -> None:
+    raw = json.dumps(header).encode()
+    path.write_bytes(len(raw).to_bytes(8, "little") + raw + bytes(data_bytes))
+
+
+def test_a_safetensors_header_larger_than_its_file_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "bad").write_bytes((1 << 40).to_bytes(8, "little") + b"{}")
+    with pytest.raises(IntegrityError, match="bad"):
+        read_header(tmp_path / "bad")
