@@ -1,0 +1,147 @@
+"""Real nodes in real processes on this machine, for tests and benchmarks. Everything started here is stopped here."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+READY_TIMEOUT_S = 120.0
+
+
+class NodeProcess:
+    """One ``swarmnet join`` with its data directory."""
+
+    def __init__(self, command: Sequence[str], data_dir: Path) -> None:
+        self.data_dir = data_dir
+        self.log = data_dir.with_suffix(".log")
+        environment = os.environ | {"OMP_WAIT_POLICY": "PASSIVE"}
+        with self.log.open("w") as log:
+            # A group of its own, so that a fault hits the node and its p2pd alike.
+            self.process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=log, text=True, process_group=0, env=environment
+            )
+        self.events: list[dict[str, Any]] = []
+        self._changed = threading.Condition()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def wait_event(self, name: str, timeout_s: float = READY_TIMEOUT_S) -> dict[str, Any]:
+        """The event ``name``, once the node has printed it; ``RuntimeError`` with its log if it ends without."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._find(name) is not None or not self._reader.is_alive(), timeout_s)
+        event = self._find(name)
+        if event is None:
+            raise RuntimeError(f"no {name}: {self.events} {self.log.read_text()[-2000:]}")
+        return event
+
+    @property
+    def ready(self) -> dict[str, Any]:
+        return self.wait_event("ready")
+
+    def signal_group(self, number: signal.Signals) -> None:
+        """Send a signal to the node and its p2pd."""
+        os.killpg(self.process.pid, number)
+
+    def stop(self) -> None:
+        """End it at once, whatever state it is in."""
+        for number in (signal.SIGCONT, signal.SIGKILL):
+            try:
+                self.signal_group(number)
+            except ProcessLookupError:
+                break
+        self.process.wait()
+        self._reader.join()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+
+    def _find(self, name: str) -> dict[str, Any] | None:
+        return next((event for event in self.events if event.get("event") == name), None)
+
+    def _read(self) -> None:
+        for line in self.process.stdout or ():
+            with self._changed:
+                self.events.append(json.loads(line))
+                self._changed.notify_all()
+        with self._changed:
+            self._changed.notify_all()
+
+
+@dataclass
+class Swarm:
+    """A private corner of this machine: a swarm file, a cache, and nodes."""
+
+    directory: Path
+    cache_dir: Path
+    model: str = "smollm2-135m-instruct"
+    nodes: dict[str, NodeProcess] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "swarmnet", "swarm", "create", "lab", "--open", "--out", str(self.directory)]
+        subprocess.run(command, check=True, capture_output=True)
+
+    @property
+    def file(self) -> Path:
+        return self.directory / "swarm.toml"
+
+    @property
+    def bootstrap(self) -> list[str]:
+        """Addresses of the nodes that run, on loopback."""
+        running = [node for node in self.nodes.values() if node.process.poll() is None]
+        return [address for node in running for address in node.ready["addresses"] if "/tcp/" in address]
+
+    def launch(self, name: str, *options: str) -> NodeProcess:
+        """Start a node without waiting for it; the first one is everybody's bootstrap."""
+        command = [sys.executable, "-m", "swarmnet", "join", str(self.file), "--model", self.model, "--json"]
+        command += ["--data-dir", str(self.directory / name), "--cache-dir", str(self.cache_dir)]
+        command += ["--listen", "/ip4/127.0.0.1/tcp/0", *options]
+        for address in self.bootstrap:
+            command += ["--bootstrap", address]
+        self.nodes[name] = NodeProcess(command, self.directory / name)
+        return self.nodes[name]
+
+    def start(self, *spans: tuple[int, int]) -> list[NodeProcess]:
+        """Nodes for these spans, all ready; they are named after their span and place."""
+        nodes = []
+        for start, end in spans:
+            node = self.launch(f"{start}-{end}-{len(self.nodes)}", "--blocks", f"{start}:{end}")
+            if len(self.nodes) == 1:
+                _ = node.ready
+            nodes.append(node)
+        for node in nodes:
+            _ = node.ready
+        return nodes
+
+    def connect(self, **options: Any) -> Any:
+        """A client of this swarm: a transformers model."""
+        from swarmnet import AutoSwarmModelForCausalLM
+
+        return AutoSwarmModelForCausalLM.from_pretrained(
+            self.model, swarm=self.file, bootstrap=self.bootstrap, cache_dir=self.cache_dir, **options
+        )
+
+    def close(self) -> None:
+        for node in self.nodes.values():
+            node.stop()
+
+
+@contextmanager
+def swarm(directory: Path, cache_dir: Path, *spans: tuple[int, int]) -> Iterator[Swarm]:
+    """A swarm of nodes with these spans, stopped at the end."""
+    lab = Swarm(directory, cache_dir)
+    try:
+        lab.start(*spans)
+        yield lab
+    finally:
+        lab.close()
