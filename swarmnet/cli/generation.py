@@ -9,7 +9,6 @@ import typer
 
 if TYPE_CHECKING:
     import torch
-    from swarmnet_client.model import SwarmModel
 
 
 @dataclass(frozen=True)
@@ -47,9 +46,9 @@ class Answer:
 
 
 def generate(
-    model: "SwarmModel", input_ids: "torch.Tensor", sampling: Sampling, show: Callable[[str], None]
+    model: Any, input_ids: "torch.Tensor", sampling: Sampling, show: Callable[[str], None]
 ) -> Answer:
-    """Continue one prompt, ``input_ids`` of shape [1, tokens]; ``show`` gets the answer piece by piece."""
+    """Continue one prompt, ``input_ids`` [1, tokens], with a swarm model; ``show`` gets the answer piece by piece."""
     tokenizer: Any = model.tokenizer
     prompt_tokens = input_ids.shape[1]
     room = model.config.max_position_embeddings - prompt_tokens

@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -99,10 +99,12 @@ class Hosting:
         note("stop with Ctrl-C, or with `swarmnet finish` from another terminal")
 
     def _say(self, event: dict[str, object], text: str) -> None:
-        if self.as_json:
-            print_json(event)
-        else:
-            note(text)
+        # Whoever read what we print may be gone; that must not keep a node from leaving in good order.
+        with suppress(BrokenPipeError):
+            if self.as_json:
+                print_json(event)
+            else:
+                note(text)
 
 
 class _Interrupts:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -257,6 +258,7 @@ def test_a_demo_that_is_stopped_takes_its_nodes_along(
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     process = start("demo", "--nodes", "2")
+    members: list[psutil.Process] = []
     try:
         wait_for(process, "ready")
         members = family(process)
@@ -268,3 +270,6 @@ def test_a_demo_that_is_stopped_takes_its_nodes_along(
         assert number == signal.SIGKILL or not list(tmp_path.glob("swarmnet-demo-*"))
     finally:
         end(process)
+        for member in members:
+            with suppress(psutil.NoSuchProcess):
+                member.kill()

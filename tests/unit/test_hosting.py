@@ -126,6 +126,23 @@ def test_a_node_goes_with_the_process_that_started_it(
     assert _events(capsys) == ["ready", "finishing", "stopped"]
 
 
+def test_a_node_finishes_although_nobody_reads_what_it_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w") as stdout:
+        monkeypatch.setattr("sys.stdout", stdout)
+
+        def lose_the_reader() -> None:
+            os.close(reading)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        node = _Node(lose_the_reader, ends=True)
+        Hosting(node.start, tmp_path, as_json=True).run()
+        assert node.graces_s == [30.0]
+        os.dup2(os.open(os.devnull, os.O_WRONLY), writing)
+
+
 def test_people_see_how_to_reach_the_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Hosting(_Node(_signal(signal.SIGTERM), ends=True).start, tmp_path, as_json=False).run()
 
