@@ -11,10 +11,10 @@ from swarmnet.addresses import check_peer_address
 from swarmnet.paths import default_cache_dir
 
 if TYPE_CHECKING:
-    from swarmnet_client.model import SwarmForCausalLM
+    from swarmnet_client.model import SwarmModel
 
 
-class AutoSwarmForCausalLMForCausalLM:
+class AutoSwarmModelForCausalLM:
     """Opens a model whose blocks run on a swarm."""
 
     @classmethod
@@ -26,7 +26,7 @@ class AutoSwarmForCausalLMForCausalLM:
         bootstrap: Sequence[str] = (),
         dtype: str = "auto",
         cache_dir: str | Path | None = None,
-    ) -> "SwarmForCausalLM":
+    ) -> "SwarmModel":
         """A transformers model that runs on the swarm of the file ``swarm``.
 
         ``bootstrap`` adds addresses of peers to those in the file. Use the model as a context manager, or ``close`` it.

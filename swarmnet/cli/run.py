@@ -26,7 +26,7 @@ from swarmnet.cli.output import note, print_json, progress
 
 if TYPE_CHECKING:
     import torch
-    from swarmnet_client.model import SwarmForCausalLM
+    from swarmnet_client.model import SwarmModel
 
 MAX_PROMPT_CHARS = 4 << 20
 
@@ -87,12 +87,12 @@ def run(  # noqa: PLR0913 - a command line, not an interface
 @contextmanager
 def _open(
     name: str, swarm: Path, bootstrap: list[str], dtype: str, cache_dir: Path | None, *, quiet: bool
-) -> Iterator["SwarmForCausalLM"]:
+) -> Iterator["SwarmModel"]:
     with progress(quiet=quiet) as report:
         report("finding the swarm", 0, None)
-        from swarmnet.api import AutoSwarmForCausalLMForCausalLM
+        from swarmnet.api import AutoSwarmModelForCausalLM
 
-        model = AutoSwarmForCausalLMForCausalLM.from_pretrained(
+        model = AutoSwarmModelForCausalLM.from_pretrained(
             name, swarm=swarm, bootstrap=bootstrap, dtype=dtype, cache_dir=cache_dir
         )
     with model:
@@ -134,9 +134,7 @@ def _encode(tokenizer: Any, messages: list[dict[str, str]], *, raw: bool) -> "to
     return input_ids
 
 
-def _answer(
-    model: "SwarmForCausalLM", input_ids: "torch.Tensor", sampling: Sampling, style: _Format
-) -> Answer:
+def _answer(model: "SwarmModel", input_ids: "torch.Tensor", sampling: Sampling, style: _Format) -> Answer:
     show: Callable[[str], None]
     if not style.as_json:
         show = _show_text
