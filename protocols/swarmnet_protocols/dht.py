@@ -84,8 +84,7 @@ class DhtDirectory:
         sealed = [
             item.value for value in found.values() if value is not None for item in value.value.values()
         ]
-        records = open_valid(sealed, swarm=self._publisher.swarm, now=self._publisher.clock())
-        return newest(record for record in records if record.topic == topic)
+        return newest(open_valid(sealed, swarm=self._publisher.swarm, now=self._publisher.clock()))
 
     async def _join(self) -> None:
         """Meet the bootstrap peers, unless some peer is known."""

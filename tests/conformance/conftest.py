@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 import pytest
+import uvloop
 from swarmnet_protocols.identity import Identity
 from swarmnet_protocols.transport import PeerId, ProtocolSpec, Transport
 from swarmnet_protocols.transport.memory import LinkProfile, MemoryNetwork
@@ -70,7 +71,7 @@ class P2pdLab:
 
 @pytest.fixture(scope="module")
 def p2pd_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[P2pdLab]:
-    with asyncio.Runner() as runner:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as nodes do
         lab = P2pdLab(runner, tmp_path_factory.mktemp("p2pd"))
         try:
             yield lab

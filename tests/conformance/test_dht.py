@@ -175,7 +175,8 @@ def forgeries() -> dict[str, RawStore]:
         "lifetime": replace(good, expires_at=good.expires_at + 60),
         "far future": RawStore.of(mallorys(expires_at=round(wall_clock() + 48 * 3600, 3))),
         "size": replace(good, sealed=bytes(MAX_RECORD_BYTES + 1)),
-        "not bytes": replace(good, sealed=[1, 2, 3]),  # type: ignore[arg-type]
+        "a number": replace(good, sealed=5),  # type: ignore[arg-type]
+        "a list": replace(good, sealed=[1, 2, 3]),  # type: ignore[arg-type]
     }
 
 
@@ -233,7 +234,7 @@ class Lies:
 
 
 def test_forged_records_are_dropped_on_read_and_do_not_hide_good_ones(
-    five: Five, monkeypatch: pytest.MonkeyPatch
+    five: Five, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     async def scenario(peers: list[Peer]) -> None:
         from hivemind.dht.routing import DHTID
@@ -244,9 +245,12 @@ def test_forged_records_are_dropped_on_read_and_do_not_hide_good_ones(
             for key in dht_keys(SWARM, "target"):
                 entry = (store.subkey or bytes([number]), msgpack.packb(store.sealed), store.expires_at)
                 forged.setdefault(DHTID.generate(source=key), []).append(entry)
-        for liar in (peers[0], peers[1], peers[2], peers[3]):
+        for liar in peers:
             monkeypatch.setattr(liar.node.protocol, "storage", Lies(liar.node.protocol.storage, forged))
-        assert await bodies(peers[4], "target") == {b"good"}
+        async with join(
+            tmp_path / "reader", tuple(peers[0].transport.addresses()), client_mode=True
+        ) as reader:
+            assert await bodies(reader, "target") == {b"good"}
 
     five.run(scenario)
 

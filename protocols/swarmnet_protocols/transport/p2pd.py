@@ -152,6 +152,9 @@ class P2pdTransport:
                 server.close()
                 await transport._close()
                 await p2p.shutdown()
+                # hivemind leaves these two to the garbage collector, with an error if p2pd died.
+                control = p2p._client.control
+                await asyncio.gather(control._read_task, control._write_task, return_exceptions=True)
 
     @property
     def peer_id(self) -> PeerId:
