@@ -36,10 +36,11 @@ class AutoSwarmModelForCausalLM:
         file = swarm_file.load_valid(Path(swarm), wall_clock())
         for address in bootstrap:
             check_peer_address(address)
-        return model.load(
+        opened: SwarmModel = model.load(
             name,
             swarm=file.swarm_id,
             bootstrap=(*file.bootstrap, *bootstrap),
             cache_dir=default_cache_dir() if cache_dir is None else Path(cache_dir),
             dtype=dtype,
         )
+        return opened

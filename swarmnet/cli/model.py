@@ -17,6 +17,17 @@ app = typer.Typer(help="Fetch and check model files.")
 ModelName = Annotated[str, typer.Argument(metavar="M", help="As for join.")]
 
 
+@app.command("ls")
+def list_models(*, as_json: JsonFlag = False) -> None:
+    """List the models that can be named here: the default one, and those fetched from the hub."""
+    models: list[dict[str, object]] = [{"name": DEFAULT_MODEL, "default": True}, *_hub_models()]
+    if as_json:
+        print_json({"models": models})
+        return
+    for model in models:
+        typer.echo(f"{model['name']}{'  (the default)' if model['default'] else ''}")
+
+
 @app.command("pull")
 def pull(
     model: ModelName = DEFAULT_MODEL, *, cache_dir: CacheDirOption = None, as_json: JsonFlag = False
@@ -59,6 +70,18 @@ def verify(
         print_json({"name": local.name, "manifest": local.manifest.hash.hex(), "valid": True})
     else:
         typer.echo(f"{local.name}: all {len(local.manifest.files)} files are as they should be")
+
+
+def _hub_models() -> list[dict[str, object]]:
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        repositories = scan_cache_dir().repos
+    except CacheNotFound:
+        return []
+    names = sorted(repository.repo_id for repository in repositories if repository.repo_type == "model")
+    return [{"name": name, "default": False} for name in names]
 
 
 def _resolve(name: str, cache_dir: Path | None, *, quiet: bool) -> "LocalModel":

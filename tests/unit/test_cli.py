@@ -13,6 +13,7 @@ from swarmnet_protocols import errors
 from swarmnet import cli
 from swarmnet.cli.failures import explain
 from swarmnet.paths import locked_data_dir
+from tests.support.tiny import save_tiny_llama
 
 PEER = "/ip4/203.0.113.7/tcp/31337/p2p/12D3KooWNvSZnPi3RrhrTwEY4LuuBeB6K6facKUCJcyWG1aoDd2p"
 COMMANDS = [
@@ -27,6 +28,7 @@ COMMANDS = [
     ["swarm", "show"],
     ["swarm", "verify"],
     ["model"],
+    ["model", "ls"],
     ["model", "pull"],
     ["model", "show"],
     ["model", "verify"],
@@ -218,6 +220,41 @@ def test_no_node_runs_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     for command in ("status", "finish"):
         assert cli.execute([command, "--data-dir", str(tmp_path)]) == 5
         assert "no node is running" in capsys.readouterr().err
+
+
+def test_models_from_the_hub_are_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for kind in ("models", "datasets"):
+        snapshot = tmp_path / f"{kind}--org--{kind[:-1]}" / "snapshots" / ("0" * 40)
+        snapshot.mkdir(parents=True)
+        (snapshot / "config.json").write_text("{}")
+    monkeypatch.setattr("huggingface_hub.utils._cache_manager.HF_HUB_CACHE", str(tmp_path))
+    assert cli.execute(["model", "ls", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "models": [
+            {"name": "smollm2-135m-instruct", "default": True},
+            {"name": "org/model", "default": False},
+        ]
+    }
+    monkeypatch.setattr("huggingface_hub.utils._cache_manager.HF_HUB_CACHE", str(tmp_path / "absent"))
+    assert cli.execute(["model", "ls"]) == 0
+    assert capsys.readouterr().out == "smollm2-135m-instruct  (the default)\n"
+
+
+def test_the_files_of_a_model_are_shown_and_verified(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = save_tiny_llama(tmp_path / "tiny")
+    for command in ("pull", "show", "verify"):
+        arguments = ["model", command, str(model), "--cache-dir", str(tmp_path / "cache"), "--json"]
+        assert cli.execute(arguments) == 0
+        fields = json.loads(capsys.readouterr().out)
+        assert len(fields["manifest"]) == 64
+    weights = next(model.glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert cli.execute(arguments[:-1]) == 7
+    assert weights.name in capsys.readouterr().err
 
 
 def test_two_nodes_cannot_share_a_data_directory(
