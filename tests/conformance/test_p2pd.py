@@ -224,3 +224,22 @@ def test_the_transport_closes_while_streams_are_busy(tmp_path: Path, protocol: P
                     await stream.receive()
 
     asyncio.run(main())
+
+
+def test_nothing_is_kept_of_a_closed_stream(p2pd_lab: P2pdLab, protocol: ProtocolSpec) -> None:
+    async def scenario(a: P2pdTransport, b: P2pdTransport) -> None:
+        async def once(stream: Stream) -> None:
+            await stream.send(await stream.receive())
+
+        await b.serve(protocol, once)
+        before = len(a._streams), len(b._streams)
+        for _ in range(20):
+            stream = await a.open(b.peer_id, protocol, addresses=b.addresses(), deadline_s=DEADLINE_S)
+            await stream.send(Message(b"x"))
+            await stream.receive()
+            stream.close()
+        while a._flushes or b._flushes:
+            await asyncio.wait(a._flushes | b._flushes)
+        assert (len(a._streams), len(b._streams)) == before
+
+    p2pd_lab.run(scenario)

@@ -124,6 +124,10 @@ class MemoryNetwork:
         """Whether ``peer`` runs and is neither hung nor isolated."""
         return peer in self._transports and peer not in self._hung and peer not in self._isolated
 
+    def passes(self, a: PeerId, b: PeerId) -> bool:
+        """Whether both run and messages pass between them."""
+        return {a, b} <= self._transports.keys() and not self._blocked((a, b)) and not self._blocked((b, a))
+
     def trace_hash(self) -> str:
         """A digest of every delivery so far, with its time."""
         return self._trace.hexdigest()

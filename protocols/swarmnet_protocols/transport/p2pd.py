@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,8 +58,14 @@ class P2pdStream:
     """A message stream over one libp2p stream."""
 
     def __init__(
-        self, peer: PeerId, protocol: ProtocolSpec, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self,
+        peer: PeerId,
+        protocol: ProtocolSpec,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        on_close: Callable[["P2pdStream"], None],
     ) -> None:
+        self._on_close = on_close
         self._peer = peer
         self._protocol = protocol
         self._reader = reader
@@ -101,6 +107,7 @@ class P2pdStream:
         if not self._closed:
             self._closed = True
             self._writer.close()
+            self._on_close(self)
 
     async def flush(self) -> None:
         """Wait until everything sent before ``close`` has left this process."""
@@ -120,6 +127,7 @@ class P2pdTransport:
         self._addresses: tuple[str, ...] = ()
         self._handlers: dict[str, tuple[ProtocolSpec, Handler]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._flushes: set[asyncio.Task[None]] = set()
         self._streams: set[P2pdStream] = set()
 
     @classmethod
@@ -145,7 +153,7 @@ class P2pdTransport:
             server = await asyncio.start_unix_server(transport._accept, socket_path, limit=READER_BYTES)
             try:
                 await transport._refresh_addresses()
-                transport._own(transport._keep_addresses_fresh())
+                transport._own(transport._keep_addresses_fresh(), transport._tasks)
                 await transport._bootstrap(config)
                 yield transport
             finally:
@@ -178,9 +186,7 @@ class P2pdTransport:
                 reader, writer = await self._daemon.open_stream(peer, protocol.id, deadline_s=deadline_s)
         except TimeoutError as error:
             raise PeerUnreachable(f"{peer} did not answer within {deadline_s:g} s") from error
-        stream = P2pdStream(peer, protocol, reader, writer)
-        self._streams.add(stream)
-        return stream
+        return self._stream(peer, protocol, reader, writer)
 
     async def connect(self, peer: PeerId, addresses: Sequence[str], *, deadline_s: float) -> None:
         """Connect to ``peer`` unless it is connected. Raises ``PeerUnreachable`` within about ``deadline_s``."""
@@ -211,7 +217,7 @@ class P2pdTransport:
             )
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._own(self._handle(reader, writer))
+        self._own(self._handle(reader, writer), self._tasks)
 
     async def _handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         from hivemind.p2p import PeerID
@@ -221,34 +227,49 @@ class P2pdTransport:
         info = pb.StreamInfo()
         try:
             await read_pbmsg_safe(reader, info)
-        except BaseException:
+        except (OSError, asyncio.IncompleteReadError):  # p2pd gave up before it said who calls
+            writer.close()
+            return
+        except asyncio.CancelledError:
             writer.close()
             raise
         protocol, handler = self._handlers[info.proto]
-        stream = P2pdStream(PeerId(PeerID(info.peer).to_base58()), protocol, reader, writer)
-        self._streams.add(stream)
+        stream = self._stream(PeerId(PeerID(info.peer).to_base58()), protocol, reader, writer)
         await supervise(handler, stream, protocol)
 
-    def _own(self, coroutine: Any) -> None:
+    def _stream(
+        self, peer: PeerId, protocol: ProtocolSpec, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> P2pdStream:
+        stream = P2pdStream(peer, protocol, reader, writer, self._stream_closed)
+        self._streams.add(stream)
+        return stream
+
+    def _stream_closed(self, stream: P2pdStream) -> None:
+        self._streams.discard(stream)
+        self._own(stream.flush(), self._flushes)
+
+    def _own(self, coroutine: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
 
     async def _refresh_addresses(self) -> None:
         self._addresses = tuple(f"{address}/p2p/{self._peer_id}" for address in await self._daemon.identify())
 
     async def _keep_addresses_fresh(self) -> None:
-        while True:
-            await asyncio.sleep(_ADDRESSES_EVERY_S)
-            await self._refresh_addresses()
+        with contextlib.suppress(PeerUnreachable):  # p2pd is gone: there is nothing to keep fresh
+            while True:
+                await asyncio.sleep(_ADDRESSES_EVERY_S)
+                await self._refresh_addresses()
 
     async def _close(self) -> None:
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for stream in self._streams:
+        for stream in list(self._streams):
             stream.close()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_FLUSH_S):
-                await asyncio.gather(*(stream.flush() for stream in self._streams))
+        if self._flushes:
+            _, late = await asyncio.wait(self._flushes, timeout=_FLUSH_S)
+            for task in late:
+                task.cancel()
