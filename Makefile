@@ -35,7 +35,8 @@ demo: $(INSTALLED)
 	$(BIN)/swarmnet demo
 
 bench: $(INSTALLED)
-	@set -e; for bench in tests/bench/bench_*.py; do $(BIN)/python "$$bench"; done
+	$(BIN)/python -m tests.bench.exactness
+	$(BIN)/python -m tests.bench.decode
 
 proto: $(INSTALLED)
 	$(BIN)/python -m grpc_tools.protoc --proto_path=proto --python_out=$(WIRE) --pyi_out=$(WIRE) proto/*.proto
