@@ -88,6 +88,9 @@ class _Loaded:
 
     @classmethod
     def of(cls, config: NodeConfig, progress: "Progress | None") -> "_Loaded":
+        from swarmnet_node.footprint import import_transformers
+
+        import_transformers()
         from swarmnet_protocols.devices import pick_device, pick_dtype
         from swarmnet_protocols.models import resolve
 

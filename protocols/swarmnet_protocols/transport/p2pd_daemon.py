@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from swarmnet_protocols import hivemind_package
 from swarmnet_protocols.errors import ConfigError, IncompatibleVersion, PeerUnreachable, SwarmnetError
 from swarmnet_protocols.transport import PeerId
 
@@ -42,7 +43,8 @@ class DaemonConfig:
 
 
 def prepare_hivemind() -> None:
-    """Import hivemind (1.4 s, 280 MB with torch) without letting it write to the terminal."""
+    """Import what we need of hivemind without letting it write to the terminal."""
+    hivemind_package.prepare()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit, used at import
         from hivemind.utils.logging import use_hivemind_log_handler
