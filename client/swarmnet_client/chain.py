@@ -6,57 +6,33 @@ the hop's death, and one feeder that sends steps to the first. Building a chain 
 
 import asyncio
 import contextlib
-import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import torch
 from swarmnet_protocols.aio import cancel
-from swarmnet_protocols.errors import NoRoute, ProtocolViolation, SwarmnetError
-from swarmnet_protocols.protocol_ids import SESSION
+from swarmnet_protocols.errors import (
+    NoRoute,
+    OutOfResources,
+    ProtocolViolation,
+    SwarmnetError,
+    Unreachable,
+)
 from swarmnet_protocols.routing import Hop
 from swarmnet_protocols.session.link import Feeder, Outbox, Refused, Target, parse, receive_within
 from swarmnet_protocols.session.log import ActivationLog
-from swarmnet_protocols.session.steps import MAX_ROWS, Row, Step, decode_tensor, wire_code
-from swarmnet_protocols.transport import Message, PeerId, Stream
+from swarmnet_protocols.session.steps import Row, Step, decode_tensor
+from swarmnet_protocols.transport import Message, PeerId
 from swarmnet_protocols.wire import session_pb2 as pb
 
+from swarmnet_client.chunks import cut
+from swarmnet_client.hops import ChainSpec, Head, LiveHop, open_hop
+from swarmnet_client.patience import PAUSE_S, Patience
 from swarmnet_client.swarm import Swarm
 
-CHUNK = 256
-"""Positions in one step: a hop works on one while the next hop works on the one before."""
-RELINK_PAUSE_S = 0.1
+NOTICE_S = 0.1
 """A lost link is news of a dead hop more often than of a broken path: its own death notice is given this long."""
-ROUTE_PAUSE_S = 0.25
-"""Between two looks at the directory while nobody hosts some blocks."""
-
-
-@dataclass(eq=False)
-class LiveHop:
-    """A hop of the chain with an open session. ``link`` is whom it feeds, ``lost`` how often a link to it broke,
-    ``applied`` the last step it computed and ``moved`` when it last said so."""
-
-    hop: Hop
-    session: bytes
-    stream: Stream
-    link: "LiveHop | None" = None
-    epoch: int = 0
-    lost: int = 0
-    alive: bool = True
-    applied: int = 0
-    moved: float = 0.0
-
-
-@dataclass(frozen=True)
-class ChainSpec:
-    """What a chain is for: blocks [0, blocks), lanes of at most ``max_length`` positions of ``hidden_size`` numbers."""
-
-    blocks: int
-    hidden_size: int
-    max_length: int
-    wire: torch.dtype
-    log_bytes: int = 1 << 30
 
 
 @dataclass
@@ -94,8 +70,10 @@ class Chain:
         self._waiting: dict[int, tuple[Step, asyncio.Future[torch.Tensor]]] = {}
         self._received: set[int] = set()
         self._acked = 0
-        self._watches: set[asyncio.Task[None]] = set()
+        self._watches: dict[asyncio.Task[None], None] = {}
         self._broken: SwarmnetError | None = None
+        self._why: SwarmnetError | None = None
+        self._patience = Patience(swarm.timing.recover_s)
 
     @classmethod
     @asynccontextmanager
@@ -120,9 +98,16 @@ class Chain:
         """Send new positions ([P] or [P, D]) through all blocks; the outputs the rows want, [wanted, D], row after row.
 
         Long rows travel in chunks, so that every hop of the chain has one to work on. Waits through failures as long as
-        somebody hosts every block. Raises ``NoRoute`` when nobody does for ``recover_s``, ``Refused`` for what no
-        replacement can mend, ``ProtocolViolation`` for rows that break the rules of ``session.steps``.
+        somebody hosts every block. Raises ``NoRoute`` when nobody does for ``recover_s``, ``OutOfResources`` when the
+        hosts have no room or a lane would pass ``max_length``, ``Unreachable`` when every attempt to mend the chain
+        fails, ``ProtocolViolation`` for rows that break the rules of ``session.steps``.
         """
+        longest = max(row.end for row in rows)
+        if longest > self._spec.max_length:
+            raise OutOfResources(
+                f"{longest} positions in a session of {self._spec.max_length}",
+                hint="open the session with a larger max_length",
+            )
         parts = cut(rows)
         inputs = torch.split(values, [row.count for row in rows])
         taken = [0] * len(rows)
@@ -169,6 +154,7 @@ class Chain:
                         await self._trouble.wait()
                 self._trouble.clear()
                 self._drop_stuck()
+                self._leave_the_leaving()
                 await self._mend()
         except SwarmnetError as error:
             self._fail(error)
@@ -183,29 +169,47 @@ class Chain:
 
     async def _mend(self) -> None:
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._swarm.timing.recover_s
-        rounds = 0
-        while gaps := self._gaps():
-            if rounds == 0 and self.report.route:
-                self.report.failovers += 1
-            if rounds > 1:
-                await asyncio.sleep(ROUTE_PAUSE_S)
-            if loop.time() > deadline:
-                raise NoRoute(gaps)
-            await self._fill(gaps, deadline)
-            rounds += 1
-        await self._relink()
+        try:
+            async with asyncio.timeout(self._swarm.timing.recover_s):
+                if gaps := self._gaps():
+                    self.report.failovers += bool(self.report.route)
+                    if self._patience.lost(loop.time(), idle=not self._waiting):
+                        raise self._verdict(gaps) from self._why
+                    await asyncio.sleep(self._patience.pause_s)
+                    await self._fill()
+                    self._patience.mended(loop.time())
+                await self._relink()
+        except TimeoutError:
+            raise self._verdict(self._gaps()) from self._why
         self.report.route = [(live.hop.peer, live.hop.start, live.hop.end) for live in self._hops]
+
+    def _verdict(self, gaps: list[tuple[int, int]]) -> SwarmnetError:
+        """Why the chain cannot be mended, as far as we know."""
+        why = self._why
+        if isinstance(why, Refused) and why.reason == pb.REASON_OUT_OF_MEMORY:
+            return OutOfResources(
+                f"the hosts have no room: {why}", hint="try again later, or start another node: swarmnet join"
+            )
+        if why is None or isinstance(why, Unreachable) or not self._swarm.hosts:
+            return why if isinstance(why, NoRoute) else NoRoute(gaps)
+        return Unreachable(f"the chain does not hold: {why}", hint="try again; the swarm may be changing")
 
     def _drop_stuck(self) -> None:
         """Give up on a hop that has had its input for long and beats, but does not compute."""
         fed = self._outbox.log.last
         now = asyncio.get_running_loop().time()
+        stall_s = self._swarm.timing.stall_s
         for live in self._hops:
-            if live.applied < fed and now - live.moved > self._swarm.timing.stall_s:
-                self._lost(live)
+            if live.applied < fed and now - live.moved > stall_s:
+                self._lost(live, Unreachable(f"{live.hop.peer} has not computed for {stall_s:g} s"))
                 return
             fed = live.applied
+
+    def _leave_the_leaving(self) -> None:
+        """Move away from hosts that asked for it, as soon as others can take their place."""
+        for live in self._hops:
+            if live.leaving and self._swarm.can_replace(live.hop):
+                self._lost(live, Unreachable(f"{live.hop.peer} is about to stop"))
 
     def _gaps(self) -> list[tuple[int, int]]:
         """Blocks no live hop covers. Dead hops are dropped."""
@@ -222,36 +226,33 @@ class Chain:
             gaps.append((reached, self._spec.blocks))
         return gaps
 
-    async def _fill(self, gaps: list[tuple[int, int]], deadline: float) -> None:
-        """Open sessions for the gaps. Whoever fails is remembered, and leaves its gap to the next round."""
-        for gap in gaps:
-            source = next((live.hop.peer for live in self._hops if live.hop.end == gap[0]), None)
-            after = next((live for live in self._hops if live.hop.start == gap[1]), None)
-            route = await self._route(gap, source, after.hop.peer if after else None, deadline)
-            await self._open_all(route, after)
-
-    async def _route(
-        self, gap: tuple[int, int], source: PeerId | None, sink: PeerId | None, deadline: float
-    ) -> list[Hop]:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                return self._swarm.route(gap, source=source, sink=sink)
-            except NoRoute:
-                if loop.time() > deadline:
-                    raise
-            with contextlib.suppress(SwarmnetError, TimeoutError):
-                async with asyncio.timeout_at(deadline):
+    async def _fill(self) -> None:
+        """Open sessions until there is no gap. Whoever fails is remembered, and leaves its gap to the next round."""
+        rounds = 0
+        while gaps := self._gaps():
+            if rounds > 2:
+                await asyncio.sleep(PAUSE_S)
+            if rounds > 0:
+                with contextlib.suppress(SwarmnetError):
                     await self._swarm.refresh()
-            await asyncio.sleep(ROUTE_PAUSE_S)
+            for gap in gaps:
+                source = next((live.hop.peer for live in self._hops if live.hop.end == gap[0]), None)
+                after = next((live for live in self._hops if live.hop.start == gap[1]), None)
+                try:
+                    route = self._swarm.route(gap, source=source, sink=after.hop.peer if after else None)
+                except NoRoute as error:
+                    self._why = error
+                    continue
+                await self._open_all(route, after)
+            rounds += 1
 
     async def _open_all(self, route: list[Hop], after: LiveHop | None) -> None:
         self._epoch += 1
-        planned = [(hop, secrets.token_bytes(16)) for hop in route]
+        planned = [(hop, self._swarm.new_session()) for hop in route]
         following: list[Target | None] = [
             Target(hop.peer, hop.addresses, session, self._epoch) for hop, session in planned[1:]
         ]
-        following.append(self._target(after) if after else None)
+        following.append(after.target(self._epoch) if after else None)
         opened = await asyncio.gather(
             *(
                 self._open(hop, session, target)
@@ -262,44 +263,19 @@ class Chain:
             if live is not None:
                 live.link, live.epoch = successor, self._epoch
                 watch = asyncio.create_task(self._watch(live))
-                self._watches.add(watch)
-                watch.add_done_callback(self._watches.discard)
-        fresh = [live for live in opened if live is not None]
-        self._hops = sorted([*self._hops, *fresh], key=lambda live: live.hop.start)
+                self._watches[watch] = None
+                watch.add_done_callback(self._watches.pop)
 
     async def _open(self, hop: Hop, session: bytes, target: Target | None) -> LiveHop | None:
-        """A session on one hop, or None when the hop failed us."""
-        timing = self._swarm.timing
-        request = pb.Open(
-            session=session,
-            epoch=self._epoch,
-            manifest=self._swarm.manifest,
-            span=pb.Span(start=hop.start, end=hop.end),
-            next=_peer(target) if target else None,
-            wire=wire_code(self._spec.wire),
-            max_length=self._spec.max_length,
-        )
-        stream: Stream | None = None
+        """A session on one hop, which joins the chain; None when the hop failed us."""
         try:
-            stream = await self._swarm.transport.open(
-                hop.peer, SESSION, addresses=hop.addresses, deadline_s=timing.open_s
-            )
-            await stream.send(Message(pb.SessionRequest(open=request).SerializeToString()))
-            reply = parse(pb.SessionReply, (await receive_within(stream, timing.silence_s)).header)
-            if reply.HasField("refused"):
-                raise Refused(reply.refused.reason, reply.refused.detail)
-            if not reply.HasField("opened"):
-                raise ProtocolViolation("a session is answered with Opened or Refused")
-        except SwarmnetError:
+            live = await open_hop(self._swarm, self._spec, hop, (session, self._epoch), target)
+        except SwarmnetError as error:
+            self._why = error
             self._swarm.failed(hop.peer)
-            if stream is not None:
-                stream.close()
             return None
-        except asyncio.CancelledError:
-            if stream is not None:
-                stream.close()
-            raise
-        return LiveHop(hop, session, stream, moved=asyncio.get_running_loop().time())
+        self._hops = sorted([*self._hops, live], key=lambda live: live.hop.start)
+        return live
 
     async def _relink(self) -> None:
         """See to it that every hop feeds the one after it."""
@@ -313,61 +289,64 @@ class Chain:
                 continue
             self._epoch += 1
             live.link, live.epoch = successor, self._epoch
-            relink = pb.Relink(epoch=self._epoch, next=_peer(self._target(successor)))
-            with contextlib.suppress(SwarmnetError):  # a dead hop's watch says so
-                await live.stream.send(Message(pb.SessionRequest(relink=relink).SerializeToString()))
-
-    def _target(self, live: LiveHop) -> Target:
-        return Target(live.hop.peer, live.hop.addresses, live.session, self._epoch)
+            await live.relink(successor.target(self._epoch))
 
     async def _feed(self, live: LiveHop, epoch: int) -> None:
         try:
-            await self._feeder.run(Target(live.hop.peer, live.hop.addresses, live.session, epoch))
-        except SwarmnetError:
-            await self._link_lost(self._head, live)
+            await self._feeder.run(live.target(epoch))
+        except SwarmnetError as error:
+            await self._link_lost(self._head, live, error)
 
-    async def _link_lost(self, upstream: "LiveHop | Head", downstream: LiveHop) -> None:
-        """A link ended. Once may be the path: it is made again. Twice is the hop: it is replaced."""
-        await asyncio.sleep(RELINK_PAUSE_S)
-        if upstream.link is not downstream:
+    async def _link_lost(self, upstream: "LiveHop | Head", downstream: LiveHop, error: SwarmnetError) -> None:
+        """A link cannot be made or kept. A hop that fell silent is replaced; of two that live, both: the path is broken."""
+        await asyncio.sleep(NOTICE_S)
+        if upstream.link is not downstream or not downstream.alive:
             return
-        upstream.link = None
-        downstream.lost += 1
-        if downstream.lost > 1:
-            self._lost(downstream)
-        self._trouble.set()
+        silent_s = asyncio.get_running_loop().time() - downstream.heard
+        if isinstance(upstream, LiveHop) and silent_s < self._swarm.timing.silence_s / 2:
+            self._swarm.parted(upstream.hop.peer, downstream.hop.peer)
+            self._drop(upstream, error)
+            self._drop(downstream, error)
+        else:
+            self._lost(downstream, error)
 
-    def _lost(self, live: LiveHop) -> None:
-        if not live.alive:
-            return
+    def _lost(self, live: LiveHop, error: SwarmnetError) -> None:
+        """Replace a hop that failed us, by another if there is one."""
+        if live.alive:
+            self._swarm.failed(live.hop.peer)
+            self._drop(live, error)
+
+    def _drop(self, live: LiveHop, error: SwarmnetError) -> None:
         live.alive = False
-        self._swarm.failed(live.hop.peer)
+        self._why = error
         self._trouble.set()
 
     # ---- what hops say ----------------------------------------------------------------------------------
 
     async def _watch(self, live: LiveHop) -> None:
         """Listen to one hop until it is gone."""
-        beating = asyncio.create_task(self._beat(live))
+        beating = asyncio.create_task(live.beat(self._swarm.timing.client_silence_s / 4))
         try:
             while True:
                 message = await receive_within(live.stream, self._swarm.timing.silence_s)
+                live.heard = asyncio.get_running_loop().time()
                 await self._hear(live, parse(pb.SessionReply, message.header), message)
         except Refused as refusal:
-            if refusal.reason in (pb.REASON_TOO_LONG, pb.REASON_PROTOCOL):
-                self._fail(refusal)
-            self._lost(live)
-        except SwarmnetError:
-            self._lost(live)
+            self._refused(live, refusal)
+        except SwarmnetError as error:
+            self._lost(live, error)
         finally:
             await cancel(beating)
 
-    async def _beat(self, live: LiveHop) -> None:
-        beat = Message(pb.SessionRequest(beat=pb.Beat()).SerializeToString())
-        with contextlib.suppress(SwarmnetError):  # the watch sees the same end
-            while True:
-                await asyncio.sleep(self._swarm.timing.client_silence_s / 4)
-                await live.stream.send(beat)
+    def _refused(self, live: LiveHop, refusal: Refused) -> None:
+        """A hop ended the session."""
+        if refusal.reason == pb.REASON_LOG_GONE:
+            self._drop(live, refusal)
+            return
+        self._lost(live, refusal)
+        if refusal.reason == pb.REASON_PROTOCOL:  # it blames whoever feeds it, and one of the two is wrong
+            for upstream in [other for other in self._hops if other.link is live]:
+                self._lost(upstream, refusal)
 
     async def _hear(self, live: LiveHop, reply: pb.SessionReply, message: Message) -> None:
         match reply.WhichOneof("kind"):
@@ -375,9 +354,10 @@ class Chain:
                 self._take(live, reply.output, message)
             case "link_lost":
                 if live.link is not None and reply.link_lost.epoch == live.epoch:
-                    await self._link_lost(live, live.link)
+                    await self._link_lost(live, live.link, Unreachable(reply.link_lost.reason[:500]))
             case "leaving":
-                self._lost(live)
+                live.leaving = True
+                self._trouble.set()
             case "refused":
                 raise Refused(reply.refused.reason, reply.refused.detail)
             case "beat":
@@ -391,67 +371,24 @@ class Chain:
         """Give a step's output to whoever waits for it; what comes twice, after a replay, is dropped."""
         if live.hop.end != self._spec.blocks or not self._acked < output.step <= self._outbox.log.last:
             return
+        waiting = self._waiting.get(output.step)
+        if waiting is not None and not waiting[1].done():
+            step, future = waiting
+            wanted = sum(row.outputs for row in step.rows)
+            values = decode_tensor(
+                output.tensor, message.payload, positions=wanted, hidden_size=self._spec.hidden_size
+            )
+            if not torch.isfinite(values).all():
+                raise ProtocolViolation("an output that is not finite")
+            self._swarm.served(live.hop.peer)
+            self._patience.answered()
+            future.set_result(values)
         self._received.add(output.step)
         while self._acked + 1 in self._received:
             self._acked += 1
             self._received.discard(self._acked)
-        waiting = self._waiting.get(output.step)
-        if waiting is None or waiting[1].done():
-            return
-        step, future = waiting
-        wanted = sum(row.outputs for row in step.rows)
-        values = decode_tensor(
-            output.tensor, message.payload, positions=wanted, hidden_size=self._spec.hidden_size
-        )
-        if not torch.isfinite(values).all():
-            raise ProtocolViolation("an output that is not finite")
-        self._swarm.served(live.hop.peer)
-        future.set_result(values)
 
     async def _close(self) -> None:
         await cancel(self._head.feeding, *self._watches)
         for live in self._hops:
             live.stream.close()
-
-
-@dataclass(eq=False)
-class Head:
-    """The client's own end of the chain: it feeds the first hop."""
-
-    link: LiveHop | None = None
-    feeding: asyncio.Task[None] | None = None
-
-
-def cut(rows: tuple[Row, ...]) -> list[list[tuple[int, Row]]]:
-    """Rows cut to steps of at most ``CHUNK`` positions: per step, (index of the row it is a piece of, the piece).
-
-    Rows that start from another lane mean the lanes as they are now, so those stay together in one step.
-    """
-    if any(row.source != row.lane for row in rows):
-        return [list(enumerate(rows))]
-    parts: list[list[tuple[int, Row]]] = [[]]
-    room = CHUNK
-    for index, row in enumerate(rows):
-        done = 0
-        while done < row.count:
-            if room == 0 or len(parts[-1]) == MAX_ROWS:
-                parts.append([])
-                room = CHUNK
-            count = min(room, row.count - done)
-            left = row.count - done - count
-            piece = Row(
-                row.lane,
-                row.start + done,
-                count,
-                max(0, min(count, row.outputs - left)),
-                row.source,
-                row.rewrite and not done,
-            )
-            parts[-1].append((index, piece))
-            done += count
-            room -= count
-    return parts
-
-
-def _peer(target: Target) -> pb.Peer:
-    return pb.Peer(id=target.peer, addresses=target.addresses, session=target.session)

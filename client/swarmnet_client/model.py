@@ -22,7 +22,8 @@ from swarmnet_protocols.timing import Timing
 from transformers import AttentionMaskInterface
 
 from swarmnet_client.cache import NewPositions, SwarmCache
-from swarmnet_client.chain import Chain, ChainReport, ChainSpec
+from swarmnet_client.chain import Chain, ChainReport
+from swarmnet_client.hops import ChainSpec
 from swarmnet_client.runtime import Runtime
 from swarmnet_client.swarm import Swarm
 
@@ -186,7 +187,7 @@ async def _connect(manifest: bytes, swarm: bytes, bootstrap: tuple[str, ...]) ->
                 transport, identity, swarm=swarm, bootstrap=bootstrap, client_mode=True
             ) as directory_of_swarm,
             Swarm.watch(
-                transport, directory_of_swarm, manifest, rng=random.Random(), timing=Timing()
+                transport, directory_of_swarm, manifest, rng=random.SystemRandom(), timing=Timing()
             ) as watched,
         ):
             yield watched

@@ -12,7 +12,7 @@ from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
 from swarmnet_protocols.hosts import read_hosts
 from swarmnet_protocols.protocol_ids import PING
-from swarmnet_protocols.routing import Bans, Hop, HostInfo, View, find_chain
+from swarmnet_protocols.routing import Bans, Hop, HostInfo, View, find_chain, pair_of, uncovered
 from swarmnet_protocols.session.link import parse, receive_within
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.transport import Message, PeerId, Stream, Transport
@@ -20,6 +20,8 @@ from swarmnet_protocols.wire import session_pb2 as pb
 
 PINGED_HOSTS = 24
 """Hosts a client keeps a ping stream to. Beyond these a swarm is large enough to route by announcements."""
+PARTED_S = 60.0
+"""How long two hosts that do not reach each other are not made neighbours."""
 SMOOTHING = 0.3
 """Weight of the newest ping in the running mean of a host's delay."""
 
@@ -30,6 +32,7 @@ class Swarm:
     def __init__(
         self, transport: Transport, directory: Directory, manifest: bytes, rng: random.Random, timing: Timing
     ) -> None:
+        """Session ids are drawn from ``rng``: outside of simulations it is a ``SystemRandom``."""
         self.transport = transport
         self.timing = timing
         self.manifest = manifest
@@ -39,6 +42,7 @@ class Swarm:
         self._delay_s: dict[PeerId, float] = {}
         self._queue_s: dict[PeerId, float] = {}
         self._bans = Bans()
+        self._parted: dict[tuple[PeerId, PeerId], float] = {}
         self._pings: dict[PeerId, asyncio.Task[None]] = {}
         self._refreshing = asyncio.Lock()
 
@@ -67,6 +71,21 @@ class Swarm:
         """Hosts for the blocks of ``span``, by what is known now. Raises ``NoRoute``."""
         return find_chain(self._view(), span, self._rng, source=source, sink=sink)
 
+    def can_replace(self, hop: Hop) -> bool:
+        """Whether others are known to host all blocks of ``hop``."""
+        others = [host for host in self._hosts.values() if host.peer not in self._view().banned | {hop.peer}]
+        return not uncovered(others, (hop.start, hop.end))
+
+    def new_session(self) -> bytes:
+        """A session id: who knows it may link to the session, so nobody may guess it."""
+        return self._rng.randbytes(16)
+
+    def parted(self, one: PeerId, other: PeerId) -> None:
+        """Note that two hosts live but do not reach each other."""
+        now = self._now()
+        self._parted = {pair: until for pair, until in self._parted.items() if until > now}
+        self._parted[pair_of(one, other)] = now + PARTED_S
+
     def failed(self, peer: PeerId) -> None:
         """Note that a peer let us down."""
         self._bans.failed(peer, self._now())
@@ -80,16 +99,23 @@ class Swarm:
         return tuple(self._hosts.values())
 
     async def refresh(self) -> None:
-        """Read the directory now. Callers at the same time share one look."""
+        """Read the directory now. Callers at the same time share one look.
+
+        A directory out of reach shows nothing; what is known then stays in use.
+        """
         if self._refreshing.locked():
             async with self._refreshing:
                 return
         async with self._refreshing:
-            self._hosts = {host.peer: host for host in await read_hosts(self._directory, self.manifest)}
+            found = await read_hosts(self._directory, self.manifest)
+            if found:
+                self._hosts = {host.peer: host for host in found}
             self._ping_hosts()
 
     def _view(self) -> View:
-        return View(tuple(self._hosts.values()), self._delay_s, self._queue_s, self._bans.at(self._now()))
+        now = self._now()
+        parted = frozenset(pair for pair, until in self._parted.items() if until > now)
+        return View(tuple(self._hosts.values()), self._delay_s, self._queue_s, self._bans.at(now), parted)
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

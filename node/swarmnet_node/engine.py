@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 from swarmnet_protocols.aio import cancel
-from swarmnet_protocols.errors import OutOfResources
+from swarmnet_protocols.errors import OutOfResources, Unreachable
 
 from swarmnet_node.kv import LaneCache
 from swarmnet_node.scheduler import Waiting, schedule
@@ -53,6 +53,7 @@ class Engine:
         self._executor = executor
         self._waiting: list[_Work] = []
         self._wake = asyncio.Event()
+        self._stopped = False
         self._lanes: dict[int, LaneCache] = {}
         self._numbers = itertools.count()
 
@@ -66,6 +67,7 @@ class Engine:
             yield engine
         finally:
             await cancel(loop)
+            engine._stop()
 
     @property
     def cache_bytes(self) -> int:
@@ -104,6 +106,8 @@ class Engine:
             max(0, stage.geometry.bytes_for(lane.length + len(inputs)) - lane.nbytes) for lane, inputs in rows
         ]
         self.reserve(sum(growth))
+        if self._stopped:
+            raise Unreachable("this host has stopped")
         loop = asyncio.get_running_loop()
         works = [
             _Work(lane, inputs, priority, stage, loop.create_future(), extra)
@@ -111,7 +115,7 @@ class Engine:
         ]
         self._waiting.extend(works)
         self._wake.set()
-        return [await work.done for work in works]
+        return await asyncio.gather(*(work.done for work in works))
 
     async def _loop(self) -> None:
         loop = asyncio.get_running_loop()
@@ -148,6 +152,11 @@ class Engine:
         self._waiting.remove(work)
         if not work.done.done():
             work.done.set_result(work.outputs[0] if len(work.outputs) == 1 else torch.cat(work.outputs))
+
+    def _stop(self) -> None:
+        """Whoever waits for a forward that will not come is told."""
+        self._stopped = True
+        self._drop(list(self._waiting), Unreachable("this host has stopped"))
 
     def _drop(self, works: Sequence[_Work], error: Exception) -> None:
         for work in works:

@@ -55,8 +55,8 @@ class Host:
         self.leaving = False
         self._manifest = manifest
         self._sessions: dict[bytes, HostedSession] = {}
-        self._early: dict[bytes, asyncio.Future[HostedSession]] = {}
-        self._changed = asyncio.Event()
+        self._early_links = 0
+        self._changed = asyncio.Condition()
 
     async def serve(self) -> None:
         """Accept sessions, links and pings until the transport closes."""
@@ -71,11 +71,9 @@ class Host:
     async def leave(self) -> None:
         """Refuse new sessions, ask the clients of the present ones to move, and return when none is left."""
         self.leaving = True
-        for session in self.sessions:
-            await session.say_leaving()
-        while self._sessions:
-            self._changed.clear()
-            await self._changed.wait()
+        await asyncio.gather(*(session.say_leaving() for session in self.sessions))
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._sessions)
 
     async def _session(self, stream: Stream) -> None:
         message = await receive_within(stream, self.timing.reply_s)
@@ -86,14 +84,16 @@ class Host:
             await stream.send(Message(pb.SessionReply(refused=refused(refusal)).SerializeToString()))
             return
         self._sessions[session.id] = session
-        waiting = self._early.pop(session.id, None)
-        if waiting is not None and not waiting.done():
-            waiting.set_result(session)
+        await self._say_changed()
         try:
             await session.run()
         finally:
             del self._sessions[session.id]
-            self._changed.set()
+            await self._say_changed()
+
+    async def _say_changed(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
 
     def _admit(self, request: pb.SessionRequest, stream: Stream) -> HostedSession:
         if not request.HasField("open"):
@@ -137,15 +137,17 @@ class Host:
         session = self._sessions.get(session_id)
         if session is not None:
             return session
-        if len(self._early) >= self.limits.early_links and session_id not in self._early:
+        if self._early_links >= self.limits.early_links:
             raise Refused(pb.REASON_UNKNOWN_SESSION, "too many links wait for their session")
-        future = self._early.setdefault(session_id, asyncio.get_running_loop().create_future())
+        self._early_links += 1
         try:
-            async with asyncio.timeout(self.timing.link_wait_s):
-                return await asyncio.shield(future)
+            async with asyncio.timeout(self.timing.link_wait_s), self._changed:
+                await self._changed.wait_for(lambda: session_id in self._sessions)
+                return self._sessions[session_id]
         except TimeoutError:
-            self._early.pop(session_id, None)
             raise Refused(pb.REASON_UNKNOWN_SESSION, "no such session") from None
+        finally:
+            self._early_links -= 1
 
     async def _ping(self, stream: Stream) -> None:
         """Answer pings until the other side closes."""

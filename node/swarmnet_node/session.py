@@ -1,6 +1,7 @@
 """One session on one host: its lanes, its log, the link that feeds it and the feeder that sends on."""
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -36,18 +37,19 @@ class HostedSession:
         self._is_last = not wanted.HasField("next")
         self._target = None if self._is_last else _target(wanted.next, wanted.epoch)
         self._lanes: dict[int, LaneCache] = {}
-        self._outbox = self._new_outbox()
+        self._outbox = Outbox(self._new_log(), asyncio.Event())
         self._feeder = Feeder(host.transport, self._outbox, wire_dtype(wanted.wire), host.timing)
         self._feeding: asyncio.Task[None] | None = None
+        self._switching = asyncio.Lock()
+        self._over = False
         self._link_epoch = 0
         self._link: Stream | None = None
         self._applying = asyncio.Lock()
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def _new_outbox(self) -> Outbox:
+    def _new_log(self) -> ActivationLog:
         # The last hop sends to the client, which never needs a replay: it keeps positions, not values.
-        log = ActivationLog(max_bytes=0 if self._is_last else self._host.limits.log_bytes)
-        return Outbox(log, asyncio.Event())
+        return ActivationLog(max_bytes=0 if self._is_last else self._host.limits.log_bytes)
 
     # ---- the client's stream ----------------------------------------------------------------------------
 
@@ -55,23 +57,28 @@ class HostedSession:
         """Serve until the client's stream ends or the session fails; then free everything."""
         try:
             await self._reply(pb.SessionReply(opened=pb.Opened()))
-            self._start_feeding()
+            await self._feed_anew()
             await race(self._listen(), self._beat(), self._failure())
         except Refused as refusal:
             detail = pb.Refused(reason=refusal.reason, detail=str(refusal)[:500])
-            await self._reply(pb.SessionReply(refused=detail))
+            with contextlib.suppress(SwarmnetError, TimeoutError):
+                async with asyncio.timeout(self._host.timing.reply_s):
+                    await self._reply(pb.SessionReply(refused=detail))
         finally:
             self._failed.cancel()
+            self._over = True
             if self._link is not None:
                 self._link.close()
+            self.stream.close()  # an answer that waits for the client to read it waits no longer
             await cancel(self._feeding)
             async with self._applying:
                 self._release(self._lanes.values())
                 self._lanes = {}
 
     async def say_leaving(self) -> None:
-        """Ask the client to move to another host."""
-        await self._reply(pb.SessionReply(leaving=pb.Leaving()))
+        """Ask the client to move to another host. A client that is gone has moved already."""
+        with contextlib.suppress(StreamEnded):
+            await self._reply(pb.SessionReply(leaving=pb.Leaving()))
 
     async def _listen(self) -> None:
         while True:
@@ -80,9 +87,8 @@ class HostedSession:
             if request.HasField("relink"):
                 if self._is_last:
                     raise ProtocolViolation("the last hop has no next hop to replace")
-                await cancel(self._feeding)
                 self._target = _target(request.relink.next, request.relink.epoch)
-                self._start_feeding()
+                await self._feed_anew()
             elif not request.HasField("beat"):
                 raise ProtocolViolation("a session is opened once")
 
@@ -99,9 +105,14 @@ class HostedSession:
 
     # ---- downstream -------------------------------------------------------------------------------------
 
-    def _start_feeding(self) -> None:
-        if self._target is not None:
-            self._feeding = asyncio.create_task(self._feed(self._target))
+    async def _feed_anew(self, log: ActivationLog | None = None) -> None:
+        """Feed whoever is next now, from ``log`` if given, in place of whoever was fed before."""
+        async with self._switching:
+            await cancel(self._feeding)
+            if log is not None:
+                self._outbox.log = log
+            if self._target is not None and not self._over:
+                self._feeding = asyncio.create_task(self._feed(self._target))
 
     async def _feed(self, target: Target) -> None:
         """Feed the next hop until that ends, then tell the client, who decides what comes next."""
@@ -111,7 +122,8 @@ class HostedSession:
             self._fail(Refused(pb.REASON_LOG_GONE, str(error)))
         except SwarmnetError as error:
             lost = pb.LinkLost(epoch=target.epoch, peer=target.peer, reason=str(error)[:500])
-            await self._reply(pb.SessionReply(link_lost=lost))
+            with contextlib.suppress(StreamEnded):
+                await self._reply(pb.SessionReply(link_lost=lost))
 
     # ---- upstream ---------------------------------------------------------------------------------------
 
@@ -135,11 +147,9 @@ class HostedSession:
         """Forget a replay that was broken off, here and in the hops it had already reached."""
         if not self._lanes:
             return
-        await cancel(self._feeding)
         self._release(self._lanes.values())
         self._lanes = {}
-        self._outbox.log = self._new_outbox().log
-        self._start_feeding()
+        await self._feed_anew(self._new_log())
 
     async def _read(self, stream: Stream, queue: asyncio.Queue[Step]) -> None:
         hidden_size = self._stage.hidden_size

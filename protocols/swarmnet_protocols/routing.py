@@ -15,6 +15,8 @@ from swarmnet_protocols.transport import PeerId
 
 UNKNOWN_DELAY_S = 0.15
 """One-way delay assumed to a peer nobody has pinged yet: a far one, so that measured peers are preferred."""
+PARTED_S = 10.0
+"""Added between two hosts that did not reach each other: they are neighbours only where nobody else will do."""
 CANDIDATES_PER_BLOCK = 8
 """Cheapest hosts of each block that are considered: bounds the search in a swarm of any size."""
 MARGIN = 0.1
@@ -58,12 +60,24 @@ class View:
     delay_s: Mapping[PeerId, float] = field(default_factory=dict)
     queue_s: Mapping[PeerId, float] = field(default_factory=dict)
     banned: frozenset[PeerId] = frozenset()
+    parted: frozenset[tuple[PeerId, PeerId]] = frozenset()
+    """Pairs, as ``pair_of`` gives them, that did not reach each other lately."""
 
     def delay_between(self, one: PeerId | None, other: PeerId | None) -> float:
         """One-way seconds between two peers (None: the client). Two hosts are no farther apart than through us."""
         if one == other:
             return 0.0
-        return sum(self.delay_s.get(peer, UNKNOWN_DELAY_S) for peer in (one, other) if peer is not None)
+        parted_s = 0.0
+        if one is not None and other is not None and pair_of(one, other) in self.parted:
+            parted_s = PARTED_S
+        return parted_s + sum(
+            self.delay_s.get(peer, UNKNOWN_DELAY_S) for peer in (one, other) if peer is not None
+        )
+
+
+def pair_of(one: PeerId, other: PeerId) -> tuple[PeerId, PeerId]:
+    """Two peers, in no order of their own."""
+    return min(one, other), max(one, other)
 
 
 def find_chain(
@@ -109,7 +123,10 @@ def _shortlist(view: View, hosts: Sequence[HostInfo], span: tuple[int, int]) -> 
     """The hosts that are among the cheapest for some block."""
 
     def price(host: HostInfo) -> tuple[float, PeerId]:
-        return (host.block_s + view.queue_s.get(host.peer, 0.0) + view.delay_between(None, host.peer), host.peer)
+        return (
+            host.block_s + view.queue_s.get(host.peer, 0.0) + view.delay_between(None, host.peer),
+            host.peer,
+        )
 
     cheapest = sorted(hosts, key=price)
     taken = [0] * (span[1] - span[0])
@@ -135,7 +152,9 @@ def _search(
     stretch = {host.peer: 1 + MARGIN * rng.random() for host in hosts}
     boundaries = sorted({span[1], *(host.start for host in hosts), *(host.end for host in hosts)})
     order = count()
-    queue: list[tuple[float, int, int, PeerId | None, tuple[Hop, ...]]] = [(0.0, next(order), span[0], source, ())]
+    queue: list[tuple[float, int, int, PeerId | None, tuple[Hop, ...]]] = [
+        (0.0, next(order), span[0], source, ())
+    ]
     settled: set[tuple[int, PeerId | None]] = set()
     while queue:
         cost, _, reached, last, hops = heapq.heappop(queue)
@@ -148,9 +167,8 @@ def _search(
             home = cost + view.delay_between(last, sink)
             heapq.heappush(queue, (home, next(order), span[1] + 1, last, hops))
             continue
-        used = {hop.peer for hop in hops}
         for host in hosts:
-            if not host.start <= reached < host.end or host.peer in used:
+            if not host.start <= reached < host.end or (hops and host.peer == last):
                 continue
             entry = view.delay_between(last, host.peer) + view.queue_s.get(host.peer, 0.0)
             for leave in boundaries:
@@ -172,10 +190,11 @@ class Bans:
         self._until: dict[PeerId, tuple[float, float]] = {}
 
     def failed(self, peer: PeerId, now: float) -> None:
-        until, last_s = self._until.get(peer, (0.0, 0.0))
-        # A ban served twice over is forgotten.
-        forgiven = now > until + last_s
-        ban_s = BAN_S if forgiven else min(2 * last_s, BAN_MAX_S)
+        ban_s = BAN_S
+        if peer in self._until:
+            until, last_s = self._until[peer]
+            if now <= until + last_s:  # a ban served twice over is forgotten
+                ban_s = min(2 * last_s, BAN_MAX_S)
         self._until[peer] = (now + ban_s, ban_s)
 
     def served(self, peer: PeerId) -> None:

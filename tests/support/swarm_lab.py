@@ -2,15 +2,16 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from swarmnet_client.chain import Chain, ChainSpec
+from swarmnet_client.chain import Chain
+from swarmnet_client.hops import ChainSpec
 from swarmnet_client.swarm import Swarm
 from swarmnet_node.node import Hosting, Node, World
 from swarmnet_node.stage import Stage
@@ -20,8 +21,11 @@ from swarmnet_protocols.models import LocalModel
 from swarmnet_protocols.session.steps import Row
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.transport import PeerId
-from swarmnet_protocols.transport.memory import LinkProfile, MemoryNetwork
+from swarmnet_protocols.transport.memory import Delivery, LinkProfile, MemoryNetwork
 
+from tests.support.virtual_time import run
+
+T = TypeVar("T")
 SWARM = bytes(32)
 EPOCH = 1_800_000_000.0
 
@@ -33,6 +37,7 @@ class Reference:
         self.local = local
         self.model: Any = local.load_whole(dtype=torch.float32, device=torch.device("cpu"))
         self._stages: dict[tuple[int, int], Stage] = {}
+        self._greedy: dict[tuple[tuple[int, ...], int], list[int]] = {}
 
     def stage(self, start: int, end: int) -> Stage:
         """A stage for a node of the lab; nodes of one process may share its weights."""
@@ -54,11 +59,13 @@ class Reference:
 
     @torch.inference_mode()
     def greedy(self, ids: list[int], count: int) -> list[int]:
-        output = self.model.generate(
-            torch.tensor([ids]), max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0
-        )
-        tokens: list[int] = output[0, len(ids) :].tolist()
-        return tokens
+        key = tuple(ids), count
+        if key not in self._greedy:
+            output = self.model.generate(
+                torch.tensor([ids]), max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0
+            )
+            self._greedy[key] = output[0, len(ids) :].tolist()
+        return self._greedy[key]
 
 
 def peer(name: str) -> Identity:
@@ -164,6 +171,28 @@ class Lab:
                 on_token(number)
         return tokens
 
+    def once(self, matches: Callable[[Delivery], bool], action: Callable[[Delivery], None]) -> list[Delivery]:
+        """Do ``action`` at the first delivery that ``matches``. Returns a list that holds that delivery afterwards."""
+        seen: list[Delivery] = []
+
+        def observe(delivery: Delivery) -> None:
+            if not seen and matches(delivery):
+                seen.append(delivery)
+                action(delivery)
+
+        self.network.observers.append(observe)
+        return seen
+
+    def cache_bytes(self) -> dict[str, int]:
+        """Bytes of keys and values that nodes hold now, of those that hold any."""
+        held = {name: node.status().cache_bytes for name, node in self.nodes.items()}
+        return {name: size for name, size in held.items() if size}
+
+    def sessions(self) -> dict[str, int]:
+        """Sessions open on nodes now, of those that have any."""
+        counts = {name: node.status().sessions for name, node in self.nodes.items()}
+        return {name: number for name, number in counts.items() if number}
+
     async def close(self) -> None:
         for task in self._tasks.values():
             task.cancel()
@@ -182,3 +211,29 @@ def load_reference(directory: Path, cache_dir: Path) -> Reference:
     from tests.support.tiny import save_tiny_llama
 
     return Reference(resolve(str(save_tiny_llama(directory)), cache_dir=cache_dir))
+
+
+def simulate(
+    reference: Reference,
+    scenario: Callable[[Lab], Awaitable[T]],
+    *,
+    seed: int = 0,
+    limit_s: float = 120.0,
+    **options: Any,
+) -> T:
+    """Run a scenario in a lab, in virtual time; what fails says when, and under which seed.
+
+    A scenario that takes more than ``limit_s`` virtual seconds fails: one that is stuck would beat for ever.
+    """
+
+    async def within() -> T:
+        loop = asyncio.get_running_loop()
+        async with Lab(reference, seed=seed, **options) as lab:
+            try:
+                async with asyncio.timeout(limit_s):
+                    return await scenario(lab)
+            except BaseException as error:
+                error.add_note(f"seed={seed} at t={loop.time():.3f} s, trace {lab.network.trace_hash()[:16]}")
+                raise
+
+    return run(within())

@@ -1,6 +1,7 @@
 """Feeding one downstream hop from an activation log: the same code in a host and in the client."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn, TypeVar
@@ -10,7 +11,7 @@ from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as Protobuf
 
 from swarmnet_protocols.aio import race
-from swarmnet_protocols.errors import DeadlineExceeded, ProtocolViolation, SwarmnetError
+from swarmnet_protocols.errors import DeadlineExceeded, ProtocolViolation, StreamEnded, SwarmnetError
 from swarmnet_protocols.protocol_ids import LINK
 from swarmnet_protocols.session.log import ActivationLog, Cursor
 from swarmnet_protocols.session.steps import Step, encode_step
@@ -81,8 +82,14 @@ class Feeder:
     async def run(self, target: Target) -> NoReturn:
         """Link to ``target``, send it whatever it lacks, then every new step as it comes.
 
-        Ends only with an error: the link could not be made, ended, fell silent, or was refused; or it is cancelled.
+        Ends only with an error: the link could not be made, ended twice, fell silent, or was refused; or it is cancelled.
         """
+        with contextlib.suppress(StreamEnded):  # a connection may be reset while both ends are well
+            await self._feed(target)
+        await self._feed(target)
+        raise ProtocolViolation("a link ended without a reason")
+
+    async def _feed(self, target: Target) -> None:
         stream = await self.transport.open(
             target.peer, LINK, addresses=target.addresses, deadline_s=self.timing.open_s
         )
@@ -92,7 +99,6 @@ class Feeder:
             applied = await self._linked(stream)
             cursor = self.outbox.log.attach(applied)
             await race(self._listen(stream), self._send(stream, cursor))
-            raise ProtocolViolation("a link ended without a reason")
         finally:
             self.outbox.log.detach()
             stream.close()

@@ -11,7 +11,7 @@ from itertools import count
 
 import torch
 
-from swarmnet_protocols.errors import OutOfResources, ProtocolViolation
+from swarmnet_protocols.errors import OutOfResources, ProtocolViolation, SwarmnetError
 from swarmnet_protocols.session.steps import Row, Step, check_rows
 
 REPLAY_POSITIONS = 512
@@ -20,6 +20,10 @@ REPLAY_POSITIONS = 512
 
 class LogGone(OutOfResources):
     """The log outgrew its bound and no longer reaches back to the start: it can feed survivors, not a fresh hop."""
+
+
+class LeftBehind(SwarmnetError):
+    """The downstream hop lacks steps that are no longer kept singly: only a fresh one can be fed."""
 
 
 class _Lane:
@@ -133,7 +137,8 @@ class ActivationLog:
     def attach(self, applied: int) -> Cursor:
         """Start feeding a downstream hop that has computed steps up to ``applied`` (0: it is fresh).
 
-        Takes the place of the previous cursor. Raises ``LogGone`` when the log does not reach back far enough.
+        Takes the place of the previous cursor. Raises ``LogGone`` when a fresh hop can no longer be fed, ``LeftBehind``
+        when that one cannot be, but a fresh one could.
         """
         if applied == 0:
             if self._lanes is None:
@@ -141,7 +146,7 @@ class ActivationLog:
             cursor = Cursor(self._snapshot(self._lanes), self._pending[0][0] if self._pending else 0, applied)
         else:
             if applied < self._folded:
-                raise LogGone(f"step {applied} is folded, the log starts at {self._folded}")
+                raise LeftBehind(f"steps {applied + 1} to {self._folded} are folded")
             cursor = Cursor(iter(()), self._pending[0][0] if self._pending else 0, applied)
         self._cursor = cursor
         return cursor
@@ -151,12 +156,14 @@ class ActivationLog:
         self._cursor = None
 
     def next(self, cursor: Cursor) -> Step | None:
-        """The next step for the hop behind ``cursor``, or None when it has everything."""
+        """The next step for the hop behind ``cursor``, or None when it has everything. May raise ``LeftBehind``."""
         if cursor is not self._cursor:
             return None
         for part in cursor.snapshot:
             return part
         for index, step in self._pending:
+            if step.replay and 0 < cursor.applied < step.seq:
+                raise LeftBehind(f"steps {cursor.applied + 1} to {step.seq} came in a replay")
             if index >= cursor.index and not self._skips(cursor, step):
                 cursor.index = index + 1
                 self.acknowledge(self._acked)

@@ -1,0 +1,110 @@
+"""The hops of a chain as its client knows them, and how one becomes part of it."""
+
+import asyncio
+import contextlib
+from dataclasses import dataclass
+
+import torch
+from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
+from swarmnet_protocols.protocol_ids import SESSION
+from swarmnet_protocols.routing import Hop
+from swarmnet_protocols.session.link import Refused, Target, parse, receive_within
+from swarmnet_protocols.session.steps import wire_code
+from swarmnet_protocols.transport import Message, Stream
+from swarmnet_protocols.wire import session_pb2 as pb
+
+from swarmnet_client.swarm import Swarm
+
+
+@dataclass(frozen=True)
+class ChainSpec:
+    """What a chain is for: blocks [0, blocks), lanes of at most ``max_length`` positions of ``hidden_size`` numbers."""
+
+    blocks: int
+    hidden_size: int
+    max_length: int
+    wire: torch.dtype
+    log_bytes: int = 1 << 30
+
+
+@dataclass(eq=False)
+class LiveHop:
+    """A hop of the chain with an open session.
+
+    ``link`` is whom it feeds, ``heard`` when it last said anything, ``applied`` the last step it computed, ``moved``
+    when that last changed, ``leaving`` whether it asked us to go elsewhere.
+    """
+
+    hop: Hop
+    session: bytes
+    stream: Stream
+    heard: float
+    moved: float
+    link: "LiveHop | None" = None
+    epoch: int = 0
+    alive: bool = True
+    leaving: bool = False
+    applied: int = 0
+
+    def target(self, epoch: int) -> Target:
+        """This hop as the next one of its upstream."""
+        return Target(self.hop.peer, self.hop.addresses, self.session, epoch)
+
+    async def beat(self, period_s: float) -> None:
+        """Tell the hop, until it is gone, that its client is there."""
+        beat = Message(pb.SessionRequest(beat=pb.Beat()).SerializeToString())
+        with contextlib.suppress(SwarmnetError):  # whoever listens to the hop sees the same end
+            while True:
+                await asyncio.sleep(period_s)
+                await self.stream.send(beat)
+
+    async def relink(self, target: Target) -> None:
+        """Have the hop feed ``target`` from now on."""
+        relink = pb.Relink(epoch=target.epoch, next=_peer(target))
+        with contextlib.suppress(SwarmnetError):  # whoever listens to the hop sees the same end
+            await self.stream.send(Message(pb.SessionRequest(relink=relink).SerializeToString()))
+
+
+@dataclass(eq=False)
+class Head:
+    """The client's own end of the chain: it feeds the first hop."""
+
+    link: LiveHop | None = None
+    feeding: asyncio.Task[None] | None = None
+
+
+async def open_hop(
+    swarm: Swarm, spec: ChainSpec, hop: Hop, identity: tuple[bytes, int], target: Target | None
+) -> LiveHop:
+    """Open a session on a host; ``identity`` is its id and epoch, ``target`` whom it feeds (None: it answers us).
+
+    Raises what opening a stream raises, ``Refused``, or ``DeadlineExceeded``.
+    """
+    session, epoch = identity
+    request = pb.Open(
+        session=session,
+        epoch=epoch,
+        manifest=swarm.manifest,
+        span=pb.Span(start=hop.start, end=hop.end),
+        next=_peer(target) if target else None,
+        wire=wire_code(spec.wire),
+        max_length=spec.max_length,
+    )
+    timing = swarm.timing
+    stream = await swarm.transport.open(hop.peer, SESSION, addresses=hop.addresses, deadline_s=timing.open_s)
+    try:
+        await stream.send(Message(pb.SessionRequest(open=request).SerializeToString()))
+        reply = parse(pb.SessionReply, (await receive_within(stream, timing.silence_s)).header)
+        if reply.HasField("refused"):
+            raise Refused(reply.refused.reason, reply.refused.detail)
+        if not reply.HasField("opened"):
+            raise ProtocolViolation("a session is answered with Opened or Refused")
+    except BaseException:
+        stream.close()
+        raise
+    now = asyncio.get_running_loop().time()
+    return LiveHop(hop, session, stream, heard=now, moved=now)
+
+
+def _peer(target: Target) -> pb.Peer:
+    return pb.Peer(id=target.peer, addresses=target.addresses, session=target.session)

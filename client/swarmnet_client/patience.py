@@ -1,0 +1,39 @@
+"""How often a chain is mended before it is given up. Pure: takes the time as an argument."""
+
+PAUSE_S = 0.25
+"""Between two attempts, once the first ones have failed."""
+ATTEMPTS = 10
+"""Times a chain is mended without an answer in between before we ask whether there will ever be one."""
+
+
+class Patience:
+    """Counts how often a chain broke since it last answered."""
+
+    def __init__(self, recover_s: float) -> None:
+        self._recover_s = recover_s
+        self._attempts = 0
+        self._since = 0.0
+        self._mended_at = 0.0
+
+    @property
+    def pause_s(self) -> float:
+        """Wait this long before the next attempt."""
+        return PAUSE_S if self._attempts > 2 else 0.0
+
+    def lost(self, now: float, *, idle: bool) -> bool:
+        """The chain broke. True when it is time to give up: many attempts, over ``recover_s`` at least, all in vain.
+
+        A chain that was ``idle`` gave no answers because nobody asked: then one that held for long starts afresh.
+        """
+        if self._attempts == 0 or (idle and now > self._mended_at + self._recover_s):
+            self._attempts, self._since = 0, now
+        self._attempts += 1
+        return self._attempts > ATTEMPTS and now > self._since + self._recover_s
+
+    def mended(self, now: float) -> None:
+        """The chain is whole, as far as we know."""
+        self._mended_at = now
+
+    def answered(self) -> None:
+        """An answer came through the chain."""
+        self._attempts = 0

@@ -1,0 +1,268 @@
+"""A node that serves fails, in every way, at every point of a request: the client sees a pause, never an error."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import pytest
+from swarmnet_client.chain import Chain
+from swarmnet_protocols.protocol_ids import LINK, SESSION
+from swarmnet_protocols.transport import PeerId
+from swarmnet_protocols.transport.memory import Delivery
+from swarmnet_protocols.wire import session_pb2 as pb
+
+from tests.support.swarm_lab import Lab, Reference, simulate
+
+PROMPT = [5, 6, 7, 8, 9] * 60  # two chunks: steps 1 and 2
+PREFILL_STEPS = 2
+TOKENS = 10
+LAST_STEP = PREFILL_STEPS + TOKENS - 1
+
+ONE_REPLICA = {"a": (0, 2), "b": (2, 4), "b2": (2, 4), "c": (4, 6)}
+TWO_OF_EACH = {"a": (0, 2), "a2": (0, 2), "b": (2, 4), "b2": (2, 4), "c": (4, 6), "c2": (4, 6)}
+
+STEP_S = 0.1
+"""More than a step or the replay of the prompt takes on these links, where computing takes no time."""
+CRASH_S = 0.5 + STEP_S
+SILENT_S = 3.0 + STEP_S
+
+
+def request(delivery: Delivery) -> str:
+    """Which message of the conversation this is: "open", "link", "step 7", or nothing of interest."""
+    if delivery.protocol.id == SESSION.id:
+        opening = pb.SessionRequest.FromString(delivery.message.header)
+        return "open" if opening.HasField("open") else ""
+    if delivery.protocol.id == LINK.id:
+        message = pb.LinkRequest.FromString(delivery.message.header)
+        if message.HasField("link"):
+            return "link"
+        if message.HasField("step"):
+            return f"replay {message.step.seq}" if message.step.replay else f"step {message.step.seq}"
+    return ""
+
+
+def arrives_at(peers: set[PeerId], what: str) -> Callable[[Delivery], bool]:
+    return lambda delivery: delivery.target in peers and request(delivery) == what
+
+
+@dataclass
+class Outcome:
+    """What a client went through, and what the network saw of it."""
+
+    tokens: list[int] = field(default_factory=list)
+    waits_s: list[float] = field(default_factory=list)
+    route: list[PeerId] = field(default_factory=list)
+    opened: list[PeerId] = field(default_factory=list)
+    failovers: int = 0
+
+    @property
+    def longest_s(self) -> float:
+        return max(self.waits_s)
+
+
+async def converse(lab: Lab, layout: Mapping[str, tuple[int, int]], prepare: Callable[[], object]) -> Outcome:
+    """A prompt and its answer on nodes of ``layout``. Afterwards no live node holds anything of it."""
+    for name, blocks in layout.items():
+        await lab.start(name, lab.hosting(blocks))
+    await asyncio.sleep(1.0)  # the directory shows them all
+    prepare()
+    outcome = Outcome()
+    loop = asyncio.get_running_loop()
+
+    def on_open(delivery: Delivery) -> None:
+        if request(delivery) == "open":
+            outcome.opened.append(delivery.target)
+
+    lab.network.observers.append(on_open)
+    async with lab.client() as swarm:
+        chain: Chain
+        async with lab.chain(swarm) as chain:
+            times = [loop.time()]
+            outcome.tokens = await lab.generate(chain, PROMPT, TOKENS, lambda _: times.append(loop.time()))
+            outcome.waits_s = [after - before for before, after in pairwise(times)]
+            outcome.route = [peer for peer, _, _ in chain.report.route]
+            outcome.failovers = chain.report.failovers
+        await asyncio.sleep(1.0)
+    client = lab.peer_id("client")
+    alive = {name for name in layout if lab.network.passes(client, lab.peer_id(name))}
+    assert not alive & lab.sessions().keys(), "a session outlived its client"
+    assert not alive & lab.cache_bytes().keys(), "a cache outlived its session"
+    return outcome
+
+
+def hurt(lab: Lab, fault: str) -> Callable[[Delivery], None]:
+    """Do ``fault`` to the receiver of a delivery."""
+    network = lab.network
+    return {
+        "crash": lambda delivery: network.crash(delivery.target),
+        "hang": lambda delivery: network.hang(delivery.target),
+        "isolate": lambda delivery: network.isolate(delivery.target),
+        "cut from client": lambda delivery: network.cut(delivery.target, lab.peer_id("client")),
+    }[fault]
+
+
+LIMIT_S = {"crash": CRASH_S, "hang": SILENT_S, "isolate": SILENT_S, "cut from client": SILENT_S}
+PHASES = {
+    "connect": "open",
+    "link": "link",
+    "prefill": "step 1",
+    "first token": f"step {PREFILL_STEPS}",
+    "middle": f"step {PREFILL_STEPS + TOKENS // 2}",
+    "last token": f"step {LAST_STEP}",
+}
+
+
+@pytest.mark.parametrize("fault", LIMIT_S)
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("victim", ["a", "b", "c"])
+def test_a_hop_fails_and_its_replica_goes_on(
+    reference: Reference, victim: str, phase: str, fault: str
+) -> None:
+    hit: list[Delivery] = []
+
+    async def scenario(lab: Lab) -> Outcome:
+        nonlocal hit
+        candidates = {lab.peer_id(victim), lab.peer_id(victim + "2")}
+
+        def prepare() -> None:
+            nonlocal hit
+            hit = lab.once(arrives_at(candidates, PHASES[phase]), hurt(lab, fault))
+
+        outcome = await converse(lab, TWO_OF_EACH, prepare)
+        survivors = [lab.nodes[name] for name in TWO_OF_EACH if lab.peer_id(name) in outcome.route]
+        if phase in ("middle", "last token"):
+            replacement = (candidates - {hit[0].target}).pop()
+            for node in survivors:
+                peer = node.status().peer_id
+                if peer != replacement:
+                    assert node.status().tokens == len(PROMPT) + TOKENS - 1, "a survivor computed twice"
+                    assert outcome.opened.count(PeerId(peer)) == 1, "a survivor was opened twice"
+        return outcome
+
+    outcome = simulate(reference, scenario)
+    assert outcome.tokens == reference.greedy(PROMPT, TOKENS)
+    assert hit, "the fault was never injected"
+    # A hop cut off from the client alone serves on until the client misses its beats.
+    assert fault == "cut from client" or hit[0].target not in outcome.route
+    assert outcome.longest_s <= LIMIT_S[fault]
+
+
+def run_with(
+    reference: Reference, layout: Mapping[str, tuple[int, int]], plan: Callable[[Lab], list[list[Delivery]]]
+) -> Outcome:
+    """A conversation during which all faults of ``plan`` are injected."""
+    hits: list[list[Delivery]] = []
+
+    async def scenario(lab: Lab) -> Outcome:
+        return await converse(lab, layout, lambda: hits.extend(plan(lab)))
+
+    outcome = simulate(reference, scenario)
+    assert outcome.tokens == reference.greedy(PROMPT, TOKENS)
+    assert all(hits), "a fault was never injected"
+    return outcome
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("fault", ["crash", "hang"])
+def test_the_middle_of_four_nodes_fails_and_its_neighbours_go_on(
+    reference: Reference, fault: str, phase: str
+) -> None:
+    def plan(lab: Lab) -> list[list[Delivery]]:
+        replicas = {lab.peer_id("b"), lab.peer_id("b2")}
+        return [lab.once(arrives_at(replicas, PHASES[phase]), hurt(lab, fault))]
+
+    assert run_with(reference, ONE_REPLICA, plan).longest_s <= LIMIT_S[fault]
+
+
+@pytest.mark.parametrize("phase", ["link", "prefill", "first token", "middle", "last token"])
+@pytest.mark.parametrize("victim", ["b", "c"])
+def test_two_neighbours_that_no_longer_reach_each_other_are_parted(
+    reference: Reference, victim: str, phase: str
+) -> None:
+    def plan(lab: Lab) -> list[list[Delivery]]:
+        downstream = {lab.peer_id(victim), lab.peer_id(victim + "2")}
+
+        def part(delivery: Delivery) -> None:
+            lab.network.cut(delivery.source, delivery.target)
+
+        return [lab.once(arrives_at(downstream, PHASES[phase]), part)]
+
+    assert run_with(reference, TWO_OF_EACH, plan).longest_s <= SILENT_S
+
+
+def test_neighbours_cut_from_each_other_where_only_the_first_has_a_replica(reference: Reference) -> None:
+    """The hop that everybody needs keeps its place in the chain; the one that can be replaced is."""
+
+    def plan(lab: Lab) -> list[list[Delivery]]:
+        def part(delivery: Delivery) -> None:
+            lab.network.cut(delivery.source, delivery.target)
+
+        return [lab.once(arrives_at({lab.peer_id("c")}, PHASES["middle"]), part)]
+
+    assert run_with(reference, ONE_REPLICA, plan).longest_s <= SILENT_S
+
+
+@pytest.mark.parametrize("fault", ["crash", "hang"])
+@pytest.mark.parametrize("pair", [("a", "b"), ("b", "c"), ("a", "c")])
+def test_two_nodes_fail_at_once(reference: Reference, pair: tuple[str, str], fault: str) -> None:
+    def plan(lab: Lab) -> list[list[Delivery]]:
+        serving = [
+            lab.once(arrives_at({lab.peer_id(name), lab.peer_id(name + "2")}, "step 1"), lambda _: None)
+            for name in pair
+        ]
+
+        def both(delivery: Delivery) -> None:
+            for seen in serving:
+                hurt(lab, fault)(seen[0])
+
+        return [lab.once(lambda delivery: request(delivery) == PHASES["middle"], both)]
+
+    assert run_with(reference, TWO_OF_EACH, plan).longest_s <= LIMIT_S[fault] + STEP_S
+
+
+@pytest.mark.parametrize("fault", ["crash", "hang"])
+@pytest.mark.parametrize("victim", ["a", "b", "c"])
+@pytest.mark.parametrize("when", ["open", "link", f"replay {PREFILL_STEPS + 2}", f"step {PREFILL_STEPS + 4}"])
+def test_a_node_fails_and_then_its_replacement(
+    reference: Reference, victim: str, when: str, fault: str
+) -> None:
+    layout = {**TWO_OF_EACH, "a3": (0, 2), "b3": (2, 4), "c3": (4, 6)}
+
+    def plan(lab: Lab) -> list[list[Delivery]]:
+        group = {lab.peer_id(victim + suffix) for suffix in ("", "2", "3")}
+
+        def then(delivery: Delivery) -> None:
+            hurt(lab, fault)(delivery)
+            hits.append(lab.once(arrives_at(group - {delivery.target}, when), hurt(lab, fault)))
+
+        hits: list[list[Delivery]] = []
+        hits.append(lab.once(arrives_at(group, f"step {PREFILL_STEPS + 3}"), then))
+        return hits
+
+    # Two failures one after the other: the second is found while the first is being mended.
+    assert run_with(reference, layout, plan).longest_s <= 2 * LIMIT_S[fault]
+
+
+@pytest.mark.parametrize("fault", ["crash", "hang"])
+def test_a_neighbour_fails_while_a_replacement_is_fed(reference: Reference, fault: str) -> None:
+    """b fails; while b's replacement takes its replay, the hop that feeds it fails as well."""
+
+    def plan(lab: Lab) -> list[list[Delivery]]:
+        group = {lab.peer_id("b"), lab.peer_id("b2")}
+        hits: list[list[Delivery]] = []
+
+        def feeding(delivery: Delivery) -> bool:
+            return delivery.target in group and request(delivery).startswith("replay")
+
+        def hurt_source(delivery: Delivery) -> None:
+            (lab.network.crash if fault == "crash" else lab.network.hang)(delivery.source)
+
+        def then(delivery: Delivery) -> None:
+            hurt(lab, fault)(delivery)
+            hits.append(lab.once(feeding, hurt_source))
+
+        hits.append(lab.once(arrives_at(group, PHASES["middle"]), then))
+        return hits
+
+    assert run_with(reference, TWO_OF_EACH, plan).longest_s <= 2 * LIMIT_S[fault]
