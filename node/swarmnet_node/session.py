@@ -65,15 +65,15 @@ class HostedSession:
                 async with asyncio.timeout(self._host.timing.reply_s):
                     await self._reply(pb.SessionReply(refused=detail))
         finally:
-            self._failed.cancel()
+            # All that must happen comes before the first await: a second cancellation may end us there.
             self._over = True
+            self._failed.cancel()
+            self._release(self._lanes.values())
+            self._lanes = {}
             if self._link is not None:
                 self._link.close()
-            self.stream.close()  # an answer that waits for the client to read it waits no longer
+            self.stream.close()
             await cancel(self._feeding)
-            async with self._applying:
-                self._release(self._lanes.values())
-                self._lanes = {}
 
     async def say_leaving(self) -> None:
         """Ask the client to move to another host. A client that is gone has moved already."""
@@ -169,7 +169,7 @@ class HostedSession:
     async def _apply(self, stream: Stream, step: Step) -> None:
         """Compute one step, log it, send its outputs on. What fails here ends the session and is told to the client."""
         async with self._applying:
-            if stream is not self._link or self._failed.done():
+            if stream is not self._link or self._failed.done() or self._over:
                 return
             try:
                 self._outbox.log.check(step)

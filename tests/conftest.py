@@ -1,0 +1,15 @@
+"""Options for longer sweeps: ``pytest tests/sim --seeds 1000 --first-seed 50``."""
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("simulation")
+    group.addoption("--seeds", type=int, default=50, help="seeds to run of every randomized simulation")
+    group.addoption("--first-seed", type=int, default=0, help="the first of them; a failure names its seed")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "seed" in metafunc.fixturenames:
+        first, seeds = metafunc.config.getoption("first_seed"), metafunc.config.getoption("seeds")
+        metafunc.parametrize("seed", range(first, first + seeds))
