@@ -74,7 +74,9 @@ def _terminate(_signal: int, _frame: FrameType | None) -> NoReturn:
 
 def main() -> NoReturn:
     """The entry point of ``swarmnet``."""
-    # Idle OpenMP threads would spin on the cores of a volunteer; this has to be set before torch is imported.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # How long an OpenMP thread spins before it sleeps, to be set before torch is imported: long enough to span the gap
+    # between two operations of one forward (asleep in between, decoding takes twice as long), too short to be felt
+    # by the other processes of the machine when the forward is over.
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     signal.signal(signal.SIGTERM, _terminate)
     sys.exit(execute(sys.argv[1:]))

@@ -12,7 +12,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as `swarmnet run` does
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as `swarmnet run` does
 
 import torch
 from tests.bench.local_process import THREADS, LocalProcess, timed_generate

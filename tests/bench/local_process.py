@@ -15,7 +15,7 @@ class LocalProcess:
     """A child that runs the whole model with plain transformers, float32, two threads, default OpenMP settings."""
 
     def __init__(self, cache_dir: Path) -> None:
-        environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+        environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__, str(cache_dir)],
             stdin=subprocess.PIPE,

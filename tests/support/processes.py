@@ -21,11 +21,10 @@ class NodeProcess:
     def __init__(self, command: Sequence[str], data_dir: Path) -> None:
         self.data_dir = data_dir
         self.log = data_dir.with_suffix(".log")
-        environment = os.environ | {"OMP_WAIT_POLICY": "PASSIVE"}
         with self.log.open("w") as log:
             # A group of its own, so that a fault hits the node and its p2pd alike.
             self.process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=log, text=True, process_group=0, env=environment
+                command, stdout=subprocess.PIPE, stderr=log, text=True, process_group=0
             )
         self.events: list[dict[str, Any]] = []
         self._changed = threading.Condition()
