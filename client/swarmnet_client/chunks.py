@@ -1,37 +1,49 @@
 """Long rows cut to steps, so that every hop of a chain has one to work on."""
 
+from collections.abc import Sequence
+
 from swarmnet_protocols.session.steps import MAX_ROWS, Row
 
 CHUNK = 256
 """Positions in one step: a hop works on one while the next hop works on the one before."""
 
+Part = list[tuple[int, Row]]
+"""The pieces of one step, each with the index of the row it is a piece of."""
 
-def cut(rows: tuple[Row, ...]) -> list[list[tuple[int, Row]]]:
-    """Rows cut to steps of at most ``CHUNK`` positions: per step, (index of the row it is a piece of, the piece).
 
-    Rows that start from another lane mean the lanes as they are now, so those stay together in one step.
+def cut(rows: tuple[Row, ...]) -> list[Part]:
+    """Rows cut to steps of at most ``CHUNK`` positions, or one for each row where there are more rows.
+
+    Rows that start from another lane mean the lanes as they are now, so all rows of such a batch start in one step.
     """
+    done = [0] * len(rows)
+    parts: list[Part] = []
     if any(row.source != row.lane for row in rows):
-        return [list(enumerate(rows))]
-    parts: list[list[tuple[int, Row]]] = [[]]
-    room = CHUNK
+        share = max(1, CHUNK // len(rows))
+        done = [min(share, row.count) for row in rows]
+        parts.append([(index, _piece(row, 0, done[index])) for index, row in enumerate(rows)])
+    return parts + _cut_rest(rows, done)
+
+
+def _cut_rest(rows: Sequence[Row], done: Sequence[int]) -> list[Part]:
+    parts: list[Part] = []
+    room = 0
     for index, row in enumerate(rows):
-        done = 0
-        while done < row.count:
+        reached = done[index]
+        while reached < row.count:
             if room == 0 or len(parts[-1]) == MAX_ROWS:
                 parts.append([])
                 room = CHUNK
-            count = min(room, row.count - done)
-            left = row.count - done - count
-            piece = Row(
-                row.lane,
-                row.start + done,
-                count,
-                max(0, min(count, row.outputs - left)),
-                row.source,
-                row.rewrite and not done,
-            )
-            parts[-1].append((index, piece))
-            done += count
+            count = min(room, row.count - reached)
+            parts[-1].append((index, _piece(row, reached, count)))
+            reached += count
             room -= count
     return parts
+
+
+def _piece(row: Row, done: int, count: int) -> Row:
+    """``count`` positions of a row, after the first ``done``, which are in earlier steps."""
+    left = row.count - done - count
+    outputs = max(0, min(count, row.outputs - left))
+    source = row.lane if done else row.source
+    return Row(row.lane, row.start + done, count, outputs, source, row.rewrite and not done)

@@ -12,6 +12,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import torch
+
+from swarmnet_node.control import NodeStatus
+from swarmnet_node.engine import Engine
+from swarmnet_node.host import Host, HostLimits
+from swarmnet_node.stage import Stage
 from swarmnet_protocols.aio import cancel
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.errors import SwarmnetError
@@ -20,11 +25,6 @@ from swarmnet_protocols.placement import Claim, choose_start, settle
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.transport import Transport
 from swarmnet_protocols.wire import records_pb2 as pb
-
-from swarmnet_node.control import NodeStatus
-from swarmnet_node.engine import Engine
-from swarmnet_node.host import Host, HostLimits
-from swarmnet_node.stage import Stage
 
 MIN_STEP_S = 1e-6
 SETTLE_ROUNDS = 5
@@ -68,7 +68,7 @@ class Node:
     def __init__(self, world: World, hosting: Hosting) -> None:
         self._world = world
         self._hosting = hosting
-        self._state = pb.HOST_STATE_JOINING
+        self._state = pb.HOST_STATE_CHOOSING
         self._span = hosting.blocks or (0, hosting.num_blocks)
         self._step_s = 0.0
         self._engine: Engine | None = None
@@ -80,10 +80,12 @@ class Node:
     @classmethod
     @asynccontextmanager
     async def run(cls, world: World, hosting: Hosting) -> AsyncIterator["Node"]:
-        """A node that serves while the context is open. Raises what loading raises; nothing is announced then."""
+        """A node that serves while the context is open. Raises what loading raises."""
         node = cls(world, hosting)
         if hosting.blocks is None:
             await node._choose()
+        node._state = pb.HOST_STATE_JOINING
+        await node._announce()
         loop = asyncio.get_running_loop()
         stage = await loop.run_in_executor(world.executor, hosting.load, *node._span)
         node._step_s = await loop.run_in_executor(world.executor, _measure, stage, loop.time)
@@ -184,7 +186,7 @@ class Node:
     async def _claims(self) -> list[Claim]:
         """What others serve, and what they mean to."""
         return [
-            Claim(info.peer, info.start, info.end, settled=info.online)
+            Claim(info.peer, info.start, info.end, settled=body.state != pb.HOST_STATE_CHOOSING)
             for info, body in await read_records(self._world.directory, self._hosting.manifest)
             if info.peer != self._world.transport.peer_id and body.state != pb.HOST_STATE_LEAVING
         ]

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 import pytest
+
 from swarmnet_client.chain import Chain
 from swarmnet_protocols.protocol_ids import LINK, SESSION
 from swarmnet_protocols.transport import PeerId
 from swarmnet_protocols.transport.memory import Delivery
 from swarmnet_protocols.wire import session_pb2 as pb
-
 from tests.support.swarm_lab import Lab, Reference, simulate
 
 PROMPT = [5, 6, 7, 8, 9] * 60  # two chunks: steps 1 and 2

@@ -61,7 +61,10 @@ class _Lane:
 
 
 class Cursor:
-    """How far one downstream hop has been fed. Made by ``ActivationLog.attach``, advanced by ``next``."""
+    """How far one downstream hop has been fed. Made by ``ActivationLog.attach``, advanced by ``next``.
+
+    ``applied`` is the last step that a survivor has or was sent; it stays 0 for a fresh hop.
+    """
 
     def __init__(self, snapshot: Iterator[Step], index: int, applied: int) -> None:
         self.snapshot = snapshot
@@ -161,11 +164,13 @@ class ActivationLog:
             return None
         for part in cursor.snapshot:
             return part
+        if 0 < cursor.applied < self._folded:
+            raise LeftBehind(f"steps {cursor.applied + 1} to {self._folded} came in a replay")
         for index, step in self._pending:
-            if step.replay and 0 < cursor.applied < step.seq:
-                raise LeftBehind(f"steps {cursor.applied + 1} to {step.seq} came in a replay")
             if index >= cursor.index and not self._skips(cursor, step):
                 cursor.index = index + 1
+                if cursor.applied:
+                    cursor.applied = step.seq
                 self.acknowledge(self._acked)
                 return step
         return None

@@ -13,10 +13,12 @@ class HostState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     HOST_STATE_JOINING: _ClassVar[HostState]
     HOST_STATE_ONLINE: _ClassVar[HostState]
     HOST_STATE_LEAVING: _ClassVar[HostState]
+    HOST_STATE_CHOOSING: _ClassVar[HostState]
 HOST_STATE_UNSPECIFIED: HostState
 HOST_STATE_JOINING: HostState
 HOST_STATE_ONLINE: HostState
 HOST_STATE_LEAVING: HostState
+HOST_STATE_CHOOSING: HostState
 
 class SignedRecord(_message.Message):
     __slots__ = ("swarm", "topic", "signer", "sequence", "expires_at_ms", "body", "signature")

@@ -1,0 +1,164 @@
+"""The activation log against a model that simply remembers every lane: any hop can be rebuilt from it, any survivor fed."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swarmnet_protocols.session.log import ActivationLog, Cursor, LeftBehind
+from swarmnet_protocols.session.steps import Row, Step, check_rows
+
+LANES = 3
+Lanes = dict[int, list[int]]
+
+
+def apply(lanes: Lanes, step: Step) -> None:
+    """What a hop does with a step, told in lists."""
+    before = {lane: list(values) for lane, values in lanes.items()}
+    for row, values in zip(step.rows, step.split(), strict=True):
+        lanes[row.lane] = before.get(row.source, [])[: row.start] + values[:, 0].long().tolist()
+
+
+@dataclass
+class Downstream:
+    """A hop fed from a log: refuses what a host would refuse."""
+
+    lanes: Lanes = field(default_factory=dict)
+    log: ActivationLog = field(default_factory=lambda: ActivationLog(max_bytes=1 << 30))
+    seqs: list[int] = field(default_factory=list)
+
+    def take(self, step: Step) -> None:
+        check_rows(step.rows, {lane: len(values) for lane, values in self.lanes.items()})
+        self.log.append(step)
+        if not step.replay:
+            self.seqs.append(step.seq)
+        apply(self.lanes, step)
+
+
+@st.composite
+def rows(draw: st.DrawFn, lanes: Lanes) -> tuple[Row, ...]:
+    chosen = draw(st.lists(st.integers(0, LANES - 1), min_size=1, max_size=LANES, unique=True))
+    found = []
+    for lane in chosen:
+        source = draw(st.sampled_from([lane, *range(LANES)]))
+        held = len(lanes.get(source, []))
+        start = draw(st.sampled_from([held, held, draw(st.integers(0, held))]))
+        rewrite = source != lane or start < held
+        found.append(Row(lane, start, draw(st.sampled_from([1, 2, 600])), 0, source, rewrite))
+    return tuple(found)
+
+
+def numbers() -> Iterator[int]:
+    yield from range(1, 1 << 30)
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.data())
+def test_any_hop_can_be_fed_from_the_log(data: st.DataObject) -> None:
+    """Steps are appended, sent, acknowledged, and links broken, in any order; hops start fresh or survive."""
+    log = ActivationLog(max_bytes=1 << 30)
+    truth: Lanes = {}
+    number = numbers()
+    history: list[Lanes] = [{}]
+    hop, cursor = Downstream(), log.attach(0)
+    acked = 0
+    for _ in range(data.draw(st.integers(1, 14))):
+        match data.draw(st.sampled_from(["step", "step", "step", "send", "ack", "relink", "replace"])):
+            case "step":
+                chosen = data.draw(rows(truth))
+                values = [[float(next(number) % 65536)] for row in chosen for _ in range(row.count)]
+                step = Step(log.last + 1, chosen, torch.tensor(values), acked)
+                log.append(step)
+                apply(truth, step)
+                history.append({lane: list(held) for lane, held in truth.items()})
+            case "send":
+                if (step_out := log.next(cursor)) is not None:
+                    hop.take(step_out)
+            case "ack":
+                # The client holds what came through the hop.
+                acked = max(acked, data.draw(st.integers(0, hop.log.last)))
+                log.acknowledge(acked)
+            case "relink":
+                log.detach()
+                if hop.log.last == 0:
+                    hop = Downstream()
+                cursor = log.attach(hop.log.last)
+            case "replace":
+                log.detach()
+                hop, cursor = Downstream(), log.attach(0)
+    while (step_out := log.next(cursor)) is not None:
+        hop.take(step_out)
+    assert hop.lanes == truth
+    assert hop.log.last == log.last
+    assert dict(log.lengths) == {lane: len(values) for lane, values in truth.items()}
+    assert hop.seqs == sorted(set(hop.seqs)), "a step was computed twice"
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.data())
+def test_a_replacement_in_the_middle_feeds_the_survivor_exactly_what_it_lacks(data: st.DataObject) -> None:
+    """upstream -> middle -> survivor: the middle is replaced at any moment, even during a replay."""
+    upstream, truth, number = ActivationLog(max_bytes=1 << 30), {}, numbers()
+    survivor = Downstream()
+    acked = 0
+
+    def new_middle() -> tuple[Downstream, Cursor, Cursor]:
+        nonlocal survivor
+        if survivor.log.last == 0:
+            survivor = Downstream()  # a replay that was broken off is forgotten
+        middle = Downstream()
+        return middle, upstream.attach(0), middle.log.attach(survivor.log.last)
+
+    middle, to_middle, to_survivor = new_middle()
+
+    def pass_on() -> bool:
+        nonlocal survivor, to_survivor
+        try:
+            step = middle.log.next(to_survivor)
+        except LeftBehind:
+            # Only a survivor that was itself being rebuilt may be behind: what is acknowledged has passed through it.
+            assert survivor.log.last < acked
+            survivor = Downstream()
+            to_survivor = middle.log.attach(0)
+            return True
+        if step is not None:
+            survivor.take(step)
+        return step is not None
+
+    for _ in range(data.draw(st.integers(1, 20))):
+        match data.draw(
+            st.sampled_from(["step", "step", "feed", "feed", "pass on", "ack", "replace", "lose last"])
+        ):
+            case "step":
+                chosen = data.draw(rows(truth))
+                values = [[float(next(number) % 65536)] for row in chosen for _ in range(row.count)]
+                step = Step(upstream.last + 1, chosen, torch.tensor(values), acked)
+                upstream.append(step)
+                apply(truth, step)
+            case "feed":
+                if (fed := upstream.next(to_middle)) is not None:
+                    middle.take(fed)
+            case "pass on":
+                pass_on()
+            case "ack":
+                acked = max(acked, data.draw(st.integers(0, survivor.log.last)))
+                upstream.acknowledge(acked)
+            case "replace":
+                upstream.detach()
+                try:
+                    middle, to_middle, to_survivor = new_middle()
+                except LeftBehind:
+                    survivor = Downstream()
+                    middle, to_middle, to_survivor = new_middle()
+            case "lose last":
+                survivor = Downstream()
+                to_survivor = middle.log.attach(0)
+    while (fed := upstream.next(to_middle)) is not None:
+        middle.take(fed)
+    while pass_on():
+        pass
+    assert middle.lanes == truth
+    assert survivor.lanes == truth
+    assert survivor.seqs == sorted(set(survivor.seqs)), "the survivor computed a step twice"

@@ -1,0 +1,81 @@
+"""The router against brute force on small swarms."""
+
+import random
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swarmnet_protocols.errors import NoRoute
+from swarmnet_protocols.routing import MARGIN, Hop, HostInfo, View, find_chain, pair_of
+from swarmnet_protocols.transport import PeerId
+
+BLOCKS = 5
+SECONDS = st.floats(0.0, 1.0)
+
+
+@st.composite
+def views(draw: st.DrawFn) -> View:
+    hosts = []
+    for index in range(draw(st.integers(1, 5))):
+        start = draw(st.integers(0, BLOCKS - 1))
+        end = draw(st.integers(start + 1, BLOCKS))
+        hosts.append(HostInfo(PeerId(f"p{index}"), start, end, draw(SECONDS)))
+    peers = [host.peer for host in hosts]
+    pairs = st.tuples(st.sampled_from(peers), st.sampled_from(peers))
+    return View(
+        hosts,
+        delay_s=draw(st.dictionaries(st.sampled_from(peers), SECONDS)),
+        queue_s=draw(st.dictionaries(st.sampled_from(peers), SECONDS)),
+        banned=frozenset(draw(st.lists(st.sampled_from(peers), max_size=2))),
+        parted=frozenset(pair_of(*pair) for pair in draw(st.lists(pairs, max_size=2))),
+    )
+
+
+def cost(view: View, chain: list[Hop], source: PeerId | None, sink: PeerId | None) -> float:
+    by_peer = {host.peer: host for host in view.hosts}
+    total, last = 0.0, source
+    for hop in chain:
+        total += view.delay_between(last, hop.peer) + view.queue_s.get(hop.peer, 0.0)
+        total += by_peer[hop.peer].block_s * (hop.end - hop.start)
+        last = hop.peer
+    return total + view.delay_between(last, sink)
+
+
+def every_chain(hosts: list[HostInfo], start: int, end: int) -> Iterator[list[Hop]]:
+    if start == end:
+        yield []
+        return
+    for host in hosts:
+        if host.start <= start < host.end:
+            for leave in range(start + 1, min(host.end, end) + 1):
+                for rest in every_chain(hosts, leave, end):
+                    yield [Hop(host.peer, start, leave), *rest]
+
+
+@settings(max_examples=150, deadline=None)
+@given(views(), st.integers(0, 3), st.booleans(), st.booleans())
+def test_a_chain_covers_exactly_and_costs_little_more_than_the_best(
+    view: View, seed: int, from_peer: bool, to_peer: bool
+) -> None:
+    source = view.hosts[0].peer if from_peer else None
+    sink = view.hosts[-1].peer if to_peer else None
+    allowed = [host for host in view.hosts if host.peer not in view.banned]
+    chains = list(every_chain(allowed, 0, BLOCKS)) or list(every_chain(list(view.hosts), 0, BLOCKS))
+    covered = {block for host in view.hosts for block in range(host.start, host.end)}
+    if not chains:
+        with pytest.raises(NoRoute) as caught:
+            find_chain(view, (0, BLOCKS), random.Random(seed), source=source, sink=sink)
+        missing = {block for start, end in caught.value.missing for block in range(start, end)}
+        assert missing == set(range(BLOCKS)) - covered
+        return
+    chain = find_chain(view, (0, BLOCKS), random.Random(seed), source=source, sink=sink)
+    assert [hop.start for hop in chain] == [0, *(hop.end for hop in chain[:-1])]
+    assert chain[-1].end == BLOCKS
+    by_peer = {host.peer: host for host in view.hosts}
+    assert all(by_peer[hop.peer].start <= hop.start < hop.end <= by_peer[hop.peer].end for hop in chain)
+    assert all(one.peer != other.peer for one, other in pairwise(chain))
+    best = min(cost(view, other, source, sink) for other in chains)
+    assert cost(view, chain, source, sink) <= best * (1 + MARGIN) + 1e-9

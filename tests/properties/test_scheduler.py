@@ -1,0 +1,57 @@
+"""The scheduler: never over its budget, never two parts at once, and everybody is served."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarmnet_node.scheduler import PREFILL_SHARE, Waiting, schedule
+
+BUDGETS = st.integers(PREFILL_SHARE, 64)
+WAITING = st.lists(
+    st.builds(Waiting, tokens=st.integers(1, 200), priority=st.integers(0, 2), part=st.integers(0, 2)),
+    min_size=1,
+    max_size=20,
+)
+
+
+@given(WAITING, BUDGETS)
+def test_a_batch_keeps_the_rules(waiting: list[Waiting], budget: int) -> None:
+    batch = schedule(waiting, budget)
+    assert batch
+    assert len({index for index, _ in batch}) == len(batch)
+    assert sum(tokens for _, tokens in batch) <= budget
+    assert all(1 <= tokens <= waiting[index].tokens for index, tokens in batch)
+    assert len({waiting[index].part for index, _ in batch}) == 1
+    first = min(range(len(waiting)), key=lambda index: (waiting[index].priority, index))
+    assert first in [index for index, _ in batch], "the first in line waits"
+
+
+@given(WAITING, BUDGETS)
+def test_everything_is_computed_in_the_end(waiting: list[Waiting], budget: int) -> None:
+    left = list(waiting)
+    most = sum(work.tokens for work in waiting)
+    for _ in range(most):
+        batch = dict(schedule(left, budget))
+        rest = []
+        for index, work in enumerate(left):
+            tokens = work.tokens - batch.get(index, 0)
+            if tokens:
+                rest.append(Waiting(tokens, work.priority, work.part))
+        left = rest
+        if not left:
+            return
+    raise AssertionError(f"{left} still wait")
+
+
+@given(st.integers(1, 100), BUDGETS)
+def test_a_long_prompt_gets_its_share_among_any_number_of_single_tokens(singles: int, budget: int) -> None:
+    waiting = [Waiting(1, 0, 0)] * singles + [Waiting(1000, 0, 0)]
+    batch = dict(schedule(waiting, budget))
+    assert batch[singles] >= budget // PREFILL_SHARE
+
+
+@given(st.integers(1, 8), BUDGETS)
+def test_single_tokens_do_not_wait_for_a_prompt(singles: int, budget: int) -> None:
+    room = budget - max(1, budget // PREFILL_SHARE)
+    waiting = [Waiting(1000, 0, 0)] + [Waiting(1, 0, 0)] * singles
+    batch = dict(schedule(waiting, budget))
+    assert sum(batch.get(index, 0) for index in range(1, singles + 1)) == min(singles, room)

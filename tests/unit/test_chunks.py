@@ -1,0 +1,70 @@
+"""Long rows cut to steps, and how long a chain is mended."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarmnet_client.chunks import CHUNK, cut
+from swarmnet_client.patience import ATTEMPTS, Patience
+from swarmnet_protocols.session.steps import MAX_ROWS, Row, check_rows
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[Row, ...]:
+    found = []
+    for lane in range(draw(st.sampled_from([1, 2, 3, MAX_ROWS + 2]))):
+        count = draw(st.sampled_from([1, 3, CHUNK, CHUNK + 1, 3 * CHUNK + 7]))
+        source = draw(st.sampled_from([lane, lane, 0]))
+        start = draw(st.sampled_from([100, 100, 40]))
+        found.append(
+            Row(lane, start, count, draw(st.integers(0, count)), source, source != lane or start < 100)
+        )
+    return tuple(found)
+
+
+@given(batches())
+def test_pieces_are_steps_that_add_up_to_the_rows(rows: tuple[Row, ...]) -> None:
+    lengths = dict.fromkeys(range(len(rows)), 100)
+    taken, wanted = [0] * len(rows), [0] * len(rows)
+    if len(rows) > MAX_ROWS and any(row.source != row.lane for row in rows):
+        return  # such rows must start in one step, which no host takes
+    for part in cut(rows):
+        pieces = tuple(piece for _, piece in part)
+        assert sum(piece.count for piece in pieces) <= max(CHUNK, len(pieces))
+        assert len(pieces) <= MAX_ROWS
+        check_rows(pieces, lengths)
+        for index, piece in part:
+            row = rows[index]
+            assert (piece.lane, piece.start) == (row.lane, row.start + taken[index])
+            taken[index] += piece.count
+            # The wanted outputs are the last ones, so once they begin they go on.
+            left = row.count - taken[index]
+            assert piece.outputs == max(0, min(piece.count, row.outputs - left))
+            wanted[index] += piece.outputs
+        lengths.update({piece.lane: piece.end for piece in pieces})
+    assert taken == [row.count for row in rows]
+    assert wanted == [row.outputs for row in rows]
+
+
+def test_patience_ends_after_many_attempts_and_long_enough() -> None:
+    patience = Patience(recover_s=12.0)
+    quick = [patience.lost(0.1 * number, idle=False) for number in range(3 * ATTEMPTS)]
+    assert not any(quick), "not before recover_s has passed"
+    assert patience.lost(12.1, idle=False)
+
+
+def test_patience_is_new_after_an_answer() -> None:
+    patience = Patience(recover_s=1.0)
+    for number in range(100):
+        assert not patience.lost(float(number), idle=False)
+        patience.answered()
+
+
+@pytest.mark.parametrize("idle", [True, False])
+def test_a_chain_that_nobody_uses_may_break_now_and_then(idle: bool) -> None:
+    patience = Patience(recover_s=1.0)
+    verdicts = []
+    for number in range(ATTEMPTS + 2):
+        verdicts.append(patience.lost(10.0 * number, idle=idle))
+        patience.mended(10.0 * number + 0.5)
+    assert any(verdicts) is not idle

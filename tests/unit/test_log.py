@@ -1,0 +1,84 @@
+"""The activation log's bounds and refusals."""
+
+import pytest
+import torch
+
+from swarmnet_protocols.errors import ProtocolViolation
+from swarmnet_protocols.session.log import REPLAY_POSITIONS, ActivationLog, LeftBehind, LogGone
+from swarmnet_protocols.session.steps import Row, Step
+
+
+def step(seq: int, start: int, count: int = 1, *, acked: int = 0, replay: bool = False) -> Step:
+    return Step(seq, (Row(0, start, count, 0, 0),), torch.full((count, 4), float(seq)), acked, replay)
+
+
+def test_a_gap_or_a_repetition_in_the_sequence_is_refused() -> None:
+    log = ActivationLog(max_bytes=1 << 20)
+    log.append(step(1, 0))
+    for seq in (1, 3):
+        with pytest.raises(ProtocolViolation, match="after step 1"):
+            log.append(step(seq, 1))
+
+
+def test_a_replay_after_steps_is_refused() -> None:
+    log = ActivationLog(max_bytes=1 << 20)
+    log.append(step(1, 0))
+    with pytest.raises(ProtocolViolation, match="replay after steps"):
+        log.append(step(1, 1, replay=True))
+
+
+def test_a_refused_step_leaves_the_log_as_it_was() -> None:
+    log = ActivationLog(max_bytes=1 << 20)
+    log.append(step(1, 0))
+    with pytest.raises(ProtocolViolation, match="gap"):
+        log.append(step(2, 5))
+    assert (log.last, dict(log.lengths)) == (1, {0: 1})
+
+
+def test_what_is_acknowledged_is_replayed_in_long_parts() -> None:
+    log = ActivationLog(max_bytes=1 << 20)
+    for seq in range(1, REPLAY_POSITIONS + 3):
+        log.append(step(seq, seq - 1, acked=seq - 1))
+    cursor = log.attach(0)
+    sent = []
+    while (part := log.next(cursor)) is not None:
+        sent.append((part.seq, part.positions, part.replay))
+    folded = REPLAY_POSITIONS + 1
+    assert sent == [(0, REPLAY_POSITIONS, True), (folded, 1, True), (folded + 1, 1, False)]
+
+
+def test_a_log_over_its_bound_feeds_survivors_but_no_fresh_hop() -> None:
+    log = ActivationLog(max_bytes=256)
+    for seq in range(1, 41):
+        log.append(step(seq, seq - 1, acked=seq - 1))
+    assert log.nbytes <= 256
+    with pytest.raises(LogGone):
+        log.attach(0)
+    cursor = log.attach(39)
+    sent = log.next(cursor)
+    assert sent is not None
+    assert sent.seq == 40
+
+
+def test_a_hop_behind_what_is_folded_is_not_fed_a_gap() -> None:
+    log = ActivationLog(max_bytes=1 << 20)
+    for seq in range(1, 6):
+        log.append(step(seq, seq - 1, acked=seq - 1))
+    with pytest.raises(LeftBehind):
+        log.attach(2)
+
+
+def test_a_hop_behind_what_came_in_a_replay_is_not_fed_a_gap() -> None:
+    log = ActivationLog(max_bytes=1 << 20)
+    cursor = log.attach(2)
+    log.append(step(4, 0, 4, acked=4, replay=True))
+    with pytest.raises(LeftBehind):
+        log.next(cursor)
+
+
+def test_a_cursor_that_was_replaced_gets_nothing() -> None:
+    log = ActivationLog(max_bytes=1 << 20)
+    old = log.attach(0)
+    log.attach(0)
+    log.append(step(1, 0))
+    assert log.next(old) is None

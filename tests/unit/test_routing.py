@@ -1,0 +1,95 @@
+"""Routing: who is taken, who is not, and for how long a failure counts."""
+
+import random
+from collections import Counter
+
+import pytest
+
+from swarmnet_protocols.errors import NoRoute
+from swarmnet_protocols.routing import (
+    BAN_MAX_S,
+    BAN_S,
+    CANDIDATES_PER_BLOCK,
+    Bans,
+    Hop,
+    HostInfo,
+    View,
+    find_chain,
+    pair_of,
+)
+from swarmnet_protocols.transport import PeerId
+
+A, B, C, D = (PeerId(name) for name in "abcd")
+
+
+def chain(view: View, span: tuple[int, int] = (0, 4), seed: int = 0, **ends: PeerId) -> list[Hop]:
+    return find_chain(view, span, random.Random(seed), **ends)
+
+
+def test_a_host_may_be_entered_and_left_in_mid_span() -> None:
+    view = View([HostInfo(A, 0, 3, 0.3), HostInfo(B, 1, 4, 0.003)], delay_s={A: 0.01, B: 0.01})
+    assert chain(view) == [Hop(A, 0, 1), Hop(B, 1, 4)]
+    assert chain(view, (1, 3)) == [Hop(B, 1, 3)]
+
+
+def test_what_nobody_hosts_is_named() -> None:
+    hosts = [HostInfo(A, 1, 2, 0.1), HostInfo(B, 3, 4, 0.1), HostInfo(C, 0, 9, 0.1, online=False)]
+    with pytest.raises(NoRoute) as caught:
+        chain(View(hosts), (0, 6))
+    assert caught.value.missing == ((0, 1), (2, 3), (4, 6))
+
+
+def test_a_banned_host_is_used_only_where_nobody_else_will_do() -> None:
+    hosts = [HostInfo(A, 0, 2, 0.001), HostInfo(B, 0, 2, 9.0), HostInfo(C, 2, 4, 0.001)]
+    assert [hop.peer for hop in chain(View(hosts, banned=frozenset({A})))] == [B, C]
+    assert [hop.peer for hop in chain(View(hosts, banned=frozenset({A, B})))][1] == C
+
+
+def test_hosts_that_do_not_reach_each_other_are_not_neighbours_while_there_are_others() -> None:
+    hosts = [HostInfo(A, 0, 2, 0.001), HostInfo(B, 2, 4, 0.001), HostInfo(C, 2, 4, 5.0)]
+    view = View(hosts, parted=frozenset({pair_of(B, A)}))
+    assert [hop.peer for hop in chain(view)] == [A, C]
+    assert [hop.peer for hop in chain(view, (2, 4), source=A)] == [C]
+    assert [hop.peer for hop in chain(View(hosts[:2], parted=view.parted))] == [A, B]
+
+
+def test_a_busy_or_distant_host_gives_way() -> None:
+    hosts = [HostInfo(A, 0, 4, 0.1), HostInfo(B, 0, 4, 0.1)]
+    near = {A: 0.01, B: 0.01}
+    assert chain(View(hosts, delay_s=near, queue_s={A: 1.0}))[0].peer == B
+    assert chain(View(hosts, delay_s={A: 0.5, B: 0.01}))[0].peer == B
+
+
+def test_clients_spread_over_equals() -> None:
+    hosts = [HostInfo(PeerId(f"p{index}"), 0, 4, 0.1) for index in range(4)]
+    taken = Counter(chain(View(hosts), seed=seed)[0].peer for seed in range(200))
+    assert len(taken) == 4
+    assert min(taken.values()) > 20
+
+
+def test_the_search_is_bounded_in_a_large_swarm() -> None:
+    hosts = [HostInfo(PeerId(f"p{index:03}"), index % 4, index % 4 + 1, 0.1) for index in range(400)]
+    firsts = {chain(View(hosts), seed=seed)[0].peer for seed in range(100)}
+    assert len(firsts) <= CANDIDATES_PER_BLOCK
+
+
+def test_a_failure_counts_double_each_time_and_service_forgets_it() -> None:
+    bans = Bans()
+    bans.failed(A, 0.0)
+    assert bans.at(BAN_S - 0.1) == {A}
+    assert bans.at(BAN_S + 0.1) == frozenset()
+    bans.failed(A, BAN_S + 0.1)
+    assert bans.at(3 * BAN_S) == {A}
+    for number in range(20):
+        bans.failed(A, 4 * BAN_S + number)
+    assert bans.at(4 * BAN_S + 19 + BAN_MAX_S - 0.1) == {A}
+    assert bans.at(4 * BAN_S + 19 + BAN_MAX_S) == frozenset()
+    bans.served(A)
+    assert bans.at(4 * BAN_S + 20) == frozenset()
+
+
+def test_an_old_failure_is_forgotten() -> None:
+    bans = Bans()
+    bans.failed(A, 1.0)
+    bans.failed(A, 1.0 + 2 * BAN_S + 1.0)
+    assert bans.at(2.0 + 3 * BAN_S + 0.1) == frozenset()

@@ -1,0 +1,129 @@
+"""Steps on the wire, and the rules for the positions they may touch."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from swarmnet_protocols.errors import ProtocolViolation
+from swarmnet_protocols.session.steps import (
+    MAX_LANE,
+    MAX_POSITION,
+    MAX_ROWS,
+    Row,
+    Step,
+    check_rows,
+    decode_step,
+    decode_tensor,
+    encode_step,
+    encode_tensor,
+)
+from swarmnet_protocols.wire import session_pb2 as pb
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        (Row(0, 5, 1, 1, 0),),
+        (Row(1, 0, 3, 0, 1),),
+        (Row(0, 2, 1, 1, 0, rewrite=True),),
+        (Row(1, 5, 1, 1, 0, rewrite=True),),
+        (Row(0, 5, 1, 0, 0), Row(1, 3, 1, 0, 0, rewrite=True)),
+    ],
+    ids=["append", "new lane", "roll back", "copy", "append and copy"],
+)
+def test_what_a_step_may_do(rows: tuple[Row, ...]) -> None:
+    check_rows(rows, {0: 5})
+
+
+@pytest.mark.parametrize(
+    ("rows", "what"),
+    [
+        ((Row(0, 6, 1, 1, 0),), "gap"),
+        ((Row(0, 6, 1, 1, 0, rewrite=True),), "gap"),
+        ((Row(1, 1, 1, 1, 1),), "gap"),
+        ((Row(0, 4, 1, 1, 0),), "overlap"),
+        ((Row(1, 5, 1, 1, 0),), "overlap"),
+        ((Row(0, 5, 1, 1, 0), Row(0, 5, 1, 1, 0)), "twice"),
+    ],
+)
+def test_what_a_step_may_not_do(rows: tuple[Row, ...], what: str) -> None:
+    with pytest.raises(ProtocolViolation, match=what):
+        check_rows(rows, {0: 5})
+
+
+def wire(**row: int) -> tuple[pb.Step, bytes]:
+    fields: dict[str, Any] = {"lane": 0, "start": 0, "count": 1, "outputs": 1, "source": 0}
+    tensor = pb.Tensor(dtype=pb.DTYPE_FLOAT32, shape=[1, 2])
+    return pb.Step(seq=1, rows=[pb.Row(**{**fields, **row})], tensor=tensor), bytes(8)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"lane": MAX_LANE + 1},
+        {"source": MAX_LANE + 1},
+        {"count": 0},
+        {"start": MAX_POSITION},
+        {"start": (1 << 32) - 1},
+        {"count": 2},
+        {"outputs": 2},
+    ],
+    ids=str,
+)
+def test_numbers_from_the_wire_are_bounded(row: dict[str, int]) -> None:
+    decode_step(*wire(), hidden_size=2)
+    with pytest.raises(ProtocolViolation):
+        decode_step(*wire(**row), hidden_size=2)
+
+
+@pytest.mark.parametrize("rows", [0, MAX_ROWS + 1])
+def test_the_number_of_rows_is_bounded(rows: int) -> None:
+    row = pb.Row(count=1)
+    tensor = pb.Tensor(dtype=pb.DTYPE_FLOAT32, shape=[rows, 2])
+    with pytest.raises(ProtocolViolation, match="rows"):
+        decode_step(pb.Step(seq=1, rows=[row] * rows, tensor=tensor), bytes(8 * rows), hidden_size=2)
+
+
+def test_a_replay_wants_no_outputs() -> None:
+    message, payload = wire()
+    message.replay = True
+    with pytest.raises(ProtocolViolation, match="replay"):
+        decode_step(message, payload, hidden_size=2)
+
+
+@pytest.mark.parametrize(
+    ("header", "size_bytes"),
+    [
+        (pb.Tensor(dtype=pb.DTYPE_FLOAT32, shape=[3, 2]), 23),
+        (pb.Tensor(dtype=pb.DTYPE_FLOAT32, shape=[2, 3]), 24),
+        (pb.Tensor(dtype=pb.DTYPE_FLOAT32, shape=[6]), 24),
+        (pb.Tensor(dtype=pb.DTYPE_FLOAT32, shape=[1 << 31, 1 << 31]), 24),
+        (pb.Tensor(dtype=pb.DTYPE_UNSPECIFIED, shape=[3, 2]), 24),
+        (pb.Tensor(dtype=77, shape=[3, 2]), 24),
+        (pb.Tensor(dtype=pb.DTYPE_BFLOAT16, shape=[3, 2]), 24),
+    ],
+    ids=str,
+)
+def test_a_tensor_is_what_its_header_says_or_refused(header: pb.Tensor, size_bytes: int) -> None:
+    with pytest.raises(ProtocolViolation):
+        decode_tensor(header, bytes(size_bytes), positions=3, hidden_size=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_tensors_come_back_as_they_went(dtype: torch.dtype) -> None:
+    values = torch.randn(3, 4).T.to(dtype)
+    header, payload = encode_tensor(values)
+    assert torch.equal(decode_tensor(header, payload, positions=4, hidden_size=3), values)
+    header, payload = encode_tensor(values[:0])
+    assert decode_tensor(header, payload, positions=0, hidden_size=3).shape == (0, 3)
+
+
+def test_steps_come_back_as_they_went() -> None:
+    rows = (Row(0, 5, 2, 1, 0), Row(3, 1, 1, 1, 0, rewrite=True))
+    step = Step(7, rows, torch.randn(3, 2), acked=4)
+    message, payload = encode_step(step, torch.float32)
+    again = decode_step(pb.Step.FromString(message.SerializeToString()), bytes(payload), hidden_size=2)
+    assert again == step
+    assert torch.equal(again.values, step.values)
+    assert torch.equal(again.wanted(), step.values[1:])

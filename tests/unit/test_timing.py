@@ -1,0 +1,27 @@
+"""The deadlines keep their relations, or are refused when they are set."""
+
+import pytest
+
+from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.timing import Timing
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"beat_s": 0.7},
+        {"announce_s": 23.0},
+        {"recover_s": 4.4},
+        {"client_silence_s": 3.9},
+    ],
+    ids=str,
+)
+def test_deadlines_that_contradict_each_other_are_refused(change: dict[str, float]) -> None:
+    with pytest.raises(ConfigError):
+        Timing(**change)
+
+
+def test_a_dead_hop_is_noticed_and_replaced_within_three_seconds() -> None:
+    timing = Timing()
+    assert timing.silence_s + timing.beat_s < 3.0
+    assert timing.open_s < 3.0
