@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swarmnet_protocols.clock import wall_clock
-
 from swarmnet import swarm_file
 from swarmnet.addresses import check_peer_address
 from swarmnet.paths import default_cache_dir
+from swarmnet_protocols.clock import wall_clock
 
 if TYPE_CHECKING:
     from swarmnet_client.model import SwarmModel

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import platformdirs
+
 from swarmnet_protocols.errors import ConfigError
 
 _APP = "swarmnet"

@@ -17,9 +17,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swarmnet_protocols.errors import ConfigError, IntegrityError
-
 from swarmnet.addresses import check_peer_address
+from swarmnet_protocols.errors import ConfigError, IntegrityError
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey

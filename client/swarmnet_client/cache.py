@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from swarmnet_protocols.session.steps import Row
 from transformers import Cache
 
 from swarmnet_client.chain import Chain, ChainReport
+from swarmnet_protocols.session.steps import Row
 
 if TYPE_CHECKING:
     from swarmnet_client.model import SwarmModel

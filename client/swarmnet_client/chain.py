@@ -11,6 +11,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import torch
+
+from swarmnet_client.chunks import cut
+from swarmnet_client.hops import ChainSpec, Head, LiveHop, open_hop
+from swarmnet_client.patience import PAUSE_S, Patience
+from swarmnet_client.swarm import Swarm
 from swarmnet_protocols.aio import cancel
 from swarmnet_protocols.errors import (
     NoRoute,
@@ -25,11 +30,6 @@ from swarmnet_protocols.session.log import ActivationLog
 from swarmnet_protocols.session.steps import Row, Step, decode_tensor
 from swarmnet_protocols.transport import Message, PeerId
 from swarmnet_protocols.wire import session_pb2 as pb
-
-from swarmnet_client.chunks import cut
-from swarmnet_client.hops import ChainSpec, Head, LiveHop, open_hop
-from swarmnet_client.patience import PAUSE_S, Patience
-from swarmnet_client.swarm import Swarm
 
 NOTICE_S = 0.1
 """A lost link is news of a dead hop more often than of a broken path: its own death notice is given this long."""

@@ -5,6 +5,8 @@ import contextlib
 from dataclasses import dataclass
 
 import torch
+
+from swarmnet_client.swarm import Swarm
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
 from swarmnet_protocols.protocol_ids import SESSION
 from swarmnet_protocols.routing import Hop
@@ -12,8 +14,6 @@ from swarmnet_protocols.session.link import Refused, Target, parse, receive_with
 from swarmnet_protocols.session.steps import wire_code
 from swarmnet_protocols.transport import Message, Stream
 from swarmnet_protocols.wire import session_pb2 as pb
-
-from swarmnet_client.swarm import Swarm
 
 
 @dataclass(frozen=True)

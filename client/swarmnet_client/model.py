@@ -15,10 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from swarmnet_protocols.devices import pick_device, pick_dtype
-from swarmnet_protocols.errors import ConfigError
-from swarmnet_protocols.models import LocalModel, resolve
-from swarmnet_protocols.timing import Timing
 from transformers import AttentionMaskInterface
 
 from swarmnet_client.cache import NewPositions, SwarmCache
@@ -26,6 +22,10 @@ from swarmnet_client.chain import Chain, ChainReport
 from swarmnet_client.hops import ChainSpec
 from swarmnet_client.runtime import Runtime
 from swarmnet_client.swarm import Swarm
+from swarmnet_protocols.devices import pick_device, pick_dtype
+from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.models import LocalModel, resolve
+from swarmnet_protocols.timing import Timing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -142,7 +142,8 @@ def wrap(local: LocalModel, runtime: Runtime, *, dtype: torch.dtype, device: tor
     model._spec = ChainSpec(local.manifest.blocks, local.manifest.hidden_size, local.max_positions, dtype)
     model._session = None
     model.last_run = ChainReport()
-    return model
+    wrapped: SwarmModel = model
+    return wrapped
 
 
 def load(
@@ -153,7 +154,7 @@ def load(
     cache_dir: Path,
     dtype: str = "auto",
     device: str = "auto",
-) -> Any:
+) -> "SwarmModel":
     """The model ``name`` on the swarm with id ``swarm``, found through peers at ``bootstrap``.
 
     Raises ``ConfigError`` or ``IntegrityError`` for a model that will not do, ``Unreachable`` when no bootstrap answers.

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import grpc
+
 from swarmnet_protocols.errors import (
     ConfigError,
     DeadlineExceeded,

@@ -12,12 +12,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import torch
-from swarmnet_protocols.aio import cancel
-from swarmnet_protocols.errors import OutOfResources, Unreachable
 
 from swarmnet_node.kv import LaneCache
 from swarmnet_node.scheduler import Waiting, schedule
 from swarmnet_node.stage import Stage
+from swarmnet_protocols.aio import cancel
+from swarmnet_protocols.errors import OutOfResources, Unreachable
 
 BUDGET_TOKENS = 512
 """Positions in one forward: beyond this a CPU gains nothing, and whoever waits for one token waits longer."""

@@ -9,6 +9,8 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from swarmnet_node.engine import Engine
+from swarmnet_node.session import HostedSession
 from swarmnet_protocols.aio import race
 from swarmnet_protocols.errors import ProtocolViolation, StreamEnded
 from swarmnet_protocols.protocol_ids import LINK, PING, SESSION
@@ -16,9 +18,6 @@ from swarmnet_protocols.session.link import Refused, parse, receive_within
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.transport import Message, Stream, Transport
 from swarmnet_protocols.wire import session_pb2 as pb
-
-from swarmnet_node.engine import Engine
-from swarmnet_node.session import HostedSession
 
 SESSION_ID_BYTES = 16
 

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
+
+from swarmnet_node.kv import LaneCache
 from swarmnet_protocols.aio import cancel, race
 from swarmnet_protocols.errors import OutOfResources, ProtocolViolation, StreamEnded, SwarmnetError
 from swarmnet_protocols.session.link import Feeder, Outbox, Refused, Target, parse, receive_within
@@ -14,8 +16,6 @@ from swarmnet_protocols.session.log import ActivationLog, LogGone
 from swarmnet_protocols.session.steps import Row, Step, decode_step, encode_tensor, wire_dtype
 from swarmnet_protocols.transport import Message, PeerId, Stream
 from swarmnet_protocols.wire import session_pb2 as pb
-
-from swarmnet_node.kv import LaneCache
 
 if TYPE_CHECKING:
     from swarmnet_node.host import Host

@@ -6,12 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from swarmnet_protocols.errors import ConfigError
-from swarmnet_protocols.models import LocalModel
-from swarmnet_protocols.models.cut import with_blocks
 
 from swarmnet_node.attention import IMPLEMENTATION, GeometryProbe, PackedBatch, register
 from swarmnet_node.kv import KVGeometry, LaneCache
+from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.models import LocalModel
+from swarmnet_protocols.models.cut import with_blocks
 
 
 class Stage:

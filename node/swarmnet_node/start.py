@@ -13,10 +13,10 @@ from swarmnet_protocols.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
-    from swarmnet_protocols.models import LocalModel, Progress
 
     from swarmnet_node.node import Hosting, Node
     from swarmnet_node.stage import Stage
+    from swarmnet_protocols.models import LocalModel, Progress
 
 
 @dataclass(frozen=True)
@@ -91,10 +91,9 @@ class _Loaded:
         from swarmnet_node.footprint import import_transformers
 
         import_transformers()
+        from swarmnet_node.stage import Stage
         from swarmnet_protocols.devices import pick_device, pick_dtype
         from swarmnet_protocols.models import resolve
-
-        from swarmnet_node.stage import Stage
 
         device = pick_device(config.device)
         dtype = pick_dtype(config.dtype, device)

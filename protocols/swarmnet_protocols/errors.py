@@ -36,7 +36,10 @@ class NoRoute(Unreachable):
 
     def __init__(self, missing: Sequence[tuple[int, int]], *, hint: str = "") -> None:
         spans = ", ".join(f"{start}:{end}" for start, end in missing)
-        super().__init__(f"nobody hosts blocks {spans}", hint=hint or "start a node for them: swarmnet join SWARM --blocks START:END")
+        super().__init__(
+            f"nobody hosts blocks {spans}",
+            hint=hint or "start a node for them: swarmnet join SWARM --blocks START:END",
+        )
         self.missing = tuple(missing)
 
 

@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from swarmnet_protocols.clock import wall_clock
-from swarmnet_protocols.errors import DeadlineExceeded, SwarmnetError
-from swarmnet_protocols.models import DEFAULT_MODEL
 
 from swarmnet import swarm_file
 from swarmnet.cli.options import CacheDirOption, JsonFlag
 from swarmnet.cli.output import Report, print_json, print_table, progress
 from swarmnet.paths import default_cache_dir
 from swarmnet.swarm_file import NewSwarm
+from swarmnet_protocols.clock import wall_clock
+from swarmnet_protocols.errors import DeadlineExceeded, SwarmnetError
+from swarmnet_protocols.models import DEFAULT_MODEL
 
 QUESTION = "What is the capital of France?"
 _START_TIMEOUT_S = 120.0

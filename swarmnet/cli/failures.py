@@ -5,6 +5,7 @@ import sys
 from dataclasses import dataclass
 
 import typer
+
 from swarmnet_protocols import errors
 
 EXIT_FAILED = 1

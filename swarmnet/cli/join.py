@@ -3,8 +3,6 @@
 from typing import Annotated
 
 import typer
-from swarmnet_protocols.clock import wall_clock
-from swarmnet_protocols.models import DEFAULT_MODEL
 
 from swarmnet import swarm_file
 from swarmnet.addresses import check_listen_address, check_peer_address
@@ -23,6 +21,8 @@ from swarmnet.cli.options import (
     parse_size_bytes,
 )
 from swarmnet.paths import default_cache_dir, default_data_dir, locked_data_dir
+from swarmnet_protocols.clock import wall_clock
+from swarmnet_protocols.models import DEFAULT_MODEL
 
 DEFAULT_LISTEN = ("/ip4/0.0.0.0/tcp/0", "/ip4/0.0.0.0/udp/0/quic-v1")
 

@@ -4,11 +4,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from swarmnet_protocols.models import DEFAULT_MODEL
 
 from swarmnet.cli.options import CacheDirOption, JsonFlag
 from swarmnet.cli.output import print_json, print_table, progress
 from swarmnet.paths import default_cache_dir
+from swarmnet_protocols.models import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from swarmnet_protocols.models import LocalModel

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from swarmnet_protocols.clock import wall_clock
 
 from swarmnet import swarm_file
 from swarmnet.addresses import check_peer_address
@@ -23,9 +22,11 @@ from swarmnet.cli.options import (
     check_dtype,
 )
 from swarmnet.cli.output import note, print_json, progress
+from swarmnet_protocols.clock import wall_clock
 
 if TYPE_CHECKING:
     import torch
+
     from swarmnet_client.model import SwarmModel
 
 MAX_PROMPT_CHARS = 4 << 20

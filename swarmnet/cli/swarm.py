@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from swarmnet_protocols.clock import wall_clock
 
 from swarmnet import swarm_file
 from swarmnet.cli.options import BootstrapOption, JsonFlag, SwarmPath
 from swarmnet.cli.output import print_json, print_table
 from swarmnet.swarm_file import NewSwarm, SwarmFile
+from swarmnet_protocols.clock import wall_clock
 
 app = typer.Typer(help="Create swarms and look at their files.")
 

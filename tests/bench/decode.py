@@ -10,11 +10,13 @@ import json
 import os
 import statistics
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as `swarmnet run` does
 
 import torch
+
 from tests.bench.local_process import THREADS, LocalProcess, timed_generate
 from tests.support.processes import swarm
 
@@ -34,7 +36,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         cache = Path(folder) / "cache"
         local = LocalProcess(cache)
-        with swarm(Path(folder) / "lab", cache, *zip(cuts, cuts[1:], strict=False)) as lab, lab.connect() as model:
+        with (
+            swarm(Path(folder) / "lab", cache, *pairwise(cuts)) as lab,
+            lab.connect() as model,
+        ):
             local_s, swarm_s, equal = [], [], True
             for number in range(arguments.rounds + 1):
                 mine = local.generate(ids, arguments.tokens)

@@ -10,10 +10,12 @@ import json
 import random
 import sysconfig
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+
 from swarmnet_protocols.models import resolve
 from tests.support.processes import swarm
 
@@ -61,13 +63,15 @@ def main() -> None:
         del whole
         for hops in arguments.hops:
             cuts = [BLOCKS * hop // hops for hop in range(hops + 1)]
-            spans = list(zip(cuts, cuts[1:], strict=False))
+            spans = list(pairwise(cuts))
             with swarm(Path(folder) / f"lab{hops}", cache, *spans) as lab, lab.connect() as model:
                 single = [generate(model, [ids], arguments.tokens)[0] for ids in batch]
                 batched = [row for group in groups for row in generate(model, group, arguments.tokens)]
                 route = model.last_run.route
             differing = [len(ids) for ids, a, b in zip(batch, single, expected, strict=True) if a != b]
-            differing_batched = [len(ids) for ids, a, b in zip(batch, batched, expected, strict=True) if a != b]
+            differing_batched = [
+                len(ids) for ids, a, b in zip(batch, batched, expected, strict=True) if a != b
+            ]
             report = {
                 "hops": len(route),
                 "prompts": len(batch),

@@ -61,6 +61,7 @@ def timed_generate(model: Any, ids: list[list[int]], tokens: int) -> dict[str, A
 
 def main() -> None:
     import torch
+
     from swarmnet_protocols.models import resolve
 
     torch.set_num_threads(THREADS)

@@ -10,11 +10,11 @@ from typing import Protocol
 
 import pytest
 import uvloop
+
 from swarmnet_protocols.identity import Identity
 from swarmnet_protocols.transport import PeerId, ProtocolSpec, Transport
 from swarmnet_protocols.transport.memory import LinkProfile, MemoryNetwork
 from swarmnet_protocols.transport.p2pd import P2pdConfig, P2pdTransport
-
 from tests.support import virtual_time
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)

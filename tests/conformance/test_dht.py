@@ -9,6 +9,7 @@ from typing import Any
 
 import msgpack  # type: ignore[import-untyped]
 import pytest
+
 from swarmnet_protocols.clock import wall_clock
 from swarmnet_protocols.dht import DhtDirectory
 from swarmnet_protocols.identity import Identity

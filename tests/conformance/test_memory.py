@@ -8,10 +8,10 @@ import sys
 from collections.abc import Awaitable, Callable
 
 import pytest
+
 from swarmnet_protocols.errors import PeerUnreachable, StreamEnded
 from swarmnet_protocols.transport import Message, PeerId, ProtocolSpec, Stream
 from swarmnet_protocols.transport.memory import Delivery, LinkProfile, MemoryNetwork, MemoryTransport
-
 from tests.support import virtual_time
 
 ECHO = ProtocolSpec("/test/echo/1", max_payload_bytes=1 << 20)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+
 from swarmnet_protocols.errors import (
     ConfigError,
     PeerUnreachable,

@@ -5,6 +5,7 @@ import contextlib
 from dataclasses import replace
 
 import pytest
+
 from swarmnet_protocols.errors import IncompatibleVersion, PeerUnreachable, ProtocolViolation, StreamEnded
 from swarmnet_protocols.identity import Identity
 from swarmnet_protocols.transport import Message, ProtocolSpec, Stream, Transport

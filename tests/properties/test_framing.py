@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from swarmnet_protocols.errors import ProtocolViolation, StreamEnded
 from swarmnet_protocols.protocol_ids import ALL
 from swarmnet_protocols.transport import Message, ProtocolSpec

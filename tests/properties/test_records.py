@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from swarmnet_protocols.errors import IntegrityError, NotAuthorised
 from swarmnet_protocols.identity import Identity
 from swarmnet_protocols.records import Record, open_record, seal

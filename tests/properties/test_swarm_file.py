@@ -7,10 +7,10 @@ from tempfile import TemporaryDirectory
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from swarmnet_protocols.errors import ConfigError, IntegrityError
 
 from swarmnet import swarm_file
 from swarmnet.swarm_file import NewSwarm, SwarmFile
+from swarmnet_protocols.errors import ConfigError, IntegrityError
 
 PEER = "/ip4/203.0.113.7/tcp/31337/p2p/12D3KooWNvSZnPi3RrhrTwEY4LuuBeB6K6facKUCJcyWG1aoDd2p"
 

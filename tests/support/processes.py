@@ -38,7 +38,9 @@ class NodeProcess:
     def wait_event(self, name: str, timeout_s: float = READY_TIMEOUT_S) -> dict[str, Any]:
         """The event ``name``, once the node has printed it; ``RuntimeError`` with its log if it ends without."""
         with self._changed:
-            self._changed.wait_for(lambda: self._find(name) is not None or not self._reader.is_alive(), timeout_s)
+            self._changed.wait_for(
+                lambda: self._find(name) is not None or not self._reader.is_alive(), timeout_s
+            )
         event = self._find(name)
         if event is None:
             raise RuntimeError(f"no {name}: {self.events} {self.log.read_text()[-2000:]}")
@@ -87,7 +89,17 @@ class Swarm:
 
     def __post_init__(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "swarmnet", "swarm", "create", "lab", "--open", "--out", str(self.directory)]
+        command = [
+            sys.executable,
+            "-m",
+            "swarmnet",
+            "swarm",
+            "create",
+            "lab",
+            "--open",
+            "--out",
+            str(self.directory),
+        ]
         subprocess.run(command, check=True, capture_output=True)
 
     @property

@@ -3,9 +3,9 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from swarmnet_protocols.errors import ConfigError
 
 from swarmnet.addresses import check_listen_address, check_peer_address
+from swarmnet_protocols.errors import ConfigError
 
 PEER_ID = "12D3KooWNvSZnPi3RrhrTwEY4LuuBeB6K6facKUCJcyWG1aoDd2p"
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from swarmnet_protocols import errors
 
 from swarmnet import cli
 from swarmnet.cli.failures import explain
 from swarmnet.paths import locked_data_dir
+from swarmnet_protocols import errors
 from tests.support.tiny import save_tiny_llama
 
 PEER = "/ip4/203.0.113.7/tcp/31337/p2p/12D3KooWNvSZnPi3RrhrTwEY4LuuBeB6K6facKUCJcyWG1aoDd2p"

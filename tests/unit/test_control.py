@@ -6,6 +6,7 @@ import stat
 from pathlib import Path
 
 import pytest
+
 from swarmnet_node import control
 from swarmnet_node.control import NodeStatus
 from swarmnet_protocols.errors import ConfigError, Unreachable

@@ -1,6 +1,7 @@
 from typing import Any
 
 import pytest
+
 from swarmnet_protocols.dht_storage import BoundedStorage, StorageLimits
 
 

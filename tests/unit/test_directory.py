@@ -5,7 +5,6 @@ from collections.abc import Awaitable, Callable
 from swarmnet_protocols.directory import MemoryBoard, MemoryDirectory, Publisher
 from swarmnet_protocols.identity import Identity
 from swarmnet_protocols.transport.memory import MemoryNetwork
-
 from tests.support import virtual_time
 
 EPOCH = 1_800_000_000.0

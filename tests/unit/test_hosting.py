@@ -9,10 +9,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from swarmnet_node.control import NodeStatus
 
 from swarmnet.cli.hosting import Hosting
 from swarmnet.cli.output import Report
+from swarmnet_node.control import NodeStatus
 
 ADDRESS = "/ip4/127.0.0.1/tcp/4001/p2p/12D3KooW"
 STATUS = NodeStatus(

@@ -2,6 +2,7 @@ import stat
 from pathlib import Path
 
 import pytest
+
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.identity import Identity, peer_id_of, verify
 

@@ -8,11 +8,11 @@ import pytest
 import safetensors
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GenerationConfig
+
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.models import LocalModel, Manifest, resolve
 from swarmnet_protocols.models.safetensors_file import read_header
-from transformers import AutoModelForCausalLM, GenerationConfig
-
 from tests.support.tiny_models import FAMILIES, REFUSED, flip_last_byte, save_tiny
 
 CPU = torch.device("cpu")

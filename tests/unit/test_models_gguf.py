@@ -4,11 +4,11 @@ from typing import Any
 import gguf
 import pytest
 import torch
-from swarmnet_protocols.errors import ConfigError, IntegrityError
-from swarmnet_protocols.models import DEFAULT_MODEL, LocalModel, resolve
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from swarmnet.paths import default_cache_dir
+from swarmnet_protocols.errors import ConfigError, IntegrityError
+from swarmnet_protocols.models import DEFAULT_MODEL, LocalModel, resolve
 from tests.support.tiny_models import write_gguf
 
 CPU = torch.device("cpu")

@@ -7,9 +7,9 @@ from typing import Any
 import huggingface_hub.constants
 import pytest
 import torch
+
 from swarmnet_protocols.errors import ConfigError, IntegrityError, SwarmnetError, Unreachable
 from swarmnet_protocols.models import DEFAULT_MODEL, LocalModel, resolve, sources
-
 from tests.support.tiny_models import flip_last_byte, save_tiny, write_gguf
 
 CPU = torch.device("cpu")

@@ -2,6 +2,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+
 from swarmnet_protocols import records
 from swarmnet_protocols.errors import IntegrityError, NotAuthorised
 from swarmnet_protocols.identity import Identity

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
+
 from swarmnet_node.kv import GROWTH_POSITIONS, LaneCache
 from swarmnet_node.stage import Stage
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models import LocalModel, resolve
-from transformers import AutoModelForCausalLM
-
 from tests.support.tiny_models import FAMILIES, save_tiny
 
 CPU = torch.device("cpu")

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from swarmnet_protocols.errors import ConfigError, IntegrityError
 
 from swarmnet import swarm_file
 from swarmnet.swarm_file import NewSwarm, SwarmFile
+from swarmnet_protocols.errors import ConfigError, IntegrityError
 
 NOW = 1_800_000_000.0
 PEER = "/ip4/203.0.113.7/tcp/31337/p2p/12D3KooWNvSZnPi3RrhrTwEY4LuuBeB6K6facKUCJcyWG1aoDd2p"

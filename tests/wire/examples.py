@@ -10,6 +10,7 @@ from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message as Protobuf
+
 from swarmnet_protocols.identity import Identity
 from swarmnet_protocols.protocol_ids import LINK
 from swarmnet_protocols.records import Record, seal

@@ -11,6 +11,7 @@ from google.protobuf import descriptor_pool, message_factory
 from google.protobuf.json_format import MessageToDict, ParseDict
 from google.protobuf.message import Message as Protobuf
 from grpc_tools import protoc  # type: ignore[import-untyped]
+
 from swarmnet_protocols import protocol_ids
 from swarmnet_protocols.records import open_record
 from swarmnet_protocols.transport import Message
