@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 import pytest
+import torch
 
 from swarmnet_client.chain import Chain
 from swarmnet_protocols.protocol_ids import LINK, SESSION
+from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.transport import PeerId
 from swarmnet_protocols.transport.memory import Delivery
 from swarmnet_protocols.wire import session_pb2 as pb
@@ -266,3 +268,65 @@ def test_a_neighbour_fails_while_a_replacement_is_fed(reference: Reference, faul
         return hits
 
     assert run_with(reference, TWO_OF_EACH, plan).longest_s <= 2 * LIMIT_S[fault]
+
+
+@pytest.mark.parametrize("victim", ["a", "b", "c"])
+def test_a_connection_that_is_reset_is_made_again(reference: Reference, victim: str) -> None:
+    """Both ends are well: nothing is replaced, and no position is computed twice."""
+
+    async def scenario(lab: Lab) -> Outcome:
+        hits: list[list[Delivery]] = []
+
+        def reset(delivery: Delivery) -> None:
+            lab.network.reset(delivery.source, delivery.target, LINK)
+
+        def prepare() -> None:
+            hits.append(lab.once(arrives_at({lab.peer_id(victim)}, PHASES["middle"]), reset))
+
+        outcome = await converse(lab, {"a": (0, 2), "b": (2, 4), "c": (4, 6)}, prepare)
+        assert all(hits)
+        assert {node.status().tokens for node in lab.nodes.values()} == {len(PROMPT) + TOKENS - 1}
+        return outcome
+
+    outcome = simulate(reference, scenario)
+    assert outcome.tokens == reference.greedy(PROMPT, TOKENS)
+    assert outcome.failovers == 0
+    assert max(outcome.waits_s[1:]) <= STEP_S
+
+
+def test_a_host_that_beats_but_does_not_compute_is_replaced(
+    reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(lab: Lab) -> Outcome:
+        def stall(delivery: Delivery) -> None:
+            node = next(node for node in lab.nodes.values() if node.status().peer_id == delivery.target)
+            monkeypatch.setattr(node._engine, "compute", never)
+
+        async def never(*_: object, **__: object) -> list[torch.Tensor]:
+            await asyncio.Event().wait()
+            return []
+
+        replicas = {lab.peer_id("b"), lab.peer_id("b2")}
+        return await converse(
+            lab, ONE_REPLICA, lambda: lab.once(arrives_at(replicas, PHASES["middle"]), stall)
+        )
+
+    outcome = simulate(reference, scenario, limit_s=200.0)
+    assert outcome.tokens == reference.greedy(PROMPT, TOKENS)
+    assert outcome.longest_s <= 1.5 * Timing().stall_s
+
+
+@pytest.mark.parametrize("fault", ["crash", "hang"])
+def test_the_sessions_of_a_client_that_is_gone_are_freed(reference: Reference, fault: str) -> None:
+    async def scenario(lab: Lab) -> None:
+        for name, blocks in ONE_REPLICA.items():
+            await lab.start(name, lab.hosting(blocks))
+        async with lab.client() as swarm, lab.chain(swarm) as chain:
+            await lab.generate(chain, PROMPT, 2)
+            assert len(lab.sessions()) == 3
+            getattr(lab.network, fault)(lab.peer_id("client"))
+            await asyncio.sleep(lab.timing.client_silence_s + 1)
+            assert lab.sessions() == {}
+            assert lab.cache_bytes() == {}
+
+    simulate(reference, scenario)

@@ -102,6 +102,12 @@ class MemoryNetwork:
         self._hung.discard(peer)
         self._release()
 
+    def reset(self, a: PeerId, b: PeerId, protocol: ProtocolSpec) -> None:
+        """End the streams under ``protocol`` between two peers, as when a connection is reset; both may make new ones."""
+        for peer, other in ((a, b), (b, a)):
+            if transport := self._transports.get(peer):
+                transport.reset(other, protocol)
+
     def cut(self, a: PeerId, b: PeerId) -> None:
         """Nothing passes between two peers, and neither is told."""
         self._cut |= {(a, b), (b, a)}
@@ -209,6 +215,10 @@ class MemoryStream:
     @property
     def peer(self) -> PeerId:
         return self._peer
+
+    @property
+    def protocol(self) -> ProtocolSpec:
+        return self._protocol
 
     @property
     def closed(self) -> bool:
@@ -333,6 +343,12 @@ class MemoryTransport:
     def forget(self, stream: MemoryStream) -> None:
         """The stream has been closed."""
         self._streams.pop(stream, None)
+
+    def reset(self, peer: PeerId, protocol: ProtocolSpec) -> None:
+        """End the streams with ``peer`` under ``protocol``."""
+        for stream in list(self._streams):
+            if stream.peer == peer and stream.protocol.id == protocol.id:
+                stream.end("the connection was reset")
 
     def end(self, reason: str) -> None:
         """Leave the network and close every stream; handlers are cancelled. Idempotent."""
