@@ -69,10 +69,13 @@ async def session_reply(stream: Stream) -> pb.SessionReply:
 
 async def assert_ends(stream: Stream) -> None:
     """The other side closes the stream at once, whatever it says before."""
+
+    async def drain() -> None:
+        while True:
+            await stream.receive()
+
     with pytest.raises(StreamEnded):
-        async with asyncio.timeout(1.0):
-            while True:
-                await stream.receive()
+        await asyncio.wait_for(drain(), 1.0)
 
 
 async def link_reply(stream: Stream) -> pb.LinkReply:
