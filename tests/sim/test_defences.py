@@ -319,6 +319,39 @@ def test_a_last_hop_that_lies_is_replaced(
     assert liar
 
 
+def test_a_hop_that_feeds_the_next_one_nonsense_is_replaced(
+    reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hop after it refuses and blames it: neither is trusted, for one of the two is wrong."""
+    honest = MemoryStream.send
+    liar = ""
+
+    async def send(self: MemoryStream, message: Message) -> None:
+        nonlocal liar
+        sender = self._transport.peer_id
+        if self.protocol.id == LINK.id and sender in (peer("b").peer_id, peer("b2").peer_id):
+            sent = pb.LinkRequest.FromString(message.header)
+            if sent.HasField("step") and sent.step.seq >= 3 and liar in ("", sender):
+                liar = sender
+                sent.step.seq += 5
+                message = Message(sent.SerializeToString(), message.payload)
+        await honest(self, message)
+
+    monkeypatch.setattr(MemoryStream, "send", send)
+
+    async def scenario(lab: Lab) -> list[int]:
+        for name, blocks in {**LAYOUT, "b2": (2, 4)}.items():
+            await lab.start(name, lab.hosting(blocks))
+        await asyncio.sleep(1.0)
+        async with lab.client() as swarm, lab.chain(swarm) as chain:
+            tokens = await lab.generate(chain, PROMPT, 6)
+            assert liar not in [hop for hop, _, _ in chain.report.route]
+        return tokens
+
+    assert simulate(reference, scenario) == reference.greedy(PROMPT, 6)
+    assert liar
+
+
 def test_a_host_without_room_is_left_for_one_that_has(reference: Reference) -> None:
     async def scenario(lab: Lab) -> list[int]:
         await lab.start("small", lab.hosting((0, 6), max_cache_bytes=70_000))
