@@ -75,7 +75,7 @@ class Node:
         self._host: Host | None = None
         self._started = asyncio.get_running_loop().time()
         self._leaving: asyncio.Task[None] | None = None
-        self._left = asyncio.Event()
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @classmethod
     @asynccontextmanager
@@ -147,8 +147,13 @@ class Node:
             self._leaving = asyncio.create_task(self._leave(grace_s), name="leave")
 
     async def finished(self) -> None:
-        """Return once ``finish`` has run its course."""
-        await self._left.wait()
+        """Return once ``finish`` has run its course; raise what the node failed with."""
+        await asyncio.shield(self._ended)
+
+    def fail(self, error: SwarmnetError) -> None:
+        """The node cannot go on: ``finished`` raises ``error``."""
+        if not self._ended.done():
+            self._ended.set_exception(error)
 
     async def _leave(self, grace_s: float) -> None:
         self._state = pb.HOST_STATE_LEAVING
@@ -163,7 +168,8 @@ class Node:
         except TimeoutError:
             pass
         finally:
-            self._left.set()
+            if not self._ended.done():
+                self._ended.set_result(None)
 
     # ---- the directory ----------------------------------------------------------------------------------
 

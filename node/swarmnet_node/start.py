@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.aio import cancel
+from swarmnet_protocols.errors import ConfigError, SwarmnetError
 
 if TYPE_CHECKING:
     import torch
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from swarmnet_node.node import Hosting, Node
     from swarmnet_node.stage import Stage
     from swarmnet_protocols.models import LocalModel, Progress
+    from swarmnet_protocols.transport.p2pd import P2pdTransport
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,17 @@ async def start(config: NodeConfig, *, progress: "Progress | None" = None) -> As
         from swarmnet_node.node import Node, World
 
         world = World(transport, directory, executor, random.Random())
-        yield await stack.enter_async_context(Node.run(world, loaded.hosting(config)))
+        node = await stack.enter_async_context(Node.run(world, loaded.hosting(config)))
+        watching = asyncio.create_task(_fail_with_p2pd(transport, node), name="p2pd")
+        stack.push_async_callback(cancel, watching)
+        yield node
+
+
+async def _fail_with_p2pd(transport: "P2pdTransport", node: "Node") -> None:
+    await transport.died()
+    node.fail(
+        SwarmnetError("p2pd died: nobody can reach this node", hint="start the node again: swarmnet join")
+    )
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,33 @@
 """Real nodes in real processes on this machine, for tests and benchmarks. Everything started here is stopped here."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+from swarmnet_node import control
+from swarmnet_node.control import NodeStatus
+
 READY_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process runs: a prefix to its command, and the address it has there."""
+
+    ip: str
+    prefix: tuple[str, ...] = ()
+
+
+LOOPBACK = Place("127.0.0.1")
 
 
 class NodeProcess:
@@ -22,10 +37,11 @@ class NodeProcess:
         self.data_dir = data_dir
         self.log = data_dir.with_suffix(".log")
         with self.log.open("w") as log:
-            # A group of its own, so that a fault hits the node and its p2pd alike.
+            # A group of its own, so that Ctrl-C on a test run reaches the nodes through ``stop`` only.
             self.process = subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=log, text=True, process_group=0
             )
+        self._family: list[psutil.Process] = []
         self.events: list[dict[str, Any]] = []
         self._changed = threading.Condition()
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -50,17 +66,25 @@ class NodeProcess:
     def ready(self) -> dict[str, Any]:
         return self.wait_event("ready")
 
-    def signal_group(self, number: signal.Signals) -> None:
-        """Send a signal to the node and its p2pd."""
-        os.killpg(self.process.pid, number)
+    @property
+    def status(self) -> NodeStatus:
+        """What the node says of itself now, over its control socket."""
+        return control.status(self.data_dir)
+
+    def send_signal(self, number: signal.Signals, *, python: bool = True, p2pd: bool = True) -> None:
+        """Send a signal to the node, to its p2pd, or to both as when the machine fails."""
+        if not self._family:
+            main = psutil.Process(self.pid)
+            self._family = [main, *main.children(recursive=True)]
+        for member in self._family:
+            if python if member.pid == self.pid else p2pd:
+                with suppress(psutil.NoSuchProcess):
+                    member.send_signal(number)
 
     def stop(self) -> None:
         """End it at once, whatever state it is in."""
-        for number in (signal.SIGCONT, signal.SIGKILL):
-            try:
-                self.signal_group(number)
-            except ProcessLookupError:
-                break
+        with suppress(psutil.NoSuchProcess):
+            self.send_signal(signal.SIGKILL)
         self.process.wait()
         self._reader.join()
         if self.process.stdout is not None:
@@ -112,11 +136,11 @@ class Swarm:
         running = [node for node in self.nodes.values() if node.process.poll() is None]
         return [address for node in running for address in node.ready["addresses"] if "/tcp/" in address]
 
-    def launch(self, name: str, *options: str) -> NodeProcess:
+    def launch(self, name: str, *options: str, place: Place = LOOPBACK) -> NodeProcess:
         """Start a node without waiting for it; the first one is everybody's bootstrap."""
-        command = [sys.executable, "-m", "swarmnet", "join", str(self.file), "--model", self.model, "--json"]
-        command += ["--data-dir", str(self.directory / name), "--cache-dir", str(self.cache_dir)]
-        command += ["--listen", "/ip4/127.0.0.1/tcp/0", *options]
+        command = [*place.prefix, sys.executable, "-m", "swarmnet", "join", str(self.file), "--json"]
+        command += ["--model", self.model, "--cache-dir", str(self.cache_dir)]
+        command += ["--data-dir", str(self.directory / name), "--listen", f"/ip4/{place.ip}/tcp/0", *options]
         for address in self.bootstrap:
             command += ["--bootstrap", address]
         self.nodes[name] = NodeProcess(command, self.directory / name)
@@ -134,12 +158,13 @@ class Swarm:
             _ = node.ready
         return nodes
 
-    def connect(self, **options: Any) -> Any:
-        """A client of this swarm: a transformers model."""
+    def connect(self, *, bootstrap: Sequence[str] | None = None) -> Any:
+        """A client of this swarm: a transformers model. It knows every node that runs, or those of ``bootstrap``."""
         from swarmnet import AutoSwarmModelForCausalLM
 
+        known = self.bootstrap if bootstrap is None else bootstrap
         return AutoSwarmModelForCausalLM.from_pretrained(
-            self.model, swarm=self.file, bootstrap=self.bootstrap, cache_dir=self.cache_dir, **options
+            self.model, swarm=self.file, bootstrap=known, cache_dir=self.cache_dir
         )
 
     def close(self) -> None:

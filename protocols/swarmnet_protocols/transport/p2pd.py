@@ -171,6 +171,10 @@ class P2pdTransport:
     def addresses(self) -> Sequence[str]:
         return self._addresses
 
+    async def died(self) -> None:
+        """Return once p2pd has ended, whoever ended it: nothing works without it."""
+        await self._daemon.process.wait()
+
     async def serve(self, protocol: ProtocolSpec, handler: Handler) -> None:
         self._handlers[protocol.id] = (protocol, handler)
         await self._daemon.handle_streams(protocol.id, self._socket_path)
