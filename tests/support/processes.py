@@ -63,6 +63,10 @@ class NodeProcess:
         return event
 
     @property
+    def is_ready(self) -> bool:
+        return self._find("ready") is not None
+
+    @property
     def ready(self) -> dict[str, Any]:
         return self.wait_event("ready")
 
@@ -132,9 +136,9 @@ class Swarm:
 
     @property
     def bootstrap(self) -> list[str]:
-        """Addresses of the nodes that run, on loopback."""
-        running = [node for node in self.nodes.values() if node.process.poll() is None]
-        return [address for node in running for address in node.ready["addresses"] if "/tcp/" in address]
+        """TCP addresses of the nodes that serve now."""
+        serving = [node for node in self.nodes.values() if node.is_ready and node.process.poll() is None]
+        return [address for node in serving for address in node.ready["addresses"] if "/tcp/" in address]
 
     def launch(self, name: str, *options: str, place: Place = LOOPBACK) -> NodeProcess:
         """Start a node without waiting for it; the first one is everybody's bootstrap."""
@@ -145,6 +149,12 @@ class Swarm:
             command += ["--bootstrap", address]
         self.nodes[name] = NodeProcess(command, self.directory / name)
         return self.nodes[name]
+
+    def relaunch(self, name: str) -> NodeProcess:
+        """Start a node that ``start`` had started again, in place of what is left of it, with the same identity."""
+        self.nodes[name].stop()
+        start, end, _ = name.split("-")
+        return self.launch(name, "--blocks", f"{start}:{end}")
 
     def start(self, *spans: tuple[int, int]) -> list[NodeProcess]:
         """Nodes for these spans, all ready; they are named after their span and place."""
@@ -170,6 +180,39 @@ class Swarm:
     def close(self) -> None:
         for node in self.nodes.values():
             node.stop()
+
+
+class RunProcess:
+    """``swarmnet run --stream`` with a prompt: tokens are seen as they come."""
+
+    def __init__(self, lab: Swarm, prompt: str, tokens: int = 200, place: Place = LOOPBACK) -> None:
+        command = [*place.prefix, sys.executable, "-m", "swarmnet", "run", lab.model, prompt, "--raw"]
+        command += ["-n", str(tokens), "--swarm", str(lab.file), "--cache-dir", str(lab.cache_dir)]
+        command += ["--json", "--stream"]
+        for address in lab.bootstrap:
+            command += ["--bootstrap", address]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def await_token(self) -> None:
+        """Return when the first piece of the answer is there."""
+        line = self.process.stdout.readline() if self.process.stdout is not None else ""
+        if not line or json.loads(line).get("event") != "token":
+            raise RuntimeError(f"no token: {line}")
+
+    def finish(self, timeout_s: float) -> tuple[int, dict[str, Any]]:
+        """Its exit code and the last thing it printed."""
+        output, errors = self.process.communicate(timeout=timeout_s)
+        if "Traceback" in errors or not output:
+            raise RuntimeError(errors)
+        last: dict[str, Any] = json.loads(output.splitlines()[-1])
+        return self.process.returncode, last
+
+    def __enter__(self) -> "RunProcess":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.communicate()
 
 
 @contextmanager

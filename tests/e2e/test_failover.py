@@ -1,0 +1,294 @@
+"""Nodes of a running swarm fail in every way a machine can, in the middle of an answer: the answer does not change."""
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from swarmnet_client.chain import Chain
+from swarmnet_node import control
+from swarmnet_protocols.models import resolve
+from tests.support.faults import At, kill, kill_p2pd, kill_python, resume, serving, stop, stop_python
+from tests.support.processes import NodeProcess, RunProcess, Swarm, swarm
+from tests.support.wan import Uplink, wan_swarm, why_not
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+MODEL = "smollm2-135m-instruct"
+SPANS = ((10, 20), (0, 10), (10, 20), (20, 30))
+"""The first node is everybody's bootstrap, and one of two that host the middle."""
+TOKENS = 24
+SHORT = list(range(100, 132))
+LONG = [100 + number % 3000 for number in range(1000)]
+
+KILL_GOAL_S = 0.5
+HANG_GOAL_S = 3.0
+"""From the fault to the next token, replay not counted. Benchmarks measure them; here thrice that must do."""
+REPLAY_S = 5.0
+"""Room for computing the conversation again on a slow machine."""
+
+
+@pytest.fixture(scope="module")
+def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def expected(cache_dir: Path) -> Callable[[list[int]], list[int]]:
+    """What transformers answers in one process."""
+    model = resolve(MODEL, cache_dir=cache_dir).load_whole(dtype=torch.float32, device=torch.device("cpu"))
+    answers = {len(ids): generate(model, ids) for ids in (SHORT, LONG)}
+    return lambda ids: answers[len(ids)]
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory, cache_dir: Path) -> Iterator[Swarm]:
+    with swarm(tmp_path_factory.mktemp("failover") / "lab", cache_dir, *SPANS) as started:
+        yield started
+
+
+@pytest.fixture
+def lab(running: Swarm) -> Swarm:
+    """All nodes serve, whatever the test before has done to them."""
+    for name, node in list(running.nodes.items()):
+        if node.process.poll() is not None:
+            running.relaunch(name)
+    for node in running.nodes.values():
+        _ = node.ready
+    return running
+
+
+def generate(model: Any, ids: list[int], streamer: Any = None) -> list[int]:
+    output = model.generate(
+        torch.tensor([ids]),
+        attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+        max_new_tokens=TOKENS,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        streamer=streamer,
+    )
+    new: list[int] = output[0, len(ids) :].tolist()
+    return new
+
+
+def await_idle(lab: Swarm, *, within_s: float = 10.0) -> None:
+    """Every node has freed all its sessions: their end takes a moment to arrive."""
+    deadline = time.monotonic() + within_s
+    busy = [node for node in lab.nodes.values() if node.process.poll() is None]
+    while busy:
+        state = busy[-1].status
+        if (state.sessions, state.cache_bytes) == (0, 0):
+            busy.pop()
+        elif time.monotonic() > deadline:
+            raise AssertionError(state)
+
+
+def show(fault: str, model: Any, goal_s: float) -> None:
+    print(f"{fault}: longest_stall_s={model.last_run.longest_stall_s:.2f} goal={goal_s} s and the replay")
+
+
+@pytest.mark.parametrize("count", [1, 10])
+@pytest.mark.parametrize("fault", [kill, kill_p2pd, kill_python])
+def test_a_node_killed_in_the_middle_of_an_answer(
+    lab: Swarm, expected: Callable[[list[int]], list[int]], fault: Callable[[NodeProcess], None], count: int
+) -> None:
+    hit: list[NodeProcess] = []
+
+    def strike() -> None:
+        hit.append(serving(lab, model)[1])
+        fault(hit[0])
+
+    with lab.connect() as model:
+        assert generate(model, SHORT, At((count, strike))) == expected(SHORT)
+        assert model.last_run.failovers >= 1
+        show(f"{fault.__name__} at token {count}", model, KILL_GOAL_S)
+        assert model.last_run.longest_stall_s < 3 * KILL_GOAL_S + REPLAY_S
+    assert hit[0].process.wait(timeout=15) != 0  # half a node is none: one that loses its p2pd ends
+
+
+@pytest.mark.parametrize("fault", [stop, stop_python])
+def test_a_node_that_hangs_in_the_middle_of_an_answer(
+    lab: Swarm, expected: Callable[[list[int]], list[int]], fault: Callable[[NodeProcess], None]
+) -> None:
+    hung: list[NodeProcess] = []
+
+    def hang() -> None:
+        hung.append(serving(lab, model)[1])
+        fault(hung[0])
+
+    with lab.connect() as model:
+        try:
+            assert generate(model, SHORT, At((10, hang))) == expected(SHORT)
+        finally:
+            resume(hung[0])
+        assert model.last_run.failovers >= 1
+        show(fault.__name__, model, HANG_GOAL_S)
+        assert model.last_run.longest_stall_s < 3 * HANG_GOAL_S + REPLAY_S
+    await_idle(lab)  # the one that comes back notices that its client has moved
+
+
+@pytest.mark.parametrize("fault", [kill, stop])
+def test_a_node_lost_while_a_long_prompt_is_on_its_way(
+    lab: Swarm,
+    expected: Callable[[list[int]], list[int]],
+    fault: Callable[[NodeProcess], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hit: list[NodeProcess] = []
+    take = Chain._take
+
+    def take_and_fault(chain: Chain, *arguments: Any) -> None:
+        """The first chunk of the prompt is home, others are on their way."""
+        take(chain, *arguments)
+        if not hit:
+            peer = next(peer for peer, start, _ in chain.report.route if start == 10)
+            hit.append(next(node for node in lab.nodes.values() if node.ready["peer_id"] == peer))
+            fault(hit[0])
+
+    monkeypatch.setattr(Chain, "_take", take_and_fault)
+    with lab.connect() as model:
+        try:
+            assert generate(model, LONG) == expected(LONG)
+        finally:
+            resume(hit[0])
+        assert model.last_run.failovers >= 1
+        show(f"{fault.__name__} during prefill", model, HANG_GOAL_S)
+
+
+@pytest.mark.parametrize("start", [0, 20])
+def test_the_only_host_of_a_span_is_waited_for(
+    lab: Swarm, expected: Callable[[list[int]], list[int]], start: int
+) -> None:
+    def restart() -> None:
+        lab.relaunch(serving(lab, model, start)[0])
+
+    with lab.connect() as model:
+        assert generate(model, SHORT, At((10, restart))) == expected(SHORT)
+        assert model.last_run.failovers >= 1
+
+
+def test_the_node_is_killed_and_then_the_one_that_took_its_place(
+    lab: Swarm, expected: Callable[[list[int]], list[int]]
+) -> None:
+    killed: list[str] = []
+
+    def first() -> None:
+        name, _ = serving(lab, model)
+        killed.append(name)
+        _ = lab.relaunch(name).ready
+
+    def second() -> None:
+        name, node = serving(lab, model)
+        killed.append(name)
+        kill(node)
+
+    with lab.connect() as model:
+        assert generate(model, SHORT, At((6, first), (18, second))) == expected(SHORT)
+        assert model.last_run.failovers >= 2
+        assert len(set(killed)) == 2
+
+
+def test_a_node_that_finishes_hands_its_sessions_over(
+    lab: Swarm, expected: Callable[[list[int]], list[int]]
+) -> None:
+    leaving: list[NodeProcess] = []
+
+    def finish() -> None:
+        leaving.append(serving(lab, model)[1])
+        control.finish(leaving[0].data_dir, grace_s=30.0)
+
+    with lab.connect() as model:
+        assert generate(model, SHORT, At((6, finish))) == expected(SHORT)
+        assert model.last_run.failovers >= 1
+        show("finish", model, KILL_GOAL_S)
+        assert leaving[0].process.wait(timeout=15) == 0
+
+
+def test_when_every_bootstrap_is_gone_the_known_peers_go_on(
+    lab: Swarm, expected: Callable[[list[int]], list[int]]
+) -> None:
+    bootstrap, other = lab.nodes[next(iter(lab.nodes))], list(lab.nodes.values())[-1]
+    with lab.connect(bootstrap=bootstrap.ready["addresses"]) as model:
+        assert generate(model, SHORT) == expected(SHORT)
+        kill(bootstrap)
+        assert generate(model, SHORT) == expected(SHORT)
+    with lab.connect(bootstrap=other.ready["addresses"]) as model:
+        assert generate(model, SHORT) == expected(SHORT)
+
+
+# ---- `swarmnet run` --------------------------------------------------------------------------------------
+
+
+def middle(lab: Swarm) -> list[str]:
+    return [name for name in lab.nodes if name.startswith("10-20")]
+
+
+def test_without_a_replica_left_the_command_says_which_blocks_nobody_hosts(lab: Swarm) -> None:
+    with RunProcess(lab, "Once upon a time") as run:
+        run.await_token()
+        for name in middle(lab):
+            kill(lab.nodes[name])
+        started = time.monotonic()
+        code, error = run.finish(timeout_s=30)
+        took_s = time.monotonic() - started
+    print(f"no replica left: ended after {took_s:.1f} s goal=15")
+    assert took_s <= 15
+    assert code == 5
+    assert (error["event"], error["error"]) == ("error", "unreachable")
+    assert "10:20" in error["message"]
+
+
+def test_when_a_replica_comes_back_in_time_the_command_goes_on(lab: Swarm) -> None:
+    with RunProcess(lab, "Once upon a time", 60) as run:
+        code, undisturbed = run.finish(timeout_s=60)
+        assert code == 0
+    with RunProcess(lab, "Once upon a time", 60) as run:
+        run.await_token()
+        for name in middle(lab):
+            lab.nodes[name].stop()
+        lab.relaunch(middle(lab)[0])
+        code, answer = run.finish(timeout_s=60)
+    assert code == 0, answer
+    assert answer["token_ids"] == undisturbed["token_ids"]
+    assert answer["failovers"] >= 1
+
+
+def test_sessions_of_clients_that_are_gone_are_freed(lab: Swarm) -> None:
+    with RunProcess(lab, "Once upon a time") as run:
+        run.await_token()
+        assert any(node.status.sessions for node in lab.nodes.values())
+        run.process.send_signal(signal.SIGKILL)
+    await_idle(lab)
+    with lab.connect() as model, model.session():
+        generate(model, SHORT)
+        assert sum(node.status.cache_bytes for node in lab.nodes.values()) > 0
+    await_idle(lab)
+
+
+# ---- real links ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.net
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+def test_a_host_whose_link_is_cut_is_replaced(tmp_path: Path, cache_dir: Path) -> None:
+    """Nobody is told of a cut: no connection ends, packets just do not arrive."""
+    with wan_swarm(tmp_path / "lab", cache_dir, Uplink(delay_s=0.005), *SPANS) as lab:
+        with RunProcess(lab.swarm, "Once upon a time", 40, lab.client) as run:
+            code, undisturbed = run.finish(timeout_s=60)
+            assert code == 0, undisturbed
+        with RunProcess(lab.swarm, "Once upon a time", 40, lab.client) as run:
+            run.await_token()
+            used = next(name for name in middle(lab.swarm) if lab.swarm.nodes[name].status.sessions)
+            lab.hosts[used].cut()
+            code, answer = run.finish(timeout_s=60)
+    assert code == 0, answer
+    assert answer["token_ids"] == undisturbed["token_ids"]
+    assert answer["failovers"] >= 1
+    stall_s = answer["longest_stall_s"]
+    print(f"cut: longest_stall_s={stall_s:.2f} goal={HANG_GOAL_S} s and the replay")
+    assert stall_s < 3 * HANG_GOAL_S + REPLAY_S
