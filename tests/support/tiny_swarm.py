@@ -1,0 +1,73 @@
+"""The public model facade over a swarm of tiny nodes in this process, in real time: no processes, no sockets."""
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedTokenizerFast
+
+from swarmnet_client.model import wrap
+from swarmnet_client.runtime import Runtime
+from swarmnet_client.swarm import Swarm
+from swarmnet_node.control import NodeStatus
+from swarmnet_protocols.transport.memory import LinkProfile
+from tests.support.swarm_lab import Lab, Reference, load_reference
+from tests.support.tiny import VOCABULARY
+
+SPANS = ((0, 2), (2, 4), (4, 6))
+
+
+@dataclass
+class TinySwarm:
+    """A swarm model, the same model whole, and the nodes between them."""
+
+    model: Any
+    reference: Reference
+    lab: Lab
+
+    @property
+    def status(self) -> NodeStatus:
+        """What the first node says of itself now."""
+
+        async def ask() -> NodeStatus:
+            return self.lab.nodes["0"].status()
+
+        status: NodeStatus = self.model.run(ask())
+        return status
+
+
+def load_tiny(directory: Path) -> Reference:
+    """The tiny Llama with a tokenizer whose words are ``w0`` to ``w96``."""
+    reference = load_reference(directory / "model", directory / "cache")
+    words = Tokenizer(WordLevel({f"w{number}": number for number in range(VOCABULARY)}, unk_token="w3"))
+    words.pre_tokenizer = WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="w0", eos_token="w0", bos_token="w1"
+    )
+    tokenizer.save_pretrained(directory / "model")
+    return reference
+
+
+@contextmanager
+def tiny_swarm(reference: Reference) -> Iterator[TinySwarm]:
+    """A swarm of one node for each of ``SPANS`` and a client of it."""
+    labs: list[Lab] = []
+
+    @asynccontextmanager
+    async def connect() -> AsyncIterator[Swarm]:
+        async with Lab(reference, link=LinkProfile(delay_s=0.0001)) as lab:
+            labs.append(lab)
+            for number, span in enumerate(SPANS):
+                await lab.start(str(number), lab.hosting(span))
+            async with lab.client() as swarm:
+                yield swarm
+
+    runtime = Runtime(connect)
+    with wrap(reference.local, runtime, dtype=torch.float32, device=torch.device("cpu")) as model:
+        yield TinySwarm(model, reference, labs[0])
