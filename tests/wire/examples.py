@@ -89,7 +89,6 @@ def record_messages() -> Iterator[Protobuf]:
         public_name="a volunteer",
     )
     yield host
-    yield pb.ModelRecord(name="smollm2-135m-instruct", manifest=_MANIFEST, blocks=30)
     record = Record(
         swarm=_MANIFEST,
         topic="hosts/" + _MANIFEST.hex(),

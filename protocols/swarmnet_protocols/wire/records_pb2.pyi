@@ -65,13 +65,3 @@ class HostRecord(_message.Message):
     addresses: _containers.RepeatedScalarFieldContainer[str]
     public_name: str
     def __init__(self, manifest: _Optional[bytes] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., state: _Optional[_Union[HostState, str]] = ..., version: _Optional[str] = ..., protocol: _Optional[int] = ..., step_s: _Optional[float] = ..., token_s: _Optional[float] = ..., cache_bytes_free: _Optional[int] = ..., sessions: _Optional[int] = ..., addresses: _Optional[_Iterable[str]] = ..., public_name: _Optional[str] = ...) -> None: ...
-
-class ModelRecord(_message.Message):
-    __slots__ = ("name", "manifest", "blocks")
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    MANIFEST_FIELD_NUMBER: _ClassVar[int]
-    BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    name: str
-    manifest: bytes
-    blocks: int
-    def __init__(self, name: _Optional[str] = ..., manifest: _Optional[bytes] = ..., blocks: _Optional[int] = ...) -> None: ...
