@@ -84,6 +84,7 @@ async def open_hop(
     request = pb.Open(
         session=session,
         epoch=epoch,
+        swarm=swarm.id,
         manifest=swarm.manifest,
         span=pb.Span(start=hop.start, end=hop.end),
         next=_peer(target) if target else None,

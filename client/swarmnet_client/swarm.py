@@ -95,6 +95,11 @@ class Swarm:
         self._bans.served(peer)
 
     @property
+    def id(self) -> bytes:
+        """Id of the swarm, 32 bytes."""
+        return self._directory.swarm
+
+    @property
     def hosts(self) -> Sequence[HostInfo]:
         return tuple(self._hosts.values())
 

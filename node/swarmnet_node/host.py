@@ -32,6 +32,15 @@ class HostLimits:
     log_bytes: int = 256 << 20
 
 
+@dataclass(frozen=True)
+class Offer:
+    """What a host serves, and to whom: blocks from ``start`` on of the model ``manifest``, to clients of ``swarm``."""
+
+    swarm: bytes
+    manifest: bytes
+    start: int
+
+
 class Host:
     """Serves the sessions of one engine. Blocks are numbered as in the whole model."""
 
@@ -39,20 +48,19 @@ class Host:
         self,
         transport: Transport,
         engine: Engine,
+        offer: Offer,
         *,
-        manifest: bytes,
-        start: int,
         timing: Timing,
         limits: HostLimits,
     ) -> None:
         self.engine = engine
-        self.start = start
-        self.end = start + engine.stage.blocks
+        self.start = offer.start
+        self.end = offer.start + engine.stage.blocks
         self.timing = timing
         self.limits = limits
         self.transport = transport
         self.leaving = False
-        self._manifest = manifest
+        self._offer = offer
         self._sessions: dict[bytes, HostedSession] = {}
         self._early_links = 0
         self._changed = asyncio.Condition()
@@ -102,8 +110,10 @@ class Host:
             raise ProtocolViolation("a session id is 16 fresh bytes")
         if self.leaving:
             raise Refused(pb.REASON_LEAVING, "this host is about to stop")
-        if wanted.manifest != self._manifest:
-            raise Refused(pb.REASON_WRONG_MODEL, f"this host serves {self._manifest.hex()[:16]}")
+        if wanted.swarm != self._offer.swarm:
+            raise Refused(pb.REASON_WRONG_SWARM, "this host belongs to another swarm")
+        if wanted.manifest != self._offer.manifest:
+            raise Refused(pb.REASON_WRONG_MODEL, f"this host serves {self._offer.manifest.hex()[:16]}")
         if not self.start <= wanted.span.start < wanted.span.end <= self.end:
             raise Refused(pb.REASON_WRONG_SPAN, f"this host serves blocks {self.start}:{self.end}")
         theirs = sum(session.stream.peer == stream.peer for session in self._sessions.values())

@@ -15,7 +15,7 @@ import torch
 
 from swarmnet_node.control import NodeStatus
 from swarmnet_node.engine import Engine
-from swarmnet_node.host import Host, HostLimits
+from swarmnet_node.host import Host, HostLimits, Offer
 from swarmnet_node.stage import Stage
 from swarmnet_protocols.aio import cancel
 from swarmnet_protocols.directory import Directory
@@ -94,8 +94,7 @@ class Node:
             host = Host(
                 world.transport,
                 engine,
-                manifest=hosting.manifest,
-                start=node._span[0],
+                Offer(world.directory.swarm, hosting.manifest, node._span[0]),
                 timing=world.timing,
                 limits=hosting.limits,
             )

@@ -37,6 +37,10 @@ class DhtDirectory:
         self._bootstrap = tuple(bootstrap)
         self._publisher = publisher
 
+    @property
+    def swarm(self) -> bytes:
+        return self._publisher.swarm
+
     @classmethod
     @contextlib.asynccontextmanager
     async def create(

@@ -13,6 +13,10 @@ from swarmnet_protocols.transport.memory import MemoryNetwork
 class Directory(Protocol):
     """Signed records by topic, eventually seen by every peer of the swarm."""
 
+    @property
+    def swarm(self) -> bytes:
+        """Id of the swarm, 32 bytes."""
+
     async def publish(self, topic: str, body: bytes, *, lifetime_s: float) -> None:
         """Replace this peer's record under ``topic``.
 
@@ -85,6 +89,10 @@ class MemoryDirectory:
         self._peer_id = identity.peer_id
         self._swarm = swarm
         self._publisher = Publisher(identity, swarm, board.clock)
+
+    @property
+    def swarm(self) -> bytes:
+        return self._swarm
 
     async def publish(self, topic: str, body: bytes, *, lifetime_s: float) -> None:
         posting = self._publisher.seal(topic, body, lifetime_s=lifetime_s)

@@ -36,6 +36,7 @@ class Stranger:
         options: dict[str, Any] = {
             "session": ID,
             "epoch": 1,
+            "swarm": SWARM,
             "manifest": self.lab.manifest,
             "span": pb.Span(start=0, end=2),
             "wire": pb.DTYPE_FLOAT32,
@@ -107,6 +108,7 @@ def with_stranger(reference: Reference, talk: Callable[[Stranger], Awaitable[Non
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
+        ({"swarm": bytes(31)}, pb.REASON_WRONG_SWARM),
         ({"manifest": bytes(32)}, pb.REASON_WRONG_MODEL),
         ({"span": pb.Span(start=1, end=3)}, pb.REASON_WRONG_SPAN),
         ({"span": pb.Span(start=1, end=1)}, pb.REASON_WRONG_SPAN),

@@ -41,6 +41,7 @@ def session_messages() -> Iterator[Protobuf]:
             next=_PEER,
             wire=pb.DTYPE_FLOAT32,
             max_length=2048,
+            swarm=_MANIFEST[::-1],
         )
     )
     yield pb.SessionRequest(relink=pb.Relink(epoch=2, next=_PEER))

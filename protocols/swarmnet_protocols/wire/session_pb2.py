@@ -24,17 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\rsession.proto\x12\x13swarmnet.session.v1\"B\n\x06Tensor\x12)\n\x05\x64type\x18\x01 \x01(\x0e\x32\x1a.swarmnet.session.v1.DType\x12\r\n\x05shape\x18\x02 \x03(\r\"\"\n\x04Span\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\"6\n\x04Peer\x12\n\n\x02id\x18\x01 \x01(\t\x12\x11\n\taddresses\x18\x02 \x03(\t\x12\x0f\n\x07session\x18\x03 \x01(\x0c\"\x9d\x01\n\x0eSessionRequest\x12)\n\x04open\x18\x01 \x01(\x0b\x32\x19.swarmnet.session.v1.OpenH\x00\x12-\n\x06relink\x18\x02 \x01(\x0b\x32\x1b.swarmnet.session.v1.RelinkH\x00\x12)\n\x04\x62\x65\x61t\x18\x03 \x01(\x0b\x32\x19.swarmnet.session.v1.BeatH\x00\x42\x06\n\x04kind\"\xc8\x01\n\x04Open\x12\x0f\n\x07session\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x10\n\x08manifest\x18\x03 \x01(\x0c\x12\'\n\x04span\x18\x04 \x01(\x0b\x32\x19.swarmnet.session.v1.Span\x12\'\n\x04next\x18\x05 \x01(\x0b\x32\x19.swarmnet.session.v1.Peer\x12(\n\x04wire\x18\x06 \x01(\x0e\x32\x1a.swarmnet.session.v1.DType\x12\x12\n\nmax_length\x18\x07 \x01(\r\"@\n\x06Relink\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12\'\n\x04next\x18\x02 \x01(\x0b\x32\x19.swarmnet.session.v1.Peer\"\x17\n\x04\x42\x65\x61t\x12\x0f\n\x07\x61pplied\x18\x01 \x01(\x04\"\xb5\x02\n\x0cSessionReply\x12-\n\x06opened\x18\x01 \x01(\x0b\x32\x1b.swarmnet.session.v1.OpenedH\x00\x12-\n\x06output\x18\x02 \x01(\x0b\x32\x1b.swarmnet.session.v1.OutputH\x00\x12)\n\x04\x62\x65\x61t\x18\x03 \x01(\x0b\x32\x19.swarmnet.session.v1.BeatH\x00\x12\x32\n\tlink_lost\x18\x04 \x01(\x0b\x32\x1d.swarmnet.session.v1.LinkLostH\x00\x12/\n\x07refused\x18\x05 \x01(\x0b\x32\x1c.swarmnet.session.v1.RefusedH\x00\x12/\n\x07leaving\x18\x06 \x01(\x0b\x32\x1c.swarmnet.session.v1.LeavingH\x00\x42\x06\n\x04kind\"\x08\n\x06Opened\"C\n\x06Output\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12+\n\x06tensor\x18\x02 \x01(\x0b\x32\x1b.swarmnet.session.v1.Tensor\"7\n\x08LinkLost\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12\x0c\n\x04peer\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\t\n\x07Leaving\"F\n\x07Refused\x12+\n\x06reason\x18\x01 \x01(\x0e\x32\x1b.swarmnet.session.v1.Reason\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\"k\n\x0bLinkRequest\x12)\n\x04link\x18\x01 \x01(\x0b\x32\x19.swarmnet.session.v1.LinkH\x00\x12)\n\x04step\x18\x02 \x01(\x0b\x32\x19.swarmnet.session.v1.StepH\x00\x42\x06\n\x04kind\"&\n\x04Link\x12\x0f\n\x07session\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\r\"\x9e\x01\n\tLinkReply\x12-\n\x06linked\x18\x01 \x01(\x0b\x32\x1b.swarmnet.session.v1.LinkedH\x00\x12)\n\x04\x62\x65\x61t\x18\x02 \x01(\x0b\x32\x19.swarmnet.session.v1.BeatH\x00\x12/\n\x07refused\x18\x03 \x01(\x0b\x32\x1c.swarmnet.session.v1.RefusedH\x00\x42\x06\n\x04kind\"\x19\n\x06Linked\x12\x0f\n\x07\x61pplied\x18\x01 \x01(\x04\"\x87\x01\n\x04Step\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x12\r\n\x05\x61\x63ked\x18\x02 \x01(\x04\x12\x0e\n\x06replay\x18\x03 \x01(\x08\x12&\n\x04rows\x18\x04 \x03(\x0b\x32\x18.swarmnet.session.v1.Row\x12+\n\x06tensor\x18\x05 \x01(\x0b\x32\x1b.swarmnet.session.v1.Tensor\"c\n\x03Row\x12\x0c\n\x04lane\x18\x01 \x01(\r\x12\r\n\x05start\x18\x02 \x01(\r\x12\r\n\x05\x63ount\x18\x03 \x01(\r\x12\x0f\n\x07outputs\x18\x04 \x01(\r\x12\x0e\n\x06source\x18\x05 \x01(\r\x12\x0f\n\x07rewrite\x18\x06 \x01(\x08\"\x15\n\x04Ping\x12\r\n\x05nonce\x18\x01 \x01(\x04\"&\n\x04Pong\x12\r\n\x05nonce\x18\x01 \x01(\x04\x12\x0f\n\x07queue_s\x18\x02 \x01(\x01*X\n\x05\x44Type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x11\n\rDTYPE_FLOAT32\x10\x01\x12\x12\n\x0e\x44TYPE_BFLOAT16\x10\x02\x12\x11\n\rDTYPE_FLOAT16\x10\x03*\x85\x02\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x13\n\x0fREASON_PROTOCOL\x10\x01\x12\x16\n\x12REASON_WRONG_MODEL\x10\x02\x12\x15\n\x11REASON_WRONG_SPAN\x10\x03\x12\x18\n\x14REASON_OUT_OF_MEMORY\x10\x04\x12\x13\n\x0fREASON_TOO_LONG\x10\x05\x12\x13\n\x0fREASON_LOG_GONE\x10\x06\x12\x12\n\x0eREASON_LEAVING\x10\x07\x12\x1a\n\x16REASON_UNKNOWN_SESSION\x10\x08\x12\x16\n\x12REASON_STALE_EPOCH\x10\t\x12\x13\n\x0fREASON_INTERNAL\x10\nb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\rsession.proto\x12\x13swarmnet.session.v1\"B\n\x06Tensor\x12)\n\x05\x64type\x18\x01 \x01(\x0e\x32\x1a.swarmnet.session.v1.DType\x12\r\n\x05shape\x18\x02 \x03(\r\"\"\n\x04Span\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\"6\n\x04Peer\x12\n\n\x02id\x18\x01 \x01(\t\x12\x11\n\taddresses\x18\x02 \x03(\t\x12\x0f\n\x07session\x18\x03 \x01(\x0c\"\x9d\x01\n\x0eSessionRequest\x12)\n\x04open\x18\x01 \x01(\x0b\x32\x19.swarmnet.session.v1.OpenH\x00\x12-\n\x06relink\x18\x02 \x01(\x0b\x32\x1b.swarmnet.session.v1.RelinkH\x00\x12)\n\x04\x62\x65\x61t\x18\x03 \x01(\x0b\x32\x19.swarmnet.session.v1.BeatH\x00\x42\x06\n\x04kind\"\xd7\x01\n\x04Open\x12\x0f\n\x07session\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x10\n\x08manifest\x18\x03 \x01(\x0c\x12\'\n\x04span\x18\x04 \x01(\x0b\x32\x19.swarmnet.session.v1.Span\x12\'\n\x04next\x18\x05 \x01(\x0b\x32\x19.swarmnet.session.v1.Peer\x12(\n\x04wire\x18\x06 \x01(\x0e\x32\x1a.swarmnet.session.v1.DType\x12\x12\n\nmax_length\x18\x07 \x01(\r\x12\r\n\x05swarm\x18\x08 \x01(\x0c\"@\n\x06Relink\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12\'\n\x04next\x18\x02 \x01(\x0b\x32\x19.swarmnet.session.v1.Peer\"\x17\n\x04\x42\x65\x61t\x12\x0f\n\x07\x61pplied\x18\x01 \x01(\x04\"\xb5\x02\n\x0cSessionReply\x12-\n\x06opened\x18\x01 \x01(\x0b\x32\x1b.swarmnet.session.v1.OpenedH\x00\x12-\n\x06output\x18\x02 \x01(\x0b\x32\x1b.swarmnet.session.v1.OutputH\x00\x12)\n\x04\x62\x65\x61t\x18\x03 \x01(\x0b\x32\x19.swarmnet.session.v1.BeatH\x00\x12\x32\n\tlink_lost\x18\x04 \x01(\x0b\x32\x1d.swarmnet.session.v1.LinkLostH\x00\x12/\n\x07refused\x18\x05 \x01(\x0b\x32\x1c.swarmnet.session.v1.RefusedH\x00\x12/\n\x07leaving\x18\x06 \x01(\x0b\x32\x1c.swarmnet.session.v1.LeavingH\x00\x42\x06\n\x04kind\"\x08\n\x06Opened\"C\n\x06Output\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12+\n\x06tensor\x18\x02 \x01(\x0b\x32\x1b.swarmnet.session.v1.Tensor\"7\n\x08LinkLost\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12\x0c\n\x04peer\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\t\n\x07Leaving\"F\n\x07Refused\x12+\n\x06reason\x18\x01 \x01(\x0e\x32\x1b.swarmnet.session.v1.Reason\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\"k\n\x0bLinkRequest\x12)\n\x04link\x18\x01 \x01(\x0b\x32\x19.swarmnet.session.v1.LinkH\x00\x12)\n\x04step\x18\x02 \x01(\x0b\x32\x19.swarmnet.session.v1.StepH\x00\x42\x06\n\x04kind\"&\n\x04Link\x12\x0f\n\x07session\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\r\"\x9e\x01\n\tLinkReply\x12-\n\x06linked\x18\x01 \x01(\x0b\x32\x1b.swarmnet.session.v1.LinkedH\x00\x12)\n\x04\x62\x65\x61t\x18\x02 \x01(\x0b\x32\x19.swarmnet.session.v1.BeatH\x00\x12/\n\x07refused\x18\x03 \x01(\x0b\x32\x1c.swarmnet.session.v1.RefusedH\x00\x42\x06\n\x04kind\"\x19\n\x06Linked\x12\x0f\n\x07\x61pplied\x18\x01 \x01(\x04\"\x87\x01\n\x04Step\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x12\r\n\x05\x61\x63ked\x18\x02 \x01(\x04\x12\x0e\n\x06replay\x18\x03 \x01(\x08\x12&\n\x04rows\x18\x04 \x03(\x0b\x32\x18.swarmnet.session.v1.Row\x12+\n\x06tensor\x18\x05 \x01(\x0b\x32\x1b.swarmnet.session.v1.Tensor\"c\n\x03Row\x12\x0c\n\x04lane\x18\x01 \x01(\r\x12\r\n\x05start\x18\x02 \x01(\r\x12\r\n\x05\x63ount\x18\x03 \x01(\r\x12\x0f\n\x07outputs\x18\x04 \x01(\r\x12\x0e\n\x06source\x18\x05 \x01(\r\x12\x0f\n\x07rewrite\x18\x06 \x01(\x08\"\x15\n\x04Ping\x12\r\n\x05nonce\x18\x01 \x01(\x04\"&\n\x04Pong\x12\r\n\x05nonce\x18\x01 \x01(\x04\x12\x0f\n\x07queue_s\x18\x02 \x01(\x01*X\n\x05\x44Type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x11\n\rDTYPE_FLOAT32\x10\x01\x12\x12\n\x0e\x44TYPE_BFLOAT16\x10\x02\x12\x11\n\rDTYPE_FLOAT16\x10\x03*\x9d\x02\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x13\n\x0fREASON_PROTOCOL\x10\x01\x12\x16\n\x12REASON_WRONG_MODEL\x10\x02\x12\x15\n\x11REASON_WRONG_SPAN\x10\x03\x12\x18\n\x14REASON_OUT_OF_MEMORY\x10\x04\x12\x13\n\x0fREASON_TOO_LONG\x10\x05\x12\x13\n\x0fREASON_LOG_GONE\x10\x06\x12\x12\n\x0eREASON_LEAVING\x10\x07\x12\x1a\n\x16REASON_UNKNOWN_SESSION\x10\x08\x12\x16\n\x12REASON_STALE_EPOCH\x10\t\x12\x13\n\x0fREASON_INTERNAL\x10\n\x12\x16\n\x12REASON_WRONG_SWARM\x10\x0b\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'session_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DTYPE']._serialized_start=1822
-  _globals['_DTYPE']._serialized_end=1910
-  _globals['_REASON']._serialized_start=1913
-  _globals['_REASON']._serialized_end=2174
+  _globals['_DTYPE']._serialized_start=1837
+  _globals['_DTYPE']._serialized_end=1925
+  _globals['_REASON']._serialized_start=1928
+  _globals['_REASON']._serialized_end=2213
   _globals['_TENSOR']._serialized_start=38
   _globals['_TENSOR']._serialized_end=104
   _globals['_SPAN']._serialized_start=106
@@ -44,37 +44,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SESSIONREQUEST']._serialized_start=199
   _globals['_SESSIONREQUEST']._serialized_end=356
   _globals['_OPEN']._serialized_start=359
-  _globals['_OPEN']._serialized_end=559
-  _globals['_RELINK']._serialized_start=561
-  _globals['_RELINK']._serialized_end=625
-  _globals['_BEAT']._serialized_start=627
-  _globals['_BEAT']._serialized_end=650
-  _globals['_SESSIONREPLY']._serialized_start=653
-  _globals['_SESSIONREPLY']._serialized_end=962
-  _globals['_OPENED']._serialized_start=964
-  _globals['_OPENED']._serialized_end=972
-  _globals['_OUTPUT']._serialized_start=974
-  _globals['_OUTPUT']._serialized_end=1041
-  _globals['_LINKLOST']._serialized_start=1043
-  _globals['_LINKLOST']._serialized_end=1098
-  _globals['_LEAVING']._serialized_start=1100
-  _globals['_LEAVING']._serialized_end=1109
-  _globals['_REFUSED']._serialized_start=1111
-  _globals['_REFUSED']._serialized_end=1181
-  _globals['_LINKREQUEST']._serialized_start=1183
-  _globals['_LINKREQUEST']._serialized_end=1290
-  _globals['_LINK']._serialized_start=1292
-  _globals['_LINK']._serialized_end=1330
-  _globals['_LINKREPLY']._serialized_start=1333
-  _globals['_LINKREPLY']._serialized_end=1491
-  _globals['_LINKED']._serialized_start=1493
-  _globals['_LINKED']._serialized_end=1518
-  _globals['_STEP']._serialized_start=1521
-  _globals['_STEP']._serialized_end=1656
-  _globals['_ROW']._serialized_start=1658
-  _globals['_ROW']._serialized_end=1757
-  _globals['_PING']._serialized_start=1759
-  _globals['_PING']._serialized_end=1780
-  _globals['_PONG']._serialized_start=1782
-  _globals['_PONG']._serialized_end=1820
+  _globals['_OPEN']._serialized_end=574
+  _globals['_RELINK']._serialized_start=576
+  _globals['_RELINK']._serialized_end=640
+  _globals['_BEAT']._serialized_start=642
+  _globals['_BEAT']._serialized_end=665
+  _globals['_SESSIONREPLY']._serialized_start=668
+  _globals['_SESSIONREPLY']._serialized_end=977
+  _globals['_OPENED']._serialized_start=979
+  _globals['_OPENED']._serialized_end=987
+  _globals['_OUTPUT']._serialized_start=989
+  _globals['_OUTPUT']._serialized_end=1056
+  _globals['_LINKLOST']._serialized_start=1058
+  _globals['_LINKLOST']._serialized_end=1113
+  _globals['_LEAVING']._serialized_start=1115
+  _globals['_LEAVING']._serialized_end=1124
+  _globals['_REFUSED']._serialized_start=1126
+  _globals['_REFUSED']._serialized_end=1196
+  _globals['_LINKREQUEST']._serialized_start=1198
+  _globals['_LINKREQUEST']._serialized_end=1305
+  _globals['_LINK']._serialized_start=1307
+  _globals['_LINK']._serialized_end=1345
+  _globals['_LINKREPLY']._serialized_start=1348
+  _globals['_LINKREPLY']._serialized_end=1506
+  _globals['_LINKED']._serialized_start=1508
+  _globals['_LINKED']._serialized_end=1533
+  _globals['_STEP']._serialized_start=1536
+  _globals['_STEP']._serialized_end=1671
+  _globals['_ROW']._serialized_start=1673
+  _globals['_ROW']._serialized_end=1772
+  _globals['_PING']._serialized_start=1774
+  _globals['_PING']._serialized_end=1795
+  _globals['_PONG']._serialized_start=1797
+  _globals['_PONG']._serialized_end=1835
 # @@protoc_insertion_point(module_scope)

@@ -27,6 +27,7 @@ class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REASON_UNKNOWN_SESSION: _ClassVar[Reason]
     REASON_STALE_EPOCH: _ClassVar[Reason]
     REASON_INTERNAL: _ClassVar[Reason]
+    REASON_WRONG_SWARM: _ClassVar[Reason]
 DTYPE_UNSPECIFIED: DType
 DTYPE_FLOAT32: DType
 DTYPE_BFLOAT16: DType
@@ -42,6 +43,7 @@ REASON_LEAVING: Reason
 REASON_UNKNOWN_SESSION: Reason
 REASON_STALE_EPOCH: Reason
 REASON_INTERNAL: Reason
+REASON_WRONG_SWARM: Reason
 
 class Tensor(_message.Message):
     __slots__ = ("dtype", "shape")
@@ -80,7 +82,7 @@ class SessionRequest(_message.Message):
     def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., relink: _Optional[_Union[Relink, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("session", "epoch", "manifest", "span", "next", "wire", "max_length")
+    __slots__ = ("session", "epoch", "manifest", "span", "next", "wire", "max_length", "swarm")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
@@ -88,6 +90,7 @@ class Open(_message.Message):
     NEXT_FIELD_NUMBER: _ClassVar[int]
     WIRE_FIELD_NUMBER: _ClassVar[int]
     MAX_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    SWARM_FIELD_NUMBER: _ClassVar[int]
     session: bytes
     epoch: int
     manifest: bytes
@@ -95,7 +98,8 @@ class Open(_message.Message):
     next: Peer
     wire: DType
     max_length: int
-    def __init__(self, session: _Optional[bytes] = ..., epoch: _Optional[int] = ..., manifest: _Optional[bytes] = ..., span: _Optional[_Union[Span, _Mapping]] = ..., next: _Optional[_Union[Peer, _Mapping]] = ..., wire: _Optional[_Union[DType, str]] = ..., max_length: _Optional[int] = ...) -> None: ...
+    swarm: bytes
+    def __init__(self, session: _Optional[bytes] = ..., epoch: _Optional[int] = ..., manifest: _Optional[bytes] = ..., span: _Optional[_Union[Span, _Mapping]] = ..., next: _Optional[_Union[Peer, _Mapping]] = ..., wire: _Optional[_Union[DType, str]] = ..., max_length: _Optional[int] = ..., swarm: _Optional[bytes] = ...) -> None: ...
 
 class Relink(_message.Message):
     __slots__ = ("epoch", "next")
