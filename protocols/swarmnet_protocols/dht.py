@@ -66,9 +66,8 @@ class DhtDirectory:
             await directory._join()
             yield directory
         finally:
-            with contextlib.suppress(
-                TimeoutError
-            ):  # if p2pd has died, hivemind waits for its answers for ever
+            # If p2pd has died, hivemind waits for its answers for ever.
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_SHUTDOWN_S):
                     await node.shutdown()
 

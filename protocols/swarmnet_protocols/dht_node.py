@@ -1,4 +1,4 @@
-"""hivemind's ``DHTNode``, hardened. Importing this module imports all of hivemind; :mod:`.dht` does so when it must."""
+"""hivemind's ``DHTNode``, hardened. Importing this module imports hivemind; :mod:`.dht` does so when it must."""
 
 from typing import Any
 

@@ -7,11 +7,12 @@ from google.protobuf.message import DecodeError
 
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.identity import peer_id_of
+from swarmnet_protocols.models.manifest import MAX_BLOCKS
 from swarmnet_protocols.routing import HostInfo
 from swarmnet_protocols.wire import records_pb2 as pb
 
-MAX_BLOCKS = 4096
 MAX_ADDRESSES = 16
+"""Of these many each is dialled when need be; the rest of a longer list is not looked at."""
 MAX_STEP_S = 3600.0
 PROTOCOL = 1
 """Version of session.proto that this software speaks."""
@@ -36,14 +37,13 @@ async def read_records(directory: Directory, manifest: bytes) -> list[tuple[Host
             and 0 <= body.start < body.end <= MAX_BLOCKS
             and 0 <= body.step_s <= MAX_STEP_S
             and math.isfinite(body.step_s)
-            and len(body.addresses) <= MAX_ADDRESSES
         ):
             info = HostInfo(
                 peer=peer_id_of(record.signer),
                 start=body.start,
                 end=body.end,
                 step_s=body.step_s,
-                addresses=tuple(body.addresses),
+                addresses=tuple(body.addresses[:MAX_ADDRESSES]),
                 online=body.state == pb.HOST_STATE_ONLINE,
             )
             found.append((info, body))

@@ -15,12 +15,16 @@ from swarmnet_protocols.transport import PeerId
 
 UNKNOWN_DELAY_S = 0.15
 """One-way delay assumed to a peer nobody has pinged yet: a far one, so that measured peers are preferred."""
-PARTED_S = 10.0
+PARTED_COST_S = 10.0
 """Added between two hosts that did not reach each other: they are neighbours only where nobody else will do."""
 CANDIDATES_PER_BLOCK = 8
 """Cheapest hosts of each block that are considered: bounds the search in a swarm of any size."""
 MARGIN = 0.1
 """A chain may cost this much more than the best: room for clients to spread over equals."""
+BAN_S = 15.0
+"""How long a peer is avoided after its first failure."""
+BAN_MAX_S = 240.0
+"""And after many."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ class View:
             return 0.0
         parted_s = 0.0
         if one is not None and other is not None and pair_of(one, other) in self.parted:
-            parted_s = PARTED_S
+            parted_s = PARTED_COST_S
         return parted_s + sum(
             self.delay_s.get(peer, UNKNOWN_DELAY_S) for peer in (one, other) if peer is not None
         )
@@ -177,10 +181,6 @@ def _search(
                     hop = Hop(host.peer, reached, leave, host.addresses)
                     heapq.heappush(queue, (cost + price, next(order), leave, host.peer, (*hops, hop)))
     raise NoRoute(uncovered(hosts, span))
-
-
-BAN_S = 15.0
-BAN_MAX_S = 240.0
 
 
 class Bans:

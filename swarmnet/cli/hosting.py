@@ -30,7 +30,7 @@ class HostedNode(Protocol):
 
 
 @dataclass(frozen=True)
-class Hosting:
+class Foreground:
     """How a node runs in the foreground: ``start`` gives the serving node, ``data_dir`` gets its socket and addresses."""
 
     start: Callable[[Report], AbstractAsyncContextManager[HostedNode]]

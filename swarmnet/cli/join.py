@@ -6,7 +6,7 @@ import typer
 
 from swarmnet import swarm_file
 from swarmnet.addresses import check_listen_address, check_peer_address
-from swarmnet.cli.hosting import Hosting
+from swarmnet.cli.hosting import Foreground
 from swarmnet.cli.options import (
     BootstrapOption,
     CacheDirOption,
@@ -100,6 +100,6 @@ def join(  # noqa: PLR0913 - a command line, not an interface
             max_cache_bytes=max_cache_bytes,
             public_name=public_name,
         )
-        Hosting(
+        Foreground(
             lambda report: start(config, progress=report), directory, as_json=as_json, stop_on_eof=stop_on_eof
         ).run()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from swarmnet.cli.hosting import Hosting
+from swarmnet.cli.hosting import Foreground
 from swarmnet.cli.output import Report
 from swarmnet_node.control import NodeStatus
 
@@ -81,7 +81,7 @@ def test_the_first_signal_lets_the_node_finish(
     number: signal.Signals, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     node = _Node(_signal(number), ends=True)
-    Hosting(node.start, tmp_path, as_json=True).run()
+    Foreground(node.start, tmp_path, as_json=True).run()
 
     assert _events(capsys) == ["ready", "finishing", "stopped"]
     assert node.graces_s == [30.0]
@@ -91,7 +91,7 @@ def test_the_first_signal_lets_the_node_finish(
 def test_the_second_signal_stops_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     node = _Node(_signal(signal.SIGINT), ends=False)  # the second one is sent by `finish`
     with pytest.raises(KeyboardInterrupt):
-        Hosting(node.start, tmp_path, as_json=True).run()
+        Foreground(node.start, tmp_path, as_json=True).run()
 
     assert _events(capsys) == ["ready", "finishing"]
     assert node.closed
@@ -110,7 +110,7 @@ def test_a_signal_while_the_node_starts_stops_it(tmp_path: Path, capsys: pytest.
             closed.set()
 
     with pytest.raises(KeyboardInterrupt):
-        Hosting(start, tmp_path, as_json=True).run()
+        Foreground(start, tmp_path, as_json=True).run()
     assert closed.is_set()
     assert _events(capsys) == []
 
@@ -122,7 +122,7 @@ def test_a_node_goes_with_the_process_that_started_it(
     with os.fdopen(reading) as stdin:
         monkeypatch.setattr("sys.stdin", stdin)
         node = _Node(lambda: os.close(writing), ends=True)
-        Hosting(node.start, tmp_path, as_json=True, stop_on_eof=True).run()
+        Foreground(node.start, tmp_path, as_json=True, stop_on_eof=True).run()
     assert _events(capsys) == ["ready", "finishing", "stopped"]
 
 
@@ -138,13 +138,13 @@ def test_a_node_finishes_although_nobody_reads_what_it_prints(
             os.kill(os.getpid(), signal.SIGTERM)
 
         node = _Node(lose_the_reader, ends=True)
-        Hosting(node.start, tmp_path, as_json=True).run()
+        Foreground(node.start, tmp_path, as_json=True).run()
         assert node.graces_s == [30.0]
         os.dup2(os.open(os.devnull, os.O_WRONLY), writing)
 
 
 def test_people_see_how_to_reach_the_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Hosting(_Node(_signal(signal.SIGTERM), ends=True).start, tmp_path, as_json=False).run()
+    Foreground(_Node(_signal(signal.SIGTERM), ends=True).start, tmp_path, as_json=False).run()
 
     shown = capsys.readouterr()
     assert f"--bootstrap {ADDRESS}\n" in shown.out

@@ -1,8 +1,7 @@
 """Streams of bounded messages between peers: the one interface to the network.
 
-Three parts of the project meet here. Conversations (sessions, links) speak only to :class:`Transport` and
-:class:`Stream`; ``p2pd.py`` implements them over libp2p, ``memory.py`` over simulated links in virtual time;
-one conformance suite (``tests/conformance``) holds for both.
+Conversations (sessions, links) speak only to :class:`Transport` and :class:`Stream`; ``p2pd.py`` implements them over
+libp2p, ``memory.py`` over simulated links in virtual time; one conformance suite (``tests/conformance``) holds for both.
 """
 
 from collections.abc import Awaitable, Callable, Sequence

@@ -293,9 +293,8 @@ class MemoryTransport:
         self.network = network
         self._peer_id = peer_id
         self._handlers: dict[str, tuple[ProtocolSpec, Handler]] = {}
-        self._streams: dict[
-            MemoryStream, None
-        ] = {}  # a dict, not a set: closing follows the order of opening
+        # A dict, not a set: closing follows the order of opening.
+        self._streams: dict[MemoryStream, None] = {}
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._open = False
 

@@ -214,9 +214,8 @@ def _check_free(address: str) -> None:
         socket.SOCK_STREAM if kind == "tcp" else socket.SOCK_DGRAM,
     ) as probe:
         if kind == "tcp":
-            probe.setsockopt(
-                socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-            )  # connections in TIME_WAIT do not matter
+            # Connections in TIME_WAIT do not matter.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == "ip6":
             probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         try:
