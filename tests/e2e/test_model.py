@@ -220,6 +220,7 @@ def test_ctrl_c_while_hosts_compute_leaves_a_usable_model(tiny: TinySwarm) -> No
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Swarm, Any, Any]]:
+    torch.set_num_threads(1)  # two that spin beside the nodes' own take turns to wait for each other
     directory = tmp_path_factory.mktemp("real")
     cache_dir = directory / "cache"
     with swarm(Path(directory) / "lab", cache_dir, (0, 15), (15, 30)) as lab, lab.connect() as model:

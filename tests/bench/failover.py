@@ -1,0 +1,133 @@
+"""How long an answer stands still when a node that serves it is killed, hangs, or is cut off.
+
+    python -m tests.bench.failover [--runs 5] [--faults kill stop cut] [--prompt-tokens 128] [--seed 0]
+
+Three hops with a spare for the middle one; each run faults it at a seeded random token. A stall is the longest wait for
+one token in the run; ``replay_s`` is how long the same chain takes to compute such a prompt when nothing fails.
+Cuts happen on emulated links of 10 ms round trip and need root. Prints one line of JSON for each fault.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.bench.local_process import timed_generate
+from tests.support.faults import At, kill, resume, serving, stop
+from tests.support.processes import NodeProcess, RunProcess, Swarm, swarm
+from tests.support.wan import Uplink, WanSwarm, wan_swarm
+
+SPANS = ((0, 10), (10, 20), (10, 20), (20, 30))
+TOKENS = 24
+GOALS_S = {"kill": 0.5, "stop": 3.0, "cut": 3.0}
+"""Without the replay."""
+
+
+def faulted(
+    lab: Swarm, fault: Callable[[NodeProcess], None], ids: list[int], token: int
+) -> tuple[float, list[int]]:
+    """The longest stall of a run whose middle hop is faulted at ``token``, and the tokens it gave."""
+    hit: list[str] = []
+
+    def strike() -> None:
+        name, node = serving(lab, model)
+        hit.append(name)
+        fault(node)
+
+    with lab.connect() as model:
+        output = model.generate(
+            torch.tensor([ids]),
+            attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+            max_new_tokens=TOKENS,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            streamer=At((token, strike)),
+        )
+        stall_s: float = model.last_run.longest_stall_s
+    if fault is stop:
+        resume(lab.nodes[hit[0]])
+    else:
+        _ = lab.relaunch(hit[0]).ready
+    tokens: list[int] = output[0, len(ids) :].tolist()
+    return stall_s, tokens
+
+
+def cut_off(lab: WanSwarm, prompt: str) -> tuple[float, list[int]]:
+    """The same for a run whose middle hop is cut off once the answer has begun."""
+    with RunProcess(lab.swarm, prompt, TOKENS, lab.client) as run:
+        run.await_token()
+        middle = (name for name in lab.hosts if name.startswith("10-20"))
+        used = next(name for name in middle if lab.swarm.nodes[name].status.sessions)
+        lab.hosts[used].cut()
+        code, answer = run.finish(timeout_s=120)
+    lab.hosts[used].heal()
+    if code:
+        raise RuntimeError(answer)
+    return answer["longest_stall_s"], answer["token_ids"]
+
+
+def report(fault: str, runs: list[tuple[float, list[int]]], expected: list[int], **more: Any) -> None:
+    stalls = [stall_s for stall_s, _ in runs]
+    print(
+        json.dumps(
+            {
+                "bench": "failover",
+                "fault": fault,
+                "runs": len(runs),
+                "equal_tokens": all(tokens == expected for _, tokens in runs),
+                "stall_s_median": round(statistics.median(stalls), 3),
+                "stall_s_max": round(max(stalls), 3),
+                "goal_s": GOALS_S[fault],
+                "stalls_s": [round(stall_s, 3) for stall_s in stalls],
+                **more,
+            }
+        ),
+        flush=True,
+    )
+
+
+def on_loopback(folder: Path, arguments: argparse.Namespace) -> None:
+    rng = random.Random(arguments.seed)
+    ids = [rng.randrange(1000, 20000) for _ in range(arguments.prompt_tokens)]
+    with swarm(folder / "lab", folder / "cache", *SPANS) as lab:
+        with lab.connect() as model:
+            undisturbed = [timed_generate(model, [ids], TOKENS) for _ in range(2)][1]
+            replay_s = timed_generate(model, [ids], 1)["seconds"]
+        for name, fault in (("kill", kill), ("stop", stop)):
+            if name in arguments.faults:
+                runs = [faulted(lab, fault, ids, rng.randrange(1, TOKENS)) for _ in range(arguments.runs)]
+                report(name, runs, undisturbed["ids"][0], replay_s=round(replay_s, 3))
+
+
+def on_emulated_links(folder: Path, arguments: argparse.Namespace) -> None:
+    prompt = "Once upon a time " * (arguments.prompt_tokens // 4)
+    with wan_swarm(folder / "wan", folder / "cache", Uplink(delay_s=0.0025), *SPANS) as lab:
+        with RunProcess(lab.swarm, prompt, TOKENS, lab.client) as run:
+            _, undisturbed = run.finish(timeout_s=120)
+        runs = [cut_off(lab, prompt) for _ in range(arguments.runs)]
+        report("cut", runs, undisturbed["token_ids"], first_token_s=round(undisturbed["first_token_s"], 3))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--faults", nargs="+", choices=list(GOALS_S), default=list(GOALS_S))
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        if {"kill", "stop"} & set(arguments.faults):
+            on_loopback(Path(folder), arguments)
+        if "cut" in arguments.faults:
+            on_emulated_links(Path(folder), arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,284 @@
+"""Strangers do their worst to a real node: it stays small, says what is wrong, and goes on serving everybody else."""
+
+import asyncio
+import contextlib
+import random
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import uvloop
+
+from swarmnet.swarm_file import load_valid
+from swarmnet_protocols.clock import wall_clock
+from swarmnet_protocols.errors import IncompatibleVersion, StreamEnded
+from swarmnet_protocols.protocol_ids import ALL, LINK, PING, SESSION
+from swarmnet_protocols.session.link import parse
+from swarmnet_protocols.transport import Message, PeerId, ProtocolSpec, Stream
+from swarmnet_protocols.transport.p2pd import P2pdConfig, P2pdTransport
+from swarmnet_protocols.wire import session_pb2 as pb
+from tests.support.processes import NodeProcess, Swarm
+from tests.support.swarm_lab import Reference
+from tests.support.tiny import BLOCKS
+from tests.support.tiny_swarm import load_tiny
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+DEADLINE_S = 10.0
+GROWTH_BYTES = 48 << 20
+"""What a node may grow under an attack: less than one of the messages it is threatened with."""
+PROMPT = [5, 6, 7, 8]
+
+
+@dataclass
+class Victim:
+    """A node of a tiny model, a client it serves, and how large it is."""
+
+    lab: Swarm
+    node: NodeProcess
+    reference: Reference
+    model: Any
+
+    @property
+    def peer(self) -> PeerId:
+        return PeerId(self.node.ready["peer_id"])
+
+    @property
+    def rss_bytes(self) -> int:
+        size: int = psutil.Process(self.node.pid).memory_info().rss
+        return size
+
+    def open(self, session: bytes, **changes: Any) -> Message:
+        """A good request for a session, but for ``changes``."""
+        good: dict[str, Any] = {
+            "session": session,
+            "epoch": 1,
+            "manifest": self.reference.local.manifest.hash,
+            "span": pb.Span(start=0, end=BLOCKS),
+            "wire": pb.DTYPE_FLOAT32,
+            "max_length": 64,
+            "swarm": load_valid(self.lab.file, wall_clock()).swarm_id,
+        }
+        return Message(pb.SessionRequest(open=pb.Open(**good | changes)).SerializeToString())
+
+    def check(self) -> None:
+        """The honest client is served as ever."""
+        ids = torch.tensor([PROMPT])
+        output = self.model.generate(
+            ids, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        assert output[0, len(PROMPT) :].tolist() == self.reference.greedy(PROMPT, 8)
+
+
+@pytest.fixture(scope="module")
+def victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
+    directory = tmp_path_factory.mktemp("strangers")
+    reference = load_tiny(directory)
+    lab = Swarm(directory / "lab", directory / "cache", model=str(directory / "model"))
+    try:
+        (node,) = lab.start((0, BLOCKS))
+        with lab.connect() as model:
+            found = Victim(lab, node, reference, model)
+            found.check()
+            yield found
+            found.check()
+    finally:
+        lab.close()
+
+
+def attack(victim: Victim, scenario: Callable[[P2pdTransport], Awaitable[None]], directory: Path) -> int:
+    """Run a stranger's scenario; by how many bytes the node has grown then."""
+
+    async def main() -> None:
+        config = P2pdConfig(
+            directory / "identity.key",
+            listen=("/ip4/127.0.0.1/tcp/0",),
+            bootstrap=tuple(victim.node.ready["addresses"]),
+            require_bootstrap=True,
+        )
+        async with P2pdTransport.create(config) as transport:
+            await scenario(transport)
+
+    before = victim.rss_bytes
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())
+    growth = victim.rss_bytes - before
+    print(f"growth_mib={growth / (1 << 20):.1f} goal={GROWTH_BYTES >> 20}")
+    victim.check()
+    return growth
+
+
+@contextlib.asynccontextmanager
+async def opened(transport: P2pdTransport, victim: Victim, protocol: ProtocolSpec) -> AsyncIterator[Stream]:
+    stream = await transport.open(victim.peer, protocol, deadline_s=DEADLINE_S)
+    try:
+        yield stream
+    finally:
+        stream.close()
+
+
+async def await_end(stream: Stream) -> None:
+    """The other side ends the stream, whatever it says before."""
+    async with asyncio.timeout(DEADLINE_S):
+        with contextlib.suppress(StreamEnded):
+            while True:
+                await stream.receive()
+
+
+async def refusal(stream: Stream) -> pb.Refused:
+    """What the node refuses the session with."""
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            reply = parse(pb.SessionReply, (await stream.receive()).header)
+            if reply.HasField("refused"):
+                return reply.refused
+
+
+@pytest.mark.parametrize("protocol", ALL, ids=lambda protocol: protocol.id)
+def test_garbage_ends_the_stream_it_came_on(victim: Victim, protocol: ProtocolSpec, tmp_path: Path) -> None:
+    rng = random.Random(protocol.id)
+
+    async def scenario(transport: P2pdTransport) -> None:
+        for _ in range(40):
+            header = b"\xff" + rng.randbytes(rng.randrange(min(200, protocol.max_header_bytes)))
+            payload = rng.randbytes(rng.randrange(4096)) if protocol.max_payload_bytes else b""
+            async with opened(transport, victim, protocol) as stream:
+                with contextlib.suppress(StreamEnded):
+                    await stream.send(Message(header, payload))
+                await await_end(stream)
+
+    assert attack(victim, scenario, tmp_path) < GROWTH_BYTES
+
+
+@pytest.mark.parametrize("protocol", ALL, ids=lambda protocol: protocol.id)
+@pytest.mark.parametrize("sizes", [(1 << 31, 0), (0, 1 << 31)], ids=["header", "payload"])
+def test_an_oversized_frame_is_refused_before_it_is_read(
+    victim: Victim, protocol: ProtocolSpec, sizes: tuple[int, int], tmp_path: Path
+) -> None:
+    async def scenario(transport: P2pdTransport) -> None:
+        for _ in range(4):
+            reader, writer = await transport._daemon.open_stream(
+                victim.peer, protocol.id, deadline_s=DEADLINE_S
+            )
+            with contextlib.suppress(OSError):
+                writer.write(struct.pack(">II", *sizes))
+                for _ in range(64):
+                    writer.write(bytes(1 << 20))
+                    await writer.drain()
+            async with asyncio.timeout(DEADLINE_S):
+                with contextlib.suppress(OSError):
+                    assert await reader.read() == b""
+            writer.close()
+
+    assert attack(victim, scenario, tmp_path) < GROWTH_BYTES
+
+
+def test_large_messages_that_never_come_cost_nothing(victim: Victim, tmp_path: Path) -> None:
+    async def scenario(transport: P2pdTransport) -> None:
+        announced = struct.pack(">II", 10, SESSION.max_payload_bytes)
+        streams = [
+            await transport._daemon.open_stream(victim.peer, SESSION.id, deadline_s=DEADLINE_S)
+            for _ in range(100)
+        ]
+        for _, writer in streams:
+            writer.write(announced)
+        for reader, writer in streams:  # nor are they waited for longer than a first answer may take
+            async with asyncio.timeout(2 * DEADLINE_S):
+                await reader.read()
+            writer.close()
+
+    assert attack(victim, scenario, tmp_path) < GROWTH_BYTES
+
+
+def test_a_peer_may_not_take_all_sessions(victim: Victim, tmp_path: Path) -> None:
+    async def scenario(transport: P2pdTransport) -> None:
+        rng = random.Random(0)
+        refused = []
+        async with contextlib.AsyncExitStack() as stack:
+            for _ in range(70):
+                stream = await stack.enter_async_context(opened(transport, victim, SESSION))
+                await stream.send(victim.open(rng.randbytes(16)))
+                reply = parse(pb.SessionReply, (await stream.receive()).header)
+                refused += [reply.refused.reason] if reply.HasField("refused") else []
+            assert refused == [pb.REASON_OUT_OF_MEMORY] * 6
+            await asyncio.to_thread(victim.check)
+
+    assert attack(victim, scenario, tmp_path) < GROWTH_BYTES
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"manifest": bytes(32)}, pb.REASON_WRONG_MODEL),
+        ({"span": pb.Span(start=0, end=BLOCKS + 1)}, pb.REASON_WRONG_SPAN),
+        ({"span": pb.Span(start=3, end=3)}, pb.REASON_WRONG_SPAN),
+        ({"swarm": bytes(32)}, pb.REASON_WRONG_SWARM),
+    ],
+    ids=["another model", "blocks it does not host", "no blocks", "another swarm"],
+)
+def test_a_session_it_cannot_serve_is_refused_with_the_reason(
+    victim: Victim, changes: dict[str, Any], reason: int, tmp_path: Path
+) -> None:
+    async def scenario(transport: P2pdTransport) -> None:
+        async with opened(transport, victim, SESSION) as stream:
+            await stream.send(victim.open(bytes(range(16)), **changes))
+            answer = await refusal(stream)
+            assert answer.reason == reason
+            assert answer.detail
+            await await_end(stream)
+
+    attack(victim, scenario, tmp_path)
+
+
+def _step(**changes: Any) -> pb.LinkRequest:
+    good: dict[str, Any] = {
+        "seq": 1,
+        "rows": [pb.Row(lane=0, start=0, count=1, outputs=1, source=0)],
+        "tensor": pb.Tensor(dtype=pb.DTYPE_FLOAT32, shape=[1, 32]),
+    }
+    return pb.LinkRequest(step=pb.Step(**good | changes))
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        _step(seq=5),
+        _step(tensor=pb.Tensor(dtype=pb.DTYPE_FLOAT32, shape=[1 << 30, 32])),
+        _step(tensor=pb.Tensor(dtype=pb.DTYPE_FLOAT32, shape=[1, 33])),
+        _step(rows=[pb.Row(lane=0, start=0, count=1 << 30, outputs=1, source=0)]),
+        _step(rows=[pb.Row(lane=0, start=9, count=1, outputs=1, source=0)]),
+    ],
+    ids=["a gap", "a huge tensor", "another width", "a huge row", "a position out of nowhere"],
+)
+def test_a_step_that_breaks_the_rules_is_not_computed(
+    victim: Victim, step: pb.LinkRequest, tmp_path: Path
+) -> None:
+    async def scenario(transport: P2pdTransport) -> None:
+        session, before = random.Random(0).randbytes(16), victim.node.status.forwards
+        async with opened(transport, victim, SESSION) as stream, opened(transport, victim, LINK) as link:
+            await stream.send(victim.open(session))
+            await link.send(
+                Message(pb.LinkRequest(link=pb.Link(session=session, epoch=1)).SerializeToString())
+            )
+            await link.send(Message(step.SerializeToString(), bytes(4 * 32)))
+            await await_end(link)
+        assert victim.node.status.forwards == before
+
+    assert attack(victim, scenario, tmp_path) < GROWTH_BYTES
+
+
+def test_another_version_of_a_protocol_is_called_that(victim: Victim, tmp_path: Path) -> None:
+    async def scenario(transport: P2pdTransport) -> None:
+        newer = ProtocolSpec(SESSION.id.replace("/1", "/2"))
+        with pytest.raises(IncompatibleVersion, match="not supported"):
+            await transport.open(victim.peer, newer, deadline_s=DEADLINE_S)
+        async with opened(transport, victim, PING) as stream:  # the one both speak still works
+            await stream.send(Message(pb.Ping(nonce=7).SerializeToString()))
+            assert parse(pb.Pong, (await stream.receive()).header).nonce == 7
+
+    attack(victim, scenario, tmp_path)
