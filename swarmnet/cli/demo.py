@@ -17,12 +17,12 @@ import typer
 
 from swarmnet import swarm_file
 from swarmnet.cli.options import CacheDirOption, JsonFlag
-from swarmnet.cli.output import Report, print_json, print_table, progress
+from swarmnet.cli.output import print_json, print_table, progress
 from swarmnet.paths import default_cache_dir
 from swarmnet.swarm_file import NewSwarm
 from swarmnet_protocols.clock import wall_clock
 from swarmnet_protocols.errors import DeadlineExceeded, SwarmnetError
-from swarmnet_protocols.models import DEFAULT_MODEL
+from swarmnet_protocols.models import DEFAULT_MODEL, Progress
 
 QUESTION = "What is the capital of France?"
 _START_TIMEOUT_S = 120.0
@@ -89,7 +89,7 @@ def _cancel_on_signals() -> None:
         asyncio.get_running_loop().add_signal_handler(number, task.cancel)
 
 
-def _count_blocks(cache_dir: Path, report: Report) -> int:
+def _count_blocks(cache_dir: Path, report: Progress) -> int:
     from swarmnet_protocols.models import resolve
 
     return resolve(DEFAULT_MODEL, cache_dir=cache_dir, progress=report).manifest.blocks
@@ -106,7 +106,7 @@ def _split(blocks: int, parts: int) -> list[tuple[int, int]]:
 
 
 async def _start_swarm(
-    demo: _Demo, running: list[Process], spans: Sequence[tuple[int, int]], report: Report
+    demo: _Demo, running: list[Process], spans: Sequence[tuple[int, int]], report: Progress
 ) -> str:
     """Start a node for every span, the first one before the others; an address of the first."""
     title = f"starting {len(spans)} nodes"

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import typer
 
 from swarmnet.cli.control import DEFAULT_GRACE_S
-from swarmnet.cli.output import Report, note, print_json, progress
+from swarmnet.cli.output import note, print_json, progress
+from swarmnet_protocols.models import Progress
 
 if TYPE_CHECKING:
     from swarmnet_node.control import NodeStatus
@@ -33,7 +34,7 @@ class HostedNode(Protocol):
 class Foreground:
     """How a node runs in the foreground: ``start`` gives the serving node, ``data_dir`` gets its socket and addresses."""
 
-    start: Callable[[Report], AbstractAsyncContextManager[HostedNode]]
+    start: Callable[[Progress], AbstractAsyncContextManager[HostedNode]]
     data_dir: Path
     as_json: bool
     stop_on_eof: bool = False  # stop when stdin ends: with the process that started this one

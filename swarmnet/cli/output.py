@@ -4,15 +4,10 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Protocol
 
 import typer
 
-
-class Report(Protocol):
-    """Hears how far a step has come; ``total`` is None while it is unknown."""
-
-    def __call__(self, description: str, done: int, total: int | None) -> None: ...
+from swarmnet_protocols.models import Progress
 
 
 def print_json(fields: Mapping[str, object]) -> None:
@@ -27,21 +22,26 @@ def note(text: str) -> None:
 
 
 @contextmanager
-def progress(*, quiet: bool) -> Iterator[Report]:
+def progress(*, quiet: bool) -> Iterator[Progress]:
     """Shows what is reported as bars on stderr, or as plain lines when stderr is no terminal."""
     if quiet:
         yield _ignore
         return
+    from rich import progress as rich_progress
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)
     if not console.is_terminal:
         yield _plain_lines()
         return
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bars:
-        tasks: dict[str, TaskID] = {}
+    columns = (
+        rich_progress.SpinnerColumn(),
+        rich_progress.TextColumn("{task.description}"),
+        rich_progress.BarColumn(),
+        rich_progress.TimeElapsedColumn(),
+    )
+    with rich_progress.Progress(*columns, console=console, transient=True) as bars:
+        tasks: dict[str, rich_progress.TaskID] = {}
 
         def report(description: str, done: int, total: int | None) -> None:
             if description not in tasks:
@@ -55,7 +55,7 @@ def _ignore(description: str, done: int, total: int | None) -> None:
     pass
 
 
-def _plain_lines() -> Report:
+def _plain_lines() -> Progress:
     seen: set[str] = set()
 
     def report(description: str, done: int, total: int | None) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from swarmnet.cli.hosting import Foreground
-from swarmnet.cli.output import Report
 from swarmnet_node.control import NodeStatus
+from swarmnet_protocols.models import Progress
 
 ADDRESS = "/ip4/127.0.0.1/tcp/4001/p2p/12D3KooW"
 STATUS = NodeStatus(
@@ -47,7 +47,7 @@ class _Node:
         self._finished = asyncio.Event()
 
     @asynccontextmanager
-    async def start(self, _report: Report) -> AsyncIterator["_Node"]:
+    async def start(self, _report: Progress) -> AsyncIterator["_Node"]:
         try:
             yield self
         finally:
@@ -101,7 +101,7 @@ def test_a_signal_while_the_node_starts_stops_it(tmp_path: Path, capsys: pytest.
     closed = asyncio.Event()
 
     @asynccontextmanager
-    async def start(_report: Report) -> AsyncIterator[_Node]:
+    async def start(_report: Progress) -> AsyncIterator[_Node]:
         try:
             os.kill(os.getpid(), signal.SIGTERM)
             await asyncio.Event().wait()

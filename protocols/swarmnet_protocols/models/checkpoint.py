@@ -19,7 +19,7 @@ CONFIG_FAULTS = (ValueError, TypeError, AttributeError, LookupError, ArithmeticE
 
 
 class Progress(Protocol):
-    """Hears how far a long step has come; ``total`` is None while it is unknown. Units are bytes."""
+    """Hears how far a long step has come; ``total`` is None while it is unknown."""
 
     def __call__(self, description: str, done: int, total: int | None) -> None: ...
 
