@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+
 from swarmnet_client.chain import Chain
 from swarmnet_client.hops import ChainSpec
 from swarmnet_client.swarm import Swarm
@@ -22,7 +23,6 @@ from swarmnet_protocols.session.steps import Row
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.transport import PeerId
 from swarmnet_protocols.transport.memory import Delivery, LinkProfile, MemoryNetwork
-
 from tests.support.virtual_time import run
 
 T = TypeVar("T")
@@ -207,7 +207,6 @@ class Lab:
 
 def load_reference(directory: Path, cache_dir: Path) -> Reference:
     from swarmnet_protocols.models import resolve
-
     from tests.support.tiny import save_tiny_llama
 
     return Reference(resolve(str(save_tiny_llama(directory)), cache_dir=cache_dir))
