@@ -1,8 +1,9 @@
 """Eight clients at once through the same three hops, against one client alone.
 
-    python -m tests.bench.concurrency [--clients 8] [--tokens 48] [--prompt-tokens 32]
+    python -m tests.bench.concurrency [--clients 8] [--tokens 48] [--prompt-tokens 32] [--threads 1]
 
-The clients are threads of this process, each with a connection and an identity of its own. Prints JSON.
+The clients are threads of this process, each with a connection and an identity of its own. Nodes compute with one thread
+each: several nodes with a thread for every core of one machine mostly wait for each other. Prints JSON.
 """
 
 import argparse
@@ -33,7 +34,9 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--prompt-tokens", type=int, default=32)
+    parser.add_argument("--threads", type=int, default=1, help="of every node")
     arguments = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = str(arguments.threads)  # of the nodes that are started below
     torch.set_num_threads(1)
     rng = random.Random(0)
     prompts = [
@@ -71,6 +74,7 @@ def main() -> None:
         "bench": "concurrency",
         "clients": len(prompts),
         "tokens": arguments.tokens,
+        "node_threads": arguments.threads,
         "equal_tokens": answers == [run["ids"] for run in alone],
         "alone_tokens_per_s": round(alone_rate, 2),
         "together_tokens_per_s": round(rate, 2),
