@@ -5,8 +5,8 @@ outputs back. While a forward runs, work gathers: batches form by themselves.
 """
 
 import asyncio
-import itertools
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -44,24 +44,33 @@ class _Work:
 class Engine:
     """Computes on one stage for many sessions. Owns the caches' byte account."""
 
-    def __init__(self, stage: Stage, executor: Executor, *, max_cache_bytes: int) -> None:
+    def __init__(
+        self, stage: Stage, executor: Executor, *, max_cache_bytes: int, stopwatch: Callable[[], float]
+    ) -> None:
         self.stage = stage
         self.max_cache_bytes = max_cache_bytes
         self.forwards = 0
         self.tokens = 0
         self.token_s = 0.0
         self._executor = executor
+        self._stopwatch = stopwatch
         self._waiting: list[_Work] = []
         self._wake = asyncio.Event()
         self._stopped = False
         self._lanes: dict[int, LaneCache] = {}
-        self._numbers = itertools.count()
 
     @classmethod
     @asynccontextmanager
-    async def run(cls, stage: Stage, executor: Executor, *, max_cache_bytes: int) -> AsyncIterator["Engine"]:
-        """An engine whose loop runs for as long as the context."""
-        engine = cls(stage, executor, max_cache_bytes=max_cache_bytes)
+    async def run(
+        cls,
+        stage: Stage,
+        executor: Executor,
+        *,
+        max_cache_bytes: int,
+        stopwatch: Callable[[], float] = time.perf_counter,
+    ) -> AsyncIterator["Engine"]:
+        """An engine whose loop runs for as long as the context; ``stopwatch`` gives the seconds forwards are timed by."""
+        engine = cls(stage, executor, max_cache_bytes=max_cache_bytes, stopwatch=stopwatch)
         loop = asyncio.create_task(engine._loop(), name="engine")
         try:
             yield engine
@@ -129,14 +138,14 @@ class Engine:
             rows = [
                 (work.lane, work.inputs[work.computed : work.computed + tokens]) for work, tokens in batch
             ]
-            started = loop.time()
+            started = self._stopwatch()
             try:
                 results = await loop.run_in_executor(self._executor, batch[0][0].stage.forward, rows)
             except Exception as error:  # noqa: BLE001 - the supervisor: a failed forward fails its sessions, not the node
                 self._drop([work for work, _ in batch], error)
                 continue
             tokens = sum(tokens for _, tokens in batch)
-            self._account(tokens, loop.time() - started)
+            self._account(tokens, self._stopwatch() - started)
             for (work, count), result in zip(batch, results, strict=True):
                 work.computed += count
                 work.outputs.append(result)

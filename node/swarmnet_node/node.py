@@ -6,10 +6,12 @@
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator, Callable
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from statistics import median
 
 import torch
 
@@ -20,7 +22,7 @@ from swarmnet_node.stage import Stage
 from swarmnet_protocols.aio import cancel
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.errors import SwarmnetError
-from swarmnet_protocols.hosts import PROTOCOL, hosts_topic, read_records
+from swarmnet_protocols.hosts import MAX_ADDRESSES, PROTOCOL, hosts_topic, read_records
 from swarmnet_protocols.placement import Claim, choose_start, settle
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.transport import Transport
@@ -40,6 +42,8 @@ class World:
     executor: Executor
     rng: random.Random
     timing: Timing = field(default_factory=Timing)
+    stopwatch: Callable[[], float] = time.perf_counter
+    """What forwards are timed by. The loop's own clock stands still while the loop does."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +92,13 @@ class Node:
         await node._announce()
         loop = asyncio.get_running_loop()
         stage = await loop.run_in_executor(world.executor, hosting.load, *node._span)
-        node._step_s = await loop.run_in_executor(world.executor, _measure, stage, loop.time)
-        async with Engine.run(stage, world.executor, max_cache_bytes=hosting.max_cache_bytes) as engine:
+        node._step_s = await loop.run_in_executor(world.executor, _measure, stage, world.stopwatch)
+        async with Engine.run(
+            stage,
+            world.executor,
+            max_cache_bytes=hosting.max_cache_bytes,
+            stopwatch=world.stopwatch,
+        ) as engine:
             node._engine = engine
             host = Host(
                 world.transport,
@@ -176,25 +185,33 @@ class Node:
         """Find the blocks the swarm needs most, counting what others mean to take at this moment."""
         length = min(self._hosting.num_blocks, self._hosting.total_blocks)
         total = self._hosting.total_blocks
-        start = choose_start(await self._claims(), blocks=total, length=length)
+        claims, _ = await self._claims()
+        start = choose_start(claims, blocks=total, length=length)
         for _ in range(SETTLE_ROUNDS):
             self._span = (start, start + length)
             await self._announce()
             await asyncio.sleep(self._world.timing.intent_s * self._world.rng.uniform(0.9, 1.1))
-            mine = Claim(self._world.transport.peer_id, *self._span, settled=False)
-            wanted = settle(mine, await self._claims(), blocks=total).start
+            claims, usual = await self._claims()
+            mine = Claim(self._world.transport.peer_id, *self._span, usual, settled=False)
+            wanted = settle(mine, claims, blocks=total).start
             if wanted == start:
                 return
             start = wanted
         self._span = (start, start + length)
 
-    async def _claims(self) -> list[Claim]:
-        """What others serve, and what they mean to."""
-        return [
-            Claim(info.peer, info.start, info.end, settled=body.state != pb.HOST_STATE_CHOOSING)
+    async def _claims(self) -> tuple[list[Claim], float]:
+        """What others serve, and what they mean to; and the tokens per second to expect of a host not yet measured."""
+        others = [
+            (info, body.state != pb.HOST_STATE_CHOOSING)
             for info, body in await read_records(self._world.directory, self._hosting.manifest)
             if info.peer != self._world.transport.peer_id and body.state != pb.HOST_STATE_LEAVING
         ]
+        # Rivals that see the same records expect the same of each other.
+        usual = median([1 / info.step_s for info, _ in others if info.step_s > 0] or [1.0])
+        return [
+            Claim(info.peer, info.start, info.end, 1 / info.step_s if info.step_s > 0 else usual, settled)
+            for info, settled in others
+        ], usual
 
     async def _keep_announcing(self) -> None:
         while True:
@@ -215,7 +232,7 @@ class Node:
             token_s=engine.token_s if engine else 0.0,
             cache_bytes_free=max(0, self._hosting.max_cache_bytes - engine.cache_bytes) if engine else 0,
             sessions=len(host.sessions) if host else 0,
-            addresses=self._world.transport.addresses(),
+            addresses=_best(self._world.transport.addresses()),
             public_name=self._hosting.public_name,
         )
         await self._world.directory.publish(
@@ -223,6 +240,11 @@ class Node:
             record.SerializeToString(),
             lifetime_s=self._world.timing.record_s,
         )
+
+
+def _best(addresses: Sequence[str]) -> list[str]:
+    """As many addresses as others read, those that reach farthest first."""
+    return sorted(addresses, key=lambda address: "/127." in address or "/::1/" in address)[:MAX_ADDRESSES]
 
 
 def _measure(stage: Stage, now: Callable[[], float]) -> float:

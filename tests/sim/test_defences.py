@@ -412,7 +412,6 @@ def test_a_lane_longer_than_the_session_is_refused_at_once(reference: Reference)
         {"step_s": math.inf},
         {"manifest": bytes(32)},
         {"protocol": 99},
-        {"addresses": ["/memory/0"] * 100},
     ],
     ids=str,
 )

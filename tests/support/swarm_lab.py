@@ -126,7 +126,8 @@ class Lab:
             directory = MemoryDirectory(self.board, identity, SWARM)
             rng = random.Random(f"{self.seed}/{name}")
             # Virtual time runs what is given to an executor in place.
-            world = World(transport, directory, ThreadPoolExecutor(1), rng, self.timing)
+            stopwatch = asyncio.get_running_loop().time
+            world = World(transport, directory, ThreadPoolExecutor(1), rng, self.timing, stopwatch)
             try:
                 async with Node.run(world, hosting) as node:
                     serving.set_result(node)
