@@ -37,9 +37,15 @@ class NodeProcess:
         self.data_dir = data_dir
         self.log = data_dir.with_suffix(".log")
         with self.log.open("w") as log:
-            # A group of its own, so that Ctrl-C on a test run reaches the nodes through ``stop`` only.
+            # A group of its own, so that Ctrl-C on a test run reaches the nodes through ``stop`` only; if we are
+            # killed they see their stdin end.
             self.process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=log, text=True, process_group=0
+                [*command, "--stop-on-eof"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                process_group=0,
             )
         self._family: list[psutil.Process] = []
         self.events: list[dict[str, Any]] = []
@@ -91,8 +97,9 @@ class NodeProcess:
             self.send_signal(signal.SIGKILL)
         self.process.wait()
         self._reader.join()
-        if self.process.stdout is not None:
-            self.process.stdout.close()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
 
     def _find(self, name: str) -> dict[str, Any] | None:
         return next((event for event in self.events if event.get("event") == name), None)
