@@ -28,7 +28,7 @@ lint: $(INSTALLED)
 
 test: lint
 	$(BIN)/python -m pytest -m "not slow and not net" $(PYTEST_ARGS)
-	$(BIN)/python -m pytest -m "slow and not net" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "slow or net" --durations=10 $(PYTEST_ARGS)
 	@echo "lint, types and tests: all good"
 
 demo: $(INSTALLED)
@@ -37,6 +37,9 @@ demo: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BIN)/python -m tests.bench.exactness
 	$(BIN)/python -m tests.bench.decode
+	$(BIN)/python -m tests.bench.concurrency
+	$(BIN)/python -m tests.bench.failover
+	$(BIN)/python -m tests.bench.wan_decode
 
 proto: $(INSTALLED)
 	$(BIN)/python -m grpc_tools.protoc --proto_path=proto --python_out=$(WIRE) --pyi_out=$(WIRE) proto/*.proto

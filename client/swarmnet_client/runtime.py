@@ -7,7 +7,10 @@ from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
+import torch
+
 from swarmnet_client.swarm import Swarm
+from swarmnet_protocols.threads import compute_with, stay_serial
 
 T = TypeVar("T")
 Connect = Callable[[], AbstractAsyncContextManager[Swarm]]
@@ -22,9 +25,13 @@ class Runtime:
         self._started: concurrent.futures.Future[Swarm] = concurrent.futures.Future()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
+        self._threads = torch.get_num_threads()
         self._thread = threading.Thread(target=self._main, name="swarmnet-client", daemon=True)
         self._thread.start()
-        self.swarm = self._started.result()
+        try:
+            self.swarm = self._started.result()
+        finally:
+            compute_with(self._threads)
 
     def run(self, conversation: Coroutine[Any, Any, T]) -> T:
         """Run ``conversation`` on the loop and wait for it. An interrupt of the caller cancels it."""
@@ -53,6 +60,7 @@ class Runtime:
     def _main(self) -> None:
         import uvloop
 
+        stay_serial()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(self._stay())
 

@@ -74,6 +74,9 @@ async def start(config: NodeConfig, *, progress: "Progress | None" = None) -> As
         finally:
             loaded = await loading
         from swarmnet_node.node import Node, World
+        from swarmnet_protocols.threads import compute_with, stay_serial
+
+        await loop.run_in_executor(executor, compute_with, stay_serial())
 
         world = World(transport, directory, executor, random.Random())
         node = await stack.enter_async_context(Node.run(world, loaded.hosting(config)))
