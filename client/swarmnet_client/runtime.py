@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from swarmnet_client.swarm import Swarm
-from swarmnet_protocols.threads import compute_with, stay_serial
+from swarmnet_protocols.threads import stay_serial
 
 T = TypeVar("T")
 Connect = Callable[[], AbstractAsyncContextManager[Swarm]]
@@ -31,7 +31,7 @@ class Runtime:
         try:
             self.swarm = self._started.result()
         finally:
-            compute_with(self._threads)
+            torch.set_num_threads(self._threads)
 
     def run(self, conversation: Coroutine[Any, Any, T]) -> T:
         """Run ``conversation`` on the loop and wait for it. An interrupt of the caller cancels it."""

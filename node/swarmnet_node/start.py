@@ -73,10 +73,12 @@ async def start(config: NodeConfig, *, progress: "Progress | None" = None) -> As
             )
         finally:
             loaded = await loading
-        from swarmnet_node.node import Node, World
-        from swarmnet_protocols.threads import compute_with, stay_serial
+        import torch
 
-        await loop.run_in_executor(executor, compute_with, stay_serial())
+        from swarmnet_node.node import Node, World
+        from swarmnet_protocols.threads import stay_serial
+
+        await loop.run_in_executor(executor, torch.set_num_threads, stay_serial())
 
         world = World(transport, directory, executor, random.Random())
         node = await stack.enter_async_context(Node.run(world, loaded.hosting(config)))

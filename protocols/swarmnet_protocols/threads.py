@@ -11,14 +11,9 @@ import torch
 def stay_serial() -> int:
     """Run the torch operations of this thread on it alone; returns how many threads they would have had.
 
-    The thread that computes calls ``compute_with`` that number afterwards: a part of the setting is the whole process's.
+    The thread that computes calls ``torch.set_num_threads`` with that number afterwards: a part of the setting is the
+    whole process's.
     """
     threads = torch.get_num_threads()  # also makes this thread take its defaults now and not later
     torch.set_num_threads(1)
     return threads
-
-
-def compute_with(threads: int) -> None:
-    """Run the torch operations of this thread on so many threads."""
-    torch.get_num_threads()
-    torch.set_num_threads(threads)
