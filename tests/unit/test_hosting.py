@@ -4,7 +4,7 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -70,6 +70,15 @@ class _Node:
 
 def _events(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return [json.loads(line)["event"] for line in capsys.readouterr().out.splitlines()]
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """The event loop of a node in the foreground ends with its process, and so leaves its signal handlers behind."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def _signal(number: signal.Signals) -> Callable[[], None]:
