@@ -25,13 +25,13 @@ class Runtime:
         self._started: concurrent.futures.Future[Swarm] = concurrent.futures.Future()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
-        self._threads = torch.get_num_threads()
+        threads = torch.get_num_threads()
         self._thread = threading.Thread(target=self._main, name="swarmnet-client", daemon=True)
         self._thread.start()
         try:
             self.swarm = self._started.result()
         finally:
-            torch.set_num_threads(self._threads)
+            torch.set_num_threads(threads)
 
     def run(self, conversation: Coroutine[Any, Any, T]) -> T:
         """Run ``conversation`` on the loop and wait for it. An interrupt of the caller cancels it."""

@@ -20,7 +20,7 @@ from swarmnet_protocols.aio import cancel
 from swarmnet_protocols.errors import OutOfResources, Unreachable
 
 BUDGET_TOKENS = 512
-"""Positions in one forward: beyond this a CPU gains nothing, and whoever waits for one token waits longer."""
+"""Positions in one forward: whoever waits for one token waits for all of these."""
 
 
 @dataclass(eq=False)
