@@ -59,15 +59,17 @@ def packed_attention(
 
 
 class GeometryProbe:
-    """Stands in for a batch to learn what each layer keeps, whatever its family."""
+    """Stands in for a batch to learn what each layer keeps and how it attends, whatever its family."""
 
     def __init__(self) -> None:
-        self.layers: list[tuple[int, LayerShape]] = []
+        self.indices: list[int] = []
+        self.layers: list[tuple[LayerShape, Rule]] = []
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Rule
     ) -> torch.Tensor:
-        self.layers.append((layer, LayerShape(key.shape[1], key.shape[3], value.shape[3])))
+        self.indices.append(layer)
+        self.layers.append((LayerShape(key.shape[1], key.shape[3], value.shape[3]), rule))
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
 
 
@@ -87,40 +89,37 @@ class PackedBatch:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Rule
     ) -> torch.Tensor:
-        parts = zip(
-            self._lanes,
-            torch.split(query, self._counts, 2),
-            torch.split(key, self._counts, 2),
-            torch.split(value, self._counts, 2),
-            strict=True,
+        if len(self._lanes) == 1:
+            return self._attend_lane(0, layer, (query, key, value), rule).transpose(1, 2)
+        parts = zip(*(torch.split(states, self._counts, 2) for states in (query, key, value)), strict=True)
+        outputs = [self._attend_lane(row, layer, part, rule) for row, part in enumerate(parts)]
+        return torch.cat(outputs, 2).transpose(1, 2)
+
+    def _attend_lane(
+        self, row: int, layer: int, states: tuple[torch.Tensor, torch.Tensor, torch.Tensor], rule: Rule
+    ) -> torch.Tensor:
+        query, key, value = states
+        lane, count = self._lanes[row], self._counts[row]
+        start, end = lane.length, lane.length + count
+        keys, values = lane.layer(layer - self._first_layer)
+        keys.narrow(2, start, count).copy_(key)
+        values.narrow(2, start, count).copy_(value)
+        first = 0 if rule.sliding_window is None else max(0, start + 1 - rule.sliding_window)
+        seen_keys, seen_values = keys.narrow(2, first, end - first), values.narrow(2, first, end - first)
+        if rule.softcap is not None or rule.sinks is not None:
+            return self._attend_eagerly(query, seen_keys, seen_values, row, rule)
+        if count == 1:
+            return _attend_one(query, seen_keys, seen_values, rule.scaling)
+        causal = start == 0 and (rule.sliding_window is None or count <= rule.sliding_window)
+        return scaled_dot_product_attention(
+            query,
+            seen_keys,
+            seen_values,
+            attn_mask=None if causal else self._mask(row, rule.sliding_window),
+            is_causal=causal,
+            scale=rule.scaling,
+            enable_gqa=True,
         )
-        outputs = []
-        for row, (lane, new_query, new_key, new_value) in enumerate(parts):
-            count, start = new_query.shape[2], lane.length
-            end = start + count
-            keys, values = lane.layer(layer - self._first_layer)
-            keys.narrow(2, start, count).copy_(new_key)
-            values.narrow(2, start, count).copy_(new_value)
-            first = 0 if rule.sliding_window is None else max(0, start + 1 - rule.sliding_window)
-            seen_keys, seen_values = keys.narrow(2, first, end - first), values.narrow(2, first, end - first)
-            if rule.softcap is not None or rule.sinks is not None:
-                outputs.append(self._attend_eagerly(new_query, seen_keys, seen_values, row, rule))
-            elif count == 1:
-                outputs.append(_attend_one(new_query, seen_keys, seen_values, rule.scaling))
-            else:
-                causal = start == 0 and (rule.sliding_window is None or count <= rule.sliding_window)
-                outputs.append(
-                    scaled_dot_product_attention(
-                        new_query,
-                        seen_keys,
-                        seen_values,
-                        attn_mask=None if causal else self._mask(row, rule.sliding_window),
-                        is_causal=causal,
-                        scale=rule.scaling,
-                        enable_gqa=True,
-                    )
-                )
-        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)).transpose(1, 2)
 
     def _attend_eagerly(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, row: int, rule: Rule
