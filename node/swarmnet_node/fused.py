@@ -1,11 +1,11 @@
-"""Layers of the Llama shape, computed with fewer operations.
+"""Layers of the Llama shape, computed with fewer operations than transformers makes of them.
 
-In a forward of one token the operations between the matrix products are slow out of proportion: the weights that stream
-through the caches push their code and their small tensors out. Fewer operations are the cure (``tests/bench/decode.py``).
-A fused layer computes what transformers' layer computes, and is only used after both gave the same on a probe; the
-layer it came from keeps working, on the same memory.
+In a forward of one token everything between the matrix products is slow out of proportion: the weights that stream by push
+its code and its small tensors out of the caches. Fewer operations are the cure (``tests/bench/decode.py``). The model that
+fused layers are made of keeps working, on the same memory.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,55 +14,80 @@ from torch.nn.functional import linear, rms_norm, silu
 
 from swarmnet_node.attention import Batch, Rule
 
+Angles = tuple[torch.Tensor, torch.Tensor]
+"""Of each position the cosines, and the sines with the sign that they take in a rotation: both [1, 1, T, size]."""
 
-class FusedLayer(nn.Module):
-    """Stands in for a decoder layer of transformers."""
 
+def fits(model: Any) -> bool:
+    """Whether the model is made of parts that fused layers know. What it does with them only a trial can tell."""
+    return hasattr(model, "rotary_emb") and all(map(_layer_fits, model.layers))
+
+
+class FusedLayers:
+    """What a decoder stack of transformers computes, if it computes nothing unusual: compare before use."""
+
+    def __init__(self, model: Any, rules: Sequence[Rule]) -> None:
+        """``rules`` says of each layer how it attends. The weights of ``model`` become parts of ours."""
+        self._rotary = model.rotary_emb
+        self._layers = [_FusedLayer(layer, rule) for layer, rule in zip(model.layers, rules, strict=True)]
+
+    def part(self, start: int, end: int) -> "FusedLayers":
+        """Layers [start, end) of these."""
+        part = FusedLayers.__new__(FusedLayers)
+        part._rotary, part._layers = self._rotary, self._layers[start:end]
+        return part
+
+    def __call__(self, inputs: torch.Tensor, positions: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Hidden states [T, D] of new positions [T], in and out."""
+        cosines, sines = self._rotary(inputs[None], positions[None])
+        first, second = sines.chunk(2, -1)
+        angles = cosines[None], torch.cat((-first, second), -1)[None]
+        for layer in self._layers:
+            inputs = layer(inputs, angles, batch)
+        return inputs
+
+
+class _FusedLayer:
     def __init__(self, layer: Any, rule: Rule) -> None:
-        super().__init__()
         attention, mlp = layer.self_attn, layer.mlp
-        self.original = layer
         self._index = attention.layer_idx
         self._rule = rule
         self._size = attention.head_dim
         self._heads = attention.q_proj.out_features // self._size
         self._key_heads = attention.k_proj.out_features // self._size
-        self._projection = _join(attention.q_proj, attention.k_proj, attention.v_proj)
-        self._output = _Product(attention.o_proj.weight, attention.o_proj.bias)
-        self._gate_and_up = _join(mlp.gate_proj, mlp.up_proj)
-        self._down = _Product(mlp.down_proj.weight, mlp.down_proj.bias)
-        self._attention_norm = _Norm(layer.input_layernorm)
-        self._mlp_norm = _Norm(layer.post_attention_layernorm)
-        self._query_norm = _Norm(attention.q_norm) if hasattr(attention, "q_norm") else None
-        self._key_norm = _Norm(attention.k_norm) if hasattr(attention, "k_norm") else None
+        self._qkv, self._qkv_bias = _join(attention.q_proj, attention.k_proj, attention.v_proj)
+        self._output, self._output_bias = attention.o_proj.weight, attention.o_proj.bias
+        self._gate_up, self._gate_up_bias = _join(mlp.gate_proj, mlp.up_proj)
+        self._down, self._down_bias = mlp.down_proj.weight, mlp.down_proj.bias
+        self._attention_norm = _norm(layer.input_layernorm)
+        self._mlp_norm = _norm(layer.post_attention_layernorm)
+        self._head_norms = [_norm(getattr(attention, name)) for name in _head_norm_names(attention)]
 
-    def forward(
-        self,
-        hidden: torch.Tensor,
-        *,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        packed: Batch,
-        **_: Any,
-    ) -> torch.Tensor:
-        """Hidden states [1, T, D] in and out, as transformers calls its layers."""
+    def __call__(self, hidden: torch.Tensor, angles: Angles, batch: Batch) -> torch.Tensor:
         heads, key_heads = self._heads, self._key_heads
-        projected = self._projection(self._attention_norm(hidden))
-        projected = projected.view(1, hidden.shape[1], heads + 2 * key_heads, self._size).transpose(1, 2)
-        value = projected.narrow(1, heads + key_heads, key_heads)
-        if self._query_norm is None or self._key_norm is None:
-            rotated = _rotate(projected.narrow(1, 0, heads + key_heads), *position_embeddings)
-            query, key = rotated.narrow(1, 0, heads), rotated.narrow(1, heads, key_heads)
+        states = linear(rms_norm(hidden, *self._attention_norm), self._qkv, self._qkv_bias)
+        states = states.view(1, len(hidden), heads + 2 * key_heads, self._size).transpose(1, 2)
+        if self._head_norms:
+            query, key, value = states.split((heads, key_heads, key_heads), 1)
+            query = _rotate(rms_norm(query, *self._head_norms[0]), angles)
+            key = _rotate(rms_norm(key, *self._head_norms[1]), angles)
         else:
-            query = _rotate(self._query_norm(projected.narrow(1, 0, heads)), *position_embeddings)
-            key = _rotate(self._key_norm(projected.narrow(1, heads, key_heads)), *position_embeddings)
-        attended = packed.attend(self._index, query, key, value, self._rule)
-        hidden = hidden + self._output(attended.reshape(1, hidden.shape[1], -1))
-        gate, up = self._gate_and_up(self._mlp_norm(hidden)).chunk(2, -1)
-        return hidden + self._down(silu(gate) * up)
+            rotated, value = states.split((heads + key_heads, key_heads), 1)
+            query, key = _rotate(rotated, angles).split((heads, key_heads), 1)
+        attended = batch.attend(self._index, query, key, value, self._rule).reshape(len(hidden), -1)
+        hidden = hidden + linear(attended, self._output, self._output_bias)
+        gate_up = linear(rms_norm(hidden, *self._mlp_norm), self._gate_up, self._gate_up_bias)
+        gate, up = gate_up.chunk(2, -1)
+        return hidden + linear(silu(gate) * up, self._down, self._down_bias)
 
 
-def fits(layer: Any) -> bool:
-    """Whether the layer is made of the parts a fused layer knows. What it does with them only a probe can tell."""
+def _rotate(states: torch.Tensor, angles: Angles) -> torch.Tensor:
+    """Rotary embedding of [1, heads, T, size] (RoFormer, section 3.4.2), the halves of a head being its pairs."""
+    first, second = states.chunk(2, -1)
+    return states * angles[0] + torch.cat((second, first), -1) * angles[1]
+
+
+def _layer_fits(layer: Any) -> bool:
     attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
     names = {name for name, _ in layer.named_children()}
     if attention is None or names != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}:
@@ -70,39 +95,25 @@ def fits(layer: Any) -> bool:
     products = [getattr(attention, f"{name}_proj", None) for name in "qkvo"]
     products += [getattr(mlp, f"{name}_proj", None) for name in ("gate", "up", "down")]
     norms = [layer.input_layernorm, layer.post_attention_layernorm]
-    norms += [getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
+    norms += [getattr(attention, name) for name in _head_norm_names(attention)]
     return (
         all(type(product) is nn.Linear for product in products)
         and all(hasattr(norm, "variance_epsilon") for norm in norms)
         and hasattr(attention, "head_dim")
         and hasattr(attention, "layer_idx")
-        and attention.k_proj.out_features == attention.v_proj.out_features
     )
 
 
-class _Product:
-    """A linear map without the cost of a module's call."""
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self._weight = weight
-        self._bias = bias
-
-    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
-        return linear(inputs, self._weight, self._bias)
+def _head_norm_names(attention: Any) -> list[str]:
+    return [name for name in ("q_norm", "k_norm") if hasattr(attention, name)]
 
 
-class _Norm:
-    def __init__(self, module: Any) -> None:
-        self._weight = module.weight
-        self._shape = tuple(module.weight.shape)
-        self._epsilon = module.variance_epsilon
-
-    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
-        return rms_norm(inputs, self._shape, self._weight, self._epsilon)
+def _norm(module: Any) -> tuple[tuple[int, ...], torch.Tensor, float]:
+    return tuple(module.weight.shape), module.weight, module.variance_epsilon
 
 
-def _join(*modules: nn.Linear) -> _Product:
-    """One product that gives the outputs of all, one after another; their weights become parts of its own."""
+def _join(*modules: nn.Linear) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Weight and bias that give the outputs of all, one after another; theirs become parts of these."""
     weight = torch.cat([module.weight for module in modules])
     bias = None if modules[0].bias is None else torch.cat([module.bias for module in modules])
     sizes = [module.out_features for module in modules]
@@ -110,10 +121,4 @@ def _join(*modules: nn.Linear) -> _Product:
         module.weight = nn.Parameter(weight.split(sizes)[index], requires_grad=False)
         if bias is not None:
             module.bias = nn.Parameter(bias.split(sizes)[index], requires_grad=False)
-    return _Product(weight, bias)
-
-
-def _rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of [1, heads, T, size] by angles whose cosines and sines are [1, T, size] (RoFormer, 3.4.2)."""
-    first, second = states.chunk(2, -1)
-    return states * cos[:, None] + torch.cat((-second, first), -1) * sin[:, None]
+    return weight, bias

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from swarmnet_node.attention import IMPLEMENTATION, GeometryProbe, PackedBatch, Rule, register
-from swarmnet_node.fused import FusedLayer, fits
+from swarmnet_node.fused import FusedLayers, fits
 from swarmnet_node.kv import KVGeometry, LaneCache
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models import LocalModel
 from swarmnet_protocols.models.cut import with_blocks
 
-FUSION_PROBE_POSITIONS = 5
+FUSION_TRIAL_POSITIONS = 5
 FUSION_TOLERANCE_EPS = 100
 
 
@@ -33,6 +33,7 @@ class Stage:
         self.blocks = len(self._model.layers)
         self.weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
         self._first = 0
+        self._fused: FusedLayers | None = None
         self._parts: dict[tuple[int, int], Stage] = {}
         probe = self._probe()
         self.geometry = KVGeometry(tuple(shape for shape, _ in probe.layers), self.dtype, self.device)
@@ -44,6 +45,11 @@ class Stage:
     ) -> "Stage":
         """Load blocks [start, end); raises ``ConfigError`` for a family whose layers keep more than keys and values."""
         return cls(model.load_span(start, end, dtype=dtype, device=device), model.manifest.hidden_size)
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether our own layers stand in for those of transformers."""
+        return self._fused is not None
 
     def part(self, start: int, end: int) -> "Stage":
         """Blocks [start, end) of this stage, counted from its first, as a stage that shares its weights."""
@@ -60,6 +66,7 @@ class Stage:
             part.blocks = end - start
             part.geometry = replace(self.geometry, layers=self.geometry.layers[start:end])
             part._first = self._first + start
+            part._fused = self._fused and self._fused.part(start, end)
             self._parts[start, end] = part
         return self._parts[start, end]
 
@@ -97,6 +104,8 @@ class Stage:
     def _run(
         self, inputs: torch.Tensor, positions: torch.Tensor, batch: PackedBatch | GeometryProbe
     ) -> torch.Tensor:
+        if self._fused is not None:
+            return self._fused(inputs, positions, batch)
         outputs: torch.Tensor = self._model(
             inputs_embeds=inputs[None], position_ids=positions[None], use_cache=False, packed=batch
         ).last_hidden_state
@@ -116,17 +125,14 @@ class Stage:
 
     def _fuse(self, rules: Sequence[Rule]) -> None:
         """Use fused layers if they give what transformers' layers give."""
-        layers = self._model.layers
-        if not all(map(fits, layers)):
+        if not fits(self._model):
             return
         generator = torch.Generator().manual_seed(0)
-        inputs = torch.randn(FUSION_PROBE_POSITIONS, self.hidden_size, generator=generator)
+        inputs = torch.randn(FUSION_TRIAL_POSITIONS, self.hidden_size, generator=generator)
         [expected] = self.forward([(self.new_lane(), inputs)])
-        self._model.layers = torch.nn.ModuleList(
-            FusedLayer(layer, rule) for layer, rule in zip(layers, rules, strict=True)
-        )
+        self._fused = FusedLayers(self._model, rules)
         [outputs] = self.forward([(self.new_lane(), inputs)])
         # Rounding differs by some units in the last place; another function differs by about its own size.
         error = (outputs - expected).float().norm() / expected.float().norm()
         if not error < FUSION_TOLERANCE_EPS * torch.finfo(self.dtype).eps:
-            self._model.layers = layers
+            self._fused = None

@@ -37,6 +37,7 @@ class NodeConfig:
     num_blocks: int | None = None
     device: str = "auto"
     dtype: str = "auto"
+    threads: int | None = None
     max_cache_bytes: int = 1 << 30
     public_name: str = ""
 
@@ -78,7 +79,8 @@ async def start(config: NodeConfig, *, progress: "Progress | None" = None) -> As
         from swarmnet_node.node import Node, World
         from swarmnet_protocols.threads import stay_serial
 
-        await loop.run_in_executor(executor, torch.set_num_threads, stay_serial())
+        every_core = stay_serial()
+        await loop.run_in_executor(executor, torch.set_num_threads, config.threads or every_core)
 
         world = World(transport, directory, executor, random.Random())
         node = await stack.enter_async_context(Node.run(world, loaded.hosting(config)))

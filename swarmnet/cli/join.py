@@ -57,6 +57,16 @@ def join(  # noqa: PLR0913 - a command line, not an interface
         str, typer.Option("--device", metavar="auto|cpu|cuda[:N]|mps", help="Where to compute.")
     ] = "auto",
     dtype: DtypeOption = "auto",
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            "--threads",
+            metavar="N",
+            min=1,
+            help="Cores to compute with. Nodes that share a machine should share its cores.",
+            show_default="all",
+        ),
+    ] = None,
     max_cache: Annotated[
         str,
         typer.Option(
@@ -97,6 +107,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
             num_blocks=num_blocks,
             device=device,
             dtype=dtype,
+            threads=threads,
             max_cache_bytes=max_cache_bytes,
             public_name=public_name,
         )

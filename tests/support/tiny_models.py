@@ -30,6 +30,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("MistralConfig", {"sliding_window": 6, "tie_word_embeddings": False}),
     "qwen2": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2}),
     "qwen3": ("Qwen3Config", {"head_dim": 16}),
+    "granite": ("GraniteConfig", {"residual_multiplier": 0.5, "attention_multiplier": 0.2}),
     "gemma2": ("Gemma2Config", {"head_dim": 8, "sliding_window": 6, "attn_logit_softcapping": 2.0}),
     "gemma3": ("Gemma3TextConfig", {"head_dim": 8, "sliding_window": 6, "layer_types": LAYER_TYPES}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),

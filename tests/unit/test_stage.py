@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from swarmnet_node.fused import fits
 from swarmnet_node.kv import GROWTH_POSITIONS, LaneCache
 from swarmnet_node.stage import Stage
 from swarmnet_protocols.errors import ConfigError
@@ -159,7 +160,7 @@ def test_an_empty_batch_has_no_outputs(tmp_path: Path) -> None:
 
 
 def test_a_failed_forward_leaves_every_lane_as_long_as_it_was(tmp_path: Path) -> None:
-    stage = load_stage(tmp_path)
+    stage = load_stage(tmp_path, "gemma3")
     first, second = stage.new_lane(), stage.new_lane()
     forward(stage, first, inputs(5))
     handle = stage._model.layers[2].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(MemoryError()))
@@ -172,6 +173,29 @@ def test_a_failed_forward_leaves_every_lane_as_long_as_it_was(tmp_path: Path) ->
     fresh = stage.new_lane()
     expected = forward(stage, fresh, torch.cat([inputs(5), inputs(2, 1)]))[5:]
     torch.testing.assert_close(forward(stage, first, inputs(2, 1)), expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "fused"), [("llama-tied", True), ("qwen2", True), ("qwen3", True), ("mixtral", False)]
+)
+def test_layers_of_the_llama_shape_are_fused(family: str, fused: bool, tmp_path: Path) -> None:
+    """That they compute the same, every test of this file says."""
+    assert load_stage(tmp_path, family).is_fused == fused
+
+
+def test_layers_that_only_look_like_llamas_are_left_to_transformers(tmp_path: Path) -> None:
+    """Granite has the parts of Llama and scales what its layers add."""
+    stage = load_stage(tmp_path, "granite")
+
+    assert fits(stage._model) and not stage.is_fused
+
+
+def test_fused_layers_hold_no_second_copy_of_the_weights(tmp_path: Path) -> None:
+    stage = load_stage(tmp_path)
+    attention = stage._model.layers[0].self_attn
+
+    memories = {getattr(attention, f"{name}_proj").weight.untyped_storage().data_ptr() for name in "qkv"}
+    assert memories == {stage._fused._layers[0]._qkv.untyped_storage().data_ptr()}
 
 
 def test_a_stage_says_what_it_is(tmp_path: Path) -> None:
