@@ -187,7 +187,8 @@ def test_layers_that_only_look_like_llamas_are_left_to_transformers(tmp_path: Pa
     """Granite has the parts of Llama and scales what its layers add."""
     stage = load_stage(tmp_path, "granite")
 
-    assert fits(stage._model) and not stage.is_fused
+    assert fits(stage._model)
+    assert not stage.is_fused
 
 
 def test_fused_layers_hold_no_second_copy_of_the_weights(tmp_path: Path) -> None:
