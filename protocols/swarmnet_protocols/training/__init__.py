@@ -1,0 +1,1 @@
+"""What workers that train together must agree on: codecs, rounds, averaging and the update rules."""
