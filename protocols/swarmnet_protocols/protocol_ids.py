@@ -9,4 +9,7 @@ LINK = ProtocolSpec("/swarmnet/link/1", max_header_bytes=64 << 10, max_payload_b
 
 PING = ProtocolSpec("/swarmnet/ping/1", max_header_bytes=64)
 
-ALL: tuple[ProtocolSpec, ...] = (SESSION, LINK, PING)
+GATHER = ProtocolSpec("/swarmnet/gather/1", max_header_bytes=1 << 20)
+STATE = ProtocolSpec("/swarmnet/state/1", max_header_bytes=1024, max_payload_bytes=2 << 20)
+
+ALL: tuple[ProtocolSpec, ...] = (SESSION, LINK, PING, GATHER, STATE)

@@ -39,6 +39,8 @@ class Timing:
     """Lifetime of a host's announcement."""
     announce_s: float = 15.0
     """Between two announcements by a host."""
+    chunk_s: float = 30.0
+    """For a chunk of a job's state: 1 MiB over the slowest line that is worth waiting for."""
     intent_s: float = 1.0
     """How long a joining host waits for the intents of others before it settles on its blocks."""
 

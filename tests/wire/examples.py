@@ -16,7 +16,7 @@ from swarmnet_protocols.protocol_ids import LINK
 from swarmnet_protocols.records import Record, seal
 from swarmnet_protocols.transport import Message
 from swarmnet_protocols.transport.framing import encode
-from swarmnet_protocols.wire import records_pb2, session_pb2
+from swarmnet_protocols.wire import records_pb2, session_pb2, workers_pb2
 
 VECTORS = Path(__file__).parents[2] / "proto" / "vectors"
 
@@ -101,6 +101,27 @@ def record_messages() -> Iterator[Protobuf]:
     yield pb.SignedRecord.FromString(seal(signer, record))
 
 
+def worker_messages() -> Iterator[Protobuf]:
+    pb = workers_pb2
+    addresses = list(_PEER.addresses)
+    member = pb.Member(id=_PEER.id, addresses=addresses, bytes_per_s=2.5e6, weight=8192)
+    yield pb.WorkerRecord(
+        job=_MANIFEST, round=7, state=_MANIFEST[::-1], addresses=addresses, bytes_per_s=2.5e6, protocol=1
+    )
+    yield pb.JobRecord(sealed=b"a sealed job")
+    yield pb.GatherRequest(job=_MANIFEST, round=7, state=_MANIFEST[::-1], member=member)
+    yield pb.GatherReply(beat=pb.GatherBeat())
+    yield pb.GatherReply(roster=pb.Roster(round=7, members=[member], id=_SESSION))
+    yield pb.GatherReply(
+        refused=pb.GatherRefused(round=8, state=_MANIFEST, reason="this worker is at round 8")
+    )
+    yield pb.StateRequest(job=_MANIFEST, state=_MANIFEST[::-1], describe=pb.Describe())
+    yield pb.StateRequest(job=_MANIFEST, state=_MANIFEST[::-1], fetch=pb.Fetch(chunk=300))
+    yield pb.StateReply(description=pb.Description(size_bytes=1 << 30))
+    yield pb.StateReply(chunk=pb.Chunk(index=300))
+    yield pb.StateReply(refused=pb.StateRefused(reason="this state is not kept here"))
+
+
 def frame() -> dict[str, str]:
     message = Message(b"header", b"payload of raw bytes")
     head, payload = encode(message, LINK)
@@ -124,6 +145,7 @@ def write() -> None:
     for name, content in {
         "session": [vector(message) for message in session_messages()],
         "records": [vector(message) for message in record_messages()],
+        "workers": [vector(message) for message in worker_messages()],
         "frame": frame(),
     }.items():
         (VECTORS / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")

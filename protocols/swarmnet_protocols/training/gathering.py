@@ -1,0 +1,259 @@
+"""Agreeing on who averages in a round.
+
+One worker gathers: the first, in the order of peer ids, of those its peers think alive. Everybody else opens a stream to it
+and waits; when all it expects have come, or its patience ends, each gets the same roster. A worker that meets a gatherer
+of another round or another state learns which, and heals.
+"""
+
+import asyncio
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from swarmnet_protocols.aio import cancel, race
+from swarmnet_protocols.errors import ProtocolViolation, StreamEnded, SwarmnetError
+from swarmnet_protocols.protocol_ids import GATHER
+from swarmnet_protocols.session.link import parse, receive_within
+from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.transport import Message, PeerId, Stream, Transport
+from swarmnet_protocols.wire import workers_pb2 as pb
+
+MAX_MEMBERS = 64
+MAX_ADDRESSES = 16
+MAX_BYTES_PER_S = 1e12
+MAX_WEIGHT = 1e12
+ROSTER_ID_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Member:
+    """A worker as the others of its round know it."""
+
+    peer: PeerId
+    addresses: tuple[str, ...]
+    bytes_per_s: float
+    weight: float
+    """Tokens behind its contribution; 0 for a newcomer, who listens in its first round."""
+
+
+@dataclass(frozen=True)
+class Roster:
+    """The members of one round, in the order of peer ids."""
+
+    id: bytes
+    round: int
+    members: tuple[Member, ...]
+
+    def slot(self, peer: PeerId) -> int:
+        """The place of a member: its share of the data in the next round."""
+        return [member.peer for member in self.members].index(peer)
+
+
+class Elsewhere(SwarmnetError):
+    """Others are at another round, or start this one from another state."""
+
+    def __init__(self, peer: PeerId, round: int, state: bytes) -> None:
+        super().__init__(f"{peer} is at round {round} with state {state.hex()[:16]}")
+        self.peer = peer
+        self.round = round
+        self.state = state
+
+
+@dataclass
+class _Guest:
+    member: Member
+    round: int
+    state: bytes
+    answer: "asyncio.Future[Roster]"
+
+
+class Gathering:
+    """One worker's side of gathering the rounds of one job, as guest or as gatherer."""
+
+    def __init__(
+        self, transport: Transport, job: bytes, *, max_members: int, timing: Timing, rng: random.Random
+    ) -> None:
+        self._transport = transport
+        self._job = job
+        self._max_members = min(max_members, MAX_MEMBERS)
+        self._timing = timing
+        self._rng = rng
+        self._round = 0
+        self._state = b""
+        self._guests: dict[PeerId, _Guest] = {}
+        self._changed = asyncio.Condition()
+
+    async def serve(self) -> None:
+        """Receive guests until the transport closes."""
+        await self._transport.serve(GATHER, self._receive)
+
+    async def gather(
+        self, round: int, state: bytes, me: Member, others: Sequence[Member], *, patience_s: float
+    ) -> Roster:
+        """The roster of ``round``, which starts from ``state`` here.
+
+        ``others`` are the workers thought to be alive. Whoever gathers waits for them ``patience_s`` at most. Raises ``Elsewhere`` when
+        the others are somewhere else than we are.
+        """
+        self._round, self._state = round, state
+        await self._send_away()
+        known = {member.peer: member for member in others}
+        for peer in sorted({*known, me.peer}):
+            if peer == me.peer:
+                return await self._lead(me, {*known}, patience_s)
+            try:
+                return await self._ask(known[peer], me, patience_s)
+            except Elsewhere as elsewhere:
+                if elsewhere.round >= round:
+                    raise
+                del known[peer]  # it lags, and learns of us when it looks
+            except SwarmnetError:
+                del known[peer]
+        raise ValueError("unreachable: we are among those asked")
+
+    # ---- as a guest -------------------------------------------------------------------------------------
+
+    async def _ask(self, gatherer: Member, me: Member, patience_s: float) -> Roster:
+        stream = await self._transport.open(
+            gatherer.peer, GATHER, addresses=gatherer.addresses, deadline_s=self._timing.open_s
+        )
+        try:
+            request = pb.GatherRequest(
+                job=self._job, round=self._round, state=self._state, member=_to_wire(me)
+            )
+            await stream.send(Message(request.SerializeToString()))
+            # The gatherer may still be at its inner steps: it is as patient as we are, counted from its own end of them.
+            async with asyncio.timeout(2 * patience_s):
+                return await self._answered(stream, me.peer)
+        except TimeoutError as error:
+            raise StreamEnded(f"{gatherer.peer} gathers for ever") from error
+        finally:
+            stream.close()
+
+    async def _answered(self, stream: Stream, me: PeerId) -> Roster:
+        while True:
+            message = await receive_within(stream, self._timing.silence_s)
+            reply = parse(pb.GatherReply, message.header)
+            match reply.WhichOneof("kind"):
+                case "beat":
+                    continue
+                case "refused":
+                    raise Elsewhere(stream.peer, reply.refused.round, reply.refused.state)
+                case "roster":
+                    return _roster(reply.roster, round=self._round, me=me)
+                case _:
+                    raise ProtocolViolation("not an answer of a gatherer")
+
+    # ---- as the gatherer --------------------------------------------------------------------------------
+
+    async def _lead(self, me: Member, expected: set[PeerId], patience_s: float) -> Roster:
+        def complete() -> bool:
+            here = {guest.member.peer for guest in self._ready()}
+            return expected <= here or len(here) + 1 >= self._max_members
+
+        try:
+            async with asyncio.timeout(patience_s), self._changed:
+                await self._changed.wait_for(complete)
+        except TimeoutError:
+            pass  # whoever has not come is not in this round
+        # Contributors before listeners: a full round is no place for newcomers.
+        guests = sorted(
+            self._guests.values(), key=lambda guest: (guest.member.weight == 0, guest.member.peer)
+        )
+        chosen = guests[: self._max_members - 1]
+        members = sorted([me, *(guest.member for guest in chosen)], key=lambda member: member.peer)
+        roster = Roster(self._rng.randbytes(ROSTER_ID_BYTES), self._round, tuple(members))
+        for guest in chosen:
+            if not guest.answer.done():
+                guest.answer.set_result(roster)
+        return roster
+
+    def _ready(self) -> list[_Guest]:
+        return [
+            guest
+            for guest in self._guests.values()
+            if (guest.round, guest.state) == (self._round, self._state) and not guest.answer.done()
+        ]
+
+    async def _receive(self, stream: Stream) -> None:
+        message = await receive_within(stream, self._timing.reply_s)
+        request = parse(pb.GatherRequest, message.header)
+        if request.job != self._job:
+            raise ProtocolViolation("another job")
+        member = _from_wire(request.member)
+        if member.peer != stream.peer:
+            raise ProtocolViolation("a guest comes for itself")
+        answer: asyncio.Future[Roster] = asyncio.get_running_loop().create_future()
+        guest = _Guest(member, request.round, request.state, answer)
+        self._guests[member.peer] = guest
+        await self._send_away()
+        try:
+            roster = await race(self._beats(stream), self._left(stream), _value(answer))
+            await stream.send(Message(pb.GatherReply(roster=_roster_to_wire(roster)).SerializeToString()))
+        except Elsewhere as elsewhere:
+            refused = pb.GatherRefused(round=elsewhere.round, state=elsewhere.state, reason=str(elsewhere))
+            await stream.send(Message(pb.GatherReply(refused=refused).SerializeToString()))
+        finally:
+            await cancel(answer)
+            if self._guests.get(member.peer) is guest:
+                del self._guests[member.peer]
+            async with self._changed:
+                self._changed.notify_all()
+
+    async def _send_away(self) -> None:
+        """Tell guests of another round or state where we are; who is ahead of us may wait until we have caught up."""
+        for guest in self._guests.values():
+            behind = guest.round < self._round or (guest.round == self._round and guest.state != self._state)
+            if behind and not guest.answer.done():
+                guest.answer.set_exception(Elsewhere(self._transport.peer_id, self._round, self._state))
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _beats(self, stream: Stream) -> Roster:
+        beat = Message(pb.GatherReply(beat=pb.GatherBeat()).SerializeToString())
+        while True:
+            await stream.send(beat)
+            await asyncio.sleep(self._timing.beat_s)
+
+    async def _left(self, stream: Stream) -> Roster:
+        """A guest says nothing more: its stream only ends."""
+        await stream.receive()
+        raise ProtocolViolation("a guest asks once")
+
+
+async def _value(answer: "asyncio.Future[Roster]") -> Roster:
+    return await answer
+
+
+def _to_wire(member: Member) -> pb.Member:
+    return pb.Member(
+        id=member.peer,
+        addresses=member.addresses[:MAX_ADDRESSES],
+        bytes_per_s=member.bytes_per_s,
+        weight=member.weight,
+    )
+
+
+def _from_wire(member: pb.Member) -> Member:
+    if not (0 <= member.weight <= MAX_WEIGHT and 0 < member.bytes_per_s <= MAX_BYTES_PER_S):
+        raise ProtocolViolation("a member's weight or speed is out of range")
+    if not math.isfinite(member.weight) or not 0 < len(member.id) <= 128:
+        raise ProtocolViolation("not a member")
+    return Member(
+        PeerId(member.id), tuple(member.addresses[:MAX_ADDRESSES]), member.bytes_per_s, member.weight
+    )
+
+
+def _roster_to_wire(roster: Roster) -> pb.Roster:
+    return pb.Roster(round=roster.round, members=map(_to_wire, roster.members), id=roster.id)
+
+
+def _roster(wire: pb.Roster, *, round: int, me: PeerId) -> Roster:
+    members = tuple(map(_from_wire, wire.members[:MAX_MEMBERS]))
+    peers = [member.peer for member in members]
+    if len(wire.members) > MAX_MEMBERS or peers != sorted(set(peers)):
+        raise ProtocolViolation("the members of a roster are in order, and none twice")
+    if wire.round != round or len(wire.id) != ROSTER_ID_BYTES or me not in peers:
+        raise ProtocolViolation("the roster of another round")
+    return Roster(wire.id, wire.round, members)

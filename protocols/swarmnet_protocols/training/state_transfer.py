@@ -1,0 +1,226 @@
+"""Handing the state of a job to a newcomer or a laggard: by hash, in chunks, from several peers at once.
+
+The id of a state is the hash of its chunks' hashes, so every chunk is checked on its own and it does not matter who sent it. A
+source that sends a wrong byte is dropped and named; its chunks come from the others.
+"""
+
+import asyncio
+import hashlib
+import struct
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from swarmnet_protocols.errors import IntegrityError, ProtocolViolation, SwarmnetError, Unreachable
+from swarmnet_protocols.protocol_ids import STATE
+from swarmnet_protocols.session.link import parse, receive_within
+from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.transport import Buffer, Message, PeerId, Stream, Transport
+from swarmnet_protocols.wire import workers_pb2 as pb
+
+CHUNK_BYTES = 1 << 20
+HASH_BYTES = 32
+MAX_CHUNKS = 1 << 16
+"""64 GiB: the description of so large a state is 2 MiB."""
+KEPT_STATES = 2
+"""Whoever began to fetch a state when the next one was committed can finish."""
+
+
+@dataclass(frozen=True)
+class StateManifest:
+    """What a state is made of: its size, and the SHA-256 of every chunk."""
+
+    size_bytes: int
+    chunk_hashes: tuple[bytes, ...]
+
+    @classmethod
+    def of(cls, data: Buffer) -> "StateManifest":
+        view = memoryview(data)
+        hashes = (
+            hashlib.sha256(view[start : start + CHUNK_BYTES]).digest()
+            for start in range(0, len(view), CHUNK_BYTES)
+        )
+        return cls(len(view), tuple(hashes))
+
+    @property
+    def id(self) -> bytes:
+        return hashlib.sha256(struct.pack(">Q", self.size_bytes) + b"".join(self.chunk_hashes)).digest()
+
+    def chunk_bytes(self, index: int) -> int:
+        return min(CHUNK_BYTES, self.size_bytes - index * CHUNK_BYTES)
+
+
+@dataclass(frozen=True)
+class Source:
+    peer: PeerId
+    addresses: tuple[str, ...] = ()
+
+
+class StateServer:
+    """Serves the newest states of one job to whoever asks."""
+
+    def __init__(self, transport: Transport, job: bytes, timing: Timing) -> None:
+        self._transport = transport
+        self._job = job
+        self._timing = timing
+        self._states: dict[bytes, tuple[StateManifest, memoryview]] = {}
+
+    async def serve(self) -> None:
+        """Answer until the transport closes."""
+        await self._transport.serve(STATE, self._answer)
+
+    def offer(self, data: Buffer) -> bytes:
+        """Make ``data`` the newest state; its id. The caller changes it no more."""
+        manifest = StateManifest.of(data)
+        self._states.pop(manifest.id, None)
+        self._states[manifest.id] = manifest, memoryview(data)
+        while len(self._states) > KEPT_STATES:
+            del self._states[next(iter(self._states))]
+        return manifest.id
+
+    async def _answer(self, stream: Stream) -> None:
+        while True:
+            message = await receive_within(stream, self._timing.client_silence_s)
+            request = parse(pb.StateRequest, message.header)
+            state = self._states.get(request.state)
+            if request.job != self._job or state is None:
+                refused = pb.StateRefused(reason="this state is not kept here")
+                await stream.send(Message(pb.StateReply(refused=refused).SerializeToString()))
+                continue
+            manifest, data = state
+            match request.WhichOneof("kind"):
+                case "describe":
+                    description = pb.StateReply(description=pb.Description(size_bytes=manifest.size_bytes))
+                    await stream.send(
+                        Message(description.SerializeToString(), b"".join(manifest.chunk_hashes))
+                    )
+                case "fetch" if request.fetch.chunk < len(manifest.chunk_hashes):
+                    start = request.fetch.chunk * CHUNK_BYTES
+                    chunk = pb.StateReply(chunk=pb.Chunk(index=request.fetch.chunk))
+                    await stream.send(Message(chunk.SerializeToString(), data[start : start + CHUNK_BYTES]))
+                case _:
+                    raise ProtocolViolation("not a request for a part of a state")
+
+
+class StateDownload:
+    """One state on its way here. What has arrived stays when sources are lost: ``run`` may be called again with others."""
+
+    def __init__(self, job: bytes, state: bytes, *, max_bytes: int) -> None:
+        """``max_bytes``: the largest this state can be; nothing larger is allocated."""
+        self.dropped: dict[PeerId, str] = {}
+        """Sources that sent what is not this state, and what that was."""
+        self._job = job
+        self._state = state
+        self._max_bytes = max_bytes
+        self._manifest: StateManifest | None = None
+        self._data = bytearray()
+        self._missing: deque[int] = deque()
+        self._left = -1
+        self._done = asyncio.Event()
+
+    async def run(
+        self,
+        transport: Transport,
+        sources: Sequence[Source],
+        timing: Timing,
+        on_chunk: Callable[[int, int], None] = lambda done, total: None,
+    ) -> bytearray:
+        """The state. ``on_chunk`` hears of chunks held and chunks in all.
+
+        Raises ``IntegrityError`` when all sources were dropped for what they sent, ``Unreachable`` when none of them is left
+        for another reason; both name the sources.
+        """
+        errors: dict[PeerId, SwarmnetError] = {}
+
+        async def take(source: Source) -> None:
+            try:
+                await self._take(transport, source, timing, on_chunk)
+            except IntegrityError as error:
+                self.dropped[source.peer] = str(error)
+            except SwarmnetError as error:
+                errors[source.peer] = error
+
+        async with asyncio.TaskGroup() as group:
+            for source in sources:
+                if source.peer not in self.dropped:
+                    group.create_task(take(source))
+        if self._left == 0:
+            return self._data
+        causes = "; ".join(f"{peer}: {reason}" for peer, reason in {**self.dropped, **errors}.items())
+        kind = IntegrityError if self.dropped and not errors else Unreachable
+        raise kind(f"the state could not be fetched ({causes or 'nobody offers it'})")
+
+    async def _take(
+        self,
+        transport: Transport,
+        source: Source,
+        timing: Timing,
+        on_chunk: Callable[[int, int], None],
+    ) -> None:
+        """Take chunks from one source until none is left to take."""
+        stream = await transport.open(
+            source.peer, STATE, addresses=source.addresses, deadline_s=timing.open_s
+        )
+        try:
+            manifest = await self._described(stream, timing)
+            while self._left:
+                if not self._missing:  # the last ones are on their way from others, who may yet fail
+                    await self._done.wait()
+                    self._done.clear()
+                    continue
+                index = self._missing.popleft()
+                try:
+                    await self._fetch(stream, manifest, index, timing)
+                except BaseException:
+                    self._missing.append(index)
+                    raise
+                finally:
+                    self._done.set()
+                self._left -= 1
+                on_chunk(len(manifest.chunk_hashes) - self._left, len(manifest.chunk_hashes))
+        finally:
+            self._done.set()
+            stream.close()
+
+    async def _described(self, stream: Stream, timing: Timing) -> StateManifest:
+        if self._manifest is not None:
+            return self._manifest
+        request = pb.StateRequest(job=self._job, state=self._state, describe=pb.Describe())
+        message, reply = await self._ask(stream, request, timing)
+        size, hashes = reply.description.size_bytes, bytes(message.payload)
+        chunks = -(-size // CHUNK_BYTES)
+        if not reply.HasField("description") or len(hashes) != chunks * HASH_BYTES:
+            raise IntegrityError("a description that does not describe its state")
+        parts = tuple(hashes[start : start + HASH_BYTES] for start in range(0, len(hashes), HASH_BYTES))
+        manifest = StateManifest(size, parts)
+        if manifest.id != self._state:
+            raise IntegrityError("the description of another state")
+        if size > self._max_bytes:
+            raise IntegrityError(f"a state of {size} bytes, {self._max_bytes} were expected at most")
+        if self._manifest is None:
+            self._manifest, self._data = manifest, bytearray(size)
+            self._missing, self._left = deque(range(chunks)), chunks
+        return self._manifest
+
+    async def _fetch(self, stream: Stream, manifest: StateManifest, index: int, timing: Timing) -> None:
+        request = pb.StateRequest(job=self._job, state=self._state, fetch=pb.Fetch(chunk=index))
+        message, reply = await self._ask(stream, request, timing)
+        good = (
+            reply.HasField("chunk")
+            and len(message.payload) == manifest.chunk_bytes(index)
+            and hashlib.sha256(message.payload).digest() == manifest.chunk_hashes[index]
+        )
+        if not good:
+            raise IntegrityError(f"chunk {index} is not what its hash says")
+        start = index * CHUNK_BYTES
+        self._data[start : start + len(message.payload)] = message.payload
+
+    async def _ask(
+        self, stream: Stream, request: pb.StateRequest, timing: Timing
+    ) -> tuple[Message, pb.StateReply]:
+        await stream.send(Message(request.SerializeToString()))
+        message = await receive_within(stream, timing.chunk_s)
+        reply = parse(pb.StateReply, message.header)
+        if reply.HasField("refused"):
+            raise Unreachable(reply.refused.reason[:500])
+        return message, reply

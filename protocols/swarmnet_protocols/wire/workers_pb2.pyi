@@ -1,0 +1,137 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class WorkerRecord(_message.Message):
+    __slots__ = ("job", "round", "state", "addresses", "bytes_per_s", "protocol")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    job: bytes
+    round: int
+    state: bytes
+    addresses: _containers.RepeatedScalarFieldContainer[str]
+    bytes_per_s: float
+    protocol: int
+    def __init__(self, job: _Optional[bytes] = ..., round: _Optional[int] = ..., state: _Optional[bytes] = ..., addresses: _Optional[_Iterable[str]] = ..., bytes_per_s: _Optional[float] = ..., protocol: _Optional[int] = ...) -> None: ...
+
+class JobRecord(_message.Message):
+    __slots__ = ("sealed",)
+    SEALED_FIELD_NUMBER: _ClassVar[int]
+    sealed: bytes
+    def __init__(self, sealed: _Optional[bytes] = ...) -> None: ...
+
+class Member(_message.Message):
+    __slots__ = ("id", "addresses", "bytes_per_s", "weight")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    addresses: _containers.RepeatedScalarFieldContainer[str]
+    bytes_per_s: float
+    weight: float
+    def __init__(self, id: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., bytes_per_s: _Optional[float] = ..., weight: _Optional[float] = ...) -> None: ...
+
+class GatherRequest(_message.Message):
+    __slots__ = ("job", "round", "state", "member")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    job: bytes
+    round: int
+    state: bytes
+    member: Member
+    def __init__(self, job: _Optional[bytes] = ..., round: _Optional[int] = ..., state: _Optional[bytes] = ..., member: _Optional[_Union[Member, _Mapping]] = ...) -> None: ...
+
+class GatherReply(_message.Message):
+    __slots__ = ("beat", "roster", "refused")
+    BEAT_FIELD_NUMBER: _ClassVar[int]
+    ROSTER_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    beat: GatherBeat
+    roster: Roster
+    refused: GatherRefused
+    def __init__(self, beat: _Optional[_Union[GatherBeat, _Mapping]] = ..., roster: _Optional[_Union[Roster, _Mapping]] = ..., refused: _Optional[_Union[GatherRefused, _Mapping]] = ...) -> None: ...
+
+class GatherBeat(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Roster(_message.Message):
+    __slots__ = ("round", "members", "id")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    members: _containers.RepeatedCompositeFieldContainer[Member]
+    id: bytes
+    def __init__(self, round: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., id: _Optional[bytes] = ...) -> None: ...
+
+class GatherRefused(_message.Message):
+    __slots__ = ("round", "state", "reason")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    state: bytes
+    reason: str
+    def __init__(self, round: _Optional[int] = ..., state: _Optional[bytes] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class StateRequest(_message.Message):
+    __slots__ = ("job", "state", "describe", "fetch")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    DESCRIBE_FIELD_NUMBER: _ClassVar[int]
+    FETCH_FIELD_NUMBER: _ClassVar[int]
+    job: bytes
+    state: bytes
+    describe: Describe
+    fetch: Fetch
+    def __init__(self, job: _Optional[bytes] = ..., state: _Optional[bytes] = ..., describe: _Optional[_Union[Describe, _Mapping]] = ..., fetch: _Optional[_Union[Fetch, _Mapping]] = ...) -> None: ...
+
+class Describe(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Fetch(_message.Message):
+    __slots__ = ("chunk",)
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    chunk: int
+    def __init__(self, chunk: _Optional[int] = ...) -> None: ...
+
+class StateReply(_message.Message):
+    __slots__ = ("description", "chunk", "refused")
+    DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    description: Description
+    chunk: Chunk
+    refused: StateRefused
+    def __init__(self, description: _Optional[_Union[Description, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., refused: _Optional[_Union[StateRefused, _Mapping]] = ...) -> None: ...
+
+class Description(_message.Message):
+    __slots__ = ("size_bytes",)
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    size_bytes: int
+    def __init__(self, size_bytes: _Optional[int] = ...) -> None: ...
+
+class Chunk(_message.Message):
+    __slots__ = ("index",)
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    def __init__(self, index: _Optional[int] = ...) -> None: ...
+
+class StateRefused(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
