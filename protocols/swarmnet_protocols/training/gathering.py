@@ -158,15 +158,12 @@ class Gathering:
         except TimeoutError:
             pass  # whoever has not come is not in this round
         # Contributors before listeners: a full round is no place for newcomers.
-        guests = sorted(
-            self._guests.values(), key=lambda guest: (guest.member.weight == 0, guest.member.peer)
-        )
+        guests = sorted(self._ready(), key=lambda guest: (guest.member.weight == 0, guest.member.peer))
         chosen = guests[: self._max_members - 1]
         members = sorted([me, *(guest.member for guest in chosen)], key=lambda member: member.peer)
         roster = Roster(self._rng.randbytes(ROSTER_ID_BYTES), self._round, tuple(members))
         for guest in chosen:
-            if not guest.answer.done():
-                guest.answer.set_result(roster)
+            guest.answer.set_result(roster)
         return roster
 
     def _ready(self) -> list[_Guest]:

@@ -1,0 +1,296 @@
+"""Gathering the members of a round, and fetching the state of a job, while peers die and lie."""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import pytest
+
+from swarmnet_protocols.aio import cancel
+from swarmnet_protocols.errors import IntegrityError, SwarmnetError, Unreachable
+from swarmnet_protocols.identity import Identity
+from swarmnet_protocols.protocol_ids import GATHER, STATE
+from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.training.gathering import Elsewhere, Gathering, Member, Roster
+from swarmnet_protocols.training.state_transfer import (
+    CHUNK_BYTES,
+    KEPT_STATES,
+    Source,
+    StateDownload,
+    StateManifest,
+    StateServer,
+)
+from swarmnet_protocols.transport import PeerId, Transport
+from swarmnet_protocols.transport.memory import Delivery, LinkProfile, MemoryNetwork
+from tests.support.virtual_time import run
+
+T = TypeVar("T")
+JOB = b"j" * 32
+START = b"s" * 32
+TIMING = Timing()
+PATIENCE_S = 10.0
+
+
+@dataclass
+class Worker:
+    transport: Transport
+    member: Member
+    gathering: Gathering
+    states: StateServer
+
+    def gather(self, others: "list[Worker]", *, round: int = 3, state: bytes = START) -> Awaitable[Roster]:
+        known = [other.member for other in others if other is not self]
+        return self.gathering.gather(round, state, self.member, known, patience_s=PATIENCE_S)
+
+
+async def start(network: MemoryNetwork, living: list[asyncio.Task[None]], seed: int) -> Worker:
+    identity = Identity.from_seed(bytes([seed]))
+    up: asyncio.Future[Worker] = asyncio.get_running_loop().create_future()
+
+    async def live() -> None:
+        async with network.transport(identity.peer_id) as transport:
+            member = Member(identity.peer_id, (), 1e6, 100.0)
+            gathering = Gathering(transport, JOB, max_members=8, timing=TIMING, rng=random.Random(seed))
+            states = StateServer(transport, JOB, TIMING)
+            await gathering.serve()
+            await states.serve()
+            up.set_result(Worker(transport, member, gathering, states))
+            await asyncio.Event().wait()
+
+    living.append(asyncio.create_task(live()))
+    return await up
+
+
+def simulate(count: int, scenario: Callable[[MemoryNetwork, list[Worker]], Awaitable[T]]) -> T:
+    """Run ``scenario`` with workers in the order of their peer ids."""
+
+    async def main() -> T:
+        network = MemoryNetwork(random.Random(0), LinkProfile(delay_s=0.02, bytes_per_s=1e7))
+        living: list[asyncio.Task[None]] = []
+        workers = [await start(network, living, seed) for seed in range(count)]
+        workers.sort(key=lambda worker: worker.member.peer)
+        try:
+            async with asyncio.timeout(300):
+                return await scenario(network, workers)
+        finally:
+            await cancel(*living)
+
+    return run(main())
+
+
+def names(roster: Roster) -> list[PeerId]:
+    return [member.peer for member in roster.members]
+
+
+# ---- gathering ----------------------------------------------------------------------------------------------
+
+
+def test_all_who_are_there_get_the_same_roster() -> None:
+    async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
+        rosters = await asyncio.gather(*(worker.gather(workers) for worker in workers))
+        assert set(rosters) == {rosters[0]}
+        assert names(rosters[0]) == [worker.member.peer for worker in workers]
+        assert [rosters[0].slot(worker.member.peer) for worker in workers] == [0, 1, 2, 3]
+        assert asyncio.get_running_loop().time() < 1.0, "nobody waits when all are there"
+
+    simulate(4, scenario)
+
+
+def test_whoever_does_not_come_in_time_is_left_out() -> None:
+    async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
+        present = workers[:3]
+        rosters = await asyncio.gather(*(worker.gather(workers) for worker in present))
+        assert [names(roster) for roster in rosters] == [[worker.member.peer for worker in present]] * 3
+        assert PATIENCE_S <= asyncio.get_running_loop().time() < PATIENCE_S + 1
+
+    simulate(4, scenario)
+
+
+@pytest.mark.parametrize("fault", ["crash", "hang"])
+@pytest.mark.parametrize("moment", ["before", "asked"])
+def test_a_gatherer_that_fails_is_followed_by_the_next(fault: str, moment: str) -> None:
+    async def scenario(network: MemoryNetwork, workers: list[Worker]) -> None:
+        first = workers[0].member.peer
+        fail = getattr(network, fault)
+
+        def watch(delivery: Delivery) -> None:
+            if delivery.protocol == GATHER and delivery.target == first:
+                fail(first)
+
+        if moment == "before":
+            fail(first)
+        else:
+            network.observers.append(watch)
+        rosters = await asyncio.gather(*(worker.gather(workers) for worker in workers[1:]))
+        assert set(rosters) == {rosters[0]}
+        assert names(rosters[0]) == [worker.member.peer for worker in workers[1:]]
+
+    simulate(4, scenario)
+
+
+def test_a_worker_alone_goes_on_alone() -> None:
+    async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
+        roster = await workers[0].gather([])
+        assert names(roster) == [workers[0].member.peer]
+
+    simulate(1, scenario)
+
+
+def test_a_laggard_learns_where_the_others_are() -> None:
+    async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
+        late = asyncio.ensure_future(workers[3].gather(workers, round=2))
+        await asyncio.sleep(1)
+        rosters = await asyncio.gather(*(worker.gather(workers[:3], round=5) for worker in workers[:3]))
+        with pytest.raises(Elsewhere) as caught:
+            await late
+        assert (caught.value.round, caught.value.state) == (5, START)
+        assert len(rosters[0].members) == 3
+
+    simulate(4, scenario)
+
+
+def test_a_worker_with_another_state_is_not_let_in() -> None:
+    async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
+        strange = asyncio.ensure_future(workers[2].gather(workers, state=b"x" * 32))
+        rosters = await asyncio.gather(*(worker.gather(workers[:2]) for worker in workers[:2]))
+        with pytest.raises(Elsewhere) as caught:
+            await strange
+        assert caught.value.state == START
+        assert names(rosters[0]) == [worker.member.peer for worker in workers[:2]]
+
+    simulate(3, scenario)
+
+
+def test_a_full_round_takes_contributors_before_newcomers() -> None:
+    async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
+        for worker in workers:
+            worker.gathering._max_members = 3
+        workers[1].member = replace(workers[1].member, weight=0.0)
+        others = [asyncio.ensure_future(worker.gather(workers)) for worker in workers[1:]]
+        await asyncio.sleep(1)
+        roster = await workers[0].gather(workers)
+        assert names(roster) == [workers[index].member.peer for index in (0, 2, 3)]
+        for task in others:
+            task.cancel()
+
+    simulate(4, scenario)
+
+
+# ---- the state ----------------------------------------------------------------------------------------------
+
+DATA = random.Random(1).randbytes(5 * CHUNK_BYTES + 1234)
+STATE_ID = StateManifest.of(DATA).id
+
+
+def sources(workers: list[Worker]) -> list[Source]:
+    return [Source(worker.member.peer) for worker in workers]
+
+
+def download(max_bytes: int = len(DATA)) -> StateDownload:
+    return StateDownload(JOB, STATE_ID, max_bytes=max_bytes)
+
+
+def test_a_state_comes_from_several_peers_at_once() -> None:
+    async def scenario(network: MemoryNetwork, workers: list[Worker]) -> None:
+        served: set[PeerId] = set()
+        network.observers.append(
+            lambda delivery: served.add(delivery.source) if len(delivery.message.payload) > 1000 else None
+        )
+        for worker in workers[1:]:
+            assert worker.states.offer(DATA) == STATE_ID
+        heard: list[tuple[int, int]] = []
+        data = await download().run(
+            workers[0].transport, sources(workers[1:]), TIMING, lambda *progress: heard.append(progress)
+        )
+        assert data == DATA
+        assert served == {worker.member.peer for worker in workers[1:]}
+        assert heard == [(number, 6) for number in range(1, 7)]
+
+    simulate(4, scenario)
+
+
+@pytest.mark.parametrize("fault", ["crash", "hang"])
+def test_what_a_lost_source_owes_comes_from_the_others(fault: str) -> None:
+    async def scenario(network: MemoryNetwork, workers: list[Worker]) -> None:
+        lost = workers[1].member.peer
+        for worker in workers[1:]:
+            worker.states.offer(DATA)
+
+        def watch(delivery: Delivery) -> None:
+            if delivery.source == lost and len(delivery.message.payload) > 1000:
+                getattr(network, fault)(lost)
+
+        network.observers.append(watch)
+        assert await download().run(workers[0].transport, sources(workers[1:]), TIMING) == DATA
+
+    simulate(3, scenario)
+
+
+def test_a_source_that_serves_a_flipped_bit_is_dropped_and_named() -> None:
+    async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
+        liar = workers[1]
+        liar.states.offer(DATA)
+        flipped = bytearray(DATA)
+        flipped[3 * CHUNK_BYTES + 17] ^= 4
+        flipped[17] ^= 4
+        liar.states._states[STATE_ID] = StateManifest.of(DATA), memoryview(flipped)
+        workers[2].states.offer(DATA)
+        wanted = download()
+        assert await wanted.run(workers[0].transport, sources(workers[1:]), TIMING) == DATA
+        assert set(wanted.dropped) == {liar.member.peer}
+        assert "hash" in wanted.dropped[liar.member.peer]
+
+        alone = download()
+        with pytest.raises(IntegrityError, match=liar.member.peer):
+            await alone.run(workers[0].transport, sources([liar]), TIMING)
+
+    simulate(3, scenario)
+
+
+def test_a_download_goes_on_where_it_was_when_other_sources_are_found() -> None:
+    async def scenario(network: MemoryNetwork, workers: list[Worker]) -> None:
+        first, second = workers[1], workers[2]
+        first.states.offer(DATA)
+        second.states.offer(DATA)
+        chunks: list[PeerId] = []
+
+        def watch(delivery: Delivery) -> None:
+            if delivery.protocol == STATE and len(delivery.message.payload) > 1000:
+                chunks.append(delivery.source)
+                if len(chunks) == 3:
+                    network.crash(first.member.peer)
+
+        network.observers.append(watch)
+        wanted = download()
+        with pytest.raises(Unreachable, match=first.member.peer):
+            await wanted.run(workers[0].transport, sources([first]), TIMING)
+        assert await wanted.run(workers[0].transport, sources([second]), TIMING) == DATA
+        assert len(chunks) <= 7, "at most the one that was on its way is sent again"
+
+    simulate(3, scenario)
+
+
+def test_a_state_larger_than_can_be_is_not_allocated() -> None:
+    async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
+        workers[1].states.offer(DATA)
+        wanted = download(max_bytes=len(DATA) - 1)
+        with pytest.raises(IntegrityError, match="expected at most"):
+            await wanted.run(workers[0].transport, sources(workers[1:]), TIMING)
+        assert not wanted._data
+
+    simulate(2, scenario)
+
+
+def test_the_newest_states_are_kept_and_the_others_refused() -> None:
+    async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
+        workers[1].states.offer(DATA)
+        for number in range(KEPT_STATES - 1):
+            workers[1].states.offer(bytes([number]))
+        assert await download().run(workers[0].transport, sources(workers[1:]), TIMING) == DATA
+        workers[1].states.offer(b"one more")
+        with pytest.raises(SwarmnetError, match="not kept"):
+            await download().run(workers[0].transport, sources(workers[1:]), TIMING)
+
+    simulate(2, scenario)
