@@ -1,0 +1,133 @@
+"""What many contributions become, and which of them count. Pure.
+
+Sums over coordinates are folded in one fixed order of elementwise additions, so equal inputs in equal order give equal bits on
+every machine, whatever its threads and vector width: whoever sees the contributions can audit who aggregated them. The caller
+puts contributions in an order all agree on (sorted by contributor).
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from swarmnet_protocols.errors import ConfigError
+
+AGGREGATORS = ("mean", "median", "centered-clip")
+CLIP_ITERATIONS = 20
+TINY = 1e-30  # no distance at all divides nothing
+COLUMNS = 1 << 18  # worked on at a time: temporaries take about 32 bytes x contributions x this
+
+
+def check_contribution(
+    values: Tensor, max_norm: float, *, weight: float = 1.0, max_weight: float = math.inf
+) -> str:
+    """Why a contribution must not count, or "" if it may: values that are not finite, too long a vector, a bad weight."""
+    if not (math.isfinite(weight) and 0.0 < weight <= max_weight):
+        return f"weight {weight:g} is not in (0, {max_weight:g}]"
+    if not bool(torch.isfinite(values).all()):
+        return f"{int((~torch.isfinite(values)).sum())} of {values.numel()} values are not finite"
+    if (length := norms(values[None])[0]) > max_norm:
+        return f"norm {length:.6g} is above {max_norm:.6g}"
+    return ""
+
+
+def clip_to_median_norm(contributions: Tensor, weights: Tensor) -> Tensor:
+    """Rows of ``contributions`` [k, n], none longer than the weighted median of the rows' norms (SparseLoCo, templar ``neurons.py``)."""
+    lengths = norms(contributions)
+    limit = median(lengths, weights)
+    scales = [limit / length if length > limit else 1.0 for length in lengths]
+    return contributions * torch.tensor(scales, dtype=contributions.dtype)[:, None]
+
+
+def aggregate(name: str, contributions: Tensor, weights: Tensor) -> Tensor:
+    """The aggregate [n], float32, of finite ``contributions`` [k, n] under positive ``weights`` [k].
+
+    "mean" trusts everybody. "median" (per coordinate) and "centered-clip" stay near the honest ones while those hold more than
+    half of the weight. Raises ``ConfigError`` for another name and ``ValueError`` for weights that do not fit the contributions.
+    """
+    if weights.shape != contributions.shape[:1] or not bool(((weights > 0) & weights.isfinite()).all()):
+        raise ValueError("there must be one positive weight a contribution")
+    match name:
+        case "mean":
+            return weighted_mean(contributions, weights)
+        case "median":
+            return weighted_median(contributions, weights)
+        case "centered-clip":
+            return centered_clip(contributions, weights)
+    raise ConfigError(f"no aggregator is called {name!r}", hint=f"use one of: {', '.join(AGGREGATORS)}")
+
+
+def weighted_mean(contributions: Tensor, weights: Tensor) -> Tensor:
+    """Sum of w x over sum of w, rows added in their order."""
+    return combine(contributions, shares(weights))
+
+
+def weighted_median(contributions: Tensor, weights: Tensor) -> Tensor:
+    """Per coordinate, a value with at most half of the weight below it and at most half above; the middle of two if both fit."""
+    return torch.cat(
+        [weighted_median_columns(part, weights) for part in torch.split(contributions, COLUMNS, dim=1)]
+    )
+
+
+def weighted_median_columns(contributions: Tensor, weights: Tensor) -> Tensor:
+    ordered, order = contributions.sort(dim=0, stable=True)
+    below = weights.double()[order].cumsum(dim=0)
+    half = below[-1] / 2
+    lower = ordered.gather(0, (below < half).sum(dim=0, keepdim=True))
+    upper = ordered.gather(0, (below <= half).sum(dim=0, keepdim=True))
+    return (lower * 0.5 + upper * 0.5)[0]
+
+
+def centered_clip(contributions: Tensor, weights: Tensor, *, radius: float | None = None) -> Tensor:
+    """The point v at which contributions, each pulling with at most ``radius``, balance: v += sum w min(1, r/|x-v|) (x-v) / sum w.
+
+    Karimireddy et al. 2021, "Learning from History for Byzantine Robust Optimization", section 4, from the coordinate median.
+    Without ``radius`` it is the weighted median distance of the contributions from that start: free of their scale, and an
+    honest distance while the honest hold more than half of the weight.
+    """
+    center = weighted_median(contributions, weights)
+    if radius is None:
+        radius = median(norms(contributions - center), weights)
+    for _ in range(CLIP_ITERATIONS):
+        pulls = contributions - center
+        clipped = [
+            share * min(1.0, radius / max(length, radius, TINY))
+            for share, length in zip(shares(weights), norms(pulls), strict=True)
+        ]
+        center = center + combine(pulls, clipped)
+    return center
+
+
+def shares(weights: Tensor) -> list[float]:
+    """Each weight over the exact sum of all."""
+    listed = weights.double().tolist()
+    total = math.fsum(listed)
+    return [weight / total for weight in listed]
+
+
+def combine(rows: Tensor, factors: Sequence[float]) -> Tensor:
+    """Sum of factor x row, float32 [n], rows added in their order."""
+    total = torch.zeros_like(rows[0])
+    for row, factor in zip(rows, factors, strict=True):
+        total += row * factor
+    return total
+
+
+def median(numbers: Sequence[float], weights: Tensor) -> float:
+    """Weighted median of ``numbers``, one a weight."""
+    return weighted_median(torch.tensor(numbers, dtype=torch.float64)[:, None], weights).item()
+
+
+def norms(rows: Tensor) -> list[float]:
+    """Euclidean norm of every row [k, n]: squares in float64, folded in halves so that the order of additions is fixed."""
+    totals = [0.0] * len(rows)
+    for part in torch.split(rows, COLUMNS, dim=1):
+        squares = part.double().square()
+        while (count := squares.shape[1]) > 1:
+            half = (count + 1) // 2
+            folded = squares[:, :half].clone()
+            folded[:, : count - half] += squares[:, half:]
+            squares = folded
+        totals = [total + more for total, more in zip(totals, squares.sum(dim=1).tolist(), strict=True)]
+    return [math.sqrt(total) for total in totals]
