@@ -98,6 +98,18 @@ def test_all_who_are_there_get_the_same_roster() -> None:
     simulate(4, scenario)
 
 
+@pytest.mark.parametrize("fault", ["crash", "hang", "isolate"])
+def test_a_round_does_not_wait_for_the_dead(fault: str) -> None:
+    async def scenario(network: MemoryNetwork, workers: list[Worker]) -> None:
+        getattr(network, fault)(workers[2].member.peer)
+        present = [worker for worker in workers if worker is not workers[2]]
+        rosters = await asyncio.gather(*(worker.gather(workers) for worker in present))
+        assert [names(roster) for roster in rosters] == [[worker.member.peer for worker in present]] * 3
+        assert asyncio.get_running_loop().time() < 2 * TIMING.silence_s
+
+    simulate(4, scenario)
+
+
 def test_whoever_does_not_come_in_time_is_left_out() -> None:
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
         present = workers[:3]

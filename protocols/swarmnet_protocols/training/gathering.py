@@ -101,7 +101,7 @@ class Gathering:
         known = {member.peer: member for member in others}
         for peer in sorted({*known, me.peer}):
             if peer == me.peer:
-                return await self._lead(me, {*known}, patience_s)
+                return await self._lead(me, known, patience_s)
             try:
                 return await self._ask(known[peer], me, patience_s)
             except Elsewhere as elsewhere:
@@ -147,14 +147,18 @@ class Gathering:
 
     # ---- as the gatherer --------------------------------------------------------------------------------
 
-    async def _lead(self, me: Member, expected: set[PeerId], patience_s: float) -> Roster:
+    async def _lead(self, me: Member, expected: dict[PeerId, Member], patience_s: float) -> Roster:
         def complete() -> bool:
             here = {guest.member.peer for guest in self._ready()}
-            return expected <= here or len(here) + 1 >= self._max_members
+            return {*expected} <= here or len(here) + 1 >= self._max_members
+
+        async def enough() -> None:
+            async with self._changed:
+                await self._changed.wait_for(complete)
 
         try:
-            async with asyncio.timeout(patience_s), self._changed:
-                await self._changed.wait_for(complete)
+            async with asyncio.timeout(patience_s):
+                await race(enough(), self._look_after(expected, me))
         except TimeoutError:
             pass  # whoever has not come is not in this round
         # Contributors before listeners: a full round is no place for newcomers.
@@ -165,6 +169,37 @@ class Gathering:
         for guest in chosen:
             guest.answer.set_result(roster)
         return roster
+
+    async def _look_after(self, expected: dict[PeerId, Member], me: Member) -> None:
+        """Expect nobody who does not answer: a round shall not wait for the dead."""
+        while True:
+            here = {guest.member.peer for guest in self._ready()}
+            missing = [member for peer, member in expected.items() if peer not in here]
+            answers = await asyncio.gather(*(self._answers(member, me) for member in missing))
+            for member, alive in zip(missing, answers, strict=True):
+                if not alive:
+                    expected.pop(member.peer, None)
+            async with self._changed:
+                self._changed.notify_all()
+            await asyncio.sleep(self._timing.ping_s)
+
+    async def _answers(self, member: Member, me: Member) -> bool:
+        """Whether a worker is there: it beats, or sends us away because we ask for a round that is over."""
+        try:
+            stream = await self._transport.open(
+                member.peer, GATHER, addresses=member.addresses, deadline_s=self._timing.open_s
+            )
+        except SwarmnetError:
+            return False
+        try:
+            request = pb.GatherRequest(job=self._job, member=_to_wire(me))
+            await stream.send(Message(request.SerializeToString()))
+            await receive_within(stream, self._timing.silence_s)
+        except SwarmnetError:
+            return False
+        finally:
+            stream.close()
+        return True
 
     def _ready(self) -> list[_Guest]:
         return [
