@@ -1,0 +1,216 @@
+"""Checkpoints of a worker: whole, or not there.
+
+A checkpoint is a folder in HF layout (``config.json``, ``model.safetensors``: plain transformers loads it) with
+``state/optimizer.safetensors`` and ``state/outer.safetensors`` beside it, and ``progress.json``, which has the hash of every
+other file. It is written under another name, synced and renamed. Nothing in it depends on how many workers there were.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
+from safetensors.torch import load_file
+from torch import Tensor
+
+from swarmnet_node.training.model import read_model
+from swarmnet_protocols.errors import ConfigError, IntegrityError, OutOfResources
+from swarmnet_protocols.models.checkpoint import sha256_of
+
+_PROGRESS = "progress.json"
+_MAX_PROGRESS_BYTES = 64 << 10
+_STATE = "state"
+_NAME = re.compile(r"checkpoint-(\d{8})")
+_TEMPORARY = ".new-"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Where a worker was after ``round`` rounds; ``revision`` counts the committed ones.
+
+    ``parameters`` are the agreed ones, flat ``[n]`` float32. ``outer`` is the method's state.
+    """
+
+    job_id: str
+    round: int
+    revision: int
+    parameters: Tensor
+    optimizer: Mapping[str, Tensor]
+    outer: Mapping[str, Tensor]
+
+
+class Checkpoints:
+    """The checkpoints of one job in ``root``, of which the newest ``keep`` stay. One worker at a time writes there."""
+
+    def __init__(self, root: Path, *, keep: int = 2) -> None:
+        self._root = root
+        self._keep = keep
+
+    def save(self, checkpoint: Checkpoint, write_model: Callable[[Path, Tensor], None]) -> Path:
+        """Write a checkpoint; returns its folder. ``write_model`` is ``Trainer.write``.
+
+        Raises ``OutOfResources`` when the disk does not take it: what was there before is then still there.
+        """
+        with _disk_errors(self._root):
+            self._root.mkdir(parents=True, exist_ok=True)
+            for torn in self._root.glob(f"{_TEMPORARY}*"):
+                shutil.rmtree(torn)
+            folders = self._folders()
+            number = int(folders[0].name.rpartition("-")[2]) + 1 if folders else 1
+            target = self._root / f"checkpoint-{number:08d}"
+            with _renamed_when_done(target) as folder:
+                write_model(folder, checkpoint.parameters)
+                (folder / _STATE).mkdir()
+                for name in ("optimizer", "outer"):
+                    tensors = {
+                        key: value.detach().cpu().numpy() for key, value in getattr(checkpoint, name).items()
+                    }
+                    save_file(tensors, folder / _STATE / f"{name}.safetensors")
+                _write_progress(folder, checkpoint)
+            for old in self._folders()[self._keep :]:
+                _remove(old)
+        return target
+
+    def load_newest(self, job_id: str) -> Checkpoint | None:
+        """The newest checkpoint that is whole; None if there is none.
+
+        Raises ``ConfigError`` for one of another job.
+        """
+        found = self._newest_whole()
+        if found is None:
+            return None
+        folder, progress = found
+        if progress["job"] != job_id:
+            raise ConfigError(
+                f"{folder} is a checkpoint of another job, {progress['job'][:16]}",
+                hint="use another --data-dir for this job",
+            )
+        return Checkpoint(
+            job_id=job_id,
+            round=progress["round"],
+            revision=progress["revision"],
+            parameters=read_model(folder),
+            optimizer=load_file(folder / _STATE / "optimizer.safetensors"),
+            outer=load_file(folder / _STATE / "outer.safetensors"),
+        )
+
+    def export(self, target: Path) -> None:
+        """Copy the model of the newest whole checkpoint to ``target``, a new folder that plain transformers loads.
+
+        Raises ``ConfigError`` if there is no checkpoint or ``target`` exists, ``OutOfResources`` when the disk is full.
+        """
+        found = self._newest_whole()
+        if found is None:
+            raise ConfigError(f"{self._root} has no checkpoint", hint="train for a round first")
+        if target.exists():
+            raise ConfigError(f"{target} already exists", hint="choose another --out")
+        with _disk_errors(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with _renamed_when_done(target) as folder:
+                for file in found[0].iterdir():
+                    if file.is_file() and file.name != _PROGRESS:
+                        shutil.copyfile(file, folder / file.name)
+
+    def _folders(self) -> list[Path]:
+        """Newest first."""
+        if not self._root.is_dir():
+            return []
+        return sorted((path for path in self._root.iterdir() if _NAME.fullmatch(path.name)), reverse=True)
+
+    def _newest_whole(self) -> tuple[Path, dict[str, Any]] | None:
+        for folder in self._folders():
+            try:
+                return folder, _checked_progress(folder)
+            except (IntegrityError, OSError):
+                continue
+        return None
+
+
+def params_hash(parameters: Tensor) -> str:
+    """The SHA-256 of the values (float32, little-endian), 64 hexadecimal digits."""
+    return hashlib.sha256(parameters.detach().to("cpu", torch.float32).contiguous().numpy().data).hexdigest()
+
+
+def _write_progress(folder: Path, checkpoint: Checkpoint) -> None:
+    files = {str(path.relative_to(folder)): sha256_of(path, None).hex() for path in _files(folder)}
+    progress = {
+        "job": checkpoint.job_id,
+        "round": checkpoint.round,
+        "revision": checkpoint.revision,
+        "params_hash": params_hash(checkpoint.parameters),
+        "files": files,
+    }
+    (folder / _PROGRESS).write_text(json.dumps(progress, indent=1))
+
+
+def _checked_progress(folder: Path) -> dict[str, Any]:
+    """What ``progress.json`` says. Raises ``IntegrityError`` if the folder is not what was written."""
+    torn = IntegrityError(f"{folder} is not a whole checkpoint")
+    with (folder / _PROGRESS).open("rb") as stream:
+        raw = stream.read(_MAX_PROGRESS_BYTES)
+    try:
+        progress: dict[str, Any] = json.loads(raw)
+        listed = {str(name): str(value) for name, value in progress["files"].items()}
+        sound = isinstance(progress["job"], str) and all(
+            type(progress[key]) is int and progress[key] >= 0 for key in ("round", "revision")
+        )
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        raise torn from error
+    present = {str(path.relative_to(folder)) for path in _files(folder)} - {_PROGRESS}
+    if not sound or present != set(listed):
+        raise torn
+    if any(sha256_of(folder / name, None).hex() != value for name, value in listed.items()):
+        raise torn
+    return progress
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+@contextmanager
+def _renamed_when_done(target: Path) -> Iterator[Path]:
+    """A new folder beside ``target`` that becomes it, synced to the disk, unless something is raised inside."""
+    temporary = Path(tempfile.mkdtemp(dir=target.parent, prefix=_TEMPORARY))
+    try:
+        yield temporary
+        temporary.chmod(0o755)
+        for path in [*_files(temporary), *(p for p in temporary.rglob("*") if p.is_dir()), temporary]:
+            _sync(path)
+        temporary.rename(target)
+        _sync(target.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove(folder: Path) -> None:
+    """Take a checkpoint away under another name first, so that a half-removed one is never seen."""
+    doomed = folder.with_name(f"{_TEMPORARY}{folder.name}")
+    folder.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+@contextmanager
+def _disk_errors(where: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise OutOfResources(f"cannot write into {where}: {error}", hint="make room on the disk") from error

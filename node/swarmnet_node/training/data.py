@@ -1,0 +1,179 @@
+"""The tokens a job trains on: documents, tokenised once into files that are memory-mapped from then on."""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from swarmnet_node.training.documents import documents, files_of
+from swarmnet_protocols.errors import OutOfResources
+from swarmnet_protocols.models import resolve
+from swarmnet_protocols.models.checkpoint import sha256_of
+from swarmnet_protocols.training.jobs import BYTES, DataSection, JobError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_ABOUT = "corpus.json"
+_MAX_ABOUT_BYTES = 4096
+_PARTS = ("train", "validation")
+_VERSION = 1
+
+
+class Tokenizer(Protocol):
+    name: str
+    vocab_size: int
+
+    def encode(self, document: bytes) -> NDArray[np.uint32]:
+        """The document's tokens, ``[n]``, and one that ends it."""
+
+
+class ByteTokenizer:
+    """One token a byte; a document ends with byte 0."""
+
+    name = BYTES
+    vocab_size = 256
+
+    def encode(self, document: bytes) -> NDArray[np.uint32]:
+        return np.frombuffer(document + b"\0", dtype=np.uint8).astype(np.uint32)
+
+
+class ModelTokenizer:
+    """The tokenizer of a checkpoint; a document ends with its end-of-sequence token."""
+
+    def __init__(self, name: str, tokenizer: "PreTrainedTokenizerBase") -> None:
+        self.name = name
+        self.vocab_size = len(tokenizer)
+        self._tokenizer = tokenizer
+        self._end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+
+    def encode(self, document: bytes) -> NDArray[np.uint32]:
+        ids = self._tokenizer.encode(
+            document.decode("utf-8", "replace"), add_special_tokens=False, verbose=False
+        )
+        return np.array(ids + self._end, dtype=np.uint32)
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """A part of a corpus, cut into sequences that do not overlap (but for the token that one predicts and the next begins with)."""
+
+    tokens: NDArray[np.unsignedinteger]
+    length: int
+
+    def __len__(self) -> int:
+        return max(0, (len(self.tokens) - 1) // self.length)
+
+    def take(self, numbers: NDArray[np.int64]) -> torch.Tensor:
+        """The sequences with these numbers, ``[k, length + 1]`` int64: inputs are ``[:, :-1]``, what to predict ``[:, 1:]``."""
+        rows = [self.tokens[n * self.length : (n + 1) * self.length + 1] for n in numbers.tolist()]
+        return torch.from_numpy(np.stack(rows).astype(np.int64))
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The data of a job on this machine. ``digest`` (SHA-256) is equal where the tokens are."""
+
+    train: Sequences
+    validation: Sequences
+    vocab_size: int
+    digest: str
+
+
+def open_corpus(data: DataSection, cache_dir: Path) -> Corpus:
+    """Tokenise the job's data, or take the tokens from the cache, which is keyed by the content of the files.
+
+    A document belongs to the validation part if the hash of its bytes says so: everywhere the same, whatever else is there.
+    Raises ``JobError`` for data that is missing, unreadable or too short for one sequence of each part, and
+    ``OutOfResources`` if the cache cannot be written.
+    """
+    files = files_of(data)
+    tokenizer = _tokenizer(data.tokenizer, cache_dir)
+    folder = cache_dir / "tokens" / _cache_key(data, files, tokenizer)
+    if not folder.exists():
+        try:
+            _write_cache(folder, documents(data, files), tokenizer, data.validation)
+        except OSError as error:
+            raise OutOfResources(
+                f"cannot keep the tokens in {folder.parent}: {error.strerror}", hint="make room on the disk"
+            ) from error
+    with (folder / _ABOUT).open("rb") as stream:
+        digest = json.loads(stream.read(_MAX_ABOUT_BYTES))["sha256"]
+    train, validation = (
+        Sequences(_mapped(folder / f"{part}.bin", _dtype(tokenizer)), data.sequence_length) for part in _PARTS
+    )
+    for part, sequences in zip(_PARTS, (train, validation), strict=True):
+        if not len(sequences):
+            raise JobError(
+                "data",
+                "hub" if data.path is None else "path",
+                f"is wrong: its {part} part has {len(sequences.tokens)} tokens, and a sequence needs {data.sequence_length + 1}",
+                hint="give more data, shorter sequences or another 'validation'",
+            )
+    return Corpus(train, validation, tokenizer.vocab_size, digest)
+
+
+def _tokenizer(name: str, cache_dir: Path) -> Tokenizer:
+    if name == BYTES:
+        return ByteTokenizer()
+    return ModelTokenizer(name, resolve(name, cache_dir=cache_dir).tokenizer())
+
+
+def _cache_key(data: DataSection, files: tuple[Path, ...], tokenizer: Tokenizer) -> str:
+    content = [sha256_of(path, None).hex() for path in files]
+    what = [_VERSION, data.format, data.field, data.max_documents, data.validation, data.hub, data.split]
+    return hashlib.sha256(json.dumps([*what, tokenizer.name, content]).encode()).hexdigest()
+
+
+def _dtype(tokenizer: Tokenizer) -> np.dtype[np.unsignedinteger]:
+    return np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
+
+
+def _is_validation(document: bytes, share: float) -> bool:
+    return int.from_bytes(hashlib.sha256(document).digest()[:8], "big") < share * 2**64
+
+
+def _write_cache(folder: Path, source: Iterator[bytes], tokenizer: Tokenizer, validation: float) -> None:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".new-"))
+    try:
+        digest = _tokenise(temporary, source, tokenizer, validation)
+        (temporary / _ABOUT).write_text(json.dumps({"sha256": digest}))
+        try:
+            os.rename(temporary, folder)
+        except OSError:
+            if not folder.exists():  # else another process was quicker
+                raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _tokenise(folder: Path, source: Iterator[bytes], tokenizer: Tokenizer, validation: float) -> str:
+    """Write both parts; returns the hash of both."""
+    hashes = [hashlib.sha256(), hashlib.sha256()]
+    dtype = _dtype(tokenizer)
+    with (folder / "train.bin").open("wb") as train, (folder / "validation.bin").open("wb") as held_out:
+        for document in source:
+            part = _is_validation(document, validation)
+            tokens = tokenizer.encode(document).astype(dtype).tobytes()
+            hashes[part].update(tokens)
+            (held_out if part else train).write(tokens)
+        for stream in (train, held_out):
+            stream.flush()
+            os.fsync(stream.fileno())
+    return hashlib.sha256(hashes[0].digest() + hashes[1].digest()).hexdigest()
+
+
+def _mapped(path: Path, dtype: np.dtype[np.unsignedinteger]) -> NDArray[np.unsignedinteger]:
+    if path.stat().st_size < dtype.itemsize:  # an empty file cannot be mapped
+        return np.empty(0, dtype)
+    return np.memmap(path, dtype=dtype, mode="r")

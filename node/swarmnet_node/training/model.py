@@ -1,0 +1,133 @@
+"""The transformers model of a job: built from a config or a checkpoint, checked before it is built, written in HF layout."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+
+from swarmnet_protocols.errors import ConfigError, IntegrityError
+from swarmnet_protocols.models import resolve
+from swarmnet_protocols.models.checkpoint import CONFIG_FAULTS
+from swarmnet_protocols.models.cut import build_whole, causal_class
+from swarmnet_protocols.models.safetensors_file import SafetensorsCheckpoint
+from swarmnet_protocols.training.jobs import Job, JobError, ModelSection
+
+_TRAINING_BYTES = 4 + 4 + 8
+"""A parameter in float32, its gradient, and AdamW's two moments."""
+_OUTER_BYTES = 4 + 4 + 4
+"""The agreed parameters, the outer momentum, and the average that arrives."""
+
+
+def model_config(section: ModelSection, cache_dir: Path) -> PretrainedConfig:
+    """The transformers config of the job's model. Raises ``JobError`` for one that transformers does not know."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    if section.checkpoint is not None:
+        try:
+            return resolve(section.checkpoint, cache_dir=cache_dir).config
+        except ConfigError as error:
+            raise JobError("model", "checkpoint", f"is wrong: {error}", hint=error.hint) from error
+    settings = dict(section.config or {})
+    kind = settings.pop("model_type")
+    try:
+        config: PretrainedConfig = AutoConfig.for_model(kind, **settings)
+        causal_class(config)
+    except (*CONFIG_FAULTS, StrictDataclassError, ConfigError) as error:
+        raise JobError("model", "config", f"is wrong: {error}") from error
+    return config
+
+
+def parameter_count(config: PretrainedConfig) -> int:
+    """How many parameters the model will have; it is not built for that. Raises ``JobError`` for a shape that cannot be."""
+    cls: Any = causal_class(config)
+    try:
+        with torch.device("meta"):
+            model = cls(copy.deepcopy(config))
+    except (*CONFIG_FAULTS, RuntimeError, ZeroDivisionError) as error:
+        raise JobError("model", "config", f"is wrong: {error}") from error
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def check_model(job: Job, *, vocab_size: int, available_bytes: int, cache_dir: Path) -> int:
+    """Raise ``JobError`` if the model cannot read the data or would not fit into memory; returns its parameter count.
+
+    What fits is estimated without the activations: parameters x (weights, gradient, AdamW, outer state) in float32.
+    """
+    config = model_config(job.model, cache_dir)
+    where = "config" if job.model.checkpoint is None else "checkpoint"
+    if config.vocab_size < vocab_size:
+        raise JobError(
+            "model", where, f"has {config.vocab_size} tokens, and the tokenizer of [data] {vocab_size}"
+        )
+    positions = getattr(config, "max_position_embeddings", None) or job.data.sequence_length
+    if job.data.sequence_length > positions:
+        raise JobError("data", "sequence_length", f"is more than the {positions} positions of the model")
+    count = parameter_count(config)
+    needed = count * (_TRAINING_BYTES + _OUTER_BYTES)
+    if needed > available_bytes:
+        raise JobError(
+            "model",
+            where,
+            f"has {count:,} parameters: training takes {needed / 2**30:.1f} GiB of memory, "
+            f"and {available_bytes / 2**30:.1f} GiB are free",
+            hint="train a smaller model, or free memory",
+        )
+    return count
+
+
+def build_model(section: ModelSection, seed: int, cache_dir: Path) -> PreTrainedModel:
+    """The job's model in float32 on the CPU.
+
+    Without a checkpoint its weights follow from ``seed``: bit for bit the same on machines with the same torch build. torch's
+    global generator is left as it was.
+    """
+    model: Any
+    if section.checkpoint is not None:
+        local = resolve(section.checkpoint, cache_dir=cache_dir)
+        model = local.load_whole(dtype=torch.float32, device=torch.device("cpu"))
+    else:
+        config = model_config(section, cache_dir)
+        cls: Any = causal_class(config)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = cls(config).to(torch.float32)
+    model.train().requires_grad_(True)
+    return model
+
+
+def write_model(model: PreTrainedModel, parameters: torch.Tensor, folder: Path) -> None:
+    """Write the architecture of ``model`` with ``parameters`` (flat, ``[n]``) in HF layout; plain transformers loads it."""
+    named, done = {}, 0
+    for name, parameter in model.named_parameters():
+        part = parameters[done : done + parameter.numel()]
+        named[name] = part.detach().to("cpu", copy=True).view(parameter.shape)
+        done += parameter.numel()
+    model.save_pretrained(folder, state_dict=named)
+
+
+def read_model(folder: Path) -> torch.Tensor:
+    """The parameters that ``write_model`` wrote, flat ``[n]`` float32.
+
+    Raises ``ConfigError`` or ``IntegrityError`` for what is not a sound checkpoint.
+    """
+    checkpoint = SafetensorsCheckpoint(folder)
+    model = build_whole(checkpoint.config()).load(
+        lambda empty: checkpoint.state_dict(checkpoint.tensor_names, 0, empty),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    return flat_copy(model)
+
+
+def flat_copy(model: torch.nn.Module) -> torch.Tensor:
+    """All parameters in the order of ``named_parameters()``, ``[n]`` float32."""
+    return torch.cat([parameter.detach().reshape(-1).float() for parameter in model.parameters()])
+
+
+def check_flat(values: torch.Tensor, count: int) -> torch.Tensor:
+    """``values`` if they are ``[count]`` float32, else ``IntegrityError``."""
+    if values.shape != (count,) or values.dtype != torch.float32:
+        raise IntegrityError(f"expected {count} float32 values, not {values.dtype} {tuple(values.shape)}")
+    return values

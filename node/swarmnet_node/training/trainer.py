@@ -1,0 +1,219 @@
+"""The inner loop: AdamW steps of one worker on the samples of its slot.
+
+All parameters live in one flat buffer that the model's parameters are views of, and so do the gradients: to hand them out or
+take them in is one copy, and clipping and AdamW are one operation each.
+"""
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from swarmnet_node.training.data import Corpus, Sequences, open_corpus
+from swarmnet_node.training.model import build_model, check_flat, check_model, flat_copy, write_model
+from swarmnet_node.training.sampling import Sampler
+from swarmnet_protocols.errors import IntegrityError
+from swarmnet_protocols.training.jobs import Job, TrainingSection
+
+_FINAL_RATE = 0.1
+"""Where the cosine ends, as a share of the peak."""
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """``loss`` is the mean over ``tokens`` predicted tokens, in nats."""
+
+    loss: float
+    tokens: int
+    seconds: float
+
+
+def learning_rate(training: TrainingSection, step: int, total_steps: int) -> float:
+    """The rate of inner step ``step``, counted from the start of the job: linear warm-up, then constant or a cosine."""
+    if step < training.warmup_steps:
+        return training.learning_rate * (step + 1) / training.warmup_steps
+    if training.schedule == "constant":
+        return training.learning_rate
+    done = min(1.0, (step - training.warmup_steps) / max(1, total_steps - training.warmup_steps))
+    return training.learning_rate * (_FINAL_RATE + (1 - _FINAL_RATE) * (1 + math.cos(math.pi * done)) / 2)
+
+
+class Trainer:
+    """One worker's model, data and inner optimizer. Not thread-safe: one thread computes."""
+
+    def __init__(
+        self, job: Job, corpus: Corpus, model: PreTrainedModel, *, steps_per_round: int, device: torch.device
+    ) -> None:
+        self.corpus = corpus
+        self._training = job.training
+        self._steps_per_round = steps_per_round
+        self._total_steps = job.job.rounds * steps_per_round
+        self._device = device
+        self._sampler = Sampler(
+            seed=job.job.seed,
+            sequences=len(corpus.train),
+            batch_size=job.training.batch_size,
+            steps_per_round=steps_per_round,
+            slots=job.exchange.max_workers,
+        )
+        self._model = model.to(device)
+        self._flat = torch.nn.Parameter(flat_copy(model))
+        for parameter, part in self._parts(self._flat.data):
+            parameter.data = part
+        self._optimizer = torch.optim.AdamW(
+            [self._flat],
+            lr=job.training.learning_rate,
+            betas=job.training.betas,
+            weight_decay=job.training.weight_decay,
+            fused=True,
+        )
+
+    @classmethod
+    def open(cls, job: Job, *, cache_dir: Path, available_bytes: int, device: torch.device) -> "Trainer":
+        """A trainer at the job's first parameters. Raises ``JobError`` for data or a model that cannot be trained on here."""
+        steps = job.make_method().steps_per_round
+        corpus = open_corpus(job.data, cache_dir)
+        check_model(job, vocab_size=corpus.vocab_size, available_bytes=available_bytes, cache_dir=cache_dir)
+        model = build_model(job.model, job.job.seed, cache_dir)
+        return cls(job, corpus, model, steps_per_round=steps, device=device)
+
+    @property
+    def parameter_count(self) -> int:
+        return self._flat.numel()
+
+    def parameters(self) -> Tensor:
+        """A copy of the parameters, ``[n]`` float32 on the CPU, in the order of ``named_parameters()``."""
+        return self._flat.detach().to("cpu", copy=True)
+
+    def load(self, parameters: Tensor) -> None:
+        """Take ``parameters`` (``[n]`` float32); the inner optimizer keeps its state. Raises ``IntegrityError`` for others."""
+        with torch.no_grad():
+            self._flat.copy_(check_flat(parameters, self.parameter_count))
+
+    def steps(self, round_number: int, slot: int, count: int, *, first: int = 0) -> StepReport:
+        """Do the inner steps [first, first + count) of a round."""
+        started = time.perf_counter()
+        losses, tokens = torch.zeros((), device=self._device), 0
+        for step in range(first, first + count):
+            loss, counted = self._backward(round_number, step, slot)
+            self._update(round_number, step)
+            losses += loss
+            tokens += counted
+        return StepReport(float(losses) / max(1, count), tokens, time.perf_counter() - started)
+
+    def gradient(self, round_number: int, step: int, slot: int) -> tuple[Tensor, StepReport]:
+        """The mean gradient of the slot's batch, ``[n]`` float32 on the CPU, unclipped; the parameters stay."""
+        started = time.perf_counter()
+        loss, tokens = self._backward(round_number, step, slot)
+        gradient = self._gradients().to("cpu", copy=True)
+        return gradient, StepReport(float(loss), tokens, time.perf_counter() - started)
+
+    def apply_gradient(self, round_number: int, step: int, gradient: Tensor) -> None:
+        """One inner step with this gradient (``[n]`` float32), clipped as one's own would be."""
+        self._gradients().copy_(check_flat(gradient, self.parameter_count))
+        self._update(round_number, step)
+
+    def loss_at(self, parameters: Tensor, round_number: int, step: int, slot: int) -> float:
+        """The loss of the slot's batch at ``parameters``, which stay loaded. Nothing is kept for a gradient."""
+        self.load(parameters)
+        batch = self.corpus.train.take(self._sampler.batch(round_number, step, slot))
+        with torch.no_grad():
+            return sum(float(self._loss_sum(part)) for part in self._microbatches(batch)) / _predicted(batch)
+
+    def evaluate(self, batches: int) -> tuple[float, int]:
+        """The mean loss over the first ``batches`` of the validation part, or all of it if it is shorter, and the tokens."""
+        held_out: Sequences = self.corpus.validation
+        count = min(len(held_out), batches * self._training.batch_size)
+        total, tokens = 0.0, 0
+        self._model.eval()
+        try:
+            with torch.no_grad():
+                for start in range(0, count, self._microbatch_size):
+                    numbers = torch.arange(start, min(count, start + self._microbatch_size)).numpy()
+                    batch = held_out.take(numbers)
+                    total += float(self._loss_sum(batch))
+                    tokens += _predicted(batch)
+        finally:
+            self._model.train()
+        return total / tokens, tokens
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """A copy of AdamW's state on the CPU: ``step`` (a scalar) and two moments ``[n]``; empty before the first step."""
+        state = self._optimizer.state.get(self._flat, {})
+        return {name: value.detach().to("cpu", copy=True) for name, value in state.items()}
+
+    def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
+        """Take what ``optimizer_state`` gave. Raises ``IntegrityError`` for anything else."""
+        if not state:
+            self._optimizer.state.clear()
+            return
+        if set(state) != {"step", *_MOMENTS} or state["step"].shape != ():
+            raise IntegrityError("this is not the state of AdamW")
+        moments = {name: check_flat(state[name], self.parameter_count) for name in _MOMENTS}
+        if not all(bool(value.isfinite().all()) for value in moments.values()):
+            raise IntegrityError("the state of AdamW holds values that are not finite")
+        self._optimizer.state[self._flat] = {
+            "step": state["step"].to(self._device, torch.float32, copy=True),
+            **{name: value.to(self._device, copy=True) for name, value in moments.items()},
+        }
+
+    def write(self, folder: Path, parameters: Tensor) -> None:
+        """Write this model with ``parameters`` in HF layout into ``folder``."""
+        write_model(self._model, check_flat(parameters, self.parameter_count), folder)
+
+    @property
+    def _microbatch_size(self) -> int:
+        return self._training.microbatch or self._training.batch_size
+
+    def _parts(self, flat: Tensor) -> list[tuple[torch.nn.Parameter, Tensor]]:
+        parameters = list(self._model.parameters())
+        parts = torch.split_with_sizes(flat, [parameter.numel() for parameter in parameters])
+        return [(p, part.view(p.shape)) for p, part in zip(parameters, parts, strict=True)]
+
+    def _gradients(self) -> Tensor:
+        """The flat gradient. It is made when first needed: a job of forwards only never has one."""
+        if self._flat.grad is None:
+            self._flat.grad = torch.zeros_like(self._flat)
+            for parameter, part in self._parts(self._flat.grad):
+                parameter.grad = part
+        return self._flat.grad
+
+    def _backward(self, round_number: int, step: int, slot: int) -> tuple[Tensor, int]:
+        self._gradients().zero_()
+        batch = self.corpus.train.take(self._sampler.batch(round_number, step, slot))
+        tokens = _predicted(batch)
+        total = torch.zeros((), device=self._device)
+        for part in self._microbatches(batch):
+            loss = self._loss_sum(part) / tokens
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        return total, tokens
+
+    def _microbatches(self, batch: Tensor) -> tuple[Tensor, ...]:
+        size = self._microbatch_size
+        return tuple(batch[start : start + size] for start in range(0, len(batch), size))
+
+    def _loss_sum(self, batch: Tensor) -> Tensor:
+        """The summed cross-entropy of ``batch`` (``[k, length + 1]``)."""
+        batch = batch.to(self._device)
+        logits = self._model(input_ids=batch[:, :-1], use_cache=False).logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten(), reduction="sum")
+
+    def _update(self, round_number: int, step: int) -> None:
+        gradient = self._gradients()
+        norm = torch.linalg.vector_norm(gradient)
+        gradient.mul_((self._training.clip_norm / (norm + 1e-6)).clamp(max=1.0))
+        number = round_number * self._steps_per_round + step
+        self._optimizer.param_groups[0]["lr"] = learning_rate(self._training, number, self._total_steps)
+        self._optimizer.step()
+
+
+def _predicted(batch: Tensor) -> int:
+    return batch.shape[0] * (batch.shape[1] - 1)

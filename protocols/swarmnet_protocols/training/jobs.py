@@ -1,0 +1,338 @@
+"""A job: everything workers must agree on before they train together, as a person writes it and as it travels.
+
+A person writes TOML (``load_job``). What travels is the sealed job: canonical JSON with the owner's Ed25519 key and
+signature (``seal_job``, ``open_job``). The id of a job is a hash of its content and its owner, so whoever fetches a job
+by its id knows whose it is.
+"""
+
+import hashlib
+import json
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
+
+from swarmnet_protocols.errors import ConfigError, IntegrityError
+from swarmnet_protocols.identity import KEY_BYTES, SIGNATURE_BYTES, Identity, verify
+
+if TYPE_CHECKING:
+    from swarmnet_protocols.training.methods import Method
+
+FORMAT = 1
+MAX_JOB_BYTES = 64 << 10
+PYTHON_STDLIB = "python-stdlib"
+BYTES = "bytes"
+_ID_DOMAIN = b"swarmnet-training-job-id-1\0"
+_SIGNATURE_DOMAIN = b"swarmnet-training-job-1\0"
+
+Name = Annotated[str, Field(min_length=1, max_length=512)]
+
+
+class JobError(ConfigError):
+    """A value of a job is wrong. Of a job that came from a file, ``JobFile.naming_lines`` adds the line."""
+
+    def __init__(self, section: str, key: str, must: str, *, hint: str = "") -> None:
+        super().__init__(f"{key!r} in [{section}] {must}" if key else f"[{section}] {must}", hint=hint)
+        self.section = section
+        self.key = key
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class JobSection(_Section):
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    seed: int = Field(default=0, ge=0, lt=1 << 63)
+    rounds: int = Field(ge=1, le=10_000_000)
+
+
+class ModelSection(_Section):
+    """Exactly one of a transformers config, for a model that is initialised from the seed, and a checkpoint's name."""
+
+    config: dict[str, JsonValue] | None = None
+    checkpoint: Name | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> "ModelSection":
+        if (self.config is None) == (self.checkpoint is None):
+            raise JobError("model", "", "needs one of 'config' and 'checkpoint'")
+        if self.config is not None:
+            try:
+                json.dumps(self.config, allow_nan=False)
+            except ValueError as error:
+                raise JobError("model", "config", "may hold finite numbers only") from error
+            if not isinstance(self.config.get("model_type"), str):
+                raise JobError("model", "config", "must say which 'model_type' it is, such as \"llama\"")
+        return self
+
+
+class DataSection(_Section):
+    """Local files (``path``: a file, a directory, a glob, or ``python-stdlib``) or a dataset of the hub."""
+
+    format: Literal["text", "jsonl", "parquet"] = "text"
+    path: Name | None = None
+    hub: Name | None = None
+    split: Name = "train"
+    field: Name = "text"
+    tokenizer: Name = BYTES
+    sequence_length: int = Field(ge=2, le=1 << 20)
+    validation: float = Field(default=0.02, gt=0, le=0.5)
+    max_documents: int | None = Field(default=None, ge=1)
+
+    @model_validator(mode="after")
+    def _check(self) -> "DataSection":
+        if (self.path is None) == (self.hub is None):
+            raise JobError("data", "", "needs one of 'path' and 'hub'")
+        return self
+
+
+class TrainingSection(_Section):
+    batch_size: int = Field(ge=1, le=65_536)
+    microbatch: int | None = Field(default=None, ge=1)
+    learning_rate: float = Field(gt=0, le=10)
+    warmup_steps: int = Field(default=0, ge=0)
+    schedule: Literal["cosine", "constant"] = "cosine"
+    weight_decay: float = Field(default=0.1, ge=0, le=1)
+    betas: Annotated[tuple[float, float], Field(strict=False)] = (0.9, 0.95)
+    clip_norm: float = Field(default=1.0, gt=0)
+
+    @model_validator(mode="after")
+    def _check(self) -> "TrainingSection":
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise JobError("training", "betas", "must be two numbers in [0, 1)")
+        if self.microbatch is not None and self.batch_size % self.microbatch:
+            raise JobError("training", "microbatch", f"must divide batch_size = {self.batch_size}")
+        return self
+
+
+class MethodSection(_Section):
+    name: Name
+    settings: dict[str, int | float | str] = {}
+
+
+class ExchangeSection(_Section):
+    codec: Name | None = None
+    """None: the method's own."""
+    deadline_s: float = Field(default=60.0, gt=0, le=86_400)
+    min_workers: int = Field(default=1, ge=1, le=1024)
+    max_workers: int = Field(default=64, ge=1, le=1024)
+    aggregate: Literal["mean", "median", "centered-clip"] = "mean"
+
+    @model_validator(mode="after")
+    def _check(self) -> "ExchangeSection":
+        if self.max_workers < self.min_workers:
+            raise JobError("exchange", "max_workers", f"must be at least min_workers = {self.min_workers}")
+        return self
+
+
+class EvalSection(_Section):
+    every_rounds: int = Field(default=1, ge=1)
+    batches: int = Field(default=8, ge=1, le=100_000)
+
+
+class Job(_Section):
+    """A validated job. Equal jobs have equal canonical forms, whatever order and spacing a person chose."""
+
+    job: JobSection
+    model: ModelSection
+    data: DataSection
+    training: TrainingSection
+    method: MethodSection
+    exchange: ExchangeSection = ExchangeSection()
+    eval: EvalSection = EvalSection()
+
+    def make_method(self) -> "Method":
+        """The update rule with this job's settings. Raises ``JobError`` naming the setting that is wrong."""
+        from swarmnet_protocols.training.methods import get_method
+
+        try:
+            return get_method(self.method.name, self.method.settings)
+        except ConfigError as error:
+            named = (key for key in self.method.settings if re.search(rf"\b{re.escape(key)}\b", str(error)))
+            raise JobError("method", next(named, "name"), f"is wrong: {error}", hint=error.hint) from error
+
+    def check(self) -> None:
+        """Raise ``JobError`` where the method or the codec is unknown or refuses its settings."""
+        from swarmnet_protocols.training.codecs import get_codec
+
+        method = self.make_method()
+        try:
+            get_codec(self.exchange.codec or method.codec)
+        except ConfigError as error:
+            raise JobError("exchange", "codec", f"is wrong: {error}", hint=error.hint) from error
+
+
+@dataclass(frozen=True)
+class SealedJob:
+    """A job whose owner is known: ``owner`` is the Ed25519 public key (32 bytes) that signed it."""
+
+    job: Job
+    owner: bytes
+
+    @property
+    def id(self) -> str:
+        """64 hexadecimal digits: the SHA-256 of the canonical job and its owner."""
+        return hashlib.sha256(_ID_DOMAIN + _signed_fields(self.job, self.owner)).hexdigest()
+
+
+@dataclass(frozen=True)
+class JobFile:
+    """A job and the text it was read from."""
+
+    job: Job
+    text: str
+    source: str
+
+    @contextmanager
+    def naming_lines(self) -> Iterator[None]:
+        """Turn a ``JobError`` raised inside into a ``ConfigError`` that names the file and the line as well."""
+        try:
+            yield
+        except JobError as error:
+            raise _located(error, self.text, self.source) from error
+
+
+def load_job(path: Path) -> JobFile:
+    """Read and validate a job file. Raises ``ConfigError`` naming file, line and key."""
+    try:
+        with path.open("rb") as stream:
+            data = stream.read(MAX_JOB_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read the job file {path}: {error.strerror}",
+            hint="write one with `swarmnet train template METHOD > job.toml`",
+        ) from error
+    return parse_job(data, source=str(path))
+
+
+def parse_job(data: bytes, *, source: str = "job.toml") -> JobFile:
+    """The validated job in a TOML file; errors as for ``load_job``, which name ``source``."""
+    if len(data) > MAX_JOB_BYTES:
+        raise ConfigError(f"{source} is larger than {MAX_JOB_BYTES} bytes", hint="this is not a job file")
+    try:
+        text = data.decode()
+        document = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{source} is not valid TOML: {error}", hint="correct it") from error
+    if isinstance(method := document.get("method"), dict):
+        document["method"] = {"settings": {k: v for k, v in method.items() if k != "name"}}
+        if "name" in method:
+            document["method"]["name"] = method["name"]
+    try:
+        job = _validate(document)
+        job.check()
+    except JobError as error:
+        raise _located(error, text, source) from error
+    return JobFile(job, text, source)
+
+
+def seal_job(job: Job, owner: Identity) -> bytes:
+    """The job as it travels: at most ``MAX_JOB_BYTES`` bytes, signed. Raises ``ConfigError`` for one that is larger."""
+    fields = _signed_fields(job, owner.public_key)
+    signature = owner.sign(_SIGNATURE_DOMAIN + fields)
+    sealed = _canonical({**json.loads(fields), "signature": signature.hex()})
+    if len(sealed) > MAX_JOB_BYTES:
+        raise ConfigError(f"the job is larger than {MAX_JOB_BYTES} bytes", hint="shorten its model config")
+    return sealed
+
+
+def open_job(data: bytes) -> SealedJob:
+    """The verified content of a sealed job.
+
+    Raises ``IntegrityError`` for what is not a sealed job or was changed after it was signed, ``ConfigError`` for one whose
+    values this version refuses.
+    """
+    broken = IntegrityError("this is not a sealed job, or it was changed", hint="get the job again")
+    if len(data) > MAX_JOB_BYTES:
+        raise broken
+    try:
+        document = json.loads(data)
+        owner, signature = bytes.fromhex(document["owner"]), bytes.fromhex(document.pop("signature"))
+        content, canonical = document["job"], _canonical(document)
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        raise broken from error
+    if (
+        len(owner) != KEY_BYTES
+        or len(signature) != SIGNATURE_BYTES
+        or document.keys() != {"format", "job", "owner"}
+    ):
+        raise broken
+    if not verify(owner, signature, _SIGNATURE_DOMAIN + canonical):
+        raise broken
+    if document["format"] != FORMAT:
+        raise ConfigError("this job was made by another version of swarmnet", hint="update swarmnet")
+    job = _validate(content)
+    job.check()
+    if _signed_fields(job, owner) != canonical:  # otherwise one job would have two ids
+        raise broken
+    return SealedJob(job, owner)
+
+
+def _signed_fields(job: Job, owner: bytes) -> bytes:
+    return _canonical({"format": FORMAT, "job": job.model_dump(mode="json"), "owner": owner.hex()})
+
+
+def _canonical(fields: Mapping[str, object]) -> bytes:
+    return json.dumps(
+        fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
+    ).encode()
+
+
+def _validate(document: object) -> Job:
+    try:
+        return Job.model_validate(document)
+    except ValidationError as error:
+        _refuse(error)
+
+
+def _refuse(error: ValidationError) -> NoReturn:
+    first = error.errors(include_url=False)[0]
+    section, key = ([str(part) for part in first["loc"]] + ["", ""])[:2]
+    if section == "method" and len(first["loc"]) > 2:
+        key = str(first["loc"][2])
+    if first["type"] == "extra_forbidden":
+        fields: Mapping[str, Any] = Job.model_fields
+        if key:
+            fields = fields[section].annotation.model_fields
+        meant = get_close_matches(key or section, fields, n=1)
+        raise JobError(
+            section,
+            key,
+            "is an unknown key" if key else "is an unknown section",
+            hint=f"did you mean {meant[0]!r}?"
+            if meant
+            else f"remove it; known are {', '.join(sorted(fields))}",
+        ) from error
+    if first["type"] == "missing":
+        raise JobError(section, key, "is missing", hint="add it") from error
+    message = first["msg"]
+    raise JobError(
+        section, key, f"is wrong: {message[:1].lower()}{message[1:]}", hint="correct it"
+    ) from error
+
+
+def _located(error: JobError, text: str, source: str) -> ConfigError:
+    line = _line_of(text, error.section, error.key)
+    return ConfigError(f"{source}:{line}: {error}", hint=error.hint)
+
+
+def _line_of(text: str, section: str, key: str) -> int:
+    """The line of ``key``, else that of its section's header, else 1."""
+    current, found = "", 1
+    for number, line in enumerate(text.splitlines(), start=1):
+        if header := re.match(r"\s*\[+\s*([^\]]*?)\s*\]", line):
+            current = header[1].strip("\"'")
+            if current == f"{section}.{key}":
+                return number
+            if current == section:
+                found = number
+        elif key and current == section and re.match(rf"\s*[\"']?{re.escape(key)}[\"']?\s*[=.]", line):
+            return number
+    return found
