@@ -152,13 +152,44 @@ def test_a_worker_alone_goes_on_alone() -> None:
 
 def test_a_laggard_learns_where_the_others_are() -> None:
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
-        late = asyncio.ensure_future(workers[3].gather(workers, round=2))
+        await asyncio.gather(*(worker.gather(workers[:3], round=1) for worker in workers[:3]))
+        late = asyncio.ensure_future(workers[3].gather(workers, round=2))  # they might be about to follow
         await asyncio.sleep(1)
         rosters = await asyncio.gather(*(worker.gather(workers[:3], round=5) for worker in workers[:3]))
         with pytest.raises(Elsewhere) as caught:
             await late
         assert (caught.value.round, caught.value.state) == (5, START)
         assert len(rosters[0].members) == 3
+
+    simulate(4, scenario)
+
+
+def test_a_newcomer_that_would_gather_learns_where_the_others_are() -> None:
+    async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
+        newcomer, others = workers[0], workers[1:]
+        await asyncio.gather(*(worker.gather(others, round=7) for worker in others))
+        with pytest.raises(Elsewhere) as caught:
+            await newcomer.gather(workers, round=0, state=b"0" * 32)
+        assert (caught.value.round, caught.value.state) == (7, START)
+
+        # Meanwhile nobody waits for it, though it comes first in their order.
+        started = asyncio.get_running_loop().time()
+        rosters = await asyncio.gather(*(worker.gather(workers, round=8) for worker in others))
+        assert names(rosters[0]) == [worker.member.peer for worker in others]
+        assert asyncio.get_running_loop().time() - started < PATIENCE_S
+
+    simulate(4, scenario)
+
+
+def test_one_with_another_state_than_most_learns_that_it_is_the_stray() -> None:
+    async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
+        stray, others = workers[0], workers[1:]
+        gathered = asyncio.gather(*(worker.gather(others) for worker in others))
+        await asyncio.sleep(0.1)
+        with pytest.raises(Elsewhere) as caught:
+            await stray.gather(workers, state=b"x" * 32)
+        assert caught.value.state == START
+        await gathered
 
     simulate(4, scenario)
 

@@ -171,35 +171,44 @@ class Gathering:
         return roster
 
     async def _look_after(self, expected: dict[PeerId, Member], me: Member) -> None:
-        """Expect nobody who does not answer: a round shall not wait for the dead."""
+        """Expect nobody who does not answer: a round shall not wait for the dead. Raises ``Elsewhere`` if we are the stray."""
         while True:
             here = {guest.member.peer for guest in self._ready()}
             missing = [member for peer, member in expected.items() if peer not in here]
-            answers = await asyncio.gather(*(self._answers(member, me) for member in missing))
-            for member, alive in zip(missing, answers, strict=True):
-                if not alive:
+            places = await asyncio.gather(*(self._place_of(member, me) for member in missing))
+            for member, place in zip(missing, places, strict=True):
+                if place is None:
                     expected.pop(member.peer, None)
+            strangers = [place for place in places if place is not None and self._is_stranger(place)]
+            if strangers and (strangers[0].round > self._round or len(strangers) > len(here)):
+                raise strangers[0]
             async with self._changed:
                 self._changed.notify_all()
             await asyncio.sleep(self._timing.ping_s)
 
-    async def _answers(self, member: Member, me: Member) -> bool:
-        """Whether a worker is there: it beats, or sends us away because we ask for a round that is over."""
+    def _is_stranger(self, place: Elsewhere) -> bool:
+        """Whether that place is later than ours, or ours with another state."""
+        same_round = place.round == self._round and place.state != self._state
+        return place.round > self._round or (same_round and place.state != b"")
+
+    async def _place_of(self, member: Member, me: Member) -> Elsewhere | None:
+        """Where a worker is, found out by asking for a round that no one is in; None if it does not answer."""
         try:
             stream = await self._transport.open(
                 member.peer, GATHER, addresses=member.addresses, deadline_s=self._timing.open_s
             )
         except SwarmnetError:
-            return False
+            return None
         try:
-            request = pb.GatherRequest(job=self._job, member=_to_wire(me))
-            await stream.send(Message(request.SerializeToString()))
-            await receive_within(stream, self._timing.silence_s)
+            await stream.send(
+                Message(pb.GatherRequest(job=self._job, member=_to_wire(me)).SerializeToString())
+            )
+            reply = parse(pb.GatherReply, (await receive_within(stream, self._timing.silence_s)).header)
         except SwarmnetError:
-            return False
+            return None
         finally:
             stream.close()
-        return True
+        return Elsewhere(member.peer, reply.refused.round, reply.refused.state)
 
     def _ready(self) -> list[_Guest]:
         return [
@@ -216,6 +225,10 @@ class Gathering:
         member = _from_wire(request.member)
         if member.peer != stream.peer:
             raise ProtocolViolation("a guest comes for itself")
+        if not request.state:  # it only wants to know where we are
+            refused = pb.GatherRefused(round=self._round, state=self._state)
+            await stream.send(Message(pb.GatherReply(refused=refused).SerializeToString()))
+            return
         answer: asyncio.Future[Roster] = asyncio.get_running_loop().create_future()
         guest = _Guest(member, request.round, request.state, answer)
         self._guests[member.peer] = guest
@@ -234,11 +247,13 @@ class Gathering:
                 self._changed.notify_all()
 
     async def _send_away(self) -> None:
-        """Tell guests of another round or state where we are; who is ahead of us may wait until we have caught up."""
+        """Tell guests of another round or state where we are. Who is one round ahead may wait: we are about to follow."""
+        here = Elsewhere(self._transport.peer_id, self._round, self._state)
         for guest in self._guests.values():
-            behind = guest.round < self._round or (guest.round == self._round and guest.state != self._state)
-            if behind and not guest.answer.done():
-                guest.answer.set_exception(Elsewhere(self._transport.peer_id, self._round, self._state))
+            other_state = guest.round == self._round and guest.state != self._state
+            elsewhere = guest.round < self._round or other_state or guest.round > self._round + 1
+            if elsewhere and not guest.answer.done():
+                guest.answer.set_exception(here)
         async with self._changed:
             self._changed.notify_all()
 
