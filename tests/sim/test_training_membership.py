@@ -211,6 +211,7 @@ def test_a_full_round_takes_contributors_before_newcomers() -> None:
         for worker in workers:
             worker.gathering._max_members = 3
         workers[1].member = replace(workers[1].member, weight=0.0)
+        await workers[0].gather([], round=2)
         others = [asyncio.ensure_future(worker.gather(workers)) for worker in workers[1:]]
         await asyncio.sleep(1)
         roster = await workers[0].gather(workers)
