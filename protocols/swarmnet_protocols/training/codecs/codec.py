@@ -1,0 +1,52 @@
+"""What a codec is, and error feedback, which makes up for what one loses."""
+
+from typing import Protocol
+
+import torch
+
+from swarmnet_protocols.transport import Buffer
+
+
+class Codec(Protocol):
+    """Float32 values to bytes and back. Stateless: one may serve any number of callers."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def biased(self) -> bool:
+        """Whether some value may be lost however often it is sent, unless the caller feeds the error back."""
+
+    def encode(self, values: torch.Tensor) -> bytes:
+        """The payload of ``values``, float32 [n] on the CPU. Raises ``ValueError`` unless all are finite."""
+
+    def decode(self, payload: Buffer, count: int) -> torch.Tensor:
+        """Float32 [count], all finite. Raises ``ProtocolViolation`` unless ``payload`` is one of ``count`` values.
+
+        The size is checked before anything is allocated.
+        """
+
+    def max_bytes(self, count: int) -> int:
+        """The size of every payload of ``count`` values."""
+
+
+class ErrorFeedback:
+    """e <- decay * e + values; the payload is that of e; e <- e - decoded payload (SparseLoCo, arXiv 2508.15706).
+
+    ``residual`` is e, float32 [count].
+    """
+
+    def __init__(self, codec: Codec, count: int, decay: float = 1.0) -> None:
+        self.residual = torch.zeros(count)
+        self._codec = codec
+        self._decay = decay
+
+    def encode(self, values: torch.Tensor) -> bytes:
+        """The payload of ``values``, float32 [count], and of what earlier payloads lacked.
+
+        Raises ``ValueError``, with the residual as it was, unless all are finite.
+        """
+        wanted = self.residual * self._decay + values
+        payload = self._codec.encode(wanted)
+        self.residual = wanted - self._codec.decode(payload, len(wanted))
+        return payload

@@ -1,0 +1,37 @@
+"""Values as float32, bfloat16 or float16, rounded half to even."""
+
+from dataclasses import dataclass
+
+import torch
+
+from swarmnet_protocols.errors import ProtocolViolation
+from swarmnet_protocols.training.codecs.payload import all_finite, check_size, read, write
+from swarmnet_protocols.transport import Buffer
+
+
+@dataclass(frozen=True)
+class FloatCodec:
+    """Each value in ``dtype``. What is too large for it becomes its largest finite number.
+
+    float16 is biased because it has no value below 6e-8 and none above 65504; bfloat16 has the range of float32.
+    """
+
+    name: str
+    dtype: torch.dtype
+    biased: bool
+
+    def encode(self, values: torch.Tensor) -> bytes:
+        if not all_finite(values):
+            raise ValueError("a value is not finite")
+        largest = torch.finfo(self.dtype).max
+        return write(values.clamp(-largest, largest).to(self.dtype))
+
+    def decode(self, payload: Buffer, count: int) -> torch.Tensor:
+        check_size(payload, self.max_bytes(count), count)
+        values = read(payload, self.dtype).float()
+        if not all_finite(values):
+            raise ProtocolViolation("a value is not finite")
+        return values
+
+    def max_bytes(self, count: int) -> int:
+        return count * self.dtype.itemsize

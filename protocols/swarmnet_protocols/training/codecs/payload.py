@@ -1,0 +1,60 @@
+"""What the codecs share: checked reads of a payload, and scales of two bytes."""
+
+import torch
+
+from swarmnet_protocols.errors import ProtocolViolation
+from swarmnet_protocols.transport import Buffer
+
+MAX_SCALE = 2.0**99
+"""The largest scale or bucket mean on the wire: 127 of them, summed over thousands of workers, are still finite."""
+
+MIN_SCALE = 2.0**-99
+"""The smallest but zero. Multiples of it are normal numbers: no machine that flushes subnormals decodes otherwise."""
+
+SCALE_BYTES = 2
+
+_SCALE_EXPONENT_BIAS = 127
+_SCALE_MANTISSA_BITS = 7
+_MIN_SCALE_BITS = (_SCALE_EXPONENT_BIAS - 99) << _SCALE_MANTISSA_BITS
+_MAX_SCALE_BITS = (_SCALE_EXPONENT_BIAS + 99) << _SCALE_MANTISSA_BITS
+
+
+def check_size(payload: Buffer, size_bytes: int, count: int) -> None:
+    """Raise ``ProtocolViolation`` unless ``payload`` has ``size_bytes``."""
+    if len(payload) != size_bytes:
+        raise ProtocolViolation(f"{len(payload)} bytes for {count} values, which take {size_bytes}")
+
+
+def read(payload: Buffer, dtype: torch.dtype) -> torch.Tensor:
+    """The payload as a tensor that owns its memory, [len(payload) / size of dtype]."""
+    if len(payload) == 0:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(bytearray(payload), dtype=dtype)
+
+
+def write(values: torch.Tensor) -> bytes:
+    """The raw bytes of a CPU tensor."""
+    return values.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def all_finite(values: torch.Tensor) -> bool:
+    """Whether no value is an infinity or a NaN."""
+    if values.numel() == 0:
+        return True
+    low, high = torch.aminmax(values)
+    return bool(low.isfinite() & high.isfinite())
+
+
+def round_up_scales(scales: torch.Tensor) -> torch.Tensor:
+    """Non-negative float32 scales as the next bfloat16 numbers up; those out of bounds as zero or ``MAX_SCALE``."""
+    rounded = ((scales.view(torch.int32) + 0xFFFF) >> 16).to(torch.int16)
+    rounded.clamp_(max=_MAX_SCALE_BITS)
+    return rounded.where(rounded >= _MIN_SCALE_BITS, 0).view(torch.bfloat16)
+
+
+def check_scales(scales: torch.Tensor) -> None:
+    """Raise ``ProtocolViolation`` unless each bfloat16 scale is zero or in [``MIN_SCALE``, ``MAX_SCALE``]."""
+    bits = scales.view(torch.int16)
+    good = (bits == 0) | ((bits >= _MIN_SCALE_BITS) & (bits <= _MAX_SCALE_BITS))
+    if not good.all():
+        raise ProtocolViolation("a scale is negative, not finite, or out of bounds")
