@@ -1,11 +1,14 @@
 """The transformers model of a job: built from a config or a checkpoint, checked before it is built, written in HF layout."""
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.models import resolve
@@ -104,7 +107,19 @@ def write_model(model: PreTrainedModel, parameters: torch.Tensor, folder: Path) 
         part = parameters[done : done + parameter.numel()]
         named[name] = part.detach().to("cpu", copy=True).view(parameter.shape)
         done += parameter.numel()
-    model.save_pretrained(folder, state_dict=named)
+    with _no_progress_bar():
+        model.save_pretrained(folder, state_dict=named)
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def read_model(folder: Path) -> torch.Tensor:

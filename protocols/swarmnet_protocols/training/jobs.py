@@ -160,11 +160,13 @@ class Job(_Section):
 
     def check(self) -> None:
         """Raise ``JobError`` where the method or the codec is unknown or refuses its settings."""
+        self.make_method()
+        if self.exchange.codec is None:
+            return
         from swarmnet_protocols.training.codecs import get_codec
 
-        method = self.make_method()
         try:
-            get_codec(self.exchange.codec or method.codec)
+            get_codec(self.exchange.codec)
         except ConfigError as error:
             raise JobError("exchange", "codec", f"is wrong: {error}", hint=error.hint) from error
 
@@ -293,7 +295,8 @@ def _validate(document: object) -> Job:
 
 
 def _refuse(error: ValidationError) -> NoReturn:
-    first = error.errors(include_url=False)[0]
+    # A misspelt key is an unknown one and a missing one: the unknown one says more.
+    first = min(error.errors(include_url=False), key=lambda found: found["type"] != "extra_forbidden")
     section, key = ([str(part) for part in first["loc"]] + ["", ""])[:2]
     if section == "method" and len(first["loc"]) > 2:
         key = str(first["loc"][2])

@@ -1,0 +1,174 @@
+"""Job files that run as they are: the standard task, with every method."""
+
+from dataclasses import dataclass
+
+from swarmnet_protocols.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class _Template:
+    rounds: int
+    settings: str
+    learning_rate: str = "1e-3"
+    every_rounds: int = 1
+    model: str = ""
+    tokenizer: str = '"bytes"                    # one token a byte; or a checkpoint, whose tokenizer it is'
+
+
+_SMALL_LLAMA = """\
+# Initialised from the seed. For fine-tuning: checkpoint = "smollm2-135m-instruct", a directory, or "org/name" of the hub.
+[model.config]
+model_type = "llama"
+vocab_size = 256
+hidden_size = 128
+intermediate_size = 384
+num_hidden_layers = 6
+num_attention_heads = 4
+num_key_value_heads = 4
+max_position_embeddings = 256
+tie_word_embeddings = true
+"""
+
+_SMOLLM2 = """\
+[model]
+checkpoint = "smollm2-135m-instruct"   # fine-tuned; or a directory in Hugging Face layout, or "org/name" of the hub
+"""
+
+_TEXT = """\
+# A training job. `swarmnet train create FILE` checks and signs it; every worker that joins trains on samples of its own.
+
+[job]
+name = "{name}"
+seed = 0                               # of the first weights and of the order of the data
+{rounds:<39}# exchanges in all
+
+{model}
+[data]
+format = "text"                        # or "jsonl", "parquet"; then `field` names what holds the text
+path = "python-stdlib"                 # the Python standard library's source; or a file, a directory, a glob
+tokenizer = {tokenizer}
+sequence_length = 256
+validation = 0.02                      # share of the documents that is held out
+
+[training]
+batch_size = 8                         # sequences a worker and inner step
+learning_rate = {learning_rate}
+warmup_steps = 50
+schedule = "cosine"                    # to a tenth; or "constant"
+weight_decay = 0.1
+betas = [0.9, 0.95]
+clip_norm = 1.0
+
+[method]
+name = "{method}"
+{settings}
+[exchange]
+# codec = "int8"                       # without it, what fits the method
+deadline_s = 60                        # a round that is not done by then is discarded
+min_workers = 1
+max_workers = 64
+aggregate = "mean"                     # among strangers: "centered-clip" or "median"
+
+[eval]
+every_rounds = {every_rounds}
+batches = 16
+"""
+
+_DILOCO = """\
+sync_every = 50                        # inner steps between exchanges
+outer_lr = 0.7
+momentum = 0.9
+"""
+
+_TEMPLATES = (
+    ("allreduce", _Template(1000, "", every_rounds=50)),
+    ("diloco", _Template(20, _DILOCO)),
+    (
+        "streaming",
+        _Template(
+            100,
+            """\
+sync_every = 50                        # inner steps between two exchanges of the same fragment
+fragments = 5                          # must divide sync_every
+overlap_steps = 5                      # inner steps while a fragment is under way
+mixing = 0.5                           # share of the worker's own fragment that is kept
+outer_lr = 0.4
+momentum = 0.9
+""",
+            every_rounds=5,
+        ),
+    ),
+    ("eager", _Template(20, _DILOCO)),
+    (
+        "noloco",
+        _Template(
+            20,
+            """\
+sync_every = 50                        # inner steps between exchanges
+alpha = 0.5                            # outer momentum
+beta = 0.7                             # outer learning rate
+gamma = 0.7                            # pull between the replicas; must be less than 2 (1 - alpha^2)
+""",
+        ),
+    ),
+    (
+        "sparseloco",
+        _Template(
+            33,
+            """\
+sync_every = 30                        # inner steps between exchanges
+decay = 0.95                           # of the error that is fed back
+outer_lr = 1.0
+""",
+        ),
+    ),
+    (
+        "co2",
+        _Template(
+            20,
+            """\
+sync_every = 50                        # inner steps between exchanges, and the time one has to complete
+outer_lr = 1.0
+momentum = 0.5
+clip = 1.0                             # largest element of the outer momentum
+""",
+        ),
+    ),
+    (
+        "zo",
+        _Template(
+            500,
+            """\
+directions = 1                         # tried in each round
+epsilon = 1e-3                         # how far along a direction the loss is taken
+learning_rate = 1e-6                   # that of [training] is for methods with an inner optimizer
+""",
+            learning_rate="1e-6",
+            every_rounds=50,
+            model=_SMOLLM2,
+            tokenizer='"smollm2-135m-instruct"    # the checkpoint\'s',
+        ),
+    ),
+)
+
+METHODS = tuple(name for name, _ in _TEMPLATES)
+
+
+def template(method: str) -> str:
+    """A commented job file for the standard task: a byte-level Llama of 1.3 million parameters, or, for ``zo``, SmolLM2.
+
+    Raises ``ConfigError`` for a method that does not exist.
+    """
+    chosen = dict(_TEMPLATES).get(method)
+    if chosen is None:
+        raise ConfigError(f"there is no method {method!r}", hint=f"one of: {', '.join(METHODS)}")
+    return _TEXT.format(
+        name=f"stdlib-{method}",
+        method=method,
+        rounds=f"rounds = {chosen.rounds}",
+        model=chosen.model or _SMALL_LLAMA,
+        tokenizer=chosen.tokenizer,
+        learning_rate=chosen.learning_rate,
+        settings=chosen.settings,
+        every_rounds=chosen.every_rounds,
+    )

@@ -1,0 +1,250 @@
+"""What a worker trains on: documents, tokens, and who gets which sequence."""
+
+import json
+import sysconfig
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarmnet_node.training import data as data_module
+from swarmnet_node.training import documents
+from swarmnet_node.training.data import ByteTokenizer, open_corpus
+from swarmnet_node.training.sampling import Sampler, permute
+from swarmnet_protocols.errors import OutOfResources
+from swarmnet_protocols.training.jobs import DataSection, JobError
+
+
+def _section(path: Path | str, **more: object) -> DataSection:
+    return DataSection.model_validate({"path": str(path), "sequence_length": 8, "validation": 0.25, **more})
+
+
+def _write_texts(folder: Path, count: int = 40) -> list[bytes]:
+    folder.mkdir(exist_ok=True)
+    texts = [f"document {number}: {'abcdefgh' * 4}\n".encode() for number in range(count)]
+    for number, text in enumerate(texts):
+        (folder / f"{number:03}.txt").write_bytes(text)
+    return texts
+
+
+@given(size=st.integers(1, 3000), key=st.binary(min_size=32, max_size=32))
+def test_a_pass_is_a_permutation(size: int, key: bytes) -> None:
+    images = permute(np.arange(size, dtype=np.uint64), size, key)
+    assert sorted(images.tolist()) == list(range(size))
+
+
+def test_a_pass_is_not_in_order_and_the_next_is_another() -> None:
+    sampler = Sampler(seed=1, sequences=1000, batch_size=1000, steps_per_round=1, slots=1)
+    first, second = sampler.batch(0, 0, 0), sampler.batch(1, 0, 0)
+    assert (first != second).mean() > 0.99
+    assert (first != np.arange(1000)).mean() > 0.99
+    assert abs(np.corrcoef(first, np.arange(1000))[0, 1]) < 0.15
+
+
+def test_what_the_permutation_gives_does_not_change() -> None:
+    """Workers of different versions must agree on it."""
+    assert permute(np.arange(8, dtype=np.uint64), 1000, bytes(32)).tolist() == GOLDEN
+
+
+GOLDEN = [458, 439, 611, 706, 210, 891, 373, 521]
+
+
+@given(
+    sequences=st.integers(1, 200),
+    batch_size=st.integers(1, 7),
+    steps=st.integers(1, 4),
+    slots=st.integers(1, 5),
+    seed=st.integers(0, 2**62),
+)
+def test_no_sequence_comes_twice_in_a_pass(
+    sequences: int, batch_size: int, steps: int, slots: int, seed: int
+) -> None:
+    sampler = Sampler(seed, sequences, batch_size, steps, slots)
+    taken: list[int] = []
+    for place in range(-(-2 * sequences // batch_size)):  # two passes, in the order of the row
+        step, slot = divmod(place, slots)
+        taken += sampler.batch(step // steps, step % steps, slot).tolist()
+    for start in (0, sequences):
+        assert Counter(taken[start : start + sequences]) == Counter(range(sequences))
+
+
+def test_any_worker_can_tell_what_another_trains_on() -> None:
+    mine, theirs = (Sampler(7, 100, 4, 10, 8) for _ in range(2))
+    assert mine.batch(3, 2, 5).tolist() == theirs.batch(3, 2, 5).tolist()
+    assert Sampler(8, 100, 4, 10, 8).batch(3, 2, 5).tolist() != mine.batch(3, 2, 5).tolist()
+
+
+@pytest.mark.parametrize("place", [(-1, 0, 0), (0, 10, 0), (0, -1, 0), (0, 0, 8)])
+def test_there_is_no_batch_outside_the_job(place: tuple[int, int, int]) -> None:
+    with pytest.raises(ValueError, match="no batch"):
+        Sampler(7, 100, 4, 10, 8).batch(*place)
+
+
+def test_tokens_are_those_of_the_documents_and_each_is_in_one_part(tmp_path: Path) -> None:
+    texts = _write_texts(tmp_path / "texts")
+    corpus = open_corpus(_section(tmp_path / "texts"), tmp_path / "cache")
+    parts = [bytes(part.tokens.astype(np.uint8)) for part in (corpus.train, corpus.validation)]
+    found = [part.rstrip(b"\0").split(b"\0") for part in parts]
+    assert sorted(found[0] + found[1]) == sorted(texts)
+    assert 3 <= len(found[1]) <= 20
+    assert found[0] == [text for text in texts if text in found[0]]
+
+
+def test_a_document_is_on_the_same_side_whatever_else_is_there(tmp_path: Path) -> None:
+    _write_texts(tmp_path / "few", 40)
+    _write_texts(tmp_path / "many", 60)
+    few, many = (
+        set(
+            bytes(
+                open_corpus(_section(tmp_path / name), tmp_path / "cache").validation.tokens.astype(np.uint8)
+            ).split(b"\0")
+        )
+        for name in ("few", "many")
+    )
+    assert few <= many
+
+
+def test_a_sequence_predicts_the_next_token(tmp_path: Path) -> None:
+    _write_texts(tmp_path / "texts")
+    train = open_corpus(_section(tmp_path / "texts"), tmp_path / "cache").train
+    rows = train.take(np.array([0, 1, len(train) - 1]))
+    assert rows.shape == (3, 9)
+    assert rows[0].tolist() == train.tokens[:9].tolist()
+    assert rows[0, -1] == rows[1, 0]
+    assert rows[2].tolist() == train.tokens[(len(train) - 1) * 8 : len(train) * 8 + 1].tolist()
+
+
+def test_the_cache_is_used_again_until_the_content_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _write_texts(tmp_path / "texts")
+    section = _section(tmp_path / "texts")
+    first = open_corpus(section, tmp_path / "cache")
+    with monkeypatch.context() as patch:
+        patch.setattr(ByteTokenizer, "encode", None)  # cannot tokenise any more
+        again = open_corpus(section, tmp_path / "cache")
+        with pytest.raises(TypeError):
+            open_corpus(_section(tmp_path / "texts", validation=0.3), tmp_path / "cache")
+    assert again.digest == first.digest
+    (tmp_path / "texts" / "000.txt").write_bytes(b"something else\n")
+    assert open_corpus(section, tmp_path / "cache").digest != first.digest
+    assert isinstance(first.train.tokens, np.memmap)
+
+
+def test_a_tokenisation_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "one"}\n{"text": 2}\n')
+    with pytest.raises(JobError, match=r"rows\.jsonl:2 has no text"):
+        open_corpus(_section(path, format="jsonl"), tmp_path / "cache")
+    assert list((tmp_path / "cache" / "tokens").iterdir()) == []
+
+
+def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    _write_texts(tmp_path / "texts")
+    (tmp_path / "cache").write_text("a file")
+    with pytest.raises(OutOfResources, match="cannot keep the tokens"):
+        open_corpus(_section(tmp_path / "texts"), tmp_path / "cache")
+
+
+def test_json_lines_give_a_field_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n\n".join(json.dumps({"body": f"row {number}"}) for number in range(50)))
+    section = _section(path, format="jsonl", field="body", max_documents=30)
+    assert list(documents.documents(section, (path,))) == [f"row {number}".encode() for number in range(30)]
+
+
+@pytest.mark.parametrize("line", ["{", "[1]", "{}", "[" * 5000, '{"text": null}'])
+def test_a_line_that_is_no_document_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "fine"}\n' + line)
+    with pytest.raises(JobError, match=r"rows\.jsonl:2"):
+        list(documents.documents(_section(path, format="jsonl"), (path,)))
+
+
+def test_a_line_without_end_is_not_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "MAX_LINE_BYTES", 100)
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"text": "x" * 100}))
+    with pytest.raises(JobError, match="longer than 100"):
+        list(documents.documents(_section(path, format="jsonl"), (path,)))
+
+
+def test_a_long_text_is_several_documents_cut_at_lines(tmp_path: Path) -> None:
+    path = tmp_path / "long.txt"
+    text = b"".join(b"line %d\n" % number for number in range(30_000))
+    path.write_bytes(text)
+    parts = list(documents.documents(_section(path), (path,)))
+    assert b"".join(parts) == text
+    assert len(parts) == -(-len(text) // documents.TEXT_DOCUMENT_BYTES)
+    assert all(part.endswith(b"\n") for part in parts)
+    path.write_bytes(b"x" * 10 * documents.TEXT_DOCUMENT_BYTES)  # no line ends at all
+    assert max(map(len, documents.documents(_section(path), (path,)))) <= 2 * documents.TEXT_DOCUMENT_BYTES
+
+
+def test_the_standard_library_is_its_own_source_only() -> None:
+    files = documents.files_of(_section("python-stdlib"))
+    root = Path(sysconfig.get_path("stdlib"))
+    assert root / "json" / "decoder.py" in files
+    assert not [
+        file for file in files if {"site-packages", "test", "tests"} & set(file.relative_to(root).parts)
+    ]
+    assert list(files) == sorted(files, key=Path.as_posix)
+
+
+def test_a_glob_and_a_file_and_a_directory_name_files(tmp_path: Path) -> None:
+    _write_texts(tmp_path / "texts", 12)
+    assert len(documents.files_of(_section(tmp_path / "texts"))) == 12
+    assert len(documents.files_of(_section(tmp_path / "texts" / "00*.txt"))) == 10
+    assert len(documents.files_of(_section(tmp_path / "texts" / "003.txt"))) == 1
+
+
+@pytest.mark.parametrize("path", ["nowhere", "empty", "no*thing"])
+def test_data_that_is_missing_is_said(tmp_path: Path, path: str) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(JobError, match=r"'path' in \[data\] is wrong: there is no text file") as caught:
+        open_corpus(_section(tmp_path / path), tmp_path / "cache")
+    assert caught.value.hint
+
+
+def test_data_that_is_too_short_is_said_for_each_part(tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(JobError, match="train part has 0 tokens"):
+        open_corpus(_section(tmp_path / "empty.txt"), tmp_path / "cache")
+    texts = _write_texts(tmp_path / "texts", 1)
+    part = "train" if data_module._is_validation(texts[0], 0.25) else "validation"
+    with pytest.raises(JobError, match=f"{part} part has 0 tokens"):
+        open_corpus(_section(tmp_path / "texts"), tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    ("settings", "package"), [({"format": "parquet"}, "pyarrow"), ({"hub": "a/b"}, "datasets")]
+)
+def test_an_optional_package_that_is_not_there_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], package: str
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, package, None)
+    (tmp_path / "a.parquet").touch()
+    where = {} if "hub" in settings else {"path": str(tmp_path)}
+    section = DataSection.model_validate({"sequence_length": 8, **where, **settings})
+    with pytest.raises(JobError, match=package) as caught:
+        open_corpus(section, tmp_path / "cache")
+    assert f"pip install {package}" in caught.value.hint
+
+
+def test_parquet_rows_are_documents(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "rows.parquet"
+    rows = [f"row {number}" for number in range(200)]
+    parquet.write_table(pyarrow.table({"text": rows, "other": list(range(200))}), path)
+    section = _section(path, format="parquet")
+    assert list(documents.documents(section, (path,))) == [row.encode() for row in rows]
+    for field, words in (("missing", "no column"), ("other", "no text")):
+        with pytest.raises(JobError, match=words):
+            list(documents.documents(_section(path, format="parquet", field=field), (path,)))
+    path.write_bytes(b"not parquet at all")
+    with pytest.raises(JobError, match="not a parquet file"):
+        list(documents.documents(section, (path,)))

@@ -1,0 +1,187 @@
+"""Job files: what is refused and with which words, and what a signature covers."""
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from swarmnet_protocols.errors import ConfigError, IntegrityError
+from swarmnet_protocols.identity import Identity
+from swarmnet_protocols.training import jobs, methods
+from swarmnet_protocols.training.jobs import JobError, open_job, parse_job, seal_job
+from swarmnet_protocols.training.templates import METHODS, template
+
+OWNER = Identity.from_seed(b"owner")
+DILOCO = template("diloco")
+
+
+def _line(text: str, start: str) -> int:
+    return next(number for number, line in enumerate(text.splitlines(), 1) if line.startswith(start))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_template_is_a_job_of_its_method(method: str) -> None:
+    job = parse_job(template(method).encode()).job
+    assert job.method.name == method
+    assert job.make_method().name == method
+    assert job.make_method().steps_per_round * job.job.rounds in range(500, 1001)
+
+
+def test_there_is_a_template_for_every_method() -> None:
+    assert set(METHODS) == set(methods.METHODS)
+
+
+def test_a_template_of_no_method_names_those_there_are() -> None:
+    with pytest.raises(ConfigError, match="'adam'") as caught:
+        template("adam")
+    assert "diloco" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "at", "words", "hint"),
+    [
+        ("learning_rate =", "learning_rat =", "learning_rat", "unknown key", "did you mean 'learning_rate'"),
+        ("[training]", "[trainig]", "[trainig]", "unknown section", "did you mean 'training'"),
+        ("sync_every = 50", "sync_evry = 50", "sync_evry", "'sync_evry' in \\[method\\]", ""),
+        ("sync_every = 50", "sync_every = 0", "sync_every", "'sync_every' in \\[method\\]", ""),
+        ("sync_every = 50", "sync_every = -3", "sync_every", "'sync_every' in \\[method\\]", ""),
+        ("sync_every = 50", "sync_every = true", "sync_every", "'sync_every' in \\[method\\]", ""),
+        ('name = "diloco"', 'name = "dilocco"', "[method]", "'name' in \\[method\\]", ""),
+        ("rounds = 20", "rounds = 0", "rounds", "'rounds' in \\[job\\]", ""),
+        ("rounds = 20", 'rounds = "20"', "rounds", "'rounds' in \\[job\\]", ""),
+        ("seed = 0", "seed = -1", "seed", "'seed' in \\[job\\]", ""),
+        ("learning_rate = 1e-3", "learning_rate = inf", "learning_rate", "finite", ""),
+        ("betas = [0.9, 0.95]", "betas = [0.9, 1.0]", "betas", "betas", ""),
+        ("betas = [0.9, 0.95]", "betas = [0.9]", "betas", "betas", ""),
+        ("batch_size = 8", "batch_size = 8\nmicrobatch = 3", "microbatch", "must divide", ""),
+        ("min_workers = 1", "min_workers = 100", "max_workers", "at least min_workers", ""),
+        ('aggregate = "mean"', 'aggregate = "mode"', "aggregate", "aggregate", ""),
+        ('# codec = "int8"', 'codec = "int7"', "codec", "int7", ""),
+        ('model_type = "llama"', "", "[model.config]", "model_type", ""),
+        ("hidden_size = 128", "hidden_size = nan", "[model.config]", "finite", ""),
+        ("[model.config]", "[model]\ncheckpoint = 'x'\n[model.config]", "[model]", "one of", ""),
+        ('path = "python-stdlib"', "", "[data]", "one of 'path' and 'hub'", ""),
+        ("sequence_length = 256", "", "[data]", "'sequence_length' in \\[data\\] is missing", ""),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_line(old: str, new: str, at: str, words: str, hint: str) -> None:
+    assert old in DILOCO
+    text = DILOCO.replace(old, new, 1)
+    section = "[method]" if at == "[method]" else ""
+    line = _line(text, section or at)
+    if section and "name" in new:
+        line += 1
+
+    with pytest.raises(ConfigError, match=rf"job\.toml:{line}: .*{words}") as caught:
+        parse_job(text.encode())
+    assert hint in caught.value.hint
+
+
+def test_fragments_that_do_not_divide_are_refused() -> None:
+    text = template("streaming").replace("fragments = 5", "fragments = 7")
+    with pytest.raises(ConfigError, match=r"job\.toml:\d+: .*fragments"):
+        parse_job(text.encode())
+
+
+def test_the_bound_of_noloco_is_in_the_message() -> None:
+    text = template("noloco").replace("gamma = 0.7", "gamma = 1.6")
+    with pytest.raises(ConfigError, match=r"job\.toml:\d+: .*1\.5"):
+        parse_job(text.encode())
+
+
+@pytest.mark.parametrize("section", ["job", "data", "training", "method"])
+def test_a_section_that_is_missing_or_no_table_is_refused(section: str) -> None:
+    header = f"[{section}]"
+    start = DILOCO.index(header)
+    end = DILOCO.index("\n[", start + 1)
+    with pytest.raises(ConfigError, match=section):
+        parse_job((DILOCO[:start] + DILOCO[end:]).encode())
+    with pytest.raises(ConfigError, match=section):
+        parse_job((f"{section} = 1\n" + DILOCO[:start] + DILOCO[end:]).encode())
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\xff\xfe", b"[" * 5000, b"a = " + b"[" * 5000, b"a" * (jobs.MAX_JOB_BYTES + 1)]
+)
+def test_what_is_no_job_file_is_refused(data: bytes) -> None:
+    with pytest.raises(ConfigError):
+        parse_job(data)
+
+
+def test_an_error_found_later_is_given_its_line() -> None:
+    file = parse_job(DILOCO.encode())
+    line = _line(DILOCO, "path")
+    with (
+        pytest.raises(ConfigError, match=rf"^job\.toml:{line}: 'path' in \[data\] is empty"),
+        file.naming_lines(),
+    ):
+        raise JobError("data", "path", "is empty")
+
+
+def test_a_sealed_job_gives_back_the_job_and_its_owner() -> None:
+    job = parse_job(DILOCO.encode()).job
+    sealed = open_job(seal_job(job, OWNER))
+    assert sealed.job == job
+    assert sealed.owner == OWNER.public_key
+
+
+def test_the_id_is_of_the_content_and_the_owner() -> None:
+    def id_of(text: str, owner: Identity) -> str:
+        return open_job(seal_job(parse_job(text.encode()).job, owner)).id
+
+    plain = id_of(DILOCO, OWNER)
+    assert id_of(DILOCO.replace("seed = 0", "seed   =   0 # the same"), OWNER) == plain
+    assert id_of(DILOCO.replace("seed = 0", "seed = 1"), OWNER) != plain
+    assert id_of(DILOCO, Identity.from_seed(b"another")) != plain
+
+
+def _resigned(document: dict[str, object]) -> bytes:
+    document.pop("signature")
+    fields = json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
+    document["signature"] = OWNER.sign(b"swarmnet-training-job-1\0" + fields).hex()
+    return json.dumps(document).encode()
+
+
+CHANGES: dict[str, Callable[[dict[str, object]], object]] = {
+    "value": lambda sealed: sealed["job"]["job"].update(seed=9),  # type: ignore[index]
+    "owner": lambda sealed: sealed.update(owner=Identity.from_seed(b"thief").public_key.hex()),
+    "signature": lambda sealed: sealed.update(signature="00" * 64),
+    "no signature": lambda sealed: sealed.pop("signature"),
+    "more": lambda sealed: sealed.update(more=1),
+    "format": lambda sealed: sealed.update(format=2),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_sealed_job_that_was_changed_is_refused(change: str) -> None:
+    sealed = json.loads(seal_job(parse_job(DILOCO.encode()).job, OWNER))
+    CHANGES[change](sealed)
+    with pytest.raises(IntegrityError):
+        open_job(json.dumps(sealed).encode())
+
+
+def test_a_signature_does_not_make_a_bad_job_good() -> None:
+    sealed = json.loads(seal_job(parse_job(DILOCO.encode()).job, OWNER))
+    sealed["job"]["job"]["rounds"] = 0
+    with pytest.raises(JobError, match="rounds"):
+        open_job(_resigned(sealed))
+
+
+def test_a_job_that_leaves_out_a_default_has_no_second_id() -> None:
+    sealed = json.loads(seal_job(parse_job(DILOCO.encode()).job, OWNER))
+    del sealed["job"]["eval"]
+    with pytest.raises(IntegrityError):
+        open_job(_resigned(sealed))
+
+
+@pytest.mark.parametrize("data", [b"", b"[]", b"{}", b"[" * 10_000, b"\xff", b" " * (jobs.MAX_JOB_BYTES + 1)])
+def test_what_is_no_sealed_job_is_refused(data: bytes) -> None:
+    with pytest.raises(IntegrityError):
+        open_job(data)
+
+
+def test_a_job_that_is_too_large_to_travel_is_refused() -> None:
+    job = parse_job(DILOCO.encode()).job
+    config = {**(job.model.config or {}), "more": "x" * jobs.MAX_JOB_BYTES}
+    with pytest.raises(ConfigError, match="larger"):
+        seal_job(job.model_copy(update={"model": job.model.model_copy(update={"config": config})}), OWNER)
