@@ -1,0 +1,63 @@
+"""How workers that train together turn what they exchange into new parameters: one small module a method.
+
+``base.py`` says what a method promises; ``get_method`` makes one from a job's settings.
+"""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from pydantic import ValidationError
+
+from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.training.methods.allreduce import AllReduce, AllReduceSettings
+from swarmnet_protocols.training.methods.base import Average, Kind, Method, Settings
+from swarmnet_protocols.training.methods.co2 import CO2, CO2Settings
+from swarmnet_protocols.training.methods.diloco import DiLoCo, DiLoCoSettings
+from swarmnet_protocols.training.methods.eager import Eager, EagerSettings
+from swarmnet_protocols.training.methods.noloco import NoLoCo, NoLoCoSettings
+from swarmnet_protocols.training.methods.sparseloco import SparseLoCo, SparseLoCoSettings
+from swarmnet_protocols.training.methods.streaming import Streaming, StreamingSettings
+from swarmnet_protocols.training.methods.zo import ZeroOrder, ZeroOrderSettings
+
+__all__ = ["METHODS", "Average", "Kind", "Method", "ZeroOrder", "get_method"]
+
+_METHODS: Mapping[str, tuple[Callable[[Any], Method], type[Settings]]] = MappingProxyType(
+    {
+        "allreduce": (AllReduce, AllReduceSettings),
+        "diloco": (DiLoCo, DiLoCoSettings),
+        "streaming": (Streaming, StreamingSettings),
+        "eager": (Eager, EagerSettings),
+        "noloco": (NoLoCo, NoLoCoSettings),
+        "sparseloco": (SparseLoCo, SparseLoCoSettings),
+        "co2": (CO2, CO2Settings),
+        "zo": (ZeroOrder, ZeroOrderSettings),
+    }
+)
+
+METHODS = tuple(_METHODS)
+"""The names that ``get_method`` knows."""
+
+
+def get_method(name: str, settings: Mapping[str, float | int | str]) -> Method:
+    """The method of this name, or ``ConfigError`` that names the setting that is wrong."""
+    if name not in _METHODS:
+        raise ConfigError(f"unknown method {name!r}", hint=f"one of: {', '.join(_METHODS)}")
+    make, model = _METHODS[name]
+    try:
+        checked = model.model_validate(dict(settings))
+    except ValidationError as error:
+        raise ConfigError(
+            f"{name}: {'; '.join(_explain(details) for details in error.errors())}",
+            hint=f"its settings: {', '.join(model.model_fields) or 'none'}",
+        ) from error
+    return make(checked)
+
+
+def _explain(details: Any) -> str:
+    if details["type"] == "extra_forbidden":
+        return f"no setting {details['loc'][0]!r}"
+    if details["loc"]:
+        message = details["msg"]
+        return f"{details['loc'][0]} = {details['input']!r}: {message[0].lower()}{message[1:]}"
+    return str(details["ctx"]["error"])

@@ -1,0 +1,29 @@
+"""Elementwise float32 arithmetic with the same bits on every machine."""
+
+import torch
+
+_CHUNK = 1 << 20
+"""Values at a time: the float64 intermediates of a large model would otherwise take several times its size."""
+
+
+def add_scaled(a: torch.Tensor, alpha: float, b: torch.Tensor) -> torch.Tensor:
+    """a + alpha * b, float32 [n], alpha taken as float32.
+
+    ``torch.add(a, b, alpha=alpha)`` rounds once on a CPU with fused multiply-add and twice on others. Here the product
+    is exact in float64 everywhere, and the sum is rounded there and then to float32: the fused result, but for the
+    one sum in about 2**29 that float64 rounds to the midpoint of two float32 numbers.
+    """
+    factor = torch.tensor(alpha, dtype=torch.float32).item()
+    out = torch.empty_like(a)
+    for start in range(0, len(a), _CHUNK):
+        part = slice(start, start + _CHUNK)
+        out[part] = a[part].double() + b[part].double() * factor
+    return out
+
+
+def nesterov(
+    weights: torch.Tensor, momentum: torch.Tensor, gradient: torch.Tensor, lr: float, mu: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights and momentum after v <- mu v + g; θ <- θ - lr (g + mu v): one step of ``torch.optim.SGD(nesterov=True)``."""
+    momentum = momentum * mu + gradient
+    return add_scaled(weights, -lr, add_scaled(gradient, mu, momentum)), momentum

@@ -1,0 +1,74 @@
+"""CO2 (Sun et al., arXiv 2401.16265, algorithm 1): outer updates one step late, with a penalty for staleness."""
+
+import re
+from collections.abc import Mapping
+
+import torch
+from pydantic import Field
+
+from swarmnet_protocols.errors import IntegrityError
+from swarmnet_protocols.training.methods.arithmetic import add_scaled
+from swarmnet_protocols.training.methods.base import Average, OuterMethod, Settings, check_state
+
+MAX_BASES = 8
+"""Rounds that may be under way at once."""
+
+
+class CO2Settings(Settings):
+    sync_every: int = Field(default=48, ge=1)
+    """τ, inner steps between exchanges; an exchange has as long to complete."""
+    outer_lr: float = Field(default=1.0, gt=0)
+    """α."""
+    momentum: float = Field(default=0.5, ge=0, lt=1)
+    """μ."""
+    clip: float = Field(default=1.0, gt=0)
+    """φ, the largest element of the outer momentum."""
+
+
+class CO2(OuterMethod):
+    """m <- clip(μ m + (x - x̄)/Λ, ±φ); x <- x - α m, where x̄ is the mean of the workers' parameters Λ rounds ago.
+
+    Λ is measured: how many contributions ``apply`` comes late, at least one. Workers stay equal if they apply a round
+    after the same contribution. What is contributed to round r is x(r) - x_i(r), so x(r) is kept until it is applied.
+    """
+
+    name = "co2"
+    codec = "float32"
+    state_names = ("momentum",)
+
+    def __init__(self, settings: CO2Settings) -> None:
+        super().__init__(settings.sync_every)
+        self.overlap_steps = settings.sync_every
+        self._settings = settings
+        self._bases: dict[int, torch.Tensor] = {}
+
+    def begin(self, parameters: torch.Tensor) -> None:
+        super().begin(parameters)
+        self._bases = {}
+
+    def contribution(self, round: int, parameters: torch.Tensor) -> torch.Tensor:
+        self._bases[round] = self._weights
+        return super().contribution(round, parameters)
+
+    def apply(self, round: int, parameters: torch.Tensor, average: Average | None) -> torch.Tensor:
+        late = max(1, max(self._bases) - round)
+        base = self._bases.pop(round)
+        if average is None:
+            return parameters.clone()
+        behind = (self._weights - base) + average.values
+        momentum = add_scaled(self._state["momentum"] * self._settings.momentum, 1 / late, behind)
+        momentum = momentum.clamp(-self._settings.clip, self._settings.clip)
+        self._state["momentum"] = momentum
+        self._weights = add_scaled(self._weights, -self._settings.outer_lr, momentum)
+        return self._weights.clone()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return super().state() | {f"base.{round}": base for round, base in self._bases.items()}
+
+    def restore(self, state: Mapping[str, torch.Tensor]) -> None:
+        bases = {name: values for name, values in state.items() if re.fullmatch(r"base\.\d{1,10}", name)}
+        if len(bases) > MAX_BASES:
+            raise IntegrityError(f"outer state of {len(bases)} rounds under way, more than {MAX_BASES}")
+        check_state(bases, dict.fromkeys(bases, self._weights))
+        super().restore({name: values for name, values in state.items() if name not in bases})
+        self._bases = {int(name.removeprefix("base.")): values.clone() for name, values in bases.items()}

@@ -1,0 +1,86 @@
+"""NoLoCo (Kolehmainen et al., arXiv 2506.10911): random pairs average, and nobody waits for the whole swarm."""
+
+import math
+from collections.abc import Sequence
+from hashlib import sha256
+from typing import Self
+
+import torch
+from pydantic import Field, model_validator
+
+from swarmnet_protocols.training.methods.arithmetic import add_scaled
+from swarmnet_protocols.training.methods.base import Average, OuterMethod, Settings
+
+
+def gamma_bound(alpha: float, replicas: float = math.inf) -> float:
+    """The γ at and above which the variance between ``replicas``, paired anew each round, no longer shrinks.
+
+    With d the deviation of a replica from the mean, δ its momentum and P the projection that takes away the mean of a
+    pair, δ <- α δ - γ (d - P d); d <- d + δ. Of a deviation, q = (1 - 1/n)(1 + 1/(N - 1)), n = 2, is expected within the pairs.
+    The second moments of (d, δ) shrink iff 0 < γ < 2 (1 - α²) / (1 + α - 2 α q).
+    """
+    within = 0.5 * (1 + 1 / (replicas - 1))
+    return 2 * (1 - alpha**2) / (1 + alpha - 2 * alpha * within)
+
+
+class NoLoCoSettings(Settings):
+    sync_every: int = Field(default=50, ge=1)
+    """H, inner steps between exchanges."""
+    alpha: float = Field(default=0.5, ge=0, lt=1)
+    """Outer momentum."""
+    beta: float = Field(default=0.7, gt=0)
+    """Outer learning rate."""
+    gamma: float = Field(default=0.7, gt=0)
+    """How strongly paired replicas pull at each other."""
+    seed: int = Field(default=0, ge=0)
+    """Of the pairs."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        bound = gamma_bound(self.alpha)
+        if self.gamma >= bound:
+            raise ValueError(
+                f"gamma = {self.gamma} must be less than {bound:.4g} = 2 (1 - alpha²) for alpha = {self.alpha}:"
+                " replicas of a large swarm would drift apart"
+            )
+        return self
+
+
+class NoLoCo(OuterMethod):
+    """δ_i <- α δ_i + (β/n) Σ_k (θ_k - φ_k) - γ (φ_i - mean_k φ_k); φ_i <- φ_i + δ_i; θ_i <- φ_i, k over the n = 2 of a pair.
+
+    What a worker contributes is β (θ_k - φ_k) + γ φ_k: the mean of it is all that the step takes from the pair. It holds
+    whole weights, not a difference, so a coarse codec costs more here than elsewhere.
+
+    ``agreed`` is this worker's own slow weights φ_i: replicas stay near each other and are never equal. The odd one out,
+    and a worker whose partner is gone, take the step alone.
+    """
+
+    name = "noloco"
+    codec = "float32"
+    state_names = ("own.momentum",)
+
+    def __init__(self, settings: NoLoCoSettings) -> None:
+        super().__init__(settings.sync_every)
+        self._settings = settings
+
+    def partners(self, round: int, roster: Sequence[str], me: str) -> tuple[str, ...]:
+        """The pair of ``me``: neighbours in an order drawn from the seed and the round."""
+        order = sorted(
+            roster, key=lambda peer: sha256(f"{self._settings.seed}/{round}/{peer}".encode()).digest()
+        )
+        first = order.index(me) & ~1
+        return tuple(sorted(order[first : first + 2]))
+
+    def contribution(self, round: int, parameters: torch.Tensor) -> torch.Tensor:
+        progress = (parameters - self._weights) * self._settings.beta
+        return add_scaled(progress, self._settings.gamma, self._weights)
+
+    def apply(self, round: int, parameters: torch.Tensor, average: Average | None) -> torch.Tensor:
+        """The new φ_i. None: the partner is gone, and the worker is a pair of its own."""
+        mean = self.contribution(round, parameters) if average is None else average.values
+        pull = add_scaled(mean, -self._settings.gamma, self._weights)
+        momentum = add_scaled(pull, self._settings.alpha, self._state["own.momentum"])
+        self._state["own.momentum"] = momentum
+        self._weights = self._weights + momentum
+        return self._weights.clone()
