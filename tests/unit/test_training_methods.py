@@ -1,0 +1,500 @@
+"""Training methods against the published equations, and what they promise when rounds, partners or workers go away."""
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from swarmnet_protocols.errors import ConfigError, IntegrityError, ProtocolViolation
+from swarmnet_protocols.training.codecs import ALIGNMENT, get_codec
+from swarmnet_protocols.training.methods import METHODS, Average, Method, ZeroOrder, get_method
+from swarmnet_protocols.training.methods.noloco import NoLoCo, NoLoCoSettings, gamma_bound
+from tests.support import training_reference as reference
+
+WORKERS = 4
+ROUNDS = 10
+SIZE = 203
+NAMES = tuple(f"worker-{i}" for i in range(WORKERS))
+H = 4
+
+SETTINGS: Mapping[str, dict[str, int | float | str]] = {
+    "allreduce": {},
+    "diloco": {"sync_every": H},
+    "streaming": {"sync_every": 2 * H, "fragments": 2, "overlap_steps": 1},
+    "eager": {"sync_every": H},
+    "noloco": {"sync_every": H, "seed": 5},
+    "sparseloco": {"sync_every": H},
+    "co2": {"sync_every": H},
+    "zo": {"directions": 2, "epsilon": 1e-2, "learning_rate": 1e-3, "seed": 1 << 40},
+}
+INNER_STEPPED = tuple(name for name in METHODS if name not in ("allreduce", "zo"))
+
+
+class Task:
+    """Workers that pull the parameters towards targets of their own, with a different wobble at every step."""
+
+    def __init__(self, size: int = SIZE) -> None:
+        rng = np.random.default_rng(3)
+        self.start = rng.standard_normal(size).astype(np.float32).astype(np.float64)
+        self._targets = rng.standard_normal((WORKERS, size))
+        self._wobble = 0.01 * rng.standard_normal((7, size))
+
+    def gradient(self, worker: int, step: int, x: reference.Vector) -> reference.Vector:
+        away: reference.Vector = x - self._targets[worker] + self._wobble[step % 7]
+        return away
+
+    def inner(self, worker: int, step: int, x: reference.Vector) -> reference.Vector:
+        return x - 0.05 * self.gradient(worker, step, x)
+
+    def loss(self, worker: int, x: reference.Vector) -> float:
+        return float(((x - self._targets[worker]) ** 2).sum() / 2)
+
+    def run(self) -> reference.Run:
+        return reference.Run(self.start, self.inner, WORKERS, ROUNDS)
+
+
+class Swarm:
+    """Workers that follow the protocol of ``Method`` over an exchange that loses nothing, or a whole round."""
+
+    def __init__(self, name: str, *, discarded: Sequence[int] = ()) -> None:
+        self._name = name
+        self._discarded = discarded
+        self._task = Task()
+        self.methods = [get_method(name, SETTINGS[name]) for _ in NAMES]
+        self.parameters = [torch.from_numpy(self._task.start).float() for _ in NAMES]
+        for method, parameters in zip(self.methods, self.parameters, strict=True):
+            method.begin(parameters)
+        self._under_way: tuple[int, list[Average | None]] | None = None
+        self._steps = 0
+
+    def round(self, number: int) -> np.ndarray:
+        """One round: the parameters [W, N] that the workers have at its end."""
+        steps, overlap = self.methods[0].steps_per_round, self.methods[0].overlap_steps
+        for step in range(steps):
+            if step == overlap:
+                self._apply()
+            self._train()
+        contributions = [
+            method.contribution(number, parameters)
+            for method, parameters in zip(self.methods, self.parameters, strict=True)
+        ]
+        if overlap == steps:
+            self._apply()
+        self._under_way = (number, self._exchange(number, contributions))
+        if overlap == 0:
+            self._apply()
+        return torch.stack(self.parameters).numpy()
+
+    def restart(self) -> None:
+        """Every worker's method is replaced by a new one with its agreed weights and outer state."""
+        fresh = []
+        for method in self.methods:
+            restored = get_method(self._name, SETTINGS[self._name])
+            restored.begin(method.agreed())
+            restored.restore({name: values.clone() for name, values in method.state().items()})
+            fresh.append(restored)
+        self.methods = fresh
+
+    def _train(self) -> None:
+        for worker, parameters in enumerate(self.parameters):
+            moved = self._task.inner(worker, self._steps, parameters.double().numpy())
+            self.parameters[worker] = torch.from_numpy(moved).float()
+        self._steps += 1
+
+    def _exchange(self, number: int, contributions: list[torch.Tensor]) -> list[Average | None]:
+        if number in self._discarded:
+            return [None] * WORKERS
+        averages: list[Average | None] = []
+        for method, me in zip(self.methods, NAMES, strict=True):
+            group = method.partners(number, NAMES, me)
+            values = torch.stack([contributions[NAMES.index(peer)] for peer in group]).mean(dim=0)
+            averages.append(Average(values, group))
+        return averages
+
+    def _apply(self) -> None:
+        if self._under_way is None:
+            return
+        number, averages = self._under_way
+        for worker, (method, average) in enumerate(zip(self.methods, averages, strict=True)):
+            self.parameters[worker] = method.apply(number, self.parameters[worker], average)
+        self._under_way = None
+
+
+def assert_agree(ours: Sequence[np.ndarray], theirs: Sequence[reference.Vector]) -> None:
+    for t, (got, expected) in enumerate(zip(ours, theirs, strict=True)):
+        error = np.abs(got - expected).max() / np.abs(expected).max()
+        assert error < 1e-5, f"round {t}: relative error {error:.2e}"
+
+
+def expected_trace(name: str) -> list[reference.Vector]:
+    run = Task().run()
+    match name:
+        case "diloco":
+            return reference.diloco(run, H, 0.7, 0.9)
+        case "streaming":
+            return reference.streaming(run, 2 * H, 2, 1, 0.5, (0.4, 0.9))
+        case "eager":
+            return reference.eager(run, H, 0.7, 0.9)
+        case "noloco":
+            method = get_method(name, SETTINGS[name])
+            groups = [
+                sorted({tuple(NAMES.index(p) for p in method.partners(t, NAMES, me)) for me in NAMES})
+                for t in range(ROUNDS)
+            ]
+            return reference.noloco(run, H, 0.5, 0.7, 0.7, groups=groups)
+        case "sparseloco":
+            codec = get_codec("topk")
+
+            def quantise(e: reference.Vector) -> reference.Vector:
+                values = torch.from_numpy(e).float()
+                return codec.decode(codec.encode(values), len(e)).double().numpy()
+
+            return reference.sparseloco(run, H, 0.95, 1.0, quantise=quantise)
+        case _:
+            return reference.co2(run, H, 1.0, 0.5, 1.0)
+
+
+@pytest.mark.parametrize("name", INNER_STEPPED)
+def test_ten_rounds_follow_the_published_equations(name: str) -> None:
+    swarm = Swarm(name)
+    assert_agree([swarm.round(t) for t in range(ROUNDS)], expected_trace(name))
+
+
+def test_allreduce_gives_the_mean_gradient() -> None:
+    task, method = Task(), get_method("allreduce", {})
+    theta, trace = torch.from_numpy(task.start).float(), []
+    for t in range(ROUNDS):
+        gradients = [
+            torch.from_numpy(task.gradient(i, t, theta.double().numpy())).float() for i in range(WORKERS)
+        ]
+        mean = torch.stack([method.contribution(t, gradient) for gradient in gradients]).mean(dim=0)
+        theta = theta - 0.1 * method.apply(t, gradients[0], Average(mean, NAMES))
+        trace.append(torch.stack([theta] * WORKERS).numpy())
+    assert_agree(trace, reference.sgd(task.run(), task.gradient, 0.1))
+
+
+def zeroth_order() -> ZeroOrder:
+    method = get_method("zo", SETTINGS["zo"])
+    assert isinstance(method, ZeroOrder)
+    method.begin(torch.from_numpy(Task().start).float())
+    return method
+
+
+def slopes(method: ZeroOrder, t: int, worker: int, theta: torch.Tensor) -> torch.Tensor:
+    task = Task()
+    measured = []
+    for j in range(method.directions):
+        ends = [
+            task.loss(worker, method.probe(t, j, theta, sign).double().numpy().astype(np.float64))
+            for sign in (1, -1)
+        ]
+        measured.append(method.slope(*ends))
+    return method.contribution(t, torch.tensor(measured))
+
+
+def test_zeroth_order_follows_the_published_equations_and_a_log_replays_to_the_same_bits() -> None:
+    method = zeroth_order()
+    theta, trace, log = torch.from_numpy(Task().start).float(), [], []
+    for t in range(ROUNDS):
+        mean = torch.stack([slopes(method, t, i, theta) for i in range(WORKERS)]).mean(dim=0)
+        theta = method.apply(t, theta, Average(mean, NAMES))
+        log.append((t, mean))
+        trace.append(torch.stack([theta] * WORKERS).numpy())
+    run = Task().run()
+    assert_agree(trace, reference.zeroth_order(run, Task().loss, 1 << 40, 2, 1e-2, 1e-3))
+
+    joiner = zeroth_order()
+    assert torch.equal(joiner.replay(torch.from_numpy(trace[3][0]), log[4:]), theta)
+    assert torch.equal(method.agreed(), theta)
+
+
+@pytest.mark.parametrize("entry", [torch.tensor([1.0]), torch.tensor([1.0, math.nan]), torch.ones(2, 2)])
+def test_a_log_with_anything_but_finite_slopes_is_refused(entry: torch.Tensor) -> None:
+    method = zeroth_order()
+    with pytest.raises(ProtocolViolation, match="round 7"):
+        method.replay(method.agreed(), [(7, entry)])
+
+
+def test_diloco_with_one_worker_is_torch_sgd_bit_for_bit() -> None:
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(10_007, generator=generator)
+    method = get_method("diloco", {"sync_every": 1, "outer_lr": 0.7, "momentum": 0.9})
+    method.begin(start)
+    outer = torch.nn.Parameter(start.clone())
+    sgd = torch.optim.SGD([outer], lr=0.7, momentum=0.9, nesterov=True)
+    theta = start
+    for t in range(ROUNDS):
+        trained = theta + 0.1 * torch.randn(len(start), generator=generator)
+        outer.grad = outer.detach() - trained
+        sgd.step()
+        theta = method.apply(t, trained, Average(method.contribution(t, trained), ("me",)))
+        assert torch.equal(theta, outer.detach())
+
+
+@pytest.mark.parametrize("name", INNER_STEPPED)
+def test_workers_agree_bit_for_bit_after_every_round(name: str) -> None:
+    swarm = Swarm(name)
+    for t in range(ROUNDS):
+        swarm.round(t)
+        first, *others = swarm.methods
+        if name != "noloco":
+            assert all(torch.equal(first.agreed(), other.agreed()) for other in others)
+        shared = shared_state(first)
+        assert all(shared_state(other).keys() == shared.keys() for other in others)
+        assert all(torch.equal(shared_state(other)[key], shared[key]) for other in others for key in shared)
+
+
+def shared_state(method: Method) -> dict[str, torch.Tensor]:
+    return {name: values.clone() for name, values in method.state().items() if not name.startswith("own.")}
+
+
+@pytest.mark.parametrize("name", INNER_STEPPED)
+def test_outer_state_restored_in_mid_run_goes_on_bit_for_bit(name: str) -> None:
+    kept, restarted = Swarm(name), Swarm(name)
+    for t in range(ROUNDS):
+        if t in (1, 5):
+            restarted.restart()
+        assert np.array_equal(kept.round(t), restarted.round(t))
+
+
+@pytest.mark.parametrize("name", [n for n in INNER_STEPPED if n != "noloco"])
+def test_a_discarded_round_leaves_weights_and_momentum_as_they_were(name: str) -> None:
+    swarm = Swarm(name, discarded=[3, 4])
+    late = 0 if swarm.methods[0].overlap_steps == 0 else 1
+    seen = []
+    for t in range(8):
+        swarm.round(t)
+        state = swarm.methods[0].state()
+        outer = [
+            values for key, values in state.items() if key in ("momentum", "own.momentum", "own.residual")
+        ]
+        seen.append(torch.cat([swarm.methods[0].agreed(), *outer]))
+    changed = [not torch.equal(a, b) for a, b in pairwise(seen)]
+    assert [t + 1 for t, change in enumerate(changed) if not change and t + 1 > late] == [3 + late, 4 + late]
+
+
+def test_progress_of_a_discarded_round_is_in_the_next_contribution() -> None:
+    method = get_method("diloco", {})
+    method.begin(torch.zeros(3))
+    kept = method.apply(0, torch.full((3,), 2.0), None)
+    assert torch.equal(method.contribution(1, kept + 1), torch.full((3,), -3.0))
+
+
+def test_sparseloco_contributes_what_a_discarded_round_lost_once() -> None:
+    method = get_method("sparseloco", {"decay": 1.0})
+    weights = torch.randn(ALIGNMENT, generator=torch.Generator().manual_seed(1))
+    method.begin(weights)
+    trained = weights + 0.1 * torch.randn(ALIGNMENT, generator=torch.Generator().manual_seed(2))
+    first = method.contribution(0, trained)
+    assert torch.equal(method.contribution(1, method.apply(0, trained, None)), first)
+
+
+@pytest.mark.parametrize("size", [ALIGNMENT, 3 * ALIGNMENT, 3 * ALIGNMENT + 100])
+def test_what_sparseloco_contributes_passes_its_codec_unchanged(size: int) -> None:
+    method, codec = get_method("sparseloco", {}), get_codec("topk")
+    method.begin(torch.zeros(size))
+    generator = torch.Generator().manual_seed(size)
+    for t in range(5):
+        sent = method.contribution(t, 0.01 * torch.randn(size, generator=generator))
+        assert torch.equal(codec.decode(codec.encode(sent), size), sent)
+        method.apply(t, torch.zeros(size), Average(sent, ("me",)))
+
+
+def test_a_fragment_whose_round_is_discarded_falls_back_to_the_agreed_weights() -> None:
+    method = get_method("streaming", SETTINGS["streaming"])
+    start = torch.arange(7.0)
+    method.begin(start)
+    local = start + 1
+    method.contribution(1, local)
+    assert torch.equal(method.apply(1, local, None), torch.cat([local[:3], start[3:]]))
+
+
+@pytest.mark.parametrize(("size", "fragments"), [(203, 2), (7, 5), (3, 4), (4096, 8)])
+def test_fragments_cover_the_vector_once(size: int, fragments: int) -> None:
+    method = get_method("streaming", {"sync_every": 8 * fragments, "fragments": fragments})
+    method.begin(torch.zeros(size))
+    ranges = [method.range(round) for round in range(fragments)]
+    assert [start for start, _ in ranges] == [0, *(end for _, end in ranges[:-1])]
+    assert ranges[-1][1] == size
+    assert max(end - start for start, end in ranges) <= -(-size // fragments)
+    assert method.range(fragments) == ranges[0]
+
+
+def test_co2_weighs_an_average_by_the_rounds_it_is_late() -> None:
+    moved = []
+    for late in (1, 2):
+        method = get_method("co2", {"sync_every": 1, "momentum": 0.0})
+        method.begin(torch.zeros(1))
+        for t in range(late + 1):
+            method.contribution(t, torch.zeros(1))
+        moved.append(method.apply(0, torch.zeros(1), Average(torch.tensor([0.5]), ("me",))).item())
+    assert moved == [-0.5, -0.25]
+
+
+def test_co2_clips_its_momentum() -> None:
+    method = get_method("co2", {"sync_every": 1, "clip": 0.125})
+    method.begin(torch.zeros(2))
+    method.contribution(0, torch.zeros(2))
+    method.contribution(1, torch.zeros(2))
+    moved = method.apply(0, torch.zeros(2), Average(torch.tensor([50.0, -0.0625]), ("me",)))
+    assert moved.tolist() == [-0.125, 0.0625]
+    assert method.state()["momentum"].tolist() == [0.125, -0.0625]
+
+
+def test_eager_workers_do_not_drift_apart_when_their_number_changes() -> None:
+    method = get_method("eager", {"sync_every": 1})
+    method.begin(torch.zeros(20))
+    place = torch.zeros(20)
+    progress = torch.randn(200, 20, generator=torch.Generator().manual_seed(6))
+    progress[4:] = 0
+    for t in range(200):
+        place = place + progress[t]
+        method.contribution(t, place)
+        if t > 0:
+            place = method.apply(t - 1, place, Average(torch.zeros(20), NAMES[: 1 + t % 3]))
+        if t == 3:
+            assert (place - method.agreed()).abs().max() > 0.1
+    assert (place - method.agreed()).abs().max() < 1e-5
+
+
+class TestPairs:
+    def test_everybody_is_in_one_pair_and_the_odd_one_alone(self) -> None:
+        method = get_method("noloco", {"seed": 9})
+        for count in (1, 2, 5, 8):
+            roster = [f"peer-{i}" for i in range(count)]
+            for round in range(20):
+                groups = {method.partners(round, roster, me) for me in roster}
+                assert sorted(peer for group in groups for peer in group) == sorted(roster)
+                assert sorted(map(len, groups)) == [1] * (count % 2) + [2] * (count // 2)
+
+    def test_the_order_of_the_roster_does_not_matter_and_rounds_and_seeds_do(self) -> None:
+        roster = [f"peer-{i}" for i in range(8)]
+        method, other = get_method("noloco", {"seed": 1}), get_method("noloco", {"seed": 2})
+        pairs = [method.partners(round, roster, "peer-0") for round in range(30)]
+        assert pairs == [method.partners(round, roster[::-1], "peer-0") for round in range(30)]
+        assert len(set(pairs)) == 7
+        assert pairs != [other.partners(round, roster, "peer-0") for round in range(30)]
+
+    def test_a_worker_whose_partner_is_gone_steps_alone(self) -> None:
+        lost, alone = get_method("noloco", {}), get_method("noloco", {})
+        trained = torch.randn(50, generator=torch.Generator().manual_seed(4))
+        for method in (lost, alone):
+            method.begin(torch.ones(50))
+        got = lost.apply(0, trained, None)
+        assert torch.equal(got, alone.apply(0, trained, Average(alone.contribution(0, trained), ("me",))))
+        assert torch.allclose(got, 1 + 0.7 * (trained - 1))
+
+
+class TestVariance:
+    @pytest.mark.parametrize("alpha", [0.0, 0.3, 0.5, 0.9])
+    @pytest.mark.parametrize("replicas", [2, 8, 256, 10**9])
+    def test_the_bound_is_where_the_second_moments_stop_shrinking(self, alpha: float, replicas: int) -> None:
+        bound = gamma_bound(alpha, replicas)
+        below, above = (
+            np.abs(np.linalg.eigvals(reference.noloco_variance(alpha, gamma, replicas))).max()
+            for gamma in (0.999 * bound, 1.001 * bound)
+        )
+        assert below < 1 < above
+
+    def test_the_defaults_shrink_a_large_swarm_s_variance_by_0_70_a_round(self) -> None:
+        factor = np.abs(np.linalg.eigvals(reference.noloco_variance(0.5, 0.7, 10**9))).max()
+        assert round(float(factor), 2) == 0.70
+
+    @pytest.mark.parametrize(("alpha", "gamma"), [(0.5, 0.7), (0.2, 0.3), (0.9, 0.7)])
+    def test_measured_variance_follows_the_prediction(self, alpha: float, gamma: float) -> None:
+        replicas, rounds = 64, 8
+        names = [f"peer-{i}" for i in range(replicas)]
+        settings = NoLoCoSettings.model_construct(alpha=alpha, gamma=gamma)
+        methods = {name: NoLoCo(settings) for name in names}
+        starts = torch.randn(replicas, 200, generator=torch.Generator().manual_seed(8))
+        for method, start in zip(methods.values(), starts, strict=True):
+            method.begin(start)
+        for t in range(rounds):
+            sent = {name: method.contribution(t, method.agreed()) for name, method in methods.items()}
+            for name, method in methods.items():
+                pair = method.partners(t, names, name)
+                mean = torch.stack([sent[peer] for peer in pair]).mean(dim=0)
+                method.apply(t, method.agreed(), Average(mean, pair))
+        after = torch.stack([method.agreed() for method in methods.values()])
+        predicted = np.linalg.matrix_power(reference.noloco_variance(alpha, gamma, replicas), rounds)[0, 0]
+        measured = float(after.var(dim=0).mean() / starts.var(dim=0).mean())
+        assert measured == pytest.approx(predicted, rel=0.15)
+
+    def test_settings_that_diverge_are_refused_with_the_bound(self) -> None:
+        with pytest.raises(ConfigError, match=r"gamma = 0\.7 must be less than 0\.38"):
+            get_method("noloco", {"alpha": 0.9})
+        get_method("noloco", {"alpha": 0.9, "gamma": 0.37})
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "named"),
+    [
+        ("diloco", {"sync_every": 0}, "sync_every = 0"),
+        ("diloco", {"sync_evry": 50}, "'sync_evry'"),
+        ("diloco", {"outer_lr": math.nan}, "outer_lr"),
+        ("diloco", {"momentum": "high"}, "momentum"),
+        ("diloco", {"sync_every": 2.5}, "sync_every"),
+        ("streaming", {"fragments": 3}, "fragments = 3 must divide sync_every = 100"),
+        ("streaming", {"overlap_steps": 25}, "overlap_steps = 25 must be less"),
+        ("streaming", {"mixing": 1.0}, "mixing"),
+        ("allreduce", {"sync_every": 5}, "'sync_every'"),
+        ("zo", {"directions": 0}, "directions"),
+        ("dilocco", {}, "unknown method 'dilocco'"),
+    ],
+)
+def test_a_wrong_setting_is_named(name: str, settings: dict[str, float | int | str], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        get_method(name, settings)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"momentum": torch.full((5,), math.inf)},
+        {"momentum": torch.zeros(4)},
+        {"momentum": torch.zeros(5, dtype=torch.float64)},
+        {"velocity": torch.zeros(5)},
+        {"base.1": torch.zeros(6)},
+        {f"base.{i}": torch.zeros(5) for i in range(9)},
+    ],
+)
+def test_foreign_outer_state_is_refused(change: dict[str, torch.Tensor]) -> None:
+    method = get_method("co2", {})
+    method.begin(torch.zeros(5))
+    good = method.state()
+    method.restore(good)
+    with pytest.raises(IntegrityError):
+        method.restore(good | change)
+
+
+def test_outer_state_without_what_is_another_workers_own_is_enough() -> None:
+    method = get_method("eager", {})
+    method.begin(torch.zeros(5))
+    method.restore({"momentum": torch.ones(5)})
+    assert method.state()["momentum"].tolist() == [1] * 5
+    with pytest.raises(IntegrityError, match="lacks 'momentum'"):
+        method.restore({})
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_what_a_worker_is_given_is_its_own(name: str) -> None:
+    """A worker trains in place: neither the weights nor the average may change under the others."""
+    method = get_method(name, SETTINGS[name])
+    start = torch.arange(8.0)
+    method.begin(start)
+    start.add_(1)
+    assert torch.equal(method.agreed(), torch.arange(8.0))
+    count = method.range(0)[1] - method.range(0)[0]
+    method.contribution(0, torch.ones(count) if method.kind == "scalars" else start)
+    for average in (Average(torch.ones(count), NAMES), None):
+        if name == "co2":
+            method.contribution(0, start)
+        given = method.apply(0, start, average)
+        agreed = method.agreed().clone()
+        given.add_(1)
+        assert torch.equal(method.agreed(), agreed)
+        if average is not None:
+            assert torch.equal(average.values, torch.ones(count))
