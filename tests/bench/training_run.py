@@ -1,0 +1,265 @@
+"""One training method, all its workers in one process, the network only accounted for.
+
+Trainers, methods and codecs are the real ones. An exchange is a butterfly: a worker sends every other its slice of the
+contribution, and every other the encoded mean of its own slice. Top-k payloads go to everybody whole, since a mean of
+them is no longer sparse. All workers compute at one speed and have the same link.
+"""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from swarmnet_node.training.data import Corpus, open_corpus
+from swarmnet_node.training.model import build_model
+from swarmnet_node.training.trainer import Trainer
+from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.training.aggregate import aggregate
+from swarmnet_protocols.training.codecs import Codec, ErrorFeedback, get_codec
+from swarmnet_protocols.training.jobs import Job
+from swarmnet_protocols.training.methods import Average, Method
+from swarmnet_protocols.training.methods.base import OWN
+
+MEGABIT = 1e6 / 8
+
+
+@dataclass(frozen=True)
+class Link:
+    """Of every worker, to all others."""
+
+    name: str
+    up_bytes_per_s: float
+    down_bytes_per_s: float
+    one_way_s: float
+
+
+LINKS = (
+    Link("home 20/5 Mbit/s 40 ms", 5 * MEGABIT, 20 * MEGABIT, 0.040),
+    Link("fibre 1 Gbit/s 20 ms", 1000 * MEGABIT, 1000 * MEGABIT, 0.020),
+    Link("datacenter 100 Gbit/s 0.1 ms", 100_000 * MEGABIT, 100_000 * MEGABIT, 0.0001),
+)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one worker sends, and as much receives, in one exchange of ``trips`` one-way delays."""
+
+    size_bytes: float = 0.0
+    trips: int = 0
+
+    def seconds(self, link: Link) -> float:
+        slower = min(link.up_bytes_per_s, link.down_bytes_per_s)
+        return self.size_bytes / slower + self.trips * link.one_way_s
+
+
+@dataclass(frozen=True)
+class Absence:
+    """``worker`` is away in inner steps [start, end)."""
+
+    worker: int
+    start: int
+    end: int
+
+
+def absences(seed: int, *, workers: int, steps: int, count: int) -> tuple[Absence, ...]:
+    """A churn trace: ``count`` absences of a tenth of the run each. Worker 0 stays, so that there is somebody to heal from."""
+    rng = random.Random(f"{seed}/absences")
+    length = max(1, steps // 10)
+    starts = [rng.randrange(max(1, steps - length)) for _ in range(count)]
+    return tuple(Absence(rng.randrange(1, workers), start, start + length) for start in starts)
+
+
+@dataclass(frozen=True)
+class Point:
+    """Where a run is: ``size_bytes`` sent by the busiest worker, ``hours`` per link name."""
+
+    step: int
+    tokens: int
+    size_bytes: float
+    val_loss: float
+    hours: Mapping[str, float]
+
+
+@dataclass
+class Curve:
+    """A run. ``peak_bytes_per_step`` are those of the largest exchange over the inner steps that it may take."""
+
+    label: str
+    parameters: int
+    peak_bytes_per_step: float = 0.0
+    points: list[Point] = field(default_factory=list)
+
+
+class Worker:
+    """A trainer with its method and the error that it feeds back, a vector for each range."""
+
+    def __init__(self, name: str, job: Job, corpus: Corpus, cache_dir: Path) -> None:
+        self.name = name
+        self.method: Method = job.make_method()
+        model = build_model(job.model, job.job.seed, cache_dir)
+        self.trainer = Trainer(
+            job,
+            corpus,
+            model,
+            steps_per_round=self.method.steps_per_round,
+            device=torch.device("cpu"),
+        )
+        self.method.begin(self.trainer.parameters())
+        self.away = False
+        self._feedback: dict[tuple[int, int], ErrorFeedback] = {}
+
+    def contribute(self, round_number: int, slot: int, codec: Codec) -> tuple[bytes, torch.Tensor]:
+        """The payload, and what everybody decodes from it."""
+        if self.method.kind == "gradients":
+            current, _ = self.trainer.gradient(round_number, 0, slot)
+        else:
+            current = self.trainer.parameters()
+        values = self.method.contribution(round_number, current)
+        if codec.biased:
+            within = self.method.range(round_number)
+            feedback = self._feedback.setdefault(within, ErrorFeedback(codec, len(values)))
+            payload = feedback.encode(values)
+        else:
+            payload = codec.encode(values)
+        return payload, codec.decode(payload, len(values))
+
+    def apply(self, round_number: int, average: Average) -> None:
+        if self.method.kind == "gradients":
+            gradient = self.method.apply(round_number, average.values, average)
+            self.trainer.apply_gradient(round_number, 0, gradient)
+            self.method.begin(self.trainer.parameters())
+        else:
+            self.trainer.load(self.method.apply(round_number, self.trainer.parameters(), average))
+
+    def heal(self, donor: "Worker") -> None:
+        """Come back with the state of ``donor``; a gradient's worker needs its optimizer's as well."""
+        agreed = donor.method.agreed().clone()
+        shared = {name: values for name, values in donor.method.state().items() if not name.startswith(OWN)}
+        self.method.begin(agreed)
+        self.method.restore(shared)
+        self.trainer.load(agreed)
+        if self.method.kind == "gradients":
+            self.trainer.load_optimizer_state(donor.trainer.optimizer_state())
+        self._feedback.clear()
+
+
+Pending = Mapping[str, Average]
+
+
+class Simulation:
+    """A swarm of ``workers`` on one job."""
+
+    def __init__(self, label: str, job: Job, workers: int, trace: Sequence[Absence], cache_dir: Path) -> None:
+        corpus = open_corpus(job.data, cache_dir)
+        self.job = job
+        self.workers = [Worker(f"worker-{number:03}", job, corpus, cache_dir) for number in range(workers)]
+        self.method = self.workers[0].method
+        if self.method.kind == "scalars":
+            raise ConfigError(f"{self.method.name} is for fine-tuning: it is not measured here")
+        self.codec = get_codec(job.exchange.codec or self.method.codec)
+        self.curve = Curve(label, self.workers[0].trainer.parameter_count)
+        self._trace = trace
+        self._size_bytes = 0.0
+        self._waited_s = dict.fromkeys((link.name for link in LINKS), 0.0)
+
+    def run(self, *, step_s: float, eval_every: int) -> Curve:
+        """Train; validate every ``eval_every`` steps and at the end. An inner step takes ``step_s`` simulated seconds."""
+        steps, overlap = self.method.steps_per_round, self.method.overlap_steps
+        pending: Pending = {}
+        self._measure(0, step_s)
+        for round_number in range(self.job.job.rounds):
+            present = self._return(round_number)
+            first = 0
+            if pending and overlap < steps:
+                self._steps(present, round_number, 0, overlap)
+                pending, first = self._apply(present, round_number - 1, pending), overlap
+            self._steps(present, round_number, first, steps)
+            averages, traffic = self._exchange(present, round_number)
+            self._account(traffic, step_s)
+            self._apply(present, round_number - 1, pending)
+            pending = averages
+            if overlap == 0:
+                pending = self._apply(present, round_number, pending)
+            done = (round_number + 1) * steps
+            if round_number + 1 == self.job.job.rounds:
+                self._apply(present, round_number, pending)
+                self._measure(done, step_s)
+            elif done // eval_every > (done - steps) // eval_every:
+                self._measure(done, step_s)
+        return self.curve
+
+    def _return(self, round_number: int) -> list[Worker]:
+        """Who is there for a whole round. Those who come back take the state of somebody who stayed."""
+        start = round_number * self.method.steps_per_round
+        end = start + self.method.steps_per_round
+        gone = {each.worker for each in self._trace if each.start < end and start < each.end}
+        donor = next(worker for worker in self.workers if not worker.away)
+        for number, worker in enumerate(self.workers):
+            if worker.away and number not in gone:
+                worker.heal(donor)
+            worker.away = number in gone
+        return [worker for worker in self.workers if not worker.away]
+
+    def _steps(self, present: Sequence[Worker], round_number: int, first: int, end: int) -> None:
+        if self.method.kind == "parameters":
+            for worker in present:
+                slot = self.workers.index(worker)
+                worker.trainer.steps(round_number, slot, end - first, first=first)
+
+    def _exchange(self, present: Sequence[Worker], round_number: int) -> tuple[Pending, Traffic]:
+        """Every worker's average, and the traffic of the busiest."""
+        sent = {
+            worker.name: worker.contribute(round_number, self.workers.index(worker), self.codec)
+            for worker in present
+        }
+        roster = sorted(sent)
+        averages: dict[str, Average] = {}
+        busiest = Traffic()
+        for worker in present:
+            group = worker.method.partners(round_number, roster, worker.name)
+            if group[0] in averages:
+                averages[worker.name] = averages[group[0]]
+                continue
+            rows = torch.stack([sent[name][1] for name in group])
+            mean = aggregate("mean", rows, torch.ones(len(group)))
+            largest = max(len(sent[name][0]) for name in group)
+            others = len(group) - 1
+            if self.codec.name == "topk":
+                traffic = Traffic(others * largest, 1)
+            else:
+                payload = self.codec.encode(mean)
+                mean = self.codec.decode(payload, len(mean))
+                traffic = Traffic(others / len(group) * (largest + len(payload)), 2)
+            averages[worker.name] = Average(mean, group)
+            busiest = max(busiest, traffic, key=lambda each: each.size_bytes)
+        return averages, busiest
+
+    def _apply(self, present: Sequence[Worker], round_number: int, averages: Pending) -> Pending:
+        """Nothing is pending any more. Who came back meanwhile takes what the first of the others takes."""
+        for worker in present if averages else ():
+            average = averages.get(worker.name) or next(iter(averages.values()))
+            worker.apply(round_number, average)
+        return {}
+
+    def _account(self, traffic: Traffic, step_s: float) -> None:
+        overlap = self.method.overlap_steps
+        self._size_bytes += traffic.size_bytes
+        self.curve.peak_bytes_per_step = max(
+            self.curve.peak_bytes_per_step, traffic.size_bytes / max(1, overlap)
+        )
+        for link in LINKS:
+            self._waited_s[link.name] += max(0.0, traffic.seconds(link) - overlap * step_s)
+
+    def _measure(self, step: int, step_s: float) -> None:
+        """Validate the mean of the agreed weights: what all have, or what a final merge would give."""
+        agreed = torch.stack([worker.method.agreed() for worker in self.workers if not worker.away])
+        judge = self.workers[0].trainer
+        own = judge.parameters()
+        judge.load(aggregate("mean", agreed, torch.ones(len(agreed))))
+        loss, _ = judge.evaluate(self.job.eval.batches)
+        judge.load(own)
+        tokens = step * self.job.training.batch_size * self.job.data.sequence_length * len(self.workers)
+        hours = {name: (step * step_s + waited_s) / 3600 for name, waited_s in self._waited_s.items()}
+        self.curve.points.append(Point(step, tokens, self._size_bytes, loss, hours))
