@@ -12,4 +12,6 @@ PING = ProtocolSpec("/swarmnet/ping/1", max_header_bytes=64)
 GATHER = ProtocolSpec("/swarmnet/gather/1", max_header_bytes=1 << 20)
 STATE = ProtocolSpec("/swarmnet/state/1", max_header_bytes=1024, max_payload_bytes=2 << 20)
 
-ALL: tuple[ProtocolSpec, ...] = (SESSION, LINK, PING, GATHER, STATE)
+EXCHANGE = ProtocolSpec("/swarmnet/exchange/1", max_header_bytes=64 << 10, max_payload_bytes=1 << 20)
+
+ALL: tuple[ProtocolSpec, ...] = (SESSION, LINK, PING, GATHER, STATE, EXCHANGE)

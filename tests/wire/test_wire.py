@@ -16,7 +16,7 @@ from swarmnet_protocols import protocol_ids
 from swarmnet_protocols.records import open_record
 from swarmnet_protocols.transport import Message
 from swarmnet_protocols.transport.framing import FrameReader, encode
-from swarmnet_protocols.wire import records_pb2, session_pb2, workers_pb2
+from swarmnet_protocols.wire import records_pb2, session_pb2, training_pb2, workers_pb2
 
 ROOT = Path(__file__).parents[2]
 PROTO = ROOT / "proto"
@@ -27,7 +27,10 @@ def vectors(name: str) -> Any:
     return json.loads((PROTO / "vectors" / f"{name}.json").read_text())
 
 
-MESSAGES: list[dict[str, Any]] = [*vectors("session"), *vectors("records"), *vectors("workers")]
+SCHEMAS = (session_pb2, records_pb2, workers_pb2, training_pb2)
+MESSAGES: list[dict[str, Any]] = [
+    vector for name in ("session", "records", "workers", "training") for vector in vectors(name)
+]
 
 
 def empty(full_name: str) -> Protobuf:
@@ -56,7 +59,7 @@ def test_encoding_gives_the_bytes(vector: dict[str, Any]) -> None:
 def test_every_message_and_every_field_has_a_vector() -> None:
     wanted = {
         field.full_name
-        for schema in (session_pb2, records_pb2, workers_pb2)
+        for schema in SCHEMAS
         for message in schema.DESCRIPTOR.message_types_by_name.values()
         for field in message.fields
     }

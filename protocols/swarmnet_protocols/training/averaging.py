@@ -1,0 +1,146 @@
+"""Averaging a vector among the members of a round, who all end with the same bits or know that they did not."""
+
+import asyncio
+import math
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import Executor
+from typing import Any, Self
+
+import torch
+
+from swarmnet_protocols.aio import cancel, race
+from swarmnet_protocols.errors import ConfigError, ProtocolViolation
+from swarmnet_protocols.protocol_ids import EXCHANGE
+from swarmnet_protocols.session.link import parse, receive_within
+from swarmnet_protocols.training.codecs import Codec
+from swarmnet_protocols.training.conversation import Conversation, Engagement, Outcome
+from swarmnet_protocols.training.messages import HASH_BYTES
+from swarmnet_protocols.training.round_events import RoundTiming
+from swarmnet_protocols.training.terms import Member, Terms
+from swarmnet_protocols.training.transfers import Rules
+from swarmnet_protocols.transport import Message, Stream, Transport
+from swarmnet_protocols.wire import training_pb2 as pb
+
+__all__ = ["Exchange", "Member", "Outcome", "RoundTiming", "Rules"]
+
+ROUNDS_KEPT = 2
+"""A member that was held up may still learn how the last rounds ended, and fetch what they gave."""
+MAX_EARLY = 256
+"""Streams of rounds that have not begun here."""
+
+_TIMING = RoundTiming()
+_RULES = Rules()
+
+
+class Exchange:
+    """The rounds of one job at one worker. One at a time on a transport.
+
+    While the context is open, others are answered: whether or not a round has begun here, and how the last ones ended.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        job: bytes,
+        *,
+        timing: RoundTiming = _TIMING,
+        rules: Rules = _RULES,
+        executor: Executor | None = None,
+    ) -> None:
+        if len(job) != HASH_BYTES:
+            raise ConfigError(f"a job is named by {HASH_BYTES} bytes, not {len(job)}")
+        self._transport = transport
+        self._job = job
+        self._timing = timing
+        self._rules = rules
+        self._executor = executor
+        self._rounds: dict[int, Conversation] = {}
+        self._latest = -1
+        self._begun = asyncio.Condition()
+        self._early = 0
+        self._tasks: dict[asyncio.Task[None], None] = {}
+        self._open = False
+
+    async def __aenter__(self) -> Self:
+        self._open = True
+        await self._transport.serve(EXCHANGE, self._accept)
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        self._open = False
+        for conversation in self._rounds.values():
+            conversation.close()
+        async with self._begun:
+            self._begun.notify_all()
+        await cancel(*self._tasks)
+
+    async def average(
+        self, round: int, members: Sequence[Member], values: torch.Tensor, *, weight: float, codec: Codec
+    ) -> Outcome:
+        """Average ``values`` (float32 [n] on the CPU) with the other members, who must all be given the same roster and sizes.
+
+        Ends within ``deadline_s`` and a beat, plus the time to encode and decode. Rounds are numbered upwards; ``weight`` 0 takes part
+        without contributing. Raises ``ConfigError`` for a roster, a round or a weight that cannot be.
+        """
+        if not self._open or round <= self._latest:
+            raise ConfigError(f"round {round} cannot begin: the last one was {self._latest}")
+        if not (math.isfinite(weight) and weight >= 0):
+            raise ConfigError(f"a weight of {weight:g}")
+        terms = Terms.of(self._job, round, members, values.numel(), (codec, self._rules.reply_codec or codec))
+        if values.dtype != torch.float32 or values.dim() != 1:
+            raise ConfigError("only a flat float32 vector can be averaged")
+        engagement = Engagement(self._transport, self._timing, self._rules, self._executor, self._own)
+        conversation = Conversation(terms, engagement)
+        self._latest = round
+        await conversation.prepare(values, weight)
+        self._rounds[round] = conversation
+        for old in [each for each in self._rounds if each <= round - ROUNDS_KEPT]:
+            self._rounds.pop(old).close()
+        async with self._begun:
+            self._begun.notify_all()
+        return await conversation.run()
+
+    def _own(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks[task] = None
+        task.add_done_callback(self._tasks.pop)
+        return task
+
+    async def _accept(self, stream: Stream) -> None:
+        message = await receive_within(stream, self._timing.silence_s)
+        hello = parse(pb.ExchangeRequest, message.header).hello
+        await race(self._serve(stream, hello), self._beat(stream))
+
+    async def _serve(self, stream: Stream, hello: pb.Hello) -> None:
+        try:
+            conversation = await self._conversation(hello)
+            await conversation.serve(stream, hello.agreement)
+        except ProtocolViolation as error:
+            refusal = pb.Refusal(detail=str(error)[:500])
+            await stream.send(Message(pb.ExchangeReply(refusal=refusal).SerializeToString()))
+            raise
+
+    async def _conversation(self, hello: pb.Hello) -> Conversation:
+        """The round that somebody means, when it has begun here."""
+        if hello.job != self._job:
+            raise ProtocolViolation("this worker is in another job")
+        if self._early >= MAX_EARLY:
+            raise ProtocolViolation("too many wait for rounds that have not begun here")
+        self._early += 1
+        try:
+            async with self._begun:
+                await self._begun.wait_for(
+                    lambda: hello.round in self._rounds or hello.round < self._latest or not self._open
+                )
+        finally:
+            self._early -= 1
+        conversation = self._rounds.get(hello.round)
+        if conversation is None or not self._open:
+            raise ProtocolViolation(f"round {hello.round} is over here, or is not to be")
+        return conversation
+
+    async def _beat(self, stream: Stream) -> None:
+        beat = Message(pb.ExchangeReply(beat=pb.Beat()).SerializeToString())
+        while True:
+            await stream.send(beat)
+            await asyncio.sleep(self._timing.beat_s)

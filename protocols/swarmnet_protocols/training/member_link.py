@@ -1,0 +1,115 @@
+"""A stream of our own to one other member of a round: what is urgent first, opened again while the round lasts."""
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from swarmnet_protocols.aio import race
+from swarmnet_protocols.errors import SwarmnetError
+from swarmnet_protocols.protocol_ids import EXCHANGE
+from swarmnet_protocols.session.link import parse, receive_within
+from swarmnet_protocols.training.round_events import RoundTiming
+from swarmnet_protocols.transport import Message, PeerId, Stream, Transport
+from swarmnet_protocols.wire import training_pb2 as pb
+
+
+class TurnedAway(SwarmnetError):
+    """The other member is not in this round, or means another by it."""
+
+
+@dataclass(frozen=True)
+class Dial:
+    """How to reach a member, and the first message to it."""
+
+    transport: Transport
+    peer: PeerId
+    addresses: tuple[str, ...]
+    hello: Message
+    timing: RoundTiming
+
+
+class MemberLink:
+    """Sends to one member. ``on_change`` hears, at once, that it can be reached (True) or is lost (False)."""
+
+    def __init__(self, dial: Dial, on_change: Callable[[bool], None]) -> None:
+        self.bytes_sent = 0
+        self._dial = dial
+        self._on_change = on_change
+        self._urgent: deque[Message] = deque()
+        self._bulk: deque[Iterator[Message]] = deque()
+        self._news = asyncio.Event()
+        self._draining = False
+
+    def post(self, message: Message) -> None:
+        """Send as soon as possible."""
+        self._urgent.append(message)
+        self._news.set()
+
+    def post_bulk(self, messages: Iterator[Message]) -> None:
+        """Send in order, while nothing is urgent. ``messages`` is asked for the next one only when there is room for it."""
+        self._bulk.append(messages)
+        self._news.set()
+
+    def drain(self) -> None:
+        """End ``run`` when everything posted has been sent."""
+        self._draining = True
+        self._news.set()
+
+    async def run(self) -> None:
+        """Keep a stream open until drained; what was posted to a stream that broke is dropped."""
+        while True:
+            with contextlib.suppress(SwarmnetError):
+                await self._converse()
+                return
+            self._urgent.clear()
+            self._bulk.clear()
+            self._on_change(False)
+            if self._draining:
+                return
+            await asyncio.sleep(self._dial.timing.beat_s)
+
+    async def _converse(self) -> None:
+        dial = self._dial
+        stream = await dial.transport.open(
+            dial.peer, EXCHANGE, addresses=dial.addresses, deadline_s=dial.timing.open_s
+        )
+        try:
+            await self._transmit(stream, dial.hello)
+            self._on_change(True)
+            await race(self._send(stream), self._listen(stream))
+        finally:
+            stream.close()
+
+    async def _send(self, stream: Stream) -> None:
+        while True:
+            message = self._next()
+            if message is not None:
+                await self._transmit(stream, message)
+            elif self._draining:
+                return
+            else:
+                self._news.clear()
+                await self._news.wait()
+
+    def _next(self) -> Message | None:
+        if self._urgent:
+            return self._urgent.popleft()
+        while self._bulk:
+            message = next(self._bulk[0], None)
+            if message is not None:
+                return message
+            self._bulk.popleft()
+        return None
+
+    async def _transmit(self, stream: Stream, message: Message) -> None:
+        await stream.send(message)
+        self.bytes_sent += len(message.header) + len(message.payload)
+
+    async def _listen(self, stream: Stream) -> None:
+        while True:
+            message = await receive_within(stream, self._dial.timing.silence_s)
+            reply = parse(pb.ExchangeReply, message.header)
+            if reply.HasField("refusal"):
+                raise TurnedAway(f"{stream.peer}: {reply.refusal.detail[:500]}")

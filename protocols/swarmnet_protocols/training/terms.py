@@ -1,0 +1,85 @@
+"""What the members of a round must mean by it: who they are, what is averaged, who reduces which slice."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.training.codecs import Codec
+from swarmnet_protocols.training.messages import Shape
+from swarmnet_protocols.training.shares import Share, shares
+from swarmnet_protocols.training.transfers import SliceTerms
+from swarmnet_protocols.transport import PeerId
+
+MAX_MEMBERS = 64
+MAX_VALUES = 1 << 40
+
+
+@dataclass(frozen=True)
+class Member:
+    """A worker in a round. ``bytes_per_s`` is what the roster says of its link, and so the same at all members."""
+
+    peer: PeerId
+    addresses: tuple[str, ...]
+    bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Made by :meth:`of`. ``slices`` and ``owners`` leave out members that own nothing."""
+
+    job: bytes
+    round: int
+    members: tuple[Member, ...]
+    slices: tuple[Share, ...]
+    owners: tuple[int, ...]
+    codec: Codec
+    reply_codec: Codec
+
+    @classmethod
+    def of(
+        cls, job: bytes, round: int, members: Sequence[Member], count: int, codecs: tuple[Codec, Codec]
+    ) -> "Terms":
+        """The terms of averaging ``count`` values, encoded with the first codec, results with the second.
+
+        Raises ``ConfigError`` for a roster that is empty, too long or names a peer twice, and for a number out of range.
+        """
+        ordered = tuple(sorted(members, key=lambda member: member.peer))
+        if not 1 <= len({member.peer for member in ordered}) == len(ordered) <= MAX_MEMBERS:
+            raise ConfigError(f"a round has 1 to {MAX_MEMBERS} members, each once; not {len(ordered)}")
+        if not (0 <= round < 1 << 63 and 0 < count <= MAX_VALUES):
+            raise ConfigError(f"round {round} of {count} values is out of range")
+        parts = shares(count, [member.bytes_per_s for member in ordered])
+        owners = tuple(index for index, (start, end) in enumerate(parts) if start < end)
+        return cls(job, round, ordered, tuple(parts[owner] for owner in owners), owners, *codecs)
+
+    @property
+    def count(self) -> int:
+        return self.slices[-1][1]
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(len(self.members), len(self.slices))
+
+    def slice(self, index: int) -> SliceTerms:
+        start, end = self.slices[index]
+        return SliceTerms(self.round, index, end - start, self.codec, self.reply_codec)
+
+    def find(self, peer: PeerId) -> int | None:
+        """The number of a member."""
+        return next((index for index, member in enumerate(self.members) if member.peer == peer), None)
+
+    def coordinators(self) -> tuple[int, ...]:
+        """Members in the order in which they lead attempts: another one every round."""
+        return tuple(sorted(range(len(self.members)), key=self._lot))
+
+    def digest(self) -> bytes:
+        """SHA-256 of all that must be equal."""
+        peers = " ".join(member.peer for member in self.members)
+        text = f"{self.round} {peers} {self.slices} {self.owners} {self.codec.name} {self.reply_codec.name}"
+        return hashlib.sha256(self.job + text.encode()).digest()
+
+    def _lot(self, member: int) -> bytes:
+        return hashlib.sha256(
+            self.job + self.round.to_bytes(8, "big") + self.members[member].peer.encode()
+        ).digest()

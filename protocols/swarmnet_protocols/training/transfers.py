@@ -1,0 +1,164 @@
+"""Slices on their way: parts of a payload, what an owner makes of the contributions to its slice, and how a result is checked."""
+
+import hashlib
+import math
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from google.protobuf.message import DecodeError
+
+from swarmnet_protocols.errors import ProtocolViolation
+from swarmnet_protocols.training.aggregate import weighted_mean
+from swarmnet_protocols.training.codecs import Codec
+from swarmnet_protocols.training.messages import below
+from swarmnet_protocols.transport import Buffer
+from swarmnet_protocols.wire import training_pb2 as pb
+
+PART_BYTES = 256 << 10
+"""Of a payload in one message: small, as what is urgent waits for no more than one."""
+MAX_SUMMARY_BYTES = 32 << 10
+MAX_REASON = 200
+
+
+def everything_is_fine(_: torch.Tensor) -> str:
+    return ""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What an owner does with contributions. The same at all members of a job."""
+
+    aggregate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = weighted_mean
+    """Of contributions [k, n] in the order of peer ids, with weights [k]: float32 [n]."""
+    check: Callable[[torch.Tensor], str] = everything_is_fine
+    """Why a contribution [n] must be left out, or ""."""
+    max_weight: float = math.inf
+    reply_codec: Codec | None = None
+    """How a result is encoded; None: as contributions are."""
+
+
+@dataclass(frozen=True)
+class Payload:
+    """An encoded contribution, with its weight and the SHA-256 of its bytes."""
+
+    weight: float
+    data: Buffer
+    hash: bytes
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a slice became: the very bytes everybody decodes. ``hash`` is over ``summary`` (a ``pb.Summary``) and ``payload``."""
+
+    hash: bytes
+    summary: bytes
+    payload: Buffer
+
+
+def result_hash(summary: bytes, payload: Buffer) -> bytes:
+    digest = hashlib.sha256(struct.pack(">I", len(summary)))
+    digest.update(summary)
+    digest.update(payload)
+    return digest.digest()
+
+
+def parts(payload: Buffer) -> Iterator[tuple[int, memoryview]]:
+    """``payload`` in pieces with their offsets; at least one, even if there is nothing in it."""
+    view = memoryview(payload)
+    for offset in range(0, max(len(view), 1), PART_BYTES):
+        yield offset, view[offset : offset + PART_BYTES]
+
+
+class Assembly:
+    """A payload of announced size that comes in parts. Grows with what came, never with what was announced."""
+
+    def __init__(self, size_bytes: int, hash: bytes, summary: bytes = b"") -> None:
+        self.size_bytes = size_bytes
+        self.hash = hash
+        self.summary = summary
+        self.data = bytearray()
+
+    def add(self, offset: int, part: Buffer) -> bool:
+        """Whether the payload is complete now. Raises ``ProtocolViolation`` for a part out of place or too much."""
+        if offset != len(self.data) or offset + len(part) > self.size_bytes:
+            raise ProtocolViolation(
+                f"a part of {len(part)} bytes at {offset} of a payload of which {len(self.data)} of {self.size_bytes} came"
+            )
+        self.data += part
+        return len(self.data) == self.size_bytes
+
+
+@dataclass(frozen=True)
+class SliceTerms:
+    """A slice of ``count`` values in a round, and how it travels."""
+
+    round: int
+    index: int
+    count: int
+    codec: Codec
+    reply_codec: Codec
+
+
+def reduce_slice(
+    terms: SliceTerms, rules: Rules, payloads: Sequence[tuple[int, Payload]]
+) -> tuple[Result, torch.Tensor] | None:
+    """The result of a slice and its decoded values [count], from contributions in the order of members; None if none counts."""
+    contributors, excluded, rows = [], [], []
+    for member, payload in payloads:
+        values, reason = _read(terms, rules, payload)
+        if values is None:
+            excluded.append(pb.Exclusion(member=member, reason=reason[:MAX_REASON]))
+        else:
+            rows.append(values)
+            contributors.append(pb.Contributor(member=member, weight=payload.weight, hash=payload.hash))
+    if not rows:
+        return None
+    weights = torch.tensor([each.weight for each in contributors], dtype=torch.float64)
+    try:
+        encoded = terms.reply_codec.encode(rules.aggregate(torch.stack(rows), weights))
+    except ValueError:  # finite contributions with an infinite mean
+        return None
+    summary = pb.Summary(
+        round=terms.round, slice=terms.index, contributors=contributors, excluded=excluded
+    ).SerializeToString(deterministic=True)
+    result = Result(result_hash(summary, encoded), summary, encoded)
+    return result, terms.reply_codec.decode(encoded, terms.count)
+
+
+def _read(terms: SliceTerms, rules: Rules, payload: Payload) -> tuple[torch.Tensor | None, str]:
+    if payload.weight > rules.max_weight:
+        return None, f"weight {payload.weight:g} is above {rules.max_weight:g}"
+    if hashlib.sha256(payload.data).digest() != payload.hash:
+        return None, "the contribution does not have its hash"
+    try:
+        values = terms.codec.decode(payload.data, terms.count)
+    except ProtocolViolation as error:
+        return None, str(error)
+    reason = rules.check(values)
+    return (None, reason) if reason else (values, "")
+
+
+def check_result(terms: SliceTerms, members: int, result: Result) -> torch.Tensor:
+    """The values [count] of a result from another member. Raises ``ProtocolViolation`` unless it is one of this slice."""
+    if result_hash(result.summary, result.payload) != result.hash:
+        raise ProtocolViolation(f"a result of slice {terms.index} does not have its hash")
+    read_summary(terms, members, result.summary)
+    return terms.reply_codec.decode(result.payload, terms.count)
+
+
+def read_summary(terms: SliceTerms, members: int, serialized: bytes) -> pb.Summary:
+    """The checked summary of a result."""
+    try:
+        summary = pb.Summary.FromString(serialized)
+    except DecodeError as error:
+        raise ProtocolViolation("not a summary") from error
+    if (summary.round, summary.slice) != (terms.round, terms.index):
+        raise ProtocolViolation(f"a summary of slice {summary.slice} in round {summary.round}")
+    named = [below(each.member, members, "member") for each in summary.contributors]
+    if not named or named != sorted(set(named)) or len(summary.excluded) > members:
+        raise ProtocolViolation("a result names its contributors twice, out of order, or not at all")
+    for exclusion in summary.excluded:
+        below(exclusion.member, members, "member")
+    return summary

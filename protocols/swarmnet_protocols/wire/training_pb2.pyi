@@ -1,0 +1,195 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class ExchangeRequest(_message.Message):
+    __slots__ = ("hello", "prepare", "report", "plan", "propose", "ack", "decided", "want", "call", "contribution", "result")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    PREPARE_FIELD_NUMBER: _ClassVar[int]
+    REPORT_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    PROPOSE_FIELD_NUMBER: _ClassVar[int]
+    ACK_FIELD_NUMBER: _ClassVar[int]
+    DECIDED_FIELD_NUMBER: _ClassVar[int]
+    WANT_FIELD_NUMBER: _ClassVar[int]
+    CALL_FIELD_NUMBER: _ClassVar[int]
+    CONTRIBUTION_FIELD_NUMBER: _ClassVar[int]
+    RESULT_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    prepare: Prepare
+    report: Report
+    plan: Plan
+    propose: Vote
+    ack: Ack
+    decided: Decided
+    want: Want
+    call: Call
+    contribution: Contribution
+    result: Result
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., prepare: _Optional[_Union[Prepare, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., propose: _Optional[_Union[Vote, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., decided: _Optional[_Union[Decided, _Mapping]] = ..., want: _Optional[_Union[Want, _Mapping]] = ..., call: _Optional[_Union[Call, _Mapping]] = ..., contribution: _Optional[_Union[Contribution, _Mapping]] = ..., result: _Optional[_Union[Result, _Mapping]] = ...) -> None: ...
+
+class ExchangeReply(_message.Message):
+    __slots__ = ("beat", "refusal")
+    BEAT_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    beat: Beat
+    refusal: Refusal
+    def __init__(self, beat: _Optional[_Union[Beat, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ...) -> None: ...
+
+class Hello(_message.Message):
+    __slots__ = ("job", "round", "agreement")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    AGREEMENT_FIELD_NUMBER: _ClassVar[int]
+    job: bytes
+    round: int
+    agreement: bytes
+    def __init__(self, job: _Optional[bytes] = ..., round: _Optional[int] = ..., agreement: _Optional[bytes] = ...) -> None: ...
+
+class Beat(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Refusal(_message.Message):
+    __slots__ = ("detail",)
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    detail: str
+    def __init__(self, detail: _Optional[str] = ...) -> None: ...
+
+class Prepare(_message.Message):
+    __slots__ = ("attempt",)
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    attempt: int
+    def __init__(self, attempt: _Optional[int] = ...) -> None: ...
+
+class Report(_message.Message):
+    __slots__ = ("attempt", "held", "vote")
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    VOTE_FIELD_NUMBER: _ClassVar[int]
+    attempt: int
+    held: _containers.RepeatedCompositeFieldContainer[Held]
+    vote: Vote
+    def __init__(self, attempt: _Optional[int] = ..., held: _Optional[_Iterable[_Union[Held, _Mapping]]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ...) -> None: ...
+
+class Held(_message.Message):
+    __slots__ = ("slice", "hash")
+    SLICE_FIELD_NUMBER: _ClassVar[int]
+    HASH_FIELD_NUMBER: _ClassVar[int]
+    slice: int
+    hash: bytes
+    def __init__(self, slice: _Optional[int] = ..., hash: _Optional[bytes] = ...) -> None: ...
+
+class Plan(_message.Message):
+    __slots__ = ("attempt", "slots")
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    attempt: int
+    slots: _containers.RepeatedCompositeFieldContainer[Slot]
+    def __init__(self, attempt: _Optional[int] = ..., slots: _Optional[_Iterable[_Union[Slot, _Mapping]]] = ...) -> None: ...
+
+class Slot(_message.Message):
+    __slots__ = ("owner", "chosen", "holder")
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    CHOSEN_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    owner: int
+    chosen: bytes
+    holder: int
+    def __init__(self, owner: _Optional[int] = ..., chosen: _Optional[bytes] = ..., holder: _Optional[int] = ...) -> None: ...
+
+class Vote(_message.Message):
+    __slots__ = ("attempt", "hashes")
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    attempt: int
+    hashes: bytes
+    def __init__(self, attempt: _Optional[int] = ..., hashes: _Optional[bytes] = ...) -> None: ...
+
+class Ack(_message.Message):
+    __slots__ = ("attempt",)
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    attempt: int
+    def __init__(self, attempt: _Optional[int] = ...) -> None: ...
+
+class Decided(_message.Message):
+    __slots__ = ("hashes",)
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    hashes: bytes
+    def __init__(self, hashes: _Optional[bytes] = ...) -> None: ...
+
+class Want(_message.Message):
+    __slots__ = ("slice", "hash")
+    SLICE_FIELD_NUMBER: _ClassVar[int]
+    HASH_FIELD_NUMBER: _ClassVar[int]
+    slice: int
+    hash: bytes
+    def __init__(self, slice: _Optional[int] = ..., hash: _Optional[bytes] = ...) -> None: ...
+
+class Call(_message.Message):
+    __slots__ = ("slice",)
+    SLICE_FIELD_NUMBER: _ClassVar[int]
+    slice: int
+    def __init__(self, slice: _Optional[int] = ...) -> None: ...
+
+class Contribution(_message.Message):
+    __slots__ = ("slice", "weight", "size_bytes", "offset", "hash")
+    SLICE_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    HASH_FIELD_NUMBER: _ClassVar[int]
+    slice: int
+    weight: float
+    size_bytes: int
+    offset: int
+    hash: bytes
+    def __init__(self, slice: _Optional[int] = ..., weight: _Optional[float] = ..., size_bytes: _Optional[int] = ..., offset: _Optional[int] = ..., hash: _Optional[bytes] = ...) -> None: ...
+
+class Result(_message.Message):
+    __slots__ = ("slice", "size_bytes", "offset", "hash", "summary")
+    SLICE_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    HASH_FIELD_NUMBER: _ClassVar[int]
+    SUMMARY_FIELD_NUMBER: _ClassVar[int]
+    slice: int
+    size_bytes: int
+    offset: int
+    hash: bytes
+    summary: bytes
+    def __init__(self, slice: _Optional[int] = ..., size_bytes: _Optional[int] = ..., offset: _Optional[int] = ..., hash: _Optional[bytes] = ..., summary: _Optional[bytes] = ...) -> None: ...
+
+class Summary(_message.Message):
+    __slots__ = ("round", "slice", "contributors", "excluded")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    SLICE_FIELD_NUMBER: _ClassVar[int]
+    CONTRIBUTORS_FIELD_NUMBER: _ClassVar[int]
+    EXCLUDED_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    slice: int
+    contributors: _containers.RepeatedCompositeFieldContainer[Contributor]
+    excluded: _containers.RepeatedCompositeFieldContainer[Exclusion]
+    def __init__(self, round: _Optional[int] = ..., slice: _Optional[int] = ..., contributors: _Optional[_Iterable[_Union[Contributor, _Mapping]]] = ..., excluded: _Optional[_Iterable[_Union[Exclusion, _Mapping]]] = ...) -> None: ...
+
+class Contributor(_message.Message):
+    __slots__ = ("member", "weight", "hash")
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    HASH_FIELD_NUMBER: _ClassVar[int]
+    member: int
+    weight: float
+    hash: bytes
+    def __init__(self, member: _Optional[int] = ..., weight: _Optional[float] = ..., hash: _Optional[bytes] = ...) -> None: ...
+
+class Exclusion(_message.Message):
+    __slots__ = ("member", "reason")
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    member: int
+    reason: str
+    def __init__(self, member: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
