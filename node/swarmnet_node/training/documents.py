@@ -12,7 +12,7 @@ from swarmnet_protocols.errors import Unreachable
 from swarmnet_protocols.training.jobs import PYTHON_STDLIB, DataSection, JobError
 
 MAX_LINE_BYTES = 16 << 20
-TEXT_DOCUMENT_BYTES = 64 << 10
+TEXT_DOCUMENT_BYTES = 16 << 10
 _SUFFIXES = {"text": "*.txt", "jsonl": "*.jsonl", "parquet": "*.parquet"}
 _NOT_STDLIB = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
 

@@ -1,0 +1,177 @@
+"""Checkpoints: a worker that is killed or has no disk left keeps one that is whole."""
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from swarmnet_node.training.checkpoint import Checkpoint, Checkpoints, params_hash
+from swarmnet_protocols.errors import ConfigError, OutOfResources
+from tests.support.tiny_job import tiny_trainer
+from tests.support.torn_writes import checkpoint_of, plain_model
+
+KILLS = 50
+
+
+def _save(root: Path, round_number: int, job_id: str = "a job") -> Path:
+    return Checkpoints(root).save(checkpoint_of(round_number, job_id), plain_model)
+
+
+def test_everything_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    trainer = tiny_trainer(tmp_path)
+    trainer.steps(0, 0, 3)
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    outer = {"momentum": torch.randn(5), "own.residual": torch.tensor([1.0, -0.0])}
+    saved = Checkpoint("a job", 7, 6, trainer.parameters(), trainer.optimizer_state(), outer)
+    checkpoints.save(saved, trainer.write)
+    loaded = checkpoints.load_newest("a job")
+    assert loaded is not None
+    assert (loaded.round, loaded.revision) == (7, 6)
+    assert torch.equal(loaded.parameters, saved.parameters)
+    assert params_hash(loaded.parameters) == params_hash(saved.parameters)
+    for before, after in ((saved.optimizer, loaded.optimizer), (outer, loaded.outer)):
+        assert before.keys() == after.keys()
+        assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_a_checkpoint_loads_in_plain_transformers_and_so_does_what_is_exported(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    trainer = tiny_trainer(tmp_path)
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    folder = checkpoints.save(Checkpoint("a job", 1, 1, trainer.parameters(), {}, {}), trainer.write)
+    checkpoints.export(tmp_path / "out" / "model")
+    for path in (folder, tmp_path / "out" / "model"):
+        model: Any = AutoModelForCausalLM.from_pretrained(path)
+        values = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+        assert torch.equal(values, trainer.parameters())
+    assert not (tmp_path / "out" / "model" / "state").exists()
+    with pytest.raises(ConfigError, match="already exists"):
+        checkpoints.export(tmp_path / "out" / "model")
+
+
+def test_the_newest_two_stay(tmp_path: Path) -> None:
+    for number in range(1, 5):
+        _save(tmp_path, number)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-00000003", "checkpoint-00000004"]
+    assert _round_of(tmp_path) == 4
+
+
+def test_there_is_none_at_first(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "nothing")
+    assert checkpoints.load_newest("a job") is None
+    with pytest.raises(ConfigError, match="no checkpoint"):
+        checkpoints.export(tmp_path / "out")
+
+
+def test_a_checkpoint_of_another_job_is_refused(tmp_path: Path) -> None:
+    _save(tmp_path, 1, job_id="b" * 64)
+    with pytest.raises(ConfigError, match="another job"):
+        Checkpoints(tmp_path).load_newest("a" * 64)
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def _progress(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "config.json", "state/optimizer.safetensors", "state/outer.safetensors"]
+)
+@pytest.mark.parametrize("fault", [_flip, _cut, Path.unlink])
+def test_one_that_is_not_what_was_written_is_passed_over(tmp_path: Path, name: str, fault: Any) -> None:
+    _save(tmp_path, 1)
+    fault(_save(tmp_path, 2) / name)
+    assert _round_of(tmp_path) == 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"files": {}}, {"files": None}, {"round": -1}, {"round": True}, {"revision": "1"}, {"job": None}],
+)
+def test_one_whose_progress_makes_no_sense_is_passed_over(tmp_path: Path, changes: dict[str, object]) -> None:
+    _save(tmp_path, 1)
+    _progress(_save(tmp_path, 2) / "progress.json", **changes)
+    assert _round_of(tmp_path) == 1
+
+
+@pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "[]"])
+def test_one_without_progress_is_passed_over(tmp_path: Path, text: str) -> None:
+    _save(tmp_path, 1)
+    (_save(tmp_path, 2) / "progress.json").write_text(text)
+    assert _round_of(tmp_path) == 1
+
+
+def test_one_with_a_file_more_is_passed_over(tmp_path: Path) -> None:
+    _save(tmp_path, 1)
+    (_save(tmp_path, 2) / "more.safetensors").touch()
+    assert _round_of(tmp_path) == 1
+
+
+@pytest.mark.slow
+def test_a_kill_at_any_point_of_a_write_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    """Every child writes the next checkpoint and is killed before the n-th call that its write makes."""
+    answer = subprocess.run(
+        [sys.executable, "-m", "tests.support.torn_writes", str(tmp_path), str(KILLS)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=50,
+    )
+    assert answer.returncode == 0, answer.stderr
+    report = json.loads(answer.stdout)
+    assert len(report["rounds"]) >= KILLS
+    assert all(after in (before, before + 1) for before, after in report["rounds"]), report
+    assert report["torn"] > KILLS // 2  # the kills hit writes, not what comes before or after
+    assert len(list(tmp_path.iterdir())) <= 3 + 1
+
+
+def _save_with_little_disk(root: Path, limit_bytes: int) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))
+    try:
+        with pytest.raises(OutOfResources, match="cannot write"):
+            _save(root, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("limit_bytes", [0, 100, 10_000])
+def test_a_full_disk_fails_the_write_and_not_the_worker(tmp_path: Path, limit_bytes: int) -> None:
+    _save(tmp_path, 1)
+    _save_with_little_disk(tmp_path, limit_bytes)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-00000001"]
+    assert _round_of(tmp_path) == 1
+    _save(tmp_path, 2)
+    assert _round_of(tmp_path) == 2
+
+
+def test_an_export_without_room_leaves_nothing(tmp_path: Path) -> None:
+    _save(tmp_path / "checkpoints", 1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with pytest.raises(OutOfResources):
+            Checkpoints(tmp_path / "checkpoints").export(tmp_path / "out" / "model")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def _round_of(root: Path) -> int | None:
+    found = Checkpoints(root).load_newest("a job")
+    return None if found is None else found.round
