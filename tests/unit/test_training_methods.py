@@ -67,6 +67,7 @@ class Swarm:
         self.parameters = [torch.from_numpy(self._task.start).float() for _ in NAMES]
         for method, parameters in zip(self.methods, self.parameters, strict=True):
             method.begin(parameters)
+        self.onlookers: list[Method] = []
         self._under_way: tuple[int, list[Average | None]] | None = None
         self._steps = 0
 
@@ -120,6 +121,8 @@ class Swarm:
         number, averages = self._under_way
         for worker, (method, average) in enumerate(zip(self.methods, averages, strict=True)):
             self.parameters[worker] = method.apply(number, self.parameters[worker], average)
+        for onlooker in self.onlookers:
+            onlooker.apply(number, onlooker.agreed(), averages[0])
         self._under_way = None
 
 
@@ -245,6 +248,22 @@ def test_workers_agree_bit_for_bit_after_every_round(name: str) -> None:
         shared = shared_state(first)
         assert all(shared_state(other).keys() == shared.keys() for other in others)
         assert all(torch.equal(shared_state(other)[key], shared[key]) for other in others for key in shared)
+
+
+@pytest.mark.parametrize("name", [n for n in INNER_STEPPED if n != "noloco"])
+def test_a_worker_that_only_applies_what_others_contributed_is_equal_to_them(name: str) -> None:
+    swarm = Swarm(name, discarded=[4])
+    onlooker = get_method(name, SETTINGS[name])
+    onlooker.begin(swarm.parameters[0])
+    swarm.onlookers.append(onlooker)
+    for t in range(ROUNDS):
+        swarm.round(t)
+        member = swarm.methods[0]
+        assert torch.equal(member.agreed(), onlooker.agreed())
+        if t > 0:
+            shared = shared_state(onlooker)
+            assert shared.keys() == shared_state(member).keys()
+            assert all(torch.equal(values, shared_state(member)[key]) for key, values in shared.items())
 
 
 def shared_state(method: Method) -> dict[str, torch.Tensor]:

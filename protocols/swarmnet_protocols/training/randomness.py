@@ -21,7 +21,7 @@ _SCALE = np.float32(1 / np.sqrt(21845.0))
 def philox4x32(counters: NDArray[np.uint64], key: tuple[int, int]) -> NDArray[np.uint64]:
     """Philox4x32-10 of ``counters`` [4, n] under ``key``: [4, n], all 32-bit words in uint64.
 
-    Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011, section 3.3.
+    Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
     """
     words = list(counters)
     for round in range(_ROUNDS):

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.training.methods.allreduce import AllReduce, AllReduceSettings
-from swarmnet_protocols.training.methods.base import Average, Kind, Method, Settings
+from swarmnet_protocols.training.methods.base import OWN, Average, Kind, Method, Settings
 from swarmnet_protocols.training.methods.co2 import CO2, CO2Settings
 from swarmnet_protocols.training.methods.diloco import DiLoCo, DiLoCoSettings
 from swarmnet_protocols.training.methods.eager import Eager, EagerSettings
@@ -20,7 +20,7 @@ from swarmnet_protocols.training.methods.sparseloco import SparseLoCo, SparseLoC
 from swarmnet_protocols.training.methods.streaming import Streaming, StreamingSettings
 from swarmnet_protocols.training.methods.zo import ZeroOrder, ZeroOrderSettings
 
-__all__ = ["METHODS", "Average", "Kind", "Method", "ZeroOrder", "get_method"]
+__all__ = ["METHODS", "OWN", "Average", "Kind", "Method", "ZeroOrder", "get_method"]
 
 _METHODS: Mapping[str, tuple[Callable[[Any], Method], type[Settings]]] = MappingProxyType(
     {

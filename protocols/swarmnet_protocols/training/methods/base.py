@@ -77,7 +77,8 @@ class Method(Protocol):
     def apply(self, round: int, parameters: torch.Tensor, average: Average | None) -> torch.Tensor:
         """The worker's new parameters (``kind`` "gradients": the mean gradient), a tensor of its own.
 
-        None stands for a discarded round: outer state is as if the round had not been.
+        None stands for a discarded round: outer state is as if the round had not been. A worker that contributed nothing
+        may apply what the others did, and is then equal to them.
         """
 
     def agreed(self) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""CO2 (Sun et al., arXiv 2401.16265, algorithm 1): outer updates one step late, with a penalty for staleness."""
+"""CO2 (Sun et al., arXiv 2401.16265): outer updates one step late, with a penalty for staleness."""
 
 import re
 from collections.abc import Mapping
@@ -51,8 +51,11 @@ class CO2(OuterMethod):
         return super().contribution(round, parameters)
 
     def apply(self, round: int, parameters: torch.Tensor, average: Average | None) -> torch.Tensor:
-        late = max(1, max(self._bases) - round)
-        base = self._bases.pop(round)
+        late = max(1, max(self._bases, default=round) - round)
+        base = self._bases.get(round, self._weights)
+        self._bases = {later: weights for later, weights in self._bases.items() if later > round}
+        # A worker that contributes nothing to the next round, which the others just did, is to stay equal to them.
+        self._bases.setdefault(round + 1, self._weights)
         if average is None:
             return parameters.clone()
         behind = (self._weights - base) + average.values

@@ -1,4 +1,4 @@
-"""SparseLoCo (Sarfi et al., arXiv 2508.15706, algorithm 1): the largest of what was not sent yet, and no outer momentum."""
+"""SparseLoCo (Sarfi et al., arXiv 2508.15706): the largest of what was not sent yet, and no outer momentum."""
 
 import torch
 from pydantic import Field
@@ -29,7 +29,7 @@ class SparseLoCo(OuterMethod):
     def __init__(self, settings: SparseLoCoSettings) -> None:
         super().__init__(settings.sync_every)
         self._settings = settings
-        self._unsent = torch.empty(0)
+        self._unsent: torch.Tensor | None = None
 
     def contribution(self, round: int, parameters: torch.Tensor) -> torch.Tensor:
         wanted = self._state["own.residual"] * self._settings.decay + (self._weights - parameters)
@@ -39,8 +39,10 @@ class SparseLoCo(OuterMethod):
         return sent
 
     def apply(self, round: int, parameters: torch.Tensor, average: Average | None) -> torch.Tensor:
+        unsent, self._unsent = self._unsent, None
         if average is None:
             return parameters.clone()
-        self._state["own.residual"] = self._unsent
+        if unsent is not None:
+            self._state["own.residual"] = unsent
         self._weights = add_scaled(self._weights, -self._settings.outer_lr, average.values)
         return self._weights.clone()
