@@ -10,7 +10,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from swarmnet.cli import control, demo, join, model, run, swarm
+from swarmnet.cli import control, demo, join, model, run, swarm, train
 from swarmnet.cli.failures import EXIT_INTERRUPTED, explain
 
 app = typer.Typer(
@@ -23,6 +23,7 @@ app.command("run")(run.run)
 app.command("status")(control.status)
 app.command("finish")(control.finish)
 app.add_typer(model.app, name="model")
+app.add_typer(train.app, name="train")
 
 
 def _print_version(wanted: bool) -> None:

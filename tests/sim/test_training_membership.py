@@ -52,7 +52,7 @@ async def start(network: MemoryNetwork, living: list[asyncio.Task[None]], seed: 
     async def live() -> None:
         async with network.transport(identity.peer_id) as transport:
             member = Member(identity.peer_id, (), 1e6, 100.0)
-            gathering = Gathering(transport, JOB, max_members=8, timing=TIMING, rng=random.Random(seed))
+            gathering = Gathering(transport, JOB, max_members=8, timing=TIMING)
             states = StateServer(transport, JOB, TIMING)
             await gathering.serve()
             await states.serve()

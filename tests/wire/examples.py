@@ -16,7 +16,7 @@ from swarmnet_protocols.protocol_ids import LINK
 from swarmnet_protocols.records import Record, seal
 from swarmnet_protocols.transport import Message
 from swarmnet_protocols.transport.framing import encode
-from swarmnet_protocols.wire import records_pb2, session_pb2, workers_pb2
+from swarmnet_protocols.wire import records_pb2, session_pb2, training_pb2, workers_pb2
 
 VECTORS = Path(__file__).parents[2] / "proto" / "vectors"
 
@@ -104,14 +104,14 @@ def record_messages() -> Iterator[Protobuf]:
 def worker_messages() -> Iterator[Protobuf]:
     pb = workers_pb2
     addresses = list(_PEER.addresses)
-    member = pb.Member(id=_PEER.id, addresses=addresses, bytes_per_s=2.5e6, weight=8192)
+    member = pb.Member(id=_PEER.id, addresses=addresses, bytes_per_s=2.5e6, weight=8192, exchanges=9)
     yield pb.WorkerRecord(
         job=_MANIFEST, round=7, state=_MANIFEST[::-1], addresses=addresses, bytes_per_s=2.5e6, protocol=1
     )
     yield pb.JobRecord(sealed=b"a sealed job")
     yield pb.GatherRequest(job=_MANIFEST, round=7, state=_MANIFEST[::-1], member=member)
     yield pb.GatherReply(beat=pb.GatherBeat())
-    yield pb.GatherReply(roster=pb.Roster(round=7, members=[member], id=_SESSION))
+    yield pb.GatherReply(roster=pb.Roster(round=7, members=[member], exchange=10))
     yield pb.GatherReply(
         refused=pb.GatherRefused(round=8, state=_MANIFEST, reason="this worker is at round 8")
     )
@@ -120,6 +120,40 @@ def worker_messages() -> Iterator[Protobuf]:
     yield pb.StateReply(description=pb.Description(size_bytes=1 << 30))
     yield pb.StateReply(chunk=pb.Chunk(index=300))
     yield pb.StateReply(refused=pb.StateRefused(reason="this state is not kept here"))
+
+
+def training_messages() -> Iterator[Protobuf]:
+    pb = training_pb2
+    vote = pb.Vote(attempt=3, hashes=_MANIFEST + _MANIFEST[::-1])
+    yield pb.ExchangeRequest(hello=pb.Hello(job=_MANIFEST, round=1 << 40, agreement=_MANIFEST[::-1]))
+    yield pb.ExchangeRequest(prepare=pb.Prepare(attempt=3))
+    yield pb.ExchangeRequest(
+        report=pb.Report(attempt=3, held=[pb.Held(slice=1, hash=_MANIFEST)], vote=pb.Vote(attempt=2))
+    )
+    yield pb.ExchangeRequest(
+        plan=pb.Plan(attempt=3, slots=[pb.Slot(owner=1), pb.Slot(owner=2, chosen=_MANIFEST, holder=7)])
+    )
+    yield pb.ExchangeRequest(propose=vote)
+    yield pb.ExchangeRequest(ack=pb.Ack(attempt=3))
+    yield pb.ExchangeRequest(decided=pb.Decided(hashes=vote.hashes))
+    yield pb.ExchangeRequest(want=pb.Want(slice=1, hash=_MANIFEST))
+    yield pb.ExchangeRequest(call=pb.Call(slice=1))
+    yield pb.ExchangeRequest(
+        contribution=pb.Contribution(slice=1, weight=0.5, size_bytes=1 << 33, offset=1 << 32, hash=_MANIFEST)
+    )
+    yield pb.ExchangeRequest(
+        result=pb.Result(
+            slice=1, size_bytes=1 << 33, offset=1 << 32, hash=_MANIFEST, summary=b"a serialized Summary"
+        )
+    )
+    yield pb.ExchangeReply(beat=pb.Beat())
+    yield pb.ExchangeReply(refusal=pb.Refusal(detail="this worker is in another job"))
+    yield pb.Summary(
+        round=7,
+        slice=1,
+        contributors=[pb.Contributor(member=2, weight=512.0, hash=_MANIFEST)],
+        excluded=[pb.Exclusion(member=3, reason="2 of 4096 values are not finite")],
+    )
 
 
 def frame() -> dict[str, str]:
@@ -145,6 +179,7 @@ def write() -> None:
     for name, content in {
         "session": [vector(message) for message in session_messages()],
         "records": [vector(message) for message in record_messages()],
+        "training": [vector(message) for message in training_messages()],
         "workers": [vector(message) for message in worker_messages()],
         "frame": frame(),
     }.items():

@@ -6,8 +6,6 @@ of another round or another state learns which, and heals.
 """
 
 import asyncio
-import math
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,7 +21,7 @@ MAX_MEMBERS = 64
 MAX_ADDRESSES = 16
 MAX_BYTES_PER_S = 1e12
 MAX_WEIGHT = 1e12
-ROSTER_ID_BYTES = 16
+MAX_EXCHANGES = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -35,14 +33,17 @@ class Member:
     bytes_per_s: float
     weight: float
     """Tokens behind its contribution; 0 for a newcomer, who listens in its first round."""
+    exchanges: int = 0
+    """Number of the newest exchange it took part in."""
 
 
 @dataclass(frozen=True)
 class Roster:
     """The members of one round, in the order of peer ids."""
 
-    id: bytes
     round: int
+    exchange: int
+    """Number of the exchange that follows: a round may take several, and each has a number of its own."""
     members: tuple[Member, ...]
 
     def slot(self, peer: PeerId) -> int:
@@ -72,13 +73,12 @@ class Gathering:
     """One worker's side of gathering the rounds of one job, as guest or as gatherer."""
 
     def __init__(
-        self, transport: Transport, job: bytes, *, max_members: int, timing: Timing, rng: random.Random
+        self, transport: Transport, job: bytes, *, max_members: int, timing: Timing
     ) -> None:
         self._transport = transport
         self._job = job
         self._max_members = min(max_members, MAX_MEMBERS)
         self._timing = timing
-        self._rng = rng
         self._round = 0
         self._state = b""
         self._guests: dict[PeerId, _Guest] = {}
@@ -165,7 +165,7 @@ class Gathering:
         guests = sorted(self._ready(), key=lambda guest: (guest.member.weight == 0, guest.member.peer))
         chosen = guests[: self._max_members - 1]
         members = sorted([me, *(guest.member for guest in chosen)], key=lambda member: member.peer)
-        roster = Roster(self._rng.randbytes(ROSTER_ID_BYTES), self._round, tuple(members))
+        roster = Roster(self._round, 1 + max(member.exchanges for member in members), tuple(members))
         for guest in chosen:
             guest.answer.set_result(roster)
         return roster
@@ -279,21 +279,22 @@ def _to_wire(member: Member) -> pb.Member:
         addresses=member.addresses[:MAX_ADDRESSES],
         bytes_per_s=member.bytes_per_s,
         weight=member.weight,
+        exchanges=member.exchanges,
     )
 
 
 def _from_wire(member: pb.Member) -> Member:
     if not (0 <= member.weight <= MAX_WEIGHT and 0 < member.bytes_per_s <= MAX_BYTES_PER_S):
         raise ProtocolViolation("a member's weight or speed is out of range")
-    if not math.isfinite(member.weight) or not 0 < len(member.id) <= 128:
+    if not 0 < len(member.id) <= 128 or member.exchanges >= MAX_EXCHANGES:
         raise ProtocolViolation("not a member")
     return Member(
-        PeerId(member.id), tuple(member.addresses[:MAX_ADDRESSES]), member.bytes_per_s, member.weight
+        PeerId(member.id), tuple(member.addresses[:MAX_ADDRESSES]), member.bytes_per_s, member.weight, member.exchanges
     )
 
 
 def _roster_to_wire(roster: Roster) -> pb.Roster:
-    return pb.Roster(round=roster.round, members=map(_to_wire, roster.members), id=roster.id)
+    return pb.Roster(round=roster.round, members=map(_to_wire, roster.members), exchange=roster.exchange)
 
 
 def _roster(wire: pb.Roster, *, round: int, me: PeerId) -> Roster:
@@ -301,6 +302,8 @@ def _roster(wire: pb.Roster, *, round: int, me: PeerId) -> Roster:
     peers = [member.peer for member in members]
     if len(wire.members) > MAX_MEMBERS or peers != sorted(set(peers)):
         raise ProtocolViolation("the members of a roster are in order, and none twice")
-    if wire.round != round or len(wire.id) != ROSTER_ID_BYTES or me not in peers:
+    if wire.round != round or me not in peers:
         raise ProtocolViolation("the roster of another round")
-    return Roster(wire.id, wire.round, members)
+    if not max(member.exchanges for member in members) < wire.exchange <= MAX_EXCHANGES:
+        raise ProtocolViolation("the number of an exchange is later than any before")
+    return Roster(wire.round, wire.exchange, members)

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\rworkers.proto\x12\x13swarmnet.workers.v1\"s\n\x0cWorkerRecord\x12\x0b\n\x03job\x18\x01 \x01(\x0c\x12\r\n\x05round\x18\x02 \x01(\x04\x12\r\n\x05state\x18\x03 \x01(\x0c\x12\x11\n\taddresses\x18\x04 \x03(\t\x12\x13\n\x0b\x62ytes_per_s\x18\x05 \x01(\x01\x12\x10\n\x08protocol\x18\x06 \x01(\r\"\x1b\n\tJobRecord\x12\x0e\n\x06sealed\x18\x01 \x01(\x0c\"L\n\x06Member\x12\n\n\x02id\x18\x01 \x01(\t\x12\x11\n\taddresses\x18\x02 \x03(\t\x12\x13\n\x0b\x62ytes_per_s\x18\x03 \x01(\x01\x12\x0e\n\x06weight\x18\x04 \x01(\x01\"g\n\rGatherRequest\x12\x0b\n\x03job\x18\x01 \x01(\x0c\x12\r\n\x05round\x18\x02 \x01(\x04\x12\r\n\x05state\x18\x03 \x01(\x0c\x12+\n\x06member\x18\x04 \x01(\x0b\x32\x1b.swarmnet.workers.v1.Member\"\xac\x01\n\x0bGatherReply\x12/\n\x04\x62\x65\x61t\x18\x01 \x01(\x0b\x32\x1f.swarmnet.workers.v1.GatherBeatH\x00\x12-\n\x06roster\x18\x02 \x01(\x0b\x32\x1b.swarmnet.workers.v1.RosterH\x00\x12\x35\n\x07refused\x18\x03 \x01(\x0b\x32\".swarmnet.workers.v1.GatherRefusedH\x00\x42\x06\n\x04kind\"\x0c\n\nGatherBeat\"Q\n\x06Roster\x12\r\n\x05round\x18\x01 \x01(\x04\x12,\n\x07members\x18\x02 \x03(\x0b\x32\x1b.swarmnet.workers.v1.Member\x12\n\n\x02id\x18\x03 \x01(\x0c\"=\n\rGatherRefused\x12\r\n\x05round\x18\x01 \x01(\x04\x12\r\n\x05state\x18\x02 \x01(\x0c\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x92\x01\n\x0cStateRequest\x12\x0b\n\x03job\x18\x01 \x01(\x0c\x12\r\n\x05state\x18\x02 \x01(\x0c\x12\x31\n\x08\x64\x65scribe\x18\x03 \x01(\x0b\x32\x1d.swarmnet.workers.v1.DescribeH\x00\x12+\n\x05\x66\x65tch\x18\x04 \x01(\x0b\x32\x1a.swarmnet.workers.v1.FetchH\x00\x42\x06\n\x04kind\"\n\n\x08\x44\x65scribe\"\x16\n\x05\x46\x65tch\x12\r\n\x05\x63hunk\x18\x01 \x01(\r\"\xb0\x01\n\nStateReply\x12\x37\n\x0b\x64\x65scription\x18\x01 \x01(\x0b\x32 .swarmnet.workers.v1.DescriptionH\x00\x12+\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x1a.swarmnet.workers.v1.ChunkH\x00\x12\x34\n\x07refused\x18\x03 \x01(\x0b\x32!.swarmnet.workers.v1.StateRefusedH\x00\x42\x06\n\x04kind\"!\n\x0b\x44\x65scription\x12\x12\n\nsize_bytes\x18\x01 \x01(\x04\"\x16\n\x05\x43hunk\x12\r\n\x05index\x18\x01 \x01(\r\"\x1e\n\x0cStateRefused\x12\x0e\n\x06reason\x18\x01 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\rworkers.proto\x12\x13swarmnet.workers.v1\"s\n\x0cWorkerRecord\x12\x0b\n\x03job\x18\x01 \x01(\x0c\x12\r\n\x05round\x18\x02 \x01(\x04\x12\r\n\x05state\x18\x03 \x01(\x0c\x12\x11\n\taddresses\x18\x04 \x03(\t\x12\x13\n\x0b\x62ytes_per_s\x18\x05 \x01(\x01\x12\x10\n\x08protocol\x18\x06 \x01(\r\"\x1b\n\tJobRecord\x12\x0e\n\x06sealed\x18\x01 \x01(\x0c\"_\n\x06Member\x12\n\n\x02id\x18\x01 \x01(\t\x12\x11\n\taddresses\x18\x02 \x03(\t\x12\x13\n\x0b\x62ytes_per_s\x18\x03 \x01(\x01\x12\x0e\n\x06weight\x18\x04 \x01(\x01\x12\x11\n\texchanges\x18\x05 \x01(\x04\"g\n\rGatherRequest\x12\x0b\n\x03job\x18\x01 \x01(\x0c\x12\r\n\x05round\x18\x02 \x01(\x04\x12\r\n\x05state\x18\x03 \x01(\x0c\x12+\n\x06member\x18\x04 \x01(\x0b\x32\x1b.swarmnet.workers.v1.Member\"\xac\x01\n\x0bGatherReply\x12/\n\x04\x62\x65\x61t\x18\x01 \x01(\x0b\x32\x1f.swarmnet.workers.v1.GatherBeatH\x00\x12-\n\x06roster\x18\x02 \x01(\x0b\x32\x1b.swarmnet.workers.v1.RosterH\x00\x12\x35\n\x07refused\x18\x03 \x01(\x0b\x32\".swarmnet.workers.v1.GatherRefusedH\x00\x42\x06\n\x04kind\"\x0c\n\nGatherBeat\"W\n\x06Roster\x12\r\n\x05round\x18\x01 \x01(\x04\x12,\n\x07members\x18\x02 \x03(\x0b\x32\x1b.swarmnet.workers.v1.Member\x12\x10\n\x08\x65xchange\x18\x03 \x01(\x04\"=\n\rGatherRefused\x12\r\n\x05round\x18\x01 \x01(\x04\x12\r\n\x05state\x18\x02 \x01(\x0c\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x92\x01\n\x0cStateRequest\x12\x0b\n\x03job\x18\x01 \x01(\x0c\x12\r\n\x05state\x18\x02 \x01(\x0c\x12\x31\n\x08\x64\x65scribe\x18\x03 \x01(\x0b\x32\x1d.swarmnet.workers.v1.DescribeH\x00\x12+\n\x05\x66\x65tch\x18\x04 \x01(\x0b\x32\x1a.swarmnet.workers.v1.FetchH\x00\x42\x06\n\x04kind\"\n\n\x08\x44\x65scribe\"\x16\n\x05\x46\x65tch\x12\r\n\x05\x63hunk\x18\x01 \x01(\r\"\xb0\x01\n\nStateReply\x12\x37\n\x0b\x64\x65scription\x18\x01 \x01(\x0b\x32 .swarmnet.workers.v1.DescriptionH\x00\x12+\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x1a.swarmnet.workers.v1.ChunkH\x00\x12\x34\n\x07refused\x18\x03 \x01(\x0b\x32!.swarmnet.workers.v1.StateRefusedH\x00\x42\x06\n\x04kind\"!\n\x0b\x44\x65scription\x12\x12\n\nsize_bytes\x18\x01 \x01(\x04\"\x16\n\x05\x43hunk\x12\r\n\x05index\x18\x01 \x01(\r\"\x1e\n\x0cStateRefused\x12\x0e\n\x06reason\x18\x01 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,29 +36,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_JOBRECORD']._serialized_start=155
   _globals['_JOBRECORD']._serialized_end=182
   _globals['_MEMBER']._serialized_start=184
-  _globals['_MEMBER']._serialized_end=260
-  _globals['_GATHERREQUEST']._serialized_start=262
-  _globals['_GATHERREQUEST']._serialized_end=365
-  _globals['_GATHERREPLY']._serialized_start=368
-  _globals['_GATHERREPLY']._serialized_end=540
-  _globals['_GATHERBEAT']._serialized_start=542
-  _globals['_GATHERBEAT']._serialized_end=554
-  _globals['_ROSTER']._serialized_start=556
-  _globals['_ROSTER']._serialized_end=637
-  _globals['_GATHERREFUSED']._serialized_start=639
-  _globals['_GATHERREFUSED']._serialized_end=700
-  _globals['_STATEREQUEST']._serialized_start=703
-  _globals['_STATEREQUEST']._serialized_end=849
-  _globals['_DESCRIBE']._serialized_start=851
-  _globals['_DESCRIBE']._serialized_end=861
-  _globals['_FETCH']._serialized_start=863
-  _globals['_FETCH']._serialized_end=885
-  _globals['_STATEREPLY']._serialized_start=888
-  _globals['_STATEREPLY']._serialized_end=1064
-  _globals['_DESCRIPTION']._serialized_start=1066
-  _globals['_DESCRIPTION']._serialized_end=1099
-  _globals['_CHUNK']._serialized_start=1101
-  _globals['_CHUNK']._serialized_end=1123
-  _globals['_STATEREFUSED']._serialized_start=1125
-  _globals['_STATEREFUSED']._serialized_end=1155
+  _globals['_MEMBER']._serialized_end=279
+  _globals['_GATHERREQUEST']._serialized_start=281
+  _globals['_GATHERREQUEST']._serialized_end=384
+  _globals['_GATHERREPLY']._serialized_start=387
+  _globals['_GATHERREPLY']._serialized_end=559
+  _globals['_GATHERBEAT']._serialized_start=561
+  _globals['_GATHERBEAT']._serialized_end=573
+  _globals['_ROSTER']._serialized_start=575
+  _globals['_ROSTER']._serialized_end=662
+  _globals['_GATHERREFUSED']._serialized_start=664
+  _globals['_GATHERREFUSED']._serialized_end=725
+  _globals['_STATEREQUEST']._serialized_start=728
+  _globals['_STATEREQUEST']._serialized_end=874
+  _globals['_DESCRIBE']._serialized_start=876
+  _globals['_DESCRIBE']._serialized_end=886
+  _globals['_FETCH']._serialized_start=888
+  _globals['_FETCH']._serialized_end=910
+  _globals['_STATEREPLY']._serialized_start=913
+  _globals['_STATEREPLY']._serialized_end=1089
+  _globals['_DESCRIPTION']._serialized_start=1091
+  _globals['_DESCRIPTION']._serialized_end=1124
+  _globals['_CHUNK']._serialized_start=1126
+  _globals['_CHUNK']._serialized_end=1148
+  _globals['_STATEREFUSED']._serialized_start=1150
+  _globals['_STATEREFUSED']._serialized_end=1180
 # @@protoc_insertion_point(module_scope)

@@ -29,16 +29,18 @@ class JobRecord(_message.Message):
     def __init__(self, sealed: _Optional[bytes] = ...) -> None: ...
 
 class Member(_message.Message):
-    __slots__ = ("id", "addresses", "bytes_per_s", "weight")
+    __slots__ = ("id", "addresses", "bytes_per_s", "weight", "exchanges")
     ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    EXCHANGES_FIELD_NUMBER: _ClassVar[int]
     id: str
     addresses: _containers.RepeatedScalarFieldContainer[str]
     bytes_per_s: float
     weight: float
-    def __init__(self, id: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., bytes_per_s: _Optional[float] = ..., weight: _Optional[float] = ...) -> None: ...
+    exchanges: int
+    def __init__(self, id: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., bytes_per_s: _Optional[float] = ..., weight: _Optional[float] = ..., exchanges: _Optional[int] = ...) -> None: ...
 
 class GatherRequest(_message.Message):
     __slots__ = ("job", "round", "state", "member")
@@ -67,14 +69,14 @@ class GatherBeat(_message.Message):
     def __init__(self) -> None: ...
 
 class Roster(_message.Message):
-    __slots__ = ("round", "members", "id")
+    __slots__ = ("round", "members", "exchange")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
-    ID_FIELD_NUMBER: _ClassVar[int]
+    EXCHANGE_FIELD_NUMBER: _ClassVar[int]
     round: int
     members: _containers.RepeatedCompositeFieldContainer[Member]
-    id: bytes
-    def __init__(self, round: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., id: _Optional[bytes] = ...) -> None: ...
+    exchange: int
+    def __init__(self, round: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., exchange: _Optional[int] = ...) -> None: ...
 
 class GatherRefused(_message.Message):
     __slots__ = ("round", "state", "reason")

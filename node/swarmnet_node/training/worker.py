@@ -1,0 +1,417 @@
+"""A training worker: inner steps, then a round with the others, until the job's rounds are done.
+
+``Worker.run`` is the whole life of a worker. What it must agree on with others is decided in ``swarmnet_protocols.training``; what it
+computes is the trainer's. Between the two stands the state: bytes that are equal on all workers after every committed
+round, named by their hash.
+"""
+
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from swarmnet_node.training.checkpoint import Checkpoint, Checkpoints, params_hash
+from swarmnet_node.training.state import max_state_bytes, pack_state, unpack_state
+from swarmnet_node.training.trainer import StepReport, Trainer
+from swarmnet_protocols.aio import cancel
+from swarmnet_protocols.directory import Directory
+from swarmnet_protocols.errors import SwarmnetError
+from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.training import averaging
+from swarmnet_protocols.training.aggregate import aggregate
+from swarmnet_protocols.training.averaging import Exchange, Outcome, RoundTiming, Rules
+from swarmnet_protocols.training.board import WorkerInfo, find_workers, publish_job, publish_worker
+from swarmnet_protocols.training.codecs import get_codec
+from swarmnet_protocols.training.gathering import Elsewhere, Gathering, Member, Roster
+from swarmnet_protocols.training.jobs import open_job
+from swarmnet_protocols.training.methods import Average, ZeroOrder
+from swarmnet_protocols.training.state_transfer import Source, StateDownload, StateServer
+from swarmnet_protocols.transport import PeerId, Transport
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+BYTES_PER_S = 1e6
+"""What a worker says of its link before anybody has measured it."""
+ANNOUNCE_S = 20.0
+LOOK_S = 5.0
+"""Between two looks at the directory for workers that are new."""
+HEAL_S = 5.0
+"""Before another try to fetch a state, when nobody gave it."""
+
+Report = Callable[[dict[str, Any]], None]
+"""Takes one event, with the fields the command line prints."""
+
+
+@dataclass(frozen=True)
+class WorkerWorld:
+    """The ports of a worker: everything it knows of the outside."""
+
+    transport: Transport
+    directory: Directory
+    executor: Executor
+    """Of one thread: what computes with torch."""
+    rng: random.Random
+    timing: Timing = field(default_factory=Timing)
+    stopwatch: Callable[[], float] = time.perf_counter
+
+
+@dataclass(frozen=True)
+class Hosted:
+    """What a worker trains: the job as it travels, and the model and folder it has here."""
+
+    sealed: bytes
+    trainer: Trainer
+    checkpoints: Checkpoints
+
+
+@dataclass
+class _Pending:
+    """An exchange on its way."""
+
+    round: int
+    workers: int
+    report: StepReport
+    outcome: "asyncio.Task[Outcome]"
+    began: float
+    gather_s: float
+
+
+class Worker:
+    """One worker of one job, used once."""
+
+    def __init__(self, world: WorkerWorld, hosted: Hosted, report: Report) -> None:
+        sealed = open_job(hosted.sealed)
+        self.job_id = sealed.id
+        self.round = 0
+        self.stopping = False
+        self._world = world
+        self._job = sealed.job
+        self._sealed = hosted.sealed
+        self._trainer = hosted.trainer
+        self._checkpoints = hosted.checkpoints
+        self._report = report
+        self._method = self._job.make_method()
+        self._codec = get_codec(self._job.exchange.codec or self._method.codec)
+        self._revision = 0
+        self._exchanges = 0
+        self._slot: int | None = None
+        """Which share of the data is ours; a newcomer has none before its first roster."""
+        self._state = b""
+        self._known: dict[PeerId, Member] = {}
+        self._looked = -LOOK_S
+        self._pending: _Pending | None = None
+        key = bytes.fromhex(self.job_id)
+        self._states = StateServer(world.transport, key, world.timing)
+        self._gathering = Gathering(
+            world.transport, key, max_members=self._job.exchange.max_workers, timing=world.timing
+        )
+
+    async def run(self) -> None:
+        """Train until the last round of the job, or until ``stop``. Raises what the disk raises."""
+        await self._resume()
+        await self._states.serve()
+        await self._gathering.serve()
+        section = self._job.exchange
+        deadline_s = section.deadline_s
+        timing = RoundTiming(deadline_s / 3, 2 * deadline_s / 3, deadline_s)
+        rules = Rules(lambda rows, weights: aggregate(section.aggregate, rows, weights))
+        exchange = Exchange(self._world.transport, bytes.fromhex(self.job_id), timing=timing, rules=rules)
+        async with exchange:
+            self._report(
+                {
+                    "event": "ready",
+                    "peer_id": self._world.transport.peer_id,
+                    "addresses": list(self._world.transport.addresses()),
+                    "job": self.job_id,
+                    "round": self.round,
+                    "parameters": self._trainer.parameter_count,
+                }
+            )
+            announcing = asyncio.create_task(self._keep_announcing(), name="announce")
+            try:
+                while self.round < self._job.job.rounds and not self.stopping:
+                    try:
+                        await self._take_part(exchange)
+                    except Elsewhere as elsewhere:
+                        await self._heal(elsewhere)
+                await self._settle()
+                await self._save()
+                self._report({"event": "done", "round": self.round, "revision": self._revision})
+            finally:
+                await cancel(announcing, self._pending.outcome if self._pending else None)
+
+    def stop(self) -> None:
+        """End after the present round."""
+        self.stopping = True
+
+    # ---- a round ----------------------------------------------------------------------------------------
+
+    async def _take_part(self, exchange: Exchange) -> None:
+        """One round: our share of the work if we have one, then the exchange."""
+        contribution, report = None, StepReport(0.0, 0, 0.0)
+        if self._slot is not None:
+            contribution, report = await self._work(self._slot)
+        await self._settle()
+        began = self._now()
+        me = self._world.transport.peer_id
+        roster = await self._gather(report.tokens)
+        self._slot = roster.slot(me)
+        if not any(member.weight for member in roster.members):
+            return  # nobody has trained yet: this roster only hands out the shares of the data
+        if len(roster.members) < self._job.exchange.min_workers:
+            self._report({"event": "waiting", "round": self.round, "workers": len(roster.members)})
+            return
+        partners = self._method.partners(self.round, [member.peer for member in roster.members], me)
+        members = [
+            averaging.Member(member.peer, member.addresses, member.bytes_per_s)
+            for member in roster.members
+            if member.peer in partners
+        ]
+        start, end = self._method.range(self.round)
+        values = torch.zeros(end - start) if contribution is None else contribution
+        self._exchanges = roster.exchange
+        outcome = asyncio.create_task(
+            exchange.average(
+                roster.exchange, members, values, weight=float(report.tokens), codec=self._codec
+            ),
+            name="exchange",
+        )
+        now = self._now()
+        self._pending = _Pending(self.round, len(roster.members), report, outcome, now, now - began)
+        self.round += 1
+        if not self._method.overlap_steps:
+            await self._settle()
+
+    async def _work(self, slot: int) -> tuple[torch.Tensor | None, StepReport]:
+        """The inner steps of this round, with the exchange of the last one landing among them; what we contribute."""
+        if isinstance(self._method, ZeroOrder):
+            return await self._compute(self._slopes, self._method, slot)
+        steps = self._method.steps_per_round
+        if self._method.kind == "gradients":
+            gradient, report = await self._compute(self._trainer.gradient, self.round, 0, slot)
+            return self._method.contribution(self.round, gradient), report
+        first = min(self._method.overlap_steps, steps) if self._pending is not None else 0
+        report = await self._compute(self._trainer.steps, self.round, slot, first)
+        if first < steps:
+            await self._settle()
+            if self._slot is None:
+                return None, StepReport(0.0, 0, 0.0)
+            rest = await self._compute(self._trainer.steps, self.round, slot, steps - first, first=first)
+            loss = (report.loss * report.tokens + rest.loss * rest.tokens) / (report.tokens + rest.tokens)
+            report = StepReport(loss, report.tokens + rest.tokens, report.seconds + rest.seconds)
+        parameters = self._trainer.parameters()
+        return await self._compute(self._method.contribution, self.round, parameters), report
+
+    def _slopes(self, method: ZeroOrder, slot: int) -> tuple[torch.Tensor, StepReport]:
+        """The slopes of the loss along this round's directions, on our share of the data."""
+        began = self._world.stopwatch()
+        parameters = self._trainer.parameters()
+        slopes, losses = [], []
+        for direction in range(method.directions):
+            plus, minus = (
+                self._trainer.loss_at(
+                    method.probe(self.round, direction, parameters, sign), self.round, 0, slot
+                )
+                for sign in (1, -1)
+            )
+            slopes.append(method.slope(plus, minus))
+            losses.append((plus + minus) / 2)
+        self._trainer.load(parameters)
+        tokens = self._job.training.batch_size * self._job.data.sequence_length
+        report = StepReport(sum(losses) / len(losses), tokens, self._world.stopwatch() - began)
+        return method.contribution(self.round, torch.tensor(slopes)), report
+
+    async def _gather(self, tokens: int) -> Roster:
+        await self._look_for_others()
+        transport = self._world.transport
+        addresses = tuple(transport.addresses())
+        me = Member(transport.peer_id, addresses, BYTES_PER_S, float(tokens), self._exchanges)
+        roster = await self._gathering.gather(
+            self.round,
+            self._state,
+            me,
+            list(self._known.values()),
+            patience_s=self._job.exchange.deadline_s,
+        )
+        self._known = {member.peer: member for member in roster.members if member.peer != me.peer}
+        return roster
+
+    async def _settle(self) -> None:
+        """Wait for the exchange on its way, if there is one, and take what it gave."""
+        pending = self._pending
+        if pending is None:
+            return
+        began = self._now()
+        outcome = await pending.outcome
+        waited_s = pending.gather_s + self._now() - began
+        self._pending = None
+        if outcome.behind:
+            # The others may have decided without us: as a newcomer of that round we find out.
+            self.round, self._slot = pending.round, None
+            self._report({"event": "behind", "round": pending.round, "reason": outcome.reason})
+            return
+        average = None
+        if outcome.average is not None:
+            average = Average(outcome.average, _contributors(outcome))
+            self._revision += 1
+        await self._compute(self._apply, pending.round, average)
+        await self._share_state()
+        self._report(
+            {
+                "event": "round",
+                "round": pending.round,
+                "committed": outcome.committed,
+                "loss": round(pending.report.loss, 6),
+                "workers": pending.workers,
+                "bytes_sent": outcome.bytes_sent,
+                "bytes_received": outcome.bytes_received,
+                "exchange_s": round(self._now() - pending.began, 3),
+                "wait_s": round(waited_s, 3),
+                "params_hash": params_hash(self._method.agreed()),
+                "contributors": list(_contributors(outcome)),
+                "excluded": [{"peer_id": peer, "reason": why} for peer, why in outcome.excluded],
+                "reason": outcome.reason,
+            }
+        )
+        if (pending.round + 1) % self._job.eval.every_rounds == 0:
+            await self._evaluate(pending.round)
+            await self._save()
+
+    def _apply(self, number: int, average: Average | None) -> None:
+        trainer, method = self._trainer, self._method
+        if method.kind == "gradients":
+            gradient = method.apply(number, torch.zeros(trainer.parameter_count), average)
+            if average is not None:
+                trainer.apply_gradient(number, 0, gradient)
+            method.begin(trainer.parameters())
+            return
+        trainer.load(method.apply(number, trainer.parameters(), average))
+
+    async def _evaluate(self, number: int) -> None:
+        loss, tokens = await self._compute(self._evaluation)
+        self._report({"event": "eval", "round": number, "val_loss": round(loss, 6), "tokens": tokens})
+
+    def _evaluation(self) -> tuple[float, int]:
+        """The validation loss of the agreed parameters."""
+        own = self._trainer.parameters()
+        self._trainer.load(self._method.agreed())
+        try:
+            return self._trainer.evaluate(self._job.eval.batches)
+        finally:
+            self._trainer.load(own)
+
+    # ---- the shared state -------------------------------------------------------------------------------
+
+    async def _resume(self) -> None:
+        """Go on from our newest checkpoint, or from the job's first parameters."""
+        saved = await self._compute(self._checkpoints.load_newest, self.job_id)
+        if saved is None:
+            self._method.begin(self._trainer.parameters())
+        else:
+            self.round, self._revision = saved.round, saved.revision
+            self._trainer.load(saved.parameters)
+            self._trainer.load_optimizer_state(saved.optimizer)
+            self._method.begin(saved.parameters)
+            self._method.restore(saved.outer)
+        await self._share_state()
+
+    async def _heal(self, elsewhere: Elsewhere) -> None:
+        """Fetch the state that the others start from, and stand where they stand."""
+        began = self._now()
+        await self._look_for_others(now=True)
+        sources = {elsewhere.peer: self._known.get(elsewhere.peer)} | {**self._known}
+        download = StateDownload(
+            bytes.fromhex(self.job_id),
+            elsewhere.state,
+            max_bytes=max_state_bytes(self._trainer.parameter_count),
+        )
+        try:
+            data = await download.run(
+                self._world.transport,
+                [Source(peer, member.addresses if member else ()) for peer, member in sources.items()],
+                self._world.timing,
+            )
+        except SwarmnetError as error:
+            # A state may be gone by the time we ask for it; the next gathering says which is the one now.
+            self._report({"event": "heal_failed", "round": elsewhere.round, "reason": str(error)})
+            await asyncio.sleep(HEAL_S)
+            return
+        await self._compute(self._take_state, data)
+        self.round, self._slot, self._pending = elsewhere.round, None, None
+        await self._share_state()
+        self._report(
+            {
+                "event": "healed",
+                "round": self.round,
+                "bytes": len(data),
+                "seconds": round(self._now() - began, 3),
+                "dropped": [{"peer_id": peer, "reason": why} for peer, why in download.dropped.items()],
+            }
+        )
+
+    def _take_state(self, data: bytearray) -> None:
+        agreed, outer, inner = unpack_state(data)
+        self._trainer.load(agreed)
+        if inner:
+            self._trainer.load_optimizer_state(inner)
+        self._method.begin(agreed)
+        self._method.restore(outer)
+
+    async def _share_state(self) -> None:
+        """Offer the present state to newcomers; its id is what we and the others compare."""
+        inner = self._trainer.optimizer_state() if self._method.kind == "gradients" else {}
+        data = await self._compute(pack_state, self._method.agreed(), self._method.state(), inner)
+        self._state = self._states.offer(data)
+
+    async def _save(self) -> None:
+        checkpoint = Checkpoint(
+            job_id=self.job_id,
+            round=self.round,
+            revision=self._revision,
+            parameters=self._method.agreed(),
+            optimizer=self._trainer.optimizer_state(),
+            outer=self._method.state(),
+        )
+        await self._compute(self._checkpoints.save, checkpoint, self._trainer.write)
+
+    # ---- the others -------------------------------------------------------------------------------------
+
+    async def _look_for_others(self, *, now: bool = False) -> None:
+        if not now and self._now() - self._looked < LOOK_S:
+            return
+        self._looked = self._now()
+        for info in await find_workers(self._world.directory, self.job_id):
+            if info.peer != self._world.transport.peer_id:
+                self._known.setdefault(info.peer, info.member)
+
+    async def _keep_announcing(self) -> None:
+        while True:
+            transport = self._world.transport
+            info = WorkerInfo(
+                transport.peer_id, tuple(transport.addresses()), self.round, self._state, BYTES_PER_S
+            )
+            with contextlib.suppress(SwarmnetError):  # the record outlives a missed announcement
+                await publish_worker(self._world.directory, self.job_id, info)
+                await publish_job(self._world.directory, self._sealed)
+            await asyncio.sleep(ANNOUNCE_S * self._world.rng.uniform(0.8, 1.0))
+
+    # ---- small things -----------------------------------------------------------------------------------
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    async def _compute(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._world.executor, lambda: function(*args, **kwargs))
+
+
+def _contributors(outcome: Outcome) -> tuple[PeerId, ...]:
+    """Whoever is in some slice of the average."""
+    return tuple(sorted({peer for slice in outcome.contributors for peer in slice}))
