@@ -84,15 +84,10 @@ def a_little_is_enough(honest: Tensor, bad: int, past: list[Tensor]) -> Tensor:
     return (good.mean(0) - z * good.std(0)).expand(bad, -1)
 
 
-ATTACKS = [
-    sign_flip,
-    flip_and_amplify,
-    thousandfold,
-    not_a_number,
-    constant,
-    stale_replay,
-    a_little_is_enough,
-]
+LOUD = [flip_and_amplify, thousandfold, constant]
+"""A mean diverges under any of them. Flipped signs alone only slow it down: seven of sixteen leave an eighth of each step."""
+
+ATTACKS = [*LOUD, sign_flip, not_a_number, stale_replay, a_little_is_enough]
 
 
 def train(aggregator: str, *, bad: int = 0, attack: Attack = sign_flip, clip: bool = False) -> float:
@@ -137,12 +132,15 @@ def test_with_centered_clip_bad_workers_cost_little(
     attack: Attack, bad: int, allowed: float, clean: float
 ) -> None:
     assert train("centered-clip", bad=bad, attack=attack) <= allowed * clean
+    if attack in LOUD or (attack is stale_replay and bad == 7):
+        assert train("mean", bad=bad, attack=attack) > 5 * clean
 
 
 @pytest.mark.parametrize("bad", [3, 7])
-@pytest.mark.parametrize("attack", [flip_and_amplify, thousandfold, constant])
-def test_the_plain_mean_diverges_where_clipped_norms_train(attack: Attack, bad: int, clean: float) -> None:
-    assert train("mean", bad=bad, attack=attack) > 5 * clean
+@pytest.mark.parametrize("attack", LOUD)
+def test_norms_brought_to_the_median_save_the_mean_from_loud_attacks(
+    attack: Attack, bad: int, clean: float
+) -> None:
     assert train("mean", bad=bad, attack=attack, clip=True) <= 1.15 * clean
 
 
