@@ -1,0 +1,113 @@
+"""A worker alone in a job of the standard task, against a bare PyTorch loop over the same model and data.
+
+    python -m tests.bench.train_overhead [--rounds 5] [--steps 50] [--threads 2]
+
+The worker does whole DiLoCo rounds: inner steps, contribution, outer step on its own contribution, loading the result. The
+loop has its data in memory and its optimizer fused. In turn, float32 on the CPU. Prints JSON.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from swarmnet_node.training.model import build_model
+from swarmnet_node.training.trainer import Trainer
+from swarmnet_protocols.training.jobs import Job, parse_job
+from swarmnet_protocols.training.methods import Average, Method
+from swarmnet_protocols.training.templates import template
+
+
+class BareLoop:
+    """What a person would write to train this model on one machine."""
+
+    def __init__(self, job: Job, tokens: Tensor, cache_dir: Path) -> None:
+        self._model: Any = build_model(job.model, job.job.seed, cache_dir)
+        self._training, self._length = job.training, job.data.sequence_length
+        self._rows = tokens[: len(tokens) // self._length * self._length].view(-1, self._length)
+        self._optimizer = torch.optim.AdamW(
+            self._model.parameters(),
+            lr=job.training.learning_rate,
+            betas=job.training.betas,
+            weight_decay=job.training.weight_decay,
+            fused=True,
+        )
+        self._generator = torch.Generator().manual_seed(0)
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            chosen = torch.randint(len(self._rows), (self._training.batch_size,), generator=self._generator)
+            rows = self._rows[chosen]
+            logits = self._model(input_ids=rows, use_cache=False).logits[:, :-1]
+            loss = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+            self._optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._training.clip_norm)
+            self._optimizer.step()
+
+
+def _worker_round(trainer: Trainer, method: Method, number: int, steps: int) -> float:
+    """A round alone; returns the seconds that were not inner steps."""
+    report = trainer.steps(number, 0, steps)
+    started = time.perf_counter()
+    parameters = trainer.parameters()
+    average = Average(method.contribution(number, parameters), ("me",))
+    trainer.load(method.apply(number, parameters, average))
+    if report.tokens <= 0:
+        raise RuntimeError("nothing was trained")
+    return time.perf_counter() - started
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--threads", type=int, default=2)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    text = template("diloco").replace("sync_every = 50", f"sync_every = {arguments.steps}")
+    job = parse_job(text.encode()).job
+    with tempfile.TemporaryDirectory() as folder:
+        cache = Path(folder)
+        trainer = Trainer.open(job, cache_dir=cache, available_bytes=1 << 40, device=torch.device("cpu"))
+        tokens = torch.from_numpy(trainer.corpus.train.tokens.astype("int64"))
+        bare = BareLoop(job, tokens, cache)
+        method = job.make_method()
+        method.begin(trainer.parameters())
+        worker_s, bare_s, outside_s = [], [], []
+        for number in range(arguments.rounds + 1):
+            started = time.perf_counter()
+            outside = _worker_round(trainer, method, number, arguments.steps)
+            between = time.perf_counter()
+            bare.steps(arguments.steps)
+            ended = time.perf_counter()
+            if number:  # the first round warms up
+                worker_s.append(between - started)
+                bare_s.append(ended - between)
+                outside_s.append(outside)
+    per_round = job.training.batch_size * job.data.sequence_length * arguments.steps
+    ratios = [one / other for one, other in zip(bare_s, worker_s, strict=True)]
+    report = {
+        "bench": "train_overhead",
+        "parameters": trainer.parameter_count,
+        "rounds": arguments.rounds,
+        "steps_per_round": arguments.steps,
+        "threads": arguments.threads,
+        "worker_tokens_per_s": round(per_round / statistics.median(worker_s)),
+        "bare_tokens_per_s": round(per_round / statistics.median(bare_s)),
+        "ratio": round(statistics.median(ratios), 3),
+        "ratios": [round(ratio, 3) for ratio in ratios],
+        "outside_steps_s": round(statistics.median(outside_s), 4),
+    }
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
