@@ -10,6 +10,7 @@ import torch
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError, ProtocolViolation
 from swarmnet_protocols.training.codecs import ALIGNMENT, get_codec
+from swarmnet_protocols.training.codecs.log8 import Log8Codec
 from swarmnet_protocols.training.methods import METHODS, Average, Method, ZeroOrder, get_method
 from swarmnet_protocols.training.methods.noloco import NoLoCo, NoLoCoSettings, gamma_bound
 from tests.support import training_reference as reference
@@ -214,6 +215,18 @@ def test_zeroth_order_follows_the_published_equations_and_a_log_replays_to_the_s
     assert torch.equal(method.agreed(), theta)
 
 
+def test_slopes_of_one_byte_lower_the_loss() -> None:
+    method, task, codec = zeroth_order(), Task(), Log8Codec()
+    theta = method.agreed().clone()
+    losses = []
+    for t in range(60):
+        losses.append(sum(task.loss(i, theta.double().numpy()) for i in range(WORKERS)))
+        payloads = [codec.encode(slopes(method, t, i, theta)) for i in range(WORKERS)]
+        mean = torch.stack([codec.decode(payload, method.directions) for payload in payloads]).mean(dim=0)
+        theta = method.apply(t, theta, Average(mean, NAMES))
+    assert losses[-1] < 0.97 * losses[0]
+
+
 @pytest.mark.parametrize("entry", [torch.tensor([1.0]), torch.tensor([1.0, math.nan]), torch.ones(2, 2)])
 def test_a_log_with_anything_but_finite_slopes_is_refused(entry: torch.Tensor) -> None:
     method = zeroth_order()
@@ -222,6 +235,7 @@ def test_a_log_with_anything_but_finite_slopes_is_refused(entry: torch.Tensor) -
 
 
 def test_diloco_with_one_worker_is_torch_sgd_bit_for_bit() -> None:
+    # Slow: the first step of an optimizer imports torch's compiler.
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(10_007, generator=generator)
     method = get_method("diloco", {"sync_every": 1, "outer_lr": 0.7, "momentum": 0.9})
