@@ -1,0 +1,277 @@
+"""Codecs: the format is pinned, everything malformed is refused, and error feedback makes up for what is lost."""
+
+import hashlib
+import struct
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from swarmnet_protocols.errors import ConfigError, ProtocolViolation
+from swarmnet_protocols.training.codecs import ALIGNMENT, ErrorFeedback, get_codec
+
+CODECS = ("float32", "bfloat16", "float16", "int8", "int4", "fp4", "topk")
+NAN, INFINITY = float("nan"), float("inf")
+
+
+def fixed_vector(count: int) -> torch.Tensor:
+    """Values of either sign over five orders of magnitude, the same everywhere: integers times powers of two."""
+    places = np.arange(count, dtype=np.uint64)
+    mixed = (places * np.uint64(2654435761) + np.uint64(12345)) % np.uint64(1 << 32)
+    signed = (mixed >> np.uint64(8)).astype(np.float64) - (1 << 23)
+    return torch.from_numpy((signed * 2.0 ** -(23.0 + places % 17)).astype(np.float32))
+
+
+def bfloat16_bytes(*values: float) -> bytes:
+    return b"".join(struct.pack("<f", value)[2:] for value in values)
+
+
+GOLDEN = {
+    "float32": ("414c9448323cd3c5", "414c9448323cd3c5"),
+    "bfloat16": ("e17270e9069d0171", "0a2e780cef2346ff"),
+    "float16": ("46de2b70701b013f", "603e6ee05833a482"),
+    "int8": ("fe162e5d41467e83", "45ebaa56f2e85b70"),
+    "int4": ("82379cda05b2c8f8", "4057510ef3190b24"),
+    "fp4": ("df2998ffb9611d0a", "0bec1919ee8605fb"),
+    "topk": ("3b7bbdd75401d211", "f235179481c93b9f"),
+}
+"""The first eight bytes of the SHA-256 of a payload, and of the bits it decodes to."""
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_the_format_does_not_change_unnoticed(name: str) -> None:
+    values = fixed_vector(ALIGNMENT + 777)
+    payload = get_codec(name).encode(values)
+    decoded = get_codec(name).decode(payload, len(values)).numpy().tobytes()
+    digests = hashlib.sha256(payload).hexdigest()[:16], hashlib.sha256(decoded).hexdigest()[:16]
+    assert digests == GOLDEN[name]
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_a_long_vector_decodes_as_its_parts_do(name: str) -> None:
+    """Long enough that encoder and decoder themselves work in parts, which these do not line up with."""
+    codec, values = get_codec(name), fixed_vector((1 << 18) + 5 * ALIGNMENT + 77)
+    parts = torch.split(values, 7 * ALIGNMENT)
+    decoded = torch.cat([codec.decode(codec.encode(part), len(part)) for part in parts])
+    assert torch.equal(codec.decode(codec.encode(values), len(values)), decoded)
+
+
+def test_an_unknown_codec_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match="int5"):
+        get_codec("int5")
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("bad", [NAN, INFINITY, -INFINITY])
+def test_what_is_not_finite_is_not_encoded(name: str, bad: float) -> None:
+    values = fixed_vector(ALIGNMENT + 3)
+    for place in (0, ALIGNMENT + 2):
+        broken = values.clone()
+        broken[place] = bad
+        with pytest.raises(ValueError, match="not finite"):
+            get_codec(name).encode(broken)
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("count", [0, 1, 64, 257, 4097])
+def test_a_payload_of_another_length_is_refused(name: str, count: int) -> None:
+    codec = get_codec(name)
+    payload = codec.encode(fixed_vector(count))
+    with pytest.raises(ProtocolViolation, match="bytes for"):
+        codec.decode(payload + b"\0", count)
+    if count:
+        with pytest.raises(ProtocolViolation, match="bytes for"):
+            codec.decode(payload[:-1], count)
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_nothing_is_allocated_for_a_count_the_payload_does_not_bear_out(name: str) -> None:
+    with pytest.raises(ProtocolViolation, match="bytes for"):
+        get_codec(name).decode(b"\0" * 120, 1 << 50)
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("wrap", [bytes, bytearray, memoryview])
+def test_the_decoded_values_do_not_share_memory_with_the_payload(
+    name: str, wrap: Callable[[bytes], bytes]
+) -> None:
+    codec, values = get_codec(name), fixed_vector(100)
+    payload = wrap(codec.encode(values))
+    before = bytes(payload)
+    codec.decode(payload, 100).zero_()
+    assert bytes(payload) == before
+
+
+@pytest.mark.parametrize(("name", "form"), [("float32", "<f"), ("float16", "<e"), ("bfloat16", None)])
+@pytest.mark.parametrize("bad", [NAN, INFINITY, -INFINITY])
+def test_floats_that_are_not_finite_are_refused(name: str, form: str | None, bad: float) -> None:
+    good = get_codec(name).encode(torch.ones(2))
+    payload = good + (struct.pack(form, bad) if form else bfloat16_bytes(bad))
+    with pytest.raises(ProtocolViolation, match="not finite"):
+        get_codec(name).decode(payload, 3)
+
+
+BAD_SCALES = [NAN, INFINITY, 2.0**100, 2.0**-100, 1e-40]
+
+
+@pytest.mark.parametrize(("name", "block"), [("int8", 256), ("int4", 64), ("fp4", 64)])
+@pytest.mark.parametrize("bad", [*BAD_SCALES, -1.0, -0.0])
+def test_a_scale_that_is_negative_or_absurd_is_refused(name: str, block: int, bad: float) -> None:
+    codec = get_codec(name)
+    payload = codec.encode(fixed_vector(300))
+    for place in (0, 300 // block * 2):
+        broken = payload[:place] + bfloat16_bytes(bad) + payload[place + 2 :]
+        with pytest.raises(ProtocolViolation, match="a scale"):
+            codec.decode(broken, 300)
+
+
+@pytest.mark.parametrize("bad", [*BAD_SCALES, -INFINITY, -(2.0**100)])
+def test_a_bucket_mean_that_is_absurd_is_refused(bad: float) -> None:
+    codec = get_codec("topk")
+    payload = codec.encode(fixed_vector(4096))
+    for place in (0, 6):
+        with pytest.raises(ProtocolViolation, match="a scale"):
+            codec.decode(payload[:place] + bfloat16_bytes(bad) + payload[place + 2 :], 4096)
+
+
+def test_scales_and_means_at_their_bounds_are_taken() -> None:
+    for scale in (0.0, 2.0**99, 2.0**-99):
+        decoded = get_codec("int8").decode(bfloat16_bytes(scale) + b"\x7f\x81", 2)
+        assert decoded.tolist() == [127 * scale, -127 * scale]
+    payload = bfloat16_bytes(-(2.0**99), 2.0**-99, 0.0, 0.0) + bytes((0, 0x00, 1)) + b"\x04"
+    assert get_codec("topk").decode(payload, 2).tolist() == [-(2.0**99), 2.0**-99]
+
+
+@pytest.mark.parametrize(
+    ("name", "codes"),
+    [("int8", b"\x80\x00"), ("int4", b"\x08"), ("int4", b"\x80"), ("fp4", b"\x08"), ("fp4", b"\x80")],
+)
+def test_a_code_that_no_encoder_writes_is_refused(name: str, codes: bytes) -> None:
+    with pytest.raises(ProtocolViolation, match="a code"):
+        get_codec(name).decode(bfloat16_bytes(1.0) + codes, 2)
+
+
+@pytest.mark.parametrize("name", ["int4", "fp4"])
+@pytest.mark.parametrize("code", [1, 7, 8, 15])
+def test_padding_after_an_odd_number_of_codes_must_be_zero(name: str, code: int) -> None:
+    with pytest.raises(ProtocolViolation, match="padding"):
+        get_codec(name).decode(bfloat16_bytes(1.0, 1.0) + b"\0" * 32 + bytes((code << 4,)), 65)
+
+
+def topk_payload(places: list[int], buckets: int = 0) -> bytes:
+    """The record of a chunk of three values: three places and a zero, and the byte of their buckets."""
+    first, second, third, padding = places
+    packed = bytes(
+        (
+            *(first >> 4, (first & 15) << 4 | second >> 8, second & 255),
+            *(third >> 4, (third & 15) << 4 | padding >> 8, padding & 255),
+        )
+    )
+    return bfloat16_bytes(1.0, 2.0, 3.0, 4.0) + packed + bytes((buckets,))
+
+
+@pytest.mark.parametrize("places", [[0, 0, 1, 0], [0, 2, 1, 0], [0, 1, 3, 0], [1, 2, 4095, 0], [0, 2, 2, 0]])
+def test_places_that_are_out_of_range_or_do_not_increase_are_refused(places: list[int]) -> None:
+    with pytest.raises(ProtocolViolation, match="places"):
+        get_codec("topk").decode(topk_payload(places), 3)
+
+
+@pytest.mark.parametrize(("padding", "buckets"), [(1, 0), (0x800, 0), (0, 0x40), (0, 0x80)])
+def test_padding_of_places_and_buckets_must_be_zero(padding: int, buckets: int) -> None:
+    with pytest.raises(ProtocolViolation, match="padding"):
+        get_codec("topk").decode(topk_payload([0, 1, 2, padding], buckets), 3)
+
+
+def test_topk_reads_what_its_format_says() -> None:
+    assert get_codec("topk").decode(topk_payload([0, 1, 2, 0], 0b110100), 3).tolist() == [1.0, 2.0, 4.0]
+
+
+def test_integers_are_rounded_half_to_even() -> None:
+    """The largest is 127 (7), so the scale is 1."""
+    halves = [0.5, -0.5, 1.5, -1.5, 2.5, -2.5, 3.5]
+    for name, peak in (("int8", 127.0), ("int4", 7.0)):
+        codec = get_codec(name)
+        decoded = codec.decode(codec.encode(torch.tensor([peak, *halves])), 8)
+        assert decoded.tolist() == [peak, 0, 0, 2, -2, 2, -2, 4]
+
+
+def test_topk_sends_bucket_means_as_published() -> None:
+    """Four buckets of 1.5 standard deviations around the mean of the 64 kept, each value sent as its bucket's mean."""
+    values = (fixed_vector(4096).double() ** 9).float().double()
+    magnitudes = values.abs().tolist()
+    places = sorted(sorted(range(4096), key=lambda place: -magnitudes[place])[:64])
+    kept = values[places]
+    centred = (kept - kept.mean()) / kept.std(correction=0)
+    edges = torch.tensor([-1.5, 0.0, 1.5], dtype=torch.float64)
+    buckets = torch.bucketize(centred, edges, right=True)
+    expected = torch.zeros(4096, dtype=torch.float64)
+    for place, bucket in zip(places, buckets, strict=True):
+        expected[place] = kept[buckets == bucket].mean()
+    codec = get_codec("topk")
+    decoded = codec.decode(codec.encode(values.float()), 4096).double()
+    assert len(set(buckets.tolist())) >= 3, "the vector does not exercise the buckets"
+    torch.testing.assert_close(decoded, expected, rtol=2.0**-8, atol=0.0)
+
+
+def drifting(name: str) -> torch.Tensor:
+    """Values that the codec alone loses for good: most of them small beside a few."""
+    if name == "float16":
+        return torch.full((640,), 1e-8)
+    if name == "topk":
+        return 1 + fixed_vector(8192).abs()
+    values = torch.full((640,), 1 / 300)
+    values[::64] = 1.0
+    return values
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [("float16", 2.0**-24), ("int8", 1 / 127), ("int4", 1 / 7), ("fp4", 1 / 64), ("topk", 64 * 2.0)],
+)
+def test_error_feedback_transmits_what_the_codec_alone_loses(name: str, step: float) -> None:
+    """The same values in 200 rounds: the sum received is off by the error of one step, not of two hundred.
+
+    A step is the distance between two levels. Of top-k it is what gathers in a place until its turn comes: one value in
+    64 is sent in a round, and none is over 2.
+    """
+    rounds, values = 200, drifting(name)
+    codec = get_codec(name)
+    feedback = ErrorFeedback(codec, len(values))
+    received = torch.zeros(len(values), dtype=torch.float64)
+    for _ in range(rounds):
+        received += codec.decode(feedback.encode(values), len(values))
+    sent = rounds * values.double()
+    assert float((sent - received).abs().max()) <= step
+    torch.testing.assert_close(
+        sent - received, feedback.residual.double(), rtol=0, atol=1e-5 * float(sent.max())
+    )
+    alone = rounds * codec.decode(codec.encode(values), len(values)).double()
+    lost = (alone == 0) & (values > 0)
+    assert int(lost.sum()) >= 0.98 * len(values), "the values do not need the feedback"
+
+
+def test_only_the_floats_with_the_range_of_float32_need_no_feedback() -> None:
+    assert [name for name in CODECS if not get_codec(name).biased] == ["float32", "bfloat16"]
+
+
+@pytest.mark.parametrize("decay", [1.0, 0.95, 0.0])
+def test_error_feedback_follows_its_equation(decay: float) -> None:
+    codec, values = get_codec("int4"), fixed_vector(256)
+    feedback = ErrorFeedback(codec, 256, decay)
+    residual = torch.zeros(256)
+    for step in range(5):
+        wanted = residual * decay + values * step
+        payload = codec.encode(wanted)
+        assert feedback.encode(values * step) == payload
+        residual = wanted - codec.decode(payload, 256)
+        assert torch.equal(feedback.residual, residual)
+
+
+def test_a_refused_value_leaves_the_residual_as_it_was() -> None:
+    feedback = ErrorFeedback(get_codec("int4"), 64)
+    feedback.encode(fixed_vector(64))
+    before = feedback.residual.clone()
+    with pytest.raises(ValueError, match="not finite"):
+        feedback.encode(torch.full((64,), NAN))
+    assert torch.equal(feedback.residual, before)
