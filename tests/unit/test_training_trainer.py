@@ -48,7 +48,7 @@ def _bare_loop(job: Job, trainer: Trainer, folder: Path, steps: int) -> Tensor:
         batch = trainer.corpus.train.take(sampler.batch(step // 5, step % 5, 1))
         optimizer.zero_grad()
         logits = model(input_ids=batch[:, :-1]).logits
-        F.cross_entropy(logits.reshape(-1, 256), batch[:, 1:].reshape(-1)).backward()
+        F.cross_entropy(logits.reshape(-1, 256), batch[:, 1:].reshape(-1)).backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), t.clip_norm)
         optimizer.param_groups[0]["lr"] = learning_rate(t, step, 50)
         optimizer.step()

@@ -78,7 +78,7 @@ class Checkpoints:
                     save_file(tensors, folder / _STATE / f"{name}.safetensors")
                 _write_progress(folder, checkpoint)
             for old in self._folders()[self._keep :]:
-                _remove(old)
+                shutil.rmtree(old)
         return target
 
     def load_newest(self, job_id: str) -> Checkpoint | None:
@@ -201,16 +201,11 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _remove(folder: Path) -> None:
-    """Take a checkpoint away under another name first, so that a half-removed one is never seen."""
-    doomed = folder.with_name(f"{_TEMPORARY}{folder.name}")
-    folder.rename(doomed)
-    shutil.rmtree(doomed)
-
-
 @contextmanager
 def _disk_errors(where: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        raise OutOfResources(f"cannot write into {where}: {error}", hint="make room on the disk") from error
+        raise OutOfResources(
+            f"cannot write into {where}: {error}", hint="make room there, or use another disk"
+        ) from error
