@@ -1,24 +1,35 @@
 """Workers that average, in one process and in virtual time, and what must hold whatever happens to them."""
 
+import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
 import torch
 
+from swarmnet_protocols.aio import cancel
 from swarmnet_protocols.identity import Identity
-from swarmnet_protocols.training.averaging import Exchange, Member, RoundTiming, Rules
+from swarmnet_protocols.protocol_ids import EXCHANGE
+from swarmnet_protocols.training.aggregate import weighted_mean
+from swarmnet_protocols.training.averaging import Exchange, Member, Outcome, RoundTiming, Rules
+from swarmnet_protocols.training.codecs import Codec, get_codec
 from swarmnet_protocols.transport import PeerId
-from swarmnet_protocols.transport.memory import LinkProfile, MemoryNetwork
+from swarmnet_protocols.transport.memory import Delivery, LinkProfile, MemoryNetwork, MemoryTransport
+from swarmnet_protocols.wire import training_pb2 as pb
 
 JOB = bytes(range(32))
 TIMING = RoundTiming(contribution_s=6.0, settle_s=12.0, deadline_s=18.0)
+SLACK_S = 0.5
+
+PEERS = tuple(Identity.from_seed(f"worker {index}".encode()).peer_id for index in range(16))
+
+Outcomes = dict[PeerId, Outcome]
 
 
 @dataclass
 class TrainingLab:
-    """``count`` workers with exchanges that are open; ``average`` is one round of them all."""
+    """``count`` workers with exchanges that are open, until ``crash``; ``average`` is one round of them all."""
 
     count: int
     seed: int = 0
@@ -30,16 +41,18 @@ class TrainingLab:
 
     def __post_init__(self) -> None:
         self.network = MemoryNetwork(random.Random(f"{self.seed}/network"), self.link)
-        self.peers = sorted(
-            Identity.from_seed(f"worker {index}".encode()).peer_id for index in range(self.count)
-        )
+        self.peers = sorted(PEERS[: self.count])
         self.exchanges: dict[PeerId, Exchange] = {}
+        self.transports: dict[PeerId, MemoryTransport] = {}
+        self.crashed: list[PeerId] = []
+        self._calls: dict[PeerId, asyncio.Task[Outcome]] = {}
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> "TrainingLab":
         for peer in self.peers:
             transport = await self._stack.enter_async_context(self.network.transport(peer))
             exchange = Exchange(transport, JOB, timing=self.timing, rules=self.rules)
+            self.transports[peer] = transport
             self.exchanges[peer] = await self._stack.enter_async_context(exchange)
         return self
 
@@ -50,7 +63,105 @@ class TrainingLab:
         rates = bytes_per_s or [1e6] * self.count
         return [Member(peer, (), rate) for peer, rate in zip(self.peers, rates, strict=True)]
 
+    async def average(
+        self,
+        work: "Work",
+        *,
+        round: int = 0,
+        members: Sequence[Member] | None = None,
+        late_s: Mapping[PeerId, float] = {},
+    ) -> Outcomes:
+        """What everybody got who did not crash."""
 
-def vectors(lab: TrainingLab, size: int, *, round: int = 0) -> dict[PeerId, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1000 * lab.seed + round)
-    return {peer: torch.randn(size, generator=generator) for peer in lab.peers}
+        async def call(peer: PeerId) -> Outcome:
+            await asyncio.sleep(late_s.get(peer, 0.0))
+            return await self.exchanges[peer].average(
+                round,
+                members or self.members(),
+                work.values[peer],
+                weight=work.weights[peer],
+                codec=work.codec,
+            )
+
+        self._calls = {
+            peer: asyncio.create_task(call(peer)) for peer in self.peers if peer not in self.crashed
+        }
+        try:
+            await asyncio.wait(self._calls.values())
+            return {peer: task.result() for peer, task in self._calls.items() if peer not in self.crashed}
+        finally:
+            await cancel(*self._calls.values())
+
+    def crash(self, peer: PeerId) -> None:
+        """The process of ``peer`` is gone."""
+        self.crashed.append(peer)
+        self.network.crash(peer)
+        self._calls[peer].cancel()
+
+    def open_streams(self) -> int:
+        return sum(len(transport._streams) for transport in self.transports.values())
+
+
+@dataclass
+class Work:
+    """What workers bring to a round."""
+
+    values: dict[PeerId, torch.Tensor]
+    weights: dict[PeerId, float]
+    codec: Codec
+
+    @classmethod
+    def random(cls, lab: TrainingLab, size: int, codec: str = "float32", *, seed: int = 0) -> "Work":
+        generator = torch.Generator().manual_seed(seed)
+        values = {peer: torch.randn(size, generator=generator) for peer in lab.peers}
+        weights = {peer: float(torch.rand(1, generator=generator)) + 0.5 for peer in lab.peers}
+        return cls(values, weights, get_codec(codec))
+
+    def mean(self, outcome: Outcome) -> torch.Tensor:
+        """What the average must be, to the bit, given who contributed to which slice."""
+        pieces = []
+        for (start, end), contributors in zip(outcome.slices, outcome.contributors, strict=True):
+            rows = [
+                self.codec.decode(self.codec.encode(self.values[peer][start:end]), end - start)
+                for peer in contributors
+            ]
+            weights = torch.tensor([self.weights[peer] for peer in contributors], dtype=torch.float64)
+            mean = weighted_mean(torch.stack(rows), weights)
+            pieces.append(self.codec.decode(self.codec.encode(mean), end - start))
+        return torch.cat(pieces)
+
+
+def check_agreement(work: Work, outcomes: Outcomes) -> None:
+    """All that know a decision know the same; whoever committed has the same bits, and they are the named contributors' mean."""
+    known = [outcome for outcome in outcomes.values() if not outcome.behind]
+    assert len({outcome.committed for outcome in known}) <= 1
+    committed = [outcome for outcome in known if outcome.committed]
+    for outcome in committed:
+        assert outcome.average is not None
+        assert outcome.contributors == committed[0].contributors
+        assert torch.equal(outcome.average, committed[0].average)  # type: ignore[arg-type]
+    if committed:
+        assert all(committed[0].contributors)
+        assert torch.equal(work.mean(committed[0]), committed[0].average)  # type: ignore[arg-type]
+    for outcome in outcomes.values():
+        assert outcome.committed == (outcome.average is not None)
+        assert not (outcome.committed and outcome.behind)
+        assert outcome.wait_s <= TIMING.deadline_s + SLACK_S, outcome.reason
+
+
+def kind_of(delivery: Delivery) -> str:
+    """The kind of message a delivery carries: "hello", "report", ...; "beat" for what the accepting side says."""
+    return pb.ExchangeRequest.FromString(delivery.message.header).WhichOneof("kind") or "beat"
+
+
+def on_delivery(
+    lab: TrainingLab, matches: Callable[[Delivery], bool], action: Callable[[Delivery], None]
+) -> None:
+    """Do ``action`` once, at the first delivery that matches, before its receiver sees it."""
+
+    def observe(delivery: Delivery) -> None:
+        if observe in lab.network.observers and delivery.protocol.id == EXCHANGE.id and matches(delivery):
+            lab.network.observers.remove(observe)
+            action(delivery)
+
+    lab.network.observers.append(observe)

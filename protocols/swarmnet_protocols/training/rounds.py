@@ -6,7 +6,7 @@ majority is not decided: a member cut off from it ends *behind*, not with a deci
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from swarmnet_protocols.training.messages import (
     CANDIDATES,
@@ -24,6 +24,7 @@ from swarmnet_protocols.training.messages import (
     Vote,
     Want,
 )
+from swarmnet_protocols.training.plans import plan, propose
 from swarmnet_protocols.training.round_events import (
     Began,
     Contributed,
@@ -45,7 +46,10 @@ from swarmnet_protocols.training.round_events import (
 
 
 class Round:
-    """The state of one round at member ``me``. ``order`` gives the coordinators: attempt k belongs to ``order[k % members]``."""
+    """The state of one round at member ``me``. ``order`` gives the coordinators: attempt k belongs to ``order[k % members]``.
+
+    What one member sends another arrives in order while their link is up; when it goes down the rest may be lost.
+    """
 
     def __init__(
         self, me: int, order: Sequence[int], owners: Sequence[int], timing: RoundTiming, now: float
@@ -111,6 +115,8 @@ class Round:
             case Tick():
                 pass
         if not self.finished and not isinstance(event, Receiving):
+            if isinstance(event, Tick | LinkDown):  # no faster, lest two members outbid each other
+                self._follow(now)
             self._advance(now, tick=isinstance(event, Tick))
         effects, self._effects = self._effects, []
         return effects
@@ -135,7 +141,6 @@ class Round:
     def _advance(self, now: float, *, tick: bool) -> None:
         """Do whatever the facts call for. The facts are complete: doing it twice changes nothing."""
         if self.decision is None:
-            self._follow(now)
             self._contribute(now)
             self._reduce(now)
             if self._coordinator(self._promised) == self._me:
@@ -223,18 +228,19 @@ class Round:
 
     def _follow(self, now: float) -> None:
         """Go on to the next attempt that somebody may lead, if nobody leads this one."""
+        if self.decision is not None:
+            return
         attempt = self._promised
         if now >= max(self._promised_at, self._began + self._timing.settle_s) + self._timing.attempt_s:
             attempt += 1
-        while not self._may_lead(self._coordinator(attempt), now):
+        while not self._takes_part(self._coordinator(attempt), now):
             attempt += 1
         self._promise(attempt, now)
 
-    def _may_lead(self, member: int, now: float) -> bool:
-        if member == self._me:
-            return True
-        absent = member not in self._heard and now >= self._began + self._timing.contribution_s
-        return member not in self._lost and not absent
+    def _takes_part(self, member: int, now: float) -> bool:
+        """Whether a member is there, and has begun this round or still may."""
+        begun = member in self._heard or now < self._began + self._timing.contribution_s
+        return member == self._me or (member not in self._lost and begun)
 
     def _promise(self, attempt: int, now: float) -> None:
         if not self._promised < attempt < MAX_ATTEMPT:
@@ -247,9 +253,12 @@ class Round:
         else:
             self._report()
 
+    def _own_report(self) -> Report:
+        return Report(self._promised, tuple(self._held), self._vote)
+
     def _report(self, *, again: bool = False) -> None:
         coordinator = self._coordinator(self._promised)
-        report = Report(self._promised, tuple(self._held), self._vote)
+        report = self._own_report()
         if coordinator in self._linked and (again or report != self._reported):
             self._reported = report
             self._send(coordinator, report)
@@ -274,14 +283,17 @@ class Round:
             if slot.owner == self._me != before[index].owner and not self._held[index]:
                 self._taken_over.add(index)
                 self._contributed[index].add(self._me)
-                self._due[index] = now + self._timing.contribution_s
+                left_s = self._began + self._timing.settle_s - now
+                self._due[index] = now + min(self._timing.contribution_s, left_s / 2)
                 self._broadcast(Call(index))
 
     def _reduce(self, now: float) -> None:
         for index in range(len(self._slots)):
             if not self.owns(index):
                 continue
-            awaited = [m for m in self._members if m not in self._lost and m not in self._contributed[index]]
+            awaited = [
+                m for m in self._members if self._takes_part(m, now) and m not in self._contributed[index]
+            ]
             if not awaited or now >= self._due[index]:
                 self._reduced.add(index)
                 self._effects.append(Reduce(index, tuple(sorted(self._contributed[index]))))
@@ -314,17 +326,20 @@ class Round:
     # the coordinator
 
     def _coordinate(self, now: float, *, tick: bool) -> None:
-        own = Report(self._promised, tuple(self._held), self._vote)
-        reports = {member: self._reports[member] for member in sorted(self._reports)} | {self._me: own}
+        reports = {member: self._reports[member] for member in sorted(self._reports)}
+        reports[self._me] = self._own_report()
         if len(reports) < self._majority:
             return
         if self._proposal is None:
-            slots = tuple(self._plan(index, reports, now) for index in range(len(self._slots)))
+            live = [member for member in self._members if member not in self._lost]
+            replaced = [member for member in self._members if self._is_to_be_replaced(member, now)]
+            slots = plan(self._slots, reports, live, replaced)
             self._adopt(slots, now)
             if tick and slots != self._announced:
                 self._announced = slots
                 self._broadcast(Plan(self._promised, slots))
-            hashes = self._proposed(reports, now)
+            settled = now >= self._began + self._timing.settle_s
+            hashes = propose(slots, reports, live, majority=self._majority, settled=settled)
             if hashes is None:
                 return
             self._proposal = self._vote = Vote(self._promised, hashes)
@@ -334,44 +349,12 @@ class Round:
             self.decision = self._proposal.hashes
             self._broadcast(Decided(self.decision))
 
-    def _plan(self, index: int, reports: Mapping[int, Report], now: float) -> Slot:
-        """The slot of a slice: a result some live member holds rather than another reduction, a live owner rather than none."""
-        slot = self._slots[index]
-        live = [member for member in reports if member not in self._lost]
-        holders = [member for member in live if reports[member].held[index]]
-        if holders:
-            first = slot.owner if slot.owner in holders else holders[0]
-            known = {result for member in holders for result in reports[member].held[index]}
-            chosen = slot.chosen if slot.chosen in known else reports[first].held[index][0]
-            holding = [member for member in holders if chosen in reports[member].held[index]]
-            return Slot(slot.owner, chosen, slot.owner if slot.owner in holding else holding[0])
-        lost_at = self._lost.get(slot.owner, math.inf)
-        absent = slot.owner not in reports and now >= self._began + self._timing.contribution_s
-        # A member that has the result has had two beats to say so.
-        if absent or now - lost_at >= 2 * self._timing.beat_s:
-            return Slot(min(live, key=lambda member: (member == slot.owner, self._load(member), member)))
-        return Slot(slot.owner)
-
-    def _load(self, member: int) -> int:
-        return sum(slot.owner == member for slot in self._slots)
-
-    def _proposed(self, reports: Mapping[int, Report], now: float) -> Hashes | None:
-        """What this attempt must, or may, propose now; None: nothing yet."""
-        votes = [report.vote for report in reports.values() if report.vote is not None]
-        if votes:
-            return max(votes, key=lambda vote: vote.attempt).hashes
-        chosen = tuple(slot.chosen for slot in self._slots)
-        complete = {
-            member
-            for member, report in reports.items()
-            if member not in self._lost
-            and all(result in held for result, held in zip(chosen, report.held, strict=True))
-        }
-        everybody = all(member in complete for member in self._members if member not in self._lost)
-        settled = now >= self._began + self._timing.settle_s
-        if len(complete) >= self._majority and (everybody or settled):
-            return chosen
-        return DISCARD if settled else None
+    def _is_to_be_replaced(self, owner: int, now: float) -> bool:
+        # A member that has the result of a lost owner has had two beats to say so.
+        lost_at = self._lost.get(owner, math.inf)
+        return now - lost_at >= 2 * self._timing.beat_s or not (
+            owner in self._lost or self._takes_part(owner, now)
+        )
 
     # the end
 

@@ -1,0 +1,145 @@
+"""Rounds of averaging under crashes, hangs, cuts and slow links: one decision, the same bits, in time."""
+
+import asyncio
+import itertools
+import random
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from swarmnet_protocols.transport.memory import Delivery, LinkProfile
+from tests.support.training_lab import (
+    TIMING,
+    Outcomes,
+    TrainingLab,
+    Work,
+    check_agreement,
+    kind_of,
+    on_delivery,
+)
+from tests.support.virtual_time import run
+
+KINDS = ("hello", "contribution", "result", "report", "prepare", "propose", "ack", "decided")
+ROUNDS_PER_SEED = 4
+
+
+def simulate(scenario: Callable[[TrainingLab], Awaitable[Any]], lab: TrainingLab) -> Any:
+    """Run ``scenario``; afterwards no stream is open and no task left."""
+
+    async def main() -> Any:
+        async with lab:
+            result = await scenario(lab)
+            await asyncio.sleep(2 * TIMING.deadline_s)
+            assert lab.open_streams() == 0
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        return result
+
+    return run(main())
+
+
+def averaged(lab: TrainingLab, work: Work) -> Outcomes:
+    outcomes: Outcomes = simulate(lambda lab: lab.average(work), lab)
+    check_agreement(work, outcomes)
+    return outcomes
+
+
+@pytest.mark.parametrize("codec", ["float32", "bfloat16", "float16", "int8", "int4", "fp4", "topk"])
+def test_everybody_ends_with_the_mean_of_all(codec: str) -> None:
+    lab = TrainingLab(4)
+    work = Work.random(lab, 30_000, codec)
+    outcomes = averaged(lab, work)
+    assert all(outcome.committed for outcome in outcomes.values())
+    assert all(len(names) == 4 for outcome in outcomes.values() for names in outcome.contributors)
+
+
+@pytest.mark.parametrize("victim", ["source", "target"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_death_at_any_message_costs_no_more_than_its_own_contribution(kind: str, victim: str) -> None:
+    lab = TrainingLab(5)
+    work = Work.random(lab, 30_000)
+    on_delivery(
+        lab, lambda delivery: kind_of(delivery) == kind, lambda delivery: lab.crash(getattr(delivery, victim))
+    )
+    outcomes = averaged(lab, work)
+    assert len(lab.crashed) == 1
+    assert all(outcome.committed for outcome in outcomes.values())
+    survivors = set(outcomes)
+    assert all(survivors <= set(names) for outcome in outcomes.values() for names in outcome.contributors)
+
+
+@pytest.mark.parametrize("victim", ["source", "target"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_who_hangs_and_wakes_learns_the_decision_or_that_it_is_behind(kind: str, victim: str) -> None:
+    lab = TrainingLab(5)
+    work = Work.random(lab, 30_000)
+    hung = []
+
+    def hang(delivery: Delivery) -> None:
+        hung.append(getattr(delivery, victim))
+        lab.network.hang(hung[0])
+        asyncio.get_running_loop().call_later(7.0, lab.network.resume, hung[0])
+
+    on_delivery(lab, lambda delivery: kind_of(delivery) == kind, hang)
+    outcomes = averaged(lab, work)
+    assert all(outcome.committed for peer, outcome in outcomes.items() if peer not in hung)
+    assert outcomes[hung[0]].committed
+
+
+def nth(kind: str, number: int) -> Callable[[Delivery], bool]:
+    """Matches the ``number``-th message of a kind, from 1."""
+    seen = itertools.count(1)
+    return lambda delivery: kind_of(delivery) == kind and next(seen) == number
+
+
+def random_fault(lab: TrainingLab, rng: random.Random) -> Callable[[Delivery], None]:
+    """Something that happens to a member, or a path, of the delivery it is injected at."""
+
+    def fault(delivery: Delivery) -> None:
+        loop = asyncio.get_running_loop()
+        one, other = delivery.source, delivery.target
+        victim = rng.choice([one, other, rng.choice(lab.peers)])
+        pause_s = rng.uniform(0.1, 15.0)
+        match rng.choice(["crash", "crash", "hang", "hang", "cut", "isolate", "reset", "slow"]):
+            case "crash" if victim not in lab.crashed:
+                lab.crash(victim)
+            case "hang":
+                lab.network.hang(victim)
+                loop.call_later(pause_s, lab.network.resume, victim)
+            case "cut":
+                lab.network.cut(one, other)
+                loop.call_later(pause_s, lab.network.heal, one, other)
+            case "isolate":
+                lab.network.isolate(victim)
+                loop.call_later(pause_s, lab.network.rejoin, victim)
+            case "reset":
+                lab.network.reset(one, other, delivery.protocol)
+            case "slow":
+                lab.network.set_link(one, other, LinkProfile(delay_s=0.5, bytes_per_s=3e3))
+
+    return fault
+
+
+def random_round(seed: str, faults: int) -> tuple[TrainingLab, Work, Outcomes]:
+    rng = random.Random(seed)
+    lab = TrainingLab(rng.choice([3, 3, 3, 4, 4, 5, 8]), seed=rng.getrandbits(32))
+    codec = rng.choice(["float32", "bfloat16", "int8"])
+    work = Work.random(lab, rng.randint(1, 4096 * lab.count), codec, seed=rng.getrandbits(32))
+    for _ in range(faults):
+        on_delivery(lab, nth(rng.choice(KINDS), rng.randint(1, 8)), random_fault(lab, rng))
+    try:
+        return lab, work, averaged(lab, work)
+    except BaseException as error:
+        error.add_note(f"seed {seed}")
+        raise
+
+
+def test_random_rounds_with_one_fault(seed: int) -> None:
+    for index in range(ROUNDS_PER_SEED):
+        lab, _, outcomes = random_round(f"{seed}/{index}", faults=1)
+        if lab.crashed:
+            assert all(outcome.committed for outcome in outcomes.values()), f"{seed}/{index}"
+
+
+def test_random_rounds_with_many_faults(seed: int) -> None:
+    random_round(f"{seed}/storm", faults=4)

@@ -1,0 +1,304 @@
+"""The state machine of a round, alone: machines that talk through a list of deliveries which loses and delays them."""
+
+import hashlib
+import heapq
+import itertools
+import random
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+
+from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.training.messages import DISCARD, Prepare, Report, Slot, Vote
+from swarmnet_protocols.training.round_events import (
+    Began,
+    Contributed,
+    Effect,
+    Event,
+    Finish,
+    Holds,
+    LinkDown,
+    LinkUp,
+    Received,
+    Reduce,
+    RoundTiming,
+    Send,
+    SendContribution,
+    SendResult,
+    Tick,
+)
+from swarmnet_protocols.training.rounds import Round
+from swarmnet_protocols.training.shares import shares
+
+TIMING = RoundTiming(contribution_s=6.0, settle_s=12.0, deadline_s=18.0)
+ROUNDS_PER_SEED = 6
+
+
+class Net:
+    """``members`` machines. Whatever one says to another comes after a random delay, or is lost with probability ``loss``."""
+
+    def __init__(self, members: int, rng: random.Random, loss: float = 0.0) -> None:
+        order = list(range(members))
+        rng.shuffle(order)
+        self.rng = rng
+        self.loss = loss
+        self.now = 0.0
+        self.order = order
+        self.rounds = [Round(me, order, range(members), TIMING, 0.0) for me in range(members)]
+        self.finishes: dict[int, Finish] = {}
+        self.accepted: dict[int, dict[int, tuple[bytes, ...]]] = {}
+        self.asleep: set[int] = set()
+        self.dead: set[int] = set()
+        self.up: set[tuple[int, int]] = set()
+        self._queue: list[tuple[float, int, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+        self._arrival: dict[tuple[int, int], float] = {}
+        for me in order:
+            for other in order:
+                if other != me:
+                    self.later(me, rng.uniform(0.0, 0.2), partial(self.link, me, other, True))
+            self.tick(me)
+
+    def later(self, member: int, delay_s: float, action: Callable[[], None]) -> None:
+        """Do ``action`` unless ``member`` is dead by then; not before it wakes."""
+        heapq.heappush(self._queue, (self.now + delay_s, next(self._numbers), member, action))
+
+    def tick(self, member: int) -> None:
+        self.feed(member, Tick())
+        self.later(member, TIMING.beat_s, lambda: self.tick(member))
+
+    def link(self, me: int, other: int, up: bool) -> None:
+        up = up and other not in self.dead
+        (self.up.add if up else self.up.discard)((me, other))
+        self.feed(me, LinkUp(other) if up else LinkDown(other))
+        if up:
+            self.carry(me, other, lambda: self.feed(other, Began(me)))
+
+    def feed(self, member: int, event: Event) -> None:
+        for effect in self.rounds[member].handle(event, self.now):
+            self.perform(member, effect)
+
+    def perform(self, me: int, effect: Effect) -> None:
+        match effect:
+            case Send(member, message):
+                if isinstance(message, Vote):
+                    self.accepted.setdefault(message.attempt, {})[me] = message.hashes
+                self.carry(me, member, lambda: self.feed(member, Received(me, message)))
+            case SendContribution(member, index):
+                self.carry(me, member, lambda: self.contribute(me, member, index))
+            case SendResult(member, index, result):
+                self.carry(me, member, lambda: self.offer(me, member, index, result))
+            case Reduce(index, members):
+                result = hashlib.sha256(f"{index} {members} {me}".encode()).digest()
+                self.later(me, self.rng.uniform(0.0, 0.05), lambda: self.feed(me, Holds(index, result)))
+            case Finish():
+                assert me not in self.finishes
+                self.finishes[me] = effect
+
+    def carry(self, source: int, target: int, action: Callable[[], None]) -> None:
+        if (source, target) in self.up and self.rng.random() >= self.loss:
+            at_s = max(self._arrival.get((source, target), 0.0), self.now + self.rng.uniform(0.01, 0.3))
+            self._arrival[source, target] = at_s
+            self.later(target, at_s - self.now, action)
+
+    def contribute(self, source: int, target: int, index: int) -> None:
+        if self.rounds[target].owns(index):
+            self.feed(target, Contributed(index, source))
+
+    def offer(self, source: int, target: int, index: int, result: bytes) -> None:
+        if self.rounds[target].accepts_result(source, index, result):
+            self.feed(target, Holds(index, result))
+
+    def kill(self, victim: int) -> None:
+        self.dead.add(victim)
+        for member in range(len(self.rounds)):
+            if member not in self.dead:
+                self.link(member, victim, False)
+
+    def sleep(self, victim: int, pause_s: float) -> None:
+        """Nothing reaches ``victim``, nor does it notice the time, until it wakes; the others notice the silence."""
+        others = [member for member in range(len(self.rounds)) if member not in {victim} | self.dead]
+        self.asleep.add(victim)
+        for member in others:
+            self.later(member, TIMING.silence_s, partial(self.silence, member, victim))
+
+        def wake() -> None:
+            self.asleep.discard(victim)
+            for member in others:
+                self.later(member, 0.1, partial(self.link, member, victim, True))
+
+        self.later(-1, pause_s, wake)
+
+    def silence(self, member: int, victim: int) -> None:
+        if victim in self.asleep:
+            self.link(member, victim, False)
+
+    def run(self) -> None:
+        """Until everybody alive has finished."""
+        while len(self.finishes.keys() | self.dead) < len(self.rounds):
+            at, _, member, action = heapq.heappop(self._queue)
+            self.now = max(self.now, at)
+            if member in self.asleep:
+                self.later(member, 0.5, action)
+            elif member not in self.dead:
+                action()
+
+    def check(self) -> None:
+        """One decision; one proposal an attempt; nothing after the deadline but what a sleeper missed."""
+        decided = {finish.hashes for finish in self.finishes.values() if finish.hashes is not None}
+        decisions = decided | {each.decision for each in self.rounds if each.decision is not None}
+        assert len(decisions) <= 1
+        for votes in self.accepted.values():
+            assert len(set(votes.values())) == 1
+
+
+def test_without_faults_everybody_commits_in_the_first_attempt() -> None:
+    net = Net(5, random.Random(0))
+    net.run()
+    net.check()
+    assert {finish.reason for finish in net.finishes.values()} == {"committed in attempt 0"}
+    assert net.now < 2.0
+
+
+@pytest.mark.parametrize("index", range(ROUNDS_PER_SEED))
+def test_one_death_or_one_hang_leaves_a_committed_round(seed: int, index: int) -> None:
+    rng = random.Random(f"{seed}/{index}")
+    net = Net(rng.randint(3, 7), rng)
+    victim = rng.randrange(len(net.rounds))
+    at_s = rng.uniform(0.0, 1.2)
+    if rng.random() < 0.5:
+        net.later(-1, at_s, lambda: net.kill(victim))
+    else:
+        net.later(-1, at_s, lambda: net.sleep(victim, rng.uniform(0.5, 5.0)))
+    net.run()
+    net.check()
+    assert all(finish.hashes for member, finish in net.finishes.items() if member != victim)
+
+
+@pytest.mark.parametrize("index", range(ROUNDS_PER_SEED))
+def test_there_is_one_decision_whatever_is_lost(seed: int, index: int) -> None:
+    rng = random.Random(f"{seed}/{index}/storm")
+    net = Net(rng.randint(2, 7), rng, loss=rng.choice([0.0, 0.1, 0.3, 0.6]))
+    for _ in range(rng.randint(1, 8)):
+        victim, other = rng.sample(range(len(net.rounds)), 2)
+        at_s, pause_s = rng.uniform(0.0, 16.0), rng.uniform(0.1, 8.0)
+        match rng.choice(["kill", "sleep", "sleep", "flap", "flap"]):
+            case "kill":
+                net.later(-1, at_s, partial(net.kill, victim))
+            case "sleep":
+                net.later(-1, at_s, partial(net.sleep, victim, pause_s))
+            case "flap":
+                net.later(victim, at_s, partial(net.link, victim, other, False))
+                net.later(victim, at_s + pause_s, partial(net.link, victim, other, True))
+    net.run()
+    net.check()
+
+
+def machine(me: int, members: int = 3) -> Round:
+    machine = Round(me, range(members), range(members), TIMING, 0.0)
+    for other in range(members):
+        if other != me:
+            machine.handle(LinkUp(other), 0.0)
+    return machine
+
+
+HASHES = (b"a" * 32, b"b" * 32, b"c" * 32)
+NOTHING_HELD = ((), (), ())
+
+
+def test_what_somebody_accepted_is_proposed_again() -> None:
+    coordinator = machine(1)
+    coordinator.handle(LinkDown(0), 1.0)  # the first coordinator is gone: attempt 1 is ours
+    effects = coordinator.handle(Received(2, Report(1, NOTHING_HELD, Vote(0, HASHES))), 1.0)
+    assert Send(2, Vote(1, HASHES)) in effects
+
+
+def test_of_two_accepted_proposals_the_later_counts() -> None:
+    coordinator = Round(3, range(5), range(3), TIMING, 0.0)
+    for other in (0, 1, 2, 4):
+        coordinator.handle(LinkUp(other), 0.0)
+    coordinator.handle(Received(4, Prepare(3)), 1.0)
+    coordinator.handle(Received(1, Report(3, NOTHING_HELD, Vote(0, DISCARD))), 1.0)
+    effects = coordinator.handle(Received(2, Report(3, NOTHING_HELD, Vote(1, HASHES))), 1.0)
+    assert Send(1, Vote(3, HASHES)) in effects
+
+
+def test_after_a_promise_lower_attempts_get_no_acceptance() -> None:
+    member = machine(2)
+    member.handle(Received(1, Prepare(1)), 0.1)
+    assert member.handle(Received(0, Vote(0, HASHES)), 0.2) == [Send(0, Prepare(1))]
+
+
+def test_a_proposal_of_somebody_who_does_not_lead_the_attempt_is_ignored() -> None:
+    member = machine(2)
+    assert member.handle(Received(1, Vote(0, HASHES)), 0.1) == []
+
+
+def test_a_minority_never_decides() -> None:
+    member = machine(0)
+    member.handle(LinkDown(1), 1.0)
+    member.handle(LinkDown(2), 1.0)
+    effects = member.handle(Tick(), TIMING.settle_s + 0.1)
+    effects += member.handle(Tick(), 1.0 + TIMING.give_up_s)
+    (finish,) = [effect for effect in effects if isinstance(effect, Finish)]
+    assert finish.hashes is None
+    assert "1 of 3" in finish.reason
+
+
+def test_a_slice_of_a_dead_owner_goes_to_a_live_member_unless_somebody_has_its_result() -> None:
+    for held, slot in ((NOTHING_HELD, Slot(0)), (((), (), (b"r" * 32,)), Slot(2, b"r" * 32, 1))):
+        coordinator = machine(0)
+        coordinator.handle(Received(1, Report(0, held, None)), 0.5)
+        coordinator.handle(LinkDown(2), 1.0)
+        effects = coordinator.handle(Tick(), 1.0 + 2 * TIMING.beat_s)
+        (plan,) = {
+            effect.message
+            for effect in effects
+            if isinstance(effect, Send) and hasattr(effect.message, "slots")
+        }
+        assert plan.slots[2] == slot
+
+
+@pytest.mark.parametrize(
+    "timing",
+    [{"contribution_s": 50.0}, {"settle_s": 60.0}, {"contribution_s": 0.0}, {"beat_s": 1.0}],
+)
+def test_deadlines_that_contradict_each_other_are_refused(timing: dict[str, float]) -> None:
+    with pytest.raises(ConfigError):
+        RoundTiming(**timing)
+
+
+def test_shares_cover_the_vector_in_whole_blocks_and_no_other_cut_is_much_better(seed: int) -> None:
+    rng = random.Random(seed)
+    rates = [rng.choice([1e5, 1e6, 1e7, 1e8]) * rng.uniform(0.5, 1.0) for _ in range(rng.randint(2, 64))]
+    count = rng.randint(1, 1 << 26)
+    bounds = shares(count, rates)
+    assert [start for start, _ in bounds] == [0, *(end for _, end in bounds[:-1])]
+    assert bounds[-1][1] == count
+    assert all(start <= end and (end % 4096 == 0 or end == count) for start, end in bounds)
+
+    def busiest_s(sizes: list[float]) -> float:
+        return max((count + (len(rates) - 2) * size) / rate for size, rate in zip(sizes, rates, strict=True))
+
+    best_s = busiest_s([end - start for start, end in bounds])
+    for _ in range(20):  # moving a piece from one member to another
+        giver, taker = rng.sample(range(len(rates)), 2)
+        sizes = [float(end - start) for start, end in bounds]
+        moved = sizes[giver] * rng.random()
+        sizes[giver] -= moved
+        sizes[taker] += moved
+        assert best_s <= busiest_s(sizes) + 4096 * len(rates) / min(rates)
+
+
+def test_a_slow_member_owns_nothing_and_equals_own_the_same() -> None:
+    assert shares(64 * 4096, [1e6] * 4) == tuple(
+        (start, start + 16 * 4096) for start in range(0, 64 * 4096, 16 * 4096)
+    )
+    assert [end - start for start, end in shares(4096 * 100, [1e9, 1e9, 1e9, 1e3])][-1] == 0
+
+
+@pytest.mark.parametrize("rates", [[], [0.0, 1.0], [float("inf"), 1.0], [float("nan"), 1.0]])
+def test_bandwidths_that_cannot_be_are_refused(rates: list[float]) -> None:
+    with pytest.raises(ConfigError):
+        shares(1, rates)
