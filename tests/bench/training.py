@@ -27,27 +27,27 @@ Setting = int | float | str
 
 
 def standard_job(method: str, settings: Mapping[str, Setting], *, seed: int, steps: int, workers: int) -> Job:
-    """The job of a small byte-level Llama, about 100,000 parameters, for ``steps`` inner steps of whole rounds."""
+    """The job of a small byte-level Llama, 28,832 parameters, for ``steps`` inner steps of whole rounds."""
     document = {
         "job": {"name": method, "seed": seed, "rounds": 1},
         "model": {
             "config": {
                 "model_type": "llama",
                 "vocab_size": 256,
-                "hidden_size": 64,
-                "intermediate_size": 128,
+                "hidden_size": 32,
+                "intermediate_size": 64,
                 "num_hidden_layers": 2,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 4,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
                 "max_position_embeddings": 64,
                 "tie_word_embeddings": True,
             }
         },
         "data": {"path": "python-stdlib", "sequence_length": 64},
-        "training": {"batch_size": 4, "learning_rate": 3e-3, "warmup_steps": 50},
+        "training": {"batch_size": 16, "learning_rate": 3e-3, "warmup_steps": 50},
         "method": {"name": method, "settings": dict(settings)},
         "exchange": {"max_workers": workers},
-        "eval": {"batches": 64},
+        "eval": {"batches": 16},
     }
     job = Job.model_validate(document)
     rounds = max(1, steps // job.make_method().steps_per_round)

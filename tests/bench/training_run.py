@@ -1,8 +1,9 @@
 """One training method, all its workers in one process, the network only accounted for.
 
 Trainers, methods and codecs are the real ones. An exchange is a butterfly: a worker sends every other its slice of the
-contribution, and every other the encoded mean of its own slice. Top-k payloads go to everybody whole, since a mean of
-them is no longer sparse. All workers compute at one speed and have the same link.
+contribution, and every other the encoded mean of its own slice. Top-k payloads go to everybody whole instead: a mean of
+them is no longer sparse, and encoded as top-k again it would lose most of what was sent. ``averaging.Exchange`` has no such
+mode yet. All workers compute at one speed and have the same link.
 """
 
 import random
