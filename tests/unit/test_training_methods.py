@@ -11,7 +11,7 @@ import torch
 from swarmnet_protocols.errors import ConfigError, IntegrityError, ProtocolViolation
 from swarmnet_protocols.training.codecs import ALIGNMENT, get_codec
 from swarmnet_protocols.training.codecs.log8 import Log8Codec
-from swarmnet_protocols.training.methods import METHODS, Average, Method, ZeroOrder, get_method
+from swarmnet_protocols.training.methods import METHODS, Average, Method, ZeroOrder, get_method, zo
 from swarmnet_protocols.training.methods.noloco import NoLoCo, NoLoCoSettings, gamma_bound
 from tests.support import training_reference as reference
 
@@ -215,6 +215,13 @@ def test_zeroth_order_follows_the_published_equations_and_a_log_replays_to_the_s
     assert torch.equal(method.agreed(), theta)
 
 
+def test_a_vector_moved_in_parts_is_the_vector_moved_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    method, log = zeroth_order(), [(3, torch.tensor([0.5, -2.0])), (4, torch.tensor([1.0, 0.0]))]
+    whole = method.replay(method.agreed(), log)
+    monkeypatch.setattr(zo, "_CHUNK", 50)
+    assert torch.equal(method.replay(method.agreed(), log), whole)
+
+
 def test_slopes_of_one_byte_lower_the_loss() -> None:
     method, task, codec = zeroth_order(), Task(), Log8Codec()
     theta = method.agreed().clone()
@@ -278,6 +285,7 @@ def test_a_worker_that_only_applies_what_others_contributed_is_equal_to_them(nam
             shared = shared_state(onlooker)
             assert shared.keys() == shared_state(member).keys()
             assert all(torch.equal(values, shared_state(member)[key]) for key, values in shared.items())
+    assert onlooker.contribution(ROUNDS, onlooker.agreed() + 1).isfinite().all()
 
 
 def shared_state(method: Method) -> dict[str, torch.Tensor]:
