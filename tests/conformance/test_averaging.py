@@ -1,0 +1,68 @@
+"""Averaging over real libp2p streams: what the simulator cannot vouch for."""
+
+import asyncio
+import contextlib
+from pathlib import Path
+
+import pytest
+import torch
+import uvloop
+
+from swarmnet_protocols.training.averaging import Exchange, Member, Outcome, RoundTiming
+from swarmnet_protocols.training.codecs import get_codec
+from swarmnet_protocols.transport.p2pd import P2pdConfig, P2pdTransport
+from tests.support.training_lab import JOB
+
+from .conftest import LOOPBACK
+
+pytestmark = pytest.mark.slow
+
+SIZE = 2_000_000
+TIMING = RoundTiming(contribution_s=8.0, settle_s=12.0, deadline_s=18.0)
+
+
+def test_three_workers_average_and_go_on_when_one_is_gone(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            transports = [
+                await stack.enter_async_context(
+                    P2pdTransport.create(P2pdConfig(tmp_path / str(index), listen=LOOPBACK))
+                )
+                for index in range(2)
+            ]
+            leaving = contextlib.AsyncExitStack()
+            transports.append(
+                await leaving.enter_async_context(
+                    P2pdTransport.create(P2pdConfig(tmp_path / "leaving", listen=LOOPBACK))
+                )
+            )
+            members = [Member(each.peer_id, tuple(each.addresses()), 1e7) for each in transports]
+            exchanges = [
+                await stack.enter_async_context(Exchange(each, JOB, timing=TIMING)) for each in transports
+            ]
+            values = [torch.randn(SIZE, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+
+            async def average(index: int, round: int) -> Outcome:
+                return await exchanges[index].average(
+                    round, members, values[index], weight=1.0, codec=get_codec("float32")
+                )
+
+            whole = await asyncio.gather(*(average(index, 0) for index in range(3)))
+            print(f"average_of_{SIZE}_by_3_s={max(outcome.wait_s for outcome in whole):.3f}")
+            for outcome in whole:
+                assert outcome.average is not None, outcome.reason
+                assert torch.equal(outcome.average, whole[0].average)  # type: ignore[arg-type]
+            mean = torch.stack(values).mean(dim=0)
+            torch.testing.assert_close(whole[0].average, mean, atol=1e-6, rtol=1e-6)
+
+            await leaving.aclose()
+            rest = await asyncio.gather(*(average(index, 1) for index in range(2)))
+            survivors = tuple(sorted(member.peer for member in members[:2]))
+            for outcome in rest:
+                assert outcome.average is not None, outcome.reason
+                assert torch.equal(outcome.average, rest[0].average)  # type: ignore[arg-type]
+                assert set(outcome.contributors) == {survivors}
+            print(f"average_without_one_of_3_s={max(outcome.wait_s for outcome in rest):.3f}")
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())

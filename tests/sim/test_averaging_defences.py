@@ -1,0 +1,243 @@
+"""What one member may do to a round: come late, bring nonsense, disagree, lie about sizes. The others commit without it."""
+
+import asyncio
+import hashlib
+from dataclasses import replace
+
+import pytest
+import torch
+
+from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.protocol_ids import EXCHANGE
+from swarmnet_protocols.training.averaging import Member, Outcome, Rules
+from swarmnet_protocols.training.codecs import get_codec
+from swarmnet_protocols.training.terms import Terms
+from swarmnet_protocols.training.transfers import Payload, SliceTerms, read_summary, reduce_slice
+from swarmnet_protocols.transport import Message, PeerId
+from swarmnet_protocols.transport.memory import LinkProfile
+from swarmnet_protocols.wire import training_pb2 as pb
+from tests.sim.test_averaging import averaged, random_round, simulate
+from tests.support.training_lab import JOB, PEERS, TIMING, TrainingLab, Work, check_agreement
+
+SIZE = 30_000
+
+
+@pytest.mark.parametrize("late_s", [1.0, 7.0, 13.0])
+def test_who_begins_late_still_learns_the_average(late_s: float) -> None:
+    lab = TrainingLab(4)
+    work = Work.random(lab, SIZE)
+    late = lab.peers[1]
+    outcomes = simulate(lambda lab: lab.average(work, late_s={late: late_s}), lab)
+    check_agreement(work, outcomes)
+    assert all(outcome.committed for outcome in outcomes.values())
+    contributes = late_s < TIMING.contribution_s
+    assert all((late in names) == contributes for names in outcomes[late].contributors)
+
+
+def test_who_owns_nothing_and_sends_too_slowly_is_left_out() -> None:
+    lab = TrainingLab(4)
+    work = Work.random(lab, SIZE)
+    slow = lab.peers[0]
+    for other in lab.peers[1:]:
+        lab.network.set_link(slow, other, LinkProfile(delay_s=0.05, bytes_per_s=4e3))
+    members = lab.members([1.0, 1e6, 1e6, 1e6])
+    outcomes = simulate(lambda lab: lab.average(work, members=members), lab)
+    check_agreement(work, outcomes)
+    for peer in lab.peers[1:]:
+        assert outcomes[peer].committed
+        assert all(slow not in names for names in outcomes[peer].contributors)
+
+
+def test_values_that_are_not_finite_are_not_sent_and_weight_0_is_no_contribution() -> None:
+    lab = TrainingLab(4)
+    work = Work.random(lab, SIZE)
+    work.values[lab.peers[0]][7] = float("nan")
+    work.weights[lab.peers[1]] = 0.0
+    for outcome in averaged(lab, work).values():
+        assert outcome.committed
+        assert all(names == tuple(lab.peers[2:]) for names in outcome.contributors)
+
+
+def test_what_fails_the_check_or_weighs_too_much_is_left_out_and_named() -> None:
+    rules = Rules(check=lambda values: "too long" if values.norm() > 1e4 else "", max_weight=10.0)
+    lab = TrainingLab(4, rules=rules)
+    work = Work.random(lab, SIZE)
+    work.values[lab.peers[0]] *= 1e6
+    work.weights[lab.peers[1]] = 1e9
+    for outcome in averaged(lab, work).values():
+        assert all(names == tuple(lab.peers[2:]) for names in outcome.contributors)
+        assert outcome.excluded == ((lab.peers[0], "too long"), (lab.peers[1], "weight 1e+09 is above 10"))
+
+
+def test_a_contribution_that_is_not_what_its_hash_says_is_left_out() -> None:
+    codec = get_codec("float32")
+    terms = SliceTerms(round=0, index=0, count=2, codec=codec, reply_codec=codec)
+    good, other = (codec.encode(torch.tensor(values)) for values in ([1.0, 2.0], [5.0, 6.0]))
+    payloads = [
+        (0, Payload(1.0, good, hashlib.sha256(good).digest())),
+        (1, Payload(1.0, other, hashlib.sha256(good).digest())),
+        (2, Payload(1.0, good[:-1], hashlib.sha256(good[:-1]).digest())),
+    ]
+    reduced = reduce_slice(terms, Rules(), payloads)
+    assert reduced is not None
+    result, values = reduced
+    summary = read_summary(terms, 3, result.summary)
+    assert [each.member for each in summary.contributors] == [0]
+    assert [each.member for each in summary.excluded] == [1, 2]
+    assert values.tolist() == [1.0, 2.0]
+
+
+def test_contributions_that_all_fail_discard_the_round() -> None:
+    lab = TrainingLab(3, rules=Rules(check=lambda _: "no"))
+    for outcome in averaged(lab, Work.random(lab, SIZE)).values():
+        assert not outcome.committed
+        assert not outcome.behind
+
+
+def test_the_rules_say_how_contributions_are_combined() -> None:
+    lab = TrainingLab(3, rules=Rules(aggregate=lambda rows, _: rows.amax(dim=0)))
+    work = Work.random(lab, SIZE)
+    outcomes = simulate(lambda lab: lab.average(work), lab)
+    for outcome in outcomes.values():
+        assert torch.equal(outcome.average, torch.stack(list(work.values.values())).amax(dim=0))
+
+
+def test_a_result_may_travel_in_another_codec_than_contributions() -> None:
+    lab = TrainingLab(3, rules=Rules(reply_codec=get_codec("float32")))
+    work = Work.random(lab, SIZE, "int4")
+    outcomes = simulate(lambda lab: lab.average(work), lab)
+    averages = [outcome.average for outcome in outcomes.values()]
+    sent = {peer: work.codec.decode(work.codec.encode(values), SIZE) for peer, values in work.values.items()}
+    exact = replace(work, values=sent, codec=get_codec("float32"))
+    assert all(torch.equal(average, exact.mean(outcomes[lab.peers[0]])) for average in averages)
+
+
+def test_of_two_one_alone_does_not_decide_and_does_not_wait_for_the_deadline() -> None:
+    lab = TrainingLab(2)
+    work = Work.random(lab, SIZE)
+
+    async def scenario(lab: TrainingLab) -> dict[PeerId, Outcome]:
+        asyncio.get_running_loop().call_later(0.01, lab.crash, lab.peers[1])
+        return await lab.average(work)
+
+    (outcome,) = simulate(scenario, lab).values()
+    assert outcome.behind
+    assert outcome.wait_s < TIMING.deadline_s - 1
+    assert "1 of 2" in outcome.reason
+
+
+def test_who_means_another_roster_is_turned_away_and_behind() -> None:
+    lab = TrainingLab(4)
+    work = Work.random(lab, SIZE)
+    odd = lab.peers[3]
+
+    async def scenario(lab: TrainingLab) -> list[Outcome]:
+        def call(peer: PeerId, members: list[Member]) -> "asyncio.Future[Outcome]":
+            exchange = lab.exchanges[peer]
+            return asyncio.ensure_future(
+                exchange.average(0, members, work.values[peer], weight=1.0, codec=work.codec)
+            )
+
+        others = [Member(PEERS[9], (), 1e6), *lab.members()[1:]]
+        calls = [call(peer, others if peer == odd else lab.members()) for peer in lab.peers]
+        return await asyncio.gather(*calls)
+
+    outcomes = simulate(scenario, lab)
+    assert [outcome.committed for outcome in outcomes] == [True, True, True, False]
+    assert outcomes[3].behind
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        pb.ExchangeRequest(
+            contribution=pb.Contribution(slice=0, weight=1.0, size_bytes=1 << 40, hash=bytes(32))
+        ),
+        pb.ExchangeRequest(contribution=pb.Contribution(slice=99, weight=1.0, hash=bytes(32))),
+        pb.ExchangeRequest(contribution=pb.Contribution(slice=0, weight=-1.0, hash=bytes(32))),
+        pb.ExchangeRequest(result=pb.Result(slice=1, size_bytes=4, hash=bytes(31))),
+        pb.ExchangeRequest(
+            result=pb.Result(slice=1, size_bytes=8, hash=bytes(32))
+        ),  # not the hash of 8 zeros
+        pb.ExchangeRequest(plan=pb.Plan(attempt=0)),
+        pb.ExchangeRequest(prepare=pb.Prepare(attempt=1 << 20)),
+        pb.ExchangeRequest(decided=pb.Decided(hashes=bytes(31))),
+        pb.ExchangeRequest(),
+    ],
+    ids=lambda request: str(request).partition("{")[0],
+)
+def test_a_message_out_of_bounds_ends_the_stream_and_harms_nobody(request_: pb.ExchangeRequest) -> None:
+    lab = TrainingLab(4)
+    work = Work.random(lab, SIZE)
+    members = lab.members()
+    bad, target = lab.peers[1], lab.peers[0]
+    terms = Terms.of(JOB, 0, members, SIZE, (work.codec, work.codec))
+
+    async def lie() -> str:
+        hello = pb.Hello(job=JOB, round=0, agreement=terms.digest())
+        stream = await lab.transports[bad].open(target, EXCHANGE, deadline_s=2.0)
+        await stream.send(Message(pb.ExchangeRequest(hello=hello).SerializeToString()))
+        await stream.send(Message(request_.SerializeToString(), bytes(8)))
+        while True:
+            reply = pb.ExchangeReply.FromString((await stream.receive()).header)
+            if reply.HasField("refusal"):
+                stream.close()
+                return reply.refusal.detail
+
+    async def scenario(lab: TrainingLab) -> tuple[dict[PeerId, Outcome], str]:
+        # The liar's own exchange never begins the round.
+        calls = {
+            peer: asyncio.ensure_future(
+                lab.exchanges[peer].average(
+                    0, members, work.values[peer], weight=work.weights[peer], codec=work.codec
+                )
+            )
+            for peer in lab.peers
+            if peer != bad
+        }
+        refusal = await lie()
+        return dict(zip(calls, await asyncio.gather(*calls.values()), strict=True)), refusal
+
+    outcomes, refusal = simulate(scenario, lab)
+    assert refusal
+    check_agreement(work, outcomes)
+    assert all(outcome.committed for outcome in outcomes.values())
+
+
+def test_a_stranger_is_turned_away() -> None:
+    lab = TrainingLab(3)
+    work = Work.random(lab, SIZE)
+    terms = Terms.of(JOB, 0, lab.members(), SIZE, (work.codec, work.codec))
+
+    async def scenario(lab: TrainingLab) -> str:
+        async with lab.network.transport(PEERS[12]) as stranger:
+            await lab.average(work)
+            stream = await stranger.open(lab.peers[0], EXCHANGE, deadline_s=2.0)
+            hello = pb.Hello(job=JOB, round=0, agreement=terms.digest())
+            await stream.send(Message(pb.ExchangeRequest(hello=hello).SerializeToString()))
+            while True:
+                reply = pb.ExchangeReply.FromString((await stream.receive()).header)
+                if reply.HasField("refusal"):
+                    return reply.refusal.detail
+
+    assert "not in the roster" in simulate(scenario, lab)
+
+
+def test_rounds_follow_one_another_and_never_go_back() -> None:
+    lab = TrainingLab(3)
+
+    async def scenario(lab: TrainingLab) -> None:
+        for round in (0, 1, 5):
+            work = Work.random(lab, SIZE, seed=round)
+            check_agreement(work, outcomes := await lab.average(work, round=round))
+            assert all(outcome.committed for outcome in outcomes.values())
+        with pytest.raises(ConfigError, match="round 5"):
+            await lab.average(work, round=5)
+
+    simulate(scenario, lab)
+
+
+def test_one_seed_gives_one_trace() -> None:
+    first, again = (random_round("7/3", faults=2)[0].network.trace_hash() for _ in range(2))
+    assert first == again
+    assert random_round("7/4", faults=2)[0].network.trace_hash() != first
