@@ -7,12 +7,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.errors import ConfigError, ProtocolViolation
 from swarmnet_protocols.protocol_ids import EXCHANGE
 from swarmnet_protocols.training.averaging import Member, Outcome, Rules
 from swarmnet_protocols.training.codecs import get_codec
 from swarmnet_protocols.training.terms import Terms
-from swarmnet_protocols.training.transfers import Payload, SliceTerms, read_summary, reduce_slice
+from swarmnet_protocols.training.transfers import (
+    Payload,
+    SliceTerms,
+    check_result,
+    read_summary,
+    reduce_slice,
+)
 from swarmnet_protocols.transport import Message, PeerId
 from swarmnet_protocols.transport.memory import LinkProfile
 from swarmnet_protocols.wire import training_pb2 as pb
@@ -69,7 +75,7 @@ def test_what_fails_the_check_or_weighs_too_much_is_left_out_and_named() -> None
         assert outcome.excluded == ((lab.peers[0], "too long"), (lab.peers[1], "weight 1e+09 is above 10"))
 
 
-def test_a_contribution_that_is_not_what_its_hash_says_is_left_out() -> None:
+def test_what_is_not_what_its_hash_says_does_not_count() -> None:
     codec = get_codec("float32")
     terms = SliceTerms(round=0, index=0, count=2, codec=codec, reply_codec=codec)
     good, other = (codec.encode(torch.tensor(values)) for values in ([1.0, 2.0], [5.0, 6.0]))
@@ -85,6 +91,9 @@ def test_a_contribution_that_is_not_what_its_hash_says_is_left_out() -> None:
     assert [each.member for each in summary.contributors] == [0]
     assert [each.member for each in summary.excluded] == [1, 2]
     assert values.tolist() == [1.0, 2.0]
+    assert check_result(terms, 3, result).tolist() == [1.0, 2.0]
+    with pytest.raises(ProtocolViolation, match="hash"):
+        check_result(terms, 3, replace(result, payload=other))
 
 
 def test_contributions_that_all_fail_discard_the_round() -> None:
