@@ -7,6 +7,7 @@ round, named by their hash.
 
 import asyncio
 import contextlib
+import math
 import random
 import time
 from collections.abc import Callable
@@ -17,14 +18,14 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from swarmnet_node.training.checkpoint import Checkpoint, Checkpoints, params_hash
-from swarmnet_node.training.state import max_state_bytes, pack_state, unpack_state
+from swarmnet_node.training.state import SharedState, max_state_bytes
 from swarmnet_node.training.trainer import StepReport, Trainer
 from swarmnet_protocols.aio import cancel
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.training import averaging
-from swarmnet_protocols.training.aggregate import aggregate
+from swarmnet_protocols.training.aggregate import aggregate, check_contribution, clip_to_median_norm
 from swarmnet_protocols.training.averaging import Exchange, Outcome, RoundTiming, Rules
 from swarmnet_protocols.training.board import WorkerInfo, find_workers, publish_job, publish_worker
 from swarmnet_protocols.training.codecs import get_codec
@@ -110,7 +111,11 @@ class Worker:
         key = bytes.fromhex(self.job_id)
         self._states = StateServer(world.transport, key, world.timing)
         self._gathering = Gathering(
-            world.transport, key, max_members=self._job.exchange.max_workers, timing=world.timing
+            world.transport,
+            key,
+            max_members=self._job.exchange.max_workers,
+            timing=world.timing,
+            same_state=self._method.shares_weights,
         )
 
     async def run(self) -> None:
@@ -118,10 +123,8 @@ class Worker:
         await self._resume()
         await self._states.serve()
         await self._gathering.serve()
-        section = self._job.exchange
-        deadline_s = section.deadline_s
+        deadline_s = self._job.exchange.deadline_s
         timing = RoundTiming(deadline_s / 3, 2 * deadline_s / 3, deadline_s)
-        rules = Rules(lambda rows, weights: aggregate(section.aggregate, rows, weights))
         exchange = Exchange(self._world.transport, bytes.fromhex(self.job_id), timing=timing, rules=rules)
         async with exchange:
             self._report(
@@ -151,6 +154,16 @@ class Worker:
         """End after the present round."""
         self.stopping = True
 
+    def _rules(self) -> Rules:
+        """How contributions become an average; the same at all workers, because the job says it."""
+
+        def aggregated(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            return aggregate(self._job.exchange.aggregate, clip_to_median_norm(rows, weights), weights)
+
+        # A mean of sparse vectors is not sparse: coded as they are, most of it would be lost.
+        reply = get_codec("int8") if self._codec.name == "topk" else None
+        return Rules(aggregated, check=lambda values: check_contribution(values, math.inf), reply_codec=reply)
+
     # ---- a round ----------------------------------------------------------------------------------------
 
     async def _take_part(self, exchange: Exchange) -> None:
@@ -162,11 +175,13 @@ class Worker:
         began = self._now()
         me = self._world.transport.peer_id
         roster = await self._gather(report.tokens)
-        self._slot = roster.slot(me)
+        enough = len(roster.members) >= self._job.exchange.min_workers
+        self._slot = roster.slot(me) if enough else None
         if not any(member.weight for member in roster.members):
-            return  # nobody has trained yet: this roster only hands out the shares of the data
-        if len(roster.members) < self._job.exchange.min_workers:
-            self._report({"event": "waiting", "round": self.round, "workers": len(roster.members)})
+            # Nobody has trained yet: this roster only hands out the shares of the data.
+            if not enough:
+                self._report({"event": "waiting", "round": self.round, "workers": len(roster.members)})
+                await asyncio.sleep(LOOK_S)
             return
         partners = self._method.partners(self.round, [member.peer for member in roster.members], me)
         members = [
@@ -326,7 +341,9 @@ class Worker:
         """Fetch the state that the others start from, and stand where they stand."""
         began = self._now()
         await self._look_for_others(now=True)
-        sources = {elsewhere.peer: self._known.get(elsewhere.peer)} | {**self._known}
+        sources = {elsewhere.peer: self._known.get(elsewhere.peer)}
+        if self._method.shares_weights:
+            sources |= self._known
         download = StateDownload(
             bytes.fromhex(self.job_id),
             elsewhere.state,
@@ -357,18 +374,19 @@ class Worker:
         )
 
     def _take_state(self, data: bytearray) -> None:
-        agreed, outer, inner = unpack_state(data)
-        self._trainer.load(agreed)
-        if inner:
-            self._trainer.load_optimizer_state(inner)
-        self._method.begin(agreed)
-        self._method.restore(outer)
+        state = SharedState.unpack(data)
+        self._trainer.load(state.agreed)
+        if state.inner:
+            self._trainer.load_optimizer_state(state.inner)
+        self._method.begin(state.agreed)
+        self._method.restore(state.outer)
+        self._revision = state.revision
 
     async def _share_state(self) -> None:
         """Offer the present state to newcomers; its id is what we and the others compare."""
         inner = self._trainer.optimizer_state() if self._method.kind == "gradients" else {}
-        data = await self._compute(pack_state, self._method.agreed(), self._method.state(), inner)
-        self._state = self._states.offer(data)
+        state = SharedState(self._revision, self._method.agreed(), self._method.state(), inner)
+        self._state = self._states.offer(await self._compute(state.pack))
 
     async def _save(self) -> None:
         checkpoint = Checkpoint(

@@ -70,13 +70,17 @@ class _Guest:
 
 
 class Gathering:
-    """One worker's side of gathering the rounds of one job, as guest or as gatherer."""
+    """One worker's side of gathering the rounds of one job, as guest or as gatherer.
+
+    Without ``same_state`` workers may start a round from states of their own, as replicas that gossip do.
+    """
 
     def __init__(
-        self, transport: Transport, job: bytes, *, max_members: int, timing: Timing
+        self, transport: Transport, job: bytes, *, max_members: int, timing: Timing, same_state: bool = True
     ) -> None:
         self._transport = transport
         self._job = job
+        self._same_state = same_state
         self._max_members = min(max_members, MAX_MEMBERS)
         self._timing = timing
         self._round = 0
@@ -188,8 +192,11 @@ class Gathering:
 
     def _is_stranger(self, place: Elsewhere) -> bool:
         """Whether that place is later than ours, or ours with another state."""
-        same_round = place.round == self._round and place.state != self._state
-        return place.round > self._round or (same_round and place.state != b"")
+        same_round = place.round == self._round and place.state != b""
+        return place.round > self._round or (same_round and self._is_other(place.state))
+
+    def _is_other(self, state: bytes) -> bool:
+        return self._same_state and state != self._state
 
     async def _place_of(self, member: Member, me: Member) -> Elsewhere | None:
         """Where a worker is, found out by asking for a round that no one is in; None if it does not answer."""
@@ -214,7 +221,7 @@ class Gathering:
         return [
             guest
             for guest in self._guests.values()
-            if (guest.round, guest.state) == (self._round, self._state) and not guest.answer.done()
+            if guest.round == self._round and not self._is_other(guest.state) and not guest.answer.done()
         ]
 
     async def _receive(self, stream: Stream) -> None:
@@ -250,7 +257,7 @@ class Gathering:
         """Tell guests of another round or state where we are. Who is one round ahead may wait: we are about to follow."""
         here = Elsewhere(self._transport.peer_id, self._round, self._state)
         for guest in self._guests.values():
-            other_state = guest.round == self._round and guest.state != self._state
+            other_state = guest.round == self._round and self._is_other(guest.state)
             elsewhere = guest.round < self._round or other_state or guest.round > self._round + 1
             if elsewhere and not guest.answer.done():
                 guest.answer.set_exception(here)
@@ -289,7 +296,11 @@ def _from_wire(member: pb.Member) -> Member:
     if not 0 < len(member.id) <= 128 or member.exchanges >= MAX_EXCHANGES:
         raise ProtocolViolation("not a member")
     return Member(
-        PeerId(member.id), tuple(member.addresses[:MAX_ADDRESSES]), member.bytes_per_s, member.weight, member.exchanges
+        PeerId(member.id),
+        tuple(member.addresses[:MAX_ADDRESSES]),
+        member.bytes_per_s,
+        member.weight,
+        member.exchanges,
     )
 
 

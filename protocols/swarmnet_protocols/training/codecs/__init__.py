@@ -13,6 +13,7 @@ from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.training.codecs.blocks import FP4, INT4, INT8
 from swarmnet_protocols.training.codecs.codec import Codec, ErrorFeedback
 from swarmnet_protocols.training.codecs.floats import FloatCodec
+from swarmnet_protocols.training.codecs.log8 import Log8Codec
 from swarmnet_protocols.training.codecs.topk import CHUNK, TopKCodec
 
 __all__ = ["ALIGNMENT", "Codec", "ErrorFeedback", "get_codec"]
@@ -31,6 +32,7 @@ _CODECS: Mapping[str, Codec] = MappingProxyType(
             INT4,
             FP4,
             TopKCodec(),
+            Log8Codec(),
         )
     }
 )

@@ -53,6 +53,10 @@ class Method(Protocol):
     def name(self) -> str: ...
 
     @property
+    def shares_weights(self) -> bool:
+        """Whether ``agreed`` is the same on all workers. If not, each has replicas of its own that stay near the others."""
+
+    @property
     def codec(self) -> str:
         """The codec that fits what is contributed, unless the job names another."""
 
@@ -96,6 +100,8 @@ class Method(Protocol):
 
 class WholeSwarm:
     """Every worker averages with every other, all parameters in every round."""
+
+    shares_weights = True
 
     def __init__(self) -> None:
         self._weights = torch.empty(0)

@@ -57,6 +57,7 @@ class NoLoCo(OuterMethod):
     """
 
     name = "noloco"
+    shares_weights = False
     codec = "float32"
     state_names = ("own.momentum",)
 
