@@ -86,6 +86,17 @@ def test_who_hangs_and_wakes_learns_the_decision_or_that_it_is_behind(kind: str,
     assert outcomes[hung[0]].committed
 
 
+def test_a_hang_is_noticed_by_silence_and_not_by_a_deadline() -> None:
+    lab = TrainingLab(5)
+    work = Work.random(lab, 30_000)
+    hung = lab.peers[2]
+    on_delivery(lab, lambda delivery: delivery.source == hung, lambda _: lab.network.hang(hung))
+    outcomes = averaged(lab, work)
+    others = [outcome for peer, outcome in outcomes.items() if peer != hung]
+    assert all(outcome.committed and outcome.wait_s < TIMING.contribution_s for outcome in others)
+    assert outcomes[hung].behind
+
+
 def nth(kind: str, number: int) -> Callable[[Delivery], bool]:
     """Matches the ``number``-th message of a kind, from 1."""
     seen = itertools.count(1)
