@@ -90,7 +90,12 @@ def test_a_hang_is_noticed_by_silence_and_not_by_a_deadline() -> None:
     lab = TrainingLab(5)
     work = Work.random(lab, 30_000)
     hung = lab.peers[2]
-    on_delivery(lab, lambda delivery: delivery.source == hung, lambda _: lab.network.hang(hung))
+
+    def hang(_: Delivery) -> None:
+        lab.network.hang(hung)
+        asyncio.get_running_loop().call_later(2 * TIMING.deadline_s, lab.network.resume, hung)
+
+    on_delivery(lab, lambda delivery: delivery.source == hung, hang)
     outcomes = averaged(lab, work)
     others = [outcome for peer, outcome in outcomes.items() if peer != hung]
     assert all(outcome.committed and outcome.wait_s < TIMING.contribution_s for outcome in others)
