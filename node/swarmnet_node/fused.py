@@ -68,12 +68,12 @@ class _FusedLayer:
         states = linear(rms_norm(hidden, *self._attention_norm), self._qkv, self._qkv_bias)
         states = states.view(1, len(hidden), heads + 2 * key_heads, self._size).transpose(1, 2)
         if self._head_norms:
-            query, key, value = states.split((heads, key_heads, key_heads), 1)
+            query, key, value = torch.split(states, [heads, key_heads, key_heads], 1)
             query = _rotate(rms_norm(query, *self._head_norms[0]), angles)
             key = _rotate(rms_norm(key, *self._head_norms[1]), angles)
         else:
-            rotated, value = states.split((heads + key_heads, key_heads), 1)
-            query, key = _rotate(rotated, angles).split((heads, key_heads), 1)
+            rotated, value = torch.split(states, [heads + key_heads, key_heads], 1)
+            query, key = torch.split(_rotate(rotated, angles), [heads, key_heads], 1)
         attended = batch.attend(self._index, query, key, value, self._rule).reshape(len(hidden), -1)
         hidden = hidden + linear(attended, self._output, self._output_bias)
         gate_up = linear(rms_norm(hidden, *self._mlp_norm), self._gate_up, self._gate_up_bias)
@@ -118,7 +118,7 @@ def _join(*modules: nn.Linear) -> tuple[torch.Tensor, torch.Tensor | None]:
     bias = None if modules[0].bias is None else torch.cat([module.bias for module in modules])
     sizes = [module.out_features for module in modules]
     for index, module in enumerate(modules):
-        module.weight = nn.Parameter(weight.split(sizes)[index], requires_grad=False)
+        module.weight = nn.Parameter(torch.split(weight, sizes)[index], requires_grad=False)
         if bias is not None:
-            module.bias = nn.Parameter(bias.split(sizes)[index], requires_grad=False)
+            module.bias = nn.Parameter(torch.split(bias, sizes)[index], requires_grad=False)
     return weight, bias

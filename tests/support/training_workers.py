@@ -100,10 +100,12 @@ class WorkerLab:
         self.tasks[name].cancel()
 
     async def finished(self) -> None:
-        """Every worker that was not crashed has done its rounds."""
-        for task in list(self.tasks.values()):
-            if not task.cancelling():
-                await task
+        """Every worker that was not crashed has done its rounds, those too that start meanwhile."""
+        while waiting := [task for task in self.tasks.values() if not task.done()]:
+            await asyncio.wait(waiting)
+        for task in self.tasks.values():
+            if not task.cancelled():
+                task.result()
 
     def rounds(self, name: str) -> dict[int, dict[str, Any]]:
         """The committed rounds of a worker."""

@@ -125,7 +125,9 @@ class Worker:
         await self._gathering.serve()
         deadline_s = self._job.exchange.deadline_s
         timing = RoundTiming(deadline_s / 3, 2 * deadline_s / 3, deadline_s)
-        exchange = Exchange(self._world.transport, bytes.fromhex(self.job_id), timing=timing, rules=rules)
+        exchange = Exchange(
+            self._world.transport, bytes.fromhex(self.job_id), timing=timing, rules=self._rules()
+        )
         async with exchange:
             self._report(
                 {
