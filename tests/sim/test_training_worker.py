@@ -21,6 +21,8 @@ SETTINGS = {
     "zo": "directions = 2\nlearning_rate = 1e-3",
 }
 
+MIN = "min_workers = %d"
+
 
 async def train(lab: WorkerLab, *names: str) -> None:
     try:
@@ -34,7 +36,7 @@ async def train(lab: WorkerLab, *names: str) -> None:
 
 @pytest.mark.parametrize("method", SETTINGS)
 def test_every_method_trains_to_the_end(method: str, tmp_path: Path) -> None:
-    lab = WorkerLab(tmp_path, write_job(tmp_path, method, SETTINGS[method], "min_workers = 3"))
+    lab = WorkerLab(tmp_path, write_job(tmp_path, method, SETTINGS[method], MIN % 3))
     run(train(lab, *NAMES[:3]))
 
     for name in NAMES[:3]:
@@ -48,7 +50,9 @@ def test_every_method_trains_to_the_end(method: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("codec", ["bfloat16", "int8", "int4", "fp4"])
 def test_workers_stay_equal_under_every_codec(codec: str, tmp_path: Path) -> None:
-    lab = WorkerLab(tmp_path, write_job(tmp_path, "diloco", "sync_every = 1", f'codec = "{codec}"', rounds=3))
+    lab = WorkerLab(
+        tmp_path, write_job(tmp_path, "diloco", "sync_every = 1", f'{MIN % 3}\ncodec = "{codec}"', rounds=3)
+    )
     run(train(lab, *NAMES[:3]))
 
     lab.check_equal()
@@ -58,7 +62,7 @@ def test_workers_stay_equal_under_every_codec(codec: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("fault", ["crash", "hang", "isolate"])
 @pytest.mark.parametrize("method", ["diloco", "streaming", "eager"])
 def test_a_worker_that_fails_costs_its_own_contribution(fault: str, method: str, tmp_path: Path) -> None:
-    lab = WorkerLab(tmp_path, write_job(tmp_path, method, SETTINGS[method]))
+    lab = WorkerLab(tmp_path, write_job(tmp_path, method, SETTINGS[method], MIN % 3))
 
     def watch(name: str, event: dict[str, Any]) -> None:
         if name == "anna" and event["event"] == "round" and event["round"] == 1:
@@ -79,7 +83,7 @@ def test_a_worker_that_fails_costs_its_own_contribution(fault: str, method: str,
 
 
 def test_a_newcomer_fetches_the_state_and_contributes_from_its_second_round(tmp_path: Path) -> None:
-    lab = WorkerLab(tmp_path, write_job(tmp_path, "diloco", "sync_every = 2", rounds=6))
+    lab = WorkerLab(tmp_path, write_job(tmp_path, "diloco", "sync_every = 2", MIN % 2, rounds=8))
 
     def watch(name: str, event: dict[str, Any]) -> None:
         if name == "anna" and event["event"] == "round" and event["round"] == 1:
@@ -92,7 +96,7 @@ def test_a_newcomer_fetches_the_state_and_contributes_from_its_second_round(tmp_
     healed = next(event for event in lab.events["dora"] if event["event"] == "healed")
     first, *later = sorted(lab.rounds("dora"))
     assert healed["round"] <= first
-    assert later[-1] == 5
+    assert later[-1] == 7
     contributors = [lab.rounds("anna")[number]["contributors"] for number in (first, *later)]
     assert lab.peer("dora") not in contributors[0]
     assert all(lab.peer("dora") in each for each in contributors[1:])

@@ -3,7 +3,6 @@
 import asyncio
 import random
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,13 @@ from swarmnet_protocols.identity import Identity
 from swarmnet_protocols.training.jobs import open_job, parse_job, seal_job
 from swarmnet_protocols.transport import PeerId
 from swarmnet_protocols.transport.memory import LinkProfile, MemoryNetwork
+from tests.support.virtual_time import TimedExecutor
 
 SWARM = bytes(32)
 EPOCH = 1_800_000_000.0
 ROUNDS = 5
+COMPUTE_S = 0.2
+"""Virtual seconds of anything that is computed, such as the inner steps of a round."""
 
 _JOB = """
 [job]
@@ -135,7 +137,7 @@ class WorkerLab:
             trainer = Trainer.open(
                 job, cache_dir=self.folder / "cache", available_bytes=1 << 33, device=torch.device("cpu")
             )
-            world = WorkerWorld(transport, directory, ThreadPoolExecutor(1), random.Random(name))
+            world = WorkerWorld(transport, directory, TimedExecutor(COMPUTE_S), random.Random(name))
             hosted = Hosted(self.sealed, trainer, Checkpoints(self.folder / name))
 
             def report(event: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import selectors
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Executor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextvars import Context
 from typing import Any, TypeVar
 
@@ -41,8 +41,16 @@ class _NumberedTask(asyncio.Task[T]):
         return self._number
 
 
+class TimedExecutor(ThreadPoolExecutor):
+    """In virtual time, everything it is given takes ``takes_s``."""
+
+    def __init__(self, takes_s: float) -> None:
+        super().__init__(1)
+        self.takes_s = takes_s
+
+
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Starts at time 0. Work for executors runs inline."""
+    """Starts at time 0. Work for executors runs in place, at once or after the time a ``TimedExecutor`` takes."""
 
     def __init__(self) -> None:
         self._virtual = _VirtualSelector()
@@ -57,10 +65,19 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self, executor: Executor | None, func: Callable[..., T], *args: Any
     ) -> asyncio.Future[T]:
         future: asyncio.Future[T] = self.create_future()
-        try:
-            future.set_result(func(*args))
-        except Exception as error:  # noqa: BLE001 - as an executor does
-            future.set_exception(error)
+
+        def compute() -> None:
+            if future.cancelled():
+                return
+            try:
+                future.set_result(func(*args))
+            except Exception as error:  # noqa: BLE001 - as an executor does
+                future.set_exception(error)
+
+        if isinstance(executor, TimedExecutor):
+            self.call_later(executor.takes_s, compute)
+        else:
+            compute()
         return future
 
     def _numbered(
