@@ -94,9 +94,9 @@ def find_chain(
 ) -> list[Hop]:
     """Hops that cover ``span`` in order, from ``source`` to ``sink`` (None: the client).
 
-    The chain costs at most ``1 + MARGIN`` times the best one, and is drawn at random among such: every cost is stretched by a
-    random factor in [1, 1 + MARGIN], and the cheapest chain under stretched costs cannot be truly dearer than that. Banned
-    hosts are used only where nobody else will do. Raises ``NoRoute`` with the blocks nobody hosts.
+    A chain changes hosts where the span of some host begins or ends. It costs at most ``1 + MARGIN`` times the best of these, and
+    is drawn at random among such: every cost is stretched by a random factor in [1, 1 + MARGIN], and the cheapest chain
+    under stretched costs cannot be truly dearer than that. Banned hosts are used only where nobody else will do. Raises ``NoRoute`` with the blocks nobody hosts.
     """
     usable = [host for host in view.hosts if host.online and host.start < span[1] and host.end > span[0]]
     allowed = [host for host in usable if host.peer not in view.banned]

@@ -48,9 +48,10 @@ def every_chain(hosts: list[HostInfo], start: int, end: int) -> Iterator[list[Ho
     if start == end:
         yield []
         return
+    boundaries = {end, *(host.start for host in hosts), *(host.end for host in hosts)}
     for host in hosts:
         if host.start <= start < host.end:
-            for leave in range(start + 1, min(host.end, end) + 1):
+            for leave in sorted(boundaries & {*range(start + 1, min(host.end, end) + 1)}):
                 for rest in every_chain(hosts, leave, end):
                     yield [Hop(host.peer, start, leave), *rest]
 

@@ -17,8 +17,9 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from swarmnet_node.training.checkpoint import Checkpoint, Checkpoints, params_hash
-from swarmnet_node.training.state import SharedState, max_state_bytes
+from swarmnet_node.training.checkpoint import Checkpoints
+from swarmnet_node.training.replica import NOTHING_DONE, Replica, together
+from swarmnet_node.training.state import max_state_bytes
 from swarmnet_node.training.trainer import StepReport, Trainer
 from swarmnet_protocols.aio import cancel
 from swarmnet_protocols.directory import Directory
@@ -31,7 +32,7 @@ from swarmnet_protocols.training.board import WorkerInfo, find_workers, publish_
 from swarmnet_protocols.training.codecs import get_codec
 from swarmnet_protocols.training.gathering import Elsewhere, Gathering, Member, Roster
 from swarmnet_protocols.training.jobs import open_job
-from swarmnet_protocols.training.methods import Average, ZeroOrder
+from swarmnet_protocols.training.methods import Average
 from swarmnet_protocols.training.state_transfer import Source, StateDownload, StateServer
 from swarmnet_protocols.transport import PeerId, Transport
 
@@ -95,12 +96,11 @@ class Worker:
         self._world = world
         self._job = sealed.job
         self._sealed = hosted.sealed
-        self._trainer = hosted.trainer
+        self._replica = Replica(sealed.job, hosted.trainer, world.stopwatch)
         self._checkpoints = hosted.checkpoints
         self._report = report
-        self._method = self._job.make_method()
+        self._method = self._replica.method
         self._codec = get_codec(self._job.exchange.codec or self._method.codec)
-        self._revision = 0
         self._exchanges = 0
         self._slot: int | None = None
         """Which share of the data is ours; a newcomer has none before its first roster."""
@@ -136,7 +136,7 @@ class Worker:
                     "addresses": list(self._world.transport.addresses()),
                     "job": self.job_id,
                     "round": self.round,
-                    "parameters": self._trainer.parameter_count,
+                    "parameters": self._replica.trainer.parameter_count,
                 }
             )
             announcing = asyncio.create_task(self._keep_announcing(), name="announce")
@@ -148,7 +148,7 @@ class Worker:
                         await self._heal(elsewhere)
                 await self._settle()
                 await self._save()
-                self._report({"event": "done", "round": self.round, "revision": self._revision})
+                self._report({"event": "done", "round": self.round, "revision": self._replica.revision})
             finally:
                 await cancel(announcing, self._pending.outcome if self._pending else None)
 
@@ -170,7 +170,7 @@ class Worker:
 
     async def _take_part(self, exchange: Exchange) -> None:
         """One round: our share of the work if we have one, then the exchange."""
-        contribution, report = None, StepReport(0.0, 0, 0.0)
+        contribution, report = None, NOTHING_DONE
         if self._slot is not None:
             contribution, report = await self._work(self._slot)
         await self._settle()
@@ -208,42 +208,19 @@ class Worker:
 
     async def _work(self, slot: int) -> tuple[torch.Tensor | None, StepReport]:
         """The inner steps of this round, with the exchange of the last one landing among them; what we contribute."""
-        if isinstance(self._method, ZeroOrder):
-            return await self._compute(self._slopes, self._method, slot)
-        steps = self._method.steps_per_round
-        if self._method.kind == "gradients":
-            gradient, report = await self._compute(self._trainer.gradient, self.round, 0, slot)
-            return self._method.contribution(self.round, gradient), report
-        first = min(self._method.overlap_steps, steps) if self._pending is not None else 0
-        report = await self._compute(self._trainer.steps, self.round, slot, first)
-        if first < steps:
-            await self._settle()
-            if self._slot is None:
-                return None, StepReport(0.0, 0, 0.0)
-            rest = await self._compute(self._trainer.steps, self.round, slot, steps - first, first=first)
-            loss = (report.loss * report.tokens + rest.loss * rest.tokens) / (report.tokens + rest.tokens)
-            report = StepReport(loss, report.tokens + rest.tokens, report.seconds + rest.seconds)
-        parameters = self._trainer.parameters()
-        return await self._compute(self._method.contribution, self.round, parameters), report
-
-    def _slopes(self, method: ZeroOrder, slot: int) -> tuple[torch.Tensor, StepReport]:
-        """The slopes of the loss along this round's directions, on our share of the data."""
-        began = self._world.stopwatch()
-        parameters = self._trainer.parameters()
-        slopes, losses = [], []
-        for direction in range(method.directions):
-            plus, minus = (
-                self._trainer.loss_at(
-                    method.probe(self.round, direction, parameters, sign), self.round, 0, slot
-                )
-                for sign in (1, -1)
-            )
-            slopes.append(method.slope(plus, minus))
-            losses.append((plus + minus) / 2)
-        self._trainer.load(parameters)
-        tokens = self._job.training.batch_size * self._job.data.sequence_length
-        report = StepReport(sum(losses) / len(losses), tokens, self._world.stopwatch() - began)
-        return method.contribution(self.round, torch.tensor(slopes)), report
+        report = NOTHING_DONE
+        if self._method.kind == "parameters":
+            steps = self._method.steps_per_round
+            first = min(self._method.overlap_steps, steps) if self._pending is not None else 0
+            report = await self._compute(self._replica.steps, self.round, slot, 0, first)
+            if first < steps:
+                await self._settle()
+                if self._slot is None:
+                    return None, NOTHING_DONE
+                rest = await self._compute(self._replica.steps, self.round, slot, first, steps)
+                report = together(report, rest)
+        contribution, more = await self._compute(self._replica.contribution, self.round, slot)
+        return contribution, together(report, more)
 
     async def _gather(self, tokens: int) -> Roster:
         await self._look_for_others()
@@ -277,8 +254,7 @@ class Worker:
         average = None
         if outcome.average is not None:
             average = Average(outcome.average, _contributors(outcome))
-            self._revision += 1
-        await self._compute(self._apply, pending.round, average)
+        await self._compute(self._replica.apply, pending.round, average)
         await self._share_state()
         self._report(
             {
@@ -291,7 +267,7 @@ class Worker:
                 "bytes_received": outcome.bytes_received,
                 "exchange_s": round(self._now() - pending.began, 3),
                 "wait_s": round(waited_s, 3),
-                "params_hash": params_hash(self._method.agreed()),
+                "params_hash": self._replica.params_hash(),
                 "contributors": list(_contributors(outcome)),
                 "excluded": [{"peer_id": peer, "reason": why} for peer, why in outcome.excluded],
                 "reason": outcome.reason,
@@ -301,42 +277,18 @@ class Worker:
             await self._evaluate(pending.round)
             await self._save()
 
-    def _apply(self, number: int, average: Average | None) -> None:
-        trainer, method = self._trainer, self._method
-        if method.kind == "gradients":
-            gradient = method.apply(number, torch.zeros(trainer.parameter_count), average)
-            if average is not None:
-                trainer.apply_gradient(number, 0, gradient)
-            method.begin(trainer.parameters())
-            return
-        trainer.load(method.apply(number, trainer.parameters(), average))
-
     async def _evaluate(self, number: int) -> None:
-        loss, tokens = await self._compute(self._evaluation)
+        loss, tokens = await self._compute(self._replica.evaluate)
         self._report({"event": "eval", "round": number, "val_loss": round(loss, 6), "tokens": tokens})
-
-    def _evaluation(self) -> tuple[float, int]:
-        """The validation loss of the agreed parameters."""
-        own = self._trainer.parameters()
-        self._trainer.load(self._method.agreed())
-        try:
-            return self._trainer.evaluate(self._job.eval.batches)
-        finally:
-            self._trainer.load(own)
 
     # ---- the shared state -------------------------------------------------------------------------------
 
     async def _resume(self) -> None:
         """Go on from our newest checkpoint, or from the job's first parameters."""
         saved = await self._compute(self._checkpoints.load_newest, self.job_id)
-        if saved is None:
-            self._method.begin(self._trainer.parameters())
-        else:
-            self.round, self._revision = saved.round, saved.revision
-            self._trainer.load(saved.parameters)
-            self._trainer.load_optimizer_state(saved.optimizer)
-            self._method.begin(saved.parameters)
-            self._method.restore(saved.outer)
+        if saved is not None:
+            self.round = saved.round
+            await self._compute(self._replica.restore, saved)
         await self._share_state()
 
     async def _heal(self, elsewhere: Elsewhere) -> None:
@@ -349,7 +301,7 @@ class Worker:
         download = StateDownload(
             bytes.fromhex(self.job_id),
             elsewhere.state,
-            max_bytes=max_state_bytes(self._trainer.parameter_count),
+            max_bytes=max_state_bytes(self._replica.trainer.parameter_count),
         )
         try:
             data = await download.run(
@@ -362,7 +314,7 @@ class Worker:
             self._report({"event": "heal_failed", "round": elsewhere.round, "reason": str(error)})
             await asyncio.sleep(HEAL_S)
             return
-        await self._compute(self._take_state, data)
+        await self._compute(self._replica.take, data)
         self.round, self._slot, self._pending = elsewhere.round, None, None
         await self._share_state()
         self._report(
@@ -375,31 +327,13 @@ class Worker:
             }
         )
 
-    def _take_state(self, data: bytearray) -> None:
-        state = SharedState.unpack(data)
-        self._trainer.load(state.agreed)
-        if state.inner:
-            self._trainer.load_optimizer_state(state.inner)
-        self._method.begin(state.agreed)
-        self._method.restore(state.outer)
-        self._revision = state.revision
-
     async def _share_state(self) -> None:
         """Offer the present state to newcomers; its id is what we and the others compare."""
-        inner = self._trainer.optimizer_state() if self._method.kind == "gradients" else {}
-        state = SharedState(self._revision, self._method.agreed(), self._method.state(), inner)
-        self._state = self._states.offer(await self._compute(state.pack))
+        self._state = self._states.offer(await self._compute(self._replica.pack))
 
     async def _save(self) -> None:
-        checkpoint = Checkpoint(
-            job_id=self.job_id,
-            round=self.round,
-            revision=self._revision,
-            parameters=self._method.agreed(),
-            optimizer=self._trainer.optimizer_state(),
-            outer=self._method.state(),
-        )
-        await self._compute(self._checkpoints.save, checkpoint, self._trainer.write)
+        checkpoint = self._replica.checkpoint(self.job_id, self.round)
+        await self._compute(self._checkpoints.save, checkpoint, self._replica.trainer.write)
 
     # ---- the others -------------------------------------------------------------------------------------
 

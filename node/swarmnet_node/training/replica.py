@@ -1,0 +1,131 @@
+"""One worker's replica of the job: model, inner optimizer and outer state, and everything that is computed with them.
+
+Nothing here waits for anybody: the worker calls it on the one thread that computes.
+"""
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from swarmnet_node.training.checkpoint import Checkpoint, params_hash
+from swarmnet_node.training.state import SharedState
+from swarmnet_node.training.trainer import StepReport, Trainer
+from swarmnet_protocols.training.jobs import Job
+from swarmnet_protocols.training.methods import Average, ZeroOrder
+from swarmnet_protocols.transport import Buffer
+
+NOTHING_DONE = StepReport(0.0, 0, 0.0)
+
+
+class Replica:
+    """``revision`` counts the committed rounds behind it."""
+
+    def __init__(
+        self, job: Job, trainer: Trainer, stopwatch: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.revision = 0
+        self.trainer = trainer
+        self.method = job.make_method()
+        self._job = job
+        self._stopwatch = stopwatch
+        self.method.begin(trainer.parameters())
+
+    def steps(self, round_number: int, slot: int, first: int, end: int) -> StepReport:
+        """Inner steps [first, end) of a round, on the slot's share of the data."""
+        return self.trainer.steps(round_number, slot, end - first, first=first)
+
+    def contribution(self, round_number: int, slot: int) -> tuple[torch.Tensor, StepReport]:
+        """What this worker contributes to a round, and the work that this itself took beside the inner steps."""
+        method = self.method
+        if isinstance(method, ZeroOrder):
+            slopes, report = self._slopes(method, round_number, slot)
+            return method.contribution(round_number, slopes), report
+        if method.kind == "gradients":
+            gradient, report = self.trainer.gradient(round_number, 0, slot)
+            return method.contribution(round_number, gradient), report
+        return method.contribution(round_number, self.trainer.parameters()), NOTHING_DONE
+
+    def apply(self, round_number: int, average: Average | None) -> None:
+        """Take the outcome of a round: its average, or None if it was discarded."""
+        if average is not None:
+            self.revision += 1
+        if self.method.kind == "gradients":
+            gradient = self.method.apply(round_number, torch.zeros(self.trainer.parameter_count), average)
+            if average is not None:
+                self.trainer.apply_gradient(round_number, 0, gradient)
+            self.method.begin(self.trainer.parameters())
+            return
+        self.trainer.load(self.method.apply(round_number, self.trainer.parameters(), average))
+
+    def evaluate(self) -> tuple[float, int]:
+        """The validation loss of the agreed parameters, and over how many tokens."""
+        own = self.trainer.parameters()
+        self.trainer.load(self.method.agreed())
+        try:
+            return self.trainer.evaluate(self._job.eval.batches)
+        finally:
+            self.trainer.load(own)
+
+    def params_hash(self) -> str:
+        """SHA-256 of the agreed parameters."""
+        return params_hash(self.method.agreed())
+
+    def pack(self) -> bytes:
+        """The state that this worker shares with all others, equal at all of them."""
+        inner = self.trainer.optimizer_state() if self.method.kind == "gradients" else {}
+        return SharedState(self.revision, self.method.agreed(), self.method.state(), inner).pack()
+
+    def take(self, data: Buffer) -> None:
+        """Stand where whoever packed ``data`` stood. Raises ``IntegrityError`` for what is not a state of this job."""
+        state = SharedState.unpack(data)
+        self.trainer.load(state.agreed)
+        if state.inner:
+            self.trainer.load_optimizer_state(state.inner)
+        self.method.begin(state.agreed)
+        self.method.restore(state.outer)
+        self.revision = state.revision
+
+    def checkpoint(self, job_id: str, round_number: int) -> Checkpoint:
+        """All of it, for this worker to go on from."""
+        return Checkpoint(
+            job_id=job_id,
+            round=round_number,
+            revision=self.revision,
+            parameters=self.method.agreed(),
+            optimizer=self.trainer.optimizer_state(),
+            outer=self.method.state(),
+        )
+
+    def restore(self, saved: Checkpoint) -> None:
+        self.revision = saved.revision
+        self.trainer.load(saved.parameters)
+        self.trainer.load_optimizer_state(saved.optimizer)
+        self.method.begin(saved.parameters)
+        self.method.restore(saved.outer)
+
+    def _slopes(self, method: ZeroOrder, round_number: int, slot: int) -> tuple[torch.Tensor, StepReport]:
+        """The slopes of the loss along the round's directions, on the slot's share of the data."""
+        began = self._stopwatch()
+        parameters = self.trainer.parameters()
+        slopes, losses = [], []
+        for direction in range(method.directions):
+            plus, minus = (
+                self.trainer.loss_at(
+                    method.probe(round_number, direction, parameters, sign), round_number, 0, slot
+                )
+                for sign in (1, -1)
+            )
+            slopes.append(method.slope(plus, minus))
+            losses.append((plus + minus) / 2)
+        self.trainer.load(parameters)
+        tokens = self._job.training.batch_size * self._job.data.sequence_length
+        report = StepReport(sum(losses) / len(losses), tokens, self._stopwatch() - began)
+        return torch.tensor(slopes), report
+
+
+def together(one: StepReport, other: StepReport) -> StepReport:
+    """Two pieces of work as one."""
+    tokens = one.tokens + other.tokens
+    loss = (one.loss * one.tokens + other.loss * other.tokens) / max(1, tokens)
+    return StepReport(loss, tokens, one.seconds + other.seconds)
