@@ -150,20 +150,11 @@ def random_round(seed: str, faults: int) -> tuple[TrainingLab, Work, Outcomes]:
         raise
 
 
-def rounds_with_one_fault(seed: int, indices: range) -> None:
-    for index in indices:
+def test_random_rounds_with_one_fault(seed: int) -> None:
+    for index in range(ROUNDS_PER_SEED):
         lab, _, outcomes = random_round(f"{seed}/{index}", faults=1)
         if lab.crashed:
             assert all(outcome.committed for outcome in outcomes.values()), f"{seed}/{index}"
-
-
-def test_random_rounds_with_one_fault(seed: int) -> None:
-    rounds_with_one_fault(seed, range(ROUNDS_PER_SEED))
-
-
-@pytest.mark.slow
-def test_a_thousand_random_rounds_with_one_fault(seed: int) -> None:
-    rounds_with_one_fault(seed, range(ROUNDS_PER_SEED, 20 + ROUNDS_PER_SEED))
 
 
 def test_random_rounds_with_many_faults(seed: int) -> None:
