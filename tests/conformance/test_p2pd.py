@@ -168,9 +168,11 @@ def test_garbage_ends_its_stream_and_harms_no_other(p2pd_lab: P2pdLab, protocol_
     rng = random.Random(protocol_id)
 
     async def scenario(a: P2pdTransport, b: P2pdTransport) -> None:
+        arrived = asyncio.Event()
         outcomes: asyncio.Queue[type[Exception]] = asyncio.Queue()
 
         async def handler(stream: Stream) -> None:
+            arrived.set()
             try:
                 while True:
                     await stream.send(await stream.receive())
@@ -179,6 +181,8 @@ def test_garbage_ends_its_stream_and_harms_no_other(p2pd_lab: P2pdLab, protocol_
 
         await b.serve(protocol, handler)
         good = await a.open(b.peer_id, protocol, addresses=b.addresses(), deadline_s=DEADLINE_S)
+        await good.send(Message(b"first"))
+        assert (await good.receive()).header == b"first"
         before = psutil.Process().memory_info().rss
         for expected, data in [
             (ProtocolViolation, b"\xff" * 4096),
@@ -188,10 +192,12 @@ def test_garbage_ends_its_stream_and_harms_no_other(p2pd_lab: P2pdLab, protocol_
             (StreamEnded, b"\0\0"),
             *[(None, rng.randbytes(rng.randrange(1, 5000))) for _ in range(30)],
         ]:
+            arrived.clear()
             _, writer = await a._daemon.open_stream(b.peer_id, protocol.id, deadline_s=DEADLINE_S)
             writer.write(data)
-            writer.close()
             async with asyncio.timeout(DEADLINE_S):
+                await arrived.wait()  # a stream that is closed before it has got there may never be seen
+                writer.close()
                 outcome = await outcomes.get()
             assert expected in (outcome, None)
         assert psutil.Process().memory_info().rss - before < 32 << 20
