@@ -14,4 +14,8 @@ STATE = ProtocolSpec("/swarmnet/state/1", max_header_bytes=1024, max_payload_byt
 
 EXCHANGE = ProtocolSpec("/swarmnet/exchange/1", max_header_bytes=64 << 10, max_payload_bytes=1 << 20)
 
-ALL: tuple[ProtocolSpec, ...] = (SESSION, LINK, PING, GATHER, STATE, EXCHANGE)
+INFERENCE = (SESSION, LINK, PING)
+"""What a node serves."""
+TRAINING = (GATHER, STATE, EXCHANGE)
+"""What a training worker serves."""
+ALL: tuple[ProtocolSpec, ...] = INFERENCE + TRAINING

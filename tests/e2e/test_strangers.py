@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import random
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,26 +12,32 @@ from typing import Any
 import psutil
 import pytest
 import torch
-import uvloop
 
 from swarmnet.swarm_file import load_valid
 from swarmnet_protocols.clock import wall_clock
-from swarmnet_protocols.errors import IncompatibleVersion, StreamEnded
-from swarmnet_protocols.protocol_ids import ALL, LINK, PING, SESSION
+from swarmnet_protocols.errors import IncompatibleVersion
+from swarmnet_protocols.protocol_ids import INFERENCE, LINK, PING, SESSION
 from swarmnet_protocols.session.link import parse
 from swarmnet_protocols.transport import Message, PeerId, ProtocolSpec, Stream
-from swarmnet_protocols.transport.p2pd import P2pdConfig, P2pdTransport
+from swarmnet_protocols.transport.p2pd import P2pdTransport
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.support.processes import NodeProcess, Swarm
+from tests.support.strangers import (
+    DEADLINE_S,
+    GROWTH_BYTES,
+    Scenario,
+    await_end,
+    opened,
+    run_stranger,
+    send_garbage,
+    send_oversized,
+)
 from tests.support.swarm_lab import Reference
 from tests.support.tiny import BLOCKS
 from tests.support.tiny_swarm import load_tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
-DEADLINE_S = 10.0
-GROWTH_BYTES = 48 << 20
-"""What a node may grow under an attack: less than one of the messages it is threatened with."""
 PROMPT = [5, 6, 7, 8]
 
 
@@ -91,43 +97,14 @@ def victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
         lab.close()
 
 
-def attack(victim: Victim, scenario: Callable[[P2pdTransport], Awaitable[None]], directory: Path) -> int:
+def attack(victim: Victim, scenario: Scenario, directory: Path) -> int:
     """Run a stranger's scenario; by how many bytes the node has grown then."""
-
-    async def main() -> None:
-        config = P2pdConfig(
-            directory / "identity.key",
-            listen=("/ip4/127.0.0.1/tcp/0",),
-            bootstrap=tuple(victim.node.ready["addresses"]),
-            require_bootstrap=True,
-        )
-        async with P2pdTransport.create(config) as transport:
-            await scenario(transport)
-
     before = victim.rss_bytes
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(main())
+    run_stranger(victim.node.ready["addresses"], scenario, directory)
     growth = victim.rss_bytes - before
     print(f"growth_mib={growth / (1 << 20):.1f} goal={GROWTH_BYTES >> 20}")
     victim.check()
     return growth
-
-
-@contextlib.asynccontextmanager
-async def opened(transport: P2pdTransport, victim: Victim, protocol: ProtocolSpec) -> AsyncIterator[Stream]:
-    stream = await transport.open(victim.peer, protocol, deadline_s=DEADLINE_S)
-    try:
-        yield stream
-    finally:
-        stream.close()
-
-
-async def await_end(stream: Stream) -> None:
-    """The other side ends the stream, whatever it says before."""
-    async with asyncio.timeout(DEADLINE_S):
-        with contextlib.suppress(StreamEnded):
-            while True:
-                await stream.receive()
 
 
 async def refusal(stream: Stream) -> pb.Refused:
@@ -139,41 +116,21 @@ async def refusal(stream: Stream) -> pb.Refused:
                 return reply.refused
 
 
-@pytest.mark.parametrize("protocol", ALL, ids=lambda protocol: protocol.id)
+@pytest.mark.parametrize("protocol", INFERENCE, ids=lambda protocol: protocol.id)
 def test_garbage_ends_the_stream_it_came_on(victim: Victim, protocol: ProtocolSpec, tmp_path: Path) -> None:
-    rng = random.Random(protocol.id)
-
     async def scenario(transport: P2pdTransport) -> None:
-        for _ in range(40):
-            header = b"\xff" + rng.randbytes(rng.randrange(min(200, protocol.max_header_bytes)))
-            payload = rng.randbytes(rng.randrange(4096)) if protocol.max_payload_bytes else b""
-            async with opened(transport, victim, protocol) as stream:
-                with contextlib.suppress(StreamEnded):
-                    await stream.send(Message(header, payload))
-                await await_end(stream)
+        await send_garbage(transport, victim.peer, protocol)
 
     assert attack(victim, scenario, tmp_path) < GROWTH_BYTES
 
 
-@pytest.mark.parametrize("protocol", ALL, ids=lambda protocol: protocol.id)
+@pytest.mark.parametrize("protocol", INFERENCE, ids=lambda protocol: protocol.id)
 @pytest.mark.parametrize("sizes", [(1 << 31, 0), (0, 1 << 31)], ids=["header", "payload"])
 def test_an_oversized_frame_is_refused_before_it_is_read(
     victim: Victim, protocol: ProtocolSpec, sizes: tuple[int, int], tmp_path: Path
 ) -> None:
     async def scenario(transport: P2pdTransport) -> None:
-        for _ in range(4):
-            reader, writer = await transport._daemon.open_stream(
-                victim.peer, protocol.id, deadline_s=DEADLINE_S
-            )
-            with contextlib.suppress(OSError):
-                writer.write(struct.pack(">II", *sizes))
-                for _ in range(64):
-                    writer.write(bytes(1 << 20))
-                    await writer.drain()
-            async with asyncio.timeout(DEADLINE_S):
-                with contextlib.suppress(OSError):
-                    assert await reader.read() == b""
-            writer.close()
+        await send_oversized(transport, victim.peer, protocol, sizes)
 
     assert attack(victim, scenario, tmp_path) < GROWTH_BYTES
 
@@ -201,7 +158,7 @@ def test_a_peer_may_not_take_all_sessions(victim: Victim, tmp_path: Path) -> Non
         refused = []
         async with contextlib.AsyncExitStack() as stack:
             for _ in range(70):
-                stream = await stack.enter_async_context(opened(transport, victim, SESSION))
+                stream = await stack.enter_async_context(opened(transport, victim.peer, SESSION))
                 await stream.send(victim.open(rng.randbytes(16)))
                 reply = parse(pb.SessionReply, (await stream.receive()).header)
                 refused += [reply.refused.reason] if reply.HasField("refused") else []
@@ -225,7 +182,7 @@ def test_a_session_it_cannot_serve_is_refused_with_the_reason(
     victim: Victim, changes: dict[str, Any], reason: int, tmp_path: Path
 ) -> None:
     async def scenario(transport: P2pdTransport) -> None:
-        async with opened(transport, victim, SESSION) as stream:
+        async with opened(transport, victim.peer, SESSION) as stream:
             await stream.send(victim.open(bytes(range(16)), **changes))
             answer = await refusal(stream)
             assert answer.reason == reason
@@ -260,7 +217,10 @@ def test_a_step_that_breaks_the_rules_is_not_computed(
 ) -> None:
     async def scenario(transport: P2pdTransport) -> None:
         session, before = random.Random(0).randbytes(16), victim.node.status.forwards
-        async with opened(transport, victim, SESSION) as stream, opened(transport, victim, LINK) as link:
+        async with (
+            opened(transport, victim.peer, SESSION) as stream,
+            opened(transport, victim.peer, LINK) as link,
+        ):
             await stream.send(victim.open(session))
             await link.send(
                 Message(pb.LinkRequest(link=pb.Link(session=session, epoch=1)).SerializeToString())
@@ -277,7 +237,7 @@ def test_another_version_of_a_protocol_is_called_that(victim: Victim, tmp_path: 
         newer = ProtocolSpec(SESSION.id.replace("/1", "/2"))
         with pytest.raises(IncompatibleVersion, match="not supported"):
             await transport.open(victim.peer, newer, deadline_s=DEADLINE_S)
-        async with opened(transport, victim, PING) as stream:  # the one both speak still works
+        async with opened(transport, victim.peer, PING) as stream:  # the one both speak still works
             await stream.send(Message(pb.Ping(nonce=7).SerializeToString()))
             assert parse(pb.Pong, (await stream.receive()).header).nonce == 7
 

@@ -11,11 +11,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from swarmnet.cli import execute
+from swarmnet_protocols.protocol_ids import TRAINING
+from swarmnet_protocols.transport import PeerId
+from swarmnet_protocols.transport.p2pd import P2pdTransport
+from tests.support.strangers import GROWTH_BYTES, run_stranger, send_garbage, send_oversized
 from tests.support.training_workers import write_job
 
 ROUNDS = 100_000
@@ -87,6 +92,15 @@ def unhashable_free(event: dict[str, Any]) -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in event.items()}
 
 
+def create_job(folder: Path, toml: str) -> str:
+    """A swarm and a job, which the worker ``anna`` keeps; the id of the job."""
+    (folder / "job.toml").write_text(toml)
+    call("swarm", "create", "lab", "--open", "--out", str(folder))
+    kept = ("--swarm", str(folder / "swarm.toml"), "--data-dir", str(folder / "anna"))
+    job: str = call("train", "create", str(folder / "job.toml"), *kept)["job"]
+    return job
+
+
 @contextmanager
 def workers(folder: Path, job: str, *names: str) -> Iterator[dict[str, WorkerProcess]]:
     """Workers that are all ready; whatever is in the dictionary at the end is stopped."""
@@ -111,13 +125,10 @@ def bootstrap(running: dict[str, WorkerProcess]) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_workers_train_while_one_is_killed_and_another_joins(tmp_path: Path) -> None:
-    (tmp_path / "job.toml").write_text(
-        write_job(tmp_path, "diloco", "sync_every = 20", "min_workers = 2", rounds=ROUNDS)
+    job = create_job(
+        tmp_path, write_job(tmp_path, "diloco", "sync_every = 20", "min_workers = 2", rounds=ROUNDS)
     )
-    swarm = str(tmp_path / "swarm.toml")
-    call("swarm", "create", "lab", "--open", "--out", str(tmp_path))
     first = str(tmp_path / "anna")
-    job = call("train", "create", str(tmp_path / "job.toml"), "--swarm", swarm, "--data-dir", first)["job"]
 
     with workers(tmp_path, job, "anna", "boris", "clara") as running:
         running["anna"].wait("round", round=1)
@@ -151,6 +162,29 @@ def test_workers_train_while_one_is_killed_and_another_joins(tmp_path: Path) -> 
     call("train", "export", "--data-dir", first, "--out", str(exported))
     model = AutoModelForCausalLM.from_pretrained(exported)
     assert torch.isfinite(model(torch.tensor([[104, 105]])).logits).all()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_strangers_end_their_own_streams_and_nothing_else(tmp_path: Path) -> None:
+    job = create_job(tmp_path, write_job(tmp_path, "diloco", "sync_every = 20", rounds=ROUNDS))
+    with workers(tmp_path, job, "anna") as running:
+        worker = running["anna"]
+        before = worker.wait("round", round=1)
+
+        async def scenario(transport: P2pdTransport) -> None:
+            peer = PeerId(worker.wait("ready")["peer_id"])
+            for protocol in TRAINING:
+                await send_garbage(transport, peer, protocol)
+                for sizes in ((1 << 31, 0), (0, 1 << 31)):
+                    await send_oversized(transport, peer, protocol, sizes)
+
+        size = psutil.Process(worker.process.pid).memory_info().rss
+        run_stranger(bootstrap(running), scenario, tmp_path)
+        assert psutil.Process(worker.process.pid).memory_info().rss - size < GROWTH_BYTES
+        now = max(worker.hashes())
+        assert now > before["round"]
+        assert worker.wait("round", round=now + 2)["committed"]
 
 
 @pytest.mark.parametrize(

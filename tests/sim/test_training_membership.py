@@ -13,7 +13,7 @@ from swarmnet_protocols.errors import IntegrityError, SwarmnetError, Unreachable
 from swarmnet_protocols.identity import Identity
 from swarmnet_protocols.protocol_ids import GATHER, STATE
 from swarmnet_protocols.timing import Timing
-from swarmnet_protocols.training.gathering import Elsewhere, Gathering, Member, Roster
+from swarmnet_protocols.training.gathering import Candidate, Elsewhere, Gathering, Roster
 from swarmnet_protocols.training.state_transfer import (
     CHUNK_BYTES,
     KEPT_STATES,
@@ -36,13 +36,14 @@ PATIENCE_S = 10.0
 @dataclass
 class Worker:
     transport: Transport
-    member: Member
+    member: Candidate
     gathering: Gathering
     states: StateServer
 
-    def gather(self, others: "list[Worker]", *, round: int = 3, state: bytes = START) -> Awaitable[Roster]:
+    async def gather(self, others: "list[Worker]", *, round: int = 3, state: bytes = START) -> Roster:
         known = [other.member for other in others if other is not self]
-        return self.gathering.gather(round, state, self.member, known, patience_s=PATIENCE_S)
+        await self.gathering.stand(round, state)
+        return await self.gathering.gather(self.member, known, patience_s=PATIENCE_S)
 
 
 async def start(network: MemoryNetwork, living: list[asyncio.Task[None]], seed: int) -> Worker:
@@ -51,7 +52,7 @@ async def start(network: MemoryNetwork, living: list[asyncio.Task[None]], seed: 
 
     async def live() -> None:
         async with network.transport(identity.peer_id) as transport:
-            member = Member(identity.peer_id, (), 1e6, 100.0)
+            member = Candidate(identity.peer_id, (), 1e6, 100.0)
             gathering = Gathering(transport, JOB, max_members=8, timing=TIMING)
             states = StateServer(transport, JOB, TIMING)
             await gathering.serve()
@@ -243,7 +244,7 @@ def test_a_state_comes_from_several_peers_at_once() -> None:
             lambda delivery: served.add(delivery.source) if len(delivery.message.payload) > 1000 else None
         )
         for worker in workers[1:]:
-            assert worker.states.offer(DATA) == STATE_ID
+            assert worker.states.offer(DATA, StateManifest.of(DATA)) == STATE_ID
         heard: list[tuple[int, int]] = []
         data = await download().run(
             workers[0].transport, sources(workers[1:]), TIMING, lambda *progress: heard.append(progress)
@@ -260,7 +261,7 @@ def test_what_a_lost_source_owes_comes_from_the_others(fault: str) -> None:
     async def scenario(network: MemoryNetwork, workers: list[Worker]) -> None:
         lost = workers[1].member.peer
         for worker in workers[1:]:
-            worker.states.offer(DATA)
+            worker.states.offer(DATA, StateManifest.of(DATA))
 
         def watch(delivery: Delivery) -> None:
             if delivery.source == lost and len(delivery.message.payload) > 1000:
@@ -275,12 +276,12 @@ def test_what_a_lost_source_owes_comes_from_the_others(fault: str) -> None:
 def test_a_source_that_serves_a_flipped_bit_is_dropped_and_named() -> None:
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
         liar = workers[1]
-        liar.states.offer(DATA)
+        liar.states.offer(DATA, StateManifest.of(DATA))
         flipped = bytearray(DATA)
         flipped[3 * CHUNK_BYTES + 17] ^= 4
         flipped[17] ^= 4
         liar.states._states[STATE_ID] = StateManifest.of(DATA), memoryview(flipped)
-        workers[2].states.offer(DATA)
+        workers[2].states.offer(DATA, StateManifest.of(DATA))
         wanted = download()
         assert await wanted.run(workers[0].transport, sources(workers[1:]), TIMING) == DATA
         assert set(wanted.dropped) == {liar.member.peer}
@@ -296,8 +297,8 @@ def test_a_source_that_serves_a_flipped_bit_is_dropped_and_named() -> None:
 def test_a_download_goes_on_where_it_was_when_other_sources_are_found() -> None:
     async def scenario(network: MemoryNetwork, workers: list[Worker]) -> None:
         first, second = workers[1], workers[2]
-        first.states.offer(DATA)
-        second.states.offer(DATA)
+        first.states.offer(DATA, StateManifest.of(DATA))
+        second.states.offer(DATA, StateManifest.of(DATA))
         chunks: list[PeerId] = []
 
         def watch(delivery: Delivery) -> None:
@@ -318,7 +319,7 @@ def test_a_download_goes_on_where_it_was_when_other_sources_are_found() -> None:
 
 def test_a_state_larger_than_can_be_is_not_allocated() -> None:
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
-        workers[1].states.offer(DATA)
+        workers[1].states.offer(DATA, StateManifest.of(DATA))
         wanted = download(max_bytes=len(DATA) - 1)
         with pytest.raises(IntegrityError, match="expected at most"):
             await wanted.run(workers[0].transport, sources(workers[1:]), TIMING)
@@ -329,11 +330,11 @@ def test_a_state_larger_than_can_be_is_not_allocated() -> None:
 
 def test_the_newest_states_are_kept_and_the_others_refused() -> None:
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
-        workers[1].states.offer(DATA)
+        workers[1].states.offer(DATA, StateManifest.of(DATA))
         for number in range(KEPT_STATES - 1):
-            workers[1].states.offer(bytes([number]))
+            workers[1].states.offer(bytes([number]), StateManifest.of(bytes([number])))
         assert await download().run(workers[0].transport, sources(workers[1:]), TIMING) == DATA
-        workers[1].states.offer(b"one more")
+        workers[1].states.offer(b"one more", StateManifest.of(b"one more"))
         with pytest.raises(SwarmnetError, match="not kept"):
             await download().run(workers[0].transport, sources(workers[1:]), TIMING)
 

@@ -117,6 +117,7 @@ def test_the_last_worker_goes_on_alone_and_others_come_back_to_it(tmp_path: Path
 
     lab.check_equal()
     assert max(lab.rounds("anna")) == max(lab.rounds("clara")) == 5
+    assert [event["event"] for event in lab.events["clara"]].count("healed") == 1, "the round waits for it"
 
 
 def test_a_job_goes_on_from_the_checkpoint_of_any_worker(tmp_path: Path) -> None:

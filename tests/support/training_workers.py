@@ -137,7 +137,8 @@ class WorkerLab:
             trainer = Trainer.open(
                 job, cache_dir=self.folder / "cache", available_bytes=1 << 33, device=torch.device("cpu")
             )
-            world = WorkerWorld(transport, directory, TimedExecutor(COMPUTE_S), random.Random(name))
+            compute, codec = TimedExecutor(COMPUTE_S), TimedExecutor(0.0)
+            world = WorkerWorld(transport, directory, compute, codec, random.Random(name))
             hosted = Hosted(self.sealed, trainer, Checkpoints(self.folder / name))
 
             def report(event: dict[str, Any]) -> None:

@@ -83,6 +83,7 @@ async def start(config: WorkerConfig, report: "Report") -> "AsyncIterator[Worker
     async with AsyncExitStack() as stack:
         transport, directory = await stack.enter_async_context(connect(config.network))
         executor = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="torch"))
+        codec_executor = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="codec"))
         sealed = await find_sealed(config.network.data_dir, directory, config.job)
 
         import torch
@@ -93,10 +94,11 @@ async def start(config: WorkerConfig, report: "Report") -> "AsyncIterator[Worker
 
         loop = asyncio.get_running_loop()
         every_core = stay_serial()
+        await loop.run_in_executor(codec_executor, stay_serial)
         await loop.run_in_executor(executor, torch.set_num_threads, config.threads or every_core)
         trainer = await loop.run_in_executor(executor, _open_trainer, config, sealed)
         checkpoints = Checkpoints(config.network.data_dir / "training" / config.job)
-        world = WorkerWorld(transport, directory, executor, random.Random(os.urandom(16)))
+        world = WorkerWorld(transport, directory, executor, codec_executor, random.Random(os.urandom(16)))
         yield Worker(world, Hosted(sealed, trainer, checkpoints), report)
 
 

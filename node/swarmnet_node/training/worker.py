@@ -25,15 +25,14 @@ from swarmnet_protocols.aio import cancel
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.timing import Timing
-from swarmnet_protocols.training import averaging
 from swarmnet_protocols.training.aggregate import aggregate, check_contribution, clip_to_median_norm
 from swarmnet_protocols.training.averaging import Exchange, Outcome, RoundTiming, Rules
 from swarmnet_protocols.training.board import WorkerInfo, find_workers, publish_job, publish_worker
 from swarmnet_protocols.training.codecs import get_codec
-from swarmnet_protocols.training.gathering import Elsewhere, Gathering, Member, Roster
+from swarmnet_protocols.training.gathering import Candidate, Elsewhere, Gathering, Roster
 from swarmnet_protocols.training.jobs import open_job
 from swarmnet_protocols.training.methods import Average
-from swarmnet_protocols.training.state_transfer import Source, StateDownload, StateServer
+from swarmnet_protocols.training.state_transfer import Source, StateDownload, StateManifest, StateServer
 from swarmnet_protocols.transport import PeerId, Transport
 
 P = ParamSpec("P")
@@ -59,6 +58,8 @@ class WorkerWorld:
     directory: Directory
     executor: Executor
     """Of one thread: what computes with torch."""
+    codec_executor: Executor
+    """Of another, serial one: encoding and decoding go on while inner steps are computed."""
     rng: random.Random
     timing: Timing = field(default_factory=Timing)
     stopwatch: Callable[[], float] = time.perf_counter
@@ -105,7 +106,7 @@ class Worker:
         self._slot: int | None = None
         """Which share of the data is ours; a newcomer has none before its first roster."""
         self._state = b""
-        self._known: dict[PeerId, Member] = {}
+        self._known: dict[PeerId, Candidate] = {}
         self._looked = -LOOK_S
         self._pending: _Pending | None = None
         key = bytes.fromhex(self.job_id)
@@ -126,7 +127,11 @@ class Worker:
         deadline_s = self._job.exchange.deadline_s
         timing = RoundTiming(deadline_s / 3, 2 * deadline_s / 3, deadline_s)
         exchange = Exchange(
-            self._world.transport, bytes.fromhex(self.job_id), timing=timing, rules=self._rules()
+            self._world.transport,
+            bytes.fromhex(self.job_id),
+            timing=timing,
+            rules=self._rules(),
+            executor=self._world.codec_executor,
         )
         async with exchange:
             self._report(
@@ -186,11 +191,7 @@ class Worker:
                 await asyncio.sleep(LOOK_S)
             return
         partners = self._method.partners(self.round, [member.peer for member in roster.members], me)
-        members = [
-            averaging.Member(member.peer, member.addresses, member.bytes_per_s)
-            for member in roster.members
-            if member.peer in partners
-        ]
+        members = [member for member in roster.members if member.peer in partners]
         start, end = self._method.range(self.round)
         values = torch.zeros(end - start) if contribution is None else contribution
         self._exchanges = roster.exchange
@@ -226,13 +227,9 @@ class Worker:
         await self._look_for_others()
         transport = self._world.transport
         addresses = tuple(transport.addresses())
-        me = Member(transport.peer_id, addresses, BYTES_PER_S, float(tokens), self._exchanges)
+        me = Candidate(transport.peer_id, addresses, BYTES_PER_S, float(tokens), self._exchanges)
         roster = await self._gathering.gather(
-            self.round,
-            self._state,
-            me,
-            list(self._known.values()),
-            patience_s=self._job.exchange.deadline_s,
+            me, list(self._known.values()), patience_s=self._job.exchange.deadline_s
         )
         self._known = {member.peer: member for member in roster.members if member.peer != me.peer}
         return roster
@@ -256,6 +253,7 @@ class Worker:
             average = Average(outcome.average, _contributors(outcome))
         await self._compute(self._replica.apply, pending.round, average)
         await self._share_state()
+        params_hash = await self._compute(self._replica.params_hash)
         self._report(
             {
                 "event": "round",
@@ -267,7 +265,7 @@ class Worker:
                 "bytes_received": outcome.bytes_received,
                 "exchange_s": round(self._now() - pending.began, 3),
                 "wait_s": round(waited_s, 3),
-                "params_hash": self._replica.params_hash(),
+                "params_hash": params_hash,
                 "contributors": list(_contributors(outcome)),
                 "excluded": [{"peer_id": peer, "reason": why} for peer, why in outcome.excluded],
                 "reason": outcome.reason,
@@ -329,7 +327,9 @@ class Worker:
 
     async def _share_state(self) -> None:
         """Offer the present state to newcomers; its id is what we and the others compare."""
-        self._state = self._states.offer(await self._compute(self._replica.pack))
+        data = await self._compute(self._replica.pack)
+        self._state = self._states.offer(data, await self._compute(StateManifest.of, data))
+        await self._gathering.stand(self.round, self._state)
 
     async def _save(self) -> None:
         checkpoint = self._replica.checkpoint(self.job_id, self.round)

@@ -8,7 +8,7 @@ from google.protobuf.message import DecodeError
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.errors import ConfigError, SwarmnetError, Unreachable
 from swarmnet_protocols.identity import peer_id_of
-from swarmnet_protocols.training.gathering import MAX_ADDRESSES, MAX_BYTES_PER_S, Member
+from swarmnet_protocols.training.gathering import MAX_ADDRESSES, MAX_BYTES_PER_S, Candidate
 from swarmnet_protocols.training.jobs import SealedJob, open_job
 from swarmnet_protocols.transport import PeerId
 from swarmnet_protocols.wire import workers_pb2 as pb
@@ -33,8 +33,8 @@ class WorkerInfo:
     bytes_per_s: float
 
     @property
-    def member(self) -> Member:
-        return Member(self.peer, self.addresses, self.bytes_per_s, 0.0)
+    def member(self) -> Candidate:
+        return Candidate(self.peer, self.addresses, self.bytes_per_s, 0.0)
 
 
 async def publish_job(directory: Directory, sealed: bytes) -> None:

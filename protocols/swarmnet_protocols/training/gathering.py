@@ -14,10 +14,10 @@ from swarmnet_protocols.errors import ProtocolViolation, StreamEnded, SwarmnetEr
 from swarmnet_protocols.protocol_ids import GATHER
 from swarmnet_protocols.session.link import parse, receive_within
 from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.training.terms import MAX_MEMBERS, Member
 from swarmnet_protocols.transport import Message, PeerId, Stream, Transport
 from swarmnet_protocols.wire import workers_pb2 as pb
 
-MAX_MEMBERS = 64
 MAX_ADDRESSES = 16
 MAX_BYTES_PER_S = 1e12
 MAX_WEIGHT = 1e12
@@ -25,12 +25,9 @@ MAX_EXCHANGES = 1 << 62
 
 
 @dataclass(frozen=True)
-class Member:
-    """A worker as the others of its round know it."""
+class Candidate(Member):
+    """A worker that wants to be in a round."""
 
-    peer: PeerId
-    addresses: tuple[str, ...]
-    bytes_per_s: float
     weight: float
     """Tokens behind its contribution; 0 for a newcomer, who listens in its first round."""
     exchanges: int = 0
@@ -44,7 +41,7 @@ class Roster:
     round: int
     exchange: int
     """Number of the exchange that follows: a round may take several, and each has a number of its own."""
-    members: tuple[Member, ...]
+    members: tuple[Candidate, ...]
 
     def slot(self, peer: PeerId) -> int:
         """The place of a member: its share of the data in the next round."""
@@ -63,7 +60,7 @@ class Elsewhere(SwarmnetError):
 
 @dataclass
 class _Guest:
-    member: Member
+    member: Candidate
     round: int
     state: bytes
     answer: "asyncio.Future[Roster]"
@@ -86,22 +83,25 @@ class Gathering:
         self._round = 0
         self._state = b""
         self._guests: dict[PeerId, _Guest] = {}
+        self._coming: dict[PeerId, Candidate] = {}
+        """Whom we have told where we are since the last roster: they fetch that state now, and are expected."""
         self._changed = asyncio.Condition()
 
     async def serve(self) -> None:
         """Receive guests until the transport closes."""
         await self._transport.serve(GATHER, self._receive)
 
-    async def gather(
-        self, round: int, state: bytes, me: Member, others: Sequence[Member], *, patience_s: float
-    ) -> Roster:
-        """The roster of ``round``, which starts from ``state`` here.
+    async def stand(self, round: int, state: bytes) -> None:
+        """From now on we are at ``round``, which starts from ``state``: newcomers hear it before we gather."""
+        self._round, self._state = round, state
+        await self._send_away()
+
+    async def gather(self, me: Candidate, others: Sequence[Candidate], *, patience_s: float) -> Roster:
+        """The roster of the round where we stand.
 
         ``others`` are the workers thought to be alive. Whoever gathers waits for them ``patience_s`` at most. Raises ``Elsewhere`` when
         the others are somewhere else than we are.
         """
-        self._round, self._state = round, state
-        await self._send_away()
         known = {member.peer: member for member in others}
         for peer in sorted({*known, me.peer}):
             if peer == me.peer:
@@ -109,7 +109,7 @@ class Gathering:
             try:
                 return await self._ask(known[peer], me, patience_s)
             except Elsewhere as elsewhere:
-                if elsewhere.round >= round:
+                if elsewhere.round >= self._round:
                     raise
                 del known[peer]  # it lags, and learns of us when it looks
             except SwarmnetError:
@@ -118,7 +118,7 @@ class Gathering:
 
     # ---- as a guest -------------------------------------------------------------------------------------
 
-    async def _ask(self, gatherer: Member, me: Member, patience_s: float) -> Roster:
+    async def _ask(self, gatherer: Candidate, me: Candidate, patience_s: float) -> Roster:
         stream = await self._transport.open(
             gatherer.peer, GATHER, addresses=gatherer.addresses, deadline_s=self._timing.open_s
         )
@@ -151,7 +151,10 @@ class Gathering:
 
     # ---- as the gatherer --------------------------------------------------------------------------------
 
-    async def _lead(self, me: Member, expected: dict[PeerId, Member], patience_s: float) -> Roster:
+    async def _lead(self, me: Candidate, expected: dict[PeerId, Candidate], patience_s: float) -> Roster:
+        expected |= self._coming
+        self._coming.clear()
+
         def complete() -> bool:
             here = {guest.member.peer for guest in self._ready()}
             return {*expected} <= here or len(here) + 1 >= self._max_members
@@ -162,7 +165,7 @@ class Gathering:
 
         try:
             async with asyncio.timeout(patience_s):
-                await race(enough(), self._look_after(expected, me))
+                await race(enough(), self._look_after(expected))
         except TimeoutError:
             pass  # whoever has not come is not in this round
         # Contributors before listeners: a full round is no place for newcomers.
@@ -174,12 +177,12 @@ class Gathering:
             guest.answer.set_result(roster)
         return roster
 
-    async def _look_after(self, expected: dict[PeerId, Member], me: Member) -> None:
+    async def _look_after(self, expected: dict[PeerId, Candidate]) -> None:
         """Expect nobody who does not answer: a round shall not wait for the dead. Raises ``Elsewhere`` if we are the stray."""
         while True:
             here = {guest.member.peer for guest in self._ready()}
             missing = [member for peer, member in expected.items() if peer not in here]
-            places = await asyncio.gather(*(self._place_of(member, me) for member in missing))
+            places = await asyncio.gather(*(self._place_of(member) for member in missing))
             for member, place in zip(missing, places, strict=True):
                 if place is None:
                     expected.pop(member.peer, None)
@@ -198,8 +201,8 @@ class Gathering:
     def _is_other(self, state: bytes) -> bool:
         return self._same_state and state != self._state
 
-    async def _place_of(self, member: Member, me: Member) -> Elsewhere | None:
-        """Where a worker is, found out by asking for a round that no one is in; None if it does not answer."""
+    async def _place_of(self, member: Candidate) -> Elsewhere | None:
+        """Where a worker is; None if it does not answer."""
         try:
             stream = await self._transport.open(
                 member.peer, GATHER, addresses=member.addresses, deadline_s=self._timing.open_s
@@ -207,9 +210,7 @@ class Gathering:
         except SwarmnetError:
             return None
         try:
-            await stream.send(
-                Message(pb.GatherRequest(job=self._job, member=_to_wire(me)).SerializeToString())
-            )
+            await stream.send(Message(pb.GatherRequest(job=self._job).SerializeToString()))
             reply = parse(pb.GatherReply, (await receive_within(stream, self._timing.silence_s)).header)
         except SwarmnetError:
             return None
@@ -229,13 +230,13 @@ class Gathering:
         request = parse(pb.GatherRequest, message.header)
         if request.job != self._job:
             raise ProtocolViolation("another job")
-        member = _from_wire(request.member)
-        if member.peer != stream.peer:
-            raise ProtocolViolation("a guest comes for itself")
-        if not request.state:  # it only wants to know where we are
+        if not request.HasField("member"):  # it only wants to know where we are
             refused = pb.GatherRefused(round=self._round, state=self._state)
             await stream.send(Message(pb.GatherReply(refused=refused).SerializeToString()))
             return
+        member = _from_wire(request.member)
+        if member.peer != stream.peer:
+            raise ProtocolViolation("a guest comes for itself")
         answer: asyncio.Future[Roster] = asyncio.get_running_loop().create_future()
         guest = _Guest(member, request.round, request.state, answer)
         self._guests[member.peer] = guest
@@ -244,6 +245,8 @@ class Gathering:
             roster = await race(self._beats(stream), self._left(stream), _value(answer))
             await stream.send(Message(pb.GatherReply(roster=_roster_to_wire(roster)).SerializeToString()))
         except Elsewhere as elsewhere:
+            if len(self._coming) < MAX_MEMBERS:
+                self._coming[member.peer] = member
             refused = pb.GatherRefused(round=elsewhere.round, state=elsewhere.state, reason=str(elsewhere))
             await stream.send(Message(pb.GatherReply(refused=refused).SerializeToString()))
         finally:
@@ -280,7 +283,7 @@ async def _value(answer: "asyncio.Future[Roster]") -> Roster:
     return await answer
 
 
-def _to_wire(member: Member) -> pb.Member:
+def _to_wire(member: Candidate) -> pb.Member:
     return pb.Member(
         id=member.peer,
         addresses=member.addresses[:MAX_ADDRESSES],
@@ -290,12 +293,12 @@ def _to_wire(member: Member) -> pb.Member:
     )
 
 
-def _from_wire(member: pb.Member) -> Member:
+def _from_wire(member: pb.Member) -> Candidate:
     if not (0 <= member.weight <= MAX_WEIGHT and 0 < member.bytes_per_s <= MAX_BYTES_PER_S):
         raise ProtocolViolation("a member's weight or speed is out of range")
     if not 0 < len(member.id) <= 128 or member.exchanges >= MAX_EXCHANGES:
         raise ProtocolViolation("not a member")
-    return Member(
+    return Candidate(
         PeerId(member.id),
         tuple(member.addresses[:MAX_ADDRESSES]),
         member.bytes_per_s,

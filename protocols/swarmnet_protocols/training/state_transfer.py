@@ -69,9 +69,8 @@ class StateServer:
         """Answer until the transport closes."""
         await self._transport.serve(STATE, self._answer)
 
-    def offer(self, data: Buffer) -> bytes:
-        """Make ``data`` the newest state; its id. The caller changes it no more."""
-        manifest = StateManifest.of(data)
+    def offer(self, data: Buffer, manifest: StateManifest) -> bytes:
+        """Make ``data``, which ``manifest`` describes, the newest state; its id. The caller changes it no more."""
         self._states.pop(manifest.id, None)
         self._states[manifest.id] = manifest, memoryview(data)
         while len(self._states) > KEPT_STATES:

@@ -1,0 +1,83 @@
+"""Somebody whom nobody invited, and what it sends to a real process."""
+
+import asyncio
+import contextlib
+import random
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import uvloop
+
+from swarmnet_protocols.errors import StreamEnded
+from swarmnet_protocols.transport import Message, PeerId, ProtocolSpec, Stream
+from swarmnet_protocols.transport.p2pd import P2pdConfig, P2pdTransport
+
+DEADLINE_S = 10.0
+GROWTH_BYTES = 48 << 20
+"""What a process may grow under an attack: less than one of the messages it is threatened with."""
+
+Scenario = Callable[[P2pdTransport], Awaitable[None]]
+
+
+def run_stranger(bootstrap: list[str], scenario: Scenario, directory: Path) -> None:
+    """Run a scenario over a transport of a peer that only knows these addresses."""
+
+    async def main() -> None:
+        config = P2pdConfig(
+            directory / "identity.key",
+            listen=("/ip4/127.0.0.1/tcp/0",),
+            bootstrap=tuple(bootstrap),
+            require_bootstrap=True,
+        )
+        async with P2pdTransport.create(config) as transport:
+            await scenario(transport)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())
+
+
+@contextlib.asynccontextmanager
+async def opened(transport: P2pdTransport, peer: PeerId, protocol: ProtocolSpec) -> AsyncIterator[Stream]:
+    stream = await transport.open(peer, protocol, deadline_s=DEADLINE_S)
+    try:
+        yield stream
+    finally:
+        stream.close()
+
+
+async def await_end(stream: Stream) -> None:
+    """The other side ends the stream, whatever it says before."""
+    async with asyncio.timeout(DEADLINE_S):
+        with contextlib.suppress(StreamEnded):
+            while True:
+                await stream.receive()
+
+
+async def send_garbage(transport: P2pdTransport, peer: PeerId, protocol: ProtocolSpec) -> None:
+    """Forty streams of garbage, each of which must end."""
+    rng = random.Random(protocol.id)
+    for _ in range(40):
+        header = b"\xff" + rng.randbytes(rng.randrange(min(200, protocol.max_header_bytes)))
+        payload = rng.randbytes(rng.randrange(4096)) if protocol.max_payload_bytes else b""
+        async with opened(transport, peer, protocol) as stream:
+            with contextlib.suppress(StreamEnded):
+                await stream.send(Message(header, payload))
+            await await_end(stream)
+
+
+async def send_oversized(
+    transport: P2pdTransport, peer: PeerId, protocol: ProtocolSpec, sizes: tuple[int, int]
+) -> None:
+    """Frames that announce a header and a payload of ``sizes``; their streams must end before all of it has come."""
+    for _ in range(4):
+        reader, writer = await transport._daemon.open_stream(peer, protocol.id, deadline_s=DEADLINE_S)
+        with contextlib.suppress(OSError):
+            writer.write(struct.pack(">II", *sizes))
+            for _ in range(64):
+                writer.write(bytes(1 << 20))
+                await writer.drain()
+        async with asyncio.timeout(DEADLINE_S):
+            with contextlib.suppress(OSError):
+                assert await reader.read() == b""
+        writer.close()
