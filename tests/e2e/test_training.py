@@ -1,15 +1,7 @@
 """Real training workers: processes, sockets, the DHT; one is killed in mid-run and one joins."""
 
-import json
-import os
 import signal
-import subprocess
-import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -22,104 +14,9 @@ from swarmnet_protocols.transport import PeerId
 from swarmnet_protocols.transport.p2pd import P2pdTransport
 from tests.support.strangers import GROWTH_BYTES, run_stranger, send_garbage, send_oversized
 from tests.support.training_workers import write_job
+from tests.support.worker_processes import WorkerProcess, bootstrap, call, create_job, workers
 
 ROUNDS = 100_000
-SWARMNET = (sys.executable, "-m", "swarmnet")
-
-
-def call(*arguments: str) -> Any:
-    """What a command prints with --json."""
-    done = subprocess.run([*SWARMNET, *arguments, "--json"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
-class WorkerProcess:
-    """One ``swarmnet train join``."""
-
-    def __init__(self, folder: Path, name: str, job: str, bootstrap: list[str]) -> None:
-        self.data_dir = folder / name
-        self.events: list[dict[str, Any]] = []
-        self._changed = threading.Condition()
-        command = [*SWARMNET, "train", "join", job, "--swarm", str(folder / "swarm.toml"), "--json"]
-        command += ["--data-dir", str(self.data_dir), "--cache-dir", str(folder / "cache"), "--threads", "1"]
-        command += ["--listen", "/ip4/127.0.0.1/tcp/0"]
-        for address in bootstrap:
-            command += ["--bootstrap", address]
-        self._log = (folder / f"{name}.log").open("w")
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=self._log, text=True, start_new_session=True
-        )
-        self._reader = threading.Thread(target=self._read)
-        self._reader.start()
-
-    def wait(self, kind: str, **fields: object) -> dict[str, Any]:
-        """The first event of this kind with these fields."""
-
-        def find() -> dict[str, Any] | None:
-            wanted = {"event": kind, **fields}.items()
-            return next((event for event in self.events if wanted <= event.items()), None)
-
-        with self._changed:
-            self._changed.wait_for(lambda: find() or not self._reader.is_alive(), 120)
-        event = find()
-        assert event is not None, (self.events[-3:], Path(self._log.name).read_text()[-2000:])
-        return event
-
-    def kill(self) -> None:
-        """End it and its p2pd at once, as when the machine fails."""
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self._reader.join()
-        self._log.close()
-
-    def hashes(self) -> dict[int, str]:
-        rounds = [event for event in self.events if event["event"] == "round" and event["committed"]]
-        return {event["round"]: event["params_hash"] for event in rounds}
-
-    def _read(self) -> None:
-        with self.process.stdout as lines:  # type: ignore[union-attr]
-            for line in lines:
-                with self._changed:
-                    self.events.append(unhashable_free(json.loads(line)))
-                    self._changed.notify_all()
-        with self._changed:
-            self._changed.notify_all()
-
-
-def unhashable_free(event: dict[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in event.items()}
-
-
-def create_job(folder: Path, toml: str) -> str:
-    """A swarm and a job, which the worker ``anna`` keeps; the id of the job."""
-    (folder / "job.toml").write_text(toml)
-    call("swarm", "create", "lab", "--open", "--out", str(folder))
-    kept = ("--swarm", str(folder / "swarm.toml"), "--data-dir", str(folder / "anna"))
-    job: str = call("train", "create", str(folder / "job.toml"), *kept)["job"]
-    return job
-
-
-@contextmanager
-def workers(folder: Path, job: str, *names: str) -> Iterator[dict[str, WorkerProcess]]:
-    """Workers that are all ready; whatever is in the dictionary at the end is stopped."""
-    running: dict[str, WorkerProcess] = {}
-    try:
-        for name in names:
-            running[name] = WorkerProcess(folder, name, job, bootstrap(running))
-            if len(running) == 1:
-                running[name].wait("ready")
-        for worker in running.values():
-            worker.wait("ready")
-        yield running
-    finally:
-        for worker in running.values():
-            worker.kill()
-
-
-def bootstrap(running: dict[str, WorkerProcess]) -> list[str]:
-    return [address for worker in running.values() for address in worker.wait("ready")["addresses"]][:1]
 
 
 @pytest.mark.slow
