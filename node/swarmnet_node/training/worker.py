@@ -28,9 +28,9 @@ from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.training.aggregate import aggregate, check_contribution, clip_to_median_norm
 from swarmnet_protocols.training.averaging import Exchange, Outcome, RoundTiming, Rules
 from swarmnet_protocols.training.board import WorkerInfo, find_workers, publish_job, publish_worker
-from swarmnet_protocols.training.codecs import get_codec
+from swarmnet_protocols.training.codecs import Codec, get_codec
 from swarmnet_protocols.training.gathering import Candidate, Elsewhere, Gathering, Roster
-from swarmnet_protocols.training.jobs import open_job
+from swarmnet_protocols.training.jobs import Job, open_job
 from swarmnet_protocols.training.methods import Average
 from swarmnet_protocols.training.state_transfer import Source, StateDownload, StateManifest, StateServer
 from swarmnet_protocols.transport import PeerId, Transport
@@ -101,7 +101,7 @@ class Worker:
         self._checkpoints = hosted.checkpoints
         self._report = report
         self._method = self._replica.method
-        self._codec = get_codec(self._job.exchange.codec or self._method.codec)
+        self._codec = exchange_codec(sealed.job)
         self._exchanges = 0
         self._slot: int | None = None
         """Which share of the data is ours; a newcomer has none before its first roster."""
@@ -130,7 +130,7 @@ class Worker:
             self._world.transport,
             bytes.fromhex(self.job_id),
             timing=timing,
-            rules=self._rules(),
+            rules=averaging_rules(self._job),
             executor=self._world.codec_executor,
         )
         async with exchange:
@@ -160,16 +160,6 @@ class Worker:
     def stop(self) -> None:
         """End after the present round."""
         self.stopping = True
-
-    def _rules(self) -> Rules:
-        """How contributions become an average; the same at all workers, because the job says it."""
-
-        def aggregated(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-            return aggregate(self._job.exchange.aggregate, clip_to_median_norm(rows, weights), weights)
-
-        # A mean of sparse vectors is not sparse: coded as they are, most of it would be lost.
-        reply = get_codec("int8") if self._codec.name == "topk" else None
-        return Rules(aggregated, check=lambda values: check_contribution(values, math.inf), reply_codec=reply)
 
     # ---- a round ----------------------------------------------------------------------------------------
 
@@ -364,6 +354,22 @@ class Worker:
     async def _compute(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._world.executor, lambda: function(*args, **kwargs))
+
+
+def averaging_rules(job: Job) -> Rules:
+    """How contributions become an average; the same at all workers, because the job says it."""
+
+    def aggregated(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return aggregate(job.exchange.aggregate, clip_to_median_norm(rows, weights), weights)
+
+    # A mean of sparse vectors is not sparse: coded as they are, most of it would be lost.
+    reply = get_codec("int8") if exchange_codec(job).name == "topk" else None
+    return Rules(aggregated, check=lambda values: check_contribution(values, math.inf), reply_codec=reply)
+
+
+def exchange_codec(job: Job) -> Codec:
+    """How contributions travel: as the job says, else as suits its method."""
+    return get_codec(job.exchange.codec or job.make_method().codec)
 
 
 def _contributors(outcome: Outcome) -> tuple[PeerId, ...]:
