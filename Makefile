@@ -27,7 +27,7 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest -m "not slow and not net" $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal -m "not slow and not net" $(PYTEST_ARGS)
 	$(BIN)/python -m pytest -m "slow or net" --durations=10 $(PYTEST_ARGS)
 	@echo "lint, types and tests: all good"
 

@@ -23,8 +23,9 @@ from swarmnet_client.hops import ChainSpec
 from swarmnet_client.runtime import Runtime
 from swarmnet_client.swarm import Swarm
 from swarmnet_protocols.devices import pick_device, pick_dtype
-from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.errors import ConfigError, Unreachable
 from swarmnet_protocols.models import LocalModel, resolve
+from swarmnet_protocols.network import LOOPBACK, Network, connect
 from swarmnet_protocols.timing import Timing
 
 if TYPE_CHECKING:
@@ -157,8 +158,12 @@ def load(
 ) -> "SwarmModel":
     """The model ``name`` on the swarm with id ``swarm``, found through peers at ``bootstrap``.
 
-    Raises ``ConfigError`` or ``IntegrityError`` for a model that will not do, ``Unreachable`` when no bootstrap answers.
+    Raises ``ConfigError`` or ``IntegrityError`` for a model that will not do, ``Unreachable`` when no bootstrap is given or answers.
     """
+    if not bootstrap:
+        raise Unreachable(
+            "nobody to ask where the swarm is", hint="give the address that a node prints: --bootstrap ADDR"
+        )
     place = pick_device(device)
     local = resolve(name, cache_dir=cache_dir)
     runtime = Runtime(lambda: _connect(local.manifest.hash, swarm, tuple(bootstrap)))
@@ -172,21 +177,10 @@ def load(
 @asynccontextmanager
 async def _connect(manifest: bytes, swarm: bytes, bootstrap: tuple[str, ...]) -> AsyncIterator[Swarm]:
     """A client's own place on the network: a fresh identity, nothing served."""
-    from swarmnet_protocols.dht import DhtDirectory
-    from swarmnet_protocols.identity import Identity
-    from swarmnet_protocols.transport.p2pd import P2pdConfig, P2pdTransport
-
     with tempfile.TemporaryDirectory(prefix="swarmnet-client-") as directory:
-        key = Path(directory) / "identity.key"
-        identity = Identity.load_or_create(key)
-        network = P2pdConfig(
-            key, listen=("/ip4/127.0.0.1/tcp/0",), bootstrap=bootstrap, require_bootstrap=True
-        )
+        network = Network(swarm, Path(directory) / "identity.key", bootstrap, listen=LOOPBACK)
         async with (
-            P2pdTransport.create(network) as transport,
-            DhtDirectory.create(
-                transport, identity, swarm=swarm, bootstrap=bootstrap, client_mode=True
-            ) as directory_of_swarm,
+            connect(network, client_mode=True) as (transport, directory_of_swarm),
             Swarm.watch(
                 transport, directory_of_swarm, manifest, rng=random.SystemRandom(), timing=Timing()
             ) as watched,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from swarmnet_protocols.aio import cancel
 from swarmnet_protocols.errors import ConfigError, SwarmnetError
+from swarmnet_protocols.network import Network, connect
 
 if TYPE_CHECKING:
     import torch
@@ -26,13 +27,9 @@ class NodeConfig:
     """What a person says of a node. ``blocks`` [start, end), or ``num_blocks`` to be placed; neither: the whole model."""
 
     model: str
-    swarm: bytes
+    network: Network
     swarm_name: str
-    data_dir: Path
     cache_dir: Path
-    bootstrap: tuple[str, ...] = ()
-    listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
-    announce: tuple[str, ...] = ()
     blocks: tuple[int, int] | None = None
     num_blocks: int | None = None
     device: str = "auto"
@@ -49,29 +46,13 @@ async def start(config: NodeConfig, *, progress: "Progress | None" = None) -> As
     Raises ``ConfigError`` for a model, span, device or address that will not do, ``IntegrityError`` for a damaged model,
     ``Unreachable`` when bootstraps are named and none answers.
     """
-    from swarmnet_protocols.dht import DhtDirectory
-    from swarmnet_protocols.identity import Identity
-    from swarmnet_protocols.transport.p2pd import P2pdConfig, P2pdTransport
-
-    identity_path = config.data_dir / "identity.key"
-    identity = Identity.load_or_create(identity_path)
-    network = P2pdConfig(
-        identity_path,
-        listen=config.listen,
-        announce=config.announce,
-        bootstrap=config.bootstrap,
-        require_bootstrap=bool(config.bootstrap),
-    )
     loop = asyncio.get_running_loop()
     async with AsyncExitStack() as stack:
         executor = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="torch"))
         # Reading the model and dialling the swarm both take a second: neither waits for the other.
         loading = loop.run_in_executor(executor, _Loaded.of, config, progress)
         try:
-            transport = await stack.enter_async_context(P2pdTransport.create(network))
-            directory = await stack.enter_async_context(
-                DhtDirectory.create(transport, identity, swarm=config.swarm, bootstrap=config.bootstrap)
-            )
+            transport, directory = await stack.enter_async_context(connect(config.network))
         finally:
             loaded = await loading
         import torch

@@ -23,8 +23,7 @@ from swarmnet.cli.options import (
 from swarmnet.paths import default_cache_dir, default_data_dir, locked_data_dir
 from swarmnet_protocols.clock import wall_clock
 from swarmnet_protocols.models import DEFAULT_MODEL
-
-DEFAULT_LISTEN = ("/ip4/0.0.0.0/tcp/0", "/ip4/0.0.0.0/udp/0/quic-v1")
+from swarmnet_protocols.network import ANY_PORT, Network
 
 
 def join(  # noqa: PLR0913 - a command line, not an interface
@@ -96,13 +95,15 @@ def join(  # noqa: PLR0913 - a command line, not an interface
 
         config = NodeConfig(
             model=model,
-            swarm=file.swarm_id,
+            network=Network(
+                file.swarm_id,
+                directory / "identity.key",
+                bootstrap=(*file.bootstrap, *bootstrap),
+                listen=tuple(listen) or ANY_PORT,
+                announce=tuple(announce),
+            ),
             swarm_name=file.name,
-            data_dir=directory,
             cache_dir=cache_dir or default_cache_dir(),
-            bootstrap=(*file.bootstrap, *bootstrap),
-            listen=tuple(listen) or DEFAULT_LISTEN,
-            announce=tuple(announce),
             blocks=span,
             num_blocks=num_blocks,
             device=device,

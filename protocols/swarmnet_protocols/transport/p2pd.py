@@ -34,7 +34,7 @@ _ADDRESSES_EVERY_S = 30.0
 @dataclass(frozen=True)
 class P2pdConfig:
     identity_path: Path
-    listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0", "/ip4/0.0.0.0/udp/0/quic-v1")
+    listen: tuple[str, ...]
     announce: tuple[str, ...] = ()
     """Published instead of the addresses found by p2pd."""
     bootstrap: tuple[str, ...] = ()
