@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from swarmnet.addresses import check_peer_address
 from swarmnet_protocols.errors import ConfigError, IntegrityError
+from swarmnet_protocols.toml_lines import line_of
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -182,7 +183,7 @@ class _Reader:
 
     def __init__(self, document: Mapping[str, Any], text: str, source: str) -> None:
         self._document = document
-        self._lines = text.splitlines()
+        self._text = text
         self._source = source
 
     def read(self) -> SwarmFile:
@@ -234,7 +235,7 @@ class _Reader:
         if key not in table:
             where = f" in [{section}]" if section else ""
             raise ConfigError(
-                f"{self._source}:{self._line(section, '')}: the key {key!r}{where} is missing",
+                f"{self._source}:{line_of(self._text, section, '')}: the key {key!r}{where} is missing",
                 hint="get the complete file from whoever runs the swarm",
             )
         value = table[key]
@@ -276,27 +277,15 @@ class _Reader:
             if key not in known:
                 where = f" in [{section}]" if section else ""
                 raise ConfigError(
-                    f"{self._source}:{self._line(section, key)}: unknown key {key!r}{where}",
+                    f"{self._source}:{line_of(self._text, section, key)}: unknown key {key!r}{where}",
                     hint=f"remove it; known are {', '.join(sorted(known))}",
                 )
 
     def _wrong(self, section: str, key: str, must: str) -> ConfigError:
         return ConfigError(
-            f"{self._source}:{self._line(section, key)}: {key!r} {must}",
+            f"{self._source}:{line_of(self._text, section, key)}: {key!r} {must}",
             hint="get the file again from whoever runs the swarm",
         )
-
-    def _line(self, section: str, key: str) -> int:
-        """The line of ``key``, else that of its section's header, else 1."""
-        current, found = "", 1
-        for number, line in enumerate(self._lines, start=1):
-            if header := re.match(r"\s*\[+\s*([^\]]*?)\s*\]", line):
-                current = header[1].strip("\"'")
-                if current == section or (not section and current == key):
-                    found = number
-            elif key and current == section and re.match(rf"\s*[\"']?{re.escape(key)}[\"']?\s*[=.]", line):
-                return number
-        return found
 
 
 def _canonical(fields: Mapping[str, object]) -> bytes:

@@ -52,7 +52,7 @@ class Foreground:
     async def _serve(self) -> None:
         from swarmnet_node import control
 
-        interrupts = _Interrupts(_this_task())
+        interrupts = Interrupts(this_task())
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, interrupts)
@@ -108,7 +108,7 @@ class Foreground:
                 note(text)
 
 
-class _Interrupts:
+class Interrupts:
     """What SIGINT and SIGTERM do: the first calls ``first``, every later one cancels ``task``."""
 
     def __init__(self, task: "asyncio.Task[Any]") -> None:
@@ -120,14 +120,14 @@ class _Interrupts:
         action()
 
 
-def _this_task() -> "asyncio.Task[Any]":
+def this_task() -> "asyncio.Task[Any]":
     task = asyncio.current_task()
     if task is None:
         raise RuntimeError("not running as a task")
     return task
 
 
-def _at_eof(interrupts: _Interrupts) -> None:
+def _at_eof(interrupts: Interrupts) -> None:
     if not os.read(sys.stdin.fileno(), 4096):
         asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
         interrupts()

@@ -68,6 +68,12 @@ def parse_size_bytes(text: str, *, option: str) -> int:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
+def check_job_id(text: str) -> str:
+    if not re.fullmatch("[0-9a-f]{64}", text):
+        raise typer.BadParameter("a job id has 64 hexadecimal digits", param_hint="'JOB'")
+    return text
+
+
 def check_device(text: str) -> str:
     if not re.fullmatch(r"auto|cpu|mps|cuda(:[0-9]{1,3})?", text):
         raise typer.BadParameter(

@@ -32,7 +32,7 @@ def progress(*, quiet: bool) -> Iterator[Progress]:
 
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield _plain_lines()
+        yield plain_lines()
         return
     columns = (
         rich_progress.SpinnerColumn(),
@@ -55,7 +55,8 @@ def _ignore(description: str, done: int, total: int | None) -> None:
     pass
 
 
-def _plain_lines() -> Progress:
+def plain_lines() -> Progress:
+    """Says once of every step that it begins."""
     seen: set[str] = set()
 
     def report(description: str, done: int, total: int | None) -> None:

@@ -52,7 +52,7 @@ def test_workers_train_while_one_is_killed_and_another_joins(tmp_path: Path) -> 
     evaluations = [event["val_loss"] for event in running["anna"].events if event["event"] == "eval"]
     assert evaluations[-1] < evaluations[0]
     status = call("train", "status", "--data-dir", first)
-    assert (status["state"], status["running"]) == ("done", False)
+    assert (status["state"], status["running"]) == ("left", False)
     assert status["round"] >= joined + 2
 
     exported = tmp_path / "exported"

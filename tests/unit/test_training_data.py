@@ -231,7 +231,7 @@ def test_an_optional_package_that_is_not_there_is_named(
     section = DataSection.model_validate({"sequence_length": 8, **where, **settings})
     with pytest.raises(JobError, match=package) as caught:
         open_corpus(section, tmp_path / "cache")
-    assert f"pip install {package}" in caught.value.hint
+    assert "pip install 'swarmnet-p2p[data]'" in caught.value.hint
 
 
 def test_parquet_rows_are_documents(tmp_path: Path) -> None:

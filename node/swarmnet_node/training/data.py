@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from swarmnet_node.training.documents import documents, files_of
 from swarmnet_protocols.errors import OutOfResources
-from swarmnet_protocols.models import resolve
+from swarmnet_protocols.models import Progress, resolve
 from swarmnet_protocols.models.checkpoint import sha256_of
-from swarmnet_protocols.training.jobs import BYTES, DataSection, JobError
+from swarmnet_protocols.training.jobs import BYTES, PYTHON_STDLIB, DataSection, JobError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,6 +27,8 @@ _ABOUT = "corpus.json"
 _MAX_ABOUT_BYTES = 4096
 _PARTS = ("train", "validation")
 _VERSION = 1
+_DIFFERS = "get the very files that the job was created with, or create a job of your own"
+_DIFFERS_STDLIB = "use the Python that the job was created with, or give the job's data as files"
 
 
 class Tokenizer(Protocol):
@@ -89,25 +91,33 @@ class Corpus:
     digest: str
 
 
-def open_corpus(data: DataSection, cache_dir: Path) -> Corpus:
+def open_corpus(data: DataSection, cache_dir: Path, progress: Progress = lambda *_: None) -> Corpus:
     """Tokenise the job's data, or take the tokens from the cache, which is keyed by the content of the files.
 
     A document belongs to the validation part if the hash of its bytes says so: everywhere the same, whatever else is there.
-    Raises ``JobError`` for data that is missing, unreadable or too short for one sequence of each part, and
-    ``OutOfResources`` if the cache cannot be written.
+    Raises ``JobError`` for data that is missing, unreadable, not what the job's digest says, or too short for one sequence
+    of each part, and ``OutOfResources`` if the cache cannot be written.
     """
     files = files_of(data)
-    tokenizer = _tokenizer(data.tokenizer, cache_dir)
-    folder = cache_dir / "tokens" / _cache_key(data, files, tokenizer)
+    tokenizer = _tokenizer(data.tokenizer, cache_dir, progress)
+    folder = cache_dir / "tokens" / _cache_key(data, files, tokenizer, progress)
     if not folder.exists():
+        source = _counted(documents(data, files), _size_bytes(data, files), progress)
         try:
-            _write_cache(folder, documents(data, files), tokenizer, data.validation)
+            _write_cache(folder, source, tokenizer, data.validation)
         except OSError as error:
             raise OutOfResources(
                 f"cannot keep the tokens in {folder.parent}: {error.strerror}", hint="make room on the disk"
             ) from error
     with (folder / _ABOUT).open("rb") as stream:
         digest = json.loads(stream.read(_MAX_ABOUT_BYTES))["sha256"]
+    if data.digest not in (None, digest):
+        raise JobError(
+            "data",
+            "digest",
+            f"is {data.digest}: the job is about other data than this machine has, whose digest is {digest}",
+            hint=_DIFFERS_STDLIB if data.path == PYTHON_STDLIB else _DIFFERS,
+        )
     train, validation = (
         Sequences(_mapped(folder / f"{part}.bin", _dtype(tokenizer)), data.sequence_length) for part in _PARTS
     )
@@ -122,14 +132,33 @@ def open_corpus(data: DataSection, cache_dir: Path) -> Corpus:
     return Corpus(train, validation, tokenizer.vocab_size, digest)
 
 
-def _tokenizer(name: str, cache_dir: Path) -> Tokenizer:
+def _size_bytes(data: DataSection, files: tuple[Path, ...]) -> int | None:
+    """What there is to tokenise; None where that shows only at the end."""
+    if data.hub is not None or data.format == "parquet" or data.max_documents is not None:
+        return None
+    return sum(path.stat().st_size for path in files)
+
+
+def _counted(source: Iterator[bytes], total: int | None, progress: Progress) -> Iterator[bytes]:
+    done = 0
+    for document in source:
+        progress("tokenising the data", done, total)
+        yield document
+        done += len(document)
+    progress("tokenising the data", done, done)
+
+
+def _tokenizer(name: str, cache_dir: Path, progress: Progress) -> Tokenizer:
     if name == BYTES:
         return ByteTokenizer()
-    return ModelTokenizer(name, resolve(name, cache_dir=cache_dir).tokenizer())
+    return ModelTokenizer(name, resolve(name, cache_dir=cache_dir, progress=progress).tokenizer())
 
 
-def _cache_key(data: DataSection, files: tuple[Path, ...], tokenizer: Tokenizer) -> str:
-    content = [sha256_of(path, None).hex() for path in files]
+def _cache_key(data: DataSection, files: tuple[Path, ...], tokenizer: Tokenizer, progress: Progress) -> str:
+    content = []
+    for number, path in enumerate(files, start=1):
+        content.append(sha256_of(path, None).hex())
+        progress("reading the data", number, len(files))
     what = [_VERSION, data.format, data.field, data.max_documents, data.validation, data.hub, data.split]
     return hashlib.sha256(json.dumps([*what, tokenizer.name, content]).encode()).hexdigest()
 

@@ -14,6 +14,7 @@ from swarmnet_protocols.training.jobs import PYTHON_STDLIB, DataSection, JobErro
 MAX_LINE_BYTES = 16 << 20
 TEXT_DOCUMENT_BYTES = 16 << 10
 _SUFFIXES = {"text": "*.txt", "jsonl": "*.jsonl", "parquet": "*.parquet"}
+_INSTALL = "pip install 'swarmnet-p2p[data]'"
 _NOT_STDLIB = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
 
 
@@ -93,9 +94,7 @@ def _parquet_rows(path: Path, field: str) -> Iterator[bytes]:
     try:
         from pyarrow import ArrowException, parquet  # type: ignore[import-not-found]
     except ImportError as error:
-        raise JobError(
-            "data", "format", "needs pyarrow to read parquet", hint="pip install pyarrow"
-        ) from error
+        raise JobError("data", "format", "needs pyarrow to read parquet", hint=_INSTALL) from error
     try:
         file = parquet.ParquetFile(path)
         if field not in file.schema_arrow.names:
@@ -113,7 +112,7 @@ def _hub_rows(data: DataSection, name: str) -> Iterator[bytes]:
         from datasets.exceptions import DatasetsError  # type: ignore[import-not-found]
     except ImportError as error:
         raise JobError(
-            "data", "hub", "needs the datasets package to stream from the hub", hint="pip install datasets"
+            "data", "hub", "needs the datasets package to stream from the hub", hint=_INSTALL
         ) from error
     try:
         for row in load_dataset(name, split=data.split, streaming=True):

@@ -11,7 +11,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError
-from swarmnet_protocols.models import resolve
+from swarmnet_protocols.models import Progress, resolve
 from swarmnet_protocols.models.checkpoint import CONFIG_FAULTS
 from swarmnet_protocols.models.cut import build_whole, causal_class
 from swarmnet_protocols.models.safetensors_file import SafetensorsCheckpoint
@@ -80,7 +80,9 @@ def check_model(job: Job, *, vocab_size: int, available_bytes: int, cache_dir: P
     return count
 
 
-def build_model(section: ModelSection, seed: int, cache_dir: Path) -> PreTrainedModel:
+def build_model(
+    section: ModelSection, seed: int, cache_dir: Path, progress: Progress = lambda *_: None
+) -> PreTrainedModel:
     """The job's model in float32 on the CPU.
 
     Without a checkpoint its weights follow from ``seed``: bit for bit the same on machines with the same torch build. torch's
@@ -88,7 +90,8 @@ def build_model(section: ModelSection, seed: int, cache_dir: Path) -> PreTrained
     """
     model: Any
     if section.checkpoint is not None:
-        local = resolve(section.checkpoint, cache_dir=cache_dir)
+        local = resolve(section.checkpoint, cache_dir=cache_dir, progress=progress)
+        progress(f"loading {section.checkpoint}", 0, None)
         model = local.load_whole(dtype=torch.float32, device=torch.device("cpu"))
     else:
         config = model_config(section, cache_dir)

@@ -4,6 +4,7 @@ import asyncio
 import os
 import random
 import tempfile
+import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -11,25 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.errors import ConfigError, IntegrityError
+from swarmnet_protocols.network import Network, connect
 
 if TYPE_CHECKING:
     from swarmnet_node.training.trainer import Trainer
     from swarmnet_node.training.worker import Report, Worker
     from swarmnet_protocols.directory import Directory
-    from swarmnet_protocols.training.jobs import SealedJob
-    from swarmnet_protocols.transport.p2pd import P2pdTransport
-
-
-@dataclass(frozen=True)
-class Network:
-    """Which swarm, and how to reach it."""
-
-    swarm: bytes
-    data_dir: Path
-    bootstrap: tuple[str, ...] = ()
-    listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0", "/ip4/0.0.0.0/udp/0/quic-v1")
-    announce: tuple[str, ...] = ()
+    from swarmnet_protocols.models import Progress
+    from swarmnet_protocols.training.jobs import Job, SealedJob
 
 
 @dataclass(frozen=True)
@@ -38,53 +29,34 @@ class WorkerConfig:
 
     job: str
     network: Network
+    data_dir: Path
     cache_dir: Path
     device: str = "auto"
     threads: int | None = None
 
 
 @asynccontextmanager
-async def connect(
-    network: Network, *, client_mode: bool = False
-) -> "AsyncIterator[tuple[P2pdTransport, Directory]]":
-    """The swarm, while the context is open. Raises ``Unreachable`` when bootstraps are named and none answers."""
-    from swarmnet_protocols.dht import DhtDirectory
-    from swarmnet_protocols.identity import Identity
-    from swarmnet_protocols.transport.p2pd import P2pdConfig, P2pdTransport
-
-    path = network.data_dir / "identity.key"
-    identity = Identity.load_or_create(path)
-    config = P2pdConfig(
-        path,
-        listen=network.listen,
-        announce=network.announce,
-        bootstrap=network.bootstrap,
-        require_bootstrap=bool(network.bootstrap),
-    )
-    async with (
-        P2pdTransport.create(config) as transport,
-        DhtDirectory.create(
-            transport,
-            identity,
-            swarm=network.swarm,
-            bootstrap=network.bootstrap,
-            client_mode=client_mode,
-        ) as directory,
-    ):
-        yield transport, directory
-
-
-@asynccontextmanager
-async def start(config: WorkerConfig, report: "Report") -> "AsyncIterator[Worker]":
+async def start(
+    config: WorkerConfig, report: "Report", progress: "Progress" = lambda *_: None
+) -> "AsyncIterator[Worker]":
     """A worker that is ready to ``run``.
 
-    Raises ``Unreachable`` when nobody knows the job, and what reading its data and building its model raise.
+    Raises ``Unreachable`` when nobody knows the job, and what reading its data and building its model raise, with the id
+    of the job. Leaving the context ends at once what is computed, in the middle of a round too.
     """
+    left = threading.Event()
+
+    def progress_until_left(description: str, done: int, total: int | None) -> None:
+        if left.is_set():
+            raise _Left
+        progress(description, done, total)
+
     async with AsyncExitStack() as stack:
         transport, directory = await stack.enter_async_context(connect(config.network))
         executor = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="torch"))
         codec_executor = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="codec"))
-        sealed = await find_sealed(config.network.data_dir, directory, config.job)
+        stack.callback(left.set)
+        sealed = await find_sealed(config.data_dir, directory, config.job)
 
         import torch
 
@@ -96,25 +68,64 @@ async def start(config: WorkerConfig, report: "Report") -> "AsyncIterator[Worker
         every_core = stay_serial()
         await loop.run_in_executor(codec_executor, stay_serial)
         await loop.run_in_executor(executor, torch.set_num_threads, config.threads or every_core)
-        trainer = await loop.run_in_executor(executor, _open_trainer, config, sealed)
-        checkpoints = Checkpoints(config.network.data_dir / "training" / config.job)
-        world = WorkerWorld(transport, directory, executor, codec_executor, random.Random(os.urandom(16)))
+        trainer = await loop.run_in_executor(executor, _open_trainer, config, sealed, progress_until_left)
+        checkpoints = Checkpoints(job_folder(config.data_dir, config.job))
+        world = WorkerWorld(
+            transport,
+            directory,
+            executor,
+            codec_executor,
+            random.Random(os.urandom(16)),
+            progress=progress,
+        )
         yield Worker(world, Hosted(sealed, trainer, checkpoints), report)
 
 
-def _open_trainer(config: WorkerConfig, sealed: bytes) -> "Trainer":
+class _Left(Exception):
+    """Raised where something is still computed for a worker that is gone; nobody waits for it."""
+
+
+def _open_trainer(config: WorkerConfig, sealed: bytes, progress: "Progress") -> "Trainer":
     import psutil
 
     from swarmnet_node.training.trainer import Trainer
     from swarmnet_protocols.devices import pick_device
     from swarmnet_protocols.training.jobs import open_job
 
-    return Trainer.open(
-        open_job(sealed).job,
-        cache_dir=config.cache_dir,
-        available_bytes=psutil.virtual_memory().available,
-        device=pick_device(config.device),
+    opened = open_job(sealed)
+    with opened.naming_job():
+        return Trainer.open(
+            opened.job,
+            cache_dir=config.cache_dir,
+            available_bytes=psutil.virtual_memory().available,
+            device=pick_device(config.device),
+            progress=progress,
+        )
+
+
+def check_job(job: "Job", cache_dir: Path, progress: "Progress") -> "Job":
+    """The job with the digest of its data, which is read and tokenised for that.
+
+    Raises ``JobError`` for data or a model that this machine could not train with.
+    """
+    import psutil
+
+    from swarmnet_node.training.data import open_corpus
+    from swarmnet_node.training.model import check_model
+
+    corpus = open_corpus(job.data, cache_dir, progress)
+    check_model(
+        job,
+        vocab_size=corpus.vocab_size,
+        available_bytes=psutil.virtual_memory().total,
+        cache_dir=cache_dir,
     )
+    return job.about(corpus.digest)
+
+
+def job_folder(data_dir: Path, job_id: str) -> Path:
+    """Where a worker keeps what it has of a job: checkpoints, status, history."""
+    return data_dir / "training" / job_id
 
 
 def keep_job(data_dir: Path, job: "SealedJob", sealed: bytes) -> None:
@@ -128,19 +139,41 @@ def keep_job(data_dir: Path, job: "SealedJob", sealed: bytes) -> None:
 
 
 async def find_sealed(data_dir: Path, directory: "Directory", job_id: str) -> bytes:
-    """A sealed job by its id: from the data directory, else from the swarm. Raises ``Unreachable`` if nobody has it."""
+    """A sealed job by its id: from the data directory, else from the swarm, and then kept.
+
+    Raises ``Unreachable`` if nobody has it.
+    """
     from swarmnet_protocols.training.board import find_job
+
+    if _job_path(data_dir, job_id).exists():
+        return kept_job(data_dir, job_id)[1]
+    job, sealed = await find_job(directory, job_id)
+    keep_job(data_dir, job, sealed)
+    return sealed
+
+
+def kept_job(data_dir: Path, job_id: str) -> "tuple[SealedJob, bytes]":
+    """A job that was kept here, and its sealed form. Raises ``ConfigError`` if it was not, or is another one now."""
     from swarmnet_protocols.training.jobs import MAX_JOB_BYTES, open_job
 
     path = _job_path(data_dir, job_id)
-    if path.exists():
+    try:
         with path.open("rb") as file:
             sealed = file.read(MAX_JOB_BYTES + 1)
-        if open_job(sealed).id != job_id:
-            raise ConfigError(f"{path} holds another job", hint="remove it")
-        return sealed
-    _, sealed = await find_job(directory, job_id)
-    return sealed
+    except FileNotFoundError:
+        raise ConfigError(
+            f"no job {job_id[:16]}… is kept in {data_dir}",
+            hint="name the data directory of its worker with --data-dir",
+        ) from None
+    try:
+        job = open_job(sealed)
+    except IntegrityError as error:
+        raise IntegrityError(f"{path}: {error}", hint="remove the file and get the job again") from error
+    if job.id != job_id:
+        raise IntegrityError(
+            f"{path} holds another job, {job.id[:16]}…, or one of another owner", hint="remove the file"
+        )
+    return job, sealed
 
 
 def _job_path(data_dir: Path, job_id: str) -> Path:

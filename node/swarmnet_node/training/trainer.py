@@ -19,6 +19,7 @@ from swarmnet_node.training.data import Corpus, Sequences, open_corpus
 from swarmnet_node.training.model import build_model, check_flat, check_model, flat_copy, write_model
 from swarmnet_node.training.sampling import Sampler
 from swarmnet_protocols.errors import IntegrityError
+from swarmnet_protocols.models import Progress
 from swarmnet_protocols.training.jobs import Job, TrainingSection
 
 _FINAL_RATE = 0.1
@@ -49,9 +50,18 @@ class Trainer:
     """One worker's model, data and inner optimizer. Not thread-safe: one thread computes."""
 
     def __init__(
-        self, job: Job, corpus: Corpus, model: PreTrainedModel, *, steps_per_round: int, device: torch.device
+        self,
+        job: Job,
+        corpus: Corpus,
+        model: PreTrainedModel,
+        *,
+        steps_per_round: int,
+        device: torch.device,
+        progress: Progress = lambda *_: None,
     ) -> None:
+        """``progress`` hears of every inner step; what it raises ends the work."""
         self.corpus = corpus
+        self._progress = progress
         self._training = job.training
         self._steps_per_round = steps_per_round
         self._total_steps = job.job.rounds * steps_per_round
@@ -76,13 +86,21 @@ class Trainer:
         )
 
     @classmethod
-    def open(cls, job: Job, *, cache_dir: Path, available_bytes: int, device: torch.device) -> "Trainer":
+    def open(
+        cls,
+        job: Job,
+        *,
+        cache_dir: Path,
+        available_bytes: int,
+        device: torch.device,
+        progress: Progress = lambda *_: None,
+    ) -> "Trainer":
         """A trainer at the job's first parameters. Raises ``JobError`` for data or a model that cannot be trained on here."""
         steps = job.make_method().steps_per_round
-        corpus = open_corpus(job.data, cache_dir)
+        corpus = open_corpus(job.data, cache_dir, progress)
         check_model(job, vocab_size=corpus.vocab_size, available_bytes=available_bytes, cache_dir=cache_dir)
-        model = build_model(job.model, job.job.seed, cache_dir)
-        return cls(job, corpus, model, steps_per_round=steps, device=device)
+        model = build_model(job.model, job.job.seed, cache_dir, progress)
+        return cls(job, corpus, model, steps_per_round=steps, device=device, progress=progress)
 
     @property
     def parameter_count(self) -> int:
@@ -102,6 +120,7 @@ class Trainer:
         started = time.perf_counter()
         losses, tokens = torch.zeros((), device=self._device), 0
         for step in range(first, first + count):
+            self._progress("inner steps", step, self._steps_per_round)
             loss, counted = self._backward(round_number, step, slot)
             self._update(round_number, step)
             losses += loss

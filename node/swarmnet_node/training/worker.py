@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -24,6 +25,7 @@ from swarmnet_node.training.trainer import StepReport, Trainer
 from swarmnet_protocols.aio import cancel
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.errors import SwarmnetError
+from swarmnet_protocols.models import Progress
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.training.aggregate import aggregate, check_contribution, clip_to_median_norm
 from swarmnet_protocols.training.averaging import Exchange, Outcome, RoundTiming, Rules
@@ -63,6 +65,7 @@ class WorkerWorld:
     rng: random.Random
     timing: Timing = field(default_factory=Timing)
     stopwatch: Callable[[], float] = time.perf_counter
+    progress: Progress = lambda *_: None
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,8 @@ class _Pending:
     """An exchange on its way."""
 
     round: int
-    workers: int
+    weights: dict[PeerId, float]
+    """Of everybody in the roster."""
     report: StepReport
     outcome: "asyncio.Task[Outcome]"
     began: float
@@ -140,7 +144,9 @@ class Worker:
                     "peer_id": self._world.transport.peer_id,
                     "addresses": list(self._world.transport.addresses()),
                     "job": self.job_id,
+                    "name": self._job.job.name,
                     "round": self.round,
+                    "rounds": self._job.job.rounds,
                     "parameters": self._replica.trainer.parameter_count,
                 }
             )
@@ -192,7 +198,8 @@ class Worker:
             name="exchange",
         )
         now = self._now()
-        self._pending = _Pending(self.round, len(roster.members), report, outcome, now, now - began)
+        weights = {member.peer: member.weight for member in roster.members}
+        self._pending = _Pending(self.round, weights, report, outcome, now, now - began)
         self.round += 1
         if not self._method.overlap_steps:
             await self._settle()
@@ -249,8 +256,9 @@ class Worker:
                 "event": "round",
                 "round": pending.round,
                 "committed": outcome.committed,
-                "loss": round(pending.report.loss, 6),
-                "workers": pending.workers,
+                "loss": round(pending.report.loss, 6) if pending.report.tokens else None,
+                "tokens": round(sum(pending.weights.get(peer, 0.0) for peer in _contributors(outcome))),
+                "workers": len(pending.weights),
                 "bytes_sent": outcome.bytes_sent,
                 "bytes_received": outcome.bytes_received,
                 "exchange_s": round(self._now() - pending.began, 3),
@@ -296,6 +304,7 @@ class Worker:
                 self._world.transport,
                 [Source(peer, member.addresses if member else ()) for peer, member in sources.items()],
                 self._world.timing,
+                partial(self._world.progress, "fetching the state"),
             )
         except SwarmnetError as error:
             # A state may be gone by the time we ask for it; the next gathering says which is the one now.

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, m
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.identity import KEY_BYTES, SIGNATURE_BYTES, Identity, verify
+from swarmnet_protocols.toml_lines import line_of
 
 if TYPE_CHECKING:
     from swarmnet_protocols.training.methods import Method
@@ -85,6 +86,8 @@ class DataSection(_Section):
     sequence_length: int = Field(ge=2, le=1 << 20)
     validation: float = Field(default=0.02, gt=0, le=0.5)
     max_documents: int | None = Field(default=None, ge=1)
+    digest: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
+    """Of the tokens; `train create` fills it in. Whoever has other data is told so instead of training on it."""
 
     @model_validator(mode="after")
     def _check(self) -> "DataSection":
@@ -158,6 +161,10 @@ class Job(_Section):
             named = (key for key in self.method.settings if re.search(rf"\b{re.escape(key)}\b", str(error)))
             raise JobError("method", next(named, "name"), f"is wrong: {error}", hint=error.hint) from error
 
+    def about(self, digest: str) -> "Job":
+        """This job, of the data with this digest and no other."""
+        return self.model_copy(update={"data": self.data.model_copy(update={"digest": digest})})
+
     def check(self) -> None:
         """Raise ``JobError`` where the method or the codec is unknown or refuses its settings."""
         self.make_method()
@@ -182,6 +189,14 @@ class SealedJob:
     def id(self) -> str:
         """64 hexadecimal digits: the SHA-256 of the canonical job and its owner."""
         return hashlib.sha256(_ID_DOMAIN + _signed_fields(self.job, self.owner)).hexdigest()
+
+    @contextmanager
+    def naming_job(self) -> Iterator[None]:
+        """Turn a ``JobError`` raised inside into a ``ConfigError`` that names the job as well."""
+        try:
+            yield
+        except JobError as error:
+            raise ConfigError(f"job {self.id[:16]}…: {error}", hint=error.hint) from error
 
 
 @dataclass(frozen=True)
@@ -322,20 +337,5 @@ def _refuse(error: ValidationError) -> NoReturn:
 
 
 def _located(error: JobError, text: str, source: str) -> ConfigError:
-    line = _line_of(text, error.section, error.key)
+    line = line_of(text, error.section, error.key)
     return ConfigError(f"{source}:{line}: {error}", hint=error.hint)
-
-
-def _line_of(text: str, section: str, key: str) -> int:
-    """The line of ``key``, else that of its section's header, else 1."""
-    current, found = "", 1
-    for number, line in enumerate(text.splitlines(), start=1):
-        if header := re.match(r"\s*\[+\s*([^\]]*?)\s*\]", line):
-            current = header[1].strip("\"'")
-            if current == f"{section}.{key}":
-                return number
-            if current == section:
-                found = number
-        elif key and current == section and re.match(rf"\s*[\"']?{re.escape(key)}[\"']?\s*[=.]", line):
-            return number
-    return found

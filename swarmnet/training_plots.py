@@ -1,0 +1,76 @@
+"""Curves of training as PNG."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from swarmnet_protocols.errors import ConfigError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+@dataclass(frozen=True)
+class Line:
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Lines of loss against something. ``linear_until`` begins a logarithmic scale there."""
+
+    x_label: str
+    lines: Sequence[Line]
+    linear_until: float | None = None
+    y_label: str = "loss, nats a token"
+
+
+def save_panels(panels: Sequence[Panel], path: Path) -> None:
+    """Draw panels side by side. Raises ``ConfigError`` when matplotlib is not installed."""
+    try:
+        import matplotlib as mpl
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(
+            "plots need matplotlib", hint="install it with: pip install 'swarmnet-p2p[plots]'"
+        ) from error
+    with mpl.rc_context({"axes.grid": True, "grid.alpha": 0.3, "lines.markersize": 2.5}):
+        figure = Figure(figsize=(max(7, 6 * len(panels)), 4.5), layout="constrained")
+        for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+            _draw(axes, panel)
+        figure.savefig(path, dpi=150)
+
+
+def plot_history(points: Iterable[Mapping[str, float]], out: Path) -> list[Path]:
+    """Write ``tokens.png``, ``bytes.png`` and ``time.png`` of a worker's history into ``out``; returns their paths."""
+    points = list(points)
+    axes = (
+        ("tokens", "million tokens, of all workers", "tokens", 1e6),
+        ("bytes", "MB sent by this worker", "bytes_sent", 1e6),
+        ("time", "hours", "elapsed_s", 3600.0),
+    )
+    out.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for name, x_label, key, unit in axes:
+        lines = []
+        for loss, label in (("loss", "training"), ("val_loss", "validation")):
+            found = [point for point in points if loss in point]
+            lines.append(
+                Line(label, [point[key] / unit for point in found], [point[loss] for point in found])
+            )
+        paths.append(out / f"{name}.png")
+        save_panels([Panel(x_label, lines)], paths[-1])
+    return paths
+
+
+def _draw(axes: "Axes", panel: Panel) -> None:
+    for line in panel.lines:
+        axes.plot(line.x, line.y, marker="o", label=line.label)
+    if panel.linear_until is not None:
+        axes.set_xscale("symlog", linthresh=panel.linear_until)
+    axes.set_xlabel(panel.x_label)
+    axes.set_ylabel(panel.y_label)
+    axes.legend(fontsize="small")
