@@ -3,16 +3,17 @@
 import asyncio
 import random
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import pytest
 
 from swarmnet_protocols.aio import cancel
-from swarmnet_protocols.errors import IntegrityError, SwarmnetError, Unreachable
+from swarmnet_protocols.errors import IntegrityError, ProtocolViolation, SwarmnetError, Unreachable
 from swarmnet_protocols.identity import Identity
 from swarmnet_protocols.protocol_ids import GATHER, STATE
 from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.training import gathering
 from swarmnet_protocols.training.gathering import Candidate, Elsewhere, Gathering, Roster
 from swarmnet_protocols.training.state_transfer import (
     CHUNK_BYTES,
@@ -24,6 +25,7 @@ from swarmnet_protocols.training.state_transfer import (
 )
 from swarmnet_protocols.transport import PeerId, Transport
 from swarmnet_protocols.transport.memory import Delivery, LinkProfile, MemoryNetwork
+from swarmnet_protocols.wire import workers_pb2 as pb
 from tests.support.virtual_time import run
 
 T = TypeVar("T")
@@ -39,11 +41,12 @@ class Worker:
     member: Candidate
     gathering: Gathering
     states: StateServer
+    measured: dict[PeerId, float] = field(default_factory=dict)
 
     async def gather(self, others: "list[Worker]", *, round: int = 3, state: bytes = START) -> Roster:
         known = [other.member for other in others if other is not self]
         await self.gathering.stand(round, state)
-        return await self.gathering.gather(self.member, known, patience_s=PATIENCE_S)
+        return await self.gathering.gather(self.member, known, measured=self.measured, patience_s=PATIENCE_S)
 
 
 async def start(network: MemoryNetwork, living: list[asyncio.Task[None]], seed: int) -> Worker:
@@ -52,7 +55,7 @@ async def start(network: MemoryNetwork, living: list[asyncio.Task[None]], seed: 
 
     async def live() -> None:
         async with network.transport(identity.peer_id) as transport:
-            member = Candidate(identity.peer_id, (), 1e6, 100.0)
+            member = Candidate(identity.peer_id, (), weight=100.0)
             gathering = Gathering(transport, JOB, max_members=8, timing=TIMING)
             states = StateServer(transport, JOB, TIMING)
             await gathering.serve()
@@ -221,6 +224,48 @@ def test_a_full_round_takes_contributors_before_newcomers() -> None:
             task.cancel()
 
     simulate(4, scenario)
+
+
+def test_a_roster_says_of_every_member_what_the_others_measured_of_it() -> None:
+    async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
+        peers = [worker.member.peer for worker in workers]
+        truth = dict(zip(peers, [1e5, 1e6, 2e6, 3e6], strict=True))
+        for worker in workers:
+            worker.measured = {peer: rate for peer, rate in truth.items() if peer != worker.member.peer}
+        for liar in (0, 3):  # the one who gathers is asked as little about itself as a guest is
+            workers[liar].measured |= {peers[liar]: 1e12}
+        workers[3].measured |= {peers[1]: 1e-3, peers[2]: 1e12}
+        rosters = await asyncio.gather(*(worker.gather(workers) for worker in workers))
+        assert set(rosters) == {rosters[0]}
+        assert {member.peer: member.bytes_per_s for member in rosters[0].members} == truth
+
+    simulate(4, scenario)
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0, float("nan"), float("inf"), 1e13])
+def test_a_guest_that_measured_what_cannot_be_is_not_in_the_round(
+    rate: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
+        strange = pb.Measured(id=workers[0].member.peer, bytes_per_s=rate)
+        monkeypatch.setattr(gathering, "_measured_to_wire", lambda measured: [strange] if measured else [])
+        workers[1].measured = {workers[0].member.peer: 1e6}
+        rosters = await asyncio.gather(*(worker.gather(workers) for worker in workers))
+        alone = [worker.member.peer for worker in (workers[0], workers[2])]
+        assert names(rosters[0]) == names(rosters[2]) == alone
+
+    simulate(3, scenario)
+
+
+@pytest.mark.parametrize("rates", [[], [1e6], [1e6, 0.0], [1e6, float("nan")], [1e6] * 3])
+def test_a_roster_without_a_good_rate_for_every_member_is_refused(rates: list[float]) -> None:
+    members = [pb.Member(id="a"), pb.Member(id="b")]
+    wire = pb.Roster(round=3, members=members, exchange=1, bytes_per_s=[1e6, 2e6])
+    assert gathering._roster(wire, round=3, me=PeerId("a")).members[1].bytes_per_s == 2e6
+    with pytest.raises(ProtocolViolation):
+        gathering._roster(
+            pb.Roster(round=3, members=members, exchange=1, bytes_per_s=rates), round=3, me=PeerId("a")
+        )
 
 
 # ---- the state ----------------------------------------------------------------------------------------------

@@ -6,6 +6,10 @@ from typing import Any
 
 import pytest
 
+from swarmnet_node.training.checkpoint import Checkpoints, params_hash
+from swarmnet_protocols.protocol_ids import EXCHANGE
+from swarmnet_protocols.training.jobs import open_job
+from swarmnet_protocols.transport.memory import Delivery
 from tests.support.training_workers import ROUNDS, WorkerLab, write_job
 from tests.support.virtual_time import run
 
@@ -46,6 +50,52 @@ def test_every_method_trains_to_the_end(method: str, tmp_path: Path) -> None:
     if method != "noloco":  # whose replicas are near each other and never equal
         lab.check_equal()
         assert all(len(event["contributors"]) == 3 for event in lab.rounds("anna").values())
+
+
+def test_replicas_that_differ_end_as_one_model(tmp_path: Path) -> None:
+    lab = WorkerLab(tmp_path, write_job(tmp_path, "noloco", SETTINGS["noloco"], MIN % 3))
+    run(train(lab, *NAMES[:3]))
+
+    ended = {name: merge(lab, name) for name in NAMES[:3]}
+    assert all(event["committed"] and len(event["contributors"]) == 3 for event in ended.values())
+    assert len({event["params_hash"] for event in ended.values()}) == 1
+    saved = [saved_hash(lab, name) for name in NAMES[:3]]
+    assert saved == [event["params_hash"] for event in ended.values()]
+    last = {lab.rounds(name)[ROUNDS - 1]["params_hash"] for name in NAMES[:3]}
+    assert len(last) > 1, "before it they differed"
+
+
+def test_replicas_that_cannot_be_merged_stay_as_they_are(tmp_path: Path) -> None:
+    lab = WorkerLab(tmp_path, write_job(tmp_path, "noloco", SETTINGS["noloco"], MIN % 3))
+    names = {lab.peer(name): name for name in NAMES[:3]}
+
+    def cut_the_first_to_send(delivery: Delivery) -> None:
+        """Its last message to leave is what the others wait for: with two of three gone, no majority is left."""
+        ready = all(lab.rounds(name).get(ROUNDS - 1) for name in names.values())
+        if ready and delivery.protocol == EXCHANGE and len(delivery.message.payload) > 1000:
+            for peer in names:
+                lab.network.isolate(peer)
+
+    lab.network.observers.append(cut_the_first_to_send)
+    run(train(lab, *NAMES[:3]))
+
+    for name in NAMES[:3]:
+        event = merge(lab, name)
+        assert not event["committed"]
+        assert event["reason"]
+        assert event["params_hash"] == lab.rounds(name)[ROUNDS - 1]["params_hash"] == saved_hash(lab, name)
+        assert lab.events[name][-1]["event"] == "done"
+
+
+def merge(lab: WorkerLab, name: str) -> dict[str, Any]:
+    (event,) = [event for event in lab.events[name] if event["event"] == "merge"]
+    return event
+
+
+def saved_hash(lab: WorkerLab, name: str) -> str:
+    saved = Checkpoints(lab.folder / name).load_newest(open_job(lab.sealed).id)
+    assert saved is not None
+    return params_hash(saved.parameters)
 
 
 @pytest.mark.parametrize("codec", ["bfloat16", "int8", "int4", "fp4"])

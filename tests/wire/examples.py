@@ -104,14 +104,13 @@ def record_messages() -> Iterator[Protobuf]:
 def worker_messages() -> Iterator[Protobuf]:
     pb = workers_pb2
     addresses = list(_PEER.addresses)
-    member = pb.Member(id=_PEER.id, addresses=addresses, bytes_per_s=2.5e6, weight=8192, exchanges=9)
-    yield pb.WorkerRecord(
-        job=_MANIFEST, round=7, state=_MANIFEST[::-1], addresses=addresses, bytes_per_s=2.5e6, protocol=1
-    )
+    member = pb.Member(id=_PEER.id, addresses=addresses, weight=8192, exchanges=9)
+    measured = pb.Measured(id=_PEER.id, bytes_per_s=2.5e6)
+    yield pb.WorkerRecord(job=_MANIFEST, round=7, state=_MANIFEST[::-1], addresses=addresses, protocol=1)
     yield pb.JobRecord(sealed=b"a sealed job")
-    yield pb.GatherRequest(job=_MANIFEST, round=7, state=_MANIFEST[::-1], member=member)
+    yield pb.GatherRequest(job=_MANIFEST, round=7, state=_MANIFEST[::-1], member=member, measured=[measured])
     yield pb.GatherReply(beat=pb.GatherBeat())
-    yield pb.GatherReply(roster=pb.Roster(round=7, members=[member], exchange=10))
+    yield pb.GatherReply(roster=pb.Roster(round=7, members=[member], exchange=10, bytes_per_s=[2.5e6]))
     yield pb.GatherReply(
         refused=pb.GatherRefused(round=8, state=_MANIFEST, reason="this worker is at round 8")
     )

@@ -58,6 +58,11 @@ class Replica:
             return
         self.trainer.load(self.method.apply(round_number, self.trainer.parameters(), average))
 
+    def merge(self, parameters: torch.Tensor) -> None:
+        """Take the average of all replicas, which is the last thing that happens to a replica: outer state is gone."""
+        self.method.begin(parameters)
+        self.trainer.load(parameters)
+
     def evaluate(self) -> tuple[float, int]:
         """The validation loss of the agreed parameters, and over how many tokens."""
         own = self.trainer.parameters()

@@ -19,6 +19,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from swarmnet_node.training.checkpoint import Checkpoints
+from swarmnet_node.training.outcomes import Pending, contributors, facts
 from swarmnet_node.training.replica import NOTHING_DONE, Replica, together
 from swarmnet_node.training.state import max_state_bytes
 from swarmnet_node.training.trainer import StepReport, Trainer
@@ -28,20 +29,19 @@ from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.models import Progress
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.training.aggregate import aggregate, check_contribution, clip_to_median_norm
-from swarmnet_protocols.training.averaging import Exchange, Outcome, RoundTiming, Rules
+from swarmnet_protocols.training.averaging import Exchange, RoundTiming, Rules
 from swarmnet_protocols.training.board import WorkerInfo, find_workers, publish_job, publish_worker
 from swarmnet_protocols.training.codecs import Codec, get_codec
 from swarmnet_protocols.training.gathering import Candidate, Elsewhere, Gathering, Roster
 from swarmnet_protocols.training.jobs import Job, open_job
 from swarmnet_protocols.training.methods import Average
+from swarmnet_protocols.training.rates import ArrivalRates
 from swarmnet_protocols.training.state_transfer import Source, StateDownload, StateManifest, StateServer
 from swarmnet_protocols.transport import PeerId, Transport
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-BYTES_PER_S = 1e6
-"""What a worker says of its link before anybody has measured it."""
 ANNOUNCE_S = 20.0
 LOOK_S = 5.0
 """Between two looks at the directory for workers that are new."""
@@ -77,19 +77,6 @@ class Hosted:
     checkpoints: Checkpoints
 
 
-@dataclass
-class _Pending:
-    """An exchange on its way."""
-
-    round: int
-    weights: dict[PeerId, float]
-    """Of everybody in the roster."""
-    report: StepReport
-    outcome: "asyncio.Task[Outcome]"
-    began: float
-    gather_s: float
-
-
 class Worker:
     """One worker of one job, used once."""
 
@@ -107,12 +94,13 @@ class Worker:
         self._method = self._replica.method
         self._codec = exchange_codec(sealed.job)
         self._exchanges = 0
+        self._rates = ArrivalRates()
         self._slot: int | None = None
         """Which share of the data is ours; a newcomer has none before its first roster."""
         self._state = b""
         self._known: dict[PeerId, Candidate] = {}
         self._looked = -LOOK_S
-        self._pending: _Pending | None = None
+        self._pending: Pending | None = None
         key = bytes.fromhex(self.job_id)
         self._states = StateServer(world.transport, key, world.timing)
         self._gathering = Gathering(
@@ -158,6 +146,8 @@ class Worker:
                     except Elsewhere as elsewhere:
                         await self._heal(elsewhere)
                 await self._settle()
+                if self.round == self._job.job.rounds and not self._method.shares_weights:
+                    await self._merge(exchange)
                 await self._save()
                 self._report({"event": "done", "round": self.round, "revision": self._replica.revision})
             finally:
@@ -177,7 +167,7 @@ class Worker:
         await self._settle()
         began = self._now()
         me = self._world.transport.peer_id
-        roster = await self._gather(report.tokens)
+        roster = await self._gather(float(report.tokens))
         enough = len(roster.members) >= self._job.exchange.min_workers
         self._slot = roster.slot(me) if enough else None
         if not any(member.weight for member in roster.members):
@@ -199,7 +189,7 @@ class Worker:
         )
         now = self._now()
         weights = {member.peer: member.weight for member in roster.members}
-        self._pending = _Pending(self.round, weights, report, outcome, now, now - began)
+        self._pending = Pending(self.round, weights, report, outcome, now, now - began)
         self.round += 1
         if not self._method.overlap_steps:
             await self._settle()
@@ -220,13 +210,16 @@ class Worker:
         contribution, more = await self._compute(self._replica.contribution, self.round, slot)
         return contribution, together(report, more)
 
-    async def _gather(self, tokens: int) -> Roster:
+    async def _gather(self, weight: float) -> Roster:
         await self._look_for_others()
         transport = self._world.transport
         addresses = tuple(transport.addresses())
-        me = Candidate(transport.peer_id, addresses, BYTES_PER_S, float(tokens), self._exchanges)
+        me = Candidate(transport.peer_id, addresses, weight=weight, exchanges=self._exchanges)
         roster = await self._gathering.gather(
-            me, list(self._known.values()), patience_s=self._job.exchange.deadline_s
+            me,
+            list(self._known.values()),
+            measured=self._rates.bytes_per_s(),
+            patience_s=self._job.exchange.deadline_s,
         )
         self._known = {member.peer: member for member in roster.members if member.peer != me.peer}
         return roster
@@ -238,6 +231,7 @@ class Worker:
             return
         began = self._now()
         outcome = await pending.outcome
+        self._rates.add(outcome.arrivals)
         waited_s = pending.gather_s + self._now() - began
         self._pending = None
         if outcome.behind:
@@ -247,7 +241,7 @@ class Worker:
             return
         average = None
         if outcome.average is not None:
-            average = Average(outcome.average, _contributors(outcome))
+            average = Average(outcome.average, contributors(outcome))
         await self._compute(self._replica.apply, pending.round, average)
         await self._share_state()
         params_hash = await self._compute(self._replica.params_hash)
@@ -255,23 +249,44 @@ class Worker:
             {
                 "event": "round",
                 "round": pending.round,
-                "committed": outcome.committed,
                 "loss": round(pending.report.loss, 6) if pending.report.tokens else None,
-                "tokens": round(sum(pending.weights.get(peer, 0.0) for peer in _contributors(outcome))),
+                "tokens": round(sum(pending.weights.get(peer, 0.0) for peer in contributors(outcome))),
                 "workers": len(pending.weights),
-                "bytes_sent": outcome.bytes_sent,
-                "bytes_received": outcome.bytes_received,
                 "exchange_s": round(self._now() - pending.began, 3),
                 "wait_s": round(waited_s, 3),
                 "params_hash": params_hash,
-                "contributors": list(_contributors(outcome)),
-                "excluded": [{"peer_id": peer, "reason": why} for peer, why in outcome.excluded],
-                "reason": outcome.reason,
+                **facts(outcome),
             }
         )
         if (pending.round + 1) % self._job.eval.every_rounds == 0:
             await self._evaluate(pending.round)
             await self._save()
+
+    async def _merge(self, exchange: Exchange) -> None:
+        """Make one model of replicas that differ: their average, by the job's rule. Without it each keeps its own."""
+        event: dict[str, Any] = {"event": "merge", "round": self.round}
+        # A replica that was fetched is counted where it came from.
+        weight = 0.0 if self._slot is None else 1.0
+        try:
+            roster = await self._gather(weight)
+        except Elsewhere as elsewhere:
+            self._report({**event, "committed": False, "reason": str(elsewhere)})
+            return
+        began = self._now()
+        outcome = await exchange.average(
+            roster.exchange,
+            roster.members,
+            self._method.agreed(),
+            weight=weight,
+            codec=get_codec("float32"),
+        )
+        if outcome.average is not None:
+            await self._compute(self._replica.merge, outcome.average)
+            await self._share_state()
+        event |= {"workers": len(roster.members), "exchange_s": round(self._now() - began, 3)}
+        self._report(
+            {**event, "params_hash": await self._compute(self._replica.params_hash), **facts(outcome)}
+        )
 
     async def _evaluate(self, number: int) -> None:
         loss, tokens = await self._compute(self._replica.evaluate)
@@ -347,9 +362,7 @@ class Worker:
     async def _keep_announcing(self) -> None:
         while True:
             transport = self._world.transport
-            info = WorkerInfo(
-                transport.peer_id, tuple(transport.addresses()), self.round, self._state, BYTES_PER_S
-            )
+            info = WorkerInfo(transport.peer_id, tuple(transport.addresses()), self.round, self._state)
             with contextlib.suppress(SwarmnetError):  # the record outlives a missed announcement
                 await publish_worker(self._world.directory, self.job_id, info)
                 await publish_job(self._world.directory, self._sealed)
@@ -371,16 +384,9 @@ def averaging_rules(job: Job) -> Rules:
     def aggregated(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return aggregate(job.exchange.aggregate, clip_to_median_norm(rows, weights), weights)
 
-    # A mean of sparse vectors is not sparse: coded as they are, most of it would be lost.
-    reply = get_codec("int8") if exchange_codec(job).name == "topk" else None
-    return Rules(aggregated, check=lambda values: check_contribution(values, math.inf), reply_codec=reply)
+    return Rules(aggregated, check=lambda values: check_contribution(values, math.inf))
 
 
 def exchange_codec(job: Job) -> Codec:
     """How contributions travel: as the job says, else as suits its method."""
     return get_codec(job.exchange.codec or job.make_method().codec)
-
-
-def _contributors(outcome: Outcome) -> tuple[PeerId, ...]:
-    """Whoever is in some slice of the average."""
-    return tuple(sorted({peer for slice in outcome.contributors for peer in slice}))

@@ -1,6 +1,5 @@
 """Jobs and their workers in the directory: where a job is found by its id, and who trains it now."""
 
-import math
 from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
@@ -8,7 +7,7 @@ from google.protobuf.message import DecodeError
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.errors import ConfigError, SwarmnetError, Unreachable
 from swarmnet_protocols.identity import peer_id_of
-from swarmnet_protocols.training.gathering import MAX_ADDRESSES, MAX_BYTES_PER_S, Candidate
+from swarmnet_protocols.training.gathering import MAX_ADDRESSES, Candidate
 from swarmnet_protocols.training.jobs import SealedJob, open_job
 from swarmnet_protocols.transport import PeerId
 from swarmnet_protocols.wire import workers_pb2 as pb
@@ -30,11 +29,10 @@ class WorkerInfo:
     addresses: tuple[str, ...]
     round: int
     state: bytes
-    bytes_per_s: float
 
     @property
     def member(self) -> Candidate:
-        return Candidate(self.peer, self.addresses, self.bytes_per_s, 0.0)
+        return Candidate(self.peer, self.addresses)
 
 
 async def publish_job(directory: Directory, sealed: bytes) -> None:
@@ -70,7 +68,6 @@ async def publish_worker(directory: Directory, job_id: str, info: WorkerInfo) ->
         round=info.round,
         state=info.state,
         addresses=info.addresses[:MAX_ADDRESSES],
-        bytes_per_s=info.bytes_per_s,
         protocol=PROTOCOL,
     )
     topic = f"train/{job_id}"
@@ -85,16 +82,10 @@ async def find_workers(directory: Directory, job_id: str) -> list[WorkerInfo]:
             body = pb.WorkerRecord.FromString(record.body)
         except DecodeError:
             continue
-        if (
-            body.job.hex() == job_id
-            and body.protocol == PROTOCOL
-            and len(body.state) == HASH_BYTES
-            and math.isfinite(body.bytes_per_s)
-            and 0 < body.bytes_per_s <= MAX_BYTES_PER_S
-        ):
+        if body.job.hex() == job_id and body.protocol == PROTOCOL and len(body.state) == HASH_BYTES:
             addresses = tuple(body.addresses[:MAX_ADDRESSES])
             peer = peer_id_of(record.signer)
-            found.append(WorkerInfo(peer, addresses, body.round, body.state, body.bytes_per_s))
+            found.append(WorkerInfo(peer, addresses, body.round, body.state))
     return sorted(found, key=lambda info: info.peer)
 
 

@@ -20,6 +20,7 @@ from swarmnet_protocols.training.messages import (
     encode_control,
     hash_of_size,
 )
+from swarmnet_protocols.training.rates import Arrival
 from swarmnet_protocols.training.round_events import (
     Began,
     Contributed,
@@ -78,6 +79,8 @@ class Outcome:
     bytes_sent: int
     bytes_received: int
     wait_s: float
+    arrivals: tuple[Arrival, ...]
+    """The last contribution and the last result of every member, and how fast they came."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,7 @@ class Conversation:
         self._average = torch.empty(terms.count)
         self._in_average: list[bytes] = [b""] * len(terms.slices)
         self._bytes_received = 0
+        self._arrivals: dict[tuple[int, str], Arrival] = {}
         self._closed = False
 
     async def prepare(self, values: torch.Tensor, weight: float) -> None:
@@ -296,12 +300,20 @@ class Conversation:
             summary = header.summary if isinstance(header, pb.Result) else b""
             if header.size_bytes > limit or len(summary) > MAX_SUMMARY_BYTES:
                 raise ProtocolViolation(f"{header.size_bytes} bytes for a slice of at most {limit}")
-            self._assemblies[key] = Assembly(header.size_bytes, hash_of_size(header.hash), summary)
+            self._assemblies[key] = Assembly(
+                header.size_bytes, hash_of_size(header.hash), self._loop.time(), summary
+            )
         assembly = self._assemblies.get(key)
         if assembly is None or assembly.hash != header.hash:
             return None  # its beginning was not wanted
         if not assembly.add(header.offset, part):
             return None
+        member, _ = key
+        self._arrivals[key] = Arrival(
+            self._terms.members[member].peer,
+            assembly.size_bytes - assembly.first_bytes,
+            self._loop.time() - assembly.began_s,
+        )
         return self._assemblies.pop(key)
 
     # links and the end
@@ -356,6 +368,7 @@ class Conversation:
             bytes_sent=sum(link.bytes_sent for link in self._links.values()),
             bytes_received=self._bytes_received,
             wait_s=self._loop.time() - self._began_s,
+            arrivals=tuple(self._arrivals.values()),
         )
 
     def _encode(self, values: torch.Tensor, weight: float) -> list[Payload]:

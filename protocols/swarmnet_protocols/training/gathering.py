@@ -7,19 +7,21 @@ of another round or another state learns which, and heals.
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from swarmnet_protocols.aio import cancel, race
 from swarmnet_protocols.errors import ProtocolViolation, StreamEnded, SwarmnetError
 from swarmnet_protocols.protocol_ids import GATHER
 from swarmnet_protocols.session.link import parse, receive_within
 from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.training.rates import Measured, agreed_rates
 from swarmnet_protocols.training.terms import MAX_MEMBERS, Member
 from swarmnet_protocols.transport import Message, PeerId, Stream, Transport
 from swarmnet_protocols.wire import workers_pb2 as pb
 
 MAX_ADDRESSES = 16
 MAX_BYTES_PER_S = 1e12
+MAX_ID = 128
 MAX_WEIGHT = 1e12
 MAX_EXCHANGES = 1 << 62
 
@@ -28,7 +30,7 @@ MAX_EXCHANGES = 1 << 62
 class Candidate(Member):
     """A worker that wants to be in a round."""
 
-    weight: float
+    weight: float = 0.0
     """Tokens behind its contribution; 0 for a newcomer, who listens in its first round."""
     exchanges: int = 0
     """Number of the newest exchange it took part in."""
@@ -63,6 +65,7 @@ class _Guest:
     member: Candidate
     round: int
     state: bytes
+    measured: Measured
     answer: "asyncio.Future[Roster]"
 
 
@@ -96,18 +99,20 @@ class Gathering:
         self._round, self._state = round, state
         await self._send_away()
 
-    async def gather(self, me: Candidate, others: Sequence[Candidate], *, patience_s: float) -> Roster:
+    async def gather(
+        self, me: Candidate, others: Sequence[Candidate], *, measured: Measured, patience_s: float
+    ) -> Roster:
         """The roster of the round where we stand.
 
-        ``others`` are the workers thought to be alive. Whoever gathers waits for them ``patience_s`` at most. Raises ``Elsewhere`` when
-        the others are somewhere else than we are.
+        ``others`` are the workers thought to be alive, ``measured`` is what we know of their links. Whoever gathers waits for them
+        ``patience_s`` at most. Raises ``Elsewhere`` when the others are somewhere else than we are.
         """
         known = {member.peer: member for member in others}
         for peer in sorted({*known, me.peer}):
             if peer == me.peer:
-                return await self._lead(me, known, patience_s)
+                return await self._lead(me, known, measured, patience_s)
             try:
-                return await self._ask(known[peer], me, patience_s)
+                return await self._ask(known[peer], me, measured, patience_s)
             except Elsewhere as elsewhere:
                 if elsewhere.round >= self._round:
                     raise
@@ -118,13 +123,17 @@ class Gathering:
 
     # ---- as a guest -------------------------------------------------------------------------------------
 
-    async def _ask(self, gatherer: Candidate, me: Candidate, patience_s: float) -> Roster:
+    async def _ask(self, gatherer: Candidate, me: Candidate, measured: Measured, patience_s: float) -> Roster:
         stream = await self._transport.open(
             gatherer.peer, GATHER, addresses=gatherer.addresses, deadline_s=self._timing.open_s
         )
         try:
             request = pb.GatherRequest(
-                job=self._job, round=self._round, state=self._state, member=_to_wire(me)
+                job=self._job,
+                round=self._round,
+                state=self._state,
+                member=_to_wire(me),
+                measured=_measured_to_wire(measured),
             )
             await stream.send(Message(request.SerializeToString()))
             # The gatherer may still be at its inner steps: it is as patient as we are, counted from its own end of them.
@@ -151,7 +160,9 @@ class Gathering:
 
     # ---- as the gatherer --------------------------------------------------------------------------------
 
-    async def _lead(self, me: Candidate, expected: dict[PeerId, Candidate], patience_s: float) -> Roster:
+    async def _lead(
+        self, me: Candidate, expected: dict[PeerId, Candidate], measured: Measured, patience_s: float
+    ) -> Roster:
         expected |= self._coming
         self._coming.clear()
 
@@ -172,7 +183,13 @@ class Gathering:
         guests = sorted(self._ready(), key=lambda guest: (guest.member.weight == 0, guest.member.peer))
         chosen = guests[: self._max_members - 1]
         members = sorted([me, *(guest.member for guest in chosen)], key=lambda member: member.peer)
-        roster = Roster(self._round, 1 + max(member.exchanges for member in members), tuple(members))
+        reports = {me.peer: measured} | {guest.member.peer: guest.measured for guest in chosen}
+        rates = agreed_rates([member.peer for member in members], reports)
+        roster = Roster(
+            self._round,
+            1 + max(member.exchanges for member in members),
+            tuple(replace(member, bytes_per_s=rates[member.peer]) for member in members),
+        )
         for guest in chosen:
             guest.answer.set_result(roster)
         return roster
@@ -238,7 +255,8 @@ class Gathering:
         if member.peer != stream.peer:
             raise ProtocolViolation("a guest comes for itself")
         answer: asyncio.Future[Roster] = asyncio.get_running_loop().create_future()
-        guest = _Guest(member, request.round, request.state, answer)
+        measured = _measured_from_wire(request.measured)
+        guest = _Guest(member, request.round, request.state, measured, answer)
         self._guests[member.peer] = guest
         await self._send_away()
         try:
@@ -287,34 +305,63 @@ def _to_wire(member: Candidate) -> pb.Member:
     return pb.Member(
         id=member.peer,
         addresses=member.addresses[:MAX_ADDRESSES],
-        bytes_per_s=member.bytes_per_s,
         weight=member.weight,
         exchanges=member.exchanges,
     )
 
 
 def _from_wire(member: pb.Member) -> Candidate:
-    if not (0 <= member.weight <= MAX_WEIGHT and 0 < member.bytes_per_s <= MAX_BYTES_PER_S):
-        raise ProtocolViolation("a member's weight or speed is out of range")
-    if not 0 < len(member.id) <= 128 or member.exchanges >= MAX_EXCHANGES:
+    if not 0 <= member.weight <= MAX_WEIGHT:
+        raise ProtocolViolation("a member's weight is out of range")
+    if member.exchanges >= MAX_EXCHANGES:
         raise ProtocolViolation("not a member")
     return Candidate(
-        PeerId(member.id),
+        _peer(member.id),
         tuple(member.addresses[:MAX_ADDRESSES]),
-        member.bytes_per_s,
-        member.weight,
-        member.exchanges,
+        weight=member.weight,
+        exchanges=member.exchanges,
     )
 
 
+def _peer(id: str) -> PeerId:
+    if not 0 < len(id) <= MAX_ID:
+        raise ProtocolViolation("not a peer id")
+    return PeerId(id)
+
+
+def _rate(bytes_per_s: float) -> float:
+    if not 0 < bytes_per_s <= MAX_BYTES_PER_S:
+        raise ProtocolViolation(f"a link of {bytes_per_s:g} bytes a second")
+    return bytes_per_s
+
+
+def _measured_to_wire(measured: Measured) -> list[pb.Measured]:
+    newest = list(measured.items())[-MAX_MEMBERS:]
+    return [pb.Measured(id=peer, bytes_per_s=min(rate, MAX_BYTES_PER_S)) for peer, rate in newest]
+
+
+def _measured_from_wire(measured: Sequence[pb.Measured]) -> Measured:
+    return {_peer(each.id): _rate(each.bytes_per_s) for each in measured[:MAX_MEMBERS]}
+
+
 def _roster_to_wire(roster: Roster) -> pb.Roster:
-    return pb.Roster(round=roster.round, members=map(_to_wire, roster.members), exchange=roster.exchange)
+    return pb.Roster(
+        round=roster.round,
+        members=map(_to_wire, roster.members),
+        exchange=roster.exchange,
+        bytes_per_s=[member.bytes_per_s for member in roster.members],
+    )
 
 
 def _roster(wire: pb.Roster, *, round: int, me: PeerId) -> Roster:
-    members = tuple(map(_from_wire, wire.members[:MAX_MEMBERS]))
+    if not len(wire.members) == len(wire.bytes_per_s) <= MAX_MEMBERS:
+        raise ProtocolViolation("a roster has a rate for every member, and not too many of either")
+    members = tuple(
+        replace(_from_wire(member), bytes_per_s=_rate(rate))
+        for member, rate in zip(wire.members, wire.bytes_per_s, strict=True)
+    )
     peers = [member.peer for member in members]
-    if len(wire.members) > MAX_MEMBERS or peers != sorted(set(peers)):
+    if peers != sorted(set(peers)):
         raise ProtocolViolation("the members of a roster are in order, and none twice")
     if wire.round != round or me not in peers:
         raise ProtocolViolation("the roster of another round")

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.training.codecs import ALIGNMENT
 
+MAX_SHARE = 0.5
+"""Of the vector, that one member of three or more reduces, however fast it is said to be."""
+
 Share = tuple[int, int]
 """[start, end) of a member's slice in the vector."""
 
@@ -31,20 +34,31 @@ def shares(count: int, bytes_per_s: Sequence[float]) -> tuple[Share, ...]:
 
 
 def _fractions(bytes_per_s: Sequence[float]) -> list[float]:
-    """Non-negative w with sum 1 that minimise max_i (1 + (m - 2) w_i) / b_i over the m members.
+    """Non-negative w with sum 1, none above ``MAX_SHARE``, that minimise max_i (1 + (m - 2) w_i) / b_i over the m members.
 
     A member sends its vector but for its own slice, and its slice's mean to m - 1 others: 1 + (m - 2) w_i vectors
-    (hivemind, ``averaging/load_balancing.py``). The optimum fills the fastest up to one common time.
+    (hivemind, ``averaging/load_balancing.py``, which gives everything to who claims m - 1 times the rate of the others). Of
+    two it does not matter who reduces what.
     """
-    total = sum(bytes_per_s)
-    spare = len(bytes_per_s) - 2
-    if spare <= 0:
-        return [each / total for each in bytes_per_s]
+    members = len(bytes_per_s)
+    if members <= 2:
+        return [1.0 / members] * members
+    fractions = _filled(bytes_per_s, members - 2, 1.0)
+    most = max(range(members), key=fractions.__getitem__)
+    if fractions[most] > MAX_SHARE:
+        others = [*bytes_per_s[:most], *bytes_per_s[most + 1 :]]
+        fractions = _filled(others, members - 2, 1.0 - MAX_SHARE)
+        fractions.insert(most, MAX_SHARE)
+    return fractions
+
+
+def _filled(bytes_per_s: Sequence[float], spare: int, total: float) -> list[float]:
+    """Non-negative w with sum ``total`` that minimise max_i (1 + spare w_i) / b_i: the fastest are filled up to one common time."""
     busiest_s = math.inf
     used = 0.0
     for owners, rate in enumerate(sorted(bytes_per_s, reverse=True), start=1):
         if rate * busiest_s <= 1.0:
             break
         used += rate
-        busiest_s = (spare + owners) / used
+        busiest_s = (spare * total + owners) / used
     return [max(0.0, (busiest_s * each - 1.0) / spare) for each in bytes_per_s]

@@ -13,6 +13,8 @@ from swarmnet_protocols.transport import PeerId
 
 MAX_MEMBERS = 64
 MAX_VALUES = 1 << 40
+UNMEASURED_BYTES_PER_S = 1e6
+"""Of a link that nobody has measured."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,7 @@ class Member:
 
     peer: PeerId
     addresses: tuple[str, ...]
-    bytes_per_s: float
+    bytes_per_s: float = UNMEASURED_BYTES_PER_S
 
 
 @dataclass(frozen=True)

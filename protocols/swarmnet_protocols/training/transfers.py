@@ -72,11 +72,16 @@ def parts(payload: Buffer) -> Iterator[tuple[int, memoryview]]:
 
 
 class Assembly:
-    """A payload of announced size that comes in parts. Grows with what came, never with what was announced."""
+    """A payload of announced size that comes in parts. Grows with what came, never with what was announced.
 
-    def __init__(self, size_bytes: int, hash: bytes, summary: bytes = b"") -> None:
+    ``began_s`` is when its first part came, of ``first_bytes``.
+    """
+
+    def __init__(self, size_bytes: int, hash: bytes, began_s: float, summary: bytes = b"") -> None:
         self.size_bytes = size_bytes
         self.hash = hash
+        self.began_s = began_s
+        self.first_bytes = 0
         self.summary = summary
         self.data = bytearray()
 
@@ -86,6 +91,8 @@ class Assembly:
             raise ProtocolViolation(
                 f"a part of {len(part)} bytes at {offset} of a payload of which {len(self.data)} of {self.size_bytes} came"
             )
+        if offset == 0:
+            self.first_bytes = len(part)
         self.data += part
         return len(self.data) == self.size_bytes
 

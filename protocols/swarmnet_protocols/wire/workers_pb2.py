@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\rworkers.proto\x12\x13swarmnet.workers.v1\"s\n\x0cWorkerRecord\x12\x0b\n\x03job\x18\x01 \x01(\x0c\x12\r\n\x05round\x18\x02 \x01(\x04\x12\r\n\x05state\x18\x03 \x01(\x0c\x12\x11\n\taddresses\x18\x04 \x03(\t\x12\x13\n\x0b\x62ytes_per_s\x18\x05 \x01(\x01\x12\x10\n\x08protocol\x18\x06 \x01(\r\"\x1b\n\tJobRecord\x12\x0e\n\x06sealed\x18\x01 \x01(\x0c\"_\n\x06Member\x12\n\n\x02id\x18\x01 \x01(\t\x12\x11\n\taddresses\x18\x02 \x03(\t\x12\x13\n\x0b\x62ytes_per_s\x18\x03 \x01(\x01\x12\x0e\n\x06weight\x18\x04 \x01(\x01\x12\x11\n\texchanges\x18\x05 \x01(\x04\"g\n\rGatherRequest\x12\x0b\n\x03job\x18\x01 \x01(\x0c\x12\r\n\x05round\x18\x02 \x01(\x04\x12\r\n\x05state\x18\x03 \x01(\x0c\x12+\n\x06member\x18\x04 \x01(\x0b\x32\x1b.swarmnet.workers.v1.Member\"\xac\x01\n\x0bGatherReply\x12/\n\x04\x62\x65\x61t\x18\x01 \x01(\x0b\x32\x1f.swarmnet.workers.v1.GatherBeatH\x00\x12-\n\x06roster\x18\x02 \x01(\x0b\x32\x1b.swarmnet.workers.v1.RosterH\x00\x12\x35\n\x07refused\x18\x03 \x01(\x0b\x32\".swarmnet.workers.v1.GatherRefusedH\x00\x42\x06\n\x04kind\"\x0c\n\nGatherBeat\"W\n\x06Roster\x12\r\n\x05round\x18\x01 \x01(\x04\x12,\n\x07members\x18\x02 \x03(\x0b\x32\x1b.swarmnet.workers.v1.Member\x12\x10\n\x08\x65xchange\x18\x03 \x01(\x04\"=\n\rGatherRefused\x12\r\n\x05round\x18\x01 \x01(\x04\x12\r\n\x05state\x18\x02 \x01(\x0c\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x92\x01\n\x0cStateRequest\x12\x0b\n\x03job\x18\x01 \x01(\x0c\x12\r\n\x05state\x18\x02 \x01(\x0c\x12\x31\n\x08\x64\x65scribe\x18\x03 \x01(\x0b\x32\x1d.swarmnet.workers.v1.DescribeH\x00\x12+\n\x05\x66\x65tch\x18\x04 \x01(\x0b\x32\x1a.swarmnet.workers.v1.FetchH\x00\x42\x06\n\x04kind\"\n\n\x08\x44\x65scribe\"\x16\n\x05\x46\x65tch\x12\r\n\x05\x63hunk\x18\x01 \x01(\r\"\xb0\x01\n\nStateReply\x12\x37\n\x0b\x64\x65scription\x18\x01 \x01(\x0b\x32 .swarmnet.workers.v1.DescriptionH\x00\x12+\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x1a.swarmnet.workers.v1.ChunkH\x00\x12\x34\n\x07refused\x18\x03 \x01(\x0b\x32!.swarmnet.workers.v1.StateRefusedH\x00\x42\x06\n\x04kind\"!\n\x0b\x44\x65scription\x12\x12\n\nsize_bytes\x18\x01 \x01(\x04\"\x16\n\x05\x43hunk\x12\r\n\x05index\x18\x01 \x01(\r\"\x1e\n\x0cStateRefused\x12\x0e\n\x06reason\x18\x01 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\rworkers.proto\x12\x13swarmnet.workers.v1\"d\n\x0cWorkerRecord\x12\x0b\n\x03job\x18\x01 \x01(\x0c\x12\r\n\x05round\x18\x02 \x01(\x04\x12\r\n\x05state\x18\x03 \x01(\x0c\x12\x11\n\taddresses\x18\x04 \x03(\t\x12\x10\n\x08protocol\x18\x06 \x01(\rJ\x04\x08\x05\x10\x06\"\x1b\n\tJobRecord\x12\x0e\n\x06sealed\x18\x01 \x01(\x0c\"P\n\x06Member\x12\n\n\x02id\x18\x01 \x01(\t\x12\x11\n\taddresses\x18\x02 \x03(\t\x12\x0e\n\x06weight\x18\x04 \x01(\x01\x12\x11\n\texchanges\x18\x05 \x01(\x04J\x04\x08\x03\x10\x04\"\x98\x01\n\rGatherRequest\x12\x0b\n\x03job\x18\x01 \x01(\x0c\x12\r\n\x05round\x18\x02 \x01(\x04\x12\r\n\x05state\x18\x03 \x01(\x0c\x12+\n\x06member\x18\x04 \x01(\x0b\x32\x1b.swarmnet.workers.v1.Member\x12/\n\x08measured\x18\x05 \x03(\x0b\x32\x1d.swarmnet.workers.v1.Measured\"+\n\x08Measured\x12\n\n\x02id\x18\x01 \x01(\t\x12\x13\n\x0b\x62ytes_per_s\x18\x02 \x01(\x01\"\xac\x01\n\x0bGatherReply\x12/\n\x04\x62\x65\x61t\x18\x01 \x01(\x0b\x32\x1f.swarmnet.workers.v1.GatherBeatH\x00\x12-\n\x06roster\x18\x02 \x01(\x0b\x32\x1b.swarmnet.workers.v1.RosterH\x00\x12\x35\n\x07refused\x18\x03 \x01(\x0b\x32\".swarmnet.workers.v1.GatherRefusedH\x00\x42\x06\n\x04kind\"\x0c\n\nGatherBeat\"l\n\x06Roster\x12\r\n\x05round\x18\x01 \x01(\x04\x12,\n\x07members\x18\x02 \x03(\x0b\x32\x1b.swarmnet.workers.v1.Member\x12\x10\n\x08\x65xchange\x18\x03 \x01(\x04\x12\x13\n\x0b\x62ytes_per_s\x18\x04 \x03(\x01\"=\n\rGatherRefused\x12\r\n\x05round\x18\x01 \x01(\x04\x12\r\n\x05state\x18\x02 \x01(\x0c\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x92\x01\n\x0cStateRequest\x12\x0b\n\x03job\x18\x01 \x01(\x0c\x12\r\n\x05state\x18\x02 \x01(\x0c\x12\x31\n\x08\x64\x65scribe\x18\x03 \x01(\x0b\x32\x1d.swarmnet.workers.v1.DescribeH\x00\x12+\n\x05\x66\x65tch\x18\x04 \x01(\x0b\x32\x1a.swarmnet.workers.v1.FetchH\x00\x42\x06\n\x04kind\"\n\n\x08\x44\x65scribe\"\x16\n\x05\x46\x65tch\x12\r\n\x05\x63hunk\x18\x01 \x01(\r\"\xb0\x01\n\nStateReply\x12\x37\n\x0b\x64\x65scription\x18\x01 \x01(\x0b\x32 .swarmnet.workers.v1.DescriptionH\x00\x12+\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x1a.swarmnet.workers.v1.ChunkH\x00\x12\x34\n\x07refused\x18\x03 \x01(\x0b\x32!.swarmnet.workers.v1.StateRefusedH\x00\x42\x06\n\x04kind\"!\n\x0b\x44\x65scription\x12\x12\n\nsize_bytes\x18\x01 \x01(\x04\"\x16\n\x05\x43hunk\x12\r\n\x05index\x18\x01 \x01(\r\"\x1e\n\x0cStateRefused\x12\x0e\n\x06reason\x18\x01 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,33 +32,35 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'workers_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_WORKERRECORD']._serialized_start=38
-  _globals['_WORKERRECORD']._serialized_end=153
-  _globals['_JOBRECORD']._serialized_start=155
-  _globals['_JOBRECORD']._serialized_end=182
-  _globals['_MEMBER']._serialized_start=184
-  _globals['_MEMBER']._serialized_end=279
-  _globals['_GATHERREQUEST']._serialized_start=281
-  _globals['_GATHERREQUEST']._serialized_end=384
-  _globals['_GATHERREPLY']._serialized_start=387
-  _globals['_GATHERREPLY']._serialized_end=559
-  _globals['_GATHERBEAT']._serialized_start=561
-  _globals['_GATHERBEAT']._serialized_end=573
-  _globals['_ROSTER']._serialized_start=575
-  _globals['_ROSTER']._serialized_end=662
-  _globals['_GATHERREFUSED']._serialized_start=664
-  _globals['_GATHERREFUSED']._serialized_end=725
-  _globals['_STATEREQUEST']._serialized_start=728
-  _globals['_STATEREQUEST']._serialized_end=874
-  _globals['_DESCRIBE']._serialized_start=876
-  _globals['_DESCRIBE']._serialized_end=886
-  _globals['_FETCH']._serialized_start=888
-  _globals['_FETCH']._serialized_end=910
-  _globals['_STATEREPLY']._serialized_start=913
-  _globals['_STATEREPLY']._serialized_end=1089
-  _globals['_DESCRIPTION']._serialized_start=1091
-  _globals['_DESCRIPTION']._serialized_end=1124
-  _globals['_CHUNK']._serialized_start=1126
-  _globals['_CHUNK']._serialized_end=1148
-  _globals['_STATEREFUSED']._serialized_start=1150
-  _globals['_STATEREFUSED']._serialized_end=1180
+  _globals['_WORKERRECORD']._serialized_end=138
+  _globals['_JOBRECORD']._serialized_start=140
+  _globals['_JOBRECORD']._serialized_end=167
+  _globals['_MEMBER']._serialized_start=169
+  _globals['_MEMBER']._serialized_end=249
+  _globals['_GATHERREQUEST']._serialized_start=252
+  _globals['_GATHERREQUEST']._serialized_end=404
+  _globals['_MEASURED']._serialized_start=406
+  _globals['_MEASURED']._serialized_end=449
+  _globals['_GATHERREPLY']._serialized_start=452
+  _globals['_GATHERREPLY']._serialized_end=624
+  _globals['_GATHERBEAT']._serialized_start=626
+  _globals['_GATHERBEAT']._serialized_end=638
+  _globals['_ROSTER']._serialized_start=640
+  _globals['_ROSTER']._serialized_end=748
+  _globals['_GATHERREFUSED']._serialized_start=750
+  _globals['_GATHERREFUSED']._serialized_end=811
+  _globals['_STATEREQUEST']._serialized_start=814
+  _globals['_STATEREQUEST']._serialized_end=960
+  _globals['_DESCRIBE']._serialized_start=962
+  _globals['_DESCRIBE']._serialized_end=972
+  _globals['_FETCH']._serialized_start=974
+  _globals['_FETCH']._serialized_end=996
+  _globals['_STATEREPLY']._serialized_start=999
+  _globals['_STATEREPLY']._serialized_end=1175
+  _globals['_DESCRIPTION']._serialized_start=1177
+  _globals['_DESCRIPTION']._serialized_end=1210
+  _globals['_CHUNK']._serialized_start=1212
+  _globals['_CHUNK']._serialized_end=1234
+  _globals['_STATEREFUSED']._serialized_start=1236
+  _globals['_STATEREFUSED']._serialized_end=1266
 # @@protoc_insertion_point(module_scope)

@@ -7,20 +7,18 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class WorkerRecord(_message.Message):
-    __slots__ = ("job", "round", "state", "addresses", "bytes_per_s", "protocol")
+    __slots__ = ("job", "round", "state", "addresses", "protocol")
     JOB_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     ADDRESSES_FIELD_NUMBER: _ClassVar[int]
-    BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     job: bytes
     round: int
     state: bytes
     addresses: _containers.RepeatedScalarFieldContainer[str]
-    bytes_per_s: float
     protocol: int
-    def __init__(self, job: _Optional[bytes] = ..., round: _Optional[int] = ..., state: _Optional[bytes] = ..., addresses: _Optional[_Iterable[str]] = ..., bytes_per_s: _Optional[float] = ..., protocol: _Optional[int] = ...) -> None: ...
+    def __init__(self, job: _Optional[bytes] = ..., round: _Optional[int] = ..., state: _Optional[bytes] = ..., addresses: _Optional[_Iterable[str]] = ..., protocol: _Optional[int] = ...) -> None: ...
 
 class JobRecord(_message.Message):
     __slots__ = ("sealed",)
@@ -29,30 +27,38 @@ class JobRecord(_message.Message):
     def __init__(self, sealed: _Optional[bytes] = ...) -> None: ...
 
 class Member(_message.Message):
-    __slots__ = ("id", "addresses", "bytes_per_s", "weight", "exchanges")
+    __slots__ = ("id", "addresses", "weight", "exchanges")
     ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESSES_FIELD_NUMBER: _ClassVar[int]
-    BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     EXCHANGES_FIELD_NUMBER: _ClassVar[int]
     id: str
     addresses: _containers.RepeatedScalarFieldContainer[str]
-    bytes_per_s: float
     weight: float
     exchanges: int
-    def __init__(self, id: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., bytes_per_s: _Optional[float] = ..., weight: _Optional[float] = ..., exchanges: _Optional[int] = ...) -> None: ...
+    def __init__(self, id: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., weight: _Optional[float] = ..., exchanges: _Optional[int] = ...) -> None: ...
 
 class GatherRequest(_message.Message):
-    __slots__ = ("job", "round", "state", "member")
+    __slots__ = ("job", "round", "state", "member", "measured")
     JOB_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     MEMBER_FIELD_NUMBER: _ClassVar[int]
+    MEASURED_FIELD_NUMBER: _ClassVar[int]
     job: bytes
     round: int
     state: bytes
     member: Member
-    def __init__(self, job: _Optional[bytes] = ..., round: _Optional[int] = ..., state: _Optional[bytes] = ..., member: _Optional[_Union[Member, _Mapping]] = ...) -> None: ...
+    measured: _containers.RepeatedCompositeFieldContainer[Measured]
+    def __init__(self, job: _Optional[bytes] = ..., round: _Optional[int] = ..., state: _Optional[bytes] = ..., member: _Optional[_Union[Member, _Mapping]] = ..., measured: _Optional[_Iterable[_Union[Measured, _Mapping]]] = ...) -> None: ...
+
+class Measured(_message.Message):
+    __slots__ = ("id", "bytes_per_s")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    bytes_per_s: float
+    def __init__(self, id: _Optional[str] = ..., bytes_per_s: _Optional[float] = ...) -> None: ...
 
 class GatherReply(_message.Message):
     __slots__ = ("beat", "roster", "refused")
@@ -69,14 +75,16 @@ class GatherBeat(_message.Message):
     def __init__(self) -> None: ...
 
 class Roster(_message.Message):
-    __slots__ = ("round", "members", "exchange")
+    __slots__ = ("round", "members", "exchange", "bytes_per_s")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     EXCHANGE_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     round: int
     members: _containers.RepeatedCompositeFieldContainer[Member]
     exchange: int
-    def __init__(self, round: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., exchange: _Optional[int] = ...) -> None: ...
+    bytes_per_s: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, round: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., exchange: _Optional[int] = ..., bytes_per_s: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class GatherRefused(_message.Message):
     __slots__ = ("round", "state", "reason")

@@ -1,0 +1,39 @@
+"""An exchange on its way, and what it gave."""
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+from swarmnet_node.training.trainer import StepReport
+from swarmnet_protocols.training.averaging import Outcome
+from swarmnet_protocols.transport import PeerId
+
+
+@dataclass
+class Pending:
+    """An exchange on its way."""
+
+    round: int
+    weights: dict[PeerId, float]
+    """Of everybody in the roster."""
+    report: StepReport
+    outcome: "asyncio.Task[Outcome]"
+    began: float
+    gather_s: float
+
+
+def contributors(outcome: Outcome) -> tuple[PeerId, ...]:
+    """Whoever is in some slice of the average."""
+    return tuple(sorted({peer for slice in outcome.contributors for peer in slice}))
+
+
+def facts(outcome: Outcome) -> dict[str, Any]:
+    """What an event says of an exchange."""
+    return {
+        "committed": outcome.committed,
+        "bytes_sent": outcome.bytes_sent,
+        "bytes_received": outcome.bytes_received,
+        "contributors": list(contributors(outcome)),
+        "excluded": [{"peer_id": peer, "reason": why} for peer, why in outcome.excluded],
+        "reason": outcome.reason,
+    }
