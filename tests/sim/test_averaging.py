@@ -68,6 +68,16 @@ def test_a_death_at_any_message_costs_no_more_than_its_own_contribution(kind: st
     assert all(survivors <= set(names) for outcome in outcomes.values() for names in outcome.contributors)
 
 
+@pytest.mark.parametrize("kind", ["contribution", "result"])
+def test_a_death_in_the_midst_of_bundles_leaves_the_same_bits(kind: str) -> None:
+    lab = TrainingLab(5)
+    work = Work.random(lab, 5 * 4096, "topk")
+    on_delivery(lab, nth(kind, 8), lambda delivery: lab.crash(delivery.source))
+    outcomes = averaged(lab, work)
+    assert len(lab.crashed) == 1
+    assert all(outcome.committed for outcome in outcomes.values())
+
+
 @pytest.mark.parametrize("victim", ["source", "target"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_who_hangs_and_wakes_learns_the_decision_or_that_it_is_behind(kind: str, victim: str) -> None:
@@ -139,7 +149,7 @@ def random_fault(lab: TrainingLab, rng: random.Random) -> Callable[[Delivery], N
 def random_round(seed: str, faults: int) -> tuple[TrainingLab, Work, Outcomes]:
     rng = random.Random(seed)
     lab = TrainingLab(rng.choice([3, 3, 3, 4, 4, 5, 8]), seed=rng.getrandbits(32))
-    codec = rng.choice(["float32", "bfloat16", "int8"])
+    codec = rng.choice(["float32", "bfloat16", "int8", "topk"])
     work = Work.random(lab, rng.randint(1, 4096 * lab.count), codec, seed=rng.getrandbits(32))
     for _ in range(faults):
         on_delivery(lab, nth(rng.choice(KINDS), rng.randint(1, 8)), random_fault(lab, rng))

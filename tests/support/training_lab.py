@@ -13,7 +13,7 @@ from swarmnet_protocols.identity import Identity
 from swarmnet_protocols.protocol_ids import EXCHANGE
 from swarmnet_protocols.training.aggregate import weighted_mean
 from swarmnet_protocols.training.averaging import Exchange, Member, Outcome, RoundTiming, Rules
-from swarmnet_protocols.training.codecs import Codec, get_codec
+from swarmnet_protocols.training.codecs import Codec, get_codec, result_codec
 from swarmnet_protocols.transport import PeerId
 from swarmnet_protocols.transport.memory import Delivery, LinkProfile, MemoryNetwork, MemoryTransport
 from swarmnet_protocols.wire import training_pb2 as pb
@@ -127,7 +127,8 @@ class Work:
             ]
             weights = torch.tensor([self.weights[peer] for peer in contributors], dtype=torch.float64)
             mean = weighted_mean(torch.stack(rows), weights)
-            pieces.append(self.codec.decode(self.codec.encode(mean), end - start))
+            codec = get_codec("float32") if self.codec.sparse else result_codec(self.codec)
+            pieces.append(codec.decode(codec.encode(mean), end - start))
         return torch.cat(pieces)
 
 

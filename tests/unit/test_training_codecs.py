@@ -34,7 +34,7 @@ GOLDEN = {
     "int8": ("fe162e5d41467e83", "45ebaa56f2e85b70"),
     "int4": ("82379cda05b2c8f8", "4057510ef3190b24"),
     "fp4": ("df2998ffb9611d0a", "0bec1919ee8605fb"),
-    "topk": ("3b7bbdd75401d211", "f235179481c93b9f"),
+    "topk": ("322a3af646fe3fb7", "f235179481c93b9f"),
 }
 """The first eight bytes of the SHA-256 of a payload, and of the bits it decodes to."""
 
@@ -139,7 +139,7 @@ def test_scales_and_means_at_their_bounds_are_taken() -> None:
     for scale in (0.0, 2.0**99, 2.0**-99):
         decoded = get_codec("int8").decode(bfloat16_bytes(scale) + b"\x7f\x81", 2)
         assert decoded.tolist() == [127 * scale, -127 * scale]
-    payload = bfloat16_bytes(-(2.0**99), 2.0**-99, 0.0, 0.0) + bytes((0, 0x00, 1)) + b"\x04"
+    payload = bfloat16_bytes(-(2.0**99), 2.0**-99, 0.0, 0.0) + bytes((0x40, 0, 0b11, 0b0100))
     assert get_codec("topk").decode(payload, 2).tolist() == [-(2.0**99), 2.0**-99]
 
 
@@ -178,32 +178,52 @@ def test_padding_after_an_odd_number_of_codes_must_be_zero(name: str, code: int)
         get_codec(name).decode(bfloat16_bytes(1.0, 1.0) + b"\0" * 32 + bytes((code << 4,)), 65)
 
 
-def topk_payload(places: list[int], buckets: int = 0) -> bytes:
-    """The record of a chunk of three values: three places and a zero, and the byte of their buckets."""
-    first, second, third, padding = places
-    packed = bytes(
-        (
-            *(first >> 4, (first & 15) << 4 | second >> 8, second & 255),
-            *(third >> 4, (third & 15) << 4 | padding >> 8, padding & 255),
-        )
-    )
-    return bfloat16_bytes(1.0, 2.0, 3.0, 4.0) + packed + bytes((buckets,))
+def topk_payload(low: int, bitmap: int = 0b111, buckets: int = 0) -> bytes:
+    """The record of a chunk of three values: 3 x 6 bits, a bitmap of 3 and 3 x 2 bits."""
+    return bfloat16_bytes(1.0, 2.0, 3.0, 4.0) + low.to_bytes(3, "little") + bytes((bitmap, buckets))
 
 
-@pytest.mark.parametrize("places", [[0, 0, 1, 0], [0, 2, 1, 0], [0, 1, 3, 0], [1, 2, 4095, 0], [0, 2, 2, 0]])
-def test_places_that_are_out_of_range_or_do_not_increase_are_refused(places: list[int]) -> None:
+def places(*low: int) -> int:
+    return sum(place << 6 * number for number, place in enumerate(low))
+
+
+@pytest.mark.parametrize("low", [places(0, 0, 1), places(0, 2, 1), places(0, 1, 3), places(0, 2, 2)])
+def test_places_that_are_out_of_range_or_do_not_increase_are_refused(low: int) -> None:
     with pytest.raises(ProtocolViolation, match="places"):
-        get_codec("topk").decode(topk_payload(places), 3)
+        get_codec("topk").decode(topk_payload(low), 3)
 
 
-@pytest.mark.parametrize(("padding", "buckets"), [(1, 0), (0x800, 0), (0, 0x40), (0, 0x80)])
-def test_padding_of_places_and_buckets_must_be_zero(padding: int, buckets: int) -> None:
+@pytest.mark.parametrize("bitmap", [0b011, 0b000, 0b101])
+def test_a_bitmap_has_a_bit_for_every_kept_value(bitmap: int) -> None:
+    with pytest.raises(ProtocolViolation, match="3 bits set"):
+        get_codec("topk").decode(topk_payload(places(0, 1, 2), bitmap), 3)
+
+
+def test_bits_of_one_chunk_do_not_make_up_for_those_of_another() -> None:
+    codec = get_codec("topk")
+    payload = bytearray(codec.encode(fixed_vector(2 * ALIGNMENT)))
+    first, second = 8 + 48, 88 + 8 + 48
+    payload[first] &= payload[first] - 1  # the lowest bit set is cleared
+    payload[second] |= payload[second] + 1  # the lowest bit clear is set
+    with pytest.raises(ProtocolViolation, match="64 bits set"):
+        codec.decode(payload, 2 * ALIGNMENT)
+
+
+@pytest.mark.parametrize(
+    ("low", "bitmap", "buckets"),
+    [(1 << 18, 0b111, 0), (1 << 23, 0b111, 0), (0, 0b1111, 0), (0, 0x87, 0), (0, 7, 0x40), (0, 7, 0x80)],
+)
+def test_padding_of_places_and_buckets_must_be_zero(low: int, bitmap: int, buckets: int) -> None:
     with pytest.raises(ProtocolViolation, match="padding"):
-        get_codec("topk").decode(topk_payload([0, 1, 2, padding], buckets), 3)
+        get_codec("topk").decode(topk_payload(places(0, 1, 2) | low, bitmap, buckets), 3)
 
 
 def test_topk_reads_what_its_format_says() -> None:
-    assert get_codec("topk").decode(topk_payload([0, 1, 2, 0], 0b110100), 3).tolist() == [1.0, 2.0, 4.0]
+    assert get_codec("topk").decode(topk_payload(places(0, 1, 2), buckets=0b110100), 3).tolist() == [
+        1.0,
+        2.0,
+        4.0,
+    ]
 
 
 def test_integers_are_rounded_half_to_even() -> None:

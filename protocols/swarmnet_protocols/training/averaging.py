@@ -86,7 +86,7 @@ class Exchange:
             raise ConfigError(f"round {round} cannot begin: the last one was {self._latest}")
         if not (math.isfinite(weight) and weight >= 0):
             raise ConfigError(f"a weight of {weight:g}")
-        terms = Terms.of(self._job, round, members, values.numel(), (codec, self._rules.reply_codec or codec))
+        terms = Terms.of(self._job, round, members, values.numel(), codec)
         if values.dtype != torch.float32 or values.dim() != 1:
             raise ConfigError("only a flat float32 vector can be averaged")
         engagement = Engagement(self._transport, self._timing, self._rules, self._executor, self._own)

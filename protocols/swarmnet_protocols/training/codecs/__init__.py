@@ -16,7 +16,7 @@ from swarmnet_protocols.training.codecs.floats import FloatCodec
 from swarmnet_protocols.training.codecs.log8 import Log8Codec
 from swarmnet_protocols.training.codecs.topk import CHUNK, TopKCodec
 
-__all__ = ["ALIGNMENT", "Codec", "ErrorFeedback", "get_codec"]
+__all__ = ["ALIGNMENT", "Codec", "ErrorFeedback", "get_codec", "result_codec"]
 
 ALIGNMENT = CHUNK
 """A vector cut at multiples of this many values decodes, part by part, to the same bits as when encoded whole."""
@@ -36,6 +36,18 @@ _CODECS: Mapping[str, Codec] = MappingProxyType(
         )
     }
 )
+
+
+_RESULTS: Mapping[str, Codec] = MappingProxyType({"int4": INT8, "fp4": INT8})
+
+
+def result_codec(codec: Codec) -> Codec:
+    """How the mean of contributions in ``codec`` travels: the same, but for four bits.
+
+    Fed back, the small values of a worker come as rare steps of a whole level. In a mean of workers they are fractions
+    of a level, which four bits would round away again.
+    """
+    return _RESULTS.get(codec.name, codec)
 
 
 def get_codec(name: str) -> Codec:

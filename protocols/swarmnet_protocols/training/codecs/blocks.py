@@ -43,6 +43,7 @@ class BlockCodec:
     codes: Callable[[torch.Tensor], torch.Tensor]
     levels: Callable[[torch.Tensor], torch.Tensor]
     biased: bool = True
+    sparse: bool = False
 
     def encode(self, values: torch.Tensor) -> bytes:
         parts = [self._encode_part(part) for part in torch.split(values, _VALUES_AT_ONCE)]

@@ -17,6 +17,10 @@ class Codec(Protocol):
     def biased(self) -> bool:
         """Whether some value may be lost however often it is sent, unless the caller feeds the error back."""
 
+    @property
+    def sparse(self) -> bool:
+        """Whether most values decode as zero: those of a mean would not, and payloads are small enough for all to have all."""
+
     def encode(self, values: torch.Tensor) -> bytes:
         """The payload of ``values``, float32 [n] on the CPU. Raises ``ValueError`` unless all are finite."""
 

@@ -19,6 +19,7 @@ class FloatCodec:
     name: str
     dtype: torch.dtype
     biased: bool
+    sparse: bool = False
 
     def encode(self, values: torch.Tensor) -> bytes:
         if not all_finite(values):

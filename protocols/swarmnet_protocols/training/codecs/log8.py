@@ -21,6 +21,7 @@ class Log8Codec:
     name = "log8"
     biased = False
     """Rounding errors of slopes along unrelated directions are nothing to feed back."""
+    sparse = False
 
     def __init__(self) -> None:
         magnitudes = [_SIXTHS[i % 6] * 2.0 ** (i // 6 + _LOWEST_EXPONENT) for i in range(_MAGNITUDES)]

@@ -1,0 +1,166 @@
+"""Results of a sparse codec: everybody gets the contributions themselves, and no owner can make others of them."""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from swarmnet_protocols.errors import ProtocolViolation
+from swarmnet_protocols.protocol_ids import EXCHANGE
+from swarmnet_protocols.training.averaging import Rules
+from swarmnet_protocols.training.codecs import get_codec
+from swarmnet_protocols.training.transfers import (
+    Payload,
+    Reader,
+    Result,
+    SliceTerms,
+    reduce_slice,
+    result_hash,
+)
+from swarmnet_protocols.transport.memory import Delivery
+from swarmnet_protocols.wire import training_pb2 as pb
+from tests.sim.test_averaging import simulate
+from tests.support.training_lab import TrainingLab, Work
+
+COUNT = 5000
+TERMS = SliceTerms(round=3, index=1, count=COUNT, codec=get_codec("topk"))
+MEMBERS = 4
+
+
+def payload_of(values: torch.Tensor, weight: float = 1.0) -> Payload:
+    data = TERMS.codec.encode(values)
+    return Payload(weight, data, hashlib.sha256(data).digest())
+
+
+def vectors(seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(COUNT, generator=generator) for _ in range(3)]
+
+
+PAYLOADS = [(member, payload_of(values, member + 1.0)) for member, values in enumerate(vectors())]
+OTHER = payload_of(vectors(seed=1)[0], 1.0)
+
+
+def bundle(payloads: Sequence[tuple[int, Payload]], hashes: Mapping[int, bytes] = {}) -> Result:
+    """A result that an owner may make up: these payloads, under these hashes where they are not their own."""
+    contributors = [
+        pb.Contributor(member=member, weight=payload.weight, hash=hashes.get(member, payload.hash))
+        for member, payload in payloads
+    ]
+    summary = pb.Summary(round=3, slice=1, contributors=contributors).SerializeToString()
+    data = b"".join(payload.data for _, payload in payloads)
+    return Result(result_hash(summary, data), summary, data)
+
+
+RULES = Rules()
+
+
+def reader(me: int = 3, rules: Rules = RULES) -> Reader:
+    return Reader(TERMS, rules, MEMBERS, me, dict(PAYLOADS).get(me))
+
+
+def test_all_get_the_bits_that_the_owner_has_and_the_payloads_come_as_they_were() -> None:
+    reduced = reduce_slice(TERMS, Rules(), PAYLOADS)
+    assert reduced is not None
+    result, values = reduced
+    assert result.payload == b"".join(payload.data for _, payload in PAYLOADS)
+    assert len(result.payload) == TERMS.result_bytes(3)
+    for me in range(MEMBERS):
+        assert torch.equal(reader(me).read(result), values)
+    kept = torch.stack([TERMS.codec.decode(payload.data, COUNT) for _, payload in PAYLOADS])
+    mean = (kept * torch.tensor([1.0, 2.0, 3.0])[:, None]).sum(dim=0) / 6
+    torch.testing.assert_close(values, mean)
+
+
+def test_an_altered_contribution_is_not_what_its_hash_says() -> None:
+    altered = [(0, OTHER), *PAYLOADS[1:]]
+    with pytest.raises(ProtocolViolation, match="does not have its hash"):
+        reader().read(bundle(altered, {0: PAYLOADS[0][1].hash}))
+
+
+@pytest.mark.parametrize(
+    "forged", [OTHER, replace(PAYLOADS[0][1], weight=2.0)], ids=["values and hash", "weight"]
+)
+def test_the_author_of_a_contribution_refuses_a_forged_one(forged: Payload) -> None:
+    result = bundle([(0, forged), *PAYLOADS[1:]])
+    with pytest.raises(ProtocolViolation, match="that it did not make"):
+        reader(0).read(result)
+    reader(1).read(result)  # who is not the author cannot tell
+
+
+def test_who_contributed_nothing_refuses_to_be_named() -> None:
+    with pytest.raises(ProtocolViolation, match="that it did not make"):
+        reader(3).read(bundle([*PAYLOADS, (3, OTHER)]))
+
+
+def test_a_bundle_of_another_size_than_its_summary_says_is_refused() -> None:
+    whole = bundle(PAYLOADS)
+    for data in (whole.payload[:-1], bytes(whole.payload) + b"\0", b""):
+        with pytest.raises(ProtocolViolation, match="from 3 contributors"):
+            reader().read(Result(result_hash(whole.summary, data), whole.summary, data))
+
+
+def test_a_bundle_with_what_no_owner_may_count_is_refused() -> None:
+    garbage = b"\xff" * TERMS.contribution_bytes
+    broken = Payload(1.0, garbage, hashlib.sha256(garbage).digest())
+    with pytest.raises(ProtocolViolation, match="member 2 is in a bundle, but"):
+        reader().read(bundle([*PAYLOADS[:2], (2, broken)]))
+    unwanted = TERMS.codec.decode(PAYLOADS[1][1].data, COUNT)
+    rules = Rules(check=lambda values: "too long" if torch.equal(values, unwanted) else "")
+    with pytest.raises(ProtocolViolation, match="member 1 is in a bundle, but too long"):
+        reader(rules=rules).read(bundle(PAYLOADS))
+    with pytest.raises(ProtocolViolation, match="weight 1e\\+300 is above"):
+        reader().read(bundle([(0, replace(PAYLOADS[0][1], weight=1e300)), *PAYLOADS[1:]]))
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_weight_that_is_none_is_refused(weight: float) -> None:
+    with pytest.raises(ProtocolViolation, match="positive and finite"):
+        reader().read(bundle([(0, replace(PAYLOADS[0][1], weight=weight)), *PAYLOADS[1:]]))
+
+
+def test_what_decodes_to_nothing_that_counts_is_left_out_of_the_bundle() -> None:
+    garbage = b"\xff" * TERMS.contribution_bytes
+    broken = Payload(1.0, garbage, hashlib.sha256(garbage).digest())
+    reduced = reduce_slice(TERMS, Rules(), [PAYLOADS[0], (1, broken), PAYLOADS[2]])
+    assert reduced is not None
+    assert len(reduced[0].payload) == TERMS.result_bytes(2)
+    assert torch.equal(reader().read(reduced[0]), reduced[1])
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def traffic(codec: str, count: int) -> tuple[int, int]:
+    """All bytes that a round of 8 workers takes: those of the busiest sender, and of everybody, beats included."""
+    lab = TrainingLab(8)
+    work = Work.random(lab, count, codec)
+    in_all = []
+
+    def observe(delivery: Delivery) -> None:
+        if delivery.protocol.id == EXCHANGE.id:
+            in_all.append(len(delivery.message.header) + len(delivery.message.payload))
+
+    lab.network.observers.append(observe)
+    outcomes = simulate(lambda lab: lab.average(work), lab)
+    assert all(outcome.committed and outcome.average is not None for outcome in outcomes.values())
+    return max(outcome.bytes_sent for outcome in outcomes.values()), sum(in_all)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_sparse_exchange_every_thirty_steps_is_a_thousandth_of_a_mean_at_every_step() -> None:
+    count = 1 << 20
+    busiest, in_all = traffic("topk", count)
+    busiest_dense, in_all_dense = traffic("float32", count)
+    print(f"sparseloco_round_bytes={busiest} of_all={in_all}")
+    print(f"thirty_allreduce_bytes={30 * busiest_dense} of_all={30 * in_all_dense}")
+    print(f"ratio_busiest={30 * busiest_dense / busiest:.0f} ratio_of_all={30 * in_all_dense / in_all:.0f}")
+    assert 30 * busiest_dense >= 1000 * busiest
+    assert 30 * in_all_dense >= 1000 * in_all
