@@ -76,7 +76,7 @@ def run(  # noqa: PLR0913 - a command line, not an interface
     questions = _questions(prompt)
     sampling = Sampling(max_new_tokens, temperature, seed)
     style = _Format(as_json, stream)
-    with _open(model, swarm, bootstrap, dtype, cache_dir, quiet=as_json) as opened:
+    with _open(model, swarm, bootstrap, dtype, cache_dir, quiet=as_json) as opened, opened.session():
         messages: list[dict[str, str]] = []
         for question in questions:
             messages.append({"role": "user", "content": question})

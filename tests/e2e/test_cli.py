@@ -189,11 +189,14 @@ def test_a_chat_remembers_what_was_said(node: RunningNode) -> None:
         assert chat.stdout is not None
         os.write(leader, b"What is the capital of France?\n")
         first = json.loads(chat.stdout.readline())
+        before = answer("status", "--data-dir", node.data_dir)["tokens"]
         os.write(leader, b"And of Italy?\n")
         second = json.loads(chat.stdout.readline())
+        computed = answer("status", "--data-dir", node.data_dir)["tokens"] - before
         os.write(leader, b"\n")
         assert chat.wait(timeout=30) == 0
         assert second["prompt_tokens"] > first["prompt_tokens"] + len(first["token_ids"]) - 2
+        assert computed < second["prompt_tokens"], "what was said before is not computed again"
     finally:
         end(chat)
         os.close(leader)
