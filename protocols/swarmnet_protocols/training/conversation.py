@@ -46,9 +46,9 @@ from swarmnet_protocols.training.transfers import (
     MAX_SUMMARY_BYTES,
     Assembly,
     Payload,
+    Reader,
     Result,
     Rules,
-    check_result,
     parts,
     read_summary,
     reduce_slice,
@@ -274,7 +274,7 @@ class Conversation:
         if not (math.isfinite(header.weight) and header.weight >= 0):
             raise ProtocolViolation(f"a contribution of weight {header.weight:g}")
         terms = self._terms.slice(index)
-        data = self._assemble((member, "contribution"), header, part, terms.codec.max_bytes(terms.count))
+        data = self._assemble((member, "contribution"), header, part, terms.contribution_bytes)
         if data is not None:
             if header.weight > 0:
                 self._contributions[index][member] = Payload(header.weight, data.data, data.hash)
@@ -282,15 +282,15 @@ class Conversation:
 
     async def _take_result(self, member: int, header: pb.Result, part: Buffer) -> None:
         index = below(header.slice, len(self._terms.slices), "slice")
-        if not self._round.accepts_result(member, index, header.hash):
+        if self._ended.done() or not self._round.accepts_result(member, index, header.hash):
             return
         self._feed(Receiving(index))
-        terms = self._terms.slice(index)
-        data = self._assemble((member, "result"), header, part, terms.reply_codec.max_bytes(terms.count))
+        reader = self._reader(index)
+        limit = reader.terms.result_bytes(len(self._terms.members))
+        data = self._assemble((member, "result"), header, part, limit)
         if data is not None:
             result = Result(data.hash, data.summary, data.data)
-            values = await self._compute(lambda: check_result(terms, len(self._terms.members), result))
-            self._keep(index, result, values)
+            self._keep(index, result, await self._compute(lambda: reader.read(result)))
 
     def _assemble(
         self, key: tuple[int, str], header: pb.Contribution | pb.Result, part: Buffer, limit: int
@@ -346,10 +346,7 @@ class Conversation:
         for index, result in enumerate(finish.hashes or DISCARD):
             if self._in_average[index] != result:
                 start, end = self._terms.slices[index]
-                terms = self._terms.slice(index)
-                self._average[start:end] = terms.reply_codec.decode(
-                    self._results[index, result].payload, terms.count
-                )
+                self._average[start:end] = self._reader(index).read(self._results[index, result])
         peers = [member.peer for member in self._terms.members]
         excluded = {(peers[each.member], each.reason) for summary in summaries for each in summary.excluded}
         if self._withheld:
@@ -377,6 +374,12 @@ class Conversation:
             data = self._terms.codec.encode(values[start:end])
             payloads.append(Payload(weight, data, hashlib.sha256(data).digest()))
         return payloads
+
+    def _reader(self, index: int) -> Reader:
+        own = self._own[index] if self._own else None
+        return Reader(
+            self._terms.slice(index), self._engagement.rules, len(self._terms.members), self._me, own
+        )
 
     async def _compute(self, function: Callable[[], T]) -> T:
         return await self._loop.run_in_executor(self._engagement.executor, function)

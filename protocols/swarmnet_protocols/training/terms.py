@@ -36,13 +36,10 @@ class Terms:
     slices: tuple[Share, ...]
     owners: tuple[int, ...]
     codec: Codec
-    reply_codec: Codec
 
     @classmethod
-    def of(
-        cls, job: bytes, round: int, members: Sequence[Member], count: int, codecs: tuple[Codec, Codec]
-    ) -> "Terms":
-        """The terms of averaging ``count`` values, encoded with the first codec, results with the second.
+    def of(cls, job: bytes, round: int, members: Sequence[Member], count: int, codec: Codec) -> "Terms":
+        """The terms of averaging ``count`` values.
 
         Raises ``ConfigError`` for a roster that is empty, too long or names a peer twice, and for a number out of range.
         """
@@ -53,7 +50,7 @@ class Terms:
             raise ConfigError(f"round {round} of {count} values is out of range")
         parts = shares(count, [member.bytes_per_s for member in ordered])
         owners = tuple(index for index, (start, end) in enumerate(parts) if start < end)
-        return cls(job, round, ordered, tuple(parts[owner] for owner in owners), owners, *codecs)
+        return cls(job, round, ordered, tuple(parts[owner] for owner in owners), owners, codec)
 
     @property
     def count(self) -> int:
@@ -65,7 +62,7 @@ class Terms:
 
     def slice(self, index: int) -> SliceTerms:
         start, end = self.slices[index]
-        return SliceTerms(self.round, index, end - start, self.codec, self.reply_codec)
+        return SliceTerms(self.round, index, end - start, self.codec)
 
     def find(self, peer: PeerId) -> int | None:
         """The number of a member."""
@@ -78,7 +75,7 @@ class Terms:
     def digest(self) -> bytes:
         """SHA-256 of all that must be equal."""
         peers = " ".join(member.peer for member in self.members)
-        text = f"{self.round} {peers} {self.slices} {self.owners} {self.codec.name} {self.reply_codec.name}"
+        text = f"{self.round} {peers} {self.slices} {self.owners} {self.codec.name}"
         return hashlib.sha256(self.job + text.encode()).digest()
 
     def _lot(self, member: int) -> bytes:

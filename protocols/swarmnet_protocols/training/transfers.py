@@ -1,9 +1,13 @@
-"""Slices on their way: parts of a payload, what an owner makes of the contributions to its slice, and how a result is checked."""
+"""Slices on their way: parts of a payload, what an owner makes of the contributions to its slice, and how a result is checked.
+
+A result carries the encoded mean. Where the codec is sparse a mean is not, and the result is a *bundle*: the payloads of the
+contributors, in the order of members. Everybody then does what the owner of a mean does alone, and gets the same bits.
+"""
 
 import hashlib
 import math
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +15,7 @@ from google.protobuf.message import DecodeError
 
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.training.aggregate import weighted_mean
-from swarmnet_protocols.training.codecs import Codec
+from swarmnet_protocols.training.codecs import Codec, result_codec
 from swarmnet_protocols.training.messages import below
 from swarmnet_protocols.transport import Buffer
 from swarmnet_protocols.wire import training_pb2 as pb
@@ -34,9 +38,8 @@ class Rules:
     """Of contributions [k, n] in the order of peer ids, with weights [k]: float32 [n]."""
     check: Callable[[torch.Tensor], str] = everything_is_fine
     """Why a contribution [n] must be left out, or ""."""
-    max_weight: float = math.inf
-    reply_codec: Codec | None = None
-    """How a result is encoded; None: as contributions are."""
+    max_weight: float = 2.0**64
+    """Enough for any number of tokens; what is finite and near the end of floats sums to infinity."""
 
 
 @dataclass(frozen=True)
@@ -105,33 +108,54 @@ class SliceTerms:
     index: int
     count: int
     codec: Codec
-    reply_codec: Codec
+
+    @property
+    def contribution_bytes(self) -> int:
+        return self.codec.max_bytes(self.count)
+
+    def result_bytes(self, contributors: int) -> int:
+        """The size of the payload of a result that has so many contributors."""
+        if self.codec.sparse:
+            return contributors * self.contribution_bytes
+        return result_codec(self.codec).max_bytes(self.count)
 
 
 def reduce_slice(
     terms: SliceTerms, rules: Rules, payloads: Sequence[tuple[int, Payload]]
 ) -> tuple[Result, torch.Tensor] | None:
-    """The result of a slice and its decoded values [count], from contributions in the order of members; None if none counts."""
-    contributors, excluded, rows = [], [], []
+    """The result of a slice and its values [count], from contributions in the order of members; None if none counts."""
+    accepted, excluded, rows = [], [], []
     for member, payload in payloads:
         values, reason = _read(terms, rules, payload)
         if values is None:
             excluded.append(pb.Exclusion(member=member, reason=reason[:MAX_REASON]))
         else:
             rows.append(values)
-            contributors.append(pb.Contributor(member=member, weight=payload.weight, hash=payload.hash))
+            accepted.append((member, payload))
     if not rows:
         return None
-    weights = torch.tensor([each.weight for each in contributors], dtype=torch.float64)
-    try:
-        encoded = terms.reply_codec.encode(rules.aggregate(torch.stack(rows), weights))
-    except ValueError:  # finite contributions with an infinite mean
-        return None
+    contributors = [
+        pb.Contributor(member=member, weight=payload.weight, hash=payload.hash)
+        for member, payload in accepted
+    ]
+    values = rules.aggregate(torch.stack(rows), _weights(contributors))
+    if terms.codec.sparse:
+        encoded = b"".join(payload.data for _, payload in accepted)
+    else:
+        codec = result_codec(terms.codec)
+        try:
+            encoded = codec.encode(values)
+        except ValueError:  # finite contributions with an infinite mean
+            return None
+        values = codec.decode(encoded, terms.count)
     summary = pb.Summary(
         round=terms.round, slice=terms.index, contributors=contributors, excluded=excluded
     ).SerializeToString(deterministic=True)
-    result = Result(result_hash(summary, encoded), summary, encoded)
-    return result, terms.reply_codec.decode(encoded, terms.count)
+    return Result(result_hash(summary, encoded), summary, encoded), values
+
+
+def _weights(contributors: Iterable[pb.Contributor]) -> torch.Tensor:
+    return torch.tensor([each.weight for each in contributors], dtype=torch.float64)
 
 
 def _read(terms: SliceTerms, rules: Rules, payload: Payload) -> tuple[torch.Tensor | None, str]:
@@ -147,12 +171,48 @@ def _read(terms: SliceTerms, rules: Rules, payload: Payload) -> tuple[torch.Tens
     return (None, reason) if reason else (values, "")
 
 
-def check_result(terms: SliceTerms, members: int, result: Result) -> torch.Tensor:
-    """The values [count] of a result from another member. Raises ``ProtocolViolation`` unless it is one of this slice."""
-    if result_hash(result.summary, result.payload) != result.hash:
-        raise ProtocolViolation(f"a result of slice {terms.index} does not have its hash")
-    read_summary(terms, members, result.summary)
-    return terms.reply_codec.decode(result.payload, terms.count)
+@dataclass(frozen=True)
+class Reader:
+    """How member ``me`` of ``members`` reads results of a slice. ``own`` is what it contributes, None for nothing."""
+
+    terms: SliceTerms
+    rules: Rules
+    members: int
+    me: int
+    own: Payload | None
+
+    def read(self, result: Result) -> torch.Tensor:
+        """The values [count] of a result from another member. Raises ``ProtocolViolation`` unless it is one of this slice.
+
+        No owner can say that this member contributed anything but what it did. Only the author of a contribution can tell.
+        """
+        if result_hash(result.summary, result.payload) != result.hash:
+            raise ProtocolViolation(f"a result of slice {self.terms.index} does not have its hash")
+        contributors = read_summary(self.terms, self.members, result.summary).contributors
+        for each in contributors:
+            if each.member == self.me and not self._is_own(each):
+                raise ProtocolViolation("a result names a contribution of this member that it did not make")
+        if len(result.payload) != self.terms.result_bytes(len(contributors)):
+            raise ProtocolViolation(
+                f"a result of {len(result.payload)} bytes from {len(contributors)} contributors"
+            )
+        if self.terms.codec.sparse:
+            return self._open_bundle(contributors, memoryview(result.payload))
+        return result_codec(self.terms.codec).decode(result.payload, self.terms.count)
+
+    def _is_own(self, named: pb.Contributor) -> bool:
+        return self.own is not None and (named.weight, named.hash) == (self.own.weight, self.own.hash)
+
+    def _open_bundle(self, contributors: Sequence[pb.Contributor], bundle: memoryview) -> torch.Tensor:
+        rows = []
+        for number, each in enumerate(contributors):
+            start = number * self.terms.contribution_bytes
+            data = bundle[start : start + self.terms.contribution_bytes]
+            values, reason = _read(self.terms, self.rules, Payload(each.weight, data, each.hash))
+            if values is None:
+                raise ProtocolViolation(f"member {each.member} is in a bundle, but {reason}")
+            rows.append(values)
+        return self.rules.aggregate(torch.stack(rows), _weights(contributors))
 
 
 def read_summary(terms: SliceTerms, members: int, serialized: bytes) -> pb.Summary:
@@ -166,6 +226,8 @@ def read_summary(terms: SliceTerms, members: int, serialized: bytes) -> pb.Summa
     named = [below(each.member, members, "member") for each in summary.contributors]
     if not named or named != sorted(set(named)) or len(summary.excluded) > members:
         raise ProtocolViolation("a result names its contributors twice, out of order, or not at all")
+    if not all(math.isfinite(each.weight) and each.weight > 0 for each in summary.contributors):
+        raise ProtocolViolation("a contributor's weight is not positive and finite")
     for exclusion in summary.excluded:
         below(exclusion.member, members, "member")
     return summary
