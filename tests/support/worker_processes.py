@@ -128,4 +128,5 @@ def workers(folder: Path, job: str, *names: str) -> Iterator[dict[str, WorkerPro
 
 def bootstrap(running: dict[str, WorkerProcess]) -> list[str]:
     """Where a newcomer finds the first of those that run."""
-    return [address for worker in running.values() for address in worker.wait("ready")["addresses"]][:1]
+    first = next(iter(running.values()), None)
+    return [] if first is None else [*first.wait("ready")["addresses"]][:1]

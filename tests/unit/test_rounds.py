@@ -36,7 +36,7 @@ ROUNDS_PER_SEED = 6
 
 
 class Net:
-    """``members`` machines. Whatever one says to another comes after a random delay, or is lost with probability ``loss``."""
+    """``members`` machines; those ``stuck`` never finish a reduction. Whatever one says to another comes after a random delay, or is lost with probability ``loss``."""
 
     def __init__(self, members: int, rng: random.Random, loss: float = 0.0) -> None:
         order = list(range(members))
@@ -49,6 +49,7 @@ class Net:
         self.finishes: dict[int, Finish] = {}
         self.accepted: dict[int, dict[int, tuple[bytes, ...]]] = {}
         self.asleep: set[int] = set()
+        self.stuck: set[int] = set()
         self.dead: set[int] = set()
         self.up: set[tuple[int, int]] = set()
         self._queue: list[tuple[float, int, int, Callable[[], None]]] = []
@@ -89,6 +90,8 @@ class Net:
                 self.carry(me, member, lambda: self.contribute(me, member, index))
             case SendResult(member, index, result):
                 self.carry(me, member, lambda: self.offer(me, member, index, result))
+            case Reduce() if me in self.stuck:
+                pass
             case Reduce(index, members):
                 result = hashlib.sha256(f"{index} {members} {me}".encode()).digest()
                 self.later(me, self.rng.uniform(0.0, 0.05), lambda: self.feed(me, Holds(index, result)))
@@ -174,6 +177,34 @@ def test_one_death_or_one_hang_leaves_a_committed_round(seed: int, index: int) -
     net.run()
     net.check()
     assert all(finish.hashes for member, finish in net.finishes.items() if member != victim)
+
+
+def test_an_owner_that_lives_and_does_not_deliver_is_replaced(seed: int) -> None:
+    rng = random.Random(f"{seed}/stuck")
+    net = Net(rng.randint(3, 7), rng)
+    net.stuck = {rng.randrange(len(net.rounds))}
+    net.run()
+    net.check()
+    assert all(finish.hashes for finish in net.finishes.values())
+    assert net.now < TIMING.settle_s
+
+
+def test_nobody_waits_longer_for_a_member_that_has_not_begun_than_for_a_contribution(seed: int) -> None:
+    rng = random.Random(f"{seed}/absent")
+    net = Net(rng.randint(3, 7), rng)
+    absent = rng.randrange(len(net.rounds))
+    net.asleep = {absent}  # its links stay up, as of a worker that is still at its inner steps
+    early: list[int] = []
+
+    def wake() -> None:
+        early.extend(net.finishes)
+        net.asleep.clear()
+
+    net.later(-1, TIMING.settle_s - 0.1, wake)
+    net.run()
+    net.check()
+    assert len(early) == len(net.rounds) - 1
+    assert all(finish.hashes for finish in net.finishes.values())
 
 
 @pytest.mark.parametrize("index", range(ROUNDS_PER_SEED))

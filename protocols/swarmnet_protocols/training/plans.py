@@ -11,9 +11,9 @@ Reports = Mapping[int, Report]
 def plan(
     slots: Sequence[Slot], reports: Reports, live: Sequence[int], replaced: Sequence[int]
 ) -> tuple[Slot, ...]:
-    """Slots for all slices: a result that some live member holds rather than another reduction, a live owner for ``replaced`` ones.
+    """Slots for all slices: a result that some live member holds rather than another reduction, another owner for slices ``replaced``.
 
-    What was chosen stays chosen while a live member holds it. The new owner is the one that owns least.
+    What was chosen stays chosen while a live member holds it. The new owner is the live one that owns least.
     """
     reporting = [member for member in live if member in reports]
     planned = list(slots)
@@ -21,7 +21,7 @@ def plan(
         holders = [member for member in reporting if reports[member].held[index]]
         if holders:
             planned[index] = _slot_with_result(index, slot, {member: reports[member] for member in holders})
-        elif slot.owner in replaced:
+        elif index in replaced:
             load = [each.owner for each in planned]
             candidates = [member for member in reporting if member != slot.owner] or [slot.owner]
             planned[index] = Slot(min(candidates, key=lambda member: (load.count(member), member)))

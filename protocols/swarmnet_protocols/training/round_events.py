@@ -30,6 +30,11 @@ class RoundTiming:
             raise ConfigError("silence_s must be at least three beats, or one late packet looks like a death")
 
     @property
+    def late_s(self) -> float:
+        """An owner that has delivered nothing by now is replaced: early enough for another one to be."""
+        return (self.contribution_s + self.settle_s) / 2
+
+    @property
     def attempt_s(self) -> float:
         """A coordinator that reaches no decision for so long after ``settle_s`` is replaced: four in the time that is left."""
         return (self.deadline_s - self.settle_s) / 4

@@ -79,6 +79,7 @@ class Round:
         self._reduced: set[int] = set()
         self._offered: dict[tuple[int, int], float] = {}  # until when a member may still have our slice
         self._held: list[tuple[bytes, ...]] = [()] * len(owners)
+        self._late_at = [now + timing.late_s] * len(owners)  # when its owner must have delivered a result
         self._progress_at = [-math.inf] * len(owners)
         self._asked = [0] * len(owners)
         # as an acceptor
@@ -280,6 +281,8 @@ class Round:
         """Take on a plan; whoever owns a slice by it, and did not before, calls for the contributions."""
         before, self._slots = self._slots, slots
         for index, slot in enumerate(slots):
+            if slot.owner != before[index].owner:
+                self._late_at[index] = now + self._timing.late_s - self._timing.contribution_s
             if slot.owner == self._me != before[index].owner and not self._held[index]:
                 self._taken_over.add(index)
                 self._contributed[index].add(self._me)
@@ -331,8 +334,8 @@ class Round:
         if len(reports) < self._majority:
             return
         if self._proposal is None:
-            live = [member for member in self._members if member not in self._lost]
-            replaced = [member for member in self._members if self._is_to_be_replaced(member, now)]
+            live = [member for member in self._members if self._takes_part(member, now)]
+            replaced = [index for index in range(len(self._slots)) if self._is_to_be_replaced(index, now)]
             slots = plan(self._slots, reports, live, replaced)
             self._adopt(slots, now)
             if tick and slots != self._announced:
@@ -349,12 +352,13 @@ class Round:
             self.decision = self._proposal.hashes
             self._broadcast(Decided(self.decision))
 
-    def _is_to_be_replaced(self, owner: int, now: float) -> bool:
-        # A member that has the result of a lost owner has had two beats to say so.
-        lost_at = self._lost.get(owner, math.inf)
-        return now - lost_at >= 2 * self._timing.beat_s or not (
-            owner in self._lost or self._takes_part(owner, now)
-        )
+    def _is_to_be_replaced(self, index: int, now: float) -> bool:
+        """Whether somebody else is to reduce a slice, whose owner is lost, absent, or there and does not deliver."""
+        owner = self._slots[index].owner
+        if owner in self._lost:  # a member that has its result has had two beats to say so
+            return now - self._lost[owner] >= 2 * self._timing.beat_s
+        coming = now - self._progress_at[index] < self._timing.silence_s
+        return not self._takes_part(owner, now) or (now >= self._late_at[index] and not coming)
 
     # the end
 
