@@ -17,6 +17,12 @@ from swarmnet_node.attention import Batch, Rule
 Angles = tuple[torch.Tensor, torch.Tensor]
 """Of each position the cosines, and the sines with the sign that they take in a rotation: both [1, 1, T, size]."""
 
+Linear = tuple[torch.Tensor, torch.Tensor | None]
+"""Weight [outputs, inputs] and bias."""
+
+Norm = tuple[tuple[int, ...], torch.Tensor, float]
+"""Shape, weight and epsilon of an RMSNorm."""
+
 
 def fits(model: Any) -> bool:
     """Whether the model is made of parts that fused layers know. What it does with them only a trial can tell."""
@@ -28,57 +34,59 @@ class FusedLayers:
 
     def __init__(self, model: Any, rules: Sequence[Rule]) -> None:
         """``rules`` says of each layer how it attends. The weights of ``model`` become parts of ours."""
-        self._rotary = model.rotary_emb
-        self._layers = [_FusedLayer(layer, rule) for layer, rule in zip(model.layers, rules, strict=True)]
+        self.rotary = model.rotary_emb
+        self.layers = [FusedLayer(layer, rule) for layer, rule in zip(model.layers, rules, strict=True)]
 
     def part(self, start: int, end: int) -> "FusedLayers":
         """Layers [start, end) of these."""
         part = FusedLayers.__new__(FusedLayers)
-        part._rotary, part._layers = self._rotary, self._layers[start:end]
+        part.rotary, part.layers = self.rotary, self.layers[start:end]
         return part
 
     def __call__(self, inputs: torch.Tensor, positions: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Hidden states [T, D] of new positions [T], in and out."""
-        cosines, sines = self._rotary(inputs[None], positions[None])
+        cosines, sines = self.rotary(inputs[None], positions[None])
         first, second = sines.chunk(2, -1)
         angles = cosines[None], torch.cat((-first, second), -1)[None]
-        for layer in self._layers:
+        for layer in self.layers:
             inputs = layer(inputs, angles, batch)
         return inputs
 
 
-class _FusedLayer:
+class FusedLayer:
+    """One decoder layer: what it is made of, and what it computes."""
+
     def __init__(self, layer: Any, rule: Rule) -> None:
         attention, mlp = layer.self_attn, layer.mlp
-        self._index = attention.layer_idx
-        self._rule = rule
-        self._size = attention.head_dim
-        self._heads = attention.q_proj.out_features // self._size
-        self._key_heads = attention.k_proj.out_features // self._size
-        self._qkv, self._qkv_bias = _join(attention.q_proj, attention.k_proj, attention.v_proj)
-        self._output, self._output_bias = attention.o_proj.weight, attention.o_proj.bias
-        self._gate_up, self._gate_up_bias = _join(mlp.gate_proj, mlp.up_proj)
-        self._down, self._down_bias = mlp.down_proj.weight, mlp.down_proj.bias
-        self._attention_norm = _norm(layer.input_layernorm)
-        self._mlp_norm = _norm(layer.post_attention_layernorm)
-        self._head_norms = [_norm(getattr(attention, name)) for name in _head_norm_names(attention)]
+        self.index = attention.layer_idx
+        self.rule = rule
+        self.size = attention.head_dim
+        self.heads = attention.q_proj.out_features // self.size
+        self.key_heads = attention.k_proj.out_features // self.size
+        self.qkv = _join(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.output = attention.o_proj.weight, attention.o_proj.bias
+        self.gate_up = _join(mlp.gate_proj, mlp.up_proj)
+        self.down = mlp.down_proj.weight, mlp.down_proj.bias
+        self.attention_norm = _norm(layer.input_layernorm)
+        self.mlp_norm = _norm(layer.post_attention_layernorm)
+        self.head_norms = [_norm(getattr(attention, name)) for name in _head_norm_names(attention)]
 
     def __call__(self, hidden: torch.Tensor, angles: Angles, batch: Batch) -> torch.Tensor:
-        heads, key_heads = self._heads, self._key_heads
-        states = linear(rms_norm(hidden, *self._attention_norm), self._qkv, self._qkv_bias)
-        states = states.view(1, len(hidden), heads + 2 * key_heads, self._size).transpose(1, 2)
-        if self._head_norms:
+        heads, key_heads = self.heads, self.key_heads
+        states = linear(rms_norm(hidden, *self.attention_norm), *self.qkv)
+        states = states.view(1, len(hidden), heads + 2 * key_heads, self.size).transpose(1, 2)
+        if self.head_norms:
             query, key, value = torch.split(states, [heads, key_heads, key_heads], 1)
-            query = _rotate(rms_norm(query, *self._head_norms[0]), angles)
-            key = _rotate(rms_norm(key, *self._head_norms[1]), angles)
+            query = _rotate(rms_norm(query, *self.head_norms[0]), angles)
+            key = _rotate(rms_norm(key, *self.head_norms[1]), angles)
         else:
             rotated, value = torch.split(states, [heads + key_heads, key_heads], 1)
             query, key = torch.split(_rotate(rotated, angles), [heads, key_heads], 1)
-        attended = batch.attend(self._index, query, key, value, self._rule).reshape(len(hidden), -1)
-        hidden = hidden + linear(attended, self._output, self._output_bias)
-        gate_up = linear(rms_norm(hidden, *self._mlp_norm), self._gate_up, self._gate_up_bias)
+        attended = batch.attend(self.index, query, key, value, self.rule).reshape(len(hidden), -1)
+        hidden = hidden + linear(attended, *self.output)
+        gate_up = linear(rms_norm(hidden, *self.mlp_norm), *self.gate_up)
         gate, up = gate_up.chunk(2, -1)
-        return hidden + linear(silu(gate) * up, self._down, self._down_bias)
+        return hidden + linear(silu(gate) * up, *self.down)
 
 
 def _rotate(states: torch.Tensor, angles: Angles) -> torch.Tensor:
@@ -108,11 +116,11 @@ def _head_norm_names(attention: Any) -> list[str]:
     return [name for name in ("q_norm", "k_norm") if hasattr(attention, name)]
 
 
-def _norm(module: Any) -> tuple[tuple[int, ...], torch.Tensor, float]:
+def _norm(module: Any) -> Norm:
     return tuple(module.weight.shape), module.weight, module.variance_epsilon
 
 
-def _join(*modules: nn.Linear) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _join(*modules: nn.Linear) -> Linear:
     """Weight and bias that give the outputs of all, one after another; theirs become parts of these."""
     weight = torch.cat([module.weight for module in modules])
     bias = None if modules[0].bias is None else torch.cat([module.bias for module in modules])

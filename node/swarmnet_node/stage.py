@@ -10,6 +10,7 @@ import torch
 from swarmnet_node.attention import IMPLEMENTATION, GeometryProbe, PackedBatch, Rule, register
 from swarmnet_node.fused import FusedLayers, fits
 from swarmnet_node.kv import KVGeometry, LaneCache
+from swarmnet_node.native import decode
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models import LocalModel
 from swarmnet_protocols.models.cut import with_blocks
@@ -21,8 +22,11 @@ FUSION_TOLERANCE_EPS = 100
 class Stage:
     """Blocks [start, end) of a model, ready to run. Not thread-safe: one thread does all forwards."""
 
-    def __init__(self, model: Any, hidden_size: int) -> None:
-        """``model`` is a decoder stack as ``LocalModel.load_span`` gives it; it belongs to the stage from now on."""
+    def __init__(self, model: Any, hidden_size: int, native: decode.Native | None = None) -> None:
+        """``model`` is a decoder stack as ``LocalModel.load_span`` gives it; it belongs to the stage from now on.
+
+        ``native`` computes single positions where it can.
+        """
         register()
         self._model = model
         self._model.config._attn_implementation = IMPLEMENTATION
@@ -34,22 +38,37 @@ class Stage:
         self.weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
         self._first = 0
         self._fused: FusedLayers | None = None
+        self._native: decode.NativeLayers | None = None
         self._parts: dict[tuple[int, int], Stage] = {}
         probe = self._probe()
         self.geometry = KVGeometry(tuple(shape for shape, _ in probe.layers), self.dtype, self.device)
-        self._fuse([rule for _, rule in probe.layers])
+        self._fuse([rule for _, rule in probe.layers], native)
 
     @classmethod
     def load(
-        cls, model: LocalModel, start: int, end: int, *, dtype: torch.dtype, device: torch.device
+        cls,
+        model: LocalModel,
+        start: int,
+        end: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        native: decode.Native | None = None,
     ) -> "Stage":
         """Load blocks [start, end); raises ``ConfigError`` for a family whose layers keep more than keys and values."""
-        return cls(model.load_span(start, end, dtype=dtype, device=device), model.manifest.hidden_size)
+        return cls(
+            model.load_span(start, end, dtype=dtype, device=device), model.manifest.hidden_size, native
+        )
 
     @property
     def is_fused(self) -> bool:
         """Whether our own layers stand in for those of transformers."""
         return self._fused is not None
+
+    @property
+    def is_native(self) -> bool:
+        """Whether single positions are computed by native code."""
+        return self._native is not None
 
     def part(self, start: int, end: int) -> "Stage":
         """Blocks [start, end) of this stage, counted from its first, as a stage that shares its weights."""
@@ -67,6 +86,7 @@ class Stage:
             part.geometry = replace(self.geometry, layers=self.geometry.layers[start:end])
             part._first = self._first + start
             part._fused = self._fused and self._fused.part(start, end)
+            part._native = self._native and self._native.part(start, end, part.geometry)
             self._parts[start, end] = part
         return self._parts[start, end]
 
@@ -91,15 +111,24 @@ class Stage:
         counts = [inputs.shape[0] for _, inputs in rows]
         for (lane, _), count in zip(rows, counts, strict=True):
             lane.reserve(lane.length + count)
+        if self._native is not None and counts == [1]:
+            [(lane, inputs)] = rows
+            outputs = [self._native(inputs.to(self.device, self.dtype), lane)]
+        else:
+            outputs = self._forward_packed(rows, counts)
+        for (lane, _), count in zip(rows, counts, strict=True):
+            lane.length += count
+        return outputs
+
+    def _forward_packed(
+        self, rows: Sequence[tuple[LaneCache, torch.Tensor]], counts: list[int]
+    ) -> list[torch.Tensor]:
         packed = torch.cat([inputs.to(self.device, self.dtype) for _, inputs in rows])
         positions = torch.cat(
             [torch.arange(lane.length, lane.length + n) for (lane, _), n in zip(rows, counts, strict=True)]
         )
         batch = PackedBatch([lane for lane, _ in rows], counts, first_layer=self._first)
-        outputs = torch.split(self._run(packed, positions.to(self.device), batch), counts)
-        for (lane, _), count in zip(rows, counts, strict=True):
-            lane.length += count
-        return list(outputs)
+        return list(torch.split(self._run(packed, positions.to(self.device), batch), counts))
 
     def _run(
         self, inputs: torch.Tensor, positions: torch.Tensor, batch: PackedBatch | GeometryProbe
@@ -123,8 +152,8 @@ class Stage:
             )
         return probe
 
-    def _fuse(self, rules: Sequence[Rule]) -> None:
-        """Use fused layers if they give what transformers' layers give."""
+    def _fuse(self, rules: Sequence[Rule], native: decode.Native | None) -> None:
+        """Use fused layers, and native ones, if they give what transformers' layers give."""
         if not fits(self._model):
             return
         generator = torch.Generator().manual_seed(0)
@@ -132,7 +161,16 @@ class Stage:
         [expected] = self.forward([(self.new_lane(), inputs)])
         self._fused = FusedLayers(self._model, rules)
         [outputs] = self.forward([(self.new_lane(), inputs)])
+        if not self._agree(outputs, expected):
+            self._fused = None
+        elif native is not None and decode.fits(self._fused, self.geometry):
+            self._native = decode.NativeLayers(native, self._fused, self.geometry)
+            lane = self.new_lane()
+            outputs = torch.cat([self.forward([(lane, row)])[0] for row in torch.split(inputs, 1)])
+            if not self._agree(outputs, expected):
+                self._native = None
+
+    def _agree(self, outputs: torch.Tensor, expected: torch.Tensor) -> bool:
         # Rounding differs by some units in the last place; another function differs by about its own size.
         error = (outputs - expected).float().norm() / expected.float().norm()
-        if not error < FUSION_TOLERANCE_EPS * torch.finfo(self.dtype).eps:
-            self._fused = None
+        return bool(error < FUSION_TOLERANCE_EPS * torch.finfo(self.dtype).eps)

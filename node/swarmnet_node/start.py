@@ -16,6 +16,7 @@ from swarmnet_protocols.network import Network, connect
 if TYPE_CHECKING:
     import torch
 
+    from swarmnet_node.native.decode import Native
     from swarmnet_node.node import Hosting, Node
     from swarmnet_node.stage import Stage
     from swarmnet_protocols.models import LocalModel, Progress
@@ -84,6 +85,7 @@ class _Loaded:
     model: "LocalModel"
     dtype: "torch.dtype"
     device: "torch.device"
+    native: "Native | None"
     stage: "Stage | None"
 
     @classmethod
@@ -91,6 +93,7 @@ class _Loaded:
         from swarmnet_node.footprint import import_transformers
 
         import_transformers()
+        from swarmnet_node.native.decode import Native
         from swarmnet_node.stage import Stage
         from swarmnet_protocols.devices import pick_device, pick_dtype
         from swarmnet_protocols.models import resolve
@@ -107,8 +110,9 @@ class _Loaded:
         blocks = config.blocks or ((0, total) if config.num_blocks is None else None)
         if progress is not None:
             progress("loading blocks", 0, None)
-        stage = Stage.load(model, *blocks, dtype=dtype, device=device) if blocks else None
-        return cls(model, dtype, device, stage)
+        native = Native.load(config.cache_dir)
+        stage = Stage.load(model, *blocks, dtype=dtype, device=device, native=native) if blocks else None
+        return cls(model, dtype, device, native, stage)
 
     def hosting(self, config: NodeConfig) -> "Hosting":
         from importlib.metadata import version
@@ -132,4 +136,6 @@ class _Loaded:
     def _load(self, start: int, end: int) -> "Stage":
         from swarmnet_node.stage import Stage
 
-        return self.stage or Stage.load(self.model, start, end, dtype=self.dtype, device=self.device)
+        return self.stage or Stage.load(
+            self.model, start, end, dtype=self.dtype, device=self.device, native=self.native
+        )

@@ -196,7 +196,7 @@ def test_fused_layers_hold_no_second_copy_of_the_weights(tmp_path: Path) -> None
     attention = stage._model.layers[0].self_attn
 
     memories = {getattr(attention, f"{name}_proj").weight.untyped_storage().data_ptr() for name in "qkv"}
-    assert memories == {stage._fused._layers[0]._qkv.untyped_storage().data_ptr()}
+    assert memories == {stage._fused.layers[0].qkv[0].untyped_storage().data_ptr()}
 
 
 def test_a_stage_says_what_it_is(tmp_path: Path) -> None:

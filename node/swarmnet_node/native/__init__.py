@@ -1,0 +1,1 @@
+"""C code of our own, compiled where it runs, and what stands between it and torch."""

@@ -1,0 +1,75 @@
+"""Our C code, compiled by the machine's own compiler at first use and kept in the cache."""
+
+import ctypes
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+_log = logging.getLogger(__name__)
+
+SOURCE = Path(__file__).with_name("decode.c")
+COMPILE = ("-std=gnu11", "-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-fPIC", "-c")
+LINK = ("-shared", "-Wl,-z,defs")
+COMPILER_TIMEOUT_S = 60.0
+
+
+class _Unavailable(Exception):
+    pass
+
+
+def load(cache_dir: Path, *, compiler: str = "cc") -> ctypes.CDLL | None:
+    """The compiled code. None where it cannot be had, with a line in the log that says why."""
+    try:
+        return ctypes.CDLL(str(_built(cache_dir / "native", compiler)))
+    except (_Unavailable, OSError, subprocess.SubprocessError) as error:
+        _log.warning("single tokens are decoded without native code: %s", error)
+        return None
+
+
+def _built(folder: Path, compiler: str) -> Path:
+    path = shutil.which(compiler)
+    if path is None:
+        raise _Unavailable(f"no {compiler} on this machine")
+    openmp = _openmp_of_torch()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.stat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise _Unavailable(f"others may write into {folder}")
+    key = [SOURCE.read_text(), *COMPILE, *LINK, path, str(openmp), *_processor()]
+    digest = hashlib.sha256("\0".join(key).encode()).hexdigest()
+    library = folder / f"{digest}.so"
+    if not library.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            compiled, linked = Path(scratch, "decode.o"), Path(scratch, "decode.so")
+            _run(path, *COMPILE, str(SOURCE), "-o", str(compiled))
+            _run(path, *LINK, str(compiled), str(openmp), "-lm", "-o", str(linked))
+            os.replace(linked, library)
+    return library
+
+
+def _openmp_of_torch() -> Path:
+    """The OpenMP library that torch brings. Threads of a second one would compete with the first for the cores."""
+    import torch
+
+    found = list(Path(torch.__file__).parent.glob("lib/libgomp*.so*"))
+    if len(found) != 1:
+        raise _Unavailable("torch brings no libgomp")
+    return found[0]
+
+
+def _processor() -> list[str]:
+    """What ``-march=native`` looks at."""
+    lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
+    return [line for line in lines if line.startswith(("model", "flags", "CPU", "Features"))]
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(
+        command, capture_output=True, text=True, errors="replace", timeout=COMPILER_TIMEOUT_S, check=False
+    )
+    if done.returncode:
+        raise _Unavailable(f"{command[0]} fails: {done.stderr.strip()[:500]}")

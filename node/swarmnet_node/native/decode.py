@@ -1,0 +1,194 @@
+"""Fused layers in one native call, for the step that decoding is made of: one new position of one lane."""
+
+import ctypes
+from ctypes import Structure, c_float, c_int64, c_void_p
+from pathlib import Path
+
+import torch
+
+from swarmnet_node.fused import FusedLayer, FusedLayers, Linear, Norm
+from swarmnet_node.kv import KVGeometry, LaneCache, LayerShape
+from swarmnet_node.native import build
+
+CACHE_LINE_FLOATS = 16
+
+
+class _Linear(Structure):
+    _fields_ = (("weight", c_void_p), ("bias", c_void_p))
+
+
+class _Norm(Structure):
+    _fields_ = (("weight", c_void_p), ("eps", c_float))
+
+
+class _Layer(Structure):
+    _fields_ = (
+        *((name, _Linear) for name in ("qkv", "output", "gate_up", "down")),
+        *((name, _Norm) for name in ("before_attention", "of_queries", "of_keys", "before_mlp")),
+        *((name, c_int64) for name in ("heads", "key_heads", "inner")),
+        ("scaling", c_float),
+    )
+
+
+class _Step(Structure):
+    _fields_ = tuple(
+        (name, c_int64)
+        for name in (
+            *("layers", "hidden_size", "head_size", "shared_floats", "thread_floats"),
+            *("position", "capacity", "threads"),
+        )
+    )
+
+
+class Native:
+    """The compiled code; whoever has one may try it on layers."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.decode = library.decode
+        self.decode.restype = None
+        self.decode.argtypes = [c_void_p] * 6
+
+    @classmethod
+    def load(cls, cache_dir: Path) -> "Native | None":
+        """Compile, or find in ``cache_dir`` what was compiled before; None where this machine cannot."""
+        library = build.load(cache_dir)
+        return None if library is None else cls(library)
+
+
+class NativeLayers:
+    """What ``FusedLayers`` computes, for one new position of one lane."""
+
+    def __init__(self, native: Native, fused: FusedLayers, geometry: KVGeometry) -> None:
+        """``fits`` holds for ``fused``, whose memory is used where it is; ``geometry`` is that of their lanes."""
+        self._native = native
+        self._fused = fused
+        self._geometry = geometry
+        self._hidden_size, self._head_size = _sizes(fused)
+        self._layers = (_Layer * len(fused.layers))(*map(_native_layer, fused.layers))
+        self._shared_floats = _whole_lines(max(map(_shared_floats, fused.layers)))
+
+    def part(self, start: int, end: int, geometry: KVGeometry) -> "NativeLayers":
+        """Layers [start, end) of these, whose lanes have ``geometry``."""
+        return NativeLayers(self._native, self._fused.part(start, end), geometry)
+
+    def __call__(self, inputs: torch.Tensor, lane: LaneCache) -> torch.Tensor:
+        """Hidden states [1, D] of the lane's next position, in and out.
+
+        The lane has room for it; its keys and values are written and ``length`` is left as it is.
+        """
+        if inputs.shape != (1, self._hidden_size) or lane.geometry != self._geometry:
+            raise ValueError("native layers take one position of a lane of their own")
+        caches = [lane.layer(index) for index in range(len(self._layers))]
+        capacity = caches[0][0].shape[2]
+        if not lane.length < capacity:
+            raise ValueError(f"no room for another position in a lane of {capacity}")
+        position = torch.tensor([[lane.length]])
+        angles = torch.cat(self._fused.rotary(inputs[None], position), 1).contiguous()
+        if angles.shape != (1, 2, self._head_size):
+            raise ValueError("only whole heads are rotated")
+        hidden = inputs.clone(memory_format=torch.contiguous_format)
+        threads = torch.get_num_threads()
+        thread_floats = _whole_lines(self._hidden_size + capacity)
+        scratch = torch.empty(self._shared_floats + threads * thread_floats)
+        step = _Step(
+            layers=len(self._layers),
+            hidden_size=self._hidden_size,
+            head_size=self._head_size,
+            shared_floats=self._shared_floats,
+            thread_floats=thread_floats,
+            position=lane.length,
+            capacity=capacity,
+            threads=threads,
+        )
+        pointers = [buffer.data_ptr() for pair in caches for buffer in pair]
+        self._native.decode(
+            ctypes.byref(step),
+            self._layers,
+            (c_void_p * len(pointers))(*pointers),
+            angles.data_ptr(),
+            scratch.data_ptr(),
+            hidden.data_ptr(),
+        )
+        return hidden
+
+
+def fits(fused: FusedLayers, geometry: KVGeometry) -> bool:
+    """Whether the native code knows such layers. As with ``FusedLayers``, what it computes needs a trial."""
+    hidden_size, head_size = _sizes(fused)
+    return (
+        geometry.dtype == torch.float32
+        and geometry.device.type == "cpu"
+        and head_size % 2 == 0
+        and all(
+            _layer_fits(layer, hidden_size, head_size)
+            and shape == LayerShape(layer.key_heads, head_size, head_size)
+            for layer, shape in zip(fused.layers, geometry.layers, strict=True)
+        )
+    )
+
+
+def _layer_fits(layer: FusedLayer, hidden_size: int, head_size: int) -> bool:
+    rule, width, inner = layer.rule, layer.heads * head_size, layer.down[0].shape[1]
+    products: list[tuple[Linear, tuple[int, ...]]] = [
+        (layer.qkv, (width + 2 * layer.key_heads * head_size, hidden_size)),
+        (layer.output, (hidden_size, width)),
+        (layer.gate_up, (2 * inner, hidden_size)),
+        (layer.down, (hidden_size, inner)),
+    ]
+    tensors: list[tuple[torch.Tensor, tuple[int, ...]]] = [(weight, shape) for (weight, _), shape in products]
+    tensors += [(bias, shape[:1]) for (_, bias), shape in products if bias is not None]
+    tensors += [(weight, (hidden_size,)) for _, weight, _ in (layer.attention_norm, layer.mlp_norm)]
+    tensors += [(weight, (head_size,)) for _, weight, _ in layer.head_norms]
+    return (
+        rule.sliding_window is None
+        and rule.softcap is None
+        and rule.sinks is None
+        and layer.size == head_size
+        and layer.heads % layer.key_heads == 0
+        and len(layer.head_norms) in (0, 2)
+        and all(
+            tensor.shape == shape and tensor.dtype == torch.float32 and tensor.is_contiguous()
+            for tensor, shape in tensors
+        )
+    )
+
+
+def _sizes(fused: FusedLayers) -> tuple[int, int]:
+    """Of a hidden state, and of a head."""
+    return fused.layers[0].output[0].shape[0], fused.layers[0].size
+
+
+def _native_layer(layer: FusedLayer) -> _Layer:
+    of_queries, of_keys = map(_native_norm, layer.head_norms) if layer.head_norms else (_Norm(), _Norm())
+    return _Layer(
+        *map(_native_linear, (layer.qkv, layer.output, layer.gate_up, layer.down)),
+        _native_norm(layer.attention_norm),
+        of_queries,
+        of_keys,
+        _native_norm(layer.mlp_norm),
+        layer.heads,
+        layer.key_heads,
+        layer.down[0].shape[1],
+        layer.size**-0.5 if layer.rule.scaling is None else layer.rule.scaling,
+    )
+
+
+def _native_linear(linear: Linear) -> _Linear:
+    weight, bias = linear
+    return _Linear(weight.data_ptr(), None if bias is None else bias.data_ptr())
+
+
+def _native_norm(norm: Norm) -> _Norm:
+    _, weight, eps = norm
+    return _Norm(weight.data_ptr(), eps)
+
+
+def _shared_floats(layer: FusedLayer) -> int:
+    """States of all heads, what the query heads attended to, gates and ups, and a product to add."""
+    rows: list[int] = [weight.shape[0] for weight, _ in (layer.qkv, layer.gate_up, layer.down)]
+    return sum(rows, layer.heads * layer.size)
+
+
+def _whole_lines(floats: int) -> int:
+    """Threads that write into one cache line of memory would wait for each other."""
+    return -(-floats // CACHE_LINE_FLOATS) * CACHE_LINE_FLOATS

@@ -1,0 +1,255 @@
+"""Single positions by native code against the same layers by torch."""
+
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from swarmnet_node.kv import GROWTH_POSITIONS, LaneCache
+from swarmnet_node.native import build, decode
+from swarmnet_node.native.decode import Native
+from swarmnet_node.stage import Stage
+from swarmnet_protocols.models import resolve
+from tests.support.tiny_models import save_tiny
+
+CPU = torch.device("cpu")
+PLAIN = {"use_sliding_window": False}
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama-tied", {}),
+    "llama, biases everywhere": ("llama-tied", {"attention_bias": True, "mlp_bias": True}),
+    "llama, a key for every head": ("llama-tied", {"num_key_value_heads": 4}),
+    "llama, one key for all heads": ("llama-tied", {"num_key_value_heads": 1}),
+    "llama, odd sizes": (
+        "llama-tied",
+        {
+            "hidden_size": 27,
+            "intermediate_size": 37,
+            "head_dim": 6,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+        },
+    ),
+    "llama3's rotary embedding": (
+        "llama-tied",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10_000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 16,
+            }
+        },
+    ),
+    "qwen2, biases": ("qwen2", PLAIN),
+    "qwen3, norms of heads": ("qwen3", {}),
+}
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("native")
+
+
+@pytest.fixture(scope="session")
+def native(cache: Path) -> Native:
+    loaded = Native.load(cache)
+    if loaded is None:
+        pytest.skip("no compiler, or torch has no libgomp of its own")
+    return loaded
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def load(tmp_path: Path, shape: str, native: Native | None) -> Stage:
+    family, changes = SHAPES.get(shape, (shape, {}))
+    directory = save_tiny(family, tmp_path / "model", **changes)
+    model = resolve(str(directory), cache_dir=tmp_path / "cache")
+    return Stage.load(model, 0, 5, dtype=torch.float32, device=CPU, native=native)
+
+
+def inputs(stage: Stage, count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(count, stage.hidden_size, generator=torch.Generator().manual_seed(seed))
+
+
+def one_by_one(stage: Stage, lane: LaneCache, rows: torch.Tensor) -> torch.Tensor:
+    return torch.cat([stage.forward([(lane, row[None])])[0] for row in rows])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_native_layers_give_what_torch_gives(shape: str, native: Native, tmp_path: Path) -> None:
+    """A prompt by torch, then single positions until the buffers of the lane have grown."""
+    expected, got = load(tmp_path, shape, None), load(tmp_path, shape, native)
+    assert (expected.is_native, got.is_native) == (False, True)
+    prompt, rows = inputs(got, 7), inputs(got, GROWTH_POSITIONS + 1, 1)
+    lanes = [stage.new_lane() for stage in (expected, got)]
+    for stage, lane in zip((expected, got), lanes, strict=True):
+        stage.forward([(lane, prompt)])
+
+    outputs = [one_by_one(stage, lane, rows) for stage, lane in zip((expected, got), lanes, strict=True)]
+    assert (outputs[1] - outputs[0]).norm() < 1e-5 * outputs[0].norm()
+    length = lanes[1].length
+    for index in range(got.blocks):
+        for mine, theirs in zip(lanes[1].layer(index), lanes[0].layer(index), strict=True):
+            torch.testing.assert_close(mine[:, :, :length], theirs[:, :, :length], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("threads", [2, 3, 64])
+def test_any_number_of_threads_gives_the_same(threads: int, native: Native, tmp_path: Path) -> None:
+    """More of them than there are heads, too: then some have no rows of a product."""
+    stage = load(tmp_path, "llama, odd sizes", native)
+    rows = inputs(stage, 3)
+    expected = one_by_one(stage, stage.new_lane(), rows)
+    torch.set_num_threads(threads)
+    torch.testing.assert_close(one_by_one(stage, stage.new_lane(), rows), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_parts_and_packed_batches_share_lanes_with_single_positions(native: Native, tmp_path: Path) -> None:
+    """Positions of one lane may come alone, in chunks and beside another lane; parts have lanes of their own."""
+    stage = load(tmp_path, "llama", native)
+    rows = inputs(stage, 12)
+    [expected] = stage.forward([(stage.new_lane(), rows)])
+    parts = [stage.part(0, 2), stage.part(2, 5)]
+    assert all(part.is_native for part in parts)
+    lanes, others = ([part.new_lane() for part in parts] for _ in range(2))
+
+    outputs = []
+    for chunk in rows.split([1, 3, 1, 1, 6]):
+        states, beside = chunk, rows[:1]
+        for part, lane, other in zip(parts, lanes, others, strict=True):
+            if len(chunk) == 3:
+                states, beside = part.forward([(lane, states), (other, beside)])
+            else:
+                [states] = part.forward([(lane, states)])
+        outputs.append(states)
+    torch.testing.assert_close(torch.cat(outputs), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_inputs_are_left_as_they_were(native: Native, tmp_path: Path) -> None:
+    stage = load(tmp_path, "llama", native)
+    row = inputs(stage, 1)
+    kept = row.clone()
+    [output] = stage.forward([(stage.new_lane(), row)])
+
+    assert torch.equal(row, kept)
+    assert not torch.equal(output, kept)
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "gemma3", "granite"])
+def test_what_native_code_does_not_know_is_left_to_torch(family: str, native: Native, tmp_path: Path) -> None:
+    """Sliding windows, and layers of another kind."""
+    assert not load(tmp_path, family, native).is_native
+
+
+def test_other_precisions_are_left_to_torch(native: Native, tmp_path: Path) -> None:
+    model = resolve(str(save_tiny("llama-tied", tmp_path / "model")), cache_dir=tmp_path / "cache")
+    stage = Stage.load(model, 0, 5, dtype=torch.bfloat16, device=CPU, native=native)
+    assert (stage.is_fused, stage.is_native) == (True, False)
+
+
+def test_native_code_that_computes_something_else_is_not_used(
+    native: Native, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trial finds it, whatever it is: here the code leaves its input as it is."""
+    monkeypatch.setattr(native, "decode", lambda *_: None)
+    stage = load(tmp_path, "llama", native)
+    assert (stage.is_fused, stage.is_native) == (True, False)
+
+
+def test_positions_that_a_lane_has_no_room_for_are_refused(native: Native, tmp_path: Path) -> None:
+    stage = load(tmp_path, "llama", native)
+    lane = stage.new_lane()
+    lane.reserve(GROWTH_POSITIONS)
+    lane.length = GROWTH_POSITIONS
+
+    with pytest.raises(ValueError, match="room"):
+        stage._native(inputs(stage, 1), lane)
+
+
+def test_lanes_of_another_stage_are_refused(native: Native, tmp_path: Path) -> None:
+    stage = load(tmp_path, "llama", native)
+    lane = stage.part(0, 2).new_lane()
+    lane.reserve(1)
+
+    with pytest.raises(ValueError, match="of their own"):
+        stage._native(inputs(stage, 1), lane)
+
+
+def test_inputs_of_another_width_are_refused(native: Native, tmp_path: Path) -> None:
+    stage = load(tmp_path, "llama", native)
+    lane = stage.new_lane()
+    lane.reserve(1)
+
+    with pytest.raises(ValueError, match="one position"):
+        stage._native(torch.zeros(1, stage.hidden_size - 1), lane)
+
+
+def test_code_is_compiled_once(native: Native, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: str) -> None:
+        raise OSError("compiled again")
+
+    before = sorted((cache / "native").iterdir())
+    monkeypatch.setattr(build, "_run", fail)
+    assert Native.load(cache) is not None
+    assert sorted((cache / "native").iterdir()) == before
+    assert [path.suffix for path in before] == [".so"]
+
+
+def test_other_flags_make_other_code(
+    native: Native, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(build, "COMPILE", (*build.COMPILE, "-fno-such-flag"))
+    assert Native.load(cache) is None
+    assert "no-such-flag" in caplog.text
+
+
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
+def test_without_a_compiler_torch_computes(
+    compiler: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    if compiler == "false" and shutil.which("false") is None:
+        pytest.skip("no program that fails")
+    with caplog.at_level(logging.WARNING):
+        assert build.load(tmp_path, compiler=compiler) is None
+    assert caplog.text.count("without native code") == 1
+    assert list(tmp_path.rglob("*.so")) == []
+
+    stage = load(tmp_path, "llama", None)
+    assert one_by_one(stage, stage.new_lane(), inputs(stage, 2)).shape == (2, stage.hidden_size)
+
+
+def test_code_that_others_may_have_written_is_not_loaded(
+    native: Native, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "native").mkdir()
+    (tmp_path / "native").chmod(0o777)
+    assert build.load(tmp_path) is None
+    assert "others may write" in caplog.text
+
+
+def test_the_threads_are_those_of_torch(native: Native) -> None:
+    """A second OpenMP library in the process would bring threads of its own."""
+    loaded = {
+        line.split(maxsplit=5)[5].strip()
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if "libgomp" in line
+    }
+    assert loaded == {str(build._openmp_of_torch().resolve())}
+
+
+def test_the_sizes_of_heads_must_divide(native: Native, tmp_path: Path) -> None:
+    stage = load(tmp_path, "llama", native)
+    assert decode.fits(stage._fused, stage.geometry)
+    stage._fused.layers[2].heads = 3
+    assert not decode.fits(stage._fused, stage.geometry)
