@@ -74,6 +74,8 @@ def print_table(title: str, rows: Mapping[str, object]) -> None:
     from rich.text import Text
 
     table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column()
     for name, value in rows.items():
         table.add_row(Text(name, style="bold"), Text(str(value), overflow="fold"))
     Console(soft_wrap=False).print(table)

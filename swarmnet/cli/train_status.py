@@ -125,7 +125,7 @@ def _print_worker(fields: dict[str, Any]) -> None:
     print_table(fields.get("name", "training"), rows)
     if fields["peers"]:
         counts = {
-            peer: f"{each['rounds']} rounds, last {each['last_round']}"
+            peer: f"{each['rounds']} rounds, the last was {each['last_round']}"
             for peer, each in fields["peers"].items()
         }
         print_table("contributed", counts)

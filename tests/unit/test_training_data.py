@@ -6,9 +6,11 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pyarrow import parquet
 
 from swarmnet_node.training import data as data_module
 from swarmnet_node.training import documents
@@ -134,6 +136,32 @@ def test_the_cache_is_used_again_until_the_content_changes(
     assert isinstance(first.train.tokens, np.memmap)
 
 
+@pytest.mark.parametrize(("path", "hint"), [("texts", "very files"), ("python-stdlib", "the Python")])
+def test_other_data_than_the_jobs_is_refused_with_both_digests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, hint: str
+) -> None:
+    _write_texts(tmp_path / "texts")
+    monkeypatch.setattr(data_module, "files_of", lambda _: tuple(sorted((tmp_path / "texts").iterdir())))
+    first = open_corpus(_section(path), tmp_path / "cache").digest
+    assert open_corpus(_section(path, digest=first), tmp_path / "cache").digest == first
+    (tmp_path / "texts" / "000.txt").write_bytes(b"something else\n")
+    other = open_corpus(_section(path), tmp_path / "cache").digest
+    with pytest.raises(JobError, match=f"is {first}: .* {other}") as caught:
+        open_corpus(_section(path, digest=first), tmp_path / "cache")
+    assert hint in caught.value.hint
+
+
+def test_long_steps_are_heard_of(tmp_path: Path) -> None:
+    _write_texts(tmp_path / "texts", 5)
+    heard: list[tuple[str, int, int | None]] = []
+    section = _section(tmp_path / "texts", sequence_length=2, validation=0.5)
+    open_corpus(section, tmp_path / "cache", lambda *each: heard.append(each))
+    size = sum(path.stat().st_size for path in (tmp_path / "texts").iterdir())
+    assert heard[:5] == [("reading the data", number, 5) for number in range(1, 6)]
+    assert heard[5] == ("tokenising the data", 0, size)
+    assert heard[-1] == ("tokenising the data", size, size)
+
+
 def test_a_tokenisation_that_fails_leaves_nothing(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "one"}\n{"text": 2}\n')
@@ -235,8 +263,6 @@ def test_an_optional_package_that_is_not_there_is_named(
 
 
 def test_parquet_rows_are_documents(tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "rows.parquet"
     rows = [f"row {number}" for number in range(200)]
     parquet.write_table(pyarrow.table({"text": rows, "other": list(range(200))}), path)

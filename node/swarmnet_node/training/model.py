@@ -22,6 +22,9 @@ _TRAINING_BYTES = 4 + 4 + 8
 _OUTER_BYTES = 4 + 4 + 4
 """The agreed parameters, the outer momentum, and the average that arrives."""
 
+_MAX_LAYERS = 4096
+"""Of a model that is counted: an empty layer takes memory too."""
+
 
 def model_config(section: ModelSection, cache_dir: Path) -> PretrainedConfig:
     """The transformers config of the job's model. Raises ``JobError`` for one that transformers does not know."""
@@ -44,6 +47,9 @@ def model_config(section: ModelSection, cache_dir: Path) -> PretrainedConfig:
 
 def parameter_count(config: PretrainedConfig) -> int:
     """How many parameters the model will have; it is not built for that. Raises ``JobError`` for a shape that cannot be."""
+    layers = getattr(config, "num_hidden_layers", 0)
+    if layers > _MAX_LAYERS:
+        raise JobError("model", "config", f"has {layers} layers, more than {_MAX_LAYERS}")
     cls: Any = causal_class(config)
     try:
         with torch.device("meta"):

@@ -125,6 +125,7 @@ class Trainer:
             self._update(round_number, step)
             losses += loss
             tokens += counted
+        self._progress("inner steps", first + count, self._steps_per_round)
         return StepReport(float(losses) / max(1, count), tokens, time.perf_counter() - started)
 
     def gradient(self, round_number: int, step: int, slot: int) -> tuple[Tensor, StepReport]:

@@ -1,0 +1,186 @@
+"""What happens before and after a worker trains: jobs checked and kept, leaving at once, the model handed out."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from swarmnet_node.training import start as start_module
+from swarmnet_node.training.checkpoint import Checkpoint, Checkpoints
+from swarmnet_node.training.export import export_model
+from swarmnet_node.training.start import WorkerConfig, check_job, find_sealed, job_folder, keep_job, start
+from swarmnet_protocols.aio import cancel
+from swarmnet_protocols.directory import Directory, MemoryBoard, MemoryDirectory
+from swarmnet_protocols.errors import ConfigError, IntegrityError, Unreachable
+from swarmnet_protocols.identity import Identity
+from swarmnet_protocols.network import Network
+from swarmnet_protocols.training.board import publish_job
+from swarmnet_protocols.training.jobs import Job, SealedJob, open_job, parse_job, seal_job
+from swarmnet_protocols.transport.memory import LinkProfile, MemoryNetwork, MemoryTransport
+from tests.support.tiny_job import CONFIG, tiny_job, tiny_trainer
+from tests.support.tiny_models import save_tiny
+from tests.support.training_workers import SWARM, write_job
+
+OWNER = Identity.from_seed(b"owner")
+
+
+def quiet(description: str, done: int, total: int | None) -> None:
+    pass
+
+
+def kept(folder: Path, job: Job) -> SealedJob:
+    sealed = seal_job(job, OWNER)
+    keep_job(folder, open_job(sealed), sealed)
+    return open_job(sealed)
+
+
+@asynccontextmanager
+async def memory_directory() -> AsyncIterator[Directory]:
+    network = MemoryNetwork(random.Random(0), LinkProfile())
+    async with network.transport(OWNER.peer_id):
+        yield MemoryDirectory(MemoryBoard(network, lambda: 1e9), OWNER, SWARM)
+
+
+def test_leaving_ends_inner_steps_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = kept(tmp_path, parse_job(write_job(tmp_path, "diloco", "sync_every = 1000000").encode()).job)
+    seen: list[int] = []
+
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        memory = MemoryNetwork(random.Random(0), LinkProfile())
+        stepping = asyncio.Event()
+
+        @asynccontextmanager
+        async def connected(network: Network) -> AsyncIterator[tuple[MemoryTransport, Directory]]:
+            async with memory.transport(OWNER.peer_id) as transport:
+                yield transport, MemoryDirectory(MemoryBoard(memory, lambda: 1e9), OWNER, SWARM)
+
+        def progress(description: str, done: int, total: int | None) -> None:
+            if description == "inner steps":
+                seen.append(done)
+                loop.call_soon_threadsafe(stepping.set)
+
+        monkeypatch.setattr(start_module, "connect", connected)
+        network = Network(SWARM, tmp_path / "identity.key")
+        config = WorkerConfig(job.id, network, tmp_path, tmp_path / "cache", "cpu", threads=1)
+        async with start(config, lambda event: None, progress) as worker:
+            running = asyncio.create_task(worker.run())
+            await stepping.wait()
+            await cancel(running)
+
+    asyncio.run(scenario())
+    assert seen[0] == 0
+    assert len(seen) < 10_000
+
+
+def test_a_job_is_checked_with_its_data_and_model(tmp_path: Path) -> None:
+    job = check_job(tiny_job(tmp_path), tmp_path / "cache", quiet)
+    assert job.data.digest is not None
+    assert job == tiny_job(tmp_path).about(job.data.digest)
+    too_large = {"hidden_size": 1 << 20, "intermediate_size": 1 << 20, "num_hidden_layers": 8}
+    with pytest.raises(ConfigError, match=r"\[model\] has [\d,]+ parameters: training takes .* GiB"):
+        check_job(tiny_job(tmp_path, model={"config": CONFIG | too_large}), tmp_path / "cache", quiet)
+
+
+def test_a_model_of_absurdly_many_layers_is_refused_before_it_is_counted(tmp_path: Path) -> None:
+    endless = {"num_hidden_layers": 10**9}
+    with pytest.raises(ConfigError, match="layers"):
+        check_job(tiny_job(tmp_path, model={"config": CONFIG | endless}), tmp_path / "cache", quiet)
+
+
+def test_a_job_from_the_swarm_is_kept(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        sealed = seal_job(tiny_job(tmp_path), OWNER)
+        job_id = open_job(sealed).id
+        async with memory_directory() as directory:
+            with pytest.raises(Unreachable):
+                await find_sealed(tmp_path, directory, job_id)
+            await publish_job(directory, sealed)
+            assert await find_sealed(tmp_path, directory, job_id) == sealed
+        async with memory_directory() as another_swarm:
+            assert await find_sealed(tmp_path, another_swarm, job_id) == sealed
+
+    asyncio.run(scenario())
+
+
+def test_a_kept_job_that_was_changed_is_refused_with_its_file(tmp_path: Path) -> None:
+    async def find(job_id: str) -> None:
+        async with memory_directory() as directory:
+            await find_sealed(tmp_path, directory, job_id)
+
+    job = kept(tmp_path, tiny_job(tmp_path))
+    path = tmp_path / "jobs" / f"{job.id}.job"
+    foreign = seal_job(job.job, Identity.from_seed(b"another"))
+    for content, words in (
+        (path.read_bytes().replace(b'"seed":3', b'"seed":4'), "changed"),
+        (foreign, "another owner"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(IntegrityError, match=words) as caught:
+            asyncio.run(find(job.id))
+        assert str(path) in str(caught.value)
+
+
+def trained(folder: Path, **data: str) -> str:
+    """A job with one checkpoint in ``folder``; its id."""
+    trainer = tiny_trainer(folder)
+    job = kept(folder, tiny_job(folder, data=data))
+    checkpoint = Checkpoint(job.id, 1, 1, trainer.parameters(), {}, {})
+    Checkpoints(job_folder(folder, job.id)).save(checkpoint, trainer.write)
+    return job.id
+
+
+def test_a_model_of_bytes_is_exported_without_a_tokenizer(tmp_path: Path) -> None:
+    job, out = trained(tmp_path), tmp_path / "out"
+    name = export_model(tmp_path, job, out, cache_dir=tmp_path / "cache", overwrite=False, progress=quiet)
+    assert name == "bytes"
+    assert not list(out.glob("token*"))
+    assert torch.isfinite(AutoModelForCausalLM.from_pretrained(out)(torch.tensor([[1, 2]])).logits).all()
+
+
+def test_a_model_is_exported_with_its_tokenizer(tmp_path: Path) -> None:
+    checkpoint = save_tiny("llama-tied", tmp_path / "checkpoint")
+    words = WordLevel({"<unk>": 0, "hello": 1, "world": 2}, unk_token="<unk>")
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), unk_token="<unk>").save_pretrained(checkpoint)
+    job, out = trained(tmp_path, tokenizer=str(checkpoint)), tmp_path / "out"
+    name = export_model(tmp_path, job, out, cache_dir=tmp_path / "cache", overwrite=False, progress=quiet)
+    assert name == str(checkpoint)
+    assert AutoTokenizer.from_pretrained(out).convert_tokens_to_ids(["world", "hello"]) == [2, 1]
+    assert AutoModelForCausalLM.from_pretrained(out).config.model_type == "llama"
+
+
+def test_what_is_there_is_replaced_only_when_asked_and_if_it_is_a_model(tmp_path: Path) -> None:
+    def export(*, overwrite: bool) -> None:
+        export_model(tmp_path, job, out, cache_dir=tmp_path / "c", overwrite=overwrite, progress=quiet)
+
+    job, out = trained(tmp_path), tmp_path / "out"
+    out.mkdir()
+    (out / "letters.txt").touch()
+    with pytest.raises(ConfigError, match="already exists") as caught:
+        export(overwrite=False)
+    assert "--force" in caught.value.hint
+    with pytest.raises(ConfigError, match="not the folder of a model"):
+        export(overwrite=True)
+    assert (out / "letters.txt").exists()
+    (out / "config.json").touch()
+    export(overwrite=True)
+    assert not (out / "letters.txt").exists()
+    assert (out / "model.safetensors").exists()
+    assert not list(tmp_path.glob(".export-*"))
+
+
+def test_a_job_without_a_checkpoint_cannot_be_exported(tmp_path: Path) -> None:
+    job = kept(tmp_path, tiny_job(tmp_path))
+    with pytest.raises(ConfigError, match="no checkpoint"):
+        export_model(tmp_path, job.id, tmp_path / "out", cache_dir=tmp_path, overwrite=False, progress=quiet)
+    with pytest.raises(ConfigError, match="no job"):
+        export_model(
+            tmp_path, "0" * 64, tmp_path / "out", cache_dir=tmp_path, overwrite=False, progress=quiet
+        )
