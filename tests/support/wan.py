@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import heapq
 import itertools
+import math
 import os
 import random
 import shutil
@@ -35,12 +36,13 @@ QUEUE_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class Uplink:
-    """How a host is connected. Between two hosts the delays add up; the worse loss and the sender's rate count."""
+    """How a host is connected. Between two hosts the delays add up, the worse loss counts, and the rates of both."""
 
     delay_s: float = 0.0125
     """One way, to the middle of the Internet: the round trip between two such hosts takes four times this."""
     loss: float = 0.0
     bytes_per_s: float = 12_500_000.0
+    down_bytes_per_s: float = math.inf
 
 
 class WanHost:
@@ -53,6 +55,7 @@ class WanHost:
         self.uplink = uplink
         self.is_cut = False
         self.free_at = 0.0
+        self.down_free_at = 0.0
 
     def cut(self) -> None:
         """From now on its packets vanish, and nobody is told."""
@@ -97,7 +100,11 @@ class Router:
         if (begins - now) * source.uplink.bytes_per_s > QUEUE_BYTES:
             return
         source.free_at = begins + len(packet) / source.uplink.bytes_per_s
-        arrives = source.free_at + source.uplink.delay_s + sink.uplink.delay_s
+        comes = source.free_at + source.uplink.delay_s + sink.uplink.delay_s
+        waits_s = max(0.0, sink.down_free_at - comes)
+        if waits_s and waits_s * sink.uplink.down_bytes_per_s > QUEUE_BYTES:
+            return
+        arrives = sink.down_free_at = comes + waits_s + len(packet) / sink.uplink.down_bytes_per_s
         heapq.heappush(self._on_the_way, (arrives, next(self._order), sink.tun, packet))
 
     def _set_timer(self) -> None:

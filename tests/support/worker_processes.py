@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.support.processes import LOOPBACK, Place
+
 SWARMNET = (sys.executable, "-m", "swarmnet")
 PATIENCE_S = 120.0
 """For an event of a worker: a machine may be busy."""
@@ -26,14 +28,25 @@ def call(*arguments: str) -> Any:
 class WorkerProcess:
     """One ``swarmnet train join``."""
 
-    def __init__(self, folder: Path, name: str, job: str, bootstrap: list[str]) -> None:
+    def __init__(
+        self, folder: Path, name: str, job: str, bootstrap: list[str], place: Place = LOOPBACK
+    ) -> None:
         self.name = name
         self.data_dir = folder / name
         self.events: list[dict[str, Any]] = []
         self._changed = threading.Condition()
-        command = [*SWARMNET, "train", "join", job, "--swarm", str(folder / "swarm.toml"), "--json"]
+        command = [
+            *place.prefix,
+            *SWARMNET,
+            "train",
+            "join",
+            job,
+            "--swarm",
+            str(folder / "swarm.toml"),
+            "--json",
+        ]
         command += ["--data-dir", str(self.data_dir), "--cache-dir", str(folder / "cache"), "--threads", "1"]
-        command += ["--listen", "/ip4/127.0.0.1/tcp/0"]
+        command += ["--listen", f"/ip4/{place.ip}/tcp/0"]
         for address in bootstrap:
             command += ["--bootstrap", address]
         self._log = (folder / f"{name}.log").open("w")

@@ -22,6 +22,8 @@ CHUNK_BYTES = 1 << 20
 HASH_BYTES = 32
 MAX_CHUNKS = 1 << 16
 """64 GiB: the description of so large a state is 2 MiB."""
+ASKED_AHEAD = 2
+"""Chunks asked of a source at a time: while one is on its way the request for the next is there, and a long line stays full."""
 KEPT_STATES = 2
 """Whoever began to fetch a state when the next one was committed can finish."""
 
@@ -160,32 +162,32 @@ class StateDownload:
         stream = await transport.open(
             source.peer, STATE, addresses=source.addresses, deadline_s=timing.open_s
         )
+        asked: deque[int] = deque()
         try:
             manifest = await self._described(stream, timing)
             while self._left:
-                if not self._missing:  # the last ones are on their way from others, who may yet fail
+                while self._missing and len(asked) < ASKED_AHEAD:
+                    asked.append(self._missing.popleft())
+                    await self._ask(stream, fetch=pb.Fetch(chunk=asked[-1]))
+                if not asked:  # the last ones are on their way from others, who may yet fail
                     await self._done.wait()
                     self._done.clear()
                     continue
-                index = self._missing.popleft()
-                try:
-                    await self._fetch(stream, manifest, index, timing)
-                except BaseException:
-                    self._missing.append(index)
-                    raise
-                finally:
-                    self._done.set()
+                await self._take_chunk(stream, manifest, asked[0], timing)
+                asked.popleft()
+                self._done.set()
                 self._left -= 1
                 on_chunk(len(manifest.chunk_hashes) - self._left, len(manifest.chunk_hashes))
         finally:
+            self._missing.extend(asked)
             self._done.set()
             stream.close()
 
     async def _described(self, stream: Stream, timing: Timing) -> StateManifest:
         if self._manifest is not None:
             return self._manifest
-        request = pb.StateRequest(job=self._job, state=self._state, describe=pb.Describe())
-        message, reply = await self._ask(stream, request, timing)
+        await self._ask(stream, describe=pb.Describe())
+        message, reply = await self._answer(stream, timing)
         size, hashes = reply.description.size_bytes, bytes(message.payload)
         chunks = -(-size // CHUNK_BYTES)
         if not reply.HasField("description") or len(hashes) != chunks * HASH_BYTES:
@@ -201,9 +203,8 @@ class StateDownload:
             self._missing, self._left = deque(range(chunks)), chunks
         return self._manifest
 
-    async def _fetch(self, stream: Stream, manifest: StateManifest, index: int, timing: Timing) -> None:
-        request = pb.StateRequest(job=self._job, state=self._state, fetch=pb.Fetch(chunk=index))
-        message, reply = await self._ask(stream, request, timing)
+    async def _take_chunk(self, stream: Stream, manifest: StateManifest, index: int, timing: Timing) -> None:
+        message, reply = await self._answer(stream, timing)
         good = (
             reply.HasField("chunk")
             and len(message.payload) == manifest.chunk_bytes(index)
@@ -215,9 +216,12 @@ class StateDownload:
         self._data[start : start + len(message.payload)] = message.payload
 
     async def _ask(
-        self, stream: Stream, request: pb.StateRequest, timing: Timing
-    ) -> tuple[Message, pb.StateReply]:
+        self, stream: Stream, *, describe: pb.Describe | None = None, fetch: pb.Fetch | None = None
+    ) -> None:
+        request = pb.StateRequest(job=self._job, state=self._state, describe=describe, fetch=fetch)
         await stream.send(Message(request.SerializeToString()))
+
+    async def _answer(self, stream: Stream, timing: Timing) -> tuple[Message, pb.StateReply]:
         message = await receive_within(stream, timing.chunk_s)
         reply = parse(pb.StateReply, message.header)
         if reply.HasField("refused"):
