@@ -88,11 +88,13 @@ static void rotate(float *x, const float *cosines, const float *sines, int64_t s
 }
 
 static void attend(const float *query, const float *keys, const float *values, int64_t size, int64_t count,
-                   float scaling, float *scores, float *out) {
+                   float scaling, float *scores, float *restrict out) {
     float highest = -INFINITY, total = 0;
+    product((linear){keys, NULL}, query, size, (range){0, count}, scores);
+#pragma omp simd reduction(max : highest)
     for (int64_t p = 0; p < count; p++) {
-        scores[p] = scaling * dot(query, keys + p * size, size);
-        highest = fmaxf(highest, scores[p]);
+        scores[p] *= scaling;
+        highest = scores[p] > highest ? scores[p] : highest;
     }
     for (int64_t p = 0; p < count; p++) {
         scores[p] = expf(scores[p] - highest);

@@ -11,6 +11,8 @@ from swarmnet_node.kv import KVGeometry, LaneCache, LayerShape
 from swarmnet_node.native import build
 
 CACHE_LINE_FLOATS = 16
+ANGLES_POSITIONS = 64
+"""Rotary angles are computed for so many positions at once."""
 
 
 class _Linear(Structure):
@@ -65,6 +67,8 @@ class NativeLayers:
         self._geometry = geometry
         self._hidden_size, self._head_size = _sizes(fused)
         self._layers = (_Layer * len(fused.layers))(*map(_native_layer, fused.layers))
+        self._angles_start = 0
+        self._angles = _angles(fused, torch.arange(ANGLES_POSITIONS))
         self._shared_floats = _whole_lines(max(map(_shared_floats, fused.layers)))
 
     def part(self, start: int, end: int, geometry: KVGeometry) -> "NativeLayers":
@@ -82,10 +86,6 @@ class NativeLayers:
         capacity = caches[0][0].shape[2]
         if not lane.length < capacity:
             raise ValueError(f"no room for another position in a lane of {capacity}")
-        position = torch.tensor([[lane.length]])
-        angles = torch.cat(self._fused.rotary(inputs[None], position), 1).contiguous()
-        if angles.shape != (1, 2, self._head_size):
-            raise ValueError("only whole heads are rotated")
         hidden = inputs.clone(memory_format=torch.contiguous_format)
         threads = torch.get_num_threads()
         thread_floats = _whole_lines(self._hidden_size + capacity)
@@ -105,11 +105,26 @@ class NativeLayers:
             ctypes.byref(step),
             self._layers,
             (c_void_p * len(pointers))(*pointers),
-            angles.data_ptr(),
+            self._angles_at(lane.length),
             scratch.data_ptr(),
             hidden.data_ptr(),
         )
         return hidden
+
+    def _angles_at(self, position: int) -> int:
+        """The address of [2, head size]: cosines and sines."""
+        offset = position % ANGLES_POSITIONS
+        if position - offset != self._angles_start:
+            self._angles_start = position - offset
+            positions = torch.arange(self._angles_start, self._angles_start + ANGLES_POSITIONS)
+            self._angles = _angles(self._fused, positions)
+        return self._angles.data_ptr() + offset * self._angles[0].nbytes
+
+
+def _angles(fused: FusedLayers, positions: torch.Tensor) -> torch.Tensor:
+    """Cosines and sines, [T, 2, head size]. No model is served whose angles depend on more than the position."""
+    cosines, sines = fused.rotary(fused.layers[0].output[0], positions[None])
+    return torch.stack((cosines[0], sines[0]), 1)
 
 
 def fits(fused: FusedLayers, geometry: KVGeometry) -> bool:
@@ -119,6 +134,7 @@ def fits(fused: FusedLayers, geometry: KVGeometry) -> bool:
         geometry.dtype == torch.float32
         and geometry.device.type == "cpu"
         and head_size % 2 == 0
+        and _angles(fused, torch.zeros(1, dtype=torch.long)).shape == (1, 2, head_size)
         and all(
             _layer_fits(layer, hidden_size, head_size)
             and shape == LayerShape(layer.key_heads, head_size, head_size)
