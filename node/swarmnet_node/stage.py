@@ -17,6 +17,8 @@ from swarmnet_protocols.models.cut import with_blocks
 
 FUSION_TRIAL_POSITIONS = 5
 FUSION_TOLERANCE_EPS = 100
+NATIVE_LANES = 16
+"""Native code reads weights as fast as memory gives them; with more lanes arithmetic counts, which torch does better."""
 
 
 class Stage:
@@ -111,9 +113,9 @@ class Stage:
         counts = [inputs.shape[0] for _, inputs in rows]
         for (lane, _), count in zip(rows, counts, strict=True):
             lane.reserve(lane.length + count)
-        if self._native is not None and counts == [1]:
-            [(lane, inputs)] = rows
-            outputs = [self._native(inputs.to(self.device, self.dtype), lane)]
+        if self._native is not None and len(counts) <= NATIVE_LANES and set(counts) == {1}:
+            single = torch.cat([inputs.to(self.device, self.dtype) for _, inputs in rows])
+            outputs = list(torch.split(self._native(single, [lane for lane, _ in rows]), counts))
         else:
             outputs = self._forward_packed(rows, counts)
         for (lane, _), count in zip(rows, counts, strict=True):

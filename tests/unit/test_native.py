@@ -12,7 +12,7 @@ import torch
 from swarmnet_node.kv import GROWTH_POSITIONS, LaneCache
 from swarmnet_node.native import build, decode
 from swarmnet_node.native.decode import Native
-from swarmnet_node.stage import Stage
+from swarmnet_node.stage import NATIVE_LANES, Stage
 from swarmnet_protocols.models import resolve
 from tests.support.tiny_models import save_tiny
 
@@ -105,6 +105,38 @@ def test_native_layers_give_what_torch_gives(shape: str, native: Native, tmp_pat
             torch.testing.assert_close(mine[:, :, :length], theirs[:, :, :length], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_lanes_of_different_lengths_step_together(shape: str, native: Native, tmp_path: Path) -> None:
+    expected, got = load(tmp_path, shape, None), load(tmp_path, shape, native)
+    for count in (2, NATIVE_LANES, NATIVE_LANES + 1):
+        outputs = []
+        for stage in (expected, got):
+            lanes = [stage.new_lane() for _ in range(count)]
+            for index, lane in enumerate(lanes):
+                stage.forward([(lane, inputs(stage, 5 * (index + 1), index))])
+            rows = inputs(stage, count, 99)
+            parts = stage.forward([(lane, row[None]) for lane, row in zip(lanes, rows, strict=True)])
+            assert [lane.length for lane in lanes] == [5 * (index + 1) + 1 for index in range(count)]
+            outputs.append(torch.cat(parts))
+        assert (outputs[1] - outputs[0]).norm() < 1e-5 * outputs[0].norm()
+
+
+def test_single_positions_are_computed_by_native_code(
+    native: Native, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = load(tmp_path, "llama", native)
+    calls = []
+    decode_step = native.decode
+    monkeypatch.setattr(native, "decode", lambda *given: (calls.append(len(given)), decode_step(*given)))
+    lanes = [stage.new_lane() for _ in range(NATIVE_LANES + 1)]
+
+    stage.forward([(lane, inputs(stage, 1)) for lane in lanes[:-1]])
+    assert len(calls) == 1
+    stage.forward([(lane, inputs(stage, 1)) for lane in lanes])
+    stage.forward([(lanes[0], inputs(stage, 2))])
+    assert len(calls) == 1
+
+
 @pytest.mark.parametrize("threads", [2, 3, 64])
 def test_any_number_of_threads_gives_the_same(threads: int, native: Native, tmp_path: Path) -> None:
     """More of them than there are heads, too: then some have no rows of a product."""
@@ -174,7 +206,7 @@ def test_positions_that_a_lane_has_no_room_for_are_refused(native: Native, tmp_p
     lane.length = GROWTH_POSITIONS
 
     with pytest.raises(ValueError, match="room"):
-        stage._native(inputs(stage, 1), lane)
+        stage._native(inputs(stage, 1), [lane])
 
 
 def test_lanes_of_another_stage_are_refused(native: Native, tmp_path: Path) -> None:
@@ -183,7 +215,7 @@ def test_lanes_of_another_stage_are_refused(native: Native, tmp_path: Path) -> N
     lane.reserve(1)
 
     with pytest.raises(ValueError, match="of their own"):
-        stage._native(inputs(stage, 1), lane)
+        stage._native(inputs(stage, 1), [lane])
 
 
 def test_inputs_of_another_width_are_refused(native: Native, tmp_path: Path) -> None:
@@ -192,7 +224,7 @@ def test_inputs_of_another_width_are_refused(native: Native, tmp_path: Path) -> 
     lane.reserve(1)
 
     with pytest.raises(ValueError, match="one position"):
-        stage._native(torch.zeros(1, stage.hidden_size - 1), lane)
+        stage._native(torch.zeros(1, stage.hidden_size - 1), [lane])
 
 
 def test_code_is_compiled_once(native: Native, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

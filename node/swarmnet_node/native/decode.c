@@ -1,4 +1,4 @@
-/* One new position of one sequence through decoder layers of the Llama shape, in float32.
+/* One new position of each of a few sequences through decoder layers of the Llama shape, in float32.
  *
  * The whole step is one parallel region. Each thread computes a share of the rows of every product, and a barrier stands
  * before every reader of what others wrote. The structures have twins in decode.py.
@@ -29,9 +29,14 @@ typedef struct {
 typedef struct {
     int64_t layers, hidden_size, head_size;
     int64_t shared_floats, thread_floats; /* of the scratch: one part for all, then one for each thread */
-    int64_t position, capacity;
-    int64_t threads;
+    int64_t rows, threads;
 } step;
+
+typedef struct {
+    int64_t position, capacity;
+    const float *angles;  /* [2][head_size]: cosines and sines of the position */
+    float *const *caches; /* keys and values [key_heads][capacity][head_size] of every layer */
+} lane;
 
 typedef struct {
     int64_t first, end;
@@ -63,18 +68,25 @@ static void four_dots(const float *rows, const float *x, int64_t size, float *ou
     out[0] = a, out[1] = b, out[2] = c, out[3] = d;
 }
 
-static void product(linear of, const float *x, int64_t size, range rows, float *out) {
-    int64_t row = rows.first;
-    for (; row + 4 <= rows.end; row += 4) four_dots(of.weight + row * size, x, size, out + row);
-    for (; row < rows.end; row++) out[row] = dot(of.weight + row * size, x, size);
-    if (of.bias)
-        for (row = rows.first; row < rows.end; row++) out[row] += of.bias[row];
+/* x [count][size] to the outputs in mine of out [count][stride]. Weights are read once for all. */
+static void product(linear of, const float *x, int64_t size, range mine, float *out, int64_t stride, int64_t count) {
+    int64_t output = mine.first;
+    for (; output + 4 <= mine.end; output += 4)
+        for (int64_t row = 0; row < count; row++)
+            four_dots(of.weight + output * size, x + row * size, size, out + row * stride + output);
+    for (; output < mine.end; output++)
+        for (int64_t row = 0; row < count; row++)
+            out[row * stride + output] = dot(of.weight + output * size, x + row * size, size);
+    for (int64_t row = 0; of.bias && row < count; row++)
+        for (output = mine.first; output < mine.end; output++) out[row * stride + output] += of.bias[output];
 }
 
 /* RMSNorm (Zhang and Sennrich 2019, equation 4). */
-static void normalise(norm of, const float *x, int64_t size, float *out) {
-    float scale = 1 / sqrtf(dot(x, x, size) / size + of.eps);
-    for (int64_t i = 0; i < size; i++) out[i] = x[i] * scale * of.weight[i];
+static void normalise(norm of, const float *x, int64_t size, float *out, int64_t count) {
+    for (int64_t row = 0; row < count; row++, x += size, out += size) {
+        float scale = 1 / sqrtf(dot(x, x, size) / size + of.eps);
+        for (int64_t i = 0; i < size; i++) out[i] = x[i] * scale * of.weight[i];
+    }
 }
 
 /* Rotary embedding (RoFormer, section 3.4.2), the halves of a head being its pairs. */
@@ -90,7 +102,7 @@ static void rotate(float *x, const float *cosines, const float *sines, int64_t s
 static void attend(const float *query, const float *keys, const float *values, int64_t size, int64_t count,
                    float scaling, float *scores, float *restrict out) {
     float highest = -INFINITY, total = 0;
-    product((linear){keys, NULL}, query, size, (range){0, count}, scores);
+    product((linear){keys, NULL}, query, size, (range){0, count}, scores, count, 1);
 #pragma omp simd reduction(max : highest)
     for (int64_t p = 0; p < count; p++) {
         scores[p] *= scaling;
@@ -107,78 +119,83 @@ static void attend(const float *query, const float *keys, const float *values, i
     }
 }
 
-/* Heads to their final form, and the new keys and values [key heads][capacity][size] into the cache. */
-static void place_heads(const step *s, const layer *l, const float *angles, float *states, float *const cache[2]) {
-    int64_t size = s->head_size, keys = l->heads, values = keys + l->key_heads;
-    range mine = share(values + l->key_heads);
-    for (int64_t head = mine.first; head < mine.end; head++) {
-        float *x = states + head * size;
+/* Heads to their final form, and the new keys and values into the caches. states [rows][all heads][head_size]. */
+static void place_heads(const step *s, const layer *l, const lane *lanes, int64_t index, float *states) {
+    int64_t size = s->head_size, keys = l->heads, values = keys + l->key_heads, all = values + l->key_heads;
+    range mine = share(s->rows * all);
+    for (int64_t i = mine.first; i < mine.end; i++) {
+        const lane *of = lanes + i / all;
+        int64_t head = i % all;
+        float *x = states + i * size;
         if (head < values) {
-            norm of = head < keys ? l->of_queries : l->of_keys;
-            if (of.weight) normalise(of, x, size, x);
-            rotate(x, angles, angles + size, size);
+            norm its = head < keys ? l->of_queries : l->of_keys;
+            if (its.weight) normalise(its, x, size, x, 1);
+            rotate(x, of->angles, of->angles + size, size);
         }
         if (head >= keys) {
-            int64_t row = (head < values ? head - keys : head - values) * s->capacity + s->position;
-            memcpy(cache[head >= values] + row * size, x, size * sizeof *x);
+            int64_t row = (head < values ? head - keys : head - values) * of->capacity + of->position;
+            memcpy(of->caches[2 * index + (head >= values)] + row * size, x, size * sizeof *x);
         }
     }
 }
 
-static void attention(const step *s, const layer *l, const float *queries, float *const cache[2], float *scores,
-                      float *out) {
-    int64_t size = s->head_size, sharers = l->heads / l->key_heads;
-    range mine = share(l->heads);
-    for (int64_t head = mine.first; head < mine.end; head++) {
-        int64_t from = head / sharers * s->capacity * size;
-        attend(queries + head * size, cache[0] + from, cache[1] + from, size, s->position + 1, l->scaling, scores,
-               out + head * size);
+/* out [rows][heads][head_size] */
+static void attention(const step *s, const layer *l, const lane *lanes, int64_t index, const float *states,
+                      float *scores, float *out) {
+    int64_t size = s->head_size, all = l->heads + 2 * l->key_heads, sharers = l->heads / l->key_heads;
+    range mine = share(s->rows * l->heads);
+    for (int64_t i = mine.first; i < mine.end; i++) {
+        const lane *of = lanes + i / l->heads;
+        int64_t head = i % l->heads, from = head / sharers * of->capacity * size;
+        const float *query = states + (i / l->heads * all + head) * size;
+        attend(query, of->caches[2 * index] + from, of->caches[2 * index + 1] + from, size, of->position + 1,
+               l->scaling, scores, out + i * size);
     }
 }
 
-static void gated(const step *s, const layer *l, const float *x, float *gates_ups) {
+/* out [rows][inner] */
+static void gated(const step *s, const layer *l, const float *x, float *gates_ups, float *out) {
     range gates = share(l->inner), ups = {gates.first + l->inner, gates.end + l->inner};
-    product(l->gate_up, x, s->hidden_size, gates, gates_ups);
-    product(l->gate_up, x, s->hidden_size, ups, gates_ups);
-    for (int64_t i = gates.first; i < gates.end; i++) {
-        float gate = gates_ups[i];
-        gates_ups[i] = gate / (1 + expf(-gate)) * gates_ups[i + l->inner];
-    }
+    product(l->gate_up, x, s->hidden_size, gates, gates_ups, 2 * l->inner, s->rows);
+    product(l->gate_up, x, s->hidden_size, ups, gates_ups, 2 * l->inner, s->rows);
+    for (int64_t row = 0; row < s->rows; row++, gates_ups += 2 * l->inner, out += l->inner)
+        for (int64_t i = gates.first; i < gates.end; i++)
+            out[i] = gates_ups[i] / (1 + expf(-gates_ups[i])) * gates_ups[i + l->inner];
 }
 
-static void add_product(linear of, const float *x, int64_t size, int64_t rows, float *scratch, float *hidden) {
-    range mine = share(rows);
-    product(of, x, size, mine, scratch);
-    for (int64_t row = mine.first; row < mine.end; row++) hidden[row] += scratch[row];
+static void add_product(const step *s, linear of, const float *x, int64_t size, float *scratch, float *hidden) {
+    range mine = share(s->hidden_size);
+    product(of, x, size, mine, scratch, s->hidden_size, s->rows);
+    for (int64_t row = 0; row < s->rows; row++, scratch += s->hidden_size, hidden += s->hidden_size)
+        for (int64_t i = mine.first; i < mine.end; i++) hidden[i] += scratch[i];
 }
 
-/* hidden [hidden_size] becomes the output. angles: [2][head_size], cosines and sines of the position. caches: keys and
- * values of every layer, written at the position. A thread's scratch holds [hidden_size] and [capacity]. */
-void decode(const step *s, const layer *layers, float *const *caches, const float *angles, float *scratch,
-            float *hidden) {
+/* hidden [rows][hidden_size] becomes the output, a row for each of lanes [rows], whose caches are written at their
+ * positions. A thread's scratch holds [rows][hidden_size] and the longest [position + 1]. */
+void decode(const step *s, const layer *layers, const lane *lanes, float *scratch, float *hidden) {
 #pragma omp parallel num_threads(s->threads)
     {
         float *normed = scratch + s->shared_floats + omp_get_thread_num() * s->thread_floats;
-        float *scores = normed + s->hidden_size;
+        float *scores = normed + s->rows * s->hidden_size;
         for (int64_t index = 0; index < s->layers; index++) {
             const layer *l = layers + index;
-            float *const *cache = caches + 2 * index;
-            int64_t width = l->heads * s->head_size;
-            float *states = scratch, *attended = states + width + 2 * l->key_heads * s->head_size;
-            float *gates_ups = attended + width, *added = gates_ups + 2 * l->inner;
-            normalise(l->before_attention, hidden, s->hidden_size, normed);
-            product(l->qkv, normed, s->hidden_size, share(attended - states), states);
+            int64_t width = l->heads * s->head_size, states_width = width + 2 * l->key_heads * s->head_size;
+            float *states = scratch, *attended = states + s->rows * states_width;
+            float *gates_ups = attended + s->rows * width, *inner = gates_ups + s->rows * 2 * l->inner;
+            float *added = inner + s->rows * l->inner;
+            normalise(l->before_attention, hidden, s->hidden_size, normed, s->rows);
+            product(l->qkv, normed, s->hidden_size, share(states_width), states, states_width, s->rows);
 #pragma omp barrier
-            place_heads(s, l, angles, states, cache);
+            place_heads(s, l, lanes, index, states);
 #pragma omp barrier
-            attention(s, l, states, cache, scores, attended);
+            attention(s, l, lanes, index, states, scores, attended);
 #pragma omp barrier
-            add_product(l->output, attended, width, s->hidden_size, added, hidden);
+            add_product(s, l->output, attended, width, added, hidden);
 #pragma omp barrier
-            normalise(l->before_mlp, hidden, s->hidden_size, normed);
-            gated(s, l, normed, gates_ups);
+            normalise(l->before_mlp, hidden, s->hidden_size, normed, s->rows);
+            gated(s, l, normed, gates_ups, inner);
 #pragma omp barrier
-            add_product(l->down, gates_ups, l->inner, s->hidden_size, added, hidden);
+            add_product(s, l->down, inner, l->inner, added, hidden);
 #pragma omp barrier
         }
     }

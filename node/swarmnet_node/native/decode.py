@@ -1,6 +1,7 @@
-"""Fused layers in one native call, for the step that decoding is made of: one new position of one lane."""
+"""Fused layers in one native call, for the step that decoding is made of: one new position of each lane."""
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import Structure, c_float, c_int64, c_void_p
 from pathlib import Path
 
@@ -37,9 +38,13 @@ class _Step(Structure):
         (name, c_int64)
         for name in (
             *("layers", "hidden_size", "head_size", "shared_floats", "thread_floats"),
-            *("position", "capacity", "threads"),
+            *("rows", "threads"),
         )
     )
+
+
+class _Lane(Structure):
+    _fields_ = (("position", c_int64), ("capacity", c_int64), ("angles", c_void_p), ("caches", c_void_p))
 
 
 class Native:
@@ -48,7 +53,7 @@ class Native:
     def __init__(self, library: ctypes.CDLL) -> None:
         self.decode = library.decode
         self.decode.restype = None
-        self.decode.argtypes = [c_void_p] * 6
+        self.decode.argtypes = [c_void_p] * 5
 
     @classmethod
     def load(cls, cache_dir: Path) -> "Native | None":
@@ -58,7 +63,7 @@ class Native:
 
 
 class NativeLayers:
-    """What ``FusedLayers`` computes, for one new position of one lane."""
+    """What ``FusedLayers`` computes, for one new position of each of a few lanes."""
 
     def __init__(self, native: Native, fused: FusedLayers, geometry: KVGeometry) -> None:
         """``fits`` holds for ``fused``, whose memory is used where it is; ``geometry`` is that of their lanes."""
@@ -75,50 +80,57 @@ class NativeLayers:
         """Layers [start, end) of these, whose lanes have ``geometry``."""
         return NativeLayers(self._native, self._fused.part(start, end), geometry)
 
-    def __call__(self, inputs: torch.Tensor, lane: LaneCache) -> torch.Tensor:
-        """Hidden states [1, D] of the lane's next position, in and out.
+    def __call__(self, inputs: torch.Tensor, lanes: Sequence[LaneCache]) -> torch.Tensor:
+        """Hidden states [rows, D] of the next position of each lane, in and out.
 
-        The lane has room for it; its keys and values are written and ``length`` is left as it is.
+        Lanes have room for it; their keys and values are written and ``length`` is left as it is.
         """
-        if inputs.shape != (1, self._hidden_size) or lane.geometry != self._geometry:
-            raise ValueError("native layers take one position of a lane of their own")
-        caches = [lane.layer(index) for index in range(len(self._layers))]
-        capacity = caches[0][0].shape[2]
-        if not lane.length < capacity:
-            raise ValueError(f"no room for another position in a lane of {capacity}")
+        if inputs.shape != (len(lanes), self._hidden_size) or inputs.dtype != torch.float32:
+            raise ValueError(f"native layers take one position for each of {len(lanes)} lanes")
+        caches = [self._caches(lane) for lane in lanes]
+        angles = [self._angles_at(lane.length) for lane in lanes]
+        rows = (_Lane * len(lanes))(
+            *(
+                _Lane(lane.length, capacity, address.data_ptr(), ctypes.addressof(pointers))
+                for lane, (capacity, pointers), address in zip(lanes, caches, angles, strict=True)
+            )
+        )
         hidden = inputs.clone(memory_format=torch.contiguous_format)
         threads = torch.get_num_threads()
-        thread_floats = _whole_lines(self._hidden_size + capacity)
-        scratch = torch.empty(self._shared_floats + threads * thread_floats)
+        longest = max(lane.length for lane in lanes) + 1
+        shared_floats = len(lanes) * self._shared_floats
+        thread_floats = _whole_lines(len(lanes) * self._hidden_size + longest)
+        scratch = torch.empty(shared_floats + threads * thread_floats)
         step = _Step(
             layers=len(self._layers),
             hidden_size=self._hidden_size,
             head_size=self._head_size,
-            shared_floats=self._shared_floats,
+            shared_floats=shared_floats,
             thread_floats=thread_floats,
-            position=lane.length,
-            capacity=capacity,
+            rows=len(lanes),
             threads=threads,
         )
-        pointers = [buffer.data_ptr() for pair in caches for buffer in pair]
-        self._native.decode(
-            ctypes.byref(step),
-            self._layers,
-            (c_void_p * len(pointers))(*pointers),
-            self._angles_at(lane.length),
-            scratch.data_ptr(),
-            hidden.data_ptr(),
-        )
+        self._native.decode(ctypes.byref(step), self._layers, rows, scratch.data_ptr(), hidden.data_ptr())
         return hidden
 
-    def _angles_at(self, position: int) -> int:
-        """The address of [2, head size]: cosines and sines."""
+    def _caches(self, lane: LaneCache) -> tuple[int, ctypes.Array[c_void_p]]:
+        """Capacity, and the addresses of keys and values of every layer."""
+        if lane.geometry != self._geometry:
+            raise ValueError("native layers take lanes of their own")
+        buffers = [buffer for index in range(len(self._layers)) for buffer in lane.layer(index)]
+        capacity = buffers[0].shape[2]
+        if not lane.length < capacity:
+            raise ValueError(f"no room for another position in a lane of {capacity}")
+        return capacity, (c_void_p * len(buffers))(*(buffer.data_ptr() for buffer in buffers))
+
+    def _angles_at(self, position: int) -> torch.Tensor:
+        """Cosines and sines, [2, head size]."""
         offset = position % ANGLES_POSITIONS
         if position - offset != self._angles_start:
             self._angles_start = position - offset
             positions = torch.arange(self._angles_start, self._angles_start + ANGLES_POSITIONS)
             self._angles = _angles(self._fused, positions)
-        return self._angles.data_ptr() + offset * self._angles[0].nbytes
+        return self._angles[offset]
 
 
 def _angles(fused: FusedLayers, positions: torch.Tensor) -> torch.Tensor:
@@ -200,9 +212,9 @@ def _native_norm(norm: Norm) -> _Norm:
 
 
 def _shared_floats(layer: FusedLayer) -> int:
-    """States of all heads, what the query heads attended to, gates and ups, and a product to add."""
+    """A row's states of all heads, what its query heads attended to, gates and ups, their products, and a sum to add."""
     rows: list[int] = [weight.shape[0] for weight, _ in (layer.qkv, layer.gate_up, layer.down)]
-    return sum(rows, layer.heads * layer.size)
+    return sum(rows, layer.heads * layer.size + layer.down[0].shape[1])
 
 
 def _whole_lines(floats: int) -> int:
