@@ -1,9 +1,9 @@
 """One training method, all its workers in one process, the network only accounted for.
 
-Trainers, methods and codecs are the real ones. An exchange is a butterfly: a worker sends every other its slice of the
-contribution, and every other the encoded mean of its own slice. Top-k payloads go to everybody whole instead: a mean of
-them is no longer sparse, and encoded as top-k again it would lose most of what was sent. ``averaging.Exchange`` has no such
-mode yet. All workers compute at one speed and have the same link.
+Trainers, methods, codecs and error feedback are the real ones. An exchange is a butterfly, as ``averaging.Exchange`` does it: a
+worker sends every other its slice of the contribution, and every other the result of its own slice, which is the encoded
+mean, or all contributions to it where the codec is sparse. Only payloads are counted. All workers compute at one speed and
+have the same link.
 """
 
 import random
@@ -18,7 +18,7 @@ from swarmnet_node.training.model import build_model
 from swarmnet_node.training.trainer import Trainer
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.training.aggregate import aggregate
-from swarmnet_protocols.training.codecs import Codec, ErrorFeedback, get_codec
+from swarmnet_protocols.training.codecs import Codec, ErrorFeedback, get_codec, result_codec
 from swarmnet_protocols.training.jobs import Job
 from swarmnet_protocols.training.methods import Average, Method
 from swarmnet_protocols.training.methods.base import OWN
@@ -94,7 +94,7 @@ class Curve:
 
 
 class Worker:
-    """A trainer with its method and the error that it feeds back, a vector for each range."""
+    """A trainer with its method and the error that it feeds back."""
 
     def __init__(self, name: str, job: Job, corpus: Corpus, cache_dir: Path) -> None:
         self.name = name
@@ -109,24 +109,24 @@ class Worker:
         )
         self.method.begin(self.trainer.parameters())
         self.away = False
-        self._feedback: dict[tuple[int, int], ErrorFeedback] = {}
+        self.codec: Codec = get_codec(job.exchange.codec or self.method.codec)
+        self._feedback = self._no_error()
 
-    def contribute(self, round_number: int, slot: int, codec: Codec) -> tuple[bytes, torch.Tensor]:
+    def contribute(self, round_number: int, slot: int) -> tuple[bytes, torch.Tensor]:
         """The payload, and what everybody decodes from it."""
         if self.method.kind == "gradients":
             current, _ = self.trainer.gradient(round_number, 0, slot)
         else:
             current = self.trainer.parameters()
         values = self.method.contribution(round_number, current)
-        if codec.biased:
-            within = self.method.range(round_number)
-            feedback = self._feedback.setdefault(within, ErrorFeedback(codec, len(values)))
-            payload = feedback.encode(values)
-        else:
-            payload = codec.encode(values)
-        return payload, codec.decode(payload, len(values))
+        if self._feedback is not None:
+            values = self._feedback.send(round_number, self.method.range(round_number)[0], values)
+        payload = self.codec.encode(values)
+        return payload, self.codec.decode(payload, len(values))
 
     def apply(self, round_number: int, average: Average) -> None:
+        if self._feedback is not None:
+            self._feedback.settle(round_number, [(0, len(average.values))])
         if self.method.kind == "gradients":
             gradient = self.method.apply(round_number, average.values, average)
             self.trainer.apply_gradient(round_number, 0, gradient)
@@ -143,7 +143,12 @@ class Worker:
         self.trainer.load(agreed)
         if self.method.kind == "gradients":
             self.trainer.load_optimizer_state(donor.trainer.optimizer_state())
-        self._feedback.clear()
+        self._feedback = self._no_error()
+
+    def _no_error(self) -> ErrorFeedback | None:
+        if not self.codec.biased:
+            return None
+        return ErrorFeedback(self.codec, self.trainer.parameter_count, self.method.feedback_decay)
 
 
 Pending = Mapping[str, Average]
@@ -159,7 +164,7 @@ class Simulation:
         self.method = self.workers[0].method
         if self.method.kind == "scalars":
             raise ConfigError(f"{self.method.name} is for fine-tuning: it is not measured here")
-        self.codec = get_codec(job.exchange.codec or self.method.codec)
+        self.codec = self.workers[0].codec
         self.curve = Curve(label, self.workers[0].trainer.parameter_count)
         self._trace = trace
         self._size_bytes = 0.0
@@ -212,8 +217,7 @@ class Simulation:
     def _exchange(self, present: Sequence[Worker], round_number: int) -> tuple[Pending, Traffic]:
         """Every worker's average, and the traffic of the busiest."""
         sent = {
-            worker.name: worker.contribute(round_number, self.workers.index(worker), self.codec)
-            for worker in present
+            worker.name: worker.contribute(round_number, self.workers.index(worker)) for worker in present
         }
         roster = sorted(sent)
         averages: dict[str, Average] = {}
@@ -227,12 +231,14 @@ class Simulation:
             mean = aggregate("mean", rows, torch.ones(len(group)))
             largest = max(len(sent[name][0]) for name in group)
             others = len(group) - 1
-            if self.codec.name == "topk":
-                traffic = Traffic(others * largest, 1)
+            if self.codec.sparse:
+                result_bytes = len(group) * largest
             else:
-                payload = self.codec.encode(mean)
-                mean = self.codec.decode(payload, len(mean))
-                traffic = Traffic(others / len(group) * (largest + len(payload)), 2)
+                codec = result_codec(self.codec)
+                payload = codec.encode(mean)
+                mean = codec.decode(payload, len(mean))
+                result_bytes = len(payload)
+            traffic = Traffic(others / len(group) * (largest + result_bytes), 2)
             averages[worker.name] = Average(mean, group)
             busiest = max(busiest, traffic, key=lambda each: each.size_bytes)
         return averages, busiest

@@ -98,7 +98,7 @@ def saved_hash(lab: WorkerLab, name: str) -> str:
     return params_hash(saved.parameters)
 
 
-@pytest.mark.parametrize("codec", ["bfloat16", "int8", "int4", "fp4"])
+@pytest.mark.parametrize("codec", ["bfloat16", "float16", "int8", "int4", "fp4", "topk"])
 def test_workers_stay_equal_under_every_codec(codec: str, tmp_path: Path) -> None:
     lab = WorkerLab(
         tmp_path, write_job(tmp_path, "diloco", "sync_every = 1", f'{MIN % 3}\ncodec = "{codec}"', rounds=3)

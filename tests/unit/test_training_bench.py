@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.training.codecs import get_codec
 from swarmnet_protocols.training.jobs import DataSection, EvalSection, Job
 from tests.bench.training import METHODS, parse_method, report, standard_job
 from tests.bench.training_plots import write_plots
@@ -75,6 +76,13 @@ def test_what_is_accounted_is_what_a_butterfly_sends(folder: Path) -> None:
     vector_bytes = 4 * allreduce.parameters
     assert allreduce.points[-1].size_bytes == 6 * 2 * 3 / 4 * vector_bytes
     assert diloco.points[-1].size_bytes == 3 * 2 * 3 / 4 * vector_bytes
+    sparseloco = run(folder, "sparseloco", workers=4).curve
+    payload_bytes = get_codec("topk").max_bytes(sparseloco.parameters)
+    assert sparseloco.points[-1].size_bytes == 3 * (3 / 4 + 3) * payload_bytes
+    streaming = run(folder, "streaming", workers=4).curve
+    fragment = streaming.parameters // 2
+    both = get_codec("int4").max_bytes(fragment) + get_codec("int8").max_bytes(fragment)
+    assert streaming.points[-1].size_bytes == pytest.approx(3 * 3 / 4 * both, rel=1e-3)
     assert allreduce.peak_bytes_per_step == diloco.peak_bytes_per_step == 2 * 3 / 4 * vector_bytes
     line = report(diloco, allreduce)
     assert (line["fewer_bytes"], line["lower_peak"]) == (2.0, 1.0)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError, ProtocolViolation
-from swarmnet_protocols.training.codecs import ALIGNMENT, get_codec
+from swarmnet_protocols.training.codecs import ErrorFeedback, get_codec
 from swarmnet_protocols.training.codecs.log8 import Log8Codec
 from swarmnet_protocols.training.methods import METHODS, Average, Method, ZeroOrder, get_method, zo
 from tests.support import training_reference as reference
@@ -67,6 +67,9 @@ class Swarm:
         self.parameters = [torch.from_numpy(self._task.start).float() for _ in NAMES]
         for method, parameters in zip(self.methods, self.parameters, strict=True):
             method.begin(parameters)
+        codec, decay = get_codec(self.methods[0].codec), self.methods[0].feedback_decay
+        self._codec = codec if codec.name == "topk" else get_codec("float32")
+        self._feedback = [ErrorFeedback(self._codec, SIZE, decay) for _ in NAMES]
         self.onlookers: list[Method] = []
         self._under_way: tuple[int, list[Average | None]] | None = None
         self._steps = 0
@@ -79,8 +82,8 @@ class Swarm:
                 self._apply()
             self._train()
         contributions = [
-            method.contribution(number, parameters)
-            for method, parameters in zip(self.methods, self.parameters, strict=True)
+            self._sent(number, worker, method.contribution(number, parameters))
+            for worker, (method, parameters) in enumerate(zip(self.methods, self.parameters, strict=True))
         ]
         if overlap == steps:
             self._apply()
@@ -98,6 +101,13 @@ class Swarm:
             restored.restore({name: values.clone() for name, values in method.state().items()})
             fresh.append(restored)
         self.methods = fresh
+
+    def _sent(self, number: int, worker: int, values: torch.Tensor) -> torch.Tensor:
+        """What the others decode of a contribution, with error feedback."""
+        start, _ = self.methods[worker].range(number)
+        wanted = self._feedback[worker].send(number, start, values)
+        self._feedback[worker].settle(number, () if number in self._discarded else [(0, len(wanted))])
+        return self._codec.decode(self._codec.encode(wanted), len(wanted))
 
     def _train(self) -> None:
         for worker, parameters in enumerate(self.parameters):
@@ -308,9 +318,7 @@ def test_a_discarded_round_leaves_weights_and_momentum_as_they_were(name: str) -
     for t in range(8):
         swarm.round(t)
         state = swarm.methods[0].state()
-        outer = [
-            values for key, values in state.items() if key in ("momentum", "own.momentum", "own.residual")
-        ]
+        outer = [values for key, values in state.items() if key in ("momentum", "own.momentum")]
         seen.append(torch.cat([swarm.methods[0].agreed(), *outer]))
     changed = [not torch.equal(a, b) for a, b in pairwise(seen)]
     assert [t + 1 for t, change in enumerate(changed) if not change and t + 1 > late] == [3 + late, 4 + late]
@@ -321,26 +329,6 @@ def test_progress_of_a_discarded_round_is_in_the_next_contribution() -> None:
     method.begin(torch.zeros(3))
     kept = method.apply(0, torch.full((3,), 2.0), None)
     assert torch.equal(method.contribution(1, kept + 1), torch.full((3,), -3.0))
-
-
-def test_sparseloco_contributes_what_a_discarded_round_lost_once() -> None:
-    method = get_method("sparseloco", {"decay": 1.0})
-    weights = torch.randn(ALIGNMENT, generator=torch.Generator().manual_seed(1))
-    method.begin(weights)
-    trained = weights + 0.1 * torch.randn(ALIGNMENT, generator=torch.Generator().manual_seed(2))
-    first = method.contribution(0, trained)
-    assert torch.equal(method.contribution(1, method.apply(0, trained, None)), first)
-
-
-@pytest.mark.parametrize("size", [ALIGNMENT, 3 * ALIGNMENT, 3 * ALIGNMENT + 100])
-def test_what_sparseloco_contributes_passes_its_codec_unchanged(size: int) -> None:
-    method, codec = get_method("sparseloco", {}), get_codec("topk")
-    method.begin(torch.zeros(size))
-    generator = torch.Generator().manual_seed(size)
-    for t in range(5):
-        sent = method.contribution(t, 0.01 * torch.randn(size, generator=generator))
-        assert torch.equal(codec.decode(codec.encode(sent), size), sent)
-        method.apply(t, torch.zeros(size), Average(sent, ("me",)))
 
 
 def test_a_fragment_whose_round_is_discarded_falls_back_to_the_agreed_weights() -> None:

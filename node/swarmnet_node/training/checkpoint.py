@@ -38,7 +38,7 @@ _TEMPORARY = ".new-"
 class Checkpoint:
     """Where a worker was after ``round`` rounds; ``revision`` counts the committed ones.
 
-    ``parameters`` are the agreed ones, flat ``[n]`` float32. ``outer`` is the method's state.
+    ``parameters`` are the agreed ones, flat ``[n]`` float32. ``outer`` is the method's state, and the error that is fed back.
     """
 
     job_id: str

@@ -6,6 +6,7 @@ from typing import Any
 
 from swarmnet_node.training.trainer import StepReport
 from swarmnet_protocols.training.averaging import Outcome
+from swarmnet_protocols.training.shares import Share
 from swarmnet_protocols.transport import PeerId
 
 
@@ -25,6 +26,14 @@ class Pending:
 def contributors(outcome: Outcome) -> tuple[PeerId, ...]:
     """Whoever is in some slice of the average."""
     return tuple(sorted({peer for slice in outcome.contributors for peer in slice}))
+
+
+def slices_of(peer: PeerId, outcome: Outcome) -> tuple[Share, ...]:
+    """The slices of the average that the contribution of ``peer`` is in."""
+    if not outcome.committed:
+        return ()
+    pairs = zip(outcome.slices, outcome.contributors, strict=True)
+    return tuple(share for share, names in pairs if peer in names)
 
 
 def facts(outcome: Outcome) -> dict[str, Any]:

@@ -4,22 +4,30 @@ Nothing here waits for anybody: the worker calls it on the one thread that compu
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from swarmnet_node.training.checkpoint import Checkpoint, params_hash
 from swarmnet_node.training.state import SharedState
 from swarmnet_node.training.trainer import StepReport, Trainer
+from swarmnet_protocols.training.codecs import ErrorFeedback, get_codec
 from swarmnet_protocols.training.jobs import Job
-from swarmnet_protocols.training.methods import Average, ZeroOrder
+from swarmnet_protocols.training.methods import OWN, Average, ZeroOrder
+from swarmnet_protocols.training.shares import Share
 from swarmnet_protocols.transport import Buffer
 
 NOTHING_DONE = StepReport(0.0, 0, 0.0)
+ERROR = f"{OWN}error"
+"""In a checkpoint: what is owed of earlier contributions, [n]."""
 
 
 class Replica:
-    """``revision`` counts the committed rounds behind it."""
+    """``revision`` counts the committed rounds behind it; ``codec`` is how contributions travel.
+
+    What a biased codec loses of a contribution is fed back. A worker that takes the state of others begins without an error:
+    it cannot know which of its contributions arrived.
+    """
 
     def __init__(
         self, job: Job, trainer: Trainer, stopwatch: Callable[[], float] = time.perf_counter
@@ -27,9 +35,11 @@ class Replica:
         self.revision = 0
         self.trainer = trainer
         self.method = job.make_method()
+        self.codec = get_codec(job.exchange.codec or self.method.codec)
         self._job = job
         self._stopwatch = stopwatch
         self.method.begin(trainer.parameters())
+        self._feedback = self._no_error()
 
     def steps(self, round_number: int, slot: int, first: int, end: int) -> StepReport:
         """Inner steps [first, end) of a round, on the slot's share of the data."""
@@ -37,6 +47,12 @@ class Replica:
 
     def contribution(self, round_number: int, slot: int) -> tuple[torch.Tensor, StepReport]:
         """What this worker contributes to a round, and the work that this itself took beside the inner steps."""
+        values, report = self._progress(round_number, slot)
+        if self._feedback is not None:
+            values = self._feedback.send(round_number, self.method.range(round_number)[0], values)
+        return values, report
+
+    def _progress(self, round_number: int, slot: int) -> tuple[torch.Tensor, StepReport]:
         method = self.method
         if isinstance(method, ZeroOrder):
             slopes, report = self._slopes(method, round_number, slot)
@@ -46,8 +62,10 @@ class Replica:
             return method.contribution(round_number, gradient), report
         return method.contribution(round_number, self.trainer.parameters()), NOTHING_DONE
 
-    def apply(self, round_number: int, average: Average | None) -> None:
-        """Take the outcome of a round: its average, or None if it was discarded."""
+    def apply(self, round_number: int, average: Average | None, delivered: Sequence[Share] = ()) -> None:
+        """Take the outcome of a round: its average, or None if it was discarded; and which slices of it this worker is in."""
+        if self._feedback is not None:
+            self._feedback.settle(round_number, delivered)
         if average is not None:
             self.revision += 1
         if self.method.kind == "gradients":
@@ -90,6 +108,7 @@ class Replica:
         self.method.begin(state.agreed)
         self.method.restore(state.outer)
         self.revision = state.revision
+        self._feedback = self._no_error()
 
     def checkpoint(self, job_id: str, round_number: int) -> Checkpoint:
         """All of it, for this worker to go on from."""
@@ -99,7 +118,7 @@ class Replica:
             revision=self.revision,
             parameters=self.method.agreed(),
             optimizer=self.trainer.optimizer_state(),
-            outer=self.method.state(),
+            outer=self.method.state() | self._owed(),
         )
 
     def restore(self, saved: Checkpoint) -> None:
@@ -107,7 +126,18 @@ class Replica:
         self.trainer.load(saved.parameters)
         self.trainer.load_optimizer_state(saved.optimizer)
         self.method.begin(saved.parameters)
-        self.method.restore(saved.outer)
+        self.method.restore({name: values for name, values in saved.outer.items() if name != ERROR})
+        self._feedback = self._no_error()
+        if self._feedback is not None and ERROR in saved.outer:
+            self._feedback.restore(saved.outer[ERROR])
+
+    def _no_error(self) -> ErrorFeedback | None:
+        if not self.codec.biased or self.method.kind == "scalars":
+            return None
+        return ErrorFeedback(self.codec, self.trainer.parameter_count, self.method.feedback_decay)
+
+    def _owed(self) -> dict[str, torch.Tensor]:
+        return {} if self._feedback is None else {ERROR: self._feedback.owed()}
 
     def _slopes(self, method: ZeroOrder, round_number: int, slot: int) -> tuple[torch.Tensor, StepReport]:
         """The slopes of the loss along the round's directions, on the slot's share of the data."""

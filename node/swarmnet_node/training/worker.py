@@ -19,7 +19,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from swarmnet_node.training.checkpoint import Checkpoints
-from swarmnet_node.training.outcomes import Pending, contributors, facts
+from swarmnet_node.training.outcomes import Pending, contributors, facts, slices_of
 from swarmnet_node.training.replica import NOTHING_DONE, Replica, together
 from swarmnet_node.training.state import max_state_bytes
 from swarmnet_node.training.trainer import StepReport, Trainer
@@ -31,7 +31,7 @@ from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.training.aggregate import aggregate, check_contribution, clip_to_median_norm
 from swarmnet_protocols.training.averaging import Exchange, RoundTiming, Rules
 from swarmnet_protocols.training.board import WorkerInfo, find_workers, publish_job, publish_worker
-from swarmnet_protocols.training.codecs import Codec, get_codec
+from swarmnet_protocols.training.codecs import get_codec
 from swarmnet_protocols.training.gathering import Candidate, Elsewhere, Gathering, Roster
 from swarmnet_protocols.training.jobs import Job, open_job
 from swarmnet_protocols.training.methods import Average
@@ -92,7 +92,7 @@ class Worker:
         self._checkpoints = hosted.checkpoints
         self._report = report
         self._method = self._replica.method
-        self._codec = exchange_codec(sealed.job)
+        self._codec = self._replica.codec
         self._exchanges = 0
         self._rates = ArrivalRates()
         self._slot: int | None = None
@@ -242,7 +242,8 @@ class Worker:
         average = None
         if outcome.average is not None:
             average = Average(outcome.average, contributors(outcome))
-        await self._compute(self._replica.apply, pending.round, average)
+        delivered = slices_of(self._world.transport.peer_id, outcome)
+        await self._compute(self._replica.apply, pending.round, average, delivered)
         await self._share_state()
         params_hash = await self._compute(self._replica.params_hash)
         self._report(
@@ -385,8 +386,3 @@ def averaging_rules(job: Job) -> Rules:
         return aggregate(job.exchange.aggregate, clip_to_median_norm(rows, weights), weights)
 
     return Rules(aggregated, check=lambda values: check_contribution(values, math.inf))
-
-
-def exchange_codec(job: Job) -> Codec:
-    """How contributions travel: as the job says, else as suits its method."""
-    return get_codec(job.exchange.codec or job.make_method().codec)

@@ -11,7 +11,8 @@ import torch
 
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.training.codecs.blocks import FP4, INT4, INT8
-from swarmnet_protocols.training.codecs.codec import Codec, ErrorFeedback
+from swarmnet_protocols.training.codecs.codec import Codec
+from swarmnet_protocols.training.codecs.feedback import ErrorFeedback
 from swarmnet_protocols.training.codecs.floats import FloatCodec
 from swarmnet_protocols.training.codecs.log8 import Log8Codec
 from swarmnet_protocols.training.codecs.topk import CHUNK, TopKCodec

@@ -1,4 +1,4 @@
-"""What a codec is, and error feedback, which makes up for what one loses."""
+"""What a codec is."""
 
 from typing import Protocol
 
@@ -32,25 +32,3 @@ class Codec(Protocol):
 
     def max_bytes(self, count: int) -> int:
         """The size of every payload of ``count`` values."""
-
-
-class ErrorFeedback:
-    """e <- decay * e + values; the payload is that of e; e <- e - decoded payload (SparseLoCo, arXiv 2508.15706).
-
-    ``residual`` is e, float32 [count].
-    """
-
-    def __init__(self, codec: Codec, count: int, decay: float = 1.0) -> None:
-        self.residual = torch.zeros(count)
-        self._codec = codec
-        self._decay = decay
-
-    def encode(self, values: torch.Tensor) -> bytes:
-        """The payload of ``values``, float32 [count], and of what earlier payloads lacked.
-
-        Raises ``ValueError``, with the residual as it was, unless all are finite.
-        """
-        wanted = self.residual * self._decay + values
-        payload = self._codec.encode(wanted)
-        self.residual = wanted - self._codec.decode(payload, len(wanted))
-        return payload

@@ -61,6 +61,10 @@ class Method(Protocol):
         """The codec that fits what is contributed, unless the job names another."""
 
     @property
+    def feedback_decay(self) -> float:
+        """What is kept, per round, of the error of a biased codec that is fed back."""
+
+    @property
     def steps_per_round(self) -> int: ...
 
     @property
@@ -102,6 +106,7 @@ class WholeSwarm:
     """Every worker averages with every other, all parameters in every round."""
 
     shares_weights = True
+    feedback_decay = 1.0
 
     def __init__(self) -> None:
         self._weights = torch.empty(0)

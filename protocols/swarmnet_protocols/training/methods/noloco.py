@@ -50,7 +50,8 @@ class NoLoCo(OuterMethod):
     """δ_i <- α δ_i + (β/n) Σ_k (θ_k - φ_k) - γ (φ_i - mean_k φ_k); φ_i <- φ_i + δ_i; θ_i <- φ_i, k over the n = 2 of a pair.
 
     What a worker contributes is β (θ_k - φ_k) + γ φ_k: the mean of it is all that the step takes from the pair. It holds
-    whole weights, not a difference, so a coarse codec costs more here than elsewhere.
+    whole weights, not a difference, so a coarse codec costs more here than elsewhere. As φ sums up what it is told, the
+    codec's error is fed back as it is elsewhere; another partner than before may hear of it, which is the same to the swarm.
 
     ``agreed`` is this worker's own slow weights φ_i: replicas stay near each other and are never equal. The odd one out,
     and a worker whose partner is gone, take the step alone.

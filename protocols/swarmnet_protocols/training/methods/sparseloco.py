@@ -3,7 +3,6 @@
 import torch
 from pydantic import Field
 
-from swarmnet_protocols.training.codecs import get_codec
 from swarmnet_protocols.training.methods.arithmetic import add_scaled
 from swarmnet_protocols.training.methods.base import Average, OuterMethod, Settings
 
@@ -19,30 +18,19 @@ class SparseLoCoSettings(Settings):
 class SparseLoCo(OuterMethod):
     """e_i <- decay e_i + Δ_i; q_i = Q(TopK(e_i)); e_i <- e_i - q_i; θ <- θ - α mean_i q_i.
 
-    The contribution is q_i, as it will be decoded: the codec gives it back unchanged.
+    What is contributed is Δ_i; e_i is the error that every biased codec has fed back, here with a decay.
     """
 
     name = "sparseloco"
     codec = "topk"
-    state_names = ("own.residual",)
 
     def __init__(self, settings: SparseLoCoSettings) -> None:
         super().__init__(settings.sync_every)
-        self._settings = settings
-        self._unsent: torch.Tensor | None = None
-
-    def contribution(self, round: int, parameters: torch.Tensor) -> torch.Tensor:
-        wanted = self._state["own.residual"] * self._settings.decay + (self._weights - parameters)
-        codec = get_codec(self.codec)
-        sent = codec.decode(codec.encode(wanted), len(wanted))
-        self._unsent = wanted - sent
-        return sent
+        self.feedback_decay = settings.decay
+        self._outer_lr = settings.outer_lr
 
     def apply(self, round: int, parameters: torch.Tensor, average: Average | None) -> torch.Tensor:
-        unsent, self._unsent = self._unsent, None
         if average is None:
             return parameters.clone()
-        if unsent is not None:
-            self._state["own.residual"] = unsent
-        self._weights = add_scaled(self._weights, -self._settings.outer_lr, average.values)
+        self._weights = add_scaled(self._weights, -self._outer_lr, average.values)
         return self._weights.clone()
