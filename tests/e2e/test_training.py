@@ -36,6 +36,20 @@ def test_workers_train_while_one_is_killed_and_another_joins(tmp_path: Path) -> 
         me = running["dora"].wait("ready")["peer_id"]
         later = running["anna"].wait("round", round=joined + 1)
         assert me in later["contributors"]
+        asked = (
+            "train",
+            "status",
+            job,
+            "--swarm",
+            str(tmp_path / "swarm.toml"),
+            "--bootstrap",
+            bootstrap(running)[0],
+        )
+        seen = call(*asked, "--data-dir", str(tmp_path / "trains-nothing"))
+        assert (seen["name"], seen["rounds"], seen["method"]) == ("tiny", ROUNDS, "diloco")
+        assert {worker.wait("ready")["peer_id"] for worker in running.values()} <= {
+            worker["peer_id"] for worker in seen["workers"]
+        }
         for worker in running.values():
             worker.process.send_signal(signal.SIGTERM)
         for worker in running.values():
@@ -54,6 +68,11 @@ def test_workers_train_while_one_is_killed_and_another_joins(tmp_path: Path) -> 
     status = call("train", "status", "--data-dir", first)
     assert (status["state"], status["running"]) == ("left", False)
     assert status["round"] >= joined + 2
+
+    assert status["peers"][me]["rounds"] >= 1
+    assert status["tokens"] > status["round"] > 0
+    curves = call("train", "plot", "--data-dir", first, "--out", str(tmp_path / "plots"))["paths"]
+    assert all(Path(path).exists() for path in curves)
 
     exported = tmp_path / "exported"
     call("train", "export", "--data-dir", first, "--out", str(exported))

@@ -92,7 +92,7 @@ def _json_lines(path: Path, field: str) -> Iterator[bytes]:
 
 def _parquet_rows(path: Path, field: str) -> Iterator[bytes]:
     try:
-        from pyarrow import ArrowException, parquet  # type: ignore[import-not-found]
+        from pyarrow import ArrowException, parquet
     except ImportError as error:
         raise JobError("data", "format", "needs pyarrow to read parquet", hint=_INSTALL) from error
     try:
@@ -108,8 +108,8 @@ def _parquet_rows(path: Path, field: str) -> Iterator[bytes]:
 
 def _hub_rows(data: DataSection, name: str) -> Iterator[bytes]:
     try:
-        from datasets import load_dataset  # type: ignore[import-not-found]
-        from datasets.exceptions import DatasetsError  # type: ignore[import-not-found]
+        from datasets import load_dataset
+        from datasets.exceptions import DatasetsError
     except ImportError as error:
         raise JobError(
             "data", "hub", "needs the datasets package to stream from the hub", hint=_INSTALL

@@ -22,6 +22,7 @@ _TRAINING_BYTES = 4 + 4 + 8
 _OUTER_BYTES = 4 + 4 + 4
 """The agreed parameters, the outer momentum, and the average that arrives."""
 
+_CORRECT = "compare [model.config] with the config.json of a model of this kind"
 _MAX_LAYERS = 4096
 """Of a model that is counted: an empty layer takes memory too."""
 
@@ -41,7 +42,7 @@ def model_config(section: ModelSection, cache_dir: Path) -> PretrainedConfig:
         config: PretrainedConfig = AutoConfig.for_model(kind, **settings)
         causal_class(config)
     except (*CONFIG_FAULTS, StrictDataclassError, ConfigError) as error:
-        raise JobError("model", "config", f"is wrong: {error}") from error
+        raise JobError("model", "config", f"is wrong: {error}", hint=_CORRECT) from error
     return config
 
 
@@ -49,13 +50,13 @@ def parameter_count(config: PretrainedConfig) -> int:
     """How many parameters the model will have; it is not built for that. Raises ``JobError`` for a shape that cannot be."""
     layers = getattr(config, "num_hidden_layers", 0)
     if layers > _MAX_LAYERS:
-        raise JobError("model", "config", f"has {layers} layers, more than {_MAX_LAYERS}")
+        raise JobError("model", "config", f"has {layers} layers, more than {_MAX_LAYERS}", hint=_CORRECT)
     cls: Any = causal_class(config)
     try:
         with torch.device("meta"):
             model = cls(copy.deepcopy(config))
     except (*CONFIG_FAULTS, RuntimeError, ZeroDivisionError) as error:
-        raise JobError("model", "config", f"is wrong: {error}") from error
+        raise JobError("model", "config", f"is wrong: {error}", hint=_CORRECT) from error
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -68,11 +69,19 @@ def check_model(job: Job, *, vocab_size: int, available_bytes: int, cache_dir: P
     where = "config" if job.model.checkpoint is None else "checkpoint"
     if config.vocab_size < vocab_size:
         raise JobError(
-            "model", where, f"has {config.vocab_size} tokens, and the tokenizer of [data] {vocab_size}"
+            "model",
+            where,
+            f"has {config.vocab_size} tokens, and the tokenizer of [data] {vocab_size}",
+            hint=f"give the model a vocab_size of {vocab_size} or more, or choose another tokenizer",
         )
     positions = getattr(config, "max_position_embeddings", None) or job.data.sequence_length
     if job.data.sequence_length > positions:
-        raise JobError("data", "sequence_length", f"is more than the {positions} positions of the model")
+        raise JobError(
+            "data",
+            "sequence_length",
+            f"is more than the {positions} positions of the model",
+            hint="shorten it, or raise max_position_embeddings",
+        )
     count = parameter_count(config)
     needed = count * (_TRAINING_BYTES + _OUTER_BYTES)
     if needed > available_bytes:
@@ -80,8 +89,8 @@ def check_model(job: Job, *, vocab_size: int, available_bytes: int, cache_dir: P
             "model",
             where,
             f"has {count:,} parameters: training takes {needed / 2**30:.1f} GiB of memory, "
-            f"and {available_bytes / 2**30:.1f} GiB are free",
-            hint="train a smaller model, or free memory",
+            f"and {available_bytes / 2**30:.1f} GiB are there for it",
+            hint="train a smaller model, or use a machine with more memory",
         )
     return count
 

@@ -45,7 +45,7 @@ seed = 0                               # of the first weights and of the order o
 {model}
 [data]
 format = "text"                        # or "jsonl", "parquet"; then `field` names what holds the text
-path = "python-stdlib"                 # the Python standard library's source; or a file, a directory, a glob
+path = "python-stdlib"                 # the source of this very Python's standard library; or a file, a directory, a glob
 tokenizer = {tokenizer}
 sequence_length = 256
 validation = 0.02                      # share of the documents that is held out
