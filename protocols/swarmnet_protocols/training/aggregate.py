@@ -5,6 +5,7 @@ every machine, whatever its threads and vector width: whoever sees the contribut
 puts contributions in an order all agree on (sorted by contributor).
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -54,7 +55,7 @@ def aggregate(name: str, contributions: Tensor, weights: Tensor) -> Tensor:
         case "median":
             return weighted_median(contributions, weights)
         case "centered-clip":
-            return centered_clip(contributions, weights)
+            return centered_clip(mix_neighbours(contributions, weights), weights)
     raise ConfigError(f"no aggregator is called {name!r}", hint=f"use one of: {', '.join(AGGREGATORS)}")
 
 
@@ -77,6 +78,27 @@ def weighted_median_columns(contributions: Tensor, weights: Tensor) -> Tensor:
     lower = ordered.gather(0, (below < half).sum(dim=0, keepdim=True))
     upper = ordered.gather(0, (below <= half).sum(dim=0, keepdim=True))
     return (lower * 0.5 + upper * 0.5)[0]
+
+
+def mix_neighbours(contributions: Tensor, weights: Tensor) -> Tensor:
+    """Every row [k, n] as the weighted mean of itself and the rows nearest to it, up to more than half of the weight.
+
+    Allouah et al. 2023, "Fixing by Mixing", section 4 (nearest neighbour mixing). Without it, what honest contributions differ by
+    pulls a median, and so a clip's start and radius, towards liars who are nearly as many.
+    """
+    count, fractions = len(contributions), shares(weights)
+    distances = [[0.0] * count for _ in range(count)]
+    for one in range(1, count):
+        for other, distance in enumerate(norms(contributions[:one] - contributions[one])):
+            distances[one][other] = distances[other][one] = distance
+    mixed = torch.empty_like(contributions)
+    for row in range(count):
+        near = sorted(range(count), key=lambda other: (distances[row][other], other != row, other))
+        gathered = list(itertools.accumulate(fractions[other] for other in near))
+        enough = next(number for number, share in enumerate(gathered, 1) if share > 0.5)
+        chosen = sorted(near[:enough])
+        mixed[row] = combine(contributions[chosen], shares(weights[chosen]))
+    return mixed
 
 
 def centered_clip(contributions: Tensor, weights: Tensor, *, radius: float | None = None) -> Tensor:

@@ -1,0 +1,51 @@
+"""What bad workers cost: sixteen replicas, three and seven of them lying, by aggregator. Virtual time, real exchanges.
+
+    python -m tests.bench.train_attacks [--rounds 6] [--steps 5]
+
+"plain mean" is a mean without any check or clipping; "mean" and "centered-clip" are what a job gets that asks for them, with
+contributions checked and clipped to their median norm. Prints a JSON object a run; ``ratio`` is of the validation loss to the
+loss without bad workers.
+"""
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+
+import torch
+
+from swarmnet_protocols.training.averaging import Rules
+from tests.support.training_attacks import ATTACKS, attack_job, sign_flip, train
+
+ROADS = ("centered-clip", "mean", "plain mean")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=5, help="inner steps of a round")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)  # tensors this small are slower with more
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        jobs = {
+            road: attack_job(
+                folder, road.removeprefix("plain "), rounds=arguments.rounds, steps=arguments.steps
+            )
+            for road in ROADS
+        }
+        clean = train(jobs["mean"], folder, 0, sign_flip).loss
+        print(json.dumps({"bench": "train_attacks", "clean_val_loss": round(clean, 4)}), flush=True)
+        for road, job in jobs.items():
+            rules = Rules() if road == "plain mean" else None
+            for attack in ATTACKS:
+                for bad in (3, 7):
+                    trained = train(job, folder, bad, ATTACKS[attack], rules=rules)
+                    line: dict[str, object] = {"aggregate": road, "attack": attack, "bad": bad}
+                    line |= {"val_loss": round(trained.loss, 4), "ratio": round(trained.loss / clean, 3)}
+                    excluded = sorted({why for each in trained.excluded for why in each.values()})
+                    print(json.dumps({"bench": "train_attacks"} | line | {"excluded": excluded}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""Replicas that train together through real exchanges while some of them lie. The whole table is ``tests.bench.train_attacks``."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.training_attacks import ATTACKS, attack_job, not_a_number, sign_flip, train
+
+ROUNDS, STEPS = 3, 4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors this small are slower with more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("attacks")
+
+
+@pytest.fixture(scope="module")
+def clean(folder: Path) -> float:
+    return train(attack_job(folder, "mean", rounds=ROUNDS, steps=STEPS), folder, 0, sign_flip).loss
+
+
+@pytest.mark.parametrize("attack", ["sign-flip", "constant"])
+def test_seven_liars_of_sixteen_spoil_a_mean_and_not_a_centered_clip(
+    attack: str, folder: Path, clean: float
+) -> None:
+    losses = {
+        name: train(attack_job(folder, name, rounds=ROUNDS, steps=STEPS), folder, 7, ATTACKS[attack]).loss
+        for name in ("mean", "centered-clip")
+    }
+    assert losses["centered-clip"] <= 1.05 * clean
+    assert losses["mean"] > 1.1 * clean
+
+
+def test_whoever_sends_what_is_not_a_number_is_named_with_the_reason(folder: Path) -> None:
+    trained = train(attack_job(folder, "mean", rounds=1, steps=1), folder, 3, not_a_number)
+    assert trained.excluded == (dict.fromkeys(trained.bad, "a value is not finite"),)
