@@ -12,6 +12,7 @@
 typedef struct {
     const float *weight; /* [outputs][inputs] */
     const float *bias;   /* [outputs], or NULL */
+    int64_t inputs;
 } linear;
 
 typedef struct {
@@ -68,16 +69,16 @@ static void four_dots(const float *rows, const float *x, int64_t size, float *ou
     out[0] = a, out[1] = b, out[2] = c, out[3] = d;
 }
 
-/* x [count][size] to the outputs in mine of out [count][stride]. Weights are read once for all. */
-static void product(linear of, const float *x, int64_t size, range mine, float *out, int64_t stride, int64_t count) {
-    int64_t output = mine.first;
+/* x [rows][inputs] to the outputs in mine of out [rows][stride]. Weights are read once for all rows. */
+static void product(linear of, const float *x, int64_t rows, range mine, float *out, int64_t stride) {
+    int64_t output = mine.first, size = of.inputs;
     for (; output + 4 <= mine.end; output += 4)
-        for (int64_t row = 0; row < count; row++)
+        for (int64_t row = 0; row < rows; row++)
             four_dots(of.weight + output * size, x + row * size, size, out + row * stride + output);
     for (; output < mine.end; output++)
-        for (int64_t row = 0; row < count; row++)
+        for (int64_t row = 0; row < rows; row++)
             out[row * stride + output] = dot(of.weight + output * size, x + row * size, size);
-    for (int64_t row = 0; of.bias && row < count; row++)
+    for (int64_t row = 0; of.bias && row < rows; row++)
         for (output = mine.first; output < mine.end; output++) out[row * stride + output] += of.bias[output];
 }
 
@@ -99,15 +100,14 @@ static void rotate(float *x, const float *cosines, const float *sines, int64_t s
     }
 }
 
-static void attend(const float *query, const float *keys, const float *values, int64_t size, int64_t count,
-                   float scaling, float *scores, float *restrict out) {
+/* keys: a product that gives the scores of a query */
+static void attend(const float *query, linear keys, const float *values, int64_t count, float *scores,
+                   float *restrict out) {
+    int64_t size = keys.inputs;
     float highest = -INFINITY, total = 0;
-    product((linear){keys, NULL}, query, size, (range){0, count}, scores, count, 1);
+    product(keys, query, 1, (range){0, count}, scores, count);
 #pragma omp simd reduction(max : highest)
-    for (int64_t p = 0; p < count; p++) {
-        scores[p] *= scaling;
-        highest = scores[p] > highest ? scores[p] : highest;
-    }
+    for (int64_t p = 0; p < count; p++) highest = scores[p] > highest ? scores[p] : highest;
     for (int64_t p = 0; p < count; p++) {
         scores[p] = expf(scores[p] - highest);
         total += scores[p];
@@ -119,7 +119,8 @@ static void attend(const float *query, const float *keys, const float *values, i
     }
 }
 
-/* Heads to their final form, and the new keys and values into the caches. states [rows][all heads][head_size]. */
+/* Heads to their final form, queries scaled, and the new keys and values into the caches. states: [rows][heads of all
+ * kinds][head_size]. */
 static void place_heads(const step *s, const layer *l, const lane *lanes, int64_t index, float *states) {
     int64_t size = s->head_size, keys = l->heads, values = keys + l->key_heads, all = values + l->key_heads;
     range mine = share(s->rows * all);
@@ -132,40 +133,43 @@ static void place_heads(const step *s, const layer *l, const lane *lanes, int64_
             if (its.weight) normalise(its, x, size, x, 1);
             rotate(x, of->angles, of->angles + size, size);
         }
-        if (head >= keys) {
+        if (head < keys) {
+            for (int64_t j = 0; j < size; j++) x[j] *= l->scaling;
+        } else {
             int64_t row = (head < values ? head - keys : head - values) * of->capacity + of->position;
             memcpy(of->caches[2 * index + (head >= values)] + row * size, x, size * sizeof *x);
         }
     }
 }
 
-/* out [rows][heads][head_size] */
-static void attention(const step *s, const layer *l, const lane *lanes, int64_t index, const float *states,
-                      float *scores, float *out) {
+/* What the queries in states attend to, right behind states: [rows][heads][head_size]. */
+static void attention(const step *s, const layer *l, const lane *lanes, int64_t index, float *states,
+                      float *scores) {
     int64_t size = s->head_size, all = l->heads + 2 * l->key_heads, sharers = l->heads / l->key_heads;
+    float *out = states + s->rows * all * size;
     range mine = share(s->rows * l->heads);
     for (int64_t i = mine.first; i < mine.end; i++) {
         const lane *of = lanes + i / l->heads;
         int64_t head = i % l->heads, from = head / sharers * of->capacity * size;
+        linear keys = {of->caches[2 * index] + from, NULL, size};
         const float *query = states + (i / l->heads * all + head) * size;
-        attend(query, of->caches[2 * index] + from, of->caches[2 * index + 1] + from, size, of->position + 1,
-               l->scaling, scores, out + i * size);
+        attend(query, keys, of->caches[2 * index + 1] + from, of->position + 1, scores, out + i * size);
     }
 }
 
 /* out [rows][inner] */
 static void gated(const step *s, const layer *l, const float *x, float *gates_ups, float *out) {
     range gates = share(l->inner), ups = {gates.first + l->inner, gates.end + l->inner};
-    product(l->gate_up, x, s->hidden_size, gates, gates_ups, 2 * l->inner, s->rows);
-    product(l->gate_up, x, s->hidden_size, ups, gates_ups, 2 * l->inner, s->rows);
+    product(l->gate_up, x, s->rows, gates, gates_ups, 2 * l->inner);
+    product(l->gate_up, x, s->rows, ups, gates_ups, 2 * l->inner);
     for (int64_t row = 0; row < s->rows; row++, gates_ups += 2 * l->inner, out += l->inner)
         for (int64_t i = gates.first; i < gates.end; i++)
             out[i] = gates_ups[i] / (1 + expf(-gates_ups[i])) * gates_ups[i + l->inner];
 }
 
-static void add_product(const step *s, linear of, const float *x, int64_t size, float *scratch, float *hidden) {
+static void add_product(const step *s, linear of, const float *x, float *scratch, float *hidden) {
     range mine = share(s->hidden_size);
-    product(of, x, size, mine, scratch, s->hidden_size, s->rows);
+    product(of, x, s->rows, mine, scratch, s->hidden_size);
     for (int64_t row = 0; row < s->rows; row++, scratch += s->hidden_size, hidden += s->hidden_size)
         for (int64_t i = mine.first; i < mine.end; i++) hidden[i] += scratch[i];
 }
@@ -184,18 +188,18 @@ void decode(const step *s, const layer *layers, const lane *lanes, float *scratc
             float *gates_ups = attended + s->rows * width, *inner = gates_ups + s->rows * 2 * l->inner;
             float *added = inner + s->rows * l->inner;
             normalise(l->before_attention, hidden, s->hidden_size, normed, s->rows);
-            product(l->qkv, normed, s->hidden_size, share(states_width), states, states_width, s->rows);
+            product(l->qkv, normed, s->rows, share(states_width), states, states_width);
 #pragma omp barrier
             place_heads(s, l, lanes, index, states);
 #pragma omp barrier
-            attention(s, l, lanes, index, states, scores, attended);
+            attention(s, l, lanes, index, states, scores);
 #pragma omp barrier
-            add_product(s, l->output, attended, width, added, hidden);
+            add_product(s, l->output, attended, added, hidden);
 #pragma omp barrier
             normalise(l->before_mlp, hidden, s->hidden_size, normed, s->rows);
             gated(s, l, normed, gates_ups, inner);
 #pragma omp barrier
-            add_product(s, l->down, inner, l->inner, added, hidden);
+            add_product(s, l->down, inner, added, hidden);
 #pragma omp barrier
         }
     }

@@ -17,7 +17,7 @@ ANGLES_POSITIONS = 64
 
 
 class _Linear(Structure):
-    _fields_ = (("weight", c_void_p), ("bias", c_void_p))
+    _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("inputs", c_int64))
 
 
 class _Norm(Structure):
@@ -203,7 +203,7 @@ def _native_layer(layer: FusedLayer) -> _Layer:
 
 def _native_linear(linear: Linear) -> _Linear:
     weight, bias = linear
-    return _Linear(weight.data_ptr(), None if bias is None else bias.data_ptr())
+    return _Linear(weight.data_ptr(), None if bias is None else bias.data_ptr(), weight.shape[1])
 
 
 def _native_norm(norm: Norm) -> _Norm:
