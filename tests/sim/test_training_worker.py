@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from swarmnet_node.training.checkpoint import Checkpoints, params_hash
+from swarmnet_node.training.checkpoint import Checkpoint, Checkpoints, params_hash
+from swarmnet_node.training.replica import ERROR
 from swarmnet_protocols.protocol_ids import EXCHANGE
 from swarmnet_protocols.training.jobs import open_job
-from swarmnet_protocols.transport.memory import Delivery
+from swarmnet_protocols.transport.memory import Delivery, LinkProfile
 from tests.support.training_workers import ROUNDS, WorkerLab, write_job
 from tests.support.virtual_time import run
 
@@ -92,10 +93,14 @@ def merge(lab: WorkerLab, name: str) -> dict[str, Any]:
     return event
 
 
+def saved(lab: WorkerLab, name: str) -> Checkpoint:
+    checkpoint = Checkpoints(lab.folder / name).load_newest(open_job(lab.sealed).id)
+    assert checkpoint is not None
+    return checkpoint
+
+
 def saved_hash(lab: WorkerLab, name: str) -> str:
-    saved = Checkpoints(lab.folder / name).load_newest(open_job(lab.sealed).id)
-    assert saved is not None
-    return params_hash(saved.parameters)
+    return params_hash(saved(lab, name).parameters)
 
 
 @pytest.mark.parametrize("codec", ["bfloat16", "float16", "int8", "int4", "fp4", "topk"])
@@ -107,6 +112,9 @@ def test_workers_stay_equal_under_every_codec(codec: str, tmp_path: Path) -> Non
 
     lab.check_equal()
     assert all(len(lab.rounds(name)) == 3 for name in NAMES[:3])
+    for name in NAMES[:3]:
+        outer = saved(lab, name).outer
+        assert bool(outer[ERROR].any()) if codec != "bfloat16" else ERROR not in outer
 
 
 @pytest.mark.parametrize("fault", ["crash", "hang", "isolate"])
@@ -150,6 +158,24 @@ def test_a_newcomer_fetches_the_state_and_contributes_from_its_second_round(tmp_
     contributors = [lab.rounds("anna")[number]["contributors"] for number in (first, *later)]
     assert lab.peer("dora") not in contributors[0]
     assert all(lab.peer("dora") in each for each in contributors[1:])
+
+
+def test_who_comes_while_a_round_is_averaged_fetches_one_state_only(tmp_path: Path) -> None:
+    lab = WorkerLab(tmp_path, write_job(tmp_path, "diloco", "sync_every = 2", MIN % 2, rounds=6))
+    slow = LinkProfile(delay_s=0.02, bytes_per_s=2e4)
+    lab.network.set_link(lab.peer("anna"), lab.peer("boris"), slow)  # an exchange takes a second
+
+    def come(delivery: Delivery) -> None:
+        if delivery.protocol == EXCHANGE and delivery.message.payload and lab.rounds("anna"):
+            lab.network.observers.remove(come)
+            lab.start("dora")
+
+    lab.network.observers.append(come)
+    run(train(lab, *NAMES[:2]))
+
+    lab.check_equal()
+    assert [event["event"] for event in lab.events["dora"]].count("healed") == 1
+    assert lab.peer("dora") in lab.rounds("anna")[3]["contributors"]
 
 
 def test_the_last_worker_goes_on_alone_and_others_come_back_to_it(tmp_path: Path) -> None:
