@@ -85,6 +85,8 @@ class Gathering:
         self._timing = timing
         self._round = 0
         self._state = b""
+        self._averaging = False
+        """The roster of this round is made: its state is about to be the last one."""
         self._guests: dict[PeerId, _Guest] = {}
         self._coming: dict[PeerId, Candidate] = {}
         """Whom we have told where we are since the last roster: they fetch that state now, and are expected."""
@@ -96,7 +98,7 @@ class Gathering:
 
     async def stand(self, round: int, state: bytes) -> None:
         """From now on we are at ``round``, which starts from ``state``: newcomers hear it before we gather."""
-        self._round, self._state = round, state
+        self._round, self._state, self._averaging = round, state, False
         await self._send_away()
 
     async def gather(
@@ -107,6 +109,15 @@ class Gathering:
         ``others`` are the workers thought to be alive, ``measured`` is what we know of their links. Whoever gathers waits for them
         ``patience_s`` at most. Raises ``Elsewhere`` when the others are somewhere else than we are.
         """
+        self._averaging = False
+        await self._send_away()
+        roster = await self._gather(me, others, measured, patience_s)
+        self._averaging = True
+        return roster
+
+    async def _gather(
+        self, me: Candidate, others: Sequence[Candidate], measured: Measured, patience_s: float
+    ) -> Roster:
         known = {member.peer: member for member in others}
         for peer in sorted({*known, me.peer}):
             if peer == me.peer:
@@ -275,7 +286,12 @@ class Gathering:
                 self._changed.notify_all()
 
     async def _send_away(self) -> None:
-        """Tell guests of another round or state where we are. Who is one round ahead may wait: we are about to follow."""
+        """Tell guests of another round or state where we are. Who is one round ahead may wait: we are about to follow.
+
+        While a round is averaged all may wait: what they would fetch now is old before they have it.
+        """
+        if self._averaging:
+            return
         here = Elsewhere(self._transport.peer_id, self._round, self._state)
         for guest in self._guests.values():
             other_state = guest.round == self._round and self._is_other(guest.state)
