@@ -178,24 +178,6 @@ def test_who_comes_while_a_round_is_averaged_fetches_one_state_only(tmp_path: Pa
     assert lab.peer("dora") in lab.rounds("anna")[3]["contributors"]
 
 
-def test_who_comes_while_a_round_is_averaged_fetches_one_state_only(tmp_path: Path) -> None:
-    lab = WorkerLab(tmp_path, write_job(tmp_path, "diloco", "sync_every = 2", MIN % 2, rounds=6))
-    slow = LinkProfile(delay_s=0.02, bytes_per_s=2e4)
-    lab.network.set_link(lab.peer("anna"), lab.peer("boris"), slow)  # an exchange takes a second
-
-    def come(delivery: Delivery) -> None:
-        if delivery.protocol == EXCHANGE and delivery.message.payload and lab.rounds("anna"):
-            lab.network.observers.remove(come)
-            lab.start("dora")
-
-    lab.network.observers.append(come)
-    run(train(lab, *NAMES[:2]))
-
-    lab.check_equal()
-    assert [event["event"] for event in lab.events["dora"]].count("healed") == 1
-    assert lab.peer("dora") in lab.rounds("anna")[3]["contributors"]
-
-
 def test_the_last_worker_goes_on_alone_and_others_come_back_to_it(tmp_path: Path) -> None:
     lab = WorkerLab(tmp_path, write_job(tmp_path, "diloco", "sync_every = 2", rounds=6))
 
