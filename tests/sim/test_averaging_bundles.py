@@ -108,7 +108,7 @@ def test_a_bundle_with_what_no_owner_may_count_is_refused() -> None:
     with pytest.raises(ProtocolViolation, match="member 2 is in a bundle, but"):
         reader().read(bundle([*PAYLOADS[:2], (2, broken)]))
     unwanted = TERMS.codec.decode(PAYLOADS[1][1].data, COUNT)
-    rules = Rules(check=lambda values: "too long" if torch.equal(values, unwanted) else "")
+    rules = Rules(screen=lambda rows, _: ["too long" if torch.equal(row, unwanted) else "" for row in rows])
     with pytest.raises(ProtocolViolation, match="member 1 is in a bundle, but too long"):
         reader(rules=rules).read(bundle(PAYLOADS))
     with pytest.raises(ProtocolViolation, match="weight 1e\\+300 is above"):

@@ -64,8 +64,10 @@ def test_values_that_are_not_finite_are_not_sent_and_weight_0_is_no_contribution
         assert all(names == tuple(lab.peers[2:]) for names in outcome.contributors)
 
 
-def test_what_fails_the_check_or_weighs_too_much_is_left_out_and_named() -> None:
-    rules = Rules(check=lambda values: "too long" if values.norm() > 1e4 else "", max_weight=10.0)
+def test_what_is_screened_out_or_weighs_too_much_is_left_out_and_named() -> None:
+    rules = Rules(
+        screen=lambda rows, _: ["too long" if row.norm() > 1e4 else "" for row in rows], max_weight=10.0
+    )
     lab = TrainingLab(4, rules=rules)
     work = Work.random(lab, SIZE)
     work.values[lab.peers[0]] *= 1e6
@@ -98,10 +100,23 @@ def test_what_is_not_what_its_hash_says_does_not_count() -> None:
 
 
 def test_contributions_that_all_fail_discard_the_round() -> None:
-    lab = TrainingLab(3, rules=Rules(check=lambda _: "no"))
+    lab = TrainingLab(3, rules=Rules(screen=lambda rows, _: ["no"] * len(rows)))
     for outcome in averaged(lab, Work.random(lab, SIZE)).values():
         assert not outcome.committed
         assert not outcome.behind
+
+
+def test_who_stays_is_screened_again() -> None:
+    """Nobody may be in a result whom its readers would leave out of it."""
+
+    def first_of_many(rows: torch.Tensor, _: torch.Tensor) -> list[str]:
+        return [f"one of {len(rows)}" if len(rows) > 2 and not index else "" for index in range(len(rows))]
+
+    rules = Rules(screen=first_of_many)
+    lab = TrainingLab(4, rules=rules)
+    for outcome in averaged(lab, Work.random(lab, SIZE)).values():
+        assert all(names == tuple(lab.peers[2:]) for names in outcome.contributors)
+        assert outcome.excluded == ((lab.peers[0], "one of 4"), (lab.peers[1], "one of 3"))
 
 
 def test_the_rules_say_how_contributions_are_combined() -> None:

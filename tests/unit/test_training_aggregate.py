@@ -13,9 +13,9 @@ from swarmnet_protocols.training.aggregate import (
     AGGREGATORS,
     aggregate,
     centered_clip,
-    check_contribution,
     clip_to_median_norm,
     mix_neighbours,
+    outliers,
 )
 from tests.support.training_attacks import ATTACKS
 
@@ -155,21 +155,14 @@ def test_norms_above_the_median_are_brought_to_it() -> None:
     torch.testing.assert_close(clipped, torch.tensor([[1.8, 2.4], [0.6, 0.8], [1.8, 2.4], [0.0, 0.0]]))
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_values_that_are_not_finite_are_named(bad: float) -> None:
-    values = torch.zeros(4)
-    values[1] = bad
-    assert check_contribution(values, 10.0) == "1 of 4 values are not finite"
-
-
-def test_norm_and_weight_are_capped() -> None:
-    values = torch.tensor([3.0, 4.0])
-    assert check_contribution(values, 5.0, weight=2.0, max_weight=2.0) == ""
-    assert check_contribution(values, 4.999) == "norm 5 is above 4.999"
-    for weight in (2.1, 0.0, -1.0, math.nan, math.inf):
-        assert "weight" in check_contribution(values, 5.0, weight=weight, max_weight=2.0)
-    largest = torch.full((2,), torch.finfo(torch.float32).max)
-    assert "norm" in check_contribution(largest, 1e30)
+def test_a_row_far_longer_than_the_median_is_named() -> None:
+    rows = torch.tensor([[3.0, 4.0], [0.6, 0.8], [-3000.0, 4000.0], [0.0, 0.0], [30.0, 40.0]])
+    reasons = outliers(rows, torch.ones(5))
+    assert [bool(reason) for reason in reasons] == [False, False, True, False, False]
+    assert reasons[2] == "norm 5000 is over 100 times the median of all"
+    assert outliers(torch.eye(3)[:, :1], torch.ones(3)) == ["", "", ""], (
+        "most are zero: nothing to compare with"
+    )
 
 
 def test_what_does_not_fit_is_refused() -> None:

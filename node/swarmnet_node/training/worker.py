@@ -7,7 +7,6 @@ round, named by their hash.
 
 import asyncio
 import contextlib
-import math
 import random
 import time
 from collections.abc import Callable
@@ -28,7 +27,7 @@ from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.models import Progress
 from swarmnet_protocols.timing import Timing
-from swarmnet_protocols.training.aggregate import aggregate, check_contribution, clip_to_median_norm
+from swarmnet_protocols.training.aggregate import aggregate, clip_to_median_norm, outliers
 from swarmnet_protocols.training.averaging import Exchange, RoundTiming, Rules
 from swarmnet_protocols.training.board import WorkerInfo, find_workers, publish_job, publish_worker
 from swarmnet_protocols.training.codecs import get_codec
@@ -385,4 +384,5 @@ def averaging_rules(job: Job) -> Rules:
     def aggregated(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return aggregate(job.exchange.aggregate, clip_to_median_norm(rows, weights), weights)
 
-    return Rules(aggregated, check=lambda values: check_contribution(values, math.inf))
+    tokens = job.training.batch_size * job.data.sequence_length * job.make_method().steps_per_round
+    return Rules(aggregated, screen=outliers, max_weight=float(tokens))

@@ -17,20 +17,18 @@ from swarmnet_protocols.errors import ConfigError
 AGGREGATORS = ("mean", "median", "centered-clip")
 CLIP_ITERATIONS = 20
 TINY = 1e-30  # no distance at all divides nothing
+OUTLIER = 100
 COLUMNS = 1 << 18  # worked on at a time: temporaries take about 32 bytes x contributions x this
 
 
-def check_contribution(
-    values: Tensor, max_norm: float, *, weight: float = 1.0, max_weight: float = math.inf
-) -> str:
-    """Why a contribution must not count, or "" if it may: values that are not finite, too long a vector, a bad weight."""
-    if not (math.isfinite(weight) and 0.0 < weight <= max_weight):
-        return f"weight {weight:g} is not in (0, {max_weight:g}]"
-    if not bool(torch.isfinite(values).all()):
-        return f"{int((~torch.isfinite(values)).sum())} of {values.numel()} values are not finite"
-    if (length := norms(values[None])[0]) > max_norm:
-        return f"norm {length:.6g} is above {max_norm:.6g}"
-    return ""
+def outliers(contributions: Tensor, weights: Tensor) -> list[str]:
+    """For each row of ``contributions`` [k, n] why it must not count, or "": longer than any batch of data can make it."""
+    lengths = norms(contributions)
+    limit = OUTLIER * median(lengths, weights)
+    return [
+        f"norm {length:.4g} is over {OUTLIER} times the median of all" if length > limit > 0 else ""
+        for length in lengths
+    ]
 
 
 def clip_to_median_norm(contributions: Tensor, weights: Tensor) -> Tensor:

@@ -26,8 +26,8 @@ MAX_SUMMARY_BYTES = 32 << 10
 MAX_REASON = 200
 
 
-def everything_is_fine(_: torch.Tensor) -> str:
-    return ""
+def all_fit(rows: torch.Tensor, _weights: torch.Tensor) -> list[str]:
+    return [""] * len(rows)
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Rules:
 
     aggregate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = weighted_mean
     """Of contributions [k, n] in the order of peer ids, with weights [k]: float32 [n]."""
-    check: Callable[[torch.Tensor], str] = everything_is_fine
-    """Why a contribution [n] must be left out, or ""."""
+    screen: Callable[[torch.Tensor, torch.Tensor], list[str]] = all_fit
+    """Of the same: for each why it must be left out, or "". Those that stay are screened again."""
     max_weight: float = 2.0**64
     """Enough for any number of tokens; what is finite and near the end of floats sums to infinity."""
 
@@ -124,23 +124,32 @@ def reduce_slice(
     terms: SliceTerms, rules: Rules, payloads: Sequence[tuple[int, Payload]]
 ) -> tuple[Result, torch.Tensor] | None:
     """The result of a slice and its values [count], from contributions in the order of members; None if none counts."""
-    accepted, excluded, rows = [], [], []
+    accepted: list[tuple[int, Payload, torch.Tensor]] = []
+    excluded: list[pb.Exclusion] = []
+
+    def exclude(member: int, reason: str) -> None:
+        excluded.append(pb.Exclusion(member=member, reason=reason[:MAX_REASON]))
+
     for member, payload in payloads:
-        values, reason = _read(terms, rules, payload)
-        if values is None:
-            excluded.append(pb.Exclusion(member=member, reason=reason[:MAX_REASON]))
-        else:
-            rows.append(values)
-            accepted.append((member, payload))
-    if not rows:
+        try:
+            accepted.append((member, payload, _read(terms, rules, payload)))
+        except ProtocolViolation as error:
+            exclude(member, str(error))
+    while accepted:
+        rows = torch.stack([values for _, _, values in accepted])
+        weights = _weights(payload.weight for _, payload, _ in accepted)
+        reasons = rules.screen(rows, weights)
+        if not any(reasons):
+            break
+        for (member, _, _), reason in zip(accepted, reasons, strict=True):
+            if reason:
+                exclude(member, reason)
+        accepted = [each for each, reason in zip(accepted, reasons, strict=True) if not reason]
+    else:
         return None
-    contributors = [
-        pb.Contributor(member=member, weight=payload.weight, hash=payload.hash)
-        for member, payload in accepted
-    ]
-    values = rules.aggregate(torch.stack(rows), _weights(contributors))
+    values = rules.aggregate(rows, weights)
     if terms.codec.sparse:
-        encoded = b"".join(payload.data for _, payload in accepted)
+        encoded = b"".join(payload.data for _, payload, _ in accepted)
     else:
         codec = result_codec(terms.codec)
         try:
@@ -148,27 +157,28 @@ def reduce_slice(
         except ValueError:  # finite contributions with an infinite mean
             return None
         values = codec.decode(encoded, terms.count)
+    contributors = [
+        pb.Contributor(member=member, weight=payload.weight, hash=payload.hash)
+        for member, payload, _ in accepted
+    ]
+    excluded.sort(key=lambda each: each.member)
     summary = pb.Summary(
         round=terms.round, slice=terms.index, contributors=contributors, excluded=excluded
     ).SerializeToString(deterministic=True)
     return Result(result_hash(summary, encoded), summary, encoded), values
 
 
-def _weights(contributors: Iterable[pb.Contributor]) -> torch.Tensor:
-    return torch.tensor([each.weight for each in contributors], dtype=torch.float64)
+def _weights(weights: Iterable[float]) -> torch.Tensor:
+    return torch.tensor(list(weights), dtype=torch.float64)
 
 
-def _read(terms: SliceTerms, rules: Rules, payload: Payload) -> tuple[torch.Tensor | None, str]:
+def _read(terms: SliceTerms, rules: Rules, payload: Payload) -> torch.Tensor:
+    """The values [count] of a contribution. Raises ``ProtocolViolation`` for one that cannot count."""
     if payload.weight > rules.max_weight:
-        return None, f"weight {payload.weight:g} is above {rules.max_weight:g}"
+        raise ProtocolViolation(f"weight {payload.weight:g} is above {rules.max_weight:g}")
     if hashlib.sha256(payload.data).digest() != payload.hash:
-        return None, "the contribution does not have its hash"
-    try:
-        values = terms.codec.decode(payload.data, terms.count)
-    except ProtocolViolation as error:
-        return None, str(error)
-    reason = rules.check(values)
-    return (None, reason) if reason else (values, "")
+        raise ProtocolViolation("the contribution does not have its hash")
+    return terms.codec.decode(payload.data, terms.count)
 
 
 @dataclass(frozen=True)
@@ -204,15 +214,23 @@ class Reader:
         return self.own is not None and (named.weight, named.hash) == (self.own.weight, self.own.hash)
 
     def _open_bundle(self, contributors: Sequence[pb.Contributor], bundle: memoryview) -> torch.Tensor:
-        rows = []
-        for number, each in enumerate(contributors):
-            start = number * self.terms.contribution_bytes
-            data = bundle[start : start + self.terms.contribution_bytes]
-            values, reason = _read(self.terms, self.rules, Payload(each.weight, data, each.hash))
-            if values is None:
+        size = self.terms.contribution_bytes
+        payloads = [
+            Payload(each.weight, bundle[number * size : (number + 1) * size], each.hash)
+            for number, each in enumerate(contributors)
+        ]
+        values = []
+        for each, payload in zip(contributors, payloads, strict=True):
+            try:
+                values.append(_read(self.terms, self.rules, payload))
+            except ProtocolViolation as error:
+                raise ProtocolViolation(f"member {each.member} is in a bundle, but {error}") from error
+        rows = torch.stack(values)
+        weights = _weights(payload.weight for payload in payloads)
+        for each, reason in zip(contributors, self.rules.screen(rows, weights), strict=True):
+            if reason:
                 raise ProtocolViolation(f"member {each.member} is in a bundle, but {reason}")
-            rows.append(values)
-        return self.rules.aggregate(torch.stack(rows), _weights(contributors))
+        return self.rules.aggregate(rows, weights)
 
 
 def read_summary(terms: SliceTerms, members: int, serialized: bytes) -> pb.Summary:
