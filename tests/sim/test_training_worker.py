@@ -23,7 +23,7 @@ SETTINGS = {
     "noloco": "sync_every = 2",
     "sparseloco": "sync_every = 2",
     "co2": "sync_every = 2",
-    "zo": "directions = 2\nlearning_rate = 1e-3",
+    "zo": "sync_every = 2\nlearning_rate = 1e-3",
 }
 
 MIN = "min_workers = %d"

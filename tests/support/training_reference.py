@@ -161,19 +161,19 @@ def co2(run: Run, steps: int, lr: float, mu: float, clip: float) -> list[Vector]
 
 
 def zeroth_order(
-    run: Run, loss: Callable[[int, Vector], float], seed: int, k: int, eps: float, lr: float
+    run: Run, loss: Callable[[int, Vector], float], seed: int, h: int, eps: float, lr: float
 ) -> list[Vector]:
-    """g = [L(θ + ε z) - L(θ - ε z)] / 2ε; θ <- θ - (lr/k) Σ_j ḡ_j z_j."""
+    """Each worker's steps g = [L(θ + ε z) - L(θ - ε z)] / 2ε; θ <- θ - lr g z; then θ <- θ - lr Σ_j ḡ_j z_j from the start of the round."""
     theta, trace = run.start, []
     for t in range(run.rounds):
-        step = np.zeros_like(theta)
-        for j in range(k):
-            z = direction(seed, t, j, len(theta))
-            slopes = [
-                (loss(i, theta + eps * z) - loss(i, theta - eps * z)) / (2 * eps) for i in range(run.workers)
-            ]
-            step += np.mean(slopes) * z
-        theta = theta - lr / k * step
+        directions = [direction(seed, t, j, len(theta)) for j in range(h)]
+        slopes = np.zeros((run.workers, h))
+        for i in range(run.workers):
+            x = theta
+            for j, z in enumerate(directions):
+                slopes[i, j] = (loss(i, x + eps * z) - loss(i, x - eps * z)) / (2 * eps)
+                x = x - lr * slopes[i, j] * z
+        theta = theta - lr * sum(g * z for g, z in zip(slopes.mean(axis=0), directions, strict=True))
         trace.append(np.stack([theta] * run.workers))
     return trace
 

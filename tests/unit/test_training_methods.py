@@ -8,16 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from swarmnet_protocols.errors import ConfigError, IntegrityError, ProtocolViolation
+from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.training.codecs import ErrorFeedback, get_codec
-from swarmnet_protocols.training.codecs.log8 import Log8Codec
-from swarmnet_protocols.training.methods import METHODS, Average, Method, ZeroOrder, get_method, zo
+from swarmnet_protocols.training.methods import METHODS, Average, Method, get_method
 from tests.support import training_reference as reference
+from tests.support.training_task import NAMES, ROUNDS, SIZE, WORKERS, Task, assert_agree
 
-WORKERS = 4
-ROUNDS = 10
-SIZE = 203
-NAMES = tuple(f"worker-{i}" for i in range(WORKERS))
 H = 4
 
 SETTINGS: Mapping[str, dict[str, int | float | str]] = {
@@ -28,32 +24,9 @@ SETTINGS: Mapping[str, dict[str, int | float | str]] = {
     "noloco": {"sync_every": H, "seed": 5},
     "sparseloco": {"sync_every": H},
     "co2": {"sync_every": H},
-    "zo": {"directions": 2, "epsilon": 1e-2, "learning_rate": 1e-3, "seed": 1 << 40},
+    "zo": {"sync_every": 2, "epsilon": 1e-2, "learning_rate": 1e-3, "seed": 1 << 40},
 }
 INNER_STEPPED = tuple(name for name in METHODS if name not in ("allreduce", "zo"))
-
-
-class Task:
-    """Workers that pull the parameters towards targets of their own, with a different wobble at every step."""
-
-    def __init__(self, size: int = SIZE) -> None:
-        rng = np.random.default_rng(3)
-        self.start = rng.standard_normal(size).astype(np.float32).astype(np.float64)
-        self._targets = rng.standard_normal((WORKERS, size))
-        self._wobble = 0.01 * rng.standard_normal((7, size))
-
-    def gradient(self, worker: int, step: int, x: reference.Vector) -> reference.Vector:
-        away: reference.Vector = x - self._targets[worker] + self._wobble[step % 7]
-        return away
-
-    def inner(self, worker: int, step: int, x: reference.Vector) -> reference.Vector:
-        return x - 0.05 * self.gradient(worker, step, x)
-
-    def loss(self, worker: int, x: reference.Vector) -> float:
-        return float(((x - self._targets[worker]) ** 2).sum() / 2)
-
-    def run(self) -> reference.Run:
-        return reference.Run(self.start, self.inner, WORKERS, ROUNDS)
 
 
 class Swarm:
@@ -136,12 +109,6 @@ class Swarm:
         self._under_way = None
 
 
-def assert_agree(ours: Sequence[np.ndarray], theirs: Sequence[reference.Vector]) -> None:
-    for t, (got, expected) in enumerate(zip(ours, theirs, strict=True)):
-        error = np.abs(got - expected).max() / np.abs(expected).max()
-        assert error < 1e-5, f"round {t}: relative error {error:.2e}"
-
-
 def expected_trace(name: str) -> list[reference.Vector]:
     run = Task().run()
     match name:
@@ -187,67 +154,6 @@ def test_allreduce_gives_the_mean_gradient() -> None:
         theta = theta - 0.1 * method.apply(t, gradients[0], Average(mean, NAMES))
         trace.append(torch.stack([theta] * WORKERS).numpy())
     assert_agree(trace, reference.sgd(task.run(), task.gradient, 0.1))
-
-
-def zeroth_order() -> ZeroOrder:
-    method = get_method("zo", SETTINGS["zo"])
-    assert isinstance(method, ZeroOrder)
-    method.begin(torch.from_numpy(Task().start).float())
-    return method
-
-
-def slopes(method: ZeroOrder, t: int, worker: int, theta: torch.Tensor) -> torch.Tensor:
-    task = Task()
-    measured = []
-    for j in range(method.directions):
-        ends = [
-            task.loss(worker, method.probe(t, j, theta, sign).double().numpy().astype(np.float64))
-            for sign in (1, -1)
-        ]
-        measured.append(method.slope(*ends))
-    return method.contribution(t, torch.tensor(measured))
-
-
-def test_zeroth_order_follows_the_published_equations_and_a_log_replays_to_the_same_bits() -> None:
-    method = zeroth_order()
-    theta, trace, log = torch.from_numpy(Task().start).float(), [], []
-    for t in range(ROUNDS):
-        mean = torch.stack([slopes(method, t, i, theta) for i in range(WORKERS)]).mean(dim=0)
-        theta = method.apply(t, theta, Average(mean, NAMES))
-        log.append((t, mean))
-        trace.append(torch.stack([theta] * WORKERS).numpy())
-    run = Task().run()
-    assert_agree(trace, reference.zeroth_order(run, Task().loss, 1 << 40, 2, 1e-2, 1e-3))
-
-    joiner = zeroth_order()
-    assert torch.equal(joiner.replay(torch.from_numpy(trace[3][0]), log[4:]), theta)
-    assert torch.equal(method.agreed(), theta)
-
-
-def test_a_vector_moved_in_parts_is_the_vector_moved_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    method, log = zeroth_order(), [(3, torch.tensor([0.5, -2.0])), (4, torch.tensor([1.0, 0.0]))]
-    whole = method.replay(method.agreed(), log)
-    monkeypatch.setattr(zo, "_CHUNK", 50)
-    assert torch.equal(method.replay(method.agreed(), log), whole)
-
-
-def test_slopes_of_one_byte_lower_the_loss() -> None:
-    method, task, codec = zeroth_order(), Task(), Log8Codec()
-    theta = method.agreed().clone()
-    losses = []
-    for t in range(60):
-        losses.append(sum(task.loss(i, theta.double().numpy()) for i in range(WORKERS)))
-        payloads = [codec.encode(slopes(method, t, i, theta)) for i in range(WORKERS)]
-        mean = torch.stack([codec.decode(payload, method.directions) for payload in payloads]).mean(dim=0)
-        theta = method.apply(t, theta, Average(mean, NAMES))
-    assert losses[-1] < 0.97 * losses[0]
-
-
-@pytest.mark.parametrize("entry", [torch.tensor([1.0]), torch.tensor([1.0, math.nan]), torch.ones(2, 2)])
-def test_a_log_with_anything_but_finite_slopes_is_refused(entry: torch.Tensor) -> None:
-    method = zeroth_order()
-    with pytest.raises(ProtocolViolation, match="round 7"):
-        method.replay(method.agreed(), [(7, entry)])
 
 
 def test_diloco_with_one_worker_is_torch_sgd_bit_for_bit() -> None:
@@ -400,7 +306,7 @@ def test_eager_workers_do_not_drift_apart_when_their_number_changes() -> None:
         ("streaming", {"overlap_steps": 25}, "overlap_steps = 25 must be less"),
         ("streaming", {"mixing": 1.0}, "mixing"),
         ("allreduce", {"sync_every": 5}, "'sync_every'"),
-        ("zo", {"directions": 0}, "directions"),
+        ("zo", {"sync_every": 0}, "sync_every"),
         ("dilocco", {}, "unknown method 'dilocco'"),
     ],
 )

@@ -140,21 +140,20 @@ class Replica:
         return {} if self._feedback is None else {ERROR: self._feedback.owed()}
 
     def _slopes(self, method: ZeroOrder, round_number: int, slot: int) -> tuple[torch.Tensor, StepReport]:
-        """The slopes of the loss along the round's directions, on the slot's share of the data."""
+        """The slopes along the round's directions, each measured where this worker's own steps have led."""
         began = self._stopwatch()
         parameters = self.trainer.parameters()
         slopes, losses = [], []
-        for direction in range(method.directions):
+        for step in range(method.steps_per_round):
+            direction = method.direction(round_number, step, len(parameters))
             plus, minus = (
-                self.trainer.loss_at(
-                    method.probe(round_number, direction, parameters, sign), round_number, 0, slot
-                )
+                self.trainer.loss_at(method.probe(parameters, direction, sign), round_number, step, slot)
                 for sign in (1, -1)
             )
             slopes.append(method.slope(plus, minus))
             losses.append((plus + minus) / 2)
-        self.trainer.load(parameters)
-        tokens = self._job.training.batch_size * self._job.data.sequence_length
+            parameters = method.step(parameters, direction, slopes[-1])
+        tokens = self._job.training.batch_size * self._job.data.sequence_length * method.steps_per_round
         report = StepReport(sum(losses) / len(losses), tokens, self._stopwatch() - began)
         return torch.tensor(slopes), report
 

@@ -137,14 +137,14 @@ clip = 1.0                             # largest element of the outer momentum
     (
         "zo",
         _Template(
-            500,
+            50,
             """\
-directions = 1                         # tried in each round
+sync_every = 20                        # steps between exchanges, a byte each
 epsilon = 1e-3                         # how far along a direction the loss is taken
 learning_rate = 1e-6                   # that of [training] is for methods with an inner optimizer
 """,
             learning_rate="1e-6",
-            every_rounds=50,
+            every_rounds=5,
             model=_SMOLLM2,
             tokenizer='"smollm2-135m-instruct"    # the checkpoint\'s',
         ),

@@ -1,0 +1,79 @@
+"""Zeroth-order training: the equations, a history that gives the same bits, and one byte a slope."""
+
+import math
+
+import pytest
+import torch
+
+from swarmnet_protocols.errors import ProtocolViolation
+from swarmnet_protocols.training.codecs.log8 import Log8Codec
+from swarmnet_protocols.training.methods import Average, ZeroOrder, get_method, zo
+from tests.support import training_reference as reference
+from tests.support.training_task import NAMES, ROUNDS, SIZE, WORKERS, Task, assert_agree
+
+H = 2
+EPSILON = 1e-2
+LEARNING_RATE = 1e-3
+SEED = 1 << 40
+
+
+def zeroth_order() -> ZeroOrder:
+    method = get_method(
+        "zo", {"sync_every": H, "epsilon": EPSILON, "learning_rate": LEARNING_RATE, "seed": SEED}
+    )
+    assert isinstance(method, ZeroOrder)
+    method.begin(torch.from_numpy(Task().start).float())
+    return method
+
+
+def slopes(method: ZeroOrder, t: int, worker: int) -> torch.Tensor:
+    """What a worker contributes to a round, having taken its steps."""
+    task, theta, measured = Task(), method.agreed(), []
+    for j in range(H):
+        z = method.direction(t, j, SIZE)
+        ends = [task.loss(worker, method.probe(theta, z, sign).double().numpy()) for sign in (1, -1)]
+        measured.append(method.slope(*ends))
+        theta = method.step(theta, z, measured[-1])
+    return method.contribution(t, torch.tensor(measured))
+
+
+def test_zeroth_order_follows_the_published_equations_and_a_log_replays_to_the_same_bits() -> None:
+    method = zeroth_order()
+    theta, trace, log = torch.from_numpy(Task().start).float(), [], []
+    for t in range(ROUNDS):
+        mean = torch.stack([slopes(method, t, i) for i in range(WORKERS)]).mean(dim=0)
+        theta = method.apply(t, theta, Average(mean, NAMES))
+        log.append((t, mean))
+        trace.append(torch.stack([theta] * WORKERS).numpy())
+    run = Task().run()
+    assert_agree(trace, reference.zeroth_order(run, Task().loss, SEED, H, EPSILON, LEARNING_RATE))
+
+    joiner = zeroth_order()
+    assert torch.equal(joiner.replay(torch.from_numpy(trace[3][0]), log[4:]), theta)
+    assert torch.equal(method.agreed(), theta)
+
+
+def test_a_vector_moved_in_parts_is_the_vector_moved_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    method, log = zeroth_order(), [(3, torch.tensor([0.5, -2.0])), (4, torch.tensor([1.0, 0.0]))]
+    whole = method.replay(method.agreed(), log)
+    monkeypatch.setattr(zo, "_CHUNK", 50)
+    assert torch.equal(method.replay(method.agreed(), log), whole)
+
+
+def test_slopes_of_one_byte_lower_the_loss() -> None:
+    method, task, codec = zeroth_order(), Task(), Log8Codec()
+    theta = method.agreed().clone()
+    losses = []
+    for t in range(60):
+        losses.append(sum(task.loss(i, theta.double().numpy()) for i in range(WORKERS)))
+        payloads = [codec.encode(slopes(method, t, i)) for i in range(WORKERS)]
+        mean = torch.stack([codec.decode(payload, H) for payload in payloads]).mean(dim=0)
+        theta = method.apply(t, theta, Average(mean, NAMES))
+    assert losses[-1] < 0.97 * losses[0]
+
+
+@pytest.mark.parametrize("entry", [torch.tensor([1.0]), torch.tensor([1.0, math.nan]), torch.ones(2, 2)])
+def test_a_log_with_anything_but_finite_slopes_is_refused(entry: torch.Tensor) -> None:
+    method = zeroth_order()
+    with pytest.raises(ProtocolViolation, match="round 7"):
+        method.replay(method.agreed(), [(7, entry)])
