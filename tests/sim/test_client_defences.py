@@ -1,0 +1,218 @@
+"""What clients refuse from hosts and from records, and how they go on without them."""
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from swarmnet_protocols.directory import MemoryDirectory
+from swarmnet_protocols.errors import OutOfResources
+from swarmnet_protocols.hosts import hosts_topic, read_hosts
+from swarmnet_protocols.protocol_ids import LINK, SESSION
+from swarmnet_protocols.session.steps import Row, encode_tensor
+from swarmnet_protocols.transport import Message
+from swarmnet_protocols.transport.memory import MemoryStream
+from swarmnet_protocols.wire import records_pb2
+from swarmnet_protocols.wire import session_pb2 as pb
+from tests.support.swarm_lab import SWARM, Lab, Reference, peer, simulate
+
+HIDDEN = 32
+PROMPT = [2, 7, 1, 8]
+LAYOUT = {"a": (0, 2), "b": (2, 4), "c": (4, 6), "c2": (4, 6)}
+
+
+def nan_output(reply: pb.SessionReply, payload: bytes) -> tuple[pb.SessionReply, bytes]:
+    tensor, values = encode_tensor(torch.full(list(reply.output.tensor.shape), math.nan))
+    return pb.SessionReply(output=pb.Output(step=reply.output.step, tensor=tensor)), bytes(values)
+
+
+def wrong_size(reply: pb.SessionReply, payload: bytes) -> tuple[pb.SessionReply, bytes]:
+    tensor, values = encode_tensor(torch.zeros(7, HIDDEN))
+    return pb.SessionReply(output=pb.Output(step=reply.output.step, tensor=tensor)), bytes(values)
+
+
+def wrong_bytes(reply: pb.SessionReply, payload: bytes) -> tuple[pb.SessionReply, bytes]:
+    return reply, payload[:-4]
+
+
+def lie_too_long(reply: pb.SessionReply, payload: bytes) -> tuple[pb.SessionReply, bytes]:
+    return pb.SessionReply(refused=pb.Refused(reason=pb.REASON_TOO_LONG)), b""
+
+
+def blame(reply: pb.SessionReply, payload: bytes) -> tuple[pb.SessionReply, bytes]:
+    return pb.SessionReply(refused=pb.Refused(reason=pb.REASON_PROTOCOL)), b""
+
+
+Forge = Callable[[MemoryStream, Message], Message | None]
+"""What a liar sends in place of a message; None where it says the truth."""
+
+
+def assert_liar_is_replaced(
+    reference: Reference,
+    layout: Mapping[str, tuple[int, int]],
+    forge: Forge,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first peer to lie goes on lying; the answer is right all the same, and came without it at the end."""
+    honest = MemoryStream.send
+    liar = ""
+
+    async def send(self: MemoryStream, message: Message) -> None:
+        nonlocal liar
+        sender = self._transport.peer_id
+        forged = forge(self, message) if liar in ("", sender) else None
+        if forged is not None:
+            liar = sender
+        await honest(self, forged or message)
+
+    monkeypatch.setattr(MemoryStream, "send", send)
+
+    async def scenario(lab: Lab) -> list[int]:
+        for name, blocks in layout.items():
+            await lab.start(name, lab.hosting(blocks))
+        await asyncio.sleep(1.0)
+        async with lab.client() as swarm, lab.chain(swarm) as chain:
+            tokens = await lab.generate(chain, PROMPT, 6)
+            assert liar not in [hop for hop, _, _ in chain.report.route]
+        return tokens
+
+    assert simulate(reference, scenario) == reference.greedy(PROMPT, 6)
+    assert liar
+
+
+@pytest.mark.parametrize("lie", [nan_output, wrong_size, wrong_bytes, lie_too_long, blame])
+def test_a_last_hop_that_lies_is_replaced(
+    reference: Reference, lie: Callable[..., tuple[pb.SessionReply, bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forge(stream: MemoryStream, message: Message) -> Message | None:
+        if stream.protocol.id != SESSION.id or stream.peer != peer("client").peer_id:
+            return None
+        reply = pb.SessionReply.FromString(message.header)
+        if not reply.HasField("output") or reply.output.step < 3:
+            return None
+        changed, payload = lie(reply, bytes(message.payload))
+        return Message(changed.SerializeToString(), payload)
+
+    assert_liar_is_replaced(reference, LAYOUT, forge, monkeypatch)
+
+
+def test_a_hop_that_feeds_the_next_one_nonsense_is_replaced(
+    reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hop after it refuses and blames it: neither is trusted, for one of the two is wrong."""
+
+    def forge(stream: MemoryStream, message: Message) -> Message | None:
+        sender = stream._transport.peer_id
+        if stream.protocol.id != LINK.id or sender not in (peer("b").peer_id, peer("b2").peer_id):
+            return None
+        sent = pb.LinkRequest.FromString(message.header)
+        if not sent.HasField("step") or sent.step.seq < 3:
+            return None
+        sent.step.seq += 5
+        return Message(sent.SerializeToString(), message.payload)
+
+    assert_liar_is_replaced(reference, {**LAYOUT, "b2": (2, 4)}, forge, monkeypatch)
+
+
+def test_a_host_without_room_is_left_for_one_that_has(reference: Reference) -> None:
+    async def scenario(lab: Lab) -> list[int]:
+        await lab.start("small", lab.hosting((0, 6), max_cache_bytes=70_000))
+        async with lab.client() as swarm:
+            await asyncio.sleep(1.0)
+            async with lab.chain(swarm) as chain:
+                started = []
+
+                async def start_large() -> None:
+                    await lab.start("large", lab.hosting((0, 6)))
+
+                def on_token(number: int) -> None:
+                    if number == 1:
+                        started.append(asyncio.create_task(start_large()))
+
+                tokens = await lab.generate(chain, PROMPT * 15, 12, on_token)
+                assert [hop for hop, _, _ in chain.report.route] == [lab.peer_id("large")]
+            await asyncio.gather(*started)
+        return tokens
+
+    assert simulate(reference, scenario) == reference.greedy(PROMPT * 15, 12)
+
+
+def test_no_room_anywhere_is_an_error_of_its_own(reference: Reference) -> None:
+    async def scenario(lab: Lab) -> float:
+        await lab.start("small", lab.hosting((0, 6), max_cache_bytes=70_000))
+        await asyncio.sleep(1.0)
+        async with lab.client() as swarm, lab.chain(swarm) as chain:
+            began = asyncio.get_running_loop().time()
+            with pytest.raises(OutOfResources):
+                await lab.generate(chain, PROMPT * 15, 12)
+            return asyncio.get_running_loop().time() - began
+
+    assert simulate(reference, scenario) <= 20.0
+
+
+def test_a_lane_longer_than_the_session_is_refused_at_once(reference: Reference) -> None:
+    async def scenario(lab: Lab) -> None:
+        await lab.start("a", lab.hosting((0, 6)))
+        async with lab.client() as swarm, lab.chain(swarm, max_length=8) as chain:
+            await chain.forward((Row(0, 0, 8, 1, 0),), torch.arange(8))
+            with pytest.raises(OutOfResources):
+                await chain.forward((Row(0, 8, 1, 1, 0),), torch.arange(1))
+            await chain.forward((Row(0, 7, 1, 1, 0, rewrite=True),), torch.arange(1))
+
+    simulate(reference, scenario)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"start": 4, "end": 2},
+        {"start": 0, "end": 1 << 30},
+        {"step_s": math.nan},
+        {"step_s": -1.0},
+        {"step_s": math.inf},
+        {"manifest": bytes(32)},
+        {"protocol": 99},
+    ],
+    ids=str,
+)
+def test_a_record_that_makes_no_sense_is_not_read(reference: Reference, change: dict[str, Any]) -> None:
+    async def scenario(lab: Lab) -> int:
+        directory = MemoryDirectory(lab.board, peer("hostile"), SWARM)
+        options: dict[str, Any] = {
+            "manifest": lab.manifest,
+            "start": 0,
+            "end": 6,
+            "state": records_pb2.HOST_STATE_ONLINE,
+            "protocol": 1,
+            "step_s": 0.0,
+        }
+        found = []
+        async with lab.network.transport(lab.peer_id("hostile")):
+            for body in (options, {**options, **change}):
+                record = records_pb2.HostRecord(**body).SerializeToString()
+                await directory.publish(hosts_topic(lab.manifest), record, lifetime_s=45.0)
+                await asyncio.sleep(1.0)
+                found.append(len(await read_hosts(directory, lab.manifest)))
+        assert found[0] == 1
+        return found[1]
+
+    assert simulate(reference, scenario) == 0
+
+
+def test_a_host_that_announces_and_does_not_serve_costs_a_pause(reference: Reference) -> None:
+    async def scenario(lab: Lab) -> list[int]:
+        directory = MemoryDirectory(lab.board, peer("hostile"), SWARM)
+        record = records_pb2.HostRecord(
+            manifest=lab.manifest, start=0, end=6, state=records_pb2.HOST_STATE_ONLINE, protocol=1, step_s=0.0
+        )
+        async with lab.network.transport(lab.peer_id("hostile")):
+            await directory.publish(hosts_topic(lab.manifest), record.SerializeToString(), lifetime_s=45.0)
+            await lab.start("honest", lab.hosting((0, 6)))
+            await asyncio.sleep(1.0)
+            async with lab.client() as swarm, lab.chain(swarm) as chain:
+                return await lab.generate(chain, PROMPT, 4)
+
+    assert simulate(reference, scenario) == reference.greedy(PROMPT, 4)
