@@ -11,36 +11,15 @@ from pathlib import Path
 import pytest
 
 from swarmnet.cli.hosting import Foreground
-from swarmnet_node.control import NodeStatus
 from swarmnet_protocols.models import Progress
-
-ADDRESS = "/ip4/127.0.0.1/tcp/4001/p2p/12D3KooW"
-STATUS = NodeStatus(
-    peer_id="12D3KooW",
-    state="online",
-    model="smollm2-135m-instruct",
-    manifest=b"\x01" * 32,
-    start=10,
-    end=20,
-    total_blocks=30,
-    addresses=(ADDRESS,),
-    uptime_s=0.0,
-    sessions=0,
-    cache_bytes=0,
-    cache_bytes_limit=1 << 30,
-    weight_bytes=1,
-    tokens=0,
-    forwards=0,
-    version="0",
-    swarm="lab",
-)
+from tests.support.fake_node import ADDRESS, STATUS, FakeNode
 
 
-class _Node:
+class _Node(FakeNode):
     """Calls ``serving`` once somebody waits for its end, and ends only when ``may_end`` is set."""
 
     def __init__(self, serving: Callable[[], None], *, ends: bool) -> None:
-        self.graces_s: list[float] = []
+        super().__init__()
         self.closed = False
         self._serving = serving
         self._ends = ends
@@ -53,11 +32,8 @@ class _Node:
         finally:
             self.closed = True
 
-    def status(self) -> NodeStatus:
-        return STATUS
-
     def finish(self, grace_s: float) -> None:
-        self.graces_s.append(grace_s)
+        super().finish(grace_s)
         if self._ends:
             self._finished.set()
         else:
@@ -159,4 +135,4 @@ def test_people_see_how_to_reach_the_node(tmp_path: Path, capsys: pytest.Capture
     assert f"--bootstrap {ADDRESS}\n" in shown.out
     assert "blocks 10:20 of 30" in shown.out
     assert "Ctrl-C" in shown.err
-    assert (tmp_path / "addresses").read_text() == f"{ADDRESS}\n"
+    assert (tmp_path / "addresses").read_text().splitlines() == list(STATUS.addresses)

@@ -1,0 +1,37 @@
+"""A node that says what it is and does nothing, for tests of what stands around a node."""
+
+from swarmnet_node.control import NodeStatus
+
+ADDRESS = "/ip4/127.0.0.1/tcp/4001/p2p/12D3KooW"
+STATUS = NodeStatus(
+    peer_id="12D3KooW",
+    state="online",
+    model="smollm2-135m-instruct",
+    manifest=b"\x01" * 32,
+    start=10,
+    end=20,
+    total_blocks=30,
+    addresses=(ADDRESS, "/ip4/10.0.0.1/tcp/1/p2p/12D3KooW"),
+    uptime_s=12.5,
+    sessions=2,
+    cache_bytes=1 << 33,
+    cache_bytes_limit=1 << 34,
+    weight_bytes=70_000_000,
+    tokens=1 << 40,
+    forwards=7,
+    version="0.1.0",
+    swarm="lab",
+)
+
+
+class FakeNode:
+    """Remembers in ``graces_s`` how long it was given to finish, each time it was told to."""
+
+    def __init__(self) -> None:
+        self.graces_s: list[float] = []
+
+    def status(self) -> NodeStatus:
+        return STATUS
+
+    def finish(self, grace_s: float) -> None:
+        self.graces_s.append(grace_s)
