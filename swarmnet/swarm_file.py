@@ -98,8 +98,8 @@ class NewSwarm:
 def create(directory: Path, new: NewSwarm, *, now: float, overwrite: bool = False) -> SwarmFile:
     """Write ``swarm.toml`` into ``directory`` and, for a private swarm, ``authority.key`` (0600).
 
-    Existing files are refused; with ``overwrite`` the swarm file is written anew, and an authority key that is already
-    there is kept: the same name then gives the same swarm, with the next serial.
+    Existing files are refused; with ``overwrite`` the swarm file is written anew, whatever it is, and an authority key that
+    is already there is kept: the same name then gives the same swarm, with a higher serial.
     """
     if not _NAME.fullmatch(new.name):
         raise ConfigError(
@@ -127,7 +127,7 @@ def create(directory: Path, new: NewSwarm, *, now: float, overwrite: bool = Fals
             _replace(toml_path, _encode(file, signature=None), mode=0o644)
             return file
         key = _load_key(key_path) if key_path.exists() else _create_key(key_path)
-        serial = load(toml_path).serial + 1 if toml_path.exists() else 1
+        serial = _next_serial(toml_path, now)
         authority = key.public_key().public_bytes_raw()
         file = SwarmFile(new.name, serial, created, new.not_after, new.bootstrap, authority=authority)
         _replace(toml_path, _encode(file, signature=key.sign(file.signed_bytes())), mode=0o644)
@@ -136,6 +136,16 @@ def create(directory: Path, new: NewSwarm, *, now: float, overwrite: bool = Fals
             f"cannot write into {directory}: {error.strerror}", hint="choose another --out"
         ) from error
     return file
+
+
+def _next_serial(path: Path, now: float) -> int:
+    if not path.exists():
+        return 1
+    try:
+        return load(path).serial + 1
+    except (ConfigError, IntegrityError):
+        # What a damaged file had nobody knows; seconds since 1970 are more than anybody has renewed one.
+        return int(now)
 
 
 def load(path: Path) -> SwarmFile:

@@ -30,7 +30,8 @@ def create(  # noqa: PLR0913 - a command line, not an interface
         int | None, typer.Option(min=1, max=36500, help="The file expires after so many days.")
     ] = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Replace swarm.toml. An authority key stays as it is.")
+        bool,
+        typer.Option("--force", help="Replace swarm.toml, damaged or not. An authority key stays as it is."),
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:

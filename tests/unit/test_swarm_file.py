@@ -62,6 +62,30 @@ def test_overwriting_renews_the_file_of_the_same_swarm(tmp_path: Path) -> None:
     assert (tmp_path / "authority.key").read_bytes() == key
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text[:50],
+        lambda text: text.replace("serial = 1", "serial = 99"),
+        lambda text: text.replace("format = 1", "format = 2"),
+        lambda _: "\0",
+    ],
+    ids=["truncated", "changed", "of another format", "not a swarm file"],
+)
+def test_overwriting_replaces_a_damaged_file_of_the_same_swarm(
+    tmp_path: Path, damage: Callable[[str], str]
+) -> None:
+    first = _create(tmp_path)
+    path = tmp_path / "swarm.toml"
+    path.write_text(damage(path.read_text()))
+
+    second = swarm_file.create(tmp_path, NewSwarm("lab"), now=NOW, overwrite=True)
+
+    assert swarm_file.load(path) == second
+    assert second.swarm_id == first.swarm_id
+    assert second.serial > 99, "higher than any that was given away"
+
+
 def test_swarms_of_one_name_are_different(tmp_path: Path) -> None:
     ids = {_create(tmp_path / str(n), is_open=n < 2).swarm_id for n in range(4)}
     assert len(ids) == 4
