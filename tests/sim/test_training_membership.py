@@ -4,6 +4,7 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import TypeVar
 
 import pytest
@@ -18,13 +19,12 @@ from swarmnet_protocols.training.gathering import Candidate, Elsewhere, Gatherin
 from swarmnet_protocols.training.state_transfer import (
     ASKED_AHEAD,
     CHUNK_BYTES,
-    KEPT_STATES,
+    PackedState,
     Source,
     StateDownload,
-    StateManifest,
     StateServer,
 )
-from swarmnet_protocols.transport import PeerId, Transport
+from swarmnet_protocols.transport import Message, PeerId, Transport
 from swarmnet_protocols.transport.memory import Delivery, LinkProfile, MemoryNetwork
 from swarmnet_protocols.wire import workers_pb2 as pb
 from tests.support.virtual_time import run
@@ -272,7 +272,8 @@ def test_a_roster_without_a_good_rate_for_every_member_is_refused(rates: list[fl
 # ---- the state ----------------------------------------------------------------------------------------------
 
 DATA = random.Random(1).randbytes(5 * CHUNK_BYTES + 1234)
-STATE_ID = StateManifest.of(DATA).id
+PACKED = PackedState.of([DATA[:9], DATA[9 : 3 * CHUNK_BYTES], DATA[3 * CHUNK_BYTES :]])
+STATE_ID = PACKED.id
 
 
 def sources(workers: list[Worker]) -> list[Source]:
@@ -290,7 +291,7 @@ def test_a_state_comes_from_several_peers_at_once() -> None:
             lambda delivery: served.add(delivery.source) if len(delivery.message.payload) > 1000 else None
         )
         for worker in workers[1:]:
-            assert worker.states.offer(DATA, StateManifest.of(DATA)) == STATE_ID
+            assert worker.states.offer(PACKED) == STATE_ID
         heard: list[tuple[int, int]] = []
         data = await download().run(
             workers[0].transport, sources(workers[1:]), TIMING, lambda *progress: heard.append(progress)
@@ -307,7 +308,7 @@ def test_a_long_line_to_one_source_stays_full() -> None:
 
     async def scenario(network: MemoryNetwork, workers: list[Worker]) -> None:
         for worker in workers[1:]:
-            worker.states.offer(DATA, StateManifest.of(DATA))
+            worker.states.offer(PACKED)
             profile = LinkProfile(delay_s=0.025, bytes_per_s=rate)
             network.set_link(workers[0].member.peer, worker.member.peer, profile)
         began = asyncio.get_running_loop().time()
@@ -325,7 +326,7 @@ def test_what_a_lost_source_owes_comes_from_the_others(fault: str) -> None:
     async def scenario(network: MemoryNetwork, workers: list[Worker]) -> None:
         lost = workers[1].member.peer
         for worker in workers[1:]:
-            worker.states.offer(DATA, StateManifest.of(DATA))
+            worker.states.offer(PACKED)
 
         def watch(delivery: Delivery) -> None:
             if delivery.source == lost and len(delivery.message.payload) > 1000:
@@ -340,12 +341,12 @@ def test_what_a_lost_source_owes_comes_from_the_others(fault: str) -> None:
 def test_a_source_that_serves_a_flipped_bit_is_dropped_and_named() -> None:
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
         liar = workers[1]
-        liar.states.offer(DATA, StateManifest.of(DATA))
+        liar.states.offer(PACKED)
         flipped = bytearray(DATA)
         flipped[3 * CHUNK_BYTES + 17] ^= 4
         flipped[17] ^= 4
-        liar.states._states[STATE_ID] = StateManifest.of(DATA), memoryview(flipped)
-        workers[2].states.offer(DATA, StateManifest.of(DATA))
+        liar.states._states[STATE_ID] = replace(PACKED, pieces=(memoryview(flipped),))
+        workers[2].states.offer(PACKED)
         wanted = download()
         assert await wanted.run(workers[0].transport, sources(workers[1:]), TIMING) == DATA
         assert set(wanted.dropped) == {liar.member.peer}
@@ -361,8 +362,8 @@ def test_a_source_that_serves_a_flipped_bit_is_dropped_and_named() -> None:
 def test_a_download_goes_on_where_it_was_when_other_sources_are_found() -> None:
     async def scenario(network: MemoryNetwork, workers: list[Worker]) -> None:
         first, second = workers[1], workers[2]
-        first.states.offer(DATA, StateManifest.of(DATA))
-        second.states.offer(DATA, StateManifest.of(DATA))
+        first.states.offer(PACKED)
+        second.states.offer(PACKED)
         chunks: list[PeerId] = []
 
         def watch(delivery: Delivery) -> None:
@@ -383,7 +384,7 @@ def test_a_download_goes_on_where_it_was_when_other_sources_are_found() -> None:
 
 def test_a_state_larger_than_can_be_is_not_allocated() -> None:
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
-        workers[1].states.offer(DATA, StateManifest.of(DATA))
+        workers[1].states.offer(PACKED)
         wanted = download(max_bytes=len(DATA) - 1)
         with pytest.raises(IntegrityError, match="expected at most"):
             await wanted.run(workers[0].transport, sources(workers[1:]), TIMING)
@@ -392,14 +393,62 @@ def test_a_state_larger_than_can_be_is_not_allocated() -> None:
     simulate(2, scenario)
 
 
-def test_the_newest_states_are_kept_and_the_others_refused() -> None:
-    async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
-        workers[1].states.offer(DATA, StateManifest.of(DATA))
-        for number in range(KEPT_STATES - 1):
-            workers[1].states.offer(bytes([number]), StateManifest.of(bytes([number])))
+def test_an_older_state_is_kept_for_as_long_as_somebody_fetches_it() -> None:
+    async def scenario(network: MemoryNetwork, workers: list[Worker]) -> None:
+        states = workers[1].states
+        states.offer(PACKED)
+        chunks: list[Delivery] = []
+
+        def watch(delivery: Delivery) -> None:
+            if delivery.protocol == STATE and len(delivery.message.payload) > 1000:
+                chunks.append(delivery)
+                if len(chunks) == 2:
+                    for number in range(3):
+                        states.offer(PackedState.of([bytes([number])]))
+
+        network.observers.append(watch)
         assert await download().run(workers[0].transport, sources(workers[1:]), TIMING) == DATA
-        workers[1].states.offer(b"one more", StateManifest.of(b"one more"))
+        await asyncio.sleep(1)
+        assert list(states._states) == [PackedState.of([bytes([2])]).id]
+
+    simulate(2, scenario)
+
+
+def test_of_states_that_are_fetched_the_newest_two_are_kept() -> None:
+    async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
+        states = workers[1].states
+        offered = [PackedState.of([bytes([number])]) for number in range(4)]
+        streams = []
+        for state in offered[:-1]:
+            states.offer(state)
+            stream = await workers[0].transport.open(workers[1].member.peer, STATE, deadline_s=TIMING.open_s)
+            request = pb.StateRequest(job=JOB, state=state.id, describe=pb.Describe())
+            await stream.send(Message(request.SerializeToString()))
+            await stream.receive()
+            streams.append(stream)
+        states.offer(offered[-1])
+        assert list(states._states) == [state.id for state in offered[-2:]]
+        for stream in streams:
+            stream.close()
+
+    simulate(2, scenario)
+
+
+def test_a_state_that_nobody_fetched_in_time_is_refused() -> None:
+    async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
+        workers[1].states.offer(PACKED)
+        workers[1].states.offer(PackedState.of([b"one more"]))
         with pytest.raises(SwarmnetError, match="not kept"):
             await download().run(workers[0].transport, sources(workers[1:]), TIMING)
 
     simulate(2, scenario)
+
+
+@pytest.mark.parametrize(
+    "cuts", [[], [5], [CHUNK_BYTES], [0, 7, 7, CHUNK_BYTES - 1, CHUNK_BYTES + 1, 2 * CHUNK_BYTES]]
+)
+def test_a_state_is_the_same_however_it_lies_in_memory(cuts: list[int]) -> None:
+    bounds = [0, *cuts, len(DATA)]
+    packed = PackedState.of([DATA[start:end] for start, end in pairwise(bounds)])
+    assert packed.id == STATE_ID
+    assert b"".join(packed.chunk(index) for index in range(6)) == DATA

@@ -8,9 +8,10 @@ import pytest
 
 from swarmnet_node.training.checkpoint import Checkpoint, Checkpoints, params_hash
 from swarmnet_node.training.replica import ERROR
-from swarmnet_protocols.protocol_ids import EXCHANGE
+from swarmnet_protocols.protocol_ids import EXCHANGE, GATHER
 from swarmnet_protocols.training.jobs import open_job
 from swarmnet_protocols.transport.memory import Delivery, LinkProfile
+from swarmnet_protocols.wire import workers_pb2 as pb
 from tests.support.training_workers import ROUNDS, WorkerLab, write_job
 from tests.support.virtual_time import run
 
@@ -194,6 +195,56 @@ def test_the_last_worker_goes_on_alone_and_others_come_back_to_it(tmp_path: Path
     lab.check_equal()
     assert max(lab.rounds("anna")) == max(lab.rounds("clara")) == 5
     assert [event["event"] for event in lab.events["clara"]].count("healed") == 1, "the round waits for it"
+
+
+@pytest.mark.parametrize("method", ["diloco", "streaming", "eager", "co2"])
+def test_who_ends_its_last_round_behind_does_it_again(method: str, tmp_path: Path) -> None:
+    lab = WorkerLab(tmp_path, write_job(tmp_path, method, SETTINGS[method]))
+    names = {lab.peer(name): name for name in NAMES[:2]}
+
+    def cut_the_last_exchange(delivery: Delivery) -> None:
+        last = all(ROUNDS - 2 in lab.rounds(name) for name in names.values())
+        if last and delivery.protocol == EXCHANGE and delivery.message.payload:
+            for peer in names:
+                lab.network.isolate(peer)
+
+    lab.network.observers.append(cut_the_last_exchange)
+    run(train(lab, *names.values()))
+
+    for peer, name in names.items():
+        assert [event["round"] for event in lab.events[name] if event["event"] == "behind"] == [ROUNDS - 1]
+        assert lab.rounds(name)[ROUNDS - 1]["contributors"] == [peer]
+        assert lab.events[name][-1]["round"] == ROUNDS
+
+
+@pytest.mark.parametrize("method", ["eager", "co2"])
+def test_who_ends_behind_comes_back_without_what_it_made_meanwhile(method: str, tmp_path: Path) -> None:
+    lab = WorkerLab(tmp_path, write_job(tmp_path, method, SETTINGS[method], MIN % 3))
+    *_, (lost, name) = sorted((lab.peer(name), name) for name in NAMES[:3])
+    cut: list[float] = []
+    weights: list[float] = []
+
+    def observe(delivery: Delivery) -> None:
+        if not cut and delivery.protocol == EXCHANGE and delivery.message.payload and 1 in lab.rounds(name):
+            cut.append(asyncio.get_running_loop().time())
+            lab.network.isolate(lost)
+        if delivery.protocol == GATHER and delivery.source == lost and behind():
+            weights.append(pb.GatherRequest.FromString(delivery.message.header).member.weight)
+
+    def behind() -> bool:
+        return any(event["event"] == "behind" for event in lab.events[name])
+
+    def watch(_: str, event: dict[str, Any]) -> None:
+        if event["event"] == "behind":
+            lab.network.rejoin(lost)
+
+    lab.network.observers.append(observe)
+    lab.observer = watch
+    run(train(lab, *NAMES[:3]))
+
+    lab.check_equal()
+    assert weights[0] == 0
+    assert lab.events[name][-1] == {"event": "done", "round": ROUNDS, "revision": ROUNDS}
 
 
 def test_a_job_goes_on_from_the_checkpoint_of_any_worker(tmp_path: Path) -> None:

@@ -345,21 +345,37 @@ def test_outer_state_without_what_is_another_workers_own_is_enough() -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_what_a_worker_is_given_is_its_own(name: str) -> None:
-    """A worker trains in place: neither the weights nor the average may change under the others."""
+def test_what_a_method_was_given_or_gave_does_not_change(name: str) -> None:
+    """Newcomers fetch the state of a round while the next ones go on."""
     method = get_method(name, SETTINGS[name])
     start = torch.arange(8.0)
     method.begin(start)
-    start.add_(1)
-    assert torch.equal(method.agreed(), torch.arange(8.0))
+    local = start + 1
     count = method.range(0)[1] - method.range(0)[0]
-    method.contribution(0, torch.ones(count) if method.kind == "scalars" else start)
-    for average in (Average(torch.ones(count), NAMES), None):
-        if name == "co2":
-            method.contribution(0, start)
-        given = method.apply(0, start, average)
-        agreed = method.agreed().clone()
-        given.add_(1)
-        assert torch.equal(method.agreed(), agreed)
-        if average is not None:
-            assert torch.equal(average.values, torch.ones(count))
+    values: list[torch.Tensor] = [start, local]
+    copies: list[torch.Tensor] = []
+    for number, kept in enumerate((True, True, False, True)):
+        average = Average(torch.full((count,), number + 1.0), NAMES) if kept else None
+        values += [method.contribution(number, torch.ones(count) if method.kind == "scalars" else local)]
+        values += [method.agreed(), *method.state().values(), *([average.values] if average else [])]
+        copies += [each.clone() for each in values[len(copies) :]]
+        values.append(method.apply(number, local, average))
+    assert not torch.equal(method.agreed(), start) or name == "allreduce"
+    assert all(torch.equal(value, copy) for value, copy in zip(values, copies, strict=False))
+
+
+@pytest.mark.parametrize("name", INNER_STEPPED)
+def test_a_method_keeps_nothing_of_a_view(name: str) -> None:
+    """The parameters of a worker change under it with the next inner step."""
+    trained, expected = (torch.arange(8.0) + 1 for _ in range(2))
+    viewing, copying = get_method(name, SETTINGS[name]), get_method(name, SETTINGS[name])
+    for method in (viewing, copying):
+        method.begin(torch.arange(8.0))
+    for number in range(3):
+        average = Average(viewing.contribution(number, trained), NAMES)
+        copying.contribution(number, expected.clone())
+        trained.copy_(viewing.apply(number, trained, average))
+        expected = copying.apply(number, expected.clone(), average).clone()
+        assert torch.equal(trained, expected)
+        trained += 1
+        expected += 1

@@ -154,7 +154,7 @@ def test_who_takes_the_state_of_others_owes_nothing(tmp_path: Path) -> None:
     worker = replica(tmp_path)
     moved(worker, 0)
     deliver(worker, 0, worker.contribution(0, 0)[0])
-    state = worker.pack()
+    state = bytearray().join(worker.pack())
     assert ERROR.encode() not in state[:4096], "the error is no part of what workers share"
     worker.take(state)
     assert not owed(worker).any()

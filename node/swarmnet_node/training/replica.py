@@ -60,7 +60,7 @@ class Replica:
         if method.kind == "gradients":
             gradient, report = self.trainer.gradient(round_number, 0, slot)
             return method.contribution(round_number, gradient), report
-        return method.contribution(round_number, self.trainer.parameters()), NOTHING_DONE
+        return method.contribution(round_number, self.trainer.view()), NOTHING_DONE
 
     def apply(self, round_number: int, average: Average | None, delivered: Sequence[Share] = ()) -> None:
         """Take the outcome of a round: its average, or None if it was discarded; and which slices of it this worker is in."""
@@ -74,7 +74,7 @@ class Replica:
                 self.trainer.apply_gradient(round_number, 0, gradient)
             self.method.begin(self.trainer.parameters())
             return
-        self.trainer.load(self.method.apply(round_number, self.trainer.parameters(), average))
+        self.trainer.load(self.method.apply(round_number, self.trainer.view(), average))
 
     def merge(self, parameters: torch.Tensor) -> None:
         """Take the average of all replicas, which is the last thing that happens to a replica: outer state is gone."""
@@ -94,13 +94,15 @@ class Replica:
         """SHA-256 of the agreed parameters."""
         return params_hash(self.method.agreed())
 
-    def pack(self) -> bytes:
-        """The state that this worker shares with all others, equal at all of them."""
-        inner = self.trainer.optimizer_state() if self.method.kind == "gradients" else {}
+    def pack(self) -> list[Buffer]:
+        """The state that this worker shares with all others, equal at all of them, in pieces that do not change."""
+        inner = {}
+        if self.method.kind == "gradients":
+            inner = {name: values.clone() for name, values in self.trainer.optimizer_state().items()}
         return SharedState(self.revision, self.method.agreed(), self.method.state(), inner).pack()
 
-    def take(self, data: Buffer) -> None:
-        """Stand where whoever packed ``data`` stood. Raises ``IntegrityError`` for what is not a state of this job."""
+    def take(self, data: bytearray) -> None:
+        """Stand where whoever packed ``data`` stood; it is kept. Raises ``IntegrityError`` for what is not a state of this job."""
         state = SharedState.unpack(data)
         self.trainer.load(state.agreed)
         if state.inner:
@@ -111,7 +113,7 @@ class Replica:
         self._feedback = self._no_error()
 
     def checkpoint(self, job_id: str, round_number: int) -> Checkpoint:
-        """All of it, for this worker to go on from."""
+        """All of it, for this worker to go on from; valid until the next step."""
         return Checkpoint(
             job_id=job_id,
             round=round_number,

@@ -1,11 +1,11 @@
 """The state all workers of a job share between rounds, as bytes with a hash: what newcomers fetch and what is compared."""
 
+import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save
 
 from swarmnet_protocols.errors import IntegrityError
 from swarmnet_protocols.training.methods.base import OWN
@@ -19,6 +19,8 @@ INNER = "inner."
 _VECTORS = 4
 """Agreed parameters, and at most this many vectors of their size less one: momentum, or two moments of AdamW."""
 _HEADER_BYTES = 1 << 16
+_LENGTH_BYTES = 8
+_DTYPES = {"F32": torch.float32, "I64": torch.int64}
 
 
 @dataclass(frozen=True)
@@ -30,20 +32,24 @@ class SharedState:
     outer: Mapping[str, torch.Tensor]
     inner: Mapping[str, torch.Tensor]
 
-    def pack(self) -> bytes:
-        """The same bytes on every worker whose tensors are the same. A worker's own outer state is left out."""
+    def pack(self) -> list[Buffer]:
+        """A safetensors file in pieces: its header, and the memory of every tensor.
+
+        The same bytes on every worker whose tensors are the same. A worker's own outer state is left out.
+        """
         tensors = {AGREED: self.agreed, REVISION: torch.tensor(self.revision)}
         tensors |= {OUTER + name: values for name, values in self.outer.items() if not name.startswith(OWN)}
         tensors |= {INNER + name: values for name, values in self.inner.items()}
-        return save({name: values.contiguous() for name, values in tensors.items()})
+        ordered = dict(sorted(tensors.items(), key=lambda each: (-each[1].itemsize, each[0])))
+        return [_header(ordered), *(_memory(values) for values in ordered.values())]
 
     @classmethod
-    def unpack(cls, data: Buffer) -> "SharedState":
-        """What ``pack`` packed. Raises ``IntegrityError`` for anything else."""
+    def unpack(cls, data: bytearray) -> "SharedState":
+        """What ``pack`` packed, its tensors views of ``data``. Raises ``IntegrityError`` for anything else."""
         try:
-            tensors = load(bytes(data))
-        except (SafetensorError, ValueError, KeyError) as error:
-            raise IntegrityError(f"not a state of a job: {error}") from error
+            tensors = _views(data)
+        except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+            raise IntegrityError("not a state of a job") from error
         agreed, revision = tensors.pop(AGREED, None), tensors.pop(REVISION, None)
         if agreed is None or revision is None or revision.shape != () or revision.dtype != torch.int64:
             raise IntegrityError("a state without parameters or revision")
@@ -54,6 +60,44 @@ class SharedState:
                 raise IntegrityError(f"a state with {name[:40]!r}")
             parts[prefix][name.removeprefix(prefix)] = values
         return cls(int(revision), agreed, parts[OUTER], parts[INNER])
+
+
+def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:
+    names = {dtype: name for name, dtype in _DTYPES.items()}
+    header, end = {}, 0
+    for name, values in tensors.items():
+        start, end = end, end + values.nbytes
+        header[name] = {
+            "dtype": names[values.dtype],
+            "shape": list(values.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _LENGTH_BYTES)
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+
+
+def _memory(values: torch.Tensor) -> memoryview:
+    return values.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _views(data: bytearray) -> dict[str, torch.Tensor]:
+    """The tensors of a packed state. Raises ``ValueError``, and what a header of another kind makes of the steps below."""
+    length = int.from_bytes(data[:_LENGTH_BYTES], "little")
+    if length > _HEADER_BYTES:
+        raise ValueError("a header that is too long")
+    start = end = _LENGTH_BYTES + length
+    tensors = {}
+    for name, entry in json.loads(bytes(data[_LENGTH_BYTES:start])).items():
+        dtype, shape = _DTYPES[entry["dtype"]], entry["shape"]
+        if len(shape) > 1 or not all(type(size) is int and size > 0 for size in shape):
+            raise ValueError("neither a number nor a vector")
+        count = math.prod(shape)
+        tensors[name] = torch.frombuffer(data, dtype=dtype, count=count, offset=end).view(shape)
+        end += count * dtype.itemsize
+    if end != len(data) or data[:start] != _header(tensors):
+        raise ValueError("a header that is not of these tensors")
+    return tensors
 
 
 def max_state_bytes(parameter_count: int) -> int:

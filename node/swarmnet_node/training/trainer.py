@@ -106,6 +106,10 @@ class Trainer:
     def parameter_count(self) -> int:
         return self._flat.numel()
 
+    def view(self) -> Tensor:
+        """The parameters, ``[n]`` float32 on the CPU, valid until the next step or ``load``."""
+        return self._flat.detach().to("cpu")
+
     def parameters(self) -> Tensor:
         """A copy of the parameters, ``[n]`` float32 on the CPU, in the order of ``named_parameters()``."""
         return self._flat.detach().to("cpu", copy=True)
@@ -165,9 +169,9 @@ class Trainer:
         return total / tokens, tokens
 
     def optimizer_state(self) -> dict[str, Tensor]:
-        """A copy of AdamW's state on the CPU: ``step`` (a scalar) and two moments ``[n]``; empty before the first step."""
+        """AdamW's state on the CPU, valid until the next step: ``step`` (a scalar) and two moments ``[n]``; empty before the first."""
         state = self._optimizer.state.get(self._flat, {})
-        return {name: value.detach().to("cpu", copy=True) for name, value in state.items()}
+        return {name: value.detach().to("cpu") for name, value in state.items()}
 
     def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
         """Take what ``optimizer_state`` gave. Raises ``IntegrityError`` for anything else."""

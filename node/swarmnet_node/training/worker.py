@@ -27,7 +27,7 @@ from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.models import Progress
 from swarmnet_protocols.timing import Timing
-from swarmnet_protocols.training.aggregate import aggregate, clip_to_median_norm, outliers
+from swarmnet_protocols.training.aggregate import aggregate, clip_to_median_norm_, outliers
 from swarmnet_protocols.training.averaging import Exchange, RoundTiming, Rules
 from swarmnet_protocols.training.board import WorkerInfo, find_workers, publish_job, publish_worker
 from swarmnet_protocols.training.codecs import get_codec
@@ -35,7 +35,7 @@ from swarmnet_protocols.training.gathering import Candidate, Elsewhere, Gatherin
 from swarmnet_protocols.training.jobs import Job, open_job
 from swarmnet_protocols.training.methods import Average
 from swarmnet_protocols.training.rates import ArrivalRates
-from swarmnet_protocols.training.state_transfer import Source, StateDownload, StateManifest, StateServer
+from swarmnet_protocols.training.state_transfer import PackedState, Source, StateDownload, StateServer
 from swarmnet_protocols.transport import PeerId, Transport
 
 P = ParamSpec("P")
@@ -139,12 +139,7 @@ class Worker:
             )
             announcing = asyncio.create_task(self._keep_announcing(), name="announce")
             try:
-                while self.round < self._job.job.rounds and not self.stopping:
-                    try:
-                        await self._take_part(exchange)
-                    except Elsewhere as elsewhere:
-                        await self._heal(elsewhere)
-                await self._settle()
+                await self._train(exchange)
                 if self.round == self._job.job.rounds and not self._method.shares_weights:
                     await self._merge(exchange)
                 await self._save()
@@ -158,12 +153,28 @@ class Worker:
 
     # ---- a round ----------------------------------------------------------------------------------------
 
+    async def _train(self, exchange: Exchange) -> None:
+        """All rounds that are left. The last exchange may end behind, and then its round is still to be done."""
+        while self._pending is not None or not self._is_last_done():
+            try:
+                if not self._is_last_done():
+                    await self._take_part(exchange)
+                if self._is_last_done() or not self._method.overlap_steps:
+                    await self._settle()
+            except Elsewhere as elsewhere:
+                await self._heal(elsewhere)
+
+    def _is_last_done(self) -> bool:
+        return self.stopping or self.round >= self._job.job.rounds
+
     async def _take_part(self, exchange: Exchange) -> None:
         """One round: our share of the work if we have one, then the exchange."""
         contribution, report = None, NOTHING_DONE
         if self._slot is not None:
             contribution, report = await self._work(self._slot)
         await self._settle()
+        if self._slot is None:
+            contribution, report = None, NOTHING_DONE  # behind: it was for a round that is not yet
         began = self._now()
         me = self._world.transport.peer_id
         roster = await self._gather(float(report.tokens))
@@ -190,8 +201,6 @@ class Worker:
         weights = {member.peer: member.weight for member in roster.members}
         self._pending = Pending(self.round, weights, report, outcome, now, now - began)
         self.round += 1
-        if not self._method.overlap_steps:
-            await self._settle()
 
     async def _work(self, slot: int) -> tuple[torch.Tensor | None, StepReport]:
         """The inner steps of this round, with the exchange of the last one landing among them; what we contribute."""
@@ -341,8 +350,7 @@ class Worker:
 
     async def _share_state(self) -> None:
         """Offer the present state to newcomers; its id is what we and the others compare."""
-        data = await self._compute(self._replica.pack)
-        self._state = self._states.offer(data, await self._compute(StateManifest.of, data))
+        self._state = self._states.offer(await self._compute(lambda: PackedState.of(self._replica.pack())))
         await self._gathering.stand(self.round, self._state)
 
     async def _save(self) -> None:
@@ -382,7 +390,7 @@ def averaging_rules(job: Job) -> Rules:
     """How contributions become an average; the same at all workers, because the job says it."""
 
     def aggregated(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return aggregate(job.exchange.aggregate, clip_to_median_norm(rows, weights), weights)
+        return aggregate(job.exchange.aggregate, clip_to_median_norm_(rows, weights), weights)
 
     tokens = job.training.batch_size * job.data.sequence_length * job.make_method().steps_per_round
     return Rules(aggregated, screen=outliers, max_weight=float(tokens))

@@ -31,12 +31,12 @@ def outliers(contributions: Tensor, weights: Tensor) -> list[str]:
     ]
 
 
-def clip_to_median_norm(contributions: Tensor, weights: Tensor) -> Tensor:
-    """Rows of ``contributions`` [k, n], none longer than the weighted median of the rows' norms (SparseLoCo, templar ``neurons.py``)."""
+def clip_to_median_norm_(contributions: Tensor, weights: Tensor) -> Tensor:
+    """Shorten rows of ``contributions`` [k, n], in place, to the weighted median of the rows' norms (SparseLoCo, templar ``neurons.py``)."""
     lengths = norms(contributions)
     limit = median(lengths, weights)
     scales = [limit / length if length > limit else 1.0 for length in lengths]
-    return contributions * torch.tensor(scales, dtype=contributions.dtype)[:, None]
+    return contributions.mul_(torch.tensor(scales, dtype=contributions.dtype)[:, None])
 
 
 def aggregate(name: str, contributions: Tensor, weights: Tensor) -> Tensor:
@@ -129,8 +129,9 @@ def shares(weights: Tensor) -> list[float]:
 def combine(rows: Tensor, factors: Sequence[float]) -> Tensor:
     """Sum of factor x row, float32 [n], rows added in their order."""
     total = torch.zeros_like(rows[0])
-    for row, factor in zip(rows, factors, strict=True):
-        total += row * factor
+    for part, columns in zip(torch.split(total, COLUMNS), torch.split(rows, COLUMNS, dim=1), strict=True):
+        for row, factor in zip(columns, factors, strict=True):
+            part.add_(row * factor)
     return total
 
 

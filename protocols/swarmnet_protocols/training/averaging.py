@@ -93,6 +93,7 @@ class Exchange:
         conversation = Conversation(terms, engagement)
         self._latest = round
         await conversation.prepare(values, weight)
+        del values  # encoded: nobody needs it for as long as the exchange takes
         self._rounds[round] = conversation
         for old in [each for each in self._rounds if each <= round - ROUNDS_KEPT]:
             self._rounds.pop(old).close()

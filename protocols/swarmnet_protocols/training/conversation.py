@@ -151,6 +151,7 @@ class Conversation:
             link.drain()
         self._own = []
         self._contributions = [{} for _ in self._terms.slices]
+        self._assemblies.clear()
         return outcome
 
     async def serve(self, stream: Stream, agreement: bytes) -> None:

@@ -6,9 +6,10 @@ source that sends a wrong byte is dropped and named; its chunks come from the ot
 
 import asyncio
 import hashlib
+import itertools
 import struct
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from swarmnet_protocols.errors import IntegrityError, ProtocolViolation, SwarmnetError, Unreachable
@@ -25,7 +26,7 @@ MAX_CHUNKS = 1 << 16
 ASKED_AHEAD = 2
 """Chunks asked of a source at a time: while one is on its way the request for the next is there, and a long line stays full."""
 KEPT_STATES = 2
-"""Whoever began to fetch a state when the next one was committed can finish."""
+"""Whoever fetches a state when the next one is committed can finish. Nobody else keeps it in memory."""
 
 
 @dataclass(frozen=True)
@@ -34,15 +35,6 @@ class StateManifest:
 
     size_bytes: int
     chunk_hashes: tuple[bytes, ...]
-
-    @classmethod
-    def of(cls, data: Buffer) -> "StateManifest":
-        view = memoryview(data)
-        hashes = (
-            hashlib.sha256(view[start : start + CHUNK_BYTES]).digest()
-            for start in range(0, len(view), CHUNK_BYTES)
-        )
-        return cls(len(view), tuple(hashes))
 
     @property
     def id(self) -> bytes:
@@ -53,54 +45,103 @@ class StateManifest:
 
 
 @dataclass(frozen=True)
+class PackedState:
+    """A state as bytes, in pieces that stay where they are: whoever packs it changes them no more."""
+
+    pieces: tuple[memoryview, ...]
+    manifest: StateManifest
+
+    @classmethod
+    def of(cls, pieces: Iterable[Buffer]) -> "PackedState":
+        """Hashes all of it."""
+        views = tuple(memoryview(piece) for piece in pieces)
+        size_bytes = sum(len(view) for view in views)
+        hashes = []
+        for start in range(0, size_bytes, CHUNK_BYTES):
+            digest = hashlib.sha256()
+            for part in _between(views, start, start + CHUNK_BYTES):
+                digest.update(part)
+            hashes.append(digest.digest())
+        return cls(views, StateManifest(size_bytes, tuple(hashes)))
+
+    @property
+    def id(self) -> bytes:
+        return self.manifest.id
+
+    def chunk(self, index: int) -> Buffer:
+        first, *others = _between(self.pieces, index * CHUNK_BYTES, (index + 1) * CHUNK_BYTES)
+        return b"".join((first, *others)) if others else first
+
+
+def _between(pieces: Sequence[memoryview], start: int, end: int) -> list[memoryview]:
+    """The bytes [start, end) of all pieces."""
+    ends = itertools.accumulate(len(piece) for piece in pieces)
+    cut = [
+        piece[max(0, start - stop + len(piece)) : max(0, end - stop + len(piece))]
+        for piece, stop in zip(pieces, ends, strict=True)
+    ]
+    return [part for part in cut if len(part)]
+
+
+@dataclass(frozen=True)
 class Source:
     peer: PeerId
     addresses: tuple[str, ...] = ()
 
 
 class StateServer:
-    """Serves the newest states of one job to whoever asks."""
+    """Serves the newest state of one job to whoever asks, and the one before it to whoever was fetching that."""
 
     def __init__(self, transport: Transport, job: bytes, timing: Timing) -> None:
         self._transport = transport
         self._job = job
         self._timing = timing
-        self._states: dict[bytes, tuple[StateManifest, memoryview]] = {}
+        self._states: dict[bytes, PackedState] = {}
+        self._fetched: dict[Stream, bytes] = {}
 
     async def serve(self) -> None:
         """Answer until the transport closes."""
         await self._transport.serve(STATE, self._answer)
 
-    def offer(self, data: Buffer, manifest: StateManifest) -> bytes:
-        """Make ``data``, which ``manifest`` describes, the newest state; its id. The caller changes it no more."""
-        self._states.pop(manifest.id, None)
-        self._states[manifest.id] = manifest, memoryview(data)
-        while len(self._states) > KEPT_STATES:
-            del self._states[next(iter(self._states))]
-        return manifest.id
+    def offer(self, state: PackedState) -> bytes:
+        """Make ``state`` the newest; its id."""
+        self._states.pop(state.id, None)
+        self._states[state.id] = state
+        self._forget()
+        return state.id
+
+    def _forget(self) -> None:
+        *older, _ = self._states
+        fetched = [state for state in older if state in self._fetched.values()]
+        for state in set(older) - set(fetched[1 - KEPT_STATES :]):
+            del self._states[state]
 
     async def _answer(self, stream: Stream) -> None:
-        while True:
-            message = await receive_within(stream, self._timing.client_silence_s)
-            request = parse(pb.StateRequest, message.header)
-            state = self._states.get(request.state)
-            if request.job != self._job or state is None:
-                refused = pb.StateRefused(reason="this state is not kept here")
-                await stream.send(Message(pb.StateReply(refused=refused).SerializeToString()))
-                continue
-            manifest, data = state
-            match request.WhichOneof("kind"):
-                case "describe":
-                    description = pb.StateReply(description=pb.Description(size_bytes=manifest.size_bytes))
-                    await stream.send(
-                        Message(description.SerializeToString(), b"".join(manifest.chunk_hashes))
-                    )
-                case "fetch" if request.fetch.chunk < len(manifest.chunk_hashes):
-                    start = request.fetch.chunk * CHUNK_BYTES
-                    chunk = pb.StateReply(chunk=pb.Chunk(index=request.fetch.chunk))
-                    await stream.send(Message(chunk.SerializeToString(), data[start : start + CHUNK_BYTES]))
-                case _:
-                    raise ProtocolViolation("not a request for a part of a state")
+        try:
+            while True:
+                message = await receive_within(stream, self._timing.client_silence_s)
+                await self._reply(stream, parse(pb.StateRequest, message.header))
+        finally:
+            if self._fetched.pop(stream, None) is not None:
+                self._forget()
+
+    async def _reply(self, stream: Stream, request: pb.StateRequest) -> None:
+        state = self._states.get(request.state)
+        if request.job != self._job or state is None:
+            refused = pb.StateRefused(reason="this state is not kept here")
+            await stream.send(Message(pb.StateReply(refused=refused).SerializeToString()))
+            return
+        self._fetched[stream] = state.id
+        manifest = state.manifest
+        match request.WhichOneof("kind"):
+            case "describe":
+                description = pb.StateReply(description=pb.Description(size_bytes=manifest.size_bytes))
+                await stream.send(Message(description.SerializeToString(), b"".join(manifest.chunk_hashes)))
+            case "fetch" if request.fetch.chunk < len(manifest.chunk_hashes):
+                chunk = pb.StateReply(chunk=pb.Chunk(index=request.fetch.chunk))
+                await stream.send(Message(chunk.SerializeToString(), state.chunk(request.fetch.chunk)))
+            case _:
+                raise ProtocolViolation("not a request for a part of a state")
 
 
 class StateDownload:

@@ -35,7 +35,7 @@ class Rules:
     """What an owner does with contributions. The same at all members of a job."""
 
     aggregate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = weighted_mean
-    """Of contributions [k, n] in the order of peer ids, with weights [k]: float32 [n]."""
+    """Of contributions [k, n] in the order of peer ids, with weights [k]: float32 [n]. May change the contributions."""
     screen: Callable[[torch.Tensor, torch.Tensor], list[str]] = all_fit
     """Of the same: for each why it must be left out, or "". Those that stay are screened again."""
     max_weight: float = 2.0**64
@@ -124,32 +124,11 @@ def reduce_slice(
     terms: SliceTerms, rules: Rules, payloads: Sequence[tuple[int, Payload]]
 ) -> tuple[Result, torch.Tensor] | None:
     """The result of a slice and its values [count], from contributions in the order of members; None if none counts."""
-    accepted: list[tuple[int, Payload, torch.Tensor]] = []
-    excluded: list[pb.Exclusion] = []
-
-    def exclude(member: int, reason: str) -> None:
-        excluded.append(pb.Exclusion(member=member, reason=reason[:MAX_REASON]))
-
-    for member, payload in payloads:
-        try:
-            accepted.append((member, payload, _read(terms, rules, payload)))
-        except ProtocolViolation as error:
-            exclude(member, str(error))
-    while accepted:
-        rows = torch.stack([values for _, _, values in accepted])
-        weights = _weights(payload.weight for _, payload, _ in accepted)
-        reasons = rules.screen(rows, weights)
-        if not any(reasons):
-            break
-        for (member, _, _), reason in zip(accepted, reasons, strict=True):
-            if reason:
-                exclude(member, reason)
-        accepted = [each for each, reason in zip(accepted, reasons, strict=True) if not reason]
-    else:
+    accepted, values, reasons = _aggregated(terms, rules, payloads)
+    if not accepted:
         return None
-    values = rules.aggregate(rows, weights)
     if terms.codec.sparse:
-        encoded = b"".join(payload.data for _, payload, _ in accepted)
+        encoded = b"".join(payload.data for _, payload in accepted)
     else:
         codec = result_codec(terms.codec)
         try:
@@ -159,13 +138,40 @@ def reduce_slice(
         values = codec.decode(encoded, terms.count)
     contributors = [
         pb.Contributor(member=member, weight=payload.weight, hash=payload.hash)
-        for member, payload, _ in accepted
+        for member, payload in accepted
     ]
-    excluded.sort(key=lambda each: each.member)
+    excluded = [
+        pb.Exclusion(member=member, reason=reason[:MAX_REASON]) for member, reason in sorted(reasons.items())
+    ]
     summary = pb.Summary(
         round=terms.round, slice=terms.index, contributors=contributors, excluded=excluded
     ).SerializeToString(deterministic=True)
     return Result(result_hash(summary, encoded), summary, encoded), values
+
+
+def _aggregated(
+    terms: SliceTerms, rules: Rules, payloads: Sequence[tuple[int, Payload]]
+) -> tuple[list[tuple[int, Payload]], torch.Tensor, dict[int, str]]:
+    """The contributions that count, their aggregate [count], and why members are left out. Without any the aggregate is empty."""
+    accepted: list[tuple[int, Payload]] = []
+    excluded: dict[int, str] = {}
+    rows = torch.empty(len(payloads), terms.count)
+    for member, payload in payloads:
+        try:
+            rows[len(accepted)] = _read(terms, rules, payload)
+            accepted.append((member, payload))
+        except ProtocolViolation as error:
+            excluded[member] = str(error)
+    rows = rows[: len(accepted)]
+    while accepted:
+        weights = _weights(payload.weight for _, payload in accepted)
+        reasons = rules.screen(rows, weights)
+        if not any(reasons):
+            return accepted, rules.aggregate(rows, weights), excluded
+        excluded |= {member: reason for (member, _), reason in zip(accepted, reasons, strict=True) if reason}
+        fine = [number for number, reason in enumerate(reasons) if not reason]
+        accepted, rows = [accepted[number] for number in fine], rows[fine]
+    return [], rows, excluded
 
 
 def _weights(weights: Iterable[float]) -> torch.Tensor:

@@ -24,8 +24,10 @@ class FloatCodec:
     def encode(self, values: torch.Tensor) -> bytes:
         if not all_finite(values):
             raise ValueError("a value is not finite")
-        largest = torch.finfo(self.dtype).max
-        return write(values.clamp(-largest, largest).to(self.dtype))
+        if self.dtype != torch.float32:
+            largest = torch.finfo(self.dtype).max
+            values = values.clamp(-largest, largest).to(self.dtype)
+        return write(values)
 
     def decode(self, payload: Buffer, count: int) -> torch.Tensor:
         check_size(payload, self.max_bytes(count), count)

@@ -29,4 +29,4 @@ class AllReduce(WholeSwarm):
 
     def apply(self, round: int, parameters: torch.Tensor, average: Average | None) -> torch.Tensor:
         """The mean gradient; zeros after a discarded round, when the worker takes no step."""
-        return torch.zeros_like(parameters) if average is None else average.values.clone()
+        return torch.zeros_like(parameters) if average is None else average.values

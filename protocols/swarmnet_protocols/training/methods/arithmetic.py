@@ -25,5 +25,9 @@ def nesterov(
     weights: torch.Tensor, momentum: torch.Tensor, gradient: torch.Tensor, lr: float, mu: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights and momentum after v <- mu v + g; θ <- θ - lr (g + mu v): one step of ``torch.optim.SGD(nesterov=True)``."""
-    momentum = momentum * mu + gradient
-    return add_scaled(weights, -lr, add_scaled(gradient, mu, momentum)), momentum
+    stepped, moved = torch.empty_like(weights), torch.empty_like(momentum)
+    for start in range(0, len(weights), _CHUNK):
+        part = slice(start, start + _CHUNK)
+        moved[part] = momentum[part] * mu + gradient[part]
+        stepped[part] = add_scaled(weights[part], -lr, add_scaled(gradient[part], mu, moved[part]))
+    return stepped, moved

@@ -30,7 +30,9 @@ class Settings(BaseModel):
 
 
 class Method(Protocol):
-    """How workers turn what they exchange into new parameters. All vectors are float32 on the CPU.
+    """How workers turn what they exchange into new parameters. All vectors are float32 on the CPU, and values: none that is given
+    to ``begin`` or ``restore``, or comes from a method, is changed after that by either side. So a state can be handed to
+    newcomers for as long as they take, without a copy. ``parameters`` are valid during a call only.
 
     A worker calls ``begin`` once, then for each round: ``steps_per_round`` inner steps, ``contribution``, the exchange,
     ``apply``. With ``overlap_steps`` = k > 0 the exchange runs while the worker takes k inner steps of the next round, and
@@ -83,17 +85,17 @@ class Method(Protocol):
         """What this worker contributes: the values of ``range(round)``."""
 
     def apply(self, round: int, parameters: torch.Tensor, average: Average | None) -> torch.Tensor:
-        """The worker's new parameters (``kind`` "gradients": the mean gradient), a tensor of its own.
+        """The worker's new parameters (``kind`` "gradients": the mean gradient).
 
         None stands for a discarded round: outer state is as if the round had not been. A worker that contributed nothing
         may apply what the others did, and is then equal to them.
         """
 
     def agreed(self) -> torch.Tensor:
-        """The weights [n] that all workers share bit for bit between rounds. Not to be changed; valid until ``apply``."""
+        """The weights [n] that all workers share bit for bit between rounds."""
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Outer state beside ``agreed()``: equal on all workers, but for names prefixed "own.". Valid until ``apply``."""
+        """Outer state beside ``agreed()``: equal on all workers, but for names prefixed "own."."""
 
     def restore(self, state: Mapping[str, torch.Tensor]) -> None:
         """Go on from the ``state()`` of this or another worker, after ``begin(agreed)``. "own." entries may be missing.
@@ -112,7 +114,7 @@ class WholeSwarm:
         self._weights = torch.empty(0)
 
     def begin(self, parameters: torch.Tensor) -> None:
-        self._weights = parameters.clone()
+        self._weights = parameters
 
     def partners(self, round: int, roster: Sequence[str], me: str) -> tuple[str, ...]:
         return tuple(sorted(roster))
@@ -157,7 +159,7 @@ class OuterMethod(WholeSwarm):
 
     def restore(self, state: Mapping[str, torch.Tensor]) -> None:
         check_state(state, self._state)
-        self._state |= {name: values.clone() for name, values in state.items()}
+        self._state |= state
 
 
 def check_state(state: Mapping[str, torch.Tensor], like: Mapping[str, torch.Tensor]) -> None:

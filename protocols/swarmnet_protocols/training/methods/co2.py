@@ -57,13 +57,13 @@ class CO2(OuterMethod):
         # A worker that contributes nothing to the next round, which the others just did, is to stay equal to them.
         self._bases.setdefault(round + 1, self._weights)
         if average is None:
-            return parameters.clone()
+            return parameters
         behind = (self._weights - base) + average.values
         momentum = add_scaled(self._state["momentum"] * self._settings.momentum, 1 / late, behind)
         momentum = momentum.clamp(-self._settings.clip, self._settings.clip)
         self._state["momentum"] = momentum
         self._weights = add_scaled(self._weights, -self._settings.outer_lr, momentum)
-        return self._weights.clone()
+        return self._weights
 
     def state(self) -> dict[str, torch.Tensor]:
         return super().state() | {f"base.{round}": base for round, base in self._bases.items()}
@@ -74,4 +74,4 @@ class CO2(OuterMethod):
             raise IntegrityError(f"outer state of {len(bases)} rounds under way, more than {MAX_BASES}")
         check_state(bases, dict.fromkeys(bases, self._weights))
         super().restore({name: values for name, values in state.items() if name not in bases})
-        self._bases = {int(name.removeprefix("base.")): values.clone() for name, values in bases.items()}
+        self._bases = {int(name.removeprefix("base.")): values for name, values in bases.items()}

@@ -27,7 +27,7 @@ class DiLoCo(OuterMethod):
 
     def apply(self, round: int, parameters: torch.Tensor, average: Average | None) -> torch.Tensor:
         if average is None:
-            return parameters.clone()
+            return parameters
         self._weights, self._state["momentum"] = nesterov(
             self._weights,
             self._state["momentum"],
@@ -35,4 +35,4 @@ class DiLoCo(OuterMethod):
             self._settings.outer_lr,
             self._settings.momentum,
         )
-        return self._weights.clone()
+        return self._weights

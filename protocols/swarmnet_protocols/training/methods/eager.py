@@ -33,17 +33,17 @@ class Eager(OuterMethod):
 
     def begin(self, parameters: torch.Tensor) -> None:
         super().begin(parameters)
-        self._state["own.start"] = parameters.clone()
+        self._state["own.start"] = parameters
 
     def contribution(self, round: int, parameters: torch.Tensor) -> torch.Tensor:
         """How far the worker came in this round alone: what came before is on its way already."""
         delta = self._state["own.start"] - parameters
         self._state |= {"own.delta": delta, "own.start": parameters.clone()}
-        return delta.clone()
+        return delta
 
     def apply(self, round: int, parameters: torch.Tensor, average: Average | None) -> torch.Tensor:
         if average is None:
-            return parameters.clone()
+            return parameters
         state = self._state
         lr, mu = self._settings.outer_lr, self._settings.momentum
         share = state["own.delta"] / len(average.contributors)
@@ -53,4 +53,4 @@ class Eager(OuterMethod):
         )
         state["own.share"] = share
         state["own.start"] = self._weights + state["own.offset"]
-        return state["own.start"].clone()
+        return state["own.start"]

@@ -85,4 +85,4 @@ class NoLoCo(OuterMethod):
         momentum = add_scaled(pull, self._settings.alpha, self._state["own.momentum"])
         self._state["own.momentum"] = momentum
         self._weights = self._weights + momentum
-        return self._weights.clone()
+        return self._weights

@@ -31,6 +31,6 @@ class SparseLoCo(OuterMethod):
 
     def apply(self, round: int, parameters: torch.Tensor, average: Average | None) -> torch.Tensor:
         if average is None:
-            return parameters.clone()
+            return parameters
         self._weights = add_scaled(self._weights, -self._outer_lr, average.values)
-        return self._weights.clone()
+        return self._weights

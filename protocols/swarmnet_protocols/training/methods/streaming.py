@@ -70,7 +70,13 @@ class Streaming(OuterMethod):
             self._settings.outer_lr,
             self._settings.momentum,
         )
-        self._weights[fragment] = outer
-        self._state["momentum"][fragment] = momentum
+        self._weights = _with_part(self._weights, fragment, outer)
+        self._state["momentum"] = _with_part(self._state["momentum"], fragment, momentum)
         mixed[fragment] = add_scaled(outer, self._settings.mixing, parameters[fragment] - outer)
         return mixed
+
+
+def _with_part(whole: torch.Tensor, part: slice, values: torch.Tensor) -> torch.Tensor:
+    whole = whole.clone()
+    whole[part] = values
+    return whole
