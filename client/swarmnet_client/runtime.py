@@ -1,15 +1,17 @@
 """The client's event loop: a thread that owns the network while the user's own thread runs torch and transformers."""
 
 import asyncio
-import concurrent.futures
 import threading
 from collections.abc import Callable, Coroutine
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import AbstractAsyncContextManager
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
 from swarmnet_client.swarm import Swarm
+from swarmnet_protocols.aio import race
+from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.threads import stay_serial
 
 T = TypeVar("T")
@@ -22,7 +24,8 @@ class Runtime:
     def __init__(self, connect: Connect) -> None:
         """Connect; raises what connecting raises."""
         self._connect = connect
-        self._started: concurrent.futures.Future[Swarm] = concurrent.futures.Future()
+        self._started: Future[Swarm] = Future()
+        self._over: Future[NoReturn] = Future()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
         threads = torch.get_num_threads()
@@ -34,22 +37,27 @@ class Runtime:
             torch.set_num_threads(threads)
 
     def run(self, conversation: Coroutine[Any, Any, T]) -> T:
-        """Run ``conversation`` on the loop and wait for it. An interrupt of the caller cancels it."""
-        if self._loop is None or not self._thread.is_alive():
+        """Run ``conversation`` on the loop and wait for it. An interrupt of the caller cancels it.
+
+        Raises ``SwarmnetError`` at once when the client is closed or its transport has died, before or meanwhile.
+        """
+        if self._loop is None or self._over.done():
             conversation.close()
-            raise RuntimeError("this client is closed")
+            return self._over.result()
         future = asyncio.run_coroutine_threadsafe(conversation, self._loop)
+        either: tuple[Future[Any], ...] = (future, self._over)
         try:
-            return future.result()
+            wait(either, return_when=FIRST_COMPLETED)
+            return self._over.result() if self._over.done() else future.result()
         except BaseException:
             future.cancel()
             raise
 
     def close(self) -> None:
         """Leave the swarm; idempotent."""
-        if self._loop is not None and self._stop is not None and self._thread.is_alive():
+        if self._loop is not None and self._stop is not None and not self._over.done():
             self._loop.call_soon_threadsafe(self._stop.set)
-            self._thread.join()
+        self._thread.join()
 
     def __enter__(self) -> "Runtime":
         return self
@@ -70,7 +78,13 @@ class Runtime:
         try:
             async with self._connect() as swarm:
                 self._started.set_result(swarm)
-                await self._stop.wait()
+                try:
+                    await race(self._stop.wait(), swarm.transport.died())
+                finally:
+                    closed = self._stop.is_set()
+                    what = "this client is closed" if closed else "p2pd died: this client reaches nobody"
+                    hint = "connect again, with from_pretrained() or the same command"
+                    self._over.set_exception(SwarmnetError(what, hint=hint))
         except BaseException as error:
             if self._started.done():
                 raise

@@ -72,6 +72,9 @@ class Transport(Protocol):
     def addresses(self) -> Sequence[str]:
         """Multiaddrs, with ``/p2p/ID``, at which others may reach this peer."""
 
+    async def died(self) -> None:
+        """Return once nothing can go through this transport any more, although nobody closed it."""
+
     async def serve(self, protocol: ProtocolSpec, handler: Handler) -> None:
         """Accept streams under ``protocol``, each in a task of its own, until the transport closes."""
 

@@ -297,6 +297,7 @@ class MemoryTransport:
         self._streams: dict[MemoryStream, None] = {}
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._open = False
+        self._left = asyncio.Event()
 
     async def __aenter__(self) -> Self:
         self.network.attach(self)
@@ -314,6 +315,9 @@ class MemoryTransport:
 
     def addresses(self) -> Sequence[str]:
         return (f"/memory/0/p2p/{self._peer_id}",)
+
+    async def died(self) -> None:
+        await self._left.wait()
 
     async def serve(self, protocol: ProtocolSpec, handler: Handler) -> None:
         self._handlers[protocol.id] = (protocol, handler)
@@ -352,6 +356,7 @@ class MemoryTransport:
     def end(self, reason: str) -> None:
         """Leave the network and close every stream; handlers are cancelled. Idempotent."""
         self._open = False
+        self._left.set()
         self.network.detach(self)
         for stream in list(self._streams):
             stream.end(reason)

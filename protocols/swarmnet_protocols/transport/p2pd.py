@@ -172,7 +172,7 @@ class P2pdTransport:
         return self._addresses
 
     async def died(self) -> None:
-        """Return once p2pd has ended, whoever ended it: nothing works without it."""
+        """Return once p2pd has ended, whoever ended it."""
         await self._daemon.process.wait()
 
     async def serve(self, protocol: ProtocolSpec, handler: Handler) -> None:

@@ -1,0 +1,31 @@
+"""Prompts as a batch, and what a model answers to them greedily."""
+
+from typing import Any
+
+import torch
+
+
+def padded(prompts: list[list[int]], *, left: bool = True) -> dict[str, torch.Tensor]:
+    """``input_ids`` and ``attention_mask`` [B, n] of prompts of different lengths."""
+    width = max(map(len, prompts))
+    ids, mask = [], []
+    for prompt in prompts:
+        fill, ones = [0] * (width - len(prompt)), [1] * len(prompt)
+        ids.append(fill + prompt if left else prompt + fill)
+        mask.append(fill + ones if left else ones + fill)
+    return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
+
+
+def greedy(model: Any, prompts: list[list[int]], count: int, streamer: Any = None) -> list[list[int]]:
+    """Exactly ``count`` greedy tokens after each prompt: no token ends a text."""
+    batch = padded(prompts)
+    output = model.generate(
+        **batch,
+        max_new_tokens=count,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        streamer=streamer,
+    )
+    answers: list[list[int]] = output[:, batch["input_ids"].shape[1] :].tolist()
+    return answers

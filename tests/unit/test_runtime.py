@@ -1,0 +1,62 @@
+"""The client's own loop: what its callers get when it ends."""
+
+import asyncio
+import threading
+
+import pytest
+
+from swarmnet_protocols.errors import SwarmnetError
+from swarmnet_protocols.protocol_ids import LINK
+from swarmnet_protocols.transport.memory import Delivery
+from tests.support.generation import greedy
+from tests.support.swarm_lab import Reference
+from tests.support.tiny_swarm import load_tiny, tiny_swarm
+
+PROMPT = [5, 6, 7, 8]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return load_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+def test_a_client_whose_transport_dies_says_so_at_once_and_what_to_do(reference: Reference) -> None:
+    with tiny_swarm(reference) as tiny:
+        assert greedy(tiny.model, [PROMPT], 4) == [reference.greedy(PROMPT, 4)]
+        network, me = tiny.lab.network, tiny.lab.peer_id("client")
+
+        def die(delivery: Delivery) -> None:
+            if delivery.protocol == LINK:
+                network.crash(me)
+
+        network.observers.append(die)
+        for _ in range(2):
+            with pytest.raises(SwarmnetError, match="p2pd died") as caught:
+                greedy(tiny.model, [PROMPT], 4)
+            assert "connect again" in caught.value.hint
+            assert type(caught.value) is SwarmnetError
+
+
+def test_a_closed_client_ends_what_runs_and_refuses_what_comes(reference: Reference) -> None:
+    with tiny_swarm(reference) as tiny:
+        begun = threading.Event()
+
+        async def wait_for_ever() -> None:
+            begun.set()
+            await asyncio.Event().wait()
+
+        ended: list[SwarmnetError] = []
+
+        def ask() -> None:
+            with pytest.raises(SwarmnetError, match="closed") as caught:
+                tiny.model.run(wait_for_ever())
+            ended.append(caught.value)
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        assert begun.wait(10.0)
+        tiny.model.close()
+        asking.join()
+        assert ended
+        with pytest.raises(SwarmnetError, match="closed"):
+            tiny.model.run(wait_for_ever())
