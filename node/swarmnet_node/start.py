@@ -56,14 +56,10 @@ async def start(config: NodeConfig, *, progress: "Progress | None" = None) -> As
             transport, directory = await stack.enter_async_context(connect(config.network))
         finally:
             loaded = await loading
-        import torch
-
         from swarmnet_node.node import Node, World
-        from swarmnet_protocols.threads import stay_serial
+        from swarmnet_protocols.threads import compute_on
 
-        every_core = stay_serial()
-        await loop.run_in_executor(executor, torch.set_num_threads, config.threads or every_core)
-
+        await compute_on(executor, threads=config.threads)
         world = World(transport, directory, executor, random.Random())
         node = await stack.enter_async_context(Node.run(world, loaded.hosting(config)))
         watching = asyncio.create_task(_fail_with_p2pd(transport, node), name="p2pd")

@@ -5,15 +5,24 @@ spins between operations, and decoding takes nearly twice as long from then on (
 of SmolLM2-135M, against 13 ms).
 """
 
+import asyncio
+from concurrent.futures import Executor
+
 import torch
 
 
 def stay_serial() -> int:
-    """Run the torch operations of this thread on it alone; returns how many threads they would have had.
-
-    The thread that computes calls ``torch.set_num_threads`` with that number afterwards: a part of the setting is the
-    whole process's.
-    """
+    """Run the torch operations of this thread on it alone; returns how many threads they would have had."""
     threads = torch.get_num_threads()  # also makes this thread take its defaults now and not later
     torch.set_num_threads(1)
     return threads
+
+
+async def compute_on(computing: Executor, *serial: Executor, threads: int | None) -> None:
+    """Have the thread of ``computing`` compute on ``threads`` cores, default all; this one and ``serial`` stay serial."""
+    loop = asyncio.get_running_loop()
+    every_core = stay_serial()
+    for executor in serial:
+        await loop.run_in_executor(executor, stay_serial)
+    # The last to be told: a part of the setting is the whole process's.
+    await loop.run_in_executor(computing, torch.set_num_threads, threads or every_core)

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import signal
 import sys
 import tempfile
 from asyncio.subprocess import PIPE, Process
@@ -16,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from swarmnet import swarm_file
+from swarmnet.cli.interrupts import Interrupts
 from swarmnet.cli.options import CacheDirOption, JsonFlag
 from swarmnet.cli.output import print_json, print_table, progress
 from swarmnet.paths import default_cache_dir
@@ -67,7 +67,7 @@ def demo(
 
 
 async def _demo(demo: _Demo, count: int) -> None:
-    _cancel_on_signals()
+    Interrupts.catch()
     with progress(quiet=demo.as_json) as report:
         spans = _split(await asyncio.to_thread(_count_blocks, demo.cache_dir, report), count)
     async with _processes() as running:
@@ -79,14 +79,6 @@ async def _demo(demo: _Demo, count: int) -> None:
         if not demo.as_json:
             _print_summary(answer)
     demo.event({"event": "stopped"})
-
-
-def _cancel_on_signals() -> None:
-    task = asyncio.current_task()
-    if task is None:
-        raise RuntimeError("not running as a task")
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
 
 
 def _count_blocks(cache_dir: Path, report: Progress) -> int:

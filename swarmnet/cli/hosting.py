@@ -2,17 +2,17 @@
 
 import asyncio
 import os
-import signal
 import sys
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import typer
 
 from swarmnet.cli.control import DEFAULT_GRACE_S
+from swarmnet.cli.interrupts import Interrupts
 from swarmnet.cli.output import note, print_json, progress
 from swarmnet_protocols.models import Progress
 
@@ -52,12 +52,9 @@ class Foreground:
     async def _serve(self) -> None:
         from swarmnet_node import control
 
-        interrupts = Interrupts(this_task())
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, interrupts)
+        interrupts = Interrupts.catch()
         if self.stop_on_eof:
-            loop.add_reader(sys.stdin.fileno(), _at_eof, interrupts)
+            asyncio.get_running_loop().add_reader(sys.stdin.fileno(), _at_eof, interrupts)
         async with AsyncExitStack() as stack:
             with progress(quiet=self.as_json) as report:
                 node = await stack.enter_async_context(self.start(report))
@@ -106,25 +103,6 @@ class Foreground:
                 print_json(event)
             else:
                 note(text)
-
-
-class Interrupts:
-    """What SIGINT and SIGTERM do: the first calls ``first``, every later one cancels ``task``."""
-
-    def __init__(self, task: "asyncio.Task[Any]") -> None:
-        self._cancel: Callable[[], object] = task.cancel
-        self.first: Callable[[], object] = task.cancel
-
-    def __call__(self) -> None:
-        action, self.first = self.first, self._cancel
-        action()
-
-
-def this_task() -> "asyncio.Task[Any]":
-    task = asyncio.current_task()
-    if task is None:
-        raise RuntimeError("not running as a task")
-    return task
 
 
 def _at_eof(interrupts: Interrupts) -> None:

@@ -1,7 +1,6 @@
 """``swarmnet train``: jobs that many machines train together."""
 
 import asyncio
-import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,7 +9,7 @@ import typer
 from swarmnet import swarm_file
 from swarmnet.addresses import check_listen_address, check_peer_address
 from swarmnet.cli import train_status
-from swarmnet.cli.hosting import Interrupts, this_task
+from swarmnet.cli.interrupts import Interrupts
 from swarmnet.cli.options import (
     BootstrapOption,
     CacheDirOption,
@@ -146,10 +145,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
 async def _work(config: "WorkerConfig", record: TrainingRecord, shown: Display) -> None:
     from swarmnet_node.training.start import start
 
-    interrupts = Interrupts(this_task())
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, interrupts)
+    interrupts = Interrupts.catch()
 
     def report(event: dict[str, Any]) -> None:
         record.take(event)

@@ -1,24 +1,25 @@
+import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch
 
-from swarmnet_protocols.threads import stay_serial
+from swarmnet_protocols.threads import compute_on
 
 
-def parallel_threads() -> int:
-    return torch.get_num_threads()
-
-
-def test_one_thread_stays_serial_while_the_other_computes_on_all_cores() -> None:
+@pytest.mark.parametrize(("wanted", "given"), [(5, 5), (None, 3)])
+def test_one_thread_computes_on_the_cores_it_is_given_and_the_others_stay_serial(
+    wanted: int | None, given: int
+) -> None:
     before = torch.get_num_threads()
-    with ThreadPoolExecutor(1) as moving, ThreadPoolExecutor(1) as computing:
+    with ThreadPoolExecutor(1) as computing, ThreadPoolExecutor(1) as moving:
         try:
-            threads = moving.submit(stay_serial).result()
-            computing.submit(torch.set_num_threads, threads + 1).result()
-            assert computing.submit(parallel_threads).result() == threads + 1
-            assert moving.submit(parallel_threads).result() == 1
+            torch.set_num_threads(3)
+            asyncio.run(compute_on(computing, moving, threads=wanted))
+            assert computing.submit(torch.get_num_threads).result() == given
             # Work does not undo it: torch takes its defaults in a thread at the first operation.
             moving.submit(torch.ones(1 << 20).sum).result()
-            assert moving.submit(parallel_threads).result() == 1
+            assert moving.submit(torch.get_num_threads).result() == 1
+            assert torch.get_num_threads() == 1
         finally:
             torch.set_num_threads(before)

@@ -58,16 +58,12 @@ async def start(
         stack.callback(left.set)
         sealed = await find_sealed(config.data_dir, directory, config.job)
 
-        import torch
-
         from swarmnet_node.training.checkpoint import Checkpoints
         from swarmnet_node.training.worker import Hosted, Worker, WorkerWorld
-        from swarmnet_protocols.threads import stay_serial
+        from swarmnet_protocols.threads import compute_on
 
+        await compute_on(executor, codec_executor, threads=config.threads)
         loop = asyncio.get_running_loop()
-        every_core = stay_serial()
-        await loop.run_in_executor(codec_executor, stay_serial)
-        await loop.run_in_executor(executor, torch.set_num_threads, config.threads or every_core)
         trainer = await loop.run_in_executor(executor, _open_trainer, config, sealed, progress_until_left)
         checkpoints = Checkpoints(job_folder(config.data_dir, config.job))
         world = WorkerWorld(
