@@ -11,14 +11,17 @@ from swarmnet_protocols.session.steps import MAX_ROWS, Row, check_rows
 
 @st.composite
 def batches(draw: st.DrawFn) -> tuple[Row, ...]:
-    found = []
-    for lane in range(draw(st.sampled_from([1, 2, 3, MAX_ROWS + 2]))):
+    """One to three kinds of rows, as many rows or more than fit into a step."""
+    kinds = []
+    for _ in range(draw(st.integers(1, 3))):
         count = draw(st.sampled_from([1, 3, CHUNK, CHUNK + 1, 3 * CHUNK + 7]))
-        source = draw(st.sampled_from([lane, lane, 0]))
-        start = draw(st.sampled_from([100, 100, 40]))
-        found.append(
-            Row(lane, start, count, draw(st.integers(0, count)), source, source != lane or start < 100)
-        )
+        own = draw(st.sampled_from([True, True, False]))
+        kinds.append((draw(st.sampled_from([100, 100, 40])), count, draw(st.integers(0, count)), own))
+    found = []
+    for lane in range(draw(st.sampled_from([len(kinds), MAX_ROWS + 2]))):
+        start, count, outputs, own = kinds[lane % len(kinds)]
+        source = lane if own else 0
+        found.append(Row(lane, start, count, outputs, source, source != lane or start < 100))
     return tuple(found)
 
 
