@@ -24,6 +24,17 @@ async def echo(stream: Stream) -> None:
         await stream.send(await stream.receive())
 
 
+async def collect(b: Transport, protocol: ProtocolSpec) -> "asyncio.Future[list[Message]]":
+    """Serve one stream; gives what came on it, once it has ended."""
+    result: asyncio.Future[list[Message]] = asyncio.get_running_loop().create_future()
+
+    async def handler(stream: Stream) -> None:
+        result.set_result(await drain(stream))
+
+    await b.serve(protocol, handler)
+    return result
+
+
 async def drain(stream: Stream) -> list[Message]:
     messages = []
     while True:
@@ -76,12 +87,7 @@ def test_empty_message(lab: Lab, protocol: ProtocolSpec) -> None:
 
 def test_the_senders_buffer_is_its_own_again_after_send(lab: Lab, protocol: ProtocolSpec) -> None:
     async def scenario(a: Transport, b: Transport) -> None:
-        result: asyncio.Future[list[Message]] = asyncio.get_running_loop().create_future()
-
-        async def handler(stream: Stream) -> None:
-            result.set_result(await drain(stream))
-
-        await b.serve(protocol, handler)
+        result = await collect(b, protocol)
         stream = await dial(a, b, protocol)
         buffer = bytearray(30_000)
         for number in range(1000):
@@ -281,12 +287,7 @@ def test_another_peer_at_the_address_is_not_taken_for_the_one_asked_for(
 
 def test_close_delivers_what_was_sent_by_the_opener(lab: Lab, protocol: ProtocolSpec) -> None:
     async def scenario(a: Transport, b: Transport) -> None:
-        result: asyncio.Future[list[Message]] = asyncio.get_running_loop().create_future()
-
-        async def handler(stream: Stream) -> None:
-            result.set_result(await drain(stream))
-
-        await b.serve(protocol, handler)
+        result = await collect(b, protocol)
         stream = await dial(a, b, protocol)
         for number in range(20):
             await stream.send(Message(b"%d" % number, bytes(200_000)))
