@@ -1,0 +1,109 @@
+"""Zeroth-order fine-tuning of SmolLM2-135M with shared randomness: held-out loss against steps and bytes.
+
+    python -m tests.bench.zo_finetune [--workers 2] [--rounds 10] [--learning-rate 1e-5] [--epsilon 1e-3] [--text PATH]
+
+One replica stands for all workers: they are equal when a round begins. Slopes travel as they do in a job, a byte each; what a
+round costs in all with its messages is asked of the simulator. Prints one JSON object a round.
+"""
+
+import argparse
+import email
+import json
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from swarmnet_node.training.replica import Replica
+from swarmnet_node.training.trainer import Trainer
+from swarmnet_protocols.training.aggregate import weighted_mean
+from swarmnet_protocols.training.codecs import get_codec
+from swarmnet_protocols.training.jobs import Job
+from swarmnet_protocols.training.methods import Average
+from tests.sim.test_training_worker import train
+from tests.support.training_workers import WorkerLab, write_job
+from tests.support.virtual_time import run
+
+
+def finetuning_job(arguments: argparse.Namespace) -> Job:
+    return Job.model_validate(
+        {
+            "job": {"name": "zo", "rounds": arguments.rounds},
+            "model": {"checkpoint": "smollm2-135m-instruct"},
+            "data": {
+                "path": arguments.text,
+                "tokenizer": "smollm2-135m-instruct",
+                "sequence_length": 128,
+                "validation": 0.2,
+            },
+            "training": {"batch_size": arguments.batch, "learning_rate": arguments.learning_rate},
+            "method": {
+                "name": "zo",
+                "settings": {
+                    "sync_every": arguments.steps,
+                    "epsilon": arguments.epsilon,
+                    "learning_rate": arguments.learning_rate,
+                },
+            },
+            "eval": {"batches": 8},
+        }
+    )
+
+
+def bytes_of_a_round(workers: int, steps: int) -> int:
+    """What all workers send in a round of so many scalars, every message counted."""
+    with tempfile.TemporaryDirectory() as folder:
+        toml = write_job(Path(folder), "zo", f"sync_every = {steps}", f"min_workers = {workers}", rounds=3)
+        names = [f"worker-{number}" for number in range(workers)]
+        lab = WorkerLab(Path(folder), toml)
+        run(train(lab, *names))
+    return max(sum(lab.rounds(name)[number]["bytes_sent"] for name in names) for number in range(3))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=20, help="of a worker in a round")
+    parser.add_argument("--batch", type=int, default=4, help="sequences of 128 tokens")
+    parser.add_argument("--learning-rate", type=float, default=1e-5)
+    parser.add_argument("--epsilon", type=float, default=1e-3)
+    parser.add_argument("--text", default=str(Path(email.__file__).parent), help="what to learn")
+    parser.add_argument("--cache-dir", type=Path)
+    arguments = parser.parse_args()
+    job = finetuning_job(arguments)
+    codec = get_codec("log8")
+    with tempfile.TemporaryDirectory() as folder:
+        cache = arguments.cache_dir or Path(folder)
+        trainer = Trainer.open(job, cache_dir=cache, available_bytes=1 << 40, device=torch.device("cpu"))
+        replica = Replica(job, trainer)
+        first, _ = replica.evaluate()
+        round_bytes = bytes_of_a_round(arguments.workers, arguments.steps)
+        print(json.dumps({"bench": "zo_finetune", "round": 0, "val_loss": round(first, 5)}), flush=True)
+        for number in range(arguments.rounds):
+            began = time.perf_counter()
+            rows = []
+            for slot in range(arguments.workers):
+                trainer.load(replica.method.agreed())
+                slopes, report = replica.contribution(number, slot)
+                rows.append(codec.decode(codec.encode(slopes), len(slopes)))
+            mean = weighted_mean(torch.stack(rows), torch.ones(len(rows)))
+            replica.apply(number, Average(mean, tuple(map(str, range(len(rows))))))
+            seconds = time.perf_counter() - began
+            loss, _ = replica.evaluate()
+            line = {
+                "bench": "zo_finetune",
+                "round": number + 1,
+                "steps": (number + 1) * arguments.steps,
+                "train_loss": round(report.loss, 5),
+                "val_loss": round(loss, 5),
+                "improved_by": round(first - loss, 5),
+                "bytes_per_step_in_all": round(round_bytes / arguments.steps, 1),
+                "seconds": round(seconds, 1),
+            }
+            print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()
