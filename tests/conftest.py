@@ -1,6 +1,15 @@
-"""Options for longer sweeps: ``pytest tests/sim --seeds 1000 --first-seed 50``."""
+"""One thread for every test, and options for longer sweeps: ``pytest tests/sim --seeds 1000 --first-seed 50``."""
+
+import sys
 
 import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Models of tests are too small for two threads, and beside the nodes' own they take turns to wait for each other."""
+    if torch := sys.modules.get("torch"):  # who has not imported it does not compute
+        torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

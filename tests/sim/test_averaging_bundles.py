@@ -1,7 +1,7 @@
 """Results of a sparse codec: everybody gets the contributions themselves, and no owner can make others of them."""
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
@@ -130,14 +130,6 @@ def test_what_decodes_to_nothing_that_counts_is_left_out_of_the_bundle() -> None
     assert torch.equal(reader().read(reduced[0]), reduced[1])
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def traffic(codec: str, count: int) -> tuple[int, int]:
     """All bytes that a round of 8 workers takes: those of the busiest sender, and of everybody, beats included."""
     lab = TrainingLab(8)
@@ -154,7 +146,6 @@ def traffic(codec: str, count: int) -> tuple[int, int]:
     return max(outcome.bytes_sent for outcome in outcomes.values()), sum(in_all)
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_a_sparse_exchange_every_thirty_steps_is_a_thousandth_of_a_mean_at_every_step() -> None:
     count = 1 << 20
     busiest, in_all = traffic("topk", count)

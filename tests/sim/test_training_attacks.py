@@ -1,23 +1,12 @@
 """Replicas that train together through real exchanges while some of them lie. The whole table is ``tests.bench.train_attacks``."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.support.training_attacks import ATTACKS, attack_job, sign_flip, train
 
 ROUNDS, STEPS = 3, 4
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors this small are slower with more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

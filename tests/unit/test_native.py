@@ -2,7 +2,6 @@
 
 import logging
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,14 +61,6 @@ def native(cache: Path) -> Native:
     if loaded is None:
         pytest.skip("no compiler, or torch has no libgomp of its own")
     return loaded
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def load(tmp_path: Path, shape: str, native: Native | None) -> Stage:
@@ -144,7 +135,11 @@ def test_any_number_of_threads_gives_the_same(threads: int, native: Native, tmp_
     rows = inputs(stage, 3)
     expected = one_by_one(stage, stage.new_lane(), rows)
     torch.set_num_threads(threads)
-    torch.testing.assert_close(one_by_one(stage, stage.new_lane(), rows), expected, atol=1e-5, rtol=1e-5)
+    try:
+        got = one_by_one(stage, stage.new_lane(), rows)
+    finally:
+        torch.set_num_threads(1)
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_parts_and_packed_batches_share_lanes_with_single_positions(native: Native, tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """What contributions become, bad ones among them, and every defence seen to be what keeps the result near the honest."""
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -37,15 +36,6 @@ def contributions_under(attack: str, bad: int) -> tuple[Tensor, Tensor]:
 
 def error(aggregated: Tensor, honest_mean: Tensor) -> float:
     return float((aggregated - honest_mean).norm())
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors this small are slower with more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize(("bad", "allowed"), [(3, 0.25), (7, 0.7)])

@@ -1,7 +1,6 @@
 """The comparison of training methods in miniature: every method runs, and what is accounted is what was sent."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,14 +18,6 @@ SETTINGS: dict[str, dict[str, int | float | str]] = {
     "streaming": {"sync_every": 4, "fragments": 2, "overlap_steps": 1},
 }
 EVERY_SECOND: dict[str, int | float | str] = {"sync_every": 2}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """What a worker owes of its earlier contributions: fed back for every biased codec, kept in its checkpoint, lost with nothing."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,14 +25,6 @@ SETTINGS: dict[str, dict[str, float]] = {
     "co2": {"sync_every": 1},
     "zo": {},
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def replica(folder: Path, method: str = "diloco", codec: str | None = "int4") -> Replica:

@@ -1,6 +1,5 @@
 """The inner loop: the same numbers as a plain PyTorch loop, and nothing hidden from one step to the next."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +23,7 @@ from swarmnet_protocols.training.jobs import Job, JobError, TrainingSection, par
 from swarmnet_protocols.training.templates import template
 from tests.support.tiny_job import CONFIG, tiny_job, tiny_trainer
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 PARAMETERS = 256 * 32 + 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48 + 2 * 32) + 32
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """A model this small is slower on two."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def _bare_loop(job: Job, trainer: Trainer, folder: Path, steps: int) -> Tensor:
