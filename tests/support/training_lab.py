@@ -17,6 +17,7 @@ from swarmnet_protocols.training.codecs import Codec, get_codec, result_codec
 from swarmnet_protocols.transport import PeerId
 from swarmnet_protocols.transport.memory import Delivery, LinkProfile, MemoryNetwork, MemoryTransport
 from swarmnet_protocols.wire import training_pb2 as pb
+from tests.support.deliveries import once
 
 JOB = bytes(range(32))
 TIMING = RoundTiming(contribution_s=6.0, settle_s=12.0, deadline_s=18.0)
@@ -158,11 +159,5 @@ def kind_of(delivery: Delivery) -> str:
 def on_delivery(
     lab: TrainingLab, matches: Callable[[Delivery], bool], action: Callable[[Delivery], None]
 ) -> None:
-    """Do ``action`` once, at the first delivery that matches, before its receiver sees it."""
-
-    def observe(delivery: Delivery) -> None:
-        if observe in lab.network.observers and delivery.protocol.id == EXCHANGE.id and matches(delivery):
-            lab.network.observers.remove(observe)
-            action(delivery)
-
-    lab.network.observers.append(observe)
+    """Do ``action`` once, at the first delivery of an exchange that matches, before its receiver sees it."""
+    once(lab.network, lambda delivery: delivery.protocol.id == EXCHANGE.id and matches(delivery), action)

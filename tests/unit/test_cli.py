@@ -32,6 +32,13 @@ COMMANDS = [
     ["model", "pull"],
     ["model", "show"],
     ["model", "verify"],
+    ["train"],
+    ["train", "template"],
+    ["train", "create"],
+    ["train", "join"],
+    ["train", "status"],
+    ["train", "export"],
+    ["train", "plot"],
 ]
 HEAVY = ("torch", "transformers", "hivemind", "grpc", "numpy", "safetensors", "huggingface_hub")
 
