@@ -23,6 +23,8 @@ from swarmnet_protocols.session.steps import Row
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.transport import PeerId
 from swarmnet_protocols.transport.memory import Delivery, LinkProfile, MemoryNetwork
+from tests.support.deliveries import once
+from tests.support.generation import greedy
 from tests.support.virtual_time import run
 
 T = TypeVar("T")
@@ -61,10 +63,7 @@ class Reference:
     def greedy(self, ids: list[int], count: int) -> list[int]:
         key = tuple(ids), count
         if key not in self._greedy:
-            output = self.model.generate(
-                torch.tensor([ids]), max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0
-            )
-            self._greedy[key] = output[0, len(ids) :].tolist()
+            (self._greedy[key],) = greedy(self.model, [ids], count)
         return self._greedy[key]
 
 
@@ -174,15 +173,7 @@ class Lab:
 
     def once(self, matches: Callable[[Delivery], bool], action: Callable[[Delivery], None]) -> list[Delivery]:
         """Do ``action`` at the first delivery that ``matches``. Returns a list that holds that delivery afterwards."""
-        seen: list[Delivery] = []
-
-        def observe(delivery: Delivery) -> None:
-            if not seen and matches(delivery):
-                seen.append(delivery)
-                action(delivery)
-
-        self.network.observers.append(observe)
-        return seen
+        return once(self.network, matches, action)
 
     def cache_bytes(self) -> dict[str, int]:
         """Bytes of keys and values that nodes hold now, of those that hold any."""
