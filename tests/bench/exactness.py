@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from swarmnet_protocols.models import resolve
+from tests.support.generation import greedy
 from tests.support.processes import swarm
 
 BLOCKS = 30
@@ -36,16 +37,6 @@ def prompts(tokenizer: Any, count: int, rng: random.Random) -> list[list[int]]:
     return found
 
 
-def generate(model: Any, batch: list[list[int]], tokens: int) -> list[list[int]]:
-    """New greedy tokens for a left-padded batch."""
-    width = max(len(ids) for ids in batch)
-    ids = torch.tensor([[0] * (width - len(row)) + row for row in batch])
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in batch])
-    options = {"max_new_tokens": tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    output: list[list[int]] = model.generate(ids, attention_mask=mask, **options)[:, width:].tolist()
-    return output
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--hops", type=int, nargs="+", default=[1, 2, 3, 5])
@@ -59,14 +50,14 @@ def main() -> None:
         whole = local.load_whole(dtype=torch.float32, device=torch.device("cpu"))
         batch = prompts(local.tokenizer(), arguments.prompts, random.Random(0))
         groups = [batch[i : i + arguments.batch] for i in range(0, len(batch), arguments.batch)]
-        expected = [generate(whole, [ids], arguments.tokens)[0] for ids in batch]
+        expected = [greedy(whole, [ids], arguments.tokens)[0] for ids in batch]
         del whole
         for hops in arguments.hops:
             cuts = [BLOCKS * hop // hops for hop in range(hops + 1)]
             spans = list(pairwise(cuts))
             with swarm(Path(folder) / f"lab{hops}", cache, *spans) as lab, lab.connect() as model:
-                single = [generate(model, [ids], arguments.tokens)[0] for ids in batch]
-                batched = [row for group in groups for row in generate(model, group, arguments.tokens)]
+                single = [greedy(model, [ids], arguments.tokens)[0] for ids in batch]
+                batched = [row for group in groups for row in greedy(model, group, arguments.tokens)]
                 route = model.last_run.route
             differing = [len(ids) for ids, a, b in zip(batch, single, expected, strict=True) if a != b]
             differing_batched = [

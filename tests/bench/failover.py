@@ -16,10 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from tests.bench.local_process import timed_generate
-from tests.support.faults import At, kill, resume, serving, stop
+from tests.support.faults import At, Strike, kill, resume, stop
+from tests.support.generation import greedy
 from tests.support.processes import NodeProcess, RunProcess, Swarm, swarm
 from tests.support.wan import Uplink, WanSwarm, wan_swarm
 
@@ -33,36 +32,22 @@ def faulted(
     lab: Swarm, fault: Callable[[NodeProcess], None], ids: list[int], token: int
 ) -> tuple[float, list[int]]:
     """The longest stall of a run whose middle hop is faulted at ``token``, and the tokens it gave."""
-    hit: list[str] = []
-
-    def strike() -> None:
-        name, node = serving(lab, model)
-        hit.append(name)
-        fault(node)
-
     with lab.connect() as model:
-        output = model.generate(
-            torch.tensor([ids]),
-            attention_mask=torch.ones(1, len(ids), dtype=torch.long),
-            max_new_tokens=TOKENS,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-            streamer=At((token, strike)),
-        )
+        strike = Strike(lab, model, fault)
+        (tokens,) = greedy(model, [ids], TOKENS, At((token, strike)))
         stall_s: float = model.last_run.longest_stall_s
+    (hit,) = strike.hit
     if fault is stop:
-        resume(lab.nodes[hit[0]])
+        resume(hit)
     else:
-        _ = lab.relaunch(hit[0]).ready
-    tokens: list[int] = output[0, len(ids) :].tolist()
+        _ = lab.relaunch(hit.name).ready
     return stall_s, tokens
 
 
 def cut_off(lab: WanSwarm, prompt: str) -> tuple[float, list[int]]:
     """The same for a run whose middle hop is cut off once the answer has begun."""
     with RunProcess(lab.swarm, prompt, TOKENS, lab.client) as run:
-        run.await_token()
+        run.wait("token")
         middle = (name for name in lab.hosts if name.startswith("10-20"))
         used = next(name for name in middle if lab.swarm.nodes[name].status.sessions)
         lab.hosts[used].cut()

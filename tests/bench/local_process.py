@@ -45,18 +45,11 @@ class LocalProcess:
 
 def timed_generate(model: Any, ids: list[list[int]], tokens: int) -> dict[str, Any]:
     """Greedy generation of exactly ``tokens`` tokens, timed as a whole."""
-    import torch
+    from tests.support.generation import greedy
 
     started = time.perf_counter()
-    output = model.generate(
-        torch.tensor(ids),
-        attention_mask=torch.ones(len(ids), len(ids[0]), dtype=torch.long),
-        max_new_tokens=tokens,
-        min_new_tokens=tokens,
-        do_sample=False,
-        pad_token_id=0,
-    )
-    return {"seconds": time.perf_counter() - started, "ids": output[:, len(ids[0]) :].tolist()}
+    answers = greedy(model, ids, tokens)
+    return {"seconds": time.perf_counter() - started, "ids": answers}
 
 
 def main() -> None:

@@ -5,9 +5,7 @@ import os
 import pty
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,59 +13,13 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.support.commands import SWARMNET, RunningCommand, call, run
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 MODEL = "smollm2-135m-instruct"
 BLOCKS = 30
-SWARMNET = (sys.executable, "-m", "swarmnet")
-
-
-def swarmnet(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*SWARMNET, *arguments], input=stdin, capture_output=True, text=True, timeout=200, check=False
-    )
-
-
-def answer(*arguments: str, stdin: str = "") -> dict[str, Any]:
-    done = swarmnet(*arguments, "--json", stdin=stdin)
-    assert done.returncode == 0, done.stdout + done.stderr
-    fields: dict[str, Any] = json.loads(done.stdout)
-    return fields
-
-
-def start(*arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [*SWARMNET, *arguments, "--json"],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def wait_for(process: subprocess.Popen[str], name: str) -> dict[str, Any]:
-    assert process.stdout is not None
-    assert process.stderr is not None
-    for line in process.stdout:
-        event: dict[str, Any] = json.loads(line)
-        assert event.get("event") != "error", event
-        if event.get("event") == name:
-            return event
-    raise AssertionError(process.stderr.read())
-
-
-def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    return [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-
-
-def end(process: subprocess.Popen[str]) -> None:
-    """Whatever happened in a test, nothing of it goes on."""
-    if process.poll() is None:
-        members = family(process)
-        for member in members:
-            member.kill()
-        psutil.wait_procs(members, timeout=10)
-    process.communicate()
+LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 
 
 def assert_all_end(members: list[psutil.Process]) -> None:
@@ -82,7 +34,8 @@ class RunningNode:
     ready: dict[str, Any]
 
     def ask(self, *arguments: str, stdin: str = "") -> dict[str, Any]:
-        return answer("run", MODEL, *arguments, *self.where, stdin=stdin)
+        answer: dict[str, Any] = call("run", MODEL, *arguments, *self.where, stdin=stdin)
+        return answer
 
     @property
     def where(self) -> tuple[str, ...]:
@@ -93,27 +46,14 @@ class RunningNode:
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
     directory = tmp_path_factory.mktemp("swarm")
     swarm, data_dir = str(directory / "swarm.toml"), str(directory / "data")
-    answer("swarm", "create", "lab", "--out", str(directory))
-    process = start(
-        *(
-            "join",
-            swarm,
-            "--blocks",
-            f"0:{BLOCKS}",
-            "--data-dir",
-            data_dir,
-            "--listen",
-            "/ip4/127.0.0.1/tcp/0",
-        )
-    )
-    try:
-        yield RunningNode(swarm, data_dir, wait_for(process, "ready"))
+    call("swarm", "create", "lab", "--out", str(directory))
+    options = ("--blocks", f"0:{BLOCKS}", "--data-dir", data_dir, "--listen", LOOPBACK)
+    with RunningCommand(("join", swarm, *options), directory / "node.log") as process:
+        yield RunningNode(swarm, data_dir, process.wait("ready"))
         # The last thing the module does to the node: `finish` is how it is meant to end.
-        assert answer("finish", "--data-dir", data_dir)["finishing"] is True
-        assert process.wait(timeout=60) == 0
+        assert call("finish", "--data-dir", data_dir)["finishing"] is True
+        assert process.wait_for_end(timeout_s=60) == 0
         assert not (Path(data_dir) / "control.sock").exists()
-    finally:
-        end(process)
 
 
 def test_a_node_says_where_it_is_and_what_it_hosts(node: RunningNode) -> None:
@@ -124,14 +64,14 @@ def test_a_node_says_where_it_is_and_what_it_hosts(node: RunningNode) -> None:
 
 
 def test_status_tells_what_the_node_does(node: RunningNode) -> None:
-    before = answer("status", "--data-dir", node.data_dir)
+    before = call("status", "--data-dir", node.data_dir)
     assert (before["peer_id"], before["blocks"]) == (node.ready["peer_id"], [0, BLOCKS])
     assert (before["state"], before["swarm"]) == ("online", "lab")
 
     node.ask("Hello", "-n", "2")
-    after = answer("status", "--data-dir", node.data_dir)
+    after = call("status", "--data-dir", node.data_dir)
     assert after["tokens"] > before["tokens"]
-    assert node.ready["peer_id"] in swarmnet("status", "--data-dir", node.data_dir).stdout
+    assert node.ready["peer_id"] in run("status", "--data-dir", node.data_dir).stdout
 
 
 def test_a_prompt_is_answered(node: RunningNode) -> None:
@@ -165,13 +105,13 @@ def test_the_prompt_may_come_from_stdin(node: RunningNode) -> None:
 
 
 def test_text_goes_to_stdout_and_all_else_to_stderr(node: RunningNode) -> None:
-    done = swarmnet("run", MODEL, "The capital of France is", "--raw", "-n", "1", *node.where)
+    done = run("run", MODEL, "The capital of France is", "--raw", "-n", "1", *node.where)
     assert (done.returncode, done.stdout) == (0, " Paris\n")
     assert "1 tokens" in done.stderr
 
 
 def test_a_prompt_that_is_too_long_is_refused(node: RunningNode) -> None:
-    done = swarmnet("run", MODEL, "--raw", *node.where, stdin="word " * 9000)
+    done = run("run", MODEL, "--raw", *node.where, stdin="word " * 9000)
     assert done.returncode == 2
     assert "shorten" in done.stderr
 
@@ -189,70 +129,55 @@ def test_a_chat_remembers_what_was_said(node: RunningNode) -> None:
         assert chat.stdout is not None
         os.write(leader, b"What is the capital of France?\n")
         first = json.loads(chat.stdout.readline())
-        before = answer("status", "--data-dir", node.data_dir)["tokens"]
+        before = call("status", "--data-dir", node.data_dir)["tokens"]
         os.write(leader, b"And of Italy?\n")
         second = json.loads(chat.stdout.readline())
-        computed = answer("status", "--data-dir", node.data_dir)["tokens"] - before
+        computed = call("status", "--data-dir", node.data_dir)["tokens"] - before
         os.write(leader, b"\n")
         assert chat.wait(timeout=30) == 0
         assert second["prompt_tokens"] > first["prompt_tokens"] + len(first["token_ids"]) - 2
         assert computed < second["prompt_tokens"], "what was said before is not computed again"
     finally:
-        end(chat)
+        chat.kill()
+        chat.communicate()
         os.close(leader)
         os.close(follower)
 
 
 def test_a_model_without_hosts_is_unreachable(node: RunningNode, tmp_path: Path) -> None:
-    answer("swarm", "create", "other", "--open", "--out", str(tmp_path))
+    call("swarm", "create", "other", "--open", "--out", str(tmp_path))
     bootstrap = ("--bootstrap", node.ready["addresses"][0])
-    done = swarmnet("run", MODEL, "Hello", "--swarm", str(tmp_path), *bootstrap, "--json")
+    done = run("run", MODEL, "Hello", "--swarm", str(tmp_path), *bootstrap, "--json")
     assert done.returncode == 5
     assert json.loads(done.stdout)["error"] == "unreachable"
 
 
 def test_sigterm_ends_a_node_in_good_order(node: RunningNode, tmp_path: Path) -> None:
-    process = start(
-        *(
-            "join",
-            node.swarm,
-            "--blocks",
-            "0:2",
-            "--data-dir",
-            str(tmp_path),
-            "--listen",
-            "/ip4/127.0.0.1/tcp/0",
-        ),
-        *("--bootstrap", node.ready["addresses"][0]),
-    )
-    try:
-        wait_for(process, "ready")
-        members = family(process)
-        process.send_signal(signal.SIGTERM)
-        wait_for(process, "finishing")
-        wait_for(process, "stopped")
-        assert process.wait(timeout=30) == 0
+    options = ("--blocks", "0:2", "--data-dir", str(tmp_path / "data"), "--listen", LOOPBACK)
+    join = ("join", node.swarm, *options, "--bootstrap", node.ready["addresses"][0])
+    with RunningCommand(join, tmp_path / "node.log") as process:
+        process.wait("ready")
+        members = process.family
+        process.send_signal(signal.SIGTERM, children=False)
+        process.wait("finishing")
+        process.wait("stopped")
+        assert process.wait_for_end(timeout_s=30) == 0
         assert_all_end(members)
-    finally:
-        end(process)
 
 
 def test_demo_answers_and_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    process = start("demo", "--nodes", "3")
-    try:
-        wait_for(process, "ready")
-        members = family(process)
-        result = wait_for(process, "answer")
-        wait_for(process, "stopped")
-        assert process.wait(timeout=60) == 0
+    with RunningCommand(("demo", "--nodes", "3"), tmp_path / "demo.log") as process:
+        process.wait("ready")
+        members = process.family
+        result = process.wait("answer")
+        process.wait("stopped")
+        assert process.wait_for_end(timeout_s=60) == 0
         assert "Paris" in result["text"]
         assert [(hop["start"], hop["end"]) for hop in result["route"]] == [(0, 10), (10, 20), (20, 30)]
         assert len({hop["peer_id"] for hop in result["route"]}) == 3
         assert_all_end(members)
         assert not list(tmp_path.glob("swarmnet-demo-*"))
-    finally:
-        end(process)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
@@ -260,19 +185,12 @@ def test_a_demo_that_is_stopped_takes_its_nodes_along(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    process = start("demo", "--nodes", "2")
-    members: list[psutil.Process] = []
-    try:
-        wait_for(process, "ready")
-        members = family(process)
+    with RunningCommand(("demo", "--nodes", "2"), tmp_path / "demo.log") as process:
+        process.wait("ready")
+        members = process.family
         assert len(members) > 2
-        process.send_signal(number)
-        code = process.wait(timeout=60)
+        process.send_signal(number, children=False)
+        code = process.wait_for_end(timeout_s=60)
         assert code == (-number if number == signal.SIGKILL else 130)
         assert_all_end(members)
         assert number == signal.SIGKILL or not list(tmp_path.glob("swarmnet-demo-*"))
-    finally:
-        end(process)
-        for member in members:
-            with suppress(psutil.NoSuchProcess):
-                member.kill()

@@ -11,8 +11,21 @@ import torch
 
 from swarmnet_client.chain import Chain
 from swarmnet_node import control
+from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.models import resolve
-from tests.support.faults import At, kill, kill_p2pd, kill_python, resume, serving, stop, stop_python
+from tests.support.faults import (
+    At,
+    Strike,
+    kill,
+    kill_own_p2pd,
+    kill_p2pd,
+    kill_python,
+    node_of,
+    resume,
+    stop,
+    stop_python,
+)
+from tests.support.generation import greedy
 from tests.support.processes import NodeProcess, RunProcess, Swarm, swarm
 from tests.support.wan import Uplink, wan_swarm, why_not
 
@@ -40,7 +53,6 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def expected(cache_dir: Path) -> Callable[[list[int]], list[int]]:
     """What transformers answers in one process."""
-    torch.set_num_threads(1)  # two that spin beside the nodes' own take turns to wait for each other
     model = resolve(MODEL, cache_dir=cache_dir).load_whole(dtype=torch.float32, device=torch.device("cpu"))
     answers = {len(ids): generate(model, ids) for ids in (SHORT, LONG)}
     return lambda ids: answers[len(ids)]
@@ -64,17 +76,7 @@ def lab(running: Swarm) -> Swarm:
 
 
 def generate(model: Any, ids: list[int], streamer: Any = None) -> list[int]:
-    output = model.generate(
-        torch.tensor([ids]),
-        attention_mask=torch.ones(1, len(ids), dtype=torch.long),
-        max_new_tokens=TOKENS,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-        streamer=streamer,
-    )
-    new: list[int] = output[0, len(ids) :].tolist()
-    return new
+    return greedy(model, [ids], TOKENS, streamer)[0]
 
 
 def await_idle(lab: Swarm, *, within_s: float = 10.0) -> None:
@@ -98,35 +100,25 @@ def show(fault: str, model: Any, goal_s: float) -> None:
 def test_a_node_killed_in_the_middle_of_an_answer(
     lab: Swarm, expected: Callable[[list[int]], list[int]], fault: Callable[[NodeProcess], None], count: int
 ) -> None:
-    hit: list[NodeProcess] = []
-
-    def strike() -> None:
-        hit.append(serving(lab, model)[1])
-        fault(hit[0])
-
     with lab.connect() as model:
+        strike = Strike(lab, model, fault)
         assert generate(model, SHORT, At((count, strike))) == expected(SHORT)
         assert model.last_run.failovers >= 1
         show(f"{fault.__name__} at token {count}", model, KILL_GOAL_S)
         assert model.last_run.longest_stall_s < 3 * KILL_GOAL_S + REPLAY_S
-    assert hit[0].process.wait(timeout=15) != 0  # half a node is none: one that loses its p2pd ends
+    assert strike.hit[0].process.wait(timeout=15) != 0  # half a node is none: one that loses its p2pd ends
 
 
 @pytest.mark.parametrize("fault", [stop, stop_python])
 def test_a_node_that_hangs_in_the_middle_of_an_answer(
     lab: Swarm, expected: Callable[[list[int]], list[int]], fault: Callable[[NodeProcess], None]
 ) -> None:
-    hung: list[NodeProcess] = []
-
-    def hang() -> None:
-        hung.append(serving(lab, model)[1])
-        fault(hung[0])
-
     with lab.connect() as model:
+        strike = Strike(lab, model, fault)
         try:
-            assert generate(model, SHORT, At((10, hang))) == expected(SHORT)
+            assert generate(model, SHORT, At((10, strike))) == expected(SHORT)
         finally:
-            resume(hung[0])
+            resume(strike.hit[0])
         assert model.last_run.failovers >= 1
         show(fault.__name__, model, HANG_GOAL_S)
         assert model.last_run.longest_stall_s < 3 * HANG_GOAL_S + REPLAY_S
@@ -148,7 +140,7 @@ def test_a_node_lost_while_a_long_prompt_is_on_its_way(
         take(chain, *arguments)
         if not hit:
             peer = next(peer for peer, start, _ in chain.report.route if start == 10)
-            hit.append(next(node for node in lab.nodes.values() if node.ready["peer_id"] == peer))
+            hit.append(node_of(lab, peer))
             fault(hit[0])
 
     monkeypatch.setattr(Chain, "_take", take_and_fault)
@@ -165,10 +157,8 @@ def test_a_node_lost_while_a_long_prompt_is_on_its_way(
 def test_the_only_host_of_a_span_is_waited_for(
     lab: Swarm, expected: Callable[[list[int]], list[int]], start: int
 ) -> None:
-    def restart() -> None:
-        lab.relaunch(serving(lab, model, start)[0])
-
     with lab.connect() as model:
+        restart = Strike(lab, model, lambda node: lab.relaunch(node.name), block=start)
         assert generate(model, SHORT, At((10, restart))) == expected(SHORT)
         assert model.last_run.failovers >= 1
 
@@ -176,38 +166,23 @@ def test_the_only_host_of_a_span_is_waited_for(
 def test_the_node_is_killed_and_then_the_one_that_took_its_place(
     lab: Swarm, expected: Callable[[list[int]], list[int]]
 ) -> None:
-    killed: list[str] = []
-
-    def first() -> None:
-        name, _ = serving(lab, model)
-        killed.append(name)
-        _ = lab.relaunch(name).ready
-
-    def second() -> None:
-        name, node = serving(lab, model)
-        killed.append(name)
-        kill(node)
-
     with lab.connect() as model:
+        first = Strike(lab, model, lambda node: lab.relaunch(node.name).ready)
+        second = Strike(lab, model, kill)
         assert generate(model, SHORT, At((6, first), (18, second))) == expected(SHORT)
         assert model.last_run.failovers >= 2
-        assert len(set(killed)) == 2
+    assert first.hit[0].name != second.hit[0].name
 
 
 def test_a_node_that_finishes_hands_its_sessions_over(
     lab: Swarm, expected: Callable[[list[int]], list[int]]
 ) -> None:
-    leaving: list[NodeProcess] = []
-
-    def finish() -> None:
-        leaving.append(serving(lab, model)[1])
-        control.finish(leaving[0].data_dir, grace_s=30.0)
-
     with lab.connect() as model:
+        finish = Strike(lab, model, lambda node: control.finish(node.data_dir, grace_s=30.0))
         assert generate(model, SHORT, At((6, finish))) == expected(SHORT)
         assert model.last_run.failovers >= 1
         show("finish", model, KILL_GOAL_S)
-        assert leaving[0].process.wait(timeout=15) == 0
+        assert finish.hit[0].process.wait(timeout=15) == 0
 
 
 def test_when_every_bootstrap_is_gone_the_known_peers_go_on(
@@ -222,6 +197,20 @@ def test_when_every_bootstrap_is_gone_the_known_peers_go_on(
         assert generate(model, SHORT) == expected(SHORT)
 
 
+def test_a_client_whose_own_p2pd_dies_says_what_to_do(
+    lab: Swarm, expected: Callable[[list[int]], list[int]]
+) -> None:
+    with lab.connect() as model:
+        with pytest.raises(SwarmnetError, match="p2pd") as caught:
+            generate(model, SHORT, At((6, kill_own_p2pd)))
+        assert "again" in caught.value.hint
+        with pytest.raises(SwarmnetError, match="p2pd"):
+            generate(model, SHORT)
+    await_idle(lab)
+    with lab.connect() as model:
+        assert generate(model, SHORT) == expected(SHORT)
+
+
 # ---- `swarmnet run` --------------------------------------------------------------------------------------
 
 
@@ -231,7 +220,7 @@ def middle(lab: Swarm) -> list[str]:
 
 def test_without_a_replica_left_the_command_says_which_blocks_nobody_hosts(lab: Swarm) -> None:
     with RunProcess(lab, "Once upon a time") as run:
-        run.await_token()
+        run.wait("token")
         for name in middle(lab):
             kill(lab.nodes[name])
         started = time.monotonic()
@@ -249,9 +238,9 @@ def test_when_a_replica_comes_back_in_time_the_command_goes_on(lab: Swarm) -> No
         code, undisturbed = run.finish(timeout_s=60)
         assert code == 0
     with RunProcess(lab, "Once upon a time", 60) as run:
-        run.await_token()
+        run.wait("token")
         for name in middle(lab):
-            lab.nodes[name].stop()
+            lab.nodes[name].kill()
         lab.relaunch(middle(lab)[0])
         code, answer = run.finish(timeout_s=60)
     assert code == 0, answer
@@ -261,7 +250,7 @@ def test_when_a_replica_comes_back_in_time_the_command_goes_on(lab: Swarm) -> No
 
 def test_sessions_of_clients_that_are_gone_are_freed(lab: Swarm) -> None:
     with RunProcess(lab, "Once upon a time") as run:
-        run.await_token()
+        run.wait("token")
         assert any(node.status.sessions for node in lab.nodes.values())
         run.process.send_signal(signal.SIGKILL)
     await_idle(lab)
@@ -283,7 +272,7 @@ def test_a_host_whose_link_is_cut_is_replaced(tmp_path: Path, cache_dir: Path) -
             code, undisturbed = run.finish(timeout_s=60)
             assert code == 0, undisturbed
         with RunProcess(lab.swarm, "Once upon a time", 40, lab.client) as run:
-            run.await_token()
+            run.wait("token")
             used = next(name for name in middle(lab.swarm) if lab.swarm.nodes[name].status.sessions)
             lab.hosts[used].cut()
             code, answer = run.finish(timeout_s=60)

@@ -14,6 +14,7 @@ from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models import resolve
 from swarmnet_protocols.protocol_ids import LINK
 from swarmnet_protocols.transport.memory import Delivery
+from tests.support.generation import padded
 from tests.support.processes import Swarm, swarm
 from tests.support.tiny_swarm import TinySwarm, load_tiny, tiny_swarm
 
@@ -25,14 +26,6 @@ TOKENS = 12
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinySwarm]:
     with tiny_swarm(load_tiny(tmp_path_factory.mktemp("tiny"))) as running:
         yield running
-
-
-def padded(prompts: list[list[int]], *, left: bool = True) -> dict[str, torch.Tensor]:
-    width = max(map(len, prompts))
-    fill = [[0] * (width - len(ids)) for ids in prompts]
-    ids = [(f + p) if left else (p + f) for f, p in zip(fill, prompts, strict=True)]
-    mask = [([0] * len(f) + [1] * len(p)) if left else ([1] * len(p) + [0] * len(f)) for f, p in zip(fill, prompts, strict=True)]  # fmt: skip
-    return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
 
 
 def generate(model: Any, prompts: list[list[int]], *, seed: int = 0, **options: Any) -> Any:
@@ -222,7 +215,6 @@ def test_ctrl_c_while_hosts_compute_leaves_a_usable_model(tiny: TinySwarm) -> No
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Swarm, Any, Any]]:
-    torch.set_num_threads(1)  # two that spin beside the nodes' own take turns to wait for each other
     directory = tmp_path_factory.mktemp("real")
     cache_dir = directory / "cache"
     with swarm(Path(directory) / "lab", cache_dir, (0, 15), (15, 30)) as lab, lab.connect() as model:

@@ -2,7 +2,6 @@
 
 import os
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +10,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+from tests.support.commands import family
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -53,12 +54,9 @@ def terminal(script: str) -> Iterator[subprocess.Popen[str]]:
             raise AssertionError(f"this did not start a node: {script}")
         yield shell
     finally:
-        members = []
-        with suppress(psutil.NoSuchProcess):
-            members = [psutil.Process(shell.pid), *psutil.Process(shell.pid).children(recursive=True)]
-        for member in members:
+        for member in family(shell.pid) if shell.poll() is None else ():
             with suppress(psutil.NoSuchProcess):
-                member.send_signal(signal.SIGKILL)
+                member.kill()
         shell.communicate()
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 
 from swarmnet.swarm_file import load_valid
 from swarmnet_protocols.clock import wall_clock
@@ -21,6 +20,7 @@ from swarmnet_protocols.session.link import parse
 from swarmnet_protocols.transport import Message, PeerId, ProtocolSpec, Stream
 from swarmnet_protocols.transport.p2pd import P2pdTransport
 from swarmnet_protocols.wire import session_pb2 as pb
+from tests.support.generation import greedy
 from tests.support.processes import NodeProcess, Swarm
 from tests.support.strangers import (
     DEADLINE_S,
@@ -74,11 +74,7 @@ class Victim:
 
     def check(self) -> None:
         """The honest client is served as ever."""
-        ids = torch.tensor([PROMPT])
-        output = self.model.generate(
-            ids, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0
-        )
-        assert output[0, len(PROMPT) :].tolist() == self.reference.greedy(PROMPT, 8)
+        assert greedy(self.model, [PROMPT], 8) == [self.reference.greedy(PROMPT, 8)]
 
 
 @pytest.fixture(scope="module")

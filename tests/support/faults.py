@@ -4,6 +4,7 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
+import psutil
 import torch
 
 from tests.support.processes import NodeProcess, Swarm
@@ -12,7 +13,7 @@ from tests.support.processes import NodeProcess, Swarm
 class At:
     """A transformers streamer that does something when the answer has ``count`` tokens, for each (count, action)."""
 
-    def __init__(self, *actions: tuple[int, Callable[[], None]]) -> None:
+    def __init__(self, *actions: tuple[int, Callable[[], object]]) -> None:
         self._actions = dict(actions)
         self._tokens = -1  # the prompt is put first
 
@@ -25,10 +26,28 @@ class At:
         pass
 
 
-def serving(lab: Swarm, model: Any, block: int = 10) -> tuple[str, NodeProcess]:
-    """The node, by name, that serves ``block`` to ``model`` now."""
-    peer = next(peer for peer, start, end in model.last_run.route if start <= block < end)
-    return next((name, node) for name, node in lab.nodes.items() if node.ready["peer_id"] == peer)
+class Strike:
+    """Does ``fault`` to the node that serves ``block`` to ``model`` when it is called. ``hit`` are the nodes that had it."""
+
+    def __init__(
+        self, lab: Swarm, model: Any, fault: Callable[[NodeProcess], object], block: int = 10
+    ) -> None:
+        self.hit: list[NodeProcess] = []
+        self._lab = lab
+        self._model = model
+        self._fault = fault
+        self._block = block
+
+    def __call__(self) -> None:
+        route = self._model.last_run.route
+        peer = next(peer for peer, start, end in route if start <= self._block < end)
+        self.hit.append(node_of(self._lab, peer))
+        self._fault(self.hit[-1])
+
+
+def node_of(lab: Swarm, peer: str) -> NodeProcess:
+    """The node with this peer id."""
+    return next(node for node in lab.nodes.values() if node.ready["peer_id"] == peer)
 
 
 def kill(node: NodeProcess) -> None:
@@ -40,7 +59,14 @@ def kill_p2pd(node: NodeProcess) -> None:
 
 
 def kill_python(node: NodeProcess) -> None:
-    node.send_signal(signal.SIGKILL, p2pd=False)
+    node.send_signal(signal.SIGKILL, children=False)
+
+
+def kill_own_p2pd() -> None:
+    """Kill the p2pd of the clients in this process."""
+    for child in psutil.Process().children():
+        if child.name() == "p2pd":
+            child.kill()
 
 
 def stop(node: NodeProcess) -> None:
@@ -48,7 +74,7 @@ def stop(node: NodeProcess) -> None:
 
 
 def stop_python(node: NodeProcess) -> None:
-    node.send_signal(signal.SIGSTOP, p2pd=False)
+    node.send_signal(signal.SIGSTOP, children=False)
 
 
 def resume(node: NodeProcess) -> None:

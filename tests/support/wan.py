@@ -24,7 +24,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support.processes import Place, Swarm
+from tests.support.commands import Place
+from tests.support.processes import Swarm
 
 TUN = Path("/dev/net/tun")
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000

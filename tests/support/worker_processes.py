@@ -1,31 +1,14 @@
 """Real training workers: processes of ``swarmnet train join`` on this machine, with what they print."""
 
-import json
-import os
-import signal
-import subprocess
-import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.support.processes import LOOPBACK, Place
-
-SWARMNET = (sys.executable, "-m", "swarmnet")
-PATIENCE_S = 120.0
-"""For an event of a worker: a machine may be busy."""
+from tests.support.commands import LOOPBACK, Place, RunningCommand, call
 
 
-def call(*arguments: str) -> Any:
-    """What a command prints with --json."""
-    done = subprocess.run([*SWARMNET, *arguments, "--json"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
-class WorkerProcess:
+class WorkerProcess(RunningCommand):
     """One ``swarmnet train join``."""
 
     def __init__(
@@ -33,59 +16,12 @@ class WorkerProcess:
     ) -> None:
         self.name = name
         self.data_dir = folder / name
-        self.events: list[dict[str, Any]] = []
-        self._changed = threading.Condition()
-        command = [
-            *place.prefix,
-            *SWARMNET,
-            "train",
-            "join",
-            job,
-            "--swarm",
-            str(folder / "swarm.toml"),
-            "--json",
-        ]
-        command += ["--data-dir", str(self.data_dir), "--cache-dir", str(folder / "cache"), "--threads", "1"]
-        command += ["--listen", f"/ip4/{place.ip}/tcp/0"]
+        arguments = ["train", "join", job, "--swarm", str(folder / "swarm.toml"), "--threads", "1"]
+        arguments += ["--data-dir", str(self.data_dir), "--cache-dir", str(folder / "cache")]
+        arguments += ["--listen", f"/ip4/{place.ip}/tcp/0"]
         for address in bootstrap:
-            command += ["--bootstrap", address]
-        self._log = (folder / f"{name}.log").open("w")
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=self._log, text=True, start_new_session=True
-        )
-        self._reader = threading.Thread(target=self._read)
-        self._reader.start()
-
-    def wait(self, kind: str, *, timeout_s: float = PATIENCE_S, **fields: object) -> dict[str, Any]:
-        """The first event of this kind with these fields."""
-
-        def find() -> dict[str, Any] | None:
-            wanted = {"event": kind, **fields}.items()
-            return next((event for event in self.events if wanted <= event.items()), None)
-
-        with self._changed:
-            self._changed.wait_for(lambda: find() or not self._reader.is_alive(), timeout_s)
-        event = find()
-        assert event is not None, (self.events[-3:], Path(self._log.name).read_text()[-2000:])
-        return event
-
-    def wait_for_more(self, *, timeout_s: float) -> None:
-        """Return at its next event, at its end, or after ``timeout_s``."""
-        with self._changed:
-            if self._reader.is_alive():
-                self._changed.wait(timeout_s)
-
-    def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the worker and its p2pd, as when the machine sleeps (SIGSTOP) or fails (SIGKILL)."""
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, number)
-
-    def kill(self) -> None:
-        """End it and its p2pd at once."""
-        self.signal(signal.SIGKILL)
-        self.process.wait()
-        self._reader.join()
-        self._log.close()
+            arguments += ["--bootstrap", address]
+        super().__init__(arguments, folder / f"{name}.log", place)
 
     def rounds(self, *, committed: bool = True) -> dict[int, dict[str, Any]]:
         """Its rounds that were committed, or else those that were discarded."""
@@ -98,19 +34,6 @@ class WorkerProcess:
     def hashes(self) -> dict[int, str]:
         """Of the parameters after every committed round."""
         return {number: event["params_hash"] for number, event in self.rounds().items()}
-
-    def _read(self) -> None:
-        with self.process.stdout as lines:  # type: ignore[union-attr]
-            for line in lines:
-                with self._changed:
-                    self.events.append(_hashable(json.loads(line)))
-                    self._changed.notify_all()
-        with self._changed:
-            self._changed.notify_all()
-
-
-def _hashable(event: dict[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in event.items()}
 
 
 def create_job(folder: Path, toml: str) -> str:

@@ -1,0 +1,145 @@
+"""``swarmnet`` commands in processes of their own: run to their end, or watched while they run."""
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import psutil
+
+SWARMNET = (sys.executable, "-m", "swarmnet")
+PATIENCE_S = 120.0
+"""For what a process should print soon: the machine may be busy."""
+LOG_TAIL_CHARS = 2000
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process runs: a prefix to its command, and the address it has there."""
+
+    ip: str
+    prefix: tuple[str, ...] = ()
+
+
+LOOPBACK = Place("127.0.0.1")
+
+
+def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    """A command that has ended."""
+    return subprocess.run(
+        [*SWARMNET, *arguments], input=stdin, capture_output=True, text=True, timeout=200, check=False
+    )
+
+
+def call(*arguments: str, stdin: str = "") -> Any:
+    """What a command prints with --json. Raises ``RuntimeError`` if it fails."""
+    done = run(*arguments, "--json", stdin=stdin)
+    if done.returncode:
+        raise RuntimeError(f"{arguments}: {done.stdout}{done.stderr}")
+    return json.loads(done.stdout)
+
+
+def family(pid: int) -> list[psutil.Process]:
+    """A process and all that it started."""
+    main = psutil.Process(pid)
+    return [main, *main.children(recursive=True)]
+
+
+class RunningCommand:
+    """A command with --json that runs, and the ``events`` it has printed so far. Stopped with the context, or by ``kill``."""
+
+    def __init__(
+        self, arguments: Sequence[str], log: Path, place: Place = LOOPBACK, *, stdin: int = subprocess.DEVNULL
+    ) -> None:
+        self.log = log
+        self.events: list[dict[str, Any]] = []
+        with log.open("w") as stderr:
+            self.process = subprocess.Popen(
+                [*place.prefix, *SWARMNET, *arguments, "--json"],
+                stdin=stdin,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                process_group=0,  # Ctrl-C on a test run reaches it through ``kill`` only
+            )
+        self._family: list[psutil.Process] = []
+        self._ended = False
+        self._changed = threading.Condition()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def family(self) -> list[psutil.Process]:
+        """It and its children; once it has ended, those it was last seen with."""
+        if self.process.poll() is None:
+            self._family = family(self.pid)
+        return self._family
+
+    def wait(self, kind: str, *, timeout_s: float = PATIENCE_S, **fields: object) -> dict[str, Any]:
+        """The first event of this kind with these fields; ``RuntimeError``, with its log, if it does not come."""
+        wanted = {"event": kind, **fields}.items()
+
+        def found() -> dict[str, Any] | None:
+            return next((event for event in self.events if wanted <= event.items()), None)
+
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended or found(), timeout_s)
+        event = found()
+        if event is None:
+            raise RuntimeError(f"no {kind}: {self.events[-3:]} {self.log.read_text()[-LOG_TAIL_CHARS:]}")
+        return event
+
+    def wait_for_more(self, *, timeout_s: float) -> None:
+        """Return at its next event, at its end, or after ``timeout_s``."""
+        with self._changed:
+            if not self._ended:
+                self._changed.wait(timeout_s)
+
+    def wait_for_end(self, *, timeout_s: float) -> int:
+        """Its exit code; then ``events`` has all it printed."""
+        code = self.process.wait(timeout_s)
+        self._reader.join()
+        return code
+
+    def send_signal(self, number: signal.Signals, *, python: bool = True, children: bool = True) -> None:
+        """Send a signal to the command, to its children, or to both as when the machine fails."""
+        for member in self.family:
+            if python if member.pid == self.pid else children:
+                with suppress(psutil.NoSuchProcess):
+                    member.send_signal(number)
+
+    def kill(self) -> None:
+        """End it and its children at once, whatever state they are in."""
+        self.send_signal(signal.SIGKILL)
+        self.process.wait()
+        self._reader.join()
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def _read(self) -> None:
+        try:
+            with self.process.stdout as lines:  # type: ignore[union-attr]
+                for line in lines:
+                    with self._changed:
+                        self.events.append(json.loads(line))
+                        self._changed.notify_all()
+        finally:
+            with self._changed:
+                self._ended = True
+                self._changed.notify_all()
