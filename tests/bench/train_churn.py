@@ -74,9 +74,9 @@ class Crowd:
     def stop(self, over: Event) -> None:
         victim = self.running[self.rng.choice(sorted(self.running))]
         self.faults.append(f"stop {victim.name}")
-        victim.signal(signal.SIGSTOP)
+        victim.send_signal(signal.SIGSTOP)
         over.wait(self.every_s / 2)
-        victim.signal(signal.SIGCONT)
+        victim.send_signal(signal.SIGCONT)
 
 
 @contextmanager

@@ -12,9 +12,10 @@ from swarmnet.cli import execute
 from swarmnet_protocols.protocol_ids import TRAINING
 from swarmnet_protocols.transport import PeerId
 from swarmnet_protocols.transport.p2pd import P2pdTransport
+from tests.support.commands import call
 from tests.support.strangers import GROWTH_BYTES, run_stranger, send_garbage, send_oversized
 from tests.support.training_workers import write_job
-from tests.support.worker_processes import WorkerProcess, bootstrap, call, create_job, workers
+from tests.support.worker_processes import WorkerProcess, bootstrap, create_job, workers
 
 ROUNDS = 100_000
 
