@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4, help="sequences of 128 tokens")
     parser.add_argument("--learning-rate", type=float, default=1e-5)
     parser.add_argument("--epsilon", type=float, default=1e-3)
-    parser.add_argument("--text", default=str(Path(email.__file__).parent), help="what to learn")
+    parser.add_argument("--text", default=str(Path(email.__file__).parent / "*.py"), help="what to learn")
     parser.add_argument("--cache-dir", type=Path)
     arguments = parser.parse_args()
     job = finetuning_job(arguments)
