@@ -14,21 +14,19 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import psutil
-
+from tests.support.round_memory import status_bytes
 from tests.support.training_workers import write_job
 from tests.support.wan import Uplink, wan
 from tests.support.worker_processes import WorkerProcess, bootstrap, create_job
 
 FAST = Uplink(delay_s=0.001, bytes_per_s=125e6, down_bytes_per_s=125e6)
-SETTINGS = "sync_every = 1"
 PATIENCE_S = 1800.0
 
 
 def write_checkpoint_job(folder: Path, arguments: argparse.Namespace) -> str:
-    """The job: rounds of one small step, so that the newcomer's time is that of what it fetches."""
+    """The job: a batch is small, and a round should be a little longer than an exchange."""
     exchange = f'min_workers = 2\ncodec = "{arguments.codec}"'
-    toml = write_job(folder, "diloco", SETTINGS, exchange, rounds=100_000)
+    toml = write_job(folder, "diloco", f"sync_every = {arguments.steps}", exchange, rounds=100_000)
     start, end = toml.index("[model.config]"), toml.index("[data]")
     toml = f'{toml[:start]}[model]\ncheckpoint = "{arguments.checkpoint}"\n{toml[end:]}'
     toml = toml.replace("deadline_s = 15", f"deadline_s = {arguments.deadline}")
@@ -47,19 +45,19 @@ def first_contribution(worker: WorkerProcess, peer: str) -> dict[str, Any]:
                 return event
 
 
-def family_usage(worker: WorkerProcess) -> dict[str, float]:
-    """Processor seconds and resident megabytes of a worker and its p2pd."""
-    main = psutil.Process(worker.process.pid)
-    family = [main, *main.children(recursive=True)]
-    times = [member.cpu_times() for member in family]
+def usage(worker: WorkerProcess) -> dict[str, float]:
+    """Processor seconds of a worker and its p2pd, and the most memory that each has had resident."""
+    times = [member.cpu_times() for member in worker.family]
+    peaks = [status_bytes("VmHWM", member.pid) for member in worker.family]
     return {
         "cpu_s": round(sum(each.user + each.system for each in times), 1),
-        "resident_mb": round(sum(member.memory_info().rss for member in family) / 1e6),
+        "peak_mb": round(peaks[0] / 1e6),
+        "p2pd_peak_mb": round(sum(peaks[1:]) / 1e6),
     }
 
 
 def join(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    rate = arguments.rate_mbit * 125_000
+    rate: float = arguments.rate_mbit * 125_000
     slow = Uplink(arguments.rtt_ms / 2000 - FAST.delay_s, bytes_per_s=rate, down_bytes_per_s=rate)
     job = create_job(folder, write_checkpoint_job(folder, arguments))
     running: dict[str, WorkerProcess] = {}
@@ -69,37 +67,45 @@ def join(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
             running[name] = WorkerProcess(folder, name, job, bootstrap(running), host.place)
             stack.callback(running[name].kill)
             running[name].wait("ready", timeout_s=PATIENCE_S)
-        before = running["anna"].wait("round", timeout_s=PATIENCE_S, round=1)
+        running["anna"].wait("round", timeout_s=PATIENCE_S, round=1)
+        round_began = time.monotonic()
+        before = running["anna"].wait("round", timeout_s=PATIENCE_S, round=2)
+        before_s = time.monotonic() - round_began
         newcomer = WorkerProcess(folder, "clara", job, bootstrap(running), hosts[2].place)
         stack.callback(newcomer.kill)
         ready = newcomer.wait("ready", timeout_s=PATIENCE_S)
         began = time.monotonic()
         healed = newcomer.wait("healed", timeout_s=PATIENCE_S)
-        healed_s = time.monotonic() - began
+        newcomer.wait("round", timeout_s=PATIENCE_S)
+        training_s = time.monotonic() - began
         contributed = first_contribution(newcomer, ready["peer_id"])
-        total_s = time.monotonic() - began
-        rounds = newcomer.rounds().values()
-        usage = family_usage(newcomer)
-    received = healed["bytes"] + sum(event["bytes_received"] for event in rounds)
-    sent = sum(event["bytes_sent"] for event in rounds)
+        contributed_s = time.monotonic() - began
+        usages = {"newcomer": usage(newcomer), "other": usage(running["boris"])}
+    first, *later = newcomer.rounds().values()
+
+    def line_s(*events: dict[str, Any]) -> float:
+        """What the bytes of these rounds, and those of the state, need on the newcomer's line."""
+        moved: int = sum(event["bytes_sent"] + event["bytes_received"] for event in events)
+        return (int(healed["bytes"]) + moved) / rate
+
     return {
         "parameters": ready["parameters"],
         "rate_mbit": arguments.rate_mbit,
         "rtt_ms": arguments.rtt_ms,
+        "steps": arguments.steps,
         "state_mb": round(healed["bytes"] / 1e6, 1),
         "state_on_the_line_s": round(healed["bytes"] / rate, 2),
         "fetched_s": healed["seconds"],
-        "healed_s": round(healed_s, 2),
-        "first_contribution_s": round(total_s, 2),
-        "received_mb": round(received / 1e6, 1),
-        "sent_mb": round(sent / 1e6, 1),
-        "bytes_on_the_line_s": round((received + sent) / rate, 2),
-        "ratio": round(total_s / ((received + sent) / rate), 2),
+        "training_s": round(training_s, 2),
+        "ratio": round(training_s / line_s(first), 2),
+        "contributed_s": round(contributed_s, 2),
+        "ratio_until_it_contributed": round(contributed_s / line_s(first, *later), 2),
         "rounds_until_it_contributed": contributed["round"] - healed["round"],
-        "exchange_s_before": before["exchange_s"],
-        "exchange_s_with_it": contributed["exchange_s"],
+        "round_before_s": round(before_s, 1),
+        "exchanges_s": [before["exchange_s"], first["exchange_s"], contributed["exchange_s"]],
         "failed_to_fetch": sum(event["event"] == "heal_failed" for event in newcomer.events),
-        **usage,
+        "fetched": sum(event["event"] == "healed" for event in newcomer.events),
+        **usages,
     }
 
 
@@ -112,6 +118,7 @@ def main() -> None:
     parser.add_argument("--codec", default="float32")
     parser.add_argument("--rate-mbit", type=float, default=100.0, help="of the newcomer's line, both ways")
     parser.add_argument("--rtt-ms", type=float, default=50.0, help="between the newcomer and the others")
+    parser.add_argument("--steps", type=int, default=10, help="of a round")
     parser.add_argument("--deadline", type=int, default=600, help="seconds of an exchange")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

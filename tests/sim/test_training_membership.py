@@ -15,7 +15,8 @@ from swarmnet_protocols.identity import Identity
 from swarmnet_protocols.protocol_ids import GATHER, STATE
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.training import gathering
-from swarmnet_protocols.training.gathering import Candidate, Elsewhere, Gathering, Roster
+from swarmnet_protocols.training.gathering import Elsewhere, Gathering
+from swarmnet_protocols.training.rosters import Candidate, Roster, roster_from_wire
 from swarmnet_protocols.training.state_transfer import (
     ASKED_AHEAD,
     CHUNK_BYTES,
@@ -249,7 +250,7 @@ def test_a_guest_that_measured_what_cannot_be_is_not_in_the_round(
 ) -> None:
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
         strange = pb.Measured(id=workers[0].member.peer, bytes_per_s=rate)
-        monkeypatch.setattr(gathering, "_measured_to_wire", lambda measured: [strange] if measured else [])
+        monkeypatch.setattr(gathering, "measured_to_wire", lambda measured: [strange] if measured else [])
         workers[1].measured = {workers[0].member.peer: 1e6}
         rosters = await asyncio.gather(*(worker.gather(workers) for worker in workers))
         alone = [worker.member.peer for worker in (workers[0], workers[2])]
@@ -262,9 +263,9 @@ def test_a_guest_that_measured_what_cannot_be_is_not_in_the_round(
 def test_a_roster_without_a_good_rate_for_every_member_is_refused(rates: list[float]) -> None:
     members = [pb.Member(id="a"), pb.Member(id="b")]
     wire = pb.Roster(round=3, members=members, exchange=1, bytes_per_s=[1e6, 2e6])
-    assert gathering._roster(wire, round=3, me=PeerId("a")).members[1].bytes_per_s == 2e6
+    assert roster_from_wire(wire, round=3, me=PeerId("a")).members[1].bytes_per_s == 2e6
     with pytest.raises(ProtocolViolation):
-        gathering._roster(
+        roster_from_wire(
             pb.Roster(round=3, members=members, exchange=1, bytes_per_s=rates), round=3, me=PeerId("a")
         )
 

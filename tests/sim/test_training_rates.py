@@ -9,8 +9,9 @@ from functools import partial
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.training.averaging import Outcome
 from swarmnet_protocols.training.codecs import ALIGNMENT
-from swarmnet_protocols.training.gathering import Candidate, Gathering, Roster
+from swarmnet_protocols.training.gathering import Gathering
 from swarmnet_protocols.training.rates import ArrivalRates
+from swarmnet_protocols.training.rosters import Candidate, Roster
 from swarmnet_protocols.transport import PeerId
 from swarmnet_protocols.transport.memory import LinkProfile, MemoryNetwork
 from tests.support.training_lab import JOB, TrainingLab, Work, check_agreement

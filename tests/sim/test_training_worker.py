@@ -179,6 +179,27 @@ def test_who_comes_while_a_round_is_averaged_fetches_one_state_only(tmp_path: Pa
     assert lab.peer("dora") in lab.rounds("anna")[3]["contributors"]
 
 
+@pytest.mark.parametrize("place", range(3), ids=["first", "second", "last"])
+def test_the_others_wait_with_the_state_that_a_newcomer_fetches(place: int, tmp_path: Path) -> None:
+    lab = WorkerLab(tmp_path, write_job(tmp_path, "diloco", "sync_every = 2", MIN % 2, rounds=6))
+    others = sorted(NAMES[:3], key=lab.peer)
+    newcomer = others.pop(place)
+    for name in others:
+        slow = LinkProfile(delay_s=0.02, bytes_per_s=3e4)  # its fetch takes longer than their rounds
+        lab.network.set_link(lab.peer(newcomer), lab.peer(name), slow)
+
+    def watch(name: str, event: dict[str, Any]) -> None:
+        if name == others[0] and event["event"] == "round" and event["round"] == 1:
+            lab.start(newcomer)
+
+    lab.observer = watch
+    run(train(lab, *others))
+
+    lab.check_equal()
+    assert [event["event"] for event in lab.events[newcomer]].count("healed") == 1
+    assert lab.peer(newcomer) in lab.rounds(others[0])[4]["contributors"]
+
+
 def test_the_last_worker_goes_on_alone_and_others_come_back_to_it(tmp_path: Path) -> None:
     lab = WorkerLab(tmp_path, write_job(tmp_path, "diloco", "sync_every = 2", rounds=6))
 

@@ -129,6 +129,7 @@ class Trainer:
             self._update(round_number, step)
             losses += loss
             tokens += counted
+        self._forget_gradients()
         self._progress("inner steps", first + count, self._steps_per_round)
         return StepReport(float(losses) / max(1, count), tokens, time.perf_counter() - started)
 
@@ -202,12 +203,18 @@ class Trainer:
         return [(p, part.view(p.shape)) for p, part in zip(parameters, parts, strict=True)]
 
     def _gradients(self) -> Tensor:
-        """The flat gradient. It is made when first needed: a job of forwards only never has one."""
+        """The flat gradient. It is made when it is needed: a job of forwards only never has one."""
         if self._flat.grad is None:
             self._flat.grad = torch.zeros_like(self._flat)
             for parameter, part in self._parts(self._flat.grad):
                 parameter.grad = part
         return self._flat.grad
+
+    def _forget_gradients(self) -> None:
+        """Give their memory back: an exchange needs more than inner steps do."""
+        self._flat.grad = None
+        for parameter in self._model.parameters():
+            parameter.grad = None
 
     def _backward(self, round_number: int, step: int, slot: int) -> tuple[Tensor, int]:
         self._gradients().zero_()

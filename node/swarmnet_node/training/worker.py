@@ -31,10 +31,11 @@ from swarmnet_protocols.training.aggregate import aggregate, clip_to_median_norm
 from swarmnet_protocols.training.averaging import Exchange, RoundTiming, Rules
 from swarmnet_protocols.training.board import WorkerInfo, find_workers, publish_job, publish_worker
 from swarmnet_protocols.training.codecs import get_codec
-from swarmnet_protocols.training.gathering import Candidate, Elsewhere, Gathering, Roster
+from swarmnet_protocols.training.gathering import Elsewhere, Gathering
 from swarmnet_protocols.training.jobs import Job, open_job
 from swarmnet_protocols.training.methods import Average
 from swarmnet_protocols.training.rates import ArrivalRates
+from swarmnet_protocols.training.rosters import Candidate, Roster
 from swarmnet_protocols.training.state_transfer import PackedState, Source, StateDownload, StateServer
 from swarmnet_protocols.transport import PeerId, Transport
 

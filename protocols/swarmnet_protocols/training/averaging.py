@@ -24,7 +24,7 @@ from swarmnet_protocols.wire import training_pb2 as pb
 __all__ = ["Exchange", "Member", "Outcome", "RoundTiming", "Rules"]
 
 ROUNDS_KEPT = 2
-"""A member that was held up may still learn how the last rounds ended, and fetch what they gave."""
+"""A member that was held up, and is not in this round, may still learn how the last one ended and fetch what it gave."""
 MAX_EARLY = 256
 """Streams of rounds that have not begun here."""
 
@@ -92,14 +92,19 @@ class Exchange:
         engagement = Engagement(self._transport, self._timing, self._rules, self._executor, self._own)
         conversation = Conversation(terms, engagement)
         self._latest = round
+        for old in [each for each in self._rounds if self._is_over(each, terms)]:
+            self._rounds.pop(old).close()
         await conversation.prepare(values, weight)
         del values  # encoded: nobody needs it for as long as the exchange takes
         self._rounds[round] = conversation
-        for old in [each for each in self._rounds if each <= round - ROUNDS_KEPT]:
-            self._rounds.pop(old).close()
         async with self._begun:
             self._begun.notify_all()
         return await conversation.run()
+
+    def _is_over(self, old: int, now: Terms) -> bool:
+        """Whether nobody needs an old round any more: who is in this one has done with it, or too much time has passed."""
+        here = {member.peer for member in now.members}
+        return old <= now.round - ROUNDS_KEPT or self._rounds[old].peers <= here
 
     def _own(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(coroutine)

@@ -7,8 +7,8 @@ from google.protobuf.message import DecodeError
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.errors import ConfigError, SwarmnetError, Unreachable
 from swarmnet_protocols.identity import peer_id_of
-from swarmnet_protocols.training.gathering import MAX_ADDRESSES, Candidate
 from swarmnet_protocols.training.jobs import SealedJob, open_job
+from swarmnet_protocols.training.rosters import MAX_ADDRESSES, Candidate
 from swarmnet_protocols.transport import PeerId
 from swarmnet_protocols.wire import workers_pb2 as pb
 

@@ -122,6 +122,11 @@ class Conversation:
         self._arrivals: dict[tuple[int, str], Arrival] = {}
         self._closed = False
 
+    @property
+    def peers(self) -> frozenset[PeerId]:
+        """Its members."""
+        return frozenset(member.peer for member in self._terms.members)
+
     async def prepare(self, values: torch.Tensor, weight: float) -> None:
         """Encode what this member contributes: nothing if ``weight`` is 0 or ``values`` are not finite."""
         try:

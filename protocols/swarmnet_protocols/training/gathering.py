@@ -15,39 +15,19 @@ from swarmnet_protocols.protocol_ids import GATHER
 from swarmnet_protocols.session.link import parse, receive_within
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.training.rates import Measured, agreed_rates
-from swarmnet_protocols.training.terms import MAX_MEMBERS, Member
+from swarmnet_protocols.training.rosters import (
+    Candidate,
+    Roster,
+    measured_from_wire,
+    measured_to_wire,
+    member_from_wire,
+    member_to_wire,
+    roster_from_wire,
+    roster_to_wire,
+)
+from swarmnet_protocols.training.terms import MAX_MEMBERS
 from swarmnet_protocols.transport import Message, PeerId, Stream, Transport
 from swarmnet_protocols.wire import workers_pb2 as pb
-
-MAX_ADDRESSES = 16
-MAX_BYTES_PER_S = 1e12
-MAX_ID = 128
-MAX_WEIGHT = 1e12
-MAX_EXCHANGES = 1 << 62
-
-
-@dataclass(frozen=True)
-class Candidate(Member):
-    """A worker that wants to be in a round."""
-
-    weight: float = 0.0
-    """Tokens behind its contribution; 0 for a newcomer, who listens in its first round."""
-    exchanges: int = 0
-    """Number of the newest exchange it took part in."""
-
-
-@dataclass(frozen=True)
-class Roster:
-    """The members of one round, in the order of peer ids."""
-
-    round: int
-    exchange: int
-    """Number of the exchange that follows: a round may take several, and each has a number of its own."""
-    members: tuple[Candidate, ...]
-
-    def slot(self, peer: PeerId) -> int:
-        """The place of a member: its share of the data in the next round."""
-        return [member.peer for member in self.members].index(peer)
 
 
 class Elsewhere(SwarmnetError):
@@ -87,6 +67,8 @@ class Gathering:
         self._state = b""
         self._averaging = False
         """The roster of this round is made: its state is about to be the last one."""
+        self._host: PeerId | None = None
+        """Who sent us to the state of the others, and expects us back."""
         self._guests: dict[PeerId, _Guest] = {}
         self._coming: dict[PeerId, Candidate] = {}
         """Whom we have told where we are since the last roster: they fetch that state now, and are expected."""
@@ -118,19 +100,36 @@ class Gathering:
     async def _gather(
         self, me: Candidate, others: Sequence[Candidate], measured: Measured, patience_s: float
     ) -> Roster:
-        known = {member.peer: member for member in others}
-        for peer in sorted({*known, me.peer}):
-            if peer == me.peer:
-                return await self._lead(me, known, measured, patience_s)
+        others = sorted(others, key=lambda member: member.peer)
+        hosts = [member for member in others if member.peer == self._host]
+        before = [member for member in others if member.peer < me.peer and member.peer not in self._guests]
+        after = [member for member in others if member.peer > me.peer]
+        self._host = None
+        roster = await self._ask_each([*hosts, *before], me, measured, patience_s)
+        if roster is None:
             try:
-                return await self._ask(known[peer], me, measured, patience_s)
+                return await self._lead(me, {member.peer: member for member in after}, measured, patience_s)
+            except Elsewhere:
+                # Whoever gathers the others is to know that we come: then it waits for us with the state it sends us to.
+                roster = await self._ask_each(after, me, measured, patience_s)
+                if roster is None:
+                    raise
+        return roster
+
+    async def _ask_each(
+        self, others: Sequence[Candidate], me: Candidate, measured: Measured, patience_s: float
+    ) -> Roster | None:
+        """What the first of ``others`` says who answers and does not lag; who lags learns of us when it looks."""
+        for member in others:
+            try:
+                return await self._ask(member, me, measured, patience_s)
             except Elsewhere as elsewhere:
                 if elsewhere.round >= self._round:
+                    self._host = member.peer
                     raise
-                del known[peer]  # it lags, and learns of us when it looks
             except SwarmnetError:
-                del known[peer]
-        raise ValueError("unreachable: we are among those asked")
+                continue
+        return None
 
     # ---- as a guest -------------------------------------------------------------------------------------
 
@@ -143,8 +142,8 @@ class Gathering:
                 job=self._job,
                 round=self._round,
                 state=self._state,
-                member=_to_wire(me),
-                measured=_measured_to_wire(measured),
+                member=member_to_wire(me),
+                measured=measured_to_wire(measured),
             )
             await stream.send(Message(request.SerializeToString()))
             # The gatherer may still be at its inner steps: it is as patient as we are, counted from its own end of them.
@@ -160,12 +159,14 @@ class Gathering:
             message = await receive_within(stream, self._timing.silence_s)
             reply = parse(pb.GatherReply, message.header)
             match reply.WhichOneof("kind"):
+                case "beat" if me < stream.peer in self._guests:
+                    raise StreamEnded(f"{stream.peer} asks us as we ask it, and we come first")
                 case "beat":
                     continue
                 case "refused":
                     raise Elsewhere(stream.peer, reply.refused.round, reply.refused.state)
                 case "roster":
-                    return _roster(reply.roster, round=self._round, me=me)
+                    return roster_from_wire(reply.roster, round=self._round, me=me)
                 case _:
                     raise ProtocolViolation("not an answer of a gatherer")
 
@@ -262,17 +263,17 @@ class Gathering:
             refused = pb.GatherRefused(round=self._round, state=self._state)
             await stream.send(Message(pb.GatherReply(refused=refused).SerializeToString()))
             return
-        member = _from_wire(request.member)
+        member = member_from_wire(request.member)
         if member.peer != stream.peer:
             raise ProtocolViolation("a guest comes for itself")
         answer: asyncio.Future[Roster] = asyncio.get_running_loop().create_future()
-        measured = _measured_from_wire(request.measured)
+        measured = measured_from_wire(request.measured)
         guest = _Guest(member, request.round, request.state, measured, answer)
         self._guests[member.peer] = guest
         await self._send_away()
         try:
             roster = await race(self._beats(stream), self._left(stream), _value(answer))
-            await stream.send(Message(pb.GatherReply(roster=_roster_to_wire(roster)).SerializeToString()))
+            await stream.send(Message(pb.GatherReply(roster=roster_to_wire(roster)).SerializeToString()))
         except Elsewhere as elsewhere:
             if len(self._coming) < MAX_MEMBERS:
                 self._coming[member.peer] = member
@@ -315,72 +316,3 @@ class Gathering:
 
 async def _value(answer: "asyncio.Future[Roster]") -> Roster:
     return await answer
-
-
-def _to_wire(member: Candidate) -> pb.Member:
-    return pb.Member(
-        id=member.peer,
-        addresses=member.addresses[:MAX_ADDRESSES],
-        weight=member.weight,
-        exchanges=member.exchanges,
-    )
-
-
-def _from_wire(member: pb.Member) -> Candidate:
-    if not 0 <= member.weight <= MAX_WEIGHT:
-        raise ProtocolViolation("a member's weight is out of range")
-    if member.exchanges >= MAX_EXCHANGES:
-        raise ProtocolViolation("not a member")
-    return Candidate(
-        _peer(member.id),
-        tuple(member.addresses[:MAX_ADDRESSES]),
-        weight=member.weight,
-        exchanges=member.exchanges,
-    )
-
-
-def _peer(id: str) -> PeerId:
-    if not 0 < len(id) <= MAX_ID:
-        raise ProtocolViolation("not a peer id")
-    return PeerId(id)
-
-
-def _rate(bytes_per_s: float) -> float:
-    if not 0 < bytes_per_s <= MAX_BYTES_PER_S:
-        raise ProtocolViolation(f"a link of {bytes_per_s:g} bytes a second")
-    return bytes_per_s
-
-
-def _measured_to_wire(measured: Measured) -> list[pb.Measured]:
-    newest = list(measured.items())[-MAX_MEMBERS:]
-    return [pb.Measured(id=peer, bytes_per_s=min(rate, MAX_BYTES_PER_S)) for peer, rate in newest]
-
-
-def _measured_from_wire(measured: Sequence[pb.Measured]) -> Measured:
-    return {_peer(each.id): _rate(each.bytes_per_s) for each in measured[:MAX_MEMBERS]}
-
-
-def _roster_to_wire(roster: Roster) -> pb.Roster:
-    return pb.Roster(
-        round=roster.round,
-        members=map(_to_wire, roster.members),
-        exchange=roster.exchange,
-        bytes_per_s=[member.bytes_per_s for member in roster.members],
-    )
-
-
-def _roster(wire: pb.Roster, *, round: int, me: PeerId) -> Roster:
-    if not len(wire.members) == len(wire.bytes_per_s) <= MAX_MEMBERS:
-        raise ProtocolViolation("a roster has a rate for every member, and not too many of either")
-    members = tuple(
-        replace(_from_wire(member), bytes_per_s=_rate(rate))
-        for member, rate in zip(wire.members, wire.bytes_per_s, strict=True)
-    )
-    peers = [member.peer for member in members]
-    if peers != sorted(set(peers)):
-        raise ProtocolViolation("the members of a roster are in order, and none twice")
-    if wire.round != round or me not in peers:
-        raise ProtocolViolation("the roster of another round")
-    if not max(member.exchanges for member in members) < wire.exchange <= MAX_EXCHANGES:
-        raise ProtocolViolation("the number of an exchange is later than any before")
-    return Roster(wire.round, wire.exchange, members)
