@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,7 +12,15 @@ from swarmnet_protocols.session.log import ActivationLog, Cursor, LeftBehind
 from swarmnet_protocols.session.steps import Row, Step, check_rows
 
 LANES = 3
+REPLAY_POSITIONS = 5
 Lanes = dict[int, list[int]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_replays() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("swarmnet_protocols.session.log.REPLAY_POSITIONS", REPLAY_POSITIONS)
+        yield
 
 
 def apply(lanes: Lanes, step: Step) -> None:
@@ -46,7 +55,9 @@ def rows(draw: st.DrawFn, lanes: Lanes) -> tuple[Row, ...]:
         held = len(lanes.get(source, []))
         start = draw(st.sampled_from([held, held, draw(st.integers(0, held))]))
         rewrite = source != lane or start < held
-        found.append(Row(lane, start, draw(st.sampled_from([1, 2, 600])), 0, source, rewrite))
+        found.append(
+            Row(lane, start, draw(st.sampled_from([1, 2, REPLAY_POSITIONS + 1])), 0, source, rewrite)
+        )
     return tuple(found)
 
 
@@ -54,7 +65,7 @@ def numbers() -> Iterator[int]:
     yield from range(1, 1 << 30)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(st.data())
 def test_any_hop_can_be_fed_from_the_log(data: st.DataObject) -> None:
     """Steps are appended, sent, acknowledged, and links broken, in any order; hops start fresh or survive."""
@@ -96,7 +107,7 @@ def test_any_hop_can_be_fed_from_the_log(data: st.DataObject) -> None:
     assert hop.seqs == sorted(set(hop.seqs)), "a step was computed twice"
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(st.data())
 def test_a_replacement_in_the_middle_feeds_the_survivor_exactly_what_it_lacks(data: st.DataObject) -> None:
     """upstream -> middle -> survivor: the middle is replaced at any moment, even during a replay."""

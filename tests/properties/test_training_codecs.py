@@ -76,7 +76,7 @@ def allowed_error(name: str, values: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", CODECS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(values=vectors())
 def test_a_payload_has_the_size_that_was_announced_and_decodes_to_finite_values(
     name: str, values: torch.Tensor
@@ -91,7 +91,7 @@ def test_a_payload_has_the_size_that_was_announced_and_decodes_to_finite_values(
 
 
 @pytest.mark.parametrize("name", [name for name in CODECS if name != "topk"])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(values=vectors())
 def test_no_value_is_further_off_than_promised(name: str, values: torch.Tensor) -> None:
     codec = get_codec(name)
@@ -101,7 +101,7 @@ def test_no_value_is_further_off_than_promised(name: str, values: torch.Tensor) 
 
 
 @pytest.mark.parametrize("name", FLOATS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(values=vectors())
 def test_a_decoded_payload_of_floats_encodes_to_the_same_bytes(name: str, values: torch.Tensor) -> None:
     codec = get_codec(name)
@@ -109,7 +109,7 @@ def test_a_decoded_payload_of_floats_encodes_to_the_same_bytes(name: str, values
     assert codec.encode(codec.decode(payload, len(values))) == payload
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(values=vectors())
 def test_topk_keeps_the_largest_and_the_earlier_of_equals(values: torch.Tensor) -> None:
     codec = get_codec("topk")
@@ -127,7 +127,7 @@ def test_topk_keeps_the_largest_and_the_earlier_of_equals(values: torch.Tensor) 
 
 
 @pytest.mark.parametrize("name", CODECS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(values=vectors(), cuts=st.sets(st.integers(0, 2)))
 def test_parts_cut_at_the_alignment_decode_as_the_whole_does(
     name: str, values: torch.Tensor, cuts: set[int]
@@ -140,7 +140,7 @@ def test_parts_cut_at_the_alignment_decode_as_the_whole_does(
     assert torch.equal(torch.cat(decoded).view(torch.int32), whole.view(torch.int32))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.floats(-64, 64, width=32))
 def test_fp4_takes_the_nearest_level_and_of_two_the_even_code(value: float) -> None:
     codec = get_codec("fp4")
@@ -152,14 +152,14 @@ def test_fp4_takes_the_nearest_level_and_of_two_the_even_code(value: float) -> N
 
 
 @pytest.mark.parametrize("name", CODECS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(payload=st.binary(max_size=300), count=st.integers(0, 300))
 def test_garbage_is_refused_or_finite(name: str, payload: bytes, count: int) -> None:
     refused_or_finite(name, payload, count)
 
 
 @pytest.mark.parametrize("name", CODECS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(values=vectors(), data=st.data())
 def test_a_corrupted_payload_is_refused_or_finite(
     name: str, values: torch.Tensor, data: st.DataObject

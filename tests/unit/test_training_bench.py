@@ -133,7 +133,7 @@ def test_a_method_of_scalars_is_refused(folder: Path) -> None:
 
 def test_plots_and_curves_are_written(folder: Path, tmp_path: Path) -> None:
     curve: Curve = run(folder, "allreduce").curve
-    write_plots([curve], [link.name for link in LINKS], tmp_path)
+    write_plots([curve], [link.name for link in LINKS[:2]], tmp_path)
     for name in ("tokens", "bytes", "hours"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     written = json.loads((tmp_path / "curves.json").read_text())

@@ -55,7 +55,7 @@ GOLDEN = [458, 439, 611, 706, 210, 891, 373, 521]
 
 
 @given(
-    sequences=st.integers(1, 200),
+    sequences=st.integers(1, 70),
     batch_size=st.integers(1, 7),
     steps=st.integers(1, 4),
     slots=st.integers(1, 5),
