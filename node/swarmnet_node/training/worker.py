@@ -156,10 +156,9 @@ class Worker:
 
     async def _train(self, exchange: Exchange) -> None:
         """All rounds that are left. The last exchange may end behind, and then its round is still to be done."""
-        while self._pending is not None or not self._is_last_done():
+        while not self._is_last_done():
             try:
-                if not self._is_last_done():
-                    await self._take_part(exchange)
+                await self._take_part(exchange)
                 if self._is_last_done() or not self._method.overlap_steps:
                     await self._settle()
             except Elsewhere as elsewhere:
