@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from swarmnet_protocols.training.averaging import RoundTiming
 from swarmnet_protocols.transport.memory import Delivery, LinkProfile
 from tests.support.training_lab import (
     TIMING,
@@ -18,7 +19,7 @@ from tests.support.training_lab import (
     kind_of,
     on_delivery,
 )
-from tests.support.virtual_time import run
+from tests.support.virtual_time import TimedExecutor, run
 
 KINDS = ("hello", "contribution", "result", "report", "prepare", "propose", "ack", "decided")
 ROUNDS_PER_SEED = 2
@@ -51,6 +52,26 @@ def test_everybody_ends_with_the_mean_of_all(codec: str) -> None:
     outcomes = averaged(lab, work)
     assert all(outcome.committed for outcome in outcomes.values())
     assert all(len(names) == 4 for outcome in outcomes.values() for names in outcome.contributors)
+
+
+@pytest.mark.parametrize("computing_s", [0.0, 2.5])
+def test_nothing_is_sent_again_because_it_takes_long(computing_s: float) -> None:
+    # A slice on its way, or a result that is checked, takes longer than one waits for a member that says nothing.
+    link = LinkProfile(delay_s=0.02, bytes_per_s=1e6)
+    lab = TrainingLab(3, link=link, timing=RoundTiming(30.0, 60.0, 90.0))
+    count = 1_800_000
+    work = Work.random(lab, count)
+
+    async def scenario(lab: TrainingLab) -> Outcomes:
+        for exchange in lab.exchanges.values():
+            exchange._executor = TimedExecutor(computing_s)
+        return await lab.average(work)
+
+    outcomes: Outcomes = simulate(scenario, lab)
+    check_agreement(work, outcomes)
+    assert all(outcome.committed for outcome in outcomes.values())
+    sent = sum(outcome.bytes_sent for outcome in outcomes.values())
+    assert sent == pytest.approx(4 * count * 4, rel=0.02), "two of three slices and two results of one, each"
 
 
 @pytest.mark.parametrize("victim", ["source", "target"])

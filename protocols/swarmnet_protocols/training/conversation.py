@@ -116,6 +116,8 @@ class Conversation:
         self._contributions: list[dict[int, Payload]] = [{} for _ in terms.slices]
         self._assemblies: dict[tuple[int, str], Assembly] = {}
         self._results: dict[tuple[int, bytes], Result] = {}
+        self._reading: list[int] = []
+        """Slices whose result is here and being checked: it is not to be asked for again."""
         self._average = torch.empty(terms.count)
         self._in_average: list[bytes] = [b""] * len(terms.slices)
         self._bytes_received = 0
@@ -146,6 +148,8 @@ class Conversation:
             self._feed(Tick())
             while not self._ended.done():
                 await asyncio.wait([self._ended], timeout=self._engagement.timing.beat_s)
+                for index in self._reading:
+                    self._feed(Receiving(index))
                 self._feed(Tick())
             finish = self._ended.result()
             outcome = await self._compute(lambda: self._outcome(finish))
@@ -199,9 +203,10 @@ class Conversation:
                 self._links[member].post(Message(encode_control(message).SerializeToString()))
                 self._keep_running(member)
             case SendContribution(member, index):
-                self._links[member].post_bulk(self._contribution_parts(member, index))
+                self._links[member].post_bulk(index, self._contribution_parts(member, index))
             case SendResult(member, index, wanted):
-                self._links[member].post_bulk(self._result_parts(index, self._results[index, wanted]))
+                result = self._results[index, wanted]
+                self._links[member].post_bulk((index, wanted), self._result_parts(index, result))
                 self._keep_running(member)
             case Reduce(index, members):
                 payloads = [
@@ -296,7 +301,11 @@ class Conversation:
         data = self._assemble((member, "result"), header, part, limit)
         if data is not None:
             result = Result(data.hash, data.summary, data.data)
-            self._keep(index, result, await self._compute(lambda: reader.read(result)))
+            self._reading.append(index)
+            try:
+                self._keep(index, result, await self._compute(lambda: reader.read(result)))
+            finally:
+                self._reading.remove(index)
 
     def _assemble(
         self, key: tuple[int, str], header: pb.Contribution | pb.Result, part: Buffer, limit: int

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 
 from swarmnet_protocols.aio import race
@@ -38,7 +38,7 @@ class MemberLink:
         self._dial = dial
         self._on_change = on_change
         self._urgent: deque[Message] = deque()
-        self._bulk: deque[Iterator[Message]] = deque()
+        self._bulk: dict[Hashable, Iterator[Message]] = {}
         self._news = asyncio.Event()
         self._draining = False
 
@@ -47,9 +47,12 @@ class MemberLink:
         self._urgent.append(message)
         self._news.set()
 
-    def post_bulk(self, messages: Iterator[Message]) -> None:
-        """Send in order, while nothing is urgent. ``messages`` is asked for the next one only when there is room for it."""
-        self._bulk.append(messages)
+    def post_bulk(self, name: Hashable, messages: Iterator[Message]) -> None:
+        """Send in order, while nothing is urgent. ``messages`` is asked for the next one only when there is room for it.
+
+        Nothing is sent again while what has the same name is still to be sent.
+        """
+        self._bulk.setdefault(name, messages)
         self._news.set()
 
     def drain(self) -> None:
@@ -97,10 +100,11 @@ class MemberLink:
         if self._urgent:
             return self._urgent.popleft()
         while self._bulk:
-            message = next(self._bulk[0], None)
+            name, messages = next(iter(self._bulk.items()))
+            message = next(messages, None)
             if message is not None:
                 return message
-            self._bulk.popleft()
+            del self._bulk[name]
         return None
 
     async def _transmit(self, stream: Stream, message: Message) -> None:
