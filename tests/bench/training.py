@@ -1,6 +1,6 @@
 """All training methods on the same model, data, seeds and churn trace: loss against tokens, bytes and simulated time.
 
-    python -m tests.bench.training [--methods allreduce diloco:outer_lr=0.5 ...] [--workers 8] [--steps 900]
+    python -m tests.bench.training [--methods allreduce diloco:outer_lr=0.5 ...] [--workers 8] [--steps 4000]
                                    [--absences 0] [--seed 0] [--out DIR]
 
 A byte-level Llama learns the Python standard library's source. Every method sees equal tokens: --steps inner steps of every
@@ -115,7 +115,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--methods", nargs="+", default=METHODS, metavar="NAME[:SETTING=VALUE,...]")
     parser.add_argument("--workers", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=900, help="inner steps of every worker")
+    parser.add_argument("--steps", type=int, default=4000, help="inner steps of every worker")
     parser.add_argument("--step-s", type=float, default=0.5, help="simulated seconds of an inner step")
     parser.add_argument("--absences", type=int, default=0, help="workers that leave and come back in mid-run")
     parser.add_argument("--seed", type=int, default=0)
