@@ -84,8 +84,8 @@ def test_fragments_that_do_not_divide_are_refused() -> None:
 
 
 def test_the_bound_of_noloco_is_in_the_message() -> None:
-    text = template("noloco").replace("gamma = 0.7", "gamma = 1.6")
-    with pytest.raises(ConfigError, match=r"job\.toml:\d+: .*1\.5"):
+    text = template("noloco").replace("gamma = 0.4", "gamma = 0.8")
+    with pytest.raises(ConfigError, match=r"job\.toml:\d+: .*0\.72"):
         parse_job(text.encode())
 
 

@@ -105,9 +105,9 @@ momentum = 0.9
             20,
             """\
 sync_every = 50                        # inner steps between exchanges
-alpha = 0.5                            # outer momentum
-beta = 0.7                             # outer learning rate
-gamma = 0.7                            # pull between the replicas; must be less than 2 (1 - alpha^2)
+alpha = 0.8                            # outer momentum
+beta = 1.0                             # outer learning rate
+gamma = 0.4                            # pull between the replicas; must be less than 2 (1 - alpha^2)
 """,
         ),
     ),

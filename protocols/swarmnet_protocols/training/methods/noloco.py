@@ -26,11 +26,11 @@ def gamma_bound(alpha: float, replicas: float = math.inf) -> float:
 class NoLoCoSettings(Settings):
     sync_every: int = Field(default=50, ge=1)
     """H, inner steps between exchanges."""
-    alpha: float = Field(default=0.5, ge=0, lt=1)
+    alpha: float = Field(default=0.8, ge=0, lt=1)
     """Outer momentum."""
-    beta: float = Field(default=0.7, gt=0)
+    beta: float = Field(default=1.0, gt=0)
     """Outer learning rate."""
-    gamma: float = Field(default=0.7, gt=0)
+    gamma: float = Field(default=0.4, gt=0)
     """How strongly paired replicas pull at each other."""
     seed: int = Field(default=0, ge=0)
     """Of the pairs."""
