@@ -7,7 +7,7 @@ import sys
 import pytest
 
 MAX_VECTORS = 11.0
-"""As large as the parameters, a worker: 10.2 were measured. In each lie 5 at all times: parameters, AdamW's moments, agreed weights, momentum."""
+"""As large as the parameters, a worker: 10.1 were measured. In each lie 5 at all times: parameters, AdamW's moments, agreed weights, momentum."""
 
 
 @pytest.mark.slow
