@@ -5,7 +5,9 @@ from statistics import median
 
 EVERY = 48
 """Steps of the size that is faster, then one of the other: the machine's other work comes and goes."""
-KEPT = 3
+FIRST = 2
+"""Steps of each size before one is preferred: the very first of a thread team is slow."""
+KEPT = 5
 """Durations whose median is expected of the next: one that was interrupted says nothing."""
 
 
@@ -23,14 +25,18 @@ class Team:
 
     def size(self, rows: int, most: int) -> int:
         """The threads of the next step of so many rows: 1 or ``most``."""
-        for untried in (most, 1):
-            if (rows, untried) not in self._seconds:
-                return untried
-        alone, together = median(self._seconds[rows, 1]), median(self._seconds[rows, most])
-        faster, other = (1, most) if alone < together else (most, 1)
+        if most == 1:
+            return 1
+        sizes = {size: self._seconds.setdefault((rows, size), deque(maxlen=KEPT)) for size in (most, 1)}
+        for size, seconds in sizes.items():
+            if len(seconds) < FIRST:
+                return size
+        faster, other = sorted(sizes, key=lambda size: median(sizes[size]))
         turn = self._steps[rows] = self._steps.get(rows, 0) + 1
-        return other if turn % EVERY == 0 else faster
+        improved = sizes[other][-1] < median(sizes[faster])
+        return other if improved or turn % EVERY == 0 else faster
 
     def took(self, rows: int, threads: int, seconds: float) -> None:
         """A step of so many rows was given so many threads."""
-        self._seconds.setdefault((rows, threads), deque(maxlen=KEPT)).append(seconds)
+        if (durations := self._seconds.get((rows, threads))) is not None:
+            durations.append(seconds)
