@@ -184,12 +184,13 @@ class Conversation:
             await self._take(member, parse(pb.ExchangeRequest, message.header), message.payload)
 
     def close(self) -> None:
-        """Say no more to anybody. Idempotent."""
+        """Say no more to anybody, and hold no results: links refer back to this, so it lives until garbage is collected. Idempotent."""
         self._closed = True
         for task in self._running.values():
             task.cancel()
         for stream in self._incoming.values():
             stream.close()
+        self._results.clear()
 
     # what is to be done
 
@@ -204,8 +205,7 @@ class Conversation:
                 self._keep_running(member)
             case SendContribution(member, index):
                 self._links[member].post_bulk(index, self._contribution_parts(member, index))
-            case SendResult(member, index, wanted):
-                result = self._results[index, wanted]
+            case SendResult(member, index, wanted) if result := self._results.get((index, wanted)):
                 self._links[member].post_bulk((index, wanted), self._result_parts(index, result))
                 self._keep_running(member)
             case Reduce(index, members):
