@@ -1,0 +1,204 @@
+"""Fetching the state of a job from several peers, while they die and lie."""
+
+import asyncio
+import random
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from swarmnet_protocols.errors import IntegrityError, SwarmnetError, Unreachable
+from swarmnet_protocols.protocol_ids import STATE
+from swarmnet_protocols.training.state_transfer import (
+    ASKED_AHEAD,
+    CHUNK_BYTES,
+    PackedState,
+    Source,
+    StateDownload,
+)
+from swarmnet_protocols.transport import Message, PeerId
+from swarmnet_protocols.transport.memory import Delivery, LinkProfile, MemoryNetwork
+from swarmnet_protocols.wire import workers_pb2 as pb
+from tests.support.training_peers import JOB, TIMING, Worker, simulate
+
+DATA = random.Random(1).randbytes(5 * CHUNK_BYTES + 1234)
+PACKED = PackedState.of([DATA[:9], DATA[9 : 3 * CHUNK_BYTES], DATA[3 * CHUNK_BYTES :]])
+STATE_ID = PACKED.id
+
+
+def sources(workers: list[Worker]) -> list[Source]:
+    return [Source(worker.member.peer) for worker in workers]
+
+
+def download(max_bytes: int = len(DATA)) -> StateDownload:
+    return StateDownload(JOB, STATE_ID, max_bytes=max_bytes)
+
+
+def test_a_state_comes_from_several_peers_at_once() -> None:
+    async def scenario(network: MemoryNetwork, workers: list[Worker]) -> None:
+        served: set[PeerId] = set()
+        network.observers.append(
+            lambda delivery: served.add(delivery.source) if len(delivery.message.payload) > 1000 else None
+        )
+        for worker in workers[1:]:
+            assert worker.states.offer(PACKED) == STATE_ID
+        heard: list[tuple[int, int]] = []
+        data = await download().run(
+            workers[0].transport, sources(workers[1:]), TIMING, lambda *progress: heard.append(progress)
+        )
+        assert data == DATA
+        assert served == {worker.member.peer for worker in workers[1:]}
+        assert heard == [(number, 6) for number in range(1, 7)]
+
+    simulate(4, scenario)
+
+
+def test_a_long_line_to_one_source_stays_full() -> None:
+    rate = 12_500_000.0
+
+    async def scenario(network: MemoryNetwork, workers: list[Worker]) -> None:
+        for worker in workers[1:]:
+            worker.states.offer(PACKED)
+            profile = LinkProfile(delay_s=0.025, bytes_per_s=rate)
+            network.set_link(workers[0].member.peer, worker.member.peer, profile)
+        began = asyncio.get_running_loop().time()
+        assert await download().run(workers[0].transport, sources(workers[1:]), TIMING) == DATA
+        # Two round trips to begin with, then a one-way delay for each of the six chunks and the first request: the window of
+        # a simulated stream is one chunk. A round trip for each would be 0.15 s more.
+        waits_s = 2 * 0.05 + 7 * 0.025
+        assert asyncio.get_running_loop().time() - began < len(DATA) / rate + waits_s + 0.01
+
+    simulate(2, scenario)
+
+
+@pytest.mark.parametrize("fault", ["crash", "hang"])
+def test_what_a_lost_source_owes_comes_from_the_others(fault: str) -> None:
+    async def scenario(network: MemoryNetwork, workers: list[Worker]) -> None:
+        lost = workers[1].member.peer
+        for worker in workers[1:]:
+            worker.states.offer(PACKED)
+
+        def watch(delivery: Delivery) -> None:
+            if delivery.source == lost and len(delivery.message.payload) > 1000:
+                getattr(network, fault)(lost)
+
+        network.observers.append(watch)
+        assert await download().run(workers[0].transport, sources(workers[1:]), TIMING) == DATA
+
+    simulate(3, scenario)
+
+
+def test_a_source_that_serves_a_flipped_bit_is_dropped_and_named() -> None:
+    async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
+        liar = workers[1]
+        liar.states.offer(PACKED)
+        flipped = bytearray(DATA)
+        flipped[3 * CHUNK_BYTES + 17] ^= 4
+        flipped[17] ^= 4
+        liar.states._states[STATE_ID] = replace(PACKED, pieces=(memoryview(flipped),))
+        workers[2].states.offer(PACKED)
+        wanted = download()
+        assert await wanted.run(workers[0].transport, sources(workers[1:]), TIMING) == DATA
+        assert set(wanted.dropped) == {liar.member.peer}
+        assert "hash" in wanted.dropped[liar.member.peer]
+
+        alone = download()
+        with pytest.raises(IntegrityError, match=liar.member.peer):
+            await alone.run(workers[0].transport, sources([liar]), TIMING)
+
+    simulate(3, scenario)
+
+
+def test_a_download_goes_on_where_it_was_when_other_sources_are_found() -> None:
+    async def scenario(network: MemoryNetwork, workers: list[Worker]) -> None:
+        first, second = workers[1], workers[2]
+        first.states.offer(PACKED)
+        second.states.offer(PACKED)
+        chunks: list[PeerId] = []
+
+        def watch(delivery: Delivery) -> None:
+            if delivery.protocol == STATE and len(delivery.message.payload) > 1000:
+                chunks.append(delivery.source)
+                if len(chunks) == 3:
+                    network.crash(first.member.peer)
+
+        network.observers.append(watch)
+        wanted = download()
+        with pytest.raises(Unreachable, match=first.member.peer):
+            await wanted.run(workers[0].transport, sources([first]), TIMING)
+        assert await wanted.run(workers[0].transport, sources([second]), TIMING) == DATA
+        assert len(chunks) <= 6 + ASKED_AHEAD, "at most those that were on their way are sent again"
+
+    simulate(3, scenario)
+
+
+def test_a_state_larger_than_can_be_is_not_allocated() -> None:
+    async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
+        workers[1].states.offer(PACKED)
+        wanted = download(max_bytes=len(DATA) - 1)
+        with pytest.raises(IntegrityError, match="expected at most"):
+            await wanted.run(workers[0].transport, sources(workers[1:]), TIMING)
+        assert not wanted._data
+
+    simulate(2, scenario)
+
+
+def test_an_older_state_is_kept_for_as_long_as_somebody_fetches_it() -> None:
+    async def scenario(network: MemoryNetwork, workers: list[Worker]) -> None:
+        states = workers[1].states
+        states.offer(PACKED)
+        chunks: list[Delivery] = []
+
+        def watch(delivery: Delivery) -> None:
+            if delivery.protocol == STATE and len(delivery.message.payload) > 1000:
+                chunks.append(delivery)
+                if len(chunks) == 2:
+                    for number in range(3):
+                        states.offer(PackedState.of([bytes([number])]))
+
+        network.observers.append(watch)
+        assert await download().run(workers[0].transport, sources(workers[1:]), TIMING) == DATA
+        await asyncio.sleep(1)
+        assert list(states._states) == [PackedState.of([bytes([2])]).id]
+
+    simulate(2, scenario)
+
+
+def test_of_states_that_are_fetched_the_newest_two_are_kept() -> None:
+    async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
+        states = workers[1].states
+        offered = [PackedState.of([bytes([number])]) for number in range(4)]
+        streams = []
+        for state in offered[:-1]:
+            states.offer(state)
+            stream = await workers[0].transport.open(workers[1].member.peer, STATE, deadline_s=TIMING.open_s)
+            request = pb.StateRequest(job=JOB, state=state.id, describe=pb.Describe())
+            await stream.send(Message(request.SerializeToString()))
+            await stream.receive()
+            streams.append(stream)
+        states.offer(offered[-1])
+        assert list(states._states) == [state.id for state in offered[-2:]]
+        for stream in streams:
+            stream.close()
+
+    simulate(2, scenario)
+
+
+def test_a_state_that_nobody_fetched_in_time_is_refused() -> None:
+    async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
+        workers[1].states.offer(PACKED)
+        workers[1].states.offer(PackedState.of([b"one more"]))
+        with pytest.raises(SwarmnetError, match="not kept"):
+            await download().run(workers[0].transport, sources(workers[1:]), TIMING)
+
+    simulate(2, scenario)
+
+
+@pytest.mark.parametrize(
+    "cuts", [[], [5], [CHUNK_BYTES], [0, 7, 7, CHUNK_BYTES - 1, CHUNK_BYTES + 1, 2 * CHUNK_BYTES]]
+)
+def test_a_state_is_the_same_however_it_lies_in_memory(cuts: list[int]) -> None:
+    bounds = [0, *cuts, len(DATA)]
+    packed = PackedState.of([DATA[start:end] for start, end in pairwise(bounds)])
+    assert packed.id == STATE_ID
+    assert b"".join(packed.chunk(index) for index in range(6)) == DATA

@@ -1,0 +1,74 @@
+"""Workers that gather rounds and serve states over simulated links, and do nothing else."""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from swarmnet_protocols.aio import cancel
+from swarmnet_protocols.identity import Identity
+from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.training.gathering import Gathering
+from swarmnet_protocols.training.rosters import Candidate, Roster
+from swarmnet_protocols.training.state_transfer import (
+    StateServer,
+)
+from swarmnet_protocols.transport import PeerId, Transport
+from swarmnet_protocols.transport.memory import LinkProfile, MemoryNetwork
+from tests.support.virtual_time import run
+
+T = TypeVar("T")
+JOB = b"j" * 32
+START = b"s" * 32
+TIMING = Timing()
+PATIENCE_S = 10.0
+
+
+@dataclass
+class Worker:
+    transport: Transport
+    member: Candidate
+    gathering: Gathering
+    states: StateServer
+    measured: dict[PeerId, float] = field(default_factory=dict)
+
+    async def gather(self, others: "list[Worker]", *, round: int = 3, state: bytes = START) -> Roster:
+        known = [other.member for other in others if other is not self]
+        await self.gathering.stand(round, state)
+        return await self.gathering.gather(self.member, known, measured=self.measured, patience_s=PATIENCE_S)
+
+
+async def start(network: MemoryNetwork, living: list[asyncio.Task[None]], seed: int) -> Worker:
+    identity = Identity.from_seed(bytes([seed]))
+    up: asyncio.Future[Worker] = asyncio.get_running_loop().create_future()
+
+    async def live() -> None:
+        async with network.transport(identity.peer_id) as transport:
+            member = Candidate(identity.peer_id, (), weight=100.0)
+            gathering = Gathering(transport, JOB, max_members=8, timing=TIMING)
+            states = StateServer(transport, JOB, TIMING)
+            await gathering.serve()
+            await states.serve()
+            up.set_result(Worker(transport, member, gathering, states))
+            await asyncio.Event().wait()
+
+    living.append(asyncio.create_task(live()))
+    return await up
+
+
+def simulate(count: int, scenario: Callable[[MemoryNetwork, list[Worker]], Awaitable[T]]) -> T:
+    """Run ``scenario`` with workers in the order of their peer ids."""
+
+    async def main() -> T:
+        network = MemoryNetwork(random.Random(0), LinkProfile(delay_s=0.02, bytes_per_s=1e7))
+        living: list[asyncio.Task[None]] = []
+        workers = [await start(network, living, seed) for seed in range(count)]
+        workers.sort(key=lambda worker: worker.member.peer)
+        try:
+            async with asyncio.timeout(300):
+                return await scenario(network, workers)
+        finally:
+            await cancel(*living)
+
+    return run(main())
