@@ -8,7 +8,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -45,7 +45,13 @@ class Engine:
     """Computes on one stage for many sessions. Owns the caches' byte account."""
 
     def __init__(
-        self, stage: Stage, executor: Executor, *, max_cache_bytes: int, stopwatch: Callable[[], float]
+        self,
+        stage: Stage,
+        executor: Executor,
+        *,
+        max_cache_bytes: int,
+        turn: Callable[[], AbstractAsyncContextManager[None]],
+        stopwatch: Callable[[], float],
     ) -> None:
         self.stage = stage
         self.max_cache_bytes = max_cache_bytes
@@ -53,6 +59,7 @@ class Engine:
         self.tokens = 0
         self.token_s = 0.0
         self._executor = executor
+        self._turn = turn
         self._stopwatch = stopwatch
         self._waiting: list[_Work] = []
         self._wake = asyncio.Event()
@@ -67,10 +74,14 @@ class Engine:
         executor: Executor,
         *,
         max_cache_bytes: int,
+        turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
         stopwatch: Callable[[], float] = time.perf_counter,
     ) -> AsyncIterator["Engine"]:
-        """An engine whose loop runs for as long as the context; ``stopwatch`` gives the seconds forwards are timed by."""
-        engine = cls(stage, executor, max_cache_bytes=max_cache_bytes, stopwatch=stopwatch)
+        """An engine whose loop runs for as long as the context.
+
+        A forward is chosen and computed within a ``turn``; ``stopwatch`` gives the seconds forwards are timed by.
+        """
+        engine = cls(stage, executor, max_cache_bytes=max_cache_bytes, turn=turn, stopwatch=stopwatch)
         loop = asyncio.create_task(engine._loop(), name="engine")
         try:
             yield engine
@@ -132,20 +143,21 @@ class Engine:
             if not self._waiting:
                 self._wake.clear()
                 await self._wake.wait()
-            await asyncio.sleep(0)  # whatever the network has already delivered joins this batch
-            picked = schedule([work.waiting for work in self._waiting], BUDGET_TOKENS)
-            batch = [(self._waiting[index], tokens) for index, tokens in picked]
-            rows = [
-                (work.lane, work.inputs[work.computed : work.computed + tokens]) for work, tokens in batch
-            ]
-            started = self._stopwatch()
-            try:
-                results = await loop.run_in_executor(self._executor, batch[0][0].stage.forward, rows)
-            except Exception as error:  # noqa: BLE001 - the supervisor: a failed forward fails its sessions, not the node
-                self._drop([work for work, _ in batch], error)
-                continue
-            tokens = sum(tokens for _, tokens in batch)
-            self._account(tokens, self._stopwatch() - started)
+            async with self._turn():
+                await asyncio.sleep(0)  # whatever the network has already delivered joins this batch
+                picked = schedule([work.waiting for work in self._waiting], BUDGET_TOKENS)
+                batch = [(self._waiting[index], tokens) for index, tokens in picked]
+                rows = [
+                    (work.lane, work.inputs[work.computed : work.computed + tokens]) for work, tokens in batch
+                ]
+                started = self._stopwatch()
+                try:
+                    results = await loop.run_in_executor(self._executor, batch[0][0].stage.forward, rows)
+                except Exception as error:  # noqa: BLE001 - the supervisor: a failed forward fails its sessions, not the node
+                    self._drop([work for work, _ in batch], error)
+                    continue
+                elapsed_s = self._stopwatch() - started
+            self._account(sum(tokens for _, tokens in batch), elapsed_s)
             for (work, count), result in zip(batch, results, strict=True):
                 work.computed += count
                 work.outputs.append(result)

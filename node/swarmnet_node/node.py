@@ -9,7 +9,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -44,6 +44,8 @@ class World:
     timing: Timing = field(default_factory=Timing)
     stopwatch: Callable[[], float] = time.perf_counter
     """What forwards are timed by. The loop's own clock stands still while the loop does."""
+    turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
+    """Entered for each forward, where nodes share the cores of a machine."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,7 @@ class Node:
             stage,
             world.executor,
             max_cache_bytes=hosting.max_cache_bytes,
+            turn=world.turn,
             stopwatch=world.stopwatch,
         ) as engine:
             node._engine = engine

@@ -5,7 +5,7 @@ import random
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,10 +57,14 @@ async def start(config: NodeConfig, *, progress: "Progress | None" = None) -> As
         finally:
             loaded = await loading
         from swarmnet_node.node import Node, World
+        from swarmnet_node.turns import Turns, default_folder
         from swarmnet_protocols.threads import compute_on
 
         await compute_on(executor, threads=config.threads)
         world = World(transport, directory, executor, random.Random())
+        if loaded.device.type == "cpu":
+            turns = stack.enter_context(Turns.open(default_folder()))
+            world = replace(world, turn=turns.turn)
         node = await stack.enter_async_context(Node.run(world, loaded.hosting(config)))
         watching = asyncio.create_task(_fail_with_p2pd(transport, node), name="p2pd")
         stack.push_async_callback(cancel, watching)

@@ -17,11 +17,12 @@ os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as `swarmnet run` does
 
 import torch
 
-from tests.bench.local_process import THREADS, LocalProcess, timed_generate
+from tests.bench.generating_process import GeneratingProcess, timed_generate
 from tests.support.processes import swarm
 
 BLOCKS = 30
 PROMPT_TOKENS = 32
+THREADS = 2
 
 
 def main() -> None:
@@ -35,7 +36,8 @@ def main() -> None:
     cuts = [BLOCKS * hop // arguments.hops for hop in range(arguments.hops + 1)]
     with tempfile.TemporaryDirectory() as folder:
         cache = Path(folder) / "cache"
-        local = LocalProcess(cache)
+        local = GeneratingProcess(cache, THREADS)
+        local.wait_until_ready()
         with (
             swarm(Path(folder) / "lab", cache, *pairwise(cuts)) as lab,
             lab.connect() as model,

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.bench.local_process import timed_generate
+from tests.bench.generating_process import timed_generate
 from tests.support.faults import At, Strike, kill, resume, stop
 from tests.support.generation import greedy
 from tests.support.processes import NodeProcess, RunProcess, Swarm, swarm

@@ -1,7 +1,6 @@
 """Fused layers in one native call, for the step that decoding is made of: one new position of each lane."""
 
 import ctypes
-import time
 from collections.abc import Sequence
 from ctypes import Structure, c_float, c_int64, c_void_p
 from pathlib import Path
@@ -11,7 +10,6 @@ import torch
 from swarmnet_node.fused import FusedLayer, FusedLayers, Linear, Norm
 from swarmnet_node.kv import KVGeometry, LaneCache, LayerShape
 from swarmnet_node.native import build
-from swarmnet_node.native.team import Team
 
 CACHE_LINE_FLOATS = 16
 ANGLES_POSITIONS = 64
@@ -74,7 +72,6 @@ class NativeLayers:
         self._geometry = geometry
         self._hidden_size, self._head_size = _sizes(fused)
         self._layers = (_Layer * len(fused.layers))(*map(_native_layer, fused.layers))
-        self._team = Team()
         self._angles_start = 0
         self._angles = _angles(fused, torch.arange(ANGLES_POSITIONS))
         self._shared_floats = _whole_lines(max(map(_shared_floats, fused.layers)))
@@ -99,7 +96,7 @@ class NativeLayers:
             )
         )
         hidden = inputs.clone(memory_format=torch.contiguous_format)
-        threads = self._team.size(len(lanes), torch.get_num_threads())
+        threads = torch.get_num_threads()
         longest = max(lane.length for lane in lanes) + 1
         shared_floats = len(lanes) * self._shared_floats
         thread_floats = _whole_lines(len(lanes) * self._hidden_size + longest)
@@ -113,9 +110,7 @@ class NativeLayers:
             rows=len(lanes),
             threads=threads,
         )
-        began = time.perf_counter()
         self._native.decode(ctypes.byref(step), self._layers, rows, scratch.data_ptr(), hidden.data_ptr())
-        self._team.took(len(lanes), threads, time.perf_counter() - began)
         return hidden
 
     def _caches(self, lane: LaneCache) -> tuple[int, ctypes.Array[c_void_p]]:

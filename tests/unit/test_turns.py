@@ -1,0 +1,93 @@
+"""Nodes of one machine compute one after the other, and nobody can keep the others from computing."""
+
+import asyncio
+import subprocess
+import sys
+from contextlib import AsyncExitStack, ExitStack
+from pathlib import Path
+
+import pytest
+
+from swarmnet_node import turns
+from swarmnet_node.turns import Turns
+from swarmnet_protocols.errors import ConfigError
+
+HOLD = "import fcntl, sys; room = open(sys.argv[1], 'w'); fcntl.flock(room, fcntl.LOCK_EX); print(flush=True); input()"
+
+
+def test_turns_do_not_overlap_and_nobody_goes_twice_while_another_waits(tmp_path: Path) -> None:
+    order: list[str] = []
+
+    async def compute(name: str, mine: Turns, busy: set[str]) -> None:
+        for _ in range(5):
+            async with mine.turn():
+                busy.add(name)
+                assert busy == {name}
+                order.append(name)
+                await asyncio.sleep(0.005)
+                busy.remove(name)
+
+    async def main() -> None:
+        busy: set[str] = set()
+        with Turns.open(tmp_path / "t") as first, Turns.open(tmp_path / "t") as second:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(compute("a", first, busy))
+                group.create_task(compute("b", second, busy))
+
+    asyncio.run(main())
+    assert sorted(order) == ["a"] * 5 + ["b"] * 5
+    assert order[:8] in (["a", "b"] * 4, ["b", "a"] * 4)
+
+
+def test_who_does_not_give_way_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "PATIENCE_S", 0.05)
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        with ExitStack() as stack:
+            stuck, mine, third = (stack.enter_context(Turns.open(tmp_path / "t")) for _ in range(3))
+            async with AsyncExitStack() as holding:
+                await holding.enter_async_context(stuck.turn())
+                waited = []
+                for _ in range(3):
+                    began = loop.time()
+                    async with mine.turn():
+                        waited.append(loop.time() - began)
+            assert waited[0] >= 0.05
+            assert max(waited[1:]) < 0.05
+            async with mine.turn():  # the room is free again, so it is waited for again
+                pass
+            async with third.turn():
+                began = loop.time()
+                async with mine.turn():
+                    assert loop.time() - began >= 0.05
+
+    asyncio.run(main())
+
+
+def test_the_turn_of_a_process_that_dies_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "PATIENCE_S", 30.0)
+    with Turns.open(tmp_path / "t") as mine:
+        command = [sys.executable, "-c", HOLD, str(tmp_path / "t" / "room")]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+            assert holder.stdout is not None
+            holder.stdout.readline()
+
+            async def main() -> None:
+                loop = asyncio.get_running_loop()
+                began = loop.time()
+                loop.call_later(0.02, holder.kill)
+                async with mine.turn():
+                    assert 0.02 <= loop.time() - began < turns.PATIENCE_S
+
+            asyncio.run(main())
+
+
+def test_a_folder_that_somebody_else_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "t").symlink_to(tmp_path / "real")
+    with pytest.raises(ConfigError, match="somebody else"), Turns.open(tmp_path / "t"):
+        pass
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="exists"), Turns.open(tmp_path / "file"):
+        pass
