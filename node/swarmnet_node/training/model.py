@@ -17,10 +17,10 @@ from swarmnet_protocols.models.cut import build_whole, causal_class
 from swarmnet_protocols.models.safetensors_file import SafetensorsCheckpoint
 from swarmnet_protocols.training.jobs import Job, JobError, ModelSection
 
-_TRAINING_BYTES = 4 + 4 + 8
-"""A parameter in float32, its gradient, and AdamW's two moments."""
-_OUTER_BYTES = 4 + 4 + 4
-"""The agreed parameters, the outer momentum, and the average that arrives."""
+_KEPT_BYTES = 5 * 4
+"""A parameter in float32, AdamW's two moments, the agreed parameter and the outer momentum."""
+_EXCHANGE_BYTES = 5 * 4
+"""What an exchange adds at most while it averages, as measured; the gradient, which inner steps add, is gone by then."""
 
 _CORRECT = "compare [model.config] with the config.json of a model of this kind"
 _MAX_LAYERS = 4096
@@ -63,7 +63,7 @@ def parameter_count(config: PretrainedConfig) -> int:
 def check_model(job: Job, *, vocab_size: int, available_bytes: int, cache_dir: Path) -> int:
     """Raise ``JobError`` if the model cannot read the data or would not fit into memory; returns its parameter count.
 
-    What fits is estimated without the activations: parameters x (weights, gradient, AdamW, outer state) in float32.
+    What fits is estimated without the activations: parameters x (weights, AdamW, outer state, an exchange) in float32.
     """
     config = model_config(job.model, cache_dir)
     where = "config" if job.model.checkpoint is None else "checkpoint"
@@ -83,7 +83,7 @@ def check_model(job: Job, *, vocab_size: int, available_bytes: int, cache_dir: P
             hint="shorten it, or raise max_position_embeddings",
         )
     count = parameter_count(config)
-    needed = count * (_TRAINING_BYTES + _OUTER_BYTES)
+    needed = count * (_KEPT_BYTES + _EXCHANGE_BYTES)
     if needed > available_bytes:
         raise JobError(
             "model",
