@@ -191,12 +191,12 @@ def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[in
 
 
 def direction(seed: int, round: int, index: int, count: int) -> Vector:
-    """The first ``count`` elements of a direction: sums of the four bytes of each word, centred, of variance 1."""
-    words: list[int] = []
-    for block in range(-(-count // 4)):
-        words += philox((block % WORD, block // WORD, round, index), (seed % WORD, seed // WORD))
-    sums = np.array([sum(word.to_bytes(4, "little")) for word in words[:count]], dtype=np.float64)
-    return (sums - 510) / np.float64(21845**0.5)
+    """The first ``count`` elements of a direction: the bits of the generator's words, the lowest first, 0 for 1 and 1 for -1."""
+    bits: list[int] = []
+    for block in range(-(-count // 128)):
+        words = philox((block % WORD, block // WORD, round, index), (seed % WORD, seed // WORD))
+        bits += [word >> bit & 1 for word in words for bit in range(32)]
+    return 1.0 - 2.0 * np.array(bits[:count], dtype=np.float64)
 
 
 def noloco_variance(alpha: float, gamma: float, replicas: int) -> NDArray[np.float64]:

@@ -9,12 +9,18 @@ import torch
 
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.training.codecs.log8 import Log8Codec
-from swarmnet_protocols.training.randomness import normals, philox4x32
+from swarmnet_protocols.training.randomness import add_signs, philox4x32
 from tests.support import training_reference as reference
 
 ONES = 0xFFFFFFFF
-GOLDEN = ["bfae128b", "bf7b2637", "bf472ff7", "beddb446"]
-"""Of seed 42, round 1, direction 0: machines that draw anything else cannot train together."""
+GOLDEN = "02933769"
+"""The first signs of seed 42, round 1, direction 0, minus as 1, the lowest bit first: machines that draw others cannot train together."""
+
+
+def signs(seed: int, stream: tuple[int, int], start: int, end: int) -> torch.Tensor:
+    drawn = torch.zeros(end - start)
+    add_signs(drawn, 1.0, seed, stream, start)
+    return drawn
 
 
 @pytest.mark.parametrize(
@@ -39,62 +45,68 @@ def test_philox_gives_the_known_answers_of_random123(
 
 def test_directions_are_those_of_the_definition() -> None:
     seed = 0x0123456789ABCDEF
-    expected = reference.direction(seed, 7, 2, 1000)
-    assert np.allclose(normals(seed, (7, 2), 0, 1000).numpy(), expected, rtol=1e-6, atol=0)
-
-
-def test_any_part_is_the_same_bits_as_the_whole() -> None:
-    end = 100_001
-    whole = normals(1, (2, 3), 0, end)
-    assert len(whole) == end
-    for cuts in (
-        [0, end],
-        [0, 1, 2, 3, 4, 5, end],
-        [0, 32_767, 32_769, 65_536, end],
-        [0, 50_000, 50_000, end],
-    ):
-        parts = [normals(1, (2, 3), a, b) for a, b in pairwise(cuts)]
-        assert torch.equal(torch.cat(parts), whole)
-
-
-def test_elements_beyond_the_32nd_bit_of_the_block_number_differ() -> None:
-    far = 4 << 32
-    assert not torch.equal(normals(1, (0, 0), far, far + 8), normals(1, (0, 0), 0, 8))
+    assert signs(seed, (7, 2), 0, 1000).tolist() == reference.direction(seed, 7, 2, 1000).tolist()
 
 
 def test_a_known_direction_has_these_bits() -> None:
-    bits = normals(42, (1, 0), 0, 4).view(torch.int32)
-    assert [f"{word & ONES:08x}" for word in bits.tolist()] == GOLDEN
+    minus = signs(42, (1, 0), 0, 32) < 0
+    assert f"{sum(1 << bit for bit, is_minus in enumerate(minus.tolist()) if is_minus):08x}" == GOLDEN
 
 
-def test_mean_0_variance_1_and_no_correlation_between_streams() -> None:
+def test_any_part_is_the_same_bits_as_the_whole() -> None:
+    end = 1_200_001
+    whole = signs(1, (2, 3), 0, end)
+    assert (whole.abs() == 1).all()
+    for cuts in (
+        [0, 1, 2, 7, 8, 9, 127, 128, 129, end],
+        [0, 524_287, 524_289, 1_048_576, end],
+        [0, 50_000, 50_000, end],
+    ):
+        parts = [signs(1, (2, 3), a, b) for a, b in pairwise(cuts)]
+        assert torch.equal(torch.cat(parts), whole)
+
+
+def test_what_is_added_is_the_scaled_direction_rounded_once() -> None:
+    start = torch.randn(10_000, generator=torch.Generator().manual_seed(0))
+    moved, scale = start.clone(), 0.1
+    add_signs(moved, scale, 5, (6, 7), 3)
+    exact = start.double() + float(np.float32(scale)) * signs(5, (6, 7), 3, 10_003).double()
+    assert torch.equal(moved, exact.float())
+
+
+def test_elements_beyond_the_32nd_bit_of_the_block_number_differ() -> None:
+    far = 128 << 32
+    assert not torch.equal(signs(1, (0, 0), far, far + 128), signs(1, (0, 0), 0, 128))
+
+
+def test_signs_are_even_and_streams_do_not_correlate() -> None:
     count = 1 << 18
     streams = torch.stack(
-        [normals(s, (r, j), 0, count) for s, r, j in [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)]]
-    )
-    correlation = (streams.double() @ streams.double().T / count).numpy()
-    assert np.abs(streams.double().mean(dim=1).numpy()).max() < 5 / math.sqrt(count)
-    assert np.abs(correlation - np.eye(4)).max() < 5 * math.sqrt(2 / count)
-    kurtosis = float((streams.double() ** 4).mean()) - 3
-    assert kurtosis == pytest.approx(-0.3, abs=0.03)
-    assert streams.abs().max() <= 510 / math.sqrt(21845)
+        [signs(s, (r, j), 0, count) for s, r, j in [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)]]
+    ).double()
+    correlation = (streams @ streams.T / count).numpy()
+    assert np.abs(streams.mean(dim=1).numpy()).max() < 5 / math.sqrt(count)
+    assert np.abs(correlation - np.eye(4)).max() < 5 / math.sqrt(count)
+    by_bit = streams.view(4, -1, 128).mean(dim=1)
+    assert by_bit.abs().max() < 6 / math.sqrt(count / 128)
 
 
 @pytest.mark.parametrize(
-    ("number", "stream", "start", "end"),
+    ("number", "stream", "start"),
     [
-        (-1, (0, 0), 0, 1),
-        (1 << 64, (0, 0), 0, 1),
-        (0, (1 << 32, 0), 0, 1),
-        (0, (0, -1), 0, 1),
-        (0, (0, 0), 2, 1),
+        (-1, (0, 0), 0),
+        (1 << 64, (0, 0), 0),
+        (0, (1 << 32, 0), 0),
+        (0, (0, -1), 0),
+        (0, (0, 0), -1),
+        (0, (0, 0), 1 << 64),
     ],
 )
-def test_what_would_wrap_around_is_refused(
-    number: int, stream: tuple[int, int], start: int, end: int
-) -> None:
+def test_what_would_wrap_around_is_refused(number: int, stream: tuple[int, int], start: int) -> None:
+    untouched = torch.zeros(1)
     with pytest.raises(ValueError, match=r"out of range|no elements"):
-        normals(number, stream, start, end)
+        add_signs(untouched, 1.0, number, stream, start)
+    assert untouched.tolist() == [0.0]
 
 
 class TestLog8:

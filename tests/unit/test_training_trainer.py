@@ -177,16 +177,19 @@ def test_parameters_of_another_model_are_refused(tmp_path: Path) -> None:
             trainer.apply_gradient(0, 0, wrong)
 
 
-def test_probes_take_the_loss_where_they_are_told_and_no_memory_for_gradients(tmp_path: Path) -> None:
+def test_the_loss_is_that_of_the_present_parameters_and_takes_no_memory_for_gradients(tmp_path: Path) -> None:
     trainer = tiny_trainer(tmp_path)
     start = trainer.parameters()
     direction = torch.randn(PARAMETERS, generator=torch.Generator().manual_seed(0))
-    up, down = (trainer.loss_at(start + sign * 1e-3 * direction, 0, 0, 0) for sign in (1, -1))
+    probes = []
+    for sign in (1, -1):
+        trainer.storage().copy_(start + sign * 1e-3 * direction)
+        probes.append(trainer.loss(0, 0, 0))
     assert trainer._flat.grad is None
     trainer.load(start)
     gradient, report = trainer.gradient(0, 0, 0)
-    assert (up - down) / 2e-3 == pytest.approx(float(gradient @ direction), rel=0.02)
-    assert trainer.loss_at(start, 0, 0, 0) == pytest.approx(report.loss, rel=1e-5)
+    assert (probes[0] - probes[1]) / 2e-3 == pytest.approx(float(gradient @ direction), rel=0.02)
+    assert trainer.loss(0, 0, 0) == pytest.approx(report.loss, rel=1e-5)
 
 
 def test_the_learning_rate_warms_up_and_falls_to_a_tenth() -> None:

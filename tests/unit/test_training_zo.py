@@ -28,12 +28,10 @@ def zeroth_order() -> ZeroOrder:
 
 def slopes(method: ZeroOrder, t: int, worker: int) -> torch.Tensor:
     """What a worker contributes to a round, having taken its steps."""
-    task, theta, measured = Task(), method.agreed(), []
-    for j in range(H):
-        z = method.direction(t, j, SIZE)
-        ends = [task.loss(worker, method.probe(theta, z, sign).double().numpy()) for sign in (1, -1)]
-        measured.append(method.slope(*ends))
-        theta = method.step(theta, z, measured[-1])
+    task, theta = Task(), method.agreed().clone()
+    measured = [
+        method.step(theta, t, j, lambda: task.loss(worker, theta.double().numpy()))[0] for j in range(H)
+    ]
     return method.contribution(t, torch.tensor(measured))
 
 
@@ -51,6 +49,22 @@ def test_zeroth_order_follows_the_published_equations_and_a_log_replays_to_the_s
     joiner = zeroth_order()
     assert torch.equal(joiner.replay(torch.from_numpy(trace[3][0]), log[4:]), theta)
     assert torch.equal(method.agreed(), theta)
+
+
+def test_a_step_takes_the_loss_at_both_probes_and_ends_down_the_slope() -> None:
+    method, z = zeroth_order(), torch.from_numpy(reference.direction(SEED, 3, 1, SIZE))
+    start = method.agreed().double()
+    theta, visited = method.agreed().clone(), []
+
+    def loss() -> float:
+        visited.append(theta.double())
+        return 5.0 if len(visited) == 1 else 2.0
+
+    slope, mean = method.step(theta, 3, 1, loss)
+    assert (slope, mean) == (3.0 / (2 * EPSILON), 3.5)
+    places = [*visited, theta.double()]
+    for place, by in zip(places, (EPSILON, -EPSILON, -LEARNING_RATE * slope), strict=True):
+        assert torch.allclose(place, start + by * z, rtol=0, atol=1e-6)
 
 
 def test_a_vector_moved_in_parts_is_the_vector_moved_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ Nothing here waits for anybody: the worker calls it on the one thread that compu
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -144,17 +145,16 @@ class Replica:
     def _slopes(self, method: ZeroOrder, round_number: int, slot: int) -> tuple[torch.Tensor, StepReport]:
         """The slopes along the round's directions, each measured where this worker's own steps have led."""
         began = self._stopwatch()
-        parameters = self.trainer.parameters()
         slopes, losses = [], []
         for step in range(method.steps_per_round):
-            direction = method.direction(round_number, step, len(parameters))
-            plus, minus = (
-                self.trainer.loss_at(method.probe(parameters, direction, sign), round_number, step, slot)
-                for sign in (1, -1)
+            slope, loss = method.step(
+                self.trainer.storage(),
+                round_number,
+                step,
+                partial(self.trainer.loss, round_number, step, slot),
             )
-            slopes.append(method.slope(plus, minus))
-            losses.append((plus + minus) / 2)
-            parameters = method.step(parameters, direction, slopes[-1])
+            slopes.append(slope)
+            losses.append(loss)
         tokens = self._job.training.batch_size * self._job.data.sequence_length * method.steps_per_round
         report = StepReport(sum(losses) / len(losses), tokens, self._stopwatch() - began)
         return torch.tensor(slopes), report

@@ -114,6 +114,10 @@ class Trainer:
         """A copy of the parameters, ``[n]`` float32 on the CPU, in the order of ``named_parameters()``."""
         return self._flat.detach().to("cpu", copy=True)
 
+    def storage(self) -> Tensor:
+        """The parameters themselves, ``[n]`` float32 on the device: to change them in place."""
+        return self._flat.data
+
     def load(self, parameters: Tensor) -> None:
         """Take ``parameters`` (``[n]`` float32); the inner optimizer keeps its state. Raises ``IntegrityError`` for others."""
         with torch.no_grad():
@@ -145,9 +149,9 @@ class Trainer:
         self._gradients().copy_(check_flat(gradient, self.parameter_count))
         self._update(round_number, step)
 
-    def loss_at(self, parameters: Tensor, round_number: int, step: int, slot: int) -> float:
-        """The loss of the slot's batch at ``parameters``, which stay loaded. Nothing is kept for a gradient."""
-        self.load(parameters)
+    def loss(self, round_number: int, step: int, slot: int) -> float:
+        """The loss of the slot's batch at the present parameters. Nothing is kept for a gradient."""
+        self._progress("inner steps", step, self._steps_per_round)
         batch = self.corpus.train.take(self._sampler.batch(round_number, step, slot))
         with torch.no_grad():
             return sum(float(self._loss_sum(part)) for part in self._microbatches(batch)) / _predicted(batch)

@@ -1,18 +1,17 @@
-"""Zeroth-order training with shared randomness (MeZO, arXiv 2305.17333; Just One Byte): only slopes travel.
+"""Zeroth-order training with shared randomness (SPSA, Spall 1992; MeZO, arXiv 2305.17333; Just One Byte): only slopes travel.
 
 All workers try the same random directions, each on data of its own, so their slopes can be averaged as other contributions
 are, with the same checks and aggregators. A round of H steps is H scalars; a history of n rounds is n H.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from pydantic import Field
 
 from swarmnet_protocols.errors import ProtocolViolation
-from swarmnet_protocols.training.methods.arithmetic import add_scaled
 from swarmnet_protocols.training.methods.base import Average, Kind, Settings, WholeSwarm
-from swarmnet_protocols.training.randomness import normals
+from swarmnet_protocols.training.randomness import add_signs
 
 _CHUNK = 1 << 20
 """Values of the parameters at a time when a history is replayed: its directions are never held whole."""
@@ -29,7 +28,10 @@ class ZeroOrderSettings(Settings):
 
 
 class ZeroOrder(WholeSwarm):
-    """A worker's step j: g_j = [L(θ_i + ε z_j) - L(θ_i - ε z_j)] / 2ε; θ_i <- θ_i - η g_j z_j, z_j drawn from (seed, round, j).
+    """A worker's step j: g_j = [L(θ_i + ε z_j) - L(θ_i - ε z_j)] / 2ε; θ_i <- θ_i - η g_j z_j.
+
+    z_j is random signs, drawn from (seed, round, j): of all perturbations that SPSA allows, those that estimate with the
+    least variance. MeZO draws normal ones.
 
     After a round all go on from θ <- θ - η Σ_j ḡ_j z_j: where its H steps began, moved by the mean slopes. A slope
     that comes after its round was committed counts for nothing: the mean in the log is what was applied.
@@ -48,29 +50,29 @@ class ZeroOrder(WholeSwarm):
     def range(self, round: int) -> tuple[int, int]:
         return 0, self.steps_per_round
 
-    def direction(self, round: int, step: int, count: int) -> torch.Tensor:
-        """z of a step, float32 [count]."""
-        return normals(self._settings.seed, (round, step), 0, count)
+    def step(
+        self, parameters: torch.Tensor, round: int, step: int, loss: Callable[[], float]
+    ) -> tuple[float, float]:
+        """Take a step in place: the slope, and the mean of ``loss``, which is called with ``parameters`` at θ + ε z and θ - ε z.
 
-    def probe(self, parameters: torch.Tensor, direction: torch.Tensor, sign: int) -> torch.Tensor:
-        """Where to take the loss: θ + sign ε z, sign 1 or -1."""
-        return add_scaled(parameters, sign * self._settings.epsilon, direction)
-
-    def slope(self, loss_plus: float, loss_minus: float) -> float:
-        """The slope of the loss along a direction, from the losses at its two probes."""
-        return (loss_plus - loss_minus) / (2 * self._settings.epsilon)
-
-    def step(self, parameters: torch.Tensor, direction: torch.Tensor, slope: float) -> torch.Tensor:
-        """θ - η g z."""
-        return add_scaled(parameters, -self._settings.learning_rate * slope, direction)
+        No other vector as large is made (MeZO, Algorithm 1); going there and back costs a rounding or two.
+        """
+        epsilon = self._settings.epsilon
+        self._move(parameters, epsilon, round, step)
+        plus = loss()
+        self._move(parameters, -2 * epsilon, round, step)
+        minus = loss()
+        slope = (plus - minus) / (2 * epsilon)
+        self._move(parameters, epsilon - self._settings.learning_rate * slope, round, step)
+        return slope, (plus + minus) / 2
 
     def contribution(self, round: int, parameters: torch.Tensor) -> torch.Tensor:
         return parameters
 
     def apply(self, round: int, parameters: torch.Tensor, average: Average | None) -> torch.Tensor:
-        log = [] if average is None else [(round, average.values)]
-        self._weights = self.replay(self._weights, log)
-        return self._weights.clone()
+        if average is not None:
+            self._weights = self.replay(self._weights, [(round, average.values)])
+        return self._weights
 
     def replay(self, parameters: torch.Tensor, log: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:
         """The parameters after the committed rounds in ``log``: (round, mean slopes [H]) in order.
@@ -85,10 +87,12 @@ class ZeroOrder(WholeSwarm):
                 )
         moved = parameters.clone()
         for start in range(0, len(moved), _CHUNK):
-            end = min(start + _CHUNK, len(moved))
-            part = moved[start:end]
+            part = moved[start : start + _CHUNK]
             for round, slopes in log:
                 for step, slope in enumerate(slopes.tolist()):
-                    part = self.step(part, normals(self._settings.seed, (round, step), start, end), slope)
-            moved[start:end] = part
+                    self._move(part, -self._settings.learning_rate * slope, round, step, start)
         return moved
+
+    def _move(self, part: torch.Tensor, by: float, round: int, step: int, start: int = 0) -> None:
+        """θ <- θ + by z in place, where ``part`` begins at parameter ``start``."""
+        add_signs(part, by, self._settings.seed, (round, step), start)
