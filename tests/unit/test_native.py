@@ -233,6 +233,15 @@ def test_code_is_compiled_once(native: Native, cache: Path, monkeypatch: pytest.
     assert [path.suffix for path in before] == [".so"]
 
 
+def test_damaged_code_is_compiled_again(native: Native, cache: Path, tmp_path: Path) -> None:
+    shutil.copytree(cache / "native", tmp_path / "native")
+    (library,) = (tmp_path / "native").glob("*.so")
+    whole = library.stat().st_size
+    library.write_bytes(bytes(whole // 2))
+    assert Native.load(tmp_path) is not None
+    assert library.stat().st_size == whole
+
+
 def test_other_flags_make_other_code(
     native: Native, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -24,7 +24,12 @@ class _Unavailable(Exception):
 def load(cache_dir: Path, *, compiler: str = "cc") -> ctypes.CDLL | None:
     """The compiled code. None where it cannot be had, with a line in the log that says why."""
     try:
-        return ctypes.CDLL(str(_built(cache_dir / "native", compiler)))
+        library = _built(cache_dir / "native", compiler)
+        try:
+            return ctypes.CDLL(str(library))
+        except OSError:  # damaged
+            library.unlink()
+            return ctypes.CDLL(str(_built(cache_dir / "native", compiler)))
     except (_Unavailable, OSError, subprocess.SubprocessError) as error:
         _log.warning("single tokens are decoded without native code: %s", error)
         return None
