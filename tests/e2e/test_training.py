@@ -9,6 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from swarmnet.cli import execute
+from swarmnet_node.training.checkpoint import Checkpoints
+from swarmnet_node.training.start import job_folder
 from swarmnet_protocols.protocol_ids import TRAINING
 from swarmnet_protocols.transport import PeerId
 from swarmnet_protocols.transport.p2pd import P2pdTransport
@@ -79,6 +81,24 @@ def test_workers_train_while_one_is_killed_and_another_joins(tmp_path: Path) -> 
     call("train", "export", "--data-dir", first, "--out", str(exported))
     model = AutoModelForCausalLM.from_pretrained(exported)
     assert torch.isfinite(model(torch.tensor([[104, 105]])).logits).all()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_worker_whose_p2pd_dies_saves_and_says_what_to_do(tmp_path: Path) -> None:
+    job = create_job(tmp_path, write_job(tmp_path, "diloco", "sync_every = 20", rounds=ROUNDS))
+    with workers(tmp_path, job, "anna") as running:
+        worker = running["anna"]
+        done = worker.wait("round", round=2)["round"]
+        worker.send_signal(signal.SIGKILL, python=False)
+        assert worker.wait_for_end(timeout_s=60) == 1
+        error = worker.wait("error")
+        assert "p2pd died" in error["message"]
+        assert "start it again" in error["hint"]
+        assert "Traceback" not in worker.log.read_text()
+        saved = Checkpoints(job_folder(worker.data_dir, job)).load_newest(job)
+        assert saved is not None
+        assert saved.round >= max(worker.rounds()) > done
 
 
 @pytest.mark.slow

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from swarmnet_node.training.data import open_corpus
 from swarmnet_node.training.model import build_model
+from swarmnet_node.training.outcomes import averaging_rules
 from swarmnet_node.training.replica import Replica
 from swarmnet_node.training.trainer import Trainer
-from swarmnet_node.training.worker import averaging_rules
 from swarmnet_protocols.training.averaging import Outcome
 from swarmnet_protocols.training.codecs import get_codec
 from swarmnet_protocols.training.codecs.floats import FloatCodec

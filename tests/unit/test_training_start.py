@@ -18,7 +18,7 @@ from swarmnet_node.training.export import export_model
 from swarmnet_node.training.start import WorkerConfig, check_job, find_sealed, job_folder, keep_job, start
 from swarmnet_protocols.aio import cancel
 from swarmnet_protocols.directory import Directory, MemoryBoard, MemoryDirectory
-from swarmnet_protocols.errors import ConfigError, IntegrityError, Unreachable
+from swarmnet_protocols.errors import ConfigError, IntegrityError, SwarmnetError, Unreachable
 from swarmnet_protocols.identity import Identity
 from swarmnet_protocols.network import Network
 from swarmnet_protocols.training.board import publish_job
@@ -48,36 +48,74 @@ async def memory_directory() -> AsyncIterator[Directory]:
         yield MemoryDirectory(MemoryBoard(network, lambda: 1e9), OWNER, SWARM)
 
 
-def test_leaving_ends_inner_steps_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = kept(tmp_path, parse_job(write_job(tmp_path, "diloco", "sync_every = 1000000").encode()).job)
-    seen: list[int] = []
+class Stepping:
+    """A worker that would take inner steps for ever, and is now among the first of them."""
 
-    async def scenario() -> None:
-        loop = asyncio.get_running_loop()
-        memory = MemoryNetwork(random.Random(0), LinkProfile())
-        stepping = asyncio.Event()
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        job = parse_job(write_job(folder, "diloco", "sync_every = 1000000").encode()).job
+        self.job = kept(folder, job)
+        self.network = MemoryNetwork(random.Random(0), LinkProfile())
+        self.steps: list[int] = []
+        self._config = WorkerConfig(
+            self.job.id,
+            Network(SWARM, folder / "identity.key"),
+            folder,
+            folder / "cache",
+            "cpu",
+            threads=1,
+        )
+        monkeypatch.setattr(start_module, "connect", self._connected)
 
-        @asynccontextmanager
-        async def connected(network: Network) -> AsyncIterator[tuple[MemoryTransport, Directory]]:
-            async with memory.transport(OWNER.peer_id) as transport:
-                yield transport, MemoryDirectory(MemoryBoard(memory, lambda: 1e9), OWNER, SWARM)
+    @asynccontextmanager
+    async def run(self) -> AsyncIterator["asyncio.Task[None]"]:
+        loop, stepping = asyncio.get_running_loop(), asyncio.Event()
 
         def progress(description: str, done: int, total: int | None) -> None:
             if description == "inner steps":
-                seen.append(done)
+                self.steps.append(done)
                 loop.call_soon_threadsafe(stepping.set)
 
-        monkeypatch.setattr(start_module, "connect", connected)
-        network = Network(SWARM, tmp_path / "identity.key")
-        config = WorkerConfig(job.id, network, tmp_path, tmp_path / "cache", "cpu", threads=1)
-        async with start(config, lambda event: None, progress) as worker:
+        async with start(self._config, lambda event: None, progress) as worker:
             running = asyncio.create_task(worker.run())
             await stepping.wait()
+            yield running
             await cancel(running)
 
+    @asynccontextmanager
+    async def _connected(self, network: Network) -> AsyncIterator[tuple[MemoryTransport, Directory]]:
+        async with self.network.transport(OWNER.peer_id) as transport:
+            yield transport, MemoryDirectory(MemoryBoard(self.network, lambda: 1e9), OWNER, SWARM)
+
+
+def test_leaving_ends_inner_steps_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Stepping(tmp_path, monkeypatch)
+
+    async def scenario() -> None:
+        async with worker.run():
+            pass
+
     asyncio.run(scenario())
-    assert seen[0] == 0
-    assert len(seen) < 10_000
+    assert worker.steps[0] == 0
+    assert len(worker.steps) < 10_000
+
+
+def test_a_worker_whose_p2pd_dies_saves_and_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = Stepping(tmp_path, monkeypatch)
+
+    async def scenario() -> None:
+        async with worker.run() as running:
+            worker.network.crash(OWNER.peer_id)
+            with pytest.raises(SwarmnetError, match="p2pd died") as caught:
+                await running
+        assert "swarmnet train join" in caught.value.hint
+
+    asyncio.run(scenario())
+    assert len(worker.steps) < 10_000
+    saved = Checkpoints(job_folder(tmp_path, worker.job.id)).load_newest(worker.job.id)
+    assert saved is not None
+    assert saved.round == 0
 
 
 def test_a_job_is_checked_with_its_data_and_model(tmp_path: Path) -> None:

@@ -1,11 +1,15 @@
-"""An exchange on its way, and what it gave."""
+"""An exchange: by which rules, on its way, and what it gave."""
 
 import asyncio
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from swarmnet_node.training.trainer import StepReport
-from swarmnet_protocols.training.averaging import Outcome
+from swarmnet_protocols.training.aggregate import aggregate, clip_to_median_norm_, outliers
+from swarmnet_protocols.training.averaging import Outcome, Rules
+from swarmnet_protocols.training.jobs import Job
 from swarmnet_protocols.training.shares import Share
 from swarmnet_protocols.transport import PeerId
 
@@ -46,3 +50,13 @@ def facts(outcome: Outcome) -> dict[str, Any]:
         "excluded": [{"peer_id": peer, "reason": why} for peer, why in outcome.excluded],
         "reason": outcome.reason,
     }
+
+
+def averaging_rules(job: Job) -> Rules:
+    """How contributions become an average; the same at all workers, because the job says it."""
+
+    def aggregated(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return aggregate(job.exchange.aggregate, clip_to_median_norm_(rows, weights), weights)
+
+    tokens = job.training.batch_size * job.data.sequence_length * job.make_method().steps_per_round
+    return Rules(aggregated, screen=outliers, max_weight=float(tokens))

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swarmnet_protocols.errors import ConfigError, IntegrityError
+from swarmnet_protocols.aio import cancel
+from swarmnet_protocols.errors import ConfigError, IntegrityError, SwarmnetError
 from swarmnet_protocols.network import Network, connect
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from swarmnet_protocols.directory import Directory
     from swarmnet_protocols.models import Progress
     from swarmnet_protocols.training.jobs import Job, SealedJob
+    from swarmnet_protocols.transport.p2pd import P2pdTransport
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,22 @@ async def start(
             random.Random(os.urandom(16)),
             progress=progress,
         )
-        yield Worker(world, Hosted(sealed, trainer, checkpoints), report)
+        worker = Worker(world, Hosted(sealed, trainer, checkpoints), report)
+        watching = asyncio.create_task(_fail_with_p2pd(transport, worker, left), name="p2pd")
+        stack.push_async_callback(cancel, watching)
+        yield worker
+
+
+async def _fail_with_p2pd(transport: "P2pdTransport", worker: "Worker", left: threading.Event) -> None:
+    """What is computed ends with p2pd: nobody hears of it any more."""
+    await transport.died()
+    left.set()
+    worker.fail(
+        SwarmnetError(
+            "p2pd died: this worker reaches nobody",
+            hint="start it again, it goes on from its checkpoint: swarmnet train join",
+        )
+    )
 
 
 class _Left(Exception):

@@ -18,33 +18,31 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from swarmnet_node.training.checkpoint import Checkpoints
-from swarmnet_node.training.outcomes import Pending, contributors, facts, slices_of
+from swarmnet_node.training.neighbours import LOOK_S, Neighbours
+from swarmnet_node.training.outcomes import Pending, averaging_rules, contributors, facts, slices_of
 from swarmnet_node.training.replica import NOTHING_DONE, Replica, together
 from swarmnet_node.training.state import max_state_bytes
 from swarmnet_node.training.trainer import StepReport, Trainer
-from swarmnet_protocols.aio import cancel
+from swarmnet_protocols.aio import cancel, race
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.models import Progress
 from swarmnet_protocols.timing import Timing
-from swarmnet_protocols.training.aggregate import aggregate, clip_to_median_norm_, outliers
-from swarmnet_protocols.training.averaging import Exchange, RoundTiming, Rules
-from swarmnet_protocols.training.board import WorkerInfo, find_workers, publish_job, publish_worker
+from swarmnet_protocols.training.averaging import Exchange, RoundTiming
+from swarmnet_protocols.training.board import WorkerInfo, publish_job, publish_worker
 from swarmnet_protocols.training.codecs import get_codec
 from swarmnet_protocols.training.gathering import Elsewhere, Gathering
-from swarmnet_protocols.training.jobs import Job, open_job
+from swarmnet_protocols.training.jobs import open_job
 from swarmnet_protocols.training.methods import Average
 from swarmnet_protocols.training.rates import ArrivalRates
 from swarmnet_protocols.training.rosters import Candidate, Roster
-from swarmnet_protocols.training.state_transfer import PackedState, Source, StateDownload, StateServer
-from swarmnet_protocols.transport import PeerId, Transport
+from swarmnet_protocols.training.state_transfer import PackedState, StateDownload, StateServer
+from swarmnet_protocols.transport import Transport
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 ANNOUNCE_S = 20.0
-LOOK_S = 5.0
-"""Between two looks at the directory for workers that are new."""
 HEAL_S = 5.0
 """Before another try to fetch a state, when nobody gave it."""
 
@@ -98,9 +96,10 @@ class Worker:
         self._slot: int | None = None
         """Which share of the data is ours; a newcomer has none before its first roster."""
         self._state = b""
-        self._known: dict[PeerId, Candidate] = {}
-        self._looked = -LOOK_S
+        self._others = Neighbours(world.directory, self.job_id, world.transport.peer_id)
         self._pending: Pending | None = None
+        self._failure: SwarmnetError | None = None
+        self._failed = asyncio.Event()
         key = bytes.fromhex(self.job_id)
         self._states = StateServer(world.transport, key, world.timing)
         self._gathering = Gathering(
@@ -112,7 +111,7 @@ class Worker:
         )
 
     async def run(self) -> None:
-        """Train until the last round of the job, or until ``stop``. Raises what the disk raises."""
+        """Train until the last round of the job, or until ``stop``. Raises what the disk raises, and what ``fail`` was given."""
         await self._resume()
         await self._states.serve()
         await self._gathering.serve()
@@ -140,10 +139,10 @@ class Worker:
             )
             announcing = asyncio.create_task(self._keep_announcing(), name="announce")
             try:
-                await self._train(exchange)
-                if self.round == self._job.job.rounds and not self._method.shares_weights:
-                    await self._merge(exchange)
-                await self._save()
+                await race(self._failed.wait(), self._to_the_end(exchange))
+                if self._failure is not None:
+                    await self._save()
+                    raise self._failure
                 self._report({"event": "done", "round": self.round, "revision": self._replica.revision})
             finally:
                 await cancel(announcing, self._pending.outcome if self._pending else None)
@@ -151,6 +150,17 @@ class Worker:
     def stop(self) -> None:
         """End after the present round."""
         self.stopping = True
+
+    def fail(self, error: SwarmnetError) -> None:
+        """The worker cannot go on: ``run`` saves where it is and raises ``error``."""
+        self._failure = error
+        self._failed.set()
+
+    async def _to_the_end(self, exchange: Exchange) -> None:
+        await self._train(exchange)
+        if self.round == self._job.job.rounds and not self._method.shares_weights:
+            await self._merge(exchange)
+        await self._save()
 
     # ---- a round ----------------------------------------------------------------------------------------
 
@@ -219,17 +229,17 @@ class Worker:
         return contribution, together(report, more)
 
     async def _gather(self, weight: float) -> Roster:
-        await self._look_for_others()
+        await self._others.look()
         transport = self._world.transport
         addresses = tuple(transport.addresses())
         me = Candidate(transport.peer_id, addresses, weight=weight, exchanges=self._exchanges)
         roster = await self._gathering.gather(
             me,
-            list(self._known.values()),
+            self._others.known(),
             measured=self._rates.bytes_per_s(),
             patience_s=self._job.exchange.deadline_s,
         )
-        self._known = {member.peer: member for member in roster.members if member.peer != me.peer}
+        self._others.meet(roster.members)
         return roster
 
     async def _settle(self) -> None:
@@ -314,10 +324,7 @@ class Worker:
     async def _heal(self, elsewhere: Elsewhere) -> None:
         """Fetch the state that the others start from, and stand where they stand."""
         began = self._now()
-        await self._look_for_others(now=True)
-        sources = {elsewhere.peer: self._known.get(elsewhere.peer)}
-        if self._method.shares_weights:
-            sources |= self._known
+        await self._others.look(now=True)
         download = StateDownload(
             bytes.fromhex(self.job_id),
             elsewhere.state,
@@ -326,7 +333,7 @@ class Worker:
         try:
             data = await download.run(
                 self._world.transport,
-                [Source(peer, member.addresses if member else ()) for peer, member in sources.items()],
+                self._others.sources(elsewhere.peer, only=not self._method.shares_weights),
                 self._world.timing,
                 partial(self._world.progress, "fetching the state"),
             )
@@ -354,18 +361,14 @@ class Worker:
         await self._gathering.stand(self.round, self._state)
 
     async def _save(self) -> None:
-        checkpoint = self._replica.checkpoint(self.job_id, self.round)
-        await self._compute(self._checkpoints.save, checkpoint, self._replica.trainer.write)
+        done = self.round if self._pending is None else self._pending.round
+
+        def save() -> None:
+            self._checkpoints.save(self._replica.checkpoint(self.job_id, done), self._replica.trainer.write)
+
+        await self._compute(save)
 
     # ---- the others -------------------------------------------------------------------------------------
-
-    async def _look_for_others(self, *, now: bool = False) -> None:
-        if not now and self._now() - self._looked < LOOK_S:
-            return
-        self._looked = self._now()
-        for info in await find_workers(self._world.directory, self.job_id):
-            if info.peer != self._world.transport.peer_id:
-                self._known.setdefault(info.peer, info.member)
 
     async def _keep_announcing(self) -> None:
         while True:
@@ -384,13 +387,3 @@ class Worker:
     async def _compute(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._world.executor, lambda: function(*args, **kwargs))
-
-
-def averaging_rules(job: Job) -> Rules:
-    """How contributions become an average; the same at all workers, because the job says it."""
-
-    def aggregated(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return aggregate(job.exchange.aggregate, clip_to_median_norm_(rows, weights), weights)
-
-    tokens = job.training.batch_size * job.data.sequence_length * job.make_method().steps_per_round
-    return Rules(aggregated, screen=outliers, max_weight=float(tokens))
