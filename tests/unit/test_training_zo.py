@@ -1,20 +1,28 @@
 """Zeroth-order training: the equations, a history that gives the same bits, and one byte a slope."""
 
 import math
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from swarmnet_node.training.replica import Replica
+from swarmnet_node.training.trainer import Trainer
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.training.codecs.log8 import Log8Codec
 from swarmnet_protocols.training.methods import Average, ZeroOrder, get_method, zo
 from tests.support import training_reference as reference
+from tests.support.tiny_job import tiny_job, tiny_trainer
 from tests.support.training_task import NAMES, ROUNDS, SIZE, WORKERS, Task, assert_agree
 
 H = 2
 EPSILON = 1e-2
 LEARNING_RATE = 1e-3
 SEED = 1 << 40
+JOB: dict[str, dict[str, Any]] = {
+    "method": {"name": "zo", "settings": {"sync_every": 3, "learning_rate": 1e-3, "seed": SEED}}
+}
 
 
 def zeroth_order() -> ZeroOrder:
@@ -91,3 +99,45 @@ def test_a_log_with_anything_but_finite_slopes_is_refused(entry: torch.Tensor) -
     method = zeroth_order()
     with pytest.raises(ProtocolViolation, match="round 7"):
         method.replay(method.agreed(), [(7, entry)])
+
+
+class TestWorker:
+    def test_it_contributes_the_slopes_of_its_model_and_ends_at_what_was_agreed(self, tmp_path: Path) -> None:
+        trainer = tiny_trainer(tmp_path, **JOB)
+        worker = Replica(tiny_job(tmp_path, **JOB), trainer)
+        gradient, report = trainer.gradient(0, 0, 2)
+        z = torch.from_numpy(reference.direction(SEED, 0, 0, len(gradient))).float()
+        slopes, measured = worker.contribution(0, 2)
+        assert float(slopes[0]) == pytest.approx(float(gradient @ z), rel=0.02)
+        assert measured.loss == pytest.approx(report.loss, rel=0.02)
+        before = worker.method.agreed()
+        worker.apply(0, Average(slopes / 2, NAMES))
+        assert torch.equal(trainer.parameters(), worker.method.agreed())
+        assert not torch.equal(trainer.parameters(), before)
+        worker.contribution(1, 2)
+        worker.apply(1, None)
+        assert torch.equal(trainer.parameters(), worker.method.agreed())
+
+    def test_leaving_is_heard_in_the_middle_of_a_round(self, tmp_path: Path) -> None:
+        class Left(Exception):
+            pass
+
+        heard = []
+
+        def progress(description: str, done: int, total: int | None) -> None:
+            if description == "inner steps":
+                heard.append((done, total))
+                if done == 1:
+                    raise Left
+
+        job = tiny_job(tmp_path, **JOB)
+        trainer = Trainer.open(
+            job,
+            cache_dir=tmp_path / "cache",
+            available_bytes=1 << 30,
+            device=torch.device("cpu"),
+            progress=progress,
+        )
+        with pytest.raises(Left):
+            Replica(job, trainer).contribution(0, 0)
+        assert heard == [(0, 3), (0, 3), (1, 3)]
