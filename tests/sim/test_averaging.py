@@ -78,11 +78,11 @@ def test_what_is_still_to_be_sent_to_a_member_is_not_sent_twice() -> None:
     async def scenario(lab: TrainingLab) -> None:
         dial = Dial(lab.transports[lab.peers[0]], lab.peers[1], (), Message(b""), TIMING)
         link = MemberLink(dial, lambda up: None)
-        link.post_bulk("slice", iter([Message(b"1"), Message(b"2")]))
+        link.post_bulk("contribution", "slice", iter([Message(b"1"), Message(b"2")]))
         first = link._next()
-        link.post_bulk("slice", iter([Message(b"1"), Message(b"2")]))
+        link.post_bulk("contribution", "slice", iter([Message(b"1"), Message(b"2")]))
         assert [first, link._next(), link._next()] == [Message(b"1"), Message(b"2"), None]
-        link.post_bulk("slice", iter([Message(b"1")]))
+        link.post_bulk("contribution", "slice", iter([Message(b"1")]))
         assert link._next() == Message(b"1"), "it was sent: whoever asks again did not get it"
 
     simulate(scenario, TrainingLab(2))

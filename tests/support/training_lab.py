@@ -71,6 +71,7 @@ class TrainingLab:
         round: int = 0,
         members: Sequence[Member] | None = None,
         late_s: Mapping[PeerId, float] = {},
+        spread_s: float = 0.0,
     ) -> Outcomes:
         """What everybody got who did not crash."""
 
@@ -82,6 +83,7 @@ class TrainingLab:
                 work.values[peer],
                 weight=work.weights[peer],
                 codec=work.codec,
+                spread_s=spread_s,
             )
 
         self._calls = {

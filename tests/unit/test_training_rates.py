@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from swarmnet_protocols.training.rates import MAX_PEERS, MIN_BYTES, Arrival, ArrivalRates, agreed_rates
 from swarmnet_protocols.training.shares import shares
 from swarmnet_protocols.training.terms import UNMEASURED_BYTES_PER_S
+from swarmnet_protocols.training.transfers import Assembly
 from swarmnet_protocols.transport import PeerId
 
 RATES = st.floats(min_value=1e3, max_value=1e9)
@@ -38,6 +39,16 @@ def test_short_payloads_and_those_that_took_no_time_say_nothing() -> None:
     rates = ArrivalRates()
     rates.add([Arrival(peers(1)[0], MIN_BYTES - 1, 1.0), Arrival(peers(1)[0], MIN_BYTES, 0.0)])
     assert rates.bytes_per_s() == {}
+
+
+def test_only_parts_that_were_not_held_back_say_how_fast_a_link_is() -> None:
+    assembly = Assembly(size_bytes=10, hash=b"")
+    assembly.add(0, b"ab", now=5.0, paced=False)
+    assembly.add(2, b"cde", now=6.0, paced=False)
+    assembly.add(5, b"f", now=20.0, paced=True)
+    assert not assembly.add(6, b"gh", now=20.5, paced=False)
+    assert assembly.add(8, b"ij", now=99.0, paced=True)
+    assert (assembly.timed_bytes, assembly.timed_s) == (5, 1.5)
 
 
 def test_no_more_peers_are_remembered_than_there_may_be() -> None:

@@ -119,6 +119,11 @@ def worker_messages() -> Iterator[Protobuf]:
     yield pb.StateReply(description=pb.Description(size_bytes=1 << 30))
     yield pb.StateReply(chunk=pb.Chunk(index=300))
     yield pb.StateReply(refused=pb.StateRefused(reason="this state is not kept here"))
+    yield pb.HandOverRequest(offer=pb.Offer(job=_MANIFEST, state=_MANIFEST[::-1]))
+    yield pb.HandOverRequest(yours=pb.Yours())
+    yield pb.HandOverReply(ready=pb.Ready())
+    yield pb.HandOverReply(taken=pb.Taken())
+    yield pb.HandOverReply(refused=pb.HandOverRefused(reason="this worker leaves too"))
 
 
 def training_messages() -> Iterator[Protobuf]:
@@ -144,6 +149,14 @@ def training_messages() -> Iterator[Protobuf]:
         result=pb.Result(
             slice=1, size_bytes=1 << 33, offset=1 << 32, hash=_MANIFEST, summary=b"a serialized Summary"
         )
+    )
+    yield pb.ExchangeRequest(
+        contribution=pb.Contribution(
+            slice=1, weight=0.5, size_bytes=1 << 33, offset=1 << 32, hash=_MANIFEST, paced=True
+        )
+    )
+    yield pb.ExchangeRequest(
+        result=pb.Result(slice=1, size_bytes=1 << 33, offset=1 << 32, hash=_MANIFEST, paced=True)
     )
     yield pb.ExchangeReply(beat=pb.Beat())
     yield pb.ExchangeReply(refusal=pb.Refusal(detail="this worker is in another job"))

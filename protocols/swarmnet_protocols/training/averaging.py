@@ -75,22 +75,32 @@ class Exchange:
         await cancel(*self._tasks)
 
     async def average(
-        self, round: int, members: Sequence[Member], values: torch.Tensor, *, weight: float, codec: Codec
+        self,
+        round: int,
+        members: Sequence[Member],
+        values: torch.Tensor,
+        *,
+        weight: float,
+        codec: Codec,
+        spread_s: float = 0.0,
     ) -> Outcome:
         """Average ``values`` (float32 [n] on the CPU) with the other members, who must all be given the same roster and sizes.
 
         Ends within ``deadline_s`` and a beat, plus the time to encode and decode. Rounds are numbered upwards; ``weight`` 0 takes part
-        without contributing. Raises ``ConfigError`` for a roster, a round or a weight that cannot be.
+        without contributing. What is sent goes out evenly over ``spread_s``, or as much of it as the deadlines allow; 0: at
+        once. Raises ``ConfigError`` for a roster, a round, a weight or a time that cannot be.
         """
         if not self._open or round <= self._latest:
             raise ConfigError(f"round {round} cannot begin: the last one was {self._latest}")
         if not (math.isfinite(weight) and weight >= 0):
             raise ConfigError(f"a weight of {weight:g}")
+        if not (math.isfinite(spread_s) and spread_s >= 0):
+            raise ConfigError(f"an exchange cannot be spread over {spread_s:g} s")
         terms = Terms.of(self._job, round, members, values.numel(), codec)
         if values.dtype != torch.float32 or values.dim() != 1:
             raise ConfigError("only a flat float32 vector can be averaged")
         engagement = Engagement(self._transport, self._timing, self._rules, self._executor, self._own)
-        conversation = Conversation(terms, engagement)
+        conversation = Conversation(terms, engagement, spread_s)
         self._latest = round
         for old in [each for each in self._rounds if self._is_over(each, terms)]:
             self._rounds.pop(old).close()

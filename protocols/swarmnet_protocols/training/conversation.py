@@ -20,6 +20,7 @@ from swarmnet_protocols.training.messages import (
     encode_control,
     hash_of_size,
 )
+from swarmnet_protocols.training.pacing import Spread
 from swarmnet_protocols.training.rates import Arrival
 from swarmnet_protocols.training.round_events import (
     Began,
@@ -49,9 +50,11 @@ from swarmnet_protocols.training.transfers import (
     Reader,
     Result,
     Rules,
+    contribution_messages,
     parts,
     read_summary,
     reduce_slice,
+    result_messages,
 )
 from swarmnet_protocols.transport import Buffer, Message, PeerId, Stream, Transport
 from swarmnet_protocols.wire import training_pb2 as pb
@@ -95,9 +98,9 @@ class Engagement:
 
 
 class Conversation:
-    """``prepare``, then ``run``. It goes on to answer others until ``close``."""
+    """``prepare``, then ``run``, which takes ``spread_s`` to send. It goes on to answer others until ``close``."""
 
-    def __init__(self, terms: Terms, engagement: Engagement) -> None:
+    def __init__(self, terms: Terms, engagement: Engagement, spread_s: float) -> None:
         me = terms.find(engagement.transport.peer_id)
         if me is None:
             raise ConfigError("this worker is not in the roster of the round")
@@ -107,6 +110,7 @@ class Conversation:
         self._loop = asyncio.get_running_loop()
         self._began_s = self._loop.time()
         self._round = Round(me, terms.coordinators(), terms.owners, engagement.timing, self._began_s)
+        self._spread = Spread(spread_s, terms.contributions, self._began_s, engagement.timing)
         self._ended: asyncio.Future[Finish] = self._loop.create_future()
         self._links: dict[int, MemberLink] = {}
         self._running: dict[int, asyncio.Task[None]] = {}
@@ -204,9 +208,9 @@ class Conversation:
                 self._links[member].post(Message(encode_control(message).SerializeToString()))
                 self._keep_running(member)
             case SendContribution(member, index):
-                self._links[member].post_bulk(index, self._contribution_parts(member, index))
+                self._links[member].post_bulk("contribution", index, self._contribution(member, index))
             case SendResult(member, index, wanted) if result := self._results.get((index, wanted)):
-                self._links[member].post_bulk((index, wanted), self._result_parts(index, result))
+                self._links[member].post_bulk("result", (index, wanted), self._result(member, index, result))
                 self._keep_running(member)
             case Reduce(index, members):
                 payloads = [
@@ -217,30 +221,20 @@ class Conversation:
             case Finish():
                 self._ended.set_result(effect)
 
-    def _contribution_parts(self, member: int, index: int) -> Iterator[Message]:
+    def _contribution(self, member: int, index: int) -> Iterator[Message | float]:
         payload = self._own[index] if self._own else Payload(0.0, b"", hashlib.sha256().digest())
-        for offset, part in parts(payload.data):
-            if not self._round.wants_contribution(member, index, self._loop.time()):
-                return
-            header = pb.Contribution(
-                slice=index,
-                weight=payload.weight,
-                size_bytes=len(payload.data),
-                offset=offset,
-                hash=payload.hash,
-            )
-            yield Message(pb.ExchangeRequest(contribution=header).SerializeToString(), part)
+        clock = self._loop.time
+        pace = self._spread.contribution(member, len(payload.data), clock())
 
-    def _result_parts(self, index: int, result: Result) -> Iterator[Message]:
-        for offset, part in parts(result.payload):
-            header = pb.Result(
-                slice=index,
-                size_bytes=len(result.payload),
-                offset=offset,
-                hash=result.hash,
-                summary=b"" if offset else result.summary,
-            )
-            yield Message(pb.ExchangeRequest(result=header).SerializeToString(), part)
+        def wanted() -> bool:
+            return self._round.wants_contribution(member, index, clock())
+
+        return contribution_messages(index, payload, parts(payload.data, pace, clock), wanted)
+
+    def _result(self, member: int, index: int, result: Result) -> Iterator[Message | float]:
+        clock = self._loop.time
+        pace = self._spread.result(member, len(result.payload), clock())
+        return result_messages(index, result, parts(result.payload, pace, clock))
 
     async def _reduce(self, index: int, payloads: list[tuple[int, Payload]]) -> None:
         terms, rules = self._terms.slice(index), self._engagement.rules
@@ -315,20 +309,14 @@ class Conversation:
             summary = header.summary if isinstance(header, pb.Result) else b""
             if header.size_bytes > limit or len(summary) > MAX_SUMMARY_BYTES:
                 raise ProtocolViolation(f"{header.size_bytes} bytes for a slice of at most {limit}")
-            self._assemblies[key] = Assembly(
-                header.size_bytes, hash_of_size(header.hash), self._loop.time(), summary
-            )
+            self._assemblies[key] = Assembly(header.size_bytes, hash_of_size(header.hash), summary)
         assembly = self._assemblies.get(key)
         if assembly is None or assembly.hash != header.hash:
             return None  # its beginning was not wanted
-        if not assembly.add(header.offset, part):
+        if not assembly.add(header.offset, part, self._loop.time(), paced=header.paced):
             return None
-        member, _ = key
-        self._arrivals[key] = Arrival(
-            self._terms.members[member].peer,
-            assembly.size_bytes - assembly.first_bytes,
-            self._loop.time() - assembly.began_s,
-        )
+        peer = self._terms.members[key[0]].peer
+        self._arrivals[key] = Arrival(peer, assembly.timed_bytes, assembly.timed_s)
         return self._assemblies.pop(key)
 
     # links and the end

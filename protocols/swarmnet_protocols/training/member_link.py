@@ -38,7 +38,7 @@ class MemberLink:
         self._dial = dial
         self._on_change = on_change
         self._urgent: deque[Message] = deque()
-        self._bulk: dict[Hashable, Iterator[Message]] = {}
+        self._bulk: dict[str, dict[Hashable, Iterator[Message | float]]] = {}
         self._news = asyncio.Event()
         self._draining = False
 
@@ -47,12 +47,13 @@ class MemberLink:
         self._urgent.append(message)
         self._news.set()
 
-    def post_bulk(self, name: Hashable, messages: Iterator[Message]) -> None:
-        """Send in order, while nothing is urgent. ``messages`` is asked for the next one only when there is room for it.
+    def post_bulk(self, lane: str, name: Hashable, messages: Iterator[Message | float]) -> None:
+        """Send while nothing is urgent, in order within a ``lane``. ``messages`` is asked for the next only when there is room for it.
 
-        Nothing is sent again while what has the same name is still to be sent.
+        A number is the loop's time until which it has none: then it is asked again, and meanwhile other lanes have their
+        turn. Nothing is sent again while what has the same name is still to be sent.
         """
-        self._bulk.setdefault(name, messages)
+        self._bulk.setdefault(lane, {}).setdefault(name, messages)
         self._news.set()
 
     def drain(self) -> None:
@@ -87,25 +88,33 @@ class MemberLink:
 
     async def _send(self, stream: Stream) -> None:
         while True:
-            message = self._next()
-            if message is not None:
-                await self._transmit(stream, message)
-            elif self._draining:
+            turn = self._next()
+            if isinstance(turn, Message):
+                await self._transmit(stream, turn)
+            elif turn is None and self._draining:
                 return
             else:
                 self._news.clear()
-                await self._news.wait()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout_at(turn):
+                        await self._news.wait()
 
-    def _next(self) -> Message | None:
+    def _next(self) -> Message | float | None:
+        """What is to be sent now, or when there will be something; None if nothing is posted."""
         if self._urgent:
             return self._urgent.popleft()
-        while self._bulk:
-            name, messages = next(iter(self._bulk.items()))
-            message = next(messages, None)
-            if message is not None:
-                return message
-            del self._bulk[name]
-        return None
+        due_s = []
+        for lane in self._bulk.values():
+            while lane:
+                name, messages = next(iter(lane.items()))
+                turn = next(messages, None)
+                if isinstance(turn, Message):
+                    return turn
+                if turn is not None:
+                    due_s.append(turn)
+                    break
+                del lane[name]
+        return min(due_s, default=None)
 
     async def _transmit(self, stream: Stream, message: Message) -> None:
         await stream.send(message)

@@ -22,7 +22,7 @@ Measured = Mapping[PeerId, float]
 
 @dataclass(frozen=True)
 class Arrival:
-    """A payload that came in parts: the bytes after the first part, and the seconds they took."""
+    """A payload that came in parts: those that its sender did not hold back, but for the first, and the seconds they took."""
 
     peer: PeerId
     size_bytes: int

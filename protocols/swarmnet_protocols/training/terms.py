@@ -60,6 +60,13 @@ class Terms:
     def shape(self) -> Shape:
         return Shape(len(self.members), len(self.slices))
 
+    @property
+    def contributions(self) -> float:
+        """What part contributions are of all bytes that are exchanged; the rest are results."""
+        whole = SliceTerms(self.round, 0, self.count, self.codec)
+        result_bytes = whole.result_bytes(len(self.members))
+        return whole.contribution_bytes / (whole.contribution_bytes + result_bytes)
+
     def slice(self, index: int) -> SliceTerms:
         start, end = self.slices[index]
         return SliceTerms(self.round, index, end - start, self.codec)

@@ -17,11 +17,10 @@ from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.training.aggregate import weighted_mean
 from swarmnet_protocols.training.codecs import Codec, result_codec
 from swarmnet_protocols.training.messages import below
-from swarmnet_protocols.transport import Buffer
+from swarmnet_protocols.training.pacing import MIN_WAIT_S, Pace
+from swarmnet_protocols.transport import Buffer, Message
 from swarmnet_protocols.wire import training_pb2 as pb
 
-PART_BYTES = 256 << 10
-"""Of a payload in one message: small, as what is urgent waits for no more than one."""
 MAX_SUMMARY_BYTES = 32 << 10
 MAX_REASON = 200
 
@@ -67,35 +66,89 @@ def result_hash(summary: bytes, payload: Buffer) -> bytes:
     return digest.digest()
 
 
-def parts(payload: Buffer) -> Iterator[tuple[int, memoryview]]:
-    """``payload`` in pieces with their offsets; at least one, even if there is nothing in it."""
+@dataclass(frozen=True)
+class Part:
+    """``data`` of a payload at ``offset``. ``paced``: it was held back, so when it comes says nothing of the link."""
+
+    offset: int
+    data: memoryview
+    paced: bool
+
+
+def parts(payload: Buffer, pace: Pace, clock: Callable[[], float]) -> Iterator[Part | float]:
+    """``payload`` in pieces, at least one even if it is empty; while the next is not due yet, when it will be."""
     view = memoryview(payload)
-    for offset in range(0, max(len(view), 1), PART_BYTES):
-        yield offset, view[offset : offset + PART_BYTES]
+    for offset in range(0, max(len(view), 1), pace.part_bytes):
+        paced = False
+        while (due_s := pace.due_s(offset)) > clock() + MIN_WAIT_S:
+            paced = True
+            yield due_s
+        yield Part(offset, view[offset : offset + pace.part_bytes], paced)
+
+
+def contribution_messages(
+    index: int, payload: Payload, parts: Iterator[Part | float], wanted: Callable[[], bool]
+) -> Iterator[Message | float]:
+    """The parts of a contribution to slice ``index`` as they travel, while it is ``wanted``; floats as in ``parts``."""
+    for part in parts:
+        if not wanted():
+            return
+        if isinstance(part, float):
+            yield part
+            continue
+        header = pb.Contribution(
+            slice=index,
+            weight=payload.weight,
+            size_bytes=len(payload.data),
+            offset=part.offset,
+            hash=payload.hash,
+            paced=part.paced,
+        )
+        yield Message(pb.ExchangeRequest(contribution=header).SerializeToString(), part.data)
+
+
+def result_messages(index: int, result: Result, parts: Iterator[Part | float]) -> Iterator[Message | float]:
+    """The parts of the result of slice ``index`` as they travel; floats as in ``parts``."""
+    for part in parts:
+        if isinstance(part, float):
+            yield part
+            continue
+        header = pb.Result(
+            slice=index,
+            size_bytes=len(result.payload),
+            offset=part.offset,
+            hash=result.hash,
+            summary=b"" if part.offset else result.summary,
+            paced=part.paced,
+        )
+        yield Message(pb.ExchangeRequest(result=header).SerializeToString(), part.data)
 
 
 class Assembly:
     """A payload of announced size that comes in parts. Grows with what came, never with what was announced.
 
-    ``began_s`` is when its first part came, of ``first_bytes``.
+    ``timed_bytes`` came in ``timed_s`` seconds: parts that left when the one before was gone, not the first nor paced ones.
     """
 
-    def __init__(self, size_bytes: int, hash: bytes, began_s: float, summary: bytes = b"") -> None:
+    def __init__(self, size_bytes: int, hash: bytes, summary: bytes = b"") -> None:
         self.size_bytes = size_bytes
         self.hash = hash
-        self.began_s = began_s
-        self.first_bytes = 0
         self.summary = summary
         self.data = bytearray()
+        self.timed_bytes = 0
+        self.timed_s = 0.0
+        self._last_s = 0.0
 
-    def add(self, offset: int, part: Buffer) -> bool:
+    def add(self, offset: int, part: Buffer, now: float, *, paced: bool) -> bool:
         """Whether the payload is complete now. Raises ``ProtocolViolation`` for a part out of place or too much."""
         if offset != len(self.data) or offset + len(part) > self.size_bytes:
             raise ProtocolViolation(
                 f"a part of {len(part)} bytes at {offset} of a payload of which {len(self.data)} of {self.size_bytes} came"
             )
-        if offset == 0:
-            self.first_bytes = len(part)
+        if offset and not paced:
+            self.timed_bytes += len(part)
+            self.timed_s += now - self._last_s
+        self._last_s = now
         self.data += part
         return len(self.data) == self.size_bytes
 

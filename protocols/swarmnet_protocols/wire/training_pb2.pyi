@@ -137,32 +137,36 @@ class Call(_message.Message):
     def __init__(self, slice: _Optional[int] = ...) -> None: ...
 
 class Contribution(_message.Message):
-    __slots__ = ("slice", "weight", "size_bytes", "offset", "hash")
+    __slots__ = ("slice", "weight", "size_bytes", "offset", "hash", "paced")
     SLICE_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     HASH_FIELD_NUMBER: _ClassVar[int]
+    PACED_FIELD_NUMBER: _ClassVar[int]
     slice: int
     weight: float
     size_bytes: int
     offset: int
     hash: bytes
-    def __init__(self, slice: _Optional[int] = ..., weight: _Optional[float] = ..., size_bytes: _Optional[int] = ..., offset: _Optional[int] = ..., hash: _Optional[bytes] = ...) -> None: ...
+    paced: bool
+    def __init__(self, slice: _Optional[int] = ..., weight: _Optional[float] = ..., size_bytes: _Optional[int] = ..., offset: _Optional[int] = ..., hash: _Optional[bytes] = ..., paced: _Optional[bool] = ...) -> None: ...
 
 class Result(_message.Message):
-    __slots__ = ("slice", "size_bytes", "offset", "hash", "summary")
+    __slots__ = ("slice", "size_bytes", "offset", "hash", "summary", "paced")
     SLICE_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     HASH_FIELD_NUMBER: _ClassVar[int]
     SUMMARY_FIELD_NUMBER: _ClassVar[int]
+    PACED_FIELD_NUMBER: _ClassVar[int]
     slice: int
     size_bytes: int
     offset: int
     hash: bytes
     summary: bytes
-    def __init__(self, slice: _Optional[int] = ..., size_bytes: _Optional[int] = ..., offset: _Optional[int] = ..., hash: _Optional[bytes] = ..., summary: _Optional[bytes] = ...) -> None: ...
+    paced: bool
+    def __init__(self, slice: _Optional[int] = ..., size_bytes: _Optional[int] = ..., offset: _Optional[int] = ..., hash: _Optional[bytes] = ..., summary: _Optional[bytes] = ..., paced: _Optional[bool] = ...) -> None: ...
 
 class Summary(_message.Message):
     __slots__ = ("round", "slice", "contributors", "excluded")

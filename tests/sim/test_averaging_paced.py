@@ -1,0 +1,138 @@
+"""An exchange that takes its time: no burst on any link, and still the same bits, in time, whoever fails in its midst."""
+
+from collections import deque
+
+import pytest
+
+from swarmnet_protocols.protocol_ids import EXCHANGE
+from swarmnet_protocols.training.averaging import RoundTiming
+from swarmnet_protocols.training.rates import MIN_BYTES, ArrivalRates
+from swarmnet_protocols.transport import PeerId
+from swarmnet_protocols.transport.memory import Delivery, LinkProfile
+from tests.sim.test_averaging import nth, simulate
+from tests.support.training_lab import Outcomes, TrainingLab, Work, check_agreement, on_delivery
+
+STEP_S = 0.8
+OVERLAP_STEPS = 5
+SPREAD_S = OVERLAP_STEPS * STEP_S
+COUNT = 1 << 20
+GRAIN = 1.08
+"""Parts are not infinitely small, and some time is left for the last of them to arrive."""
+FAST = LinkProfile(delay_s=0.02, bytes_per_s=1e9)
+
+
+class Meter:
+    """The most bytes that a worker sent in any window of ``seconds``, and what each sent in all."""
+
+    def __init__(self, lab: TrainingLab, seconds: float) -> None:
+        self.peak_bytes = 0
+        self.sent = dict.fromkeys(lab.peers, 0)
+        self._seconds = seconds
+        self._windows: dict[PeerId, deque[tuple[float, int]]] = {peer: deque() for peer in lab.peers}
+        lab.network.observers.append(self._count)
+
+    def _count(self, delivery: Delivery) -> None:
+        if delivery.protocol.id != EXCHANGE.id:
+            return
+        size_bytes = len(delivery.message.header) + len(delivery.message.payload)
+        self.sent[delivery.source] += size_bytes
+        window = self._windows[delivery.source]
+        window.append((delivery.time_s, size_bytes))
+        while window[0][0] <= delivery.time_s - self._seconds:
+            window.popleft()
+        self.peak_bytes = max(self.peak_bytes, sum(size for _, size in window))
+
+
+def exchanged(
+    lab: TrainingLab, work: Work, spread_s: float = SPREAD_S, late_s: dict[PeerId, float] | None = None
+) -> Outcomes:
+    outcomes: Outcomes = simulate(lambda lab: lab.average(work, spread_s=spread_s, late_s=late_s or {}), lab)
+    check_agreement(work, outcomes)
+    assert all(outcome.committed for outcome in outcomes.values())
+    return outcomes
+
+
+def peak_share(spread_s: float, late_s: float = 0.0) -> tuple[float, Outcomes]:
+    """Of all that a worker sends in an exchange, the most in the time of one inner step."""
+    lab = TrainingLab(4, link=FAST)
+    meter = Meter(lab, STEP_S)
+    outcomes = exchanged(lab, Work.random(lab, COUNT, "int4"), spread_s, {lab.peers[1]: late_s})
+    return meter.peak_bytes / max(meter.sent.values()), outcomes
+
+
+def test_no_inner_step_sees_more_than_its_share_of_an_exchange() -> None:
+    burst, _ = peak_share(0.0)
+    spread, outcomes = peak_share(SPREAD_S)
+    assert burst > 0.95
+    assert spread <= GRAIN / OVERLAP_STEPS
+    assert max(outcome.wait_s for outcome in outcomes.values()) <= 1.05 * SPREAD_S
+
+
+def test_who_begins_later_than_the_others_does_not_send_contributions_and_results_at_once() -> None:
+    spread, _ = peak_share(SPREAD_S, late_s=STEP_S)
+    assert spread <= GRAIN / OVERLAP_STEPS
+
+
+@pytest.mark.parametrize("victim", ["source", "target"])
+@pytest.mark.parametrize(("kind", "number"), [("contribution", 100), ("result", 100)])
+def test_a_death_in_its_midst_costs_no_more_than_its_own_contribution(
+    kind: str, number: int, victim: str
+) -> None:
+    lab = TrainingLab(5)
+    on_delivery(lab, nth(kind, number), lambda delivery: lab.crash(getattr(delivery, victim)))
+    outcomes = exchanged(lab, Work.random(lab, COUNT // 4))
+    assert len(lab.crashed) == 1
+    for outcome in outcomes.values():
+        assert all(set(outcomes) <= set(names) for names in outcome.contributors)
+
+
+def test_a_connection_that_is_reset_in_its_midst_is_made_up_for() -> None:
+    lab = TrainingLab(4)
+
+    def reset(delivery: Delivery) -> None:
+        lab.network.reset(delivery.source, delivery.target, delivery.protocol)
+
+    on_delivery(lab, nth("contribution", 100), reset)
+    on_delivery(lab, nth("result", 100), reset)
+    for outcome in exchanged(lab, Work.random(lab, COUNT // 4)).values():
+        assert all(len(names) == 4 for names in outcome.contributors)
+
+
+def test_a_link_slower_than_the_pace_is_not_slowed_further() -> None:
+    def took_s(spread_s: float) -> float:
+        lab = TrainingLab(3, link=FAST)
+        slow, *others = lab.peers
+        for other in others:
+            lab.network.set_link(slow, other, LinkProfile(delay_s=0.02, bytes_per_s=1e6))
+        outcomes = exchanged(lab, Work.random(lab, COUNT), spread_s)
+        return max(outcome.wait_s for outcome in outcomes.values())
+
+    at_once_s = took_s(0.0)
+    assert took_s(0.8 * at_once_s) <= 1.02 * at_once_s
+
+
+def test_who_holds_back_is_not_taken_for_slow() -> None:
+    lab = TrainingLab(3, link=FAST)
+    outcomes = exchanged(lab, Work.random(lab, COUNT))
+    arrivals = [arrival for outcome in outcomes.values() for arrival in outcome.arrivals]
+    assert len(arrivals) == 3 * 2 * 2
+    assert max(arrival.size_bytes for arrival in arrivals) < MIN_BYTES
+    rates = ArrivalRates()
+    rates.add(arrivals)
+    assert rates.bytes_per_s() == {}
+
+
+def test_nothing_is_sent_twice_because_it_takes_its_time() -> None:
+    sent = []
+    for spread_s in (0.0, 2 * SPREAD_S):
+        lab = TrainingLab(4, link=FAST, timing=RoundTiming(12.0, 24.0, 36.0))
+        outcomes = exchanged(lab, Work.random(lab, COUNT // 4), spread_s)
+        sent.append(sum(outcome.bytes_sent for outcome in outcomes.values()))
+    assert sent[1] <= 1.05 * sent[0]
+
+
+def test_however_long_it_might_take_the_deadlines_hold() -> None:
+    lab = TrainingLab(4)
+    for outcome in exchanged(lab, Work.random(lab, COUNT // 4), spread_s=1e6).values():
+        assert all(len(names) == 4 for names in outcome.contributors)
+        assert outcome.wait_s <= lab.timing.late_s + 0.5

@@ -1,0 +1,85 @@
+"""When the parts of an exchange may go out: evenly, in their turn, and before the deadlines."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarmnet_protocols.training.pacing import (
+    BY_DEADLINE,
+    MAX_PART_BYTES,
+    MIN_PART_BYTES,
+    PARTS,
+    SENDING,
+    Pace,
+    Spread,
+)
+from swarmnet_protocols.training.round_events import RoundTiming
+from swarmnet_protocols.training.transfers import Part, parts
+
+TIMING = RoundTiming(contribution_s=20.0, settle_s=40.0, deadline_s=60.0)
+SECONDS = st.floats(0.0, 100.0)
+SIZES = st.integers(0, 1 << 32)
+
+
+def test_parts_leave_evenly_and_whoever_is_behind_does_not_wait() -> None:
+    now = 10.0
+    size_bytes = 8 * MIN_PART_BYTES
+    coming = parts(bytes(size_bytes), Pace(10.0, 18.0, size_bytes), lambda: now)
+    first = next(coming)
+    assert isinstance(first, Part)
+    assert not first.paced
+    assert next(coming) == next(coming) == 11.0, "it is asked again and again"
+    now = 11.0
+    second = next(coming)
+    assert isinstance(second, Part)
+    assert (second.offset, second.paced) == (MIN_PART_BYTES, True)
+    now = 14.5
+    late = [part for part in (next(coming), next(coming), next(coming)) if isinstance(part, Part)]
+    assert [part.paced for part in late] == [False] * 3
+    assert next(coming) == 15.0
+
+
+@given(SECONDS, SECONDS, SIZES)
+def test_a_pace_begins_and_ends_when_it_says(start_s: float, seconds: float, size_bytes: int) -> None:
+    pace = Pace(start_s, start_s + seconds, size_bytes)
+    assert pace.due_s(0) == start_s
+    assert pace.due_s(size_bytes) <= pace.end_s + 1e-9
+    assert pace.due_s(size_bytes // 2) <= start_s + seconds / 2 + 1e-9
+    assert 0 < pace.part_bytes <= MAX_PART_BYTES
+    if seconds > 1 and MIN_PART_BYTES * PARTS < size_bytes < MAX_PART_BYTES * PARTS:
+        assert size_bytes / PARTS <= pace.part_bytes < size_bytes / PARTS + 1
+
+
+def test_what_has_no_time_is_sent_at_once_in_large_parts() -> None:
+    pace = Pace(5.0, 5.0, 1 << 20)
+    assert (pace.part_bytes, pace.due_s(1 << 20)) == (MAX_PART_BYTES, 5.0)
+    assert Pace(5.0, 1.0, 1 << 20).due_s(1 << 20) == 5.0
+
+
+def test_contributions_and_results_have_one_rate_and_their_turn() -> None:
+    spread = Spread(10.0, 0.25, 0.0, TIMING)
+    contribution = spread.contribution(1, 100, 0.5)
+    assert contribution.end_s - contribution.start_s == pytest.approx(0.25 * SENDING * 10.0)
+    early = spread.result(1, 300, 1.0)
+    assert early.start_s == contribution.end_s, "after the contribution on the same link"
+    assert early.end_s - early.start_s == pytest.approx(0.75 * SENDING * 10.0)
+    assert spread.result(2, 300, 1.0).start_s == 1.0
+
+
+def test_who_need_not_spread_sends_at_once() -> None:
+    spread = Spread(0.0, 0.5, 7.0, TIMING)
+    assert spread.contribution(1, 100, 8.0) == Pace(8.0, 8.0, 100)
+    assert spread.result(1, 100, 9.0) == Pace(9.0, 9.0, 100)
+
+
+@given(SECONDS.map(lambda value: 100 * value), st.floats(0.01, 0.99), SECONDS, SECONDS)
+def test_no_pace_misses_a_deadline(spread_s: float, contributions: float, now: float, later_s: float) -> None:
+    began_s = 3.0
+    spread = Spread(spread_s, contributions, began_s, TIMING)
+    contribution = spread.contribution(1, 100, began_s + now)
+    result = spread.result(1, 100, began_s + now + later_s)
+    if contribution.end_s > contribution.start_s:
+        assert contribution.end_s <= began_s + BY_DEADLINE * TIMING.contribution_s
+    if result.end_s > result.start_s:
+        assert result.end_s <= began_s + TIMING.late_s
+    assert result.start_s <= max(began_s + now + later_s, began_s + BY_DEADLINE * TIMING.contribution_s)
