@@ -11,11 +11,12 @@ PING = ProtocolSpec("/swarmnet/ping/1", max_header_bytes=64)
 
 GATHER = ProtocolSpec("/swarmnet/gather/1", max_header_bytes=1 << 20)
 STATE = ProtocolSpec("/swarmnet/state/1", max_header_bytes=1024, max_payload_bytes=2 << 20)
+HANDOVER = ProtocolSpec("/swarmnet/handover/1", max_header_bytes=1024)
 
 EXCHANGE = ProtocolSpec("/swarmnet/exchange/1", max_header_bytes=64 << 10, max_payload_bytes=1 << 20)
 
 INFERENCE = (SESSION, LINK, PING)
 """What a node serves."""
-TRAINING = (GATHER, STATE, EXCHANGE)
+TRAINING = (GATHER, STATE, HANDOVER, EXCHANGE)
 """What a training worker serves."""
 ALL: tuple[ProtocolSpec, ...] = INFERENCE + TRAINING

@@ -98,7 +98,7 @@ def test_a_worker_whose_p2pd_dies_saves_and_says_what_to_do(tmp_path: Path) -> N
         assert "Traceback" not in worker.log.read_text()
         saved = Checkpoints(job_folder(worker.data_dir, job)).load_newest(job)
         assert saved is not None
-        assert saved.round >= max(worker.rounds()) > done
+        assert saved.round > done
 
 
 @pytest.mark.slow

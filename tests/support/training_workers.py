@@ -11,7 +11,8 @@ import torch
 
 from swarmnet_node.training.checkpoint import Checkpoints
 from swarmnet_node.training.trainer import Trainer
-from swarmnet_node.training.worker import Hosted, Worker, WorkerWorld
+from swarmnet_node.training.worker import Worker
+from swarmnet_node.training.world import Hosted, WorkerWorld
 from swarmnet_protocols.aio import cancel
 from swarmnet_protocols.directory import MemoryBoard, MemoryDirectory
 from swarmnet_protocols.identity import Identity
@@ -88,6 +89,7 @@ class WorkerLab:
         self.events: dict[str, list[dict[str, Any]]] = {}
         self.board = MemoryBoard(self.network, lambda: EPOCH + asyncio.get_running_loop().time())
         self.tasks: dict[str, asyncio.Task[None]] = {}
+        self.workers: dict[str, Worker] = {}
 
     def peer(self, name: str) -> PeerId:
         return Identity.from_seed(name.encode()).peer_id
@@ -145,4 +147,5 @@ class WorkerLab:
                 self.events[name].append(event)
                 self.observer(name, event)
 
-            await Worker(world, hosted, report).run()
+            self.workers[name] = Worker(world, hosted, report)
+            await self.workers[name].run()

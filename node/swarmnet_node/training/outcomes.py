@@ -52,6 +52,18 @@ def facts(outcome: Outcome) -> dict[str, Any]:
     }
 
 
+def round_facts(pending: Pending, outcome: Outcome) -> dict[str, Any]:
+    """What the event of a round says of what went in, and of its exchange."""
+    return {
+        "event": "round",
+        "round": pending.round,
+        "loss": round(pending.report.loss, 6) if pending.report.tokens else None,
+        "tokens": round(sum(pending.weights.get(peer, 0.0) for peer in contributors(outcome))),
+        "workers": len(pending.weights),
+        **facts(outcome),
+    }
+
+
 def averaging_rules(job: Job) -> Rules:
     """How contributions become an average; the same at all workers, because the job says it."""
 

@@ -18,7 +18,8 @@ from swarmnet_protocols.network import Network, connect
 
 if TYPE_CHECKING:
     from swarmnet_node.training.trainer import Trainer
-    from swarmnet_node.training.worker import Report, Worker
+    from swarmnet_node.training.worker import Worker
+    from swarmnet_node.training.world import Report
     from swarmnet_protocols.directory import Directory
     from swarmnet_protocols.models import Progress
     from swarmnet_protocols.training.jobs import Job, SealedJob
@@ -61,7 +62,8 @@ async def start(
         sealed = await find_sealed(config.data_dir, directory, config.job)
 
         from swarmnet_node.training.checkpoint import Checkpoints
-        from swarmnet_node.training.worker import Hosted, Worker, WorkerWorld
+        from swarmnet_node.training.worker import Worker
+        from swarmnet_node.training.world import Hosted, WorkerWorld
         from swarmnet_protocols.threads import compute_on
 
         await compute_on(executor, codec_executor, threads=config.threads)

@@ -33,23 +33,16 @@ class SharedState:
     inner: Mapping[str, torch.Tensor]
 
     def pack(self) -> list[Buffer]:
-        """A safetensors file in pieces: its header, and the memory of every tensor.
-
-        The same bytes on every worker whose tensors are the same. A worker's own outer state is left out.
-        """
+        """The state as ``pack`` packs it, without a worker's own outer state."""
         tensors = {AGREED: self.agreed, REVISION: torch.tensor(self.revision)}
         tensors |= {OUTER + name: values for name, values in self.outer.items() if not name.startswith(OWN)}
         tensors |= {INNER + name: values for name, values in self.inner.items()}
-        ordered = dict(sorted(tensors.items(), key=lambda each: (-each[1].itemsize, each[0])))
-        return [_header(ordered), *(_memory(values) for values in ordered.values())]
+        return pack(tensors)
 
     @classmethod
     def unpack(cls, data: bytearray) -> "SharedState":
         """What ``pack`` packed, its tensors views of ``data``. Raises ``IntegrityError`` for anything else."""
-        try:
-            tensors = _views(data)
-        except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-            raise IntegrityError("not a state of a job") from error
+        tensors = unpack(data)
         agreed, revision = tensors.pop(AGREED, None), tensors.pop(REVISION, None)
         if agreed is None or revision is None or revision.shape != () or revision.dtype != torch.int64:
             raise IntegrityError("a state without parameters or revision")
@@ -60,6 +53,20 @@ class SharedState:
                 raise IntegrityError(f"a state with {name[:40]!r}")
             parts[prefix][name.removeprefix(prefix)] = values
         return cls(int(revision), agreed, parts[OUTER], parts[INNER])
+
+
+def pack(tensors: Mapping[str, torch.Tensor]) -> list[Buffer]:
+    """A safetensors file in pieces: its header, and the memory of every tensor; the same for equal tensors."""
+    ordered = dict(sorted(tensors.items(), key=lambda each: (-each[1].itemsize, each[0])))
+    return [_header(ordered), *(_memory(values) for values in ordered.values())]
+
+
+def unpack(data: bytearray) -> dict[str, torch.Tensor]:
+    """What ``pack`` packed, views of ``data``. Raises ``IntegrityError`` for anything else."""
+    try:
+        return _views(data)
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        raise IntegrityError("not a state of a job") from error
 
 
 def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:
@@ -100,6 +107,6 @@ def _views(data: bytearray) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def max_state_bytes(parameter_count: int) -> int:
-    """What no state of a model of this size exceeds."""
-    return _VECTORS * 4 * parameter_count + _HEADER_BYTES
+def max_state_bytes(parameter_count: int, vectors: int = _VECTORS) -> int:
+    """What no state of a model of this size exceeds, or no pack of so many vectors."""
+    return vectors * 4 * parameter_count + _HEADER_BYTES

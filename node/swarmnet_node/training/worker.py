@@ -7,37 +7,38 @@ round, named by their hash.
 
 import asyncio
 import contextlib
-import random
-import time
 from collections.abc import Callable
-from concurrent.futures import Executor
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from swarmnet_node.training.checkpoint import Checkpoints
+from swarmnet_node.training.debts import Debts
 from swarmnet_node.training.neighbours import LOOK_S, Neighbours
-from swarmnet_node.training.outcomes import Pending, averaging_rules, contributors, facts, slices_of
+from swarmnet_node.training.outcomes import (
+    Pending,
+    averaging_rules,
+    contributors,
+    facts,
+    round_facts,
+    slices_of,
+)
 from swarmnet_node.training.replica import NOTHING_DONE, Replica, together
 from swarmnet_node.training.state import max_state_bytes
-from swarmnet_node.training.trainer import StepReport, Trainer
+from swarmnet_node.training.trainer import StepReport
+from swarmnet_node.training.world import Hosted, Report, WorkerWorld
 from swarmnet_protocols.aio import cancel, race
-from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.errors import SwarmnetError
-from swarmnet_protocols.models import Progress
-from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.training.averaging import Exchange, RoundTiming
 from swarmnet_protocols.training.board import WorkerInfo, publish_job, publish_worker
 from swarmnet_protocols.training.codecs import get_codec
 from swarmnet_protocols.training.gathering import Elsewhere, Gathering
+from swarmnet_protocols.training.handover import Handover
 from swarmnet_protocols.training.jobs import open_job
 from swarmnet_protocols.training.methods import Average
 from swarmnet_protocols.training.rates import ArrivalRates
 from swarmnet_protocols.training.rosters import Candidate, Roster
 from swarmnet_protocols.training.state_transfer import PackedState, StateDownload, StateServer
-from swarmnet_protocols.transport import Transport
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -45,34 +46,6 @@ T = TypeVar("T")
 ANNOUNCE_S = 20.0
 HEAL_S = 5.0
 """Before another try to fetch a state, when nobody gave it."""
-
-Report = Callable[[dict[str, Any]], None]
-"""Takes one event, with the fields the command line prints."""
-
-
-@dataclass(frozen=True)
-class WorkerWorld:
-    """The ports of a worker: everything it knows of the outside."""
-
-    transport: Transport
-    directory: Directory
-    executor: Executor
-    """Of one thread: what computes with torch."""
-    codec_executor: Executor
-    """Of another, serial one: encoding and decoding go on while inner steps are computed."""
-    rng: random.Random
-    timing: Timing = field(default_factory=Timing)
-    stopwatch: Callable[[], float] = time.perf_counter
-    progress: Progress = lambda *_: None
-
-
-@dataclass(frozen=True)
-class Hosted:
-    """What a worker trains: the job as it travels, and the model and folder it has here."""
-
-    sealed: bytes
-    trainer: Trainer
-    checkpoints: Checkpoints
 
 
 class Worker:
@@ -110,11 +83,21 @@ class Worker:
             same_state=self._method.shares_weights,
         )
 
+        self._debts = Debts(self._replica, world.executor, report)
+        self._handover = Handover(
+            world.transport,
+            key,
+            self._debts,
+            timing=world.timing,
+            deadline_s=self._job.exchange.deadline_s,
+        )
+
     async def run(self) -> None:
         """Train until the last round of the job, or until ``stop``. Raises what the disk raises, and what ``fail`` was given."""
         await self._resume()
         await self._states.serve()
         await self._gathering.serve()
+        await self._handover.serve()
         deadline_s = self._job.exchange.deadline_s
         timing = RoundTiming(deadline_s / 3, 2 * deadline_s / 3, deadline_s)
         exchange = Exchange(
@@ -158,7 +141,13 @@ class Worker:
 
     async def _to_the_end(self, exchange: Exchange) -> None:
         await self._train(exchange)
-        if self.round == self._job.job.rounds and not self._method.shares_weights:
+        if self.round < self._job.job.rounds:
+            await self._gathering.leave()
+            await self._save()
+            if self._slot is not None:  # who ended behind cannot know what it owes
+                await self._debts.hand_over(self._handover, self._states, self._save)
+            return
+        if not self._method.shares_weights:
             await self._merge(exchange)
         await self._save()
 
@@ -209,6 +198,7 @@ class Worker:
         )
         now = self._now()
         weights = {member.peer: member.weight for member in roster.members}
+        self._handover.stand(roster.members)
         self._pending = Pending(self.round, weights, report, outcome, now, now - began)
         self.round += 1
 
@@ -266,15 +256,10 @@ class Worker:
         params_hash = await self._compute(self._replica.params_hash)
         self._report(
             {
-                "event": "round",
-                "round": pending.round,
-                "loss": round(pending.report.loss, 6) if pending.report.tokens else None,
-                "tokens": round(sum(pending.weights.get(peer, 0.0) for peer in contributors(outcome))),
-                "workers": len(pending.weights),
+                **round_facts(pending, outcome),
                 "exchange_s": round(self._now() - pending.began, 3),
                 "wait_s": round(waited_s, 3),
                 "params_hash": params_hash,
-                **facts(outcome),
             }
         )
         if (pending.round + 1) % self._job.eval.every_rounds == 0:

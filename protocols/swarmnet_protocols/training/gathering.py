@@ -65,6 +65,7 @@ class Gathering:
         self._timing = timing
         self._round = 0
         self._state = b""
+        self._left_for_good = False
         self._averaging = False
         """The roster of this round is made: its state is about to be the last one."""
         self._host: PeerId | None = None
@@ -82,6 +83,13 @@ class Gathering:
         """From now on we are at ``round``, which starts from ``state``: newcomers hear it before we gather."""
         self._round, self._state, self._averaging = round, state, False
         await self._send_away()
+
+    async def leave(self) -> None:
+        """Answer nobody any more, so that nobody waits for us."""
+        self._left_for_good = True
+        for guest in self._guests.values():
+            if not guest.answer.done():
+                guest.answer.set_exception(StreamEnded("this worker leaves"))
 
     async def gather(
         self, me: Candidate, others: Sequence[Candidate], *, measured: Measured, patience_s: float
@@ -259,6 +267,8 @@ class Gathering:
         request = parse(pb.GatherRequest, message.header)
         if request.job != self._job:
             raise ProtocolViolation("another job")
+        if self._left_for_good:
+            return
         if not request.HasField("member"):  # it only wants to know where we are
             refused = pb.GatherRefused(round=self._round, state=self._state)
             await stream.send(Message(pb.GatherReply(refused=refused).SerializeToString()))

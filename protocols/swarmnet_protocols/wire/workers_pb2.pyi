@@ -145,3 +145,47 @@ class StateRefused(_message.Message):
     REASON_FIELD_NUMBER: _ClassVar[int]
     reason: str
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class HandOverRequest(_message.Message):
+    __slots__ = ("offer", "yours")
+    OFFER_FIELD_NUMBER: _ClassVar[int]
+    YOURS_FIELD_NUMBER: _ClassVar[int]
+    offer: Offer
+    yours: Yours
+    def __init__(self, offer: _Optional[_Union[Offer, _Mapping]] = ..., yours: _Optional[_Union[Yours, _Mapping]] = ...) -> None: ...
+
+class Offer(_message.Message):
+    __slots__ = ("job", "state")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    job: bytes
+    state: bytes
+    def __init__(self, job: _Optional[bytes] = ..., state: _Optional[bytes] = ...) -> None: ...
+
+class Yours(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class HandOverReply(_message.Message):
+    __slots__ = ("ready", "taken", "refused")
+    READY_FIELD_NUMBER: _ClassVar[int]
+    TAKEN_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    ready: Ready
+    taken: Taken
+    refused: HandOverRefused
+    def __init__(self, ready: _Optional[_Union[Ready, _Mapping]] = ..., taken: _Optional[_Union[Taken, _Mapping]] = ..., refused: _Optional[_Union[HandOverRefused, _Mapping]] = ...) -> None: ...
+
+class Ready(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Taken(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class HandOverRefused(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
