@@ -71,6 +71,8 @@ class Worker:
         self._state = b""
         self._others = Neighbours(world.directory, self.job_id, world.transport.peer_id)
         self._pending: Pending | None = None
+        self._step_s = 0.0
+        """What an inner step took lately: an exchange is spread over those that it overlaps."""
         self._failure: SwarmnetError | None = None
         self._failed = asyncio.Event()
         key = bytes.fromhex(self.job_id)
@@ -192,7 +194,12 @@ class Worker:
         self._exchanges = roster.exchange
         outcome = asyncio.create_task(
             exchange.average(
-                roster.exchange, members, values, weight=float(report.tokens), codec=self._codec
+                roster.exchange,
+                members,
+                values,
+                weight=float(report.tokens),
+                codec=self._codec,
+                spread_s=self._method.overlap_steps * self._step_s,
             ),
             name="exchange",
         )
@@ -208,15 +215,20 @@ class Worker:
         if self._method.kind == "parameters":
             steps = self._method.steps_per_round
             first = min(self._method.overlap_steps, steps) if self._pending is not None else 0
-            report = await self._compute(self._replica.steps, self.round, slot, 0, first)
+            report = await self._steps(slot, 0, first)
             if first < steps:
                 await self._settle()
                 if self._slot is None:
                     return None, NOTHING_DONE
-                rest = await self._compute(self._replica.steps, self.round, slot, first, steps)
-                report = together(report, rest)
+                report = together(report, await self._steps(slot, first, steps))
         contribution, more = await self._compute(self._replica.contribution, self.round, slot)
         return contribution, together(report, more)
+
+    async def _steps(self, slot: int, first: int, end: int) -> StepReport:
+        began = self._now()
+        report = await self._compute(self._replica.steps, self.round, slot, first, end)
+        self._step_s = (self._now() - began) / max(1, end - first)
+        return report
 
     async def _gather(self, weight: float) -> Roster:
         await self._others.look()
