@@ -21,7 +21,7 @@ MAX_PEERS = 256
 """That are told apart; of more, those seen last."""
 
 _TOTALS = ("tokens", "bytes_sent", "bytes_received", "wait_s")
-_NOT_IN_STATUS = {"event", "contributors", "excluded", "bytes", "seconds", "dropped", *_TOTALS}
+_NOT_IN_STATUS = {"event", "contributors", "excluded", "bytes", "seconds", "dropped", "from", "to", *_TOTALS}
 
 
 class TrainingRecord:

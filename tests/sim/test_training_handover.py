@@ -1,6 +1,7 @@
 """Whole workers of a job with a sparse codec, one of which leaves: what it owes goes on with another, or stays its own."""
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,13 @@ from swarmnet_protocols.protocol_ids import HANDOVER, STATE
 from swarmnet_protocols.training.jobs import open_job
 from swarmnet_protocols.transport.memory import Delivery
 from swarmnet_protocols.wire import workers_pb2 as pb
+from tests.support.deliveries import once
 from tests.support.training_workers import WorkerLab, write_job
 from tests.support.virtual_time import run
 
-NAMES = ("anna", "boris", "clara")
+NAMES = ("anna", "boris", "clara", "dora")
 LEAVER = "anna"
-ROUNDS = 6
+ROUNDS = 4
 DEADLINE_S = 15
 
 
@@ -34,6 +36,7 @@ class Lab(WorkerLab):
         self.owed: list[tuple[torch.Tensor, torch.Tensor]] = []
         """What an heir owed before and after it inherited."""
         self.left_s = 0.0
+        self.at_leaving: Callable[[], None] = self._stop
         pack_owed, inherit = Replica.pack_owed, Replica.inherit
 
         def noted_pack(replica: Replica) -> Any:
@@ -52,8 +55,33 @@ class Lab(WorkerLab):
     def train(self) -> None:
         run(self._train())
 
-    def name_of(self, peer: str) -> str:
-        return next(name for name in NAMES if self.peer(name) == peer)
+    def heir(self) -> str:
+        """Who is asked first: whoever comes next."""
+        order = sorted(NAMES, key=self.peer)
+        return order[(order.index(LEAVER) + 1) % len(order)]
+
+    def at_chunk(self, strike: Callable[[], None]) -> None:
+        """``strike`` when the first part of what is handed over arrives at the heir."""
+
+        def is_chunk(delivery: Delivery) -> bool:
+            at_heir = delivery.target == self.peer(self.heir()) and bool(self.handed)
+            return at_heir and delivery.protocol == STATE and bool(delivery.message.payload)
+
+        once(self.network, is_chunk, lambda _: strike())
+
+    def at_word(self, kind: str, strike: Callable[[], None]) -> None:
+        """``strike`` when this word of a leaver, or of an heir to it, arrives."""
+
+        def is_word(delivery: Delivery) -> bool:
+            if delivery.protocol != HANDOVER:
+                return False
+            said = pb.HandOverReply if delivery.target == self.peer(LEAVER) else pb.HandOverRequest
+            return said.FromString(delivery.message.header).WhichOneof("kind") == kind
+
+        once(self.network, is_word, lambda _: strike())
+
+    def others(self, *but: str) -> list[str]:
+        return [name for name in NAMES if name not in {LEAVER, *but}]
 
     def event(self, name: str, kind: str) -> dict[str, Any]:
         (event,) = [event for event in self.events[name] if event["event"] == kind]
@@ -64,10 +92,13 @@ class Lab(WorkerLab):
         assert checkpoint is not None
         return checkpoint
 
-    def check_the_others_went_on(self, *names: str) -> None:
+    def check_the_others_went_on(self, *but: str) -> None:
         self.check_equal()
-        for name in names:
+        for name in self.others(*but):
             assert self.events[name][-1] == {"event": "done", "round": ROUNDS, "revision": ROUNDS}
+
+    def _stop(self) -> None:
+        self.workers[LEAVER].stop()
 
     async def _train(self) -> None:
         try:
@@ -81,8 +112,8 @@ class Lab(WorkerLab):
     def _watch(self, name: str, event: dict[str, Any]) -> None:
         now = asyncio.get_running_loop().time()
         if name == LEAVER and event["event"] == "round" and event["round"] == 1:
-            self.workers[LEAVER].stop()
             self.left_s -= now
+            self.at_leaving()
         if name == LEAVER and event["event"] == "done":
             self.left_s += now
 
@@ -95,9 +126,8 @@ def test_who_leaves_hands_over_what_it_owes(tmp_path: Path, monkeypatch: pytest.
     lab = Lab(tmp_path, monkeypatch)
     lab.train()
 
-    handed = lab.event(LEAVER, "handed_over")
-    heir = lab.name_of(handed["heir"])
-    assert lab.event(heir, "inherited")["peer_id"] == lab.peer(LEAVER)
+    assert lab.event(LEAVER, "handed_over")["to"] == lab.peer(lab.heir())
+    assert lab.event(lab.heir(), "inherited")["from"] == lab.peer(LEAVER)
     ((before, after),) = lab.owed
     assert before.any()
     assert lab.handed[0].any()
@@ -105,5 +135,84 @@ def test_who_leaves_hands_over_what_it_owes(tmp_path: Path, monkeypatch: pytest.
     left = lab.saved(LEAVER)
     assert left.round == 2
     assert not left.outer[ERROR].any(), "it would be delivered twice"
-    lab.check_the_others_went_on(*(name for name in NAMES if name != LEAVER))
+    lab.check_the_others_went_on()
     assert lab.left_s < DEADLINE_S / 3
+
+
+def test_who_is_killed_hands_nothing_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lab = Lab(tmp_path, monkeypatch)
+    lab.at_leaving = lambda: lab.crash(LEAVER)
+    lab.train()
+
+    assert not lab.handed
+    assert not lab.owed
+    lab.check_the_others_went_on()
+
+
+def test_the_next_one_inherits_when_an_heir_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lab = Lab(tmp_path, monkeypatch)
+    lab.at_chunk(lambda: lab.crash(lab.heir()))
+    lab.train()
+
+    ((before, after),) = lab.owed
+    assert torch.equal(after, before + lab.handed[0])
+    assert lab.event(LEAVER, "handed_over")["to"] != lab.peer(lab.heir())
+    lab.check_the_others_went_on(lab.heir())
+
+
+def test_an_heir_that_hangs_costs_the_leaver_its_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab = Lab(tmp_path, monkeypatch)
+
+    def hang() -> None:
+        lab.network.hang(lab.peer(lab.heir()))
+        lab.tasks[lab.heir()].cancel()  # it will not end by itself
+
+    lab.at_chunk(hang)
+    lab.train()
+
+    assert str(DEADLINE_S) in lab.event(LEAVER, "not_handed_over")["reason"]
+    assert not lab.owed
+    assert torch.equal(lab.saved(LEAVER).outer[ERROR], lab.handed[0]), "it is still the leaver's"
+    assert DEADLINE_S <= lab.left_s < DEADLINE_S + 3
+    lab.check_the_others_went_on(lab.heir())
+
+
+def test_what_an_heir_may_have_got_is_not_delivered_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab = Lab(tmp_path, monkeypatch)
+    lab.at_word("yours", lambda: lab.crash(lab.heir()))
+    lab.train()
+
+    assert "may not have taken it" in lab.event(LEAVER, "not_handed_over")["reason"]
+    assert not lab.saved(LEAVER).outer[ERROR].any()
+    lab.check_the_others_went_on(lab.heir())
+
+
+def test_who_dies_before_it_forgot_still_owes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lab = Lab(tmp_path, monkeypatch)
+    lab.at_word("ready", lambda: lab.crash(LEAVER))
+    lab.train()
+
+    assert not lab.owed, "the heir was ready and was not told"
+    assert torch.equal(lab.saved(LEAVER).outer[ERROR], lab.handed[0])
+    lab.check_the_others_went_on()
+
+
+def test_workers_that_all_leave_keep_what_they_owe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lab = Lab(tmp_path, monkeypatch)
+
+    def stop_all() -> None:
+        for worker in lab.workers.values():
+            worker.stop()
+
+    lab.at_leaving = stop_all
+    lab.train()
+
+    inherited = sum((after - before for before, after in lab.owed), start=torch.zeros(()))
+    kept = torch.stack([lab.saved(name).outer[ERROR] for name in NAMES]).sum(0)
+    assert kept.any()
+    torch.testing.assert_close(kept, torch.stack(lab.handed).sum(0) - inherited)
+    assert lab.left_s < DEADLINE_S

@@ -113,6 +113,8 @@ def test_without_a_terminal_there_are_sentences(tmp_path: Path, capsys: pytest.C
         {"event": "behind", "round": 3, "reason": "no majority"},
         {"event": "merge", "round": 3, "committed": False, "reason": "late"},
         {"event": "leaving"},
+        {"event": "handed_over", "to": "another", "bytes": 10},
+        {"event": "not_inherited", "from": "another", "reason": "not finite"},
         {"event": "done", "round": 3, "revision": 2},
     ],
     ids=lambda event: event["event"],

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
-from typing import Any
 
 from torch import Tensor
 
@@ -38,12 +37,12 @@ class Debts:
             await save()
 
         state = await loop.run_in_executor(self._executor, PackedState.of, owed)
-        event: dict[str, Any] = {"event": "handed_over", "bytes": state.manifest.size_bytes}
         try:
-            event["heir"] = await handover.give(states.offer(state), forget)
+            heir = await handover.give(states.offer(state), forget)
         except SwarmnetError as error:
-            event |= {"heir": None, "reason": str(error)}
-        self._report(event)
+            self._report({"event": "not_handed_over", "reason": str(error)})
+        else:
+            self._report({"event": "handed_over", "to": heir, "bytes": state.manifest.size_bytes})
 
     async def examine(self, data: bytearray, factor: float) -> Tensor:
         loop = asyncio.get_running_loop()
@@ -51,7 +50,7 @@ class Debts:
 
     async def inherit(self, peer: PeerId, error: Tensor) -> None:
         await asyncio.get_running_loop().run_in_executor(self._executor, self._replica.inherit, error)
-        self._report({"event": "inherited", "peer_id": peer})
+        self._report({"event": "inherited", "from": peer})
 
     def refuse(self, peer: PeerId, reason: str) -> None:
-        self._report({"event": "not_inherited", "peer_id": peer, "reason": reason})
+        self._report({"event": "not_inherited", "from": peer, "reason": reason})

@@ -19,6 +19,7 @@ from swarmnet_protocols.errors import (
     DeadlineExceeded,
     NotAuthorised,
     ProtocolViolation,
+    StreamEnded,
     SwarmnetError,
     Unreachable,
 )
@@ -91,8 +92,8 @@ class Handover:
         """Give what we owe, offered as ``state``, to the first of ``heirs()`` that takes it, and inherit nothing any more.
 
         ``forget`` is awaited when an heir is ready: after it we owe nothing, even if this process ends and starts again. Raises
-        ``Unreachable`` if nobody was ready within ``deadline_s``, ``StreamEnded`` or ``DeadlineExceeded`` if it is not
-        known whether an heir that was ready has got it.
+        what it raises, ``Unreachable`` if nobody was ready within ``deadline_s``, and ``StreamEnded`` if an heir was ready and
+        it is not known whether it got what we forgot.
         """
         self._leaving = True
         reasons = []
@@ -112,8 +113,7 @@ class Handover:
             raise Unreachable(f"no heir was ready within {self._deadline_s} s") from error
         try:
             await forget()
-            await _request(stream, pb.HandOverRequest(yours=pb.Yours()))
-            await self._answered(stream, "taken")
+            await self._say_yours(stream)
         finally:
             stream.close()
         return stream.peer
@@ -129,6 +129,13 @@ class Handover:
             stream.close()
             raise
         return stream
+
+    async def _say_yours(self, stream: Stream) -> None:
+        try:
+            await _request(stream, pb.HandOverRequest(yours=pb.Yours()))
+            await self._answered(stream, "taken")
+        except SwarmnetError as error:
+            raise StreamEnded(f"{stream.peer} was ready and may not have taken it: {error}") from error
 
     async def _answered(self, stream: Stream, expected: str) -> None:
         message = await receive_within(stream, self._deadline_s)
@@ -152,10 +159,12 @@ class Handover:
             return
         async with self._busy:
             try:
-                await self._take(stream, request.offer.state, factor)
+                owed = await self._fetch(stream, request.offer.state, factor)
             except SwarmnetError as error:
                 self._heir.refuse(stream.peer, str(error))
                 await _refuse(stream, str(error))
+                return
+            await self._take(stream, owed)
 
     def _admit(self, peer: PeerId) -> float:
         """By what to multiply the error of ``peer``. Raises ``NotAuthorised`` if it may not bequeath to us now."""
@@ -170,14 +179,16 @@ class Handover:
         self._offered = True
         return common[0][peer].weight / common[0][me].weight
 
-    async def _take(self, stream: Stream, state: bytes, factor: float) -> None:
+    async def _fetch(self, stream: Stream, state: bytes, factor: float) -> Tensor:
         download = StateDownload(self._job, state, max_bytes=self._heir.max_bytes)
         try:
             async with asyncio.timeout(self._deadline_s):
                 data = await download.run(self._transport, [Source(stream.peer)], self._timing)
         except TimeoutError as error:
             raise DeadlineExceeded(f"not fetched within {self._deadline_s} s") from error
-        owed = await self._heir.examine(data, factor)
+        return await self._heir.examine(data, factor)
+
+    async def _take(self, stream: Stream, owed: Tensor) -> None:
         await _reply(stream, pb.HandOverReply(ready=pb.Ready()))
         message = await receive_within(stream, self._deadline_s)
         if not parse(pb.HandOverRequest, message.header).HasField("yours"):
