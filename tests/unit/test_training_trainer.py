@@ -225,6 +225,14 @@ def test_the_standard_task_has_the_size_it_says(tmp_path: Path) -> None:
         check_model(job, vocab_size=256, available_bytes=needed - 1, cache_dir=tmp_path)
 
 
+def test_a_job_of_forwards_only_fits_into_less_memory(tmp_path: Path) -> None:
+    job = tiny_job(tmp_path, method={"name": "zo", "settings": {}})
+    needed = PARAMETERS * 16
+    assert check_model(job, vocab_size=256, available_bytes=needed, cache_dir=tmp_path) == PARAMETERS
+    with pytest.raises(JobError, match="GiB of memory"):
+        check_model(job, vocab_size=256, available_bytes=needed - 1, cache_dir=tmp_path)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -21,6 +21,8 @@ _KEPT_BYTES = 5 * 4
 """A parameter in float32, AdamW's two moments, the agreed parameter and the outer momentum."""
 _EXCHANGE_BYTES = 5 * 4
 """What an exchange adds at most while it averages, as measured; the gradient, which inner steps add, is gone by then."""
+_FORWARDS_BYTES = 4 * 4
+"""Of a job that exchanges scalars: a parameter, the agreed one and the next agreed one, and a copy while the loss is taken."""
 
 _CORRECT = "compare [model.config] with the config.json of a model of this kind"
 _MAX_LAYERS = 4096
@@ -63,7 +65,8 @@ def parameter_count(config: PretrainedConfig) -> int:
 def check_model(job: Job, *, vocab_size: int, available_bytes: int, cache_dir: Path) -> int:
     """Raise ``JobError`` if the model cannot read the data or would not fit into memory; returns its parameter count.
 
-    What fits is estimated without the activations: parameters x (weights, AdamW, outer state, an exchange) in float32.
+    What fits is estimated without the activations: parameters x (weights, AdamW, outer state, an exchange) in float32, or
+    weights alone where no gradient is taken.
     """
     config = model_config(job.model, cache_dir)
     where = "config" if job.model.checkpoint is None else "checkpoint"
@@ -83,7 +86,8 @@ def check_model(job: Job, *, vocab_size: int, available_bytes: int, cache_dir: P
             hint="shorten it, or raise max_position_embeddings",
         )
     count = parameter_count(config)
-    needed = count * (_KEPT_BYTES + _EXCHANGE_BYTES)
+    forwards_only = job.make_method().kind == "scalars"
+    needed = count * (_FORWARDS_BYTES if forwards_only else _KEPT_BYTES + _EXCHANGE_BYTES)
     if needed > available_bytes:
         raise JobError(
             "model",
