@@ -145,6 +145,7 @@ class Worker:
         await self._train(exchange)
         if self.round < self._job.job.rounds:
             await self._gathering.leave()
+            await self._handover.leave()
             await self._save()
             if self._slot is not None:  # who ended behind cannot know what it owes
                 await self._debts.hand_over(self._handover, self._states, self._save)

@@ -88,19 +88,22 @@ class Handover:
 
     # ---- as the one that leaves -------------------------------------------------------------------------
 
+    async def leave(self) -> None:
+        """Inherit nothing any more. What somebody is giving us is ours to hand on when this returns, within two deadlines."""
+        self._leaving = True
+        async with self._busy:
+            pass
+
     async def give(self, state: bytes, forget: Callable[[], Awaitable[None]]) -> PeerId:
-        """Give what we owe, offered as ``state``, to the first of ``heirs()`` that takes it, and inherit nothing any more.
+        """Give what we owe, offered as ``state``, to the first of ``heirs()`` that takes it, after ``leave``.
 
         ``forget`` is awaited when an heir is ready: after it we owe nothing, even if this process ends and starts again. Raises
         what it raises, ``Unreachable`` if nobody was ready within ``deadline_s``, and ``StreamEnded`` if an heir was ready and
         it is not known whether it got what we forgot.
         """
-        self._leaving = True
         reasons = []
         try:
             async with asyncio.timeout(self._deadline_s):
-                async with self._busy:
-                    pass  # what we are about to inherit is ours to hand on
                 for heir in self.heirs():
                     try:
                         stream = await self._make_ready(heir, state)
