@@ -1,21 +1,28 @@
 """An exchange that takes its time: no burst on any link, and still the same bits, in time, whoever fails in its midst."""
 
 from collections import deque
+from pathlib import Path
 
 import pytest
 
 from swarmnet_protocols.protocol_ids import EXCHANGE
 from swarmnet_protocols.training.averaging import RoundTiming
+from swarmnet_protocols.training.pacing import SENDING
 from swarmnet_protocols.training.rates import MIN_BYTES, ArrivalRates
 from swarmnet_protocols.transport import PeerId
 from swarmnet_protocols.transport.memory import Delivery, LinkProfile
+from swarmnet_protocols.wire import training_pb2 as pb
 from tests.sim.test_averaging import nth, simulate
+from tests.sim.test_training_worker import train
 from tests.support.training_lab import Outcomes, TrainingLab, Work, check_agreement, on_delivery
+from tests.support.training_workers import COMPUTE_S, WorkerLab, write_job
+from tests.support.virtual_time import run
 
 STEP_S = 0.8
 OVERLAP_STEPS = 5
 SPREAD_S = OVERLAP_STEPS * STEP_S
 COUNT = 1 << 20
+ROUNDS = 3
 GRAIN = 1.08
 """Parts are not infinitely small, and some time is left for the last of them to arrive."""
 FAST = LinkProfile(delay_s=0.02, bytes_per_s=1e9)
@@ -136,3 +143,40 @@ def test_however_long_it_might_take_the_deadlines_hold() -> None:
     for outcome in exchanged(lab, Work.random(lab, COUNT // 4), spread_s=1e6).values():
         assert all(len(names) == 4 for names in outcome.contributors)
         assert outcome.wait_s <= lab.timing.late_s + 0.5
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        ("streaming", "sync_every = 20\nfragments = 2\noverlap_steps = 5"),
+        ("eager", "sync_every = 10"),
+        ("co2", "sync_every = 10"),
+        ("diloco", "sync_every = 10"),
+    ],
+)
+def test_workers_spread_an_exchange_over_the_steps_that_it_overlaps(
+    method: str, settings: str, tmp_path: Path
+) -> None:
+    lab = WorkerLab(
+        tmp_path, write_job(tmp_path, method, settings, 'min_workers = 2\ncodec = "float32"', rounds=ROUNDS)
+    )
+    sent: dict[tuple[PeerId, bytes], list[tuple[float, int]]] = {}
+
+    def observe(delivery: Delivery) -> None:
+        if delivery.protocol.id == EXCHANGE.id:
+            part = pb.ExchangeRequest.FromString(delivery.message.header).contribution
+            if part.size_bytes:
+                left = part.size_bytes - part.offset
+                sent.setdefault((delivery.source, part.hash), []).append((delivery.time_s, left))
+
+    lab.network.observers.append(observe)
+    run(train(lab, "anna", "boris"))
+
+    # In virtual time what is computed takes as long, however many steps; those of the first round are twice as many.
+    overlap_s = 0.0 if method == "diloco" else COMPUTE_S
+    later = list(sent.values())[len(sent) // ROUNDS :]
+    assert later
+    for parts in later:
+        (began_s, whole), (ended_s, last) = parts[0], parts[-1]
+        evenly_s = 0.5 * SENDING * overlap_s * (whole - last) / whole
+        assert ended_s - began_s == pytest.approx(evenly_s, abs=0.02)

@@ -1,9 +1,13 @@
 """When the parts of an exchange may go out: evenly, in their turn, and before the deadlines."""
 
+from collections import deque
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swarmnet_protocols.training.codecs import get_codec
+from swarmnet_protocols.training.methods.streaming import StreamingSettings
 from swarmnet_protocols.training.pacing import (
     BY_DEADLINE,
     MAX_PART_BYTES,
@@ -14,7 +18,16 @@ from swarmnet_protocols.training.pacing import (
     Spread,
 )
 from swarmnet_protocols.training.round_events import RoundTiming
-from swarmnet_protocols.training.transfers import Part, parts
+from swarmnet_protocols.training.transfers import (
+    Part,
+    Payload,
+    Result,
+    SliceTerms,
+    contribution_messages,
+    parts,
+    result_messages,
+)
+from swarmnet_protocols.transport import Message
 
 TIMING = RoundTiming(contribution_s=20.0, settle_s=40.0, deadline_s=60.0)
 SECONDS = st.floats(0.0, 100.0)
@@ -66,6 +79,17 @@ def test_contributions_and_results_have_one_rate_and_their_turn() -> None:
     assert spread.result(2, 300, 1.0).start_s == 1.0
 
 
+def test_however_long_an_exchange_may_take_its_rate_is_one() -> None:
+    spread = Spread(1e6, 0.25, 0.0, TIMING)
+    contribution = spread.contribution(1, 100, 0.0)
+    assert contribution.end_s == BY_DEADLINE * TIMING.contribution_s
+    result = spread.result(1, 300, 1.0)
+    assert result.end_s == TIMING.late_s
+    spread = Spread(1e6, 0.5, 0.0, TIMING)
+    contribution, result = spread.contribution(1, 100, 0.0), spread.result(1, 100, 1.0)
+    assert contribution.end_s - contribution.start_s == result.end_s - result.start_s == 10.0
+
+
 def test_who_need_not_spread_sends_at_once() -> None:
     spread = Spread(0.0, 0.5, 7.0, TIMING)
     assert spread.contribution(1, 100, 8.0) == Pace(8.0, 8.0, 100)
@@ -83,3 +107,49 @@ def test_no_pace_misses_a_deadline(spread_s: float, contributions: float, now: f
     if result.end_s > result.start_s:
         assert result.end_s <= began_s + TIMING.late_s
     assert result.start_s <= max(began_s + now + later_s, began_s + BY_DEADLINE * TIMING.contribution_s)
+
+
+def sent(pace_of: Spread, terms: SliceTerms, members: int) -> list[tuple[float, int]]:
+    """When one link carries how many bytes: a contribution and, when it has ended, a result."""
+    now = 0.1
+    times = []
+    contribution = bytes(terms.contribution_bytes)
+    pace = pace_of.contribution(1, len(contribution), now)
+    messages = [
+        contribution_messages(
+            0, Payload(1e5, contribution, bytes(32)), parts(contribution, pace, lambda: now), lambda: True
+        )
+    ]
+    result = bytes(terms.result_bytes(members))
+    pace = pace_of.result(1, len(result), pace.end_s + 0.1)
+    messages.append(result_messages(0, Result(bytes(32), b"", result), parts(result, pace, lambda: now)))
+    for turn in (turn for each in messages for turn in each):
+        if isinstance(turn, Message):
+            times.append((now, len(turn.header) + len(turn.payload)))
+        else:
+            now = turn
+    return times
+
+
+def test_streaming_in_int4_peaks_below_a_hundredth_of_allreduce() -> None:
+    members, parameters, step_s = 8, 135_000_000, 10.0
+    method = StreamingSettings()
+    whole = SliceTerms(0, 0, parameters, get_codec("float32"))
+    slice = SliceTerms(0, 0, parameters // method.fragments // members, get_codec("int4"))
+    of_both = slice.contribution_bytes + slice.result_bytes(members)
+    spread = Spread(
+        method.overlap_steps * step_s,
+        slice.contribution_bytes / of_both,
+        0.0,
+        RoundTiming(200.0, 400.0, 600.0),
+    )
+    window: deque[tuple[float, int]] = deque()
+    peak_bytes = 0
+    for part in sent(spread, slice, members):
+        window.append(part)
+        while window[0][0] <= part[0] - step_s:
+            window.popleft()
+        peak_bytes = max(peak_bytes, sum(size_bytes for _, size_bytes in window))
+    # Every link carries the same, and of allreduce a whole vector's slices in one inner step.
+    allreduce_bytes = (whole.contribution_bytes + whole.result_bytes(members)) / members
+    assert peak_bytes <= allreduce_bytes / 100

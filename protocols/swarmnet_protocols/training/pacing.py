@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from swarmnet_protocols.training.round_events import RoundTiming
 
-SENDING = 0.98
+SENDING = 0.99
 """Of the time an exchange may take; the rest is for what is on its way, and to agree."""
 BY_DEADLINE = 0.5
 """Of the time until contributions are due: whoever paces itself has sent them by then."""
