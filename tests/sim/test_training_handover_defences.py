@@ -144,6 +144,7 @@ def test_who_only_listened_is_no_heir() -> None:
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
         first, second, third = workers
         meet(*workers, weights={second.peer: 0.0})
+        assert [heir.peer for heir in first.handover.heirs()] == [third.peer]
         assert await first.give() == third.peer
 
     simulate(3, scenario)
@@ -271,6 +272,23 @@ def test_who_leaves_while_it_inherits_hands_on_that_too() -> None:
         assert await second.give() == third.peer
 
     simulate(3, scenario)
+
+
+def test_an_heir_that_is_ready_is_told_nothing_but_that_it_is_one() -> None:
+    async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
+        heir, leaver = workers
+        meet(*workers)
+        state = leaver.states.offer(PackedState.of([ERROR]))
+        offer = Message(pb.HandOverRequest(offer=pb.Offer(job=JOB, state=state)).SerializeToString())
+        stream = await leaver.transport.open(heir.peer, HANDOVER, deadline_s=TIMING.open_s)
+        await stream.send(offer)
+        await stream.receive()
+        await stream.send(offer)
+        with pytest.raises(StreamEnded):
+            await stream.receive()
+        assert not heir.heir.inherited
+
+    simulate(2, scenario)
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,26 @@ def test_a_gatherer_that_fails_is_followed_by_the_next(fault: str, moment: str) 
     simulate(4, scenario)
 
 
+@pytest.mark.parametrize("place", [0, 2], ids=["the gatherer", "a guest"])
+def test_nobody_waits_for_who_leaves(place: int) -> None:
+    async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
+        leaver = workers[place]
+        present = [worker for worker in workers if worker is not leaver]
+        await leaver.gathering.stand(3, START)
+        asking = [asyncio.create_task(worker.gather(workers)) for worker in present]
+        await asyncio.sleep(TIMING.ping_s / 2)
+        assert not any(task.done() for task in asking), "they wait for it"
+        await leaver.gathering.leave()
+        rosters = await asyncio.gather(*asking)
+        assert [names(roster) for roster in rosters] == [[worker.member.peer for worker in present]] * 3
+        assert asyncio.get_running_loop().time() < 2 * TIMING.ping_s
+        again = await asyncio.gather(*(worker.gather(workers, round=4) for worker in present))
+        assert [names(roster) for roster in again] == [[worker.member.peer for worker in present]] * 3
+        assert asyncio.get_running_loop().time() < 3 * TIMING.ping_s
+
+    simulate(4, scenario)
+
+
 def test_a_worker_alone_goes_on_alone() -> None:
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
         roster = await workers[0].gather([])

@@ -153,7 +153,7 @@ class Handover:
     async def _receive(self, stream: Stream) -> None:
         message = await receive_within(stream, self._timing.reply_s)
         request = parse(pb.HandOverRequest, message.header)
-        if request.WhichOneof("kind") != "offer" or request.offer.job != self._job:
+        if request.offer.job != self._job:
             raise ProtocolViolation("not an offer in this job")
         try:
             factor = self._admit(stream.peer)
