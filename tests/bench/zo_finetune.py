@@ -1,11 +1,11 @@
 """Zeroth-order fine-tuning of SmolLM2-135M with shared randomness: held-out loss against steps and bytes.
 
-    python -m tests.bench.zo_finetune [--workers 2] [--rounds 20] [--learning-rate 1e-4] [--epsilon 1e-3] [--text PATH]
+    python -m tests.bench.zo_finetune [--workers 2] [--rounds 20] [--learning-rate 5e-5] [--epsilon 1e-3] [--text PATH]
 
 One replica stands for all workers: they are equal when a round begins. Slopes travel as they do in a job, a byte each; what a
 round costs in all with its messages is asked of the simulator. Prints one JSON object a round.
 
-The loss is taken on two disjoint halves of the held-out text: how far their improvements differ is how far to trust them.
+The loss is taken on two disjoint samples of the held-out text: how far their improvements differ is how far to trust them.
 """
 
 import argparse
@@ -15,16 +15,19 @@ import random
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from swarmnet_node.training.data import Sequences
 from swarmnet_node.training.replica import Replica
 from swarmnet_node.training.trainer import Trainer
+from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.training.aggregate import weighted_mean
 from swarmnet_protocols.training.codecs import get_codec
 from swarmnet_protocols.training.jobs import Job
@@ -36,7 +39,7 @@ from tests.support.training_workers import WorkerLab, write_job
 from tests.support.virtual_time import run
 
 HELD_OUT = 32
-"""Sequences of each half that the loss is taken on."""
+"""Sequences of each sample that the loss is taken on."""
 
 
 def finetuning_job(arguments: argparse.Namespace) -> Job:
@@ -89,15 +92,29 @@ def bytes_of_a_round(workers: int, steps: int) -> int:
     return max(later - earlier for earlier, later in pairwise(ends))
 
 
-def losses_of_halves(replica: Replica) -> list[float]:
-    """The loss on some of the first half of the held-out sequences, and of the second."""
+@dataclass(frozen=True)
+class Sample(Sequences):
+    """``HELD_OUT`` of the sequences, spread evenly over the text from number ``first`` on."""
+
+    first: int
+
+    def __len__(self) -> int:
+        return HELD_OUT
+
+    def take(self, numbers: NDArray[np.int64]) -> torch.Tensor:
+        return super().take(self.first + numbers * (super().__len__() // HELD_OUT))
+
+
+def losses_of_samples(replica: Replica) -> list[float]:
+    """The loss on two disjoint samples of the held-out text."""
     trainer = replica.trainer
     whole = trainer.corpus
-    tokens, length = whole.validation.tokens, whole.validation.length
-    middle = len(whole.validation) // 2 * length
-    losses = []
-    for half in (tokens[: middle + 1], tokens[middle:]):
-        trainer.corpus = replace(whole, validation=Sequences(half, length))
+    held_out, losses = whole.validation, []
+    if len(held_out) < 2 * HELD_OUT:
+        raise ConfigError(f"{len(held_out)} held-out sequences are not two samples", hint="name more text")
+    for first in (0, len(held_out) // HELD_OUT // 2):
+        sample = Sample(held_out.tokens, held_out.length, first)
+        trainer.corpus = replace(whole, validation=sample)
         losses.append(replica.evaluate()[0])
     trainer.corpus = whole
     return losses
@@ -109,7 +126,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--steps", type=int, default=20, help="of a worker in a round")
     parser.add_argument("--batch", type=int, default=2, help="sequences of 128 tokens")
-    parser.add_argument("--learning-rate", type=float, default=1e-4)
+    parser.add_argument("--learning-rate", type=float, default=5e-5)
     parser.add_argument("--epsilon", type=float, default=1e-3)
     parser.add_argument("--text", default=str(Path(encodings.__file__).parent / "*.py"), help="what to learn")
     parser.add_argument("--cache-dir", type=Path)
@@ -120,7 +137,7 @@ def main() -> None:
         cache = arguments.cache_dir or Path(folder)
         trainer = Trainer.open(job, cache_dir=cache, available_bytes=1 << 40, device=torch.device("cpu"))
         replica = Replica(job, trainer)
-        first = losses_of_halves(replica)
+        first = losses_of_samples(replica)
         round_bytes = bytes_of_a_round(arguments.workers, arguments.steps)
         print(json.dumps({"bench": "zo_finetune", "steps": 0, "val_loss": first}), flush=True)
         for number in range(arguments.rounds):
@@ -133,7 +150,7 @@ def main() -> None:
             mean = weighted_mean(torch.stack(rows), torch.ones(len(rows)))
             replica.apply(number, Average(mean, tuple(map(str, range(len(rows))))))
             seconds = time.perf_counter() - began
-            losses = losses_of_halves(replica)
+            losses = losses_of_samples(replica)
             line = {
                 "bench": "zo_finetune",
                 "steps": (number + 1) * arguments.steps,

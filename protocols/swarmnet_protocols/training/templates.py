@@ -141,9 +141,9 @@ clip = 1.0                             # largest element of the outer momentum
             """\
 sync_every = 20                        # steps between exchanges, a byte each
 epsilon = 1e-3                         # how far along a direction the loss is taken
-learning_rate = 1e-6                   # that of [training] is for methods with an inner optimizer
+learning_rate = 5e-5                   # that of [training] is for methods with an inner optimizer
 """,
-            learning_rate="1e-6",
+            learning_rate="5e-5",
             every_rounds=5,
             model=_SMOLLM2,
             tokenizer='"smollm2-135m-instruct"    # the checkpoint\'s',
