@@ -181,7 +181,7 @@ def reduce_slice(
     if not accepted:
         return None
     if terms.codec.sparse:
-        encoded = b"".join(payload.data for _, payload in accepted)
+        encoded: Buffer = b"".join(payload.data for _, payload in accepted)
     else:
         codec = result_codec(terms.codec)
         try:

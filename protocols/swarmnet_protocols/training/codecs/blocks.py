@@ -49,7 +49,7 @@ class BlockCodec:
         parts = [self._encode_part(part) for part in torch.split(values, _VALUES_AT_ONCE)]
         return b"".join([scales for scales, _ in parts] + [codes for _, codes in parts])
 
-    def _encode_part(self, values: torch.Tensor) -> tuple[bytes, bytes]:
+    def _encode_part(self, values: torch.Tensor) -> tuple[Buffer, Buffer]:
         blocks = self._in_blocks(values)
         largest = blocks.abs().amax(dim=1)
         if not largest.isfinite().all():

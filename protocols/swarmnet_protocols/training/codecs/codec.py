@@ -21,7 +21,7 @@ class Codec(Protocol):
     def sparse(self) -> bool:
         """Whether most values decode as zero: those of a mean would not, and payloads are small enough for all to have all."""
 
-    def encode(self, values: torch.Tensor) -> bytes:
+    def encode(self, values: torch.Tensor) -> Buffer:
         """The payload of ``values``, float32 [n] on the CPU. Raises ``ValueError`` unless all are finite."""
 
     def decode(self, payload: Buffer, count: int) -> torch.Tensor:

