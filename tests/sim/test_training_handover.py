@@ -11,7 +11,7 @@ import torch
 from swarmnet_node.training.checkpoint import Checkpoint, Checkpoints
 from swarmnet_node.training.replica import ERROR, Replica
 from swarmnet_node.training.state import unpack
-from swarmnet_protocols.protocol_ids import HANDOVER, STATE
+from swarmnet_protocols.protocol_ids import EXCHANGE, HANDOVER, STATE
 from swarmnet_protocols.training.jobs import open_job
 from swarmnet_protocols.transport.memory import Delivery
 from swarmnet_protocols.wire import workers_pb2 as pb
@@ -198,6 +198,34 @@ def test_who_dies_before_it_forgot_still_owes(tmp_path: Path, monkeypatch: pytes
 
     assert not lab.owed, "the heir was ready and was not told"
     assert torch.equal(lab.saved(LEAVER).outer[ERROR], lab.handed[0])
+    lab.check_the_others_went_on()
+
+
+def test_who_ends_behind_hands_nothing_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others may have got its last contribution, and it cannot know."""
+    lab = Lab(tmp_path, monkeypatch)
+    watch = lab.observer
+
+    def cut(_: Delivery) -> None:
+        lab.network.isolate(lab.peer(LEAVER))
+        lab.workers[LEAVER].stop()
+
+    def come_back(name: str, event: dict[str, Any]) -> None:
+        watch(name, event)
+        if name == LEAVER and event["event"] == "behind":
+            lab.network.rejoin(lab.peer(LEAVER))
+
+    def is_second_round(delivery: Delivery) -> bool:
+        sends = delivery.source == lab.peer(LEAVER) and bool(delivery.message.payload)
+        return sends and delivery.protocol == EXCHANGE and 0 in lab.rounds(LEAVER)
+
+    once(lab.network, is_second_round, cut)
+    lab.observer = come_back
+    lab.train()
+
+    assert lab.event(LEAVER, "behind")["round"] == 1
+    assert not lab.handed
+    assert lab.saved(LEAVER).outer[ERROR].any()
     lab.check_the_others_went_on()
 
 
