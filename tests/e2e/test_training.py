@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from swarmnet.cli import execute
 from swarmnet_node.training.checkpoint import Checkpoints
+from swarmnet_node.training.replica import ERROR
 from swarmnet_node.training.start import job_folder
 from swarmnet_protocols.protocol_ids import TRAINING
 from swarmnet_protocols.transport import PeerId
@@ -99,6 +100,23 @@ def test_a_worker_whose_p2pd_dies_saves_and_says_what_to_do(tmp_path: Path) -> N
         saved = Checkpoints(job_folder(worker.data_dir, job)).load_newest(job)
         assert saved is not None
         assert saved.round > done
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_who_is_asked_to_leave_hands_over_what_it_owes(tmp_path: Path) -> None:
+    exchange = 'min_workers = 2\ncodec = "topk"'
+    job = create_job(tmp_path, write_job(tmp_path, "diloco", "sync_every = 20", exchange, rounds=ROUNDS))
+    with workers(tmp_path, job, "anna", "boris") as running:
+        heir, leaver = running["anna"], running["boris"]
+        leaver.wait("round", round=2)
+        leaver.process.send_signal(signal.SIGTERM)
+        assert leaver.wait("handed_over")["to"] == heir.wait("ready")["peer_id"]
+        assert heir.wait("inherited")["from"] == leaver.wait("ready")["peer_id"]
+        assert leaver.wait_for_end(timeout_s=30) == 0
+        saved = Checkpoints(job_folder(leaver.data_dir, job)).load_newest(job)
+        assert saved is not None
+        assert not saved.outer[ERROR].any()
 
 
 @pytest.mark.slow
