@@ -22,7 +22,7 @@ SETTINGS: Mapping[str, dict[str, int | float | str]] = {
     "streaming": {"sync_every": 2 * H, "fragments": 2, "overlap_steps": 1},
     "eager": {"sync_every": H, "outer_lr": 0.7, "momentum": 0.9},
     "noloco": {"sync_every": H, "seed": 5, "alpha": 0.5, "beta": 0.7, "gamma": 0.7},
-    "sparseloco": {"sync_every": H},
+    "sparseloco": {"sync_every": H, "outer_lr": 1.5},
     "co2": {"sync_every": H},
     "zo": {"sync_every": 2, "epsilon": 1e-2, "learning_rate": 1e-3, "seed": 1 << 40},
 }
@@ -132,7 +132,7 @@ def expected_trace(name: str) -> list[reference.Vector]:
                 values = torch.from_numpy(e).float()
                 return codec.decode(codec.encode(values), len(e)).double().numpy()
 
-            return reference.sparseloco(run, H, 0.95, 1.0, quantise=quantise)
+            return reference.sparseloco(run, H, 0.95, 1.5, quantise=quantise)
         case _:
             return reference.co2(run, H, 1.0, 0.5, 1.0)
 

@@ -118,7 +118,7 @@ gamma = 0.4                            # pull between the replicas; must be less
             """\
 sync_every = 30                        # inner steps between exchanges
 decay = 0.95                           # of the error that is fed back
-outer_lr = 1.0
+outer_lr = 3.0                         # for eight workers: what one of M sends moves an M-th
 """,
         ),
     ),

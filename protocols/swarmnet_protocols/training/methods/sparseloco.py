@@ -12,7 +12,8 @@ class SparseLoCoSettings(Settings):
     """H, inner steps between exchanges."""
     decay: float = Field(default=0.95, ge=0, le=1)
     """Of the error that is fed back."""
-    outer_lr: float = Field(default=1.0, gt=0)
+    outer_lr: float = Field(default=3.0, gt=0)
+    """α. A coordinate that one of M workers sends moves by an M-th: more than 1 makes up for it."""
 
 
 class SparseLoCo(OuterMethod):
