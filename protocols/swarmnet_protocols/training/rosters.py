@@ -20,8 +20,6 @@ MAX_EXCHANGES = 1 << 62
 class Candidate(Member):
     """A worker that wants to be in a round."""
 
-    weight: float = 0.0
-    """Tokens behind its contribution; 0 for a newcomer, who listens in its first round."""
     exchanges: int = 0
     """Number of the newest exchange it took part in."""
 

@@ -19,11 +19,13 @@ UNMEASURED_BYTES_PER_S = 1e6
 
 @dataclass(frozen=True)
 class Member:
-    """A worker in a round. ``bytes_per_s`` is what the roster says of its link, and so the same at all members."""
+    """A worker in a round, as the roster describes it, and so the same at all members."""
 
     peer: PeerId
     addresses: tuple[str, ...]
     bytes_per_s: float = UNMEASURED_BYTES_PER_S
+    weight: float = 0.0
+    """Tokens behind its contribution; 0 for a newcomer, who listens in its first round."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +50,12 @@ class Terms:
             raise ConfigError(f"a round has 1 to {MAX_MEMBERS} members, each once; not {len(ordered)}")
         if not (0 <= round < 1 << 63 and 0 < count <= MAX_VALUES):
             raise ConfigError(f"round {round} of {count} values is out of range")
-        parts = shares(count, [member.bytes_per_s for member in ordered])
-        owners = tuple(index for index, (start, end) in enumerate(parts) if start < end)
-        return cls(job, round, ordered, tuple(parts[owner] for owner in owners), owners, codec)
+        # A newcomer has enough to fetch. If nobody is said to contribute, all own.
+        may_own = [index for index, member in enumerate(ordered) if member.weight] or range(len(ordered))
+        parts = shares(count, [ordered[index].bytes_per_s for index in may_own])
+        owned = [(owner, part) for owner, part in zip(may_own, parts, strict=True) if part[0] < part[1]]
+        owners, slices = zip(*owned, strict=True)
+        return cls(job, round, ordered, slices, owners, codec)
 
     @property
     def count(self) -> int:

@@ -1,0 +1,28 @@
+"""Who owns which slice of a round's vector."""
+
+from swarmnet_protocols.training.codecs import get_codec
+from swarmnet_protocols.training.terms import Member, Terms
+from swarmnet_protocols.transport import PeerId
+
+COUNT = 100_000
+
+
+def terms(**weights: float) -> Terms:
+    members = [Member(PeerId(name), (), weight=weight) for name, weight in weights.items()]
+    return Terms.of(b"job", 1, members, COUNT, get_codec("float32"))
+
+
+def test_a_newcomer_owns_no_slice() -> None:
+    ours = terms(anna=5.0, boris=0.0, clara=7.0)
+    assert [ours.members[owner].peer for owner in ours.owners] == ["anna", "clara"]
+    assert ours.slices[0][0] == 0
+    assert ours.slices[-1][1] == COUNT
+    assert terms(anna=0.0, boris=1.0).owners == (1,)
+
+
+def test_where_nobody_is_said_to_contribute_all_own() -> None:
+    assert terms(anna=0.0, boris=0.0, clara=0.0).owners == (0, 1, 2)
+
+
+def test_members_that_differ_on_who_is_new_do_not_average_together() -> None:
+    assert terms(anna=5.0, boris=0.0).digest() != terms(anna=5.0, boris=1.0).digest()
