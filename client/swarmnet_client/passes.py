@@ -7,7 +7,7 @@ host was sent stays here: whoever hosts the same blocks later can compute the gr
 import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -219,14 +219,16 @@ class RemoteBatch:
 
 @dataclass(frozen=True)
 class _Conversation:
-    """The client's side of one pass. Every part that goes or comes moves ``limit``."""
+    """The client's side of one pass. Every part that goes or comes moves ``limit``; none goes before ``admitted``."""
 
     stream: Stream
     timing: Timing
     limit: asyncio.Timeout
+    admitted: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def send(self, begin: pb.Begin, tensors: Sequence[torch.Tensor]) -> None:
         await self.stream.send(Message(pb.PassRequest(begin=begin).SerializeToString()))
+        await self.admitted.wait()
         for tensor in tensors:
             for part, payload in cut(tensor):
                 await self.stream.send(Message(pb.PassRequest(part=part).SerializeToString(), payload))
@@ -243,7 +245,7 @@ class _Conversation:
                 case "refused":
                     raise Refused(reply.refused.reason, reply.refused.detail)
                 case "beat":
-                    continue
+                    self.admitted.set()
                 case _:
                     raise ProtocolViolation("an unexpected message on a pass")
 

@@ -180,9 +180,14 @@ def test_blocks_that_nobody_hosts_are_named(reference: Reference) -> None:
     simulate(reference, scenario)
 
 
-def test_hosts_without_room_are_named_so(reference: Reference) -> None:
+def test_hosts_without_room_are_named_so_and_sent_nothing(reference: Reference) -> None:
+    sent: list[Delivery] = []
+
     async def scenario(lab: Lab) -> None:
         await lab.start("a", lab.hosting((0, 6), limits=HostLimits(passes=0)))
+        lab.network.observers.append(
+            lambda delivery: sent.append(delivery) if kind_of(delivery) == "part" else None
+        )
         await asyncio.sleep(1.0)
         async with lab.client() as swarm:
             batch = RemoteBatch(swarm, ChainSpec(6, HIDDEN, 512, torch.float32), COUNTS)
@@ -190,6 +195,7 @@ def test_hosts_without_room_are_named_so(reference: Reference) -> None:
                 await batch.forward(random_states(0))
 
     simulate(reference, scenario)
+    assert not sent
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
