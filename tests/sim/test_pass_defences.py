@@ -12,9 +12,9 @@ from swarmnet_client.passes import RemoteBatch
 from swarmnet_node.host import HostLimits
 from swarmnet_protocols.errors import StreamEnded
 from swarmnet_protocols.protocol_ids import PASS
-from swarmnet_protocols.session.passes import MAX_POSITIONS, MAX_SEQUENCES, cut
+from swarmnet_protocols.session.passes import MAX_POSITIONS, MAX_SEQUENCES
 from swarmnet_protocols.session.steps import encode_tensor
-from swarmnet_protocols.transport import Message, Stream, Transport
+from swarmnet_protocols.transport import Message, Stream, Transport, memory
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.support.swarm_lab import SWARM, Lab, Reference, simulate
 
@@ -209,23 +209,25 @@ def test_who_does_not_go_on_loses_the_place(reference: Reference) -> None:
     with_stranger(reference, talk, limits=HostLimits(passes_per_client=2))
 
 
-def test_who_does_not_take_the_answer_loses_the_place(reference: Reference) -> None:
-    """Its answers are more than fits on the way."""
+def test_who_does_not_take_the_answer_loses_the_place(
+    reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who reads nothing; one message fits on the way."""
+    monkeypatch.setattr(memory, "WINDOW_BYTES", 1)
 
     async def scenario(lab: Lab) -> None:
         await lab.start("a", lab.hosting((0, 6), limits=HostLimits(passes_per_client=1)))
         async with lab.network.transport(lab.peer_id("stranger")) as transport:
             stranger = Stranger(lab, transport)
-            stream = await stranger.begin(counts=[MAX_POSITIONS])
-            for tensor, payload in cut(zeros(MAX_POSITIONS)):
-                await stream.send(Message(pb.PassRequest(part=tensor).SerializeToString(), payload))
-            lab.network.hang(lab.peer_id("stranger"))
-            await asyncio.sleep(3 * lab.timing.chunk_s)
-            host = lab.nodes["a"]._host
-            assert host is not None
-            assert not host._passes
+            await (await stranger.begin()).send(part(zeros()))
+            await asyncio.sleep(lab.timing.chunk_s - 2)
+            await assert_refused(await stranger.begin(), pb.REASON_OUT_OF_MEMORY)
+            await asyncio.sleep(4)
+            again = await stranger.begin()
+            await again.send(part(zeros()))
+            assert (await reply(again)).HasField("part")
 
-    simulate(reference, scenario, limit_s=300.0)
+    simulate(reference, scenario)
 
 
 def test_a_host_that_leaves_takes_no_new_pass_and_ends_those_it_has(reference: Reference) -> None:
