@@ -127,20 +127,18 @@ class RemoteBatch:
     ) -> tuple[list[Leg], torch.Tensor]:
         """Through the blocks of ``span``, by whoever hosts them now."""
         legs: list[Leg] = []
-        route: list[Hop] = []
         reached = span[0]
         patience = Patience(self._swarm.timing.recover_s)
         while reached < span[1]:
             try:
-                route = route or self._swarm.route((reached, span[1]))
-                outputs = await self._pass(route[0], counts, (values,))
+                hop = self._swarm.route((reached, span[1]))[0]
+                outputs = await self._pass(hop, counts, (values,))
             except SwarmnetError as error:
-                route = []
                 await self._recover(patience, error)
                 continue
             patience.answered()
-            legs.append(Leg(route[0], values))
-            reached, values, route = route[0].end, outputs, route[1:]
+            legs.append(Leg(hop, values))
+            reached, values = hop.end, outputs
         return legs, values
 
     async def _backward(self, microbatch: Microbatch, gradients: torch.Tensor) -> torch.Tensor:

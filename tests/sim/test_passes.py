@@ -14,10 +14,11 @@ from swarmnet_node.host import HostLimits
 from swarmnet_protocols.errors import NoRoute, OutOfResources
 from swarmnet_protocols.protocol_ids import PASS
 from swarmnet_protocols.session.passes import MAX_POSITIONS
-from swarmnet_protocols.transport import PeerId
-from swarmnet_protocols.transport.memory import Delivery
+from swarmnet_protocols.session.steps import encode_tensor
+from swarmnet_protocols.transport import Message, PeerId
+from swarmnet_protocols.transport.memory import Delivery, LinkProfile, MemoryStream
 from swarmnet_protocols.wire import session_pb2 as pb
-from tests.support.swarm_lab import Lab, Reference, simulate
+from tests.support.swarm_lab import Lab, Reference, peer, simulate
 
 HIDDEN = 32
 COUNTS = (40, 128, 7, 128, 128, 90, 1, 60, 128)
@@ -39,6 +40,7 @@ class Outcome:
     outputs: torch.Tensor
     gradients: torch.Tensor
     failovers: int
+    took_s: float
     served: dict[str, set[PeerId]] = field(default_factory=dict)
     """Who was asked for a "forward" and who for a "backward"."""
 
@@ -70,9 +72,12 @@ async def train(lab: Lab, layout: Mapping[str, tuple[int, int]], prepare: Callab
     prepare()
     async with lab.client() as swarm:
         batch = RemoteBatch(swarm, ChainSpec(6, HIDDEN, 512, torch.float32), COUNTS)
+        await asyncio.sleep(2.0)  # the client knows how far they are
+        started = asyncio.get_running_loop().time()
         outputs = await batch.forward(random_states(0))
         gradients = await batch.backward(random_states(1))
-    return Outcome(outputs, gradients, batch.report.failovers, served)
+        took_s = asyncio.get_running_loop().time() - started
+    return Outcome(outputs, gradients, batch.report.failovers, took_s, served)
 
 
 def check(reference: Reference, outcome: Outcome) -> None:
@@ -125,6 +130,7 @@ def test_a_host_fails_in_the_midst_and_the_result_is_the_same(
     check(reference, outcome)
     assert hit
     assert outcome.failovers
+    assert outcome.took_s < 10.0
     assert outcome.served["backward"] - {hit[0].target}
 
 
@@ -146,6 +152,69 @@ def test_backward_may_run_where_forward_did_not(reference: Reference) -> None:
     outcome, gone = simulate(reference, scenario)
     check(reference, outcome)
     assert gone in outcome.served["forward"]
+
+
+def answer_of(values: torch.Tensor) -> Message:
+    tensor, payload = encode_tensor(values)
+    return Message(pb.PassReply(part=pb.Part(tensor=tensor)).SerializeToString(), payload)
+
+
+LIES: dict[str, Callable[[torch.Tensor], Message]] = {
+    "NaN": lambda values: answer_of(values.fill_(float("nan"))),
+    "too few positions": lambda values: answer_of(values[1:]),
+    "another width": lambda values: answer_of(values[:, 1:]),
+    "a shape without values": lambda values: Message(answer_of(values).header),
+    "garbage": lambda _: Message(b"\xff\xff"),
+    "nothing that we know": lambda _: Message(b""),
+    "a refusal": lambda _: Message(
+        pb.PassReply(refused=pb.Refused(reason=pb.REASON_TOO_LONG)).SerializeToString()
+    ),
+}
+
+
+@pytest.mark.parametrize("lie", LIES.values(), ids=LIES.keys())
+def test_a_host_that_answers_nonsense_is_replaced(
+    reference: Reference, lie: Callable[[torch.Tensor], Message], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of two hosts lies, always. Nobody asks it again, not even who has waited for it."""
+    honest = MemoryStream.send
+    lies: list[Message] = []
+
+    async def send(self: MemoryStream, message: Message) -> None:
+        if self._transport.peer_id == peer("b").peer_id and message.payload:
+            shape = pb.PassReply.FromString(message.header).part.tensor.shape
+            message = lie(torch.ones(list(shape)))
+            lies.append(message)
+        await honest(self, message)
+
+    monkeypatch.setattr(MemoryStream, "send", send)
+
+    async def scenario(lab: Lab) -> Outcome:
+        # The liar is the nearer one: everybody wants to go there.
+        lab.network.set_link(lab.peer_id("client"), lab.peer_id("b2"), LinkProfile(delay_s=0.2))
+        return await train(lab, {"b": (0, 6), "b2": (0, 6)}, lambda: None)
+
+    outcome = simulate(reference, scenario)
+    check(reference, outcome)
+    assert outcome.failovers == len(lies)
+    assert 1 <= len(lies) <= PASSES_PER_HOST
+
+
+def test_a_host_that_beats_but_does_not_compute_is_replaced(reference: Reference) -> None:
+    async def scenario(lab: Lab) -> Outcome:
+        def prepare() -> None:
+            engine = lab.nodes["b"]._engine
+            assert engine is not None
+            engine.compute_behind = never  # type: ignore[method-assign]
+
+        return await train(lab, TWO_OF_B, prepare)
+
+    async def never(compute: object, positions: int) -> torch.Tensor:
+        return await asyncio.get_running_loop().create_future()
+
+    outcome = simulate(reference, scenario, limit_s=1000.0)
+    check(reference, outcome)
+    assert outcome.failovers
 
 
 def test_every_hop_has_work_at_the_same_time(reference: Reference) -> None:
