@@ -143,11 +143,8 @@ class SequenceBatch:
     ) -> torch.Tensor:
         states = (query, key, value)
         if len(set(self._counts)) == 1:  # sequences of one length are the rows of a batch
-            shape = (len(self._counts), self._counts[0], -1)
-            query, key, value = (
-                each[0].view(each.shape[1], *shape).transpose(0, 1)
-                for each in map(torch.Tensor.contiguous, states)
-            )
+            rows = (len(self._counts), self._counts[0], -1)
+            query, key, value = (each.reshape(each.shape[1], *rows).transpose(0, 1) for each in states)
             return _attend_sequences(query, key, value, rule).transpose(1, 2).flatten(0, 1)[None]
         parts = zip(*(torch.split(each, self._counts, 2) for each in states), strict=True)
         outputs = [_attend_sequences(query, key, value, rule) for query, key, value in parts]

@@ -1,5 +1,6 @@
 """A plain PyTorch loop trains what is at home, through the swarm: loss and gradients are those of local autograd."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from swarmnet import AutoSwarmModelForCausalLM
 from swarmnet_protocols.errors import OutOfResources
 from swarmnet_protocols.models import resolve
 from swarmnet_protocols.protocol_ids import PASS, PING
@@ -161,6 +163,18 @@ def test_what_cannot_be_differentiated_is_said(tiny: TinySwarm) -> None:
         model(inputs_embeds=long)
     with model.session() as cache, pytest.raises(ValueError, match="session"):
         model(inputs_embeds=embedded, past_key_values=cache)
+
+
+def test_the_example_in_the_readme(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (Path(__file__).parents[2] / "client" / "README.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    names: dict[str, Any] = {}
+    with tiny_swarm(reference) as running:
+        monkeypatch.setattr(AutoSwarmModelForCausalLM, "from_pretrained", lambda *_, **__: running.model)
+        exec(example, names)
+    assert names["loss"].isfinite()
+    assert names["prompts"].grad is None
+    assert names["optimizer"].state[names["prompts"]]["step"] == 20
 
 
 # ---- the real model --------------------------------------------------------------------------------------
