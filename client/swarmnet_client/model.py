@@ -9,7 +9,7 @@ import functools
 import random
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AttentionMaskInterface
 
+from swarmnet_client.autograd import run_blocks
 from swarmnet_client.cache import NewPositions, SwarmCache
 from swarmnet_client.chain import Chain, ChainReport
 from swarmnet_client.hops import ChainSpec
+from swarmnet_client.passes import RemoteBatch
 from swarmnet_client.runtime import Runtime
 from swarmnet_client.swarm import Swarm
 from swarmnet_protocols.devices import pick_device, pick_dtype
@@ -37,19 +39,35 @@ IMPLEMENTATION = "swarmnet_remote"
 
 @dataclass
 class _Call:
-    """What one forward tells the remote layer besides hidden states."""
+    """What one forward tells the remote layer besides hidden states.
 
+    ``is_alone``: nothing came before in this cache and nothing will come after. ``is_training``: it is a training step, even
+    if nothing before the blocks learns.
+    """
+
+    model: "SwarmModel"
     cache: SwarmCache
     ids: torch.Tensor | None
     new: NewPositions
+    is_alone: bool
+    is_training: bool
 
 
 class RemoteLayer(torch.nn.Module):
     """Stands where the decoder layers would: hidden states [B, n, D] go to the swarm and come back."""
 
-    def forward(self, hidden_states: torch.Tensor, *, swarm_call: _Call, **_: Any) -> torch.Tensor:
-        inputs = hidden_states if swarm_call.ids is None else swarm_call.ids
-        output = swarm_call.cache.extend(inputs, swarm_call.new)
+    def forward(
+        self, hidden_states: torch.Tensor, *, swarm_call: _Call, position_ids: torch.Tensor, **_: Any
+    ) -> torch.Tensor:
+        call = swarm_call
+        if torch.is_grad_enabled() and (hidden_states.requires_grad or call.is_training):
+            if not call.is_alone:
+                raise ValueError("gradients do not flow through a session: leave out past_key_values")
+            _check_positions(position_ids, call.new.columns)
+            return run_blocks(call.model, hidden_states, call.new.columns)
+        inputs = hidden_states if call.ids is None else call.ids
+        output = call.cache.extend(inputs, call.new)
+        call.model.last_run = call.cache.report
         return output.to(hidden_states)
 
 
@@ -72,6 +90,12 @@ class SwarmModel:
         """A chain whose lanes may reach ``max_length`` positions."""
         spec = ChainSpec(self._spec.blocks, self._spec.hidden_size, max_length, self._spec.wire)
         return Chain.open(self._runtime.swarm, spec, self._embed)
+
+    def remote_batch(self, counts: Sequence[int]) -> RemoteBatch:
+        """A batch of sequences of these lengths that gradients are wanted of. ``last_run`` tells from now on what happens to it."""
+        batch = RemoteBatch(self._runtime.swarm, self._spec, counts)
+        self.last_run = batch.report
+        return batch
 
     @contextmanager
     def session(self, *, max_length: int | None = None) -> Iterator[SwarmCache]:
@@ -188,6 +212,13 @@ async def _connect(manifest: bytes, swarm: bytes, bootstrap: tuple[str, ...]) ->
             yield watched
 
 
+def _check_positions(position_ids: torch.Tensor, columns: list[tuple[int, int]]) -> None:
+    """Hosts number the tokens of a sequence one after another: raise ``ValueError`` for numbers [B or 1, n] that do not."""
+    for row, (first, end) in zip(position_ids.expand(len(columns), -1), columns, strict=True):
+        if not bool((row[first:end].diff() == 1).all()):
+            raise ValueError("position_ids must number the tokens of a row one after another")
+
+
 def _no_mask(*_: Any, **__: Any) -> None:
     return None
 
@@ -209,30 +240,30 @@ def _swarm_class(base: "type[PreTrainedModel]") -> type:
         given = input_ids if input_ids is not None else inputs_embeds
         if given is None:
             raise ValueError("give input_ids or inputs_embeds")
-        if past_key_values is None:
-            with SwarmCache(self, max_length=self._spec.max_length) as cache:
-                output = forward(
-                    self, input_ids, attention_mask, cache, inputs_embeds, logits_to_keep, **kwargs
-                )
-                output.past_key_values = None
-                return output
+        is_alone = past_key_values is None
         batch, width = given.shape[:2]
         keep = logits_to_keep if isinstance(logits_to_keep, int) and logits_to_keep else width
-        columns = self._columns(attention_mask, batch, past_key_values.get_seq_length(), width)
         ids = input_ids.cpu() if input_ids is not None else None
-        call = _Call(past_key_values, ids, NewPositions(columns, min(keep, width)))
+        is_training = self.training and kwargs.get("labels") is not None
         kwargs.pop("use_cache", None)
-        output = architecture.forward(
-            self,
-            input_ids=input_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            logits_to_keep=logits_to_keep,
-            use_cache=True,
-            swarm_call=call,
-            **kwargs,
-        )
-        self.last_run = past_key_values.report
+        with ExitStack() as stack:
+            cache = past_key_values
+            if cache is None:
+                cache = stack.enter_context(SwarmCache(self, max_length=self._spec.max_length))
+            columns = self._columns(attention_mask, batch, cache.get_seq_length(), width)
+            new = NewPositions(columns, min(keep, width))
+            output = architecture.forward(
+                self,
+                input_ids=input_ids,
+                past_key_values=cache,
+                inputs_embeds=inputs_embeds,
+                logits_to_keep=logits_to_keep,
+                use_cache=True,
+                swarm_call=_Call(self, cache, ids, new, is_alone, is_training),
+                **kwargs,
+            )
+        if is_alone:
+            output.past_key_values = None
         return output
 
     @functools.wraps(architecture.generate)

@@ -1,4 +1,4 @@
-"""Attention of a packed batch: the new positions of many lanes in one row, each lane attending to its own cache.
+"""Attention of a packed batch: positions of many sequences in one row, each attending to its own, with a cache or without.
 
 transformers calls :func:`packed_attention` from every layer of every family (``AttentionInterface``); the batch comes to
 it through the keyword arguments of the model's forward.
@@ -107,7 +107,8 @@ class PackedBatch:
         first = 0 if rule.sliding_window is None else max(0, start + 1 - rule.sliding_window)
         seen_keys, seen_values = keys.narrow(2, first, end - first), values.narrow(2, first, end - first)
         if rule.softcap is not None or rule.sinks is not None:
-            return self._attend_eagerly(query, seen_keys, seen_values, row, rule)
+            mask = self._mask(row, rule.sliding_window) if count > 1 else None
+            return _attend_eagerly(query, seen_keys, seen_values, mask, rule)
         if count == 1:
             return _attend_one(query, seen_keys, seen_values, rule.scaling)
         causal = start == 0 and (rule.sliding_window is None or count <= rule.sliding_window)
@@ -121,40 +122,79 @@ class PackedBatch:
             enable_gqa=True,
         )
 
-    def _attend_eagerly(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, row: int, rule: Rule
-    ) -> torch.Tensor:
-        """Attention with capped scores or sinks, which the fused kernel does not have."""
-        heads, count, size = query.shape[1:]
-        grouped = query.reshape(1, keys.shape[1], -1, count, size)
-        scores = grouped @ keys.unsqueeze(2).transpose(-1, -2)
-        scores = scores * (size**-0.5 if rule.scaling is None else rule.scaling)
-        if rule.softcap is not None:
-            scores = torch.tanh(scores / rule.softcap) * rule.softcap
-        if count > 1:
-            scores = scores.masked_fill(~self._mask(row, rule.sliding_window), float("-inf"))
-        if rule.sinks is None:
-            weights = scores.softmax(-1, dtype=torch.float32)
-        else:
-            sinks = (
-                rule.sinks.to(scores.dtype).reshape(1, keys.shape[1], -1, 1, 1).expand(*scores.shape[:-1], 1)
-            )
-            weights = torch.cat([scores, sinks], -1).softmax(-1, dtype=torch.float32)[..., :-1]
-        return (weights.to(values.dtype) @ values.unsqueeze(2)).reshape(1, heads, count, -1)
-
     def _mask(self, row: int, sliding_window: int | None) -> torch.Tensor:
         """Which of the keys from the first visible one on each new position sees: [count, keys]."""
         if (row, sliding_window) not in self._masks:
             lane, count = self._lanes[row], self._counts[row]
             first = 0 if sliding_window is None else max(0, lane.length + 1 - sliding_window)
-            device = lane.geometry.device
-            queries = torch.arange(lane.length, lane.length + count, device=device)[:, None]
-            keys = torch.arange(first, lane.length + count, device=device)[None, :]
-            mask = keys <= queries
-            if sliding_window is not None:
-                mask &= keys > queries - sliding_window
-            self._masks[row, sliding_window] = mask
+            positions = torch.arange(first, lane.length + count, device=lane.geometry.device)
+            self._masks[row, sliding_window] = _causal(positions[-count:], positions, sliding_window)
         return self._masks[row, sliding_window]
+
+
+class SequenceBatch:
+    """Whole sequences, laid one after another: ``counts[i]`` positions of the i-th. Keeps nothing; gradients flow through."""
+
+    def __init__(self, counts: Sequence[int]) -> None:
+        self._counts = list(counts)
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Rule
+    ) -> torch.Tensor:
+        states = (query, key, value)
+        if len(set(self._counts)) == 1:  # sequences of one length are the rows of a batch
+            rows = (len(self._counts), self._counts[0], -1)
+            query, key, value = (each.reshape(each.shape[1], *rows).transpose(0, 1) for each in states)
+            return _attend_sequences(query, key, value, rule).transpose(1, 2).flatten(0, 1)[None]
+        parts = zip(*(torch.split(each, self._counts, 2) for each in states), strict=True)
+        outputs = [_attend_sequences(query, key, value, rule) for query, key, value in parts]
+        return torch.cat(outputs, 2).transpose(1, 2)
+
+
+def _attend_sequences(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Rule
+) -> torch.Tensor:
+    """Shapes: query [B, H, T, d], key and value [B, Hkv, T, d]; the result is [B, H, T, d]."""
+    count = query.shape[2]
+    eager = rule.softcap is not None or rule.sinks is not None
+    causal = rule.sliding_window is None or count <= rule.sliding_window
+    mask = None
+    if eager or not causal:
+        positions = torch.arange(count, device=query.device)
+        mask = _causal(positions, positions, rule.sliding_window)
+    if eager:
+        return _attend_eagerly(query, key, value, mask, rule)
+    return scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=causal, scale=rule.scaling, enable_gqa=True
+    )
+
+
+def _attend_eagerly(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, rule: Rule
+) -> torch.Tensor:
+    """Attention with capped scores or sinks, which the fused kernel does not have. ``mask`` [queries, keys]: what sees what."""
+    rows, heads, count, size = query.shape
+    grouped = query.reshape(rows, keys.shape[1], -1, count, size)
+    scores = grouped @ keys.unsqueeze(2).transpose(-1, -2)
+    scores = scores * (size**-0.5 if rule.scaling is None else rule.scaling)
+    if rule.softcap is not None:
+        scores = torch.tanh(scores / rule.softcap) * rule.softcap
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    if rule.sinks is None:
+        weights = scores.softmax(-1, dtype=torch.float32)
+    else:
+        sinks = rule.sinks.to(scores.dtype).reshape(1, keys.shape[1], -1, 1, 1).expand(*scores.shape[:-1], 1)
+        weights = torch.cat([scores, sinks], -1).softmax(-1, dtype=torch.float32)[..., :-1]
+    return (weights.to(values.dtype) @ values.unsqueeze(2)).reshape(rows, heads, count, -1)
+
+
+def _causal(queries: torch.Tensor, keys: torch.Tensor, sliding_window: int | None) -> torch.Tensor:
+    """Which keys [k] each query [q] sees, both given by their positions: [q, k]."""
+    mask = keys[None, :] <= queries[:, None]
+    if sliding_window is not None:
+        mask &= keys[None, :] > queries[:, None] - sliding_window
+    return mask
 
 
 def _attend_one(

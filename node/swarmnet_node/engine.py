@@ -1,11 +1,12 @@
 """The engine: one loop that packs the waiting work of all sessions into forwards of the stage.
 
 Sessions call ``compute``; the loop asks the scheduler what goes next, runs it on the one torch thread, and hands the
-outputs back. While a forward runs, work gathers: batches form by themselves.
+outputs back. While a forward runs, work gathers: batches form by themselves. Passes go when no session has work.
 """
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
@@ -41,6 +42,15 @@ class _Work:
         return Waiting(len(self.inputs) - self.computed, self.priority, id(self.stage))
 
 
+@dataclass(eq=False)
+class _Pass:
+    """Something to compute that cannot be cut."""
+
+    compute: Callable[[], torch.Tensor]
+    positions: int
+    done: "asyncio.Future[torch.Tensor]"
+
+
 class Engine:
     """Computes on one stage for many sessions. Owns the caches' byte account."""
 
@@ -62,6 +72,7 @@ class Engine:
         self._turn = turn
         self._stopwatch = stopwatch
         self._waiting: list[_Work] = []
+        self._passes: deque[_Pass] = deque()
         self._wake = asyncio.Event()
         self._stopped = False
         self._lanes: dict[int, LaneCache] = {}
@@ -137,32 +148,62 @@ class Engine:
         self._wake.set()
         return await asyncio.gather(*(work.done for work in works))
 
+    async def compute_behind(self, compute: Callable[[], torch.Tensor], positions: int) -> torch.Tensor:
+        """Run ``compute``, which is of ``positions`` positions, on the torch thread whenever no session has work.
+
+        First come, first served. A caller that is cancelled before its turn costs nothing more.
+        """
+        if self._stopped:
+            raise Unreachable("this host has stopped")
+        work = _Pass(compute, positions, asyncio.get_running_loop().create_future())
+        self._passes.append(work)
+        self._wake.set()
+        return await work.done
+
     async def _loop(self) -> None:
-        loop = asyncio.get_running_loop()
         while True:
-            if not self._waiting:
+            if not self._waiting and not self._passes:
                 self._wake.clear()
                 await self._wake.wait()
             async with self._turn():
                 await asyncio.sleep(0)  # whatever the network has already delivered joins this batch
-                picked = schedule([work.waiting for work in self._waiting], BUDGET_TOKENS)
-                batch = [(self._waiting[index], tokens) for index, tokens in picked]
-                rows = [
-                    (work.lane, work.inputs[work.computed : work.computed + tokens]) for work, tokens in batch
-                ]
-                started = self._stopwatch()
-                try:
-                    results = await loop.run_in_executor(self._executor, batch[0][0].stage.forward, rows)
-                except Exception as error:  # noqa: BLE001 - the supervisor: a failed forward fails its sessions, not the node
-                    self._drop([work for work, _ in batch], error)
-                    continue
-                elapsed_s = self._stopwatch() - started
-            self._account(sum(tokens for _, tokens in batch), elapsed_s)
-            for (work, count), result in zip(batch, results, strict=True):
-                work.computed += count
-                work.outputs.append(result)
-                if work.computed == len(work.inputs):
-                    self._finish(work)
+                if self._waiting:
+                    await self._forward()
+                else:
+                    await self._run_pass(self._passes[0])
+                    self._passes.popleft()
+
+    async def _forward(self) -> None:
+        """One forward of what the scheduler picks among the sessions' work."""
+        picked = schedule([work.waiting for work in self._waiting], BUDGET_TOKENS)
+        batch = [(self._waiting[index], tokens) for index, tokens in picked]
+        rows = [(work.lane, work.inputs[work.computed : work.computed + tokens]) for work, tokens in batch]
+        started = self._stopwatch()
+        loop = asyncio.get_running_loop()
+        try:
+            results = await loop.run_in_executor(self._executor, batch[0][0].stage.forward, rows)
+        except Exception as error:  # noqa: BLE001 - the supervisor: a failed forward fails its sessions, not the node
+            self._drop([work for work, _ in batch], error)
+            return
+        self._account(sum(tokens for _, tokens in batch), self._stopwatch() - started)
+        for (work, count), result in zip(batch, results, strict=True):
+            work.computed += count
+            work.outputs.append(result)
+            if work.computed == len(work.inputs):
+                self._finish(work)
+
+    async def _run_pass(self, work: _Pass) -> None:
+        if work.done.done():
+            return
+        try:
+            result = await asyncio.get_running_loop().run_in_executor(self._executor, work.compute)
+        except Exception as error:  # noqa: BLE001 - the supervisor: a failed pass fails its client, not the node
+            _fail(work.done, error)
+            return
+        self.forwards += 1
+        self.tokens += work.positions
+        if not work.done.done():
+            work.done.set_result(result)
 
     def _account(self, tokens: int, elapsed_s: float) -> None:
         self.forwards += 1
@@ -177,10 +218,17 @@ class Engine:
     def _stop(self) -> None:
         """Whoever waits for a forward that will not come is told."""
         self._stopped = True
-        self._drop(list(self._waiting), Unreachable("this host has stopped"))
+        error = Unreachable("this host has stopped")
+        self._drop(list(self._waiting), error)
+        for work in self._passes:
+            _fail(work.done, error)
 
     def _drop(self, works: Sequence[_Work], error: Exception) -> None:
         for work in works:
             self._waiting.remove(work)
-            if not work.done.done():
-                work.done.set_exception(error)
+            _fail(work.done, error)
+
+
+def _fail(done: "asyncio.Future[torch.Tensor]", error: Exception) -> None:
+    if not done.done():
+        done.set_exception(error)

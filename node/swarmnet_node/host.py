@@ -1,22 +1,24 @@
-"""Hosting: the host's side of sessions and links.
+"""Hosting: the host's side of sessions, links and passes.
 
 A client opens a session; the hop before us opens a link to it and sends steps; each step is computed once, logged, and
 sent on by the session's feeder, or home to the client when we are the last hop. The session, with its caches, ends
-with the client's stream.
+with the client's stream. A pass, for somebody who trains, is a stream of its own that leaves nothing behind.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from swarmnet_node.engine import Engine
+from swarmnet_node.passes import HostedPass
 from swarmnet_node.session import HostedSession
 from swarmnet_protocols.aio import race
 from swarmnet_protocols.errors import ProtocolViolation, StreamEnded
-from swarmnet_protocols.protocol_ids import LINK, PING, SESSION
+from swarmnet_protocols.protocol_ids import LINK, PASS, PING, SESSION
 from swarmnet_protocols.session.link import Refused, parse, receive_within
 from swarmnet_protocols.timing import Timing
-from swarmnet_protocols.transport import Message, Stream, Transport
+from swarmnet_protocols.transport import Message, PeerId, Stream, Transport
 from swarmnet_protocols.wire import session_pb2 as pb
 
 SESSION_ID_BYTES = 16
@@ -30,6 +32,8 @@ class HostLimits:
     sessions_per_client: int = 64
     early_links: int = 256
     log_bytes: int = 256 << 20
+    passes: int = 16
+    passes_per_client: int = 4
 
 
 @dataclass(frozen=True)
@@ -62,13 +66,15 @@ class Host:
         self.leaving = False
         self._offer = offer
         self._sessions: dict[bytes, HostedSession] = {}
+        self._passes: Counter[PeerId] = Counter()
         self._early_links = 0
         self._changed = asyncio.Condition()
 
     async def serve(self) -> None:
-        """Accept sessions, links and pings until the transport closes."""
+        """Accept sessions, links, passes and pings until the transport closes."""
         await self.transport.serve(SESSION, self._session)
         await self.transport.serve(LINK, self._link)
+        await self.transport.serve(PASS, self._pass)
         await self.transport.serve(PING, self._ping)
 
     @property
@@ -76,11 +82,11 @@ class Host:
         return tuple(self._sessions.values())
 
     async def leave(self) -> None:
-        """Refuse new sessions, ask the clients of the present ones to move, and return when none is left."""
+        """Refuse new sessions and passes, ask the clients of sessions to move, and return when none is left of either."""
         self.leaving = True
         await asyncio.gather(*(session.say_leaving() for session in self.sessions))
         async with self._changed:
-            await self._changed.wait_for(lambda: not self._sessions)
+            await self._changed.wait_for(lambda: not self._sessions and not self._passes)
 
     async def _session(self, stream: Stream) -> None:
         message = await receive_within(stream, self.timing.reply_s)
@@ -108,6 +114,13 @@ class Host:
         wanted = request.open
         if len(wanted.session) != SESSION_ID_BYTES or wanted.session in self._sessions:
             raise ProtocolViolation("a session id is 16 fresh bytes")
+        self._check_offered(wanted)
+        theirs = sum(session.stream.peer == stream.peer for session in self._sessions.values())
+        if len(self._sessions) >= self.limits.sessions or theirs >= self.limits.sessions_per_client:
+            raise Refused(pb.REASON_OUT_OF_MEMORY, f"{theirs} of {len(self._sessions)} sessions are yours")
+        return HostedSession(self, wanted, stream)
+
+    def _check_offered(self, wanted: pb.Open | pb.Begin) -> None:
         if self.leaving:
             raise Refused(pb.REASON_LEAVING, "this host is about to stop")
         if wanted.swarm != self._offer.swarm:
@@ -116,10 +129,33 @@ class Host:
             raise Refused(pb.REASON_WRONG_MODEL, f"this host serves {self._offer.manifest.hex()[:16]}")
         if not self.start <= wanted.span.start < wanted.span.end <= self.end:
             raise Refused(pb.REASON_WRONG_SPAN, f"this host serves blocks {self.start}:{self.end}")
-        theirs = sum(session.stream.peer == stream.peer for session in self._sessions.values())
-        if len(self._sessions) >= self.limits.sessions or theirs >= self.limits.sessions_per_client:
-            raise Refused(pb.REASON_OUT_OF_MEMORY, f"{theirs} of {len(self._sessions)} sessions are yours")
-        return HostedSession(self, wanted, stream)
+
+    async def _pass(self, stream: Stream) -> None:
+        message = await receive_within(stream, self.timing.reply_s)
+        request = parse(pb.PassRequest, message.header)
+        if not request.HasField("begin"):
+            raise ProtocolViolation("a pass begins with Begin")
+        try:
+            await self._run_pass(request.begin, stream)
+        except ProtocolViolation as error:
+            await _refuse_pass(stream, Refused(pb.REASON_PROTOCOL, str(error)))
+        except Refused as refusal:
+            await _refuse_pass(stream, refusal)
+
+    async def _run_pass(self, wanted: pb.Begin, stream: Stream) -> None:
+        self._check_offered(wanted)
+        theirs, all_passes = self._passes[stream.peer], self._passes.total()
+        if all_passes >= self.limits.passes or theirs >= self.limits.passes_per_client:
+            raise Refused(pb.REASON_OUT_OF_MEMORY, f"{theirs} of {all_passes} passes are yours")
+        stage = self.engine.stage.part(wanted.span.start - self.start, wanted.span.end - self.start)
+        hosted = HostedPass(wanted, stage, self.engine, stream, self.timing)
+        self._passes[stream.peer] += 1
+        try:
+            await hosted.run()
+        finally:
+            self._passes[stream.peer] -= 1
+            self._passes += Counter()  # forgets who has none
+            await self._say_changed()
 
     async def _link(self, stream: Stream) -> None:
         message = await receive_within(stream, self.timing.reply_s)
@@ -169,6 +205,10 @@ class Host:
             await stream.send(
                 Message(pb.Pong(nonce=ping.nonce, queue_s=self.engine.queue_s).SerializeToString())
             )
+
+
+async def _refuse_pass(stream: Stream, refusal: Refused) -> None:
+    await stream.send(Message(pb.PassReply(refused=refused(refusal)).SerializeToString()))
 
 
 def refused(refusal: Refused) -> pb.Refused:

@@ -1,4 +1,4 @@
-"""One machine's blocks of a model, and the one operation on them: a forward of a packed batch."""
+"""One machine's blocks of a model: forwards of a packed batch with caches, and passes of whole sequences without."""
 
 import copy
 from collections.abc import Sequence
@@ -7,7 +7,15 @@ from typing import Any
 
 import torch
 
-from swarmnet_node.attention import IMPLEMENTATION, GeometryProbe, PackedBatch, Rule, register
+from swarmnet_node.attention import (
+    IMPLEMENTATION,
+    Batch,
+    GeometryProbe,
+    PackedBatch,
+    Rule,
+    SequenceBatch,
+    register,
+)
 from swarmnet_node.fused import FusedLayers, fits
 from swarmnet_node.kv import KVGeometry, LaneCache
 from swarmnet_node.native import decode
@@ -122,6 +130,28 @@ class Stage:
             lane.length += count
         return outputs
 
+    @torch.inference_mode()
+    def run_sequences(self, inputs: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """Run whole sequences, ``counts[i]`` positions of the i-th, laid one after another, without caches: [P, D] in and out."""
+        return self._run_sequences(inputs.to(self.device, self.dtype), counts).cpu()
+
+    def gradients(
+        self, inputs: torch.Tensor, counts: Sequence[int], grad_outputs: torch.Tensor
+    ) -> torch.Tensor:
+        """What ``grad_outputs`` [P, D] of ``run_sequences`` come to at its inputs: [P, D]. The weights gather none.
+
+        The forward is computed again.
+        """
+        with torch.enable_grad():
+            leaf = inputs.to(self.device, self.dtype).detach().requires_grad_()
+            outputs = self._run_sequences(leaf, counts)
+            (gradients,) = torch.autograd.grad(outputs, leaf, grad_outputs.to(self.device, self.dtype))
+        return gradients.cpu()
+
+    def _run_sequences(self, inputs: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        positions = torch.cat([torch.arange(count) for count in counts]).to(self.device)
+        return self._run(inputs, positions, SequenceBatch(counts))
+
     def _forward_packed(
         self, rows: Sequence[tuple[LaneCache, torch.Tensor]], counts: list[int]
     ) -> list[torch.Tensor]:
@@ -132,9 +162,7 @@ class Stage:
         batch = PackedBatch([lane for lane, _ in rows], counts, first_layer=self._first)
         return list(torch.split(self._run(packed, positions.to(self.device), batch), counts))
 
-    def _run(
-        self, inputs: torch.Tensor, positions: torch.Tensor, batch: PackedBatch | GeometryProbe
-    ) -> torch.Tensor:
+    def _run(self, inputs: torch.Tensor, positions: torch.Tensor, batch: Batch) -> torch.Tensor:
         if self._fused is not None:
             return self._fused(inputs, positions, batch)
         outputs: torch.Tensor = self._model(

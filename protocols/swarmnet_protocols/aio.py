@@ -1,4 +1,4 @@
-"""Two small tools for conversations that wait for several things at once."""
+"""Small tools for conversations that wait for several things at once."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -18,6 +18,16 @@ async def race(*runners: Coroutine[Any, Any, T]) -> T:
         return next(task for task in tasks if task.done()).result()
     finally:
         await cancel(*tasks)
+
+
+async def all_of(*runners: Coroutine[Any, Any, T]) -> list[T]:
+    """Run all to their end and give their results. The first error cancels the others and is ours."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(runner) for runner in runners]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
 
 
 async def cancel(*tasks: "asyncio.Future[Any] | None") -> None:

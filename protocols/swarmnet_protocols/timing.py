@@ -40,7 +40,7 @@ class Timing:
     announce_s: float = 15.0
     """Between two announcements by a host."""
     chunk_s: float = 30.0
-    """For a chunk of a job's state: 1 MiB over the slowest line that is worth waiting for."""
+    """For a chunk of a job's state or a part of a pass: 1 MiB over the slowest line that is worth waiting for."""
     intent_s: float = 1.0
     """How long a joining host waits for the intents of others before it settles on its blocks."""
 

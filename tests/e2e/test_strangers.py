@@ -15,8 +15,9 @@ import pytest
 from swarmnet.swarm_file import load_valid
 from swarmnet_protocols.clock import wall_clock
 from swarmnet_protocols.errors import IncompatibleVersion
-from swarmnet_protocols.protocol_ids import INFERENCE, LINK, PING, SESSION
+from swarmnet_protocols.protocol_ids import INFERENCE, LINK, PASS, PING, SESSION
 from swarmnet_protocols.session.link import parse
+from swarmnet_protocols.session.passes import MAX_POSITIONS
 from swarmnet_protocols.transport import Message, PeerId, ProtocolSpec, Stream
 from swarmnet_protocols.transport.p2pd import P2pdTransport
 from swarmnet_protocols.wire import session_pb2 as pb
@@ -186,6 +187,28 @@ def test_a_session_it_cannot_serve_is_refused_with_the_reason(
             await await_end(stream)
 
     attack(victim, scenario, tmp_path)
+
+
+def test_a_peer_may_not_take_all_passes(victim: Victim, tmp_path: Path) -> None:
+    async def scenario(transport: P2pdTransport) -> None:
+        begin = pb.Begin(
+            manifest=victim.reference.local.manifest.hash,
+            span=pb.Span(start=0, end=BLOCKS),
+            counts=[MAX_POSITIONS],
+            wire=pb.DTYPE_FLOAT32,
+            swarm=load_valid(victim.lab.file, wall_clock()).swarm_id,
+        )
+        refused = []
+        async with contextlib.AsyncExitStack() as stack:
+            for _ in range(20):
+                stream = await stack.enter_async_context(opened(transport, victim.peer, PASS))
+                await stream.send(Message(pb.PassRequest(begin=begin).SerializeToString()))
+                reply = parse(pb.PassReply, (await stream.receive()).header)
+                refused += [reply.refused.reason] if reply.HasField("refused") else []
+            assert refused == [pb.REASON_OUT_OF_MEMORY] * 16
+            await asyncio.to_thread(victim.check)
+
+    assert attack(victim, scenario, tmp_path) < GROWTH_BYTES
 
 
 def _step(**changes: Any) -> pb.LinkRequest:

@@ -1,6 +1,6 @@
 """The public model facade over a swarm of tiny nodes in this process, in real time: no processes, no sockets."""
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,15 +54,15 @@ def load_tiny(directory: Path) -> Reference:
 
 
 @contextmanager
-def tiny_swarm(reference: Reference) -> Iterator[TinySwarm]:
-    """A swarm of one node for each of ``SPANS`` and a client of it."""
+def tiny_swarm(reference: Reference, spans: Sequence[tuple[int, int]] = SPANS) -> Iterator[TinySwarm]:
+    """A swarm of one node for each of ``spans`` and a client of it."""
     labs: list[Lab] = []
 
     @asynccontextmanager
     async def connect() -> AsyncIterator[Swarm]:
         async with Lab(reference, link=LinkProfile(delay_s=0.0001)) as lab:
             labs.append(lab)
-            for number, span in enumerate(SPANS):
+            for number, span in enumerate(spans):
                 await lab.start(str(number), lab.hosting(span))
             async with lab.client() as swarm:
                 yield swarm

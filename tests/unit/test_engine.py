@@ -1,8 +1,10 @@
 """The engine: batches form by themselves, memory is bounded before it is taken, and nobody waits for ever."""
 
 import asyncio
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -131,5 +133,85 @@ def test_whoever_waits_when_the_engine_stops_is_told() -> None:
                 await waiting
             with pytest.raises(Unreachable):
                 await engine.compute(real, [row])
+
+    asyncio.run(main())
+
+
+# ---- passes ----------------------------------------------------------------------------------------------
+
+
+def test_a_pass_waits_until_no_session_has_work() -> None:
+    order: list[str] = []
+
+    async def use(engine: Engine, real: Stage) -> None:
+        loop, waits = asyncio.get_running_loop(), threading.Event()
+        late: list[asyncio.Future[list[torch.Tensor]]] = []
+
+        def first() -> torch.Tensor:
+            """While it is computed a session's token comes."""
+            order.append("first pass")
+            loop.call_soon_threadsafe(come)
+            if not waits.wait(10):
+                raise TimeoutError
+            return torch.zeros(1)
+
+        def come() -> None:
+            late.append(asyncio.ensure_future(engine.compute(real, [(lane_of(engine), torch.zeros(1, 3))])))
+            loop.call_soon(waits.set)
+
+        def second() -> torch.Tensor:
+            order.append("second pass")
+            return torch.ones(1)
+
+        passes = [engine.compute_behind(compute, 100) for compute in (first, second)]
+        token = engine.compute(real, [(lane_of(engine), torch.zeros(1, 3))])
+        results = await asyncio.gather(*passes, token)
+        await late[0]
+        assert [float(result[0]) for result in results[:2]] == [0.0, 1.0]
+
+    with_engine(Doubling(lambda: order.append("token")), use)
+    assert order == ["token", "first pass", "token", "second pass"]
+
+
+def test_a_pass_that_fails_fails_its_own_client_only() -> None:
+    def fail() -> torch.Tensor:
+        raise RuntimeError("out of luck")
+
+    async def use(engine: Engine, real: Stage) -> None:
+        with pytest.raises(RuntimeError, match="out of luck"):
+            await engine.compute_behind(fail, 1)
+        assert len(await engine.compute_behind(lambda: torch.zeros(2), 1)) == 2
+
+    with_engine(Doubling(), use)
+
+
+def test_a_pass_whose_client_left_is_not_computed() -> None:
+    computed: list[int] = []
+
+    def compute(number: int) -> torch.Tensor:
+        computed.append(number)
+        return torch.zeros(1)
+
+    async def use(engine: Engine, real: Stage) -> None:
+        passes = [
+            asyncio.ensure_future(engine.compute_behind(partial(compute, number), 1)) for number in range(3)
+        ]
+        await asyncio.sleep(0)
+        passes[1].cancel()
+        await asyncio.gather(passes[0], passes[2])
+        assert computed == [0, 2]
+
+    with_engine(Doubling(), use)
+
+
+def test_passes_that_wait_when_the_engine_stops_are_told() -> None:
+    async def main() -> None:
+        with ThreadPoolExecutor(1) as executor:
+            async with Engine.run(cast(Stage, Doubling()), executor, max_cache_bytes=1) as engine:
+                waiting = asyncio.ensure_future(engine.compute_behind(lambda: torch.zeros(1), 1))
+                await asyncio.sleep(0)
+            for late in (waiting, engine.compute_behind(lambda: torch.zeros(1), 1)):
+                with pytest.raises(Unreachable):
+                    await late
 
     asyncio.run(main())

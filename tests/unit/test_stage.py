@@ -233,3 +233,50 @@ def test_parts_of_a_stage_share_its_weights_and_make_up_the_whole(tmp_path: Path
         )
     assert sum(lane.nbytes for lane in lanes) == stage.geometry.bytes_for(20)
     assert parts[1]._model.layers[0] is stage._model.layers[1]
+
+
+SEQUENCES = {"of one length": (9, 9, 9), "of several lengths": (3, 29, 11, 1)}
+
+
+def local_gradients(
+    model: LocalModel, rows: torch.Tensor, counts: tuple[int, ...], wanted: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs of all layers of plain transformers, and gradients at their inputs, a sequence at a time."""
+    reference = AutoModelForCausalLM.from_pretrained(
+        model.path, dtype=torch.float32, attn_implementation="eager"
+    ).requires_grad_(False)
+    reference.model.norm = torch.nn.Identity()
+    leaf = rows.clone().requires_grad_()
+    outputs = [
+        reference.model(inputs_embeds=row[None]).last_hidden_state[0] for row in leaf.split(list(counts))
+    ]
+    torch.cat(outputs).backward(wanted)
+    assert leaf.grad is not None
+    return torch.cat(outputs).detach(), leaf.grad
+
+
+def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """To 1e-5 of its size."""
+    assert found.shape == expected.shape
+    assert (found - expected).norm() <= 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("counts", SEQUENCES.values(), ids=SEQUENCES.keys())
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_those_of_transformers(family: str, counts: tuple[int, ...], tmp_path: Path) -> None:
+    model = load(family, tmp_path)
+    stage = Stage.load(model, 0, 5, dtype=torch.float32, device=CPU)
+    rows, wanted = inputs(sum(counts)), inputs(sum(counts), 1)
+    outputs, gradients = local_gradients(model, rows, counts, wanted)
+
+    assert_near(stage.run_sequences(rows, counts), outputs)
+    assert_near(stage.gradients(rows, counts, wanted), gradients)
+
+
+def test_weights_gather_no_gradients_and_stay_as_they_are(tmp_path: Path) -> None:
+    stage = load_stage(tmp_path)
+    before = [parameter.clone() for parameter in stage._model.parameters()]
+    for _ in range(2):
+        stage.part(1, 3).gradients(inputs(10), (4, 6), inputs(10, 1))
+    assert all(parameter.grad is None for parameter in stage._model.parameters())
+    assert all(map(torch.equal, before, stage._model.parameters()))

@@ -68,6 +68,20 @@ def session_messages() -> Iterator[Protobuf]:
     yield pb.LinkReply(linked=pb.Linked(applied=1 << 40))
     yield pb.LinkReply(beat=pb.Beat(applied=7))
     yield pb.LinkReply(refused=pb.Refused(reason=pb.REASON_STALE_EPOCH))
+    yield pb.PassRequest(
+        begin=pb.Begin(
+            swarm=_MANIFEST[::-1],
+            manifest=_MANIFEST,
+            span=pb.Span(start=3, end=12),
+            counts=[300, 1],
+            backward=True,
+            wire=pb.DTYPE_BFLOAT16,
+        )
+    )
+    yield pb.PassRequest(part=pb.Part(tensor=_TENSOR))
+    yield pb.PassReply(part=pb.Part(tensor=_TENSOR))
+    yield pb.PassReply(beat=pb.Beat())
+    yield pb.PassReply(refused=pb.Refused(reason=pb.REASON_TOO_LONG, detail="2000 positions"))
     yield pb.Ping(nonce=(1 << 64) - 1)
     yield pb.Pong(nonce=1, queue_s=0.25)
 

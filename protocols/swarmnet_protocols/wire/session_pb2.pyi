@@ -227,6 +227,46 @@ class Row(_message.Message):
     rewrite: bool
     def __init__(self, lane: _Optional[int] = ..., start: _Optional[int] = ..., count: _Optional[int] = ..., outputs: _Optional[int] = ..., source: _Optional[int] = ..., rewrite: _Optional[bool] = ...) -> None: ...
 
+class PassRequest(_message.Message):
+    __slots__ = ("begin", "part")
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    begin: Begin
+    part: Part
+    def __init__(self, begin: _Optional[_Union[Begin, _Mapping]] = ..., part: _Optional[_Union[Part, _Mapping]] = ...) -> None: ...
+
+class Begin(_message.Message):
+    __slots__ = ("swarm", "manifest", "span", "counts", "backward", "wire")
+    SWARM_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    SPAN_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    BACKWARD_FIELD_NUMBER: _ClassVar[int]
+    WIRE_FIELD_NUMBER: _ClassVar[int]
+    swarm: bytes
+    manifest: bytes
+    span: Span
+    counts: _containers.RepeatedScalarFieldContainer[int]
+    backward: bool
+    wire: DType
+    def __init__(self, swarm: _Optional[bytes] = ..., manifest: _Optional[bytes] = ..., span: _Optional[_Union[Span, _Mapping]] = ..., counts: _Optional[_Iterable[int]] = ..., backward: _Optional[bool] = ..., wire: _Optional[_Union[DType, str]] = ...) -> None: ...
+
+class Part(_message.Message):
+    __slots__ = ("tensor",)
+    TENSOR_FIELD_NUMBER: _ClassVar[int]
+    tensor: Tensor
+    def __init__(self, tensor: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
+
+class PassReply(_message.Message):
+    __slots__ = ("part", "beat", "refused")
+    PART_FIELD_NUMBER: _ClassVar[int]
+    BEAT_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    part: Part
+    beat: Beat
+    refused: Refused
+    def __init__(self, part: _Optional[_Union[Part, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ...) -> None: ...
+
 class Ping(_message.Message):
     __slots__ = ("nonce",)
     NONCE_FIELD_NUMBER: _ClassVar[int]

@@ -1,0 +1,55 @@
+"""Passes: whole sequences through some blocks, forward or backward, with nothing kept. Their bounds and their tensors.
+
+Shape legend: P positions of all sequences of a pass together, D hidden size.
+"""
+
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+
+import torch
+
+from swarmnet_protocols.errors import ProtocolViolation
+from swarmnet_protocols.protocol_ids import PASS
+from swarmnet_protocols.session.steps import decode_tensor, encode_tensor, wire_dtype
+from swarmnet_protocols.transport import Buffer
+from swarmnet_protocols.wire import session_pb2 as pb
+
+MAX_POSITIONS = 1024
+"""In one pass, and so in one sequence. A token of somebody's session may have to wait for all of these."""
+MAX_SEQUENCES = 256
+
+NextPart = Callable[[], Awaitable[tuple[pb.Part, Buffer]]]
+
+
+def check_counts(counts: Sequence[int]) -> None:
+    """Raise ``ProtocolViolation`` unless these may be the lengths of a pass's sequences. ``MAX_POSITIONS`` is not looked at."""
+    if not 1 <= len(counts) <= MAX_SEQUENCES or min(counts) < 1:
+        raise ProtocolViolation(f"a pass of {len(counts)} sequences, or one without positions")
+
+
+def cut(values: torch.Tensor) -> Iterator[tuple[pb.Part, memoryview]]:
+    """The parts of a CPU tensor [P, D], each as large as a message may be."""
+    for piece in torch.split(values, _positions_in_part(values.shape[1], values.dtype)):
+        tensor, payload = encode_tensor(piece)
+        yield pb.Part(tensor=tensor), payload
+
+
+async def receive_tensor(next_part: NextPart, *, positions: int, hidden_size: int) -> torch.Tensor:
+    """A finite tensor [positions, hidden_size] from parts as ``cut`` makes them.
+
+    Memory grows with what has come. Raises ``ProtocolViolation`` for other parts, and what ``next_part`` raises.
+    """
+    pieces = []
+    left = positions
+    while left:
+        part, payload = await next_part()
+        count = min(left, _positions_in_part(hidden_size, wire_dtype(part.tensor.dtype)))
+        piece = decode_tensor(part.tensor, payload, positions=count, hidden_size=hidden_size)
+        if not torch.isfinite(piece).all():
+            raise ProtocolViolation("a tensor with values that are not finite")
+        pieces.append(piece)
+        left -= count
+    return torch.cat(pieces)
+
+
+def _positions_in_part(hidden_size: int, dtype: torch.dtype) -> int:
+    return max(1, PASS.max_payload_bytes // (hidden_size * dtype.itemsize))

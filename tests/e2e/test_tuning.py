@@ -1,0 +1,205 @@
+"""A plain PyTorch loop trains what is at home, through the swarm: loss and gradients are those of local autograd."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from swarmnet import AutoSwarmModelForCausalLM
+from swarmnet_protocols.errors import OutOfResources
+from swarmnet_protocols.models import resolve
+from swarmnet_protocols.protocol_ids import PASS, PING
+from swarmnet_protocols.session.passes import MAX_POSITIONS
+from swarmnet_protocols.transport.memory import Delivery
+from tests.support import faults
+from tests.support.generation import greedy, padded
+from tests.support.processes import swarm
+from tests.support.swarm_lab import Reference
+from tests.support.tiny_swarm import TinySwarm, load_tiny, tiny_swarm
+
+TEXTS = [[5, 6, 7, 8, 9, 10, 11, 12], [20, 21, 22], [90, 3, 90, 3, 90, 3]]
+HOPS = {"1 hop": ((0, 6),), "2 hops": ((0, 3), (3, 6)), "3 hops": ((0, 2), (2, 4), (4, 6))}
+PROMPTS = 4
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return load_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def tiny(reference: Reference) -> Iterator[TinySwarm]:
+    with tiny_swarm(reference) as running:
+        yield running
+
+
+def new_prompts(width: int) -> torch.Tensor:
+    prompts = torch.randn(PROMPTS, width, generator=torch.Generator().manual_seed(3))
+    return (0.5 * prompts).requires_grad_()
+
+
+def prompted(model: Any, prompts: torch.Tensor, texts: list[list[int]]) -> dict[str, torch.Tensor]:
+    """A right-padded batch of texts behind trainable prompts, as arguments of ``model``."""
+    batch = padded(texts, left=False)
+    mask = torch.cat([torch.ones(len(texts), PROMPTS, dtype=torch.long), batch["attention_mask"]], dim=1)
+    ids = torch.cat([torch.zeros(len(texts), PROMPTS, dtype=torch.long), batch["input_ids"]], dim=1)
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, :PROMPTS] = -100
+    embedded = model.get_input_embeddings()(batch["input_ids"])
+    inputs = torch.cat([prompts.expand(len(texts), -1, -1), embedded], dim=1)
+    return {"inputs_embeds": inputs, "attention_mask": mask, "labels": labels}
+
+
+def assert_near(found: torch.Tensor | None, expected: torch.Tensor | None) -> None:
+    """To 1e-5 of its size."""
+    assert found is not None
+    assert expected is not None
+    assert (found - expected).norm() <= 1e-5 * expected.norm()
+
+
+@contextmanager
+def trainable(*parameters: torch.Tensor) -> Iterator[None]:
+    for parameter in parameters:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.requires_grad_(False)
+            parameter.grad = None
+
+
+@pytest.mark.parametrize("spans", HOPS.values(), ids=HOPS.keys())
+def test_prompts_learn_through_the_swarm_as_at_home(
+    reference: Reference, spans: tuple[tuple[int, int], ...]
+) -> None:
+    """Some steps of Adam: at each the loss and the gradient are those of the local model with the same prompts."""
+    losses = []
+    with tiny_swarm(reference, spans) as running:
+        prompts = new_prompts(32)
+        optimizer = torch.optim.Adam([prompts], lr=0.01)
+        for _ in range(4):
+            local_prompts = prompts.detach().clone().requires_grad_()
+            local_loss = reference.model(**prompted(reference.model, local_prompts, TEXTS)).loss
+            local_loss.backward()
+
+            loss = running.model(**prompted(running.model, prompts, TEXTS)).loss
+            optimizer.zero_grad()
+            loss.backward()
+            assert_near(loss.detach(), local_loss.detach())
+            assert_near(prompts.grad, local_prompts.grad)
+            optimizer.step()
+            losses.append(float(loss.detach()))
+        assert len(running.model.last_run.route) == len(spans)
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("left", [True, False], ids=["left padding", "right padding"])
+def test_gradients_at_the_inputs_of_padded_rows(tiny: TinySwarm, left: bool) -> None:
+    batch = padded(TEXTS, left=left)
+    mask = batch["attention_mask"]
+    labels = batch["input_ids"].masked_fill(mask == 0, -100)
+    leaves, losses = [], []
+    for model in (tiny.model, tiny.reference.model):
+        leaf = model.get_input_embeddings()(batch["input_ids"]).detach().requires_grad_()
+        output = model(inputs_embeds=leaf, attention_mask=mask, labels=labels)
+        output.loss.backward()
+        leaves.append(leaf.grad)
+        losses.append(output.loss.detach())
+    assert_near(losses[0], losses[1])
+    assert_near(leaves[0] * mask[..., None], leaves[1] * mask[..., None])
+    assert not leaves[0][mask == 0].any()
+
+
+def test_a_head_of_ones_own_learns(tiny: TinySwarm) -> None:
+    gradients = []
+    for model in (tiny.model, tiny.reference.model):
+        with trainable(model.lm_head.weight, model.model.norm.weight):
+            ids = torch.tensor(TEXTS[:1])
+            model.train()
+            model(ids, labels=ids).loss.backward()
+            model.eval()
+            gradients.append((model.lm_head.weight.grad.clone(), model.model.norm.weight.grad.clone()))
+    for ours, theirs in zip(*gradients, strict=True):
+        assert_near(ours, theirs)
+
+
+def test_a_training_step_opens_no_session(tiny: TinySwarm) -> None:
+    ids = torch.tensor(TEXTS[:1])
+    protocols: set[str] = set()
+
+    def watch(delivery: Delivery) -> None:
+        protocols.add(delivery.protocol.id)
+
+    tiny.lab.network.observers.append(watch)
+    with trainable(tiny.model.get_input_embeddings().weight):
+        output = tiny.model(ids, labels=ids)
+        output.loss.backward()
+        assert tiny.model.get_input_embeddings().weight.grad.any()
+    tiny.lab.network.observers.remove(watch)
+    assert output.past_key_values is None
+    assert protocols - {PING.id} == {PASS.id}
+
+
+def test_gradients_may_be_asked_for_twice(tiny: TinySwarm) -> None:
+    prompts = new_prompts(32)
+    loss = tiny.model(**prompted(tiny.model, prompts, TEXTS)).loss
+    (once,) = torch.autograd.grad(loss, prompts, retain_graph=True)
+    (twice,) = torch.autograd.grad(loss, prompts)
+    assert_near(twice, once)
+
+
+def test_what_cannot_be_differentiated_is_said(tiny: TinySwarm) -> None:
+    model = tiny.model
+    embedded = model.get_input_embeddings()(torch.tensor(TEXTS[:1])).requires_grad_()
+    with pytest.raises(ValueError, match="position_ids"):
+        model(inputs_embeds=embedded, position_ids=torch.tensor([[0, 1, 2, 3, 3, 4, 5, 6]]))
+    long = torch.zeros(1, MAX_POSITIONS + 1, 32, requires_grad=True)
+    with pytest.raises(OutOfResources, match=str(MAX_POSITIONS + 1)):
+        model(inputs_embeds=long)
+    with model.session() as cache, pytest.raises(ValueError, match="session"):
+        model(inputs_embeds=embedded, past_key_values=cache)
+
+
+def test_the_example_in_the_readme(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (Path(__file__).parents[2] / "client" / "README.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    names: dict[str, Any] = {}
+    with tiny_swarm(reference) as running:
+        monkeypatch.setattr(AutoSwarmModelForCausalLM, "from_pretrained", lambda *_, **__: running.model)
+        exec(example, names)
+    assert names["loss"].isfinite()
+    assert names["prompts"].grad is None
+    assert names["optimizer"].state[names["prompts"]]["step"] == 20
+
+
+# ---- the real model --------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_the_real_model_trains_through_hosts_that_are_killed(tmp_path: Path) -> None:
+    """The host of the upper half is killed after the forward: another computes its gradients."""
+    texts = [list(range(100 + row, 130 + row)) for row in range(5)]
+    spans = ((0, 15), (15, 30), (15, 30))
+    with swarm(tmp_path / "lab", tmp_path / "cache", *spans) as lab, lab.connect() as model:
+        whole: Any = resolve(lab.model, cache_dir=tmp_path / "cache").load_whole(
+            dtype=torch.float32, device=torch.device("cpu")
+        )
+        prompts, local_prompts = new_prompts(576), new_prompts(576)
+        local_loss = whole(**prompted(whole, local_prompts, texts)).loss
+        local_loss.backward()
+
+        loss = model(**prompted(model, prompts, texts)).loss
+        victim = next(peer for peer, start, _ in model.last_run.route if start == 15)
+        faults.kill(faults.node_of(lab, victim))
+        loss.backward()
+
+        assert_near(loss.detach(), local_loss.detach())
+        assert_near(prompts.grad, local_prompts.grad)
+        assert model.last_run.failovers
+        assert greedy(model, [texts[0]], 4) == greedy(whole, [texts[0]], 4)

@@ -1,0 +1,247 @@
+"""What hosts refuse from strangers who say that they train, and that nobody else notices."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+
+from swarmnet_client.hops import ChainSpec
+from swarmnet_client.passes import RemoteBatch
+from swarmnet_node.host import HostLimits
+from swarmnet_protocols.errors import StreamEnded
+from swarmnet_protocols.protocol_ids import PASS
+from swarmnet_protocols.session.passes import MAX_POSITIONS, MAX_SEQUENCES
+from swarmnet_protocols.session.steps import encode_tensor
+from swarmnet_protocols.transport import Message, Stream, Transport, memory
+from swarmnet_protocols.wire import session_pb2 as pb
+from tests.support.swarm_lab import SWARM, Lab, Reference, simulate
+
+HIDDEN = 32
+COUNTS = (5, 3)
+PROMPT = [5, 6, 7, 8]
+TOKENS = 6
+
+
+class Stranger:
+    """Somebody who speaks to one host in raw messages."""
+
+    def __init__(self, lab: Lab, transport: Transport) -> None:
+        self.lab = lab
+        self.transport = transport
+
+    async def begin(self, **changes: Any) -> Stream:
+        good: dict[str, Any] = {
+            "swarm": SWARM,
+            "manifest": self.lab.manifest,
+            "span": pb.Span(start=0, end=6),
+            "counts": COUNTS,
+            "wire": pb.DTYPE_FLOAT32,
+        }
+        stream = await self.transport.open(self.lab.peer_id("a"), PASS, deadline_s=1.0)
+        begin = pb.Begin(**good | changes)
+        await stream.send(Message(pb.PassRequest(begin=begin).SerializeToString()))
+        return stream
+
+
+def part(values: torch.Tensor) -> Message:
+    tensor, payload = encode_tensor(values)
+    return Message(pb.PassRequest(part=pb.Part(tensor=tensor)).SerializeToString(), payload)
+
+
+def zeros(positions: int = sum(COUNTS), width: int = HIDDEN) -> torch.Tensor:
+    return torch.zeros(positions, width)
+
+
+def with_value(value: float) -> torch.Tensor:
+    values = zeros()
+    values[3, 7] = value
+    return values
+
+
+async def reply(stream: Stream) -> pb.PassReply:
+    """The next reply that is not a beat."""
+    while True:
+        message = pb.PassReply.FromString((await stream.receive()).header)
+        if message.WhichOneof("kind") != "beat":
+            return message
+
+
+async def assert_refused(stream: Stream, reason: int) -> None:
+    async with asyncio.timeout(1.0):
+        refusal = (await reply(stream)).refused
+        assert refusal.reason == reason
+        assert refusal.detail
+        with pytest.raises(StreamEnded):
+            await reply(stream)
+
+
+def with_stranger(reference: Reference, talk: Callable[[Stranger], Awaitable[None]], **hosting: Any) -> None:
+    """A stranger talks to the only host while somebody generates and somebody else trains, who get what they always get."""
+
+    async def scenario(lab: Lab) -> None:
+        await lab.start("a", lab.hosting((0, 6), **hosting))
+        await asyncio.sleep(1.0)
+        async with (
+            lab.client() as swarm,
+            lab.chain(swarm) as chain,
+            lab.network.transport(lab.peer_id("stranger")) as transport,
+        ):
+            counts = (40, 128, 60)
+            values = torch.randn(2, sum(counts), HIDDEN, generator=torch.Generator().manual_seed(0))
+            batch = RemoteBatch(swarm, ChainSpec(6, HIDDEN, 512, torch.float32), counts)
+
+            async def train() -> None:
+                whole = reference.stage(0, 6)
+                for found, expected in (
+                    (await batch.forward(values[0]), whole.run_sequences(values[0], counts)),
+                    (
+                        await batch.backward(values[1]),
+                        whole.gradients(values[0], counts, values[1]),
+                    ),
+                ):
+                    assert (found - expected).norm() <= 1e-5 * expected.norm()
+
+            tokens, *_ = await asyncio.gather(
+                lab.generate(chain, PROMPT, TOKENS), train(), talk(Stranger(lab, transport))
+            )
+            assert tokens == reference.greedy(PROMPT, TOKENS)
+            assert batch.report.failovers == 0
+
+    simulate(reference, scenario)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"swarm": bytes(31)}, pb.REASON_WRONG_SWARM),
+        ({"manifest": bytes(32)}, pb.REASON_WRONG_MODEL),
+        ({"span": pb.Span(start=0, end=7)}, pb.REASON_WRONG_SPAN),
+        ({"span": pb.Span(start=2, end=2)}, pb.REASON_WRONG_SPAN),
+        ({"span": pb.Span(start=3, end=1 << 31)}, pb.REASON_WRONG_SPAN),
+        ({"counts": [MAX_POSITIONS, 1]}, pb.REASON_TOO_LONG),
+        ({"counts": [(1 << 32) - 1] * MAX_SEQUENCES}, pb.REASON_TOO_LONG),
+        ({"counts": []}, pb.REASON_PROTOCOL),
+        ({"counts": [4, 0]}, pb.REASON_PROTOCOL),
+        ({"counts": [1] * (MAX_SEQUENCES + 1)}, pb.REASON_PROTOCOL),
+        ({"wire": pb.DTYPE_UNSPECIFIED}, pb.REASON_PROTOCOL),
+    ],
+)
+def test_a_pass_that_is_not_offered_is_refused(
+    reference: Reference, changes: dict[str, Any], reason: int
+) -> None:
+    async def talk(stranger: Stranger) -> None:
+        await assert_refused(await stranger.begin(**changes), reason)
+
+    with_stranger(reference, talk)
+
+
+BAD_TENSORS: dict[str, list[Message]] = {
+    "another width": [part(zeros(width=HIDDEN + 1))],
+    "too few positions": [part(zeros(7))],
+    "a position at a time": [part(zeros(1))],
+    "too many positions": [part(zeros(9))],
+    "NaN": [part(with_value(float("nan")))],
+    "infinity": [part(with_value(float("inf")))],
+    "NaN gradients": [part(zeros()), part(with_value(float("nan")))],
+    "gradients of another shape": [part(zeros()), part(zeros(9))],
+    "a shape that is not its payload's": [
+        Message(pb.PassRequest(part=pb.Part(tensor=encode_tensor(zeros())[0])).SerializeToString(), b"1234")
+    ],
+    "no shape": [Message(pb.PassRequest(part=pb.Part()).SerializeToString())],
+    "garbage": [Message(b"\xff\xff\xff")],
+    "another beginning": [Message(pb.PassRequest(begin=pb.Begin()).SerializeToString())],
+}
+
+
+@pytest.mark.parametrize("messages", BAD_TENSORS.values(), ids=BAD_TENSORS.keys())
+def test_tensors_that_were_not_announced_are_not_computed(
+    reference: Reference, messages: Iterable[Message]
+) -> None:
+    async def talk(stranger: Stranger) -> None:
+        stream = await stranger.begin(backward=True)
+        for message in messages:
+            await stream.send(message)
+        await assert_refused(stream, pb.REASON_PROTOCOL)
+
+    with_stranger(reference, talk)
+
+
+def test_no_client_has_more_passes_at_once_than_its_share(reference: Reference) -> None:
+    async def talk(stranger: Stranger) -> None:
+        held = [await stranger.begin() for _ in range(3)]
+        await assert_refused(await stranger.begin(), pb.REASON_OUT_OF_MEMORY)
+        await held[0].send(part(zeros()))
+        assert (await reply(held[0])).HasField("part")
+        with pytest.raises(StreamEnded):
+            await reply(held[0])
+        again = await stranger.begin()  # what was used is free again
+        await again.send(part(zeros()))
+        assert (await reply(again)).HasField("part")
+
+    with_stranger(reference, talk, limits=HostLimits(passes_per_client=3))
+
+
+def test_passes_of_all_together_are_bounded(reference: Reference) -> None:
+    async def scenario(lab: Lab) -> None:
+        await lab.start("a", lab.hosting((0, 6), limits=HostLimits(passes=2)))
+        async with (
+            lab.network.transport(lab.peer_id("one")) as one,
+            lab.network.transport(lab.peer_id("two")) as two,
+        ):
+            for transport in (one, two):
+                await Stranger(lab, transport).begin()
+            await assert_refused(await Stranger(lab, two).begin(), pb.REASON_OUT_OF_MEMORY)
+
+    simulate(reference, scenario)
+
+
+def test_who_does_not_go_on_loses_the_place(reference: Reference) -> None:
+    async def talk(stranger: Stranger) -> None:
+        stream = await stranger.begin()
+        with pytest.raises(StreamEnded):
+            await reply(stream)
+        again = await stranger.begin()
+        await again.send(part(zeros()))
+        assert (await reply(again)).HasField("part")
+
+    with_stranger(reference, talk, limits=HostLimits(passes_per_client=2))
+
+
+def test_who_does_not_take_the_answer_loses_the_place(
+    reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who reads nothing; one message fits on the way."""
+    monkeypatch.setattr(memory, "WINDOW_BYTES", 1)
+
+    async def scenario(lab: Lab) -> None:
+        await lab.start("a", lab.hosting((0, 6), limits=HostLimits(passes_per_client=1)))
+        async with lab.network.transport(lab.peer_id("stranger")) as transport:
+            stranger = Stranger(lab, transport)
+            await (await stranger.begin()).send(part(zeros()))
+            await asyncio.sleep(lab.timing.chunk_s - 2)
+            await assert_refused(await stranger.begin(), pb.REASON_OUT_OF_MEMORY)
+            await asyncio.sleep(4)
+            again = await stranger.begin()
+            await again.send(part(zeros()))
+            assert (await reply(again)).HasField("part")
+
+    simulate(reference, scenario)
+
+
+def test_a_host_that_leaves_takes_no_new_pass_and_ends_those_it_has(reference: Reference) -> None:
+    async def scenario(lab: Lab) -> None:
+        node = await lab.start("a", lab.hosting((0, 6)))
+        async with lab.network.transport(lab.peer_id("client")) as transport:
+            stranger = Stranger(lab, transport)
+            before = await stranger.begin()
+            assert pb.PassReply.FromString((await before.receive()).header).HasField("beat")
+            node.finish(grace_s=10.0)
+            await assert_refused(await stranger.begin(), pb.REASON_LEAVING)
+            await before.send(part(zeros()))
+            assert (await reply(before)).HasField("part")
+            async with asyncio.timeout(1.0):
+                await node.finished()
+
+    simulate(reference, scenario)
