@@ -98,7 +98,7 @@ momentum = 0.9
             every_rounds=5,
         ),
     ),
-    ("eager", _Template(20, _DILOCO.replace("outer_lr = 0.7", "outer_lr = 0.3"))),
+    ("eager", _Template(20, _DILOCO.replace("0.7", "0.3").replace("0.9", "0.85"))),
     (
         "noloco",
         _Template(

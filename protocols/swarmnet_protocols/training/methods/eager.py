@@ -12,7 +12,7 @@ class EagerSettings(Settings):
     """H, inner steps between exchanges; an exchange has as long to complete."""
     outer_lr: float = Field(default=0.3, gt=0)
     """Smaller than DiLoCo's: with a momentum of 0.9, averages that come a round late make a step of 0.7 oscillate and grow."""
-    momentum: float = Field(default=0.9, ge=0, lt=1)
+    momentum: float = Field(default=0.85, ge=0, lt=1)
 
 
 class Eager(OuterMethod):
