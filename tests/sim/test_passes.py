@@ -200,12 +200,14 @@ def test_a_host_that_answers_nonsense_is_replaced(
     assert 1 <= len(lies) <= PASSES_PER_HOST
 
 
-def test_a_host_that_beats_but_does_not_compute_is_replaced(reference: Reference) -> None:
+def test_a_host_that_beats_but_does_not_compute_is_replaced(
+    reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def scenario(lab: Lab) -> Outcome:
         def prepare() -> None:
             engine = lab.nodes["b"]._engine
             assert engine is not None
-            engine.compute_behind = never  # type: ignore[method-assign]
+            monkeypatch.setattr(engine, "compute_behind", never)
 
         return await train(lab, TWO_OF_B, prepare)
 
