@@ -28,6 +28,8 @@ class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REASON_STALE_EPOCH: _ClassVar[Reason]
     REASON_INTERNAL: _ClassVar[Reason]
     REASON_WRONG_SWARM: _ClassVar[Reason]
+    REASON_UNKNOWN_ADAPTER: _ClassVar[Reason]
+    REASON_GRAPH_GONE: _ClassVar[Reason]
 DTYPE_UNSPECIFIED: DType
 DTYPE_FLOAT32: DType
 DTYPE_BFLOAT16: DType
@@ -44,6 +46,8 @@ REASON_UNKNOWN_SESSION: Reason
 REASON_STALE_EPOCH: Reason
 REASON_INTERNAL: Reason
 REASON_WRONG_SWARM: Reason
+REASON_UNKNOWN_ADAPTER: Reason
+REASON_GRAPH_GONE: Reason
 
 class Tensor(_message.Message):
     __slots__ = ("dtype", "shape")
@@ -82,7 +86,7 @@ class SessionRequest(_message.Message):
     def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., relink: _Optional[_Union[Relink, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("session", "epoch", "manifest", "span", "next", "wire", "max_length", "swarm")
+    __slots__ = ("session", "epoch", "manifest", "span", "next", "wire", "max_length", "swarm", "adapter")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
@@ -91,6 +95,7 @@ class Open(_message.Message):
     WIRE_FIELD_NUMBER: _ClassVar[int]
     MAX_LENGTH_FIELD_NUMBER: _ClassVar[int]
     SWARM_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     session: bytes
     epoch: int
     manifest: bytes
@@ -99,7 +104,8 @@ class Open(_message.Message):
     wire: DType
     max_length: int
     swarm: bytes
-    def __init__(self, session: _Optional[bytes] = ..., epoch: _Optional[int] = ..., manifest: _Optional[bytes] = ..., span: _Optional[_Union[Span, _Mapping]] = ..., next: _Optional[_Union[Peer, _Mapping]] = ..., wire: _Optional[_Union[DType, str]] = ..., max_length: _Optional[int] = ..., swarm: _Optional[bytes] = ...) -> None: ...
+    adapter: bytes
+    def __init__(self, session: _Optional[bytes] = ..., epoch: _Optional[int] = ..., manifest: _Optional[bytes] = ..., span: _Optional[_Union[Span, _Mapping]] = ..., next: _Optional[_Union[Peer, _Mapping]] = ..., wire: _Optional[_Union[DType, str]] = ..., max_length: _Optional[int] = ..., swarm: _Optional[bytes] = ..., adapter: _Optional[bytes] = ...) -> None: ...
 
 class Relink(_message.Message):
     __slots__ = ("epoch", "next")
@@ -236,20 +242,22 @@ class PassRequest(_message.Message):
     def __init__(self, begin: _Optional[_Union[Begin, _Mapping]] = ..., part: _Optional[_Union[Part, _Mapping]] = ...) -> None: ...
 
 class Begin(_message.Message):
-    __slots__ = ("swarm", "manifest", "span", "counts", "backward", "wire")
+    __slots__ = ("swarm", "manifest", "span", "counts", "backward", "wire", "adapter")
     SWARM_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     SPAN_FIELD_NUMBER: _ClassVar[int]
     COUNTS_FIELD_NUMBER: _ClassVar[int]
     BACKWARD_FIELD_NUMBER: _ClassVar[int]
     WIRE_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     swarm: bytes
     manifest: bytes
     span: Span
     counts: _containers.RepeatedScalarFieldContainer[int]
     backward: bool
     wire: DType
-    def __init__(self, swarm: _Optional[bytes] = ..., manifest: _Optional[bytes] = ..., span: _Optional[_Union[Span, _Mapping]] = ..., counts: _Optional[_Iterable[int]] = ..., backward: _Optional[bool] = ..., wire: _Optional[_Union[DType, str]] = ...) -> None: ...
+    adapter: bytes
+    def __init__(self, swarm: _Optional[bytes] = ..., manifest: _Optional[bytes] = ..., span: _Optional[_Union[Span, _Mapping]] = ..., counts: _Optional[_Iterable[int]] = ..., backward: _Optional[bool] = ..., wire: _Optional[_Union[DType, str]] = ..., adapter: _Optional[bytes] = ...) -> None: ...
 
 class Part(_message.Message):
     __slots__ = ("tensor",)
@@ -266,6 +274,50 @@ class PassReply(_message.Message):
     beat: Beat
     refused: Refused
     def __init__(self, part: _Optional[_Union[Part, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ...) -> None: ...
+
+class AdapterRequest(_message.Message):
+    __slots__ = ("offer", "chunk")
+    OFFER_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    offer: Offer
+    chunk: Chunk
+    def __init__(self, offer: _Optional[_Union[Offer, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ...) -> None: ...
+
+class Offer(_message.Message):
+    __slots__ = ("swarm", "manifest", "span", "adapter", "size_bytes")
+    SWARM_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    SPAN_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    swarm: bytes
+    manifest: bytes
+    span: Span
+    adapter: bytes
+    size_bytes: int
+    def __init__(self, swarm: _Optional[bytes] = ..., manifest: _Optional[bytes] = ..., span: _Optional[_Union[Span, _Mapping]] = ..., adapter: _Optional[bytes] = ..., size_bytes: _Optional[int] = ...) -> None: ...
+
+class Chunk(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class AdapterReply(_message.Message):
+    __slots__ = ("wanted", "stored", "refused")
+    WANTED_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    wanted: Wanted
+    stored: Stored
+    refused: Refused
+    def __init__(self, wanted: _Optional[_Union[Wanted, _Mapping]] = ..., stored: _Optional[_Union[Stored, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ...) -> None: ...
+
+class Wanted(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Stored(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Ping(_message.Message):
     __slots__ = ("nonce",)
