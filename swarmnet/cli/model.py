@@ -69,7 +69,8 @@ def verify(
     if as_json:
         print_json({"name": local.name, "manifest": local.manifest.hash.hex(), "valid": True})
     else:
-        typer.echo(f"{local.name}: all {len(local.manifest.files)} files are as they should be")
+        count = len(local.manifest.files)
+        typer.echo(f"{local.name}: {count} {'file' if count == 1 else 'files'} read, as the manifest says")
 
 
 def _hub_models() -> list[dict[str, object]]:

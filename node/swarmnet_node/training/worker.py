@@ -200,7 +200,7 @@ class Worker:
                 values,
                 weight=float(report.tokens),
                 codec=self._codec,
-                spread_s=self._method.overlap_steps * self._step_s,
+                spread_s=self._hidden_s(),
             ),
             name="exchange",
         )
@@ -209,6 +209,11 @@ class Worker:
         self._handover.stand(roster.members)
         self._pending = Pending(self.round, weights, report, outcome, now, now - began)
         self.round += 1
+
+    def _hidden_s(self) -> float:
+        """How long inner steps go on beside the exchange of this round; none come after the last."""
+        is_last = self.stopping or self.round + 1 >= self._job.job.rounds
+        return 0.0 if is_last else self._method.overlap_steps * self._step_s
 
     async def _work(self, slot: int) -> tuple[torch.Tensor | None, StepReport]:
         """The inner steps of this round, with the exchange of the last one landing among them; what we contribute."""
