@@ -24,6 +24,7 @@ from swarmnet_client.hops import ChainSpec
 from swarmnet_client.passes import RemoteBatch
 from swarmnet_client.runtime import Runtime
 from swarmnet_client.swarm import Swarm
+from swarmnet_client.traffic import Traffic
 from swarmnet_protocols.devices import pick_device, pick_dtype
 from swarmnet_protocols.errors import ConfigError, Unreachable
 from swarmnet_protocols.models import LocalModel, resolve
@@ -85,6 +86,11 @@ class SwarmModel:
     def run(self, conversation: Any) -> Any:
         """Run a coroutine on the client's loop."""
         return self._runtime.run(conversation)
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes that went to and came from hosts since the model was opened."""
+        return self._runtime.swarm.traffic
 
     def open_chain(self, max_length: int) -> AbstractAsyncContextManager[Chain]:
         """A chain whose lanes may reach ``max_length`` positions."""

@@ -7,6 +7,7 @@ import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
+from swarmnet_client.traffic import CountingTransport, Traffic
 from swarmnet_protocols.aio import cancel
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
@@ -33,7 +34,8 @@ class Swarm:
         self, transport: Transport, directory: Directory, manifest: bytes, rng: random.Random, timing: Timing
     ) -> None:
         """Session ids are drawn from ``rng``: outside of simulations it is a ``SystemRandom``."""
-        self.transport = transport
+        self.traffic = Traffic()
+        self.transport: Transport = CountingTransport(transport, self.traffic)
         self.timing = timing
         self.manifest = manifest
         self._directory = directory
