@@ -82,6 +82,18 @@ def session_messages() -> Iterator[Protobuf]:
     yield pb.PassReply(part=pb.Part(tensor=_TENSOR))
     yield pb.PassReply(beat=pb.Beat())
     yield pb.PassReply(refused=pb.Refused(reason=pb.REASON_TOO_LONG, detail="2000 positions"))
+    span = pb.Span(start=3, end=12)
+    yield pb.SessionRequest(open=pb.Open(session=_SESSION, epoch=1, span=span, adapter=_MANIFEST))
+    yield pb.PassRequest(begin=pb.Begin(span=span, counts=[300, 1], adapter=_MANIFEST))
+    yield pb.AdapterRequest(
+        offer=pb.Offer(
+            swarm=_MANIFEST[::-1], manifest=_MANIFEST, span=span, adapter=_MANIFEST, size_bytes=1 << 33
+        )
+    )
+    yield pb.AdapterRequest(chunk=pb.Chunk())
+    yield pb.AdapterReply(wanted=pb.Wanted())
+    yield pb.AdapterReply(stored=pb.Stored())
+    yield pb.AdapterReply(refused=pb.Refused(reason=pb.REASON_PROTOCOL, detail="a rank of 1000000"))
     yield pb.Ping(nonce=(1 << 64) - 1)
     yield pb.Pong(nonce=1, queue_s=0.25)
 
