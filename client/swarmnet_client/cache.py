@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import Cache
 
+from swarmnet_client import lora
 from swarmnet_client.chain import Chain, ChainReport
+from swarmnet_client.own import Own
 from swarmnet_protocols.session.steps import Row
 
 if TYPE_CHECKING:
@@ -25,7 +27,7 @@ class NewPositions:
 class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
     """Lanes of one session in the swarm: one lane a row of the batch, left padding never sent.
 
-    Supports what ``generate`` asks of a cache: its length, beam reordering, cropping.
+    Supports what ``generate`` asks of a cache: its length, beam reordering, cropping. A prefix is no part of its columns.
     """
 
     def __init__(self, model: "SwarmModel", *, max_length: int) -> None:
@@ -37,6 +39,7 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
         self._length = 0
         self._lanes: list[int] = []
         self._firsts: list[int] = []
+        self._own: tuple[Own, tuple[object, ...]] | None = None
         self.tokens: torch.Tensor | None = None
 
     # ---- what transformers asks -------------------------------------------------------------------------
@@ -47,6 +50,10 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         return self._length + query_length, 0
+
+    @property
+    def max_cache_len(self) -> int:
+        return self._max_length
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row i continues from what row ``beam_idx[i]`` was."""
@@ -75,17 +82,25 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
     # ---- the swarm --------------------------------------------------------------------------------------
 
     @property
+    def prefix_positions(self) -> int:
+        """Positions that every lane begins with, before the first column."""
+        return self._own[0].prefix_positions if self._own is not None else 0
+
+    @property
     def report(self) -> ChainReport:
         return self._chain.report if self._chain is not None else ChainReport()
 
-    def extend(self, inputs: torch.Tensor, new: NewPositions) -> torch.Tensor:
+    def extend(self, inputs: torch.Tensor, new: NewPositions, own: Own) -> torch.Tensor:
         """Send the columns [B, n] (ids) or [B, n, D] (embeddings) on; hidden states [B, n, D].
 
-        Only the last ``new.outputs`` columns are filled in; what is padding or not wanted is zero.
+        Only the last ``new.outputs`` columns are filled in; what is padding or not wanted is zero. Raises ``ValueError`` when
+        ``own`` is not what the columns held were computed with.
         """
+        self._settle(own)
         batch, width = inputs.shape[:2]
         if not self._lanes:
             self._lanes = list(range(batch))
+        if self._length == 0:
             self._firsts = [first for first, _ in new.columns]
         if batch != len(self._lanes):
             raise ValueError(f"{batch} rows in a session of {len(self._lanes)}")
@@ -104,10 +119,8 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
             places.append((index, end - self._length - wanted, end - self._length))
         hidden = self._model.run(self._send(tuple(rows), torch.cat(values)))
         self._lanes = list(range(batch))
+        self._remember(inputs)
         self._length += width
-        if inputs.dim() == 2:
-            known = self.tokens if self.tokens is not None else inputs[:, :0]
-            self.tokens = torch.cat([known, inputs], dim=1)
         filled = torch.zeros(batch, width, hidden.shape[-1], dtype=hidden.dtype)
         taken = 0
         for index, begin, end in places:
@@ -119,9 +132,33 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
         """Free the caches in the swarm; idempotent."""
         self._model.run(self._stack.aclose())
 
+    def _settle(self, own: Own) -> None:
+        """See to it that the lanes are computed with ``own``; those that hold nothing yet may be so with anything."""
+        version = lora.version_of(own.pairs)
+        if (
+            self._own is not None
+            and self._own[1] == version
+            and not own.prefix
+            and (self._length or not self.prefix_positions)
+        ):
+            return
+        if self._length:
+            raise ValueError("the adapter has changed since this session began: begin another one")
+        if self._own is not None:
+            self.close()
+            self._chain, self._lanes = None, []
+        self._own = own, version
+
+    def _remember(self, inputs: torch.Tensor) -> None:
+        """Keep the tokens of all columns, as long as all columns are tokens."""
+        known = inputs[:, :0] if self._length == 0 else self.tokens
+        self.tokens = torch.cat([known, inputs], dim=1) if inputs.dim() == 2 and known is not None else None
+
     async def _send(self, rows: tuple[Row, ...], values: torch.Tensor) -> torch.Tensor:
         if self._chain is None:
-            self._chain = await self._stack.enter_async_context(self._model.open_chain(self._max_length))
+            self._chain = await self._stack.enter_async_context(
+                self._model.open_chain(self._max_length, self._own[0] if self._own else Own())
+            )
         return await self._chain.forward(rows, values)
 
     def __enter__(self) -> "SwarmCache":

@@ -1,10 +1,11 @@
 """A transformers model whose blocks run in the swarm.
 
-It is the architecture's own CausalLM with embeddings, norm and head from the checkpoint, and one layer: the swarm. So
+It is the architecture's own CausalLM with embeddings, norm and head from the checkpoint; its layers are the swarm. So
 ``generate()`` with its samplers, beams, streamers and stopping criteria, the scaling of embeddings, soft caps on logits
 and the loss are transformers' own code.
 """
 
+import dataclasses
 import functools
 import random
 import tempfile
@@ -15,13 +16,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AttentionMaskInterface
+from transformers import AttentionMaskInterface, Cache
 
 from swarmnet_client.autograd import run_blocks
 from swarmnet_client.cache import NewPositions, SwarmCache
 from swarmnet_client.chain import Chain, ChainReport
+from swarmnet_client.columns import Squeezed, check_positions, read_mask
 from swarmnet_client.hops import ChainSpec
+from swarmnet_client.own import AdapterMaker, Own
 from swarmnet_client.passes import RemoteBatch
+from swarmnet_client.placeholders import stand_ins
+from swarmnet_client.prefix import tensors_of as prefix_tensors
 from swarmnet_client.runtime import Runtime
 from swarmnet_client.swarm import Swarm
 from swarmnet_client.traffic import Traffic
@@ -40,35 +45,37 @@ IMPLEMENTATION = "swarmnet_remote"
 
 @dataclass
 class _Call:
-    """What one forward tells the remote layer besides hidden states.
+    """One forward, as far as the blocks are concerned: what block 0 does with hidden states.
 
     ``is_alone``: nothing came before in this cache and nothing will come after. ``is_training``: it is a training step, even
-    if nothing before the blocks learns.
+    if nothing that is known to learn comes before the head.
     """
 
     model: "SwarmModel"
     cache: SwarmCache
+    own: Own
     ids: torch.Tensor | None
     new: NewPositions
+    squeezed: Squeezed | None
     is_alone: bool
     is_training: bool
 
+    def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Hidden states [B, n, D] through all blocks."""
+        if self.squeezed is None:
+            return self._compute(hidden_states)
+        return self.squeezed.open(self._compute(self.squeezed.close(hidden_states)))
 
-class RemoteLayer(torch.nn.Module):
-    """Stands where the decoder layers would: hidden states [B, n, D] go to the swarm and come back."""
-
-    def forward(
-        self, hidden_states: torch.Tensor, *, swarm_call: _Call, position_ids: torch.Tensor, **_: Any
-    ) -> torch.Tensor:
-        call = swarm_call
-        if torch.is_grad_enabled() and (hidden_states.requires_grad or call.is_training):
-            if not call.is_alone:
+    def _compute(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        learns = hidden_states.requires_grad or self.own.learns or self.is_training
+        if torch.is_grad_enabled() and learns:
+            if not self.is_alone:
                 raise ValueError("gradients do not flow through a session: leave out past_key_values")
-            _check_positions(position_ids, call.new.columns)
-            return run_blocks(call.model, hidden_states, call.new.columns)
-        inputs = hidden_states if call.ids is None else call.ids
-        output = call.cache.extend(inputs, call.new)
-        call.model.last_run = call.cache.report
+            tensors = self.own.tensors()
+            return run_blocks(self.model, hidden_states, self.new.columns, *([tensors] if tensors else []))
+        inputs = hidden_states if self.ids is None else self.ids
+        output = self.cache.extend(inputs, self.new, self.own)
+        self.model.last_run = self.cache.report
         return output.to(hidden_states)
 
 
@@ -81,6 +88,8 @@ class SwarmModel:
     _runtime: Runtime
     _spec: ChainSpec
     _session: SwarmCache | None
+    _generating: SwarmCache | None
+    _adapters: AdapterMaker
     last_run: ChainReport
 
     def run(self, conversation: Any) -> Any:
@@ -92,9 +101,12 @@ class SwarmModel:
         """Bytes that went to and came from hosts since the model was opened."""
         return self._runtime.swarm.traffic
 
-    def open_chain(self, max_length: int) -> AbstractAsyncContextManager[Chain]:
-        """A chain whose lanes may reach ``max_length`` positions."""
-        spec = ChainSpec(self._spec.blocks, self._spec.hidden_size, max_length, self._spec.wire)
+    def open_chain(self, max_length: int, own: Own) -> AbstractAsyncContextManager[Chain]:
+        """A chain whose lanes may reach ``max_length`` positions, and whose hosts apply ``own`` to them."""
+        adapter = self._adapters.adapter(own)
+        spec = dataclasses.replace(
+            self._spec, max_length=max_length, **({"adapter": adapter} if adapter else {})
+        )
         return Chain.open(self._runtime.swarm, spec, self._embed)
 
     def remote_batch(self, counts: Sequence[int]) -> RemoteBatch:
@@ -138,31 +150,11 @@ class SwarmModel:
         embedded: torch.Tensor = model.get_input_embeddings()(values.to(model.device))
         return embedded.cpu()
 
-    def _columns(
-        self, mask: torch.Tensor | None, batch: int, length: int, width: int
-    ) -> list[tuple[int, int]]:
-        """For each row the columns [first, end) that hold tokens. Raises ``ValueError`` for a mask with holes."""
-        total = length + width
-        if mask is None:
-            return [(0, total)] * batch
-        if mask.dim() != 2 or mask.shape[1] < total:
-            raise ValueError(
-                f"an attention mask [{batch}, {total}] is needed, this one is {list(mask.shape)}"
-            )
-        columns = []
-        for row in mask[:, :total].bool().tolist():
-            first = row.index(True) if True in row else total
-            end = total - row[::-1].index(True) if True in row else total
-            if not all(row[first:end]) or (length and end < total):
-                raise ValueError("padding must be on the left of the tokens: tokenizer.padding_side = 'left'")
-            columns.append((first, end))
-        return columns
-
 
 def wrap(local: LocalModel, runtime: Runtime, *, dtype: torch.dtype, device: torch.device) -> SwarmModel:
     """The swarm model over ``local``'s embeddings and head: an instance of its architecture's CausalLM."""
     AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)
-    model: Any = local.load_edges(RemoteLayer(), dtype=dtype, device=device)
+    model: Any = local.load_edges(lambda layers: stand_ins(layers, device), dtype=dtype, device=device)
     model.config._attn_implementation = IMPLEMENTATION
     model.__class__ = _swarm_class(type(model))
     model.tokenizer = local.tokenizer()
@@ -172,6 +164,8 @@ def wrap(local: LocalModel, runtime: Runtime, *, dtype: torch.dtype, device: tor
     model._runtime = runtime
     model._spec = ChainSpec(local.manifest.blocks, local.manifest.hidden_size, local.max_positions, dtype)
     model._session = None
+    model._generating = None
+    model._adapters = AdapterMaker()
     model.last_run = ChainReport()
     wrapped: SwarmModel = model
     return wrapped
@@ -218,13 +212,6 @@ async def _connect(manifest: bytes, swarm: bytes, bootstrap: tuple[str, ...]) ->
             yield watched
 
 
-def _check_positions(position_ids: torch.Tensor, columns: list[tuple[int, int]]) -> None:
-    """Hosts number the tokens of a sequence one after another: raise ``ValueError`` for numbers [B or 1, n] that do not."""
-    for row, (first, end) in zip(position_ids.expand(len(columns), -1), columns, strict=True):
-        if not bool((row[first:end].diff() == 1).all()):
-            raise ValueError("position_ids must number the tokens of a row one after another")
-
-
 def _no_mask(*_: Any, **__: Any) -> None:
     return None
 
@@ -238,34 +225,50 @@ def _swarm_class(base: "type[PreTrainedModel]") -> type:
         self: Any,
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        past_key_values: SwarmCache | None = None,
+        past_key_values: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
-        logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Any,
     ) -> Any:
         given = input_ids if input_ids is not None else inputs_embeds
         if given is None:
             raise ValueError("give input_ids or inputs_embeds")
-        is_alone = past_key_values is None
         batch, width = given.shape[:2]
-        keep = logits_to_keep if isinstance(logits_to_keep, int) and logits_to_keep else width
-        ids = input_ids.cpu() if input_ids is not None else None
+        wanted = kwargs.get("logits_to_keep")
+        keep = wanted if isinstance(wanted, int) and wanted else width
         is_training = self.training and kwargs.get("labels") is not None
         kwargs.pop("use_cache", None)
+        prefix: dict[str, torch.Tensor] = {}
+        if past_key_values is not None and not isinstance(past_key_values, SwarmCache):
+            prefix = prefix_tensors(past_key_values, self.config)
+            past_key_values = self._generating
+        own = Own.found(self.base_model.layers, prefix)
+        is_alone = past_key_values is None
         with ExitStack() as stack:
             cache = past_key_values
             if cache is None:
                 cache = stack.enter_context(SwarmCache(self, max_length=self._spec.max_length))
-            columns = self._columns(attention_mask, batch, cache.get_seq_length(), width)
-            new = NewPositions(columns, min(keep, width))
+            held = cache.get_seq_length()
+            mask = _without_prefix(attention_mask, own.prefix_positions or cache.prefix_positions)
+            columns = read_mask(mask, batch, held, width)
+            if kwargs.get("position_ids") is not None:
+                check_positions(kwargs["position_ids"], columns, held)
+            call = _Call(
+                model=self,
+                cache=cache,
+                own=own,
+                ids=input_ids.cpu() if input_ids is not None else None,
+                new=NewPositions(columns, min(keep, width)),
+                squeezed=Squeezed.needed(mask, columns, held, width, are_ids=input_ids is not None),
+                is_alone=is_alone,
+                is_training=is_training,
+            )
             output = architecture.forward(
                 self,
                 input_ids=input_ids,
                 past_key_values=cache,
                 inputs_embeds=inputs_embeds,
-                logits_to_keep=logits_to_keep,
                 use_cache=True,
-                swarm_call=_Call(self, cache, ids, new, is_alone, is_training),
+                swarm_call=call,
                 **kwargs,
             )
         if is_alone:
@@ -274,24 +277,46 @@ def _swarm_class(base: "type[PreTrainedModel]") -> type:
 
     @functools.wraps(architecture.generate)
     def generate(self: Any, inputs: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("past_key_values") is not None:
-            return architecture.generate(self, inputs, *args, **kwargs)
-        if self._session is not None:
-            ids = inputs if inputs is not None else kwargs.get("input_ids")
-            _rewind(self._session, ids)
-            return architecture.generate(self, inputs, *args, past_key_values=self._session, **kwargs)
-        with SwarmCache(self, max_length=self._spec.max_length) as cache:
+        with ExitStack() as stack:
+            cache = kwargs.pop("past_key_values", None)
+            if cache is None and self._session is not None:
+                cache = self._session
+                ids = inputs if inputs is not None else kwargs.get("input_ids")
+                # Whoever puts prompts before the tokens has to begin with them.
+                is_prompted = cache.prefix_positions or _is_prompted(self)
+                cache.rewind(0 if is_prompted else _shared(cache, ids))
+            if cache is None:
+                cache = stack.enter_context(SwarmCache(self, max_length=self._spec.max_length))
+            if not isinstance(cache, SwarmCache):
+                raise ValueError("generate() continues only what a cache of model.session() holds")
+            self._generating = cache
+            stack.callback(setattr, self, "_generating", None)
             return architecture.generate(self, inputs, *args, past_key_values=cache, **kwargs)
 
     namespace = {"forward": forward, "generate": generate, "__module__": __name__}
     return type(f"Swarm{base.__name__}", (SwarmModel, base), namespace)
 
 
-def _rewind(cache: SwarmCache, ids: torch.Tensor | None) -> None:
-    """Go back to the longest prefix that ``ids`` [B, n] shares with what the session holds, short of its last column."""
-    shared = 0
-    if ids is not None and cache.tokens is not None and len(ids) == len(cache.tokens):
-        width = min(ids.shape[1] - 1, cache.tokens.shape[1])
-        differ = (ids[:, :width].cpu() != cache.tokens[:, :width]).any(dim=0).nonzero()
-        shared = int(differ[0]) if len(differ) else width
-    cache.rewind(shared)
+def _without_prefix(mask: torch.Tensor | None, positions: int) -> torch.Tensor | None:
+    """A mask [B, positions + n] for columns behind a prefix: [B, n]. Raises ``ValueError`` when it hides some of the prefix."""
+    if mask is None or not positions:
+        return mask
+    if not bool(mask[:, :positions].all()):
+        raise ValueError(
+            f"the attention mask must begin with ones for the {positions} positions of the prefix"
+        )
+    return mask[:, positions:]
+
+
+def _is_prompted(model: Any) -> bool:
+    """Whether PEFT prepares the inputs of ``generate``, as it does to put prompts before them."""
+    return getattr(model.prepare_inputs_for_generation, "__self__", model) is not model
+
+
+def _shared(cache: SwarmCache, ids: torch.Tensor | None) -> int:
+    """How many columns of ids [B, n], short of its last, are what the session holds."""
+    if ids is None or cache.tokens is None or len(ids) != len(cache.tokens):
+        return 0
+    width = min(ids.shape[1] - 1, cache.tokens.shape[1])
+    differ = (ids[:, :width].cpu() != cache.tokens[:, :width]).any(dim=0).nonzero()
+    return int(differ[0]) if len(differ) else width

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError
@@ -84,12 +85,42 @@ def build_span(config: "PretrainedConfig", start: int, end: int) -> "Builder":
     return Builder(_cut_class(base_class(config), cut), config)
 
 
-def build_edges(config: "PretrainedConfig") -> "Builder":
-    """How to build the CausalLM without any layer."""
+def build_edges(
+    config: "PretrainedConfig", head: "Head", taken: "Callable[[nn.ModuleList], None]"
+) -> "Builder":
+    """How to build the model with this head and without its layers, which ``taken`` gets, on the meta device."""
+    from torch import nn
+
     base_class(config)
-    return Builder(
-        _cut_class(causal_class(config), lambda model: keep_layers(model.base_model, 0, 0)), config
-    )
+
+    def cut(model: Any) -> None:
+        taken(model.base_model.layers)
+        model.base_model.layers = nn.ModuleList()
+
+    return Builder(_cut_class(head.model_class(config), cut), config, fresh=head.fresh)
+
+
+@dataclass(frozen=True)
+class Head:
+    """What follows the decoder stack: the language model's own head, or with ``labels`` a classifier, fresh where none is stored."""
+
+    labels: int | None = None
+
+    @property
+    def fresh(self) -> tuple[str, ...]:
+        """Weights that need not be stored."""
+        return () if self.labels is None else ("score.weight",)
+
+    def model_class(self, config: "PretrainedConfig") -> type:
+        """The architecture's class; raises ``ConfigError`` where there is none."""
+        from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+
+        if self.labels is None:
+            return causal_class(config)
+        if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+            raise ConfigError(f"transformers has no classifier for {architecture_of(config)}")
+        found: type = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
+        return found
 
 
 def keep_layers(model: Any, start: int, end: int) -> None:
@@ -124,11 +155,12 @@ def build_whole(config: "PretrainedConfig") -> "Builder":
 
 
 class Builder:
-    """A class and a config that together make a model."""
+    """A class and a config that together make a model; weights in ``fresh`` are initialised when none are given."""
 
-    def __init__(self, cls: type, config: "PretrainedConfig") -> None:
+    def __init__(self, cls: type, config: "PretrainedConfig", fresh: tuple[str, ...] = ()) -> None:
         self._cls: Any = cls
         self._config = config
+        self._fresh = fresh
 
     def load(
         self,
@@ -154,7 +186,8 @@ class Builder:
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
-        wrong = [*info["missing_keys"], *(str(key) for key in info["mismatched_keys"]), *info["error_msgs"]]
+        missing = set(info["missing_keys"]) - set(self._fresh)
+        wrong = [*missing, *(str(key) for key in info["mismatched_keys"]), *info["error_msgs"]]
         if wrong:
             raise IntegrityError(f"the checkpoint does not fit {self._cls.__name__}: {min(wrong)}")
         loaded: nn.Module = model.to(device).requires_grad_(False)

@@ -1,6 +1,7 @@
 """A model whose files are on this machine."""
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,22 +64,38 @@ class LocalModel:
         )
 
     def load_edges(
-        self, layer: "nn.Module", *, dtype: "torch.dtype", device: "torch.device"
+        self,
+        stand_ins: "Callable[[nn.ModuleList], nn.ModuleList]",
+        *,
+        dtype: "torch.dtype",
+        device: "torch.device",
+        labels: int | None = None,
     ) -> "PreTrainedModel":
-        """The CausalLM of the architecture with its own embeddings, norm and head around ``layer`` as its only layer."""
+        """The architecture's CausalLM with its own embeddings, norm and head around what ``stand_ins`` makes of its layers.
+
+        ``stand_ins`` gets them on the meta device. With ``labels`` the architecture's classifier of so many classes; its
+        head is the stored one, or a fresh one. Raises ``ConfigError`` where there is no such class.
+        """
         from torch import nn
 
-        from swarmnet_protocols.models.cut import build_edges
+        from swarmnet_protocols.models.cut import Head, build_edges
 
-        model: Any = build_edges(self.config).load(
+        config = self.config
+        if labels is not None:
+            config = copy.deepcopy(config)
+            config.num_labels = labels
+        layers = nn.ModuleList()
+
+        def take(built: nn.ModuleList) -> None:
+            nonlocal layers
+            layers = built
+
+        model: Any = build_edges(config, Head(labels), take).load(
             lambda model: self._checkpoint.state_dict(self.manifest.tensors["edges"], 0, model),
             dtype=dtype,
             device=device,
         )
-        model.base_model.layers = nn.ModuleList([layer])
-        model.config.num_hidden_layers = 1
-        if kinds := getattr(self.config, "layer_types", None):
-            model.config.layer_types = ["full_attention" if "full_attention" in kinds else kinds[0]]
+        model.base_model.layers = stand_ins(layers)
         self._set_generation_config(model)
         return model
 

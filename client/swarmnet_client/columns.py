@@ -1,0 +1,79 @@
+"""What an attention mask says: which columns of a padded batch hold tokens."""
+
+from collections.abc import Sequence
+
+import torch
+
+Columns = list[tuple[int, int]]
+"""For each row [first, end): the columns that hold its tokens, once ``Squeezed`` where there are holes."""
+
+
+def read_mask(mask: torch.Tensor | None, batch: int, held: int, width: int) -> Columns:
+    """Columns of ``held`` ones that came before and ``width`` new ones. ``mask`` is [B, held + width] or wider.
+
+    What a mask leaves out in front of a row's last token counts as left padding. Raises ``ValueError`` for padding among
+    new columns behind those held, which can only be on the left.
+    """
+    total = held + width
+    if mask is None:
+        return [(0, total)] * batch
+    if mask.dim() != 2 or mask.shape[1] < total:
+        raise ValueError(f"an attention mask [{batch}, {total}] is needed, this one is {list(mask.shape)}")
+    columns = []
+    for row in mask[:, :total].bool().tolist():
+        if held and not all(row[held:]):
+            raise _not_left()
+        end = total - row[::-1].index(True) if True in row else total
+        columns.append((end - sum(row), end))
+    return columns
+
+
+def check_positions(position_ids: torch.Tensor, columns: Columns, held: int) -> None:
+    """Hosts number the tokens of a sequence one after another: raise ``ValueError`` for numbers [B or 1, n] that do not."""
+    for row, (first, end) in zip(position_ids.expand(len(columns), -1), columns, strict=True):
+        if not bool((row[max(first - held, 0) : end - held].diff() == 1).all()):
+            raise ValueError("position_ids must number the tokens of a row one after another")
+
+
+class Squeezed:
+    """A batch whose rows have holes, as prompts in front of left padding leave them, and the same with none.
+
+    A row's tokens become neighbours, in their order, up to its last one.
+    """
+
+    def __init__(self, mask: torch.Tensor, columns: Sequence[tuple[int, int]]) -> None:
+        rank = (
+            mask.bool().long()
+            + (torch.arange(mask.shape[1]) >= torch.tensor([[end] for _, end in columns])) * 2
+        )
+        self._order = rank.argsort(dim=1, stable=True)
+
+    @classmethod
+    def needed(
+        cls, mask: torch.Tensor | None, columns: Columns, held: int, width: int, *, are_ids: bool
+    ) -> "Squeezed | None":
+        """None for a batch without holes. Raises ``ValueError`` for ids with holes: nobody says how they are numbered."""
+        if mask is None or held:
+            return None
+        mask = mask[:, :width].cpu()
+        if all(bool(row[first:end].all()) for row, (first, end) in zip(mask, columns, strict=True)):
+            return None
+        if are_ids:
+            raise _not_left()
+        return cls(mask, columns)
+
+    def close(self, values: torch.Tensor) -> torch.Tensor:
+        """[B, n, ...] without holes."""
+        return values.gather(1, self._index(values))
+
+    def open(self, values: torch.Tensor) -> torch.Tensor:
+        """The reverse of ``close``."""
+        return torch.zeros_like(values).scatter(1, self._index(values), values)
+
+    def _index(self, values: torch.Tensor) -> torch.Tensor:
+        order = self._order.to(values.device)
+        return order.view(*order.shape, *(1 for _ in values.shape[2:])).expand_as(values)
+
+
+def _not_left() -> ValueError:
+    return ValueError("padding must be on the left of the tokens: tokenizer.padding_side = 'left'")

@@ -1,0 +1,117 @@
+"""What stands where a model's blocks would: the names and shapes of their weights, and no memory.
+
+The weights themselves are on the hosts. PEFT and whoever else looks at names and shapes sees the whole model.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from swarmnet_protocols.errors import ConfigError
+
+Apply = Callable[[torch.Tensor], torch.Tensor]
+
+
+class RemoteWeight(nn.Parameter):
+    """A weight that the hosts have. One number is stored, whatever its shape: NaN, so that nobody computes with it.
+
+    Reading its values, or setting others, raises ``ConfigError``.
+    """
+
+    def __new__(cls, like: torch.Tensor, device: torch.device) -> "RemoteWeight":
+        value = torch.full((), math.nan, dtype=like.dtype, device=device)
+        made: RemoteWeight = super().__new__(cls, value.expand(like.shape), requires_grad=False)
+        return made
+
+    @property
+    def data(self) -> torch.Tensor:
+        raise ConfigError(
+            "the weights of the blocks are on the swarm's hosts: they cannot be read, copied, changed or merged into",
+            hint="merge an adapter into a model of your own: save it, and load it with PEFT on the plain model",
+        )
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if any(value.stride()):
+            _ = self.data
+        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+
+    def applied(self, function: Apply) -> torch.Tensor:
+        """What ``function`` (a change of type or device) makes of it, again without memory."""
+        return function(self.detach().as_strided((), ())).expand(self.shape)
+
+
+class Placeholder(nn.Module):
+    """Stands for one block: block 0 hands the hidden states to ``swarm_call``, which runs them all; the others pass them on."""
+
+    def __init__(self, layer: nn.Module, block: int, device: torch.device) -> None:
+        """Takes over the modules and attributes of ``layer``, which is on the meta device, and gives up its tensors."""
+        super().__init__()
+        self.__dict__.update(layer.__dict__)
+        self.block = block
+        for module in self.modules():
+            module._buffers.clear()
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    module._parameters[name] = RemoteWeight(parameter, device)
+        self._native = [
+            (path, module._modules, dict(module._modules)) for path, module in self.named_modules()
+        ]
+        self._weights = list(self.parameters())
+        self.register_state_dict_post_hook(_leave_out)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(_do_not_miss)  # type: ignore[no-untyped-call]
+
+    def forward(
+        self, hidden_states: torch.Tensor, *, swarm_call: Callable[[torch.Tensor], torch.Tensor], **_: Any
+    ) -> torch.Tensor:
+        return swarm_call(hidden_states) if self.block == 0 else hidden_states
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether nobody asked for gradients of the block's own weights."""
+        return not any(weight.requires_grad for weight in self._weights)
+
+    def replaced(self) -> Iterator[tuple[str, nn.Module, nn.Module | None]]:
+        """Modules that somebody put into the block: their path, themselves, and what was there."""
+        for path, now, before in self._native:
+            if now != before:
+                for name, module in now.items():
+                    if module is not None and module is not before.get(name):
+                        yield f"{path}.{name}".lstrip("."), module, before.get(name)
+
+    def _apply(self, fn: Apply, recurse: bool = True) -> "Placeholder":
+        def apply(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.applied(fn) if isinstance(tensor, RemoteWeight) else fn(tensor)
+
+        applied: Placeholder = super()._apply(apply, recurse)  # type: ignore[no-untyped-call]
+        return applied
+
+
+def stand_ins(layers: nn.ModuleList, device: torch.device) -> nn.ModuleList:
+    """Placeholders for the decoder layers of a model, which are on the meta device."""
+    return nn.ModuleList(Placeholder(layer, block, device) for block, layer in enumerate(layers)).eval()
+
+
+def _remote_names(module: nn.Module) -> list[str]:
+    return [
+        name
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+        if isinstance(parameter, RemoteWeight)
+    ]
+
+
+def _leave_out(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+    """A state has what is here."""
+    for name in _remote_names(module):
+        state_dict.pop(prefix + name)
+
+
+def _do_not_miss(module: nn.Module, incompatible: Any) -> None:
+    """A state that is loaded need not have what is not here."""
+    suffixes = tuple(f".layers.{module.block}.{name}" for name in _remote_names(module))
+    incompatible.missing_keys[:] = [
+        key for key in incompatible.missing_keys if not f".{key}".endswith(suffixes)
+    ]
