@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear, rms_norm, silu
 
+from swarmnet_node.adapters import Additions
 from swarmnet_node.attention import Batch, Rule
 
 Angles = tuple[torch.Tensor, torch.Tensor]
@@ -22,6 +23,14 @@ Linear = tuple[torch.Tensor, torch.Tensor | None]
 
 Norm = tuple[tuple[int, ...], torch.Tensor, float]
 """Shape, weight and epsilon of an RMSNorm."""
+
+PRODUCTS = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "output": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+"""The products of a fused layer, and the linear modules whose outputs each has, one after another."""
 
 
 def fits(model: Any) -> bool:
@@ -43,13 +52,15 @@ class FusedLayers:
         part.rotary, part.layers = self.rotary, self.layers[start:end]
         return part
 
-    def __call__(self, inputs: torch.Tensor, positions: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def __call__(
+        self, inputs: torch.Tensor, positions: torch.Tensor, batch: Batch, additions: Additions | None
+    ) -> torch.Tensor:
         """Hidden states [T, D] of new positions [T], in and out."""
         cosines, sines = self.rotary(inputs[None], positions[None])
         first, second = sines.chunk(2, -1)
         angles = cosines[None], torch.cat((-first, second), -1)[None]
         for layer in self.layers:
-            inputs = layer(inputs, angles, batch)
+            inputs = layer(inputs, angles, batch, additions)
         return inputs
 
 
@@ -71,9 +82,11 @@ class FusedLayer:
         self.mlp_norm = _norm(layer.post_attention_layernorm)
         self.head_norms = [_norm(getattr(attention, name)) for name in _head_norm_names(attention)]
 
-    def __call__(self, hidden: torch.Tensor, angles: Angles, batch: Batch) -> torch.Tensor:
+    def __call__(
+        self, hidden: torch.Tensor, angles: Angles, batch: Batch, additions: Additions | None
+    ) -> torch.Tensor:
         heads, key_heads = self.heads, self.key_heads
-        states = linear(rms_norm(hidden, *self.attention_norm), *self.qkv)
+        states = self._times("qkv", self.qkv, rms_norm(hidden, *self.attention_norm), additions)
         states = states.view(1, len(hidden), heads + 2 * key_heads, self.size).transpose(1, 2)
         if self.head_norms:
             query, key, value = torch.split(states, [heads, key_heads, key_heads], 1)
@@ -83,10 +96,18 @@ class FusedLayer:
             rotated, value = torch.split(states, [heads + key_heads, key_heads], 1)
             query, key = torch.split(_rotate(rotated, angles), [heads, key_heads], 1)
         attended = batch.attend(self.index, query, key, value, self.rule).reshape(len(hidden), -1)
-        hidden = hidden + linear(attended, *self.output)
-        gate_up = linear(rms_norm(hidden, *self.mlp_norm), *self.gate_up)
+        hidden = hidden + self._times("output", self.output, attended, additions)
+        gate_up = self._times("gate_up", self.gate_up, rms_norm(hidden, *self.mlp_norm), additions)
         gate, up = gate_up.chunk(2, -1)
-        return hidden + linear(silu(gate) * up, *self.down)
+        return hidden + self._times("down", self.down, silu(gate) * up, additions)
+
+    def _times(
+        self, product: str, weights: Linear, inputs: torch.Tensor, additions: Additions | None
+    ) -> torch.Tensor:
+        outputs = linear(inputs, *weights)
+        if additions is not None:
+            additions.add(self.index, product, inputs, outputs)
+        return outputs
 
 
 def _rotate(states: torch.Tensor, angles: Angles) -> torch.Tensor:

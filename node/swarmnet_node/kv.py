@@ -1,8 +1,16 @@
 """Keys and values that one stage keeps for one sequence."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from swarmnet_node.adapters import StageAdapter
+
+Prefix = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values [1, heads, n, size] that a layer's part of a lane begins with."""
 
 GROWTH_POSITIONS = 64
 """Buffers grow in steps of this many positions: growing copies what is there, about once in 64 tokens."""
@@ -43,12 +51,21 @@ class LaneCache:
     """The keys and values of one sequence, in buffers that grow with use.
 
     Each layer has ``keys`` [1, heads, capacity, key size] and ``values`` [1, heads, capacity, value size]; only the first
-    ``length`` positions mean anything.
+    ``length`` positions mean anything. The first of them are those of ``prefix``, which is no token's.
     """
 
-    def __init__(self, geometry: KVGeometry) -> None:
+    def __init__(
+        self,
+        geometry: KVGeometry,
+        adapter: "StageAdapter | None" = None,
+        prefix: Sequence[Prefix] = (),
+    ) -> None:
+        """``adapter`` is applied to the lane's tokens; ``prefix`` is what of it belongs to the layers, or nothing."""
         self.geometry = geometry
-        self.length = 0
+        self.adapter = adapter
+        self.prefix_positions = prefix[0][0].shape[2] if prefix else 0
+        self.length = self.prefix_positions
+        self._prefix = prefix
         self._capacity = 0
         self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -69,6 +86,9 @@ class LaneCache:
             return
         if not self._layers:
             self._layers = [self._empty(shape, capacity) for shape in self.geometry.layers]
+            for buffers, states in zip(self._layers, self._prefix, strict=False):
+                for buffer, state in zip(buffers, states, strict=True):
+                    buffer[:, :, : self.prefix_positions] = state
         else:
             for index, shape in enumerate(self.geometry.layers):
                 self._layers[index] = self._copy(index, self._empty(shape, capacity))
@@ -76,17 +96,18 @@ class LaneCache:
 
     def truncate(self, length: int) -> None:
         """Forget the positions from ``length`` on. The buffers stay, for the positions that take their place."""
-        if not 0 <= length <= self.length:
+        if not self.prefix_positions <= length <= self.length:
             raise ValueError(f"cannot cut {self.length} positions to {length}")
         self.length = length
 
     @torch.inference_mode()
     def fork(self) -> "LaneCache":
         """An independent copy, with buffers no larger than it needs."""
-        twin = LaneCache(self.geometry)
-        twin.reserve(self.length)
-        twin._layers = [self._copy(index, fresh) for index, fresh in enumerate(twin._layers)]
-        twin.length = self.length
+        twin = LaneCache(self.geometry, self.adapter, self._prefix)
+        if self._layers:
+            twin.reserve(self.length)
+            twin._layers = [self._copy(index, fresh) for index, fresh in enumerate(twin._layers)]
+            twin.length = self.length
         return twin
 
     def _empty(self, shape: LayerShape, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:

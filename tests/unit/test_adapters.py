@@ -1,0 +1,124 @@
+"""Adapters in stages: what transformers with PEFT computes, whoever else is in the batch."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from swarmnet_node.adapters import StageAdapter
+from swarmnet_node.stage import Stage
+from swarmnet_protocols.errors import ProtocolViolation
+from swarmnet_protocols.models import LocalModel, resolve
+from tests.support.peft_oracle import lora_tensors, prefix_tensors, random_tensors, with_lora, with_prefix
+from tests.support.tiny_models import FAMILIES, save_tiny
+
+# PEFT 0.21 asks transformers 5.23 by a name that is to go.
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+
+CPU = torch.device("cpu")
+SPANS = ((0, 2), (2, 5))
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+PREFIX = 7
+TARGETS = {
+    "lora on attention": ATTENTION,
+    "lora on two": ("q_proj", "v_proj"),
+    "lora on all": (*ATTENTION, "gate_proj", "up_proj", "down_proj"),
+}
+DENSE = ("llama-tied", "qwen3", "gemma3")
+
+
+def load(family: str, tmp_path: Path) -> LocalModel:
+    return resolve(str(save_tiny(family, tmp_path / "model")), cache_dir=tmp_path / "cache")
+
+
+def whole(model: LocalModel) -> Any:
+    return AutoModelForCausalLM.from_pretrained(model.path, dtype=torch.float32, attn_implementation="eager")
+
+
+def expected(tuned: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Logits [n, V]."""
+    with torch.inference_mode():
+        logits: torch.Tensor = tuned(input_ids=ids[None]).logits[0]
+    return logits
+
+
+def ids(count: int, seed: int) -> torch.Tensor:
+    return torch.randint(3, 128, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+class Chain:
+    """The whole model in stages, with one lane a text in each."""
+
+    def __init__(self, model: LocalModel, tensors: list[dict[str, torch.Tensor]]) -> None:
+        self.plain = whole(model)
+        self.stages = [Stage.load(model, start, end, dtype=torch.float32, device=CPU) for start, end in SPANS]
+        self.lanes = [
+            [
+                stage.new_lane(adapter_of(stage, start, each))
+                for stage, (start, _) in zip(self.stages, SPANS, strict=True)
+            ]
+            for each in tensors
+        ]
+
+    @torch.inference_mode()
+    def feed(self, pieces: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """New ids of some texts in one batch; their logits."""
+        rows = [self.plain.get_input_embeddings()(piece) for piece in pieces.values()]
+        for index, stage in enumerate(self.stages):
+            rows = stage.forward(
+                [(self.lanes[text][index], row) for text, row in zip(pieces, rows, strict=True)]
+            )
+        norm = self.plain.model.norm
+        logits = [self.plain.lm_head(norm(row)) for row in rows]
+        cap = getattr(self.plain.config, "final_logit_softcapping", None)
+        if cap is not None:
+            logits = [torch.tanh(each / cap) * cap for each in logits]
+        return dict(zip(pieces, logits, strict=True))
+
+
+def adapter_of(stage: Stage, start: int, tensors: dict[str, torch.Tensor]) -> StageAdapter | None:
+    own = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if start <= int(name.split(".")[0]) < start + stage.blocks
+    }
+    return stage.adapt(own, start) if own else None
+
+
+def cases() -> list[Any]:
+    """Every family with what PEFT can tune of it."""
+    found = [(family, "lora on attention") for family in FAMILIES]
+    found += [(family, kind) for family in DENSE for kind in ("lora on two", "lora on all")]
+    found += [(family, "prefix") for family in FAMILIES]
+    return found
+
+
+@pytest.mark.parametrize(("family", "kind"), cases())
+def test_an_adapter_gives_what_peft_gives(family: str, kind: str, tmp_path: Path) -> None:
+    """Of texts with an adapter, another adapter and none, in one batch, entered in chunks of random sizes."""
+    model = load(family, tmp_path)
+    texts = [ids(count, count) for count in (25, 14, 19)]
+    if kind == "prefix":
+        tuned = [with_prefix(whole(model), PREFIX, seed=1), with_prefix(whole(model), PREFIX + 2, seed=2)]
+        tensors = [prefix_tensors(each) for each in tuned]
+    else:
+        tuned = [with_lora(whole(model), TARGETS[kind], rank=3 + seed, seed=seed) for seed in (1, 2)]
+        tensors = [lora_tensors(each) for each in tuned]
+    chain = Chain(model, [*tensors, {}])
+    results: dict[int, list[torch.Tensor]] = {0: [], 1: [], 2: []}
+    chunk, fed = random.Random(family), [0, 0, 0]
+    while pieces := {
+        i: text[fed[i] : fed[i] + chunk.choice((1, 5, 8))]
+        for i, text in enumerate(texts)
+        if fed[i] < len(text)
+    }:
+        for i, logits in chain.feed(pieces).items():
+            results[i].append(logits)
+            fed[i] += len(pieces[i])
+    for i, reference in enumerate((*tuned, chain.plain)):
+        torch.testing.assert_close(torch.cat(results[i]), expected(reference, texts[i]), atol=1e-5, rtol=1e-4)
+    plain, adapted = expected(chain.plain, texts[0]), expected(tuned[0], texts[0])
+    assert (plain - adapted).abs().max() > 1e-2
