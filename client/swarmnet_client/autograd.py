@@ -35,7 +35,10 @@ class _RemoteBlocks(torch.autograd.Function):
         ctx: Any, hidden_states: torch.Tensor, model: "SwarmModel", batch: RemoteBatch
     ) -> torch.Tensor:
         ctx.model, ctx.batch = model, batch
-        outputs: torch.Tensor = model.run(batch.forward(hidden_states.detach().cpu()))
+        keep_graphs: bool = ctx.needs_input_grad[0]
+        outputs: torch.Tensor = model.run(
+            batch.forward(hidden_states.detach().cpu(), keep_graphs=keep_graphs)
+        )
         return outputs.to(hidden_states)
 
     @staticmethod

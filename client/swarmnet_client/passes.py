@@ -7,31 +7,22 @@ host was sent stays here: whoever hosts the same blocks later can compute the gr
 import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import torch
 
 from swarmnet_client.chain import ChainReport
 from swarmnet_client.hops import ChainSpec
+from swarmnet_client.pass_calls import GraphGone, ask
 from swarmnet_client.patience import Patience
 from swarmnet_client.swarm import Swarm
-from swarmnet_protocols.aio import all_of, cancel
-from swarmnet_protocols.errors import (
-    DeadlineExceeded,
-    NoRoute,
-    OutOfResources,
-    PeerUnreachable,
-    ProtocolViolation,
-    SwarmnetError,
-    Unreachable,
-)
-from swarmnet_protocols.protocol_ids import PASS
+from swarmnet_protocols.aio import all_of
+from swarmnet_protocols.errors import NoRoute, OutOfResources, PeerUnreachable, SwarmnetError, Unreachable
 from swarmnet_protocols.routing import Hop
-from swarmnet_protocols.session.link import Refused, parse, receive_within
-from swarmnet_protocols.session.passes import MAX_POSITIONS, MAX_SEQUENCES, cut, receive_tensor
+from swarmnet_protocols.session.link import Refused
+from swarmnet_protocols.session.passes import MAX_POSITIONS, MAX_SEQUENCES
 from swarmnet_protocols.session.steps import wire_code
-from swarmnet_protocols.timing import Timing
-from swarmnet_protocols.transport import Buffer, Message, PeerId, Stream
+from swarmnet_protocols.transport import PeerId
 from swarmnet_protocols.wire import session_pb2 as pb
 
 MICROBATCHES = 8
@@ -44,10 +35,11 @@ PASSES_PER_HOST = 2
 
 @dataclass(frozen=True)
 class Leg:
-    """One host's share of a forward, and what it was sent [P, D]."""
+    """One host's share of a forward, what it was sent [P, D], and under which name it may have kept the graph (empty: none)."""
 
     hop: Hop
     inputs: torch.Tensor
+    graph: bytes
 
 
 @dataclass(frozen=True)
@@ -56,6 +48,10 @@ class Microbatch:
 
     counts: tuple[int, ...]
     legs: tuple[Leg, ...]
+
+    def without_graphs(self) -> "Microbatch":
+        """The same, for whom the graphs are used up."""
+        return replace(self, legs=tuple(replace(leg, graph=b"") for leg in self.legs))
 
 
 def split(counts: Sequence[int]) -> list[tuple[int, ...]]:
@@ -92,12 +88,15 @@ class RemoteBatch:
         )
         self._failures: Counter[PeerId] = Counter()
 
-    async def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Hidden states [P, D] through all blocks. Raises ``ValueError`` for values that are not finite."""
+    async def forward(self, inputs: torch.Tensor, *, keep_graphs: bool = False) -> torch.Tensor:
+        """Hidden states [P, D] through all blocks. Raises ``ValueError`` for values that are not finite.
+
+        With ``keep_graphs`` the hosts keep what makes a ``backward`` soon after it cheaper, where they have room.
+        """
         span = (0, self._spec.blocks)
         done = await all_of(
             *(
-                self._forward(span, values, counts)
+                self._forward(span, values, counts, keep_graphs=keep_graphs)
                 for counts, values in zip(self._parts, self._cut(inputs), strict=True)
             )
         )
@@ -109,13 +108,9 @@ class RemoteBatch:
 
     async def backward(self, gradients: torch.Tensor) -> torch.Tensor:
         """From gradients of the outputs of ``forward`` [P, D] to those of its inputs. Raises ``ValueError`` as it does."""
-        done = await all_of(
-            *(
-                self._backward(microbatch, values)
-                for microbatch, values in zip(self._done, self._cut(gradients), strict=True)
-            )
-        )
-        return torch.cat(done)
+        values = self._cut(gradients)
+        microbatches, self._done = self._done, [microbatch.without_graphs() for microbatch in self._done]
+        return torch.cat(await all_of(*map(self._backward, microbatches, values)))
 
     def _cut(self, values: torch.Tensor) -> Sequence[torch.Tensor]:
         if not torch.isfinite(values).all():
@@ -123,7 +118,7 @@ class RemoteBatch:
         return torch.split(values.to(self._spec.wire), [sum(counts) for counts in self._parts])
 
     async def _forward(
-        self, span: tuple[int, int], values: torch.Tensor, counts: tuple[int, ...]
+        self, span: tuple[int, int], values: torch.Tensor, counts: tuple[int, ...], *, keep_graphs: bool
     ) -> tuple[list[Leg], torch.Tensor]:
         """Through the blocks of ``span``, by whoever hosts them now."""
         legs: list[Leg] = []
@@ -132,12 +127,13 @@ class RemoteBatch:
         while reached < span[1]:
             try:
                 hop = self._swarm.route((reached, span[1]))[0]
-                outputs = await self._pass(hop, counts, (values,))
+                leg = Leg(hop, values, self._swarm.new_session() if keep_graphs else b"")
+                outputs = await self._pass(hop, self._begin(leg, counts), (values,))
             except SwarmnetError as error:
                 await self._recover(patience, error)
                 continue
             patience.answered()
-            legs.append(Leg(hop, values))
+            legs.append(leg)
             reached, values = hop.end, outputs
         return legs, values
 
@@ -148,15 +144,32 @@ class RemoteBatch:
         patience = Patience(self._swarm.timing.recover_s)
         while legs:
             leg = legs[-1]
+            begin = self._begin(leg, counts, backward=True)
+            tensors = (gradients,) if leg.graph else (leg.inputs, gradients)
             try:
-                gradients = await self._pass(leg.hop, counts, (leg.inputs, gradients))
+                gradients = await self._pass(leg.hop, begin, tensors)
+            except GraphGone:
+                legs[-1] = replace(leg, graph=b"")
+                continue
             except SwarmnetError as error:
                 await self._recover(patience, error)
-                legs[-1:], _ = await self._forward((leg.hop.start, leg.hop.end), leg.inputs, counts)
+                span = (leg.hop.start, leg.hop.end)
+                legs[-1:], _ = await self._forward(span, leg.inputs, counts, keep_graphs=True)
                 continue
             patience.answered()
             legs.pop()
         return gradients
+
+    def _begin(self, leg: Leg, counts: tuple[int, ...], *, backward: bool = False) -> pb.Begin:
+        return pb.Begin(
+            swarm=self._swarm.id,
+            manifest=self._swarm.manifest,
+            span=pb.Span(start=leg.hop.start, end=leg.hop.end),
+            counts=counts,
+            backward=backward,
+            wire=wire_code(self._spec.wire),
+            graph=leg.graph,
+        )
 
     async def _recover(self, patience: Patience, error: SwarmnetError) -> None:
         """Pause before the next attempt, or raise what stands in the way of any."""
@@ -166,16 +179,16 @@ class RemoteBatch:
         if isinstance(error, NoRoute):
             await self._swarm.refresh()
 
-    async def _pass(
-        self, hop: Hop, counts: tuple[int, ...], tensors: tuple[torch.Tensor, ...]
-    ) -> torch.Tensor:
-        """One pass on one host: forward with one tensor, backward with two."""
+    async def _pass(self, hop: Hop, begin: pb.Begin, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """One pass on one host."""
         failures = self._failures[hop.peer]
         async with self._rooms[hop.peer]:
             if self._failures[hop.peer] > failures:
                 raise PeerUnreachable(f"{hop.peer} has failed others while we waited for it")
             try:
-                answer = await self._ask(hop, counts, tensors)
+                answer = await ask(self._swarm, hop, begin, tensors)
+            except GraphGone:
+                raise
             except SwarmnetError:
                 self._failures[hop.peer] += 1
                 self._swarm.failed(hop.peer)
@@ -183,72 +196,6 @@ class RemoteBatch:
                 raise
         self._swarm.served(hop.peer)
         return answer
-
-    async def _ask(
-        self, hop: Hop, counts: tuple[int, ...], tensors: tuple[torch.Tensor, ...]
-    ) -> torch.Tensor:
-        begin = pb.Begin(
-            swarm=self._swarm.id,
-            manifest=self._swarm.manifest,
-            span=pb.Span(start=hop.start, end=hop.end),
-            counts=counts,
-            backward=len(tensors) > 1,
-            wire=wire_code(self._spec.wire),
-        )
-        timing = self._swarm.timing
-        stream = await self._swarm.transport.open(
-            hop.peer, PASS, addresses=hop.addresses, deadline_s=timing.open_s
-        )
-        try:
-            async with asyncio.timeout(timing.stall_s) as limit:
-                conversation = _Conversation(stream, timing, limit)
-                sending = asyncio.create_task(conversation.send(begin, tensors))
-                try:
-                    return await receive_tensor(
-                        conversation.next_part, positions=sum(counts), hidden_size=self._spec.hidden_size
-                    )
-                finally:
-                    await cancel(sending)  # what stopped it, whoever listens has seen as well
-        except TimeoutError as error:
-            raise DeadlineExceeded(f"{hop.peer} has not computed for {timing.stall_s:g} s") from error
-        finally:
-            stream.close()
-
-
-@dataclass(frozen=True)
-class _Conversation:
-    """The client's side of one pass. Every part that goes or comes moves ``limit``; none goes before ``admitted``."""
-
-    stream: Stream
-    timing: Timing
-    limit: asyncio.Timeout
-    admitted: asyncio.Event = field(default_factory=asyncio.Event)
-
-    async def send(self, begin: pb.Begin, tensors: Sequence[torch.Tensor]) -> None:
-        await self.stream.send(Message(pb.PassRequest(begin=begin).SerializeToString()))
-        await self.admitted.wait()
-        for tensor in tensors:
-            for part, payload in cut(tensor):
-                await self.stream.send(Message(pb.PassRequest(part=part).SerializeToString(), payload))
-                self._moved()
-
-    async def next_part(self) -> tuple[pb.Part, Buffer]:
-        while True:
-            message = await receive_within(self.stream, self.timing.silence_s)
-            reply = parse(pb.PassReply, message.header)
-            match reply.WhichOneof("kind"):
-                case "part":
-                    self._moved()
-                    return reply.part, message.payload
-                case "refused":
-                    raise Refused(reply.refused.reason, reply.refused.detail)
-                case "beat":
-                    self.admitted.set()
-                case _:
-                    raise ProtocolViolation("an unexpected message on a pass")
-
-    def _moved(self) -> None:
-        self.limit.reschedule(asyncio.get_running_loop().time() + self.timing.stall_s)
 
 
 def _verdict(error: SwarmnetError) -> SwarmnetError:

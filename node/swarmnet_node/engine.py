@@ -11,9 +11,11 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 
+from swarmnet_node.graphs import Graph, GraphName, Graphs
 from swarmnet_node.kv import LaneCache
 from swarmnet_node.scheduler import Waiting, schedule
 from swarmnet_node.stage import Stage
@@ -22,6 +24,12 @@ from swarmnet_protocols.errors import OutOfResources, Unreachable
 
 BUDGET_TOKENS = 512
 """Positions in one forward: whoever waits for one token waits for all of these."""
+CLIENT_SHARE = 2
+"""One client's graphs take at most one part in this many of what caches may take."""
+SMOOTHING = 0.1
+"""Weight of the newest measurement in the running mean of a time."""
+
+T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -46,13 +54,13 @@ class _Work:
 class _Pass:
     """Something to compute that cannot be cut."""
 
-    compute: Callable[[], torch.Tensor]
+    start: Callable[[], Callable[[], Any]]
     positions: int
-    done: "asyncio.Future[torch.Tensor]"
+    done: "asyncio.Future[Any]"
 
 
 class Engine:
-    """Computes on one stage for many sessions. Owns the caches' byte account."""
+    """Computes on one stage for many sessions. Owns the byte account of caches, and of graphs where caches leave room."""
 
     def __init__(
         self,
@@ -68,6 +76,8 @@ class Engine:
         self.forwards = 0
         self.tokens = 0
         self.token_s = 0.0
+        self.graphs = Graphs(max_cache_bytes // CLIENT_SHARE)
+        self._pass_position_s = 0.0
         self._executor = executor
         self._turn = turn
         self._stopwatch = stopwatch
@@ -99,6 +109,7 @@ class Engine:
         finally:
             await cancel(loop)
             engine._stop()
+            engine.graphs.shrink(0)
 
     @property
     def cache_bytes(self) -> int:
@@ -107,8 +118,9 @@ class Engine:
 
     @property
     def queue_s(self) -> float:
-        """How long new work would wait, by the measured time per token."""
-        return self.token_s * sum(work.waiting.tokens for work in self._waiting)
+        """How long new work would wait, by the measured times per token, and per position of a pass."""
+        tokens = sum(work.waiting.tokens for work in self._waiting)
+        return self.token_s * tokens + self._pass_position_s * sum(work.positions for work in self._passes)
 
     def adopt(self, lane: LaneCache) -> LaneCache:
         """Count a lane's bytes until ``release``."""
@@ -119,12 +131,23 @@ class Engine:
         self._lanes.pop(id(lane), None)
 
     def reserve(self, extra_bytes: int) -> None:
-        """Raise ``OutOfResources`` unless caches may grow by this much."""
-        reserved = sum(work.reserved_bytes for work in self._waiting)
-        if self.cache_bytes + reserved + extra_bytes > self.max_cache_bytes:
+        """Raise ``OutOfResources`` unless caches may grow by this much. Graphs make way for them."""
+        room = self._room_bytes - extra_bytes
+        if room < 0:
             raise OutOfResources(
                 f"the cache would pass its {self.max_cache_bytes} bytes", hint="allow more with --max-cache"
             )
+        self.graphs.shrink(room)
+
+    def keep(self, name: GraphName, graph: Graph, *, for_s: float) -> None:
+        """Keep a graph for a while, if there is room. ``graphs`` has it then."""
+        self.graphs.keep(name, graph, room_bytes=self._room_bytes, for_s=for_s)
+
+    @property
+    def _room_bytes(self) -> int:
+        """What sessions leave of the bytes for caches."""
+        reserved = sum(work.reserved_bytes for work in self._waiting)
+        return self.max_cache_bytes - self.cache_bytes - reserved
 
     async def compute(
         self, stage: Stage, rows: Sequence[tuple[LaneCache, torch.Tensor]], *, priority: int = 0
@@ -148,17 +171,18 @@ class Engine:
         self._wake.set()
         return await asyncio.gather(*(work.done for work in works))
 
-    async def compute_behind(self, compute: Callable[[], torch.Tensor], positions: int) -> torch.Tensor:
-        """Run ``compute``, which is of ``positions`` positions, on the torch thread whenever no session has work.
+    async def compute_behind(self, start: Callable[[], Callable[[], T]], positions: int) -> T:
+        """Compute something of ``positions`` positions on the torch thread whenever no session has work.
 
-        First come, first served. A caller that is cancelled before its turn costs nothing more.
+        First come, first served. At its turn ``start`` is called here and gives what is to be called there; what either
+        raises is raised. A caller that is cancelled before its turn costs nothing more.
         """
         if self._stopped:
             raise Unreachable("this host has stopped")
-        work = _Pass(compute, positions, asyncio.get_running_loop().create_future())
-        self._passes.append(work)
+        done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._passes.append(_Pass(start, positions, done))
         self._wake.set()
-        return await work.done
+        return await done
 
     async def _loop(self) -> None:
         while True:
@@ -195,20 +219,24 @@ class Engine:
     async def _run_pass(self, work: _Pass) -> None:
         if work.done.done():
             return
+        started = self._stopwatch()
         try:
-            result = await asyncio.get_running_loop().run_in_executor(self._executor, work.compute)
+            compute = work.start()
+            result = await asyncio.get_running_loop().run_in_executor(self._executor, compute)
         except Exception as error:  # noqa: BLE001 - the supervisor: a failed pass fails its client, not the node
             _fail(work.done, error)
             return
         self.forwards += 1
         self.tokens += work.positions
+        elapsed_s = self._stopwatch() - started
+        self._pass_position_s += SMOOTHING * (elapsed_s / work.positions - self._pass_position_s)
         if not work.done.done():
             work.done.set_result(result)
 
     def _account(self, tokens: int, elapsed_s: float) -> None:
         self.forwards += 1
         self.tokens += tokens
-        self.token_s += 0.1 * (elapsed_s / tokens - self.token_s)
+        self.token_s += SMOOTHING * (elapsed_s / tokens - self.token_s)
 
     def _finish(self, work: _Work) -> None:
         self._waiting.remove(work)
@@ -229,6 +257,6 @@ class Engine:
             _fail(work.done, error)
 
 
-def _fail(done: "asyncio.Future[torch.Tensor]", error: Exception) -> None:
+def _fail(done: "asyncio.Future[Any]", error: Exception) -> None:
     if not done.done():
         done.set_exception(error)

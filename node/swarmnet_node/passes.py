@@ -1,11 +1,14 @@
 """One pass on one host: whole sequences through some blocks, forward or backward, for a client that trains."""
 
 import asyncio
+from collections.abc import Callable
 from functools import partial
+from typing import TypeVar
 
 import torch
 
 from swarmnet_node.engine import Engine
+from swarmnet_node.graphs import Graph, GraphName
 from swarmnet_node.stage import Stage
 from swarmnet_protocols.aio import race
 from swarmnet_protocols.errors import DeadlineExceeded, ProtocolViolation
@@ -13,17 +16,22 @@ from swarmnet_protocols.session.link import Refused, parse, receive_within
 from swarmnet_protocols.session.passes import MAX_POSITIONS, check_counts, cut, receive_tensor
 from swarmnet_protocols.session.steps import wire_dtype
 from swarmnet_protocols.timing import Timing
-from swarmnet_protocols.transport import Buffer, Message, Stream
+from swarmnet_protocols.transport import Buffer, Message, PeerId, Stream
 from swarmnet_protocols.wire import session_pb2 as pb
+
+GRAPH_ID_BYTES = 16
+
+T = TypeVar("T")
 
 
 class HostedPass:
-    """A pass that was admitted. It knows nothing of passes before it and leaves nothing behind."""
+    """A pass that was admitted. It needs nothing of passes before it; what a forward leaves may save its backward work."""
 
     def __init__(
         self, wanted: pb.Begin, stage: Stage, engine: Engine, stream: Stream, timing: Timing
     ) -> None:
-        """Raises ``ProtocolViolation`` for lengths that make no sense, ``Refused`` for too many positions."""
+        """Raises ``ProtocolViolation`` for lengths that make no sense, ``Refused`` for too many positions, or for a graph that
+        is not here."""
         check_counts(wanted.counts)
         self._counts = tuple(wanted.counts)
         self._positions = sum(self._counts)
@@ -35,23 +43,52 @@ class HostedPass:
         self._engine = engine
         self._stream = stream
         self._timing = timing
+        self._graph = graph_name(wanted, stream.peer)
+        if self._backward and self._graph is not None and self._graph not in engine.graphs:
+            raise _graph_gone()
 
     async def run(self) -> None:
         """Take the tensors, compute when sessions leave room, answer; beat meanwhile.
 
         Raises ``StreamEnded`` when the client is gone, ``DeadlineExceeded`` when it is too slow, ``ProtocolViolation``
-        for tensors that are not what was announced.
+        for tensors that are not what was announced, ``Refused`` when the graph has made way for something else meanwhile.
         """
         await race(self._answer(), self._beat())
 
     async def _answer(self) -> None:
-        inputs = await self._receive()
-        compute = partial(self._stage.run_sequences, inputs, self._counts)
-        if self._backward:
-            compute = partial(self._stage.gradients, inputs, self._counts, await self._receive())
-        outputs = await self._engine.compute_behind(compute, self._positions)
+        outputs = await (self._gradients() if self._backward else self._outputs())
         for part, payload in cut(outputs.to(self._wire)):
             await self._send(pb.PassReply(part=part), payload)
+
+    async def _outputs(self) -> torch.Tensor:
+        inputs = await self._receive()
+        if self._graph is None:
+            return await self._compute(lambda: partial(self._stage.run_sequences, inputs, self._counts))
+        record = partial(self._stage.record_sequences, inputs, self._counts)
+        outputs, graph = await self._compute(lambda: record)
+        self._engine.keep(self._graph, graph, for_s=self._timing.graph_s)
+        return outputs
+
+    async def _gradients(self) -> torch.Tensor:
+        if self._graph is not None:
+            gradients = await self._receive()
+            return await self._compute(lambda: partial(self._stage.gradients, self._take(), gradients))
+        inputs, gradients = await self._receive(), await self._receive()
+
+        def compute() -> torch.Tensor:
+            _, graph = self._stage.record_sequences(inputs, self._counts)
+            return self._stage.gradients(graph, gradients)
+
+        return await self._compute(lambda: compute)
+
+    async def _compute(self, start: Callable[[], Callable[[], T]]) -> T:
+        return await self._engine.compute_behind(start, self._positions)
+
+    def _take(self) -> Graph:
+        graph = self._engine.graphs.take(self._graph) if self._graph is not None else None
+        if graph is None:
+            raise _graph_gone()
+        return graph
 
     async def _beat(self) -> None:
         while True:
@@ -76,3 +113,16 @@ class HostedPass:
                 await self._stream.send(Message(reply.SerializeToString(), payload))
         except TimeoutError as error:
             raise DeadlineExceeded(f"{self._stream.peer} does not take its answer") from error
+
+
+def graph_name(wanted: pb.Begin, client: PeerId) -> GraphName | None:
+    """Which graph a pass leaves or uses, if any. Raises ``ProtocolViolation`` for an id of the wrong size."""
+    if not wanted.graph:
+        return None
+    if len(wanted.graph) != GRAPH_ID_BYTES:
+        raise ProtocolViolation("a graph's id is 16 bytes")
+    return GraphName(client, wanted.graph, (wanted.span.start, wanted.span.end), tuple(wanted.counts))
+
+
+def _graph_gone() -> Refused:
+    return Refused(pb.REASON_GRAPH_GONE, "what the forward pass left is not here: send its inputs")

@@ -1,14 +1,12 @@
 """One machine's blocks of a model: forwards of a packed batch with caches, and passes of whole sequences without."""
 
 import copy
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from swarmnet_node.adapters import Additions, LayerForm, StageAdapter, adapt, linear_modules
 from swarmnet_node.attention import (
     IMPLEMENTATION,
     Batch,
@@ -18,7 +16,8 @@ from swarmnet_node.attention import (
     SequenceBatch,
     register,
 )
-from swarmnet_node.fused import PRODUCTS, FusedLayers, fits
+from swarmnet_node.fused import FusedLayers, fits
+from swarmnet_node.graphs import Graph, record
 from swarmnet_node.kv import KVGeometry, LaneCache
 from swarmnet_node.native import decode
 from swarmnet_protocols.errors import ConfigError
@@ -54,12 +53,7 @@ class Stage:
         self._parts: dict[tuple[int, int], Stage] = {}
         probe = self._probe()
         self.geometry = KVGeometry(tuple(shape for shape, _ in probe.layers), self.dtype, self.device)
-        linears = [linear_modules(layer) for layer in model.layers]
         self._fuse([rule for _, rule in probe.layers], native)
-        self._forms = tuple(
-            LayerForm(paths, PRODUCTS if self.is_fused else {path: (path,) for path in paths}, shape)
-            for paths, shape in zip(linears, self.geometry.layers, strict=True)
-        )
 
     @classmethod
     def load(
@@ -107,19 +101,9 @@ class Stage:
             self._parts[start, end] = part
         return self._parts[start, end]
 
-    def adapt(self, tensors: Mapping[str, torch.Tensor], start: int) -> StageAdapter:
-        """An adapter for this stage and its parts, from tensors by name; the first layer of the whole stage is block ``start``.
-
-        Raises ``ProtocolViolation`` for tensors that do not fit.
-        """
-        return adapt(tensors, start, self._forms, torch.empty(0, dtype=self.dtype, device=self.device))
-
-    def new_lane(self, adapter: StageAdapter | None = None) -> LaneCache:
-        """A cache for one sequence, empty but for the adapter's prefix; it allocates nothing yet."""
-        if adapter is None:
-            return LaneCache(self.geometry)
-        own = adapter.prefix[self._first : self._first + self.blocks]
-        return LaneCache(self.geometry, adapter, [prefix for prefix in own if prefix is not None])
+    def new_lane(self) -> LaneCache:
+        """An empty cache for one sequence; it allocates nothing yet."""
+        return LaneCache(self.geometry)
 
     @torch.inference_mode()
     def forward(self, rows: Sequence[tuple[LaneCache, torch.Tensor]]) -> list[torch.Tensor]:
@@ -138,13 +122,11 @@ class Stage:
         counts = [inputs.shape[0] for _, inputs in rows]
         for (lane, _), count in zip(rows, counts, strict=True):
             lane.reserve(lane.length + count)
-        additions = Additions([lane.adapter for lane, _ in rows], counts)
-        singles = len(counts) <= NATIVE_LANES and set(counts) == {1}
-        if self._native is not None and singles and not additions:
+        if self._native is not None and len(counts) <= NATIVE_LANES and set(counts) == {1}:
             single = torch.cat([inputs.to(self.device, self.dtype) for _, inputs in rows])
             outputs = list(torch.split(self._native(single, [lane for lane, _ in rows]), counts))
         else:
-            outputs = self._forward_packed(rows, counts, additions)
+            outputs = self._forward_packed(rows, counts)
         for (lane, _), count in zip(rows, counts, strict=True):
             lane.length += count
         return outputs
@@ -154,47 +136,38 @@ class Stage:
         """Run whole sequences, ``counts[i]`` positions of the i-th, laid one after another, without caches: [P, D] in and out."""
         return self._run_sequences(inputs.to(self.device, self.dtype), counts).cpu()
 
-    def gradients(
-        self, inputs: torch.Tensor, counts: Sequence[int], grad_outputs: torch.Tensor
-    ) -> torch.Tensor:
-        """What ``grad_outputs`` [P, D] of ``run_sequences`` come to at its inputs: [P, D]. The weights gather none.
+    def record_sequences(self, inputs: torch.Tensor, counts: Sequence[int]) -> tuple[torch.Tensor, Graph]:
+        """What ``run_sequences`` gives, and the graph from which its backward can be computed."""
+        weights = (*self._model.parameters(), *self._model.buffers())
+        outputs, graph = record(
+            lambda leaf: self._run_sequences(leaf, counts), inputs.to(self.device, self.dtype), weights
+        )
+        return outputs.cpu(), graph
 
-        The forward is computed again.
-        """
-        with torch.enable_grad():
-            leaf = inputs.to(self.device, self.dtype).detach().requires_grad_()
-            outputs = self._run_sequences(leaf, counts)
-            (gradients,) = torch.autograd.grad(outputs, leaf, grad_outputs.to(self.device, self.dtype))
-        return gradients.cpu()
+    def gradients(self, graph: Graph, grad_outputs: torch.Tensor) -> torch.Tensor:
+        """What ``grad_outputs`` [P, D] of ``record_sequences`` come to at its inputs: [P, D]. The weights gather none."""
+        return graph.gradients(grad_outputs.to(self.device, self.dtype)).cpu()
 
     def _run_sequences(self, inputs: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         positions = torch.cat([torch.arange(count) for count in counts]).to(self.device)
         return self._run(inputs, positions, SequenceBatch(counts))
 
     def _forward_packed(
-        self, rows: Sequence[tuple[LaneCache, torch.Tensor]], counts: list[int], additions: Additions
+        self, rows: Sequence[tuple[LaneCache, torch.Tensor]], counts: list[int]
     ) -> list[torch.Tensor]:
         packed = torch.cat([inputs.to(self.device, self.dtype) for _, inputs in rows])
         positions = torch.cat(
             [torch.arange(lane.length, lane.length + n) for (lane, _), n in zip(rows, counts, strict=True)]
         )
         batch = PackedBatch([lane for lane, _ in rows], counts, first_layer=self._first)
-        outputs = self._run(packed, positions.to(self.device), batch, additions or None)
-        return list(torch.split(outputs, counts))
+        return list(torch.split(self._run(packed, positions.to(self.device), batch), counts))
 
-    def _run(
-        self,
-        inputs: torch.Tensor,
-        positions: torch.Tensor,
-        batch: Batch,
-        additions: Additions | None = None,
-    ) -> torch.Tensor:
+    def _run(self, inputs: torch.Tensor, positions: torch.Tensor, batch: Batch) -> torch.Tensor:
         if self._fused is not None:
-            return self._fused(inputs, positions, batch, additions)
-        with additions.hooked(self._model.layers, self._first) if additions else nullcontext():
-            outputs: torch.Tensor = self._model(
-                inputs_embeds=inputs[None], position_ids=positions[None], use_cache=False, packed=batch
-            ).last_hidden_state
+            return self._fused(inputs, positions, batch)
+        outputs: torch.Tensor = self._model(
+            inputs_embeds=inputs[None], position_ids=positions[None], use_cache=False, packed=batch
+        ).last_hidden_state
         return outputs[0]
 
     @torch.inference_mode()

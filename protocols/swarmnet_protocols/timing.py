@@ -41,6 +41,8 @@ class Timing:
     """Between two announcements by a host."""
     chunk_s: float = 30.0
     """For a chunk of a job's state or a part of a pass: 1 MiB over the slowest line that is worth waiting for."""
+    graph_s: float = 120.0
+    """A host keeps what a forward pass left for its backward pass no longer than this."""
     intent_s: float = 1.0
     """How long a joining host waits for the intents of others before it settles on its blocks."""
 

@@ -93,15 +93,10 @@ def with_stranger(reference: Reference, talk: Callable[[Stranger], Awaitable[Non
             batch = RemoteBatch(swarm, ChainSpec(6, HIDDEN, 512, torch.float32), counts)
 
             async def train() -> None:
-                whole = reference.stage(0, 6)
-                for found, expected in (
-                    (await batch.forward(values[0]), whole.run_sequences(values[0], counts)),
-                    (
-                        await batch.backward(values[1]),
-                        whole.gradients(values[0], counts, values[1]),
-                    ),
-                ):
-                    assert (found - expected).norm() <= 1e-5 * expected.norm()
+                expected = reference.train(values[0], counts, values[1])
+                found = await batch.forward(values[0]), await batch.backward(values[1])
+                for ours, theirs in zip(found, expected, strict=True):
+                    assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
 
             tokens, *_ = await asyncio.gather(
                 lab.generate(chain, PROMPT, TOKENS), train(), talk(Stranger(lab, transport))

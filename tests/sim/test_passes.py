@@ -57,8 +57,14 @@ def kind_of(delivery: Delivery) -> str:
     return ""
 
 
-async def train(lab: Lab, layout: Mapping[str, tuple[int, int]], prepare: Callable[[], object]) -> Outcome:
-    """A forward and a backward pass through nodes of ``layout``; afterwards no node holds anything of it."""
+async def train(
+    lab: Lab,
+    layout: Mapping[str, tuple[int, int]],
+    prepare: Callable[[], object],
+    *,
+    keep_graphs: bool = True,
+) -> Outcome:
+    """A forward and a backward pass through nodes of ``layout``."""
     for name, blocks in layout.items():
         await lab.start(name, lab.hosting(blocks))
     await asyncio.sleep(1.0)  # the directory shows them all
@@ -74,7 +80,7 @@ async def train(lab: Lab, layout: Mapping[str, tuple[int, int]], prepare: Callab
         batch = RemoteBatch(swarm, ChainSpec(6, HIDDEN, 512, torch.float32), COUNTS)
         await asyncio.sleep(2.0)  # the client knows how far they are
         started = asyncio.get_running_loop().time()
-        outputs = await batch.forward(random_states(0))
+        outputs = await batch.forward(random_states(0), keep_graphs=keep_graphs)
         gradients = await batch.backward(random_states(1))
         took_s = asyncio.get_running_loop().time() - started
     return Outcome(outputs, gradients, batch.report.failovers, took_s, served)
@@ -82,27 +88,27 @@ async def train(lab: Lab, layout: Mapping[str, tuple[int, int]], prepare: Callab
 
 def check(reference: Reference, outcome: Outcome) -> None:
     """To 1e-5 of its size it is what the whole model in one process gives, which is what transformers gives."""
-    whole = reference.stage(0, 6)
-    expected = whole.run_sequences(random_states(0), COUNTS)
-    assert (outcome.outputs - expected).norm() <= 1e-5 * expected.norm()
-    expected = whole.gradients(random_states(0), COUNTS, random_states(1))
-    assert (outcome.gradients - expected).norm() <= 1e-5 * expected.norm()
+    outputs, gradients = reference.train(random_states(0), COUNTS, random_states(1))
+    assert (outcome.outputs - outputs).norm() <= 1e-5 * outputs.norm()
+    assert (outcome.gradients - gradients).norm() <= 1e-5 * gradients.norm()
 
 
+@pytest.mark.parametrize("keep_graphs", [True, False], ids=["graphs kept", "computed again"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_a_batch_gives_what_one_process_gives(
-    reference: Reference, layout: Mapping[str, tuple[int, int]]
+    reference: Reference, layout: Mapping[str, tuple[int, int]], keep_graphs: bool
 ) -> None:
-    outcome = simulate(reference, lambda lab: train(lab, layout, lambda: None))
+    outcome = simulate(reference, lambda lab: train(lab, layout, lambda: None, keep_graphs=keep_graphs))
     check(reference, outcome)
     assert outcome.failovers == 0
 
 
+@pytest.mark.parametrize("keep_graphs", [True, False], ids=["graphs kept", "computed again"])
 @pytest.mark.parametrize("fault", ["crash", "hang", "isolate"])
 @pytest.mark.parametrize("moment", ["forward", "backward"])
 @pytest.mark.parametrize("layout", [TWO_OF_B, ANOTHER_CUT], ids=["a replica", "hosts that are cut otherwise"])
 def test_a_host_fails_in_the_midst_and_the_result_is_the_same(
-    reference: Reference, layout: Mapping[str, tuple[int, int]], moment: str, fault: str
+    reference: Reference, layout: Mapping[str, tuple[int, int]], moment: str, fault: str, keep_graphs: bool
 ) -> None:
     hit: list[Delivery] = []
 
@@ -124,7 +130,7 @@ def test_a_host_fails_in_the_midst_and_the_result_is_the_same(
 
             lab.network.observers.append(strike)
 
-        return await train(lab, layout, prepare)
+        return await train(lab, layout, prepare, keep_graphs=keep_graphs)
 
     outcome = simulate(reference, scenario)
     check(reference, outcome)
@@ -211,7 +217,7 @@ def test_a_host_that_beats_but_does_not_compute_is_replaced(
 
         return await train(lab, TWO_OF_B, prepare)
 
-    async def never(compute: object, positions: int) -> torch.Tensor:
+    async def never(start: object, positions: int) -> torch.Tensor:
         return await asyncio.get_running_loop().create_future()
 
     outcome = simulate(reference, scenario, limit_s=1000.0)

@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -48,6 +48,14 @@ class Reference:
                 self.local, start, end, dtype=torch.float32, device=torch.device("cpu")
             )
         return self._stages[start, end]
+
+    def train(
+        self, inputs: torch.Tensor, counts: Sequence[int], gradients: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What sequences give after all blocks, and what ``gradients`` of that come to at the inputs: [P, D] each."""
+        whole = self.stage(0, self.local.manifest.blocks)
+        _, graph = whole.record_sequences(inputs, counts)
+        return whole.run_sequences(inputs, counts), whole.gradients(graph, gradients)
 
     @torch.inference_mode()
     def embed(self, ids: torch.Tensor) -> torch.Tensor:

@@ -4,16 +4,19 @@ import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
 import pytest
 import torch
 
-from swarmnet_node.engine import BUDGET_TOKENS, Engine
+from swarmnet_node.engine import BUDGET_TOKENS, CLIENT_SHARE, Engine
+from swarmnet_node.graphs import Graph, GraphName, record
 from swarmnet_node.kv import KVGeometry, LaneCache, LayerShape
 from swarmnet_node.stage import Stage
 from swarmnet_protocols.errors import OutOfResources, Unreachable
+from swarmnet_protocols.transport import PeerId
 
 GEOMETRY = KVGeometry((LayerShape(1, 4, 4),), torch.float32, torch.device("cpu"))
 Rows = Sequence[tuple[LaneCache, torch.Tensor]]
@@ -163,7 +166,7 @@ def test_a_pass_waits_until_no_session_has_work() -> None:
             order.append("second pass")
             return torch.ones(1)
 
-        passes = [engine.compute_behind(compute, 100) for compute in (first, second)]
+        passes = [engine.compute_behind(lambda compute=compute: compute, 100) for compute in (first, second)]
         token = engine.compute(real, [(lane_of(engine), torch.zeros(1, 3))])
         results = await asyncio.gather(*passes, token)
         await late[0]
@@ -179,8 +182,8 @@ def test_a_pass_that_fails_fails_its_own_client_only() -> None:
 
     async def use(engine: Engine, real: Stage) -> None:
         with pytest.raises(RuntimeError, match="out of luck"):
-            await engine.compute_behind(fail, 1)
-        assert len(await engine.compute_behind(lambda: torch.zeros(2), 1)) == 2
+            await engine.compute_behind(lambda: fail, 1)
+        assert len(await engine.compute_behind(lambda: lambda: torch.zeros(2), 1)) == 2
 
     with_engine(Doubling(), use)
 
@@ -194,7 +197,8 @@ def test_a_pass_whose_client_left_is_not_computed() -> None:
 
     async def use(engine: Engine, real: Stage) -> None:
         passes = [
-            asyncio.ensure_future(engine.compute_behind(partial(compute, number), 1)) for number in range(3)
+            asyncio.ensure_future(engine.compute_behind(partial(partial, compute, number), 1))
+            for number in range(3)
         ]
         await asyncio.sleep(0)
         passes[1].cancel()
@@ -208,10 +212,77 @@ def test_passes_that_wait_when_the_engine_stops_are_told() -> None:
     async def main() -> None:
         with ThreadPoolExecutor(1) as executor:
             async with Engine.run(cast(Stage, Doubling()), executor, max_cache_bytes=1) as engine:
-                waiting = asyncio.ensure_future(engine.compute_behind(lambda: torch.zeros(1), 1))
+                waiting = asyncio.ensure_future(engine.compute_behind(lambda: lambda: torch.zeros(1), 1))
                 await asyncio.sleep(0)
-            for late in (waiting, engine.compute_behind(lambda: torch.zeros(1), 1)):
+            for late in (waiting, engine.compute_behind(lambda: lambda: torch.zeros(1), 1)):
                 with pytest.raises(Unreachable):
                     await late
+
+    asyncio.run(main())
+
+
+def graph_of(nbytes: int) -> Graph:
+    _, graph = record(lambda leaf: 2 * leaf, torch.zeros(1), ())
+    return replace(graph, nbytes=nbytes)
+
+
+def name_of(number: int, owner: str = "one") -> GraphName:
+    return GraphName(PeerId(owner), bytes([number]), (0, 1), (1,))
+
+
+def test_graphs_make_way_for_sessions_the_oldest_first() -> None:
+    async def use(engine: Engine, real: Stage) -> None:
+        for number in range(3):
+            engine.keep(name_of(number), graph_of(100), for_s=60.0)
+        engine.reserve(700)
+        assert engine.graphs.nbytes == 300
+        engine.reserve(701)
+        assert [name_of(number) in engine.graphs for number in range(3)] == [False, True, True]
+        with pytest.raises(OutOfResources):
+            engine.reserve(1001)  # what is refused drops nothing
+        assert engine.graphs.nbytes == 200
+
+    with_engine(Doubling(), use, max_cache_bytes=1000)
+
+
+def test_graphs_take_what_sessions_leave_and_a_client_its_share_of_all() -> None:
+    async def use(engine: Engine, real: Stage) -> None:
+        geometry = real.geometry
+        lane = lane_of(engine)
+        await engine.compute(real, [(lane, torch.zeros(1, 3))])
+        room = engine.max_cache_bytes - lane.nbytes
+        share = engine.max_cache_bytes // CLIENT_SHARE
+        assert room < engine.max_cache_bytes == 3 * geometry.bytes_for(1)
+
+        engine.keep(name_of(0), graph_of(share + 1), for_s=60.0)
+        assert engine.graphs.nbytes == 0
+        for number, owner in enumerate(("one", "two", "one")):
+            engine.keep(name_of(number, owner), graph_of(share - 1), for_s=60.0)
+            assert engine.graphs.nbytes <= room
+        assert name_of(0) not in engine.graphs
+        assert name_of(2) in engine.graphs
+
+    lane_bytes = Doubling().geometry.bytes_for(1)
+    with_engine(Doubling(), use, max_cache_bytes=3 * lane_bytes)
+
+
+def test_passes_count_as_a_queue() -> None:
+    seconds = iter(range(0, 1000, 2))
+
+    async def main() -> None:
+        with ThreadPoolExecutor(1) as executor:
+            running = Engine.run(
+                cast(Stage, Doubling()), executor, max_cache_bytes=1, stopwatch=lambda: float(next(seconds))
+            )
+            async with running as engine:
+                for _ in range(100):  # each takes 2 s for its 10 positions
+                    await engine.compute_behind(lambda: lambda: None, 10)
+                waiting = [
+                    asyncio.ensure_future(engine.compute_behind(lambda: lambda: None, 5)) for _ in "ab"
+                ]
+                await asyncio.sleep(0)
+                assert engine.queue_s == pytest.approx(2.0, rel=1e-3)
+                await asyncio.gather(*waiting)
+                assert engine.queue_s == 0
 
     asyncio.run(main())

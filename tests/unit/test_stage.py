@@ -270,13 +270,46 @@ def test_gradients_are_those_of_transformers(family: str, counts: tuple[int, ...
     outputs, gradients = local_gradients(model, rows, counts, wanted)
 
     assert_near(stage.run_sequences(rows, counts), outputs)
-    assert_near(stage.gradients(rows, counts, wanted), gradients)
+    recorded, graph = stage.record_sequences(rows, counts)
+    assert_near(recorded, outputs)
+    assert_near(stage.gradients(graph, wanted), gradients)
 
 
 def test_weights_gather_no_gradients_and_stay_as_they_are(tmp_path: Path) -> None:
     stage = load_stage(tmp_path)
     before = [parameter.clone() for parameter in stage._model.parameters()]
     for _ in range(2):
-        stage.part(1, 3).gradients(inputs(10), (4, 6), inputs(10, 1))
+        _, graph = stage.part(1, 3).record_sequences(inputs(10), (4, 6))
+        stage.gradients(graph, inputs(10, 1))
     assert all(parameter.grad is None for parameter in stage._model.parameters())
     assert all(map(torch.equal, before, stage._model.parameters()))
+
+
+def saved_storages(node: Any) -> dict[int, int]:
+    """Bytes of the memory that autograd has saved behind ``node``, by address, as its nodes tell themselves."""
+    found: dict[int, int] = {}
+    seen, waiting = set(), [node]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        waiting += [parent for parent, _ in node.next_functions]
+        for name in (name for name in dir(node) if name.startswith("_saved_")):
+            saved = getattr(node, name)
+            for tensor in saved if isinstance(saved, tuple | list) else [saved]:
+                if isinstance(tensor, torch.Tensor):
+                    found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_graph_knows_what_it_keeps(family: str, tmp_path: Path) -> None:
+    stage = Stage.load(load(family, tmp_path), 0, 5, dtype=torch.float32, device=CPU)
+    _, graph = stage.record_sequences(inputs(40), (29, 11))
+    held = saved_storages(graph.edge.node)
+    held[graph.leaf.untyped_storage().data_ptr()] = graph.leaf.untyped_storage().nbytes()
+    for weight in (*stage._model.parameters(), *stage._model.buffers()):
+        held.pop(weight.untyped_storage().data_ptr(), None)
+    # Numbers that stand in an expression are saved as tensors too, without telling anybody: 8 bytes each.
+    assert graph.nbytes == pytest.approx(sum(held.values()), rel=1e-3)

@@ -242,7 +242,7 @@ class PassRequest(_message.Message):
     def __init__(self, begin: _Optional[_Union[Begin, _Mapping]] = ..., part: _Optional[_Union[Part, _Mapping]] = ...) -> None: ...
 
 class Begin(_message.Message):
-    __slots__ = ("swarm", "manifest", "span", "counts", "backward", "wire", "adapter")
+    __slots__ = ("swarm", "manifest", "span", "counts", "backward", "wire", "adapter", "graph")
     SWARM_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     SPAN_FIELD_NUMBER: _ClassVar[int]
@@ -250,6 +250,7 @@ class Begin(_message.Message):
     BACKWARD_FIELD_NUMBER: _ClassVar[int]
     WIRE_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    GRAPH_FIELD_NUMBER: _ClassVar[int]
     swarm: bytes
     manifest: bytes
     span: Span
@@ -257,7 +258,8 @@ class Begin(_message.Message):
     backward: bool
     wire: DType
     adapter: bytes
-    def __init__(self, swarm: _Optional[bytes] = ..., manifest: _Optional[bytes] = ..., span: _Optional[_Union[Span, _Mapping]] = ..., counts: _Optional[_Iterable[int]] = ..., backward: _Optional[bool] = ..., wire: _Optional[_Union[DType, str]] = ..., adapter: _Optional[bytes] = ...) -> None: ...
+    graph: bytes
+    def __init__(self, swarm: _Optional[bytes] = ..., manifest: _Optional[bytes] = ..., span: _Optional[_Union[Span, _Mapping]] = ..., counts: _Optional[_Iterable[int]] = ..., backward: _Optional[bool] = ..., wire: _Optional[_Union[DType, str]] = ..., adapter: _Optional[bytes] = ..., graph: _Optional[bytes] = ...) -> None: ...
 
 class Part(_message.Message):
     __slots__ = ("tensor",)

@@ -1,0 +1,105 @@
+"""What forward passes leave for their backward passes. A cache: without it a backward computes the forward again."""
+
+import asyncio
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+
+from swarmnet_protocols.transport import PeerId
+
+
+@dataclass(frozen=True)
+class Graph:
+    """One forward, as autograd remembers it: ``leaf`` went in, ``edge`` came out. ``nbytes`` are all that it keeps alive."""
+
+    leaf: torch.Tensor
+    edge: GradientEdge
+    nbytes: int
+
+    def gradients(self, grad_outputs: torch.Tensor) -> torch.Tensor:
+        """What ``grad_outputs`` come to at ``leaf``. Once: it consumes the graph."""
+        (gradients,) = torch.autograd.grad(self.edge, self.leaf, grad_outputs)
+        return gradients
+
+
+def record(
+    forward: Callable[[torch.Tensor], torch.Tensor], inputs: torch.Tensor, weights: Iterable[torch.Tensor]
+) -> tuple[torch.Tensor, Graph]:
+    """Outputs of ``forward``, and the graph of it. Memory of ``weights`` is not the graph's."""
+    saved: list[weakref.ref[torch.Tensor]] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        detached = tensor.detach()  # the tensor itself would hold the graph that holds it
+        saved.append(weakref.ref(detached))
+        return detached
+
+    with torch.enable_grad(), saved_tensors_hooks(note, lambda tensor: tensor):
+        leaf = inputs.detach().requires_grad_()
+        outputs = forward(leaf)
+    edge = get_gradient_edge(outputs)
+    outputs = outputs.detach()
+    # What was saved for values that did not lead to the outputs is gone by now.
+    alive = [tensor for reference in saved if (tensor := reference()) is not None]
+    storages = [tensor.untyped_storage() for tensor in (leaf, *alive)]
+    sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    for weight in weights:
+        sizes.pop(weight.untyped_storage().data_ptr(), None)
+    return outputs, Graph(leaf, edge, sum(sizes.values()))
+
+
+class GraphName(NamedTuple):
+    """Whose graph, of which pass. Whoever does not say all of it right does not find it."""
+
+    owner: PeerId
+    id: bytes
+    span: tuple[int, int]
+    counts: tuple[int, ...]
+
+
+class Graphs:
+    """The graphs that one host keeps, oldest first."""
+
+    def __init__(self, max_bytes_per_client: int) -> None:
+        self.nbytes = 0
+        self._max_bytes_per_client = max_bytes_per_client
+        self._kept: dict[GraphName, tuple[Graph, asyncio.TimerHandle]] = {}
+
+    def __contains__(self, name: GraphName) -> bool:
+        return name in self._kept
+
+    def keep(self, name: GraphName, graph: Graph, *, room_bytes: int, for_s: float) -> None:
+        """Keep a graph for a while, unless there is no room for it.
+
+        Its owner's oldest ones make way for it, then anybody's, where all would take more than ``room_bytes``.
+        """
+        self.take(name)
+        if graph.nbytes > min(self._max_bytes_per_client, room_bytes):
+            return
+        self.shrink(self._max_bytes_per_client - graph.nbytes, name.owner)
+        self.shrink(room_bytes - graph.nbytes)
+        timer = asyncio.get_running_loop().call_later(for_s, self.take, name)
+        self._kept[name] = graph, timer
+        self.nbytes += graph.nbytes
+
+    def take(self, name: GraphName) -> Graph | None:
+        """The graph, which is not kept any longer, or None if it is not here."""
+        if name not in self._kept:
+            return None
+        graph, timer = self._kept.pop(name)
+        timer.cancel()
+        self.nbytes -= graph.nbytes
+        return graph
+
+    def shrink(self, max_bytes: int, owner: PeerId | None = None) -> None:
+        """Drop the oldest, of one owner or of all, until no more than ``max_bytes`` of them are left."""
+        sizes = {name: graph.nbytes for name, (graph, _) in self._kept.items() if owner in (None, name.owner)}
+        excess = sum(sizes.values()) - max_bytes
+        for name, nbytes in sizes.items():
+            if excess <= 0:
+                return
+            self.take(name)
+            excess -= nbytes

@@ -1,0 +1,259 @@
+"""Hosts keep what a forward pass leaves for its backward pass, for a while, within bounds: with it or without, the result is the same."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import torch
+
+from swarmnet_client.hops import ChainSpec
+from swarmnet_client.passes import RemoteBatch
+from swarmnet_node.engine import CLIENT_SHARE, Engine
+from swarmnet_protocols.protocol_ids import PASS
+from swarmnet_protocols.session.passes import cut
+from swarmnet_protocols.transport import Message, Stream, Transport
+from swarmnet_protocols.transport.memory import Delivery
+from swarmnet_protocols.wire import session_pb2 as pb
+from tests.support.swarm_lab import SWARM, Lab, Reference, simulate
+
+HIDDEN = 32
+COUNTS = (128,) * 4
+SPANS = {"a": (0, 3), "b": (3, 6)}
+ONE_GRAPH = b"sixteen bytes..."
+
+
+def states(seed: int, positions: int = sum(COUNTS)) -> torch.Tensor:
+    return torch.randn(positions, HIDDEN, generator=torch.Generator().manual_seed(seed))
+
+
+def engine_of(lab: Lab, name: str) -> Engine:
+    engine = lab.nodes[name]._engine
+    assert engine is not None
+    return engine
+
+
+def kept_bytes(lab: Lab) -> dict[str, int]:
+    return {name: engine_of(lab, name).graphs.nbytes for name in lab.nodes}
+
+
+class Watch:
+    """What clients and hosts say to each other about passes."""
+
+    def __init__(self, lab: Lab) -> None:
+        self.sent_bytes = 0
+        self.refusals: list[int] = []
+        self.backwards: list[bool] = []
+        """Of each backward pass whether it named a graph."""
+        self._hosts = {lab.peer_id(name) for name in lab.nodes}
+        lab.network.observers.append(self._note)
+
+    def _note(self, delivery: Delivery) -> None:
+        if delivery.protocol.id != PASS.id:
+            return
+        if delivery.source in self._hosts:
+            reply = pb.PassReply.FromString(delivery.message.header)
+            if reply.HasField("refused"):
+                self.refusals.append(reply.refused.reason)
+            return
+        self.sent_bytes += len(delivery.message.payload)
+        request = pb.PassRequest.FromString(delivery.message.header)
+        if request.HasField("begin") and request.begin.backward:
+            self.backwards.append(bool(request.begin.graph))
+
+
+Between = Callable[[Lab, RemoteBatch], Awaitable[None]]
+
+
+async def nothing(lab: Lab, batch: RemoteBatch) -> None:
+    pass
+
+
+def train(
+    reference: Reference, between: Between = nothing, *, keep_graphs: bool = True, **hosting: Any
+) -> Watch:
+    """A forward, something ``between``, a backward: they give what one process gives, and nothing fails or is left."""
+
+    async def scenario(lab: Lab) -> Watch:
+        for name, span in SPANS.items():
+            await lab.start(name, lab.hosting(span, **hosting))
+        watch = Watch(lab)
+        await asyncio.sleep(1.0)
+        expected = reference.train(states(0), COUNTS, states(1))
+        async with lab.client() as swarm:
+            batch = RemoteBatch(swarm, ChainSpec(6, HIDDEN, 512, torch.float32), COUNTS)
+            outputs = await batch.forward(states(0), keep_graphs=keep_graphs)
+            await between(lab, batch)
+            gradients = await batch.backward(states(1))
+            assert batch.report.failovers == 0
+        for found, wanted in zip((outputs, gradients), expected, strict=True):
+            assert (found - wanted).norm() <= 1e-5 * wanted.norm()
+        assert not any(kept_bytes(lab).values())
+        return watch
+
+    return simulate(reference, scenario, limit_s=1000.0)
+
+
+def test_a_backward_pass_sends_gradients_only(reference: Reference) -> None:
+    async def all_kept(lab: Lab, batch: RemoteBatch) -> None:
+        assert all(kept_bytes(lab).values())
+
+    kept, again = train(reference, all_kept), train(reference, keep_graphs=False)
+    assert all(kept.backwards)
+    assert not any(again.backwards)
+    assert not kept.refusals
+    assert 3 * kept.sent_bytes == 2 * again.sent_bytes
+
+
+def test_a_second_backward_computes_the_forward_again(reference: Reference) -> None:
+    async def backward(lab: Lab, batch: RemoteBatch) -> None:
+        found, (_, wanted) = await batch.backward(states(2)), reference.train(states(0), COUNTS, states(2))
+        assert (found - wanted).norm() <= 1e-5 * wanted.norm()
+
+    watch = train(reference, backward)
+    assert watch.backwards.count(True) == watch.backwards.count(False) == len(COUNTS) * len(SPANS)
+    assert not watch.refusals
+
+
+def test_graphs_that_are_gone_cost_a_question_each(reference: Reference) -> None:
+    async def drop(lab: Lab, batch: RemoteBatch) -> None:
+        engine_of(lab, "a").graphs.shrink(0)
+
+    watch = train(reference, drop)
+    assert watch.refusals == [pb.REASON_GRAPH_GONE] * len(COUNTS)
+    assert watch.backwards.count(False) == len(COUNTS)
+
+
+def test_graphs_are_not_kept_for_long(reference: Reference) -> None:
+    async def wait(lab: Lab, batch: RemoteBatch) -> None:
+        await asyncio.sleep(lab.timing.graph_s - 1)
+        assert all(kept_bytes(lab).values())
+        await asyncio.sleep(2)
+        assert not any(kept_bytes(lab).values())
+
+    watch = train(reference, wait)
+    assert watch.refusals == [pb.REASON_GRAPH_GONE] * len(COUNTS) * len(SPANS)
+
+
+def test_one_client_has_its_share_of_the_room(reference: Reference) -> None:
+    """There is room for two graphs of the four, for this client."""
+    _, graph = reference.stage(0, 3).record_sequences(states(0, 128), (128,))
+    room = CLIENT_SHARE * (2 * graph.nbytes + 1)
+
+    async def look(lab: Lab, batch: RemoteBatch) -> None:
+        assert kept_bytes(lab) == {"a": 2 * graph.nbytes, "b": 2 * graph.nbytes}
+
+    watch = train(reference, look, max_cache_bytes=room)
+    assert watch.refusals == [pb.REASON_GRAPH_GONE] * 4
+
+
+def test_a_graph_that_goes_while_its_backward_waits_is_asked_for_no_more(
+    reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gradients have been sent when a session takes the room."""
+
+    async def prepare(lab: Lab, batch: RemoteBatch) -> None:
+        engine = engine_of(lab, "b")
+        honest, behind = engine.compute_behind, []
+
+        async def slow(start: Any, positions: int) -> Any:
+            behind.append(start)
+            if len(behind) == 1:
+                engine.graphs.shrink(0)
+            return await honest(start, positions)
+
+        monkeypatch.setattr(engine, "compute_behind", slow)
+
+    watch = train(reference, prepare)
+    assert pb.REASON_GRAPH_GONE in watch.refusals
+
+
+# ---- strangers -------------------------------------------------------------------------------------------
+
+
+class Client:
+    """Somebody who speaks to the host "a" in raw messages."""
+
+    def __init__(self, lab: Lab, transport: Transport) -> None:
+        self._lab = lab
+        self._transport = transport
+
+    async def ask(self, values: torch.Tensor, **begin: Any) -> pb.PassReply:
+        """The answer to a pass with one tensor. Beats are left out."""
+        wanted: dict[str, Any] = {
+            "swarm": SWARM,
+            "manifest": self._lab.manifest,
+            "span": pb.Span(start=0, end=3),
+            "counts": [8],
+            "wire": pb.DTYPE_FLOAT32,
+            "graph": ONE_GRAPH,
+        }
+        stream = await self._transport.open(self._lab.peer_id("a"), PASS, deadline_s=1.0)
+        request = pb.PassRequest(begin=pb.Begin(**wanted | begin))
+        await stream.send(Message(request.SerializeToString()))
+        reply = await self._reply(stream)
+        if reply.HasField("refused"):
+            return reply
+        for part, payload in cut(values):
+            await stream.send(Message(pb.PassRequest(part=part).SerializeToString(), payload))
+        while reply.HasField("beat"):
+            reply = await self._reply(stream)
+        stream.close()
+        return reply
+
+    async def _reply(self, stream: Stream) -> pb.PassReply:
+        return pb.PassReply.FromString((await stream.receive()).header)
+
+
+def with_clients(reference: Reference, talk: Callable[[Lab, Client, Client], Awaitable[None]]) -> None:
+    async def scenario(lab: Lab) -> None:
+        await lab.start("a", lab.hosting((0, 3)))
+        async with (
+            lab.network.transport(lab.peer_id("one")) as one,
+            lab.network.transport(lab.peer_id("other")) as other,
+        ):
+            await talk(lab, Client(lab, one), Client(lab, other))
+
+    simulate(reference, scenario)
+
+
+def test_nobody_else_uses_a_graph_or_takes_its_place(reference: Reference) -> None:
+    async def talk(lab: Lab, one: Client, other: Client) -> None:
+        assert (await one.ask(states(0, 8))).HasField("part")
+        stolen = await other.ask(states(1, 8), backward=True)
+        assert stolen.refused.reason == pb.REASON_GRAPH_GONE
+        assert (await other.ask(states(3, 8))).HasField("part")
+        assert (await one.ask(states(1, 8), backward=True)).HasField("part")
+        assert (await one.ask(states(1, 8), backward=True)).refused.reason == pb.REASON_GRAPH_GONE
+
+    with_clients(reference, talk)
+
+
+@pytest.mark.parametrize("other", [{"counts": [4, 4]}, {"counts": [9]}, {"span": pb.Span(start=0, end=2)}])
+def test_a_graph_is_of_one_pass(reference: Reference, other: dict[str, Any]) -> None:
+    async def talk(lab: Lab, one: Client, _: Client) -> None:
+        assert (await one.ask(states(0, 8))).HasField("part")
+        refusal = await one.ask(states(1, sum(other.get("counts", [8]))), backward=True, **other)
+        assert refusal.refused.reason == pb.REASON_GRAPH_GONE
+
+    with_clients(reference, talk)
+
+
+def test_a_graph_has_a_name_of_its_size(reference: Reference) -> None:
+    async def talk(lab: Lab, one: Client, _: Client) -> None:
+        refusal = await one.ask(states(0, 8), graph=b"short")
+        assert refusal.refused.reason == pb.REASON_PROTOCOL
+        assert not any(kept_bytes(lab).values())
+
+    with_clients(reference, talk)
+
+
+def test_a_name_that_is_used_again_is_of_the_newer_pass(reference: Reference) -> None:
+    async def talk(lab: Lab, one: Client, _: Client) -> None:
+        sizes = []
+        for _ in range(2):
+            assert (await one.ask(states(0, 8))).HasField("part")
+            sizes.append(kept_bytes(lab)["a"])
+        assert sizes[0] == sizes[1]
+
+    with_clients(reference, talk)
