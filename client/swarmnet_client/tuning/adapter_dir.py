@@ -1,0 +1,98 @@
+"""Adapters on disk, in PEFT's own format: ``adapter_config.json`` and ``adapter_model.safetensors``."""
+
+import json
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+from swarmnet_client.tuning.checkpoint import replacing
+from swarmnet_client.tuning.methods import quiet_peft, require_peft
+from swarmnet_protocols.errors import ConfigError, IntegrityError
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+_PICKLE = "adapter_model.bin"
+_MAX_CONFIG_BYTES = 1 << 20
+_HINT = "name a directory that `swarmnet tune` or PEFT's save_pretrained() has written"
+
+
+def check_adapter(directory: Path) -> dict[str, Any]:
+    """The config of the adapter in ``directory``. Raises ``ConfigError`` or ``IntegrityError`` if there is none that may be read.
+
+    PEFT itself would look for a missing file on the hub, and reads a pickle where there are no safetensors.
+    """
+    if not (directory / CONFIG_FILE).is_file():
+        raise ConfigError(f"{directory} is no adapter: it has no {CONFIG_FILE}", hint=_HINT)
+    if not (directory / WEIGHTS_FILE).is_file():
+        if (directory / _PICKLE).exists():
+            raise ConfigError(
+                f"{directory} has its weights as a pickle only, which could run any program",
+                hint="ask its author for safetensors: PEFT's save_pretrained(safe_serialization=True)",
+            )
+        raise ConfigError(f"{directory} is no adapter: it has no {WEIGHTS_FILE}", hint=_HINT)
+    with (directory / CONFIG_FILE).open("rb") as file:
+        raw = file.read(_MAX_CONFIG_BYTES)
+    try:
+        config = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise IntegrityError(f"{directory / CONFIG_FILE} is not JSON", hint=_HINT) from error
+    if not isinstance(config, dict) or not isinstance(config.get("peft_type"), str):
+        raise IntegrityError(f"{directory / CONFIG_FILE} does not name a peft_type", hint=_HINT)
+    return config
+
+
+def load_adapter(model: Any, directory: Path) -> Any:
+    """``model`` with the adapter of ``directory``, ready to generate.
+
+    Raises ``ConfigError`` or ``IntegrityError`` for a directory without an adapter or with one for another model.
+    """
+    config = check_adapter(directory)
+    require_peft()
+    from peft import PeftModel, get_peft_model_state_dict
+    from safetensors import SafetensorError, safe_open
+
+    made_for = config.get("base_model_name_or_path") or "another model"
+    other = ConfigError(f"the adapter in {directory} does not fit this model", hint=f"it is for {made_for}")
+    if not _prompts_fit(config, model.config):
+        raise other
+    try:
+        with safe_open(directory / WEIGHTS_FILE, "pt") as file:
+            stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        with quiet_peft():
+            warnings.filterwarnings("ignore", "Found missing adapter keys", UserWarning)  # refused below
+            adapted = PeftModel.from_pretrained(model, str(directory))
+    except SafetensorError as error:
+        raise IntegrityError(f"{directory / WEIGHTS_FILE} is damaged: {error}", hint=_HINT) from error
+    except (RuntimeError, ValueError, KeyError, TypeError) as error:
+        other.hint = f"{other.hint}; PEFT says: {str(error).splitlines()[0][:300]}"
+        raise other from error
+    state = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    if stored != {name: tuple(value.shape) for name, value in state.items()}:
+        raise other
+    return adapted.eval()
+
+
+def _prompts_fit(config: dict[str, Any], model: Any) -> bool:
+    """Whether prompts, if this is what the adapter has, are as wide and deep as the model: PEFT takes its word for it."""
+    match config["peft_type"]:
+        case "PROMPT_TUNING":
+            return bool(config.get("token_dim") == model.hidden_size)
+        case "PREFIX_TUNING":
+            head_size = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
+            heads = model.num_key_value_heads
+            shape = (model.num_hidden_layers, heads, heads * head_size)
+            return shape == tuple(
+                config.get(name) for name in ("num_layers", "num_attention_heads", "token_dim")
+            )
+    return True
+
+
+def save_adapter(tuned: Any, directory: Path) -> None:
+    """Write the adapter of the PEFT model ``tuned``, each file whole or not at all. Raises ``OutOfResources`` when the disk is full."""
+    with tempfile.TemporaryDirectory(dir=directory, prefix=".adapter-") as scratch:
+        # Otherwise PEFT asks the hub whether the vocabulary has grown.
+        tuned.save_pretrained(scratch, save_embedding_layers=False)
+        for file in sorted(Path(scratch).iterdir()):
+            with replacing(directory / file.name) as temporary:
+                temporary.write_bytes(file.read_bytes())

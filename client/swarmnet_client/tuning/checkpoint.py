@@ -1,0 +1,91 @@
+"""Where a run stands, in one file: whole, or not there."""
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from swarmnet_protocols.errors import IntegrityError, OutOfResources
+
+_ABOUT = "swarmnet-tune"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The state after ``step`` steps of a run that ``about`` describes."""
+
+    step: int
+    about: Mapping[str, Any]
+    tensors: Mapping[str, torch.Tensor]
+
+    def save(self, path: Path) -> None:
+        """Replace the file at ``path``. Raises ``OutOfResources`` when the disk does not take it: the old one then stays."""
+        header = {_ABOUT: json.dumps({"step": self.step, "about": self.about})}
+        tensors = {name: value.detach().cpu().contiguous() for name, value in self.tensors.items()}
+        with replacing(path) as temporary:
+            save_file(tensors, temporary, header)
+
+    @classmethod
+    def load(cls, path: Path) -> "Checkpoint | None":
+        """None if there is none. Raises ``IntegrityError`` if the file is not what ``save`` writes."""
+        if not path.exists():
+            return None
+        try:
+            with safe_open(path, "pt") as file:
+                kept = json.loads(file.metadata()[_ABOUT])
+                step, about = kept["step"], kept["about"]
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+        except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise _damaged(path) from error
+        finite = all(value.isfinite().all() for name, value in tensors.items() if name != HISTORY)
+        if type(step) is not int or step < 0 or not isinstance(about, dict) or not finite:
+            raise _damaged(path)
+        return cls(step, about, tensors)
+
+
+HISTORY = "history"
+"""A tensor of a checkpoint: points of the curves, of which some values are not known (NaN)."""
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A new file beside ``path`` that becomes it, synced to the disk, unless something is raised inside.
+
+    Raises ``OutOfResources`` when the disk does not take it.
+    """
+    try:
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+        os.close(descriptor)
+        try:
+            yield Path(name)
+            _sync(Path(name))
+            os.chmod(name, 0o644)
+            os.replace(name, path)
+            _sync(path.parent)
+        finally:
+            with suppress(FileNotFoundError):
+                os.unlink(name)
+    except (OSError, SafetensorError) as error:
+        raise OutOfResources(
+            f"cannot write {path}: {error}", hint="make room there, or use another disk"
+        ) from error
+
+
+def _damaged(path: Path) -> IntegrityError:
+    return IntegrityError(f"{path} is no checkpoint of a run", hint="begin the run anew: --force")
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

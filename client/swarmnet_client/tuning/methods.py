@@ -1,0 +1,120 @@
+"""What learns: the methods of ``swarmnet tune``, each a configuration of PEFT."""
+
+import importlib.util
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+from swarmnet_protocols.errors import ConfigError
+
+
+class Method(StrEnum):
+    LORA = "lora"
+    PROMPT = "prompt"
+    DEEP_PROMPT = "deep-prompt"
+    CLASSIFIER = "classifier"
+
+
+LEARNING_RATES = {Method.LORA: 1e-3, Method.PROMPT: 1e-2, Method.DEEP_PROMPT: 1e-2, Method.CLASSIFIER: 1e-3}
+"""Where none is given."""
+_PROMPTS = {Method.PROMPT, Method.DEEP_PROMPT}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A run with the same settings and data has the same result. ``steps`` and ``learning_rate`` are filled in.
+
+    ``rank``, ``alpha`` and ``target_modules`` (empty: PEFT's choice for the architecture) are of LoRA's, ``virtual_tokens`` of
+    the prompts'. Lengths are in tokens, ``warmup`` a share of ``steps``.
+    """
+
+    method: Method
+    steps: int
+    batch_size: int
+    learning_rate: float
+    max_length: int
+    seed: int
+    rank: int = 8
+    alpha: int = 16
+    target_modules: tuple[str, ...] = ()
+    virtual_tokens: int = 16
+    warmup: float = 0.06
+
+    @property
+    def prefix_length(self) -> int:
+        """Positions that come before those of a row."""
+        return self.virtual_tokens if self.method in _PROMPTS else 0
+
+    def to_json(self) -> dict[str, Any]:
+        """The settings that matter to the method."""
+        fields = asdict(self) | {"method": str(self.method), "target_modules": list(self.target_modules)}
+        unused = {"rank", "alpha", "target_modules"} if self.method in _PROMPTS else {"virtual_tokens"}
+        return {name: value for name, value in fields.items() if name not in unused}
+
+
+def require_peft() -> None:
+    """Raise ``ConfigError`` where PEFT is not installed."""
+    if importlib.util.find_spec("peft") is None:
+        raise ConfigError("fine-tuning needs peft", hint="install it with: pip install 'swarmnet-p2p[tune]'")
+
+
+@contextmanager
+def quiet_peft() -> Iterator[None]:
+    """PEFT asks transformers for something under a name that will go: nothing for a person to see."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        yield
+
+
+def attach(model: Any, name: str, settings: Settings) -> Any:
+    """A PEFT model around ``model``, called ``name``, whose new parameters follow from the seed.
+
+    Raises ``ConfigError`` for settings that do not fit the model.
+    """
+    import torch
+    from peft import get_peft_model
+
+    with torch.random.fork_rng(), quiet_peft():
+        torch.manual_seed(settings.seed)
+        if settings.method == Method.CLASSIFIER:
+            model.score.reset_parameters()
+        try:
+            tuned = get_peft_model(model, _config(settings))
+        except ValueError as error:
+            raise ConfigError(f"PEFT: {error}", hint=f"--target-modules: {_linear_names(model)}") from error
+    tuned.peft_config["default"].base_model_name_or_path = name
+    return tuned
+
+
+def _config(settings: Settings) -> Any:
+    import peft
+
+    task = peft.TaskType.SEQ_CLS if settings.method == Method.CLASSIFIER else peft.TaskType.CAUSAL_LM
+    match settings.method:
+        case Method.PROMPT:
+            return peft.PromptTuningConfig(
+                task_type=task,
+                num_virtual_tokens=settings.virtual_tokens,
+                prompt_tuning_init=peft.PromptTuningInit.SAMPLE_VOCAB,
+            )
+        case Method.DEEP_PROMPT:
+            return peft.PrefixTuningConfig(task_type=task, num_virtual_tokens=settings.virtual_tokens)
+        case _:
+            return peft.LoraConfig(
+                task_type=task,
+                r=settings.rank,
+                lora_alpha=settings.alpha,
+                lora_dropout=0.0,
+                target_modules=list(settings.target_modules) or None,
+            )
+
+
+def _linear_names(model: Any) -> str:
+    from torch import nn
+
+    layers = [(name, module) for name, module in model.named_modules() if ".layers." in name]
+    names = sorted({name.rpartition(".")[2] for name, module in layers if isinstance(module, nn.Linear)})
+    return "choose among " + ", ".join(names)

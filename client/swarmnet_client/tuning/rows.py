@@ -1,0 +1,243 @@
+"""The rows of a data file (JSON Lines), checked and turned into tokens before anything is sent.
+
+A row is ``{"text"}``, ``{"prompt", "completion"}`` (the completion is learned), ``{"messages": [{"role", "content"}]}`` (the
+assistant's turns are learned), or, for a classifier, ``{"text", "label"}``. Other fields are passed over.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from swarmnet_protocols.errors import ConfigError
+
+MAX_ROWS = 1_000_000
+MAX_LINE_BYTES = 4 << 20
+MAX_MESSAGES = 256
+MAX_SHOWN = 5
+"""Bad rows that an error names."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Tokens ``ids`` [n] int32; ``learned`` [n] says which of them are to be predicted. ``label`` is a classifier's target.
+
+    ``line`` is where it stands in its file, counted from 1; ``cut``: its end was cut off.
+    """
+
+    line: int
+    ids: NDArray[np.int32]
+    learned: NDArray[np.bool_]
+    label: str = ""
+    cut: bool = False
+
+
+@dataclass(frozen=True)
+class RowFile:
+    """A file of rows that are all good, and its SHA-256 in hexadecimal digits."""
+
+    path: Path
+    rows: list[Row]
+    sha256: str
+
+    @property
+    def cut(self) -> int:
+        """How many rows were longer than the limit."""
+        return sum(row.cut for row in self.rows)
+
+
+class BadRow(ValueError):
+    """Says what is wrong with a row."""
+
+
+def read_rows(path: Path, encoder: "Encoder") -> RowFile:
+    """All rows of ``path``. Raises ``ConfigError`` for a file without rows, or naming the first lines that are no rows."""
+    rows: list[Row] = []
+    bad: list[str] = []
+    digest = hashlib.sha256()
+    try:
+        for number, line in _lines(path):
+            digest.update(line)
+            if not line.strip():
+                continue
+            try:
+                rows.append(encoder.encode(number, _fields(line)))
+            except BadRow as error:
+                bad.append(f"{path}:{number}: {error}")
+            if len(rows) > MAX_ROWS:
+                raise ConfigError(f"{path} has more than {MAX_ROWS} rows", hint="split the file")
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}", hint="name a file of rows") from error
+    if bad:
+        more = f"\nand {len(bad) - MAX_SHOWN} more" if len(bad) > MAX_SHOWN else ""
+        raise ConfigError(
+            "\n".join(bad[:MAX_SHOWN]) + more, hint="mend or remove these lines; nothing was sent anywhere"
+        )
+    if not rows:
+        raise ConfigError(f"{path} has no rows", hint='write one JSON object a line, such as {"text": "..."}')
+    return RowFile(path, rows, digest.hexdigest())
+
+
+class Encoder:
+    """Turns the fields of a row into tokens, ``max_length`` at most: what is longer loses its end."""
+
+    def __init__(self, tokenizer: Any, max_length: int, *, labelled: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._max_length = max_length
+        self._kinds = _LABELLED if labelled else _PLAIN
+        self._end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+        marks = tokenizer("").input_ids
+        self._start = marks[: -len(self._end)] if self._end and marks[-1:] == self._end else marks
+
+    def encode(self, line: int, fields: Mapping[str, Any]) -> Row:
+        """Raises ``BadRow``."""
+        found = [kind for kind in self._kinds if all(name in fields for name in kind)]
+        if len(found) != 1:
+            wanted = " or ".join("{" + ", ".join(f'"{name}"' for name in kind) + "}" for kind in self._kinds)
+            raise BadRow(f"a row has the fields {wanted}, this one has {_names(fields)}")
+        label = ""
+        match found[0]:
+            case ("text", "label"):
+                parts = [(self._start + self._tokens(_text(fields, "text")), True)]
+                label = _label(fields["label"])
+            case ("text",):
+                parts = [(self._start + self._tokens(_text(fields, "text")) + self._end, True)]
+            case ("prompt", "completion"):
+                parts = [
+                    (self._start + self._tokens(_text(fields, "prompt", may_be_empty=True)), False),
+                    (self._tokens(_text(fields, "completion")) + self._end, True),
+                ]
+            case _:
+                parts = [(self._tokens(text), learned) for text, learned in self._turns(fields["messages"])]
+        return self._row(line, parts, label)
+
+    def _row(self, line: int, parts: list[tuple[list[int], bool]], label: str) -> Row:
+        ids = np.array([token for tokens, _ in parts for token in tokens], dtype=np.int32)
+        learned = np.repeat([learned for _, learned in parts], [len(tokens) for tokens, _ in parts])
+        kept = learned[: self._max_length]
+        # Nothing predicts the first token.
+        if not label and not kept[1:].any():
+            raise BadRow(
+                f"nothing to learn in the first {self._max_length} of its {len(ids)} tokens"
+                if len(ids) > self._max_length
+                else "it has too few tokens to learn from"
+            )
+        if not len(ids):
+            raise BadRow("its text has no tokens")
+        return Row(line, ids[: self._max_length], kept, label, len(ids) > self._max_length)
+
+    def _tokens(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+        return ids
+
+    def _turns(self, messages: object) -> Iterator[tuple[str, bool]]:
+        """The conversation as the chat template writes it, in pieces, and whether the assistant says them."""
+        checked = _messages(messages)
+        whole = self._render(checked)
+        written = 0
+        for number, message in enumerate(checked):
+            if message["role"] != "assistant":
+                continue
+            before = self._render(checked[:number], add_generation_prompt=True)
+            so_far = self._render(checked[: number + 1])
+            content = message["content"].strip()
+            start = whole.find(content, len(before))
+            closing = so_far[so_far.rfind(content) + len(content) :]
+            end = start + len(content) + len(closing)
+            if not whole.startswith(before) or start < 0 or whole[start + len(content) : end] != closing:
+                raise BadRow(f"the model's chat template does not show where message {number + 1} is said")
+            yield whole[written : len(before)], False
+            yield whole[len(before) : end], True
+            written = end
+        if not written:
+            raise BadRow('no message has the role "assistant": there is nothing to learn')
+
+    def _render(self, messages: list[dict[str, str]], *, add_generation_prompt: bool = False) -> str:
+        from jinja2 import TemplateError
+
+        if not self._tokenizer.chat_template:
+            raise BadRow('the model has no chat template: write {"prompt", "completion"} instead of messages')
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                messages, add_generation_prompt=add_generation_prompt, tokenize=False
+            )
+        except TemplateError as error:
+            raise BadRow(f"the model's chat template refuses these messages: {error}") from error
+        return text
+
+
+_PLAIN: tuple[tuple[str, ...], ...] = (("text",), ("prompt", "completion"), ("messages",))
+_LABELLED: tuple[tuple[str, ...], ...] = (("text", "label"),)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    with path.open("rb") as file:
+        number = 0
+        while line := file.readline(MAX_LINE_BYTES + 1):
+            number += 1
+            if len(line) > MAX_LINE_BYTES:
+                raise ConfigError(
+                    f"{path}:{number}: a line of more than {MAX_LINE_BYTES >> 20} MiB",
+                    hint="split the row; nothing was sent anywhere",
+                )
+            yield number, line
+
+
+def _fields(line: bytes) -> dict[str, Any]:
+    try:
+        fields = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        raise BadRow(f"not UTF-8 at byte {error.start + 1}") from error
+    except json.JSONDecodeError as error:
+        raise BadRow(f"not JSON: {error.msg} at column {error.colno}") from error
+    except (ValueError, RecursionError) as error:
+        raise BadRow("not JSON that can be read: a number or a nesting is too large") from error
+    if not isinstance(fields, dict):
+        raise BadRow('not an object: write {"text": "..."}')
+    return fields
+
+
+def _names(fields: Mapping[str, Any]) -> str:
+    return ", ".join(f'"{name[:40]}"' for name in list(fields)[:8]) or "none"
+
+
+def _text(fields: Mapping[str, Any], name: str, *, may_be_empty: bool = False) -> str:
+    value = fields[name]
+    if not isinstance(value, str):
+        raise BadRow(f'"{name}" is not a text')
+    if not value.strip() and not may_be_empty:
+        raise BadRow(f'"{name}" is empty')
+    return _sound(value, name)
+
+
+def _sound(text: str, name: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadRow(f'"{name}" has half a character (a lone surrogate) at {error.start + 1}') from error
+    return text
+
+
+def _label(value: object) -> str:
+    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+        raise BadRow('"label" is neither a text nor a whole number')
+    return _sound(str(value), "label")
+
+
+def _messages(messages: object) -> list[dict[str, str]]:
+    if not isinstance(messages, list) or not 1 <= len(messages) <= MAX_MESSAGES:
+        raise BadRow(f'"messages" is not a list of 1 to {MAX_MESSAGES} messages')
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise BadRow(f'message {number} is not an object with a "role"')
+        if not isinstance(message.get("content"), str):
+            raise BadRow(f'message {number} has no "content" that is a text')
+        if message["role"] == "assistant" and not message["content"].strip():
+            raise BadRow(f'message {number}: "content" is empty')
+        _sound(message["content"], "content")
+    return [{"role": message["role"], "content": message["content"]} for message in messages]

@@ -1,0 +1,195 @@
+"""The loop: plain PyTorch over any causal language model or classifier of transformers with trainable parameters."""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from swarmnet_client.tuning.batches import IGNORED, Batch, Dataset
+from swarmnet_client.tuning.checkpoint import HISTORY, Checkpoint
+from swarmnet_client.tuning.methods import Settings
+from swarmnet_protocols.errors import ConfigError, SwarmnetError
+
+MAX_GRADIENT_NORM = 1.0
+_UNKNOWN = math.nan
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Bytes sent to and received from hosts so far, and how many hosts failed in the last batch."""
+
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    failovers: int = 0
+
+
+@dataclass(frozen=True)
+class Point:
+    """Of the curves: after ``step`` steps the loss of the last batch, or that of the held-out rows. NaN: not taken."""
+
+    step: int
+    loss: float = _UNKNOWN
+    val_loss: float = _UNKNOWN
+    accuracy: float = _UNKNOWN
+
+
+class Tuner:
+    """Trains those parameters of ``model`` that require gradients, with AdamW.
+
+    ``step`` steps are done. ``is_whole``: not in the midst of an update, so that ``checkpoint`` tells the truth.
+    """
+
+    def __init__(
+        self, model: Any, dataset: Dataset, settings: Settings, usage: Callable[[], Usage] = Usage
+    ) -> None:
+        self.step = 0
+        self.is_whole = True
+        self.history: list[Point] = []
+        self._model = model
+        self._dataset = dataset
+        self._settings = settings
+        self._usage = usage
+        self._parameters = {name: value for name, value in model.named_parameters() if value.requires_grad}
+        self._optimizer = torch.optim.AdamW(
+            self._parameters.values(), settings.learning_rate, weight_decay=0.0
+        )
+
+    @property
+    def trained_parameters(self) -> int:
+        return sum(value.numel() for value in self._parameters.values())
+
+    def run(self, *, evaluate_every: int) -> Iterator[dict[str, Any]]:
+        """Train until all steps are done. Yields an event after each step, and after each evaluation.
+
+        Held-out rows are evaluated at the start, every so many steps, and at the end. Raises ``SwarmnetError`` if the loss or its
+        gradients are not finite, and what the model raises; the parameters are then those of the last step.
+        """
+        while True:
+            if self._is_due(evaluate_every):
+                yield self._evaluate()
+            if self.step == self._settings.steps:
+                return
+            yield self._learn()
+
+    def checkpoint(self, about: Mapping[str, Any]) -> Checkpoint:
+        """All that decides how the run goes on. It shares memory with the run: save it at once."""
+        tensors = {f"parameter/{name}": value for name, value in self._parameters.items()}
+        for name, value in self._parameters.items():
+            for key, state in self._optimizer.state[value].items():
+                tensors[f"optimizer/{name}/{key}"] = state
+        points = [(point.step, point.loss, point.val_loss, point.accuracy) for point in self.history]
+        tensors[HISTORY] = torch.tensor(points, dtype=torch.float64).reshape(-1, 4)
+        return Checkpoint(self.step, about, tensors)
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Go on from ``checkpoint``. Raises ``ConfigError`` if it is of other parameters."""
+        self._model.train()
+        expected = {f"parameter/{name}": value for name, value in self._parameters.items()}
+        if checkpoint.step:
+            for name, value in self._parameters.items():
+                moments = {"step": torch.zeros(()), "exp_avg": value, "exp_avg_sq": value}
+                expected |= {f"optimizer/{name}/{key}": like for key, like in moments.items()}
+        given = {name: value.shape for name, value in checkpoint.tensors.items() if name != HISTORY}
+        if given != {name: value.shape for name, value in expected.items()}:
+            raise ConfigError("the checkpoint is of a run with other parameters", hint="use another --out")
+        states: dict[int, dict[str, torch.Tensor]] = {}
+        for index, (name, parameter) in enumerate(self._parameters.items()):
+            with torch.no_grad():
+                parameter.copy_(checkpoint.tensors[f"parameter/{name}"])
+            if checkpoint.step:
+                keys = ("step", "exp_avg", "exp_avg_sq")
+                states[index] = {key: checkpoint.tensors[f"optimizer/{name}/{key}"] for key in keys}
+        groups = self._optimizer.state_dict()["param_groups"]
+        self._optimizer.load_state_dict({"state": states, "param_groups": groups})
+        self.step = checkpoint.step
+        self.history = [Point(int(step), *values) for step, *values in checkpoint.tensors[HISTORY].tolist()]
+
+    def _is_due(self, evaluate_every: int) -> bool:
+        if not self._dataset.held_out:
+            return False
+        last = self.history[-1] if self.history else Point(-1)
+        if last.step == self.step and not math.isnan(last.val_loss):
+            return False
+        return self.step % evaluate_every == 0 or self.step == self._settings.steps
+
+    def _learn(self) -> dict[str, Any]:
+        started, before = time.perf_counter(), self._usage()
+        batch = self._on_device(self._dataset.batch(self.step))
+        self._model.train()
+        self._optimizer.zero_grad()
+        loss = self._model(**batch).loss
+        if not loss.isfinite():
+            raise self._diverged("the loss")
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), MAX_GRADIENT_NORM)
+        if not norm.isfinite():
+            raise self._diverged("a gradient")
+        rate = self._settings.learning_rate * self._share_of_rate()
+        self.is_whole = False
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self._optimizer.step()
+        self.step += 1
+        self.history.append(Point(self.step, loss=float(loss.detach())))
+        self.is_whole = True
+        tokens = int(batch["attention_mask"].sum())
+        seconds = time.perf_counter() - started
+        return {
+            "event": "step",
+            "step": self.step,
+            "loss": self.history[-1].loss,
+            "learning_rate": rate,
+            "tokens": tokens,
+            "tokens_per_s": tokens / seconds,
+            **self._used(before),
+        }
+
+    @torch.no_grad()
+    def _evaluate(self) -> dict[str, Any]:
+        started, before = time.perf_counter(), self._usage()
+        self._model.eval()
+        loss, count, right, rows = 0.0, 0, 0, 0
+        for cpu_batch in self._dataset.held_out_batches():
+            batch = self._on_device(cpu_batch)
+            output = self._model(**batch)
+            learned = int((batch["labels"] != IGNORED).sum())
+            loss += float(output.loss) * learned
+            count += learned
+            if self._dataset.labels:
+                right += int((output.logits.argmax(dim=-1) == batch["labels"]).sum())
+                rows += len(batch["labels"])
+        if not math.isfinite(loss):
+            raise self._diverged("the loss of the held-out rows")
+        point = Point(self.step, val_loss=loss / count, accuracy=right / rows if rows else _UNKNOWN)
+        self.history.append(point)
+        event = {"event": "eval", "step": self.step, "val_loss": point.val_loss}
+        if rows:
+            event["accuracy"] = point.accuracy
+        return event | {"seconds": time.perf_counter() - started, **self._used(before)}
+
+    def _on_device(self, batch: Batch) -> Batch:
+        return {name: value.to(self._model.device) for name, value in batch.items()}
+
+    def _share_of_rate(self) -> float:
+        """Of the learning rate, for the step to come: it grows for the first steps, then falls to zero, both in a straight line."""
+        steps = self._settings.steps
+        warmup = math.ceil(self._settings.warmup * steps)
+        if self.step < warmup:
+            return (self.step + 1) / (warmup + 1)
+        return (steps - self.step) / (steps - warmup)
+
+    def _used(self, before: Usage) -> dict[str, int]:
+        now = self._usage()
+        return {
+            "bytes_sent": now.bytes_sent - before.bytes_sent,
+            "bytes_received": now.bytes_received - before.bytes_received,
+            "failovers": now.failovers,
+        }
+
+    def _diverged(self, what: str) -> SwarmnetError:
+        return SwarmnetError(
+            f"{what} is not finite in step {self.step + 1}", hint="try a lower --learning-rate"
+        )
