@@ -1,12 +1,14 @@
 """One machine's blocks of a model: forwards of a packed batch with caches, and passes of whole sequences without."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from swarmnet_node.adapters import Additions, LayerForm, StageAdapter, adapt, linear_modules
 from swarmnet_node.attention import (
     IMPLEMENTATION,
     Batch,
@@ -16,7 +18,7 @@ from swarmnet_node.attention import (
     SequenceBatch,
     register,
 )
-from swarmnet_node.fused import FusedLayers, fits
+from swarmnet_node.fused import PRODUCTS, FusedLayers, fits
 from swarmnet_node.graphs import Graph, record
 from swarmnet_node.kv import KVGeometry, LaneCache
 from swarmnet_node.native import decode
@@ -53,7 +55,12 @@ class Stage:
         self._parts: dict[tuple[int, int], Stage] = {}
         probe = self._probe()
         self.geometry = KVGeometry(tuple(shape for shape, _ in probe.layers), self.dtype, self.device)
+        linears = [linear_modules(layer) for layer in model.layers]
         self._fuse([rule for _, rule in probe.layers], native)
+        self._forms = tuple(
+            LayerForm(paths, PRODUCTS if self.is_fused else {path: (path,) for path in paths}, shape)
+            for paths, shape in zip(linears, self.geometry.layers, strict=True)
+        )
 
     @classmethod
     def load(
@@ -101,9 +108,19 @@ class Stage:
             self._parts[start, end] = part
         return self._parts[start, end]
 
-    def new_lane(self) -> LaneCache:
-        """An empty cache for one sequence; it allocates nothing yet."""
-        return LaneCache(self.geometry)
+    def adapt(self, tensors: Mapping[str, torch.Tensor], start: int) -> StageAdapter:
+        """An adapter for this stage and its parts, from tensors by name; the first layer of the whole stage is block ``start``.
+
+        Raises ``ProtocolViolation`` for tensors that do not fit.
+        """
+        return adapt(tensors, start, self._forms, torch.empty(0, dtype=self.dtype, device=self.device))
+
+    def new_lane(self, adapter: StageAdapter | None = None) -> LaneCache:
+        """A cache for one sequence, empty but for the adapter's prefix; it allocates nothing yet."""
+        if adapter is None:
+            return LaneCache(self.geometry)
+        own = adapter.prefix[self._first : self._first + self.blocks]
+        return LaneCache(self.geometry, adapter, [prefix for prefix in own if prefix is not None])
 
     @torch.inference_mode()
     def forward(self, rows: Sequence[tuple[LaneCache, torch.Tensor]]) -> list[torch.Tensor]:
@@ -122,11 +139,13 @@ class Stage:
         counts = [inputs.shape[0] for _, inputs in rows]
         for (lane, _), count in zip(rows, counts, strict=True):
             lane.reserve(lane.length + count)
-        if self._native is not None and len(counts) <= NATIVE_LANES and set(counts) == {1}:
+        additions = Additions([lane.adapter for lane, _ in rows], counts)
+        singles = len(counts) <= NATIVE_LANES and set(counts) == {1}
+        if self._native is not None and singles and not additions:
             single = torch.cat([inputs.to(self.device, self.dtype) for _, inputs in rows])
             outputs = list(torch.split(self._native(single, [lane for lane, _ in rows]), counts))
         else:
-            outputs = self._forward_packed(rows, counts)
+            outputs = self._forward_packed(rows, counts, additions)
         for (lane, _), count in zip(rows, counts, strict=True):
             lane.length += count
         return outputs
@@ -153,21 +172,29 @@ class Stage:
         return self._run(inputs, positions, SequenceBatch(counts))
 
     def _forward_packed(
-        self, rows: Sequence[tuple[LaneCache, torch.Tensor]], counts: list[int]
+        self, rows: Sequence[tuple[LaneCache, torch.Tensor]], counts: list[int], additions: Additions
     ) -> list[torch.Tensor]:
         packed = torch.cat([inputs.to(self.device, self.dtype) for _, inputs in rows])
         positions = torch.cat(
             [torch.arange(lane.length, lane.length + n) for (lane, _), n in zip(rows, counts, strict=True)]
         )
         batch = PackedBatch([lane for lane, _ in rows], counts, first_layer=self._first)
-        return list(torch.split(self._run(packed, positions.to(self.device), batch), counts))
+        outputs = self._run(packed, positions.to(self.device), batch, additions or None)
+        return list(torch.split(outputs, counts))
 
-    def _run(self, inputs: torch.Tensor, positions: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def _run(
+        self,
+        inputs: torch.Tensor,
+        positions: torch.Tensor,
+        batch: Batch,
+        additions: Additions | None = None,
+    ) -> torch.Tensor:
         if self._fused is not None:
-            return self._fused(inputs, positions, batch)
-        outputs: torch.Tensor = self._model(
-            inputs_embeds=inputs[None], position_ids=positions[None], use_cache=False, packed=batch
-        ).last_hidden_state
+            return self._fused(inputs, positions, batch, additions)
+        with additions.hooked(self._model.layers, self._first) if additions else nullcontext():
+            outputs: torch.Tensor = self._model(
+                inputs_embeds=inputs[None], position_ids=positions[None], use_cache=False, packed=batch
+            ).last_hidden_state
         return outputs[0]
 
     @torch.inference_mode()
