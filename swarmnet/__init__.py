@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from swarmnet.api import AutoSwarmModelForCausalLM as AutoSwarmModelForCausalLM
+    from swarmnet.api import (
+        AutoSwarmModelForSequenceClassification as AutoSwarmModelForSequenceClassification,
+    )
 
-__all__ = ["AutoSwarmModelForCausalLM"]
+__all__ = ["AutoSwarmModelForCausalLM", "AutoSwarmModelForSequenceClassification"]
 
 
 def __getattr__(name: str) -> Any:

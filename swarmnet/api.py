@@ -10,7 +10,7 @@ from swarmnet.paths import default_cache_dir
 from swarmnet_protocols.clock import wall_clock
 
 if TYPE_CHECKING:
-    from swarmnet_client.model import SwarmModel
+    from swarmnet_client.model import Form, SwarmModel
 
 
 class AutoSwarmModelForCausalLM:
@@ -30,16 +30,47 @@ class AutoSwarmModelForCausalLM:
 
         ``bootstrap`` adds addresses of peers to those in the file. Use the model as a context manager, or ``close`` it.
         """
-        from swarmnet_client import model
+        from swarmnet_client.model import Form
 
-        file = swarm_file.load_valid(Path(swarm), wall_clock())
-        for address in bootstrap:
-            check_peer_address(address)
-        opened: SwarmModel = model.load(
-            name,
-            swarm=file.swarm_id,
-            bootstrap=(*file.bootstrap, *bootstrap),
-            cache_dir=default_cache_dir() if cache_dir is None else Path(cache_dir),
-            dtype=dtype,
-        )
-        return opened
+        return _open(name, Path(swarm), bootstrap, cache_dir, Form(dtype))
+
+
+class AutoSwarmModelForSequenceClassification:
+    """Opens a classifier whose blocks run on a swarm; its head, ``score``, is here."""
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name: str,
+        *,
+        num_labels: int,
+        swarm: str | Path,
+        bootstrap: Sequence[str] = (),
+        dtype: str = "auto",
+        cache_dir: str | Path | None = None,
+    ) -> "SwarmModel":
+        """The model's ForSequenceClassification of transformers, with a fresh ``score`` where the checkpoint has none.
+
+        The other arguments are those of ``AutoSwarmModelForCausalLM.from_pretrained``.
+        """
+        from swarmnet_client.model import Form
+
+        return _open(name, Path(swarm), bootstrap, cache_dir, Form(dtype, labels=num_labels))
+
+
+def _open(
+    name: str, swarm: Path, bootstrap: Sequence[str], cache_dir: str | Path | None, form: "Form"
+) -> "SwarmModel":
+    from swarmnet_client import model
+
+    file = swarm_file.load_valid(swarm, wall_clock())
+    for address in bootstrap:
+        check_peer_address(address)
+    opened: SwarmModel = model.load(
+        name,
+        swarm=file.swarm_id,
+        bootstrap=(*file.bootstrap, *bootstrap),
+        cache_dir=default_cache_dir() if cache_dir is None else Path(cache_dir),
+        form=form,
+    )
+    return opened

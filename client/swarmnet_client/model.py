@@ -151,16 +151,39 @@ class SwarmModel:
         return embedded.cpu()
 
 
-def wrap(local: LocalModel, runtime: Runtime, *, dtype: torch.dtype, device: torch.device) -> SwarmModel:
-    """The swarm model over ``local``'s embeddings and head: an instance of its architecture's CausalLM."""
+@dataclass(frozen=True)
+class Form:
+    """What is made of a checkpoint: its CausalLM, or with ``labels`` its classifier of so many classes."""
+
+    dtype: str = "auto"
+    device: str = "auto"
+    labels: int | None = None
+
+
+def wrap(
+    local: LocalModel,
+    runtime: Runtime,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    labels: int | None = None,
+) -> SwarmModel:
+    """The swarm model over ``local``'s embeddings and head: an instance of its architecture's class.
+
+    That is the CausalLM, or with ``labels`` the classifier of so many classes; its head is fresh where none is stored.
+    """
     AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)
-    model: Any = local.load_edges(lambda layers: stand_ins(layers, device), dtype=dtype, device=device)
+    model: Any = local.load_edges(
+        lambda layers: stand_ins(layers, device), dtype=dtype, device=device, labels=labels
+    )
     model.config._attn_implementation = IMPLEMENTATION
     model.__class__ = _swarm_class(type(model))
     model.tokenizer = local.tokenizer()
     if model.tokenizer.pad_token_id is None:
         model.tokenizer.pad_token_id = model.tokenizer.eos_token_id
     model.tokenizer.padding_side = "left"
+    if model.config.pad_token_id is None:  # a classifier looks for the last token that is not padding
+        model.config.pad_token_id = model.tokenizer.pad_token_id
     model._runtime = runtime
     model._spec = ChainSpec(local.manifest.blocks, local.manifest.hidden_size, local.max_positions, dtype)
     model._session = None
@@ -177,8 +200,7 @@ def load(
     swarm: bytes,
     bootstrap: Sequence[str],
     cache_dir: Path,
-    dtype: str = "auto",
-    device: str = "auto",
+    form: Form,
 ) -> "SwarmModel":
     """The model ``name`` on the swarm with id ``swarm``, found through peers at ``bootstrap``.
 
@@ -188,11 +210,11 @@ def load(
         raise Unreachable(
             "nobody to ask where the swarm is", hint="give the address that a node prints: --bootstrap ADDR"
         )
-    place = pick_device(device)
+    place = pick_device(form.device)
     local = resolve(name, cache_dir=cache_dir)
     runtime = Runtime(lambda: _connect(local.manifest.hash, swarm, tuple(bootstrap)))
     try:
-        return wrap(local, runtime, dtype=pick_dtype(dtype, place), device=place)
+        return wrap(local, runtime, dtype=pick_dtype(form.dtype, place), device=place, labels=form.labels)
     except BaseException:
         runtime.close()
         raise

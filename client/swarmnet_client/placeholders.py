@@ -30,7 +30,8 @@ class RemoteWeight(nn.Parameter):
     def data(self) -> torch.Tensor:
         raise ConfigError(
             "the weights of the blocks are on the swarm's hosts: they cannot be read, copied, changed or merged into",
-            hint="merge an adapter into a model of your own: save it, and load it with PEFT on the plain model",
+            hint="use LoRA that does not need them (no DoRA, init_lora_weights=True); merge on the plain model, from a saved "
+            "adapter",
         )
 
     @data.setter
