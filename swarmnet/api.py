@@ -24,22 +24,23 @@ class AutoSwarmModelForCausalLM:
         swarm: str | Path,
         bootstrap: Sequence[str] = (),
         dtype: str = "auto",
+        device: str = "auto",
         cache_dir: str | Path | None = None,
     ) -> "SwarmModel":
         """A transformers model that runs on the swarm of the file ``swarm``.
 
-        ``bootstrap`` adds addresses of peers to those in the file. Use the model as a context manager, or ``close`` it.
+        ``bootstrap`` adds addresses of peers to those in the file; ``device`` is where embeddings and head are. Use the model as a context manager, or ``close`` it.
         """
         from swarmnet_client.model import Form
 
-        return _open(name, Path(swarm), bootstrap, cache_dir, Form(dtype))
+        return _open(name, Path(swarm), bootstrap, cache_dir, Form(dtype, device))
 
 
 class AutoSwarmModelForSequenceClassification:
     """Opens a classifier whose blocks run on a swarm; its head, ``score``, is here."""
 
     @classmethod
-    def from_pretrained(
+    def from_pretrained(  # noqa: PLR0913 - named as in transformers
         cls,
         name: str,
         *,
@@ -47,6 +48,7 @@ class AutoSwarmModelForSequenceClassification:
         swarm: str | Path,
         bootstrap: Sequence[str] = (),
         dtype: str = "auto",
+        device: str = "auto",
         cache_dir: str | Path | None = None,
     ) -> "SwarmModel":
         """The model's ForSequenceClassification of transformers, with a fresh ``score`` where the checkpoint has none.
@@ -55,7 +57,7 @@ class AutoSwarmModelForSequenceClassification:
         """
         from swarmnet_client.model import Form
 
-        return _open(name, Path(swarm), bootstrap, cache_dir, Form(dtype, labels=num_labels))
+        return _open(name, Path(swarm), bootstrap, cache_dir, Form(dtype, device, num_labels))
 
 
 def _open(

@@ -66,6 +66,15 @@ def plot_history(points: Iterable[Mapping[str, float]], out: Path) -> list[Path]
     return paths
 
 
+def plot_tuning(losses: Sequence[float], evaluations: Sequence[Mapping[str, float]], path: Path) -> None:
+    """Draw the loss of steps 1, 2, ... and, where there is any, ``val_loss`` of ``evaluations``."""
+    lines = [Line("training", range(1, len(losses) + 1), losses)]
+    if evaluations:
+        steps = [point["step"] for point in evaluations]
+        lines.append(Line("held out", steps, [point["val_loss"] for point in evaluations]))
+    save_panels([Panel("steps", lines, y_label="loss, nats")], path)
+
+
 def _draw(axes: "Axes", panel: Panel) -> None:
     for line in panel.lines:
         axes.plot(line.x, line.y, marker="o", label=line.label)

@@ -10,7 +10,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from swarmnet.cli import control, demo, join, model, run, swarm, train
+from swarmnet.cli import control, demo, join, model, run, swarm, train, tune
 from swarmnet.cli.failures import EXIT_INTERRUPTED, explain
 
 app = typer.Typer(
@@ -20,6 +20,7 @@ app.command("demo")(demo.demo)
 app.add_typer(swarm.app, name="swarm")
 app.command("join")(join.join)
 app.command("run")(run.run)
+app.command("tune")(tune.tune)
 app.command("status")(control.status)
 app.command("finish")(control.finish)
 app.add_typer(model.app, name="model")

@@ -22,7 +22,9 @@ from swarmnet.cli.options import (
     check_dtype,
 )
 from swarmnet.cli.output import note, print_json, progress
+from swarmnet.paths import default_cache_dir
 from swarmnet_protocols.clock import wall_clock
+from swarmnet_protocols.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -62,6 +64,10 @@ def run(  # noqa: PLR0913 - a command line, not an interface
     raw: Annotated[
         bool, typer.Option("--raw", help="Send the prompt as it is, without the chat template.")
     ] = False,
+    adapter: Annotated[
+        Path | None,
+        typer.Option("--adapter", metavar="DIR", help="What `tune`, or PEFT's LoRA or prompts, made."),
+    ] = None,
     dtype: DtypeOption = "auto",
     cache_dir: CacheDirOption = None,
     as_json: JsonFlag = False,
@@ -76,13 +82,36 @@ def run(  # noqa: PLR0913 - a command line, not an interface
     questions = _questions(prompt)
     sampling = Sampling(max_new_tokens, temperature, seed)
     style = _Format(as_json, stream)
+    if adapter is not None:
+        _check_adapter(adapter, model, cache_dir)
     with _open(model, swarm, bootstrap, dtype, cache_dir, quiet=as_json) as opened, opened.session():
+        answering = opened if adapter is None else _adapted(opened, adapter)
         messages: list[dict[str, str]] = []
         for question in questions:
             messages.append({"role": "user", "content": question})
             input_ids = _encode(opened.tokenizer, messages, raw=raw)
-            answer = _answer(opened, input_ids, sampling, style)
+            answer = _answer(answering, input_ids, sampling, style)
             messages.append({"role": "assistant", "content": answer.text})
+
+
+def _check_adapter(adapter: Path, model: str, cache_dir: Path | None) -> None:
+    """What can be said of an adapter before anybody is asked anything."""
+    from swarmnet_client.tuning.adapter_dir import check_adapter
+    from swarmnet_protocols.models import resolve
+
+    config = check_adapter(adapter, resolve(model, cache_dir=cache_dir or default_cache_dir()).manifest.hash)
+    if config.get("task_type") not in {None, "CAUSAL_LM"}:
+        raise ConfigError(
+            f"the adapter in {adapter} is for {config['task_type']}, and does not write text",
+            hint="use it from Python: AutoSwarmModelForSequenceClassification",
+        )
+
+
+def _adapted(model: "SwarmModel", adapter: Path) -> "SwarmModel":
+    from swarmnet_client.tuning.adapter_dir import load_adapter
+
+    adapted: SwarmModel = load_adapter(model, adapter)
+    return adapted
 
 
 @contextmanager

@@ -197,15 +197,15 @@ def test_padding_and_first_tokens_are_not_learned() -> None:
 
 def test_rows_are_held_out_by_share_or_by_file(tmp_path: Path) -> None:
     file = RowFile(tmp_path, some_rows(10), "")
-    train, held_out = split(file, None, held_out=0.2, seed=1)
+    train, held_out = split(file, [], held_out=0.2, seed=1)
     assert (len(train), len(held_out)) == (8, 2)
     assert {row.line for row in train} | {row.line for row in held_out} == set(range(1, 11))
-    assert split(file, None, held_out=0.2, seed=1)[1] == held_out
-    assert split(file, None, held_out=0, seed=1)[1] == []
+    assert split(file, [], held_out=0.2, seed=1)[1] == held_out
+    assert split(file, [], held_out=0, seed=1)[1] == []
     other = RowFile(tmp_path, some_rows(3), "")
-    assert split(file, other, held_out=0.2, seed=1) == (file.rows, other.rows)
+    assert split(file, [other], held_out=0.2, seed=1) == (file.rows, other.rows)
     with pytest.raises(ConfigError, match="1 rows"):
-        split(RowFile(tmp_path, some_rows(1), ""), None, held_out=0.1, seed=1)
+        split(RowFile(tmp_path, some_rows(1), ""), [], held_out=0.1, seed=1)
 
 
 def test_classes_are_those_of_the_rows_to_learn_from(tokenizer: Any, tmp_path: Path) -> None:

@@ -12,14 +12,17 @@ from swarmnet_protocols.errors import ConfigError, IntegrityError
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
+SUMMARY_FILE = "tune.json"
 _PICKLE = "adapter_model.bin"
 _MAX_CONFIG_BYTES = 1 << 20
+_MAX_SUMMARY_BYTES = 64 << 20
 _HINT = "name a directory that `swarmnet tune` or PEFT's save_pretrained() has written"
 
 
-def check_adapter(directory: Path) -> dict[str, Any]:
+def check_adapter(directory: Path, manifest: bytes | None = None) -> dict[str, Any]:
     """The config of the adapter in ``directory``. Raises ``ConfigError`` or ``IntegrityError`` if there is none that may be read.
 
+    With the manifest hash of a model also if ``swarmnet tune`` made the adapter for another one.
     PEFT itself would look for a missing file on the hub, and reads a pickle where there are no safetensors.
     """
     if not (directory / CONFIG_FILE).is_file():
@@ -31,14 +34,16 @@ def check_adapter(directory: Path) -> dict[str, Any]:
                 hint="ask its author for safetensors: PEFT's save_pretrained(safe_serialization=True)",
             )
         raise ConfigError(f"{directory} is no adapter: it has no {WEIGHTS_FILE}", hint=_HINT)
-    with (directory / CONFIG_FILE).open("rb") as file:
-        raw = file.read(_MAX_CONFIG_BYTES)
-    try:
-        config = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise IntegrityError(f"{directory / CONFIG_FILE} is not JSON", hint=_HINT) from error
-    if not isinstance(config, dict) or not isinstance(config.get("peft_type"), str):
+    config = _read_json(directory / CONFIG_FILE, _MAX_CONFIG_BYTES)
+    if not isinstance(config.get("peft_type"), str):
         raise IntegrityError(f"{directory / CONFIG_FILE} does not name a peft_type", hint=_HINT)
+    if manifest is not None and (directory / SUMMARY_FILE).is_file():
+        made_for = _read_json(directory / SUMMARY_FILE, _MAX_SUMMARY_BYTES)
+        if made_for.get("manifest") != manifest.hex():
+            raise ConfigError(
+                f"the adapter in {directory} is for another model: {made_for.get('model')}",
+                hint="name that model, or remove tune.json if you know that the two are the same",
+            )
     return config
 
 
@@ -71,6 +76,18 @@ def load_adapter(model: Any, directory: Path) -> Any:
     if stored != {name: tuple(value.shape) for name, value in state.items()}:
         raise other
     return adapted.eval()
+
+
+def _read_json(path: Path, max_bytes: int) -> dict[str, Any]:
+    with path.open("rb") as file:
+        raw = file.read(max_bytes)
+    try:
+        content = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise IntegrityError(f"{path} is not JSON", hint=_HINT) from error
+    if not isinstance(content, dict):
+        raise IntegrityError(f"{path} is not a JSON object", hint=_HINT)
+    return content
 
 
 def _prompts_fit(config: dict[str, Any], model: Any) -> bool:

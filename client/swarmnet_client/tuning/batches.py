@@ -3,10 +3,13 @@
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from swarmnet_client.tuning.rows import Row, RowFile
+from swarmnet_client.tuning.methods import Method, Settings
+from swarmnet_client.tuning.rows import Encoder, Row, RowFile, read_rows
 from swarmnet_protocols.errors import ConfigError
 
 IGNORED = -100
@@ -18,7 +21,10 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Dataset:
-    """Rows to learn from and rows to evaluate on. ``labels`` names the classes of a classifier, in order."""
+    """Rows to learn from and rows to evaluate on. ``labels`` names the classes of a classifier, in order.
+
+    ``cut`` rows were too long, ``sha256`` are the hashes of the files.
+    """
 
     train: Sequence[Row]
     held_out: Sequence[Row]
@@ -26,6 +32,27 @@ class Dataset:
     batch_size: int
     seed: int
     pad_id: int
+    cut: int = 0
+    sha256: tuple[str, ...] = ()
+
+    @classmethod
+    def read(cls, tokenizer: Any, data: Path, evaluation: Path | None, settings: Settings) -> "Dataset":
+        """Raises ``ConfigError`` for files that will not do, naming the lines that are no rows."""
+        is_classifier = settings.method is Method.CLASSIFIER
+        encoder = Encoder(tokenizer, settings.max_length, labelled=is_classifier)
+        files = [read_rows(path, encoder) for path in (data, evaluation) if path is not None]
+        train, held_out = split(files[0], files[1:], held_out=settings.held_out, seed=settings.seed)
+        pad_id = tokenizer.pad_token_id
+        return cls(
+            train=train,
+            held_out=held_out,
+            labels=classes(train, held_out) if is_classifier else (),
+            batch_size=settings.batch_size,
+            seed=settings.seed,
+            pad_id=tokenizer.eos_token_id if pad_id is None else pad_id,
+            cut=sum(file.cut for file in files),
+            sha256=tuple(file.sha256 for file in files),
+        )
 
     @property
     def steps_per_epoch(self) -> int:
@@ -63,14 +90,14 @@ class Dataset:
 
 
 def split(
-    data: RowFile, evaluation: RowFile | None, *, held_out: float, seed: int
+    data: RowFile, evaluation: Sequence[RowFile], *, held_out: float, seed: int
 ) -> tuple[list[Row], list[Row]]:
-    """Rows to learn from and to evaluate on: those of ``evaluation``, or the share ``held_out`` [0, 1) of ``data``.
+    """Rows to learn from and to evaluate on: those of ``evaluation``, or else the share ``held_out`` [0, 1) of ``data``.
 
     Raises ``ConfigError`` if nothing would be left to learn from.
     """
-    if evaluation is not None:
-        return data.rows, evaluation.rows
+    if evaluation:
+        return data.rows, [row for file in evaluation for row in file.rows]
     if not held_out:
         return data.rows, []
     count = max(1, round(held_out * len(data.rows)))

@@ -25,18 +25,21 @@ _PROMPTS = {Method.PROMPT, Method.DEEP_PROMPT}
 
 @dataclass(frozen=True)
 class Settings:
-    """A run with the same settings and data has the same result. ``steps`` and ``learning_rate`` are filled in.
+    """All that decides, with the data, what comes out of a run.
 
-    ``rank``, ``alpha`` and ``target_modules`` (empty: PEFT's choice for the architecture) are of LoRA's, ``virtual_tokens`` of
-    the prompts'. Lengths are in tokens, ``warmup`` a share of ``steps``.
+    ``steps`` are batches; None: ``epochs`` times all rows. ``held_out`` is the share of the rows to evaluate on where no others
+    are given, ``warmup`` the share of the steps in which the learning rate grows, ``max_length`` in tokens of a row. ``rank``,
+    ``alpha`` and ``target_modules`` (empty: PEFT's choice for the architecture) are of LoRA, ``virtual_tokens`` of prompts.
     """
 
     method: Method
-    steps: int
-    batch_size: int
     learning_rate: float
-    max_length: int
-    seed: int
+    steps: int | None = None
+    epochs: int = 3
+    batch_size: int = 8
+    max_length: int = 256
+    held_out: float = 0.1
+    seed: int = 0
     rank: int = 8
     alpha: int = 16
     target_modules: tuple[str, ...] = ()

@@ -39,13 +39,14 @@ class Point:
 class Tuner:
     """Trains those parameters of ``model`` that require gradients, with AdamW.
 
-    ``step`` steps are done. ``is_whole``: not in the midst of an update, so that ``checkpoint`` tells the truth.
+    ``step`` of ``steps`` are done. ``is_whole``: not in the midst of an update, so that ``checkpoint`` tells the truth.
     """
 
     def __init__(
         self, model: Any, dataset: Dataset, settings: Settings, usage: Callable[[], Usage] = Usage
     ) -> None:
         self.step = 0
+        self.steps = settings.steps or settings.epochs * dataset.steps_per_epoch
         self.is_whole = True
         self.history: list[Point] = []
         self._model = model
@@ -70,9 +71,19 @@ class Tuner:
         while True:
             if self._is_due(evaluate_every):
                 yield self._evaluate()
-            if self.step == self._settings.steps:
+            if self.step == self.steps:
                 return
             yield self._learn()
+
+    def summary(self) -> dict[str, Any]:
+        """The curves so far: ``losses`` of steps 1, 2, ..., and ``evaluations`` of held-out rows."""
+        evaluations = []
+        for point in self.history:
+            if not math.isnan(point.val_loss):
+                accuracy = {} if math.isnan(point.accuracy) else {"accuracy": point.accuracy}
+                evaluations.append({"step": point.step, "val_loss": point.val_loss, **accuracy})
+        losses = [point.loss for point in self.history if not math.isnan(point.loss)]
+        return {"losses": losses, "evaluations": evaluations}
 
     def checkpoint(self, about: Mapping[str, Any]) -> Checkpoint:
         """All that decides how the run goes on. It shares memory with the run: save it at once."""
@@ -113,7 +124,7 @@ class Tuner:
         last = self.history[-1] if self.history else Point(-1)
         if last.step == self.step and not math.isnan(last.val_loss):
             return False
-        return self.step % evaluate_every == 0 or self.step == self._settings.steps
+        return self.step % evaluate_every == 0 or self.step == self.steps
 
     def _learn(self) -> dict[str, Any]:
         started, before = time.perf_counter(), self._usage()
@@ -175,11 +186,10 @@ class Tuner:
 
     def _share_of_rate(self) -> float:
         """Of the learning rate, for the step to come: it grows for the first steps, then falls to zero, both in a straight line."""
-        steps = self._settings.steps
-        warmup = math.ceil(self._settings.warmup * steps)
+        warmup = math.ceil(self._settings.warmup * self.steps)
         if self.step < warmup:
             return (self.step + 1) / (warmup + 1)
-        return (steps - self.step) / (steps - warmup)
+        return (self.steps - self.step) / (self.steps - warmup)
 
     def _used(self, before: Usage) -> dict[str, int]:
         now = self._usage()

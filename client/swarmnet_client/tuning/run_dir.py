@@ -1,0 +1,66 @@
+"""The directory of a run: its checkpoint while it goes on, then the adapter and ``tune.json``."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from swarmnet_client.tuning.adapter_dir import CONFIG_FILE, SUMMARY_FILE, WEIGHTS_FILE, save_adapter
+from swarmnet_client.tuning.checkpoint import Checkpoint, replacing
+from swarmnet_client.tuning.trainer import Tuner
+from swarmnet_protocols.errors import ConfigError
+
+CHECKPOINT_FILE = "checkpoint.safetensors"
+CURVE_FILE = "loss.png"
+
+
+class RunDir:
+    """``path``, for the run that ``about`` describes. ``unfinished`` is where that run stopped, None if it is to begin."""
+
+    def __init__(self, path: Path, about: Mapping[str, Any], *, force: bool) -> None:
+        """With ``force``, what other runs left is not in the way, and an unfinished one begins anew.
+
+        Raises ``ConfigError`` for a directory in which something else is, ``IntegrityError`` for a damaged checkpoint.
+        """
+        self.path = path
+        self.unfinished: Checkpoint | None = None
+        self._about = dict(about)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            held = {file.name for file in path.iterdir()}
+        except OSError as error:
+            raise ConfigError(f"cannot use {path}: {error.strerror}", hint="choose another --out") from error
+        if force:
+            return
+        self.unfinished = Checkpoint.load(path / CHECKPOINT_FILE)
+        if self.unfinished is not None:
+            self._check_same(self.unfinished.about)
+        elif held & {SUMMARY_FILE, CONFIG_FILE, WEIGHTS_FILE}:
+            raise ConfigError(
+                f"{path} has the adapter of a run that is done",
+                hint="choose another --out, or replace it: --force",
+            )
+        elif held:
+            raise ConfigError(f"{path} has other files in it", hint="choose a new directory for --out")
+
+    def save(self, tuner: Tuner) -> Path:
+        """Keep where ``tuner`` stands. Raises ``OutOfResources`` when the disk does not take it."""
+        tuner.checkpoint(self._about).save(self.path / CHECKPOINT_FILE)
+        return self.path / CHECKPOINT_FILE
+
+    def finish(self, tuned: Any, summary: Mapping[str, Any]) -> None:
+        """Write the adapter and the summary; only then is the checkpoint gone. Raises ``OutOfResources``."""
+        save_adapter(tuned, self.path)
+        with replacing(self.path / SUMMARY_FILE) as temporary:
+            temporary.write_text(json.dumps(self._about | dict(summary), indent=1, allow_nan=False) + "\n")
+        (self.path / CHECKPOINT_FILE).unlink(missing_ok=True)
+
+    def _check_same(self, about: Mapping[str, Any]) -> None:
+        differ = [name for name in {**about, **self._about} if about.get(name) != self._about.get(name)]
+        if differ:
+            then, now = ([which.get(name) for name in differ] for which in (about, self._about))
+            changes = (f"{name} was {a!r} and is {b!r}" for name, a, b in zip(differ, then, now, strict=True))
+            raise ConfigError(
+                f"{self.path} has a run that is not done, with other settings: {'; '.join(changes)}",
+                hint="give the same again to go on with it, or another --out, or begin anew: --force",
+            )
