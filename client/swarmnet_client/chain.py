@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from swarmnet_client.chunks import cut
+from swarmnet_client.adapters import Placement
+from swarmnet_client.chunks import cut, cut_values
 from swarmnet_client.hops import ChainSpec, Head, LiveHop, open_hop
 from swarmnet_client.patience import PAUSE_S, Patience
 from swarmnet_client.swarm import Swarm
 from swarmnet_protocols.aio import cancel
 from swarmnet_protocols.errors import (
+    ConfigError,
     NoRoute,
     OutOfResources,
     ProtocolViolation,
@@ -54,6 +56,8 @@ class Chain:
         self.report = ChainReport()
         self._swarm = swarm
         self._spec = spec
+        self._placement = Placement(swarm, spec.adapter, self._extend)
+        self._mending: asyncio.Timeout | None = None
         self._outbox = Outbox(ActivationLog(max_bytes=spec.log_bytes), asyncio.Event())
         self._feeder = Feeder(
             swarm.transport,
@@ -100,24 +104,19 @@ class Chain:
         Long rows travel in chunks, so that every hop of the chain has one to work on. Waits through failures as long as
         somebody hosts every block. Raises ``NoRoute`` when nobody does for ``recover_s``, ``OutOfResources`` when the
         hosts have no room or a lane would pass ``max_length``, ``Unreachable`` when every attempt to mend the chain
-        fails, ``ProtocolViolation`` for rows that break the rules of ``session.steps``.
+        fails, ``ConfigError`` for an adapter that lacks blocks, ``ProtocolViolation`` for rows against ``session.steps``.
         """
-        longest = max(row.end for row in rows)
+        longest = self._spec.prefix_positions + max(row.end for row in rows)
         if longest > self._spec.max_length:
             raise OutOfResources(
                 f"{longest} positions in a session of {self._spec.max_length}",
                 hint="open the session with a larger max_length",
             )
         parts = cut(rows)
-        inputs = torch.split(values, [row.count for row in rows])
-        taken = [0] * len(rows)
-        steps = []
-        for part in parts:
-            pieces = []
-            for index, row in part:
-                pieces.append(inputs[index][taken[index] : taken[index] + row.count])
-                taken[index] += row.count
-            steps.append(self._step(tuple(row for _, row in part), torch.cat(pieces)))
+        steps = [
+            self._step(tuple(row for _, row in part), inputs)
+            for part, inputs in zip(parts, cut_values(parts, rows, values), strict=True)
+        ]
         outputs: list[list[torch.Tensor]] = [[] for _ in rows]
         for part, output in zip(parts, await asyncio.gather(*steps), strict=True):
             for (index, _), piece in zip(
@@ -170,7 +169,7 @@ class Chain:
     async def _mend(self) -> None:
         loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(self._swarm.timing.recover_s):
+            async with asyncio.timeout(self._swarm.timing.recover_s) as self._mending:
                 if gaps := self._gaps():
                     self.report.failovers += bool(self.report.route)
                     if self._patience.lost(loop.time(), idle=not self._waiting):
@@ -182,6 +181,11 @@ class Chain:
         except TimeoutError:
             raise self._verdict(self._gaps()) from self._why
         self.report.route = [(live.hop.peer, live.hop.start, live.hop.end) for live in self._hops]
+
+    def _extend(self) -> None:
+        """A host has taken some of our adapter: it is worth waiting for."""
+        if self._mending is not None:
+            self._mending.reschedule(asyncio.get_running_loop().time() + self._swarm.timing.recover_s)
 
     def _verdict(self, gaps: list[tuple[int, int]]) -> SwarmnetError:
         """Why the chain cannot be mended, as far as we know."""
@@ -269,7 +273,9 @@ class Chain:
     async def _open(self, hop: Hop, session: bytes, target: Target | None) -> LiveHop | None:
         """A session on one hop, which joins the chain; None when the hop failed us."""
         try:
-            live = await open_hop(self._swarm, self._spec, hop, (session, self._epoch), target)
+            live = await open_hop(self._placement, self._spec, hop, (session, self._epoch), target)
+        except ConfigError:
+            raise  # the adapter's fault: no other host would do
         except SwarmnetError as error:
             self._why = error
             self._swarm.failed(hop.peer)

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import torch
+
 from swarmnet_protocols.session.steps import MAX_ROWS, Row
 
 CHUNK = 256
@@ -23,6 +25,20 @@ def cut(rows: tuple[Row, ...]) -> list[Part]:
         done = [min(share, row.count) for row in rows]
         parts.append([(index, _piece(row, 0, done[index])) for index, row in enumerate(rows)])
     return parts + _cut_rest(rows, done)
+
+
+def cut_values(parts: Sequence[Part], rows: Sequence[Row], values: torch.Tensor) -> list[torch.Tensor]:
+    """What each part has of the rows' values [P, ...], which lie one row after another."""
+    inputs = torch.split(values, [row.count for row in rows])
+    taken = [0] * len(rows)
+    cuts = []
+    for part in parts:
+        pieces = []
+        for index, row in part:
+            pieces.append(inputs[index][taken[index] : taken[index] + row.count])
+            taken[index] += row.count
+        cuts.append(torch.cat(pieces))
+    return cuts
 
 
 def _cut_rest(rows: Sequence[Row], done: Sequence[int]) -> list[Part]:

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from swarmnet_client.swarm import Swarm
+from swarmnet_client.adapters import Placement
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
 from swarmnet_protocols.protocol_ids import SESSION
 from swarmnet_protocols.routing import Hop
+from swarmnet_protocols.session.adapters import Adapter
 from swarmnet_protocols.session.link import Refused, Target, parse, receive_within
 from swarmnet_protocols.session.steps import wire_code
 from swarmnet_protocols.transport import Message, Stream
@@ -18,13 +19,22 @@ from swarmnet_protocols.wire import session_pb2 as pb
 
 @dataclass(frozen=True)
 class ChainSpec:
-    """What a chain is for: blocks [0, blocks), lanes of at most ``max_length`` positions of ``hidden_size`` numbers."""
+    """What a chain is for: blocks [0, blocks), lanes of at most ``max_length`` positions of ``hidden_size`` numbers.
+
+    The hosts apply ``adapter``; positions of its prefix count as positions of every lane.
+    """
 
     blocks: int
     hidden_size: int
     max_length: int
     wire: torch.dtype
     log_bytes: int = 1 << 30
+    adapter: Adapter | None = None
+
+    @property
+    def prefix_positions(self) -> int:
+        """Positions that every lane begins with."""
+        return 0 if self.adapter is None else self.adapter.prefix_positions
 
 
 @dataclass(eq=False)
@@ -74,23 +84,33 @@ class Head:
 
 
 async def open_hop(
-    swarm: Swarm, spec: ChainSpec, hop: Hop, identity: tuple[bytes, int], target: Target | None
+    placement: Placement, spec: ChainSpec, hop: Hop, identity: tuple[bytes, int], target: Target | None
 ) -> LiveHop:
     """Open a session on a host; ``identity`` is its id and epoch, ``target`` whom it feeds (None: it answers us).
 
-    Raises what opening a stream raises, ``Refused``, or ``DeadlineExceeded``.
+    ``placement`` brings it the chain's adapter first. Raises what ``place`` raises, ``ProtocolViolation``, or ``Refused``.
     """
     session, epoch = identity
     request = pb.Open(
         session=session,
         epoch=epoch,
-        swarm=swarm.id,
-        manifest=swarm.manifest,
+        swarm=placement.swarm.id,
+        manifest=placement.swarm.manifest,
         span=pb.Span(start=hop.start, end=hop.end),
         next=_peer(target) if target else None,
         wire=wire_code(spec.wire),
         max_length=spec.max_length,
     )
+
+    async def ask(adapter: bytes) -> LiveHop:
+        request.adapter = adapter
+        return await _open(placement, hop, request)
+
+    return await placement.ask(hop, ask)
+
+
+async def _open(placement: Placement, hop: Hop, request: pb.Open) -> LiveHop:
+    swarm = placement.swarm
     timing = swarm.timing
     stream = await swarm.transport.open(hop.peer, SESSION, addresses=hop.addresses, deadline_s=timing.open_s)
     try:
@@ -104,7 +124,7 @@ async def open_hop(
         stream.close()
         raise
     now = asyncio.get_running_loop().time()
-    return LiveHop(hop, session, stream, heard=now, moved=now)
+    return LiveHop(hop, request.session, stream, heard=now, moved=now)
 
 
 def _peer(target: Target) -> pb.Peer:

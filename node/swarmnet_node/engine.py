@@ -86,6 +86,7 @@ class Engine:
         self._wake = asyncio.Event()
         self._stopped = False
         self._lanes: dict[int, LaneCache] = {}
+        self._forking_bytes = 0
 
     @classmethod
     @asynccontextmanager
@@ -146,8 +147,23 @@ class Engine:
     @property
     def _room_bytes(self) -> int:
         """What sessions leave of the bytes for caches."""
-        reserved = sum(work.reserved_bytes for work in self._waiting)
+        reserved = sum(work.reserved_bytes for work in self._waiting) + self._forking_bytes
         return self.max_cache_bytes - self.cache_bytes - reserved
+
+    async def aside(self, work: Callable[[], T]) -> T:
+        """Do something short on the torch thread, between two forwards. What it raises is raised."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+
+    async def fork(self, lanes: Sequence[LaneCache]) -> list[LaneCache]:
+        """Copies of lanes, adopted. Raises ``OutOfResources``, before anything is copied, when there is no room for them."""
+        extra_bytes = sum(lane.geometry.bytes_for(lane.length) for lane in lanes)
+        self.reserve(extra_bytes)
+        self._forking_bytes += extra_bytes
+        try:
+            twins = await self.aside(lambda: [lane.fork() for lane in lanes])
+        finally:
+            self._forking_bytes -= extra_bytes
+        return [self.adopt(twin) for twin in twins]
 
     async def compute(
         self, stage: Stage, rows: Sequence[tuple[LaneCache, torch.Tensor]], *, priority: int = 0

@@ -1,21 +1,26 @@
-"""Hosting: the host's side of sessions, links and passes.
+"""Hosting: the host's side of sessions, links, passes and adapters.
 
 A client opens a session; the hop before us opens a link to it and sends steps; each step is computed once, logged, and
 sent on by the session's feeder, or home to the client when we are the last hop. The session, with its caches, ends
-with the client's stream. A pass, for somebody who trains, is a stream of its own that leaves nothing behind.
+with the client's stream. A pass, for somebody who trains, is a stream of its own that leaves nothing behind. Adapters come on
+streams of their own, before the sessions and passes that name them.
 """
 
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
+from swarmnet_node.adapter_store import AdapterStore, Quota
+from swarmnet_node.adapters import StageAdapter
 from swarmnet_node.engine import Engine
+from swarmnet_node.offers import HostedOffer
 from swarmnet_node.passes import HostedPass
 from swarmnet_node.session import HostedSession
 from swarmnet_protocols.aio import race
 from swarmnet_protocols.errors import ProtocolViolation, StreamEnded
-from swarmnet_protocols.protocol_ids import LINK, PASS, PING, SESSION
+from swarmnet_protocols.protocol_ids import ADAPTER, LINK, PASS, PING, SESSION
 from swarmnet_protocols.session.link import Refused, parse, receive_within
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.transport import Message, PeerId, Stream, Transport
@@ -34,6 +39,11 @@ class HostLimits:
     log_bytes: int = 256 << 20
     passes: int = 16
     passes_per_client: int = 4
+    adapters: int = 256
+    adapters_per_client: int = 16
+    adapter_bytes: int = 512 << 20
+    adapter_bytes_per_client: int = 128 << 20
+    adapter_idle_s: float = 1800.0
 
 
 @dataclass(frozen=True)
@@ -64,6 +74,11 @@ class Host:
         self.limits = limits
         self.transport = transport
         self.leaving = False
+        self.adapters = AdapterStore(
+            per_client=Quota(limits.adapter_bytes_per_client, limits.adapters_per_client),
+            in_all=Quota(limits.adapter_bytes, limits.adapters),
+            idle_s=limits.adapter_idle_s,
+        )
         self._offer = offer
         self._sessions: dict[bytes, HostedSession] = {}
         self._passes: Counter[PeerId] = Counter()
@@ -71,10 +86,11 @@ class Host:
         self._changed = asyncio.Condition()
 
     async def serve(self) -> None:
-        """Accept sessions, links, passes and pings until the transport closes."""
+        """Accept sessions, links, passes, adapters and pings until the transport closes."""
         await self.transport.serve(SESSION, self._session)
         await self.transport.serve(LINK, self._link)
         await self.transport.serve(PASS, self._pass)
+        await self.transport.serve(ADAPTER, self._adapter)
         await self.transport.serve(PING, self._ping)
 
     @property
@@ -91,24 +107,25 @@ class Host:
     async def _session(self, stream: Stream) -> None:
         message = await receive_within(stream, self.timing.reply_s)
         request = parse(pb.SessionRequest, message.header)
-        try:
-            session = self._admit(request, stream)
-        except Refused as refusal:
-            await stream.send(Message(pb.SessionReply(refused=refused(refusal)).SerializeToString()))
-            return
-        self._sessions[session.id] = session
-        await self._say_changed()
-        try:
-            await session.run()
-        finally:
-            del self._sessions[session.id]
+        with ExitStack() as adapters:
+            try:
+                session = self._admit(request, stream, adapters)
+            except Refused as refusal:
+                await stream.send(Message(pb.SessionReply(refused=refused(refusal)).SerializeToString()))
+                return
+            self._sessions[session.id] = session
             await self._say_changed()
+            try:
+                await session.run()
+            finally:
+                del self._sessions[session.id]
+                await self._say_changed()
 
     async def _say_changed(self) -> None:
         async with self._changed:
             self._changed.notify_all()
 
-    def _admit(self, request: pb.SessionRequest, stream: Stream) -> HostedSession:
+    def _admit(self, request: pb.SessionRequest, stream: Stream, adapters: ExitStack) -> HostedSession:
         if not request.HasField("open"):
             raise ProtocolViolation("a session begins with Open")
         wanted = request.open
@@ -118,9 +135,21 @@ class Host:
         theirs = sum(session.stream.peer == stream.peer for session in self._sessions.values())
         if len(self._sessions) >= self.limits.sessions or theirs >= self.limits.sessions_per_client:
             raise Refused(pb.REASON_OUT_OF_MEMORY, f"{theirs} of {len(self._sessions)} sessions are yours")
-        return HostedSession(self, wanted, stream)
+        return HostedSession(self, wanted, stream, self._use_adapter(wanted, stream.peer, adapters))
 
-    def _check_offered(self, wanted: pb.Open | pb.Begin) -> None:
+    def _use_adapter(
+        self, wanted: pb.Open | pb.Begin, client: PeerId, adapters: ExitStack
+    ) -> StageAdapter | None:
+        """What the client means by its adapter, which stays for as long as ``adapters`` is open."""
+        adapter = adapters.enter_context(self.adapters.use(client, wanted.adapter))
+        if adapter is not None:
+            try:
+                adapter.check_span(wanted.span.start, wanted.span.end)
+            except ProtocolViolation as error:
+                raise Refused(pb.REASON_PROTOCOL, str(error)) from error
+        return adapter
+
+    def _check_offered(self, wanted: pb.Open | pb.Begin | pb.Offer) -> None:
         if self.leaving:
             raise Refused(pb.REASON_LEAVING, "this host is about to stop")
         if wanted.swarm != self._offer.swarm:
@@ -156,6 +185,20 @@ class Host:
             self._passes[stream.peer] -= 1
             self._passes += Counter()  # forgets who has none
             await self._say_changed()
+
+    async def _adapter(self, stream: Stream) -> None:
+        message = await receive_within(stream, self.timing.reply_s)
+        request = parse(pb.AdapterRequest, message.header)
+        if not request.HasField("offer"):
+            raise ProtocolViolation("an adapter begins with Offer")
+        try:
+            self._check_offered(request.offer)
+            offer = HostedOffer(request.offer, self.adapters, self.engine, self.start, stream, self.timing)
+            await offer.run()
+        except ProtocolViolation as error:
+            await _refuse_adapter(stream, Refused(pb.REASON_PROTOCOL, str(error)))
+        except Refused as refusal:
+            await _refuse_adapter(stream, refusal)
 
     async def _link(self, stream: Stream) -> None:
         message = await receive_within(stream, self.timing.reply_s)
@@ -209,6 +252,10 @@ class Host:
 
 async def _refuse_pass(stream: Stream, refusal: Refused) -> None:
     await stream.send(Message(pb.PassReply(refused=refused(refusal)).SerializeToString()))
+
+
+async def _refuse_adapter(stream: Stream, refusal: Refused) -> None:
+    await stream.send(Message(pb.AdapterReply(refused=refused(refusal)).SerializeToString()))
 
 
 def refused(refusal: Refused) -> pb.Refused:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from swarmnet_node.adapters import StageAdapter
 from swarmnet_node.kv import LaneCache
 from swarmnet_protocols.aio import cancel, race
 from swarmnet_protocols.errors import OutOfResources, ProtocolViolation, StreamEnded, SwarmnetError
@@ -27,12 +28,16 @@ QUEUED_STEPS = 4
 class HostedSession:
     """The state of one client's session here. Steps are applied one at a time, each exactly once."""
 
-    def __init__(self, host: "Host", wanted: pb.Open, stream: Stream) -> None:
+    def __init__(
+        self, host: "Host", wanted: pb.Open, stream: Stream, adapter: StageAdapter | None = None
+    ) -> None:
         self.id = wanted.session
         self.stream = stream
         self._host = host
         self._engine = host.engine
         self._stage = host.engine.stage.part(wanted.span.start - host.start, wanted.span.end - host.start)
+        self._adapter = adapter
+        self._prefix_positions = adapter.prefix_positions if adapter else 0
         self._max_length = wanted.max_length
         self._is_last = not wanted.HasField("next")
         self._target = None if self._is_last else _target(wanted.next, wanted.epoch)
@@ -189,39 +194,44 @@ class HostedSession:
                 self._fail(Refused(pb.REASON_INTERNAL, f"{type(error).__name__}: {error}"))
 
     async def _compute(self, step: Step) -> torch.Tensor:
-        longest = max(row.end for row in step.rows)
+        longest = self._prefix_positions + max(row.end for row in step.rows)
         if longest > self._max_length:
             raise Refused(pb.REASON_TOO_LONG, f"position {longest} of {self._max_length}")
-        self._place(step.rows)
+        await self._place(step.rows)
         rows = [(self._lanes[row.lane], values) for row, values in zip(step.rows, step.split(), strict=True)]
         return torch.cat(await self._engine.compute(self._stage, rows))
 
-    def _place(self, rows: tuple[Row, ...]) -> None:
+    async def _place(self, rows: tuple[Row, ...]) -> None:
         """Give every row the cache it starts from. A cache nobody else starts from is moved, not copied."""
         before = dict(self._lanes)
         uses = Counter(row.source for row in rows)
         overwritten = {row.lane for row in rows}
         copied = [
-            row
+            row.lane
             for row in rows
-            if row.lane != row.source and (uses[row.source] > 1 or row.source not in overwritten)
+            if row.lane != row.source
+            and row.source in before
+            and (uses[row.source] > 1 or row.source not in overwritten)
         ]
-        extra_bytes = sum(before[row.source].nbytes for row in copied if row.source in before)
-        self._engine.reserve(extra_bytes)
         after: dict[int, LaneCache] = {}
+        if copied:
+            sources = [before[row.source] for row in rows if row.lane in copied]
+            after = dict(zip(copied, await self._engine.fork(sources), strict=True))
+        if self._over:  # meanwhile: what was there is freed
+            self._release(after.values())
+            raise StreamEnded("the session has ended")
         for row in rows:
-            cache = before.get(row.source)
-            if cache is None:
-                cache = self._engine.adopt(self._stage.new_lane())
-            elif row in copied:
-                cache = self._engine.adopt(cache.fork())
-            after[row.lane] = cache
+            if row.source not in before:
+                after[row.lane] = self._engine.adopt(self._stage.new_lane(self._adapter))
+            elif row.lane not in after:
+                after[row.lane] = before[row.source]
         self._lanes.update(after)
         kept = {id(cache) for cache in self._lanes.values()}
         self._release(cache for cache in before.values() if id(cache) not in kept)
         for row in rows:
-            if self._lanes[row.lane].length > row.start:
-                self._lanes[row.lane].truncate(row.start)
+            start = self._prefix_positions + row.start
+            if self._lanes[row.lane].length > start:
+                self._lanes[row.lane].truncate(start)
 
     async def _answer(self, step: Step) -> None:
         tensor, payload = encode_tensor(step.wanted().to(self._feeder.wire))

@@ -92,6 +92,7 @@ def session_messages() -> Iterator[Protobuf]:
     )
     yield pb.AdapterRequest(chunk=pb.Chunk())
     yield pb.AdapterReply(wanted=pb.Wanted())
+    yield pb.AdapterReply(beat=pb.Beat())
     yield pb.AdapterReply(stored=pb.Stored())
     yield pb.AdapterReply(refused=pb.Refused(reason=pb.REASON_PROTOCOL, detail="a rank of 1000000"))
     yield pb.Ping(nonce=(1 << 64) - 1)

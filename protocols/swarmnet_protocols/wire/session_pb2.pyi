@@ -304,14 +304,16 @@ class Chunk(_message.Message):
     def __init__(self) -> None: ...
 
 class AdapterReply(_message.Message):
-    __slots__ = ("wanted", "stored", "refused")
+    __slots__ = ("wanted", "stored", "refused", "beat")
     WANTED_FIELD_NUMBER: _ClassVar[int]
     STORED_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
+    BEAT_FIELD_NUMBER: _ClassVar[int]
     wanted: Wanted
     stored: Stored
     refused: Refused
-    def __init__(self, wanted: _Optional[_Union[Wanted, _Mapping]] = ..., stored: _Optional[_Union[Stored, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ...) -> None: ...
+    beat: Beat
+    def __init__(self, wanted: _Optional[_Union[Wanted, _Mapping]] = ..., stored: _Optional[_Union[Stored, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ...) -> None: ...
 
 class Wanted(_message.Message):
     __slots__ = ()
