@@ -40,6 +40,7 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
         self._lanes: list[int] = []
         self._firsts: list[int] = []
         self._own: tuple[Own, tuple[object, ...]] | None = None
+        self._are_ids = True
         self.tokens: torch.Tensor | None = None
 
     # ---- what transformers asks -------------------------------------------------------------------------
@@ -82,6 +83,11 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
     # ---- the swarm --------------------------------------------------------------------------------------
 
     @property
+    def takes_embeddings(self) -> bool:
+        """Whether it goes on with embeddings, because it began so."""
+        return self._length > 0 and not self._are_ids
+
+    @property
     def prefix_positions(self) -> int:
         """Positions that every lane begins with, before the first column."""
         return self._own[0].prefix_positions if self._own is not None else 0
@@ -94,9 +100,9 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
         """Send the columns [B, n] (ids) or [B, n, D] (embeddings) on; hidden states [B, n, D].
 
         Only the last ``new.outputs`` columns are filled in; what is padding or not wanted is zero. Raises ``ValueError`` when
-        ``own`` is not what the columns held were computed with.
+        ``own`` is not what the columns held were computed with, or when some of all columns are ids and some are not.
         """
-        self._settle(own)
+        self._settle(own, are_ids=inputs.dim() == 2)
         batch, width = inputs.shape[:2]
         if not self._lanes:
             self._lanes = list(range(batch))
@@ -132,22 +138,20 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
         """Free the caches in the swarm; idempotent."""
         self._model.run(self._stack.aclose())
 
-    def _settle(self, own: Own) -> None:
-        """See to it that the lanes are computed with ``own``; those that hold nothing yet may be so with anything."""
+    def _settle(self, own: Own, *, are_ids: bool) -> None:
+        """See to it that the lanes are for inputs of this kind and computed with ``own``. Those that hold nothing may become so."""
         version = lora.version_of(own.pairs)
-        if (
-            self._own is not None
-            and self._own[1] == version
-            and not own.prefix
-            and (self._length or not self.prefix_positions)
-        ):
-            return
-        if self._length:
-            raise ValueError("the adapter has changed since this session began: begin another one")
         if self._own is not None:
+            is_same = self._own[1] == version and not own.prefix and self._are_ids == are_ids
+            if is_same and (self._length or not self.prefix_positions):
+                return
+            if self._length and self._are_ids != are_ids:
+                raise ValueError("a session goes on with ids, or with embeddings, as it began")
+            if self._length:
+                raise ValueError("the adapter has changed since this session began: begin another one")
             self.close()
             self._chain, self._lanes = None, []
-        self._own = own, version
+        self._own, self._are_ids = (own, version), are_ids
 
     def _remember(self, inputs: torch.Tensor) -> None:
         """Keep the tokens of all columns, as long as all columns are tokens."""

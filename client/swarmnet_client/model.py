@@ -73,7 +73,7 @@ class _Call:
                 raise ValueError("gradients do not flow through a session: leave out past_key_values")
             tensors = self.own.tensors()
             return run_blocks(self.model, hidden_states, self.new.columns, *([tensors] if tensors else []))
-        inputs = hidden_states if self.ids is None else self.ids
+        inputs = hidden_states if self.ids is None or self.cache.takes_embeddings else self.ids
         output = self.cache.extend(inputs, self.new, self.own)
         self.model.last_run = self.cache.report
         return output.to(hidden_states)
@@ -104,9 +104,7 @@ class SwarmModel:
     def open_chain(self, max_length: int, own: Own) -> AbstractAsyncContextManager[Chain]:
         """A chain whose lanes may reach ``max_length`` positions, and whose hosts apply ``own`` to them."""
         adapter = self._adapters.adapter(own)
-        spec = dataclasses.replace(
-            self._spec, max_length=max_length, **({"adapter": adapter} if adapter else {})
-        )
+        spec = dataclasses.replace(self._spec, max_length=max_length, adapter=adapter)
         return Chain.open(self._runtime.swarm, spec, self._embed)
 
     def remote_batch(self, counts: Sequence[int]) -> RemoteBatch:

@@ -190,6 +190,8 @@ class Builder:
         wrong = [*missing, *(str(key) for key in info["mismatched_keys"]), *info["error_msgs"]]
         if wrong:
             raise IntegrityError(f"the checkpoint does not fit {self._cls.__name__}: {min(wrong)}")
+        # Not "None": PEFT writes the name into adapters, and asks the Hub about it when it saves one.
+        model.name_or_path = model.config.name_or_path = ""
         loaded: nn.Module = model.to(device).requires_grad_(False)
         return loaded
 

@@ -96,8 +96,6 @@ class LocalModel:
             device=device,
         )
         model.base_model.layers = stand_ins(layers)
-        # PEFT writes the name into adapters, and asks the Hub about it when it saves one.
-        model.name_or_path = model.config.name_or_path = ""
         self._set_generation_config(model)
         return model
 

@@ -1,0 +1,231 @@
+"""PEFT and transformers' Trainer on a swarm model do what they do on the plain model."""
+
+import copy
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import (
+    LoraConfig,
+    PeftModel,
+    PrefixTuningConfig,
+    PromptEncoderConfig,
+    PromptTuningConfig,
+    get_peft_model,
+)
+
+from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments
+
+from tests.support.generation import padded
+from tests.support.swarm_lab import Reference
+from tests.support.tiny_swarm import TinySwarm, load_tiny, tiny_swarm
+
+TEXTS = [[5, 6, 7, 8, 9, 10, 11, 12], [20, 21, 22], [90, 3, 90, 3, 90, 3]]
+TOKENS = 6
+pytestmark = pytest.mark.filterwarnings("ignore:Position ids are not supported")
+
+LORA = LoraConfig(r=4, lora_alpha=12, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
+METHODS = {
+    "lora": LORA,
+    "prompt": PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
+    "p-tuning": PromptEncoderConfig(num_virtual_tokens=4, encoder_hidden_size=8, task_type="CAUSAL_LM"),
+    "prefix": PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
+}
+methods = pytest.mark.parametrize("method", METHODS)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return load_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def tiny(reference: Reference) -> Iterator[TinySwarm]:
+    with tiny_swarm(reference) as running:
+        yield running
+
+
+def whole(tiny: TinySwarm) -> Any:
+    return tiny.reference.local.load_whole(dtype=torch.float32, device=torch.device("cpu"))
+
+
+def shaken(model: Any, seed: int = 1) -> Any:
+    """Its trainable parameters as they are after some training, far enough from doing nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.3)
+    return model
+
+
+@contextmanager
+def tuned(tiny: TinySwarm, method: str) -> Iterator[Any]:
+    """PEFT on the swarm model, for as long as the context."""
+    model = shaken(get_peft_model(tiny.model, METHODS[method]))
+    try:
+        yield model
+    finally:
+        if method == "lora":
+            model.unload()
+
+
+def learning_twin(tiny: TinySwarm, method: str, model: Any) -> Any:
+    """PEFT on the plain model, with the same parameters."""
+    twin = get_peft_model(whole(tiny), METHODS[method])
+    with torch.no_grad():
+        for parameter, source in zip(learning(twin), learning(model), strict=True):
+            parameter.copy_(source)
+    return twin
+
+
+def saved_twin(tiny: TinySwarm, model: Any, directory: Path) -> Any:
+    """What ``model`` saves, loaded by PEFT on the plain model."""
+    model.save_pretrained(directory)
+    return PeftModel.from_pretrained(whole(tiny), directory)
+
+
+def labelled(texts: list[list[int]]) -> dict[str, torch.Tensor]:
+    batch = padded(texts, left=False)
+    return batch | {"labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)}
+
+
+def learning(model: Any) -> list[Any]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """To 1e-5 of its size."""
+    assert (found - expected).norm() <= 1e-5 * expected.norm()
+
+
+def greedy(model: Any, texts: list[list[int]], **options: Any) -> list[list[int]]:
+    """The new tokens of each row."""
+    batch = padded(texts, left=True)
+    answer = model.generate(
+        **batch, max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False, pad_token_id=0, **options
+    )
+    new: list[list[int]] = answer[:, batch["input_ids"].shape[1] :].tolist()
+    return new
+
+
+@methods
+def test_loss_and_gradients_are_those_of_the_plain_model(tiny: TinySwarm, method: str) -> None:
+    with tuned(tiny, method) as ours:
+        models = (ours, learning_twin(tiny, method, ours))
+        losses = []
+        for model in models:
+            loss = model(**labelled(TEXTS)).loss
+            loss.backward()
+            losses.append(loss.detach())
+        assert_near(*losses)
+        for mine, theirs in zip(*map(learning, models), strict=True):
+            assert theirs.grad.any()
+            assert_near(mine.grad, theirs.grad)
+        with torch.inference_mode():
+            assert_near(*(model.eval()(**labelled(TEXTS)).loss for model in models))
+
+
+@methods
+def test_generation_is_that_of_the_saved_adapter(tiny: TinySwarm, method: str, tmp_path: Path) -> None:
+    """Padding in a batch changes no row; plain PEFT is asked for rows alone, as it counts padding behind prompts."""
+    with tuned(tiny, method) as ours:
+        theirs = saved_twin(tiny, ours, tmp_path)
+        expected = [greedy(theirs, [text])[0] for text in TEXTS]
+        assert greedy(ours, TEXTS) == expected
+        beams = [greedy(theirs, [text], num_beams=3)[0] for text in TEXTS]
+        assert greedy(ours, TEXTS, num_beams=3) == beams
+
+
+@methods
+def test_without_its_adapter_a_model_is_the_plain_one(tiny: TinySwarm, method: str) -> None:
+    expected = greedy(whole(tiny), TEXTS)
+    with tuned(tiny, method) as ours:
+        assert greedy(ours, TEXTS) != expected
+        with ours.disable_adapter():
+            assert greedy(ours, TEXTS) == expected
+    assert greedy(tiny.model, TEXTS) == expected
+
+
+@methods
+def test_a_session_goes_on_with_the_adapter(tiny: TinySwarm, method: str, tmp_path: Path) -> None:
+    with tuned(tiny, method) as ours, tiny.model.session():
+        theirs = saved_twin(tiny, ours, tmp_path)
+        first = [*TEXTS[0], *greedy(theirs, TEXTS[:1])[0]]
+        assert [*TEXTS[0], *greedy(ours, TEXTS[:1])[0]] == first
+        longer = [*first, 30, 31]
+        assert greedy(ours, [longer]) == greedy(theirs, [longer])
+        if method != "lora":
+            with ours.disable_adapter():
+                assert greedy(ours, [longer]) == greedy(whole(tiny), [longer])
+
+
+# ---- transformers' Trainer -------------------------------------------------------------------------------
+
+
+def train(model: Any, directory: Path, *, resume: bool = False, **options: Any) -> list[float]:
+    """The losses of all steps of a Trainer over six rows, in a shuffled order."""
+    rows = [{"input_ids": text, "labels": text} for text in (*TEXTS, *(text[::-1] for text in TEXTS))]
+    settings = {
+        "output_dir": str(directory),
+        "max_steps": 4,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 0.01,
+        "logging_steps": 1,
+        "save_steps": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "dataloader_pin_memory": False,
+    }
+    tokenizer = copy.deepcopy(model.tokenizer)
+    tokenizer.padding_side = "right"
+    trainer = Trainer(
+        model=model,
+        args=TrainingArguments(**settings | options),
+        train_dataset=rows,
+        eval_dataset=rows[:3],
+        data_collator=DataCollatorForSeq2Seq(tokenizer),
+    )
+    trainer.train(resume_from_checkpoint=resume or None)
+    return [
+        entry[key] for entry in trainer.state.log_history for key in ("loss", "eval_loss") if key in entry
+    ]
+
+
+@methods
+def test_the_trainer_trains_as_on_the_plain_model_and_resumes(
+    tiny: TinySwarm, method: str, tmp_path: Path
+) -> None:
+    with tuned(tiny, method) as ours:
+        theirs = learning_twin(tiny, method, ours)
+        theirs.tokenizer = ours.tokenizer
+        begun = copy.deepcopy([parameter.detach() for parameter in learning(ours)])
+        losses = train(ours, tmp_path / "ours")
+        assert losses == pytest.approx(train(theirs, tmp_path / "theirs"), rel=1e-5)
+        assert len(losses) == 6
+
+        with torch.no_grad():
+            for parameter, source in zip(learning(ours), begun, strict=True):
+                parameter.copy_(source)
+        shutil.rmtree(tmp_path / "ours" / "checkpoint-4")
+        assert train(ours, tmp_path / "ours", resume=True) == pytest.approx(losses, rel=1e-6)
+
+
+def test_gradient_checkpointing_changes_nothing(tiny: TinySwarm, tmp_path: Path) -> None:
+    with tuned(tiny, "prompt") as ours:
+        begun = copy.deepcopy([parameter.detach() for parameter in learning(ours)])
+        plain = train(ours, tmp_path / "plain")
+        with torch.no_grad():
+            for parameter, source in zip(learning(ours), begun, strict=True):
+                parameter.copy_(source)
+        losses = train(ours, tmp_path / "checkpointing", gradient_checkpointing=True)
+        assert losses == pytest.approx(plain, rel=1e-6)
+        tiny.model.gradient_checkpointing_disable()
