@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import random
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +34,7 @@ from swarmnet_protocols.devices import pick_device, pick_dtype
 from swarmnet_protocols.errors import ConfigError, Unreachable
 from swarmnet_protocols.models import LocalModel, resolve
 from swarmnet_protocols.network import LOOPBACK, Network, connect
+from swarmnet_protocols.session.adapters import Adapter
 from swarmnet_protocols.timing import Timing
 
 if TYPE_CHECKING:
@@ -71,8 +72,7 @@ class _Call:
         if torch.is_grad_enabled() and learns:
             if not self.is_alone:
                 raise ValueError("gradients do not flow through a session: leave out past_key_values")
-            tensors = self.own.tensors()
-            return run_blocks(self.model, hidden_states, self.new.columns, *([tensors] if tensors else []))
+            return run_blocks(self.model, hidden_states, self.new.columns, self.own.tensors())
         inputs = hidden_states if self.ids is None or self.cache.takes_embeddings else self.ids
         output = self.cache.extend(inputs, self.new, self.own)
         self.model.last_run = self.cache.report
@@ -107,9 +107,9 @@ class SwarmModel:
         spec = dataclasses.replace(self._spec, max_length=max_length, adapter=adapter)
         return Chain.open(self._runtime.swarm, spec, self._embed)
 
-    def remote_batch(self, counts: Sequence[int]) -> RemoteBatch:
+    def remote_batch(self, counts: Sequence[int], adapter: Adapter | None) -> RemoteBatch:
         """A batch of sequences of these lengths that gradients are wanted of. ``last_run`` tells from now on what happens to it."""
-        batch = RemoteBatch(self._runtime.swarm, self._spec, counts)
+        batch = RemoteBatch(self._runtime.swarm, dataclasses.replace(self._spec, adapter=adapter), counts)
         self.last_run = batch.report
         return batch
 
@@ -237,7 +237,7 @@ def _no_mask(*_: Any, **__: Any) -> None:
 
 
 def _swarm_class(base: "type[PreTrainedModel]") -> type:
-    """The architecture's class with our ``forward`` and ``generate`` in front of its own."""
+    """The architecture's class with our ``forward`` and, where it has one, ``generate`` in front of its own."""
     architecture: Any = base
 
     @functools.wraps(architecture.forward)
@@ -295,6 +295,15 @@ def _swarm_class(base: "type[PreTrainedModel]") -> type:
             output.past_key_values = None
         return output
 
+    namespace = {"forward": forward, "__module__": __name__}
+    if hasattr(architecture, "generate"):
+        namespace["generate"] = _generate(architecture)
+    return type(f"Swarm{base.__name__}", (SwarmModel, base), namespace)
+
+
+def _generate(architecture: Any) -> Callable[..., Any]:
+    """``generate`` of an architecture, with the caches in the swarm."""
+
     @functools.wraps(architecture.generate)
     def generate(self: Any, inputs: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
@@ -313,8 +322,7 @@ def _swarm_class(base: "type[PreTrainedModel]") -> type:
             stack.callback(setattr, self, "_generating", None)
             return architecture.generate(self, inputs, *args, past_key_values=cache, **kwargs)
 
-    namespace = {"forward": forward, "generate": generate, "__module__": __name__}
-    return type(f"Swarm{base.__name__}", (SwarmModel, base), namespace)
+    return generate
 
 
 def _without_prefix(mask: torch.Tensor | None, positions: int) -> torch.Tensor | None:

@@ -1,43 +1,153 @@
-"""One pass on one host, as its client asks for it."""
+"""Passes as their client asks hosts for them."""
 
 import asyncio
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 
+from swarmnet_client.adapters import Placement
+from swarmnet_client.chain import ChainReport
+from swarmnet_client.hops import ChainSpec
 from swarmnet_client.swarm import Swarm
 from swarmnet_protocols.aio import cancel
-from swarmnet_protocols.errors import DeadlineExceeded, ProtocolViolation, SwarmnetError
+from swarmnet_protocols.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    PeerUnreachable,
+    ProtocolViolation,
+    SwarmnetError,
+)
 from swarmnet_protocols.protocol_ids import PASS
 from swarmnet_protocols.routing import Hop
+from swarmnet_protocols.session.adapters import block_of
 from swarmnet_protocols.session.link import Refused, parse, receive_within
-from swarmnet_protocols.session.passes import cut, receive_tensor
+from swarmnet_protocols.session.passes import cut, from_column, receive_tensor
+from swarmnet_protocols.session.steps import wire_code
 from swarmnet_protocols.timing import Timing
-from swarmnet_protocols.transport import Buffer, Message, Stream
+from swarmnet_protocols.transport import Buffer, Message, PeerId, Stream
 from swarmnet_protocols.wire import session_pb2 as pb
+
+PASSES_PER_HOST = 2
+"""At once: one is computed while the tensors of the other travel."""
+
+T = TypeVar("T")
 
 
 class GraphGone(SwarmnetError):
     """The host does not have, or no longer has, the graph that a backward pass was to use."""
 
 
-async def ask(swarm: Swarm, hop: Hop, begin: pb.Begin, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Have ``hop`` compute the pass ``begin`` from ``tensors`` [P, D]; its answer has their shape.
+@dataclass(frozen=True)
+class Leg:
+    """One host's share of the forward of some sequences, and what it was sent [P, D].
+
+    ``graph`` is the name under which it may have kept the graph, empty for none.
+    """
+
+    hop: Hop
+    counts: tuple[int, ...]
+    inputs: torch.Tensor
+    graph: bytes
+
+
+class Hosts:
+    """The hosts as the passes of one batch ask them: some at a time, and whoever fails is not asked by those who waited."""
+
+    def __init__(self, swarm: Swarm, spec: ChainSpec, report: ChainReport) -> None:
+        self._swarm = swarm
+        self._spec = spec
+        self._report = report
+        self._placement = Placement(swarm, spec.adapter)
+        self._rooms: defaultdict[PeerId, asyncio.Semaphore] = defaultdict(
+            lambda: asyncio.Semaphore(PASSES_PER_HOST)
+        )
+        self._failures: Counter[PeerId] = Counter()
+
+    async def forward(self, leg: Leg) -> torch.Tensor:
+        """The outputs [P, D] of a leg. Raises ``SwarmnetError`` when the host does not give them."""
+
+        async def question(adapter: bytes) -> torch.Tensor:
+            begin = self._begin(leg, adapter, backward=False)
+            (outputs,) = await _ask(self._swarm, leg.hop, begin, (leg.inputs,), [leg.inputs.shape])
+            return outputs
+
+        return await self._answer(leg.hop, question)
+
+    async def backward(
+        self, leg: Leg, grad_outputs: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """What gradients of a leg's outputs come to at its inputs, and at the adapter's tensors for its blocks.
+
+        Raises ``GraphGone`` for a leg with a graph that is not there, ``SwarmnetError`` as ``forward`` does.
+        """
+        own = self._own(leg.hop)
+        shapes = [leg.inputs.shape]
+        if own:
+            shapes.append(torch.Size((sum(tensor.numel() for tensor in own.values()), 1)))
+        tensors = (grad_outputs,) if leg.graph else (leg.inputs, grad_outputs)
+
+        async def question(adapter: bytes) -> list[torch.Tensor]:
+            begin = self._begin(leg, adapter, backward=True)
+            return await _ask(self._swarm, leg.hop, begin, tensors, shapes)
+
+        gradients, *column = await self._answer(leg.hop, question)
+        return gradients, from_column(column[0], own) if column else {}
+
+    def _own(self, hop: Hop) -> Mapping[str, torch.Tensor]:
+        tensors = self._spec.adapter.tensors if self._spec.adapter is not None else {}
+        return {name: tensor for name, tensor in tensors.items() if hop.start <= block_of(name) < hop.end}
+
+    def _begin(self, leg: Leg, adapter: bytes, *, backward: bool) -> pb.Begin:
+        return pb.Begin(
+            swarm=self._swarm.id,
+            manifest=self._swarm.manifest,
+            span=pb.Span(start=leg.hop.start, end=leg.hop.end),
+            counts=leg.counts,
+            backward=backward,
+            wire=wire_code(self._spec.wire),
+            adapter=adapter,
+            graph=leg.graph,
+        )
+
+    async def _answer(self, hop: Hop, question: Callable[[bytes], Awaitable[T]]) -> T:
+        failures = self._failures[hop.peer]
+        async with self._rooms[hop.peer]:
+            if self._failures[hop.peer] > failures:
+                raise PeerUnreachable(f"{hop.peer} has failed others while we waited for it")
+            try:
+                answer = await self._placement.ask(hop, question)
+            except (GraphGone, ConfigError):
+                raise
+            except SwarmnetError:
+                self._failures[hop.peer] += 1
+                self._swarm.failed(hop.peer)
+                self._report.failovers += 1
+                raise
+        self._swarm.served(hop.peer)
+        return answer
+
+
+async def _ask(
+    swarm: Swarm, hop: Hop, begin: pb.Begin, tensors: Sequence[torch.Tensor], shapes: Sequence[torch.Size]
+) -> list[torch.Tensor]:
+    """Have ``hop`` compute the pass ``begin`` from ``tensors``; the tensors of its answer have these ``shapes``.
 
     Raises ``GraphGone``, what opening a stream raises, ``Refused``, ``DeadlineExceeded``, ``StreamEnded`` or ``ProtocolViolation``.
     """
     timing = swarm.timing
-    positions, hidden_size = tensors[0].shape
     stream = await swarm.transport.open(hop.peer, PASS, addresses=hop.addresses, deadline_s=timing.open_s)
     try:
         async with asyncio.timeout(timing.stall_s) as limit:
             conversation = _Conversation(stream, timing, limit)
             sending = asyncio.create_task(conversation.send(begin, tensors))
             try:
-                return await receive_tensor(
-                    conversation.next_part, positions=positions, hidden_size=hidden_size
-                )
+                return [
+                    await receive_tensor(conversation.next_part, positions=rows, hidden_size=width)
+                    for rows, width in shapes
+                ]
             finally:
                 await cancel(sending)  # what stopped it, whoever listens has seen as well
     except Refused as refusal:

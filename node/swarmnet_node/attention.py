@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from swarmnet_node.kv import LaneCache, LayerShape
+from swarmnet_node.kv import LaneCache, LayerShape, Prefix
 
 IMPLEMENTATION = "swarmnet_packed"
 """The name transformers knows this attention by. It has no mask function, so transformers makes no masks for it."""
@@ -133,35 +133,49 @@ class PackedBatch:
 
 
 class SequenceBatch:
-    """Whole sequences, laid one after another: ``counts[i]`` positions of the i-th. Keeps nothing; gradients flow through."""
+    """Whole sequences, laid one after another: ``counts[i]`` positions of the i-th. Keeps nothing; gradients flow through.
 
-    def __init__(self, counts: Sequence[int]) -> None:
+    Each layer, the first being ``first_layer``, has a prefix that every sequence begins with, or none has.
+    """
+
+    def __init__(
+        self, counts: Sequence[int], prefixes: Sequence[Prefix] = (), *, first_layer: int = 0
+    ) -> None:
         self._counts = list(counts)
+        self._prefixes = prefixes
+        self._first_layer = first_layer
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Rule
     ) -> torch.Tensor:
         states = (query, key, value)
+        prefix = self._prefixes[layer - self._first_layer] if self._prefixes else None
         if len(set(self._counts)) == 1:  # sequences of one length are the rows of a batch
             rows = (len(self._counts), self._counts[0], -1)
             query, key, value = (each.reshape(each.shape[1], *rows).transpose(0, 1) for each in states)
-            return _attend_sequences(query, key, value, rule).transpose(1, 2).flatten(0, 1)[None]
+            return _attend_sequences(query, key, value, prefix, rule).transpose(1, 2).flatten(0, 1)[None]
         parts = zip(*(torch.split(each, self._counts, 2) for each in states), strict=True)
-        outputs = [_attend_sequences(query, key, value, rule) for query, key, value in parts]
+        outputs = [_attend_sequences(query, key, value, prefix, rule) for query, key, value in parts]
         return torch.cat(outputs, 2).transpose(1, 2)
 
 
 def _attend_sequences(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Rule
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, prefix: Prefix | None, rule: Rule
 ) -> torch.Tensor:
     """Shapes: query [B, H, T, d], key and value [B, Hkv, T, d]; the result is [B, H, T, d]."""
     count = query.shape[2]
+    if prefix is not None:
+        key, value = (
+            torch.cat([first.expand(len(query), -1, -1, -1), states], 2)
+            for first, states in zip(prefix, (key, value), strict=True)
+        )
+    total = key.shape[2]
     eager = rule.softcap is not None or rule.sinks is not None
-    causal = rule.sliding_window is None or count <= rule.sliding_window
+    causal = total == count and (rule.sliding_window is None or count <= rule.sliding_window)
     mask = None
     if eager or not causal:
-        positions = torch.arange(count, device=query.device)
-        mask = _causal(positions, positions, rule.sliding_window)
+        positions = torch.arange(total, device=query.device)
+        mask = _causal(positions[-count:], positions, rule.sliding_window)
     if eager:
         return _attend_eagerly(query, key, value, mask, rule)
     return scaled_dot_product_attention(

@@ -2,7 +2,7 @@
 
 import asyncio
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,22 +14,29 @@ from swarmnet_protocols.transport import PeerId
 
 @dataclass(frozen=True)
 class Graph:
-    """One forward, as autograd remembers it: ``leaf`` went in, ``edge`` came out. ``nbytes`` are all that it keeps alive."""
+    """One forward, as autograd remembers it. ``leaf`` went in, ``own`` are the adapter's tensors, ``edge`` came out.
+
+    ``nbytes`` are all that it keeps alive.
+    """
 
     leaf: torch.Tensor
+    own: Mapping[str, torch.Tensor]
     edge: GradientEdge
     nbytes: int
 
-    def gradients(self, grad_outputs: torch.Tensor) -> torch.Tensor:
-        """What ``grad_outputs`` come to at ``leaf``. Once: it consumes the graph."""
-        (gradients,) = torch.autograd.grad(self.edge, self.leaf, grad_outputs)
-        return gradients
+    def gradients(self, grad_outputs: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """What ``grad_outputs`` come to at ``leaf`` and at ``own``. Once: it consumes the graph."""
+        gradients, *own = torch.autograd.grad(self.edge, (self.leaf, *self.own.values()), grad_outputs)
+        return gradients, dict(zip(self.own, own, strict=True))
 
 
 def record(
-    forward: Callable[[torch.Tensor], torch.Tensor], inputs: torch.Tensor, weights: Iterable[torch.Tensor]
+    forward: Callable[[torch.Tensor], torch.Tensor],
+    leaf: torch.Tensor,
+    own: Mapping[str, torch.Tensor],
+    weights: Iterable[torch.Tensor],
 ) -> tuple[torch.Tensor, Graph]:
-    """Outputs of ``forward``, and the graph of it. Memory of ``weights`` is not the graph's."""
+    """Outputs of ``forward`` at ``leaf``, and the graph of it, in which ``own`` take part. Memory of ``weights`` is not its own."""
     saved: list[weakref.ref[torch.Tensor]] = []
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -38,17 +45,16 @@ def record(
         return detached
 
     with torch.enable_grad(), saved_tensors_hooks(note, lambda tensor: tensor):
-        leaf = inputs.detach().requires_grad_()
         outputs = forward(leaf)
     edge = get_gradient_edge(outputs)
     outputs = outputs.detach()
     # What was saved for values that did not lead to the outputs is gone by now.
     alive = [tensor for reference in saved if (tensor := reference()) is not None]
-    storages = [tensor.untyped_storage() for tensor in (leaf, *alive)]
+    storages = [tensor.untyped_storage() for tensor in (leaf, *own.values(), *alive)]
     sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
     for weight in weights:
         sizes.pop(weight.untyped_storage().data_ptr(), None)
-    return outputs, Graph(leaf, edge, sum(sizes.values()))
+    return outputs, Graph(leaf, own, edge, sum(sizes.values()))
 
 
 class GraphName(NamedTuple):
@@ -58,6 +64,7 @@ class GraphName(NamedTuple):
     id: bytes
     span: tuple[int, int]
     counts: tuple[int, ...]
+    adapter: bytes
 
 
 class Graphs:

@@ -177,14 +177,16 @@ class Host:
         if all_passes >= self.limits.passes or theirs >= self.limits.passes_per_client:
             raise Refused(pb.REASON_OUT_OF_MEMORY, f"{theirs} of {all_passes} passes are yours")
         stage = self.engine.stage.part(wanted.span.start - self.start, wanted.span.end - self.start)
-        hosted = HostedPass(wanted, stage, self.engine, stream, self.timing)
-        self._passes[stream.peer] += 1
-        try:
-            await hosted.run()
-        finally:
-            self._passes[stream.peer] -= 1
-            self._passes += Counter()  # forgets who has none
-            await self._say_changed()
+        with ExitStack() as adapters:
+            adapter = self._use_adapter(wanted, stream.peer, adapters)
+            hosted = HostedPass(wanted, stage, self.engine, stream, self.timing, adapter)
+            self._passes[stream.peer] += 1
+            try:
+                await hosted.run()
+            finally:
+                self._passes[stream.peer] -= 1
+                self._passes += Counter()  # forgets who has none
+                await self._say_changed()
 
     async def _adapter(self, stream: Stream) -> None:
         message = await receive_within(stream, self.timing.reply_s)

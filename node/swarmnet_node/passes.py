@@ -7,13 +7,14 @@ from typing import TypeVar
 
 import torch
 
+from swarmnet_node.adapters import StageAdapter
 from swarmnet_node.engine import Engine
 from swarmnet_node.graphs import Graph, GraphName
 from swarmnet_node.stage import Stage
 from swarmnet_protocols.aio import race
 from swarmnet_protocols.errors import DeadlineExceeded, ProtocolViolation
 from swarmnet_protocols.session.link import Refused, parse, receive_within
-from swarmnet_protocols.session.passes import MAX_POSITIONS, check_counts, cut, receive_tensor
+from swarmnet_protocols.session.passes import MAX_POSITIONS, as_column, check_counts, cut, receive_tensor
 from swarmnet_protocols.session.steps import wire_dtype
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.transport import Buffer, Message, PeerId, Stream
@@ -28,15 +29,24 @@ class HostedPass:
     """A pass that was admitted. It needs nothing of passes before it; what a forward leaves may save its backward work."""
 
     def __init__(
-        self, wanted: pb.Begin, stage: Stage, engine: Engine, stream: Stream, timing: Timing
+        self,
+        wanted: pb.Begin,
+        stage: Stage,
+        engine: Engine,
+        stream: Stream,
+        timing: Timing,
+        adapter: StageAdapter | None = None,
     ) -> None:
         """Raises ``ProtocolViolation`` for lengths that make no sense, ``Refused`` for too many positions, or for a graph that
         is not here."""
         check_counts(wanted.counts)
         self._counts = tuple(wanted.counts)
         self._positions = sum(self._counts)
-        if self._positions > MAX_POSITIONS:
-            raise Refused(pb.REASON_TOO_LONG, f"{self._positions} positions, {MAX_POSITIONS} is the most")
+        prefix = adapter.prefix_positions if adapter else 0
+        attended = self._positions + prefix * len(self._counts)
+        if attended > MAX_POSITIONS:
+            raise Refused(pb.REASON_TOO_LONG, f"{attended} positions, {MAX_POSITIONS} is the most")
+        self._adapter = adapter
         self._backward = wanted.backward
         self._wire = wire_dtype(wanted.wire)
         self._stage = stage
@@ -56,30 +66,34 @@ class HostedPass:
         await race(self._answer(), self._beat())
 
     async def _answer(self) -> None:
-        outputs = await (self._gradients() if self._backward else self._outputs())
-        for part, payload in cut(outputs.to(self._wire)):
-            await self._send(pb.PassReply(part=part), payload)
+        for tensor in await (self._gradients() if self._backward else self._outputs()):
+            for part, payload in cut(tensor):
+                await self._send(pb.PassReply(part=part), payload)
 
-    async def _outputs(self) -> torch.Tensor:
-        inputs = await self._receive()
+    async def _outputs(self) -> list[torch.Tensor]:
+        arguments = await self._receive(), self._counts, self._adapter
         if self._graph is None:
-            return await self._compute(lambda: partial(self._stage.run_sequences, inputs, self._counts))
-        record = partial(self._stage.record_sequences, inputs, self._counts)
-        outputs, graph = await self._compute(lambda: record)
+            return [await self._compute(lambda: lambda: self._stage.run_sequences(*arguments).to(self._wire))]
+        outputs, graph = await self._compute(lambda: partial(self._stage.record_sequences, *arguments))
         self._engine.keep(self._graph, graph, for_s=self._timing.graph_s)
-        return outputs
+        return [outputs.to(self._wire)]
 
-    async def _gradients(self) -> torch.Tensor:
+    async def _gradients(self) -> list[torch.Tensor]:
+        """Those of the inputs and, with an adapter, of all its numbers."""
         if self._graph is not None:
-            gradients = await self._receive()
-            return await self._compute(lambda: partial(self._stage.gradients, self._take(), gradients))
-        inputs, gradients = await self._receive(), await self._receive()
+            grad_outputs = await self._receive()
+            return await self._compute(lambda: partial(self._differentiate, self._take(), grad_outputs))
+        inputs, grad_outputs = await self._receive(), await self._receive()
 
-        def compute() -> torch.Tensor:
-            _, graph = self._stage.record_sequences(inputs, self._counts)
-            return self._stage.gradients(graph, gradients)
+        def compute() -> list[torch.Tensor]:
+            _, graph = self._stage.record_sequences(inputs, self._counts, self._adapter)
+            return self._differentiate(graph, grad_outputs)
 
         return await self._compute(lambda: compute)
+
+    def _differentiate(self, graph: Graph, grad_outputs: torch.Tensor) -> list[torch.Tensor]:
+        gradients, own = self._stage.gradients(graph, grad_outputs)
+        return [gradients.to(self._wire), *([as_column(own)] if own else [])]
 
     async def _compute(self, start: Callable[[], Callable[[], T]]) -> T:
         return await self._engine.compute_behind(start, self._positions)
@@ -121,7 +135,8 @@ def graph_name(wanted: pb.Begin, client: PeerId) -> GraphName | None:
         return None
     if len(wanted.graph) != GRAPH_ID_BYTES:
         raise ProtocolViolation("a graph's id is 16 bytes")
-    return GraphName(client, wanted.graph, (wanted.span.start, wanted.span.end), tuple(wanted.counts))
+    span = wanted.span.start, wanted.span.end
+    return GraphName(client, wanted.graph, span, tuple(wanted.counts), wanted.adapter)
 
 
 def _graph_gone() -> Refused:

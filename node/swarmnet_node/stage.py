@@ -20,7 +20,7 @@ from swarmnet_node.attention import (
 )
 from swarmnet_node.fused import PRODUCTS, FusedLayers, fits
 from swarmnet_node.graphs import Graph, record
-from swarmnet_node.kv import KVGeometry, LaneCache
+from swarmnet_node.kv import KVGeometry, LaneCache, Prefix
 from swarmnet_node.native import decode
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models import LocalModel
@@ -117,10 +117,7 @@ class Stage:
 
     def new_lane(self, adapter: StageAdapter | None = None) -> LaneCache:
         """A cache for one sequence, empty but for the adapter's prefix; it allocates nothing yet."""
-        if adapter is None:
-            return LaneCache(self.geometry)
-        own = adapter.prefix[self._first : self._first + self.blocks]
-        return LaneCache(self.geometry, adapter, [prefix for prefix in own if prefix is not None])
+        return LaneCache(self.geometry, adapter, self._prefix(adapter))
 
     @torch.inference_mode()
     def forward(self, rows: Sequence[tuple[LaneCache, torch.Tensor]]) -> list[torch.Tensor]:
@@ -151,25 +148,54 @@ class Stage:
         return outputs
 
     @torch.inference_mode()
-    def run_sequences(self, inputs: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    def run_sequences(
+        self, inputs: torch.Tensor, counts: Sequence[int], adapter: StageAdapter | None = None
+    ) -> torch.Tensor:
         """Run whole sequences, ``counts[i]`` positions of the i-th, laid one after another, without caches: [P, D] in and out."""
-        return self._run_sequences(inputs.to(self.device, self.dtype), counts).cpu()
+        return self._run_sequences(inputs.to(self.device, self.dtype), counts, adapter).cpu()
 
-    def record_sequences(self, inputs: torch.Tensor, counts: Sequence[int]) -> tuple[torch.Tensor, Graph]:
+    def record_sequences(
+        self, inputs: torch.Tensor, counts: Sequence[int], adapter: StageAdapter | None = None
+    ) -> tuple[torch.Tensor, Graph]:
         """What ``run_sequences`` gives, and the graph from which its backward can be computed."""
-        weights = (*self._model.parameters(), *self._model.buffers())
-        outputs, graph = record(
-            lambda leaf: self._run_sequences(leaf, counts), inputs.to(self.device, self.dtype), weights
+        leaves = (
+            {name: tensor.detach().requires_grad_() for name, tensor in adapter.tensors.items()}
+            if adapter
+            else {}
         )
+
+        def forward(leaf: torch.Tensor) -> torch.Tensor:
+            own = self.adapt(leaves, adapter.start) if adapter else None
+            return self._run_sequences(leaf, counts, own)
+
+        weights = (*self._model.parameters(), *self._model.buffers())
+        leaf = inputs.to(self.device, self.dtype).detach().requires_grad_()
+        outputs, graph = record(forward, leaf, leaves, weights)
         return outputs.cpu(), graph
 
-    def gradients(self, graph: Graph, grad_outputs: torch.Tensor) -> torch.Tensor:
-        """What ``grad_outputs`` [P, D] of ``record_sequences`` come to at its inputs: [P, D]. The weights gather none."""
-        return graph.gradients(grad_outputs.to(self.device, self.dtype)).cpu()
+    def gradients(
+        self, graph: Graph, grad_outputs: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """What ``grad_outputs`` [P, D] of ``record_sequences`` come to at its inputs, [P, D], and at the adapter's tensors.
 
-    def _run_sequences(self, inputs: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        positions = torch.cat([torch.arange(count) for count in counts]).to(self.device)
-        return self._run(inputs, positions, SequenceBatch(counts))
+        It uses the graph up. The weights gather no gradients.
+        """
+        gradients, own = graph.gradients(grad_outputs.to(self.device, self.dtype))
+        return gradients.cpu(), {name: tensor.cpu() for name, tensor in own.items()}
+
+    def _run_sequences(
+        self, inputs: torch.Tensor, counts: Sequence[int], adapter: StageAdapter | None
+    ) -> torch.Tensor:
+        first = adapter.prefix_positions if adapter else 0
+        positions = torch.cat([torch.arange(first, first + count) for count in counts]).to(self.device)
+        batch = SequenceBatch(counts, self._prefix(adapter), first_layer=self._first)
+        additions = Additions([adapter], [len(inputs)])
+        return self._run(inputs, positions, batch, additions or None)
+
+    def _prefix(self, adapter: StageAdapter | None) -> list[Prefix]:
+        """What lanes begin with in each of our layers, or nothing."""
+        own = adapter.prefix[self._first : self._first + self.blocks] if adapter else ()
+        return [prefix for prefix in own if prefix is not None]
 
     def _forward_packed(
         self, rows: Sequence[tuple[LaneCache, torch.Tensor]], counts: list[int], additions: Additions

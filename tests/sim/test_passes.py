@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from swarmnet_client.hops import ChainSpec
-from swarmnet_client.passes import PASSES_PER_HOST, RemoteBatch, split
+from swarmnet_client.pass_calls import PASSES_PER_HOST
+from swarmnet_client.passes import RemoteBatch, split
 from swarmnet_node.host import HostLimits
 from swarmnet_protocols.errors import NoRoute, OutOfResources
 from swarmnet_protocols.protocol_ids import PASS
@@ -81,7 +82,7 @@ async def train(
         await asyncio.sleep(2.0)  # the client knows how far they are
         started = asyncio.get_running_loop().time()
         outputs = await batch.forward(random_states(0), keep_graphs=keep_graphs)
-        gradients = await batch.backward(random_states(1))
+        gradients, _ = await batch.backward(random_states(1))
         took_s = asyncio.get_running_loop().time() - started
     return Outcome(outputs, gradients, batch.report.failovers, took_s, served)
 

@@ -55,7 +55,7 @@ class Reference:
         """What sequences give after all blocks, and what ``gradients`` of that come to at the inputs: [P, D] each."""
         whole = self.stage(0, self.local.manifest.blocks)
         _, graph = whole.record_sequences(inputs, counts)
-        return whole.run_sequences(inputs, counts), whole.gradients(graph, gradients)
+        return whole.run_sequences(inputs, counts), whole.gradients(graph, gradients)[0]
 
     @torch.inference_mode()
     def embed(self, ids: torch.Tensor) -> torch.Tensor:

@@ -222,12 +222,12 @@ def test_passes_that_wait_when_the_engine_stops_are_told() -> None:
 
 
 def graph_of(nbytes: int) -> Graph:
-    _, graph = record(lambda leaf: 2 * leaf, torch.zeros(1), ())
+    _, graph = record(lambda leaf: 2 * leaf, torch.zeros(1, requires_grad=True), {}, ())
     return replace(graph, nbytes=nbytes)
 
 
 def name_of(number: int, owner: str = "one") -> GraphName:
-    return GraphName(PeerId(owner), bytes([number]), (0, 1), (1,))
+    return GraphName(PeerId(owner), bytes([number]), (0, 1), (1,), b"")
 
 
 def test_graphs_make_way_for_sessions_the_oldest_first() -> None:

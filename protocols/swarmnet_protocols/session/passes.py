@@ -1,9 +1,9 @@
-"""Passes: whole sequences through some blocks, forward or backward, with nothing kept. Their bounds and their tensors.
+"""Passes: whole sequences through some blocks, forward or backward. Their bounds and their tensors.
 
 Shape legend: P positions of all sequences of a pass together, D hidden size.
 """
 
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -14,7 +14,7 @@ from swarmnet_protocols.transport import Buffer
 from swarmnet_protocols.wire import session_pb2 as pb
 
 MAX_POSITIONS = 1024
-"""In one pass, and so in one sequence. A token of somebody's session may have to wait for all of these."""
+"""In one pass, and so in one sequence, each with its prefix. A token of somebody's session may have to wait for all of these."""
 MAX_SEQUENCES = 256
 
 NextPart = Callable[[], Awaitable[tuple[pb.Part, Buffer]]]
@@ -31,6 +31,18 @@ def cut(values: torch.Tensor) -> Iterator[tuple[pb.Part, memoryview]]:
     for piece in torch.split(values, _positions_in_part(values.shape[1], values.dtype)):
         tensor, payload = encode_tensor(piece)
         yield pb.Part(tensor=tensor), payload
+
+
+def as_column(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """All numbers of tensors in the order of their names: float32 [numbers, 1]."""
+    return torch.cat([tensors[name].flatten().float() for name in sorted(tensors)])[:, None]
+
+
+def from_column(column: torch.Tensor, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of the names and shapes of ``like``, from what ``as_column`` made of them."""
+    names = sorted(like)
+    parts = torch.split(column[:, 0], [like[name].numel() for name in names])
+    return {name: part.view(like[name].shape) for name, part in zip(names, parts, strict=True)}
 
 
 async def receive_tensor(next_part: NextPart, *, positions: int, hidden_size: int) -> torch.Tensor:
