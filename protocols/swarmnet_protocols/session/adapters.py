@@ -53,7 +53,8 @@ class Adapter:
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Raises ``ConfigError`` for what no host would take."""
         copies = {
-            name: tensor.detach().to("cpu", torch.float32, copy=True) for name, tensor in tensors.items()
+            name: tensor.detach().to("cpu", torch.float32, copy=True, memory_format=torch.contiguous_format)
+            for name, tensor in tensors.items()
         }
         try:
             self.blocks: Mapping[int, BlockTensors] = by_block(copies)

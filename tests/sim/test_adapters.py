@@ -1,0 +1,286 @@
+"""Adapters through chains of hosts: each client gets what PEFT gives it, whoever else computes and whoever dies."""
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import pytest
+import torch
+
+from swarmnet_client.adapters import ATTEMPTS
+from swarmnet_client.chain import Chain
+from swarmnet_client.hops import ChainSpec
+from swarmnet_client.swarm import Swarm
+from swarmnet_protocols.errors import ConfigError, OutOfResources
+from swarmnet_protocols.protocol_ids import ADAPTER, LINK, SESSION
+from swarmnet_protocols.session.adapters import Adapter
+from swarmnet_protocols.session.steps import Row
+from swarmnet_protocols.transport.memory import Delivery
+from swarmnet_protocols.wire import session_pb2 as pb
+from tests.support.peft_oracle import lora_tensors, prefix_tensors, with_lora, with_prefix
+from tests.support.swarm_lab import Lab, Reference, simulate
+
+# PEFT 0.21 asks transformers 5.23 by a name that is to go.
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+
+LAYOUTS = {
+    "1 hop": {"a": (0, 6)},
+    "2 hops": {"a": (0, 3), "b": (3, 6)},
+    "3 hops": {"a": (0, 2), "b": (2, 4), "c": (4, 6)},
+}
+TARGETS = ("q_proj", "v_proj", "down_proj")
+PREFIX = 5
+PROMPT = [5, 6, 7, 8, 9]
+TOKENS = 8
+
+
+class Tuned:
+    """The model with an adapter, whole, in this process."""
+
+    def __init__(self, reference: Reference, kind: str, seed: int = 1) -> None:
+        plain = reference.local.load_whole(dtype=torch.float32, device=torch.device("cpu"))
+        if kind == "lora":
+            self.model: Any = with_lora(plain, TARGETS, rank=2 + seed % 4, seed=seed)
+            self.adapter = Adapter(lora_tensors(self.model))
+        else:
+            self.model = with_prefix(plain, PREFIX, seed=seed)
+            self.adapter = Adapter(prefix_tensors(self.model))
+
+    @torch.inference_mode()
+    def logits(self, ids: Sequence[int]) -> torch.Tensor:
+        found: torch.Tensor = self.model(input_ids=torch.tensor([list(ids)])).logits[0]
+        return found
+
+    def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
+        ids = list(prompt)
+        for _ in range(count):
+            ids.append(int(self.logits(ids)[-1].argmax()))
+        return ids[len(prompt) :]
+
+
+@pytest.fixture(scope="module", params=["lora", "prefix"])
+def tuned(request: pytest.FixtureRequest, reference: Reference) -> Tuned:
+    return Tuned(reference, request.param)
+
+
+def open_chain(
+    lab: Lab, swarm: Swarm, adapter: Adapter | None, *, max_length: int = 512
+) -> AbstractAsyncContextManager[Chain]:
+    spec = ChainSpec(6, 32, max_length, torch.float32, adapter=adapter)
+    return Chain.open(swarm, spec, lab.reference.embed)
+
+
+async def start(lab: Lab, layout: dict[str, tuple[int, int]]) -> None:
+    for name, blocks in layout.items():
+        await lab.start(name, lab.hosting(blocks))
+    await asyncio.sleep(1.0)  # the directory shows them all
+
+
+def kind_of(delivery: Delivery) -> str | None:
+    """Of a request: "offer", "open", "step"."""
+    kinds = {ADAPTER.id: pb.AdapterRequest, SESSION.id: pb.SessionRequest, LINK.id: pb.LinkRequest}
+    kind = kinds.get(delivery.protocol.id)
+    return kind.FromString(delivery.message.header).WhichOneof("kind") if kind else None
+
+
+def counted(lab: Lab, kind: str, target: str) -> list[Delivery]:
+    """Fills with the requests of a kind that reach a node."""
+    found: list[Delivery] = []
+
+    def watch(delivery: Delivery) -> None:
+        if delivery.target == lab.peer_id(target) and kind_of(delivery) == kind:
+            found.append(delivery)
+
+    lab.network.observers.append(watch)
+    return found
+
+
+def logits_of(reference: Reference, hidden: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        found: torch.Tensor = reference.model.lm_head(reference.model.model.norm(hidden))
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_an_adapter_through_hops_gives_what_peft_gives(
+    reference: Reference, tuned: Tuned, layout: dict[str, tuple[int, int]]
+) -> None:
+    text = [*PROMPT, *tuned.greedy(PROMPT, TOKENS)]
+
+    async def scenario(lab: Lab) -> None:
+        await start(lab, layout)
+        async with lab.client() as swarm:
+            async with open_chain(lab, swarm, tuned.adapter) as chain:
+                assert await lab.generate(chain, PROMPT, TOKENS) == text[len(PROMPT) :]
+            async with open_chain(lab, swarm, tuned.adapter) as chain:
+                hidden = await chain.forward((Row(0, 0, len(text), len(text), 0),), torch.tensor(text))
+            torch.testing.assert_close(logits_of(reference, hidden), tuned.logits(text), atol=1e-5, rtol=1e-4)
+            async with open_chain(lab, swarm, None) as chain:
+                assert await lab.generate(chain, PROMPT, TOKENS) == reference.greedy(PROMPT, TOKENS)
+
+    simulate(reference, scenario)
+    assert text[len(PROMPT) :] != reference.greedy(PROMPT, TOKENS)
+
+
+def test_eight_clients_with_eight_adapters_and_two_without_get_their_own(reference: Reference) -> None:
+    all_tuned = [Tuned(reference, "lora" if seed % 4 else "prefix", seed) for seed in range(8)]
+    prompts = [[3 + number, *PROMPT] for number in range(10)]
+    expected = [each.greedy(prompt, TOKENS) for each, prompt in zip(all_tuned, prompts, strict=False)]
+    expected += [reference.greedy(prompt, TOKENS) for prompt in prompts[8:]]
+
+    async def scenario(lab: Lab) -> None:
+        await start(lab, LAYOUTS["2 hops"])
+
+        async def talk(number: int, adapter: Adapter | None) -> list[int]:
+            async with lab.client(f"client {number}") as swarm, open_chain(lab, swarm, adapter) as chain:
+                return await lab.generate(chain, prompts[number], TOKENS)
+
+        adapters = [*(each.adapter for each in all_tuned), None, None]
+        answers = await asyncio.gather(*(talk(*each) for each in enumerate(adapters)))
+        assert answers == expected
+        engine = lab.nodes["a"]._engine
+        assert engine is not None
+        assert engine.forwards < 10 * TOKENS / 2, "their tokens were hardly ever in one batch"
+
+    simulate(reference, scenario)
+
+
+@pytest.mark.parametrize("victim", ["a", "b"])
+@pytest.mark.parametrize("moment", ["offer", "open", "step"])
+def test_a_host_may_die_at_any_time(reference: Reference, tuned: Tuned, victim: str, moment: str) -> None:
+    """Its replacement is brought the adapter before it is opened, and computes the same."""
+
+    async def scenario(lab: Lab) -> None:
+        await start(lab, {"a": (0, 3), "b": (3, 6)})
+        seen: list[Delivery] = []
+        crashed = asyncio.Event()
+
+        def watch(delivery: Delivery) -> None:
+            if delivery.target == lab.peer_id(victim) and kind_of(delivery) == moment:
+                seen.append(delivery)
+                if len(seen) == (4 if moment == "step" else 1):
+                    lab.network.crash(delivery.target)
+                    crashed.set()
+
+        async with lab.client() as swarm, open_chain(lab, swarm, tuned.adapter) as chain:
+            lab.network.observers.append(watch)
+            answer = asyncio.create_task(lab.generate(chain, PROMPT, TOKENS))
+            await asyncio.wait_for(crashed.wait(), 10.0)
+            await lab.start(f"{victim}2", lab.hosting((0, 3) if victim == "a" else (3, 6)))
+            assert await answer == tuned.greedy(PROMPT, TOKENS)
+
+    simulate(reference, scenario)
+
+
+def test_a_host_that_has_lost_an_adapter_is_brought_it_again(reference: Reference) -> None:
+    """That is no fault of the host: it stays in the chain."""
+    tuned = Tuned(reference, "lora")
+
+    async def scenario(lab: Lab) -> None:
+        await start(lab, LAYOUTS["2 hops"])
+        host = lab.nodes["b"]._host
+        assert host is not None
+        offers, opened = counted(lab, "offer", "b"), counted(lab, "open", "b")
+        lab.once(
+            lambda delivery: delivery.target == lab.peer_id("b") and kind_of(delivery) == "open",
+            lambda _: host.adapters._kept.clear(),
+        )
+        async with lab.client() as swarm, open_chain(lab, swarm, tuned.adapter) as chain:
+            assert await lab.generate(chain, PROMPT, TOKENS) == tuned.greedy(PROMPT, TOKENS)
+            assert chain.report.failovers == 0
+        assert (len(offers), len(opened)) == (2, 2)
+
+    simulate(reference, scenario)
+
+
+def test_a_host_that_never_has_what_it_was_brought_is_left(reference: Reference) -> None:
+    tuned = Tuned(reference, "lora")
+
+    async def scenario(lab: Lab) -> None:
+        await start(lab, {"a": (0, 6)})
+        host = lab.nodes["a"]._host
+        assert host is not None
+        asked = asyncio.Event()
+        opened = counted(lab, "open", "a")
+
+        def forget(delivery: Delivery) -> None:
+            if delivery.target == lab.peer_id("a") and kind_of(delivery) == "open":
+                host.adapters._kept.clear()
+                asked.set()
+
+        lab.network.observers.append(forget)
+        async with lab.client() as swarm, open_chain(lab, swarm, tuned.adapter) as chain:
+            answer = asyncio.create_task(lab.generate(chain, PROMPT, TOKENS))
+            await asyncio.wait_for(asked.wait(), 10.0)
+            await lab.start("b", lab.hosting((0, 6)))
+            assert await answer == tuned.greedy(PROMPT, TOKENS)
+            assert [peer for peer, _, _ in chain.report.route] == [lab.peer_id("b")]
+        assert ATTEMPTS <= len(opened) < 10 * ATTEMPTS
+
+    simulate(reference, scenario)
+
+
+def test_lanes_with_a_prefix_are_rewound_and_forked_as_others_are(reference: Reference) -> None:
+    tuned = Tuned(reference, "prefix")
+    one, other, third = [5, 6, 7, 8, 9, 10], [5, 6, 7, 20, 21], [5, 6, 7, 8, 40]
+
+    async def scenario(lab: Lab) -> None:
+        await start(lab, LAYOUTS["2 hops"])
+        async with lab.client() as swarm, open_chain(lab, swarm, tuned.adapter) as chain:
+            await chain.forward((Row(0, 0, 6, 1, 0),), torch.tensor(one))
+            rewound = await chain.forward((Row(0, 3, 2, 2, 0, True),), torch.tensor(other[3:]))
+            torch.testing.assert_close(
+                logits_of(reference, rewound), tuned.logits(other)[3:], atol=1e-5, rtol=1e-4
+            )
+            rows = (Row(0, 3, 2, 2, 0, True), Row(1, 3, 2, 2, 0, True))
+            forked = await chain.forward(rows, torch.tensor([*third[3:], *other[3:]]))
+            expected = torch.cat([tuned.logits(third)[3:], tuned.logits(other)[3:]])
+            torch.testing.assert_close(logits_of(reference, forked), expected, atol=1e-5, rtol=1e-4)
+            again = await chain.forward((Row(0, 0, 5, 5, 0, True),), torch.tensor(other))
+            torch.testing.assert_close(logits_of(reference, again), tuned.logits(other), atol=1e-5, rtol=1e-4)
+
+    simulate(reference, scenario)
+
+
+def test_positions_of_a_prefix_count(reference: Reference) -> None:
+    tuned = Tuned(reference, "prefix")
+
+    async def scenario(lab: Lab) -> None:
+        await start(lab, LAYOUTS["1 hop"])
+        async with (
+            lab.client() as swarm,
+            open_chain(lab, swarm, tuned.adapter, max_length=PREFIX + 6) as chain,
+        ):
+            await chain.forward((Row(0, 0, 6, 1, 0),), torch.tensor([5] * 6))
+            with pytest.raises(OutOfResources, match=f"{PREFIX + 7} positions"):
+                await chain.forward((Row(0, 6, 1, 1, 0),), torch.tensor([5]))
+
+    simulate(reference, scenario)
+
+
+def test_a_prefix_that_lacks_blocks_is_refused_at_home(reference: Reference) -> None:
+    tuned = Tuned(reference, "prefix")
+    some = {name: tensor for name, tensor in tuned.adapter.tensors.items() if not name.startswith("4.")}
+
+    async def scenario(lab: Lab) -> None:
+        await start(lab, LAYOUTS["3 hops"])
+        async with lab.client() as swarm, open_chain(lab, swarm, Adapter(some)) as chain:
+            with pytest.raises(ConfigError, match="block 4"):
+                await chain.forward((Row(0, 0, 1, 1, 0),), torch.tensor([5]))
+
+    simulate(reference, scenario)
+
+
+def test_hosts_outside_of_an_adapter_are_not_bothered_with_it(reference: Reference) -> None:
+    tuned = Tuned(reference, "lora")
+    some = {name: tensor for name, tensor in tuned.adapter.tensors.items() if name[0] in "01"}
+
+    async def scenario(lab: Lab) -> None:
+        await start(lab, LAYOUTS["3 hops"])
+        offers = {name: counted(lab, "offer", name) for name in "abc"}
+        async with lab.client() as swarm, open_chain(lab, swarm, Adapter(some)) as chain:
+            await lab.generate(chain, PROMPT, 2)
+        assert {name: len(each) for name, each in offers.items()} == {"a": 1, "b": 0, "c": 0}
+
+    simulate(reference, scenario)
