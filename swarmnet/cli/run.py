@@ -84,8 +84,11 @@ def run(  # noqa: PLR0913 - a command line, not an interface
     style = _Format(as_json, stream)
     if adapter is not None:
         _check_adapter(adapter, model, cache_dir)
-    with _open(model, swarm, bootstrap, dtype, cache_dir, quiet=as_json) as opened, opened.session():
-        answering = opened if adapter is None else _adapted(opened, adapter)
+    with (
+        _open(model, swarm, bootstrap, dtype, cache_dir, quiet=as_json) as opened,
+        opened.session(),
+        _adapted(opened, adapter) as answering,
+    ):
         messages: list[dict[str, str]] = []
         for question in questions:
             messages.append({"role": "user", "content": question})
@@ -96,22 +99,30 @@ def run(  # noqa: PLR0913 - a command line, not an interface
 
 def _check_adapter(adapter: Path, model: str, cache_dir: Path | None) -> None:
     """What can be said of an adapter before anybody is asked anything."""
-    from swarmnet_client.tuning.adapter_dir import check_adapter
+    from swarmnet_client.tuning.adapter_dir import check_adapter, check_made_for
     from swarmnet_protocols.models import resolve
 
-    config = check_adapter(adapter, resolve(model, cache_dir=cache_dir or default_cache_dir()).manifest.hash)
+    config = check_adapter(adapter)
     if config.get("task_type") not in {None, "CAUSAL_LM"}:
         raise ConfigError(
             f"the adapter in {adapter} is for {config['task_type']}, and does not write text",
             hint="use it from Python: AutoSwarmModelForSequenceClassification",
         )
+    local = resolve(model, cache_dir=cache_dir or default_cache_dir())
+    check_made_for(adapter, local.manifest.hash)
 
 
-def _adapted(model: "SwarmModel", adapter: Path) -> "SwarmModel":
+@contextmanager
+def _adapted(model: "SwarmModel", adapter: Path | None) -> Iterator["SwarmModel"]:
+    """``model``, with the adapter in ``adapter`` if there is one."""
+    if adapter is None:
+        yield model
+        return
     from swarmnet_client.tuning.adapter_dir import load_adapter
+    from swarmnet_client.tuning.methods import quiet_peft
 
-    adapted: SwarmModel = load_adapter(model, adapter)
-    return adapted
+    with quiet_peft():
+        yield load_adapter(model, adapter)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from swarmnet.cli.tuning_display import Display, display
 from swarmnet.paths import default_cache_dir
 from swarmnet_client.tuning.methods import LEARNING_RATES, Method, Settings, attach, require_peft
 from swarmnet_protocols.clock import wall_clock
-from swarmnet_protocols.errors import SwarmnetError
+from swarmnet_protocols.errors import ConfigError, SwarmnetError
 from swarmnet_protocols.models import DEFAULT_MODEL
 
 if TYPE_CHECKING:
@@ -100,6 +100,9 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
     check_dtype(dtype)
     for address in bootstrap:
         check_peer_address(address)
+    for path in (data, eval_data):
+        if path is not None and not path.is_file():
+            raise ConfigError(f"there is no file {path}", hint="name a file with one JSON object a line")
     swarm_file.load_valid(swarm, wall_clock())
     require_peft()
     settings = Settings(
@@ -119,6 +122,7 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
     with display(as_json=as_json) as shown:
         from swarmnet_client.tuning.batches import Dataset
         from swarmnet_client.tuning.run_dir import RunDir
+        from swarmnet_client.tuning.trainer import Tuner
         from swarmnet_protocols.models import resolve
 
         local = resolve(model, cache_dir=cache_dir or default_cache_dir(), progress=shown.progress)

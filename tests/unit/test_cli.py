@@ -39,8 +39,10 @@ COMMANDS = [
     ["train", "status"],
     ["train", "export"],
     ["train", "plot"],
+    ["tune"],
 ]
 HEAVY = ("torch", "transformers", "hivemind", "grpc", "numpy", "safetensors", "huggingface_hub")
+TUNE = ["tune", "--swarm", "SWARM", "--data", "rows.jsonl", "--out", "out"]
 
 
 @pytest.fixture
@@ -101,6 +103,14 @@ USAGE = [
     (["join", "SWARM", "--name", "bell\a"], "--name"),
     (["demo", "--nodes", "0"], "--nodes"),
     (["finish", "--grace", "nan"], "--grace"),
+    ([*TUNE, "--method", "magic"], "--method"),
+    ([*TUNE, "--learning-rate", "nan"], "--learning-rate"),
+    ([*TUNE, "--learning-rate", "0"], "--learning-rate"),
+    ([*TUNE, "--held-out", "1"], "--held-out"),
+    ([*TUNE, "--steps", "0"], "--steps"),
+    ([*TUNE, "--batch-size", "257"], "--batch-size"),
+    ([*TUNE, "--device", "toaster"], "--device"),
+    (["tune", "--swarm", "SWARM", "--out", "out"], "--data"),
 ]
 CONFIG = [
     (["join", "nowhere.toml"], "nowhere.toml"),
@@ -110,6 +120,9 @@ CONFIG = [
     (["join", "SWARM", "--announce", "/ip4/300.0.0.1/tcp/1"], "host"),
     (["run", "m", "hi", "--swarm", "nowhere.toml"], "nowhere.toml"),
     (["run", "m", "hi", "--swarm", "SWARM", "--bootstrap", "x"], "multiaddr"),
+    (["run", "m", "hi", "--swarm", "SWARM", "--adapter", "nowhere"], "adapter_config.json"),
+    ([*TUNE, "--bootstrap", "x"], "multiaddr"),
+    (TUNE, "rows.jsonl"),
     (["swarm", "create", "a/b", "--out", "out"], "a/b"),
     (["swarm", "verify", "nowhere.toml"], "nowhere.toml"),
     (["swarm", "create", "lab", "--out", "out", "--bootstrap", "x"], "multiaddr"),

@@ -19,10 +19,9 @@ _MAX_SUMMARY_BYTES = 64 << 20
 _HINT = "name a directory that `swarmnet tune` or PEFT's save_pretrained() has written"
 
 
-def check_adapter(directory: Path, manifest: bytes | None = None) -> dict[str, Any]:
+def check_adapter(directory: Path) -> dict[str, Any]:
     """The config of the adapter in ``directory``. Raises ``ConfigError`` or ``IntegrityError`` if there is none that may be read.
 
-    With the manifest hash of a model also if ``swarmnet tune`` made the adapter for another one.
     PEFT itself would look for a missing file on the hub, and reads a pickle where there are no safetensors.
     """
     if not (directory / CONFIG_FILE).is_file():
@@ -37,14 +36,19 @@ def check_adapter(directory: Path, manifest: bytes | None = None) -> dict[str, A
     config = _read_json(directory / CONFIG_FILE, _MAX_CONFIG_BYTES)
     if not isinstance(config.get("peft_type"), str):
         raise IntegrityError(f"{directory / CONFIG_FILE} does not name a peft_type", hint=_HINT)
-    if manifest is not None and (directory / SUMMARY_FILE).is_file():
-        made_for = _read_json(directory / SUMMARY_FILE, _MAX_SUMMARY_BYTES)
-        if made_for.get("manifest") != manifest.hex():
-            raise ConfigError(
-                f"the adapter in {directory} is for another model: {made_for.get('model')}",
-                hint="name that model, or remove tune.json if you know that the two are the same",
-            )
     return config
+
+
+def check_made_for(directory: Path, manifest: bytes) -> None:
+    """Raise ``ConfigError`` if ``swarmnet tune`` made the adapter for a model of another manifest hash."""
+    if not (directory / SUMMARY_FILE).is_file():
+        return
+    summary = _read_json(directory / SUMMARY_FILE, _MAX_SUMMARY_BYTES)
+    if summary.get("manifest") != manifest.hex():
+        raise ConfigError(
+            f"the adapter in {directory} is for another model: {summary.get('model')}",
+            hint="name that model, or remove tune.json if you know that the two are the same",
+        )
 
 
 def load_adapter(model: Any, directory: Path) -> Any:

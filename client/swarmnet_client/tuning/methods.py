@@ -66,9 +66,10 @@ def require_peft() -> None:
 
 @contextmanager
 def quiet_peft() -> Iterator[None]:
-    """PEFT asks transformers for something under a name that will go: nothing for a person to see."""
+    """Without warnings about what PEFT and transformers say to each other: nothing for a person to see."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        warnings.filterwarnings("ignore", "Position ids are not supported", UserWarning)
         yield
 
 
