@@ -28,7 +28,8 @@ lint: $(INSTALLED)
 
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal -m "not slow and not net" $(PYTEST_ARGS)
-	$(BIN)/python -m pytest -m "slow or net" --durations=10 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "(slow or net) and not alone" --durations=10 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m alone --durations=10 $(PYTEST_ARGS)
 	@echo "lint, types and tests: all good"
 
 demo: $(INSTALLED)

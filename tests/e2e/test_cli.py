@@ -1,11 +1,13 @@
 """The commands as a person runs them: real processes, the real model, one machine."""
 
+import io
 import json
 import os
 import pty
 import signal
 import subprocess
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from swarmnet.cli import execute
 from tests.support.commands import SWARMNET, RunningCommand, call, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -33,8 +36,12 @@ class RunningNode:
     data_dir: str
     ready: dict[str, Any]
 
-    def ask(self, *arguments: str, stdin: str = "") -> dict[str, Any]:
-        answer: dict[str, Any] = call("run", MODEL, *arguments, *self.where, stdin=stdin)
+    def ask(self, *arguments: str) -> dict[str, Any]:
+        """What ``run`` answers, in this process: another would import torch for longer than it runs."""
+        with redirect_stdout(io.StringIO()) as out:
+            code = execute(["run", MODEL, *arguments, *self.where, "--json"])
+        assert code == 0, out.getvalue()
+        answer: dict[str, Any] = json.loads(out.getvalue())
         return answer
 
     @property
@@ -75,7 +82,7 @@ def test_status_tells_what_the_node_does(node: RunningNode) -> None:
 
 
 def test_a_prompt_is_answered(node: RunningNode) -> None:
-    result = node.ask("What is the capital of France?", "-n", "32")
+    result = call("run", MODEL, "What is the capital of France?", "-n", "32", *node.where)
     assert "Paris" in result["text"]
     assert 0 < len(result["token_ids"]) <= 32
     assert result["prompt_tokens"] > 10
@@ -99,8 +106,9 @@ def test_a_seed_makes_sampling_repeatable(node: RunningNode) -> None:
     assert first != other
 
 
-def test_the_prompt_may_come_from_stdin(node: RunningNode) -> None:
-    result = node.ask("--raw", "-n", "3", stdin="The capital of France is")
+def test_the_prompt_may_come_from_stdin(node: RunningNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("The capital of France is"))
+    result = node.ask("--raw", "-n", "3")
     assert result["text"].startswith(" Paris")
 
 
@@ -110,10 +118,9 @@ def test_text_goes_to_stdout_and_all_else_to_stderr(node: RunningNode) -> None:
     assert "1 tokens" in done.stderr
 
 
-def test_a_prompt_that_is_too_long_is_refused(node: RunningNode) -> None:
-    done = run("run", MODEL, "--raw", *node.where, stdin="word " * 9000)
-    assert done.returncode == 2
-    assert "shorten" in done.stderr
+def test_a_prompt_that_is_too_long_is_refused(node: RunningNode, capsys: pytest.CaptureFixture[str]) -> None:
+    assert execute(["run", MODEL, "word " * 9000, "--raw", *node.where]) == 2
+    assert "shorten" in capsys.readouterr().err
 
 
 def test_a_chat_remembers_what_was_said(node: RunningNode) -> None:
@@ -144,12 +151,13 @@ def test_a_chat_remembers_what_was_said(node: RunningNode) -> None:
         os.close(follower)
 
 
-def test_a_model_without_hosts_is_unreachable(node: RunningNode, tmp_path: Path) -> None:
+def test_a_model_without_hosts_is_unreachable(
+    node: RunningNode, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     call("swarm", "create", "other", "--open", "--out", str(tmp_path))
-    bootstrap = ("--bootstrap", node.ready["addresses"][0])
-    done = run("run", MODEL, "Hello", "--swarm", str(tmp_path), *bootstrap, "--json")
-    assert done.returncode == 5
-    assert json.loads(done.stdout)["error"] == "unreachable"
+    where = ("--swarm", str(tmp_path), "--bootstrap", node.ready["addresses"][0])
+    assert execute(["run", MODEL, "Hello", *where, "--json"]) == 5
+    assert json.loads(capsys.readouterr().out)["error"] == "unreachable"
 
 
 def test_sigterm_ends_a_node_in_good_order(node: RunningNode, tmp_path: Path) -> None:
@@ -180,7 +188,7 @@ def test_demo_answers_and_leaves_nothing_behind(tmp_path: Path, monkeypatch: pyt
         assert not list(tmp_path.glob("swarmnet-demo-*"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_demo_that_is_stopped_takes_its_nodes_along(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -215,10 +215,9 @@ def test_ctrl_c_while_hosts_compute_leaves_a_usable_model(tiny: TinySwarm) -> No
 
 
 @pytest.fixture(scope="module")
-def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Swarm, Any, Any]]:
+def real(tmp_path_factory: pytest.TempPathFactory, cache_dir: Path) -> Iterator[tuple[Swarm, Any, Any]]:
     directory = tmp_path_factory.mktemp("real")
-    cache_dir = directory / "cache"
-    with swarm(Path(directory) / "lab", cache_dir, (0, 15), (15, 30)) as lab, lab.connect() as model:
+    with swarm(directory / "lab", cache_dir, (0, 15), (15, 30)) as lab, lab.connect() as model:
         whole = resolve(lab.model, cache_dir=cache_dir).load_whole(
             dtype=torch.float32, device=torch.device("cpu")
         )

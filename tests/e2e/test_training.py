@@ -24,6 +24,7 @@ ROUNDS = 100_000
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.timeout(240)
 def test_workers_train_while_one_is_killed_and_another_joins(tmp_path: Path) -> None:
     job = create_job(
@@ -85,6 +86,7 @@ def test_workers_train_while_one_is_killed_and_another_joins(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.timeout(120)
 def test_a_worker_whose_p2pd_dies_saves_and_says_what_to_do(tmp_path: Path) -> None:
     job = create_job(tmp_path, write_job(tmp_path, "diloco", "sync_every = 20", rounds=ROUNDS))
@@ -103,6 +105,7 @@ def test_a_worker_whose_p2pd_dies_saves_and_says_what_to_do(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.timeout(120)
 def test_who_is_asked_to_leave_hands_over_what_it_owes(tmp_path: Path) -> None:
     exchange = 'min_workers = 2\ncodec = "topk"'
@@ -120,6 +123,7 @@ def test_who_is_asked_to_leave_hands_over_what_it_owes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.timeout(120)
 def test_strangers_end_their_own_streams_and_nothing_else(tmp_path: Path) -> None:
     job = create_job(tmp_path, write_job(tmp_path, "diloco", "sync_every = 20", rounds=ROUNDS))
