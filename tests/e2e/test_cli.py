@@ -17,6 +17,7 @@ import pytest
 
 from swarmnet.cli import execute
 from tests.support.commands import SWARMNET, RunningCommand, call, run
+from tests.support.processes import NodeProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -54,8 +55,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
     directory = tmp_path_factory.mktemp("swarm")
     swarm, data_dir = str(directory / "swarm.toml"), str(directory / "data")
     call("swarm", "create", "lab", "--out", str(directory))
-    options = ("--blocks", f"0:{BLOCKS}", "--data-dir", data_dir, "--listen", LOOPBACK)
-    with RunningCommand(("join", swarm, *options), directory / "node.log") as process:
+    with NodeProcess((swarm, "--blocks", f"0:{BLOCKS}"), Path(data_dir)) as process:
         yield RunningNode(swarm, data_dir, process.wait("ready"))
         # The last thing the module does to the node: `finish` is how it is meant to end.
         assert call("finish", "--data-dir", data_dir)["finishing"] is True
