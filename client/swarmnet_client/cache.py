@@ -10,6 +10,7 @@ from transformers import Cache
 from swarmnet_client import lora
 from swarmnet_client.chain import Chain, ChainReport
 from swarmnet_client.own import Own
+from swarmnet_protocols.session.adapters import Adapter
 from swarmnet_protocols.session.steps import Row
 
 if TYPE_CHECKING:
@@ -39,7 +40,10 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
         self._length = 0
         self._lanes: list[int] = []
         self._firsts: list[int] = []
-        self._own: tuple[Own, tuple[object, ...]] | None = None
+        self._own: Own | None = None
+        self._version: tuple[object, ...] = ()
+        self._adapter: Adapter | None = None
+        self._is_checked = False
         self._are_ids = True
         self.tokens: torch.Tensor | None = None
 
@@ -73,6 +77,7 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
         if not 0 <= length <= self._length:
             raise ValueError(f"cannot go to position {length} of {self._length}")
         self._length = length
+        self._is_checked = False
         if self.tokens is not None:
             self.tokens = self.tokens[:, :length]
 
@@ -90,7 +95,7 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
     @property
     def prefix_positions(self) -> int:
         """Positions that every lane begins with, before the first column."""
-        return self._own[0].prefix_positions if self._own is not None else 0
+        return self._adapter.prefix_positions if self._adapter is not None else 0
 
     @property
     def report(self) -> ChainReport:
@@ -100,10 +105,11 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
         """Send the columns [B, n] (ids) or [B, n, D] (embeddings) on; hidden states [B, n, D].
 
         Only the last ``new.outputs`` columns are filled in; what is padding or not wanted is zero. Raises ``ValueError`` when
-        ``own`` is not what the columns held were computed with, or when some of all columns are ids and some are not.
+        ``own`` is not what the columns held were computed with, or when some of all columns are ids and some are not. A change
+        that autograd does not count (fused optimizers) is noticed when more than one column comes, or after ``rewind``.
         """
-        self._settle(own, are_ids=inputs.dim() == 2)
         batch, width = inputs.shape[:2]
+        self._settle(own, are_ids=inputs.dim() == 2, is_token=width == 1)
         if not self._lanes:
             self._lanes = list(range(batch))
         if self._length == 0:
@@ -138,20 +144,32 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
         """Free the caches in the swarm; idempotent."""
         self._model.run(self._stack.aclose())
 
-    def _settle(self, own: Own, *, are_ids: bool) -> None:
+    def _settle(self, own: Own, *, are_ids: bool, is_token: bool) -> None:
         """See to it that the lanes are for inputs of this kind and computed with ``own``. Those that hold nothing may become so."""
-        version = lora.version_of(own.pairs)
         if self._own is not None:
-            is_same = self._own[1] == version and not own.prefix and self._are_ids == are_ids
-            if is_same and (self._length or not self.prefix_positions):
+            is_same = self._is_in_use(own, is_token=is_token)
+            if is_same and self._are_ids == are_ids:
                 return
-            if self._length and self._are_ids != are_ids:
-                raise ValueError("a session goes on with ids, or with embeddings, as it began")
             if self._length:
-                raise ValueError("the adapter has changed since this session began: begin another one")
+                raise ValueError(
+                    "the adapter has changed since this session began: begin another one"
+                    if not is_same
+                    else "a session goes on with ids, or with embeddings, as it began"
+                )
             self.close()
             self._chain, self._lanes = None, []
-        self._own, self._are_ids = (own, version), are_ids
+        self._own, self._are_ids, self._version = own, are_ids, lora.version_of(own.pairs)
+        self._adapter, self._is_checked = self._model.adapter(own), True
+
+    def _is_in_use(self, own: Own, *, is_token: bool) -> bool:
+        """Whether the lanes are computed with ``own``; a prefix is named only where it begins. For one token a quick look must do."""
+        if own.prefix or (self.prefix_positions and not self._length):
+            return False
+        if lora.version_of(own.pairs) != self._version:
+            return False
+        if not (is_token and self._is_checked):
+            self._is_checked = Own(own.pairs, self._own.prefix if self._own else {}).is_in(self._adapter)
+        return self._is_checked
 
     def _remember(self, inputs: torch.Tensor) -> None:
         """Keep the tokens of all columns, as long as all columns are tokens."""
@@ -161,7 +179,7 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
     async def _send(self, rows: tuple[Row, ...], values: torch.Tensor) -> torch.Tensor:
         if self._chain is None:
             self._chain = await self._stack.enter_async_context(
-                self._model.open_chain(self._max_length, self._own[0] if self._own else Own())
+                self._model.open_chain(self._max_length, self._adapter)
             )
         return await self._chain.forward(rows, values)
 

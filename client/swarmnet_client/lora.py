@@ -52,10 +52,7 @@ def tensors_of(pairs: Pairs) -> dict[str, torch.Tensor]:
 
 
 def version_of(pairs: Pairs) -> tuple[object, ...]:
-    """Equal for the same parameters with the same values, as long as they live.
-
-    What is written past autograd, through ``.data``, is not seen.
-    """
+    """Another for other parameters, and for most changes of their values: some optimizers (fused ones) make them unseen."""
     return tuple(
         (name, id(tensor), 0 if tensor.is_inference() else tensor._version, part.scaling)
         for name, parts in pairs.items()

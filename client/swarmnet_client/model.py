@@ -101,9 +101,12 @@ class SwarmModel:
         """Bytes that went to and came from hosts since the model was opened."""
         return self._runtime.swarm.traffic
 
-    def open_chain(self, max_length: int, own: Own) -> AbstractAsyncContextManager[Chain]:
-        """A chain whose lanes may reach ``max_length`` positions, and whose hosts apply ``own`` to them."""
-        adapter = self._adapters.adapter(own)
+    def adapter(self, own: Own) -> Adapter | None:
+        """What hosts are to be told of ``own`` as it is now."""
+        return self._adapters.adapter(own)
+
+    def open_chain(self, max_length: int, adapter: Adapter | None) -> AbstractAsyncContextManager[Chain]:
+        """A chain whose lanes may reach ``max_length`` positions, and whose hosts apply ``adapter`` to them."""
         spec = dataclasses.replace(self._spec, max_length=max_length, adapter=adapter)
         return Chain.open(self._runtime.swarm, spec, self._embed)
 

@@ -46,19 +46,27 @@ class Own:
         """All of it as an adapter's tensors, in the graph of the parameters they come from."""
         return {**lora.tensors_of(self.pairs), **self.prefix}
 
+    @torch.no_grad()
+    def is_in(self, adapter: Adapter | None) -> bool:
+        """Whether ``adapter`` is all of it, as it is now."""
+        tensors = self.tensors()
+        known = {} if adapter is None else adapter.tensors
+        return tensors.keys() == known.keys() and all(
+            torch.equal(tensors[name], known[name]) for name in tensors
+        )
+
 
 class AdapterMaker:
-    """Makes adapters, and keeps the last one: hosts' parts of it are hashed once for each version of the parameters."""
+    """Makes adapters, and keeps the last one: while nothing changes, what hosts get of it is hashed once."""
 
     def __init__(self) -> None:
-        self._last: tuple[Own, tuple[object, ...], Adapter] | None = None
+        self._last: Adapter | None = None
 
     @torch.no_grad()
     def adapter(self, own: Own) -> Adapter | None:
         """The adapter for ``own`` as it is now; None when there is nothing in it. Raises what ``Adapter`` raises."""
         if not own.pairs and not own.prefix:
             return None
-        version = lora.version_of(own.pairs)
-        if self._last is None or own.prefix or self._last[0].prefix or self._last[1] != version:
-            self._last = own, version, Adapter(own.tensors())
-        return self._last[2]
+        if self._last is None or not own.is_in(self._last):
+            self._last = Adapter(own.tensors())
+        return self._last

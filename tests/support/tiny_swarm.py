@@ -1,9 +1,10 @@
 """The public model facade over a swarm of tiny nodes in this process, in real time: no processes, no sockets."""
 
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -31,6 +32,19 @@ class TinySwarm:
     reference: Reference
     lab: Lab
 
+    @contextmanager
+    def another_client(self, name: str) -> Iterator[Any]:
+        """The model as another peer has it open, who shares this one's loop."""
+        shared: Any = self.model._runtime
+        stack = AsyncExitStack()
+        swarm = self.model.run(stack.enter_async_context(self.lab.client(name)))
+        runtime: Any = SimpleNamespace(swarm=swarm, run=shared.run, close=lambda: None)
+        model = wrap(self.reference.local, runtime, dtype=torch.float32, device=torch.device("cpu"))
+        try:
+            yield model
+        finally:
+            self.model.run(stack.aclose())
+
     @property
     def status(self) -> NodeStatus:
         """What the first node says of itself now."""
@@ -54,8 +68,10 @@ def load_tiny(directory: Path) -> Reference:
 
 
 @contextmanager
-def tiny_swarm(reference: Reference, spans: Sequence[tuple[int, int]] = SPANS) -> Iterator[TinySwarm]:
-    """A swarm of one node for each of ``spans`` and a client of it."""
+def tiny_swarm(
+    reference: Reference, spans: Sequence[tuple[int, int]] = SPANS, *, labels: int | None = None
+) -> Iterator[TinySwarm]:
+    """A swarm of one node for each of ``spans`` and a client of it, with ``labels`` as a classifier."""
     labs: list[Lab] = []
 
     @asynccontextmanager
@@ -68,5 +84,7 @@ def tiny_swarm(reference: Reference, spans: Sequence[tuple[int, int]] = SPANS) -
                 yield swarm
 
     runtime = Runtime(connect)
-    with wrap(reference.local, runtime, dtype=torch.float32, device=torch.device("cpu")) as model:
+    with wrap(
+        reference.local, runtime, dtype=torch.float32, device=torch.device("cpu"), labels=labels
+    ) as model:
         yield TinySwarm(model, reference, labs[0])

@@ -177,7 +177,7 @@ class Builder:
 
         with torch.device("meta"):
             empty = self._cls(copy.deepcopy(self._config))
-        with _no_progress_bar():
+        with _quietly():
             model, info = self._cls.from_pretrained(
                 None,
                 config=self._config,
@@ -213,13 +213,16 @@ def _keep_blocks(config: "PretrainedConfig", start: int, end: int) -> None:
 
 
 @contextmanager
-def _no_progress_bar() -> Iterator[None]:
+def _quietly() -> Iterator[None]:
+    """Without transformers' progress bar, and its report of weights that are missing or too many: both are looked at here."""
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
+    shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
+    logging.set_verbosity_error()
     try:
         yield
     finally:
+        logging.set_verbosity(verbosity)
         if shown:
             logging.enable_progress_bar()
