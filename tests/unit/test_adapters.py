@@ -10,9 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from swarmnet_node.adapters import StageAdapter
 from swarmnet_node.stage import Stage
-from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.models import LocalModel, resolve
-from tests.support.peft_oracle import lora_tensors, prefix_tensors, random_tensors, with_lora, with_prefix
+from tests.support.peft_oracle import lora_tensors, prefix_tensors, with_lora, with_prefix
 from tests.support.tiny_models import FAMILIES, save_tiny
 
 # PEFT 0.21 asks transformers 5.23 by a name that is to go.

@@ -1,0 +1,301 @@
+"""What hosts refuse of adapters, and what a client that misbehaves costs others: nothing."""
+
+import asyncio
+import hashlib
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save
+
+from swarmnet_client.adapters import place
+from swarmnet_client.chain import Chain
+from swarmnet_client.hops import ChainSpec
+from swarmnet_node.adapter_store import AdapterStore
+from swarmnet_node.host import HostLimits
+from swarmnet_protocols.protocol_ids import ADAPTER, SESSION
+from swarmnet_protocols.routing import Hop
+from swarmnet_protocols.session.adapters import Adapter
+from swarmnet_protocols.transport import Message, Stream, Transport
+from swarmnet_protocols.wire import session_pb2 as pb
+from tests.support.peft_oracle import random_tensors
+from tests.support.swarm_lab import SWARM, Lab, Reference, simulate
+
+PROMPT = [5, 6, 7, 8, 9]
+TOKENS = 10
+CHUNK = ADAPTER.max_payload_bytes
+
+
+class Stranger:
+    """Somebody who speaks to the host of blocks 0:4 in raw messages."""
+
+    def __init__(self, lab: Lab, transport: Transport) -> None:
+        self.lab = lab
+        self.transport = transport
+
+    @property
+    def store(self) -> AdapterStore:
+        host = self.lab.nodes["a"]._host
+        assert host is not None
+        return host.adapters
+
+    async def offer(self, data: bytes, **changes: Any) -> Stream:
+        options: dict[str, Any] = {
+            "swarm": SWARM,
+            "manifest": self.lab.manifest,
+            "span": pb.Span(start=0, end=4),
+            "adapter": hashlib.sha256(data).digest(),
+            "size_bytes": len(data),
+        }
+        stream = await self.transport.open(self.lab.peer_id("a"), ADAPTER, deadline_s=1.0)
+        offer = pb.Offer(**{**options, **changes})
+        await stream.send(Message(pb.AdapterRequest(offer=offer).SerializeToString()))
+        return stream
+
+    async def bring(self, data: bytes, **changes: Any) -> pb.AdapterReply:
+        """Offer, send what is wanted, and return the last word."""
+        stream = await self.offer(data, **changes)
+        reply = await next_reply(stream)
+        if reply.HasField("wanted"):
+            for start in range(0, len(data), CHUNK):
+                await send_chunk(stream, data[start : start + CHUNK])
+            reply = await next_reply(stream)
+        return reply
+
+    async def open_session(self, adapter: bytes, end: int = 4) -> pb.SessionReply:
+        """A session that names an adapter; the first reply."""
+        wanted = pb.Open(
+            session=bytes(16),
+            epoch=1,
+            swarm=SWARM,
+            manifest=self.lab.manifest,
+            span=pb.Span(start=0, end=end),
+            wire=pb.DTYPE_FLOAT32,
+            max_length=64,
+            adapter=adapter,
+        )
+        stream = await self.transport.open(self.lab.peer_id("a"), SESSION, deadline_s=1.0)
+        await stream.send(Message(pb.SessionRequest(open=wanted).SerializeToString()))
+        reply = pb.SessionReply.FromString((await stream.receive()).header)
+        stream.close()
+        return reply
+
+
+async def send_chunk(stream: Stream, payload: bytes) -> None:
+    await stream.send(Message(pb.AdapterRequest(chunk=pb.Chunk()).SerializeToString(), payload))
+
+
+async def next_reply(stream: Stream) -> pb.AdapterReply:
+    """The next one that is not a beat."""
+    while True:
+        reply = pb.AdapterReply.FromString((await stream.receive()).header)
+        if not reply.HasField("beat"):
+            return reply
+
+
+def with_stranger(reference: Reference, talk: Callable[[Stranger], Awaitable[None]], **limits: Any) -> None:
+    async def scenario(lab: Lab) -> None:
+        await lab.start("a", lab.hosting((0, 4), limits=HostLimits(**limits)))
+        async with lab.network.transport(lab.peer_id("stranger")) as transport:
+            await talk(Stranger(lab, transport))
+        assert lab.sessions() == {}
+
+    simulate(reference, scenario)
+
+
+def part_of(blocks: tuple[int, ...] = (0, 3), **options: Any) -> bytes:
+    return save(random_tensors(blocks, **options))
+
+
+def assert_refused(reply: Any, reason: int, why: str = "") -> None:
+    assert reply.WhichOneof("kind") == "refused", reply
+    assert reply.refused.reason == reason
+    assert why in reply.refused.detail
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"swarm": bytes(31)}, pb.REASON_WRONG_SWARM),
+        ({"manifest": bytes(32)}, pb.REASON_WRONG_MODEL),
+        ({"span": pb.Span(start=3, end=5)}, pb.REASON_WRONG_SPAN),
+        ({"span": pb.Span(start=2, end=2)}, pb.REASON_WRONG_SPAN),
+        ({"span": pb.Span(start=0, end=2)}, pb.REASON_PROTOCOL),
+        ({"adapter": b"short"}, pb.REASON_PROTOCOL),
+        ({"adapter": b""}, pb.REASON_PROTOCOL),
+        ({"adapter": bytes(32)}, pb.REASON_PROTOCOL),
+        ({"size_bytes": 0}, pb.REASON_PROTOCOL),
+        ({"size_bytes": 100}, pb.REASON_PROTOCOL),
+        ({"size_bytes": 1 << 40}, pb.REASON_OUT_OF_MEMORY),
+    ],
+)
+def test_an_offer_that_makes_no_sense_is_refused(
+    reference: Reference, changes: dict[str, Any], reason: int
+) -> None:
+    async def talk(stranger: Stranger) -> None:
+        assert_refused(await stranger.bring(part_of(), **changes), reason)
+        assert stranger.store.nbytes == 0
+
+    with_stranger(reference, talk)
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (part_of(rank=300), "rank 300"),
+        (part_of((3, 4)), "block 4, which is not here"),
+        (part_of(modules=[("mlp.experts", 32, 32)]), "no linear module mlp.experts"),
+        (part_of(modules=[("self_attn.q_proj", 32, 48)]), "48 inputs"),
+        (
+            save({"0.self_attn.q_proj.down": torch.full((2, 32), float("nan"))}),
+            "without 0.self_attn.q_proj.up",
+        ),
+        (save({name: tensor / 0 for name, tensor in random_tensors([1]).items()}), "not finite"),
+        (save({f"1.prefix.{kind}": torch.ones(2, 3, 8) for kind in ("key", "value")}), "some of the blocks"),
+        (b"\x07" * 5000, "header has more than"),
+        (b"\x07" + bytes(7) + b"[1,2,3]", "not a safetensors file"),
+    ],
+)
+def test_a_part_that_does_not_fit_is_refused_clearly(reference: Reference, data: bytes, why: str) -> None:
+    async def talk(stranger: Stranger) -> None:
+        assert_refused(await stranger.bring(data), pb.REASON_PROTOCOL, why)
+        assert stranger.store.nbytes == 0
+
+    with_stranger(reference, talk)
+
+
+def test_what_is_too_large_is_refused_before_a_byte_of_it_comes(reference: Reference) -> None:
+    data = part_of(rank=64)
+
+    async def talk(stranger: Stranger) -> None:
+        stream = await stranger.offer(data)
+        assert_refused(await next_reply(stream), pb.REASON_OUT_OF_MEMORY)
+        assert (await stranger.bring(part_of(rank=1))).HasField("stored")
+
+    with_stranger(reference, talk, adapter_bytes_per_client=len(data) - 1)
+
+
+@pytest.mark.parametrize("sizes", [(100,), (CHUNK - 1,), (CHUNK, 10), (0,)], ids=str)
+def test_chunks_are_as_large_as_they_can_be(reference: Reference, sizes: tuple[int, ...]) -> None:
+    """Otherwise an upload of single bytes would hold its room for days."""
+
+    async def talk(stranger: Stranger) -> None:
+        stream = await stranger.offer(bytes(CHUNK + 100))
+        assert (await next_reply(stream)).HasField("wanted")
+        for size in sizes:
+            await send_chunk(stream, bytes(size))
+        assert_refused(await next_reply(stream), pb.REASON_PROTOCOL, "was due")
+        assert stranger.store.nbytes == 0
+
+    with_stranger(reference, talk)
+
+
+def test_an_upload_that_stands_still_frees_its_room(reference: Reference) -> None:
+    async def talk(stranger: Stranger) -> None:
+        await stranger.offer(bytes(CHUNK))
+        gone = await stranger.offer(bytes([1]) * CHUNK)
+        await asyncio.sleep(1.0)
+        assert stranger.store.nbytes == 2 * CHUNK
+        gone.close()
+        await asyncio.sleep(1.0)
+        assert stranger.store.nbytes == CHUNK
+        await asyncio.sleep(stranger.lab.timing.chunk_s)
+        assert stranger.store.nbytes == 0
+
+    with_stranger(reference, talk)
+
+
+def test_what_is_here_is_not_sent_again(reference: Reference) -> None:
+    data = part_of()
+
+    async def talk(stranger: Stranger) -> None:
+        assert (await stranger.bring(data)).HasField("stored")
+        assert (await next_reply(await stranger.offer(data))).HasField("stored")
+        assert len(stranger.store) == 1
+
+    with_stranger(reference, talk)
+
+
+def test_only_its_owner_may_name_an_adapter(reference: Reference) -> None:
+    """Who merely knows the hash does not learn, by using it, what it does."""
+    data = part_of()
+    digest = hashlib.sha256(data).digest()
+
+    async def talk(stranger: Stranger) -> None:
+        assert_refused(await stranger.open_session(digest), pb.REASON_UNKNOWN_ADAPTER)
+        async with stranger.lab.network.transport(stranger.lab.peer_id("owner")) as transport:
+            owner = Stranger(stranger.lab, transport)
+            assert (await owner.bring(data)).HasField("stored")
+            assert (await owner.open_session(digest)).HasField("opened")
+        assert_refused(await stranger.open_session(digest), pb.REASON_UNKNOWN_ADAPTER)
+        assert (await next_reply(await stranger.offer(data))).HasField("wanted")
+
+    with_stranger(reference, talk)
+
+
+def test_an_adapter_for_more_blocks_than_the_session_is_refused(reference: Reference) -> None:
+    data = part_of((0, 3))
+
+    async def talk(stranger: Stranger) -> None:
+        await stranger.bring(data)
+        reply = await stranger.open_session(hashlib.sha256(data).digest(), end=3)
+        assert_refused(reply, pb.REASON_PROTOCOL, "more than the blocks 0:3")
+
+    with_stranger(reference, talk)
+
+
+def test_a_host_that_leaves_takes_no_adapters(reference: Reference) -> None:
+    async def talk(stranger: Stranger) -> None:
+        host = stranger.lab.nodes["a"]._host
+        assert host is not None
+        await host.leave()
+        assert_refused(await stranger.bring(part_of()), pb.REASON_LEAVING)
+
+    with_stranger(reference, talk)
+
+
+def test_a_hundred_adapters_cost_nobody_else_anything(reference: Reference) -> None:
+    """Memory stays within the quota of their owner; who generates meanwhile gets the same tokens, with its adapter."""
+    limit = 8 * len(part_of(rank=8))
+    ours = Adapter(random_tensors(range(6), seed=99))
+    sizes: list[int] = []
+
+    async def scenario(lab: Lab) -> list[list[int]]:
+        await lab.start(
+            "a", lab.hosting((0, 6), limits=HostLimits(adapter_bytes_per_client=limit, adapters_per_client=5))
+        )
+        host = lab.nodes["a"]._host
+        assert host is not None
+        await asyncio.sleep(1.0)
+
+        async def flood() -> None:
+            async with lab.client("greedy") as swarm:
+                hop = Hop(lab.peer_id("a"), 0, 6)
+                for seed in range(100):
+                    with_rank = random_tensors(range(6), rank=1 + seed % 16, seed=seed)
+                    await place(swarm, hop, Adapter(with_rank))
+                    sizes.append(host.adapters.nbytes)
+
+        async def talk(name: str, adapter: Adapter | None) -> list[int]:
+            spec = ChainSpec(6, 32, 512, torch.float32, adapter=adapter)
+            async with lab.client(name) as swarm, Chain.open(swarm, spec, reference.embed) as chain:
+                tokens = await lab.generate(chain, PROMPT, TOKENS)
+                assert chain.report.failovers == 0
+                return tokens
+
+        alone = [await talk("one", ours), await talk("two", None)]
+        flooding = asyncio.create_task(flood())
+        beside = [list(each) for each in await asyncio.gather(talk("one", ours), talk("two", None))]
+        await flooding
+        after = await asyncio.gather(talk("one", ours), talk("two", None))
+        assert len(host.adapters) <= 6
+        return [*alone, *beside, *after]
+
+    answers = simulate(reference, scenario)
+    assert answers[:2] == answers[2:4] == answers[4:]
+    assert answers[1] == reference.greedy(PROMPT, TOKENS) != answers[0]
+    own = Adapter(random_tensors(range(6), seed=99)).part(0, 6)
+    assert own is not None
+    assert len(sizes) == 100
+    assert max(sizes) <= limit + len(own.data)

@@ -1,0 +1,172 @@
+"""The quotas of the store of adapters, and who makes way for whom."""
+
+import asyncio
+import hashlib
+from collections.abc import Awaitable, Callable
+
+import pytest
+import torch
+
+from swarmnet_node.adapter_store import AdapterStore, Quota
+from swarmnet_node.adapters import StageAdapter
+from swarmnet_protocols.errors import ProtocolViolation
+from swarmnet_protocols.session.link import Refused
+from swarmnet_protocols.transport import PeerId
+from swarmnet_protocols.wire import session_pb2 as pb
+from tests.support.virtual_time import run
+
+ALICE, BOB, CAROL = PeerId("alice"), PeerId("bob"), PeerId("carol")
+SIZE = 100
+IDLE_S = 60.0
+
+
+def digest(number: int) -> bytes:
+    return hashlib.sha256(bytes([number])).digest()
+
+
+def adapter(nbytes: int = SIZE) -> StageAdapter:
+    return StageAdapter(0, {"x": torch.zeros(nbytes, dtype=torch.uint8)}, (), (), 0)
+
+
+def put(store: AdapterStore, owner: PeerId, number: int, nbytes: int = SIZE) -> None:
+    with store.room(owner, nbytes):
+        pass
+    store.put(owner, digest(number), adapter(nbytes))
+
+
+def held(store: AdapterStore, owner: PeerId) -> list[int]:
+    return [number for number in range(20) if (owner, digest(number)) in store._kept]
+
+
+def with_store(talk: Callable[[AdapterStore], Awaitable[None]]) -> None:
+    async def scenario() -> None:
+        await talk(
+            AdapterStore(
+                per_client=Quota(nbytes=5 * SIZE, number=4),
+                in_all=Quota(nbytes=8 * SIZE, number=7),
+                idle_s=IDLE_S,
+            )
+        )
+
+    run(scenario())
+
+
+def assert_no_room(store: AdapterStore, owner: PeerId, nbytes: int = SIZE) -> None:
+    with pytest.raises(Refused) as caught, store.room(owner, nbytes):
+        pass
+    assert caught.value.reason == pb.REASON_OUT_OF_MEMORY
+
+
+def test_the_least_recently_used_of_an_owner_makes_way() -> None:
+    async def talk(store: AdapterStore) -> None:
+        put(store, BOB, 9)
+        for number in range(4):
+            put(store, ALICE, number)
+        assert store.renew(ALICE, digest(0))
+        put(store, ALICE, 4)
+        assert held(store, ALICE) == [0, 2, 3, 4], "the number of an owner's adapters is bounded"
+        put(store, ALICE, 5, 3 * SIZE)
+        assert held(store, ALICE) == [0, 4, 5], "so are their bytes"
+        assert held(store, BOB) == [9]
+        assert store.nbytes == 6 * SIZE
+
+    with_store(talk)
+
+
+def test_when_all_is_full_the_least_recently_used_of_anybody_makes_way() -> None:
+    async def talk(store: AdapterStore) -> None:
+        for number in range(4):
+            put(store, ALICE, number)
+        for number in range(4):
+            put(store, BOB, number)
+        assert held(store, ALICE) == [1, 2, 3], "the number of all adapters is bounded"
+        put(store, CAROL, 0, 4 * SIZE)
+        assert held(store, ALICE) == []
+        assert held(store, BOB) == [0, 1, 2, 3]
+        assert store.nbytes == 8 * SIZE, "so are their bytes"
+
+    with_store(talk)
+
+
+def test_what_is_in_use_stays() -> None:
+    async def talk(store: AdapterStore) -> None:
+        for number in range(4):
+            put(store, ALICE, number)
+        with store.use(ALICE, digest(0)), store.use(ALICE, digest(0)) as used:
+            assert used is not None
+            put(store, ALICE, 4)
+            assert held(store, ALICE) == [0, 2, 3, 4]
+            await asyncio.sleep(2 * IDLE_S)
+            assert held(store, ALICE) == [0]
+            assert_no_room(store, ALICE, 5 * SIZE)
+        await asyncio.sleep(IDLE_S + 1)
+        assert held(store, ALICE) == []
+
+    with_store(talk)
+
+
+def test_nobody_makes_way_for_what_finds_no_room_anyway() -> None:
+    async def talk(store: AdapterStore) -> None:
+        for number in range(3):
+            put(store, ALICE, number)
+        assert_no_room(store, ALICE, 5 * SIZE + 1)
+        assert held(store, ALICE) == [0, 1, 2]
+
+    with_store(talk)
+
+
+def test_what_nobody_uses_for_long_goes() -> None:
+    async def talk(store: AdapterStore) -> None:
+        put(store, ALICE, 0)
+        put(store, ALICE, 1)
+        await asyncio.sleep(0.7 * IDLE_S)
+        with store.use(ALICE, digest(1)):
+            pass
+        await asyncio.sleep(0.7 * IDLE_S)
+        assert held(store, ALICE) == [1]
+        await asyncio.sleep(0.7 * IDLE_S)
+        assert store.nbytes == 0
+
+    with_store(talk)
+
+
+def test_what_is_on_its_way_counts() -> None:
+    async def talk(store: AdapterStore) -> None:
+        with store.room(ALICE, 3 * SIZE), store.room(ALICE, 2 * SIZE):
+            assert store.nbytes == 5 * SIZE
+            assert_no_room(store, ALICE, 1)
+        put(store, ALICE, 0)
+
+    with_store(talk)
+
+
+def test_an_adapter_that_is_larger_than_announced_is_refused() -> None:
+    async def talk(store: AdapterStore) -> None:
+        with store.room(ALICE, SIZE):
+            pass
+        with pytest.raises(Refused):
+            store.put(ALICE, digest(0), adapter(6 * SIZE))
+        assert store.nbytes == 0
+
+    with_store(talk)
+
+
+def test_an_adapter_is_its_owners_alone() -> None:
+    async def talk(store: AdapterStore) -> None:
+        put(store, ALICE, 0)
+        assert not store.renew(BOB, digest(0))
+        with pytest.raises(Refused) as caught, store.use(BOB, digest(0)):
+            pass
+        assert caught.value.reason == pb.REASON_UNKNOWN_ADAPTER
+
+    with_store(talk)
+
+
+def test_no_hash_is_no_adapter_and_half_a_hash_is_a_mistake() -> None:
+    async def talk(store: AdapterStore) -> None:
+        with store.use(ALICE, b"") as nothing:
+            assert nothing is None
+        with pytest.raises(ProtocolViolation), store.use(ALICE, bytes(31)):
+            pass
+
+    with_store(talk)
