@@ -11,6 +11,8 @@ from swarmnet_node.kv import GROWTH_POSITIONS, LaneCache
 from swarmnet_node.stage import Stage
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models import LocalModel, resolve
+from swarmnet_protocols.session.adapters import block_of
+from tests.support.pass_oracle import assert_same, lora_pass, prefix_pass
 from tests.support.tiny_models import FAMILIES, save_tiny
 
 CPU = torch.device("cpu")
@@ -313,3 +315,39 @@ def test_a_graph_knows_what_it_keeps(family: str, tmp_path: Path) -> None:
         held.pop(weight.untyped_storage().data_ptr(), None)
     # Numbers that stand in an expression are saved as tensors too, without telling anybody: 8 bytes each.
     assert graph.nbytes == pytest.approx(sum(held.values()), rel=1e-3)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.is_gradient_checkpointing:FutureWarning"
+)  # PEFT 0.21 and transformers 5.23
+@pytest.mark.parametrize("counts", SEQUENCES.values(), ids=SEQUENCES.keys())
+@pytest.mark.parametrize("kind", ["lora", "prefix"])
+@pytest.mark.parametrize("family", ["llama-tied", "qwen3", "gemma3", "mixtral"])
+def test_gradients_with_an_adapter_are_those_of_peft(
+    family: str, kind: str, counts: tuple[int, ...], tmp_path: Path
+) -> None:
+    model = load(family, tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(
+        model.path, dtype=torch.float32, attn_implementation="eager"
+    ).requires_grad_(False)
+    rows, wanted = inputs(sum(counts)), inputs(sum(counts), 1)
+    if kind == "lora":
+        targets = ("q_proj", "k_proj", "v_proj", "o_proj")
+        expected = lora_pass(plain, targets, rows, counts, wanted)
+    else:
+        expected = prefix_pass(plain, 7, rows, counts, wanted)
+    stage = Stage.load(model, 0, 5, dtype=torch.float32, device=CPU)
+    own: dict[str, torch.Tensor] = {}
+    outputs, graphs = rows, []
+    for start, end in ((0, 2), (2, 5)):
+        span = {name: tensor for name, tensor in expected.tensors.items() if start <= block_of(name) < end}
+        part, adapter = stage.part(start, end), stage.adapt(span, 0)
+        plainly = part.run_sequences(outputs, counts, adapter)
+        outputs, graph = part.record_sequences(outputs, counts, adapter)
+        assert_near(plainly, outputs)
+        graphs.append((part, graph))
+    gradients = wanted
+    for part, graph in reversed(graphs):
+        gradients, found = part.gradients(graph, gradients)
+        own |= found
+    assert_same((outputs, gradients), own, expected)
