@@ -7,6 +7,8 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 WIRE := protocols/swarmnet_protocols/wire
 PYTEST_ARGS ?=
+# What pytest exits with when PYTEST_ARGS choose no test of a part.
+OR_NONE = || test $$? -eq 5
 
 .DEFAULT_GOAL := test
 .PHONY: install lint test demo bench proto
@@ -27,9 +29,9 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal -m "not slow and not net" $(PYTEST_ARGS)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "(slow or net) and not alone" --durations=10 $(PYTEST_ARGS)
-	$(BIN)/python -m pytest -m alone --durations=10 $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal -m "not slow and not net" $(PYTEST_ARGS) $(OR_NONE)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "(slow or net) and not alone" --durations=10 $(PYTEST_ARGS) $(OR_NONE)
+	$(BIN)/python -m pytest -m alone --durations=10 $(PYTEST_ARGS) $(OR_NONE)
 	@echo "lint, types and tests: all good"
 
 demo: $(INSTALLED)
