@@ -87,7 +87,7 @@ def test_workers_train_while_one_is_killed_and_another_joins(tmp_path: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.alone
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_a_worker_whose_p2pd_dies_saves_and_says_what_to_do(tmp_path: Path) -> None:
     job = create_job(tmp_path, write_job(tmp_path, "diloco", "sync_every = 20", rounds=ROUNDS))
     with workers(tmp_path, job, "anna") as running:
@@ -106,7 +106,7 @@ def test_a_worker_whose_p2pd_dies_saves_and_says_what_to_do(tmp_path: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.alone
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_who_is_asked_to_leave_hands_over_what_it_owes(tmp_path: Path) -> None:
     exchange = 'min_workers = 2\ncodec = "topk"'
     job = create_job(tmp_path, write_job(tmp_path, "diloco", "sync_every = 20", exchange, rounds=ROUNDS))
@@ -124,7 +124,7 @@ def test_who_is_asked_to_leave_hands_over_what_it_owes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.alone
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_strangers_end_their_own_streams_and_nothing_else(tmp_path: Path) -> None:
     job = create_job(tmp_path, write_job(tmp_path, "diloco", "sync_every = 20", rounds=ROUNDS))
     with workers(tmp_path, job, "anna") as running:
