@@ -82,7 +82,7 @@ def tuning(reference: Reference, place: Path, *options: str, rows: int = 18) -> 
     return ("tune", *what, *how, *options)
 
 
-@pytest.mark.parametrize("method", ["prompt"])
+@pytest.mark.parametrize("method", ["prompt", "lora", "deep-prompt"])
 def test_tune_leaves_an_adapter_that_answers_alike_everywhere(
     reference: Reference,
     tmp_path: Path,
@@ -202,9 +202,9 @@ def test_what_is_done_is_kept_when_the_swarm_is_gone(
     with served(reference, monkeypatch) as running:
         batches = iter([running.model.remote_batch] * 3)
 
-        def remote_batch(counts: Sequence[int]) -> RemoteBatch:
+        def remote_batch(*arguments: Any) -> RemoteBatch:
             for reach in batches:
-                batch: RemoteBatch = reach(counts)
+                batch: RemoteBatch = reach(*arguments)
                 return batch
             raise NoRoute([(2, 4)])
 
