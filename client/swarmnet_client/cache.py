@@ -77,7 +77,7 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
         if not 0 <= length <= self._length:
             raise ValueError(f"cannot go to position {length} of {self._length}")
         self._length = length
-        self._is_checked = False
+        self.unsettle()
         if self.tokens is not None:
             self.tokens = self.tokens[:, :length]
 
@@ -91,6 +91,15 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
     def takes_embeddings(self) -> bool:
         """Whether it goes on with embeddings, because it began so."""
         return self._length > 0 and not self._are_ids
+
+    def unsettle(self) -> None:
+        """Look closely at what the next columns are to be computed with."""
+        self._is_checked = False
+
+    @property
+    def settled(self) -> Own | None:
+        """What its lanes are computed with, once that is known to be what the columns to come are to be computed with."""
+        return self._own if self._is_checked else None
 
     @property
     def prefix_positions(self) -> int:
@@ -146,6 +155,8 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
 
     def _settle(self, own: Own, *, are_ids: bool, is_token: bool) -> None:
         """See to it that the lanes are for inputs of this kind and computed with ``own``. Those that hold nothing may become so."""
+        if own is self._own and self._is_checked and self._are_ids == are_ids:
+            return
         if self._own is not None:
             is_same = self._is_in_use(own, is_token=is_token)
             if is_same and self._are_ids == are_ids:

@@ -68,8 +68,7 @@ class _Call:
         return self.squeezed.open(self._compute(self.squeezed.close(hidden_states)))
 
     def _compute(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        learns = hidden_states.requires_grad or self.own.learns or self.is_training
-        if torch.is_grad_enabled() and learns:
+        if torch.is_grad_enabled() and (hidden_states.requires_grad or self.is_training or self.own.learns):
             if not self.is_alone:
                 raise ValueError("gradients do not flow through a session: leave out past_key_values")
             return run_blocks(self.model, hidden_states, self.new.columns, self.own.tensors())
@@ -260,12 +259,16 @@ def _swarm_class(base: "type[PreTrainedModel]") -> type:
         keep = wanted if isinstance(wanted, int) and wanted else width
         is_training = self.training and kwargs.get("labels") is not None
         kwargs.pop("use_cache", None)
+        wants_dict = kwargs.pop("return_dict", None)
         prefix: dict[str, torch.Tensor] = {}
         if past_key_values is not None and not isinstance(past_key_values, SwarmCache):
             prefix = prefix_tensors(past_key_values, self.config)
             past_key_values = self._generating
-        own = Own.found(self.base_model.layers, prefix)
         is_alone = past_key_values is None
+        # While ``generate`` runs, nobody changes the adapter: looking once is enough.
+        own = past_key_values.settled if past_key_values is self._generating and not is_alone else None
+        if own is None or prefix:
+            own = Own.found(self.base_model.layers, prefix)
         with ExitStack() as stack:
             cache = past_key_values
             if cache is None:
@@ -291,12 +294,17 @@ def _swarm_class(base: "type[PreTrainedModel]") -> type:
                 past_key_values=cache,
                 inputs_embeds=inputs_embeds,
                 use_cache=True,
+                return_dict=True,
                 swarm_call=call,
                 **kwargs,
             )
         if is_alone:
-            output.past_key_values = None
-        return output
+            output = type(output)(
+                **{name: value for name, value in output.items() if name != "past_key_values"}
+            )
+        if wants_dict is None:
+            wants_dict = self.config.return_dict
+        return output if wants_dict else output.to_tuple()
 
     namespace = {"forward": forward, "__module__": __name__}
     if hasattr(architecture, "generate"):
@@ -321,6 +329,7 @@ def _generate(architecture: Any) -> Callable[..., Any]:
                 cache = stack.enter_context(SwarmCache(self, max_length=self._spec.max_length))
             if not isinstance(cache, SwarmCache):
                 raise ValueError("generate() continues only what a cache of model.session() holds")
+            cache.unsettle()
             self._generating = cache
             stack.callback(setattr, self, "_generating", None)
             return architecture.generate(self, inputs, *args, past_key_values=cache, **kwargs)

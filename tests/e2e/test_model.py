@@ -109,6 +109,15 @@ def test_forward_takes_embeddings_and_keeps_the_last_logits(tiny: TinySwarm) -> 
     torch.testing.assert_close(ours, theirs[:, -2:], rtol=0, atol=1e-4)
 
 
+def test_forward_gives_tuples_when_asked(tiny: TinySwarm) -> None:
+    ids = torch.tensor(PROMPTS[:1])
+    with torch.inference_mode():
+        loss, logits = tiny.model(ids, labels=ids, return_dict=False)
+        named = tiny.model(ids, labels=ids)
+    assert torch.equal(loss, named.loss)
+    assert torch.equal(logits, named.logits)
+
+
 def test_a_mask_with_holes_is_refused(tiny: TinySwarm) -> None:
     with pytest.raises(ValueError, match="padding"):
         tiny.model(torch.tensor([[5, 6, 7]]), attention_mask=torch.tensor([[1, 0, 1]]))

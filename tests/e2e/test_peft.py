@@ -1,6 +1,7 @@
 """PEFT and transformers' Trainer on a swarm model do what they do on the plain model."""
 
 import copy
+import re
 import shutil
 import threading
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from swarmnet import AutoSwarmModelForCausalLM
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.protocol_ids import PING
 from tests.support.generation import padded
@@ -239,6 +241,21 @@ def test_what_hosts_cannot_do_is_refused_before_anything_is_sent(tiny: TinySwarm
             ours.merge_and_unload()
         tiny.lab.network.observers.remove(said.append)
     assert {delivery.protocol.id for delivery in said} <= {PING.id}
+
+
+def test_the_example_in_the_readme(
+    reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (Path(__file__).parents[2] / "client" / "README.md").read_text()
+    _, example = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    names: dict[str, Any] = {}
+    monkeypatch.chdir(tmp_path)
+    with tiny_swarm(reference) as running:
+        monkeypatch.setattr(AutoSwarmModelForCausalLM, "from_pretrained", lambda *_, **__: running.model)
+        exec(example, names)
+    assert names["loss"].isfinite()
+    assert names["answer"].shape[1] > names["batch"].input_ids.shape[1]
+    assert {path.name for path in (tmp_path / "haiku").iterdir()} >= {"adapter_model.safetensors"}
 
 
 # ---- a classifier ----------------------------------------------------------------------------------------

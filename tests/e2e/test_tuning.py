@@ -167,7 +167,7 @@ def test_what_cannot_be_differentiated_is_said(tiny: TinySwarm) -> None:
 
 def test_the_example_in_the_readme(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (Path(__file__).parents[2] / "client" / "README.md").read_text()
-    (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    example, _ = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     names: dict[str, Any] = {}
     with tiny_swarm(reference) as running:
         monkeypatch.setattr(AutoSwarmModelForCausalLM, "from_pretrained", lambda *_, **__: running.model)
