@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForSequenceClassification
 
 from swarmnet import AutoSwarmModelForCausalLM, cli
+from swarmnet.api import AutoSwarmModelForSequenceClassification
 from swarmnet.cli.failures import EXIT_INTERRUPTED
 from swarmnet_client.passes import RemoteBatch
 from swarmnet_client.tuning.adapter_dir import load_adapter
@@ -21,10 +23,10 @@ from swarmnet_client.tuning.run_dir import CHECKPOINT_FILE
 from swarmnet_protocols.errors import NoRoute
 from swarmnet_protocols.protocol_ids import PASS
 from swarmnet_protocols.transport.memory import Delivery
-from tests.support.generation import greedy
+from tests.support.generation import greedy, padded
 from tests.support.swarm_lab import Lab, Reference
 from tests.support.tiny_swarm import SPANS, TinySwarm, load_tiny, tiny_swarm
-from tests.support.tuning_rows import counting_rows, write_rows
+from tests.support.tuning_rows import counting_rows, labelled_rows, write_rows
 
 Events = list[dict[str, Any]]
 Command = Callable[..., tuple[int, Events]]
@@ -64,6 +66,19 @@ def served(
     """Whoever opens a model meanwhile gets that of a tiny swarm."""
     with tiny_swarm(reference, spans) as running:
         monkeypatch.setattr(AutoSwarmModelForCausalLM, "from_pretrained", lambda *_, **__: running.model)
+        yield running
+
+
+@contextmanager
+def classifying(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> Iterator[TinySwarm]:
+    """Whoever opens a classifier meanwhile gets one of two classes over a tiny swarm."""
+    with tiny_swarm(reference, labels=2) as running:
+
+        def from_pretrained(_: str, *, num_labels: int, **__: object) -> Any:
+            assert num_labels == 2
+            return running.model
+
+        monkeypatch.setattr(AutoSwarmModelForSequenceClassification, "from_pretrained", from_pretrained)
         yield running
 
 
@@ -123,6 +138,31 @@ def test_tune_leaves_an_adapter_that_answers_alike_everywhere(
         local = expected.generate(input_ids=ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
     assert answer["token_ids"] == local[0, 3:].tolist()
     assert answer["token_ids"] != greedy(reference.model, [[20, 21, 22]], 6)[0][: len(answer["token_ids"])]
+
+
+def test_a_classifier_learns(
+    reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
+) -> None:
+    arguments = tuning(reference, tmp_path, "--method", "classifier", "--held-out", "0.25")
+    write_rows(tmp_path / "rows.jsonl", labelled_rows(24))
+    options = ("--steps", "12", "--eval-every", "6", "--learning-rate", "0.02")
+    with classifying(reference, monkeypatch):
+        code, events = command(*arguments, *options)
+    assert code == 0, events
+    first, *_, last = [event for event in events if event["event"] == "eval"]
+    assert last["val_loss"] < first["val_loss"]
+    assert 0.5 < last["accuracy"] <= 1
+    out = tmp_path / "adapter"
+    assert json.loads((out / "tune.json").read_text())["labels"] == ["high", "low"]
+
+    batch = padded([[20, 21, 22], [60, 61, 62, 63]])
+    whole = AutoModelForSequenceClassification.from_pretrained(
+        reference.local.path, num_labels=2, pad_token_id=0
+    )
+    expected = load_adapter(whole, out)(**batch).logits
+    with classifying(reference, monkeypatch) as running, torch.no_grad():
+        found = load_adapter(running.model, out)(**batch).logits
+    torch.testing.assert_close(found, expected.detach(), rtol=1e-4, atol=1e-5)
 
 
 def passes(count: int, action: Callable[[], object]) -> Callable[[Delivery], None]:
