@@ -20,6 +20,7 @@ from swarmnet_protocols.transport.memory import Delivery
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.support.peft_oracle import lora_tensors, prefix_tensors, with_lora, with_prefix
 from tests.support.swarm_lab import Lab, Reference, simulate
+from tests.support.virtual_time import TimedExecutor
 
 # PEFT 0.21 asks transformers 5.23 by a name that is to go.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
@@ -282,5 +283,25 @@ def test_hosts_outside_of_an_adapter_are_not_bothered_with_it(reference: Referen
         async with lab.client() as swarm, open_chain(lab, swarm, Adapter(some)) as chain:
             await lab.generate(chain, PROMPT, 2)
         assert {name: len(each) for name, each in offers.items()} == {"a": 1, "b": 0, "c": 0}
+
+    simulate(reference, scenario)
+
+
+def test_a_session_that_ends_while_its_lanes_are_copied_leaves_nothing(reference: Reference) -> None:
+    async def scenario(lab: Lab) -> None:
+        await start(lab, LAYOUTS["1 hop"])
+        engine = lab.nodes["a"]._engine
+        assert engine is not None
+        async with lab.client() as swarm:
+            async with open_chain(lab, swarm, None) as chain:
+                await chain.forward((Row(0, 0, 3, 1, 0),), torch.tensor([5, 6, 7]))
+                engine._executor = TimedExecutor(2.0)
+                rows = (Row(0, 3, 1, 1, 0), Row(1, 3, 1, 1, 0, True))
+                forking = asyncio.create_task(chain.forward(rows, torch.tensor([8, 9])))
+                await asyncio.sleep(1.0)
+                forking.cancel()
+            await asyncio.sleep(5.0)
+        assert lab.sessions() == {}
+        assert lab.cache_bytes() == {}
 
     simulate(reference, scenario)

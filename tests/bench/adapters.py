@@ -1,0 +1,97 @@
+"""What LoRA costs a host: one stage of SmolLM2-135M in this process, with adapters and without, in turn.
+
+    python -m tests.bench.adapters [--blocks 10] [--rounds 15] [--rank 8] [--threads 2]
+
+Medians in milliseconds of a forward, with one thread of the time it computes, whatever else the machine does: one new position of 1 or 8 lanes (8 with one adapter each), and a prompt of 128 positions.
+``native`` is how single positions are computed without adapters. Prints JSON.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as `swarmnet run` does
+
+import torch
+
+from swarmnet_node.native.decode import Native
+from swarmnet_node.stage import Stage
+from swarmnet_protocols.models import resolve
+from tests.support.peft_oracle import random_tensors
+
+CONTEXT = 64
+PROMPT = 128
+STEPS = 8
+"""Forwards of single positions that are timed together."""
+
+
+Clock = Callable[[], float]
+
+
+def timed(
+    stage: Stage, lanes: int, count: int, adapted: list[dict[str, torch.Tensor]]
+) -> Callable[[Clock], float]:
+    """Seconds of one forward of ``count`` positions of each lane, the i-th with the i-th adapter."""
+    adapters = [stage.adapt(tensors, 0) for tensors in adapted] or [None] * lanes
+    inputs = torch.randn(count, stage.hidden_size)
+    filled = [stage.new_lane(adapter) for adapter in adapters[:lanes]]
+    if count == 1:
+        stage.forward([(lane, torch.randn(CONTEXT, stage.hidden_size)) for lane in filled])
+    start, steps = filled[0].length, STEPS if count == 1 else 1
+
+    def measure(clock: Clock) -> float:
+        for lane in filled:
+            lane.truncate(start)
+        started = clock()
+        for _ in range(steps):
+            stage.forward([(lane, inputs) for lane in filled])
+        return (clock() - started) / steps
+
+    return measure
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--blocks", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rank", type=int, default=8)
+    parser.add_argument("--threads", type=int, default=2)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    clock = time.thread_time if arguments.threads == 1 else time.perf_counter
+    with tempfile.TemporaryDirectory() as folder:
+        model = resolve("smollm2-135m-instruct", cache_dir=Path(folder))
+        options = {"dtype": torch.float32, "device": torch.device("cpu")}
+        native = Stage.load(model, 0, arguments.blocks, native=Native.load(Path(folder)), **options)
+        fused = Stage.load(model, 0, arguments.blocks, **options)
+        size = native.hidden_size
+        modules = [("self_attn.q_proj", size, size), ("self_attn.v_proj", size // 3, size)]
+        pairs = [
+            random_tensors(range(arguments.blocks), modules=modules, rank=arguments.rank, seed=seed)
+            for seed in range(8)
+        ]
+        cases = {
+            "decode, native": timed(native, 1, 1, []),
+            "decode, fused": timed(fused, 1, 1, []),
+            "decode, lora": timed(native, 1, 1, pairs[:1]),
+            "decode of 8, native": timed(native, 8, 1, []),
+            "decode of 8, fused": timed(fused, 8, 1, []),
+            "decode of 8, 8 loras": timed(native, 8, 1, pairs),
+            "prompt": timed(native, 1, PROMPT, []),
+            "prompt, lora": timed(native, 1, PROMPT, pairs[:1]),
+        }
+        times: dict[str, list[float]] = {name: [] for name in cases}
+        for _ in range(arguments.rounds + 1):
+            for name, measure in cases.items():
+                times[name].append(1e3 * measure(clock))
+    medians = {name: round(statistics.median(each[1:]), 2) for name, each in times.items()}
+    print(json.dumps({"bench": "adapters", "native": native.is_native, **vars(arguments), "ms": medians}))
+
+
+if __name__ == "__main__":
+    main()
