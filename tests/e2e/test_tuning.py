@@ -15,6 +15,7 @@ from swarmnet_protocols.models import resolve
 from swarmnet_protocols.protocol_ids import PASS, PING
 from swarmnet_protocols.session.passes import MAX_POSITIONS
 from swarmnet_protocols.transport.memory import Delivery
+from swarmnet_protocols.wire import session_pb2 as pb
 from tests.support import faults
 from tests.support.generation import greedy, padded
 from tests.support.processes import swarm
@@ -126,6 +127,28 @@ def test_a_head_of_ones_own_learns(tiny: TinySwarm) -> None:
             gradients.append((model.lm_head.weight.grad.clone(), model.model.norm.weight.grad.clone()))
     for ours, theirs in zip(*gradients, strict=True):
         assert_near(ours, theirs)
+
+
+@pytest.mark.parametrize("wanted", [True, False], ids=["at the inputs", "of the head alone"])
+def test_hosts_keep_graphs_where_gradients_will_be_asked_for(tiny: TinySwarm, wanted: bool) -> None:
+    kept: list[bool] = []
+
+    def watch(delivery: Delivery) -> None:
+        if delivery.protocol.id == PASS.id:
+            request = pb.PassRequest.FromString(delivery.message.header)
+            if request.begin.counts:
+                kept.append(bool(request.begin.graph))
+
+    model = tiny.model
+    ids = torch.tensor(TEXTS[:1])
+    tiny.lab.network.observers.append(watch)
+    with trainable(model.get_input_embeddings().weight if wanted else model.lm_head.weight):
+        model.train()
+        model(ids, labels=ids)
+        model.eval()
+    tiny.lab.network.observers.remove(watch)
+    assert kept
+    assert set(kept) == {wanted}
 
 
 def test_a_training_step_opens_no_session(tiny: TinySwarm) -> None:

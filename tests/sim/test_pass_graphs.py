@@ -125,6 +125,8 @@ def test_graphs_that_are_gone_cost_a_question_each(reference: Reference) -> None
     watch = train(reference, drop)
     assert watch.refusals == [pb.REASON_GRAPH_GONE] * len(COUNTS)
     assert watch.backwards.count(False) == len(COUNTS)
+    # The inputs of two hosts, the gradients of two, and the inputs of one again: who is refused has sent nothing.
+    assert watch.sent_bytes == 5 * states(0).nbytes
 
 
 def test_graphs_are_not_kept_for_long(reference: Reference) -> None:

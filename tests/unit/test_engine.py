@@ -266,6 +266,17 @@ def test_graphs_take_what_sessions_leave_and_a_client_its_share_of_all() -> None
     with_engine(Doubling(), use, max_cache_bytes=3 * lane_bytes)
 
 
+def test_an_engine_that_stops_keeps_no_graphs() -> None:
+    engines: list[Engine] = []
+
+    async def use(engine: Engine, real: Stage) -> None:
+        engine.keep(name_of(0), graph_of(100), for_s=60.0)
+        engines.append(engine)
+
+    with_engine(Doubling(), use, max_cache_bytes=1000)
+    assert engines[0].graphs.nbytes == 0
+
+
 def test_passes_count_as_a_queue() -> None:
     seconds = iter(range(0, 1000, 2))
 
