@@ -44,6 +44,7 @@ bench: $(INSTALLED)
 	$(BIN)/python -m tests.bench.failover
 	$(BIN)/python -m tests.bench.wan_decode
 	$(BIN)/python -m tests.bench.tuning
+	$(BIN)/python -m tests.bench.adapters
 
 proto: $(INSTALLED)
 	$(BIN)/python -m grpc_tools.protoc --proto_path=proto --python_out=$(WIRE) --pyi_out=$(WIRE) proto/*.proto

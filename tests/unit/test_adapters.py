@@ -1,6 +1,8 @@
 """Adapters in stages: what transformers with PEFT computes, whoever else is in the batch."""
 
 import random
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +11,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from swarmnet_node.adapters import StageAdapter
+from swarmnet_node.kv import LaneCache
+from swarmnet_node.native.decode import Native
 from swarmnet_node.stage import Stage
 from swarmnet_protocols.models import LocalModel, resolve
-from tests.support.peft_oracle import lora_tensors, prefix_tensors, with_lora, with_prefix
+from tests.support.peft_oracle import lora_tensors, prefix_tensors, random_tensors, with_lora, with_prefix
 from tests.support.tiny_models import FAMILIES, save_tiny
 
 # PEFT 0.21 asks transformers 5.23 by a name that is to go.
@@ -121,3 +125,56 @@ def test_an_adapter_gives_what_peft_gives(family: str, kind: str, tmp_path: Path
         torch.testing.assert_close(torch.cat(results[i]), expected(reference, texts[i]), atol=1e-5, rtol=1e-4)
     plain, adapted = expected(chain.plain, texts[0]), expected(tuned[0], texts[0])
     assert (plain - adapted).abs().max() > 1e-2
+
+
+def test_single_positions_with_a_prefix_are_native_and_with_pairs_are_not(tmp_path: Path) -> None:
+    """Both give what the layers of torch give, side by side and one after the other."""
+    if shutil.which("cc") is None:
+        pytest.skip("no C compiler")
+    model = load("llama-tied", tmp_path)
+    options: dict[str, Any] = {"dtype": torch.float32, "device": CPU}
+    native = Stage.load(model, 0, 5, native=Native.load(tmp_path / "cache"), **options)
+    stages = (native, Stage.load(model, 0, 5, **options))
+    assert native.is_native
+    pairs = random_tensors(range(5), modules=[("self_attn.v_proj", 16, 32)])
+    prefix = {
+        f"{block}.prefix.{kind}": torch.randn(2, 3, 8) for block in range(5) for kind in ("key", "value")
+    }
+    calls: list[int] = []
+    layers = native._native
+    assert layers is not None
+
+    def counting(inputs: torch.Tensor, lanes: Sequence[LaneCache]) -> torch.Tensor:
+        calls.append(len(lanes))
+        return layers(inputs, lanes)
+
+    native._native = counting  # type: ignore[assignment]
+    lanes = {
+        stage: [
+            stage.new_lane(stage.adapt(tensors, 0) if tensors else None) for tensors in (prefix, {}, pairs)
+        ]
+        for stage in stages
+    }
+    for chosen, expected in (([0, 1], [2]), ([0, 1, 2], []), ([2], []), ([0], [1])):
+        calls.clear()
+        inputs = torch.randn(len(chosen), 1, 32)
+        ours, theirs = (
+            torch.cat(stage.forward([(lanes[stage][i], row) for i, row in zip(chosen, inputs, strict=True)]))
+            for stage in stages
+        )
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+        assert calls == expected
+
+
+def test_an_adapter_is_applied_in_the_element_type_of_its_stage(tmp_path: Path) -> None:
+    model = load("llama-tied", tmp_path)
+    stage = Stage.load(model, 0, 5, dtype=torch.bfloat16, device=CPU)
+    tensors = random_tensors(range(5)) | {
+        f"{block}.prefix.{kind}": torch.randn(2, 3, 8) for block in range(5) for kind in ("key", "value")
+    }
+    adapter = stage.adapt(tensors, 0)
+    (outputs,) = stage.forward([(stage.new_lane(adapter), torch.randn(4, 32))])
+
+    assert outputs.dtype == torch.bfloat16
+    assert {tensor.dtype for tensor in adapter.tensors.values()} == {torch.bfloat16}
+    assert adapter.nbytes == sum(tensor.numel() for tensor in tensors.values()) * 2
