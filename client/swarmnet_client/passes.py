@@ -70,10 +70,11 @@ class RemoteBatch:
         With ``keep_graphs`` the hosts keep what makes a ``backward`` soon after it cheaper, where they have room.
         """
         span = (0, self._spec.blocks)
+        parts = await self._cut(inputs)
         done = await all_of(
             *(
                 self._forward(span, values, counts, keep_graphs=keep_graphs)
-                for counts, values in zip(self._parts, self._cut(inputs), strict=True)
+                for counts, values in zip(self._parts, parts, strict=True)
             )
         )
         self._walked = [legs for legs, _ in done]
@@ -85,7 +86,7 @@ class RemoteBatch:
 
         Whoever answers first, the bits are the same where the hosts' are. Raises ``ValueError`` as ``forward`` does.
         """
-        values = self._cut(gradients)
+        values = await self._cut(gradients)
         walked = self._walked
         self._walked = [[replace(leg, graph=b"") for leg in legs] for legs in walked]  # used up
         done = await all_of(*map(self._backward, walked, values))
@@ -95,10 +96,15 @@ class RemoteBatch:
                 own[name] = own[name] + numbers if name in own else numbers
         return torch.cat([found for found, _ in done]), own
 
-    def _cut(self, values: torch.Tensor) -> Sequence[torch.Tensor]:
-        if not torch.isfinite(values).all():
-            raise ValueError("hidden states or gradients that are not finite: no host computes with them")
-        return torch.split(values.to(self._spec.wire), [sum(counts) for counts in self._parts])
+    async def _cut(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """The microbatches as they are sent, all of them checked. Others have the loop in between: a batch may be large."""
+        parts = []
+        for part in torch.split(values, [sum(counts) for counts in self._parts]):
+            if not torch.isfinite(part).all():
+                raise ValueError("hidden states or gradients that are not finite: no host computes with them")
+            parts.append(part.to(self._spec.wire))
+            await asyncio.sleep(0)
+        return parts
 
     async def _forward(
         self, span: tuple[int, int], values: torch.Tensor, counts: tuple[int, ...], *, keep_graphs: bool
