@@ -61,6 +61,7 @@ class HostedOffer:
 
     def _checked(self, chunks: list[Buffer]) -> bytes:
         data = b"".join(chunks)
+        chunks.clear()
         if hashlib.sha256(data).digest() != self.offer.adapter:
             raise ProtocolViolation("the bytes of an adapter do not have its hash")
         return data

@@ -178,3 +178,24 @@ def test_an_adapter_is_applied_in_the_element_type_of_its_stage(tmp_path: Path) 
     assert outputs.dtype == torch.bfloat16
     assert {tensor.dtype for tensor in adapter.tensors.values()} == {torch.bfloat16}
     assert adapter.nbytes == sum(tensor.numel() for tensor in tensors.values()) * 2
+
+
+@pytest.mark.parametrize("family", ["llama-tied", "gemma3"])
+def test_a_part_of_a_stage_applies_what_is_for_its_blocks(family: str, tmp_path: Path) -> None:
+    model = load(family, tmp_path)
+    start, end = 2, 4
+    whole_stage, alone = (
+        Stage.load(model, *span, dtype=torch.float32, device=CPU) for span in ((0, 5), (start, end))
+    )
+    tensors = random_tensors(range(start, end)) | {
+        f"{block}.prefix.{kind}": torch.randn(2, 3, 8)
+        for block in range(start, end)
+        for kind in ("key", "value")
+    }
+    inputs = torch.randn(9, 32)
+    part = whole_stage.part(start, end)
+    (expected,) = alone.forward([(alone.new_lane(alone.adapt(tensors, start)), inputs)])
+    (outputs,) = part.forward([(part.new_lane(whole_stage.adapt(tensors, 0)), inputs)])
+
+    torch.testing.assert_close(outputs, expected, atol=1e-5, rtol=1e-4)
+    assert not any(module._forward_hooks for module in whole_stage._model.modules())
