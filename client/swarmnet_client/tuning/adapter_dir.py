@@ -6,7 +6,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from swarmnet_client.tuning.checkpoint import replacing
+from swarmnet_client.tuning.checkpoint import UNFINISHED, replacing
 from swarmnet_client.tuning.methods import quiet_peft, require_peft
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 
@@ -111,7 +111,7 @@ def _prompts_fit(config: dict[str, Any], model: Any) -> bool:
 
 def save_adapter(tuned: Any, directory: Path) -> None:
     """Write the adapter of the PEFT model ``tuned``, each file whole or not at all. Raises ``OutOfResources`` when the disk is full."""
-    with tempfile.TemporaryDirectory(dir=directory, prefix=".adapter-") as scratch:
+    with tempfile.TemporaryDirectory(dir=directory, prefix=UNFINISHED) as scratch:
         # Otherwise PEFT asks the hub whether the vocabulary has grown.
         tuned.save_pretrained(scratch, save_embedding_layers=False)
         for file in sorted(Path(scratch).iterdir()):

@@ -15,6 +15,10 @@ from safetensors.torch import save_file
 
 from swarmnet_protocols.errors import IntegrityError, OutOfResources
 
+HISTORY = "history"
+"""A tensor of a checkpoint: points of the curves, of which some values are not known (NaN)."""
+UNFINISHED = ".unfinished-"
+"""How files begin that are being written; a crash may leave them."""
 _ABOUT = "swarmnet-tune"
 
 
@@ -51,10 +55,6 @@ class Checkpoint:
         return cls(step, about, tensors)
 
 
-HISTORY = "history"
-"""A tensor of a checkpoint: points of the curves, of which some values are not known (NaN)."""
-
-
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A new file beside ``path`` that becomes it, synced to the disk, unless something is raised inside.
@@ -62,7 +62,7 @@ def replacing(path: Path) -> Iterator[Path]:
     Raises ``OutOfResources`` when the disk does not take it.
     """
     try:
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=UNFINISHED)
         os.close(descriptor)
         try:
             yield Path(name)

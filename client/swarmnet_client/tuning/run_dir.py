@@ -1,12 +1,13 @@
 """The directory of a run: its checkpoint while it goes on, then the adapter and ``tune.json``."""
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from swarmnet_client.tuning.adapter_dir import CONFIG_FILE, SUMMARY_FILE, WEIGHTS_FILE, save_adapter
-from swarmnet_client.tuning.checkpoint import Checkpoint, replacing
+from swarmnet_client.tuning.checkpoint import UNFINISHED, Checkpoint, replacing
 from swarmnet_client.tuning.trainer import Tuner
 from swarmnet_protocols.errors import ConfigError
 
@@ -27,6 +28,8 @@ class RunDir:
         self._about = dict(about)
         try:
             path.mkdir(parents=True, exist_ok=True)
+            for torn in path.glob(f"{UNFINISHED}*"):
+                shutil.rmtree(torn) if torn.is_dir() else torn.unlink()
             held = {file.name for file in path.iterdir()}
         except OSError as error:
             raise ConfigError(f"cannot use {path}: {error.strerror}", hint="choose another --out") from error

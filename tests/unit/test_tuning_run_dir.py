@@ -1,0 +1,73 @@
+"""The directory of a run: begun, gone on with, done, and not mistaken for another's."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+from swarmnet_client.tuning.checkpoint import UNFINISHED, Checkpoint
+from swarmnet_client.tuning.run_dir import CHECKPOINT_FILE, SUMMARY_FILE, RunDir
+from swarmnet_protocols.errors import ConfigError, IntegrityError
+
+ABOUT = {"method": "lora", "seed": 0, "data": ["ab"]}
+
+
+class Standing:
+    """A run that stands after three steps."""
+
+    def checkpoint(self, about: Mapping[str, object]) -> Checkpoint:
+        return Checkpoint(3, about, {"history": torch.zeros(0, 4)})
+
+
+class Tuned:
+    def save_pretrained(self, folder: str, **_: object) -> None:
+        Path(folder, "adapter_config.json").write_text("{}")
+
+
+def begun(path: Path) -> RunDir:
+    folder = RunDir(path, ABOUT, force=False)
+    folder.save(Standing())  # type: ignore[arg-type]
+    return folder
+
+
+def test_a_run_goes_on_until_it_is_done(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "out"
+    assert RunDir(out, ABOUT, force=False).unfinished is None
+    begun(out)
+    again = RunDir(out, ABOUT, force=False)
+    assert again.unfinished is not None
+    assert again.unfinished.step == 3
+    again.finish(Tuned(), {"losses": [1.0]})
+    assert sorted(file.name for file in out.iterdir()) == ["adapter_config.json", SUMMARY_FILE]
+    with pytest.raises(ConfigError, match="is done"):
+        RunDir(out, ABOUT, force=False)
+    assert RunDir(out, ABOUT, force=True).unfinished is None
+
+
+@pytest.mark.parametrize("change", [{"seed": 1}, {"data": ["cd"]}, {"rank": 4}], ids=str)
+def test_other_settings_or_data_do_not_go_on_with_it(tmp_path: Path, change: dict[str, object]) -> None:
+    begun(tmp_path)
+    (name,) = change
+    with pytest.raises(ConfigError, match=f"{name} was .* and is "):
+        RunDir(tmp_path, ABOUT | change, force=False)
+    assert RunDir(tmp_path, ABOUT | change, force=True).unfinished is None
+    assert (tmp_path / CHECKPOINT_FILE).exists()
+
+
+def test_what_a_crash_left_is_not_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / f"{UNFINISHED}abc").write_bytes(b"torn")
+    (tmp_path / f"{UNFINISHED}def").mkdir()
+    assert RunDir(tmp_path, ABOUT, force=False).unfinished is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_with_something_else_in_it_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(ConfigError, match="other files"):
+        RunDir(tmp_path, ABOUT, force=False)
+    with pytest.raises(ConfigError, match="cannot use"):
+        RunDir(tmp_path / "thesis.txt", ABOUT, force=False)
+    (tmp_path / CHECKPOINT_FILE).write_bytes(b"\x80\x04}q\x00.")
+    with pytest.raises(IntegrityError, match="no checkpoint"):
+        RunDir(tmp_path, ABOUT, force=False)
