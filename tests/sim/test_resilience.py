@@ -254,6 +254,7 @@ def trace(reference: Reference, seed: int) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(150)
 def test_one_seed_gives_one_trace_in_every_process(reference: Reference, tmp_path: Path) -> None:
     def in_a_process(seed: int, hash_seed: str) -> str:
         found = subprocess.run(
@@ -261,7 +262,7 @@ def test_one_seed_gives_one_trace_in_every_process(reference: Reference, tmp_pat
             env={**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(sys.path)},
             capture_output=True,
             text=True,
-            timeout=50,
+            timeout=140,
             check=True,
         )
         return found.stdout.split()[-1]
