@@ -176,6 +176,15 @@ def test_what_is_too_large_is_refused_before_a_byte_of_it_comes(reference: Refer
     with_stranger(reference, talk, adapter_bytes_per_client=len(data) - 1)
 
 
+def test_half_a_hash_is_refused_before_anything_comes(reference: Reference) -> None:
+    async def talk(stranger: Stranger) -> None:
+        assert_refused(
+            await next_reply(await stranger.offer(part_of(), adapter=bytes(31))), pb.REASON_PROTOCOL
+        )
+
+    with_stranger(reference, talk)
+
+
 @pytest.mark.parametrize("sizes", [(100,), (CHUNK - 1,), (CHUNK, 10), (0,)], ids=str)
 def test_chunks_are_as_large_as_they_can_be(reference: Reference, sizes: tuple[int, ...]) -> None:
     """Otherwise an upload of single bytes would hold its room for days."""
