@@ -109,6 +109,13 @@ def test_forward_takes_embeddings_and_keeps_the_last_logits(tiny: TinySwarm) -> 
     torch.testing.assert_close(ours, theirs[:, -2:], rtol=0, atol=1e-4)
 
 
+def test_a_session_that_begins_again_may_be_padded_otherwise(tiny: TinySwarm) -> None:
+    with tiny.model.session():
+        for prompts in (PROMPTS, PROMPTS[::-1]):
+            expected = generate(tiny.reference.model, prompts)
+            assert generate(tiny.model, prompts).tolist() == expected.tolist()
+
+
 def test_forward_gives_tuples_when_asked(tiny: TinySwarm) -> None:
     ids = torch.tensor(PROMPTS[:1])
     with torch.inference_mode():

@@ -225,6 +225,23 @@ def test_a_change_that_autograd_does_not_count_is_noticed(tiny: TinySwarm) -> No
         assert greedy(ours, TEXTS[:1]) == before
 
 
+def test_a_cache_that_is_continued_is_looked_at_again(tiny: TinySwarm) -> None:
+    with tuned(tiny, "lora") as ours, tiny.model.session() as cache:
+        before = greedy(ours, TEXTS[:1], past_key_values=cache)
+        for parameter in learning(ours):
+            parameter.data.mul_(-2)
+        with pytest.raises(ValueError, match="adapter has changed"):
+            greedy(ours, [[*TEXTS[0], *before[0]]], past_key_values=cache)
+
+
+def test_a_mask_does_not_hide_a_prefix(tiny: TinySwarm) -> None:
+    mask = torch.tensor([[1, 1, 0, 1, 1, 1]])
+    with tuned(tiny, "prefix") as ours:
+        prefix = ours.get_prompt(1)
+        with pytest.raises(ValueError, match="ones for the 4 positions"):
+            tiny.model(torch.tensor([[5, 6]]), attention_mask=mask, past_key_values=prefix)
+
+
 def test_what_hosts_cannot_do_is_refused_before_anything_is_sent(tiny: TinySwarm) -> None:
     said: list[Any] = []
     with tuned(tiny, "lora") as ours:

@@ -168,6 +168,12 @@ def test_experts_that_are_no_linear_modules_are_refused(tmp_path: Path) -> None:
         found(model)
 
 
+def test_blocks_in_another_order_are_refused(model: Any) -> None:
+    model.model.layers = torch.nn.ModuleList([*model.model.layers[1:], model.model.layers[0]])
+    with pytest.raises(ConfigError, match="its place among the blocks"):
+        found(model)
+
+
 def test_dropout_does_not_matter_in_evaluation(model: Any) -> None:
     refuse_dropout(model).eval()
     assert found(model)
