@@ -131,12 +131,18 @@ def test_what_is_raised_within_a_step_leaves_the_last_one(
     assert not run.is_whole
 
 
-def test_a_loss_that_is_not_finite_ends_the_run(place: Path, dataset: Dataset) -> None:
-    chosen = settings(learning_rate=1e37, warmup=0.0)
-    run = tuner(place, dataset, chosen)
-    with pytest.raises(SwarmnetError, match="not finite") as caught:
+def test_what_is_not_finite_ends_the_run_before_the_parameters_are(place: Path, dataset: Dataset) -> None:
+    run = tuner(place, dataset, settings(learning_rate=1e37, warmup=0.0))
+    with pytest.raises(SwarmnetError, match="the loss is not finite in step 2") as caught:
         list(run.run(evaluate_every=100))
     assert "--learning-rate" in caught.value.hint
+
+    model = attach(plain(place), "tiny", settings())
+    trained = [value for value in model.parameters() if value.requires_grad]
+    trained[0].register_hook(lambda gradient: gradient / 0)
+    with pytest.raises(SwarmnetError, match="a gradient is not finite in step 1"):
+        list(Tuner(model, dataset, settings()).run(evaluate_every=100))
+    assert all(value.isfinite().all() for value in trained)
 
 
 def test_a_checkpoint_of_another_run_is_refused(place: Path, dataset: Dataset, tmp_path: Path) -> None:

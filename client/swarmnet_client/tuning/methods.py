@@ -18,8 +18,8 @@ class Method(StrEnum):
     CLASSIFIER = "classifier"
 
 
-LEARNING_RATES = {Method.LORA: 1e-3, Method.PROMPT: 1e-2, Method.DEEP_PROMPT: 1e-2, Method.CLASSIFIER: 1e-3}
-"""Where none is given."""
+LEARNING_RATES = {Method.LORA: 1e-3, Method.PROMPT: 3e-2, Method.DEEP_PROMPT: 1e-2, Method.CLASSIFIER: 1e-3}
+"""Where none is given. Those of prompts are from the examples of PEFT."""
 _PROMPTS = {Method.PROMPT, Method.DEEP_PROMPT}
 
 
