@@ -6,13 +6,14 @@ import os
 import stat
 import tempfile
 from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
 from swarmnet_protocols.errors import ConfigError
 
 PATIENCE_S = 0.2
-"""A node that does not give way for so long, because it is stopped or reads a long prompt, is not waited for."""
+"""A holder that gives no sign for so long is stopped, and is not waited for."""
+SIGN_S = 0.04
 POLL_S = 0.001
 
 
@@ -28,11 +29,10 @@ class Turns:
     another waits.
     """
 
-    def __init__(self, door: int, room: int) -> None:
-        """Open files. See ``open``."""
+    def __init__(self, door: "_Lock", room: "_Lock") -> None:
+        """See ``open``."""
         self._door = door
         self._room = room
-        self._waits = True
 
     @classmethod
     @contextmanager
@@ -45,7 +45,8 @@ class Turns:
                 if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
                     raise PermissionError("it belongs to somebody else")
                 door, room = (
-                    stack.enter_context((folder / name).open("w")).fileno() for name in ("door", "room")
+                    _Lock(stack.enter_context((folder / name).open("w")).fileno())
+                    for name in ("door", "room")
                 )
             except OSError as error:
                 raise ConfigError(
@@ -56,32 +57,52 @@ class Turns:
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
         """Compute alone while the context is open, as far as the others can be waited for."""
-        taken = await self._take()
-        try:
+        async with self._door.held() as is_next, AsyncExitStack() as stack:
+            if is_next:
+                await stack.enter_async_context(self._room.held())
+            inside = stack.pop_all()
+        async with inside:
             yield
+
+
+class _Lock:
+    """The lock on an open file. Whoever holds it gives signs of life, which the file's time of change shows the others."""
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+        self._in_vain = 0
+        """The last sign of the holder that we gave up waiting for."""
+
+    @asynccontextmanager
+    async def held(self) -> AsyncIterator[bool]:
+        """Hold the lock while the context is open; False if its holder is not waited for, the second time at once."""
+        if not await self._take():
+            yield False
+            return
+        self._sign()
+        try:
+            yield True
         finally:
-            if taken:
-                fcntl.flock(self._room, fcntl.LOCK_UN)
+            self._signing.cancel()
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def _sign(self) -> None:
+        os.utime(self._file)
+        self._signing = asyncio.get_running_loop().call_later(SIGN_S, self._sign)
 
     async def _take(self) -> bool:
-        """Who waited in vain does not wait again until the room was free once."""
-        deadline = asyncio.get_running_loop().time() + (PATIENCE_S if self._waits else 0)
-        self._waits = False
-        if await _locked(self._door, deadline):
+        loop = asyncio.get_running_loop()
+        last, heard = 0, loop.time()
+        while True:
             try:
-                self._waits = await _locked(self._room, deadline)
-            finally:
-                fcntl.flock(self._door, fcntl.LOCK_UN)
-        return self._waits
-
-
-async def _locked(file: int, deadline: float) -> bool:
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if asyncio.get_running_loop().time() >= deadline:
-                return False
-            await asyncio.sleep(POLL_S)
-        else:
-            return True
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                sign = os.fstat(self._file).st_mtime_ns
+                if sign != last:
+                    last, heard = sign, loop.time()
+                if sign == self._in_vain or loop.time() - heard >= PATIENCE_S:
+                    self._in_vain = sign
+                    return False
+                await asyncio.sleep(POLL_S)
+            else:
+                return True

@@ -3,7 +3,8 @@
 import asyncio
 import subprocess
 import sys
-from contextlib import AsyncExitStack, ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -39,48 +40,72 @@ def test_turns_do_not_overlap_and_nobody_goes_twice_while_another_waits(tmp_path
     assert order[:8] in (["a", "b"] * 4, ["b", "a"] * 4)
 
 
-def test_who_does_not_give_way_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "PATIENCE_S", 0.05)
+@contextmanager
+def silent_holder(room: Path) -> Iterator["subprocess.Popen[bytes]"]:
+    """A process that holds the room and gives no sign, as a stopped one does not."""
+    command = [sys.executable, "-c", HOLD, str(room)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        yield holder
 
-    async def main() -> None:
+
+def test_who_gives_no_sign_is_waited_for_once(tmp_path: Path) -> None:
+    async def main(mine: Turns) -> None:
         loop = asyncio.get_running_loop()
-        with ExitStack() as stack:
-            stuck, mine, third = (stack.enter_context(Turns.open(tmp_path / "t")) for _ in range(3))
-            async with AsyncExitStack() as holding:
-                await holding.enter_async_context(stuck.turn())
-                waited = []
-                for _ in range(3):
-                    began = loop.time()
-                    async with mine.turn():
-                        waited.append(loop.time() - began)
-            assert waited[0] >= 0.05
-            assert max(waited[1:]) < 0.05
-            async with mine.turn():  # the room is free again, so it is waited for again
-                pass
-            async with third.turn():
+        with silent_holder(tmp_path / "t" / "room") as holder:
+            waited = []
+            for _ in range(3):
                 began = loop.time()
                 async with mine.turn():
-                    assert loop.time() - began >= 0.05
+                    waited.append(loop.time() - began)
+            holder.kill()
+        assert waited[0] >= turns.PATIENCE_S
+        assert max(waited[1:]) < turns.PATIENCE_S
+        async with mine.turn():  # the room is free again, so it is waited for again
+            pass
+        with silent_holder(tmp_path / "t" / "room") as holder:
+            began = loop.time()
+            async with mine.turn():
+                assert loop.time() - began >= turns.PATIENCE_S
+            holder.kill()
 
-    asyncio.run(main())
+    with Turns.open(tmp_path / "t") as mine:
+        asyncio.run(main(mine))
+
+
+def test_who_goes_on_computing_is_waited_for(tmp_path: Path) -> None:
+    async def main(first: Turns, second: Turns, third: Turns) -> None:
+        held = 0
+
+        async def compute(mine: Turns) -> None:
+            nonlocal held
+            async with mine.turn():
+                held += 1
+                assert held == 1
+                await asyncio.sleep(2 * turns.PATIENCE_S)
+                held -= 1
+
+        async with asyncio.TaskGroup() as group:
+            for mine in (first, second, third):  # one computes, one is next, one waits for that
+                group.create_task(compute(mine))
+
+    with ExitStack() as stack:
+        asyncio.run(main(*(stack.enter_context(Turns.open(tmp_path / "t")) for _ in range(3))))
 
 
 def test_the_turn_of_a_process_that_dies_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turns, "PATIENCE_S", 30.0)
-    with Turns.open(tmp_path / "t") as mine:
-        command = [sys.executable, "-c", HOLD, str(tmp_path / "t" / "room")]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
-            assert holder.stdout is not None
-            holder.stdout.readline()
+    with Turns.open(tmp_path / "t") as mine, silent_holder(tmp_path / "t" / "room") as holder:
 
-            async def main() -> None:
-                loop = asyncio.get_running_loop()
-                began = loop.time()
-                loop.call_later(0.02, holder.kill)
-                async with mine.turn():
-                    assert 0.02 <= loop.time() - began < turns.PATIENCE_S
+        async def main() -> None:
+            loop = asyncio.get_running_loop()
+            began = loop.time()
+            loop.call_later(0.02, holder.kill)
+            async with mine.turn():
+                assert 0.02 <= loop.time() - began < turns.PATIENCE_S
 
-            asyncio.run(main())
+        asyncio.run(main())
 
 
 def test_a_folder_that_somebody_else_made_is_refused(tmp_path: Path) -> None:
