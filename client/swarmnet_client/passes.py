@@ -23,8 +23,8 @@ from swarmnet_protocols.wire import session_pb2 as pb
 
 MICROBATCHES = 8
 """A batch is cut into so many or more where it can be: three hops are idle for a fifth of the time then."""
-MIN_POSITIONS = 128
-"""Smaller microbatches are not worth their trip."""
+MIN_POSITIONS = 256
+"""A host computes small microbatches more slowly: with 1024 positions in those of 256 by an eighth, in those of 128 by a third."""
 
 
 def split(counts: Sequence[int], prefix_positions: int = 0) -> list[tuple[int, ...]]:

@@ -18,7 +18,7 @@ from swarmnet_protocols.wire import session_pb2 as pb
 from tests.support.swarm_lab import SWARM, Lab, Reference, simulate
 
 HIDDEN = 32
-COUNTS = (128,) * 4
+COUNTS = (256,) * 4
 SPANS = {"a": (0, 3), "b": (3, 6)}
 ONE_GRAPH = b"sixteen bytes..."
 
@@ -142,7 +142,7 @@ def test_graphs_are_not_kept_for_long(reference: Reference) -> None:
 
 def test_one_client_has_its_share_of_the_room(reference: Reference) -> None:
     """There is room for two graphs of the four, for this client."""
-    _, graph = reference.stage(0, 3).record_sequences(states(0, 128), (128,))
+    _, graph = reference.stage(0, 3).record_sequences(states(0, COUNTS[0]), COUNTS[:1])
     room = CLIENT_SHARE * (2 * graph.nbytes + 1)
 
     async def look(lab: Lab, batch: RemoteBatch) -> None:
