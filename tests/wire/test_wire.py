@@ -115,6 +115,17 @@ def test_the_registry_names_the_ids_that_are_used() -> None:
     assert len({protocol.id for protocol in protocol_ids.ALL}) == len(protocol_ids.ALL)
 
 
+def test_the_registry_says_who_may_open_what() -> None:
+    registry = {
+        entry["id"]: entry for entry in tomllib.loads((PROTO / "PROTOCOLS.toml").read_text()).values()
+    }
+    for protocol in protocol_ids.ALL:
+        assert set(registry[protocol.id]["roles"]) == protocol.roles
+        assert set(registry[protocol.id]["served_by"]) == protocol.served_by
+        needs_a_role = protocol not in protocol_ids.ENTRANCE
+        assert bool(protocol.roles) == bool(protocol.served_by) == needs_a_role, protocol.id
+
+
 def test_the_registry_names_messages_that_exist() -> None:
     registry = tomllib.loads((PROTO / "PROTOCOLS.toml").read_text())
     for entry in registry.values():

@@ -1,0 +1,149 @@
+"""Revocations: who is out before its certificate ends.
+
+Every authority and issuer signs a list of its own. Of each signer the list with the highest serial counts, and what any
+of them names is out, so that two who revoke at the same time undo nothing of each other's.
+"""
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from swarmnet_protocols.errors import IntegrityError, NotAuthorised
+from swarmnet_protocols.membership.certificates import ID_BYTES, MAX_PEER_CHARS, Certificate
+from swarmnet_protocols.membership.rules import Rules
+from swarmnet_protocols.membership.signed import Signer, decode, seal, unseal
+from swarmnet_protocols.transport import PeerId
+from swarmnet_protocols.wire import membership_pb2 as pb
+
+MAX_ENTRIES = 4096
+"""Of all kinds together, in one list."""
+MAX_LIST_BYTES = 256 << 10
+MAX_LISTS = 16
+MAX_BYTES = MAX_LISTS * (MAX_LIST_BYTES + 256)
+"""All lists together."""
+
+_KIND = b"swarmnet-revocations-1"
+
+
+@dataclass(frozen=True)
+class RevocationList:
+    """What one signer says. ``sealed`` is what others are given."""
+
+    signer: bytes
+    serial: int
+    peers: frozenset[PeerId]
+    certificates: frozenset[bytes]
+    invites: frozenset[bytes]
+    sealed: bytes
+
+    @property
+    def _rank(self) -> tuple[int, bytes]:
+        """Of two lists with one serial, which a signer should never make, everybody takes the same one."""
+        return self.serial, hashlib.sha256(self.sealed).digest()
+
+    def replaces(self, other: "RevocationList | None") -> bool:
+        return other is None or self._rank > other._rank
+
+
+@dataclass(frozen=True)
+class Named:
+    """What a list names."""
+
+    peers: frozenset[PeerId] = frozenset()
+    certificates: frozenset[bytes] = frozenset()
+    invites: frozenset[bytes] = frozenset()
+
+
+class Revocations:
+    """The newest list of every signer. Immutable."""
+
+    def __init__(self, lists: Iterable[RevocationList] = ()) -> None:
+        self._lists: dict[bytes, RevocationList] = {}
+        for each in lists:
+            if each.replaces(self._lists.get(each.signer)):
+                self._lists[each.signer] = each
+
+    @property
+    def digest(self) -> bytes:
+        """16 bytes that are the same for two members exactly if they know the same lists."""
+        return hashlib.sha256(self.encode()).digest()[:16]
+
+    def encode(self) -> bytes:
+        """All lists, for other members and for the disk."""
+        lists = [self._lists[signer].sealed for signer in sorted(self._lists)]
+        return pb.Revocations(lists=lists).SerializeToString(deterministic=True)
+
+    def learn(self, data: bytes, *, rules: Rules, now: float) -> "Revocations":
+        """With the lists in ``data`` (as of :meth:`encode`) that are newer; this very object if none is.
+
+        Raises ``IntegrityError`` or ``NotAuthorised``, and takes nothing, if one of them is not as it should be.
+        """
+        if len(data) > MAX_BYTES:
+            raise IntegrityError(f"revocations of {len(data)} bytes are too many")
+        lists = decode(pb.Revocations, data).lists
+        if len(lists) > MAX_LISTS:
+            raise IntegrityError(f"revocations of {len(lists)} signers are too many")
+        known = {each.sealed for each in self._lists.values()}
+        opened = [open_list(each, rules=rules, now=now) for each in lists if each not in known]
+        if not any(each.replaces(self._lists.get(each.signer)) for each in opened):
+            return self
+        return Revocations([*self._lists.values(), *opened])
+
+    def of(self, signer: bytes) -> RevocationList | None:
+        """The list of one signer."""
+        return self._lists.get(signer)
+
+    def believed(self, *, rules: Rules, now: float) -> "Revocations":
+        """Without the lists of signers whom ``rules`` do not believe any more."""
+        return Revocations(each for each in self._lists.values() if rules.believe(each.signer, now))
+
+    def why_out(self, peer: PeerId, certificate: Certificate | None) -> str | None:
+        """Why ``peer`` with ``certificate`` is out; None if it is not."""
+        for each in self._lists.values():
+            if peer in each.peers:
+                return "this peer was revoked"
+            if certificate is not None and certificate.id in each.certificates:
+                return "this certificate was revoked"
+            if certificate is not None and certificate.invite in each.invites:
+                return "the invite of this certificate was revoked"
+        return None
+
+    def revokes_invite(self, invite: bytes) -> bool:
+        return any(invite in each.invites for each in self._lists.values())
+
+
+def sign_list(named: Named, *, serial: int, swarm: bytes, key: Signer) -> bytes:
+    """A sealed list. Raises ``ValueError`` if it has more than ``MAX_ENTRIES``."""
+    if len(named.peers) + len(named.certificates) + len(named.invites) > MAX_ENTRIES:
+        raise ValueError(f"a revocation list has {MAX_ENTRIES} entries at most")
+    message = pb.RevocationList(
+        swarm=swarm,
+        serial=serial,
+        peers=sorted(named.peers),
+        certificates=sorted(named.certificates),
+        invites=sorted(named.invites),
+    )
+    return seal(_KIND, message, key)
+
+
+def open_list(data: bytes, *, rules: Rules, now: float) -> RevocationList:
+    """The list in ``data``, checked. Raises ``IntegrityError`` for one that is changed or over the limits, and
+    ``NotAuthorised`` for one of another swarm or of a signer whom ``rules`` do not believe at ``now``."""
+    message, signer = unseal(_KIND, pb.RevocationList, data, max_body_bytes=MAX_LIST_BYTES)
+    if message.swarm != rules.swarm:
+        raise NotAuthorised("the revocations are of another swarm")
+    if not rules.believe(signer, now):
+        raise NotAuthorised("the revocations were signed by nobody who may")
+    ids = (*message.certificates, *message.invites)
+    if len(message.peers) + len(ids) > MAX_ENTRIES:
+        raise IntegrityError(f"a revocation list has more than {MAX_ENTRIES} entries")
+    if any(len(each) != ID_BYTES for each in ids) or any(len(p) > MAX_PEER_CHARS for p in message.peers):
+        raise IntegrityError("a revocation list names something that cannot be")
+    return RevocationList(
+        signer=signer,
+        serial=message.serial,
+        peers=frozenset(map(PeerId, message.peers)),
+        certificates=frozenset(message.certificates),
+        invites=frozenset(message.invites),
+        sealed=data,
+    )
