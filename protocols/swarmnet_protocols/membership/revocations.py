@@ -5,13 +5,13 @@ of them names is out, so that two who revoke at the same time undo nothing of ea
 """
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from swarmnet_protocols.errors import IntegrityError, NotAuthorised
 from swarmnet_protocols.membership.certificates import ID_BYTES, MAX_PEER_CHARS, Certificate
 from swarmnet_protocols.membership.rules import Rules
-from swarmnet_protocols.membership.signed import Signer, decode, seal, unseal
+from swarmnet_protocols.membership.signed import Signer, seal, unseal
 from swarmnet_protocols.transport import PeerId
 from swarmnet_protocols.wire import membership_pb2 as pb
 
@@ -19,8 +19,7 @@ MAX_ENTRIES = 4096
 """Of all kinds together, in one list."""
 MAX_LIST_BYTES = 256 << 10
 MAX_LISTS = 16
-MAX_BYTES = MAX_LISTS * (MAX_LIST_BYTES + 256)
-"""All lists together."""
+"""Keys that may sign, at most: of everybody whom the swarm file names."""
 
 _KIND = b"swarmnet-revocations-1"
 
@@ -64,27 +63,24 @@ class Revocations:
                 self._lists[each.signer] = each
 
     @property
-    def digest(self) -> bytes:
-        """16 bytes that are the same for two members exactly if they know the same lists."""
-        return hashlib.sha256(self.encode()).digest()[:16]
+    def serials(self) -> Mapping[bytes, int]:
+        """The serial of every signer's list, by its key."""
+        return {signer: each.serial for signer, each in self._lists.items()}
 
-    def encode(self) -> bytes:
-        """All lists, for other members and for the disk."""
-        lists = [self._lists[signer].sealed for signer in sorted(self._lists)]
-        return pb.Revocations(lists=lists).SerializeToString(deterministic=True)
+    def newer_than(self, serials: Mapping[bytes, int]) -> tuple[bytes, ...]:
+        """The sealed lists that somebody with these ``serials`` lacks; with none, all lists."""
+        return tuple(
+            self._lists[signer].sealed
+            for signer in sorted(self._lists)
+            if serials.get(signer, -1) < self._lists[signer].serial
+        )
 
-    def learn(self, data: bytes, *, rules: Rules, now: float) -> "Revocations":
-        """With the lists in ``data`` (as of :meth:`encode`) that are newer; this very object if none is.
+    def learn(self, sealed: Iterable[bytes], *, rules: Rules, now: float) -> "Revocations":
+        """With the lists in ``sealed`` that are newer; this very object if none is.
 
         Raises ``IntegrityError`` or ``NotAuthorised``, and takes nothing, if one of them is not as it should be.
         """
-        if len(data) > MAX_BYTES:
-            raise IntegrityError(f"revocations of {len(data)} bytes are too many")
-        lists = decode(pb.Revocations, data).lists
-        if len(lists) > MAX_LISTS:
-            raise IntegrityError(f"revocations of {len(lists)} signers are too many")
-        known = {each.sealed for each in self._lists.values()}
-        opened = [open_list(each, rules=rules, now=now) for each in lists if each not in known]
+        opened = [open_list(data, rules=rules, now=now) for data in sealed]
         if not any(each.replaces(self._lists.get(each.signer)) for each in opened):
             return self
         return Revocations([*self._lists.values(), *opened])

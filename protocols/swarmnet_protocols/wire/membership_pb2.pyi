@@ -92,12 +92,6 @@ class RevocationList(_message.Message):
     invites: _containers.RepeatedScalarFieldContainer[bytes]
     def __init__(self, swarm: _Optional[bytes] = ..., serial: _Optional[int] = ..., peers: _Optional[_Iterable[str]] = ..., certificates: _Optional[_Iterable[bytes]] = ..., invites: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
-class Revocations(_message.Message):
-    __slots__ = ("lists",)
-    LISTS_FIELD_NUMBER: _ClassVar[int]
-    lists: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, lists: _Optional[_Iterable[bytes]] = ...) -> None: ...
-
 class AdmissionRequest(_message.Message):
     __slots__ = ("redeem", "renew")
     REDEEM_FIELD_NUMBER: _ClassVar[int]
