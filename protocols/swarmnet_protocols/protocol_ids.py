@@ -7,6 +7,7 @@ _ACTIVATIONS_BYTES = 64 << 20
 _CLIENT = frozenset({Role.CLIENT})
 _HOST = frozenset({Role.HOST})
 _TRAINER = frozenset({Role.TRAINER})
+_KEEPERS = frozenset({Role.HOST, Role.TRAINER, Role.BOOTSTRAP})
 
 SESSION = ProtocolSpec(
     "/swarmnet/session/1",
@@ -48,12 +49,33 @@ EXCHANGE = ProtocolSpec(
     served_by=_TRAINER,
 )
 
+_MAX_RPC_BYTES = 4 << 20
+DHT_PING = ProtocolSpec(
+    "SwarmDirectoryV1.rpc_ping", max_header_bytes=_MAX_RPC_BYTES, roles=ANY_ROLE, served_by=_KEEPERS
+)
+DHT_FIND = ProtocolSpec(
+    "SwarmDirectoryV1.rpc_find", max_header_bytes=_MAX_RPC_BYTES, roles=ANY_ROLE, served_by=_KEEPERS
+)
+DHT_STORE = ProtocolSpec(
+    "SwarmDirectoryV1.rpc_store", max_header_bytes=_MAX_RPC_BYTES, roles=_KEEPERS, served_by=_KEEPERS
+)
+
+REVOCATIONS = ProtocolSpec(
+    "/swarmnet/revocations/1",
+    max_header_bytes=4096,
+    max_payload_bytes=1 << 20,
+    roles=ANY_ROLE,
+    served_by=ANY_ROLE,
+)
+DOOR = ProtocolSpec("/swarmnet/door/1", max_header_bytes=4096)
 ADMISSION = ProtocolSpec("/swarmnet/admission/1", max_header_bytes=128 << 10)
 
 INFERENCE = (SESSION, LINK, PASS, ADAPTER, PING)
 """What a node serves."""
 TRAINING = (GATHER, STATE, HANDOVER, EXCHANGE)
 """What a training worker serves."""
-ENTRANCE = (ADMISSION,)
+DIRECTORY = (DHT_PING, DHT_FIND, DHT_STORE)
+"""What who keeps a part of the directory serves: calls of hivemind's, one message each way."""
+ENTRANCE = (DOOR, ADMISSION)
 """What a peer may speak before it is known to be a member: these need no role."""
-ALL: tuple[ProtocolSpec, ...] = INFERENCE + TRAINING + ENTRANCE
+ALL: tuple[ProtocolSpec, ...] = INFERENCE + TRAINING + DIRECTORY + (REVOCATIONS,) + ENTRANCE

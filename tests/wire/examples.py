@@ -16,7 +16,7 @@ from swarmnet_protocols.protocol_ids import LINK
 from swarmnet_protocols.records import Record, seal
 from swarmnet_protocols.transport import Message
 from swarmnet_protocols.transport.framing import encode
-from swarmnet_protocols.wire import records_pb2, session_pb2, training_pb2, workers_pb2
+from swarmnet_protocols.wire import door_pb2, records_pb2, session_pb2, training_pb2, workers_pb2
 
 VECTORS = Path(__file__).parents[2] / "proto" / "vectors"
 
@@ -192,6 +192,15 @@ def frame() -> dict[str, str]:
     }
 
 
+def door_messages() -> Iterator[Protobuf]:
+    pb = door_pb2
+    serial = pb.Serial(signer=_MANIFEST, serial=7)
+    yield pb.DoorMessage(hello=pb.Hello(swarm=_MANIFEST, certificate=b"sealed", serials=[serial]))
+    yield pb.DoorMessage(refused=pb.Refused(reason="this certificate was revoked", time_ms=1_800_000_000_000))
+    yield pb.RevocationsRequest(serials=[serial])
+    yield pb.RevocationsReply()
+
+
 def vector(message: Protobuf) -> dict[str, Any]:
     return {
         "message": message.DESCRIPTOR.full_name,
@@ -207,6 +216,7 @@ def write() -> None:
         "records": [vector(message) for message in record_messages()],
         "training": [vector(message) for message in training_messages()],
         "workers": [vector(message) for message in worker_messages()],
+        "door": [vector(message) for message in door_messages()],
         "frame": frame(),
     }.items():
         (VECTORS / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")

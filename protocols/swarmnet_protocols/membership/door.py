@@ -1,0 +1,420 @@
+"""The door of a peer: whom it has met, and who may open which streams.
+
+Two peers meet once: they show each other their certificates on a stream of its own, which libp2p has bound to their peer
+ids, so that a certificate is worth nothing to anybody else. That stream stays open. Over it they tell each other of a
+renewed certificate and of newer revocations; when it has ended, they meet anew before the next stream.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, TypeVar
+
+from google.protobuf.message import DecodeError
+from google.protobuf.message import Message as Protobuf
+
+from swarmnet_protocols.aio import cancel
+from swarmnet_protocols.errors import (
+    DeadlineExceeded,
+    IncompatibleVersion,
+    IntegrityError,
+    NotAuthorised,
+    PeerUnreachable,
+    ProtocolViolation,
+    StreamEnded,
+    SwarmnetError,
+)
+from swarmnet_protocols.membership.certificates import Certificate
+from swarmnet_protocols.membership.membership import Membership
+from swarmnet_protocols.membership.revocations import MAX_LISTS
+from swarmnet_protocols.membership.roles import Role, name_roles
+from swarmnet_protocols.membership.rules import Member
+from swarmnet_protocols.protocol_ids import DOOR, REVOCATIONS
+from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.transport import Message, PeerId, ProtocolSpec, Stream, Transport
+from swarmnet_protocols.wire import door_pb2 as pb
+
+_log = logging.getLogger(__name__)
+M = TypeVar("M", bound=Protobuf)
+
+MAX_DOORS = 256
+"""Streams kept open with those we have met. Beyond these the oldest ends, and its two peers meet anew when need be."""
+MAX_STRANGERS = 128
+"""Callers at a time that have not said who they are yet."""
+MAX_CALLS = 4
+"""Of one of them."""
+HELLO_PAUSE_S = 0.5
+"""Between two things one peer says at the door; who says more is made to wait."""
+MAX_CLOCK_ERROR_S = 300.0
+RECHECK_S = 600.0
+"""No timer waits for longer before it looks at the clock again: somebody may set it."""
+MAX_REASON_CHARS = 300
+
+
+class _Guest:
+    """Somebody we have met, and what is open between us."""
+
+    def __init__(self, member: Member, certificate: Certificate | None) -> None:
+        self.member = member
+        self.certificate = certificate
+        self.doors: dict[Stream, None] = {}
+        self.streams: dict[Stream, None] = {}
+        self.timer: asyncio.TimerHandle | None = None
+
+
+class Door:
+    """Made by :meth:`run`."""
+
+    def __init__(self, transport: Transport, membership: Membership, timing: Timing) -> None:
+        self._transport = transport
+        self._membership = membership
+        self._timing = timing
+        self._guests: dict[PeerId, _Guest] = {}
+        self._doors: dict[Stream, _Guest] = {}
+        self._strangers: Counter[PeerId] = Counter()
+        self._meetings: dict[tuple[PeerId, tuple[str, ...]], asyncio.Task[None]] = {}
+        self._fetching: set[PeerId] = set()
+        self._tasks: dict[asyncio.Task[None], None] = {}
+
+    @classmethod
+    @asynccontextmanager
+    async def run(cls, transport: Transport, membership: Membership, timing: Timing) -> AsyncIterator["Door"]:
+        """A door that is watched while the context is open. ``transport`` is the one below: the door guards it."""
+        door = cls(transport, membership, timing)
+        await transport.serve(DOOR, door._answer)
+        await transport.serve(REVOCATIONS, door._tell_revocations)
+        membership.listeners.append(door._review)
+        try:
+            yield door
+        finally:
+            membership.listeners.remove(door._review)
+            await cancel(*door._tasks)
+            for guest in door._guests.values():
+                _end(guest)
+
+    # ---- who may do what ---------------------------------------------------------------------------------
+
+    def check(self, peer: PeerId, protocol: ProtocolSpec) -> None:
+        """Raises ``NotAuthorised`` unless ``peer`` may open streams under ``protocol`` here."""
+        if not self._membership.is_public:
+            _check_role(self._guest(peer).member, protocol.roles, protocol)
+
+    @contextmanager
+    def admitting(self, stream: Stream, protocol: ProtocolSpec) -> Iterator[None]:
+        """``check`` an incoming stream, and have it end with the membership of its opener for as long as the context."""
+        self.check(stream.peer, protocol)
+        self.hold(stream)
+        try:
+            yield
+        finally:
+            self.release(stream)
+
+    def hold(self, stream: Stream) -> None:
+        """Have ``stream`` closed when the membership of its other side ends, until it is released.
+
+        Raises ``NotAuthorised`` when it has ended already.
+        """
+        if not self._membership.is_public:
+            self._guest(stream.peer).streams[stream] = None
+
+    def release(self, stream: Stream) -> None:
+        """Undo ``hold``; idempotent."""
+        if guest := self._guests.get(stream.peer):
+            guest.streams.pop(stream, None)
+            self._forget_if_gone(stream.peer, guest)
+
+    async def enter(
+        self, peer: PeerId, protocol: ProtocolSpec, *, addresses: Sequence[str] = (), deadline_s: float
+    ) -> None:
+        """Meet ``peer``, unless we have, before a stream under ``protocol``.
+
+        Raises ``NotAuthorised``, with who refused whom and why, or ``PeerUnreachable`` within ``deadline_s``.
+        """
+        if self._membership.is_public:
+            return
+        _check_role(self._membership.me, protocol.roles, protocol)
+        if (guest := self._guests.get(peer)) is None or not guest.doors:
+            try:
+                async with asyncio.timeout(deadline_s):
+                    await asyncio.shield(self._meeting(peer, tuple(addresses)))
+            except TimeoutError as error:
+                raise PeerUnreachable(f"{peer} did not answer within {deadline_s:g} s") from error
+        _check_role(self._guest(peer).member, protocol.served_by, protocol)
+
+    def _guest(self, peer: PeerId) -> _Guest:
+        try:
+            return self._guests[peer]
+        except KeyError:
+            raise NotAuthorised(f"{peer} has not shown that it is a member") from None
+
+    # ---- meeting -----------------------------------------------------------------------------------------
+
+    def _meeting(self, peer: PeerId, addresses: tuple[str, ...]) -> "asyncio.Task[None]":
+        """The meeting that is under way, or a new one. It goes on when whoever waits for it gives up."""
+        key = (peer, addresses)
+        if key not in self._meetings:
+            meeting = self._meetings[key] = self._own(self._meet(peer, addresses))
+            meeting.add_done_callback(lambda _: self._meetings.pop(key))
+        return self._meetings[key]
+
+    async def _meet(self, peer: PeerId, addresses: tuple[str, ...]) -> None:
+        try:
+            stream = await self._transport.open(
+                peer, DOOR, addresses=addresses, deadline_s=self._timing.open_s
+            )
+        except IncompatibleVersion as error:
+            raise NotAuthorised(f"{peer} is in no private swarm: {error}") from error
+        try:
+            await stream.send(self._hello())
+            try:
+                guest = self._take(peer, await _hear(stream, self._timing.door_s))
+            except NotAuthorised as error:
+                await self._refuse(stream, str(error))
+                raise
+        except StreamEnded as error:
+            raise PeerUnreachable(f"{peer} left while we met") from error
+        except DeadlineExceeded as error:
+            raise PeerUnreachable(str(error)) from error
+        except BaseException:
+            stream.close()
+            raise
+        self._open_door(guest, stream)
+        self._own(self._listen(guest, stream))
+
+    async def _answer(self, stream: Stream) -> None:
+        """Somebody is at the door."""
+        peer = stream.peer
+        if self._strangers[peer] >= MAX_CALLS or self._strangers.total() >= MAX_STRANGERS:
+            return
+        self._strangers[peer] += 1
+        try:
+            hello = await _hear(stream, self._timing.door_s)
+        finally:
+            self._strangers[peer] -= 1
+            self._strangers += Counter()  # forgets who has none
+        try:
+            guest = self._take(peer, hello)
+        except NotAuthorised as error:
+            await self._refuse(stream, str(error))
+            raise
+        self._open_door(guest, stream)
+        try:
+            await stream.send(self._hello())
+        except BaseException:
+            self._close_door(guest, stream)
+            raise
+        await self._listen(guest, stream)
+
+    def _take(self, peer: PeerId, message: pb.DoorMessage) -> _Guest:
+        """The guest who said this. Raises ``NotAuthorised``."""
+        if message.HasField("refused"):
+            raise self._explained(peer, message.refused)
+        hello = message.hello
+        if hello.swarm != self._membership.rules.swarm:
+            raise NotAuthorised(f"{peer} belongs to another swarm")
+        certificate = self._membership.open(hello.certificate)
+        member = self._membership.admit(peer, certificate)
+        guest = self._guests.get(peer)
+        if guest is None:
+            guest = self._guests[peer] = _Guest(member, certificate)
+        guest.member, guest.certificate = member, certificate
+        self._arm(peer, guest)
+        ours = self._membership.revocations.serials
+        knows_more = any(ours.get(each.signer, -1) < each.serial for each in hello.serials[:MAX_LISTS])
+        if knows_more and peer not in self._fetching:
+            self._fetching.add(peer)
+            self._own(self._fetch_revocations(peer))
+        return guest
+
+    def _explained(self, peer: PeerId, refused: pb.Refused) -> NotAuthorised:
+        reason = "".join(filter(str.isprintable, refused.reason[:MAX_REASON_CHARS]))
+        behind_s = refused.time_ms / 1000 - self._membership.clock()
+        hint = "ask whoever runs the swarm for an invite"
+        if refused.time_ms and abs(behind_s) > MAX_CLOCK_ERROR_S:
+            hint = (
+                f"its clock and ours are {abs(behind_s) / 60:.0f} minutes apart: "
+                "if ours is wrong, set it and try again"
+            )
+        return NotAuthorised(f"{peer} does not let us in: {reason}", hint=hint)
+
+    def _hello(self) -> Message:
+        hello = pb.Hello(
+            swarm=self._membership.rules.swarm,
+            certificate=self._membership.certificate,
+            serials=self._serials(),
+        )
+        return Message(pb.DoorMessage(hello=hello).SerializeToString())
+
+    def _serials(self) -> list[pb.Serial]:
+        serials = self._membership.revocations.serials
+        return [pb.Serial(signer=signer, serial=serial) for signer, serial in serials.items()]
+
+    # ---- while the door is open --------------------------------------------------------------------------
+
+    def _open_door(self, guest: _Guest, stream: Stream) -> None:
+        guest.doors[stream] = None
+        self._doors[stream] = guest
+        if len(self._doors) > MAX_DOORS:
+            oldest, its_guest = next(iter(self._doors.items()))
+            self._close_door(its_guest, oldest)
+
+    def _close_door(self, guest: _Guest, stream: Stream) -> None:
+        stream.close()
+        self._doors.pop(stream, None)
+        guest.doors.pop(stream, None)
+        self._forget_if_gone(stream.peer, guest)
+
+    async def _listen(self, guest: _Guest, stream: Stream) -> None:
+        """Hear what a guest has to say until it is gone."""
+        try:
+            while True:
+                await asyncio.sleep(HELLO_PAUSE_S)
+                said = await _hear(stream, None)
+                if stream not in guest.doors:
+                    return
+                self._take(stream.peer, said)
+        except NotAuthorised as error:
+            self._expel(stream.peer, str(error))
+        finally:
+            self._close_door(guest, stream)
+
+    def _forget_if_gone(self, peer: PeerId, guest: _Guest) -> None:
+        if not guest.doors and not guest.streams and self._guests.get(peer) is guest:
+            del self._guests[peer]
+            _end(guest)
+
+    def _review(self) -> None:
+        """Our own certificate or the list of revocations has changed: tell everybody who is still to be told."""
+        for peer, guest in list(self._guests.items()):
+            self._check_again(peer, guest)
+        for stream in self._doors:
+            self._own(self._say_hello(stream))
+
+    def _arm(self, peer: PeerId, guest: _Guest) -> None:
+        if guest.timer is not None:
+            guest.timer.cancel()
+        left_s = guest.member.until - self._membership.clock()
+        guest.timer = asyncio.get_running_loop().call_later(
+            min(max(left_s, 1.0), RECHECK_S), self._check_again, peer, guest
+        )
+
+    def _check_again(self, peer: PeerId, guest: _Guest) -> None:
+        if self._guests.get(peer) is not guest:
+            return
+        try:
+            guest.member = self._membership.admit(peer, guest.certificate)
+        except NotAuthorised as error:
+            self._expel(peer, str(error))
+        else:
+            self._arm(peer, guest)
+
+    def _expel(self, peer: PeerId, reason: str) -> None:
+        """End everything that is open with a peer, and tell it why."""
+        guest = self._guests.pop(peer, None)
+        if guest is None:
+            return
+        _log.warning("%s has to go: %s", peer, reason)
+        doors, guest.doors = guest.doors, {}
+        for stream in doors:
+            self._doors.pop(stream, None)
+            self._own(self._refuse(stream, reason))
+        _end(guest)
+
+    async def _refuse(self, stream: Stream, reason: str) -> None:
+        time_ms = max(0, round(self._membership.clock() * 1000))
+        refused = pb.Refused(reason=reason[:MAX_REASON_CHARS], time_ms=time_ms)
+        try:
+            with contextlib.suppress(StreamEnded, TimeoutError):
+                async with asyncio.timeout(self._timing.door_s):
+                    await stream.send(Message(pb.DoorMessage(refused=refused).SerializeToString()))
+        finally:
+            stream.close()
+
+    async def _say_hello(self, stream: Stream) -> None:
+        with contextlib.suppress(StreamEnded, TimeoutError):
+            async with asyncio.timeout(self._timing.door_s):
+                await stream.send(self._hello())
+
+    # ---- revocations -------------------------------------------------------------------------------------
+
+    async def _tell_revocations(self, stream: Stream) -> None:
+        with self.admitting(stream, REVOCATIONS):
+            message = await _receive(stream, self._timing.door_s)
+            request = _parse(pb.RevocationsRequest, message)
+            theirs = {each.signer: each.serial for each in request.serials[:MAX_LISTS]}
+            for sealed in self._membership.revocations.newer_than(theirs):
+                await stream.send(Message(pb.RevocationsReply().SerializeToString(), sealed))
+
+    async def _fetch_revocations(self, peer: PeerId) -> None:
+        """Ask ``peer`` for the lists we lack. One who sends what is no list has to go."""
+        try:
+            stream = await self._transport.open(peer, REVOCATIONS, deadline_s=self._timing.open_s)
+            try:
+                request = pb.RevocationsRequest(serials=self._serials())
+                await stream.send(Message(request.SerializeToString()))
+                for _ in range(MAX_LISTS):
+                    message = await _receive(stream, self._timing.chunk_s)
+                    self._membership.take_revocations([bytes(message.payload)])
+            finally:
+                stream.close()
+        except (IntegrityError, ProtocolViolation) as error:
+            self._expel(peer, f"what it sends are no revocations: {error}")
+        except SwarmnetError as error:  # the end of the stream is the end of the lists
+            _log.debug("revocations of %s: %s", peer, error)
+        finally:
+            self._fetching.discard(peer)
+
+    def _own(self, coroutine: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks[task] = None
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        del self._tasks[task]
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        if isinstance(error, SwarmnetError):  # of a meeting: whoever waits for it has it too
+            _log.debug("at the door: %s", error)
+        else:
+            _log.error("at the door", exc_info=error)
+
+
+def _end(guest: _Guest) -> None:
+    if guest.timer is not None:
+        guest.timer.cancel()
+    for stream in (*guest.doors, *guest.streams):
+        stream.close()
+
+
+def _check_role(member: Member, roles: frozenset[Role], protocol: ProtocolSpec) -> None:
+    if not member.roles & roles:
+        raise NotAuthorised(
+            f"{protocol.id} is for {name_roles(roles)}; {member.peer} is in the swarm as {name_roles(member.roles)}",
+            hint="ask whoever runs the swarm for an invite with that role",
+        )
+
+
+async def _receive(stream: Stream, silence_s: float | None) -> Message:
+    try:
+        async with asyncio.timeout(silence_s):
+            return await stream.receive()
+    except TimeoutError as error:
+        raise DeadlineExceeded(f"{stream.peer} has been silent for {silence_s} s") from error
+
+
+async def _hear(stream: Stream, silence_s: float | None) -> pb.DoorMessage:
+    said = _parse(pb.DoorMessage, await _receive(stream, silence_s))
+    if said.WhichOneof("kind") is None:
+        raise ProtocolViolation("nothing was said at the door")
+    return said
+
+
+def _parse(kind: type[M], message: Message) -> M:
+    try:
+        return kind.FromString(message.header)
+    except DecodeError as error:
+        raise ProtocolViolation(f"not a {kind.DESCRIPTOR.name}") from error
