@@ -7,27 +7,21 @@ whoever overheard it, it is worth nothing.
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from swarmnet_protocols.errors import IntegrityError, NotAuthorised
+from swarmnet_protocols.errors import IntegrityError
 from swarmnet_protocols.membership.roles import Role
+from swarmnet_protocols.membership.rules import MAX_LIFETIME_S, MIN_LIFETIME_S, Rules, check_current
 from swarmnet_protocols.membership.signed import Signer, seal, unseal
 from swarmnet_protocols.transport import PeerId
 from swarmnet_protocols.wire import membership_pb2 as pb
 
-if TYPE_CHECKING:
-    from swarmnet_protocols.membership.rules import Rules
-
 ID_BYTES = 16
 MAX_PEER_CHARS = 128
 MAX_CERTIFICATE_BYTES = 1024
-MIN_LIFETIME_S = 3600
-MAX_LIFETIME_S = 90 * 24 * 3600
 CLOCK_SKEW_S = 600
 """A certificate begins so long before it is issued: the clocks of its issuer and its judge may each be five minutes off."""
 
 _KIND = b"swarmnet-certificate-1"
-_ASK = "ask whoever runs the swarm for an invite"
 
 
 @dataclass(frozen=True)
@@ -81,7 +75,7 @@ def issue(admittance: Admittance, *, swarm: bytes, key: Signer, now: float, life
     return seal(_KIND, message, key)
 
 
-def open_certificate(data: bytes, *, rules: "Rules", now: float) -> Certificate:
+def open_certificate(data: bytes, *, rules: Rules, now: float) -> Certificate:
     """The certificate in ``data``, once everything that can be said without knowing who shows it is checked.
 
     Raises ``IntegrityError`` for one that is not in the one accepted encoding or not signed by the key it names, and
@@ -107,24 +101,6 @@ def open_certificate(data: bytes, *, rules: "Rules", now: float) -> Certificate:
     )
     check_current(certificate, rules=rules, now=now)
     return certificate
-
-
-def check_current(certificate: Certificate, *, rules: "Rules", now: float) -> None:
-    """Raise ``NotAuthorised`` unless ``rules`` believe the issuer of ``certificate`` and it is valid at ``now``."""
-    if certificate.swarm != rules.swarm:
-        raise NotAuthorised("the certificate is of another swarm", hint=_ASK)
-    if not rules.believe(certificate.issuer, now):
-        raise NotAuthorised("the certificate was signed by nobody who may", hint=_ASK)
-    if now < certificate.not_before:
-        raise NotAuthorised(
-            f"the certificate begins in {certificate.not_before - now:.0f} s",
-            hint="check the clock of this machine and of the one that issued it",
-        )
-    if now >= certificate.not_after:
-        raise NotAuthorised(
-            f"the certificate ended {now - certificate.not_after:.0f} s ago",
-            hint="ask for a new invite; if it should still be valid, check the clock of this machine",
-        )
 
 
 def to_wire(roles: Iterable[Role]) -> list[str]:

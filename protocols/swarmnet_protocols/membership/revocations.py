@@ -4,13 +4,12 @@ Every authority and issuer signs a list of its own. Of each signer the list with
 of them names is out, so that two who revoke at the same time undo nothing of each other's.
 """
 
-import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from swarmnet_protocols.errors import IntegrityError, NotAuthorised
 from swarmnet_protocols.membership.certificates import ID_BYTES, MAX_PEER_CHARS, Certificate
-from swarmnet_protocols.membership.rules import Rules
+from swarmnet_protocols.membership.rules import MAX_KEYS, Rules
 from swarmnet_protocols.membership.signed import Signer, seal, unseal
 from swarmnet_protocols.transport import PeerId
 from swarmnet_protocols.wire import membership_pb2 as pb
@@ -18,8 +17,7 @@ from swarmnet_protocols.wire import membership_pb2 as pb
 MAX_ENTRIES = 4096
 """Of all kinds together, in one list."""
 MAX_LIST_BYTES = 256 << 10
-MAX_LISTS = 16
-"""Keys that may sign, at most: of everybody whom the swarm file names."""
+MAX_LISTS = MAX_KEYS
 
 _KIND = b"swarmnet-revocations-1"
 
@@ -35,13 +33,8 @@ class RevocationList:
     invites: frozenset[bytes]
     sealed: bytes
 
-    @property
-    def _rank(self) -> tuple[int, bytes]:
-        """Of two lists with one serial, which a signer should never make, everybody takes the same one."""
-        return self.serial, hashlib.sha256(self.sealed).digest()
-
     def replaces(self, other: "RevocationList | None") -> bool:
-        return other is None or self._rank > other._rank
+        return other is None or self.serial > other.serial
 
 
 @dataclass(frozen=True)

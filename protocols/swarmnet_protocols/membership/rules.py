@@ -7,12 +7,19 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from swarmnet_protocols.errors import NotAuthorised
-from swarmnet_protocols.membership.certificates import Certificate, check_current
+from swarmnet_protocols.membership.quotas import Quotas
 from swarmnet_protocols.membership.roles import ANY_ROLE, Role, name_roles
 from swarmnet_protocols.transport import PeerId
 
 if TYPE_CHECKING:
+    from swarmnet_protocols.membership.certificates import Certificate
     from swarmnet_protocols.membership.revocations import Revocations
+
+MIN_LIFETIME_S = 3600
+MAX_LIFETIME_S = 90 * 24 * 3600
+"""Of a certificate."""
+MAX_KEYS = 16
+"""That may sign, of everybody whom a swarm file names."""
 
 _ASK = "ask whoever runs the swarm for an invite"
 
@@ -44,6 +51,7 @@ class Rules:
     certificate_lifetime_s: float = 7 * 24 * 3600.0
     revocation_refresh_s: float = 30.0
     """How often members compare their revocations."""
+    quotas: Quotas = field(default_factory=Quotas)
 
     def believe(self, key: bytes, now: float) -> bool:
         """Whether what ``key`` signs counts at ``now``."""
@@ -60,9 +68,27 @@ class Member:
     """Unix time at which its certificate ends."""
 
 
+def check_current(certificate: "Certificate", *, rules: Rules, now: float) -> None:
+    """Raise ``NotAuthorised`` unless ``rules`` believe the issuer of ``certificate`` and it is valid at ``now``."""
+    if certificate.swarm != rules.swarm:
+        raise NotAuthorised("the certificate is of another swarm", hint=_ASK)
+    if not rules.believe(certificate.issuer, now):
+        raise NotAuthorised("the certificate was signed by nobody who may", hint=_ASK)
+    if now < certificate.not_before:
+        raise NotAuthorised(
+            f"the certificate begins in {certificate.not_before - now:.0f} s",
+            hint="check the clock of this machine and of the one that issued it",
+        )
+    if now >= certificate.not_after:
+        raise NotAuthorised(
+            f"the certificate ended {now - certificate.not_after:.0f} s ago",
+            hint="ask for a new invite; if it should still be valid, check the clock of this machine",
+        )
+
+
 def admit(
     rules: Rules,
-    certificate: Certificate | None,
+    certificate: "Certificate | None",
     peer: PeerId,
     needed: frozenset[Role],
     revocations: "Revocations",
