@@ -19,6 +19,7 @@ from swarmnet_client.swarm import Swarm
 from swarmnet_protocols.aio import cancel
 from swarmnet_protocols.errors import (
     NoRoute,
+    NotAuthorised,
     OutOfResources,
     ProtocolViolation,
     SwarmnetError,
@@ -190,6 +191,8 @@ class Chain:
             return OutOfResources(
                 f"the hosts have no room: {why}", hint="try again later, or start another node: swarmnet join"
             )
+        if isinstance(why, NotAuthorised):
+            return why
         if why is None or isinstance(why, Unreachable) or not self._swarm.hosts:
             return why if isinstance(why, NoRoute) else NoRoute(gaps)
         return Unreachable(f"the chain does not hold: {why}", hint="try again; the swarm may be changing")

@@ -19,6 +19,7 @@ from swarmnet_protocols.aio import all_of, cancel
 from swarmnet_protocols.errors import (
     DeadlineExceeded,
     NoRoute,
+    NotAuthorised,
     OutOfResources,
     PeerUnreachable,
     ProtocolViolation,
@@ -253,7 +254,7 @@ class _Conversation:
 
 def _verdict(error: SwarmnetError) -> SwarmnetError:
     """What a person is told after many attempts, the last of which failed so."""
-    if isinstance(error, NoRoute):
+    if isinstance(error, NoRoute | NotAuthorised):
         return error
     if isinstance(error, Refused) and error.reason == pb.REASON_OUT_OF_MEMORY:
         return OutOfResources(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from swarmnet_node.node import Hosting, Node
     from swarmnet_node.stage import Stage
     from swarmnet_protocols.models import LocalModel, Progress
-    from swarmnet_protocols.transport.p2pd import P2pdTransport
+    from swarmnet_protocols.transport import Transport
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ async def start(config: NodeConfig, *, progress: "Progress | None" = None) -> As
         yield node
 
 
-async def _fail_with_p2pd(transport: "P2pdTransport", node: "Node") -> None:
+async def _fail_with_p2pd(transport: "Transport", node: "Node") -> None:
     await transport.died()
     node.fail(
         SwarmnetError("p2pd died: nobody can reach this node", hint="start the node again: swarmnet join")

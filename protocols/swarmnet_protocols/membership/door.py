@@ -11,10 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any, TypeVar
-
-from google.protobuf.message import DecodeError
-from google.protobuf.message import Message as Protobuf
+from typing import Any
 
 from swarmnet_protocols.aio import cancel
 from swarmnet_protocols.errors import (
@@ -35,10 +32,10 @@ from swarmnet_protocols.membership.rules import Member
 from swarmnet_protocols.protocol_ids import DOOR, REVOCATIONS
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.transport import Message, PeerId, ProtocolSpec, Stream, Transport
+from swarmnet_protocols.transport.talking import parse, receive_within
 from swarmnet_protocols.wire import door_pb2 as pb
 
 _log = logging.getLogger(__name__)
-M = TypeVar("M", bound=Protobuf)
 
 MAX_DOORS = 256
 """Streams kept open with those we have met. Beyond these the oldest ends, and its two peers meet anew when need be."""
@@ -70,7 +67,7 @@ class Door:
 
     def __init__(self, transport: Transport, membership: Membership, timing: Timing) -> None:
         self._transport = transport
-        self._membership = membership
+        self.membership = membership
         self._timing = timing
         self._guests: dict[PeerId, _Guest] = {}
         self._doors: dict[Stream, _Guest] = {}
@@ -99,7 +96,7 @@ class Door:
 
     def check(self, peer: PeerId, protocol: ProtocolSpec) -> None:
         """Raises ``NotAuthorised`` unless ``peer`` may open streams under ``protocol`` here."""
-        if not self._membership.is_public:
+        if not self.membership.is_public:
             _check_role(self._guest(peer).member, protocol.roles, protocol)
 
     @contextmanager
@@ -117,7 +114,7 @@ class Door:
 
         Raises ``NotAuthorised`` when it has ended already.
         """
-        if not self._membership.is_public:
+        if not self.membership.is_public:
             self._guest(stream.peer).streams[stream] = None
 
     def release(self, stream: Stream) -> None:
@@ -133,9 +130,9 @@ class Door:
 
         Raises ``NotAuthorised``, with who refused whom and why, or ``PeerUnreachable`` within ``deadline_s``.
         """
-        if self._membership.is_public:
+        if self.membership.is_public:
             return
-        _check_role(self._membership.me, protocol.roles, protocol)
+        _check_role(self.membership.me, protocol.roles, protocol)
         if (guest := self._guests.get(peer)) is None or not guest.doors:
             try:
                 async with asyncio.timeout(deadline_s):
@@ -174,12 +171,10 @@ class Door:
             except NotAuthorised as error:
                 await self._refuse(stream, str(error))
                 raise
-        except StreamEnded as error:
-            raise PeerUnreachable(f"{peer} left while we met") from error
-        except DeadlineExceeded as error:
-            raise PeerUnreachable(str(error)) from error
-        except BaseException:
+        except BaseException as error:
             stream.close()
+            if isinstance(error, StreamEnded | DeadlineExceeded):
+                raise PeerUnreachable(f"{peer} does not answer at the door: {error}") from error
             raise
         self._open_door(guest, stream)
         self._own(self._listen(guest, stream))
@@ -213,16 +208,16 @@ class Door:
         if message.HasField("refused"):
             raise self._explained(peer, message.refused)
         hello = message.hello
-        if hello.swarm != self._membership.rules.swarm:
+        if hello.swarm != self.membership.rules.swarm:
             raise NotAuthorised(f"{peer} belongs to another swarm")
-        certificate = self._membership.open(hello.certificate)
-        member = self._membership.admit(peer, certificate)
+        certificate = self.membership.open(hello.certificate)
+        member = self.membership.admit(peer, certificate)
         guest = self._guests.get(peer)
         if guest is None:
             guest = self._guests[peer] = _Guest(member, certificate)
         guest.member, guest.certificate = member, certificate
         self._arm(peer, guest)
-        ours = self._membership.revocations.serials
+        ours = self.membership.revocations.serials
         knows_more = any(ours.get(each.signer, -1) < each.serial for each in hello.serials[:MAX_LISTS])
         if knows_more and peer not in self._fetching:
             self._fetching.add(peer)
@@ -231,7 +226,7 @@ class Door:
 
     def _explained(self, peer: PeerId, refused: pb.Refused) -> NotAuthorised:
         reason = "".join(filter(str.isprintable, refused.reason[:MAX_REASON_CHARS]))
-        behind_s = refused.time_ms / 1000 - self._membership.clock()
+        behind_s = refused.time_ms / 1000 - self.membership.clock()
         hint = "ask whoever runs the swarm for an invite"
         if refused.time_ms and abs(behind_s) > MAX_CLOCK_ERROR_S:
             hint = (
@@ -242,14 +237,14 @@ class Door:
 
     def _hello(self) -> Message:
         hello = pb.Hello(
-            swarm=self._membership.rules.swarm,
-            certificate=self._membership.certificate,
+            swarm=self.membership.rules.swarm,
+            certificate=self.membership.certificate,
             serials=self._serials(),
         )
         return Message(pb.DoorMessage(hello=hello).SerializeToString())
 
     def _serials(self) -> list[pb.Serial]:
-        serials = self._membership.revocations.serials
+        serials = self.membership.revocations.serials
         return [pb.Serial(signer=signer, serial=serial) for signer, serial in serials.items()]
 
     # ---- while the door is open --------------------------------------------------------------------------
@@ -291,12 +286,12 @@ class Door:
         for peer, guest in list(self._guests.items()):
             self._check_again(peer, guest)
         for stream in self._doors:
-            self._own(self._say_hello(stream))
+            self._own(self._say(stream, self._hello()))
 
     def _arm(self, peer: PeerId, guest: _Guest) -> None:
         if guest.timer is not None:
             guest.timer.cancel()
-        left_s = guest.member.until - self._membership.clock()
+        left_s = guest.member.until - self.membership.clock()
         guest.timer = asyncio.get_running_loop().call_later(
             min(max(left_s, 1.0), RECHECK_S), self._check_again, peer, guest
         )
@@ -305,7 +300,7 @@ class Door:
         if self._guests.get(peer) is not guest:
             return
         try:
-            guest.member = self._membership.admit(peer, guest.certificate)
+            guest.member = self.membership.admit(peer, guest.certificate)
         except NotAuthorised as error:
             self._expel(peer, str(error))
         else:
@@ -324,28 +319,27 @@ class Door:
         _end(guest)
 
     async def _refuse(self, stream: Stream, reason: str) -> None:
-        time_ms = max(0, round(self._membership.clock() * 1000))
+        time_ms = max(0, round(self.membership.clock() * 1000))
         refused = pb.Refused(reason=reason[:MAX_REASON_CHARS], time_ms=time_ms)
         try:
-            with contextlib.suppress(StreamEnded, TimeoutError):
-                async with asyncio.timeout(self._timing.door_s):
-                    await stream.send(Message(pb.DoorMessage(refused=refused).SerializeToString()))
+            await self._say(stream, Message(pb.DoorMessage(refused=refused).SerializeToString()))
         finally:
             stream.close()
 
-    async def _say_hello(self, stream: Stream) -> None:
+    async def _say(self, stream: Stream, message: Message) -> None:
+        """Say something to somebody who may be gone."""
         with contextlib.suppress(StreamEnded, TimeoutError):
             async with asyncio.timeout(self._timing.door_s):
-                await stream.send(self._hello())
+                await stream.send(message)
 
     # ---- revocations -------------------------------------------------------------------------------------
 
     async def _tell_revocations(self, stream: Stream) -> None:
         with self.admitting(stream, REVOCATIONS):
-            message = await _receive(stream, self._timing.door_s)
-            request = _parse(pb.RevocationsRequest, message)
+            message = await receive_within(stream, self._timing.door_s)
+            request = parse(pb.RevocationsRequest, message.header)
             theirs = {each.signer: each.serial for each in request.serials[:MAX_LISTS]}
-            for sealed in self._membership.revocations.newer_than(theirs):
+            for sealed in self.membership.revocations.newer_than(theirs):
                 await stream.send(Message(pb.RevocationsReply().SerializeToString(), sealed))
 
     async def _fetch_revocations(self, peer: PeerId) -> None:
@@ -356,8 +350,8 @@ class Door:
                 request = pb.RevocationsRequest(serials=self._serials())
                 await stream.send(Message(request.SerializeToString()))
                 for _ in range(MAX_LISTS):
-                    message = await _receive(stream, self._timing.chunk_s)
-                    self._membership.take_revocations([bytes(message.payload)])
+                    message = await receive_within(stream, self._timing.chunk_s)
+                    self.membership.take_revocations([bytes(message.payload)])
             finally:
                 stream.close()
         except (IntegrityError, ProtocolViolation) as error:
@@ -398,23 +392,9 @@ def _check_role(member: Member, roles: frozenset[Role], protocol: ProtocolSpec) 
         )
 
 
-async def _receive(stream: Stream, silence_s: float | None) -> Message:
-    try:
-        async with asyncio.timeout(silence_s):
-            return await stream.receive()
-    except TimeoutError as error:
-        raise DeadlineExceeded(f"{stream.peer} has been silent for {silence_s} s") from error
-
-
 async def _hear(stream: Stream, silence_s: float | None) -> pb.DoorMessage:
-    said = _parse(pb.DoorMessage, await _receive(stream, silence_s))
+    message = await (stream.receive() if silence_s is None else receive_within(stream, silence_s))
+    said = parse(pb.DoorMessage, message.header)
     if said.WhichOneof("kind") is None:
         raise ProtocolViolation("nothing was said at the door")
     return said
-
-
-def _parse(kind: type[M], message: Message) -> M:
-    try:
-        return kind.FromString(message.header)
-    except DecodeError as error:
-        raise ProtocolViolation(f"not a {kind.DESCRIPTOR.name}") from error

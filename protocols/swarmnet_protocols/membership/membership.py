@@ -50,6 +50,15 @@ class Membership:
             self._own = self.open(self.certificate)
         return self.admit(self.peer, self._own)
 
+    @property
+    def renew_at(self) -> float | None:
+        """When to ask for the next certificate; None without one."""
+        return self._own.renew_at if self._own else None
+
+    def check(self) -> None:
+        """Raise ``NotAuthorised``, saying why, unless we are a member ourselves."""
+        _ = self.me
+
     def open(self, sealed: bytes) -> Certificate | None:
         """The certificate somebody shows, None for an empty one. Raises ``NotAuthorised`` for one that will not do."""
         if not sealed:

@@ -131,9 +131,17 @@ class Admitted(_message.Message):
     def __init__(self, certificate: _Optional[bytes] = ..., swarm_file: _Optional[bytes] = ...) -> None: ...
 
 class AdmissionRefused(_message.Message):
-    __slots__ = ("reason", "elsewhere")
+    __slots__ = ("reason", "elsewhere", "issuers")
     REASON_FIELD_NUMBER: _ClassVar[int]
     ELSEWHERE_FIELD_NUMBER: _ClassVar[int]
+    ISSUERS_FIELD_NUMBER: _ClassVar[int]
     reason: str
     elsewhere: bool
-    def __init__(self, reason: _Optional[str] = ..., elsewhere: _Optional[bool] = ...) -> None: ...
+    issuers: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, reason: _Optional[str] = ..., elsewhere: _Optional[bool] = ..., issuers: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class IssuerRecord(_message.Message):
+    __slots__ = ("addresses",)
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    addresses: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, addresses: _Optional[_Iterable[str]] = ...) -> None: ...
