@@ -39,7 +39,8 @@ def remember(data_dir: Path, data: bytes, *, source: str = FILE_NAME) -> SwarmFi
         if data == swarm_file.read(path):
             return file
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for each in (data_dir, folder.parent, folder):
+            each.mkdir(mode=0o700, parents=True, exist_ok=True)
         replace_file(path, data, mode=0o600)
     except OSError as error:
         raise ConfigError(

@@ -18,9 +18,9 @@ OwnSwarm = Annotated[
     Path,
     typer.Argument(metavar="[SWARM]", help="The swarm.toml or its directory.", show_default="this directory"),
 ]
-SwarmOption = Annotated[
-    Path, typer.Option("--swarm", metavar="SWARM", help="The swarm.toml of the swarm.", show_default=False)
-]
+_ENTERED = "A swarm.toml or its directory, an invite, or the name of a swarm entered before."
+SwarmArgument = Annotated[str, typer.Argument(metavar="SWARM", help=_ENTERED, show_default=False)]
+SwarmOption = Annotated[str, typer.Option("--swarm", metavar="SWARM", help=_ENTERED, show_default=False)]
 ModelOption = Annotated[
     str,
     typer.Option(
@@ -42,6 +42,12 @@ DataDirOption = Annotated[
         metavar="DIR",
         help="Key, control socket and addresses of the node.",
         show_default="per user",
+    ),
+]
+IssuerOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--issuer", metavar="KEY", help="Let members in, with authority.key or the key of an issuer."
     ),
 ]
 CacheDirOption = Annotated[

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from swarmnet import swarm_file
 from swarmnet.addresses import check_peer_address
 from swarmnet.cli.generation import Answer, Sampling, generate
 from swarmnet.cli.options import (
     BootstrapOption,
     CacheDirOption,
+    DataDirOption,
     DtypeOption,
     JsonFlag,
     SwarmOption,
@@ -22,7 +22,9 @@ from swarmnet.cli.options import (
     check_dtype,
 )
 from swarmnet.cli.output import note, print_json, progress
-from swarmnet_protocols.clock import wall_clock
+from swarmnet.entering import client_network
+from swarmnet.paths import default_cache_dir
+from swarmnet_protocols.network import Network
 
 if TYPE_CHECKING:
     import torch
@@ -63,6 +65,7 @@ def run(  # noqa: PLR0913 - a command line, not an interface
         bool, typer.Option("--raw", help="Send the prompt as it is, without the chat template.")
     ] = False,
     dtype: DtypeOption = "auto",
+    data_dir: DataDirOption = None,
     cache_dir: CacheDirOption = None,
     as_json: JsonFlag = False,
     stream: Annotated[bool, typer.Option("--stream", hidden=True)] = False,
@@ -72,11 +75,11 @@ def run(  # noqa: PLR0913 - a command line, not an interface
     check_dtype(dtype)
     for address in bootstrap:
         check_peer_address(address)
-    swarm_file.load_valid(swarm, wall_clock())
     questions = _questions(prompt)
     sampling = Sampling(max_new_tokens, temperature, seed)
     style = _Format(as_json, stream)
-    with _open(model, swarm, bootstrap, dtype, cache_dir, quiet=as_json) as opened, opened.session():
+    network = client_network(swarm, bootstrap, data_dir)
+    with _open(model, network, dtype, cache_dir, quiet=as_json) as opened, opened.session():
         messages: list[dict[str, str]] = []
         for question in questions:
             messages.append({"role": "user", "content": question})
@@ -87,15 +90,13 @@ def run(  # noqa: PLR0913 - a command line, not an interface
 
 @contextmanager
 def _open(
-    name: str, swarm: Path, bootstrap: list[str], dtype: str, cache_dir: Path | None, *, quiet: bool
+    name: str, network: Network, dtype: str, cache_dir: Path | None, *, quiet: bool
 ) -> Iterator["SwarmModel"]:
     with progress(quiet=quiet) as report:
         report("finding the swarm", 0, None)
-        from swarmnet.api import AutoSwarmModelForCausalLM
+        from swarmnet_client.model import load
 
-        model = AutoSwarmModelForCausalLM.from_pretrained(
-            name, swarm=swarm, bootstrap=bootstrap, dtype=dtype, cache_dir=cache_dir
-        )
+        model = load(name, network=network, cache_dir=cache_dir or default_cache_dir(), dtype=dtype)
     with model:
         yield model
 
