@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swarmnet_protocols.aio import cancel
-from swarmnet_protocols.errors import ConfigError, SwarmnetError
+from swarmnet_protocols.errors import ConfigError, NotAuthorised, SwarmnetError
 from swarmnet_protocols.network import Network, connect
 
 if TYPE_CHECKING:
@@ -72,7 +72,11 @@ async def start(config: NodeConfig, *, progress: "Progress | None" = None) -> As
 
 
 async def _fail_with_p2pd(transport: "Transport", node: "Node") -> None:
-    await transport.died()
+    try:
+        await transport.died()
+    except NotAuthorised as error:
+        node.fail(error)
+        return
     node.fail(
         SwarmnetError("p2pd died: nobody can reach this node", hint="start the node again: swarmnet join")
     )

@@ -67,7 +67,7 @@ REVOCATIONS = ProtocolSpec(
     roles=ANY_ROLE,
     served_by=ANY_ROLE,
 )
-DOOR = ProtocolSpec("/swarmnet/door/1", max_header_bytes=4096)
+DOOR = ProtocolSpec("/swarmnet/door/1", max_header_bytes=4096, max_payload_bytes=320 << 10)
 ADMISSION = ProtocolSpec("/swarmnet/admission/1", max_header_bytes=128 << 10)
 
 INFERENCE = (SESSION, LINK, PASS, ADAPTER, PING)

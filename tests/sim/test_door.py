@@ -345,12 +345,42 @@ def test_the_streams_of_a_revoked_member_end_at_once() -> None:
         assert await seconds_until_the_end(ours) == 0
         assert await seconds_until_the_end(theirs) <= 1.01 * DELAY_S
         await asyncio.sleep(1.0)
-        with pytest.raises(NotAuthorised, match="does not let us in: this peer was revoked"):
+        with pytest.raises(NotAuthorised, match="this peer was revoked"):
             await converse(client, server)
         with pytest.raises(NotAuthorised, match="revoked"):
             await converse(server, client)
         await bystander.send(Message(b"still here?"))
         assert await bystander.receive() == HEARD
+
+    run(scenario)
+
+
+def test_a_revoked_member_is_shown_the_list_that_names_it() -> None:
+    """One peer's word is not enough to make a node stop: the authority's is."""
+
+    async def scenario(world: World) -> None:
+        server, client = await world.member("bob"), await world.member("alice")
+        await server.transport.serve(SESSION, answer)
+        await converse(client, server)
+        ended = asyncio.create_task(client.transport.died())
+        (door,) = server.door._doors
+        await door.send(Message(pb.DoorMessage(refused=pb.Refused(reason="revoked!")).SerializeToString()))
+        await asyncio.sleep(1.0)
+        assert not ended.done()
+        await converse(client, server)
+        server.membership.take_revocations([world.swarm.revocation(client.peer_id)])
+        with pytest.raises(NotAuthorised, match="this peer was revoked"):
+            await ended
+
+    run(scenario)
+
+
+def test_a_member_notices_that_its_certificate_ended() -> None:
+    async def scenario(world: World) -> None:
+        client = await world.peer("alice", world.swarm.certificate("alice", Role.CLIENT, lifetime_s=3600))
+        with pytest.raises(NotAuthorised, match="ended"):
+            await client.transport.died()
+        assert asyncio.get_running_loop().time() == pytest.approx(3600, abs=2.0)
 
     run(scenario)
 

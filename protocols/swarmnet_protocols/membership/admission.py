@@ -30,7 +30,7 @@ from swarmnet_protocols.identity import Identity
 from swarmnet_protocols.membership.certificates import Admittance, issue
 from swarmnet_protocols.membership.invites import Invite, redemption
 from swarmnet_protocols.membership.issuer import Issuer, Ledger
-from swarmnet_protocols.membership.membership import Membership
+from swarmnet_protocols.membership.membership import LOOK_S, Membership
 from swarmnet_protocols.membership.roles import ANY_ROLE
 from swarmnet_protocols.membership.signed import Signer
 from swarmnet_protocols.protocol_ids import ADMISSION
@@ -52,8 +52,6 @@ MAX_ASKED = 16
 ISSUERS_S = 30.0
 """How long what the directory says of issuers is good for."""
 RETRY_S = 60.0
-LOOK_S = 600.0
-"""The longest sleep before the clock is read again: somebody may set it."""
 MAX_REASON_CHARS = 300
 
 

@@ -25,7 +25,8 @@ from swarmnet_protocols.errors import (
     SwarmnetError,
 )
 from swarmnet_protocols.membership.certificates import Certificate
-from swarmnet_protocols.membership.membership import Membership
+from swarmnet_protocols.membership.door_words import explain, hear, hello, refusal, serials
+from swarmnet_protocols.membership.membership import LOOK_S, Membership
 from swarmnet_protocols.membership.revocations import MAX_LISTS
 from swarmnet_protocols.membership.roles import Role, name_roles
 from swarmnet_protocols.membership.rules import Member
@@ -45,10 +46,6 @@ MAX_CALLS = 4
 """Of one of them."""
 HELLO_PAUSE_S = 0.5
 """Between two things one peer says at the door; who says more is made to wait."""
-MAX_CLOCK_ERROR_S = 300.0
-RECHECK_S = 600.0
-"""No timer waits for longer before it looks at the clock again: somebody may set it."""
-MAX_REASON_CHARS = 300
 
 
 class _Guest:
@@ -165,11 +162,12 @@ class Door:
         except IncompatibleVersion as error:
             raise NotAuthorised(f"{peer} is in no private swarm: {error}") from error
         try:
-            await stream.send(self._hello())
+            await stream.send(hello(self.membership))
+            said, shown = await hear(stream, self._timing.door_s)
             try:
-                guest = self._take(peer, await _hear(stream, self._timing.door_s))
+                guest = self._take(peer, said, shown)
             except NotAuthorised as error:
-                await self._refuse(stream, str(error))
+                await self._refuse(stream, error)
                 raise
         except BaseException as error:
             stream.close()
@@ -186,31 +184,32 @@ class Door:
             return
         self._strangers[peer] += 1
         try:
-            hello = await _hear(stream, self._timing.door_s)
+            said, shown = await hear(stream, self._timing.door_s)
         finally:
             self._strangers[peer] -= 1
             self._strangers += Counter()  # forgets who has none
         try:
-            guest = self._take(peer, hello)
+            guest = self._take(peer, said, shown)
         except NotAuthorised as error:
-            await self._refuse(stream, str(error))
+            await self._refuse(stream, error)
             raise
         self._open_door(guest, stream)
         try:
-            await stream.send(self._hello())
+            await stream.send(hello(self.membership))
         except BaseException:
             self._close_door(guest, stream)
             raise
         await self._listen(guest, stream)
 
-    def _take(self, peer: PeerId, message: pb.DoorMessage) -> _Guest:
+    def _take(self, peer: PeerId, said: pb.DoorMessage, shown: bytes) -> _Guest:
         """The guest who said this. Raises ``NotAuthorised``."""
-        if message.HasField("refused"):
-            raise self._explained(peer, message.refused)
-        hello = message.hello
-        if hello.swarm != self.membership.rules.swarm:
+        if said.HasField("refused"):
+            with contextlib.suppress(IntegrityError, NotAuthorised):
+                self.membership.take_revocations([shown] if shown else [])
+            raise explain(peer, said.refused, self.membership.clock())
+        if said.hello.swarm != self.membership.rules.swarm:
             raise NotAuthorised(f"{peer} belongs to another swarm")
-        certificate = self.membership.open(hello.certificate)
+        certificate = self.membership.open(said.hello.certificate)
         member = self.membership.admit(peer, certificate)
         guest = self._guests.get(peer)
         if guest is None:
@@ -218,34 +217,11 @@ class Door:
         guest.member, guest.certificate = member, certificate
         self._arm(peer, guest)
         ours = self.membership.revocations.serials
-        knows_more = any(ours.get(each.signer, -1) < each.serial for each in hello.serials[:MAX_LISTS])
+        knows_more = any(ours.get(each.signer, -1) < each.serial for each in said.hello.serials[:MAX_LISTS])
         if knows_more and peer not in self._fetching:
             self._fetching.add(peer)
             self._own(self._fetch_revocations(peer))
         return guest
-
-    def _explained(self, peer: PeerId, refused: pb.Refused) -> NotAuthorised:
-        reason = "".join(filter(str.isprintable, refused.reason[:MAX_REASON_CHARS]))
-        behind_s = refused.time_ms / 1000 - self.membership.clock()
-        hint = "ask whoever runs the swarm for an invite"
-        if refused.time_ms and abs(behind_s) > MAX_CLOCK_ERROR_S:
-            hint = (
-                f"its clock and ours are {abs(behind_s) / 60:.0f} minutes apart: "
-                "if ours is wrong, set it and try again"
-            )
-        return NotAuthorised(f"{peer} does not let us in: {reason}", hint=hint)
-
-    def _hello(self) -> Message:
-        hello = pb.Hello(
-            swarm=self.membership.rules.swarm,
-            certificate=self.membership.certificate,
-            serials=self._serials(),
-        )
-        return Message(pb.DoorMessage(hello=hello).SerializeToString())
-
-    def _serials(self) -> list[pb.Serial]:
-        serials = self.membership.revocations.serials
-        return [pb.Serial(signer=signer, serial=serial) for signer, serial in serials.items()]
 
     # ---- while the door is open --------------------------------------------------------------------------
 
@@ -267,12 +243,12 @@ class Door:
         try:
             while True:
                 await asyncio.sleep(HELLO_PAUSE_S)
-                said = await _hear(stream, None)
+                said, shown = await hear(stream, None)
                 if stream not in guest.doors:
                     return
-                self._take(stream.peer, said)
+                self._take(stream.peer, said, shown)
         except NotAuthorised as error:
-            self._expel(stream.peer, str(error))
+            self._expel(stream.peer, error)
         finally:
             self._close_door(guest, stream)
 
@@ -286,14 +262,14 @@ class Door:
         for peer, guest in list(self._guests.items()):
             self._check_again(peer, guest)
         for stream in self._doors:
-            self._own(self._say(stream, self._hello()))
+            self._own(self._say(stream, hello(self.membership)))
 
     def _arm(self, peer: PeerId, guest: _Guest) -> None:
         if guest.timer is not None:
             guest.timer.cancel()
         left_s = guest.member.until - self.membership.clock()
         guest.timer = asyncio.get_running_loop().call_later(
-            min(max(left_s, 1.0), RECHECK_S), self._check_again, peer, guest
+            min(max(left_s, 1.0), LOOK_S), self._check_again, peer, guest
         )
 
     def _check_again(self, peer: PeerId, guest: _Guest) -> None:
@@ -302,11 +278,11 @@ class Door:
         try:
             guest.member = self.membership.admit(peer, guest.certificate)
         except NotAuthorised as error:
-            self._expel(peer, str(error))
+            self._expel(peer, error)
         else:
             self._arm(peer, guest)
 
-    def _expel(self, peer: PeerId, reason: str) -> None:
+    def _expel(self, peer: PeerId, reason: NotAuthorised) -> None:
         """End everything that is open with a peer, and tell it why."""
         guest = self._guests.pop(peer, None)
         if guest is None:
@@ -318,11 +294,9 @@ class Door:
             self._own(self._refuse(stream, reason))
         _end(guest)
 
-    async def _refuse(self, stream: Stream, reason: str) -> None:
-        time_ms = max(0, round(self.membership.clock() * 1000))
-        refused = pb.Refused(reason=reason[:MAX_REASON_CHARS], time_ms=time_ms)
+    async def _refuse(self, stream: Stream, reason: NotAuthorised) -> None:
         try:
-            await self._say(stream, Message(pb.DoorMessage(refused=refused).SerializeToString()))
+            await self._say(stream, refusal(reason, self.membership.clock()))
         finally:
             stream.close()
 
@@ -347,7 +321,7 @@ class Door:
         try:
             stream = await self._transport.open(peer, REVOCATIONS, deadline_s=self._timing.open_s)
             try:
-                request = pb.RevocationsRequest(serials=self._serials())
+                request = pb.RevocationsRequest(serials=serials(self.membership))
                 await stream.send(Message(request.SerializeToString()))
                 for _ in range(MAX_LISTS):
                     message = await receive_within(stream, self._timing.chunk_s)
@@ -355,7 +329,7 @@ class Door:
             finally:
                 stream.close()
         except (IntegrityError, ProtocolViolation) as error:
-            self._expel(peer, f"what it sends are no revocations: {error}")
+            self._expel(peer, NotAuthorised(f"what it sends are no revocations: {error}"))
         except SwarmnetError as error:  # the end of the stream is the end of the lists
             _log.debug("revocations of %s: %s", peer, error)
         finally:
@@ -390,11 +364,3 @@ def _check_role(member: Member, roles: frozenset[Role], protocol: ProtocolSpec) 
             f"{protocol.id} is for {name_roles(roles)}; {member.peer} is in the swarm as {name_roles(member.roles)}",
             hint="ask whoever runs the swarm for an invite with that role",
         )
-
-
-async def _hear(stream: Stream, silence_s: float | None) -> pb.DoorMessage:
-    message = await (stream.receive() if silence_s is None else receive_within(stream, silence_s))
-    said = parse(pb.DoorMessage, message.header)
-    if said.WhichOneof("kind") is None:
-        raise ProtocolViolation("nothing was said at the door")
-    return said

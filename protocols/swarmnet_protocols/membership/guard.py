@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from swarmnet_protocols.aio import race
 from swarmnet_protocols.errors import NotAuthorised
 from swarmnet_protocols.membership.door import Door
 from swarmnet_protocols.transport import Handler, Message, PeerId, ProtocolSpec, Stream, Transport
@@ -45,7 +46,11 @@ class GuardedTransport:
         return self._transport.addresses()
 
     async def died(self) -> None:
-        await self._transport.died()
+        """As promised by ``Transport``; raises ``NotAuthorised`` when nobody lets us in any more."""
+        if self._door.membership.is_public:
+            await self._transport.died()
+        else:
+            await race(self._transport.died(), self._door.membership.ended())
 
     async def serve(self, protocol: ProtocolSpec, handler: Handler) -> None:
         """As promised by ``Transport``; the stream of somebody who may not open it ends before a byte of it is read."""

@@ -1,10 +1,12 @@
 """What one peer has and knows of a swarm: the rules, its own certificate, and who is revoked."""
 
+import asyncio
 import contextlib
 import os
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import NoReturn
 
 from swarmnet_protocols.clock import Clock
 from swarmnet_protocols.errors import ConfigError, IntegrityError, NotAuthorised
@@ -16,8 +18,18 @@ from swarmnet_protocols.transport import PeerId
 
 CERTIFICATE_NAME = "certificate"
 REVOCATIONS_NAME = "revocations"
+LOOK_S = 600.0
+"""The longest sleep before the clock is read again: somebody may set it."""
 _SEALED_BYTES = 256
 """What a signature adds to a statement, and room."""
+
+
+class Revoked(NotAuthorised):
+    """A list of revocations names the peer; ``evidence`` is that list, sealed."""
+
+    def __init__(self, message: str, evidence: bytes) -> None:
+        super().__init__(message, hint="ask whoever runs the swarm")
+        self.evidence = evidence
 
 
 class Membership:
@@ -59,6 +71,20 @@ class Membership:
         """Raise ``NotAuthorised``, saying why, unless we are a member ourselves."""
         _ = self.me
 
+    async def ended(self) -> NoReturn:
+        """Wait until we are no member any more. Raises ``NotAuthorised``, saying why."""
+        changed = asyncio.Event()
+        self.listeners.append(changed.set)
+        try:
+            while True:
+                left_s = self.me.until - self.clock()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(min(max(left_s, 1.0), LOOK_S)):
+                        await changed.wait()
+                changed.clear()
+        finally:
+            self.listeners.remove(changed.set)
+
     def open(self, sealed: bytes) -> Certificate | None:
         """The certificate somebody shows, None for an empty one. Raises ``NotAuthorised`` for one that will not do."""
         if not sealed:
@@ -69,7 +95,11 @@ class Membership:
             raise NotAuthorised(f"the certificate is damaged: {error}") from error
 
     def admit(self, peer: PeerId, certificate: Certificate | None) -> Member:
-        """``peer`` as a member in whatever roles. Raises ``NotAuthorised``."""
+        """``peer`` as a member in whatever roles. Raises ``NotAuthorised``, or of it ``Revoked``."""
+        for signer in self.revocations.serials:
+            named = self.revocations.of(signer)
+            if named is not None and (why := Revocations([named]).why_out(peer, certificate)):
+                raise Revoked(why, named.sealed)
         return admit(self.rules, certificate, peer, ANY_ROLE, self.revocations, self.clock())
 
     def take_certificate(self, sealed: bytes) -> None:
