@@ -23,7 +23,7 @@ from swarmnet.paths import default_data_dir
 from swarmnet.swarm_content import SwarmFile
 from swarmnet.swarm_folder import folder_of
 from swarmnet_protocols.clock import wall_clock
-from swarmnet_protocols.errors import ConfigError, IntegrityError
+from swarmnet_protocols.errors import ConfigError, IntegrityError, Unreachable
 from swarmnet_protocols.membership.roles import Role, name_roles
 from swarmnet_protocols.membership.rules import Admission
 from swarmnet_protocols.transport import PeerId
@@ -85,7 +85,7 @@ def approve(  # noqa: PLR0913 - a command line, not an interface
     own = _own_list(swarm, file, signer)
     if own is not None and who in own.peers:
         _sign_list(swarm, file, signer, replace(_named(own), peers=own.peers - {who}))
-        note("it is not revoked any more, as soon as members hear of that")
+        _spread(swarm, file, signer, bootstrap)
     if file.admission is not Admission.ALLOW_LIST:
         _print_invite(file, signer, (role, expires, 1, who), bootstrap, as_json=as_json)
         return
@@ -105,6 +105,7 @@ def revoke(
     ],
     swarm: OwnSwarm = Path(),
     *,
+    bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
     key: KeyOption = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -118,10 +119,31 @@ def revoke(
     else:
         named = replace(named, peers=named.peers | {check_peer_id(who)})
     serial = _sign_list(swarm, file, signer, named)
+    told = _spread(swarm, file, signer, bootstrap)
     if as_json:
-        print_json({"revoked": identity.hex() if identity else who, "serial": serial})
-    else:
-        typer.echo(f"revoked, serial {serial} of the list")
+        print_json({"revoked": identity.hex() if identity else who, "serial": serial, "told": told})
+        return
+    typer.echo(
+        f"revoked, serial {serial} of the list; told {len(told)} {'peer' if len(told) == 1 else 'peers'}"
+    )
+    note("they tell everybody they are connected to, who tell the others")
+
+
+def _spread(swarm: Path, file: SwarmFile, signer: "Identity", bootstrap: list[str]) -> list[PeerId]:
+    """Bring the list to the swarm; the peers that have it now."""
+    import asyncio
+
+    from swarmnet_protocols.membership.spreading import spread
+
+    addresses = list(dict.fromkeys((*file.bootstrap, *bootstrap)))
+    sealed = _list_path(swarm).read_bytes()
+    told = asyncio.run(spread(sealed, addresses, rules=file.rules(), key=signer, clock=wall_clock))
+    if not told:
+        raise Unreachable(
+            "it is revoked in the list, but no peer of the swarm could be told",
+            hint="run this again when a peer of the file's bootstrap list is there, or add --bootstrap ADDR",
+        )
+    return told
 
 
 def members(swarm: OwnSwarm = Path(), *, data_dir: DataDirOption = None, as_json: JsonFlag = False) -> None:

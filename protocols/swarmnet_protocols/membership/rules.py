@@ -32,7 +32,7 @@ class Admission(StrEnum):
     CERTIFICATE = "certificate"
     """Who has a certificate."""
     ALLOW_LIST = "allow-list"
-    """Whose peer id stands in the swarm file."""
+    """Whose peer id stands in the swarm file, or who was given a certificate all the same."""
 
 
 @dataclass(frozen=True)
@@ -108,12 +108,12 @@ def admit(
         case Admission.OPEN:
             roles = rules.anyone
         case Admission.ALLOW_LIST:
-            if peer not in rules.allow:
+            if peer not in rules.allow and certificate is None:
                 raise NotAuthorised(
                     "this peer is not in the swarm's list of members",
                     hint=f"ask whoever runs the swarm to list {peer}",
                 )
-            roles = rules.allow[peer]
+            roles = rules.allow.get(peer, frozenset())
         case Admission.CERTIFICATE:
             if certificate is None:
                 raise NotAuthorised("this swarm admits members only, and no certificate was shown", hint=_ASK)
