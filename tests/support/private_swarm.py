@@ -65,9 +65,9 @@ class PrivateSwarm:
             admittance, swarm=swarm or self.rules.swarm, key=AUTHORITY, now=now, lifetime_s=lifetime_s
         )
 
-    def revocation(self, *peers: PeerId, serial: int = 1) -> bytes:
+    def revocation(self, *peers: PeerId, invites: tuple[bytes, ...] = (), serial: int = 1) -> bytes:
         """A sealed list by the authority."""
-        named = Named(peers=frozenset(peers))
+        named = Named(peers=frozenset(peers), invites=frozenset(invites))
         return sign_list(named, serial=serial, swarm=self.rules.swarm, key=AUTHORITY)
 
     @asynccontextmanager

@@ -57,6 +57,8 @@ class _Guest:
         self.doors: dict[Stream, None] = {}
         self.streams: dict[Stream, None] = {}
         self.timer: asyncio.TimerHandle | None = None
+        self.serials: dict[bytes, int] = {}
+        self.spoke = asyncio.Event()
 
 
 class Door:
@@ -138,6 +140,13 @@ class Door:
                 raise PeerUnreachable(f"{peer} did not answer within {deadline_s:g} s") from error
         _check_role(self._guest(peer).member, protocol.served_by, protocol)
 
+    async def told(self, peer: PeerId) -> None:
+        """Wait until ``peer``, whom we have met, has all the revocations that we have."""
+        guest = self._guest(peer)
+        while self.membership.revocations.newer_than(guest.serials):
+            guest.spoke.clear()
+            await guest.spoke.wait()
+
     def _guest(self, peer: PeerId) -> _Guest:
         try:
             return self._guests[peer]
@@ -215,9 +224,11 @@ class Door:
         if guest is None:
             guest = self._guests[peer] = _Guest(member, certificate)
         guest.member, guest.certificate = member, certificate
+        guest.serials = {each.signer: each.serial for each in said.hello.serials[:MAX_LISTS]}
+        guest.spoke.set()
         self._arm(peer, guest)
         ours = self.membership.revocations.serials
-        knows_more = any(ours.get(each.signer, -1) < each.serial for each in said.hello.serials[:MAX_LISTS])
+        knows_more = any(ours.get(signer, -1) < serial for signer, serial in guest.serials.items())
         if knows_more and peer not in self._fetching:
             self._fetching.add(peer)
             self._own(self._fetch_revocations(peer))

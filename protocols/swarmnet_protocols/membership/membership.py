@@ -148,6 +148,7 @@ class Membership:
 
 
 def _read_file(path: Path, max_bytes: int) -> bytes:
+    """What is in a file. A larger one is cut, and no signature holds for that."""
     with path.open("rb") as file:
         return file.read(max_bytes)
 
