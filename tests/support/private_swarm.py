@@ -60,7 +60,18 @@ class PrivateSwarm:
         self, name: str, *roles: Role, now: float = EPOCH, lifetime_s: float = LIFETIME_S, swarm: bytes = b""
     ) -> bytes:
         """A sealed certificate for the peer called ``name``."""
-        admittance = Admittance(identity_of(name).peer_id, frozenset(roles))
+        return self.certify(identity_of(name).peer_id, *roles, now=now, lifetime_s=lifetime_s, swarm=swarm)
+
+    def certify(
+        self,
+        peer: PeerId,
+        *roles: Role,
+        now: float = EPOCH,
+        lifetime_s: float = LIFETIME_S,
+        swarm: bytes = b"",
+    ) -> bytes:
+        """A sealed certificate for a peer."""
+        admittance = Admittance(peer, frozenset(roles))
         return issue(
             admittance, swarm=swarm or self.rules.swarm, key=AUTHORITY, now=now, lifetime_s=lifetime_s
         )
