@@ -42,7 +42,7 @@ async def connect(
     """Connected while the context is open. In client mode no records are kept for others.
 
     Raises ``NotAuthorised`` when this peer is not, or no more, a member of the swarm, and ``Unreachable`` when bootstraps are
-    named and none answers.
+    named, this peer is none of them, and none answers.
     """
     from swarmnet_protocols.clock import wall_clock
     from swarmnet_protocols.dht import DhtDirectory
@@ -64,20 +64,20 @@ async def connect(
         if network.issuer is not None:
             network.issuer.certify(membership)
         membership.check()
+        others = tuple(each for each in network.bootstrap if not each.endswith(f"/p2p/{identity.peer_id}"))
         config = P2pdConfig(
             identity_path,
             listen=network.listen,
             announce=network.announce,
-            bootstrap=network.bootstrap,
-            require_bootstrap=bool(network.bootstrap),
+            bootstrap=others,
+            # Where others begin must be able to start when nobody else is there.
+            require_bootstrap=bool(others) and others == network.bootstrap,
         )
         raw = await stack.enter_async_context(P2pdTransport.create(config))
         door = await stack.enter_async_context(Door.run(raw, membership, Timing()))
         directory = await stack.enter_async_context(
-            DhtDirectory.create(raw, door, identity, bootstrap=network.bootstrap, client_mode=client_mode)
+            DhtDirectory.create(raw, door, identity, bootstrap=others, client_mode=client_mode)
         )
-        admissions = Admissions.run(
-            raw, membership, directory, bootstrap=network.bootstrap, issuer=network.issuer
-        )
+        admissions = Admissions.run(raw, membership, directory, bootstrap=others, issuer=network.issuer)
         await stack.enter_async_context(admissions)
         yield GuardedTransport(raw, door), directory

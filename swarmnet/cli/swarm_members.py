@@ -194,7 +194,8 @@ def _print_invite(
         return
     typer.echo(text)
     whom = f"peer {peer}" if peer else f"{uses} {'peer' if uses == 1 else 'peers'}"
-    note(f"lets in {whom} as {name_roles(terms.roles)} until {_iso(not_after)}; whoever has it can use it")
+    secret = "worth nothing to another" if peer else "keep it secret: whoever has it can use it"
+    note(f"lets in {whom} as {name_roles(terms.roles)} until {_iso(not_after)}; {secret}")
     if not known:
         note("it holds no address: the newcomer has to add --bootstrap ADDR")
 

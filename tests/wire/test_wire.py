@@ -3,6 +3,7 @@
 import asyncio
 import importlib
 import json
+import math
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,21 @@ from google.protobuf.message import Message as Protobuf
 from grpc_tools import protoc  # type: ignore[import-untyped]
 
 from swarmnet_protocols import hivemind_package, protocol_ids
+from swarmnet_protocols.membership.certificates import open_certificate
+from swarmnet_protocols.membership.revocations import open_list
+from swarmnet_protocols.membership.roles import Role
+from swarmnet_protocols.membership.rules import Admission, Rules
 from swarmnet_protocols.records import open_record
 from swarmnet_protocols.transport import Message
 from swarmnet_protocols.transport.framing import FrameReader, encode
-from swarmnet_protocols.wire import door_pb2, records_pb2, session_pb2, training_pb2, workers_pb2
+from swarmnet_protocols.wire import (
+    door_pb2,
+    membership_pb2,
+    records_pb2,
+    session_pb2,
+    training_pb2,
+    workers_pb2,
+)
 
 ROOT = Path(__file__).parents[2]
 PROTO = ROOT / "proto"
@@ -28,9 +40,11 @@ def vectors(name: str) -> Any:
     return json.loads((PROTO / "vectors" / f"{name}.json").read_text())
 
 
-SCHEMAS = (session_pb2, records_pb2, workers_pb2, training_pb2, door_pb2)
+SCHEMAS = (session_pb2, records_pb2, workers_pb2, training_pb2, door_pb2, membership_pb2)
 MESSAGES: list[dict[str, Any]] = [
-    vector for name in ("session", "records", "workers", "training", "door") for vector in vectors(name)
+    vector
+    for name in ("session", "records", "workers", "training", "door", "membership")
+    for vector in vectors(name)
 ]
 
 
@@ -86,6 +100,18 @@ def test_the_signed_record_verifies() -> None:
     swarm = records_pb2.SignedRecord.FromString(sealed).swarm
     record = open_record(sealed, swarm=swarm, now=1_800_000_000.0)
     assert records_pb2.HostRecord.FromString(record.body).public_name == "a volunteer"
+
+
+def test_the_signed_certificate_verifies() -> None:
+    sealed = [
+        bytes.fromhex(each["hex"]) for each in vectors("membership") if each["message"].endswith(".Signed")
+    ]
+    authority = membership_pb2.Signed.FromString(sealed[0]).signer
+    swarm = membership_pb2.Certificate.FromString(membership_pb2.Signed.FromString(sealed[0]).body).swarm
+    rules = Rules(swarm, Admission.CERTIFICATE, {authority: math.inf})
+    certificate = open_certificate(sealed[0], rules=rules, now=1_800_000_000.0)
+    assert certificate.roles == {Role.CLIENT, Role.HOST}
+    assert open_list(sealed[2], rules=rules, now=1_800_000_000.0).peers == {certificate.peer}
 
 
 def test_the_frame() -> None:

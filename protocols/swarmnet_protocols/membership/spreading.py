@@ -22,7 +22,7 @@ from swarmnet_protocols.transport import Message, PeerId, Transport
 from swarmnet_protocols.transport.talking import receive_within
 from swarmnet_protocols.wire import door_pb2 as pb
 
-HEARD_S = 15.0
+HEARD_S = 30.0
 """How long a peer may take to fetch a list."""
 ASK_AGAIN_S = 0.25
 
