@@ -16,9 +16,11 @@ from swarmnet_protocols.network import Network, connect
 if TYPE_CHECKING:
     import torch
 
+    from swarmnet_node.host import HostLimits
     from swarmnet_node.native.decode import Native
     from swarmnet_node.node import Hosting, Node
     from swarmnet_node.stage import Stage
+    from swarmnet_protocols.membership.quotas import Quotas
     from swarmnet_protocols.models import LocalModel, Progress
     from swarmnet_protocols.transport import Transport
 
@@ -105,6 +107,7 @@ class _Loaded:
         device = pick_device(config.device)
         dtype = pick_dtype(config.dtype, device)
         model = resolve(config.model, cache_dir=config.cache_dir, progress=progress)
+        config.network.rules.check_model(model.name, model.manifest.hash)
         total = model.manifest.blocks
         if config.num_blocks is not None and not 0 < config.num_blocks <= total:
             raise ConfigError(
@@ -121,8 +124,10 @@ class _Loaded:
     def hosting(self, config: NodeConfig) -> "Hosting":
         from importlib.metadata import version
 
+        from swarmnet_node.host import HostLimits
         from swarmnet_node.node import Hosting
 
+        quotas, usual = config.network.rules.quotas, HostLimits()
         total = self.model.manifest.blocks
         return Hosting(
             model=self.model.name,
@@ -132,9 +137,15 @@ class _Loaded:
             blocks=config.blocks or ((0, total) if config.num_blocks is None else None),
             num_blocks=config.num_blocks or 0,
             max_cache_bytes=config.max_cache_bytes,
+            limits=replace(
+                usual,
+                sessions_per_client=min(quotas.sessions or usual.sessions_per_client, usual.sessions),
+                passes_per_client=min(quotas.passes or usual.passes_per_client, usual.passes),
+            ),
             swarm_name=config.swarm_name,
             public_name=config.public_name,
             version=version("swarmnet-p2p"),
+            limits=_limits(config.network.rules.quotas),
         )
 
     def _load(self, start: int, end: int) -> "Stage":
@@ -143,3 +154,15 @@ class _Loaded:
         return self.stage or Stage.load(
             self.model, start, end, dtype=self.dtype, device=self.device, native=self.native
         )
+
+
+def _limits(quotas: "Quotas") -> "HostLimits":
+    """What strangers may take of this host, less what the swarm allows each of them."""
+    from swarmnet_node.host import HostLimits
+
+    limits = HostLimits()
+    return replace(
+        limits,
+        sessions_per_client=min(limits.sessions, quotas.sessions or limits.sessions_per_client),
+        passes_per_client=min(limits.passes, quotas.passes or limits.passes_per_client),
+    )

@@ -199,6 +199,8 @@ def test_a_member_who_may_not_serve_it_is_not_asked(protocol: ProtocolSpec) -> N
         asking, pretender = await world.member("alice"), await world.member("mallory", *wrong)
         heard: list[Delivery] = []
         world.network.observers.append(heard.append)
+        with pytest.raises(NotAuthorised, match="is for"):
+            await pretender.transport.serve(protocol, answer)
         await pretender.raw.serve(protocol, answer)
         with pytest.raises(NotAuthorised, match="is for"):
             await hear(asking.transport, pretender.raw, protocol)

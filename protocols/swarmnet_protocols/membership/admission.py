@@ -51,6 +51,8 @@ MAX_ASKED = 16
 """Peers a newcomer asks before it gives up."""
 ISSUERS_S = 30.0
 """How long what the directory says of issuers is good for."""
+ASK_S = 10.0
+"""For an issuer to be reached, and again to answer: a newcomer has nowhere else to go."""
 RETRY_S = 60.0
 MAX_REASON_CHARS = 300
 
@@ -220,14 +222,11 @@ class Admissions:
         self._membership.take_certificate(admitted.certificate)
 
 
-async def ask(
-    transport: Transport, addresses: Sequence[str], request: pb.AdmissionRequest, timing: Timing | None = None
-) -> pb.Admitted:
+async def ask(transport: Transport, addresses: Sequence[str], request: pb.AdmissionRequest) -> pb.Admitted:
     """What the first issuer says that lets us in, of those at ``addresses`` and those they send us to.
 
     Raises ``NotAuthorised`` when one says no and none yes, and ``Unreachable`` when none can be asked.
     """
-    timing = timing or Timing()
     waiting, asked = deque(addresses), set[str]()
     refusal: SwarmnetError | None = None
     while waiting and len(asked) < MAX_ASKED:
@@ -236,7 +235,7 @@ async def ask(
             continue
         asked.add(address)
         try:
-            reply = await _ask_one(transport, address, request, timing)
+            reply = await _ask_one(transport, address, request)
         except SwarmnetError as error:
             _log.info("%s: %s", address, error)
             continue
@@ -255,16 +254,14 @@ async def ask(
     )
 
 
-async def _ask_one(
-    transport: Transport, address: str, request: pb.AdmissionRequest, timing: Timing
-) -> pb.AdmissionReply:
+async def _ask_one(transport: Transport, address: str, request: pb.AdmissionRequest) -> pb.AdmissionReply:
     _, _, peer = address.rpartition("/p2p/")
     if not peer or peer == transport.peer_id:
         raise ConfigError(f"{address[:100]!r} is nobody to ask")
-    stream = await transport.open(PeerId(peer), ADMISSION, addresses=[address], deadline_s=timing.open_s)
+    stream = await transport.open(PeerId(peer), ADMISSION, addresses=[address], deadline_s=ASK_S)
     try:
         await stream.send(Message(request.SerializeToString()))
-        return parse(pb.AdmissionReply, (await receive_within(stream, timing.reply_s)).header)
+        return parse(pb.AdmissionReply, (await receive_within(stream, ASK_S)).header)
     finally:
         stream.close()
 

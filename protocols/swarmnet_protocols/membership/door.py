@@ -98,6 +98,11 @@ class Door:
         if not self.membership.is_public:
             _check_role(self._guest(peer).member, protocol.roles, protocol)
 
+    def check_serving(self, protocol: ProtocolSpec) -> None:
+        """Raises ``NotAuthorised`` unless others may open streams under ``protocol`` to us."""
+        if not self.membership.is_public:
+            _check_role(self.membership.me, protocol.served_by, protocol)
+
     @contextmanager
     def admitting(self, stream: Stream, protocol: ProtocolSpec) -> Iterator[None]:
         """``check`` an incoming stream, and have it end with the membership of its opener for as long as the context."""
@@ -166,7 +171,7 @@ class Door:
     async def _meet(self, peer: PeerId, addresses: tuple[str, ...]) -> None:
         try:
             stream = await self._transport.open(
-                peer, DOOR, addresses=addresses, deadline_s=self._timing.open_s
+                peer, DOOR, addresses=addresses, deadline_s=self._timing.door_s
             )
         except IncompatibleVersion as error:
             raise NotAuthorised(f"{peer} is in no private swarm: {error}") from error

@@ -53,7 +53,11 @@ class GuardedTransport:
             await race(self._transport.died(), self._door.membership.ended())
 
     async def serve(self, protocol: ProtocolSpec, handler: Handler) -> None:
-        """As promised by ``Transport``; the stream of somebody who may not open it ends before a byte of it is read."""
+        """As promised by ``Transport``; the stream of somebody who may not open it ends before a byte of it is read.
+
+        Raises ``NotAuthorised`` when we have no role to serve it in: nobody would come.
+        """
+        self._door.check_serving(protocol)
 
         async def guarded(stream: Stream) -> None:
             with self._door.admitting(stream, protocol):
