@@ -2,14 +2,14 @@
 
 import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any, TypeVar
 
 from swarmnet.addresses import check_peer_address
 from swarmnet.swarm_content import FORMAT, Authority, ListedModel, Policy, Rotation, SwarmFile
-from swarmnet.units import parse_duration_s, parse_size_bytes
+from swarmnet.units import parse_duration_s
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.membership.quotas import Quotas
 from swarmnet_protocols.membership.roles import ANY_ROLE, Role
@@ -143,7 +143,7 @@ class Reader:
         if "policy" not in self._top:
             return Policy()
         table, default = self._top.table("policy"), Policy()
-        table.only({"certificate_lifetime", "revocation_refresh", "sessions", "passes", "cache", "adapters"})
+        table.only({"certificate_lifetime", "revocation_refresh", "sessions", "passes"})
         return Policy(
             table.duration_s(
                 "certificate_lifetime", default.certificate_lifetime_s, MIN_LIFETIME_S, MAX_LIFETIME_S
@@ -152,8 +152,6 @@ class Reader:
             Quotas(
                 sessions=table.integer("sessions", 1, 1 << 31) if "sessions" in table else None,
                 passes=table.integer("passes", 1, 1 << 31) if "passes" in table else None,
-                cache_bytes=table.size_bytes("cache") if "cache" in table else None,
-                adapter_bytes=table.size_bytes("adapters") if "adapters" in table else None,
             ),
         )
 
@@ -244,13 +242,13 @@ class _Table:
         return tuple(bytes.fromhex(each.removeprefix("ed25519:")) for each in keys)
 
     def duration_s(self, key: str, default_s: int, least_s: int, most_s: int) -> int:
-        duration_s = self._parsed(key, parse_duration_s) if key in self else default_s
+        try:
+            duration_s = parse_duration_s(self.text(key)) if key in self else default_s
+        except ValueError as error:
+            raise self.wrong(key, f"is wrong: {error}") from error
         if not least_s <= duration_s <= most_s:
             raise self.wrong(key, f"must be between {least_s} s and {most_s} s")
         return duration_s
-
-    def size_bytes(self, key: str) -> int:
-        return self._parsed(key, parse_size_bytes)
 
     def only(self, known: set[str]) -> None:
         """Raise for the first key that is not ``known``."""
@@ -264,12 +262,6 @@ class _Table:
 
     def wrong(self, key: str, must: str) -> ConfigError:
         return ConfigError(f"{self._source}:{self._line(key)}: {key!r} {must}", hint=_GET_IT_AGAIN)
-
-    def _parsed(self, key: str, parse: Callable[[str], int]) -> int:
-        try:
-            return parse(self.text(key))
-        except ValueError as error:
-            raise self.wrong(key, f"is wrong: {error}") from error
 
     def _take(self, key: str, kind: type) -> Any:
         if key not in self._values:

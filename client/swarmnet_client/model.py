@@ -189,6 +189,7 @@ def load(
         )
     place = pick_device(device)
     local = resolve(name, cache_dir=cache_dir)
+    network.rules.check_model(local.name, local.manifest.hash)
     runtime = Runtime(lambda: _connect(local.manifest.hash, network))
     try:
         return wrap(local, runtime, dtype=pick_dtype(dtype, place), device=place)

@@ -124,10 +124,8 @@ class _Loaded:
     def hosting(self, config: NodeConfig) -> "Hosting":
         from importlib.metadata import version
 
-        from swarmnet_node.host import HostLimits
         from swarmnet_node.node import Hosting
 
-        quotas, usual = config.network.rules.quotas, HostLimits()
         total = self.model.manifest.blocks
         return Hosting(
             model=self.model.name,
@@ -137,11 +135,6 @@ class _Loaded:
             blocks=config.blocks or ((0, total) if config.num_blocks is None else None),
             num_blocks=config.num_blocks or 0,
             max_cache_bytes=config.max_cache_bytes,
-            limits=replace(
-                usual,
-                sessions_per_client=min(quotas.sessions or usual.sessions_per_client, usual.sessions),
-                passes_per_client=min(quotas.passes or usual.passes_per_client, usual.passes),
-            ),
             swarm_name=config.swarm_name,
             public_name=config.public_name,
             version=version("swarmnet-p2p"),

@@ -1,5 +1,6 @@
 """``swarmnet swarm invite``, ``members``, ``approve`` and ``revoke``: who is in a swarm."""
 
+import math
 import re
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -117,7 +118,13 @@ def revoke(
     if (identity := _invite_id(who)) is not None:
         named = replace(named, invites=named.invites | {identity})
     else:
-        named = replace(named, peers=named.peers | {check_peer_id(who)})
+        peer = check_peer_id(who)
+        named = replace(named, peers=named.peers | {peer})
+        if peer in file.allow and file.authority and signer.public_key in file.authority.keys:
+            from swarmnet import swarm_writer
+
+            file = swarm_writer.disallow(swarm, peer, now=now)
+            note(f"it is off the list of members: give the file out again, serial {file.serial}")
     serial = _sign_list(swarm, file, signer, named)
     told = _spread(swarm, file, signer, bootstrap)
     if as_json:
@@ -277,7 +284,7 @@ def _own_list(swarm: Path, file: SwarmFile, key: "Identity") -> "RevocationList 
     if not path.exists():
         return None
     own = _read_list(path, file, wall_clock())
-    if own.signer != key.public_key:
+    if own.signer != key.public_key and file.rules().believe(own.signer, wall_clock()):
         raise ConfigError(
             f"{path} was signed with another key", hint="keep one directory for each key that revokes"
         )
@@ -285,12 +292,14 @@ def _own_list(swarm: Path, file: SwarmFile, key: "Identity") -> "RevocationList 
 
 
 def _read_list(path: Path, file: SwarmFile, now: float) -> "RevocationList":
+    """The list kept beside a swarm file, also when its signer has been rotated out since."""
     from swarmnet_protocols.membership.revocations import MAX_LIST_BYTES, open_list
 
+    rules = file.rules()
     with path.open("rb") as stream:
         data = stream.read(MAX_LIST_BYTES + 1024)
     try:
-        return open_list(data, rules=file.rules(), now=now)
+        return open_list(data, rules=replace(rules, keys=dict.fromkeys(rules.keys, math.inf)), now=now)
     except IntegrityError as error:
         raise IntegrityError(f"{path}: {error}", hint="restore it from a backup") from error
 

@@ -9,9 +9,6 @@ class Quotas:
 
     sessions: int | None = None
     passes: int | None = None
-    cache_bytes: int | None = None
-    """Of attention caches of sessions and passes."""
-    adapter_bytes: int | None = None
 
     def to_dict(self) -> dict[str, int | None]:
         return asdict(self)

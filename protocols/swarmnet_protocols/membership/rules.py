@@ -52,6 +52,16 @@ class Rules:
     revocation_refresh_s: float = 30.0
     """How often members compare their revocations."""
     quotas: Quotas = field(default_factory=Quotas)
+    models: frozenset[bytes] = frozenset()
+    """Manifest hashes of the models the swarm is for; none listed: any."""
+
+    def check_model(self, name: str, manifest: bytes) -> None:
+        """Raise ``NotAuthorised`` for a model the swarm is not for."""
+        if self.models and manifest not in self.models:
+            raise NotAuthorised(
+                f"the swarm is not for {name}, or not for these files of it (manifest {manifest.hex()[:16]}…)",
+                hint="`swarmnet swarm show` lists its models, `swarmnet model show` what is here",
+            )
 
     def believe(self, key: bytes, now: float) -> bool:
         """Whether what ``key`` signs counts at ``now``."""
