@@ -46,7 +46,7 @@ class RunningNode:
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
     directory = tmp_path_factory.mktemp("swarm")
     swarm, data_dir = str(directory / "swarm.toml"), str(directory / "data")
-    call("swarm", "create", "lab", "--out", str(directory))
+    call("swarm", "create", "lab", "--open", "--out", str(directory))
     options = ("--blocks", f"0:{BLOCKS}", "--data-dir", data_dir, "--listen", LOOPBACK)
     with RunningCommand(("join", swarm, *options), directory / "node.log") as process:
         yield RunningNode(swarm, data_dir, process.wait("ready"))
