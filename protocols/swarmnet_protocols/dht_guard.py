@@ -34,7 +34,9 @@ class GuardedP2P:
         protocol = self._protocols[name]
 
         async def guarded(request: bytes, caller: PeerID) -> bytes:
-            self._door.check(PeerId(caller.to_base58()), protocol)
+            peer = PeerId(caller.to_base58())
+            await self._door.settled(peer)
+            self._door.check(peer, protocol)
             context = P2PContext(handle_name=name, local_id=self.peer_id, remote_id=caller)
             answer = await handler(input_type.FromString(request), context)
             return answer.SerializeToString()

@@ -407,6 +407,52 @@ def test_a_revocation_spreads_to_all_who_are_connected() -> None:
     run(scenario)
 
 
+def test_a_stream_that_overtakes_the_word_at_the_door_waits_for_it() -> None:
+    """Two streams of one peer may cross."""
+
+    async def scenario(world: World) -> None:
+        asked, asking = await world.member("bob"), await world.member("alice")
+        await asking.transport.serve(SESSION, answer)
+        told: list[Message] = []
+
+        async def word_after_stream(stream: Stream) -> None:
+            await stream.receive()
+            calling = asyncio.create_task(hear(asked.raw, asking.raw, SESSION))
+            await asyncio.sleep(1.0)
+            await stream.send(hello(bytes(32), asked.membership.certificate))
+            told.append(await calling)
+            await stream.receive()
+
+        await asked.raw.serve(DOOR, word_after_stream)
+        await asking.door.enter(asked.peer_id, SESSION, deadline_s=DEADLINE_S)
+        await asyncio.sleep(1.0)
+        assert told == [HEARD]
+
+    run(scenario)
+
+
+def test_a_list_that_did_not_get_through_is_fetched_later() -> None:
+    async def scenario(world: World) -> None:
+        server, client = await world.member("bob"), await world.member("alice")
+        await server.transport.serve(SESSION, answer)
+        await converse(client, server)
+        refused: list[Stream] = []
+
+        async def refuse(stream: Stream) -> None:
+            refused.append(stream)
+
+        await client.raw.serve(REVOCATIONS, refuse)
+        client.membership.take_revocations([world.swarm.revocation(identity_of("mallory").peer_id)])
+        await asyncio.sleep(5.0)
+        assert refused
+        assert not server.membership.revocations.serials
+        await client.raw.serve(REVOCATIONS, client.door._tell_revocations)
+        await asyncio.sleep(world.swarm.rules.revocation_refresh_s + 5.0)
+        assert server.membership.revocations.serials
+
+    run(scenario)
+
+
 def test_who_was_away_learns_of_revocations_from_the_first_it_meets() -> None:
     async def scenario(world: World) -> None:
         server, late = await world.member("bob"), await world.member("late")

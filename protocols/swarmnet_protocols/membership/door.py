@@ -9,8 +9,8 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 from swarmnet_protocols.aio import cancel
@@ -83,11 +83,12 @@ class Door:
         await transport.serve(DOOR, door._answer)
         await transport.serve(REVOCATIONS, door._tell_revocations)
         membership.listeners.append(door._review)
+        comparing = asyncio.create_task(door._keep_comparing(), name="door")
         try:
             yield door
         finally:
             membership.listeners.remove(door._review)
-            await cancel(*door._tasks)
+            await cancel(comparing, *door._tasks)
             for guest in door._guests.values():
                 _end(guest)
 
@@ -98,14 +99,21 @@ class Door:
         if not self.membership.is_public:
             _check_role(self._guest(peer).member, protocol.roles, protocol)
 
+    async def settled(self, peer: PeerId) -> None:
+        """Wait for the end of a meeting with ``peer`` that is under way: its word to us and its first stream may cross."""
+        meetings = [task for (other, _), task in self._meetings.items() if other == peer]
+        if meetings and peer not in self._guests:
+            await asyncio.wait(meetings)
+
     def check_serving(self, protocol: ProtocolSpec) -> None:
         """Raises ``NotAuthorised`` unless others may open streams under ``protocol`` to us."""
         if not self.membership.is_public:
             _check_role(self.membership.me, protocol.served_by, protocol)
 
-    @contextmanager
-    def admitting(self, stream: Stream, protocol: ProtocolSpec) -> Iterator[None]:
+    @asynccontextmanager
+    async def admitting(self, stream: Stream, protocol: ProtocolSpec) -> AsyncIterator[None]:
         """``check`` an incoming stream, and have it end with the membership of its opener for as long as the context."""
+        await self.settled(stream.peer)
         self.check(stream.peer, protocol)
         self.hold(stream)
         try:
@@ -280,6 +288,13 @@ class Door:
         for stream in self._doors:
             self._own(self._say(stream, hello(self.membership)))
 
+    async def _keep_comparing(self) -> None:
+        """Say every so often which revocations we have: what did not get through is fetched then."""
+        while True:
+            await asyncio.sleep(self.membership.rules.revocation_refresh_s)
+            for stream in self._doors:
+                self._own(self._say(stream, hello(self.membership)))
+
     def _arm(self, peer: PeerId, guest: _Guest) -> None:
         if guest.timer is not None:
             guest.timer.cancel()
@@ -325,7 +340,7 @@ class Door:
     # ---- revocations -------------------------------------------------------------------------------------
 
     async def _tell_revocations(self, stream: Stream) -> None:
-        with self.admitting(stream, REVOCATIONS):
+        async with self.admitting(stream, REVOCATIONS):
             message = await receive_within(stream, self._timing.door_s)
             request = parse(pb.RevocationsRequest, message.header)
             theirs = {each.signer: each.serial for each in request.serials[:MAX_LISTS]}
@@ -335,7 +350,7 @@ class Door:
     async def _fetch_revocations(self, peer: PeerId) -> None:
         """Ask ``peer`` for the lists we lack. One who sends what is no list has to go."""
         try:
-            stream = await self._transport.open(peer, REVOCATIONS, deadline_s=self._timing.open_s)
+            stream = await self._transport.open(peer, REVOCATIONS, deadline_s=self._timing.chunk_s)
             try:
                 request = pb.RevocationsRequest(serials=serials(self.membership))
                 await stream.send(Message(request.SerializeToString()))

@@ -60,7 +60,7 @@ class GuardedTransport:
         self._door.check_serving(protocol)
 
         async def guarded(stream: Stream) -> None:
-            with self._door.admitting(stream, protocol):
+            async with self._door.admitting(stream, protocol):
                 await handler(stream)
 
         await self._transport.serve(protocol, guarded)
