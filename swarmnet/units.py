@@ -2,6 +2,7 @@
 
 import re
 
+MAX_DURATION_S = 3650 * 24 * 3600
 _SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
 _DURATIONS = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600, "w": 7 * 24 * 3600}
 
@@ -17,6 +18,6 @@ def parse_size_bytes(text: str) -> int:
 def parse_duration_s(text: str) -> int:
     """``90s``, ``30m``, ``12h``, ``7d`` or ``2w``. Raises ``ValueError`` that says how to write one."""
     match = re.fullmatch(r"([1-9][0-9]{0,6})([smhdw])", text.strip().lower())
-    if match is None:
-        raise ValueError("write a duration as 90s, 30m, 12h, 7d or 2w")
+    if match is None or int(match[1]) * _DURATIONS[match[2]] > MAX_DURATION_S:
+        raise ValueError("write a duration as 90s, 30m, 12h, 7d or 2w; ten years are the most")
     return int(match[1]) * _DURATIONS[match[2]]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from swarmnet_protocols.errors import ConfigError, IntegrityError, NotAuthorised
+from swarmnet_protocols.errors import ConfigError, IntegrityError, NotAuthorised, OutOfResources
 from swarmnet_protocols.identity import Identity
 from swarmnet_protocols.membership.certificates import Admittance, Certificate, issue, open_certificate
 from swarmnet_protocols.membership.invites import (
@@ -75,7 +75,7 @@ def test_what_is_no_invite_says_so(damage: str) -> None:
 
 def test_an_invite_that_lost_or_changed_a_character_is_damaged() -> None:
     text = make_invite(TERMS, swarm=SWARM, key=AUTHORITY, bootstrap=[ADDRESS])
-    for position in range(4, len(text), 7):
+    for position in (*range(4, len(text), 7), len(text) - 1):
         other = "A" if text[position] != "A" else "B"
         for damaged in (
             text[:position],
@@ -126,6 +126,18 @@ def test_uses_are_counted_across_restarts(tmp_path: Path) -> None:
     with Ledger.open(tmp_path) as ledger, pytest.raises(NotAuthorised, match="used up"):
         admitted(Issuer(AUTHORITY, RULES, ledger, now=NOW), shown, CAROL)
     assert (tmp_path / LEDGER_NAME).stat().st_mode & 0o777 == 0o600
+
+
+def test_who_comes_back_when_its_certificate_has_ended_uses_nothing_up(tmp_path: Path) -> None:
+    rules = replace(RULES, certificate_lifetime_s=HOUR_S)
+    shown = invite(replace(TERMS, uses=1, not_after=int(NOW) + 24 * HOUR_S))
+    with Ledger.open(tmp_path) as ledger:
+        issuer = Issuer(AUTHORITY, rules, ledger, now=NOW)
+        first = admitted(issuer, shown, ALICE)
+        second = admitted(issuer, shown, ALICE, NOW + 2 * HOUR_S)
+        assert second.id != first.id
+        with pytest.raises(NotAuthorised, match="used up"):
+            admitted(issuer, shown, BOB, NOW + 2 * HOUR_S)
 
 
 def test_a_certificate_is_answered_after_it_is_on_disk(tmp_path: Path, issuer: Issuer) -> None:
@@ -229,6 +241,19 @@ def test_a_key_that_the_file_does_not_name_makes_no_issuer(tmp_path: Path) -> No
     with Ledger.open(tmp_path) as ledger, pytest.raises(ConfigError, match="may not issue") as caught:
         Issuer(Identity.from_seed(b"stranger"), RULES, ledger, now=NOW)
     assert "issuers" in caught.value.hint
+
+
+def test_nobody_is_let_in_whom_the_ledger_cannot_note(tmp_path: Path, issuer: Issuer) -> None:
+    shown = invite(replace(TERMS, uses=1))
+    with sqlite3.connect(tmp_path / LEDGER_NAME) as other:
+        other.execute(
+            "CREATE TRIGGER full BEFORE INSERT ON issued BEGIN SELECT RAISE(ABORT, 'disk full'); END"
+        )
+    with pytest.raises(OutOfResources, match="disk full"):
+        admitted(issuer, shown, ALICE)
+    other.execute("DROP TRIGGER full")
+    other.close()
+    assert admitted(issuer, shown, BOB), "nothing of the failed attempt was counted"
 
 
 def test_a_damaged_ledger_is_named(tmp_path: Path) -> None:

@@ -190,6 +190,7 @@ def test_an_open_swarm_has_nobody_who_could(command: str, owner: Owner, tmp_path
     ("arguments", "words"),
     [
         (["invite", "--expires", "soon"], "--expires"),
+        (["invite", "--expires", "9999999w"], "--expires"),
         (["invite", "--uses", "0"], "--uses"),
         (["invite", "--role", "king"], "--role"),
         (["revoke", "alice"], "PEER"),

@@ -1,6 +1,7 @@
 """Changing a swarm file: signed again, with new keys, with other members; and what a data directory remembers."""
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from swarmnet import swarm_file, swarm_writer
 from swarmnet.key_files import create_key, load_key
 from swarmnet.swarm_content import SwarmFile
 from swarmnet.swarm_folder import find, folder_of, remember
+from swarmnet.swarm_reader import Reader
 from swarmnet.swarm_writer import NewSwarm
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.identity import Identity
@@ -155,6 +157,20 @@ def test_a_key_that_was_replaced_makes_no_other_successor(tmp_path: Path) -> Non
     edit(tmp_path, "previous_until = 2027", "previous_until = 2037")
     with pytest.raises(IntegrityError, match="was changed"):
         swarm_file.load(tmp_path)
+
+
+def test_a_key_that_no_key_before_it_named_is_nobody(tmp_path: Path) -> None:
+    create(tmp_path)
+    thief = Identity.from_seed(b"thief")
+    path = tmp_path / "swarm.toml"
+    text = path.read_text() + (
+        f'[[rotation]]\nkeys = ["ed25519:{thief.public_key.hex()}"]\n'
+        f'previous_until = 2027-01-01T00:00:00Z\nsignature = "{"00" * 64}"\n'
+    )
+    signature = thief.sign(Reader(text, "").content().signed_bytes())
+    path.write_text(re.sub('ed25519 = "[0-9a-f]+"', f'ed25519 = "{signature.hex()}"', text))
+    with pytest.raises(IntegrityError, match="was changed"):
+        swarm_file.load(path)
 
 
 def test_a_key_file_that_is_not_founding_cannot_make_the_file_anew(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def make_invite(terms: Terms, *, swarm: bytes, key: Signer, bootstrap: Sequence[
     )
     message = pb.Invite(grant=seal(_GRANT, grant, key), seed=seed, bootstrap=list(bootstrap)[:MAX_BOOTSTRAPS])
     data = message.SerializeToString(deterministic=True)
-    return PREFIX + base64.urlsafe_b64encode(data + _checksum(data)).decode().rstrip("=")
+    return PREFIX + _encode(data + _checksum(data))
 
 
 def is_invite(text: str) -> bool:
@@ -107,8 +107,9 @@ def read_invite(text: str, *, now: float) -> Invite:
         data = base64.urlsafe_b64decode(encoded + "=" * (-len(encoded) % 4))
     except ValueError as error:
         raise damaged from error
+    canonical = _encode(data) == encoded
     data, checksum = data[:-_CHECKSUM_BYTES], data[-_CHECKSUM_BYTES:]
-    if checksum != _checksum(data):
+    if not canonical or checksum != _checksum(data):
         raise damaged
     try:
         message = decode(pb.Invite, data)
@@ -174,6 +175,10 @@ def _key(seed: bytes) -> Identity:
 
 def _proof_bytes(invite: bytes, peer: PeerId) -> bytes:
     return _PROOF + b"\0" + invite + peer.encode()
+
+
+def _encode(data: bytes) -> str:
+    return base64.urlsafe_b64encode(data).decode().rstrip("=")
 
 
 def _checksum(data: bytes) -> bytes:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from swarmnet_protocols.errors import ConfigError, NotAuthorised
+from swarmnet_protocols.errors import ConfigError, NotAuthorised, OutOfResources
 from swarmnet_protocols.membership.certificates import Admittance, issue, open_certificate
 from swarmnet_protocols.membership.invites import Grant, open_redemption
 from swarmnet_protocols.membership.revocations import Revocations
@@ -44,7 +44,10 @@ class Issued:
 
 
 class Ledger:
-    """Who was let in by which invite, in one SQLite file (0600). What it has answered, it has written to disk."""
+    """Who was let in by which invite, in one SQLite file (0600). What it has answered, it has written to disk.
+
+    Methods raise ``OutOfResources`` when the file cannot be read or written.
+    """
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
@@ -67,21 +70,23 @@ class Ledger:
 
     def members(self) -> Sequence[Issued]:
         """Everybody who was let in, oldest first."""
-        rows = self._connection.execute(
-            "SELECT peer, invite, roles, first_at, certificate FROM issued ORDER BY first_at, peer, invite"
-        )
+        with self._transaction():
+            rows = self._connection.execute(
+                "SELECT peer, invite, roles, first_at, certificate FROM issued ORDER BY first_at, peer, invite"
+            ).fetchall()
         return [_read(row) for row in rows]
 
     def find(self, peer: PeerId, invite: bytes) -> Issued | None:
-        row = self._connection.execute(
-            "SELECT peer, invite, roles, first_at, certificate FROM issued WHERE peer = ? AND invite = ?",
-            (peer, invite),
-        ).fetchone()
+        with self._transaction():
+            row = self._connection.execute(
+                "SELECT peer, invite, roles, first_at, certificate FROM issued WHERE peer = ? AND invite = ?",
+                (peer, invite),
+            ).fetchone()
         return _read(row) if row else None
 
     def admit(self, issued: Issued, *, uses: int | None) -> bool:
         """Note a certificate. False, and nothing is noted, if ``uses`` other peers have used the invite already."""
-        with self._transaction():
+        with self._transaction("IMMEDIATE"):
             if uses is not None:
                 (used,) = self._connection.execute(
                     "SELECT COUNT(*) FROM issued WHERE invite = ? AND peer != ?", (issued.invite, issued.peer)
@@ -96,14 +101,21 @@ class Ledger:
         return True
 
     @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        self._connection.execute("BEGIN IMMEDIATE")
+    def _transaction(self, kind: str = "DEFERRED") -> Iterator[None]:
+        """All of it or nothing. Raises ``OutOfResources`` when the disk does not let us."""
         try:
-            yield
-        except BaseException:
-            self._connection.execute("ROLLBACK")
-            raise
-        self._connection.execute("COMMIT")
+            self._connection.execute(f"BEGIN {kind}")
+            try:
+                yield
+                self._connection.execute("COMMIT")
+            except BaseException:
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+                raise
+        except sqlite3.Error as error:
+            raise OutOfResources(
+                f"the list of members cannot be used: {error}", hint="look after the disk of the issuer"
+            ) from error
 
 
 class Issuer:
