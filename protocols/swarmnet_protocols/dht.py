@@ -101,7 +101,8 @@ class DhtDirectory:
         return newest(open_valid(sealed, swarm=self._publisher.swarm, now=self._publisher.clock()))
 
     async def _join(self) -> None:
-        """Meet the bootstrap peers, unless some peer is known."""
+        """Meet the bootstrap peers, unless some peer is known. Raises ``NotAuthorised`` if we are no member any more."""
+        self._door.membership.check()
         if self._node.protocol.routing_table.uid_to_peer_id:
             return
         refusals: list[NotAuthorised] = []
