@@ -24,13 +24,14 @@ from swarmnet.paths import default_data_dir
 from swarmnet.swarm_content import SwarmFile
 from swarmnet.swarm_folder import folder_of
 from swarmnet_protocols.clock import wall_clock
-from swarmnet_protocols.errors import ConfigError, IntegrityError, Unreachable
+from swarmnet_protocols.errors import ConfigError, IntegrityError, OutOfResources, Unreachable
 from swarmnet_protocols.membership.roles import Role, name_roles
 from swarmnet_protocols.membership.rules import Admission
 from swarmnet_protocols.transport import PeerId
 
 if TYPE_CHECKING:
     from swarmnet_protocols.identity import Identity
+    from swarmnet_protocols.membership.invites import Terms
     from swarmnet_protocols.membership.revocations import Named, RevocationList
 
 REVOCATIONS_NAME = "revocations"
@@ -66,7 +67,8 @@ def invite(  # noqa: PLR0913 - a command line, not an interface
     file = swarm_file.load_valid(swarm, wall_clock())
     if file.admission is Admission.ALLOW_LIST:
         raise ConfigError(f"{file.name} admits the peers its file lists", hint=_ONLY_CERTIFICATES)
-    _print_invite(file, _key_for(swarm, file, key), (role, expires, uses, None), bootstrap, as_json=as_json)
+    terms = _terms(role, expires, uses=uses)
+    _print_invite(file, _key_for(swarm, file, key), terms, bootstrap, as_json=as_json)
 
 
 def approve(  # noqa: PLR0913 - a command line, not an interface
@@ -88,7 +90,7 @@ def approve(  # noqa: PLR0913 - a command line, not an interface
         _sign_list(swarm, file, signer, replace(_named(own), peers=own.peers - {who}))
         _spread(swarm, file, signer, bootstrap)
     if file.admission is not Admission.ALLOW_LIST:
-        _print_invite(file, signer, (role, expires, 1, who), bootstrap, as_json=as_json)
+        _print_invite(file, signer, _terms(role, expires, peer=who), bootstrap, as_json=as_json)
         return
     from swarmnet import swarm_writer
 
@@ -175,34 +177,43 @@ def sign_revocations_anew(swarm: Path, file: SwarmFile, key: "Identity", now: fl
         _sign_list(swarm, file, key, _named(_read_list(path, file, now)))
 
 
+def _terms(role: list[Role], expires: str, *, uses: int = 1, peer: PeerId | None = None) -> "Terms":
+    from swarmnet_protocols.membership.invites import Terms
+
+    not_after = int(wall_clock()) + parse_duration(expires, option="--expires")
+    return Terms(frozenset(role) or frozenset({Role.CLIENT}), not_after, uses, peer)
+
+
 def _print_invite(
     file: SwarmFile,
     signer: "Identity",
-    what: tuple[list[Role], str, int, PeerId | None],
+    terms: "Terms",
     bootstrap: list[str],
     *,
     as_json: bool,
 ) -> None:
     from swarmnet.addresses import check_peer_address
-    from swarmnet_protocols.membership.invites import Terms, make_invite, read_invite
+    from swarmnet_protocols.membership.invites import make_invite, read_invite
 
-    role, expires, uses, peer = what
     for address in bootstrap:
         check_peer_address(address)
-    now = wall_clock()
-    not_after = int(now) + parse_duration(expires, option="--expires")
-    terms = Terms(frozenset(role) or frozenset({Role.CLIENT}), not_after, uses, peer)
     known = (*bootstrap, *file.bootstrap)
     text = make_invite(terms, swarm=file.swarm_id, key=signer, bootstrap=known)
     if as_json:
-        identity = read_invite(text, now=now).grant.id.hex()
-        fields = {"invite": text, "id": identity, "roles": sorted(terms.roles), "uses": uses, "peer_id": peer}
-        print_json(fields | {"expires": _iso(not_after)})
+        identity = read_invite(text, now=0.0).grant.id.hex()
+        fields = {
+            "invite": text,
+            "id": identity,
+            "roles": sorted(terms.roles),
+            "uses": terms.uses,
+            "peer_id": terms.peer,
+        }
+        print_json(fields | {"expires": _iso(terms.not_after)})
         return
     typer.echo(text)
-    whom = f"peer {peer}" if peer else f"{uses} {'peer' if uses == 1 else 'peers'}"
-    secret = "worth nothing to another" if peer else "keep it secret: whoever has it can use it"
-    note(f"lets in {whom} as {name_roles(terms.roles)} until {_iso(not_after)}; {secret}")
+    whom = f"peer {terms.peer}" if terms.peer else f"{terms.uses} {'peer' if terms.uses == 1 else 'peers'}"
+    secret = "worth nothing to another" if terms.peer else "keep it secret: whoever has it can use it"
+    note(f"lets in {whom} as {name_roles(terms.roles)} until {_iso(terms.not_after)}; {secret}")
     if not known:
         note("it holds no address: the newcomer has to add --bootstrap ADDR")
 
@@ -319,7 +330,14 @@ def _sign_list(swarm: Path, file: SwarmFile, key: "Identity", named: "Named") ->
     serial = int(wall_clock())
     if path.exists():
         serial = max(serial, _read_list(path, file, wall_clock()).serial + 1)
-    replace_file(path, sign_list(named, serial=serial, swarm=file.swarm_id, key=key), mode=0o644)
+    try:
+        sealed = sign_list(named, serial=serial, swarm=file.swarm_id, key=key)
+    except ValueError as error:
+        raise OutOfResources(
+            str(error),
+            hint="revoke invites rather than peers, or rotate the key: that ends every certificate",
+        ) from error
+    replace_file(path, sealed, mode=0o644)
     return serial
 
 
