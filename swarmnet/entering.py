@@ -14,6 +14,7 @@ from swarmnet.swarm_content import SwarmFile
 from swarmnet.swarm_folder import find, folder_of, remember
 from swarmnet_protocols.clock import wall_clock
 from swarmnet_protocols.errors import ConfigError, IntegrityError, NotAuthorised
+from swarmnet_protocols.membership.rules import Rules
 from swarmnet_protocols.network import LOOPBACK, Network
 
 if TYPE_CHECKING:
@@ -45,8 +46,12 @@ class Entry:
             listen=tuple(listen),
             announce=tuple(announce),
             membership_folder=self.folder,
+            adopt=self._adopt if self.folder else None,
             issuer=self._issuer(issuer) if issuer else None,
         )
+
+    def _adopt(self, data: bytes) -> Rules:
+        return remember(self.identity_path.parent, data, source="an issuer's swarm file").rules()
 
     def _issuer(self, key_path: Path) -> "IssuerConfig":
         from swarmnet_protocols.membership.admission import IssuerConfig

@@ -1,6 +1,6 @@
 """A place on the network: libp2p and the DHT of one swarm, under one identity, behind a door."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,8 @@ class Network:
     announce: tuple[str, ...] = ()
     membership_folder: Path | None = None
     """Where the certificate of this identity is, and what is revoked is kept; without it, nothing is."""
+    adopt: Callable[[bytes], Rules] | None = None
+    """Keeps a newer swarm file that an issuer hands out, and gives its rules: see ``Membership.adopt``."""
     issuer: "IssuerConfig | None" = None
     """What makes this peer let others in."""
 
@@ -61,6 +63,7 @@ async def connect(
             identity_path = Path(scratch, "identity.key")
         identity = Identity.load_or_create(identity_path)
         membership = Membership(network.rules, identity.peer_id, wall_clock, folder=network.membership_folder)
+        membership.adopt = network.adopt
         if network.issuer is not None:
             network.issuer.certify(membership)
         membership.check()

@@ -185,7 +185,11 @@ def rotate_key(
         print_json(_summary(file))
     else:
         typer.echo(f"{file.name} has a new authority key, serial {file.serial}: give the file out again")
-        note("issuers need the new file, and a new --issuer if theirs was the old key")
+        note("give issuers the new file now: members take it from them when they renew their certificates")
+        if overlap_s:
+            note(
+                "an issuer that ran with the old key keeps it (authority.*.old) until the overlap nears its end"
+            )
 
 
 def _summary(file: SwarmFile) -> dict[str, object]:

@@ -1,20 +1,23 @@
 """How a newcomer gets in, and how a member stays: invites, issuers near and far, certificates that end."""
 
 import asyncio
+import math
 import random
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
 
 from swarmnet_protocols.directory import MemoryBoard, MemoryDirectory
-from swarmnet_protocols.errors import NotAuthorised, StreamEnded, Unreachable
+from swarmnet_protocols.errors import IntegrityError, NotAuthorised, StreamEnded, Unreachable
 from swarmnet_protocols.membership.admission import Admissions, IssuerConfig, ask
 from swarmnet_protocols.membership.certificates import open_certificate
 from swarmnet_protocols.membership.invites import Invite, Terms, make_invite, read_invite, redemption
 from swarmnet_protocols.membership.roles import Role
+from swarmnet_protocols.membership.rules import Rules
 from swarmnet_protocols.protocol_ids import ADMISSION, SESSION
 from swarmnet_protocols.transport import Message, PeerId, Stream
 from swarmnet_protocols.transport.memory import LinkProfile, MemoryNetwork, MemoryTransport
@@ -168,6 +171,39 @@ def test_a_certificate_renews_itself_when_two_thirds_of_it_are_over(tmp_path: Pa
         await asyncio.sleep(7200)  # its session never noticed
         await stream.send(Message(b"still here?"))
         assert (await stream.receive()).header == b"still here?"
+
+    run(tmp_path, scenario)
+
+
+def test_a_member_goes_on_under_a_key_that_came_with_its_renewal(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        old, new = world.swarm.rules, identity_of("new authority")
+        rotated = replace(old, keys={**old.keys, new.public_key: math.inf})
+        issuer = await world.enter(world.swarm.peer(world.network, "issuer"))
+        issuer.membership.rules = rotated
+        (tmp_path / "issuer").mkdir()
+        config = IssuerConfig(new, tmp_path / "issuer", b"the new file")
+        config.certify(issuer.membership)
+        await world.enter(
+            Admissions.run(issuer.raw, issuer.membership, world.directory("issuer"), issuer=config)
+        )
+        certificate = world.swarm.certificate("alice", Role.CLIENT, lifetime_s=3600)
+        alice = await world.member("alice", certificate, address(issuer.peer_id))
+        adopted: list[bytes] = []
+
+        def adopt(data: bytes) -> Rules:
+            adopted.append(data)
+            if len(adopted) == 1:
+                raise IntegrityError("older than the one used before")
+            return rotated
+
+        alice.membership.adopt = adopt
+        await asyncio.sleep(2500)
+        assert adopted
+        await asyncio.sleep(100)
+        assert set(adopted) == {b"the new file"}
+        assert alice.membership.rules == rotated
+        assert alice.membership.certificate != certificate
 
     run(tmp_path, scenario)
 

@@ -219,6 +219,8 @@ class Admissions:
         request = pb.AdmissionRequest(renew=pb.Renew(certificate=self._membership.certificate))
         addresses = [*await self._issuers(), *self._bootstrap]
         admitted = await ask(self._transport, addresses, request)
+        # First the file: the certificate may be signed by a key that only this one names.
+        self._membership.take_swarm_file(admitted.swarm_file)
         self._membership.take_certificate(admitted.certificate)
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterable
@@ -15,6 +16,8 @@ from swarmnet_protocols.membership.revocations import MAX_LIST_BYTES, MAX_LISTS,
 from swarmnet_protocols.membership.roles import ANY_ROLE
 from swarmnet_protocols.membership.rules import Admission, Member, Rules, admit
 from swarmnet_protocols.transport import PeerId
+
+_log = logging.getLogger(__name__)
 
 CERTIFICATE_NAME = "certificate"
 REVOCATIONS_NAME = "revocations"
@@ -41,7 +44,9 @@ class Membership:
         self.peer = peer
         self.clock = clock
         self.listeners: list[Callable[[], None]] = []
-        """Called when our certificate or the revocations have changed."""
+        """Called when our certificate, the rules or the revocations have changed."""
+        self.adopt: Callable[[bytes], Rules] | None = None
+        """Keeps a newer swarm file and gives its rules. Raises ``ConfigError`` or ``IntegrityError`` for one that will not do."""
         self.certificate = b""
         """Our own, sealed; empty if we have none."""
         self._own: Certificate | None = None
@@ -101,6 +106,19 @@ class Membership:
             if named is not None and (why := Revocations([named]).why_out(peer, certificate)):
                 raise Revoked(why, named.sealed)
         return admit(self.rules, certificate, peer, ANY_ROLE, self.revocations, self.clock())
+
+    def take_swarm_file(self, data: bytes) -> None:
+        """Go by the rules of a newer swarm file from now on. One that will not do, an older one too, changes nothing."""
+        if self.adopt is None:
+            return
+        try:
+            rules = self.adopt(data)
+        except (ConfigError, IntegrityError) as error:
+            _log.info("an issuer's swarm file is not taken: %s", error)
+            return
+        if rules.swarm == self.rules.swarm and rules != self.rules:
+            self.rules = rules
+            self._say_changed()
 
     def take_certificate(self, sealed: bytes) -> None:
         """Have a new certificate of our own. Raises ``NotAuthorised`` for one that will not do."""
