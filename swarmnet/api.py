@@ -4,20 +4,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swarmnet import swarm_file
 from swarmnet.addresses import check_peer_address
+from swarmnet.entering import client_network
 from swarmnet.paths import default_cache_dir
-from swarmnet_protocols.clock import wall_clock
 
 if TYPE_CHECKING:
     from swarmnet_client.model import Form, SwarmModel
+    from swarmnet_protocols.network import Network
 
 
 class AutoSwarmModelForCausalLM:
     """Opens a model whose blocks run on a swarm."""
 
     @classmethod
-    def from_pretrained(
+    def from_pretrained(  # noqa: PLR0913 - named as in transformers
         cls,
         name: str,
         *,
@@ -26,14 +26,16 @@ class AutoSwarmModelForCausalLM:
         dtype: str = "auto",
         device: str = "auto",
         cache_dir: str | Path | None = None,
+        data_dir: str | Path | None = None,
     ) -> "SwarmModel":
-        """A transformers model that runs on the swarm of the file ``swarm``.
+        """A transformers model that runs on the swarm of the file or invite ``swarm``.
 
-        ``bootstrap`` adds addresses of peers to those in the file; ``device`` is where embeddings and head are. Use the model as a context manager, or ``close`` it.
+        ``bootstrap`` adds addresses of peers to those in the file; ``device`` is where embeddings and head are. ``data_dir`` keeps
+        who we are in swarms with members. Use the model as a context manager, or ``close`` it.
         """
         from swarmnet_client.model import Form
 
-        return _open(name, Path(swarm), bootstrap, cache_dir, Form(dtype, device))
+        return _open(name, _network(swarm, bootstrap, data_dir), cache_dir, Form(dtype, device))
 
 
 class AutoSwarmModelForSequenceClassification:
@@ -50,6 +52,7 @@ class AutoSwarmModelForSequenceClassification:
         dtype: str = "auto",
         device: str = "auto",
         cache_dir: str | Path | None = None,
+        data_dir: str | Path | None = None,
     ) -> "SwarmModel":
         """The model's ForSequenceClassification of transformers, with a fresh ``score`` where the checkpoint has none.
 
@@ -57,21 +60,21 @@ class AutoSwarmModelForSequenceClassification:
         """
         from swarmnet_client.model import Form
 
-        return _open(name, Path(swarm), bootstrap, cache_dir, Form(dtype, device, num_labels))
+        return _open(name, _network(swarm, bootstrap, data_dir), cache_dir, Form(dtype, device, num_labels))
 
 
-def _open(
-    name: str, swarm: Path, bootstrap: Sequence[str], cache_dir: str | Path | None, form: "Form"
-) -> "SwarmModel":
-    from swarmnet_client import model
-
-    file = swarm_file.load_valid(swarm, wall_clock())
+def _network(swarm: str | Path, bootstrap: Sequence[str], data_dir: str | Path | None) -> "Network":
     for address in bootstrap:
         check_peer_address(address)
+    return client_network(str(swarm), bootstrap, Path(data_dir) if data_dir else None)
+
+
+def _open(name: str, network: "Network", cache_dir: str | Path | None, form: "Form") -> "SwarmModel":
+    from swarmnet_client import model
+
     opened: SwarmModel = model.load(
         name,
-        swarm=file.swarm_id,
-        bootstrap=(*file.bootstrap, *bootstrap),
+        network=network,
         cache_dir=default_cache_dir() if cache_dir is None else Path(cache_dir),
         form=form,
     )

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import settings
 
 settings.register_profile("any machine", deadline=None)  # a busy one is no failure
+settings.register_profile("thorough", deadline=None, max_examples=100_000)  # --hypothesis-profile thorough
 settings.load_profile("any machine")
 
 

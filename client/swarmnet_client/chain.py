@@ -15,7 +15,7 @@ import torch
 from swarmnet_client.adapters import Placement
 from swarmnet_client.chunks import cut, cut_values
 from swarmnet_client.hops import ChainSpec, Head, LiveHop, open_hop
-from swarmnet_client.patience import PAUSE_S, Patience
+from swarmnet_client.patience import PAUSE_S, Patience, verdict
 from swarmnet_client.swarm import Swarm
 from swarmnet_protocols.aio import cancel
 from swarmnet_protocols.errors import (
@@ -189,14 +189,9 @@ class Chain:
 
     def _verdict(self, gaps: list[tuple[int, int]]) -> SwarmnetError:
         """Why the chain cannot be mended, as far as we know."""
-        why = self._why
-        if isinstance(why, Refused) and why.reason == pb.REASON_OUT_OF_MEMORY:
-            return OutOfResources(
-                f"the hosts have no room: {why}", hint="try again later, or start another node: swarmnet join"
-            )
-        if why is None or isinstance(why, Unreachable) or not self._swarm.hosts:
-            return why if isinstance(why, NoRoute) else NoRoute(gaps)
-        return Unreachable(f"the chain does not hold: {why}", hint="try again; the swarm may be changing")
+        told = verdict(self._why or NoRoute(gaps))
+        nobody = isinstance(self._why, Unreachable) or not self._swarm.hosts
+        return NoRoute(gaps) if nobody and type(told) is Unreachable else told
 
     def _drop_stuck(self) -> None:
         """Give up on a hop that has had its input for long and beats, but does not compute."""

@@ -8,7 +8,6 @@ and the loss are transformers' own code.
 import dataclasses
 import functools
 import random
-import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ from swarmnet_client.traffic import Traffic
 from swarmnet_protocols.devices import pick_device, pick_dtype
 from swarmnet_protocols.errors import ConfigError, Unreachable
 from swarmnet_protocols.models import LocalModel, resolve
-from swarmnet_protocols.network import LOOPBACK, Network, connect
+from swarmnet_protocols.network import Network, connect
 from swarmnet_protocols.session.adapters import Adapter
 from swarmnet_protocols.timing import Timing
 
@@ -197,22 +196,23 @@ def wrap(
 def load(
     name: str,
     *,
-    swarm: bytes,
-    bootstrap: Sequence[str],
+    network: Network,
     cache_dir: Path,
     form: Form,
 ) -> "SwarmModel":
-    """The model ``name`` on the swarm with id ``swarm``, found through peers at ``bootstrap``.
+    """The model ``name`` on the swarm that ``network`` leads to.
 
-    Raises ``ConfigError`` or ``IntegrityError`` for a model that will not do, ``Unreachable`` when no bootstrap is given or answers.
+    Raises ``ConfigError`` or ``IntegrityError`` for a model that will not do, ``Unreachable`` when no bootstrap is given or
+    answers, and ``NotAuthorised`` when the swarm does not let us in.
     """
-    if not bootstrap:
+    if not network.bootstrap:
         raise Unreachable(
             "nobody to ask where the swarm is", hint="give the address that a node prints: --bootstrap ADDR"
         )
     place = pick_device(form.device)
     local = resolve(name, cache_dir=cache_dir)
-    runtime = Runtime(lambda: _connect(local.manifest.hash, swarm, tuple(bootstrap)))
+    network.rules.check_model(local.name, local.manifest.hash)
+    runtime = Runtime(lambda: _connect(local.manifest.hash, network))
     try:
         return wrap(local, runtime, dtype=pick_dtype(form.dtype, place), device=place, labels=form.labels)
     except BaseException:
@@ -221,17 +221,13 @@ def load(
 
 
 @asynccontextmanager
-async def _connect(manifest: bytes, swarm: bytes, bootstrap: tuple[str, ...]) -> AsyncIterator[Swarm]:
-    """A client's own place on the network: a fresh identity, nothing served."""
-    with tempfile.TemporaryDirectory(prefix="swarmnet-client-") as directory:
-        network = Network(swarm, Path(directory) / "identity.key", bootstrap, listen=LOOPBACK)
-        async with (
-            connect(network, client_mode=True) as (transport, directory_of_swarm),
-            Swarm.watch(
-                transport, directory_of_swarm, manifest, rng=random.SystemRandom(), timing=Timing()
-            ) as watched,
-        ):
-            yield watched
+async def _connect(manifest: bytes, network: Network) -> AsyncIterator[Swarm]:
+    """A client's own place on the network: nothing is served there."""
+    async with (
+        connect(network, client_mode=True) as (transport, directory),
+        Swarm.watch(transport, directory, manifest, rng=random.SystemRandom(), timing=Timing()) as watched,
+    ):
+        yield watched
 
 
 def _no_mask(*_: Any, **__: Any) -> None:

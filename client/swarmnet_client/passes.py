@@ -13,13 +13,16 @@ import torch
 from swarmnet_client.chain import ChainReport
 from swarmnet_client.hops import ChainSpec
 from swarmnet_client.pass_calls import GraphGone, Hosts, Leg
-from swarmnet_client.patience import Patience
+from swarmnet_client.patience import Patience, verdict
 from swarmnet_client.swarm import Swarm
 from swarmnet_protocols.aio import all_of
-from swarmnet_protocols.errors import ConfigError, NoRoute, OutOfResources, SwarmnetError, Unreachable
-from swarmnet_protocols.session.link import Refused
+from swarmnet_protocols.errors import (
+    ConfigError,
+    NoRoute,
+    OutOfResources,
+    SwarmnetError,
+)
 from swarmnet_protocols.session.passes import MAX_POSITIONS, MAX_SEQUENCES
-from swarmnet_protocols.wire import session_pb2 as pb
 
 MICROBATCHES = 8
 """A batch is cut into so many or more where it can be: three hops are idle for a fifth of the time then."""
@@ -155,18 +158,7 @@ class RemoteBatch:
         if isinstance(error, ConfigError):
             raise error
         if patience.lost(asyncio.get_running_loop().time(), idle=False):
-            raise _verdict(error) from error
+            raise verdict(error) from error
         await asyncio.sleep(patience.pause_s)
         if isinstance(error, NoRoute):
             await self._swarm.refresh()
-
-
-def _verdict(error: SwarmnetError) -> SwarmnetError:
-    """What a person is told after many attempts, the last of which failed so."""
-    if isinstance(error, NoRoute):
-        return error
-    if isinstance(error, Refused) and error.reason == pb.REASON_OUT_OF_MEMORY:
-        return OutOfResources(
-            f"the hosts have no room: {error}", hint="try again later, or start another node: swarmnet join"
-        )
-    return Unreachable(f"no host computes: {error}", hint="try again; the swarm may be changing")

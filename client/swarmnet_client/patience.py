@@ -1,4 +1,8 @@
-"""How often a chain is mended before it is given up. Pure: takes the time as an argument."""
+"""How often a chain is mended before it is given up, and what is said then. Pure: takes the time as an argument."""
+
+from swarmnet_protocols.errors import NoRoute, NotAuthorised, OutOfResources, SwarmnetError, Unreachable
+from swarmnet_protocols.session.link import Refused
+from swarmnet_protocols.wire import session_pb2 as pb
 
 PAUSE_S = 0.25
 """Between two attempts, once the first ones have failed."""
@@ -37,3 +41,14 @@ class Patience:
     def answered(self) -> None:
         """An answer came through the chain."""
         self._attempts = 0
+
+
+def verdict(error: SwarmnetError) -> SwarmnetError:
+    """What a person is told after many attempts, the last of which failed so."""
+    if isinstance(error, NoRoute | NotAuthorised):
+        return error
+    if isinstance(error, Refused) and error.reason == pb.REASON_OUT_OF_MEMORY:
+        return OutOfResources(
+            f"the hosts have no room: {error}", hint="try again later, or start another node: swarmnet join"
+        )
+    return Unreachable(f"no host computes: {error}", hint="try again; the swarm may be changing")

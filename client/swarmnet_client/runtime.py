@@ -11,7 +11,7 @@ import torch
 
 from swarmnet_client.swarm import Swarm
 from swarmnet_protocols.aio import race
-from swarmnet_protocols.errors import SwarmnetError
+from swarmnet_protocols.errors import NotAuthorised, SwarmnetError
 from swarmnet_protocols.threads import stay_serial
 
 T = TypeVar("T")
@@ -78,13 +78,16 @@ class Runtime:
         try:
             async with self._connect() as swarm:
                 self._started.set_result(swarm)
+                refused: NotAuthorised | None = None
                 try:
                     await race(self._stop.wait(), swarm.transport.died())
+                except NotAuthorised as error:
+                    refused = error
                 finally:
                     closed = self._stop.is_set()
                     what = "this client is closed" if closed else "p2pd died: this client reaches nobody"
                     hint = "connect again, with from_pretrained() or the same command"
-                    self._over.set_exception(SwarmnetError(what, hint=hint))
+                    self._over.set_exception(refused or SwarmnetError(what, hint=hint))
         except BaseException as error:
             if self._started.done():
                 raise

@@ -10,17 +10,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swarmnet_protocols.aio import cancel
-from swarmnet_protocols.errors import ConfigError, SwarmnetError
+from swarmnet_protocols.errors import ConfigError, NotAuthorised, SwarmnetError
 from swarmnet_protocols.network import Network, connect
 
 if TYPE_CHECKING:
     import torch
 
+    from swarmnet_node.host import HostLimits
     from swarmnet_node.native.decode import Native
     from swarmnet_node.node import Hosting, Node
     from swarmnet_node.stage import Stage
+    from swarmnet_protocols.membership.quotas import Quotas
     from swarmnet_protocols.models import LocalModel, Progress
-    from swarmnet_protocols.transport.p2pd import P2pdTransport
+    from swarmnet_protocols.transport import Transport
 
 
 @dataclass(frozen=True)
@@ -71,8 +73,12 @@ async def start(config: NodeConfig, *, progress: "Progress | None" = None) -> As
         yield node
 
 
-async def _fail_with_p2pd(transport: "P2pdTransport", node: "Node") -> None:
-    await transport.died()
+async def _fail_with_p2pd(transport: "Transport", node: "Node") -> None:
+    try:
+        await transport.died()
+    except NotAuthorised as error:
+        node.fail(error)
+        return
     node.fail(
         SwarmnetError("p2pd died: nobody can reach this node", hint="start the node again: swarmnet join")
     )
@@ -101,6 +107,7 @@ class _Loaded:
         device = pick_device(config.device)
         dtype = pick_dtype(config.dtype, device)
         model = resolve(config.model, cache_dir=config.cache_dir, progress=progress)
+        config.network.rules.check_model(model.name, model.manifest.hash)
         total = model.manifest.blocks
         if config.num_blocks is not None and not 0 < config.num_blocks <= total:
             raise ConfigError(
@@ -131,6 +138,7 @@ class _Loaded:
             swarm_name=config.swarm_name,
             public_name=config.public_name,
             version=version("swarmnet-p2p"),
+            limits=_limits(config.network.rules.quotas),
         )
 
     def _load(self, start: int, end: int) -> "Stage":
@@ -139,3 +147,15 @@ class _Loaded:
         return self.stage or Stage.load(
             self.model, start, end, dtype=self.dtype, device=self.device, native=self.native
         )
+
+
+def _limits(quotas: "Quotas") -> "HostLimits":
+    """What strangers may take of this host, less what the swarm allows each of them."""
+    from swarmnet_node.host import HostLimits
+
+    limits = HostLimits()
+    return replace(
+        limits,
+        sessions_per_client=min(limits.sessions, quotas.sessions or limits.sessions_per_client),
+        passes_per_client=min(limits.passes, quotas.passes or limits.passes_per_client),
+    )

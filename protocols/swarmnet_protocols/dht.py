@@ -10,10 +10,11 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
 
-from swarmnet_protocols.clock import Clock, wall_clock
 from swarmnet_protocols.directory import Publisher
-from swarmnet_protocols.errors import PeerUnreachable
+from swarmnet_protocols.errors import NotAuthorised, PeerUnreachable
 from swarmnet_protocols.identity import Identity
+from swarmnet_protocols.membership.door import Door
+from swarmnet_protocols.protocol_ids import DHT_PING
 from swarmnet_protocols.records import Record, dht_keys, newest, open_valid
 from swarmnet_protocols.transport.p2pd import P2pdTransport, peer_of
 
@@ -30,9 +31,15 @@ class DhtDirectory:
     """Made by :meth:`create`."""
 
     def __init__(
-        self, transport: P2pdTransport, node: "DHTNode", bootstrap: Sequence[str], publisher: Publisher
+        self,
+        transport: P2pdTransport,
+        door: Door,
+        node: "DHTNode",
+        bootstrap: Sequence[str],
+        publisher: Publisher,
     ) -> None:
         self._transport = transport
+        self._door = door
         self._node = node
         self._bootstrap = tuple(bootstrap)
         self._publisher = publisher
@@ -46,22 +53,26 @@ class DhtDirectory:
     async def create(
         cls,
         transport: P2pdTransport,
+        door: Door,
         identity: Identity,
         *,
-        swarm: bytes,
         bootstrap: Sequence[str] = (),
         client_mode: bool = False,
-        clock: Clock = wall_clock,
     ) -> AsyncIterator["DhtDirectory"]:
-        """A directory of ``swarm`` (32 bytes) that takes part in the DHT while the context is open.
+        """A directory of the swarm that ``door`` guards, which takes part in the DHT while the context is open.
 
         ``bootstrap`` are multiaddrs, with ``/p2p/ID``, of peers to ask first and whenever no other peer is left; it is
         no error if they are dead. In client mode no records are kept for others.
+
+        Raises ``NotAuthorised`` when we or they are not let in and there is nobody else, now and in each later call.
         """
+        from swarmnet_protocols.dht_guard import GuardedP2P
         from swarmnet_protocols.dht_node import create_node
 
-        node = await create_node(transport.p2p, swarm, client_mode=client_mode, clock=clock)
-        directory = cls(transport, node, bootstrap, Publisher(identity, swarm, clock))
+        swarm, clock = door.membership.rules.swarm, door.membership.clock
+        p2p = GuardedP2P(transport.p2p, door)
+        node = await create_node(p2p, swarm, client_mode=client_mode, clock=clock)
+        directory = cls(transport, door, node, bootstrap, Publisher(identity, swarm, clock))
         try:
             await directory._join()
             yield directory
@@ -90,14 +101,18 @@ class DhtDirectory:
         return newest(open_valid(sealed, swarm=self._publisher.swarm, now=self._publisher.clock()))
 
     async def _join(self) -> None:
-        """Meet the bootstrap peers, unless some peer is known."""
+        """Meet the bootstrap peers, unless some peer is known. Raises ``NotAuthorised`` if we are no member any more."""
+        self._door.membership.check()
         if self._node.protocol.routing_table.uid_to_peer_id:
             return
-        met = await asyncio.gather(*map(self._meet, self._bootstrap))
+        refusals: list[NotAuthorised] = []
+        met = await asyncio.gather(*(self._meet(address, refusals) for address in self._bootstrap))
         if any(met):
             await self._node.find_nearest_nodes([self._node.node_id])
+        elif refusals:
+            raise refusals[0]
 
-    async def _meet(self, address: str) -> bool:
+    async def _meet(self, address: str, refusals: list[NotAuthorised]) -> bool:
         from hivemind.p2p import PeerID
 
         peer = peer_of(address)
@@ -106,6 +121,11 @@ class DhtDirectory:
         try:
             async with asyncio.timeout(_BOOTSTRAP_S):
                 await self._transport.connect(peer, [address], deadline_s=_BOOTSTRAP_S)
+                await self._door.enter(peer, DHT_PING, deadline_s=_BOOTSTRAP_S)
+        except NotAuthorised as error:
+            _log.warning("bootstrap peer %s: %s", address, error)
+            refusals.append(error)
+            return False
         except (PeerUnreachable, TimeoutError) as error:
             _log.warning("bootstrap peer %s does not answer: %s", address, error)
             return False

@@ -8,9 +8,10 @@ from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
-from hivemind.p2p import P2P, PeerID
+from hivemind.p2p import PeerID
 
 from swarmnet_protocols.clock import Clock
+from swarmnet_protocols.dht_guard import GuardedP2P
 from swarmnet_protocols.dht_storage import BoundedStorage, StorageLimits
 from swarmnet_protocols.errors import IntegrityError, NotAuthorised
 from swarmnet_protocols.records import MAX_RECORD_BYTES, dht_keys, open_record
@@ -89,7 +90,7 @@ class _Node(DHTNode):  # type: ignore[misc]
         return allowed
 
 
-async def create_node(p2p: P2P, swarm: bytes, *, client_mode: bool, clock: Clock) -> DHTNode:
+async def create_node(p2p: GuardedP2P, swarm: bytes, *, client_mode: bool, clock: Clock) -> DHTNode:
     """A node that knows nobody yet."""
     node_id = node_id_of(p2p.peer_id)
     settings: dict[str, Any] = {

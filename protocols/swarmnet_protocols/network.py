@@ -1,14 +1,18 @@
-"""A place on the network: libp2p and the DHT of one swarm, under one identity."""
+"""A place on the network: libp2p and the DHT of one swarm, under one identity, behind a door."""
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
+
+from swarmnet_protocols.membership.rules import Rules
 
 if TYPE_CHECKING:
     from swarmnet_protocols.directory import Directory
-    from swarmnet_protocols.transport.p2pd import P2pdTransport
+    from swarmnet_protocols.membership.admission import IssuerConfig
+    from swarmnet_protocols.transport import Transport
 
 ANY_PORT = ("/ip4/0.0.0.0/tcp/0", "/ip4/0.0.0.0/udp/0/quic-v1")
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
@@ -19,38 +23,64 @@ LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 class Network:
     """Which swarm, as whom, and how to reach it."""
 
-    swarm: bytes
-    identity_path: Path
-    """Made with a fresh key if there is no such file."""
+    rules: Rules
+    identity_path: Path | None = None
+    """Made with a fresh key if there is no such file. Without a path: a fresh identity each time."""
     bootstrap: tuple[str, ...] = ()
     listen: tuple[str, ...] = ANY_PORT
     announce: tuple[str, ...] = ()
+    membership_folder: Path | None = None
+    """Where the certificate of this identity is, and what is revoked is kept; without it, nothing is."""
+    adopt: Callable[[bytes], Rules] | None = None
+    """Keeps a newer swarm file that an issuer hands out, and gives its rules: see ``Membership.adopt``."""
+    issuer: "IssuerConfig | None" = None
+    """What makes this peer let others in."""
 
 
 @asynccontextmanager
 async def connect(
     network: Network, *, client_mode: bool = False
-) -> AsyncIterator["tuple[P2pdTransport, Directory]"]:
+) -> AsyncIterator["tuple[Transport, Directory]"]:
     """Connected while the context is open. In client mode no records are kept for others.
 
-    Raises ``Unreachable`` when bootstraps are named and none answers.
+    Raises ``NotAuthorised`` when this peer is not, or no more, a member of the swarm, and ``Unreachable`` when bootstraps are
+    named, this peer is none of them, and none answers.
     """
+    from swarmnet_protocols.clock import wall_clock
     from swarmnet_protocols.dht import DhtDirectory
     from swarmnet_protocols.identity import Identity
+    from swarmnet_protocols.membership.admission import Admissions
+    from swarmnet_protocols.membership.door import Door
+    from swarmnet_protocols.membership.guard import GuardedTransport
+    from swarmnet_protocols.membership.membership import Membership
+    from swarmnet_protocols.timing import Timing
     from swarmnet_protocols.transport.p2pd import P2pdConfig, P2pdTransport
 
-    identity = Identity.load_or_create(network.identity_path)
-    config = P2pdConfig(
-        network.identity_path,
-        listen=network.listen,
-        announce=network.announce,
-        bootstrap=network.bootstrap,
-        require_bootstrap=bool(network.bootstrap),
-    )
-    async with (
-        P2pdTransport.create(config) as transport,
-        DhtDirectory.create(
-            transport, identity, swarm=network.swarm, bootstrap=network.bootstrap, client_mode=client_mode
-        ) as directory,
-    ):
-        yield transport, directory
+    async with AsyncExitStack() as stack:
+        identity_path = network.identity_path
+        if identity_path is None:
+            scratch = stack.enter_context(TemporaryDirectory(prefix="swarmnet-"))  # 0700
+            identity_path = Path(scratch, "identity.key")
+        identity = Identity.load_or_create(identity_path)
+        membership = Membership(network.rules, identity.peer_id, wall_clock, folder=network.membership_folder)
+        membership.adopt = network.adopt
+        if network.issuer is not None:
+            network.issuer.certify(membership)
+        membership.check()
+        others = tuple(each for each in network.bootstrap if not each.endswith(f"/p2p/{identity.peer_id}"))
+        config = P2pdConfig(
+            identity_path,
+            listen=network.listen,
+            announce=network.announce,
+            bootstrap=others,
+            # Where others begin must be able to start when nobody else is there.
+            require_bootstrap=bool(others) and others == network.bootstrap,
+        )
+        raw = await stack.enter_async_context(P2pdTransport.create(config))
+        door = await stack.enter_async_context(Door.run(raw, membership, Timing()))
+        directory = await stack.enter_async_context(
+            DhtDirectory.create(raw, door, identity, bootstrap=others, client_mode=client_mode)
+        )
+        admissions = Admissions.run(raw, membership, directory, bootstrap=others, issuer=network.issuer)
+        await stack.enter_async_context(admissions)
+        yield GuardedTransport(raw, door), directory

@@ -21,6 +21,8 @@ class Timing:
     """To dial a peer and open a stream."""
     reply_s: float = 5.0
     """For the first answer on a stream that opened."""
+    door_s: float = 5.0
+    """To reach somebody for the first time, and for what they have to say at the door. Whoever is in a hurry need not wait."""
     link_wait_s: float = 5.0
     """A link may arrive this much before the session it belongs to."""
     client_silence_s: float = 30.0

@@ -14,12 +14,12 @@ from typing import Annotated, Any
 
 import typer
 
-from swarmnet import swarm_file
+from swarmnet import swarm_file, swarm_writer
 from swarmnet.cli.interrupts import Interrupts
 from swarmnet.cli.options import CacheDirOption, JsonFlag
 from swarmnet.cli.output import print_json, print_table, progress
 from swarmnet.paths import default_cache_dir
-from swarmnet.swarm_file import NewSwarm
+from swarmnet.swarm_writer import NewSwarm
 from swarmnet_protocols.clock import wall_clock
 from swarmnet_protocols.errors import DeadlineExceeded, SwarmnetError
 from swarmnet_protocols.models import DEFAULT_MODEL, Progress
@@ -59,7 +59,7 @@ def demo(
 ) -> None:
     """Start a swarm of several nodes on this machine, ask it a question, and stop it again."""
     with tempfile.TemporaryDirectory(prefix="swarmnet-demo-") as directory:
-        swarm_file.create(Path(directory), NewSwarm("demo", is_open=True), now=wall_clock())
+        swarm_writer.create(Path(directory), NewSwarm("demo", is_open=True), now=wall_clock())
         try:
             asyncio.run(_demo(_Demo(Path(directory), cache_dir or default_cache_dir(), as_json), nodes))
         except asyncio.CancelledError:

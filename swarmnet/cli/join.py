@@ -4,7 +4,6 @@ from typing import Annotated
 
 import typer
 
-from swarmnet import swarm_file
 from swarmnet.addresses import check_listen_address, check_peer_address
 from swarmnet.cli.hosting import Foreground
 from swarmnet.cli.options import (
@@ -12,22 +11,23 @@ from swarmnet.cli.options import (
     CacheDirOption,
     DataDirOption,
     DtypeOption,
+    IssuerOption,
     JsonFlag,
     ModelOption,
-    SwarmPath,
+    SwarmArgument,
     check_device,
     check_dtype,
     parse_blocks,
     parse_size_bytes,
 )
+from swarmnet.entering import enter
 from swarmnet.paths import default_cache_dir, default_data_dir, locked_data_dir
-from swarmnet_protocols.clock import wall_clock
 from swarmnet_protocols.models import DEFAULT_MODEL
-from swarmnet_protocols.network import ANY_PORT, Network
+from swarmnet_protocols.network import ANY_PORT
 
 
 def join(  # noqa: PLR0913 - a command line, not an interface
-    swarm: SwarmPath,
+    swarm: SwarmArgument,
     *,
     model: ModelOption = DEFAULT_MODEL,
     blocks: Annotated[
@@ -72,6 +72,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
             "--max-cache", metavar="SIZE", help="Memory for the sessions of others, beside the weights."
         ),
     ] = "1GiB",
+    issuer: IssuerOption = None,
     public_name: Annotated[str, typer.Option("--name", help="A name that others see.")] = "",
     as_json: JsonFlag = False,
     stop_on_eof: Annotated[bool, typer.Option("--stop-on-eof", hidden=True)] = False,
@@ -89,20 +90,14 @@ def join(  # noqa: PLR0913 - a command line, not an interface
         check_peer_address(address)
     if len(public_name) > 64 or not public_name.isprintable():
         raise typer.BadParameter("use at most 64 printable characters", param_hint="'--name'")
-    file = swarm_file.load_valid(swarm, wall_clock())
+    entry = enter(swarm, data_dir or default_data_dir(), bootstrap)
     with locked_data_dir(data_dir or default_data_dir()) as directory:
         from swarmnet_node.start import NodeConfig, start
 
         config = NodeConfig(
             model=model,
-            network=Network(
-                file.swarm_id,
-                directory / "identity.key",
-                bootstrap=(*file.bootstrap, *bootstrap),
-                listen=tuple(listen) or ANY_PORT,
-                announce=tuple(announce),
-            ),
-            swarm_name=file.name,
+            network=entry.network(listen or ANY_PORT, announce, issuer),
+            swarm_name=entry.file.name,
             cache_dir=cache_dir or default_cache_dir(),
             blocks=span,
             num_blocks=num_blocks,

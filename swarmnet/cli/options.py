@@ -7,12 +7,20 @@ from typing import Annotated
 
 import typer
 
+from swarmnet import units
+from swarmnet.swarm_reader import PEER
+from swarmnet_protocols.transport import PeerId
+
 SwarmPath = Annotated[
     Path, typer.Argument(metavar="SWARM", help="The swarm.toml of the swarm.", show_default=False)
 ]
-SwarmOption = Annotated[
-    Path, typer.Option("--swarm", metavar="SWARM", help="The swarm.toml of the swarm.", show_default=False)
+OwnSwarm = Annotated[
+    Path,
+    typer.Argument(metavar="[SWARM]", help="The swarm.toml or its directory.", show_default="this directory"),
 ]
+_ENTERED = "A swarm.toml or its directory, an invite, or the name of a swarm entered before."
+SwarmArgument = Annotated[str, typer.Argument(metavar="SWARM", help=_ENTERED, show_default=False)]
+SwarmOption = Annotated[str, typer.Option("--swarm", metavar="SWARM", help=_ENTERED, show_default=False)]
 ModelOption = Annotated[
     str,
     typer.Option(
@@ -36,6 +44,12 @@ DataDirOption = Annotated[
         show_default="per user",
     ),
 ]
+IssuerOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--issuer", metavar="KEY", help="Let members in, with authority.key or the key of an issuer."
+    ),
+]
 CacheDirOption = Annotated[
     Path | None,
     typer.Option("--cache-dir", metavar="DIR", help="Where model files are kept.", show_default="per user"),
@@ -44,8 +58,6 @@ DtypeOption = Annotated[
     str, typer.Option("--dtype", metavar="auto|float32|bfloat16", help="Number format of the weights.")
 ]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
-
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
 
 
 def parse_blocks(text: str) -> tuple[int, int]:
@@ -60,12 +72,26 @@ def parse_blocks(text: str) -> tuple[int, int]:
 
 def parse_size_bytes(text: str, *, option: str) -> int:
     """``512MiB``, ``1.5GB`` or a plain number of bytes."""
-    match = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,6})?)\s*(|[kmg]i?)b?", text.strip().lower())
-    if match is None or float(match[1]) == 0:
+    try:
+        return units.parse_size_bytes(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r} is not a size: {error}", param_hint=f"'{option}'") from error
+
+
+def parse_duration(text: str, *, option: str) -> int:
+    """``90s``, ``12h`` or ``7d``, in seconds."""
+    try:
+        return units.parse_duration_s(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r} is not a duration: {error}", param_hint=f"'{option}'") from error
+
+
+def check_peer_id(text: str) -> PeerId:
+    if not PEER.fullmatch(text):
         raise typer.BadParameter(
-            f"{text!r} is not a size: write it as 512MiB or 2GB", param_hint=f"'{option}'"
+            f"{text[:80]!r} is not a peer id: it looks like 12D3Koo…", param_hint="'PEER'"
         )
-    return int(float(match[1]) * _UNITS[match[2]])
+    return PeerId(text)
 
 
 def check_job_id(text: str) -> str:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from swarmnet import swarm_file
 from swarmnet.addresses import check_peer_address
 from swarmnet.cli.generation import Answer, Sampling, generate
 from swarmnet.cli.options import (
     BootstrapOption,
     CacheDirOption,
+    DataDirOption,
     DtypeOption,
     JsonFlag,
     SwarmOption,
@@ -22,9 +22,10 @@ from swarmnet.cli.options import (
     check_dtype,
 )
 from swarmnet.cli.output import note, print_json, progress
+from swarmnet.entering import client_network
 from swarmnet.paths import default_cache_dir
-from swarmnet_protocols.clock import wall_clock
 from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.network import Network
 
 if TYPE_CHECKING:
     import torch
@@ -69,6 +70,7 @@ def run(  # noqa: PLR0913 - a command line, not an interface
         typer.Option("--adapter", metavar="DIR", help="What `tune`, or PEFT's LoRA or prompts, made."),
     ] = None,
     dtype: DtypeOption = "auto",
+    data_dir: DataDirOption = None,
     cache_dir: CacheDirOption = None,
     as_json: JsonFlag = False,
     stream: Annotated[bool, typer.Option("--stream", hidden=True)] = False,
@@ -78,14 +80,14 @@ def run(  # noqa: PLR0913 - a command line, not an interface
     check_dtype(dtype)
     for address in bootstrap:
         check_peer_address(address)
-    swarm_file.load_valid(swarm, wall_clock())
     questions = _questions(prompt)
     sampling = Sampling(max_new_tokens, temperature, seed)
     style = _Format(as_json, stream)
     if adapter is not None:
         _check_adapter(adapter, model, cache_dir)
+    network = client_network(swarm, bootstrap, data_dir)
     with (
-        _open(model, swarm, bootstrap, dtype, cache_dir, quiet=as_json) as opened,
+        _open(model, network, dtype, cache_dir, quiet=as_json) as opened,
         opened.session(),
         _adapted(opened, adapter) as answering,
     ):
@@ -127,15 +129,13 @@ def _adapted(model: "SwarmModel", adapter: Path | None) -> Iterator["SwarmModel"
 
 @contextmanager
 def _open(
-    name: str, swarm: Path, bootstrap: list[str], dtype: str, cache_dir: Path | None, *, quiet: bool
+    name: str, network: Network, dtype: str, cache_dir: Path | None, *, quiet: bool
 ) -> Iterator["SwarmModel"]:
     with progress(quiet=quiet) as report:
         report("finding the swarm", 0, None)
-        from swarmnet.api import AutoSwarmModelForCausalLM
+        from swarmnet_client.model import Form, load
 
-        model = AutoSwarmModelForCausalLM.from_pretrained(
-            name, swarm=swarm, bootstrap=bootstrap, dtype=dtype, cache_dir=cache_dir
-        )
+        model = load(name, network=network, cache_dir=cache_dir or default_cache_dir(), form=Form(dtype))
     with model:
         yield model
 

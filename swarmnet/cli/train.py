@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from swarmnet import swarm_file
 from swarmnet.addresses import check_listen_address, check_peer_address
 from swarmnet.cli import train_status
 from swarmnet.cli.interrupts import Interrupts
@@ -14,6 +13,7 @@ from swarmnet.cli.options import (
     BootstrapOption,
     CacheDirOption,
     DataDirOption,
+    IssuerOption,
     JsonFlag,
     SwarmOption,
     check_device,
@@ -21,6 +21,7 @@ from swarmnet.cli.options import (
 )
 from swarmnet.cli.output import note, print_json, progress
 from swarmnet.cli.training_display import Display, display
+from swarmnet.entering import enter
 from swarmnet.paths import default_cache_dir, default_data_dir, locked_data_dir
 from swarmnet.training_record import TrainingRecord, newest_job, read_history
 from swarmnet_protocols.clock import wall_clock
@@ -59,9 +60,9 @@ def create(
     as_json: JsonFlag = False,
 ) -> None:
     """Check a job and its data, sign it with this machine's key, and publish it under the hash of its content."""
-    file = swarm_file.load_valid(swarm, wall_clock())
     for address in bootstrap:
         check_peer_address(address)
+    entry = enter(swarm, data_dir or default_data_dir(), bootstrap)
 
     from swarmnet_node.training.start import check_job, keep_job
     from swarmnet_protocols.identity import Identity
@@ -74,15 +75,13 @@ def create(
         sealed = seal_job(checked, Identity.load_or_create(directory / "identity.key"))
         made = open_job(sealed)
         keep_job(directory, made, sealed)
-        known = (*file.bootstrap, *bootstrap)
-        if known:
-            network = Network(file.swarm_id, directory / "identity.key", known, listen=LOOPBACK)
-            asyncio.run(_publish(network, sealed))
+        if entry.bootstrap:
+            asyncio.run(_publish(entry.network(LOOPBACK), sealed))
     if as_json:
         print_json({"job": made.id})
         return
     typer.echo(made.id)
-    if not known:
+    if not entry.bootstrap:
         note("kept on this machine; a worker that starts from the same --data-dir publishes it")
     note(f"train it with: swarmnet train join {made.id} --swarm {swarm}")
 
@@ -108,6 +107,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
     threads: Annotated[
         int | None, typer.Option("--threads", metavar="N", min=1, help="Cores to compute with.")
     ] = None,
+    issuer: IssuerOption = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Train a job until its rounds are done, or Ctrl-C. Come and go as you like: what was committed is kept."""
@@ -117,17 +117,11 @@ def join(  # noqa: PLR0913 - a command line, not an interface
         check_listen_address(address)
     for address in bootstrap:
         check_peer_address(address)
-    file = swarm_file.load_valid(swarm, wall_clock())
+    entry = enter(swarm, data_dir or default_data_dir(), bootstrap)
     with locked_data_dir(data_dir or default_data_dir()) as directory:
         from swarmnet_node.training.start import WorkerConfig, job_folder
 
-        network = Network(
-            file.swarm_id,
-            directory / "identity.key",
-            (*file.bootstrap, *bootstrap),
-            listen=tuple(listen) or ANY_PORT,
-            announce=tuple(announce),
-        )
+        network = entry.network(listen or ANY_PORT, announce, issuer)
         config = WorkerConfig(job, network, directory, cache_dir or default_cache_dir(), device, threads)
         record = TrainingRecord(job_folder(directory, job), job, wall_clock)
         import uvloop

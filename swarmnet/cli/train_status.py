@@ -1,7 +1,6 @@
 """``swarmnet train status``: the worker on this machine, or everybody who trains a job."""
 
 import asyncio
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,15 +8,14 @@ from typing import Annotated, Any
 
 import typer
 
-from swarmnet import swarm_file
 from swarmnet.addresses import check_peer_address
 from swarmnet.cli.options import BootstrapOption, DataDirOption, JsonFlag, check_job_id
 from swarmnet.cli.output import note, print_json, print_table
 from swarmnet.cli.training_display import summary
+from swarmnet.entering import client_network
 from swarmnet.paths import default_data_dir
 from swarmnet.training_record import newest_job, read_status
-from swarmnet_protocols.clock import wall_clock
-from swarmnet_protocols.network import LOOPBACK, Network, connect
+from swarmnet_protocols.network import Network, connect
 
 WATCH_EVERY_S = 1.0
 LOOK_EVERY_S = 5.0
@@ -29,7 +27,7 @@ def status(
         str | None, typer.Argument(metavar="[JOB]", help="The id of the job.", show_default="the newest here")
     ] = None,
     swarm: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
             "--swarm", metavar="SWARM", help="Ask this swarm who trains the job, and where they are."
         ),
@@ -47,16 +45,10 @@ def status(
     if swarm is None:
         _watch_here(directory / "training" / job, watch=watch, as_json=as_json)
         return
-    file = swarm_file.load_valid(swarm, wall_clock())
     for address in bootstrap:
         check_peer_address(address)
-
-    # Not the key of the data directory: a worker may be running under it.
-    with tempfile.TemporaryDirectory(prefix="swarmnet-") as scratch:
-        known = (*file.bootstrap, *bootstrap)
-        network = Network(file.swarm_id, Path(scratch, "identity.key"), known, listen=LOOPBACK)
-        show = print_json if as_json else _print_swarm
-        asyncio.run(_watch_swarm(network, job, show, watch=watch))
+    network = client_network(swarm, bootstrap, data_dir)
+    asyncio.run(_watch_swarm(network, job, print_json if as_json else _print_swarm, watch=watch))
 
 
 def _watch_here(folder: Path, *, watch: bool, as_json: bool) -> None:

@@ -2,17 +2,16 @@
 
 import importlib.util
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from swarmnet import swarm_file
 from swarmnet.addresses import check_peer_address
 from swarmnet.cli.options import (
     BootstrapOption,
     CacheDirOption,
+    DataDirOption,
     DtypeOption,
     JsonFlag,
     ModelOption,
@@ -21,9 +20,9 @@ from swarmnet.cli.options import (
     check_dtype,
 )
 from swarmnet.cli.tuning_display import Display, display
+from swarmnet.entering import client_network
 from swarmnet.paths import default_cache_dir
 from swarmnet_client.tuning.methods import LEARNING_RATES, Method, Settings, attach, require_peft
-from swarmnet_protocols.clock import wall_clock
 from swarmnet_protocols.errors import ConfigError, SwarmnetError
 from swarmnet_protocols.models import DEFAULT_MODEL
 
@@ -83,6 +82,7 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
     force: Annotated[bool, typer.Option("--force", help="Begin anew in a DIR that has a run.")] = False,
     device: Annotated[str, typer.Option("--device", metavar="auto|cpu|cuda[:N]|mps")] = "auto",
     dtype: DtypeOption = "auto",
+    data_dir: DataDirOption = None,
     cache_dir: CacheDirOption = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -103,7 +103,6 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
     for path in (data, eval_data):
         if path is not None and not path.is_file():
             raise ConfigError(f"there is no file {path}", hint="name a file with one JSON object a line")
-    swarm_file.load_valid(swarm, wall_clock())
     require_peft()
     settings = Settings(
         method=method,
@@ -120,6 +119,7 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
         virtual_tokens=virtual_tokens,
     )
     with display(as_json=as_json) as shown:
+        from swarmnet_client.model import Form, load
         from swarmnet_client.tuning.batches import Dataset
         from swarmnet_client.tuning.run_dir import RunDir
         from swarmnet_client.tuning.trainer import Tuner
@@ -131,8 +131,9 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
         about = {"model": model, "manifest": local.manifest.hash.hex(), "data": list(dataset.sha256)}
         folder = RunDir(out, about | settings.to_json(), force=force)
         shown.progress("finding the swarm", 0, None)
-        where: dict[str, Any] = {"swarm": swarm, "bootstrap": bootstrap, "cache_dir": cache_dir}
-        with _open(model, dataset.labels, **where, dtype=dtype, device=device) as opened:
+        network = client_network(swarm, bootstrap, data_dir)
+        form = Form(dtype, device, len(dataset.labels) or None)
+        with load(model, network=network, cache_dir=cache_dir or default_cache_dir(), form=form) as opened:
             tuned = attach(opened, model, settings)
             tuner = Tuner(tuned, dataset, settings, lambda: _usage(opened))
             if folder.unfinished is not None:
@@ -146,16 +147,6 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
                 save_every=save_every,
             )
             shown.show(_finish(tuned, tuner, dataset, folder))
-
-
-def _open(model: str, labels: Sequence[str], **options: Any) -> "SwarmModel":
-    from swarmnet.api import AutoSwarmModelForCausalLM, AutoSwarmModelForSequenceClassification
-
-    if labels:
-        return AutoSwarmModelForSequenceClassification.from_pretrained(
-            model, num_labels=len(labels), **options
-        )
-    return AutoSwarmModelForCausalLM.from_pretrained(model, **options)
 
 
 def _check_length(local: "LocalModel", settings: Settings) -> None:

@@ -40,6 +40,8 @@ ANSWERED = 8
 """Held-out prompts that both answer."""
 ANSWER_TOKENS = 24
 MAX_LENGTH = 96
+MAX_PROMPT_CHARS = 160
+"""Leaves room for what is to be learned."""
 PATIENCE_S = 3600.0
 
 
@@ -50,7 +52,8 @@ def docstrings(count: int) -> list[dict[str, str]]:
         for node in ast.walk(ast.parse(path.read_bytes())):
             if isinstance(node, ast.FunctionDef) and (text := ast.get_docstring(node)):
                 prompt = f'def {node.name}({ast.unparse(node.args)}):\n    """'
-                rows.append({"prompt": prompt, "completion": text.splitlines()[0] + '"""'})
+                if len(prompt) <= MAX_PROMPT_CHARS:
+                    rows.append({"prompt": prompt, "completion": text.splitlines()[0] + '"""'})
     step = len(rows) // count
     return rows[: step * count : step]
 

@@ -12,10 +12,12 @@ import pytest
 import uvloop
 
 from swarmnet_protocols.identity import Identity
+from swarmnet_protocols.membership.roles import ANY_ROLE
 from swarmnet_protocols.transport import PeerId, ProtocolSpec, Transport
 from swarmnet_protocols.transport.memory import LinkProfile, MemoryNetwork
 from swarmnet_protocols.transport.p2pd import P2pdConfig, P2pdTransport
 from tests.support import virtual_time
+from tests.support.private_swarm import PrivateSwarm
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 
@@ -36,6 +38,24 @@ class MemoryLab:
             alice, bob = (Identity.from_seed(seed).peer_id for seed in (b"alice", b"bob"))
             async with network.transport(alice) as a, network.transport(bob) as b:
                 await scenario(a, b)
+
+        virtual_time.run(main())
+
+
+class GuardedLab:
+    """Two members of a private swarm. Whoever dials meets the other first."""
+
+    def run(self, scenario: Scenario) -> None:
+        async def main() -> None:
+            network = MemoryNetwork(
+                random.Random(0), LinkProfile(delay_s=0.02, jitter_s=0.01, bytes_per_s=1e8)
+            )
+            swarm = PrivateSwarm()
+            async with (
+                swarm.member(network, "alice", ANY_ROLE) as alice,
+                swarm.member(network, "bob", ANY_ROLE) as bob,
+            ):
+                await scenario(alice.transport, bob.transport)
 
         virtual_time.run(main())
 
@@ -79,10 +99,12 @@ def p2pd_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[P2pdLab]:
             lab.close()
 
 
-@pytest.fixture(params=["memory", pytest.param("p2pd", marks=pytest.mark.slow)])
+@pytest.fixture(params=["memory", "guarded", pytest.param("p2pd", marks=pytest.mark.slow)])
 def lab(request: pytest.FixtureRequest) -> Lab:
     if request.param == "memory":
         return MemoryLab()
+    if request.param == "guarded":
+        return GuardedLab()
     lab: P2pdLab = request.getfixturevalue("p2pd_lab")
     return lab
 
@@ -91,7 +113,11 @@ def lab(request: pytest.FixtureRequest) -> Lab:
 def protocol(request: pytest.FixtureRequest) -> ProtocolSpec:
     """A protocol id of this test's own, as the peers serve all tests."""
     return ProtocolSpec(
-        f"/test/{request.node.name}/{next(_numbers)}", max_header_bytes=1 << 10, max_payload_bytes=4 << 20
+        f"/test/{request.node.name}/{next(_numbers)}",
+        max_header_bytes=1 << 10,
+        max_payload_bytes=4 << 20,
+        roles=ANY_ROLE,
+        served_by=ANY_ROLE,
     )
 
 

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,14 @@ import pytest
 from swarmnet_protocols.clock import wall_clock
 from swarmnet_protocols.dht import DhtDirectory
 from swarmnet_protocols.identity import Identity
+from swarmnet_protocols.membership.certificates import Admittance, issue
+from swarmnet_protocols.membership.door import Door
+from swarmnet_protocols.membership.membership import Membership
+from swarmnet_protocols.membership.roles import ANY_ROLE, Role
+from swarmnet_protocols.membership.rules import Admission, Rules
 from swarmnet_protocols.records import MAX_RECORD_BYTES, Record, dht_keys, seal
+from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.transport import PeerId
 from swarmnet_protocols.transport.p2pd import P2pdConfig, P2pdTransport
 
 from .conftest import LOOPBACK
@@ -23,6 +31,7 @@ pytestmark = pytest.mark.slow
 SWARM = bytes(32)
 FOREIGN_SWARM = bytes([1]) * 32
 MALLORY = Identity.from_seed(b"mallory")
+AUTHORITY = Identity.from_seed(b"authority")
 
 
 @dataclass(frozen=True)
@@ -36,28 +45,46 @@ class Peer:
         return self.directory._node
 
 
+OPEN = Rules(SWARM, Admission.OPEN)
+PRIVATE = Rules(SWARM, Admission.CERTIFICATE, keys={AUTHORITY.public_key: inf})
+
+
 @contextlib.asynccontextmanager
 async def join(
-    path: Path, bootstrap: tuple[str, ...] = (), *, client_mode: bool = False
+    path: Path,
+    bootstrap: tuple[str, ...] = (),
+    *,
+    client_mode: bool = False,
+    rules: Rules = OPEN,
+    roles: frozenset[Role] = ANY_ROLE,
 ) -> AsyncIterator[Peer]:
+    """A peer; where certificates are asked for, with one in these roles, if any."""
     identity = Identity.load_or_create(path)
+    membership = Membership(rules, identity.peer_id, wall_clock)
+    if rules is PRIVATE and roles:
+        membership.take_certificate(certify(identity.peer_id, roles))
     config = P2pdConfig(path, listen=LOOPBACK, bootstrap=bootstrap)
     async with (
         P2pdTransport.create(config) as transport,
+        Door.run(transport, membership, Timing()) as door,
         DhtDirectory.create(
-            transport, identity, swarm=SWARM, bootstrap=bootstrap, client_mode=client_mode
+            transport, door, identity, bootstrap=bootstrap, client_mode=client_mode
         ) as directory,
     ):
         yield Peer(identity, transport, directory)
 
 
+def certify(peer: PeerId, roles: frozenset[Role]) -> bytes:
+    return issue(Admittance(peer, roles), swarm=SWARM, key=AUTHORITY, now=wall_clock(), lifetime_s=3600)
+
+
 @contextlib.asynccontextmanager
-async def join_five(directory: Path) -> AsyncIterator[list[Peer]]:
+async def join_five(directory: Path, rules: Rules) -> AsyncIterator[list[Peer]]:
     async with contextlib.AsyncExitStack() as stack:
-        first = await stack.enter_async_context(join(directory / "0"))
+        first = await stack.enter_async_context(join(directory / "0", rules=rules))
         bootstrap = tuple(first.transport.addresses())
         others = [
-            await stack.enter_async_context(join(directory / str(number), bootstrap))
+            await stack.enter_async_context(join(directory / str(number), bootstrap, rules=rules))
             for number in range(1, 5)
         ]
         yield [first, *others]
@@ -75,15 +102,19 @@ class Five:
         self._runner.run(main())
 
 
-@pytest.fixture(scope="module")
-def five(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Five]:
+@pytest.fixture(scope="module", params=[OPEN, PRIVATE], ids=["open", "private"])
+def five(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Five]:
     with asyncio.Runner() as runner:
-        context = join_five(tmp_path_factory.mktemp("dht"))
+        context = join_five(tmp_path_factory.mktemp("dht"), request.param)
         peers = runner.run(context.__aenter__())
         try:
             yield Five(runner, peers)
         finally:
             runner.run(context.__aexit__(None, None, None))
+
+
+def rules_of(peers: list[Peer]) -> Rules:
+    return peers[0].directory._door.membership.rules
 
 
 async def bodies(peer: Peer, topic: str) -> set[bytes]:
@@ -125,8 +156,8 @@ def test_a_late_joiner_and_a_client_find_records_and_publish(five: Five, tmp_pat
         await peers[3].directory.publish("late", b"before", lifetime_s=60.0)
         bootstrap = tuple(peers[0].transport.addresses())
         async with (
-            join(tmp_path / "late", bootstrap) as late,
-            join(tmp_path / "client", bootstrap, client_mode=True) as client,
+            join(tmp_path / "late", bootstrap, rules=rules_of(peers)) as late,
+            join(tmp_path / "client", bootstrap, client_mode=True, rules=rules_of(peers)) as client,
         ):
             assert await bodies(late, "late") == await bodies(client, "late") == {b"before"}
             await late.directory.publish("late", b"late", lifetime_s=60.0)
@@ -248,9 +279,8 @@ def test_forged_records_are_dropped_on_read_and_do_not_hide_good_ones(
                 forged.setdefault(DHTID.generate(source=key), []).append(entry)
         for liar in peers:
             monkeypatch.setattr(liar.node.protocol, "storage", Lies(liar.node.protocol.storage, forged))
-        async with join(
-            tmp_path / "reader", tuple(peers[0].transport.addresses()), client_mode=True
-        ) as reader:
+        bootstrap = tuple(peers[0].transport.addresses())
+        async with join(tmp_path / "reader", bootstrap, client_mode=True, rules=rules_of(peers)) as reader:
             assert await bodies(reader, "target") == {b"good"}
 
     five.run(scenario)

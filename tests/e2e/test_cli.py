@@ -54,7 +54,7 @@ class RunningNode:
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
     directory = tmp_path_factory.mktemp("swarm")
     swarm, data_dir = str(directory / "swarm.toml"), str(directory / "data")
-    call("swarm", "create", "lab", "--out", str(directory))
+    call("swarm", "create", "lab", "--open", "--out", str(directory))
     with NodeProcess((swarm, "--blocks", f"0:{BLOCKS}"), Path(data_dir)) as process:
         yield RunningNode(swarm, data_dir, process.wait("ready"))
         # The last thing the module does to the node: `finish` is how it is meant to end.

@@ -13,9 +13,9 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from swarmnet import AutoSwarmModelForCausalLM, cli
-from swarmnet.api import AutoSwarmModelForSequenceClassification
+from swarmnet import cli
 from swarmnet.cli.failures import EXIT_INTERRUPTED
+from swarmnet_client import model as client_model
 from swarmnet_client.passes import RemoteBatch
 from swarmnet_client.tuning.adapter_dir import load_adapter
 from swarmnet_client.tuning.methods import quiet_peft
@@ -69,7 +69,7 @@ def served(
 ) -> Iterator[TinySwarm]:
     """Whoever opens a model meanwhile gets that of a tiny swarm."""
     with tiny_swarm(reference, spans) as running:
-        monkeypatch.setattr(AutoSwarmModelForCausalLM, "from_pretrained", lambda *_, **__: running.model)
+        monkeypatch.setattr(client_model, "load", lambda *_, **__: running.model)
         yield running
 
 
@@ -78,11 +78,11 @@ def classifying(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> Iterat
     """Whoever opens a classifier meanwhile gets one of two classes over a tiny swarm."""
     with tiny_swarm(reference, labels=2) as running:
 
-        def from_pretrained(_: str, *, num_labels: int, **__: object) -> Any:
-            assert num_labels == 2
+        def load(*_: object, form: client_model.Form, **__: object) -> Any:
+            assert form.labels == 2
             return running.model
 
-        monkeypatch.setattr(AutoSwarmModelForSequenceClassification, "from_pretrained", from_pretrained)
+        monkeypatch.setattr(client_model, "load", load)
         yield running
 
 
@@ -280,7 +280,7 @@ def test_bad_rows_are_refused_before_anything_is_sent(
     def never(*_: object, **__: object) -> None:
         raise AssertionError("opened a model")
 
-    monkeypatch.setattr(AutoSwarmModelForCausalLM, "from_pretrained", never)
+    monkeypatch.setattr(client_model, "load", never)
     arguments = tuning(reference, tmp_path, "--method", "classifier" if "label" in rows[0] else "lora")
     write_rows(tmp_path / "rows.jsonl", rows)
     code, (error,) = command(*arguments)

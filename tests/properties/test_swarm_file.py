@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmnet import swarm_file
-from swarmnet.swarm_file import NewSwarm, SwarmFile
+from swarmnet import swarm_file, swarm_writer
+from swarmnet.swarm_content import SwarmFile
+from swarmnet.swarm_writer import NewSwarm
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 
 PEER = "/ip4/203.0.113.7/tcp/31337/p2p/12D3KooWNvSZnPi3RrhrTwEY4LuuBeB6K6facKUCJcyWG1aoDd2p"
@@ -18,7 +19,7 @@ PEER = "/ip4/203.0.113.7/tcp/31337/p2p/12D3KooWNvSZnPi3RrhrTwEY4LuuBeB6K6facKUCJ
 def _made(*, is_open: bool) -> tuple[SwarmFile, bytes]:
     with TemporaryDirectory() as directory:
         new = NewSwarm("lab", bootstrap=(PEER,), is_open=is_open)
-        file = swarm_file.create(Path(directory), new, now=1_800_000_000.0)
+        file = swarm_writer.create(Path(directory), new, now=1_800_000_000.0)
         return file, Path(directory, "swarm.toml").read_bytes()
 
 

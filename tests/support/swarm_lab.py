@@ -18,13 +18,18 @@ from swarmnet_node.node import Hosting, Node, World
 from swarmnet_node.stage import Stage
 from swarmnet_protocols.directory import MemoryBoard, MemoryDirectory
 from swarmnet_protocols.identity import Identity
+from swarmnet_protocols.membership.door import Door
+from swarmnet_protocols.membership.guard import GuardedTransport
+from swarmnet_protocols.membership.membership import Membership
+from swarmnet_protocols.membership.roles import Role
 from swarmnet_protocols.models import LocalModel
 from swarmnet_protocols.session.steps import Row
 from swarmnet_protocols.timing import Timing
-from swarmnet_protocols.transport import PeerId
+from swarmnet_protocols.transport import PeerId, Transport
 from swarmnet_protocols.transport.memory import Delivery, LinkProfile, MemoryNetwork
 from tests.support.deliveries import once
 from tests.support.generation import greedy
+from tests.support.private_swarm import PrivateSwarm, virtual_clock
 from tests.support.virtual_time import run
 
 T = TypeVar("T")
@@ -87,6 +92,8 @@ class Lab:
     seed: int = 0
     link: LinkProfile = field(default_factory=lambda: LinkProfile(delay_s=0.01))
     timing: Timing = field(default_factory=Timing)
+    private: PrivateSwarm | None = None
+    """Whose members everybody is, each behind its door; without one, nobody asks."""
 
     def __post_init__(self) -> None:
         self.network = MemoryNetwork(random.Random(f"{self.seed}/network"), self.link)
@@ -94,6 +101,7 @@ class Lab:
             self.network, lambda: EPOCH + asyncio.get_running_loop().time(), delay_s=0.05
         )
         self.nodes: dict[str, Node] = {}
+        self.memberships: dict[str, Membership] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     @property
@@ -127,9 +135,21 @@ class Lab:
         self._tasks[name].cancel()
         await asyncio.gather(self._tasks.pop(name), return_exceptions=True)
 
+    @asynccontextmanager
+    async def _transport(self, name: str, identity: Identity, role: Role) -> AsyncIterator[Transport]:
+        async with self.network.transport(identity.peer_id) as raw:
+            if self.private is None:
+                yield raw
+                return
+            membership = Membership(self.private.rules, identity.peer_id, virtual_clock)
+            membership.take_certificate(self.private.certify(identity.peer_id, role))
+            self.memberships[name] = membership
+            async with Door.run(raw, membership, self.timing) as door:
+                yield GuardedTransport(raw, door)
+
     async def _live(self, name: str, hosting: Hosting, serving: "asyncio.Future[Node]") -> None:
         identity = peer(name)
-        async with self.network.transport(identity.peer_id) as transport:
+        async with self._transport(name, identity, Role.HOST) as transport:
             directory = MemoryDirectory(self.board, identity, SWARM)
             rng = random.Random(f"{self.seed}/{name}")
             # Virtual time runs what is given to an executor in place.
@@ -148,7 +168,7 @@ class Lab:
     async def client(self, name: str = "client") -> AsyncIterator[Swarm]:
         identity = peer(name)
         async with AsyncExitStack() as stack:
-            transport = await stack.enter_async_context(self.network.transport(identity.peer_id))
+            transport = await stack.enter_async_context(self._transport(name, identity, Role.CLIENT))
             directory = MemoryDirectory(self.board, identity, SWARM)
             watching = Swarm.watch(
                 transport,

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from swarmnet import swarm_file
-from swarmnet.swarm_file import NewSwarm, SwarmFile
+from swarmnet import swarm_file, swarm_writer
+from swarmnet.swarm_content import SwarmFile
+from swarmnet.swarm_reader import MAX_BOOTSTRAPS, MAX_FILE_BYTES
+from swarmnet.swarm_writer import NewSwarm
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 
 NOW = 1_800_000_000.0
@@ -19,7 +21,7 @@ PEER = "/ip4/203.0.113.7/tcp/31337/p2p/12D3KooWNvSZnPi3RrhrTwEY4LuuBeB6K6facKUCJ
 
 
 def _create(directory: Path, *, is_open: bool = False) -> SwarmFile:
-    return swarm_file.create(directory, NewSwarm("lab", bootstrap=(PEER,), is_open=is_open), now=NOW)
+    return swarm_writer.create(directory, NewSwarm("lab", bootstrap=(PEER,), is_open=is_open), now=NOW)
 
 
 @pytest.mark.parametrize("is_open", [False, True])
@@ -55,7 +57,7 @@ def test_overwriting_renews_the_file_of_the_same_swarm(tmp_path: Path) -> None:
     first = _create(tmp_path)
     key = (tmp_path / "authority.key").read_bytes()
 
-    second = swarm_file.create(tmp_path, NewSwarm("lab"), now=NOW + 60, overwrite=True)
+    second = swarm_writer.create(tmp_path, NewSwarm("lab"), now=NOW + 60, overwrite=True)
 
     assert second.swarm_id == first.swarm_id
     assert second.serial == first.serial + 1
@@ -67,7 +69,7 @@ def test_overwriting_renews_the_file_of_the_same_swarm(tmp_path: Path) -> None:
     [
         lambda text: text[:50],
         lambda text: text.replace("serial = 1", "serial = 99"),
-        lambda text: text.replace("format = 1", "format = 2"),
+        lambda text: text.replace("format = 2", "format = 3"),
         lambda _: "\0",
     ],
     ids=["truncated", "changed", "of another format", "not a swarm file"],
@@ -79,7 +81,7 @@ def test_overwriting_replaces_a_damaged_file_of_the_same_swarm(
     path = tmp_path / "swarm.toml"
     path.write_text(damage(path.read_text()))
 
-    second = swarm_file.create(tmp_path, NewSwarm("lab"), now=NOW, overwrite=True)
+    second = swarm_writer.create(tmp_path, NewSwarm("lab"), now=NOW, overwrite=True)
 
     assert swarm_file.load(path) == second
     assert second.swarm_id == first.swarm_id
@@ -94,7 +96,7 @@ def test_swarms_of_one_name_are_different(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["", "a/b", ".hidden", 'quo"te', "line\nbreak", "x" * 65, "ünï"])
 def test_a_name_that_does_not_fit_is_refused_before_anything_is_written(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="cannot name a swarm"):
-        swarm_file.create(tmp_path / "out", NewSwarm(name), now=NOW)
+        swarm_writer.create(tmp_path / "out", NewSwarm(name), now=NOW)
     assert not (tmp_path / "out").exists()
 
 
@@ -149,18 +151,34 @@ def test_another_key_cannot_sign_for_the_swarm(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "line", "words"),
     [
-        ("serial = 1", "serial = 1\ncolour = 1", 6, "unknown key 'colour'"),
-        ("[network]", "[network]\nport = 1", 9, r"unknown key 'port' in \[network\]"),
-        ("[authority]", "[extra]\n[authority]", 13, "unknown key 'extra'"),
+        ("serial = 1", "serial = 1\ncolour = 1", 7, "unknown key 'colour'"),
+        ("[network]", "[network]\nport = 1", 12, r"unknown key 'port' in \[network\]"),
+        ("[authority]", "[extra]\n[authority]", 16, "unknown key 'extra'"),
         ("serial = 1\n", "", 1, "'serial' is missing"),
-        ("[network]\nbootstrap", "[network]\nbootstraps", 8, r"'bootstrap' in \[network\] is missing"),
-        ("serial = 1", "serial = true", 5, "'serial' must be a int"),
-        ("serial = 1", "serial = 0", 5, "'serial' must be a positive number"),
-        ("format = 1", "format = 2", 2, "'format' must be 1"),
-        ('name = "lab"', 'name = "a b"', 3, "'name' must be"),
-        ("created = ", "created = 2027-01-15 # ", 6, "'created' must be"),
-        ("/tcp/31337", "/tcp/99999", 9, "'bootstrap' is wrong"),
-        ('key = "ed25519:', 'key = "rsa:', 14, "'key' must be"),
+        ("[network]\nbootstrap", "[network]\nbootstraps", 12, "unknown key 'bootstraps'"),
+        ("serial = 1", "serial = true", 6, "'serial' must be a int"),
+        ("serial = 1", "serial = 0", 6, "'serial' must be a positive number"),
+        ("format = 2", "format = 1", 3, "'format' must be 2"),
+        ('name = "lab"', 'name = "a b"', 4, "'name' must be"),
+        ("created = ", "created = 2027-01-15 # ", 7, "'created' must be"),
+        ("/tcp/31337", "/tcp/99999", 12, "'bootstrap' is wrong"),
+        ('"ed25519:', '"rsa:', 18, "'keys' must list public keys"),
+        ("issuers = []", 'issuers = "all"', 22, "'issuers' must be a list"),
+        ('admission = "certificate"', 'admission = "friends"', 9, "must be one of open, certificate"),
+        ("[policy]", '[roles]\nanyone = ["host"]\n[policy]', 25, "'anyone' needs admission"),
+        ('lifetime = "7d"', 'lifetime = "7"', 26, "write a duration as"),
+        ('lifetime = "7d"', 'lifetime = "1m"', 26, "must be between 3600 s"),
+        ('refresh = "30s"', 'refresh = "1h"', 28, "must be between 1 s and 60 s"),
+        ("[signature]", "sessions = 0\n[signature]", 30, "'sessions' must be a positive"),
+        ("[signature]", f'[[allow]]\npeer = "{PEER[-52:]}"\nroles = ["host"]\n[signature]', 31, "allow-list"),
+        ("[signature]", '[[models]]\nname = "m"\nmanifest = "x"\n[signature]', 32, "'manifest' must be"),
+        (
+            "[signature]",
+            f'[[models]]\nname = "m"\nmanifest = "sha256:{"0" * 64}"\n[[models]]\nname = ""\n[signature]',
+            34,
+            "'name' must be 1 to",
+        ),
+        ("[signature]", "[[rotation]]\nkeys = []\n[signature]", 31, "'keys' must list public keys"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_named_with_its_line(
@@ -190,16 +208,16 @@ def test_what_is_no_swarm_file_is_refused(data: bytes) -> None:
 def test_a_file_that_is_too_large_is_refused(tmp_path: Path) -> None:
     _create(tmp_path)
     text = (tmp_path / "swarm.toml").read_text()
-    fits = text + "#" * (swarm_file.MAX_FILE_BYTES - len(text))
+    fits = text + "#" * (MAX_FILE_BYTES - len(text))
     swarm_file.parse(fits.encode())
     with pytest.raises(ConfigError, match="larger than"):
         swarm_file.parse(fits.encode() + b"#")
 
 
 def test_a_bootstrap_list_that_is_too_long_is_refused(tmp_path: Path) -> None:
-    peers = (PEER,) * (swarm_file.MAX_BOOTSTRAPS + 1)
+    peers = (PEER,) * (MAX_BOOTSTRAPS + 1)
     with pytest.raises(ConfigError, match="too many"):
-        swarm_file.create(tmp_path / "new", NewSwarm("lab", bootstrap=peers), now=NOW)
+        swarm_writer.create(tmp_path / "new", NewSwarm("lab", bootstrap=peers), now=NOW)
     _create(tmp_path, is_open=True)
     path = tmp_path / "swarm.toml"
     path.write_text(path.read_text().replace(f'"{PEER}",', f'"{PEER}",' * len(peers)))
@@ -225,7 +243,7 @@ def test_a_file_that_is_not_there_says_how_to_get_one(tmp_path: Path) -> None:
 
 def test_an_expired_file_may_be_shown_but_not_used(tmp_path: Path) -> None:
     end = datetime.fromtimestamp(NOW + 60, UTC)
-    swarm_file.create(tmp_path, NewSwarm("lab", not_after=end), now=NOW)
+    swarm_writer.create(tmp_path, NewSwarm("lab", not_after=end), now=NOW)
 
     assert swarm_file.load_valid(tmp_path, NOW + 59).not_after == end
     with pytest.raises(ConfigError, match="expired"):

@@ -20,6 +20,7 @@ from swarmnet_protocols.aio import cancel
 from swarmnet_protocols.directory import Directory, MemoryBoard, MemoryDirectory
 from swarmnet_protocols.errors import ConfigError, IntegrityError, SwarmnetError, Unreachable
 from swarmnet_protocols.identity import Identity
+from swarmnet_protocols.membership.rules import Admission, Rules
 from swarmnet_protocols.network import Network
 from swarmnet_protocols.training.board import publish_job
 from swarmnet_protocols.training.jobs import Job, SealedJob, open_job, parse_job, seal_job
@@ -58,7 +59,7 @@ class Stepping:
         self.steps: list[int] = []
         self._config = WorkerConfig(
             self.job.id,
-            Network(SWARM, folder / "identity.key"),
+            Network(Rules(SWARM, Admission.OPEN), folder / "identity.key"),
             folder,
             folder / "cache",
             "cpu",

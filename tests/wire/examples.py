@@ -12,11 +12,19 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message as Protobuf
 
 from swarmnet_protocols.identity import Identity
+from swarmnet_protocols.membership import signed
 from swarmnet_protocols.protocol_ids import LINK
 from swarmnet_protocols.records import Record, seal
 from swarmnet_protocols.transport import Message
 from swarmnet_protocols.transport.framing import encode
-from swarmnet_protocols.wire import records_pb2, session_pb2, training_pb2, workers_pb2
+from swarmnet_protocols.wire import (
+    door_pb2,
+    membership_pb2,
+    records_pb2,
+    session_pb2,
+    training_pb2,
+    workers_pb2,
+)
 
 VECTORS = Path(__file__).parents[2] / "proto" / "vectors"
 
@@ -205,6 +213,68 @@ def frame() -> dict[str, str]:
     }
 
 
+def membership_messages() -> Iterator[Protobuf]:
+    pb = membership_pb2
+    authority, member = Identity.from_seed(b"authority"), Identity.from_seed(b"member")
+    certificate = pb.Certificate(
+        swarm=_MANIFEST,
+        peer=member.peer_id,
+        roles=[pb.ROLE_CLIENT, pb.ROLE_HOST],
+        not_before=1_799_999_400,
+        not_after=1_800_604_800,
+        id=_SESSION,
+        invite=_SESSION[::-1],
+    )
+    grant = pb.Grant(
+        swarm=_MANIFEST,
+        id=_SESSION[::-1],
+        roles=[pb.ROLE_TRAINER],
+        not_after=1_800_604_800,
+        uses=5,
+        key=Identity.from_seed(b"invite").public_key,
+        peer=member.peer_id,
+    )
+    revocations = pb.RevocationList(
+        swarm=_MANIFEST,
+        serial=1_800_000_000,
+        peers=[member.peer_id],
+        certificates=[_SESSION],
+        invites=[_SESSION[::-1]],
+    )
+    yield certificate
+    yield grant
+    yield revocations
+    yield pb.Signed.FromString(signed.seal(b"swarmnet-certificate-1", certificate, authority))
+    sealed_grant = signed.seal(b"swarmnet-grant-1", grant, authority)
+    yield pb.Signed.FromString(sealed_grant)
+    yield pb.Signed.FromString(signed.seal(b"swarmnet-revocations-1", revocations, authority))
+    yield pb.Invite(
+        grant=sealed_grant, seed=_MANIFEST, bootstrap=["/ip4/203.0.113.5/tcp/4001/p2p/" + _PEER.id]
+    )
+    yield pb.AdmissionRequest(redeem=pb.Redeem(grant=sealed_grant, proof=bytes(64)))
+    yield pb.AdmissionRequest(renew=pb.Renew(certificate=b"a serialized Signed"))
+    yield pb.AdmissionReply(
+        admitted=pb.Admitted(certificate=b"a serialized Signed", swarm_file=b"format = 2")
+    )
+    yield pb.AdmissionReply(
+        refused=pb.AdmissionRefused(
+            reason="this peer lets nobody in",
+            elsewhere=True,
+            issuers=["/ip4/203.0.113.5/tcp/4001/p2p/" + _PEER.id],
+        )
+    )
+    yield pb.IssuerRecord(addresses=["/ip4/203.0.113.5/tcp/4001/p2p/" + _PEER.id])
+
+
+def door_messages() -> Iterator[Protobuf]:
+    pb = door_pb2
+    serial = pb.Serial(signer=_MANIFEST, serial=7)
+    yield pb.DoorMessage(hello=pb.Hello(swarm=_MANIFEST, certificate=b"sealed", serials=[serial]))
+    yield pb.DoorMessage(refused=pb.Refused(reason="this certificate was revoked", time_ms=1_800_000_000_000))
+    yield pb.RevocationsRequest(serials=[serial])
+    yield pb.RevocationsReply()
+
+
 def vector(message: Protobuf) -> dict[str, Any]:
     return {
         "message": message.DESCRIPTOR.full_name,
@@ -220,6 +290,8 @@ def write() -> None:
         "records": [vector(message) for message in record_messages()],
         "training": [vector(message) for message in training_messages()],
         "workers": [vector(message) for message in worker_messages()],
+        "membership": [vector(message) for message in membership_messages()],
+        "door": [vector(message) for message in door_messages()],
         "frame": frame(),
     }.items():
         (VECTORS / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")

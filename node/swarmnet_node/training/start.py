@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swarmnet_protocols.aio import cancel
-from swarmnet_protocols.errors import ConfigError, IntegrityError, SwarmnetError
+from swarmnet_protocols.errors import ConfigError, IntegrityError, NotAuthorised, SwarmnetError
 from swarmnet_protocols.network import Network, connect
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from swarmnet_protocols.directory import Directory
     from swarmnet_protocols.models import Progress
     from swarmnet_protocols.training.jobs import Job, SealedJob
-    from swarmnet_protocols.transport.p2pd import P2pdTransport
+    from swarmnet_protocols.transport import Transport
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,14 @@ async def start(
         yield worker
 
 
-async def _fail_with_p2pd(transport: "P2pdTransport", worker: "Worker", left: threading.Event) -> None:
+async def _fail_with_p2pd(transport: "Transport", worker: "Worker", left: threading.Event) -> None:
     """What is computed ends with p2pd: nobody hears of it any more."""
-    await transport.died()
+    try:
+        await transport.died()
+    except NotAuthorised as error:
+        left.set()
+        worker.fail(error)
+        return
     left.set()
     worker.fail(
         SwarmnetError(

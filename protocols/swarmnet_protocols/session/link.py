@@ -4,22 +4,20 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 import torch
-from google.protobuf.message import DecodeError
-from google.protobuf.message import Message as Protobuf
 
 from swarmnet_protocols.aio import race
-from swarmnet_protocols.errors import DeadlineExceeded, ProtocolViolation, StreamEnded, SwarmnetError
+from swarmnet_protocols.errors import ProtocolViolation, StreamEnded, SwarmnetError
 from swarmnet_protocols.protocol_ids import LINK
 from swarmnet_protocols.session.log import ActivationLog, Cursor
 from swarmnet_protocols.session.steps import Step, encode_step
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.transport import Message, PeerId, Stream, Transport
+from swarmnet_protocols.transport.talking import parse as parse  # noqa: PLC0414 - for those who talk of sessions
+from swarmnet_protocols.transport.talking import receive_within as receive_within  # noqa: PLC0414 - for those who talk of sessions
 from swarmnet_protocols.wire import session_pb2 as pb
-
-P = TypeVar("P", bound=Protobuf)
 
 
 class Refused(SwarmnetError):
@@ -50,23 +48,6 @@ class Outbox:
     def append(self, step: Step) -> None:
         self.log.append(step)
         self.news.set()
-
-
-def parse(kind: type[P], header: bytes) -> P:
-    """A protobuf from the wire, or ``ProtocolViolation``."""
-    try:
-        return kind.FromString(header)
-    except DecodeError as error:
-        raise ProtocolViolation(f"not a {kind.DESCRIPTOR.name}") from error
-
-
-async def receive_within(stream: Stream, silence_s: float) -> Message:
-    """The next message of a stream on which something, if only a beat, must come every so often."""
-    try:
-        async with asyncio.timeout(silence_s):
-            return await stream.receive()
-    except TimeoutError as error:
-        raise DeadlineExceeded(f"{stream.peer} has been silent for {silence_s} s") from error
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import NewType, Protocol
 
+from swarmnet_protocols.membership.roles import Role
+
 PeerId = NewType("PeerId", str)
 """A libp2p peer id in base58: the hash of, or the whole of, the peer's public key."""
 
@@ -25,6 +27,10 @@ class ProtocolSpec:
     id: str
     max_header_bytes: int = 64 << 10
     max_payload_bytes: int = 0
+    roles: frozenset[Role] = frozenset()
+    """Who may open it: members with one of these roles."""
+    served_by: frozenset[Role] = frozenset()
+    """Whom it may be opened to: members with one of these roles."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import logging
 
-from swarmnet_protocols.errors import StreamEnded, SwarmnetError
+from swarmnet_protocols.errors import NotAuthorised, StreamEnded, SwarmnetError
 from swarmnet_protocols.transport import Handler, ProtocolSpec, Stream
 
 _log = logging.getLogger(__name__)
@@ -14,6 +14,8 @@ async def supervise(handler: Handler, stream: Stream, protocol: ProtocolSpec) ->
         await handler(stream)
     except StreamEnded:
         pass
+    except NotAuthorised as error:  # anybody can make this happen as often as they like
+        _log.debug("%s with %s: %s", protocol.id, stream.peer, error)
     except SwarmnetError as error:
         _log.warning("%s with %s: %s", protocol.id, stream.peer, error)
     except Exception:  # noqa: BLE001 - the supervisor of handlers

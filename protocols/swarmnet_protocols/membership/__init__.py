@@ -1,0 +1,1 @@
+"""Who is in a swarm, as what, and how that is shown, ended and refused."""

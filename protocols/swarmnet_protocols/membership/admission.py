@@ -1,0 +1,283 @@
+"""Admission: how a newcomer gets its first certificate, and a member its next one.
+
+Every member of a swarm with an authority answers under ``/swarmnet/admission/1``: an issuer with a certificate, the others
+with where an issuer is. It is the only thing besides the door that a stranger may speak, so it is bounded in every way.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from google.protobuf.message import DecodeError
+
+from swarmnet_protocols.aio import cancel
+from swarmnet_protocols.directory import Directory
+from swarmnet_protocols.errors import (
+    ConfigError,
+    IntegrityError,
+    NotAuthorised,
+    ProtocolViolation,
+    SwarmnetError,
+    Unreachable,
+)
+from swarmnet_protocols.hosts import MAX_ADDRESSES
+from swarmnet_protocols.identity import Identity
+from swarmnet_protocols.membership.certificates import Admittance, issue
+from swarmnet_protocols.membership.invites import Invite, redemption
+from swarmnet_protocols.membership.issuer import Issuer, Ledger
+from swarmnet_protocols.membership.membership import LOOK_S, Membership
+from swarmnet_protocols.membership.roles import ANY_ROLE
+from swarmnet_protocols.membership.signed import Signer
+from swarmnet_protocols.protocol_ids import ADMISSION
+from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.transport import Message, PeerId, Stream, Transport
+from swarmnet_protocols.transport.talking import parse, receive_within
+from swarmnet_protocols.wire import membership_pb2 as pb
+
+_log = logging.getLogger(__name__)
+
+ISSUERS_TOPIC = "issuers"
+MAX_ASKING = 32
+"""Streams at a time."""
+MAX_ASKING_EACH = 2
+PACE_S = 0.02
+"""Between two answers: signatures are checked for anybody who asks."""
+MAX_ASKED = 16
+"""Peers a newcomer asks before it gives up."""
+ISSUERS_S = 30.0
+"""How long what the directory says of issuers is good for."""
+ASK_S = 10.0
+"""For an issuer to be reached, and again to answer: a newcomer has nowhere else to go."""
+RETRY_S = 60.0
+MAX_REASON_CHARS = 300
+
+
+@dataclass(frozen=True)
+class IssuerConfig:
+    """What makes a peer an issuer: a key that the rules believe, where its ledger is kept, and the swarm file it hands out."""
+
+    key: Signer
+    folder: Path
+    swarm_file: bytes
+
+    def certify(self, membership: Membership) -> None:
+        """Give ``membership`` a certificate by this key, in all roles, unless it has one with life left."""
+        with contextlib.suppress(NotAuthorised):
+            membership.check()
+            if membership.renew_at is None or membership.clock() < membership.renew_at:
+                return
+        rules = membership.rules
+        sealed = issue(
+            Admittance(membership.peer, ANY_ROLE),
+            swarm=rules.swarm,
+            key=self.key,
+            now=membership.clock(),
+            lifetime_s=rules.certificate_lifetime_s,
+        )
+        membership.take_certificate(sealed)
+
+
+class Admissions:
+    """Made by :meth:`run`."""
+
+    def __init__(
+        self, transport: Transport, membership: Membership, directory: Directory, bootstrap: Sequence[str]
+    ) -> None:
+        self._transport = transport
+        self._membership = membership
+        self._directory = directory
+        self._bootstrap = tuple(bootstrap)
+        self._timing = Timing()
+        self._asking: Counter[PeerId] = Counter()
+        self._one = asyncio.Lock()
+        self._known: list[str] = []
+        self._known_until = 0.0
+        self._config: IssuerConfig | None = None
+        self._issuer: Issuer | None = None
+
+    @classmethod
+    @asynccontextmanager
+    async def run(
+        cls,
+        transport: Transport,
+        membership: Membership,
+        directory: Directory,
+        *,
+        bootstrap: Sequence[str] = (),
+        issuer: IssuerConfig | None = None,
+    ) -> AsyncIterator[None]:
+        """Answer who asks, and have our own certificate renewed, while the context is open.
+
+        ``transport`` is the one below the door. Raises ``ConfigError`` for an issuer with a key that the rules do not name.
+        """
+        if membership.is_public:
+            yield
+            return
+        admissions = cls(transport, membership, directory, bootstrap)
+        with ExitStack() as stack:
+            tasks = [admissions._keep_renewed()]
+            if issuer is not None:
+                ledger = stack.enter_context(Ledger.open(issuer.folder))
+                now = membership.clock()
+                admissions._config = issuer
+                admissions._issuer = Issuer(issuer.key, membership.rules, ledger, now=now)
+                tasks.append(admissions._keep_announced())
+            await transport.serve(ADMISSION, admissions._answer)
+            running = [asyncio.create_task(task, name="admission") for task in tasks]
+            try:
+                yield
+            finally:
+                await cancel(*running)
+
+    # ---- who asks us ------------------------------------------------------------------------------------
+
+    async def _answer(self, stream: Stream) -> None:
+        peer = stream.peer
+        if self._asking[peer] >= MAX_ASKING_EACH or self._asking.total() >= MAX_ASKING:
+            return
+        self._asking[peer] += 1
+        try:
+            message = await receive_within(stream, self._timing.door_s)
+            request = parse(pb.AdmissionRequest, message.header)
+            async with self._one:
+                await asyncio.sleep(PACE_S)
+                reply = await self._reply(request, peer)
+            async with asyncio.timeout(self._timing.reply_s):
+                await stream.send(Message(reply.SerializeToString()))
+        except TimeoutError:
+            return
+        finally:
+            self._asking[peer] -= 1
+            self._asking += Counter()  # forgets who has none
+
+    async def _reply(self, request: pb.AdmissionRequest, peer: PeerId) -> pb.AdmissionReply:
+        if self._issuer is None or self._config is None:
+            refused = pb.AdmissionRefused(
+                reason="this peer lets nobody in", elsewhere=True, issuers=await self._issuers()
+            )
+            return pb.AdmissionReply(refused=refused)
+        revocations, now = self._membership.revocations, self._membership.clock()
+        try:
+            match request.WhichOneof("kind"):
+                case "redeem":
+                    sealed = self._issuer.redeem(request.redeem, peer, revocations, now)
+                case "renew":
+                    sealed = self._issuer.renew(request.renew.certificate, peer, revocations, now)
+                case _:
+                    raise ProtocolViolation("nothing was asked for")
+        except (NotAuthorised, IntegrityError) as error:
+            return pb.AdmissionReply(refused=pb.AdmissionRefused(reason=str(error)[:MAX_REASON_CHARS]))
+        return pb.AdmissionReply(admitted=pb.Admitted(certificate=sealed, swarm_file=self._config.swarm_file))
+
+    async def _issuers(self) -> list[str]:
+        """Where issuers say they are. Strangers may ask as often as they like, so it is not looked up each time."""
+        now = asyncio.get_running_loop().time()
+        if now < self._known_until:
+            return self._known
+        self._known_until = now + ISSUERS_S
+        addresses: list[str] = []
+        with contextlib.suppress(SwarmnetError):
+            for record in await self._directory.lookup(ISSUERS_TOPIC):
+                with contextlib.suppress(DecodeError):
+                    addresses += pb.IssuerRecord.FromString(record.body).addresses[:MAX_ADDRESSES]
+        self._known = addresses[:MAX_ASKED]
+        return self._known
+
+    async def _keep_announced(self) -> None:
+        while True:
+            record = pb.IssuerRecord(addresses=list(self._transport.addresses())[:MAX_ADDRESSES])
+            with contextlib.suppress(SwarmnetError):
+                await self._directory.publish(
+                    ISSUERS_TOPIC, record.SerializeToString(), lifetime_s=10 * self._timing.record_s
+                )
+            await asyncio.sleep(3 * self._timing.record_s)
+
+    # ---- our own certificate ----------------------------------------------------------------------------
+
+    async def _keep_renewed(self) -> None:
+        while True:
+            renew_at = self._membership.renew_at
+            left_s = LOOK_S if renew_at is None else renew_at - self._membership.clock()
+            if left_s > 0:
+                await asyncio.sleep(min(left_s, LOOK_S))
+                continue
+            try:
+                await self._renew()
+            except SwarmnetError as error:
+                _log.warning("the certificate of this peer cannot be renewed now: %s", error)
+                await asyncio.sleep(RETRY_S)
+
+    async def _renew(self) -> None:
+        if self._config is not None:
+            self._config.certify(self._membership)
+            return
+        request = pb.AdmissionRequest(renew=pb.Renew(certificate=self._membership.certificate))
+        addresses = [*await self._issuers(), *self._bootstrap]
+        admitted = await ask(self._transport, addresses, request)
+        # First the file: the certificate may be signed by a key that only this one names.
+        self._membership.take_swarm_file(admitted.swarm_file)
+        self._membership.take_certificate(admitted.certificate)
+
+
+async def ask(transport: Transport, addresses: Sequence[str], request: pb.AdmissionRequest) -> pb.Admitted:
+    """What the first issuer says that lets us in, of those at ``addresses`` and those they send us to.
+
+    Raises ``NotAuthorised`` when one says no and none yes, and ``Unreachable`` when none can be asked.
+    """
+    waiting, asked = deque(addresses), set[str]()
+    refusal: SwarmnetError | None = None
+    while waiting and len(asked) < MAX_ASKED:
+        address = waiting.popleft()
+        if address in asked:
+            continue
+        asked.add(address)
+        try:
+            reply = await _ask_one(transport, address, request)
+        except SwarmnetError as error:
+            _log.info("%s: %s", address, error)
+            continue
+        if reply.HasField("admitted"):
+            return reply.admitted
+        if reply.refused.elsewhere:
+            waiting.extend(reply.refused.issuers[:MAX_ADDRESSES])
+            continue
+        reason = "".join(filter(str.isprintable, reply.refused.reason[:MAX_REASON_CHARS]))
+        refusal = refusal or NotAuthorised(
+            f"not let in: {reason}", hint="ask whoever runs the swarm for an invite"
+        )
+    raise refusal or Unreachable(
+        "nobody who could let us in can be reached",
+        hint="an issuer has to run: swarmnet join SWARM --issuer authority.key; or try again later",
+    )
+
+
+async def _ask_one(transport: Transport, address: str, request: pb.AdmissionRequest) -> pb.AdmissionReply:
+    _, _, peer = address.rpartition("/p2p/")
+    if not peer or peer == transport.peer_id:
+        raise ConfigError(f"{address[:100]!r} is nobody to ask")
+    stream = await transport.open(PeerId(peer), ADMISSION, addresses=[address], deadline_s=ASK_S)
+    try:
+        await stream.send(Message(request.SerializeToString()))
+        return parse(pb.AdmissionReply, (await receive_within(stream, ASK_S)).header)
+    finally:
+        stream.close()
+
+
+async def redeem(invite: Invite, identity_path: Path) -> pb.Admitted:
+    """Exchange an invite for a certificate of the identity in ``identity_path``, made if there is none, and the swarm file.
+
+    Neither has been checked. Raises ``NotAuthorised``, or ``Unreachable`` when no issuer can be reached.
+    """
+    from swarmnet_protocols.network import LOOPBACK
+    from swarmnet_protocols.transport.p2pd import P2pdConfig, P2pdTransport
+
+    identity = Identity.load_or_create(identity_path)
+    request = pb.AdmissionRequest(redeem=redemption(invite, identity.peer_id))
+    config = P2pdConfig(identity_path, listen=LOOPBACK)
+    async with P2pdTransport.create(config) as transport:
+        return await ask(transport, invite.bootstrap, request)

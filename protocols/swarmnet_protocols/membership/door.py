@@ -1,0 +1,397 @@
+"""The door of a peer: whom it has met, and who may open which streams.
+
+Two peers meet once: they show each other their certificates on a stream of its own, which libp2p has bound to their peer
+ids, so that a certificate is worth nothing to anybody else. That stream stays open. Over it they tell each other of a
+renewed certificate and of newer revocations; when it has ended, they meet anew before the next stream.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from swarmnet_protocols.aio import cancel
+from swarmnet_protocols.errors import (
+    DeadlineExceeded,
+    IncompatibleVersion,
+    IntegrityError,
+    NotAuthorised,
+    PeerUnreachable,
+    ProtocolViolation,
+    StreamEnded,
+    SwarmnetError,
+)
+from swarmnet_protocols.membership.certificates import Certificate
+from swarmnet_protocols.membership.door_words import explain, hear, hello, refusal, serials
+from swarmnet_protocols.membership.membership import LOOK_S, Membership
+from swarmnet_protocols.membership.revocations import MAX_LISTS
+from swarmnet_protocols.membership.roles import Role, name_roles
+from swarmnet_protocols.membership.rules import Member
+from swarmnet_protocols.protocol_ids import DOOR, REVOCATIONS
+from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.transport import Message, PeerId, ProtocolSpec, Stream, Transport
+from swarmnet_protocols.transport.talking import parse, receive_within
+from swarmnet_protocols.wire import door_pb2 as pb
+
+_log = logging.getLogger(__name__)
+
+MAX_DOORS = 256
+"""Streams kept open with those we have met. Beyond these the oldest ends, and its two peers meet anew when need be."""
+MAX_STRANGERS = 128
+"""Callers at a time that have not said who they are yet."""
+MAX_CALLS = 4
+"""Of one of them."""
+HELLO_PAUSE_S = 0.5
+"""Between two things one peer says at the door; who says more is made to wait."""
+
+
+class _Guest:
+    """Somebody we have met, and what is open between us."""
+
+    def __init__(self, member: Member, certificate: Certificate | None) -> None:
+        self.member = member
+        self.certificate = certificate
+        self.doors: dict[Stream, None] = {}
+        self.streams: dict[Stream, None] = {}
+        self.timer: asyncio.TimerHandle | None = None
+        self.serials: dict[bytes, int] = {}
+        self.spoke = asyncio.Event()
+
+
+class Door:
+    """Made by :meth:`run`."""
+
+    def __init__(self, transport: Transport, membership: Membership, timing: Timing) -> None:
+        self._transport = transport
+        self.membership = membership
+        self._timing = timing
+        self._guests: dict[PeerId, _Guest] = {}
+        self._doors: dict[Stream, _Guest] = {}
+        self._strangers: Counter[PeerId] = Counter()
+        self._meetings: dict[tuple[PeerId, tuple[str, ...]], asyncio.Task[None]] = {}
+        self._fetching: set[PeerId] = set()
+        self._tasks: dict[asyncio.Task[None], None] = {}
+
+    @classmethod
+    @asynccontextmanager
+    async def run(cls, transport: Transport, membership: Membership, timing: Timing) -> AsyncIterator["Door"]:
+        """A door that is watched while the context is open. ``transport`` is the one below: the door guards it."""
+        door = cls(transport, membership, timing)
+        await transport.serve(DOOR, door._answer)
+        await transport.serve(REVOCATIONS, door._tell_revocations)
+        membership.listeners.append(door._review)
+        comparing = asyncio.create_task(door._keep_comparing(), name="door")
+        try:
+            yield door
+        finally:
+            membership.listeners.remove(door._review)
+            await cancel(comparing, *door._tasks)
+            for guest in door._guests.values():
+                _end(guest)
+
+    # ---- who may do what ---------------------------------------------------------------------------------
+
+    def check(self, peer: PeerId, protocol: ProtocolSpec) -> None:
+        """Raises ``NotAuthorised`` unless ``peer`` may open streams under ``protocol`` here."""
+        if not self.membership.is_public:
+            _check_role(self._guest(peer).member, protocol.roles, protocol)
+
+    async def settled(self, peer: PeerId) -> None:
+        """Wait for the end of a meeting with ``peer`` that is under way: its word to us and its first stream may cross."""
+        meetings = [task for (other, _), task in self._meetings.items() if other == peer]
+        if meetings and peer not in self._guests:
+            await asyncio.wait(meetings)
+
+    def check_serving(self, protocol: ProtocolSpec) -> None:
+        """Raises ``NotAuthorised`` unless others may open streams under ``protocol`` to us."""
+        if not self.membership.is_public:
+            _check_role(self.membership.me, protocol.served_by, protocol)
+
+    @asynccontextmanager
+    async def admitting(self, stream: Stream, protocol: ProtocolSpec) -> AsyncIterator[None]:
+        """``check`` an incoming stream, and have it end with the membership of its opener for as long as the context."""
+        await self.settled(stream.peer)
+        self.check(stream.peer, protocol)
+        self.hold(stream)
+        try:
+            yield
+        finally:
+            self.release(stream)
+
+    def hold(self, stream: Stream) -> None:
+        """Have ``stream`` closed when the membership of its other side ends, until it is released.
+
+        Raises ``NotAuthorised`` when it has ended already.
+        """
+        if not self.membership.is_public:
+            self._guest(stream.peer).streams[stream] = None
+
+    def release(self, stream: Stream) -> None:
+        """Undo ``hold``; idempotent."""
+        if guest := self._guests.get(stream.peer):
+            guest.streams.pop(stream, None)
+            self._forget_if_gone(stream.peer, guest)
+
+    async def enter(
+        self, peer: PeerId, protocol: ProtocolSpec, *, addresses: Sequence[str] = (), deadline_s: float
+    ) -> None:
+        """Meet ``peer``, unless we have, before a stream under ``protocol``.
+
+        Raises ``NotAuthorised``, with who refused whom and why, or ``PeerUnreachable`` within ``deadline_s``.
+        """
+        if self.membership.is_public:
+            return
+        _check_role(self.membership.me, protocol.roles, protocol)
+        if (guest := self._guests.get(peer)) is None or not guest.doors:
+            try:
+                async with asyncio.timeout(deadline_s):
+                    await asyncio.shield(self._meeting(peer, tuple(addresses)))
+            except TimeoutError as error:
+                raise PeerUnreachable(f"{peer} did not answer within {deadline_s:g} s") from error
+        _check_role(self._guest(peer).member, protocol.served_by, protocol)
+
+    async def told(self, peer: PeerId) -> None:
+        """Wait until ``peer``, whom we have met, has all the revocations that we have."""
+        guest = self._guest(peer)
+        while self.membership.revocations.newer_than(guest.serials):
+            guest.spoke.clear()
+            await guest.spoke.wait()
+
+    def _guest(self, peer: PeerId) -> _Guest:
+        try:
+            return self._guests[peer]
+        except KeyError:
+            raise NotAuthorised(f"{peer} has not shown that it is a member") from None
+
+    # ---- meeting -----------------------------------------------------------------------------------------
+
+    def _meeting(self, peer: PeerId, addresses: tuple[str, ...]) -> "asyncio.Task[None]":
+        """The meeting that is under way, or a new one. It goes on when whoever waits for it gives up."""
+        key = (peer, addresses)
+        if key not in self._meetings:
+            meeting = self._meetings[key] = self._own(self._meet(peer, addresses))
+            meeting.add_done_callback(lambda _: self._meetings.pop(key))
+        return self._meetings[key]
+
+    async def _meet(self, peer: PeerId, addresses: tuple[str, ...]) -> None:
+        try:
+            stream = await self._transport.open(
+                peer, DOOR, addresses=addresses, deadline_s=self._timing.door_s
+            )
+        except IncompatibleVersion as error:
+            raise NotAuthorised(f"{peer} is in no private swarm: {error}") from error
+        try:
+            await stream.send(hello(self.membership))
+            said, shown = await hear(stream, self._timing.door_s)
+            try:
+                guest = self._take(peer, said, shown)
+            except NotAuthorised as error:
+                await self._refuse(stream, error)
+                raise
+        except BaseException as error:
+            stream.close()
+            if isinstance(error, StreamEnded | DeadlineExceeded):
+                raise PeerUnreachable(f"{peer} does not answer at the door: {error}") from error
+            raise
+        self._open_door(guest, stream)
+        self._own(self._listen(guest, stream))
+
+    async def _answer(self, stream: Stream) -> None:
+        """Somebody is at the door."""
+        peer = stream.peer
+        if self._strangers[peer] >= MAX_CALLS or self._strangers.total() >= MAX_STRANGERS:
+            return
+        self._strangers[peer] += 1
+        try:
+            said, shown = await hear(stream, self._timing.door_s)
+        finally:
+            self._strangers[peer] -= 1
+            self._strangers += Counter()  # forgets who has none
+        try:
+            guest = self._take(peer, said, shown)
+        except NotAuthorised as error:
+            await self._refuse(stream, error)
+            raise
+        self._open_door(guest, stream)
+        try:
+            await stream.send(hello(self.membership))
+        except BaseException:
+            self._close_door(guest, stream)
+            raise
+        await self._listen(guest, stream)
+
+    def _take(self, peer: PeerId, said: pb.DoorMessage, shown: bytes) -> _Guest:
+        """The guest who said this. Raises ``NotAuthorised``."""
+        if said.HasField("refused"):
+            with contextlib.suppress(IntegrityError, NotAuthorised):
+                self.membership.take_revocations([shown] if shown else [])
+            raise explain(peer, said.refused, self.membership.clock())
+        if said.hello.swarm != self.membership.rules.swarm:
+            raise NotAuthorised(f"{peer} belongs to another swarm")
+        certificate = self.membership.open(said.hello.certificate)
+        member = self.membership.admit(peer, certificate)
+        guest = self._guests.get(peer)
+        if guest is None:
+            guest = self._guests[peer] = _Guest(member, certificate)
+        guest.member, guest.certificate = member, certificate
+        guest.serials = {each.signer: each.serial for each in said.hello.serials[:MAX_LISTS]}
+        guest.spoke.set()
+        self._arm(peer, guest)
+        ours = self.membership.revocations.serials
+        knows_more = any(ours.get(signer, -1) < serial for signer, serial in guest.serials.items())
+        if knows_more and peer not in self._fetching:
+            self._fetching.add(peer)
+            self._own(self._fetch_revocations(peer))
+        return guest
+
+    # ---- while the door is open --------------------------------------------------------------------------
+
+    def _open_door(self, guest: _Guest, stream: Stream) -> None:
+        guest.doors[stream] = None
+        self._doors[stream] = guest
+        if len(self._doors) > MAX_DOORS:
+            oldest, its_guest = next(iter(self._doors.items()))
+            self._close_door(its_guest, oldest)
+
+    def _close_door(self, guest: _Guest, stream: Stream) -> None:
+        stream.close()
+        self._doors.pop(stream, None)
+        guest.doors.pop(stream, None)
+        self._forget_if_gone(stream.peer, guest)
+
+    async def _listen(self, guest: _Guest, stream: Stream) -> None:
+        """Hear what a guest has to say until it is gone."""
+        try:
+            while True:
+                await asyncio.sleep(HELLO_PAUSE_S)
+                said, shown = await hear(stream, None)
+                if stream not in guest.doors:
+                    return
+                self._take(stream.peer, said, shown)
+        except NotAuthorised as error:
+            self._expel(stream.peer, error)
+        finally:
+            self._close_door(guest, stream)
+
+    def _forget_if_gone(self, peer: PeerId, guest: _Guest) -> None:
+        if not guest.doors and not guest.streams and self._guests.get(peer) is guest:
+            del self._guests[peer]
+            _end(guest)
+
+    def _review(self) -> None:
+        """Our own certificate or the list of revocations has changed: tell everybody who is still to be told."""
+        for peer, guest in list(self._guests.items()):
+            self._check_again(peer, guest)
+        for stream in self._doors:
+            self._own(self._say(stream, hello(self.membership)))
+
+    async def _keep_comparing(self) -> None:
+        """Say every so often which revocations we have: what did not get through is fetched then."""
+        while True:
+            await asyncio.sleep(self.membership.rules.revocation_refresh_s)
+            for stream in self._doors:
+                self._own(self._say(stream, hello(self.membership)))
+
+    def _arm(self, peer: PeerId, guest: _Guest) -> None:
+        if guest.timer is not None:
+            guest.timer.cancel()
+        left_s = guest.member.until - self.membership.clock()
+        guest.timer = asyncio.get_running_loop().call_later(
+            min(max(left_s, 1.0), LOOK_S), self._check_again, peer, guest
+        )
+
+    def _check_again(self, peer: PeerId, guest: _Guest) -> None:
+        if self._guests.get(peer) is not guest:
+            return
+        try:
+            guest.member = self.membership.admit(peer, guest.certificate)
+        except NotAuthorised as error:
+            self._expel(peer, error)
+        else:
+            self._arm(peer, guest)
+
+    def _expel(self, peer: PeerId, reason: NotAuthorised) -> None:
+        """End everything that is open with a peer, and tell it why."""
+        guest = self._guests.pop(peer, None)
+        if guest is None:
+            return
+        _log.warning("%s has to go: %s", peer, reason)
+        doors, guest.doors = guest.doors, {}
+        for stream in doors:
+            self._doors.pop(stream, None)
+            self._own(self._refuse(stream, reason))
+        _end(guest)
+
+    async def _refuse(self, stream: Stream, reason: NotAuthorised) -> None:
+        try:
+            await self._say(stream, refusal(reason, self.membership.clock()))
+        finally:
+            stream.close()
+
+    async def _say(self, stream: Stream, message: Message) -> None:
+        """Say something to somebody who may be gone."""
+        with contextlib.suppress(StreamEnded, TimeoutError):
+            async with asyncio.timeout(self._timing.door_s):
+                await stream.send(message)
+
+    # ---- revocations -------------------------------------------------------------------------------------
+
+    async def _tell_revocations(self, stream: Stream) -> None:
+        async with self.admitting(stream, REVOCATIONS):
+            message = await receive_within(stream, self._timing.door_s)
+            request = parse(pb.RevocationsRequest, message.header)
+            theirs = {each.signer: each.serial for each in request.serials[:MAX_LISTS]}
+            for sealed in self.membership.revocations.newer_than(theirs):
+                await stream.send(Message(pb.RevocationsReply().SerializeToString(), sealed))
+
+    async def _fetch_revocations(self, peer: PeerId) -> None:
+        """Ask ``peer`` for the lists we lack. One who sends what is no list has to go."""
+        try:
+            stream = await self._transport.open(peer, REVOCATIONS, deadline_s=self._timing.chunk_s)
+            try:
+                request = pb.RevocationsRequest(serials=serials(self.membership))
+                await stream.send(Message(request.SerializeToString()))
+                for _ in range(MAX_LISTS):
+                    message = await receive_within(stream, self._timing.chunk_s)
+                    self.membership.take_revocations([bytes(message.payload)])
+            finally:
+                stream.close()
+        except (IntegrityError, ProtocolViolation) as error:
+            self._expel(peer, NotAuthorised(f"what it sends are no revocations: {error}"))
+        except SwarmnetError as error:  # the end of the stream is the end of the lists
+            _log.debug("revocations of %s: %s", peer, error)
+        finally:
+            self._fetching.discard(peer)
+
+    def _own(self, coroutine: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks[task] = None
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        del self._tasks[task]
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        if isinstance(error, SwarmnetError):  # of a meeting: whoever waits for it has it too
+            _log.debug("at the door: %s", error)
+        else:
+            _log.error("at the door", exc_info=error)
+
+
+def _end(guest: _Guest) -> None:
+    if guest.timer is not None:
+        guest.timer.cancel()
+    for stream in (*guest.doors, *guest.streams):
+        stream.close()
+
+
+def _check_role(member: Member, roles: frozenset[Role], protocol: ProtocolSpec) -> None:
+    if not member.roles & roles:
+        raise NotAuthorised(
+            f"{protocol.id} is for {name_roles(roles)}; {member.peer} is in the swarm as {name_roles(member.roles)}",
+            hint="ask whoever runs the swarm for an invite with that role",
+        )

@@ -1,0 +1,185 @@
+"""Invites: one string that lets a newcomer in.
+
+An authority signs what the invite grants, among it the invite's own public key; the string carries the private half. Who
+redeems it signs its own peer id with that half, so nothing an issuer or an eavesdropper sees lets another peer in.
+"""
+
+import base64
+import hashlib
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from swarmnet_protocols.errors import ConfigError, IntegrityError, NotAuthorised
+from swarmnet_protocols.identity import KEY_BYTES, Identity, verify
+from swarmnet_protocols.membership.certificates import ID_BYTES, MAX_PEER_CHARS, from_wire, to_wire
+from swarmnet_protocols.membership.roles import Role
+from swarmnet_protocols.membership.rules import Rules
+from swarmnet_protocols.membership.signed import Signer, decode, seal, unseal
+from swarmnet_protocols.transport import PeerId
+from swarmnet_protocols.wire import membership_pb2 as pb
+
+PREFIX = "swn1"
+MAX_USES = 10_000
+MAX_BOOTSTRAPS = 8
+MAX_ADDRESS_CHARS = 512
+MAX_GRANT_BYTES = 1024
+MAX_INVITE_CHARS = 8192
+
+_CHECKSUM_BYTES = 4
+_GRANT = b"swarmnet-grant-1"
+_PROOF = b"swarmnet-redeem-1"
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What an invite gives. ``not_after`` is Unix time in seconds; ``peer`` the only one it lets in, if it is given."""
+
+    roles: frozenset[Role]
+    not_after: int
+    uses: int = 1
+    peer: PeerId | None = None
+
+
+@dataclass(frozen=True)
+class Grant:
+    """The signed part of an invite."""
+
+    swarm: bytes
+    id: bytes
+    terms: Terms
+    key: bytes
+    signer: bytes
+
+
+@dataclass(frozen=True)
+class Invite:
+    """What the string says."""
+
+    grant: Grant
+    sealed_grant: bytes
+    seed: bytes
+    bootstrap: tuple[str, ...]
+
+
+def make_invite(terms: Terms, *, swarm: bytes, key: Signer, bootstrap: Sequence[str]) -> str:
+    """The string, for whoever ``terms`` let in. The first ``MAX_BOOTSTRAPS`` of ``bootstrap`` are where the newcomer begins.
+
+    Raises ``ValueError`` for terms that no invite can have.
+    """
+    if not terms.roles or not 1 <= terms.uses <= MAX_USES:
+        raise ValueError(f"an invite needs a role and 1 to {MAX_USES} uses")
+    seed = secrets.token_bytes(KEY_BYTES)
+    grant = pb.Grant(
+        swarm=swarm,
+        id=secrets.token_bytes(ID_BYTES),
+        roles=to_wire(terms.roles),
+        not_after=terms.not_after,
+        uses=terms.uses,
+        key=_key(seed).public_key,
+        peer=terms.peer or "",
+    )
+    message = pb.Invite(grant=seal(_GRANT, grant, key), seed=seed, bootstrap=list(bootstrap)[:MAX_BOOTSTRAPS])
+    data = message.SerializeToString(deterministic=True)
+    return PREFIX + _encode(data + _checksum(data))
+
+
+def is_invite(text: str) -> bool:
+    """Whether somebody means ``text`` as an invite."""
+    return text.lstrip().startswith(PREFIX)
+
+
+def read_invite(text: str, *, now: float) -> Invite:
+    """What a pasted string says; white space in it does not matter.
+
+    Raises ``ConfigError`` for one that is incomplete or changed, ``NotAuthorised`` for one that has expired at ``now``.
+    Whether its signer may invite is known once the swarm file is.
+    """
+    damaged = ConfigError("the invite is damaged", hint="copy all of it again, from swn1 to the end")
+    text = "".join(text.split())
+    if len(text) > MAX_INVITE_CHARS or not re.fullmatch(rf"{PREFIX}[A-Za-z0-9_-]+", text):
+        raise damaged
+    encoded = text.removeprefix(PREFIX)
+    try:
+        data = base64.urlsafe_b64decode(encoded + "=" * (-len(encoded) % 4))
+    except ValueError as error:
+        raise damaged from error
+    canonical = _encode(data) == encoded
+    data, checksum = data[:-_CHECKSUM_BYTES], data[-_CHECKSUM_BYTES:]
+    if not canonical or checksum != _checksum(data):
+        raise damaged
+    try:
+        message = decode(pb.Invite, data)
+        grant = _open_grant(message.grant)
+    except IntegrityError as error:
+        raise damaged from error
+    too_long = any(len(address) > MAX_ADDRESS_CHARS for address in message.bootstrap)
+    if len(message.seed) != KEY_BYTES or len(message.bootstrap) > MAX_BOOTSTRAPS or too_long:
+        raise damaged
+    if _key(message.seed).public_key != grant.key:
+        raise damaged
+    _check_expiry(grant, now)
+    return Invite(grant, message.grant, message.seed, tuple(message.bootstrap))
+
+
+def redemption(invite: Invite, peer: PeerId) -> pb.Redeem:
+    """What ``peer`` shows an issuer."""
+    proof = _key(invite.seed).sign(_proof_bytes(invite.grant.id, peer))
+    return pb.Redeem(grant=invite.sealed_grant, proof=proof)
+
+
+def open_redemption(request: pb.Redeem, peer: PeerId, *, rules: Rules, now: float) -> Grant:
+    """The grant that ``peer`` may use, as far as can be said without a ledger. ``peer`` is the id the transport has proven.
+
+    Raises ``IntegrityError`` or ``NotAuthorised``.
+    """
+    grant = _open_grant(request.grant)
+    if grant.swarm != rules.swarm:
+        raise NotAuthorised("the invite is to another swarm")
+    if not rules.believe(grant.signer, now):
+        raise NotAuthorised("the invite was signed by nobody who may", hint="ask for a new invite")
+    _check_expiry(grant, now)
+    if grant.terms.peer not in {None, peer}:
+        raise NotAuthorised("the invite is for another peer", hint=f"ask for an invite for {peer}")
+    if not verify(grant.key, request.proof, _proof_bytes(grant.id, peer)):
+        raise NotAuthorised("the invite was shown without its key")
+    return grant
+
+
+def _open_grant(data: bytes) -> Grant:
+    message, signer = unseal(_GRANT, pb.Grant, data, max_body_bytes=MAX_GRANT_BYTES)
+    roles = from_wire(message.roles)
+    if len(message.id) != ID_BYTES or len(message.key) != KEY_BYTES or len(message.peer) > MAX_PEER_CHARS:
+        raise IntegrityError("the invite names no id, key or peer as it should")
+    if not 1 <= message.uses <= MAX_USES:
+        raise IntegrityError(f"an invite has 1 to {MAX_USES} uses")
+    peer = PeerId(message.peer) if message.peer else None
+    terms = Terms(roles, message.not_after, message.uses, peer)
+    return Grant(message.swarm, message.id, terms, message.key, signer)
+
+
+def _check_expiry(grant: Grant, now: float) -> None:
+    if now >= grant.terms.not_after:
+        raise NotAuthorised(
+            f"the invite ended {now - grant.terms.not_after:.0f} s ago",
+            hint="ask for a new one; if it should still be valid, check the clock of this machine",
+        )
+
+
+def _key(seed: bytes) -> Identity:
+    return Identity(Ed25519PrivateKey.from_private_bytes(seed))
+
+
+def _proof_bytes(invite: bytes, peer: PeerId) -> bytes:
+    return _PROOF + b"\0" + invite + peer.encode()
+
+
+def _encode(data: bytes) -> str:
+    return base64.urlsafe_b64encode(data).decode().rstrip("=")
+
+
+def _checksum(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()[:_CHECKSUM_BYTES]

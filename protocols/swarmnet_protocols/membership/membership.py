@@ -1,0 +1,186 @@
+"""What one peer has and knows of a swarm: the rules, its own certificate, and who is revoked."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NoReturn
+
+from swarmnet_protocols.clock import Clock
+from swarmnet_protocols.errors import ConfigError, IntegrityError, NotAuthorised
+from swarmnet_protocols.membership.certificates import MAX_CERTIFICATE_BYTES, Certificate, open_certificate
+from swarmnet_protocols.membership.revocations import MAX_LIST_BYTES, MAX_LISTS, Revocations
+from swarmnet_protocols.membership.roles import ANY_ROLE
+from swarmnet_protocols.membership.rules import Admission, Member, Rules, admit
+from swarmnet_protocols.transport import PeerId
+
+_log = logging.getLogger(__name__)
+
+CERTIFICATE_NAME = "certificate"
+REVOCATIONS_NAME = "revocations"
+LOOK_S = 600.0
+"""The longest sleep before the clock is read again: somebody may set it."""
+_SEALED_BYTES = 256
+"""What a signature adds to a statement, and room."""
+
+
+class Revoked(NotAuthorised):
+    """A list of revocations names the peer; ``evidence`` is that list, sealed."""
+
+    def __init__(self, message: str, evidence: bytes) -> None:
+        super().__init__(message, hint="ask whoever runs the swarm")
+        self.evidence = evidence
+
+
+class Membership:
+    """Kept in ``folder``, if there is one, so that a certificate and what is revoked outlive the process."""
+
+    def __init__(self, rules: Rules, peer: PeerId, clock: Clock, *, folder: Path | None = None) -> None:
+        """Raises ``ConfigError`` for a folder that cannot be read."""
+        self.rules = rules
+        self.peer = peer
+        self.clock = clock
+        self.listeners: list[Callable[[], None]] = []
+        """Called when our certificate, the rules or the revocations have changed."""
+        self.adopt: Callable[[bytes], Rules] | None = None
+        """Keeps a newer swarm file and gives its rules. Raises ``ConfigError`` or ``IntegrityError`` for one that will not do."""
+        self.certificate = b""
+        """Our own, sealed; empty if we have none."""
+        self._own: Certificate | None = None
+        self.revocations = Revocations()
+        self._folder = folder
+        if folder is not None:
+            self._read(folder)
+
+    @property
+    def is_public(self) -> bool:
+        """Whether anybody is a member and nobody could revoke that: then there is nothing to be shown."""
+        return self.rules.admission is Admission.OPEN and not self.rules.keys
+
+    @property
+    def me(self) -> Member:
+        """Ourselves, as we would let us in. Raises ``NotAuthorised`` if we would not."""
+        if self._own is None:
+            self._own = self.open(self.certificate)
+        return self.admit(self.peer, self._own)
+
+    @property
+    def renew_at(self) -> float | None:
+        """When to ask for the next certificate; None without one."""
+        return self._own.renew_at if self._own else None
+
+    def check(self) -> None:
+        """Raise ``NotAuthorised``, saying why, unless we are a member ourselves."""
+        _ = self.me
+
+    async def ended(self) -> NoReturn:
+        """Wait until we are no member any more. Raises ``NotAuthorised``, saying why."""
+        changed = asyncio.Event()
+        self.listeners.append(changed.set)
+        try:
+            while True:
+                left_s = self.me.until - self.clock()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(min(max(left_s, 1.0), LOOK_S)):
+                        await changed.wait()
+                changed.clear()
+        finally:
+            self.listeners.remove(changed.set)
+
+    def open(self, sealed: bytes) -> Certificate | None:
+        """The certificate somebody shows, None for an empty one. Raises ``NotAuthorised`` for one that will not do."""
+        if not sealed:
+            return None
+        try:
+            return open_certificate(sealed, rules=self.rules, now=self.clock())
+        except IntegrityError as error:
+            raise NotAuthorised(f"the certificate is damaged: {error}") from error
+
+    def admit(self, peer: PeerId, certificate: Certificate | None) -> Member:
+        """``peer`` as a member in whatever roles. Raises ``NotAuthorised``, or of it ``Revoked``."""
+        for signer in self.revocations.serials:
+            named = self.revocations.of(signer)
+            if named is not None and (why := Revocations([named]).why_out(peer, certificate)):
+                raise Revoked(why, named.sealed)
+        return admit(self.rules, certificate, peer, ANY_ROLE, self.revocations, self.clock())
+
+    def take_swarm_file(self, data: bytes) -> None:
+        """Go by the rules of a newer swarm file from now on. One that will not do, an older one too, changes nothing."""
+        if self.adopt is None:
+            return
+        try:
+            rules = self.adopt(data)
+        except (ConfigError, IntegrityError) as error:
+            _log.info("an issuer's swarm file is not taken: %s", error)
+            return
+        if rules.swarm == self.rules.swarm and rules != self.rules:
+            self.rules = rules
+            self._say_changed()
+
+    def take_certificate(self, sealed: bytes) -> None:
+        """Have a new certificate of our own. Raises ``NotAuthorised`` for one that will not do."""
+        certificate = self.open(sealed)
+        if certificate is None or certificate.peer != self.peer:
+            raise NotAuthorised("this is no certificate for this peer")
+        if self._folder is not None:
+            _write(self._folder / CERTIFICATE_NAME, sealed)
+        self.certificate, self._own = sealed, certificate
+        self._say_changed()
+
+    def take_revocations(self, sealed: Iterable[bytes]) -> None:
+        """Learn lists of revocations. Raises ``IntegrityError`` or ``NotAuthorised`` if one is not as it should be."""
+        learned = self.revocations.learn(sealed, rules=self.rules, now=self.clock())
+        if learned is self.revocations:
+            return
+        old, self.revocations = self.revocations, learned
+        if self._folder is not None:
+            for signer in learned.serials:
+                new = learned.of(signer)
+                if new is not None and new is not old.of(signer):
+                    _write(self._folder / REVOCATIONS_NAME / signer.hex(), new.sealed)
+        self._say_changed()
+
+    def _say_changed(self) -> None:
+        for listener in list(self.listeners):
+            listener()
+
+    def _read(self, folder: Path) -> None:
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                self.certificate = _read_file(
+                    folder / CERTIFICATE_NAME, MAX_CERTIFICATE_BYTES + _SEALED_BYTES
+                )
+            lists = folder / REVOCATIONS_NAME
+            for path in sorted(lists.glob("[!.]*"))[:MAX_LISTS]:
+                # A signer who is not believed any more revokes nobody; a torn file is fetched again.
+                with contextlib.suppress(IntegrityError, NotAuthorised):
+                    sealed = _read_file(path, MAX_LIST_BYTES + _SEALED_BYTES)
+                    self.revocations = self.revocations.learn([sealed], rules=self.rules, now=self.clock())
+        except OSError as error:
+            raise ConfigError(
+                f"cannot read the membership in {folder}: {error.strerror}", hint="choose another --data-dir"
+            ) from error
+
+
+def _read_file(path: Path, max_bytes: int) -> bytes:
+    """What is in a file. A larger one is cut, and no signature holds for that."""
+    with path.open("rb") as file:
+        return file.read(max_bytes)
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Write all of ``data`` under ``path``, or nothing."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".")  # 0600
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        os.unlink(temporary)
+        raise

@@ -1,0 +1,51 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Hello(_message.Message):
+    __slots__ = ("swarm", "certificate", "serials")
+    SWARM_FIELD_NUMBER: _ClassVar[int]
+    CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
+    SERIALS_FIELD_NUMBER: _ClassVar[int]
+    swarm: bytes
+    certificate: bytes
+    serials: _containers.RepeatedCompositeFieldContainer[Serial]
+    def __init__(self, swarm: _Optional[bytes] = ..., certificate: _Optional[bytes] = ..., serials: _Optional[_Iterable[_Union[Serial, _Mapping]]] = ...) -> None: ...
+
+class Serial(_message.Message):
+    __slots__ = ("signer", "serial")
+    SIGNER_FIELD_NUMBER: _ClassVar[int]
+    SERIAL_FIELD_NUMBER: _ClassVar[int]
+    signer: bytes
+    serial: int
+    def __init__(self, signer: _Optional[bytes] = ..., serial: _Optional[int] = ...) -> None: ...
+
+class Refused(_message.Message):
+    __slots__ = ("reason", "time_ms")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    TIME_MS_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    time_ms: int
+    def __init__(self, reason: _Optional[str] = ..., time_ms: _Optional[int] = ...) -> None: ...
+
+class DoorMessage(_message.Message):
+    __slots__ = ("hello", "refused")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    refused: Refused
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ...) -> None: ...
+
+class RevocationsRequest(_message.Message):
+    __slots__ = ("serials",)
+    SERIALS_FIELD_NUMBER: _ClassVar[int]
+    serials: _containers.RepeatedCompositeFieldContainer[Serial]
+    def __init__(self, serials: _Optional[_Iterable[_Union[Serial, _Mapping]]] = ...) -> None: ...
+
+class RevocationsReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -1,0 +1,147 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ROLE_UNSPECIFIED: _ClassVar[Role]
+    ROLE_CLIENT: _ClassVar[Role]
+    ROLE_HOST: _ClassVar[Role]
+    ROLE_TRAINER: _ClassVar[Role]
+    ROLE_OBSERVER: _ClassVar[Role]
+    ROLE_BOOTSTRAP: _ClassVar[Role]
+ROLE_UNSPECIFIED: Role
+ROLE_CLIENT: Role
+ROLE_HOST: Role
+ROLE_TRAINER: Role
+ROLE_OBSERVER: Role
+ROLE_BOOTSTRAP: Role
+
+class Signed(_message.Message):
+    __slots__ = ("body", "signer", "signature")
+    BODY_FIELD_NUMBER: _ClassVar[int]
+    SIGNER_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    body: bytes
+    signer: bytes
+    signature: bytes
+    def __init__(self, body: _Optional[bytes] = ..., signer: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
+
+class Certificate(_message.Message):
+    __slots__ = ("swarm", "peer", "roles", "not_before", "not_after", "id", "invite")
+    SWARM_FIELD_NUMBER: _ClassVar[int]
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    ROLES_FIELD_NUMBER: _ClassVar[int]
+    NOT_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    NOT_AFTER_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
+    INVITE_FIELD_NUMBER: _ClassVar[int]
+    swarm: bytes
+    peer: str
+    roles: _containers.RepeatedScalarFieldContainer[Role]
+    not_before: int
+    not_after: int
+    id: bytes
+    invite: bytes
+    def __init__(self, swarm: _Optional[bytes] = ..., peer: _Optional[str] = ..., roles: _Optional[_Iterable[_Union[Role, str]]] = ..., not_before: _Optional[int] = ..., not_after: _Optional[int] = ..., id: _Optional[bytes] = ..., invite: _Optional[bytes] = ...) -> None: ...
+
+class Grant(_message.Message):
+    __slots__ = ("swarm", "id", "roles", "not_after", "uses", "key", "peer")
+    SWARM_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
+    ROLES_FIELD_NUMBER: _ClassVar[int]
+    NOT_AFTER_FIELD_NUMBER: _ClassVar[int]
+    USES_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    swarm: bytes
+    id: bytes
+    roles: _containers.RepeatedScalarFieldContainer[Role]
+    not_after: int
+    uses: int
+    key: bytes
+    peer: str
+    def __init__(self, swarm: _Optional[bytes] = ..., id: _Optional[bytes] = ..., roles: _Optional[_Iterable[_Union[Role, str]]] = ..., not_after: _Optional[int] = ..., uses: _Optional[int] = ..., key: _Optional[bytes] = ..., peer: _Optional[str] = ...) -> None: ...
+
+class Invite(_message.Message):
+    __slots__ = ("grant", "seed", "bootstrap")
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    BOOTSTRAP_FIELD_NUMBER: _ClassVar[int]
+    grant: bytes
+    seed: bytes
+    bootstrap: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, grant: _Optional[bytes] = ..., seed: _Optional[bytes] = ..., bootstrap: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class RevocationList(_message.Message):
+    __slots__ = ("swarm", "serial", "peers", "certificates", "invites")
+    SWARM_FIELD_NUMBER: _ClassVar[int]
+    SERIAL_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
+    CERTIFICATES_FIELD_NUMBER: _ClassVar[int]
+    INVITES_FIELD_NUMBER: _ClassVar[int]
+    swarm: bytes
+    serial: int
+    peers: _containers.RepeatedScalarFieldContainer[str]
+    certificates: _containers.RepeatedScalarFieldContainer[bytes]
+    invites: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, swarm: _Optional[bytes] = ..., serial: _Optional[int] = ..., peers: _Optional[_Iterable[str]] = ..., certificates: _Optional[_Iterable[bytes]] = ..., invites: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class AdmissionRequest(_message.Message):
+    __slots__ = ("redeem", "renew")
+    REDEEM_FIELD_NUMBER: _ClassVar[int]
+    RENEW_FIELD_NUMBER: _ClassVar[int]
+    redeem: Redeem
+    renew: Renew
+    def __init__(self, redeem: _Optional[_Union[Redeem, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ...) -> None: ...
+
+class Redeem(_message.Message):
+    __slots__ = ("grant", "proof")
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    PROOF_FIELD_NUMBER: _ClassVar[int]
+    grant: bytes
+    proof: bytes
+    def __init__(self, grant: _Optional[bytes] = ..., proof: _Optional[bytes] = ...) -> None: ...
+
+class Renew(_message.Message):
+    __slots__ = ("certificate",)
+    CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
+    certificate: bytes
+    def __init__(self, certificate: _Optional[bytes] = ...) -> None: ...
+
+class AdmissionReply(_message.Message):
+    __slots__ = ("admitted", "refused")
+    ADMITTED_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    admitted: Admitted
+    refused: AdmissionRefused
+    def __init__(self, admitted: _Optional[_Union[Admitted, _Mapping]] = ..., refused: _Optional[_Union[AdmissionRefused, _Mapping]] = ...) -> None: ...
+
+class Admitted(_message.Message):
+    __slots__ = ("certificate", "swarm_file")
+    CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
+    SWARM_FILE_FIELD_NUMBER: _ClassVar[int]
+    certificate: bytes
+    swarm_file: bytes
+    def __init__(self, certificate: _Optional[bytes] = ..., swarm_file: _Optional[bytes] = ...) -> None: ...
+
+class AdmissionRefused(_message.Message):
+    __slots__ = ("reason", "elsewhere", "issuers")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    ELSEWHERE_FIELD_NUMBER: _ClassVar[int]
+    ISSUERS_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    elsewhere: bool
+    issuers: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, reason: _Optional[str] = ..., elsewhere: _Optional[bool] = ..., issuers: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class IssuerRecord(_message.Message):
+    __slots__ = ("addresses",)
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    addresses: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, addresses: _Optional[_Iterable[str]] = ...) -> None: ...

@@ -1,0 +1,169 @@
+"""Into a swarm: from what a person typed (a file, an invite, a name) to where the swarm is and what we are in it."""
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from swarmnet import swarm_file
+from swarmnet.key_files import load_key
+from swarmnet.paths import default_data_dir
+from swarmnet.swarm_content import SwarmFile
+from swarmnet.swarm_folder import find, folder_of, remember
+from swarmnet_protocols.clock import wall_clock
+from swarmnet_protocols.errors import ConfigError, IntegrityError, NotAuthorised
+from swarmnet_protocols.membership.rules import Rules
+from swarmnet_protocols.network import LOOPBACK, Network
+
+if TYPE_CHECKING:
+    from swarmnet_protocols.membership.admission import IssuerConfig
+
+T = TypeVar("T")
+
+IDENTITY_NAME = "identity.key"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A swarm, and what a data directory has for it."""
+
+    file: SwarmFile
+    bootstrap: tuple[str, ...]
+    identity_path: Path
+    folder: Path | None
+    """With our certificate and what is revoked. None for a swarm that needs none."""
+
+    def network(
+        self, listen: Sequence[str], announce: Sequence[str] = (), issuer: Path | None = None
+    ) -> Network:
+        """Our place in it; with the key in ``issuer``, one that lets others in."""
+        return Network(
+            self.file.rules(),
+            self.identity_path,
+            self.bootstrap,
+            listen=tuple(listen),
+            announce=tuple(announce),
+            membership_folder=self.folder,
+            adopt=self._adopt if self.folder else None,
+            issuer=self._issuer(issuer) if issuer else None,
+        )
+
+    def _adopt(self, data: bytes) -> Rules:
+        return remember(self.identity_path.parent, data, source="an issuer's swarm file").rules()
+
+    def _issuer(self, key_path: Path) -> "IssuerConfig":
+        from swarmnet_protocols.membership.admission import IssuerConfig
+
+        if self.folder is None:
+            raise ConfigError(
+                f"nobody has to be let into {self.file.name}", hint="it has no authority: leave --issuer out"
+            )
+        return IssuerConfig(load_key(key_path), self.folder, swarm_file.read(self.folder))
+
+
+def enter(swarm: str, data_dir: Path, bootstrap: Sequence[str] = ()) -> Entry:
+    """The swarm of a file, of an invite, or, once entered, of this name, for the identity that ``data_dir`` keeps.
+
+    An invite is redeemed the first time; afterwards certificate and swarm file are in ``data_dir``. Raises ``ConfigError``,
+    ``IntegrityError`` for a file that is wrong, changed or older than one used before, ``NotAuthorised`` for an invite that
+    will not do, and ``Unreachable`` when nobody who could let us in is there.
+    """
+    from swarmnet_protocols.membership.invites import is_invite
+
+    if is_invite(swarm):
+        return _enter_by_invite(swarm, data_dir, bootstrap)
+    path = Path(swarm)
+    known = None if path.exists() else find(data_dir, swarm)
+    if known is not None:
+        file = known
+    else:
+        data = swarm_file.read(path)
+        source = str(swarm_file.file_in(path))
+        file = swarm_file.parse(data, source=source)
+        if file.authority is not None:
+            file = remember(data_dir, data, source=source)
+    file.check_not_expired(wall_clock())
+    return _entry(file, bootstrap, data_dir)
+
+
+def client_network(swarm: str, bootstrap: Sequence[str], data_dir: Path | None = None) -> Network:
+    """For those who dial and are never dialled: another peer than a node of the same data directory, which may be running.
+
+    Where nobody is asked who they are, they are somebody new each time.
+    """
+    entry = enter(swarm, (data_dir or default_data_dir()) / "client", bootstrap)
+    network = entry.network(LOOPBACK)
+    return network if entry.folder else replace(network, identity_path=None)
+
+
+def _entry(file: SwarmFile, bootstrap: Sequence[str], data_dir: Path) -> Entry:
+    folder = folder_of(data_dir, file.swarm_id) if file.authority is not None else None
+    known = tuple(dict.fromkeys((*file.bootstrap, *bootstrap)))
+    return Entry(file, known, data_dir / IDENTITY_NAME, folder)
+
+
+def _enter_by_invite(text: str, data_dir: Path, bootstrap: Sequence[str]) -> Entry:
+    from swarmnet_protocols.membership.invites import read_invite
+
+    now = wall_clock()
+    invite = read_invite(text, now=0.0)
+    folder = folder_of(data_dir, invite.grant.swarm)
+    known = (*invite.bootstrap, *bootstrap)
+    if (folder / swarm_file.FILE_NAME).exists():
+        file = swarm_file.load(folder)
+        if _has_certificate_of(invite.grant.id, file, folder, now):
+            file.check_not_expired(now)
+            return _entry(file, known, data_dir)
+    read_invite(text, now=now)
+    if not known:
+        raise ConfigError(
+            "the invite holds no address", hint="add one of a peer in the swarm: --bootstrap ADDR"
+        )
+    return _redeem(text, data_dir, known)
+
+
+def _redeem(text: str, data_dir: Path, bootstrap: tuple[str, ...]) -> Entry:
+    from swarmnet_protocols.identity import Identity
+    from swarmnet_protocols.membership.admission import redeem
+    from swarmnet_protocols.membership.invites import read_invite
+    from swarmnet_protocols.membership.membership import Membership
+
+    invite = replace(read_invite(text, now=wall_clock()), bootstrap=bootstrap)
+    identity_path = data_dir / IDENTITY_NAME
+    admitted = _run(redeem(invite, identity_path))
+    file = swarm_file.parse(admitted.swarm_file, source="the swarm file that came with the certificate")
+    if file.swarm_id != invite.grant.swarm:
+        raise IntegrityError(
+            "the swarm file that came with the certificate is of another swarm", hint="ask for a new invite"
+        )
+    if not file.rules().believe(invite.grant.signer, wall_clock()):
+        raise NotAuthorised("the invite was signed by nobody who may", hint="ask for a new invite")
+    file = remember(data_dir, admitted.swarm_file, source="the swarm file that came with the certificate")
+    file.check_not_expired(wall_clock())
+    folder = folder_of(data_dir, file.swarm_id)
+    peer = Identity.load_or_create(identity_path).peer_id
+    Membership(file.rules(), peer, wall_clock, folder=folder).take_certificate(admitted.certificate)
+    return _entry(file, bootstrap, data_dir)
+
+
+def _run(conversation: Coroutine[Any, Any, T]) -> T:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(conversation)
+    with ThreadPoolExecutor(max_workers=1) as elsewhere:  # a notebook has a loop of its own in this thread
+        return elsewhere.submit(asyncio.run, conversation).result()
+
+
+def _has_certificate_of(invite: bytes, file: SwarmFile, folder: Path, now: float) -> bool:
+    from swarmnet_protocols.membership.certificates import MAX_CERTIFICATE_BYTES, open_certificate
+    from swarmnet_protocols.membership.membership import CERTIFICATE_NAME
+
+    try:
+        with (folder / CERTIFICATE_NAME).open("rb") as stream:
+            sealed = stream.read(2 * MAX_CERTIFICATE_BYTES)
+        return open_certificate(sealed, rules=file.rules(), now=now).invite == invite
+    except (OSError, IntegrityError, NotAuthorised):
+        return False

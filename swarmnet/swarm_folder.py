@@ -1,0 +1,68 @@
+"""What a data directory keeps of a swarm: its newest file, our certificate, who is revoked, whom we let in."""
+
+import re
+from pathlib import Path
+
+from swarmnet import swarm_file
+from swarmnet.key_files import replace_file
+from swarmnet.swarm_content import SwarmFile
+from swarmnet.swarm_file import FILE_NAME
+from swarmnet_protocols.errors import ConfigError, IntegrityError
+
+
+def folder_of(data_dir: Path, swarm_id: bytes) -> Path:
+    """Where ``data_dir`` keeps what belongs to a swarm."""
+    return data_dir / "swarms" / swarm_id.hex()
+
+
+def remember(data_dir: Path, data: bytes, *, source: str = FILE_NAME) -> SwarmFile:
+    """The swarm file in ``data``, which is kept from now on instead of an older one of the same swarm.
+
+    Raises ``IntegrityError`` for one that is older than what was used before, or whose keys do not follow from the known
+    ones: an old file, handed out again, could bring back who was removed.
+    """
+    file = swarm_file.parse(data, source=source)
+    folder = folder_of(data_dir, file.swarm_id)
+    path = folder / FILE_NAME
+    if path.exists():
+        known = swarm_file.load(path)
+        if file.serial < known.serial:
+            raise IntegrityError(
+                f"{source} is older than the one used before: serial {file.serial} after {known.serial}",
+                hint=f"get the current file from whoever runs the swarm, or name the swarm: {known.name}",
+            )
+        if known.authority and file.authority and not file.authority.continues(known.authority):
+            raise IntegrityError(
+                f"{source} has keys that do not follow from those known before",
+                hint="somebody may have an old key of the authority: ask whoever runs the swarm",
+            )
+        if data == swarm_file.read(path):
+            return file
+    try:
+        for each in (data_dir, folder.parent, folder):
+            each.mkdir(mode=0o700, parents=True, exist_ok=True)
+        replace_file(path, data, mode=0o600)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write into {folder}: {error.strerror}", hint="choose another --data-dir"
+        ) from error
+    return file
+
+
+def find(data_dir: Path, name: str) -> SwarmFile | None:
+    """The swarm of this name, or with this id in hexadecimal, that ``data_dir`` knows.
+
+    Raises ``ConfigError`` if there are several of that name.
+    """
+    found = [
+        swarm_file.load(path)
+        for path in sorted((data_dir / "swarms").glob(f"*/{FILE_NAME}"))
+        if re.fullmatch("[0-9a-f]{64}", path.parent.name)
+    ]
+    fitting = [file for file in found if name in {file.name, file.swarm_id.hex()}]
+    if len(fitting) > 1:
+        ids = ", ".join(file.swarm_id.hex()[:16] for file in fitting)
+        raise ConfigError(
+            f"{data_dir} knows several swarms {name!r}", hint=f"give the whole id; they begin with {ids}"
+        )
+    return fitting[0] if fitting else None

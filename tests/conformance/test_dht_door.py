@@ -1,0 +1,137 @@
+"""The DHT of a private swarm answers nobody but its members, and asks nobody else."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swarmnet_protocols.clock import wall_clock
+from swarmnet_protocols.errors import NotAuthorised
+from swarmnet_protocols.membership.revocations import Named, sign_list
+from swarmnet_protocols.membership.roles import Role
+from swarmnet_protocols.protocol_ids import DHT_PING, DHT_STORE, DIRECTORY
+from swarmnet_protocols.transport import ProtocolSpec
+from swarmnet_protocols.transport.p2pd import P2pdConfig, P2pdTransport
+
+from .conftest import LOOPBACK
+from .test_dht import AUTHORITY, OPEN, PRIVATE, SWARM, Peer, RawStore, bodies, join, mallorys, raw_store
+
+pytestmark = pytest.mark.slow
+
+GARBAGE = b"\xff" * 40
+"""No protobuf: who parses it fails on it, and says so."""
+
+
+@contextlib.asynccontextmanager
+async def stranger(directory: Path, victim: Peer) -> AsyncIterator[P2pdTransport]:
+    """Somebody who runs other software than ours, connected to ``victim``."""
+    async with P2pdTransport.create(P2pdConfig(directory / "stranger", listen=LOOPBACK)) as transport:
+        await transport.connect(victim.transport.peer_id, list(victim.transport.addresses()), deadline_s=5.0)
+        yield transport
+
+
+async def call(caller: P2pdTransport, victim: Peer, protocol: ProtocolSpec) -> str:
+    """Why a call of garbage fails."""
+    from hivemind.p2p.p2p_daemon_bindings.utils import P2PHandlerError
+
+    with pytest.raises(P2PHandlerError) as info:
+        await caller.p2p._client.call_unary_handler(victim.transport.p2p.peer_id, protocol.id, GARBAGE)
+    return str(info.value)
+
+
+def run(scenario: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(scenario())  # type: ignore[arg-type]
+
+
+def table(peer: Peer) -> set[Any]:
+    return {str(each) for each in peer.node.protocol.routing_table.peer_id_to_uid}
+
+
+def test_calls_of_strangers_are_refused_before_they_are_parsed(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with (
+            join(tmp_path / "open", rules=OPEN) as public,
+            join(tmp_path / "private", rules=PRIVATE) as private,
+            stranger(tmp_path, public) as caller,
+        ):
+            await caller.connect(
+                private.transport.peer_id, list(private.transport.addresses()), deadline_s=5.0
+            )
+            for protocol in DIRECTORY:
+                assert "DecodeError" in await call(caller, public, protocol)
+                assert "NotAuthorised" in await call(caller, private, protocol)
+            assert not table(private)
+
+    run(scenario)
+
+
+def test_a_member_does_not_ask_strangers_and_says_that_it_is_refused(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with join(tmp_path / "member", rules=PRIVATE) as member:
+            bootstrap = tuple(member.transport.addresses())
+            with pytest.raises(NotAuthorised, match="no certificate"):
+                async with join(tmp_path / "late", bootstrap, rules=PRIVATE, roles=frozenset()):
+                    pass
+            assert not table(member)
+        async with join(tmp_path / "open", rules=OPEN) as public:
+            heard: list[str] = []
+            public.node.protocol.rpc_ping = lambda *_: heard.append("ping")
+            with pytest.raises(NotAuthorised):
+                async with join(tmp_path / "member2", tuple(public.transport.addresses()), rules=PRIVATE):
+                    pass
+            assert not heard
+
+    run(scenario)
+
+
+def test_a_client_reads_and_does_not_write(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with join(tmp_path / "keeper", rules=PRIVATE) as keeper:
+            await keeper.directory.publish("topic", b"x", lifetime_s=60.0)
+            async with join(
+                tmp_path / "client",
+                tuple(keeper.transport.addresses()),
+                client_mode=True,
+                rules=PRIVATE,
+                roles=frozenset({Role.CLIENT}),
+            ) as client:
+                assert await bodies(client, "topic") == {b"x"}
+                before = keeper.node.protocol.storage.total_bytes
+                assert await raw_store(client, keeper, RawStore.of(mallorys())) is None
+                assert "NotAuthorised" in await call(client.transport, keeper, DHT_STORE)
+                assert "DecodeError" in await call(client.transport, keeper, DHT_PING)
+                assert keeper.node.protocol.storage.total_bytes == before
+
+    run(scenario)
+
+
+def test_a_revoked_peer_is_out_of_every_routing_table(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            first = await stack.enter_async_context(join(tmp_path / "0", rules=PRIVATE))
+            bootstrap = tuple(first.transport.addresses())
+            second = await stack.enter_async_context(join(tmp_path / "1", bootstrap, rules=PRIVATE))
+            mallory = await stack.enter_async_context(join(tmp_path / "m", bootstrap, rules=PRIVATE))
+            await mallory.directory.publish("topic", b"x", lifetime_s=60.0)
+            assert mallory.identity.peer_id in table(first)
+            named = Named(peers=frozenset({mallory.identity.peer_id}))
+            sealed = sign_list(named, serial=int(wall_clock()), swarm=SWARM, key=AUTHORITY)
+            learned = asyncio.Event()
+            second.directory._door.membership.listeners.append(learned.set)
+            first.directory._door.membership.take_revocations([sealed])
+            async with asyncio.timeout(10.0):
+                await learned.wait()
+            for peer in (first, second):
+                await peer.directory.publish("after", b"y", lifetime_s=60.0)
+                assert await bodies(peer, "after") == {b"y"}
+                assert mallory.identity.peer_id not in table(peer)
+            with pytest.raises(NotAuthorised, match="revoked"):
+                async with asyncio.timeout(10.0):
+                    await mallory.directory._door.membership.ended()
+            with pytest.raises(NotAuthorised, match="revoked"):
+                await mallory.directory.lookup("after")
+
+    run(scenario)

@@ -1,0 +1,262 @@
+"""Invites and the issuer that redeems them."""
+
+import math
+import sqlite3
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from swarmnet_protocols.errors import ConfigError, IntegrityError, NotAuthorised, OutOfResources
+from swarmnet_protocols.identity import Identity
+from swarmnet_protocols.membership.certificates import Admittance, Certificate, issue, open_certificate
+from swarmnet_protocols.membership.invites import (
+    MAX_BOOTSTRAPS,
+    MAX_USES,
+    Invite,
+    Terms,
+    is_invite,
+    make_invite,
+    read_invite,
+    redemption,
+)
+from swarmnet_protocols.membership.issuer import LEDGER_NAME, Issuer, Ledger
+from swarmnet_protocols.membership.revocations import Named, Revocations, sign_list
+from swarmnet_protocols.membership.roles import Role
+from swarmnet_protocols.membership.rules import Admission, Rules
+from swarmnet_protocols.transport import PeerId
+from swarmnet_protocols.wire import membership_pb2 as pb
+
+NOW = 1_800_000_000.0
+HOUR_S = 3600
+SWARM = bytes(range(32))
+AUTHORITY = Identity.from_seed(b"authority")
+RULES = Rules(
+    SWARM, Admission.CERTIFICATE, {AUTHORITY.public_key: math.inf}, certificate_lifetime_s=24 * HOUR_S
+)
+ADDRESS = "/ip4/203.0.113.7/tcp/31337/p2p/12D3KooWNvSZnPi3RrhrTwEY4LuuBeB6K6facKUCJcyWG1aoDd2p"
+ALICE, BOB, CAROL = (Identity.from_seed(name).peer_id for name in (b"alice", b"bob", b"carol"))
+TERMS = Terms(frozenset({Role.CLIENT, Role.HOST}), int(NOW) + HOUR_S, uses=2)
+NOBODY_OUT = Revocations()
+
+
+def invite(terms: Terms = TERMS, *, key: Identity = AUTHORITY, swarm: bytes = SWARM) -> Invite:
+    return read_invite(make_invite(terms, swarm=swarm, key=key, bootstrap=[ADDRESS]), now=NOW)
+
+
+@pytest.fixture
+def issuer(tmp_path: Path) -> Iterator[Issuer]:
+    with Ledger.open(tmp_path) as ledger:
+        yield Issuer(AUTHORITY, RULES, ledger, now=NOW)
+
+
+def admitted(issuer: Issuer, shown: Invite, peer: PeerId, now: float = NOW) -> Certificate:
+    sealed = issuer.redeem(redemption(shown, peer), peer, NOBODY_OUT, now)
+    return open_certificate(sealed, rules=RULES, now=now)
+
+
+def test_an_invite_is_one_string_that_survives_a_mail_program() -> None:
+    text = make_invite(TERMS, swarm=SWARM, key=AUTHORITY, bootstrap=[ADDRESS] * 20)
+    assert is_invite(text)
+    assert is_invite(f"  {text}")
+    assert not is_invite("lab/swarm.toml")
+    folded = "\n".join(text[n : n + 60] for n in range(0, len(text), 60))
+    read = read_invite(f" {folded}\n", now=NOW)
+    assert read == read_invite(text, now=NOW)
+    assert (read.grant.terms, read.grant.swarm, len(read.bootstrap)) == (TERMS, SWARM, MAX_BOOTSTRAPS)
+
+
+@pytest.mark.parametrize("damage", ["", "swn1", "swn1!", "swn1AAAA", "x" * 10_000])
+def test_what_is_no_invite_says_so(damage: str) -> None:
+    with pytest.raises(ConfigError, match="damaged"):
+        read_invite(damage, now=NOW)
+
+
+def test_an_invite_that_lost_or_changed_a_character_is_damaged() -> None:
+    text = make_invite(TERMS, swarm=SWARM, key=AUTHORITY, bootstrap=[ADDRESS])
+    for position in (*range(4, len(text), 7), len(text) - 1):
+        other = "A" if text[position] != "A" else "B"
+        for damaged in (
+            text[:position],
+            text[:position] + text[position + 1 :],
+            text[:position] + other + text[position + 1 :],
+        ):
+            if damaged != text:
+                with pytest.raises(ConfigError, match="damaged"):
+                    read_invite(damaged, now=NOW)
+
+
+def test_an_invite_that_ended_names_the_clock() -> None:
+    text = make_invite(TERMS, swarm=SWARM, key=AUTHORITY, bootstrap=[])
+    with pytest.raises(NotAuthorised, match="ended") as caught:
+        read_invite(text, now=NOW + HOUR_S)
+    assert "clock" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "terms", [replace(TERMS, roles=frozenset()), replace(TERMS, uses=0), replace(TERMS, uses=MAX_USES + 1)]
+)
+def test_what_no_invite_can_say_is_not_made(terms: Terms) -> None:
+    with pytest.raises(ValueError, match="invite"):
+        make_invite(terms, swarm=SWARM, key=AUTHORITY, bootstrap=[])
+
+
+def test_a_newcomer_becomes_what_the_invite_says(issuer: Issuer) -> None:
+    shown = invite()
+    certificate = admitted(issuer, shown, ALICE)
+    assert (certificate.peer, certificate.roles, certificate.invite) == (ALICE, TERMS.roles, shown.grant.id)
+    assert certificate.not_after == NOW + 24 * HOUR_S
+
+
+def test_an_invite_lets_in_as_many_peers_as_it_says_and_each_as_often_as_it_asks(issuer: Issuer) -> None:
+    shown = invite()
+    for peer in (ALICE, BOB, ALICE, BOB, ALICE):
+        assert admitted(issuer, shown, peer).peer == peer
+    with pytest.raises(NotAuthorised, match="used up"):
+        admitted(issuer, shown, CAROL)
+    assert admitted(issuer, shown, BOB, NOW + HOUR_S - 1)
+
+
+def test_uses_are_counted_across_restarts(tmp_path: Path) -> None:
+    shown = invite()
+    for peer in (ALICE, BOB):
+        with Ledger.open(tmp_path) as ledger:
+            admitted(Issuer(AUTHORITY, RULES, ledger, now=NOW), shown, peer)
+    with Ledger.open(tmp_path) as ledger, pytest.raises(NotAuthorised, match="used up"):
+        admitted(Issuer(AUTHORITY, RULES, ledger, now=NOW), shown, CAROL)
+    assert (tmp_path / LEDGER_NAME).stat().st_mode & 0o777 == 0o600
+
+
+def test_who_comes_back_when_its_certificate_has_ended_uses_nothing_up(tmp_path: Path) -> None:
+    rules = replace(RULES, certificate_lifetime_s=HOUR_S)
+    shown = invite(replace(TERMS, uses=1, not_after=int(NOW) + 24 * HOUR_S))
+    with Ledger.open(tmp_path) as ledger:
+        issuer = Issuer(AUTHORITY, rules, ledger, now=NOW)
+        first = admitted(issuer, shown, ALICE)
+        second = admitted(issuer, shown, ALICE, NOW + 2 * HOUR_S)
+        assert second.id != first.id
+        with pytest.raises(NotAuthorised, match="used up"):
+            admitted(issuer, shown, BOB, NOW + 2 * HOUR_S)
+
+
+def test_a_certificate_is_answered_after_it_is_on_disk(tmp_path: Path, issuer: Issuer) -> None:
+    admitted(issuer, invite(), ALICE)
+    with sqlite3.connect(tmp_path / LEDGER_NAME) as other:
+        assert other.execute("SELECT peer FROM issued").fetchall() == [(ALICE,)]
+    other.close()
+
+
+def test_replays_cost_no_use_and_give_nobody_else_anything(issuer: Issuer) -> None:
+    shown = invite()
+    heard = redemption(shown, ALICE)
+    first = issuer.redeem(heard, ALICE, NOBODY_OUT, NOW)
+    for _ in range(100):
+        assert issuer.redeem(heard, ALICE, NOBODY_OUT, NOW) == first
+        with pytest.raises(NotAuthorised, match="without its key"):
+            issuer.redeem(heard, BOB, NOBODY_OUT, NOW)
+    assert admitted(issuer, shown, BOB)
+
+
+def test_an_invite_for_one_peer_is_for_nobody_else(issuer: Issuer) -> None:
+    shown = invite(replace(TERMS, peer=ALICE))
+    with pytest.raises(NotAuthorised, match="for another peer"):
+        admitted(issuer, shown, BOB)
+    assert admitted(issuer, shown, ALICE)
+
+
+def test_invites_that_do_not_count(issuer: Issuer) -> None:
+    with pytest.raises(NotAuthorised, match="nobody who may"):
+        admitted(issuer, invite(key=Identity.from_seed(b"stranger")), ALICE)
+    with pytest.raises(NotAuthorised, match="another swarm"):
+        admitted(issuer, invite(swarm=bytes(32)), ALICE)
+    with pytest.raises(NotAuthorised, match="ended"):
+        admitted(issuer, invite(), ALICE, NOW + HOUR_S)
+    with pytest.raises(IntegrityError):
+        issuer.redeem(pb.Redeem(), ALICE, NOBODY_OUT, NOW)
+    shown = invite()
+    more = pb.Signed.FromString(shown.sealed_grant)
+    grant = pb.Grant.FromString(more.body)
+    grant.uses = 100
+    more.body = grant.SerializeToString(deterministic=True)
+    forged = replace(shown, sealed_grant=more.SerializeToString(deterministic=True))
+    with pytest.raises(IntegrityError, match="signature"):
+        issuer.redeem(redemption(forged, ALICE), ALICE, NOBODY_OUT, NOW)
+
+
+def revoked(named: Named) -> Revocations:
+    return NOBODY_OUT.learn([sign_list(named, serial=1, swarm=SWARM, key=AUTHORITY)], rules=RULES, now=NOW)
+
+
+def test_who_is_revoked_gets_no_certificate(issuer: Issuer) -> None:
+    shown = invite()
+    sealed = issuer.redeem(redemption(shown, ALICE), ALICE, NOBODY_OUT, NOW)
+    for out in (Named(frozenset({ALICE})), Named(invites=frozenset({shown.grant.id}))):
+        with pytest.raises(NotAuthorised, match="revoked"):
+            issuer.redeem(redemption(shown, ALICE), ALICE, revoked(out), NOW)
+        with pytest.raises(NotAuthorised, match="revoked"):
+            issuer.renew(sealed, ALICE, revoked(out), NOW)
+
+
+def test_a_certificate_is_renewed_when_two_thirds_are_over_and_not_before(issuer: Issuer) -> None:
+    certificate = admitted(issuer, invite(), ALICE)
+    sealed = issuer.renew(
+        issuer.redeem(redemption(invite(), BOB), BOB, NOBODY_OUT, NOW), BOB, NOBODY_OUT, NOW
+    )
+    first = open_certificate(sealed, rules=RULES, now=NOW)
+    assert issuer.renew(sealed, BOB, NOBODY_OUT, first.renew_at - 1) == sealed
+    again = issuer.renew(sealed, BOB, NOBODY_OUT, first.renew_at)
+    second = open_certificate(again, rules=RULES, now=first.renew_at)
+    assert second.not_after > first.not_after
+    assert (second.peer, second.roles, second.invite) == (BOB, first.roles, first.invite)
+    assert certificate.id != second.id
+
+
+def test_a_certificate_that_ended_or_is_another_peers_is_not_renewed(issuer: Issuer) -> None:
+    sealed = issuer.redeem(redemption(invite(), ALICE), ALICE, NOBODY_OUT, NOW)
+    with pytest.raises(NotAuthorised, match="for another peer"):
+        issuer.renew(sealed, BOB, NOBODY_OUT, NOW)
+    with pytest.raises(NotAuthorised, match="ended"):
+        issuer.renew(sealed, ALICE, NOBODY_OUT, NOW + 24 * HOUR_S)
+
+
+def test_another_issuer_renews_what_the_first_one_issued(tmp_path: Path, issuer: Issuer) -> None:
+    sealed = issuer.redeem(redemption(invite(), ALICE), ALICE, NOBODY_OUT, NOW)
+    (tmp_path / "other").mkdir()
+    other = Identity.from_seed(b"other")
+    rules = replace(RULES, keys={**RULES.keys, other.public_key: math.inf})
+    with Ledger.open(tmp_path / "other") as ledger:
+        renewed = Issuer(other, rules, ledger, now=NOW).renew(sealed, ALICE, NOBODY_OUT, NOW)
+    assert open_certificate(renewed, rules=rules, now=NOW).issuer == other.public_key
+
+
+def test_a_certificate_made_by_hand_is_renewed_too(issuer: Issuer) -> None:
+    sealed = issue(
+        Admittance(ALICE, TERMS.roles), swarm=SWARM, key=AUTHORITY, now=NOW, lifetime_s=24 * HOUR_S
+    )
+    assert issuer.renew(sealed, ALICE, NOBODY_OUT, NOW)
+
+
+def test_a_key_that_the_file_does_not_name_makes_no_issuer(tmp_path: Path) -> None:
+    with Ledger.open(tmp_path) as ledger, pytest.raises(ConfigError, match="may not issue") as caught:
+        Issuer(Identity.from_seed(b"stranger"), RULES, ledger, now=NOW)
+    assert "issuers" in caught.value.hint
+
+
+def test_nobody_is_let_in_whom_the_ledger_cannot_note(tmp_path: Path, issuer: Issuer) -> None:
+    shown = invite(replace(TERMS, uses=1))
+    with sqlite3.connect(tmp_path / LEDGER_NAME) as other:
+        other.execute(
+            "CREATE TRIGGER full BEFORE INSERT ON issued BEGIN SELECT RAISE(ABORT, 'disk full'); END"
+        )
+    with pytest.raises(OutOfResources, match="disk full"):
+        admitted(issuer, shown, ALICE)
+    other.execute("DROP TRIGGER full")
+    other.close()
+    assert admitted(issuer, shown, BOB), "nothing of the failed attempt was counted"
+
+
+def test_a_damaged_ledger_is_named(tmp_path: Path) -> None:
+    (tmp_path / LEDGER_NAME).write_bytes(b"not a database" * 100)
+    with pytest.raises(ConfigError, match=LEDGER_NAME), Ledger.open(tmp_path):
+        pass

@@ -1,0 +1,221 @@
+"""Who is let in: certificates, revocations and the rules that judge them."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from swarmnet_protocols.errors import IntegrityError, NotAuthorised
+from swarmnet_protocols.identity import Identity
+from swarmnet_protocols.membership.certificates import (
+    CLOCK_SKEW_S,
+    Admittance,
+    Certificate,
+    issue,
+    open_certificate,
+)
+from swarmnet_protocols.membership.revocations import (
+    MAX_ENTRIES,
+    Named,
+    Revocations,
+    open_list,
+    sign_list,
+)
+from swarmnet_protocols.membership.roles import ANY_ROLE, Role
+from swarmnet_protocols.membership.rules import MAX_LIFETIME_S, MIN_LIFETIME_S, Admission, Rules, admit
+from swarmnet_protocols.transport import PeerId
+
+NOW = 1_800_000_000.0
+DAY_S = 24 * 3600.0
+SWARM = bytes(range(32))
+AUTHORITY = Identity.from_seed(b"authority")
+ISSUER = Identity.from_seed(b"issuer")
+STRANGER = Identity.from_seed(b"stranger")
+ALICE = Identity.from_seed(b"alice").peer_id
+BOB = Identity.from_seed(b"bob").peer_id
+RULES = Rules(
+    SWARM, Admission.CERTIFICATE, {AUTHORITY.public_key: math.inf, ISSUER.public_key: NOW + 30 * DAY_S}
+)
+CLIENT, HOST = frozenset({Role.CLIENT}), frozenset({Role.HOST})
+NOBODY_OUT = Revocations()
+
+
+def sealed(
+    *,
+    peer: PeerId = ALICE,
+    roles: frozenset[Role] = CLIENT,
+    key: Identity = AUTHORITY,
+    swarm: bytes = SWARM,
+    now: float = NOW,
+    invite: bytes = b"",
+) -> bytes:
+    return issue(Admittance(peer, roles, invite), swarm=swarm, key=key, now=now, lifetime_s=DAY_S)
+
+
+def certificate(**how: object) -> Certificate:
+    return open_certificate(sealed(**how), rules=RULES, now=NOW)  # type: ignore[arg-type]
+
+
+def test_a_member_is_let_in_with_its_roles_until_its_certificate_ends() -> None:
+    shown = certificate(roles=CLIENT | HOST, invite=bytes(16))
+    member = admit(RULES, shown, ALICE, HOST, NOBODY_OUT, NOW)
+    assert (member.peer, member.roles, member.until) == (ALICE, CLIENT | HOST, NOW + DAY_S)
+    assert shown.invite == bytes(16)
+
+
+REFUSED: dict[str, tuple[Callable[[], object], str]] = {
+    "an outsider": (lambda: admit(RULES, None, ALICE, ANY_ROLE, NOBODY_OUT, NOW), "no certificate"),
+    "another peer's": (
+        lambda: admit(RULES, certificate(peer=BOB), ALICE, ANY_ROLE, NOBODY_OUT, NOW),
+        "for another peer",
+    ),
+    "the wrong role": (
+        lambda: admit(RULES, certificate(), ALICE, HOST, NOBODY_OUT, NOW),
+        "takes the role host; the peer has client",
+    ),
+    "expired when it is shown": (
+        lambda: open_certificate(sealed(now=NOW - DAY_S), rules=RULES, now=NOW),
+        "ended 0 s ago",
+    ),
+    "expired since it was shown": (
+        lambda: admit(RULES, certificate(), ALICE, CLIENT, NOBODY_OUT, NOW + DAY_S),
+        "ended 0 s ago",
+    ),
+    "not valid yet": (
+        lambda: open_certificate(sealed(now=NOW + CLOCK_SKEW_S + 60), rules=RULES, now=NOW),
+        "begins in 60 s",
+    ),
+    "of another swarm": (
+        lambda: open_certificate(sealed(swarm=bytes(32)), rules=RULES, now=NOW),
+        "of another swarm",
+    ),
+    "signed by a stranger": (
+        lambda: open_certificate(sealed(key=STRANGER), rules=RULES, now=NOW),
+        "signed by nobody who may",
+    ),
+    "signed by one who counts no more": (
+        lambda: admit(
+            replace(RULES, keys=RULES.keys | {ISSUER.public_key: NOW}),
+            certificate(key=ISSUER),
+            ALICE,
+            CLIENT,
+            NOBODY_OUT,
+            NOW,
+        ),
+        "signed by nobody who may",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_everybody_else_is_refused_and_told_why(case: str) -> None:
+    attempt, why = REFUSED[case]
+    with pytest.raises(NotAuthorised, match=why) as caught:
+        attempt()
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize("error_s", [-300, 300])
+def test_a_clock_five_minutes_off_does_no_harm(error_s: int) -> None:
+    fresh = sealed(now=NOW + error_s)
+    member = open_certificate(fresh, rules=RULES, now=NOW)
+    assert open_certificate(fresh, rules=RULES, now=NOW - error_s).id == member.id
+    # Renewed at two thirds of even the shortest life, it has more than the ten minutes left that two clocks may differ.
+    shortest = issue(
+        Admittance(ALICE, CLIENT), swarm=SWARM, key=AUTHORITY, now=NOW, lifetime_s=MIN_LIFETIME_S
+    )
+    opened = open_certificate(shortest, rules=RULES, now=NOW)
+    assert opened.not_after - opened.renew_at > 600
+
+
+def test_a_clock_further_off_is_named() -> None:
+    with pytest.raises(NotAuthorised) as caught:
+        open_certificate(sealed(now=NOW + DAY_S), rules=RULES, now=NOW)
+    assert "clock" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("roles", "lifetime_s"),
+    [(frozenset(), DAY_S), (CLIENT, MIN_LIFETIME_S - 1), (CLIENT, MAX_LIFETIME_S + 1), (CLIENT, math.nan)],
+)
+def test_what_no_certificate_can_say_is_not_issued(roles: frozenset[Role], lifetime_s: float) -> None:
+    with pytest.raises(ValueError, match="certificate"):
+        issue(Admittance(ALICE, roles), swarm=SWARM, key=AUTHORITY, now=NOW, lifetime_s=lifetime_s)
+
+
+def test_an_open_swarm_is_the_same_rules_with_another_admission() -> None:
+    public = replace(RULES, admission=Admission.OPEN, anyone=CLIENT)
+    assert admit(public, None, ALICE, CLIENT, NOBODY_OUT, NOW).until == math.inf
+    with pytest.raises(NotAuthorised, match="takes the role host"):
+        admit(public, None, ALICE, HOST, NOBODY_OUT, NOW)
+    assert admit(public, certificate(roles=HOST), ALICE, HOST, NOBODY_OUT, NOW).roles == CLIENT | HOST
+
+
+def test_an_allow_list_names_its_members() -> None:
+    listed = replace(RULES, admission=Admission.ALLOW_LIST, allow={ALICE: HOST})
+    assert admit(listed, None, ALICE, HOST, NOBODY_OUT, NOW).roles == HOST
+    with pytest.raises(NotAuthorised, match="list of members"):
+        admit(listed, None, BOB, HOST, NOBODY_OUT, NOW)
+
+
+def learned(*lists: bytes, known: Revocations = NOBODY_OUT) -> Revocations:
+    return known.learn(lists, rules=RULES, now=NOW)
+
+
+def revoke(named: Named, *, serial: int = 1, key: Identity = AUTHORITY, swarm: bytes = SWARM) -> bytes:
+    return sign_list(named, serial=serial, swarm=swarm, key=key)
+
+
+@pytest.mark.parametrize("admission", Admission)
+def test_the_revoked_are_out_whatever_the_admission(admission: Admission) -> None:
+    rules = replace(RULES, admission=admission, anyone=ANY_ROLE, allow={ALICE: ANY_ROLE})
+    shown = certificate(invite=bytes(16))
+    for named in (
+        Named(peers=frozenset({ALICE})),
+        Named(certificates=frozenset({shown.id})),
+        Named(invites=frozenset({bytes(16)})),
+    ):
+        with pytest.raises(NotAuthorised, match="revoked"):
+            admit(rules, shown, ALICE, CLIENT, learned(revoke(named)), NOW)
+    others = learned(revoke(Named(frozenset({BOB}), frozenset({bytes(16)}), frozenset({shown.id}))))
+    assert admit(rules, shown, ALICE, CLIENT, others, NOW)
+
+
+def test_of_one_signer_the_newest_list_counts_and_of_all_signers_all() -> None:
+    old, new = revoke(Named(frozenset({ALICE})), serial=1), revoke(Named(frozenset({BOB})), serial=2)
+    other = revoke(Named(frozenset({ALICE})), key=ISSUER)
+
+    for order in ((old, new), (new, old)):
+        known = learned(*order)
+        assert (known.why_out(ALICE, None), bool(known.why_out(BOB, None))) == (None, True)
+    assert learned(old, known=known) is known
+
+    both = learned(other, known=known)
+    assert both.why_out(ALICE, None)
+    assert both.why_out(BOB, None)
+    assert both.serials == {AUTHORITY.public_key: 2, ISSUER.public_key: 1}
+    assert both.newer_than({AUTHORITY.public_key: 2}) == (other,)
+    assert set(both.newer_than({})) == {new, other}
+
+    later = replace(RULES, keys={AUTHORITY.public_key: math.inf})
+    assert both.believed(rules=later, now=NOW).why_out(ALICE, None) is None
+
+
+def test_lists_that_are_not_as_they_should_be_are_refused() -> None:
+    good = revoke(Named(frozenset({ALICE})))
+    with pytest.raises(NotAuthorised, match="another swarm"):
+        learned(revoke(Named(), swarm=bytes(32)))
+    with pytest.raises(NotAuthorised, match="nobody who may"):
+        learned(good, revoke(Named(), key=STRANGER))
+    with pytest.raises(IntegrityError):
+        learned(good[:-1] + bytes([good[-1] ^ 1]))
+    with pytest.raises(IntegrityError):
+        learned(sealed())  # a certificate is no list
+    with pytest.raises(ValueError, match="at most"):
+        revoke(Named(frozenset(PeerId(f"{n:052}") for n in range(MAX_ENTRIES + 1))))
+
+
+def test_the_longest_list_there_can_be_fits() -> None:
+    named = Named(frozenset(PeerId(f"{n:052}") for n in range(MAX_ENTRIES)))
+    assert len(open_list(revoke(named), rules=RULES, now=NOW).peers) == MAX_ENTRIES

@@ -1,0 +1,227 @@
+"""The commands of whoever runs a swarm, as far as they go without a network."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swarmnet import cli, swarm_file
+from swarmnet.key_files import load_key
+from swarmnet.swarm_folder import folder_of
+from swarmnet_protocols.clock import wall_clock
+from swarmnet_protocols.identity import Identity
+from swarmnet_protocols.membership.invites import read_invite, redemption
+from swarmnet_protocols.membership.issuer import Issuer, Ledger
+from swarmnet_protocols.membership.revocations import Revocations, open_list
+from swarmnet_protocols.transport import PeerId
+
+ALICE = Identity.from_seed(b"alice").peer_id
+ADDRESS = f"/ip4/203.0.113.7/tcp/31337/p2p/{ALICE}"
+
+
+class Owner:
+    """Somebody at a terminal, in the directory of a swarm of theirs."""
+
+    def __init__(self, directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.directory = directory
+        self._capsys = capsys
+
+    def run(self, *arguments: str, code: int = 0) -> dict[str, Any]:
+        assert cli.execute([*arguments, "--json"]) == code
+        fields: dict[str, Any] = json.loads(self._capsys.readouterr().out)
+        return fields
+
+    def swarm(self, *arguments: str, code: int = 0) -> dict[str, Any]:
+        return self.run("swarm", *arguments, code=code)
+
+    def edit(self, old: str, new: str) -> None:
+        path = self.directory / "swarm.toml"
+        text = path.read_text()
+        assert old in text
+        path.write_text(text.replace(old, new, 1))
+        self.swarm("sign")
+
+    def let_in(self, invite: str, peer: PeerId, data_dir: Path) -> None:
+        """What a node with --issuer does when ``peer`` redeems ``invite``."""
+        file, now = swarm_file.load(self.directory), wall_clock()
+        folder = folder_of(data_dir, file.swarm_id)
+        folder.mkdir(parents=True, exist_ok=True)
+        with Ledger.open(folder) as ledger:
+            issuer = Issuer(load_key(self.directory / "authority.key"), file.rules(), ledger, now=now)
+            issuer.redeem(redemption(read_invite(invite, now=now), peer), peer, Revocations(), now)
+
+
+@pytest.fixture
+def owner(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Owner:
+    owner = Owner(tmp_path / "lab", capsys)
+    owner.swarm("create", "lab", "--out", str(owner.directory), "--bootstrap", ADDRESS)
+    monkeypatch.chdir(owner.directory)
+    return owner
+
+
+def test_an_invite_says_what_was_asked_for(owner: Owner) -> None:
+    printed = owner.swarm("invite", "--role", "host", "--role", "client", "--expires", "12h", "--uses", "5")
+    invite = read_invite(printed["invite"], now=wall_clock())
+    assert (sorted(invite.grant.terms.roles), invite.grant.terms.uses) == (["client", "host"], 5)
+    assert invite.grant.terms.not_after - wall_clock() == pytest.approx(12 * 3600, abs=60)
+    assert invite.bootstrap == (ADDRESS,)
+    assert invite.grant.id.hex() == printed["id"]
+
+
+def test_the_invite_is_all_of_stdout(owner: Owner, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.execute(["swarm", "invite"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith("swn1")
+    assert len(shown.out.split()) == 1
+    assert "1 peer as client" in shown.err
+
+
+def test_an_issuer_that_the_file_lists_invites_too(owner: Owner, tmp_path: Path) -> None:
+    key = str(tmp_path / "issuer.key")
+    public = owner.swarm("new-key", key)["public_key"]
+    assert owner.swarm("invite", "--key", key, code=3)["error"] == "config"
+    owner.edit("issuers = []", f'issuers = ["{public}"]')
+    assert owner.swarm("invite", "--key", key)["invite"].startswith("swn1")
+
+
+def test_whoever_is_approved_gets_an_invite_for_nobody_else(owner: Owner) -> None:
+    printed = owner.swarm("approve", ALICE, "--role", "trainer")
+    terms = read_invite(printed["invite"], now=wall_clock()).grant.terms
+    assert (terms.peer, terms.uses, terms.roles) == (ALICE, 1, {"trainer"})
+
+
+def test_with_an_allow_list_the_file_says_who_is_in(owner: Owner) -> None:
+    owner.edit('admission = "certificate"', 'admission = "allow-list"')
+    assert owner.swarm("invite", code=3)["hint"].endswith("approve PEER --role ROLE")
+    assert owner.swarm("approve", ALICE, "--role", "host", "--role", "client")["roles"] == ["client", "host"]
+    assert owner.swarm("members")["members"] == [
+        {"peer_id": ALICE, "roles": ["client", "host"], "state": "member", "until": None, "invite": None}
+    ]
+
+
+def test_members_are_those_the_issuer_let_in(owner: Owner, tmp_path: Path) -> None:
+    data = str(tmp_path / "data")
+    assert owner.swarm("members", "--data-dir", data, code=3)["error"] == "config"
+    printed = owner.swarm("invite", "--role", "host")
+    owner.let_in(printed["invite"], ALICE, tmp_path / "data")
+    (member,) = owner.swarm("members", "--data-dir", data)["members"]
+    assert (member["peer_id"], member["state"], member["invite"]) == (ALICE, "member", printed["id"])
+    assert member["roles"] == ["host"]
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """The lists that were brought to the swarm."""
+    lists: list[bytes] = []
+
+    async def spread(sealed: bytes, addresses: list[str], **_: object) -> list[str]:
+        assert addresses == [ADDRESS]
+        lists.append(sealed)
+        return [ALICE]
+
+    monkeypatch.setattr("swarmnet_protocols.membership.spreading.spread", spread)
+    return lists
+
+
+def test_revoking_adds_to_the_list_and_brings_it_to_the_swarm(
+    owner: Owner, told: list[bytes], tmp_path: Path
+) -> None:
+    printed = owner.swarm("invite", "--role", "host")
+    owner.let_in(printed["invite"], ALICE, tmp_path / "data")
+    bob = Identity.from_seed(b"bob").peer_id
+    assert owner.swarm("revoke", ALICE)["told"] == [ALICE]
+    owner.swarm("revoke", bob)
+    owner.swarm("revoke", printed["invite"])
+    owner.swarm("revoke", "ab" * 16)
+
+    file = swarm_file.load(owner.directory)
+    lists = [open_list(sealed, rules=file.rules(), now=wall_clock()) for sealed in told]
+    assert [each.serial for each in lists] == sorted({each.serial for each in lists})
+    assert lists[-1].peers == {ALICE, bob}
+    assert lists[-1].invites == {bytes.fromhex(printed["id"]), b"\xab" * 16}
+    (member,) = owner.swarm("members", "--data-dir", str(tmp_path / "data"))["members"]
+    assert member["state"] == "revoked"
+
+    owner.swarm("approve", ALICE)
+    assert open_list(told[-1], rules=file.rules(), now=wall_clock()).peers == {bob}
+
+
+def test_revoking_takes_a_peer_off_an_allow_list(owner: Owner, told: list[bytes]) -> None:
+    owner.edit('admission = "certificate"', 'admission = "allow-list"')
+    owner.swarm("approve", ALICE, "--role", "host")
+    owner.swarm("revoke", ALICE)
+    assert swarm_file.load(owner.directory).allow == {}
+    assert len(told) == 1
+
+
+def test_what_was_revoked_stays_revoked_under_a_new_key(owner: Owner, told: list[bytes]) -> None:
+    owner.swarm("revoke", ALICE)
+    first = owner.swarm("show", ".")
+    rotated = owner.swarm("rotate-key", "--overlap", "now")
+    assert rotated["swarm_id"] == first["swarm_id"]
+    assert rotated["authority"] != first["authority"]
+    file = swarm_file.load(owner.directory)
+    kept = open_list((owner.directory / "revocations").read_bytes(), rules=file.rules(), now=wall_clock())
+    assert kept.peers == {ALICE}
+    owner.swarm("revoke", Identity.from_seed(b"bob").peer_id)
+    assert len(open_list(told[-1], rules=file.rules(), now=wall_clock()).peers) == 2
+
+
+def test_nobody_told_is_an_error_that_says_so(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def spread(*_: object, **__: object) -> list[str]:
+        return []
+
+    monkeypatch.setattr("swarmnet_protocols.membership.spreading.spread", spread)
+    failed = owner.swarm("revoke", ALICE, code=5)
+    assert "no peer of the swarm could be told" in failed["message"]
+    assert (owner.directory / "revocations").exists()
+
+
+@pytest.mark.parametrize("command", ["invite", "revoke", "approve"])
+def test_an_open_swarm_has_nobody_who_could(command: str, owner: Owner, tmp_path: Path) -> None:
+    owner.swarm("create", "all", "--open", "--out", str(tmp_path / "all"))
+    who = [] if command == "invite" else [ALICE]
+    failed = owner.swarm(command, *who, str(tmp_path / "all"), code=3)
+    assert "no authority" in failed["message"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["invite", "--expires", "soon"], "--expires"),
+        (["invite", "--expires", "9999999w"], "--expires"),
+        (["invite", "--uses", "0"], "--uses"),
+        (["invite", "--role", "king"], "--role"),
+        (["revoke", "alice"], "PEER"),
+        (["approve", "alice"], "PEER"),
+        (["rotate-key", "--overlap", "never"], "--overlap"),
+        (["create", "x", "--out", "x", "--open", "--like", "y"], "--like"),
+    ],
+)
+def test_what_is_typed_wrong_is_said(arguments: list[str], words: str, owner: Owner) -> None:
+    before = {path.name: path.read_bytes() for path in owner.directory.iterdir()}
+    assert words in owner.swarm(*arguments, code=2)["message"]
+    assert {path.name: path.read_bytes() for path in owner.directory.iterdir()} == before
+
+
+def test_a_file_older_than_the_one_used_before_is_refused(owner: Owner, tmp_path: Path) -> None:
+    old = (owner.directory / "swarm.toml").read_bytes()
+    owner.swarm("sign")
+    data = ("--data-dir", str(tmp_path / "data"))
+    # Refused for want of a certificate, which is after the file was taken.
+    assert owner.run("train", "status", "0" * 64, "--swarm", ".", *data, code=4)["error"] == "not_authorised"
+    (tmp_path / "old.toml").write_bytes(old)
+    arguments = ("train", "status", "0" * 64, "--swarm", str(tmp_path / "old.toml"), *data)
+    assert "serial 1 after 2" in owner.run(*arguments, code=7)["message"]
+    assert (
+        owner.run("train", "status", "0" * 64, "--swarm", "lab", *data, code=4)["error"] == "not_authorised"
+    )
+
+
+def test_an_invite_that_ended_or_is_damaged_is_refused(owner: Owner, tmp_path: Path) -> None:
+    invite = owner.swarm("invite")["invite"]
+    data = ("--data-dir", str(tmp_path / "data"))
+    damaged = owner.run("run", "m", "hi", "--swarm", invite[:-3], *data, code=3)
+    assert "damaged" in damaged["message"]
+    assert not (tmp_path / "data").exists()
