@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from swarmnet import swarm_file
-from swarmnet.key_files import load_key
+from swarmnet.key_files import KEY_NAME, load_key
 from swarmnet.paths import default_data_dir
 from swarmnet.swarm_content import SwarmFile
 from swarmnet.swarm_folder import find, folder_of, remember
@@ -66,7 +66,8 @@ class Entry:
 def enter(swarm: str, data_dir: Path, bootstrap: Sequence[str] = ()) -> Entry:
     """The swarm of a file, of an invite, or, once entered, of this name, for the identity that ``data_dir`` keeps.
 
-    An invite is redeemed the first time; afterwards certificate and swarm file are in ``data_dir``. Raises ``ConfigError``,
+    An invite is redeemed the first time; afterwards certificate and swarm file are in ``data_dir``. Beside the authority's key a
+    swarm file needs no invite. Raises ``ConfigError``,
     ``IntegrityError`` for a file that is wrong, changed or older than one used before, ``NotAuthorised`` for an invite that
     will not do, and ``Unreachable`` when nobody who could let us in is there.
     """
@@ -84,6 +85,7 @@ def enter(swarm: str, data_dir: Path, bootstrap: Sequence[str] = ()) -> Entry:
         file = swarm_file.parse(data, source=source)
         if file.authority is not None:
             file = remember(data_dir, data, source=source)
+            _certify_owner(file, swarm_file.file_in(path).with_name(KEY_NAME), data_dir)
     file.check_not_expired(wall_clock())
     return _entry(file, bootstrap, data_dir)
 
@@ -102,6 +104,23 @@ def _entry(file: SwarmFile, bootstrap: Sequence[str], data_dir: Path) -> Entry:
     folder = folder_of(data_dir, file.swarm_id) if file.authority is not None else None
     known = tuple(dict.fromkeys((*file.bootstrap, *bootstrap)))
     return Entry(file, known, data_dir / IDENTITY_NAME, folder)
+
+
+def _certify_owner(file: SwarmFile, key_path: Path, data_dir: Path) -> None:
+    """Whoever has the authority's key beside the swarm file is a member by it, in all roles, without an invite."""
+    if not key_path.exists():
+        return
+    from swarmnet_protocols.identity import Identity
+    from swarmnet_protocols.membership.admission import IssuerConfig
+    from swarmnet_protocols.membership.membership import Membership
+
+    key = load_key(key_path)
+    if not file.rules().believe(key.public_key, wall_clock()):
+        return  # it was replaced since
+    folder = folder_of(data_dir, file.swarm_id)
+    peer = Identity.load_or_create(data_dir / IDENTITY_NAME).peer_id
+    membership = Membership(file.rules(), peer, wall_clock, folder=folder)
+    IssuerConfig(key, folder, swarm_file.read(folder)).certify(membership)
 
 
 def _enter_by_invite(text: str, data_dir: Path, bootstrap: Sequence[str]) -> Entry:

@@ -1,6 +1,7 @@
 """A private swarm of real processes: who is invited is in, who is revoked is out, everybody else never was."""
 
 import contextlib
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -105,13 +106,14 @@ def test_who_is_invited_is_in_and_who_is_revoked_is_out(private: PrivateSwarm) -
 
 
 def test_strangers_are_told_that_they_are_none_of_us(private: PrivateSwarm) -> None:
+    published = shutil.copy(Path(private.swarm, "swarm.toml"), private.directory / "published.toml")
     arguments = (
         "run",
         private.model,
         "w5 w6",
         "--raw",
         "--swarm",
-        private.swarm,
+        str(published),
         "--bootstrap",
         private.address,
     )

@@ -1,6 +1,7 @@
 """The commands of whoever runs a swarm, as far as they go without a network."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -209,8 +210,9 @@ def test_a_file_older_than_the_one_used_before_is_refused(owner: Owner, tmp_path
     old = (owner.directory / "swarm.toml").read_bytes()
     owner.swarm("sign")
     data = ("--data-dir", str(tmp_path / "data"))
+    new = str(shutil.copy("swarm.toml", tmp_path / "new.toml"))  # away from the key, which lets its owner in
     # Refused for want of a certificate, which is after the file was taken.
-    assert owner.run("train", "status", "0" * 64, "--swarm", ".", *data, code=4)["error"] == "not_authorised"
+    assert owner.run("train", "status", "0" * 64, "--swarm", new, *data, code=4)["error"] == "not_authorised"
     (tmp_path / "old.toml").write_bytes(old)
     arguments = ("train", "status", "0" * 64, "--swarm", str(tmp_path / "old.toml"), *data)
     assert "serial 1 after 2" in owner.run(*arguments, code=7)["message"]

@@ -1,0 +1,58 @@
+"""What it takes to enter a swarm with a file."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from swarmnet import swarm_file
+from swarmnet.entering import Entry, enter
+from swarmnet.key_files import KEY_NAME, create_key
+from swarmnet.swarm_file import FILE_NAME
+from swarmnet.swarm_writer import NewSwarm, create
+from swarmnet_protocols.clock import wall_clock
+from swarmnet_protocols.errors import ConfigError, NotAuthorised
+from swarmnet_protocols.identity import Identity
+from swarmnet_protocols.membership.membership import Membership
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Path:
+    create(tmp_path / "lab", NewSwarm("lab"), now=wall_clock())
+    return tmp_path / "lab"
+
+
+def check_in(entry: Entry) -> None:
+    """Raise what a node would, were it to start now."""
+    peer = Identity.load_or_create(entry.identity_path).peer_id
+    Membership(entry.file.rules(), peer, wall_clock, folder=entry.folder).check()
+
+
+def test_the_authority_is_in_without_an_invite(lab: Path, tmp_path: Path) -> None:
+    check_in(enter(str(lab), tmp_path / "data"))
+    check_in(enter(str(lab / FILE_NAME), tmp_path / "other"))
+
+
+def test_the_file_alone_lets_nobody_in(lab: Path, tmp_path: Path) -> None:
+    shutil.copy(lab / FILE_NAME, tmp_path)
+    with pytest.raises(NotAuthorised, match="certificate"):
+        check_in(enter(str(tmp_path / FILE_NAME), tmp_path / "data"))
+
+
+def test_another_key_beside_the_file_lets_nobody_in(lab: Path, tmp_path: Path) -> None:
+    (lab / KEY_NAME).unlink()
+    create_key(lab / KEY_NAME)
+    with pytest.raises(NotAuthorised, match="certificate"):
+        check_in(enter(str(lab), tmp_path / "data"))
+
+
+def test_a_key_that_others_can_read_is_not_used(lab: Path, tmp_path: Path) -> None:
+    (lab / KEY_NAME).chmod(0o644)
+    with pytest.raises(ConfigError, match="read by others"):
+        enter(str(lab), tmp_path / "data")
+
+
+def test_an_open_swarm_asks_nobody_who_they_are(tmp_path: Path) -> None:
+    create(tmp_path / "lab", NewSwarm("lab", is_open=True), now=wall_clock())
+    assert swarm_file.load(tmp_path / "lab").authority is None
+    assert enter(str(tmp_path / "lab"), tmp_path / "data").folder is None
