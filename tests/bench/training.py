@@ -1,7 +1,7 @@
 """All training methods on the same model, data, seeds and churn trace: loss against tokens, bytes and simulated time.
 
     python -m tests.bench.training [--methods allreduce diloco:outer_lr=0.5 ...] [--workers 8] [--steps 4000]
-                                   [--absences 0] [--seed 0] [--out DIR]
+                                   [--learning-rate 3e-3] [--absences 0] [--seed 0] [--out DIR]
 
 A byte-level Llama learns the Python standard library's source. Every method sees equal tokens: --steps inner steps of every
 worker, rounded down to whole rounds. Prints one JSON object a method; in DIR come curves.json and plots.
@@ -22,11 +22,20 @@ from tests.bench.training_run import LINKS, Curve, Simulation, absences
 
 METHODS = ("allreduce", "diloco", "streaming", "eager", "co2", "noloco", "sparseloco")
 YARDSTICK = "allreduce"
+LEARNING_RATE = 3e-3
 
 Setting = int | float | str
 
 
-def standard_job(method: str, settings: Mapping[str, Setting], *, seed: int, steps: int, workers: int) -> Job:
+def standard_job(
+    method: str,
+    settings: Mapping[str, Setting],
+    *,
+    seed: int,
+    steps: int,
+    workers: int,
+    learning_rate: float = LEARNING_RATE,
+) -> Job:
     """The job of a small byte-level Llama, 28,832 parameters, for ``steps`` inner steps of whole rounds."""
     document = {
         "job": {"name": method, "seed": seed, "rounds": 1},
@@ -44,7 +53,7 @@ def standard_job(method: str, settings: Mapping[str, Setting], *, seed: int, ste
             }
         },
         "data": {"path": "python-stdlib", "sequence_length": 64},
-        "training": {"batch_size": 16, "learning_rate": 3e-3, "warmup_steps": 50},
+        "training": {"batch_size": 16, "learning_rate": learning_rate, "warmup_steps": 50},
         "method": {"name": method, "settings": dict(settings)},
         "exchange": {"max_workers": workers},
         "eval": {"batches": 16},
@@ -95,7 +104,12 @@ def compare(methods: Sequence[str], arguments: argparse.Namespace, cache_dir: Pa
     for label in methods:
         name, settings = parse_method(label)
         job = standard_job(
-            name, settings, seed=arguments.seed, steps=arguments.steps, workers=arguments.workers
+            name,
+            settings,
+            seed=arguments.seed,
+            steps=arguments.steps,
+            workers=arguments.workers,
+            learning_rate=arguments.learning_rate,
         )
         trace = absences(
             arguments.seed, workers=arguments.workers, steps=arguments.steps, count=arguments.absences
@@ -116,6 +130,9 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=METHODS, metavar="NAME[:SETTING=VALUE,...]")
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--steps", type=int, default=4000, help="inner steps of every worker")
+    parser.add_argument(
+        "--learning-rate", type=float, default=LEARNING_RATE, help="the highest, of inner steps"
+    )
     parser.add_argument("--step-s", type=float, default=0.5, help="simulated seconds of an inner step")
     parser.add_argument("--absences", type=int, default=0, help="workers that leave and come back in mid-run")
     parser.add_argument("--seed", type=int, default=0)
