@@ -196,9 +196,13 @@ class Engine:
         if self._stopped:
             raise Unreachable("this host has stopped")
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._passes.append(_Pass(start, positions, done))
+        work = _Pass(start, positions, done)
+        self._passes.append(work)
         self._wake.set()
-        return await done
+        try:
+            return await done
+        finally:
+            self._remove_pass(work)
 
     async def _loop(self) -> None:
         while True:
@@ -209,9 +213,10 @@ class Engine:
                 await asyncio.sleep(0)  # whatever the network has already delivered joins this batch
                 if self._waiting:
                     await self._forward()
-                else:
-                    await self._run_pass(self._passes[0])
-                    self._passes.popleft()
+                elif self._passes:  # whoever waited may be gone by now
+                    work = self._passes[0]
+                    await self._run_pass(work)
+                    self._remove_pass(work)
 
     async def _forward(self) -> None:
         """One forward of what the scheduler picks among the sessions' work."""
@@ -248,6 +253,10 @@ class Engine:
         self._pass_position_s += SMOOTHING * (elapsed_s / work.positions - self._pass_position_s)
         if not work.done.done():
             work.done.set_result(result)
+
+    def _remove_pass(self, work: _Pass) -> None:
+        if work in self._passes:
+            self._passes.remove(work)
 
     def _account(self, tokens: int, elapsed_s: float) -> None:
         self.forwards += 1

@@ -208,6 +208,25 @@ def test_a_pass_whose_client_left_is_not_computed() -> None:
     with_engine(Doubling(), use)
 
 
+def test_a_pass_whose_client_left_is_not_kept_while_others_compute() -> None:
+    goes_on = threading.Event()
+
+    async def use(engine: Engine, real: Stage) -> None:
+        await engine.compute_behind(lambda: lambda: None, 1)
+        computing = asyncio.ensure_future(engine.compute_behind(lambda: lambda: goes_on.wait(10), 1))
+        leaving = asyncio.ensure_future(engine.compute_behind(lambda: lambda: None, 99))
+        await asyncio.sleep(0)
+        queue_s = engine.queue_s
+        leaving.cancel()
+        await asyncio.wait({leaving})
+        remaining_s = engine.queue_s
+        goes_on.set()
+        await computing
+        assert remaining_s == pytest.approx(queue_s / 100)
+
+    with_engine(Doubling(), use)
+
+
 def test_passes_that_wait_when_the_engine_stops_are_told() -> None:
     async def main() -> None:
         with ThreadPoolExecutor(1) as executor:
