@@ -3,16 +3,20 @@
 import asyncio
 import contextlib
 import itertools
+import math
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
 from swarmnet_protocols.errors import NotAuthorised, PeerUnreachable, StreamEnded
+from swarmnet_protocols.identity import Identity
 from swarmnet_protocols.membership import door as door_module
+from swarmnet_protocols.membership.revocations import Named, sign_list
 from swarmnet_protocols.membership.roles import ANY_ROLE, Role
+from swarmnet_protocols.membership.rules import Rules
 from swarmnet_protocols.protocol_ids import ALL, DOOR, ENTRANCE, LINK, PING, REVOCATIONS, SESSION
 from swarmnet_protocols.transport import Message, ProtocolSpec, Stream, Transport
 from swarmnet_protocols.transport.memory import Delivery, LinkProfile, MemoryNetwork, MemoryTransport
@@ -453,6 +457,62 @@ def test_a_list_that_did_not_get_through_is_fetched_later() -> None:
     run(scenario)
 
 
+@dataclass
+class Signers:
+    """Two whom the swarm file named: one who was removed since, whose list would be told first, and one who stays."""
+
+    removed: Identity
+    staying: Identity
+
+    @classmethod
+    def make(cls) -> "Signers":
+        return cls(*sorted((identity_of("one"), identity_of("other")), key=lambda each: each.public_key))
+
+    def revoke(self, swarm: PrivateSwarm, name: str) -> tuple[bytes, bytes]:
+        """That list of each that puts ``name`` out."""
+        named = Named(peers=frozenset({identity_of(name).peer_id}))
+        first, second = (
+            sign_list(named, serial=1, swarm=swarm.rules.swarm, key=key)
+            for key in (self.removed, self.staying)
+        )
+        return first, second
+
+    def rules(self, swarm: PrivateSwarm, *signers: Identity) -> Rules:
+        keys = {**swarm.rules.keys, **{each.public_key: math.inf for each in signers}}
+        return replace(swarm.rules, keys=keys)
+
+
+def test_nobody_is_out_by_the_word_of_a_signer_who_was_removed() -> None:
+    async def scenario(world: World) -> None:
+        signers, rules = Signers.make(), world.swarm.rules
+        server, client = await world.member("bob"), await world.member("alice")
+        await server.transport.serve(SESSION, answer)
+        server.membership.rules = signers.rules(world.swarm, signers.removed)
+        server.membership.take_revocations([signers.revoke(world.swarm, "alice")[0]])
+        with pytest.raises(NotAuthorised, match="revoked"):
+            await converse(client, server)
+        server.membership.adopt = lambda _: rules
+        server.membership.take_swarm_file(b"a newer file")
+        await converse(client, server)
+
+    run(scenario)
+
+
+def test_the_list_of_a_signer_who_was_removed_hides_no_other() -> None:
+    async def scenario(world: World) -> None:
+        signers = Signers.make()
+        server, behind = await world.member("bob"), await world.member("behind")
+        await server.transport.serve(SESSION, answer)
+        server.membership.rules = signers.rules(world.swarm, signers.staying)
+        behind.membership.rules = signers.rules(world.swarm, signers.removed, signers.staying)
+        behind.membership.take_revocations(signers.revoke(world.swarm, "mallory"))
+        await converse(behind, server)
+        await asyncio.sleep(1.0)
+        assert list(server.membership.revocations.serials) == [signers.staying.public_key]
+
+    run(scenario)
+
+
 def test_who_was_away_learns_of_revocations_from_the_first_it_meets() -> None:
     async def scenario(world: World) -> None:
         server, late = await world.member("bob"), await world.member("late")
@@ -561,6 +621,38 @@ def test_who_says_nothing_at_the_door_is_gone_in_time() -> None:
         async with asyncio.timeout(10.0):
             await asyncio.gather(*(seconds_until_the_end(stream) for stream in silent))
         assert not server.door._strangers
+
+    run(scenario)
+
+
+def test_silent_strangers_keep_no_member_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door_module, "MAX_STRANGERS", 8)
+
+    async def scenario(world: World) -> None:
+        server, client = await world.member("bob"), await world.member("alice")
+        await server.transport.serve(SESSION, answer)
+        for number in range(20):
+            stranger = await world.stranger(f"stranger {number}")
+            await stranger.open(server.peer_id, DOOR, deadline_s=DEADLINE_S)
+        assert len(server.door._strangers) == 8
+        await converse(client, server)
+
+    run(scenario)
+
+
+def test_the_door_of_a_guest_who_hears_nothing_is_shut(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(world: World) -> None:
+        server, client = await world.member("bob"), await world.member("alice")
+        await server.transport.serve(SESSION, answer)
+        await converse(client, server)
+        (door,) = server.door._doors
+
+        async def never(_: Message) -> None:
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(door, "send", never)
+        await asyncio.sleep(world.swarm.rules.revocation_refresh_s + world.swarm.timing.door_s + 1.0)
+        assert door not in server.door._doors
 
     run(scenario)
 

@@ -8,7 +8,6 @@ renewed certificate and of newer revocations; when it has ended, they meet anew 
 import asyncio
 import contextlib
 import logging
-from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -41,7 +40,7 @@ _log = logging.getLogger(__name__)
 MAX_DOORS = 256
 """Streams kept open with those we have met. Beyond these the oldest ends, and its two peers meet anew when need be."""
 MAX_STRANGERS = 128
-"""Callers at a time that have not said who they are yet."""
+"""Callers at a time that have not said who they are yet. Beyond these the slowest has to go: members say it at once."""
 MAX_CALLS = 4
 """Of one of them."""
 HELLO_PAUSE_S = 0.5
@@ -70,7 +69,7 @@ class Door:
         self._timing = timing
         self._guests: dict[PeerId, _Guest] = {}
         self._doors: dict[Stream, _Guest] = {}
-        self._strangers: Counter[PeerId] = Counter()
+        self._strangers: dict[Stream, None] = {}
         self._meetings: dict[tuple[PeerId, tuple[str, ...]], asyncio.Task[None]] = {}
         self._fetching: set[PeerId] = set()
         self._tasks: dict[asyncio.Task[None], None] = {}
@@ -202,14 +201,17 @@ class Door:
     async def _answer(self, stream: Stream) -> None:
         """Somebody is at the door."""
         peer = stream.peer
-        if self._strangers[peer] >= MAX_CALLS or self._strangers.total() >= MAX_STRANGERS:
+        if sum(each.peer == peer for each in self._strangers) >= MAX_CALLS:
             return
-        self._strangers[peer] += 1
+        self._strangers[stream] = None
+        if len(self._strangers) > MAX_STRANGERS:
+            slowest = next(iter(self._strangers))
+            del self._strangers[slowest]
+            slowest.close()
         try:
             said, shown = await hear(stream, self._timing.door_s)
         finally:
-            self._strangers[peer] -= 1
-            self._strangers += Counter()  # forgets who has none
+            self._strangers.pop(stream, None)
         try:
             guest = self._take(peer, said, shown)
         except NotAuthorised as error:
@@ -233,9 +235,7 @@ class Door:
             raise NotAuthorised(f"{peer} belongs to another swarm")
         certificate = self.membership.open(said.hello.certificate)
         member = self.membership.admit(peer, certificate)
-        guest = self._guests.get(peer)
-        if guest is None:
-            guest = self._guests[peer] = _Guest(member, certificate)
+        guest = self._guests.setdefault(peer, _Guest(member, certificate))
         guest.member, guest.certificate = member, certificate
         guest.serials = {each.signer: each.serial for each in said.hello.serials[:MAX_LISTS]}
         guest.spoke.set()
@@ -332,10 +332,13 @@ class Door:
             stream.close()
 
     async def _say(self, stream: Stream, message: Message) -> None:
-        """Say something to somebody who may be gone."""
-        with contextlib.suppress(StreamEnded, TimeoutError):
+        """Say something to somebody who may be gone. The stream of one who does not listen ends: what is said would pile up."""
+        try:
             async with asyncio.timeout(self._timing.door_s):
-                await stream.send(message)
+                with contextlib.suppress(StreamEnded):
+                    await stream.send(message)
+        except TimeoutError:
+            stream.close()
 
     # ---- revocations -------------------------------------------------------------------------------------
 
@@ -351,14 +354,13 @@ class Door:
         """Ask ``peer`` for the lists we lack. One who sends what is no list has to go."""
         try:
             stream = await self._transport.open(peer, REVOCATIONS, deadline_s=self._timing.chunk_s)
-            try:
+            with contextlib.closing(stream):
                 request = pb.RevocationsRequest(serials=serials(self.membership))
                 await stream.send(Message(request.SerializeToString()))
                 for _ in range(MAX_LISTS):
                     message = await receive_within(stream, self._timing.chunk_s)
-                    self.membership.take_revocations([bytes(message.payload)])
-            finally:
-                stream.close()
+                    with contextlib.suppress(NotAuthorised):  # of a signer whom an older swarm file named
+                        self.membership.take_revocations([bytes(message.payload)])
         except (IntegrityError, ProtocolViolation) as error:
             self._expel(peer, NotAuthorised(f"what it sends are no revocations: {error}"))
         except SwarmnetError as error:  # the end of the stream is the end of the lists

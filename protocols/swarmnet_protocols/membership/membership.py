@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from swarmnet_protocols.clock import Clock
-from swarmnet_protocols.errors import ConfigError, IntegrityError, NotAuthorised
+from swarmnet_protocols.errors import ConfigError, IntegrityError, NotAuthorised, OutOfResources
 from swarmnet_protocols.membership.certificates import MAX_CERTIFICATE_BYTES, Certificate, open_certificate
-from swarmnet_protocols.membership.revocations import MAX_LIST_BYTES, MAX_LISTS, Revocations
+from swarmnet_protocols.membership.revocations import MAX_LIST_BYTES, Revocations
 from swarmnet_protocols.membership.roles import ANY_ROLE
 from swarmnet_protocols.membership.rules import Admission, Member, Rules, admit
 from swarmnet_protocols.transport import PeerId
@@ -50,7 +50,7 @@ class Membership:
         self.certificate = b""
         """Our own, sealed; empty if we have none."""
         self._own: Certificate | None = None
-        self.revocations = Revocations()
+        self._revocations = Revocations()
         self._folder = folder
         if folder is not None:
             self._read(folder)
@@ -59,6 +59,11 @@ class Membership:
     def is_public(self) -> bool:
         """Whether anybody is a member and nobody could revoke that: then there is nothing to be shown."""
         return self.rules.admission is Admission.OPEN and not self.rules.keys
+
+    @property
+    def revocations(self) -> Revocations:
+        """Who is out, by the word of those whom the rules believe now."""
+        return self._revocations.believed(rules=self.rules, now=self.clock())
 
     @property
     def me(self) -> Member:
@@ -101,11 +106,12 @@ class Membership:
 
     def admit(self, peer: PeerId, certificate: Certificate | None) -> Member:
         """``peer`` as a member in whatever roles. Raises ``NotAuthorised``, or of it ``Revoked``."""
-        for signer in self.revocations.serials:
-            named = self.revocations.of(signer)
+        revocations = self.revocations
+        for signer in revocations.serials:
+            named = revocations.of(signer)
             if named is not None and (why := Revocations([named]).why_out(peer, certificate)):
                 raise Revoked(why, named.sealed)
-        return admit(self.rules, certificate, peer, ANY_ROLE, self.revocations, self.clock())
+        return admit(self.rules, certificate, peer, ANY_ROLE, revocations, self.clock())
 
     def take_swarm_file(self, data: bytes) -> None:
         """Go by the rules of a newer swarm file from now on. One that will not do, an older one too, changes nothing."""
@@ -121,27 +127,41 @@ class Membership:
             self._say_changed()
 
     def take_certificate(self, sealed: bytes) -> None:
-        """Have a new certificate of our own. Raises ``NotAuthorised`` for one that will not do."""
+        """Have a new certificate of our own. Raises ``NotAuthorised`` for one that will not do.
+
+        Raises ``OutOfResources`` when it cannot be written; it counts all the same, as long as this process lives.
+        """
         certificate = self.open(sealed)
         if certificate is None or certificate.peer != self.peer:
             raise NotAuthorised("this is no certificate for this peer")
-        if self._folder is not None:
-            _write(self._folder / CERTIFICATE_NAME, sealed)
         self.certificate, self._own = sealed, certificate
         self._say_changed()
+        if self._folder is not None:
+            try:
+                _write(self._folder / CERTIFICATE_NAME, sealed)
+            except OSError as error:
+                raise OutOfResources(
+                    f"cannot write the certificate into {self._folder}: {error.strerror}",
+                    hint="look after the disk of this machine",
+                ) from error
 
     def take_revocations(self, sealed: Iterable[bytes]) -> None:
         """Learn lists of revocations. Raises ``IntegrityError`` or ``NotAuthorised`` if one is not as it should be."""
-        learned = self.revocations.learn(sealed, rules=self.rules, now=self.clock())
-        if learned is self.revocations:
+        old = self.revocations
+        learned = old.learn(sealed, rules=self.rules, now=self.clock())
+        if learned is old:
             return
-        old, self.revocations = self.revocations, learned
-        if self._folder is not None:
-            for signer in learned.serials:
-                new = learned.of(signer)
-                if new is not None and new is not old.of(signer):
-                    _write(self._folder / REVOCATIONS_NAME / signer.hex(), new.sealed)
+        self._revocations = learned
         self._say_changed()
+        if self._folder is None:
+            return
+        for signer in learned.serials:
+            new = learned.of(signer)
+            if new is not None and new is not old.of(signer):
+                try:
+                    _write(self._folder / REVOCATIONS_NAME / signer.hex(), new.sealed)
+                except OSError as error:  # others have it too: it is fetched again after a restart
+                    _log.warning("cannot keep the revocations in %s: %s", self._folder, error.strerror)
 
     def _say_changed(self) -> None:
         for listener in list(self.listeners):
@@ -153,12 +173,13 @@ class Membership:
                 self.certificate = _read_file(
                     folder / CERTIFICATE_NAME, MAX_CERTIFICATE_BYTES + _SEALED_BYTES
                 )
-            lists = folder / REVOCATIONS_NAME
-            for path in sorted(lists.glob("[!.]*"))[:MAX_LISTS]:
-                # A signer who is not believed any more revokes nobody; a torn file is fetched again.
-                with contextlib.suppress(IntegrityError, NotAuthorised):
-                    sealed = _read_file(path, MAX_LIST_BYTES + _SEALED_BYTES)
-                    self.revocations = self.revocations.learn([sealed], rules=self.rules, now=self.clock())
+            for signer in self.rules.keys:
+                # A signer who is not believed any more revokes nobody; a damaged file is fetched again.
+                with contextlib.suppress(FileNotFoundError, IntegrityError, NotAuthorised):
+                    sealed = _read_file(
+                        folder / REVOCATIONS_NAME / signer.hex(), MAX_LIST_BYTES + _SEALED_BYTES
+                    )
+                    self._revocations = self._revocations.learn([sealed], rules=self.rules, now=self.clock())
         except OSError as error:
             raise ConfigError(
                 f"cannot read the membership in {folder}: {error.strerror}", hint="choose another --data-dir"
