@@ -1,5 +1,7 @@
 """The loop of ``swarmnet tune`` on a plain local model: it learns, resumes with the same result, and says when it cannot go on."""
 
+import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -246,6 +248,26 @@ def test_an_adapter_for_another_model_is_refused(
     with pytest.raises(ConfigError, match="does not fit this model") as caught:
         load_adapter(LlamaForCausalLM(config), tmp_path)
     assert "it is for tiny" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"rank_pattern": None}, "does not fit"),
+        ({"init_lora_weights": 5}, "does not fit"),
+        ({"megatron_config": {"a": 1}, "megatron_core": "this"}, "Megatron"),
+        ({"peft_type": "XLORA"}, "hosts cannot apply"),
+    ],
+    ids=str,
+)
+def test_a_config_that_makes_no_sense_is_refused_and_imports_nothing(
+    place: Path, adapter: Path, change: dict[str, Any], why: str
+) -> None:
+    config = json.loads((adapter / CONFIG_FILE).read_text())
+    (adapter / CONFIG_FILE).write_text(json.dumps(config | change))
+    with pytest.raises(ConfigError, match=why):
+        load_adapter(plain(place), adapter)
+    assert "this" not in sys.modules
 
 
 def test_modules_that_are_not_there_are_refused(place: Path) -> None:

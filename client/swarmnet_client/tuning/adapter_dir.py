@@ -14,6 +14,8 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 SUMMARY_FILE = "tune.json"
 _PICKLE = "adapter_model.bin"
+_METHODS = ("LORA", "PREFIX_TUNING", "PROMPT_TUNING", "P_TUNING")
+"""Others may bring in further adapters (XLORA) or pickles (MULTITASK_PROMPT_TUNING) by name."""
 _MAX_CONFIG_BYTES = 1 << 20
 _MAX_SUMMARY_BYTES = 64 << 20
 _HINT = "name a directory that `swarmnet tune` or PEFT's save_pretrained() has written"
@@ -22,7 +24,8 @@ _HINT = "name a directory that `swarmnet tune` or PEFT's save_pretrained() has w
 def check_adapter(directory: Path) -> dict[str, Any]:
     """The config of the adapter in ``directory``. Raises ``ConfigError`` or ``IntegrityError`` if there is none that may be read.
 
-    PEFT itself would look for a missing file on the hub, and reads a pickle where there are no safetensors.
+    PEFT itself would look for a missing file on the hub, read a pickle where there are no safetensors, and import a module that
+    the config names.
     """
     if not (directory / CONFIG_FILE).is_file():
         raise ConfigError(f"{directory} is no adapter: it has no {CONFIG_FILE}", hint=_HINT)
@@ -36,6 +39,13 @@ def check_adapter(directory: Path) -> dict[str, Any]:
     config = _read_json(directory / CONFIG_FILE, _MAX_CONFIG_BYTES)
     if not isinstance(config.get("peft_type"), str):
         raise IntegrityError(f"{directory / CONFIG_FILE} does not name a peft_type", hint=_HINT)
+    if config["peft_type"] not in _METHODS:
+        raise ConfigError(
+            f"the adapter in {directory} is {config['peft_type'][:40]}, which hosts cannot apply",
+            hint=f"use one of {', '.join(_METHODS)}",
+        )
+    if config.get("megatron_config"):  # it comes with the name of a module to import
+        raise ConfigError(f"the adapter in {directory} is for a Megatron model", hint=_HINT)
     return config
 
 
@@ -73,8 +83,9 @@ def load_adapter(model: Any, directory: Path) -> Any:
             adapted = PeftModel.from_pretrained(model, str(directory))
     except SafetensorError as error:
         raise IntegrityError(f"{directory / WEIGHTS_FILE} is damaged: {error}", hint=_HINT) from error
-    except (RuntimeError, ValueError, KeyError, TypeError) as error:
-        other.hint = f"{other.hint}; PEFT says: {str(error).splitlines()[0][:300]}"
+    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        other.hint = f"{other.hint}; PEFT says: {reason[:300]}"
         raise other from error
     state = get_peft_model_state_dict(adapted, save_embedding_layers=False)
     if stored != {name: tuple(value.shape) for name, value in state.items()}:
