@@ -126,7 +126,7 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
         from swarmnet_protocols.models import resolve
 
         local = resolve(model, cache_dir=cache_dir or default_cache_dir(), progress=shown.progress)
-        _check_length(local, settings)
+        _check_sizes(local, settings)
         dataset = Dataset.read(local.tokenizer(), data, eval_data, settings)
         about = {"model": model, "manifest": local.manifest.hash.hex(), "data": list(dataset.sha256)}
         folder = RunDir(out, about | settings.to_json(), force=force)
@@ -149,9 +149,16 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
             shown.show(_finish(tuned, tuner, dataset, folder))
 
 
-def _check_length(local: "LocalModel", settings: Settings) -> None:
+def _check_sizes(local: "LocalModel", settings: Settings) -> None:
+    from swarmnet_protocols.session.adapters import MAX_PREFIX_POSITIONS, MAX_RANK
     from swarmnet_protocols.session.passes import MAX_POSITIONS
 
+    if settings.rank > MAX_RANK:
+        raise typer.BadParameter(f"hosts take {MAX_RANK} at most", param_hint="'--rank'")
+    if settings.method == Method.DEEP_PROMPT and settings.virtual_tokens > MAX_PREFIX_POSITIONS:
+        raise typer.BadParameter(
+            f"hosts take {MAX_PREFIX_POSITIONS} at most", param_hint="'--virtual-tokens'"
+        )
     longest = min(MAX_POSITIONS, local.max_positions) - settings.prefix_length
     if settings.max_length > longest:
         raise typer.BadParameter(

@@ -289,6 +289,27 @@ def test_bad_rows_are_refused_before_anything_is_sent(
     assert not (tmp_path / "adapter").exists()
 
 
+@pytest.mark.parametrize(
+    "options",
+    [("--rank", "257"), ("--method", "deep-prompt", "--virtual-tokens", "513"), ("--max-length", "1025")],
+    ids=" ".join,
+)
+def test_what_no_host_takes_is_refused_before_anything_is_sent(
+    reference: Reference,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: Command,
+    options: tuple[str, ...],
+) -> None:
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("opened a model")
+
+    monkeypatch.setattr(client_model, "load", never)
+    code, (error,) = command(*tuning(reference, tmp_path, *options))
+    assert (code, error["error"]) == (2, "usage")
+    assert options[-2] in error["message"]
+
+
 def test_an_adapter_that_will_not_do_is_refused_before_anything_is_sent(
     reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
