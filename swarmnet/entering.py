@@ -19,6 +19,8 @@ from swarmnet_protocols.network import LOOPBACK, Network
 
 if TYPE_CHECKING:
     from swarmnet_protocols.membership.admission import IssuerConfig
+    from swarmnet_protocols.membership.invites import Invite
+    from swarmnet_protocols.wire.membership_pb2 import Admitted
 
 T = TypeVar("T")
 
@@ -144,27 +146,30 @@ def _enter_by_invite(text: str, data_dir: Path, bootstrap: Sequence[str]) -> Ent
 
 
 def _redeem(text: str, data_dir: Path, bootstrap: tuple[str, ...]) -> Entry:
-    from swarmnet_protocols.identity import Identity
     from swarmnet_protocols.membership.admission import redeem
     from swarmnet_protocols.membership.invites import read_invite
-    from swarmnet_protocols.membership.membership import Membership
 
     invite = replace(read_invite(text, now=wall_clock()), bootstrap=bootstrap)
     identity_path = data_dir / IDENTITY_NAME
-    admitted = _run(redeem(invite, identity_path))
-    file = swarm_file.parse(admitted.swarm_file, source="the swarm file that came with the certificate")
+    return _run(redeem(invite, identity_path, lambda admitted: _take(admitted, invite, data_dir)))
+
+
+def _take(admitted: "Admitted", invite: "Invite", data_dir: Path) -> Entry:
+    from swarmnet_protocols.identity import Identity
+    from swarmnet_protocols.membership.membership import Membership
+
+    source = "the swarm file that came with the certificate"
+    file = swarm_file.parse(admitted.swarm_file, source=source)
     if file.swarm_id != invite.grant.swarm:
-        raise IntegrityError(
-            "the swarm file that came with the certificate is of another swarm", hint="ask for a new invite"
-        )
+        raise IntegrityError(f"{source} is of another swarm", hint="ask for a new invite")
     if not file.rules().believe(invite.grant.signer, wall_clock()):
         raise NotAuthorised("the invite was signed by nobody who may", hint="ask for a new invite")
-    file = remember(data_dir, admitted.swarm_file, source="the swarm file that came with the certificate")
+    file = remember(data_dir, admitted.swarm_file, source=source)
     file.check_not_expired(wall_clock())
     folder = folder_of(data_dir, file.swarm_id)
-    peer = Identity.load_or_create(identity_path).peer_id
+    peer = Identity.load_or_create(data_dir / IDENTITY_NAME).peer_id
     Membership(file.rules(), peer, wall_clock, folder=folder).take_certificate(admitted.certificate)
-    return _entry(file, bootstrap, data_dir)
+    return _entry(file, invite.bootstrap, data_dir)
 
 
 def _run(conversation: Coroutine[Any, Any, T]) -> T:

@@ -22,8 +22,8 @@ from swarmnet_protocols.errors import (
     StreamEnded,
     Unreachable,
 )
-from swarmnet_protocols.protocol_ids import ALL
-from swarmnet_protocols.transport import Message, ProtocolSpec, Stream
+from swarmnet_protocols.protocol_ids import ADMISSION, ALL
+from swarmnet_protocols.transport import Message, PeerId, ProtocolSpec, Stream
 from swarmnet_protocols.transport.p2pd import P2pdConfig, P2pdTransport, peer_of
 
 from .conftest import LOOPBACK, NOBODY, P2pdLab
@@ -127,6 +127,18 @@ def test_a_bad_address_is_a_config_error(tmp_path: Path, config: dict[str, tuple
     with pytest.raises(ConfigError) as info:
         start(P2pdConfig(tmp_path / "id", **config))  # type: ignore[arg-type]
     assert info.value.hint
+
+
+def test_what_is_no_peer_id_is_a_config_error(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with P2pdTransport.create(P2pdConfig(tmp_path / "id", listen=LOOPBACK)) as transport:
+            for addresses in ((), ("/ip4/127.0.0.1/tcp/4001/p2p/0OIl",)):
+                with pytest.raises(ConfigError, match="not a peer id"):
+                    await transport.open(
+                        PeerId("0OIl"), ADMISSION, addresses=addresses, deadline_s=DEADLINE_S
+                    )
+
+    asyncio.run(scenario())
 
 
 def test_dead_bootstrap_peers_matter_only_if_asked(tmp_path: Path) -> None:

@@ -13,11 +13,12 @@ import pytest
 
 from swarmnet_protocols.directory import MemoryBoard, MemoryDirectory
 from swarmnet_protocols.errors import IntegrityError, NotAuthorised, StreamEnded, Unreachable
-from swarmnet_protocols.membership.admission import Admissions, IssuerConfig, ask
+from swarmnet_protocols.membership.admission import ISSUERS_TOPIC, Admissions, IssuerConfig, ask
 from swarmnet_protocols.membership.certificates import open_certificate
 from swarmnet_protocols.membership.invites import Invite, Terms, make_invite, read_invite, redemption
 from swarmnet_protocols.membership.roles import Role
 from swarmnet_protocols.membership.rules import Rules
+from swarmnet_protocols.membership.signed import seal
 from swarmnet_protocols.protocol_ids import ADMISSION, SESSION
 from swarmnet_protocols.transport import Message, PeerId, Stream
 from swarmnet_protocols.transport.memory import LinkProfile, MemoryNetwork, MemoryTransport
@@ -89,7 +90,7 @@ def run(folder: Path, scenario: Callable[[World], Awaitable[None]]) -> None:
 
 async def redeem(transport: MemoryTransport, invite: Invite) -> pb.Admitted:
     request = pb.AdmissionRequest(redeem=redemption(invite, transport.peer_id))
-    return await ask(transport, invite.bootstrap, request)
+    return await ask(transport, invite.bootstrap, request, lambda admitted: admitted)
 
 
 def address(peer: PeerId) -> str:
@@ -120,7 +121,7 @@ def test_who_overhears_a_redemption_gains_nothing(tmp_path: Path) -> None:
         newcomer, mallory = await world.stranger("newcomer"), await world.stranger("mallory")
         request = pb.AdmissionRequest(redeem=redemption(invite, newcomer.peer_id))
         with pytest.raises(NotAuthorised, match="without its key"):
-            await ask(mallory, invite.bootstrap, request)
+            await ask(mallory, invite.bootstrap, request, lambda admitted: admitted)
 
     run(tmp_path, scenario)
 
@@ -204,6 +205,52 @@ def test_a_member_goes_on_under_a_key_that_came_with_its_renewal(tmp_path: Path)
         assert set(adopted) == {b"the new file"}
         assert alice.membership.rules == rotated
         assert alice.membership.certificate != certificate
+
+    run(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("answer", [b"", b"garbage", b"our own"])
+def test_who_says_it_is_an_issuer_and_is_none_keeps_nobody_from_renewing(
+    tmp_path: Path, answer: bytes
+) -> None:
+    async def scenario(world: World) -> None:
+        certificate = world.swarm.certificate("alice", Role.CLIENT, lifetime_s=3600)
+        alice = await world.member("alice", certificate)
+        asked = []
+
+        async def admit(stream: Stream) -> None:
+            await stream.receive()
+            asked.append(answer)
+            given = pb.Admitted(certificate=certificate if answer == b"our own" else answer)
+            await stream.send(Message(pb.AdmissionReply(admitted=given).SerializeToString()))
+
+        liars = [await world.stranger(f"liar {number}") for number in range(60)]
+        for number, liar in enumerate(liars):
+            await liar.serve(ADMISSION, admit)
+            said = pb.IssuerRecord(addresses=[address(liar.peer_id)])
+            body = seal(b"swarmnet-issuer-1", said, identity_of(f"liar {number}"))
+            await world.directory(f"liar {number}").publish(ISSUERS_TOPIC, body, lifetime_s=3600)
+        await asyncio.sleep(2450)
+        assert 16 <= len(asked) <= 5 * 16  # once a minute
+        await world.issuer("issuer")
+        await asyncio.sleep(200)
+        assert alice.membership.certificate != certificate
+
+    run(tmp_path, scenario)
+
+
+def test_addresses_that_are_none_are_not_handed_out(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        await world.issuer("issuer")
+        for number in range(16):
+            await world.stranger(f"mallory {number}")
+            said = pb.IssuerRecord(addresses=[f"/{number}" + "/x" * 7000])
+            body = seal(b"swarmnet-issuer-1", said, AUTHORITY)
+            await world.directory(f"mallory {number}").publish(ISSUERS_TOPIC, body, lifetime_s=3600)
+        member = await world.member("member", world.swarm.certificate("member", Role.HOST))
+        await asyncio.sleep(0.1)
+        newcomer = await world.stranger("newcomer")
+        assert (await redeem(newcomer, world.invite(address(member.peer_id)))).certificate
 
     run(tmp_path, scenario)
 

@@ -8,12 +8,12 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
-
-from google.protobuf.message import DecodeError
+from typing import TypeVar
 
 from swarmnet_protocols.aio import cancel
 from swarmnet_protocols.directory import Directory
@@ -28,18 +28,21 @@ from swarmnet_protocols.errors import (
 from swarmnet_protocols.hosts import MAX_ADDRESSES
 from swarmnet_protocols.identity import Identity
 from swarmnet_protocols.membership.certificates import Admittance, issue
-from swarmnet_protocols.membership.invites import Invite, redemption
+from swarmnet_protocols.membership.invites import MAX_ADDRESS_CHARS, Invite, redemption
 from swarmnet_protocols.membership.issuer import Issuer, Ledger
 from swarmnet_protocols.membership.membership import LOOK_S, Membership
 from swarmnet_protocols.membership.roles import ANY_ROLE
-from swarmnet_protocols.membership.signed import Signer
+from swarmnet_protocols.membership.signed import Signer, seal, unseal
 from swarmnet_protocols.protocol_ids import ADMISSION
+from swarmnet_protocols.records import MAX_RECORD_BYTES
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.transport import Message, PeerId, Stream, Transport
 from swarmnet_protocols.transport.talking import parse, receive_within
 from swarmnet_protocols.wire import membership_pb2 as pb
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 ISSUERS_TOPIC = "issuers"
 MAX_ASKING = 32
@@ -55,6 +58,8 @@ ASK_S = 10.0
 """For an issuer to be reached, and again to answer: a newcomer has nowhere else to go."""
 RETRY_S = 60.0
 MAX_REASON_CHARS = 300
+
+_ISSUER_KIND = b"swarmnet-issuer-1"
 
 
 @dataclass(frozen=True)
@@ -126,7 +131,7 @@ class Admissions:
                 now = membership.clock()
                 admissions._config = issuer
                 admissions._issuer = Issuer(issuer.key, membership.rules, ledger, now=now)
-                tasks.append(admissions._keep_announced())
+                tasks.append(admissions._keep_announced(issuer.key))
             await transport.serve(ADMISSION, admissions._answer)
             running = [asyncio.create_task(task, name="admission") for task in tasks]
             try:
@@ -180,20 +185,26 @@ class Admissions:
         if now < self._known_until:
             return self._known
         self._known_until = now + ISSUERS_S
-        addresses: list[str] = []
+        believed, others = list[list[str]](), list[list[str]]()
         with contextlib.suppress(SwarmnetError):
             for record in await self._directory.lookup(ISSUERS_TOPIC):
-                with contextlib.suppress(DecodeError):
-                    addresses += pb.IssuerRecord.FromString(record.body).addresses[:MAX_ADDRESSES]
-        self._known = addresses[:MAX_ASKED]
+                with contextlib.suppress(IntegrityError):
+                    said, signer = unseal(
+                        _ISSUER_KIND, pb.IssuerRecord, record.body, max_body_bytes=MAX_RECORD_BYTES
+                    )
+                    addresses = [each for each in said.addresses if len(each) <= MAX_ADDRESS_CHARS]
+                    is_believed = self._membership.rules.believe(signer, self._membership.clock())
+                    (believed if is_believed else others).append(addresses[:MAX_ADDRESSES])
+        # An issuer with a key that only a newer swarm file names may have just that to give; so may anybody say.
+        self._known = list(dict.fromkeys([*_in_turn(*believed), *_in_turn(*others)]))[:MAX_ASKED]
         return self._known
 
-    async def _keep_announced(self) -> None:
+    async def _keep_announced(self, key: Signer) -> None:
         while True:
-            record = pb.IssuerRecord(addresses=list(self._transport.addresses())[:MAX_ADDRESSES])
+            said = pb.IssuerRecord(addresses=list(self._transport.addresses())[:MAX_ADDRESSES])
             with contextlib.suppress(SwarmnetError):
                 await self._directory.publish(
-                    ISSUERS_TOPIC, record.SerializeToString(), lifetime_s=10 * self._timing.record_s
+                    ISSUERS_TOPIC, seal(_ISSUER_KIND, said, key), lifetime_s=10 * self._timing.record_s
                 )
             await asyncio.sleep(3 * self._timing.record_s)
 
@@ -217,17 +228,27 @@ class Admissions:
             self._config.certify(self._membership)
             return
         request = pb.AdmissionRequest(renew=pb.Renew(certificate=self._membership.certificate))
-        addresses = [*await self._issuers(), *self._bootstrap]
-        admitted = await ask(self._transport, addresses, request)
+        await ask(self._transport, _in_turn(await self._issuers(), self._bootstrap), request, self._take)
+
+    def _take(self, admitted: pb.Admitted) -> None:
         # First the file: the certificate may be signed by a key that only this one names.
         self._membership.take_swarm_file(admitted.swarm_file)
+        certificate = self._membership.open(admitted.certificate)
+        if certificate is None or certificate.renew_at <= self._membership.clock():
+            raise NotAuthorised("what came is no certificate that could follow ours")
         self._membership.take_certificate(admitted.certificate)
 
 
-async def ask(transport: Transport, addresses: Sequence[str], request: pb.AdmissionRequest) -> pb.Admitted:
-    """What the first issuer says that lets us in, of those at ``addresses`` and those they send us to.
+async def ask(
+    transport: Transport,
+    addresses: Iterable[str],
+    request: pb.AdmissionRequest,
+    take: Callable[[pb.Admitted], T],
+) -> T:
+    """What ``take`` makes of the first answer it accepts, of issuers at ``addresses`` and of those they send us to.
 
-    Raises ``NotAuthorised`` when one says no and none yes, and ``Unreachable`` when none can be asked.
+    ``take`` raises a ``SwarmnetError`` for an answer that will not do: then others are asked. Raises that, or ``NotAuthorised``
+    when one says no and none yes, and ``Unreachable`` when none can be asked.
     """
     waiting, asked = deque(addresses), set[str]()
     refusal: SwarmnetError | None = None
@@ -242,7 +263,12 @@ async def ask(transport: Transport, addresses: Sequence[str], request: pb.Admiss
             _log.info("%s: %s", address, error)
             continue
         if reply.HasField("admitted"):
-            return reply.admitted
+            try:
+                return take(reply.admitted)
+            except SwarmnetError as error:
+                _log.warning("%s lets us in with what will not do: %s", address, error)
+                refusal = refusal or error
+                continue
         if reply.refused.elsewhere:
             waiting.extend(reply.refused.issuers[:MAX_ADDRESSES])
             continue
@@ -268,10 +294,10 @@ async def _ask_one(transport: Transport, address: str, request: pb.AdmissionRequ
         stream.close()
 
 
-async def redeem(invite: Invite, identity_path: Path) -> pb.Admitted:
+async def redeem(invite: Invite, identity_path: Path, take: Callable[[pb.Admitted], T]) -> T:
     """Exchange an invite for a certificate of the identity in ``identity_path``, made if there is none, and the swarm file.
 
-    Neither has been checked. Raises ``NotAuthorised``, or ``Unreachable`` when no issuer can be reached.
+    ``take`` checks both, as for ``ask``. Raises as ``ask`` does.
     """
     from swarmnet_protocols.network import LOOPBACK
     from swarmnet_protocols.transport.p2pd import P2pdConfig, P2pdTransport
@@ -280,4 +306,9 @@ async def redeem(invite: Invite, identity_path: Path) -> pb.Admitted:
     request = pb.AdmissionRequest(redeem=redemption(invite, identity.peer_id))
     config = P2pdConfig(identity_path, listen=LOOPBACK)
     async with P2pdTransport.create(config) as transport:
-        return await ask(transport, invite.bootstrap, request)
+        return await ask(transport, invite.bootstrap, request, take)
+
+
+def _in_turn(*lists: Iterable[str]) -> list[str]:
+    """The first of each list, then the second of each: no list is hidden behind a longer one."""
+    return [each for turn in zip_longest(*lists) for each in turn if each is not None]

@@ -58,7 +58,6 @@ def pack_multiaddr(address: str) -> bytes:
 
     hivemind's own packing writes peer ids as CIDs, which go-libp2p refuses.
     """
-    from hivemind.p2p import PeerID
     from hivemind.utils.multiaddr import Multiaddr
 
     try:
@@ -66,13 +65,27 @@ def pack_multiaddr(address: str) -> bytes:
         packed: bytes = Multiaddr(head).to_bytes() if head else b""
         for part in rest:
             peer, _, tail = part.partition("/")
-            peer_bytes = PeerID.from_base58(peer).to_bytes()
+            peer_bytes = pack_peer(PeerId(peer))
             packed += _P2P_CODE + bytes([len(peer_bytes)]) + peer_bytes
             packed += Multiaddr("/" + tail).to_bytes() if tail else b""
     except ValueError as error:
         raise ConfigError(
             f"{address!r} is not a multiaddr: {error}",
             hint="it should look like /ip4/203.0.113.5/tcp/4001/p2p/12D3...",
+        ) from error
+    return packed
+
+
+def pack_peer(peer: PeerId) -> bytes:
+    """The binary form of a peer id. Raises ``ConfigError`` for what is none."""
+    from hivemind.p2p import PeerID
+
+    try:
+        packed: bytes = PeerID.from_base58(peer).to_bytes()
+    except ValueError as error:
+        raise ConfigError(
+            f"{peer[:128]!r} is not a peer id: {error}",
+            hint="take the address a node prints when it is ready",
         ) from error
     return packed
 
@@ -93,8 +106,7 @@ class P2pd:
         return [str(Multiaddr(packed)) for packed in response.identify.addrs]
 
     async def connect(self, peer: PeerId, addresses: Sequence[str], *, deadline_s: float) -> None:
-        """Connect to ``peer`` unless it is connected. Raises ``PeerUnreachable``."""
-        from hivemind.p2p import PeerID
+        """Connect to ``peer`` unless it is connected. Raises ``PeerUnreachable``, or ``ConfigError`` for a bad address."""
         from hivemind.proto import p2pd_pb2 as pb
 
         suffix = f"/p2p/{peer}"
@@ -102,7 +114,7 @@ class P2pd:
             pb.Request(
                 type=pb.Request.CONNECT,
                 connect=pb.ConnectRequest(
-                    peer=PeerID.from_base58(peer).to_bytes(),
+                    peer=pack_peer(peer),
                     addrs=[pack_multiaddr(address.removesuffix(suffix)) for address in addresses],
                     timeout=math.ceil(deadline_s),
                 ),
@@ -113,13 +125,12 @@ class P2pd:
         self, peer: PeerId, protocol_id: str, *, deadline_s: float
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """A raw stream to ``peer``. Raises ``PeerUnreachable`` or ``IncompatibleVersion``."""
-        from hivemind.p2p import PeerID
         from hivemind.proto import p2pd_pb2 as pb
 
         request = pb.Request(
             type=pb.Request.STREAM_OPEN,
             streamOpen=pb.StreamOpenRequest(
-                peer=PeerID.from_base58(peer).to_bytes(), proto=[protocol_id], timeout=math.ceil(deadline_s)
+                peer=pack_peer(peer), proto=[protocol_id], timeout=math.ceil(deadline_s)
             ),
         )
         reader, writer = await self._dial()
