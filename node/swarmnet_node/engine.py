@@ -22,6 +22,8 @@ from swarmnet_node.stage import Stage
 from swarmnet_protocols.aio import cancel
 from swarmnet_protocols.errors import OutOfResources, Unreachable
 
+MAX_OVERTAKING = 100
+"""Forwards of sessions between two passes that wait: seconds, where a client takes a minute's silence for a host that hangs."""
 BUDGET_TOKENS = 512
 """Positions in one forward: whoever waits for one token waits for all of these."""
 CLIENT_SHARE = 2
@@ -83,6 +85,7 @@ class Engine:
         self._stopwatch = stopwatch
         self._waiting: list[_Work] = []
         self._passes: deque[_Pass] = deque()
+        self._overtook = 0
         self._wake = asyncio.Event()
         self._stopped = False
         self._lanes: dict[int, LaneCache] = {}
@@ -119,9 +122,13 @@ class Engine:
 
     @property
     def queue_s(self) -> float:
-        """How long new work would wait, by the measured times per token, and per position of a pass."""
+        """How long a session's new work would wait, by the measured times per token, and per position of a pass.
+
+        It overtakes all passes but the one that may have begun.
+        """
         tokens = sum(work.waiting.tokens for work in self._waiting)
-        return self.token_s * tokens + self._pass_position_s * sum(work.positions for work in self._passes)
+        positions = self._passes[0].positions if self._passes else 0
+        return self.token_s * tokens + self._pass_position_s * positions
 
     def adopt(self, lane: LaneCache) -> LaneCache:
         """Count a lane's bytes until ``release``."""
@@ -188,7 +195,7 @@ class Engine:
         return await asyncio.gather(*(work.done for work in works))
 
     async def compute_behind(self, start: Callable[[], Callable[[], T]], positions: int) -> T:
-        """Compute something of ``positions`` positions on the torch thread whenever no session has work.
+        """Compute something of ``positions`` positions on the torch thread when no session has work, or sessions had their share.
 
         First come, first served. At its turn ``start`` is called here and gives what is to be called there; what either
         raises is raised. A caller that is cancelled before its turn costs nothing more.
@@ -211,9 +218,12 @@ class Engine:
                 await self._wake.wait()
             async with self._turn():
                 await asyncio.sleep(0)  # whatever the network has already delivered joins this batch
-                if self._waiting:
+                overdue = self._passes and self._overtook >= MAX_OVERTAKING
+                if self._waiting and not overdue:
+                    self._overtook += 1
                     await self._forward()
                 elif self._passes:  # whoever waited may be gone by now
+                    self._overtook = 0
                     work = self._passes[0]
                     await self._run_pass(work)
                     self._remove_pass(work)

@@ -23,7 +23,7 @@ from swarmnet.cli.tuning_display import Display, display
 from swarmnet.entering import client_network
 from swarmnet.paths import default_cache_dir
 from swarmnet_client.tuning.methods import LEARNING_RATES, Method, Settings, attach, require_peft
-from swarmnet_protocols.errors import ConfigError, SwarmnetError
+from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models import DEFAULT_MODEL
 
 if TYPE_CHECKING:
@@ -188,13 +188,13 @@ def _beginning(model: str, dataset: "Dataset", settings: Settings, tuner: "Tuner
 
 
 def _train(tuner: "Tuner", folder: "RunDir", shown: Display, *, evaluate_every: int, save_every: int) -> None:
-    """To the last step. Whatever ends it before, Ctrl-C or a swarm that is gone: it is saved where it stands."""
+    """To the last step. Whatever ends it before, it is saved where it stands."""
     try:
         for event in tuner.run(evaluate_every=evaluate_every):
             shown.show(event)
             if event["event"] == "step" and tuner.step % save_every == 0:
                 shown.show(_save(tuner, folder))
-    except (SwarmnetError, KeyboardInterrupt):
+    except BaseException:
         if tuner.is_whole and tuner.step:
             shown.show(_save(tuner, folder))
         raise
