@@ -25,7 +25,7 @@ from swarmnet_protocols.models import resolve
 from swarmnet_protocols.protocol_ids import PASS
 from swarmnet_protocols.transport.memory import Delivery
 from tests.support import faults
-from tests.support.commands import RunningCommand, call
+from tests.support.commands import RunningCommand, call, interruptible
 from tests.support.generation import greedy, padded
 from tests.support.processes import Swarm, swarm
 from tests.support.swarm_lab import Lab, Reference
@@ -190,7 +190,7 @@ def test_an_interrupted_run_goes_on_with_the_same_result(
         code, expected = command(*tuning(reference, whole, "--method", "prompt"))
     assert code == 0
 
-    with served(reference, monkeypatch) as running:
+    with served(reference, monkeypatch) as running, interruptible():
         interrupt = partial(os.kill, os.getpid(), signal.SIGINT)
         running.lab.network.observers.append(passes(60, interrupt))
         code, first = command(*tuning(reference, halves, "--method", "prompt"))
@@ -355,7 +355,7 @@ def test_the_real_model_is_tuned_by_the_command(tmp_path: Path) -> None:
     """A host is killed, the command is interrupted, and the same command ends what it began; ``run`` answers with it."""
     options = ("--steps", "6", "--batch-size", "4", "--eval-every", "6")
     with swarm(tmp_path / "lab", tmp_path / "cache", (0, 15), (15, 30), (15, 30)) as lab:
-        with TuneProcess(lab, tmp_path, *options) as run:
+        with interruptible(), TuneProcess(lab, tmp_path, *options) as run:
             run.wait("step", step=2)
             busiest = max(list(lab.nodes.values())[1:], key=lambda node: node.status.tokens)
             faults.kill(busiest)

@@ -5,8 +5,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -28,6 +28,16 @@ class Place:
 
 
 LOOPBACK = Place("127.0.0.1")
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """SIGINT interrupts us, and what we start, even where a shell started the tests in the background and has them ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
