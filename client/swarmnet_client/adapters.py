@@ -11,8 +11,9 @@ from swarmnet_protocols.errors import DeadlineExceeded, ProtocolViolation
 from swarmnet_protocols.protocol_ids import ADAPTER
 from swarmnet_protocols.routing import Hop
 from swarmnet_protocols.session.adapters import Adapter, Part
-from swarmnet_protocols.session.link import Refused, parse, receive_within
+from swarmnet_protocols.session.link import Refused
 from swarmnet_protocols.transport import Message, PeerId, Stream
+from swarmnet_protocols.transport.talking import parse, receive_within
 from swarmnet_protocols.wire import session_pb2 as pb
 
 T = TypeVar("T")

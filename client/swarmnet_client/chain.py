@@ -27,10 +27,11 @@ from swarmnet_protocols.errors import (
     Unreachable,
 )
 from swarmnet_protocols.routing import Hop
-from swarmnet_protocols.session.link import Feeder, Outbox, Refused, Target, parse, receive_within
+from swarmnet_protocols.session.link import Feeder, Outbox, Refused, Target
 from swarmnet_protocols.session.log import ActivationLog
 from swarmnet_protocols.session.steps import Row, Step, decode_tensor
 from swarmnet_protocols.transport import Message, PeerId
+from swarmnet_protocols.transport.talking import parse, receive_within
 from swarmnet_protocols.wire import session_pb2 as pb
 
 NOTICE_S = 0.1

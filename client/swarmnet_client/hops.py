@@ -11,9 +11,10 @@ from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
 from swarmnet_protocols.protocol_ids import SESSION
 from swarmnet_protocols.routing import Hop
 from swarmnet_protocols.session.adapters import Adapter
-from swarmnet_protocols.session.link import Refused, Target, parse, receive_within
+from swarmnet_protocols.session.link import Refused, Target
 from swarmnet_protocols.session.steps import wire_code
 from swarmnet_protocols.transport import Message, Stream
+from swarmnet_protocols.transport.talking import parse, receive_within
 from swarmnet_protocols.wire import session_pb2 as pb
 
 

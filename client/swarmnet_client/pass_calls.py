@@ -23,11 +23,12 @@ from swarmnet_protocols.errors import (
 from swarmnet_protocols.protocol_ids import PASS
 from swarmnet_protocols.routing import Hop
 from swarmnet_protocols.session.adapters import block_of
-from swarmnet_protocols.session.link import Refused, parse, receive_within
+from swarmnet_protocols.session.link import Refused
 from swarmnet_protocols.session.passes import cut, from_column, receive_tensor
 from swarmnet_protocols.session.steps import wire_code
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.transport import Buffer, Message, PeerId, Stream
+from swarmnet_protocols.transport.talking import parse, receive_within
 from swarmnet_protocols.wire import session_pb2 as pb
 
 PASSES_PER_HOST = 2

@@ -14,9 +14,9 @@ from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
 from swarmnet_protocols.hosts import read_hosts
 from swarmnet_protocols.protocol_ids import PING
 from swarmnet_protocols.routing import Bans, Hop, HostInfo, View, find_chain, pair_of, uncovered
-from swarmnet_protocols.session.link import parse, receive_within
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.transport import Message, PeerId, Stream, Transport
+from swarmnet_protocols.transport.talking import parse, receive_within
 from swarmnet_protocols.wire import session_pb2 as pb
 
 PINGED_HOSTS = 24

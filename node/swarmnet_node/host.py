@@ -21,9 +21,10 @@ from swarmnet_node.session import HostedSession
 from swarmnet_protocols.aio import race
 from swarmnet_protocols.errors import ProtocolViolation, StreamEnded
 from swarmnet_protocols.protocol_ids import ADAPTER, LINK, PASS, PING, SESSION
-from swarmnet_protocols.session.link import Refused, parse, receive_within
+from swarmnet_protocols.session.link import Refused
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.transport import Message, PeerId, Stream, Transport
+from swarmnet_protocols.transport.talking import parse, receive_within
 from swarmnet_protocols.wire import session_pb2 as pb
 
 SESSION_ID_BYTES = 16

@@ -12,9 +12,9 @@ from swarmnet_protocols.aio import race
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.protocol_ids import ADAPTER
 from swarmnet_protocols.session.adapters import read_part
-from swarmnet_protocols.session.link import parse, receive_within
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.transport import Buffer, Message, Stream
+from swarmnet_protocols.transport.talking import parse, receive_within
 from swarmnet_protocols.wire import session_pb2 as pb
 
 

@@ -13,11 +13,12 @@ from swarmnet_node.graphs import Graph, GraphName
 from swarmnet_node.stage import Stage
 from swarmnet_protocols.aio import race
 from swarmnet_protocols.errors import DeadlineExceeded, ProtocolViolation
-from swarmnet_protocols.session.link import Refused, parse, receive_within
+from swarmnet_protocols.session.link import Refused
 from swarmnet_protocols.session.passes import MAX_POSITIONS, as_column, check_counts, cut, receive_tensor
 from swarmnet_protocols.session.steps import wire_dtype
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.transport import Buffer, Message, PeerId, Stream
+from swarmnet_protocols.transport.talking import parse, receive_within
 from swarmnet_protocols.wire import session_pb2 as pb
 
 GRAPH_ID_BYTES = 16

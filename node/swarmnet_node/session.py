@@ -12,10 +12,11 @@ from swarmnet_node.adapters import StageAdapter
 from swarmnet_node.kv import LaneCache
 from swarmnet_protocols.aio import cancel, race
 from swarmnet_protocols.errors import OutOfResources, ProtocolViolation, StreamEnded, SwarmnetError
-from swarmnet_protocols.session.link import Feeder, Outbox, Refused, Target, parse, receive_within
+from swarmnet_protocols.session.link import Feeder, Outbox, Refused, Target
 from swarmnet_protocols.session.log import ActivationLog, LogGone
 from swarmnet_protocols.session.steps import Row, Step, decode_step, encode_tensor, wire_dtype
 from swarmnet_protocols.transport import Message, PeerId, Stream
+from swarmnet_protocols.transport.talking import parse, receive_within
 from swarmnet_protocols.wire import session_pb2 as pb
 
 if TYPE_CHECKING:

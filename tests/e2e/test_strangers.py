@@ -16,10 +16,10 @@ from swarmnet.swarm_file import load_valid
 from swarmnet_protocols.clock import wall_clock
 from swarmnet_protocols.errors import IncompatibleVersion
 from swarmnet_protocols.protocol_ids import INFERENCE, LINK, PASS, PING, SESSION
-from swarmnet_protocols.session.link import parse
 from swarmnet_protocols.session.passes import MAX_POSITIONS
 from swarmnet_protocols.transport import Message, PeerId, ProtocolSpec, Stream
 from swarmnet_protocols.transport.p2pd import P2pdTransport
+from swarmnet_protocols.transport.talking import parse
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.support.generation import greedy
 from tests.support.processes import NodeProcess, Swarm

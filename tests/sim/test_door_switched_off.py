@@ -17,19 +17,9 @@ from swarmnet_protocols.membership.roles import ANY_ROLE, Role
 from swarmnet_protocols.protocol_ids import DOOR, LINK, SESSION
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.transport import Message
+from tests.sim.test_door import INTRUDERS
+from tests.support.door_world import HEARD, World, answer, converse, hear, hello, knock, run
 from tests.support.private_swarm import PrivateSwarm, identity_of
-
-from .test_door import (
-    HEARD,
-    INTRUDERS,
-    World,
-    answer,
-    converse,
-    hear,
-    hello,
-    knock,
-    run,
-)
 
 SwitchOff = Callable[[pytest.MonkeyPatch], None]
 

@@ -15,8 +15,7 @@ from swarmnet_protocols.session.log import ActivationLog, Cursor
 from swarmnet_protocols.session.steps import Step, encode_step
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.transport import Message, PeerId, Stream, Transport
-from swarmnet_protocols.transport.talking import parse as parse  # noqa: PLC0414 - for those who talk of sessions
-from swarmnet_protocols.transport.talking import receive_within as receive_within  # noqa: PLC0414 - for those who talk of sessions
+from swarmnet_protocols.transport.talking import parse, receive_within
 from swarmnet_protocols.wire import session_pb2 as pb
 
 

@@ -11,7 +11,6 @@ import torch
 from swarmnet_protocols.aio import cancel, race
 from swarmnet_protocols.errors import ConfigError, ProtocolViolation
 from swarmnet_protocols.protocol_ids import EXCHANGE
-from swarmnet_protocols.session.link import parse, receive_within
 from swarmnet_protocols.training.codecs import Codec
 from swarmnet_protocols.training.conversation import Conversation, Engagement, Outcome
 from swarmnet_protocols.training.messages import HASH_BYTES
@@ -19,6 +18,7 @@ from swarmnet_protocols.training.round_events import RoundTiming
 from swarmnet_protocols.training.terms import Member, Terms
 from swarmnet_protocols.training.transfers import Rules
 from swarmnet_protocols.transport import Message, Stream, Transport
+from swarmnet_protocols.transport.talking import parse, receive_within
 from swarmnet_protocols.wire import training_pb2 as pb
 
 __all__ = ["Exchange", "Member", "Outcome", "RoundTiming", "Rules"]

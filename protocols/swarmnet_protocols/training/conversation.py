@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 import torch
 
 from swarmnet_protocols.errors import ConfigError, ProtocolViolation
-from swarmnet_protocols.session.link import parse
 from swarmnet_protocols.training.member_link import Dial, MemberLink
 from swarmnet_protocols.training.messages import (
     DISCARD,
@@ -57,6 +56,7 @@ from swarmnet_protocols.training.transfers import (
     result_messages,
 )
 from swarmnet_protocols.transport import Buffer, Message, PeerId, Stream, Transport
+from swarmnet_protocols.transport.talking import parse
 from swarmnet_protocols.wire import training_pb2 as pb
 
 T = TypeVar("T")

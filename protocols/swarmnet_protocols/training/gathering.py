@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from swarmnet_protocols.aio import cancel, race
 from swarmnet_protocols.errors import ProtocolViolation, StreamEnded, SwarmnetError
 from swarmnet_protocols.protocol_ids import GATHER
-from swarmnet_protocols.session.link import parse, receive_within
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.training.rates import Measured, agreed_rates
 from swarmnet_protocols.training.rosters import (
@@ -27,6 +26,7 @@ from swarmnet_protocols.training.rosters import (
 )
 from swarmnet_protocols.training.terms import MAX_MEMBERS
 from swarmnet_protocols.transport import Message, PeerId, Stream, Transport
+from swarmnet_protocols.transport.talking import parse, receive_within
 from swarmnet_protocols.wire import workers_pb2 as pb
 
 

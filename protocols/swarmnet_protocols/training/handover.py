@@ -24,11 +24,11 @@ from swarmnet_protocols.errors import (
     Unreachable,
 )
 from swarmnet_protocols.protocol_ids import HANDOVER
-from swarmnet_protocols.session.link import parse, receive_within
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.training.rosters import Candidate
 from swarmnet_protocols.training.state_transfer import Source, StateDownload
 from swarmnet_protocols.transport import Message, PeerId, Stream, Transport
+from swarmnet_protocols.transport.talking import parse, receive_within
 from swarmnet_protocols.wire import workers_pb2 as pb
 
 ROSTERS = 2

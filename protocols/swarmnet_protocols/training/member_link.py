@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from swarmnet_protocols.aio import race
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.protocol_ids import EXCHANGE
-from swarmnet_protocols.session.link import parse, receive_within
 from swarmnet_protocols.training.round_events import RoundTiming
 from swarmnet_protocols.transport import Message, PeerId, Stream, Transport
+from swarmnet_protocols.transport.talking import parse, receive_within
 from swarmnet_protocols.wire import training_pb2 as pb
 
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from swarmnet_protocols.errors import IntegrityError, ProtocolViolation, SwarmnetError, Unreachable
 from swarmnet_protocols.protocol_ids import STATE
-from swarmnet_protocols.session.link import parse, receive_within
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.transport import Buffer, Message, PeerId, Stream, Transport
+from swarmnet_protocols.transport.talking import parse, receive_within
 from swarmnet_protocols.wire import workers_pb2 as pb
 
 CHUNK_BYTES = 1 << 20

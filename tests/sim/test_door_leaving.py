@@ -1,0 +1,299 @@
+"""Who has to go: revocations and how they spread, certificates that end, clocks that differ, peers that restart."""
+
+import asyncio
+import itertools
+import math
+from dataclasses import dataclass, replace
+
+import pytest
+
+from swarmnet_protocols.errors import NotAuthorised
+from swarmnet_protocols.identity import Identity
+from swarmnet_protocols.membership.revocations import Named, sign_list
+from swarmnet_protocols.membership.roles import ANY_ROLE, Role
+from swarmnet_protocols.membership.rules import Rules
+from swarmnet_protocols.protocol_ids import DOOR, REVOCATIONS, SESSION
+from swarmnet_protocols.transport import Message, Stream
+from swarmnet_protocols.wire import door_pb2 as pb
+from tests.support.door_world import (
+    DEADLINE_S,
+    DELAY_S,
+    HEARD,
+    World,
+    answer,
+    converse,
+    hear,
+    hello,
+    run,
+    seconds_until_the_end,
+)
+from tests.support.private_swarm import EPOCH, PrivateSwarm, identity_of
+
+# ---- who has to go --------------------------------------------------------------------------------------------
+
+
+def test_the_streams_of_a_revoked_member_end_at_once() -> None:
+    async def scenario(world: World) -> None:
+        server, client = await world.member("bob"), await world.member("mallory")
+        other = await world.member("alice")
+        for someone in (server, client):
+            await someone.transport.serve(SESSION, answer)
+        theirs, ours = await converse(client, server), await converse(server, client)
+        bystander = await converse(other, server)
+        server.membership.take_revocations([world.swarm.revocation(client.peer_id)])
+        assert await seconds_until_the_end(ours) == 0
+        assert await seconds_until_the_end(theirs) <= 1.01 * DELAY_S
+        await asyncio.sleep(1.0)
+        with pytest.raises(NotAuthorised, match="this peer was revoked"):
+            await converse(client, server)
+        with pytest.raises(NotAuthorised, match="revoked"):
+            await converse(server, client)
+        await bystander.send(Message(b"still here?"))
+        assert await bystander.receive() == HEARD
+
+    run(scenario)
+
+
+def test_a_revoked_member_is_shown_the_list_that_names_it() -> None:
+    """One peer's word is not enough to make a node stop: the authority's is."""
+
+    async def scenario(world: World) -> None:
+        server, client = await world.member("bob"), await world.member("alice")
+        await server.transport.serve(SESSION, answer)
+        await converse(client, server)
+        ended = asyncio.create_task(client.transport.died())
+        (door,) = server.door._doors
+        await door.send(Message(pb.DoorMessage(refused=pb.Refused(reason="revoked!")).SerializeToString()))
+        await asyncio.sleep(1.0)
+        assert not ended.done()
+        await converse(client, server)
+        server.membership.take_revocations([world.swarm.revocation(client.peer_id)])
+        with pytest.raises(NotAuthorised, match="this peer was revoked"):
+            await ended
+
+    run(scenario)
+
+
+def test_a_member_notices_that_its_certificate_ended() -> None:
+    async def scenario(world: World) -> None:
+        client = await world.peer("alice", world.swarm.certificate("alice", Role.CLIENT, lifetime_s=3600))
+        with pytest.raises(NotAuthorised, match="ended"):
+            await client.transport.died()
+        assert asyncio.get_running_loop().time() == pytest.approx(3600, abs=2.0)
+
+    run(scenario)
+
+
+def test_a_revocation_spreads_to_all_who_are_connected() -> None:
+    """Along a line of members each of whom has met its neighbours: the revoked one is at its end."""
+
+    async def scenario(world: World) -> None:
+        line = [await world.member(f"member {number}") for number in range(8)]
+        for someone in line:
+            await someone.transport.serve(SESSION, answer)
+        streams = [await converse(one, next_one) for one, next_one in itertools.pairwise(line)]
+        line[0].membership.take_revocations([world.swarm.revocation(line[-1].peer_id)])
+        took_s = await seconds_until_the_end(streams[-1])
+        assert took_s < 1.0 * len(line), "120 s are allowed"
+        assert [someone.membership.revocations.serials for someone in line[:-1]] == [
+            line[0].membership.revocations.serials
+        ] * (len(line) - 1)
+        await streams[0].send(Message(b"still here?"))
+        assert await streams[0].receive() == HEARD
+
+    run(scenario)
+
+
+def test_a_stream_that_overtakes_the_word_at_the_door_waits_for_it() -> None:
+    """Two streams of one peer may cross."""
+
+    async def scenario(world: World) -> None:
+        asked, asking = await world.member("bob"), await world.member("alice")
+        await asking.transport.serve(SESSION, answer)
+        told: list[Message] = []
+
+        async def word_after_stream(stream: Stream) -> None:
+            await stream.receive()
+            calling = asyncio.create_task(hear(asked.raw, asking.raw, SESSION))
+            await asyncio.sleep(1.0)
+            await stream.send(hello(bytes(32), asked.membership.certificate))
+            told.append(await calling)
+            await stream.receive()
+
+        await asked.raw.serve(DOOR, word_after_stream)
+        await asking.door.enter(asked.peer_id, SESSION, deadline_s=DEADLINE_S)
+        await asyncio.sleep(1.0)
+        assert told == [HEARD]
+
+    run(scenario)
+
+
+def test_a_list_that_did_not_get_through_is_fetched_later() -> None:
+    async def scenario(world: World) -> None:
+        server, client = await world.member("bob"), await world.member("alice")
+        await server.transport.serve(SESSION, answer)
+        await converse(client, server)
+        refused: list[Stream] = []
+
+        async def refuse(stream: Stream) -> None:
+            refused.append(stream)
+
+        await client.raw.serve(REVOCATIONS, refuse)
+        client.membership.take_revocations([world.swarm.revocation(identity_of("mallory").peer_id)])
+        await asyncio.sleep(5.0)
+        assert refused
+        assert not server.membership.revocations.serials
+        await client.raw.serve(REVOCATIONS, client.door._tell_revocations)
+        await asyncio.sleep(world.swarm.rules.revocation_refresh_s + 5.0)
+        assert server.membership.revocations.serials
+
+    run(scenario)
+
+
+@dataclass
+class Signers:
+    """Two whom the swarm file named: one who was removed since, whose list would be told first, and one who stays."""
+
+    removed: Identity
+    staying: Identity
+
+    @classmethod
+    def make(cls) -> "Signers":
+        return cls(*sorted((identity_of("one"), identity_of("other")), key=lambda each: each.public_key))
+
+    def revoke(self, swarm: PrivateSwarm, name: str) -> tuple[bytes, bytes]:
+        """That list of each that puts ``name`` out."""
+        named = Named(peers=frozenset({identity_of(name).peer_id}))
+        first, second = (
+            sign_list(named, serial=1, swarm=swarm.rules.swarm, key=key)
+            for key in (self.removed, self.staying)
+        )
+        return first, second
+
+    def rules(self, swarm: PrivateSwarm, *signers: Identity) -> Rules:
+        keys = {**swarm.rules.keys, **{each.public_key: math.inf for each in signers}}
+        return replace(swarm.rules, keys=keys)
+
+
+def test_nobody_is_out_by_the_word_of_a_signer_who_was_removed() -> None:
+    async def scenario(world: World) -> None:
+        signers, rules = Signers.make(), world.swarm.rules
+        server, client = await world.member("bob"), await world.member("alice")
+        await server.transport.serve(SESSION, answer)
+        server.membership.rules = signers.rules(world.swarm, signers.removed)
+        server.membership.take_revocations([signers.revoke(world.swarm, "alice")[0]])
+        with pytest.raises(NotAuthorised, match="revoked"):
+            await converse(client, server)
+        server.membership.adopt = lambda _: rules
+        server.membership.take_swarm_file(b"a newer file")
+        await converse(client, server)
+
+    run(scenario)
+
+
+def test_the_list_of_a_signer_who_was_removed_hides_no_other() -> None:
+    async def scenario(world: World) -> None:
+        signers = Signers.make()
+        server, behind = await world.member("bob"), await world.member("behind")
+        await server.transport.serve(SESSION, answer)
+        server.membership.rules = signers.rules(world.swarm, signers.staying)
+        behind.membership.rules = signers.rules(world.swarm, signers.removed, signers.staying)
+        behind.membership.take_revocations(signers.revoke(world.swarm, "mallory"))
+        await converse(behind, server)
+        await asyncio.sleep(1.0)
+        assert list(server.membership.revocations.serials) == [signers.staying.public_key]
+
+    run(scenario)
+
+
+def test_who_was_away_learns_of_revocations_from_the_first_it_meets() -> None:
+    async def scenario(world: World) -> None:
+        server, late = await world.member("bob"), await world.member("late")
+        mallory = await world.member("mallory")
+        for someone in (server, late):
+            await someone.transport.serve(SESSION, answer)
+        await converse(mallory, late)
+        server.membership.take_revocations([world.swarm.revocation(mallory.peer_id)])
+        await converse(late, server)
+        await asyncio.sleep(1.0)
+        with pytest.raises(NotAuthorised, match="revoked"):
+            await converse(mallory, late)
+
+    run(scenario)
+
+
+def test_streams_end_with_the_certificate() -> None:
+    async def scenario(world: World) -> None:
+        server = await world.member("bob")
+        await server.transport.serve(SESSION, answer)
+        client = await world.peer("alice", world.swarm.certificate("alice", Role.CLIENT, lifetime_s=3600))
+        stream = await converse(client, server)
+        assert await seconds_until_the_end(stream) == pytest.approx(3600, abs=2.0)
+
+    run(scenario)
+
+
+def test_streams_live_on_with_a_renewed_certificate() -> None:
+    async def scenario(world: World) -> None:
+        server = await world.member("bob")
+        await server.transport.serve(SESSION, answer)
+        client = await world.peer("alice", world.swarm.certificate("alice", Role.CLIENT, lifetime_s=3600))
+        stream = await converse(client, server)
+        await asyncio.sleep(2400)
+        client.membership.take_certificate(world.swarm.certificate("alice", Role.CLIENT, now=EPOCH + 2400))
+        await asyncio.sleep(2400)
+        await stream.send(Message(b"still here?"))
+        assert await stream.receive() == HEARD
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("skew_s", [-300.0, 300.0])
+def test_clocks_five_minutes_apart_do_no_harm(skew_s: float) -> None:
+    async def scenario(world: World) -> None:
+        server = await world.member("bob")
+        await server.transport.serve(SESSION, answer)
+        certificate = world.swarm.certificate("alice", Role.CLIENT, now=EPOCH + skew_s, lifetime_s=3600)
+        await converse(await world.peer("alice", certificate), server)
+
+    run(scenario)
+
+
+def test_a_clock_that_is_far_off_is_named() -> None:
+    async def scenario(world: World) -> None:
+        server = await world.member("bob")
+        client = await world.member("alice")
+        server.membership.clock = lambda: EPOCH + 26 * 3600
+        with pytest.raises(NotAuthorised, match="ended") as info:
+            await client.door.enter(server.peer_id, SESSION, deadline_s=DEADLINE_S)
+        assert "clock" in info.value.hint
+        assert "1560 minutes" in info.value.hint
+
+    run(scenario)
+
+
+def test_a_peer_that_restarted_is_met_again() -> None:
+    async def scenario(world: World) -> None:
+        client = await world.member("alice")
+        for _ in range(2):
+            async with world.swarm.member(world.network, "bob", ANY_ROLE) as server:
+                await server.transport.serve(SESSION, answer)
+                await converse(client, server)
+            await asyncio.sleep(1.0)
+
+    run(scenario)
+
+
+def test_nothing_is_kept_of_somebody_who_left() -> None:
+    async def scenario(world: World) -> None:
+        server = await world.member("bob")
+        await server.transport.serve(SESSION, answer)
+        async with world.swarm.member(world.network, "alice", ANY_ROLE) as client:
+            await converse(client, server)
+            assert server.door._guests
+        await asyncio.sleep(1.0)
+        assert not server.door._guests
+        assert not server.door._doors
+        assert not server.door._tasks
+
+    run(scenario)

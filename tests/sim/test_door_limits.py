@@ -1,0 +1,110 @@
+"""What strangers and members can take of a door."""
+
+import asyncio
+
+import pytest
+
+from swarmnet_protocols.membership import door as door_module
+from swarmnet_protocols.protocol_ids import DOOR, REVOCATIONS, SESSION
+from swarmnet_protocols.transport import Message, Stream
+from swarmnet_protocols.wire import door_pb2 as pb
+from tests.support.door_world import (
+    DEADLINE_S,
+    HEARD,
+    World,
+    answer,
+    converse,
+    run,
+    seconds_until_the_end,
+)
+
+# ---- limits ---------------------------------------------------------------------------------------------------
+
+
+def test_who_says_nothing_at_the_door_is_gone_in_time() -> None:
+    async def scenario(world: World) -> None:
+        server = await world.member("bob")
+        strangers = [await world.stranger(f"stranger {number}") for number in range(100)]
+        silent = [
+            await stranger.open(server.peer_id, DOOR, deadline_s=DEADLINE_S)
+            for stranger in strangers
+            for _ in range(20)
+        ]
+        async with asyncio.timeout(10.0):
+            await asyncio.gather(*(seconds_until_the_end(stream) for stream in silent))
+        assert not server.door._strangers
+
+    run(scenario)
+
+
+def test_silent_strangers_keep_no_member_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door_module, "MAX_STRANGERS", 8)
+
+    async def scenario(world: World) -> None:
+        server, client = await world.member("bob"), await world.member("alice")
+        await server.transport.serve(SESSION, answer)
+        for number in range(20):
+            stranger = await world.stranger(f"stranger {number}")
+            await stranger.open(server.peer_id, DOOR, deadline_s=DEADLINE_S)
+        assert len(server.door._strangers) == 8
+        await converse(client, server)
+
+    run(scenario)
+
+
+def test_the_door_of_a_guest_who_hears_nothing_is_shut(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(world: World) -> None:
+        server, client = await world.member("bob"), await world.member("alice")
+        await server.transport.serve(SESSION, answer)
+        await converse(client, server)
+        (door,) = server.door._doors
+
+        async def never(_: Message) -> None:
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(door, "send", never)
+        await asyncio.sleep(world.swarm.rules.revocation_refresh_s + world.swarm.timing.door_s + 1.0)
+        assert door not in server.door._doors
+
+    run(scenario)
+
+
+def test_doors_are_kept_open_to_so_many_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door_module, "MAX_DOORS", 3)
+
+    async def scenario(world: World) -> None:
+        server = await world.member("bob")
+        await server.transport.serve(SESSION, answer)
+        clients = [await world.member(f"client {number}") for number in range(6)]
+        streams = [await converse(client, server) for client in clients]
+        assert len(server.door._doors) == 3
+        for stream in streams:  # who is busy stays known
+            await stream.send(Message(b"still here?"))
+            assert await stream.receive() == HEARD
+        await asyncio.sleep(1.0)
+        await converse(clients[0], server)  # and who is not meets us anew
+        assert len(server.door._doors) == 3
+
+    run(scenario)
+
+
+def test_who_sends_wrong_revocations_has_to_go() -> None:
+    async def scenario(world: World) -> None:
+        server, liar = await world.member("bob"), await world.member("mallory")
+
+        async def lie(stream: Stream) -> None:
+            await stream.receive()
+            await stream.send(Message(b"", b"no list"))
+
+        await liar.raw.serve(REVOCATIONS, lie)
+        serials = [pb.Serial(signer=next(iter(world.swarm.rules.keys)), serial=1 << 60)]
+        said = pb.Hello(swarm=bytes(32), certificate=liar.membership.certificate, serials=serials)
+        stream = await liar.raw.open(server.peer_id, DOOR, deadline_s=DEADLINE_S)
+        await stream.send(Message(pb.DoorMessage(hello=said).SerializeToString()))
+        assert pb.DoorMessage.FromString((await stream.receive()).header).HasField("hello")
+        refused = pb.DoorMessage.FromString((await stream.receive()).header).refused
+        assert "no revocations" in refused.reason
+        assert not server.door._guests
+        assert not server.membership.revocations.serials
+
+    run(scenario)
