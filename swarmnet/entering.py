@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,7 +14,7 @@ from swarmnet.paths import default_data_dir
 from swarmnet.swarm_content import SwarmFile
 from swarmnet.swarm_folder import find, folder_of, remember
 from swarmnet_protocols.clock import wall_clock
-from swarmnet_protocols.errors import ConfigError, IntegrityError, NotAuthorised
+from swarmnet_protocols.errors import ConfigError, IntegrityError, NotAuthorised, Unreachable
 from swarmnet_protocols.membership.rules import Rules
 from swarmnet_protocols.network import LOOPBACK, Network
 
@@ -37,6 +38,14 @@ class Entry:
     folder: Path | None
     """With our certificate and what is revoked. None for a swarm that needs none."""
 
+    def check_bootstrap(self) -> None:
+        """Raises ``Unreachable`` where no peer is known to start from."""
+        if not self.bootstrap:
+            raise Unreachable(
+                "nobody to ask where the swarm is",
+                hint="give the address that a node prints: --bootstrap ADDR",
+            )
+
     def network(
         self, listen: Sequence[str], announce: Sequence[str] = (), issuer: Path | None = None
     ) -> Network:
@@ -49,6 +58,7 @@ class Entry:
             announce=tuple(announce),
             membership_folder=self.folder,
             adopt=self._adopt if self.folder else None,
+            swarm_file=partial(swarm_file.read, self.folder) if self.folder else None,
             issuer=self._issuer(issuer) if issuer else None,
         )
 
@@ -68,6 +78,8 @@ class Entry:
 def enter(swarm: str, data_dir: Path, bootstrap: Sequence[str] = ()) -> Entry:
     """The swarm of a file, of an invite, or, once entered, of this name, for the identity that ``data_dir`` keeps.
 
+    An invite may also stand in a file of its own: what is typed, every user of a machine can see.
+
     An invite is redeemed the first time; afterwards certificate and swarm file are in ``data_dir``. Beside the authority's key a
     swarm file needs no invite. Raises ``ConfigError``,
     ``IntegrityError`` for a file that is wrong, changed or older than one used before, ``NotAuthorised`` for an invite that
@@ -83,6 +95,8 @@ def enter(swarm: str, data_dir: Path, bootstrap: Sequence[str] = ()) -> Entry:
         file = known
     else:
         data = swarm_file.read(path)
+        if is_invite(text := data.decode(errors="replace")):
+            return _enter_by_invite(text, data_dir, bootstrap)
         source = str(swarm_file.file_in(path))
         file = swarm_file.parse(data, source=source)
         if file.authority is not None:
@@ -95,9 +109,11 @@ def enter(swarm: str, data_dir: Path, bootstrap: Sequence[str] = ()) -> Entry:
 def client_network(swarm: str, bootstrap: Sequence[str], data_dir: Path | None = None) -> Network:
     """For those who dial and are never dialled: another peer than a node of the same data directory, which may be running.
 
-    Where nobody is asked who they are, they are somebody new each time.
+    Where nobody is asked who they are, they are somebody new each time. Raises what ``enter`` raises, and ``Unreachable``
+    where no peer is known to start from.
     """
     entry = enter(swarm, (data_dir or default_data_dir()) / "client", bootstrap)
+    entry.check_bootstrap()
     network = entry.network(LOOPBACK)
     return network if entry.folder else replace(network, identity_path=None)
 

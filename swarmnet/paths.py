@@ -23,6 +23,11 @@ def default_cache_dir() -> Path:
     return platformdirs.user_cache_path(_APP, appauthor=False)
 
 
+def default_history() -> Path:
+    """What was typed in chats."""
+    return platformdirs.user_state_path(_APP, appauthor=False) / "chat_history"
+
+
 @contextmanager
 def locked_data_dir(data_dir: Path) -> Iterator[Path]:
     """Own ``data_dir``, created (0700) when absent, until the block ends or the process dies."""

@@ -152,6 +152,7 @@ class SwarmFile:
             certificate_lifetime_s=self.policy.certificate_lifetime_s,
             revocation_refresh_s=self.policy.revocation_refresh_s,
             quotas=self.policy.quotas,
+            serial=self.serial,
             models=frozenset(model.manifest for model in self.models),
         )
 

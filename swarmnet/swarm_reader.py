@@ -3,6 +3,7 @@
 import re
 import tomllib
 from collections.abc import Mapping
+from dataclasses import fields
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any, TypeVar
@@ -10,7 +11,7 @@ from typing import Any, TypeVar
 from swarmnet.addresses import check_peer_address
 from swarmnet.swarm_content import FORMAT, Authority, ListedModel, Policy, Rotation, SwarmFile
 from swarmnet.units import parse_duration_s
-from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.errors import ConfigError, IncompatibleVersion
 from swarmnet_protocols.membership.quotas import Quotas
 from swarmnet_protocols.membership.roles import ANY_ROLE, Role
 from swarmnet_protocols.membership.rules import MAX_KEYS, MAX_LIFETIME_S, MIN_LIFETIME_S, Admission
@@ -28,6 +29,7 @@ PEER = re.compile(r"[1-9A-HJ-NP-Za-km-z]{32,128}")
 _MAX_MODEL_NAME_CHARS = 256
 _MAX_REFRESH_S = 60
 """With a refresh this often, a revocation is everywhere within two minutes."""
+_MAX_QUOTA = 1 << 50
 _GET_IT_AGAIN = "correct it, or get the file again from whoever runs the swarm"
 _E = TypeVar("_E", bound=StrEnum)
 
@@ -45,7 +47,13 @@ class Reader:
     def content(self) -> SwarmFile:
         """What the file says, without a word on who says so."""
         top = self._top
-        if top.integer("format", 1, FORMAT + 1) != FORMAT:
+        version = top.integer("format", 1, 1 << 31)
+        if version > FORMAT:
+            raise IncompatibleVersion(
+                f"this swarm file has format {version}, and this swarmnet reads format {FORMAT}",
+                hint="upgrade: pip install --upgrade swarmnet-p2p",
+            )
+        if version != FORMAT:
             raise top.wrong("format", f"must be {FORMAT}")
         has_authority = "authority" in top
         authority = self._authority() if has_authority else None
@@ -143,16 +151,14 @@ class Reader:
         if "policy" not in self._top:
             return Policy()
         table, default = self._top.table("policy"), Policy()
-        table.only({"certificate_lifetime", "revocation_refresh", "sessions", "passes"})
+        quotas = [quota.name for quota in fields(Quotas)]
+        table.only({"certificate_lifetime", "revocation_refresh", *quotas})
         return Policy(
             table.duration_s(
                 "certificate_lifetime", default.certificate_lifetime_s, MIN_LIFETIME_S, MAX_LIFETIME_S
             ),
             table.duration_s("revocation_refresh", default.revocation_refresh_s, 1, _MAX_REFRESH_S),
-            Quotas(
-                sessions=table.integer("sessions", 1, 1 << 31) if "sessions" in table else None,
-                passes=table.integer("passes", 1, 1 << 31) if "passes" in table else None,
-            ),
+            Quotas(**{name: table.integer(name, 1, _MAX_QUOTA) for name in quotas if name in table}),
         )
 
 

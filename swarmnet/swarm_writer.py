@@ -13,7 +13,7 @@ from swarmnet.key_files import KEY_NAME, create_key, load_key, replace_file
 from swarmnet.swarm_content import FORMAT, Rotation, SwarmFile, rotation_bytes
 from swarmnet.swarm_file import FILE_NAME, decode, file_in, load, parse, read
 from swarmnet.swarm_reader import MAX_BOOTSTRAPS, NAME, Reader
-from swarmnet_protocols.errors import ConfigError, IntegrityError
+from swarmnet_protocols.errors import ConfigError, IncompatibleVersion, IntegrityError
 from swarmnet_protocols.membership.roles import Role
 from swarmnet_protocols.membership.rules import Admission
 from swarmnet_protocols.transport import PeerId
@@ -24,15 +24,17 @@ if TYPE_CHECKING:
     from swarmnet_protocols.identity import Identity
     from swarmnet_protocols.membership.signed import Signer
 
-_TEMPLATE = """\
-# Publish this file: whoever has it can find the swarm. It holds no secret.
-# To change it: edit, then `swarmnet swarm sign DIR`.
+_ANY = """\
 format = 2
 name = ""
 swarm_id = ""
 serial = 1
 created = 1970-01-01T00:00:00Z
-# Who may take part. "certificate": whoever was invited; "allow-list": the peers under [[allow]]; "open": everybody.
+"""
+_TEMPLATE = f"""\
+# Publish this file: whoever has it can find the swarm. It holds no secret.
+# To change it: edit, then `swarmnet swarm sign DIR`.
+{_ANY}# Who may take part. "certificate": whoever was invited; "allow-list": the peers under [[allow]]; "open": everybody.
 admission = "certificate"
 
 [network]
@@ -53,15 +55,10 @@ revocation_refresh = "30s"
 [signature]
 ed25519 = ""
 """
-_OPEN_TEMPLATE = """\
+_OPEN_TEMPLATE = f"""\
 # Publish this file: whoever has it can take part in the swarm. It holds no secret.
 # Only the bootstrap list may be edited: anything else makes another swarm.
-format = 2
-name = ""
-swarm_id = ""
-serial = 1
-created = 1970-01-01T00:00:00Z
-nonce = ""
+{_ANY}nonce = ""
 admission = "open"
 
 [network]
@@ -132,7 +129,7 @@ def sign(path: Path, *, now: float, key_path: Path | None = None, bootstrap: Seq
     """Sign a file again after it was edited, with a higher serial and with ``bootstrap`` added to its list.
 
     Raises ``ConfigError``, with the line, for what is wrong in it, for an edit that would make another swarm, and for a key
-    that is not the authority's. An open swarm without an authority needs no signature and keeps its serial.
+    that is not the authority's, or where there is none. An open swarm without an authority needs no signature and keeps its serial.
     """
     path = file_in(path)
     reader, document = _open(path)
@@ -147,6 +144,8 @@ def sign(path: Path, *, now: float, key_path: Path | None = None, bootstrap: Seq
     _check_bootstrap(known)
     _set(document, "network", "bootstrap", known)
     if file.authority is None:
+        if key_path is not None:
+            raise ConfigError(f"{path} has no authority, so no key signs it", hint="leave --key out")
         return _write(path, document, None, str(path))
     key = load_key(key_path or path.parent / KEY_NAME)
     document |= {"serial": file.serial + 1, "created": _time(now)}
@@ -307,7 +306,7 @@ def _next_serial(path: Path, now: float) -> int:
         return 1
     try:
         old = load(path)
-    except (ConfigError, IntegrityError):
+    except (ConfigError, IncompatibleVersion, IntegrityError):
         # What a damaged file had nobody knows; seconds since 1970 are more than anybody has renewed one.
         return int(now)
     if old.authority is not None and old.authority.rotations:

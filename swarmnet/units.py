@@ -1,18 +1,63 @@
-"""Sizes and durations as people write them."""
+"""Sizes, rates and durations as people write them."""
 
 import re
 
 MAX_DURATION_S = 3650 * 24 * 3600
-_SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
+_SIZES = {
+    "": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
+    "ki": 1 << 10,
+    "mi": 1 << 20,
+    "gi": 1 << 30,
+    "ti": 1 << 40,
+}
+_BITS = {"k": 10**3, "m": 10**6, "g": 10**9}
 _DURATIONS = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600, "w": 7 * 24 * 3600}
 
 
 def parse_size_bytes(text: str) -> int:
     """``512MiB``, ``1.5GB`` or a plain number of bytes. Raises ``ValueError`` that says how to write one."""
-    match = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,6})?)\s*(|[kmg]i?)b?", text.strip().lower())
+    match = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,6})?)\s*(|[kmgt]i?)b?", text.strip().lower())
     if match is None or float(match[1]) == 0:
         raise ValueError("write a size as 512MiB or 2GB")
     return int(float(match[1]) * _SIZES[match[2]])
+
+
+def parse_rate_bytes_per_s(text: str) -> float:
+    """``20mbit``, ``500kbit`` or ``2.5MB/s``. Raises ``ValueError`` that says how to write one."""
+    plain = text.strip().lower()
+    bits = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,6})?)\s*([kmg])bit(?:/s)?", plain)
+    if bits is not None and float(bits[1]) > 0:
+        return float(bits[1]) * _BITS[bits[2]] / 8
+    if plain.endswith("b/s"):
+        return float(parse_size_bytes(plain.removesuffix("/s")))
+    raise ValueError("write a rate as 20mbit, 500kbit or 2.5MB/s")
+
+
+def parse_share(text: str) -> float:
+    """``80%`` as 0.8, or a size in bytes, which is above 1. Raises ``ValueError`` that says how to write one."""
+    percent = re.fullmatch(r"([0-9]{1,3})\s*%", text.strip())
+    if percent is None:
+        return float(parse_size_bytes(text))
+    if not 1 <= int(percent[1]) <= 100:
+        raise ValueError("write a share as 1% to 100%, or a size as 6GB")
+    return int(percent[1]) / 100
+
+
+def show_size(nbytes: float) -> str:
+    """``1.5 GB`` and the like, for people."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= size:
+            return f"{nbytes / size:.3g} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def show_rate(bytes_per_s: float) -> str:
+    """``20 mbit/s`` and the like, for people."""
+    return f"{bytes_per_s * 8 / 1e6:.3g} mbit/s"
 
 
 def parse_duration_s(text: str) -> int:

@@ -1,9 +1,16 @@
 """One thread for every test, and options for longer sweeps: ``pytest tests/sim --seeds 1000 --first-seed 50``."""
 
+import os
+import signal
 import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from hypothesis import settings
+
+from tests.support.audit import sitecustomize
 
 settings.register_profile("any machine", deadline=None)  # a busy one is no failure
 settings.register_profile("thorough", deadline=None, max_examples=100_000)  # --hypothesis-profile thorough
@@ -15,6 +22,25 @@ def one_thread() -> None:
     """Models of tests are too small for two threads, and beside the nodes' own they take turns to wait for each other."""
     if torch := sys.modules.get("torch"):  # who has not imported it does not compute
         torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def watched() -> Iterator[None]:
+    """A test that unpickles fails, and a process it starts ends if it does that or makes code of data."""
+    sitecustomize.install(_refuse, sitecustomize.UNPICKLES)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(sitecustomize.__file__).parent), prepend=os.pathsep)
+        yield
+
+
+def _refuse(wrong: str) -> NoReturn:
+    raise RuntimeError(f"not allowed: {wrong}")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """SIGINT interrupts us, and what we start, even where a shell started the tests in the background and has them ignore it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

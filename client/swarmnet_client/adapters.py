@@ -95,7 +95,7 @@ async def place(
                     case "stored":
                         return part.hash
                     case "refused":
-                        raise Refused(reply.refused.reason, reply.refused.detail)
+                        raise Refused.from_wire(reply.refused)
                     case "wanted" if sending is None:
                         sending = asyncio.create_task(_send(stream, part, progress))
                     case "beat":

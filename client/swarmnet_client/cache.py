@@ -69,8 +69,10 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
             self.tokens = self.tokens[beam_idx]
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last columns (a negative number counts from the end as well, as transformers has it)."""
-        self.rewind(self._length - abs(tokens_to_remove))
+        """Forget the last ``-tokens_to_remove`` columns. Raises ``ValueError`` for a positive number, as transformers does."""
+        if tokens_to_remove > 0:
+            raise ValueError("how many tokens to remove is given as a negative number")
+        self.rewind(self._length + tokens_to_remove)
 
     def rewind(self, length: int) -> None:
         """Go back to the first ``length`` columns."""

@@ -26,6 +26,7 @@ from swarmnet_protocols.errors import (
     SwarmnetError,
     Unreachable,
 )
+from swarmnet_protocols.resources import Scope, Stock
 from swarmnet_protocols.routing import Hop
 from swarmnet_protocols.session.link import Feeder, Outbox, Refused, Target
 from swarmnet_protocols.session.log import ActivationLog
@@ -59,7 +60,8 @@ class Chain:
         self._spec = spec
         self._placement = Placement(swarm, spec.adapter, self._extend)
         self._mending: asyncio.Timeout | None = None
-        self._outbox = Outbox(ActivationLog(max_bytes=spec.log_bytes), asyncio.Event())
+        room = Scope("this chain", {Stock.LOG: spec.log_bytes}, {}).hold(Stock.LOG, 0)
+        self._outbox = Outbox(ActivationLog(room), asyncio.Event())
         self._feeder = Feeder(
             swarm.transport,
             self._outbox,
@@ -175,7 +177,7 @@ class Chain:
                     self.report.failovers += bool(self.report.route)
                     if self._patience.lost(loop.time(), idle=not self._waiting):
                         raise self._verdict(gaps) from self._why
-                    await asyncio.sleep(self._patience.pause_s)
+                    await asyncio.sleep(self._patience.pause_s(self._why))
                     await self._fill()
                     self._patience.mended(loop.time())
                 await self._relink()
@@ -361,7 +363,7 @@ class Chain:
                 live.leaving = True
                 self._trouble.set()
             case "refused":
-                raise Refused(reply.refused.reason, reply.refused.detail)
+                raise Refused.from_wire(reply.refused)
             case "beat":
                 # Until there is something to compute, a hop that stands still is where it should be.
                 if reply.beat.applied != live.applied or not self._waiting:

@@ -118,7 +118,7 @@ async def _open(placement: Placement, hop: Hop, request: pb.Open) -> LiveHop:
         await stream.send(Message(pb.SessionRequest(open=request).SerializeToString()))
         reply = parse(pb.SessionReply, (await receive_within(stream, timing.silence_s)).header)
         if reply.HasField("refused"):
-            raise Refused(reply.refused.reason, reply.refused.detail)
+            raise Refused.from_wire(reply.refused)
         if not reply.HasField("opened"):
             raise ProtocolViolation("a session is answered with Opened or Refused")
     except BaseException:

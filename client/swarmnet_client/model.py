@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AttentionMaskInterface, Cache
+from transformers import Cache
 
 from swarmnet_client.autograd import run_blocks
 from swarmnet_client.cache import NewPositions, SwarmCache
 from swarmnet_client.chain import Chain, ChainReport
 from swarmnet_client.columns import Squeezed, check_positions, read_mask
+from swarmnet_client.edges import load_edges
 from swarmnet_client.hops import ChainSpec
 from swarmnet_client.own import AdapterMaker, Own
 from swarmnet_client.passes import RemoteBatch
-from swarmnet_client.placeholders import stand_ins
 from swarmnet_client.prefix import tensors_of as prefix_tensors
 from swarmnet_client.runtime import Runtime
 from swarmnet_client.swarm import Swarm
@@ -38,9 +38,6 @@ from swarmnet_protocols.timing import Timing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-IMPLEMENTATION = "swarmnet_remote"
-"""The name under which transformers is told to build no attention mask: the hosts know what attends to what."""
 
 
 @dataclass
@@ -171,11 +168,7 @@ def wrap(
 
     That is the CausalLM, or with ``labels`` the classifier of so many classes; its head is fresh where none is stored.
     """
-    AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)
-    model: Any = local.load_edges(
-        lambda layers: stand_ins(layers, device), dtype=dtype, device=device, labels=labels
-    )
-    model.config._attn_implementation = IMPLEMENTATION
+    model: Any = load_edges(local, dtype=dtype, device=device, labels=labels)
     model.__class__ = _swarm_class(type(model))
     model.tokenizer = local.tokenizer()
     if model.tokenizer.pad_token_id is None:
@@ -228,10 +221,6 @@ async def _connect(manifest: bytes, network: Network) -> AsyncIterator[Swarm]:
         Swarm.watch(transport, directory, manifest, rng=random.SystemRandom(), timing=Timing()) as watched,
     ):
         yield watched
-
-
-def _no_mask(*_: Any, **__: Any) -> None:
-    return None
 
 
 def _swarm_class(base: "type[PreTrainedModel]") -> type:

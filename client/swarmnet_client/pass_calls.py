@@ -187,7 +187,7 @@ class _Conversation:
                     self._moved()
                     return reply.part, message.payload
                 case "refused":
-                    raise Refused(reply.refused.reason, reply.refused.detail)
+                    raise Refused.from_wire(reply.refused)
                 case "beat":
                     self.admitted.set()
                 case _:

@@ -159,6 +159,6 @@ class RemoteBatch:
             raise error
         if patience.lost(asyncio.get_running_loop().time(), idle=False):
             raise verdict(error) from error
-        await asyncio.sleep(patience.pause_s)
+        await asyncio.sleep(patience.pause_s(error))
         if isinstance(error, NoRoute):
             await self._swarm.refresh()

@@ -1,6 +1,7 @@
 """How often a chain is mended before it is given up, and what is said then. Pure: takes the time as an argument."""
 
-from swarmnet_protocols.errors import NoRoute, NotAuthorised, OutOfResources, SwarmnetError, Unreachable
+from swarmnet_protocols.errors import NoRoute, NotAuthorised, SwarmnetError, Unreachable
+from swarmnet_protocols.resources import Exhausted
 from swarmnet_protocols.session.link import Refused
 from swarmnet_protocols.wire import session_pb2 as pb
 
@@ -19,10 +20,12 @@ class Patience:
         self._since = 0.0
         self._mended_at = 0.0
 
-    @property
-    def pause_s(self) -> float:
-        """Wait this long before the next attempt."""
-        return PAUSE_S if self._attempts > 2 else 0.0
+    def pause_s(self, error: SwarmnetError | None) -> float:
+        """Wait this long before the next attempt, the last of which failed with ``error``: as long as a host asked us to."""
+        if self._attempts <= 2:  # somebody else may have room
+            return 0.0
+        asked_s = error.retry_after_s if isinstance(error, Refused) else 0.0
+        return min(max(PAUSE_S, asked_s), self._recover_s / 2)
 
     def lost(self, now: float, *, idle: bool) -> bool:
         """The chain broke. True when it is time to give up: many attempts, over ``recover_s`` at least, all in vain.
@@ -48,7 +51,9 @@ def verdict(error: SwarmnetError) -> SwarmnetError:
     if isinstance(error, NoRoute | NotAuthorised):
         return error
     if isinstance(error, Refused) and error.reason == pb.REASON_OUT_OF_MEMORY:
-        return OutOfResources(
-            f"the hosts have no room: {error}", hint="try again later, or start another node: swarmnet join"
+        return Exhausted(
+            f"the hosts have no room: {error}",
+            error.retry_after_s,
+            hint="try again later, or start another node: swarmnet join",
         )
     return Unreachable(f"no host computes: {error}", hint="try again; the swarm may be changing")

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from swarmnet_protocols.transport import Handler, Message, PeerId, ProtocolSpec, Stream, Transport
+from swarmnet_protocols.transport import Message, PeerId, ProtocolSpec, Stream, Transport
+from swarmnet_protocols.transport.passing import PassingStream, PassingTransport
 
 
 @dataclass
@@ -14,50 +15,30 @@ class Traffic:
     received: int = 0
 
 
-class CountingTransport:
+class CountingTransport(PassingTransport):
     """``transport``, with what goes through streams that are opened here added to ``traffic``."""
 
     def __init__(self, transport: Transport, traffic: Traffic) -> None:
-        self._transport = transport
+        super().__init__(transport)
         self._traffic = traffic
-
-    @property
-    def peer_id(self) -> PeerId:
-        return self._transport.peer_id
-
-    def addresses(self) -> Sequence[str]:
-        return self._transport.addresses()
-
-    async def died(self) -> None:
-        await self._transport.died()
-
-    async def serve(self, protocol: ProtocolSpec, handler: Handler) -> None:
-        await self._transport.serve(protocol, handler)
 
     async def open(
         self, peer: PeerId, protocol: ProtocolSpec, *, addresses: Sequence[str] = (), deadline_s: float
     ) -> Stream:
-        stream = await self._transport.open(peer, protocol, addresses=addresses, deadline_s=deadline_s)
+        stream = await super().open(peer, protocol, addresses=addresses, deadline_s=deadline_s)
         return _CountingStream(stream, self._traffic)
 
 
-class _CountingStream:
+class _CountingStream(PassingStream):
     def __init__(self, stream: Stream, traffic: Traffic) -> None:
-        self._stream = stream
+        super().__init__(stream)
         self._traffic = traffic
 
-    @property
-    def peer(self) -> PeerId:
-        return self._stream.peer
-
     async def send(self, message: Message) -> None:
-        await self._stream.send(message)
+        await super().send(message)
         self._traffic.sent += len(message.header) + len(message.payload)
 
     async def receive(self) -> Message:
-        message = await self._stream.receive()
+        message = await super().receive()
         self._traffic.received += len(message.header) + len(message.payload)
         return message
-
-    def close(self) -> None:
-        self._stream.close()

@@ -4,20 +4,23 @@ Whoever may write into the directory may control the node; nothing else is asked
 """
 
 import asyncio
+import json
 import math
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol
 
 import grpc
 
+from swarmnet_node.limits import Limits, Usage
 from swarmnet_protocols.errors import (
     ConfigError,
     DeadlineExceeded,
     IncompatibleVersion,
+    OutOfResources,
     SwarmnetError,
     Unreachable,
 )
@@ -29,6 +32,10 @@ _ANSWER_TIMEOUT_S = 5.0
 _MAX_MESSAGE_BYTES = 1 << 20
 _MAX_SOCKET_PATH_BYTES = 100  # the kernel takes 107, macOS 103
 _SERVICE: str = control_pb2.DESCRIPTOR.services_by_name["Control"].full_name
+_REFUSALS = {
+    grpc.StatusCode.INVALID_ARGUMENT: ConfigError,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: OutOfResources,
+}
 _OPTIONS = (("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),)
 
 
@@ -53,6 +60,10 @@ class NodeStatus:
     forwards: int
     version: str
     swarm: str
+    reason: str = ""
+    limits: Limits = field(default_factory=Limits)
+    usage: Usage = field(default_factory=Usage)
+    ram_bytes: int = 0
 
 
 class Controlled(Protocol):
@@ -62,10 +73,19 @@ class Controlled(Protocol):
 
     def finish(self, grace_s: float) -> None: ...
 
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+    def limits(self) -> Limits: ...
+
+    def set_limits(self, limits: Limits) -> None:
+        """Raises ``SwarmnetError`` for limits that cannot be kept; then nothing has changed."""
+
 
 @asynccontextmanager
 async def serve(node: Controlled, data_dir: Path) -> AsyncIterator[None]:
-    """Answer ``status`` and ``finish`` for ``node`` until the block ends.
+    """Answer for ``node`` until the block ends.
 
     The caller owns ``data_dir`` alone, so a socket that lies there is left over and is replaced.
     """
@@ -75,14 +95,39 @@ async def serve(node: Controlled, data_dir: Path) -> AsyncIterator[None]:
 
     async def answer_finish(request: control_pb2.FinishRequest, context: Any) -> control_pb2.FinishReply:
         if not _is_grace(request.grace_s):
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "grace_s is out of range")
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, json.dumps(["grace_s is out of range", ""]))
         node.finish(request.grace_s)
         return control_pb2.FinishReply()
+
+    async def answer_pause(_request: control_pb2.PauseRequest, _context: object) -> control_pb2.PauseReply:
+        node.pause()
+        return control_pb2.PauseReply()
+
+    async def answer_resume(_request: control_pb2.ResumeRequest, _context: object) -> control_pb2.ResumeReply:
+        node.resume()
+        return control_pb2.ResumeReply()
+
+    async def answer_limits(_request: control_pb2.GetLimitsRequest, _context: object) -> control_pb2.Limits:
+        return control_pb2.Limits(**asdict(node.limits()))
+
+    async def answer_set_limits(request: control_pb2.Limits, context: Any) -> control_pb2.Limits:
+        try:
+            node.set_limits(_limits_of(request))
+        except SwarmnetError as error:
+            code = grpc.StatusCode.INVALID_ARGUMENT
+            if isinstance(error, OutOfResources):
+                code = grpc.StatusCode.RESOURCE_EXHAUSTED
+            await context.abort(code, json.dumps([str(error), error.hint]))
+        return control_pb2.Limits(**asdict(node.limits()))
 
     server = grpc.aio.server(options=_OPTIONS)
     methods = {
         "Status": _method(answer_status, control_pb2.StatusRequest),
         "Finish": _method(answer_finish, control_pb2.FinishRequest),
+        "Pause": _method(answer_pause, control_pb2.PauseRequest),
+        "Resume": _method(answer_resume, control_pb2.ResumeRequest),
+        "GetLimits": _method(answer_limits, control_pb2.GetLimitsRequest),
+        "SetLimits": _method(answer_set_limits, control_pb2.Limits),
     }
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, methods),))
     socket = data_dir / SOCKET_NAME
@@ -109,8 +154,13 @@ async def serve(node: Controlled, data_dir: Path) -> AsyncIterator[None]:
 def status(data_dir: Path) -> NodeStatus:
     """The status of the node that runs in ``data_dir``. Raises ``Unreachable`` when there is none."""
     reply = _call(data_dir, "Status", control_pb2.StatusRequest(), control_pb2.NodeStatus)
-    values = {field.name: getattr(reply, field.name) for field in fields(NodeStatus)}
-    return NodeStatus(**values | {"addresses": tuple(reply.addresses)})
+    values = {each.name: getattr(reply, each.name) for each in fields(NodeStatus)}
+    nested = {
+        "addresses": tuple(reply.addresses),
+        "limits": _limits_of(reply.limits) if reply.HasField("limits") else Limits(),
+        "usage": Usage(reply.usage.month, reply.usage.up_bytes, reply.usage.down_bytes),
+    }
+    return NodeStatus(**values | nested)
 
 
 def finish(data_dir: Path, grace_s: float) -> None:
@@ -120,6 +170,35 @@ def finish(data_dir: Path, grace_s: float) -> None:
             f"a grace of {grace_s} s is not possible", hint=f"choose 0 to {MAX_GRACE_S:.0f} seconds"
         )
     _call(data_dir, "Finish", control_pb2.FinishRequest(grace_s=grace_s), control_pb2.FinishReply)
+
+
+def pause(data_dir: Path) -> None:
+    """Have the node in ``data_dir`` free its memory; returns at once. Raises ``Unreachable`` when there is none."""
+    _call(data_dir, "Pause", control_pb2.PauseRequest(), control_pb2.PauseReply)
+
+
+def resume(data_dir: Path) -> None:
+    """Take ``pause`` back; returns at once. Raises ``Unreachable`` when there is no node."""
+    _call(data_dir, "Resume", control_pb2.ResumeRequest(), control_pb2.ResumeReply)
+
+
+def get_limits(data_dir: Path) -> Limits:
+    """The limits of the node in ``data_dir``. Raises ``Unreachable`` when there is none."""
+    return _limits_of(_call(data_dir, "GetLimits", control_pb2.GetLimitsRequest(), control_pb2.Limits))
+
+
+def set_limits(data_dir: Path, limits: Limits) -> Limits:
+    """Replace all limits of the node in ``data_dir``, now and after restarts; those that hold now.
+
+    Raises ``ConfigError`` or ``OutOfResources`` when it cannot keep them, and then keeps the old ones; ``Unreachable`` when
+    there is no node.
+    """
+    return _limits_of(_call(data_dir, "SetLimits", control_pb2.Limits(**asdict(limits)), control_pb2.Limits))
+
+
+def _limits_of(message: control_pb2.Limits) -> Limits:
+    """Raises ``ConfigError`` for limits that make no sense."""
+    return Limits.from_fields({each.name: value for each, value in message.ListFields()})
 
 
 def _is_grace(grace_s: float) -> bool:
@@ -170,6 +249,9 @@ def _explain(error: Any, data_dir: Path, nobody: SwarmnetError) -> SwarmnetError
             f"the node in {data_dir} runs another version of swarmnet",
             hint="use the version that the node was started with",
         )
+    if code in _REFUSALS:
+        message, hint = json.loads(error.details())
+        return _REFUSALS[code](message, hint=hint)
     return SwarmnetError(f"the node in {data_dir} refused: {error.details()}")
 
 

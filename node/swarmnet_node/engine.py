@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -19,8 +19,10 @@ from swarmnet_node.graphs import Graph, GraphName, Graphs
 from swarmnet_node.kv import LaneCache
 from swarmnet_node.scheduler import Waiting, schedule
 from swarmnet_node.stage import Stage
+from swarmnet_node.tally import EngineTally
 from swarmnet_protocols.aio import cancel
-from swarmnet_protocols.errors import OutOfResources, Unreachable
+from swarmnet_protocols.errors import Unreachable
+from swarmnet_protocols.resources import Hold, ResourceManager, Scope, Stock
 
 MAX_OVERTAKING = 100
 """Forwards of sessions between two passes that wait: seconds, where a client takes a minute's silence for a host that hangs."""
@@ -43,7 +45,7 @@ class _Work:
     priority: int
     stage: Stage
     done: "asyncio.Future[torch.Tensor]"
-    reserved_bytes: int
+    since: float
     outputs: list[torch.Tensor] = field(default_factory=list)
     computed: int = 0
 
@@ -62,22 +64,27 @@ class _Pass:
 
 
 class Engine:
-    """Computes on one stage for many sessions. Owns the byte account of caches, and of graphs where caches leave room."""
+    """Computes on one stage for many sessions. Their caches are held in their scopes, graphs are kept where caches leave room."""
 
     def __init__(
         self,
         stage: Stage,
         executor: Executor,
+        resources: ResourceManager,
         *,
         max_cache_bytes: int,
         turn: Callable[[], AbstractAsyncContextManager[None]],
         stopwatch: Callable[[], float],
     ) -> None:
+        resources.limit(Stock.CACHE, in_all=max_cache_bytes)
         self.stage = stage
         self.max_cache_bytes = max_cache_bytes
+        self._resources = resources
+        self._in_all = resources.in_all
         self.forwards = 0
         self.tokens = 0
         self.token_s = 0.0
+        self.tally = EngineTally()
         self.graphs = Graphs(max_cache_bytes // CLIENT_SHARE)
         self._pass_position_s = 0.0
         self._executor = executor
@@ -88,8 +95,7 @@ class Engine:
         self._overtook = 0
         self._wake = asyncio.Event()
         self._stopped = False
-        self._lanes: dict[int, LaneCache] = {}
-        self._forking_bytes = 0
+        self._holds: dict[int, tuple[LaneCache, Hold]] = {}
 
     @classmethod
     @asynccontextmanager
@@ -97,16 +103,19 @@ class Engine:
         cls,
         stage: Stage,
         executor: Executor,
+        resources: ResourceManager,
         *,
         max_cache_bytes: int,
         turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
         stopwatch: Callable[[], float] = time.perf_counter,
     ) -> AsyncIterator["Engine"]:
-        """An engine whose loop runs for as long as the context.
+        """An engine whose loop runs for as long as the context, and which caches of all peers may take ``max_cache_bytes`` of.
 
         A forward is chosen and computed within a ``turn``; ``stopwatch`` gives the seconds forwards are timed by.
         """
-        engine = cls(stage, executor, max_cache_bytes=max_cache_bytes, turn=turn, stopwatch=stopwatch)
+        engine = cls(
+            stage, executor, resources, max_cache_bytes=max_cache_bytes, turn=turn, stopwatch=stopwatch
+        )
         loop = asyncio.create_task(engine._loop(), name="engine")
         try:
             yield engine
@@ -117,8 +126,8 @@ class Engine:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of all caches as they are allocated now."""
-        return sum(lane.nbytes for lane in self._lanes.values())
+        """Bytes of all caches, those that are about to be allocated included."""
+        return self._in_all.used[Stock.CACHE]
 
     @property
     def queue_s(self) -> float:
@@ -130,22 +139,22 @@ class Engine:
         positions = self._passes[0].positions if self._passes else 0
         return self.token_s * tokens + self._pass_position_s * positions
 
-    def adopt(self, lane: LaneCache) -> LaneCache:
-        """Count a lane's bytes until ``release``."""
-        self._lanes[id(lane)] = lane
+    def limit_caches(self, max_bytes: int) -> None:
+        """Let caches, and graphs where they leave room, take so much from now on. Caches that take more stay as they are."""
+        self.max_cache_bytes = max_bytes
+        self._resources.limit(Stock.CACHE, in_all=max_bytes)
+        self.graphs.shrink(max(0, self._room_bytes))
+
+    def adopt(self, lane: LaneCache, scope: Scope) -> LaneCache:
+        """Count a lane's bytes in ``scope`` until ``release``. Raises ``OutOfResources`` when there is no room for what it has."""
+        self._holds[id(lane)] = lane, scope.hold(Stock.CACHE, lane.nbytes)
         return lane
 
     def release(self, lane: LaneCache) -> None:
-        self._lanes.pop(id(lane), None)
-
-    def reserve(self, extra_bytes: int) -> None:
-        """Raise ``OutOfResources`` unless caches may grow by this much. Graphs make way for them."""
-        room = self._room_bytes - extra_bytes
-        if room < 0:
-            raise OutOfResources(
-                f"the cache would pass its {self.max_cache_bytes} bytes", hint="allow more with --max-cache"
-            )
-        self.graphs.shrink(room)
+        """Idempotent."""
+        if id(lane) in self._holds:
+            _, hold = self._holds.pop(id(lane))
+            hold.release()
 
     def keep(self, name: GraphName, graph: Graph, *, for_s: float) -> None:
         """Keep a graph for a while, if there is room. ``graphs`` has it then."""
@@ -154,41 +163,42 @@ class Engine:
     @property
     def _room_bytes(self) -> int:
         """What sessions leave of the bytes for caches."""
-        reserved = sum(work.reserved_bytes for work in self._waiting) + self._forking_bytes
-        return self.max_cache_bytes - self.cache_bytes - reserved
+        return self.max_cache_bytes - self.cache_bytes
 
     async def aside(self, work: Callable[[], T]) -> T:
         """Do something short on the torch thread, between two forwards. What it raises is raised."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
-    async def fork(self, lanes: Sequence[LaneCache]) -> list[LaneCache]:
+    async def fork(self, lanes: Sequence[LaneCache], scope: Scope) -> list[LaneCache]:
         """Copies of lanes, adopted. Raises ``OutOfResources``, before anything is copied, when there is no room for them."""
-        extra_bytes = sum(lane.geometry.bytes_for(lane.length) for lane in lanes)
-        self.reserve(extra_bytes)
-        self._forking_bytes += extra_bytes
-        try:
+        with ExitStack() as holding:
+            holds = [
+                holding.enter_context(scope.hold(Stock.CACHE, lane.geometry.bytes_for(lane.length)))
+                for lane in lanes
+            ]
+            self.graphs.shrink(self._room_bytes)
             twins = await self.aside(lambda: [lane.fork() for lane in lanes])
-        finally:
-            self._forking_bytes -= extra_bytes
-        return [self.adopt(twin) for twin in twins]
+            holding.pop_all()
+        self._holds.update({id(twin): (twin, hold) for twin, hold in zip(twins, holds, strict=True)})
+        return twins
 
     async def compute(
         self, stage: Stage, rows: Sequence[tuple[LaneCache, torch.Tensor]], *, priority: int = 0
     ) -> list[torch.Tensor]:
         """Run rows of (lane, inputs [count, D]) through our stage or a part of it; lanes grow by ``count``.
 
-        Raises ``OutOfResources``, before anything is computed, when the caches may not grow so far.
+        Raises ``OutOfResources``, before anything is computed, when the caches may not grow so far. Graphs make way for them.
         """
-        growth = [
-            max(0, stage.geometry.bytes_for(lane.length + len(inputs)) - lane.nbytes) for lane, inputs in rows
-        ]
-        self.reserve(sum(growth))
+        for lane, inputs in rows:
+            _, hold = self._holds[id(lane)]
+            hold.resize(max(hold.amount, stage.geometry.bytes_for(lane.length + len(inputs))))
+        self.graphs.shrink(self._room_bytes)
         if self._stopped:
             raise Unreachable("this host has stopped")
         loop = asyncio.get_running_loop()
         works = [
-            _Work(lane, inputs, priority, stage, loop.create_future(), extra)
-            for (lane, inputs), extra in zip(rows, growth, strict=True)
+            _Work(lane, inputs, priority, stage, loop.create_future(), self._stopwatch())
+            for lane, inputs in rows
         ]
         self._waiting.extend(works)
         self._wake.set()
@@ -234,6 +244,9 @@ class Engine:
         batch = [(self._waiting[index], tokens) for index, tokens in picked]
         rows = [(work.lane, work.inputs[work.computed : work.computed + tokens]) for work, tokens in batch]
         started = self._stopwatch()
+        for work, _ in batch:
+            if not work.computed:
+                self.tally.wait_s.observe(started - work.since)
         loop = asyncio.get_running_loop()
         try:
             results = await loop.run_in_executor(self._executor, batch[0][0].stage.forward, rows)
@@ -260,6 +273,7 @@ class Engine:
         self.forwards += 1
         self.tokens += work.positions
         elapsed_s = self._stopwatch() - started
+        self.tally.pass_s.observe(elapsed_s)
         self._pass_position_s += SMOOTHING * (elapsed_s / work.positions - self._pass_position_s)
         if not work.done.done():
             work.done.set_result(result)
@@ -271,6 +285,8 @@ class Engine:
     def _account(self, tokens: int, elapsed_s: float) -> None:
         self.forwards += 1
         self.tokens += tokens
+        self.tally.forward_s.observe(elapsed_s)
+        self.tally.forward_positions.observe(tokens)
         self.token_s += SMOOTHING * (elapsed_s / tokens - self.token_s)
 
     def _finish(self, work: _Work) -> None:

@@ -7,37 +7,57 @@ streams of their own, before the sessions and passes that name them.
 """
 
 import asyncio
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from swarmnet_node.adapter_store import AdapterStore, Quota
+import torch
+from google.protobuf.message import Message as Protobuf
+
+from swarmnet_node.adapter_store import AdapterStore
 from swarmnet_node.adapters import StageAdapter
 from swarmnet_node.engine import Engine
 from swarmnet_node.offers import HostedOffer
 from swarmnet_node.passes import HostedPass
+from swarmnet_node.reports import HostNumbers
 from swarmnet_node.session import HostedSession
 from swarmnet_protocols.aio import race
-from swarmnet_protocols.errors import ProtocolViolation, StreamEnded
+from swarmnet_protocols.errors import DeadlineExceeded, ProtocolViolation, StreamEnded
 from swarmnet_protocols.protocol_ids import ADAPTER, LINK, PASS, PING, SESSION
+from swarmnet_protocols.resources import Exhausted, Flow, Rate, ResourceManager, Stock
 from swarmnet_protocols.session.link import Refused
+from swarmnet_protocols.session.log import REPLAY_POSITIONS
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.transport import Message, PeerId, Stream, Transport
-from swarmnet_protocols.transport.talking import parse, receive_within
+from swarmnet_protocols.transport.talking import parse, receive_within, send_within
 from swarmnet_protocols.wire import session_pb2 as pb
 
 SESSION_ID_BYTES = 16
+MIN_MESSAGES_BYTES = 8 << 20
+MESSAGES_PER_CLIENT = 8
+"""So many of the largest steps of one client may be in memory at once; the others wait where they come from."""
+CLIENTS_AT_ONCE = 6
+BURST_S = 4.0
+"""Whoever was quiet may use what this many seconds of its rate come to at once."""
 
 
 @dataclass(frozen=True)
 class HostLimits:
-    """What strangers may take of a host, besides the cache bytes the engine accounts for."""
+    """What strangers may take of a host, besides the caches of all, which the engine bounds. None: no limit of its own."""
 
     sessions: int = 256
     sessions_per_client: int = 64
     early_links: int = 256
+    early_links_per_client: int = 64
     log_bytes: int = 256 << 20
+    """Of one session."""
+    log_bytes_per_client: int = 512 << 20
+    log_bytes_in_all: int = 1 << 30
+    cache_bytes_per_client: int | None = None
+    positions_per_s: float | None = None
+    """Of one client, on average."""
+    bytes_per_s: float | None = None
+    """From one peer, and to one peer, on average."""
     passes: int = 16
     passes_per_client: int = 4
     adapters: int = 256
@@ -45,6 +65,29 @@ class HostLimits:
     adapter_bytes: int = 512 << 20
     adapter_bytes_per_client: int = 128 << 20
     adapter_idle_s: float = 1800.0
+
+    def set_on(self, resources: ResourceManager, largest_step_bytes: int) -> None:
+        """Have them hold. ``largest_step_bytes``: what a message with as many positions as a client sends at once has."""
+        each_bytes = max(MIN_MESSAGES_BYTES, MESSAGES_PER_CLIENT * largest_step_bytes)
+        resources.limit(Stock.MEMORY, in_all=CLIENTS_AT_ONCE * each_bytes, each_peer=each_bytes)
+        resources.limit(Stock.SESSIONS, in_all=self.sessions, each_peer=self.sessions_per_client)
+        resources.limit(Stock.EARLY_LINKS, in_all=self.early_links, each_peer=self.early_links_per_client)
+        resources.limit(Stock.LOG, in_all=self.log_bytes_in_all, each_peer=self.log_bytes_per_client)
+        resources.limit(Stock.CACHE, each_peer=self.cache_bytes_per_client)
+        resources.limit(Stock.PASSES, in_all=self.passes, each_peer=self.passes_per_client)
+        resources.limit(Stock.ADAPTERS, in_all=self.adapters, each_peer=self.adapters_per_client)
+        resources.limit(
+            Stock.ADAPTER_BYTES, in_all=self.adapter_bytes, each_peer=self.adapter_bytes_per_client
+        )
+        if self.positions_per_s is not None:
+            resources.limit_rate(Flow.POSITIONS, each_peer=_rate(self.positions_per_s))
+        if self.bytes_per_s is not None:
+            for flow in (Flow.BYTES_IN, Flow.BYTES_OUT):
+                resources.limit_rate(flow, each_peer=_rate(self.bytes_per_s))
+
+
+def _rate(per_s: float) -> Rate:
+    return Rate(per_s, BURST_S * per_s)
 
 
 @dataclass(frozen=True)
@@ -75,15 +118,13 @@ class Host:
         self.limits = limits
         self.transport = transport
         self.leaving = False
-        self.adapters = AdapterStore(
-            per_client=Quota(limits.adapter_bytes_per_client, limits.adapters_per_client),
-            in_all=Quota(limits.adapter_bytes, limits.adapters),
-            idle_s=limits.adapter_idle_s,
-        )
+        self.numbers = HostNumbers()
+        self._in_all = transport.resources.in_all
+        self.adapters = AdapterStore(self._in_all, idle_s=limits.adapter_idle_s)
+        largest_step_bytes = REPLAY_POSITIONS * engine.stage.hidden_size * torch.float32.itemsize
+        limits.set_on(transport.resources, largest_step_bytes)
         self._offer = offer
         self._sessions: dict[bytes, HostedSession] = {}
-        self._passes: Counter[PeerId] = Counter()
-        self._early_links = 0
         self._changed = asyncio.Condition()
 
     async def serve(self) -> None:
@@ -98,26 +139,34 @@ class Host:
     def sessions(self) -> Sequence[HostedSession]:
         return tuple(self._sessions.values())
 
+    def shed(self) -> None:
+        """End the session that holds the most, if there is one: its client goes on elsewhere."""
+        if self._sessions:
+            max(self._sessions.values(), key=lambda session: session.held_bytes).shed()
+
     async def leave(self) -> None:
         """Refuse new sessions and passes, ask the clients of sessions to move, and return when none is left of either."""
         self.leaving = True
         await asyncio.gather(*(session.say_leaving() for session in self.sessions))
         async with self._changed:
-            await self._changed.wait_for(lambda: not self._sessions and not self._passes)
+            await self._changed.wait_for(lambda: not self._sessions and not self._in_all.used[Stock.PASSES])
 
     async def _session(self, stream: Stream) -> None:
         message = await receive_within(stream, self.timing.reply_s)
         request = parse(pb.SessionRequest, message.header)
-        with ExitStack() as adapters:
+        with ExitStack() as held:
             try:
-                session = self._admit(request, stream, adapters)
+                session = self._admit(request, stream, held)
             except Refused as refusal:
-                await stream.send(Message(pb.SessionReply(refused=refused(refusal)).SerializeToString()))
+                await self._refuse(stream, pb.SessionReply, refusal)
                 return
             self._sessions[session.id] = session
             await self._say_changed()
             try:
                 await session.run()
+            except DeadlineExceeded:
+                self.numbers.clients_lost += 1
+                raise
             finally:
                 del self._sessions[session.id]
                 await self._say_changed()
@@ -126,17 +175,33 @@ class Host:
         async with self._changed:
             self._changed.notify_all()
 
-    def _admit(self, request: pb.SessionRequest, stream: Stream, adapters: ExitStack) -> HostedSession:
+    def _admit(self, request: pb.SessionRequest, stream: Stream, held: ExitStack) -> HostedSession:
         if not request.HasField("open"):
             raise ProtocolViolation("a session begins with Open")
         wanted = request.open
         if len(wanted.session) != SESSION_ID_BYTES or wanted.session in self._sessions:
             raise ProtocolViolation("a session id is 16 fresh bytes")
         self._check_offered(wanted)
-        theirs = sum(session.stream.peer == stream.peer for session in self._sessions.values())
-        if len(self._sessions) >= self.limits.sessions or theirs >= self.limits.sessions_per_client:
-            raise Refused(pb.REASON_OUT_OF_MEMORY, f"{theirs} of {len(self._sessions)} sessions are yours")
-        return HostedSession(self, wanted, stream, self._use_adapter(wanted, stream.peer, adapters))
+        self._hold(held, stream, Stock.SESSIONS)
+        return HostedSession(self, wanted, stream, self._use_adapter(wanted, stream.peer, held))
+
+    def _hold(self, held: ExitStack, stream: Stream, stock: Stock) -> None:
+        try:
+            held.enter_context(stream.scope.hold(stock))
+        except Exhausted as error:
+            raise Refused.no_room(error) from error
+
+    async def _refuse(
+        self,
+        stream: Stream,
+        kind: type[pb.SessionReply | pb.PassReply | pb.AdapterReply | pb.LinkReply],
+        refusal: Refused,
+    ) -> None:
+        self.numbers.refuse(refusal, stream.peer)
+        await self._send(stream, kind(refused=refusal.to_wire()))
+
+    async def _send(self, stream: Stream, reply: Protobuf) -> None:
+        await send_within(stream, Message(reply.SerializeToString()), self.timing.chunk_s)
 
     def _use_adapter(
         self, wanted: pb.Open | pb.Begin, client: PeerId, adapters: ExitStack
@@ -168,26 +233,21 @@ class Host:
         try:
             await self._run_pass(request.begin, stream)
         except ProtocolViolation as error:
-            await _refuse_pass(stream, Refused(pb.REASON_PROTOCOL, str(error)))
+            refusal = Refused(pb.REASON_PROTOCOL, str(error))
+            await self._refuse(stream, pb.PassReply, refusal)
         except Refused as refusal:
-            await _refuse_pass(stream, refusal)
+            await self._refuse(stream, pb.PassReply, refusal)
 
     async def _run_pass(self, wanted: pb.Begin, stream: Stream) -> None:
         self._check_offered(wanted)
-        theirs, all_passes = self._passes[stream.peer], self._passes.total()
-        if all_passes >= self.limits.passes or theirs >= self.limits.passes_per_client:
-            raise Refused(pb.REASON_OUT_OF_MEMORY, f"{theirs} of {all_passes} passes are yours")
         stage = self.engine.stage.part(wanted.span.start - self.start, wanted.span.end - self.start)
-        with ExitStack() as adapters:
-            adapter = self._use_adapter(wanted, stream.peer, adapters)
-            hosted = HostedPass(wanted, stage, self.engine, stream, self.timing, adapter)
-            self._passes[stream.peer] += 1
-            try:
-                await hosted.run()
-            finally:
-                self._passes[stream.peer] -= 1
-                self._passes += Counter()  # forgets who has none
-                await self._say_changed()
+        try:
+            with ExitStack() as held:
+                self._hold(held, stream, Stock.PASSES)
+                adapter = self._use_adapter(wanted, stream.peer, held)
+                await HostedPass(wanted, stage, self.engine, stream, self.timing, adapter).run()
+        finally:
+            await self._say_changed()
 
     async def _adapter(self, stream: Stream) -> None:
         message = await receive_within(stream, self.timing.reply_s)
@@ -199,9 +259,10 @@ class Host:
             offer = HostedOffer(request.offer, self.adapters, self.engine, self.start, stream, self.timing)
             await offer.run()
         except ProtocolViolation as error:
-            await _refuse_adapter(stream, Refused(pb.REASON_PROTOCOL, str(error)))
+            refusal = Refused(pb.REASON_PROTOCOL, str(error))
+            await self._refuse(stream, pb.AdapterReply, refusal)
         except Refused as refusal:
-            await _refuse_adapter(stream, refusal)
+            await self._refuse(stream, pb.AdapterReply, refusal)
 
     async def _link(self, stream: Stream) -> None:
         message = await receive_within(stream, self.timing.reply_s)
@@ -211,34 +272,31 @@ class Host:
         try:
             await race(self._linked(stream, request.link), self._beats(stream))
         except Refused as refusal:
-            await stream.send(Message(pb.LinkReply(refused=refused(refusal)).SerializeToString()))
+            await self._refuse(stream, pb.LinkReply, refusal)
 
     async def _linked(self, stream: Stream, link: pb.Link) -> None:
-        session = await self._find(link.session)
+        session = await self._find(link.session, stream)
         await session.accept(stream, link.epoch)
 
     async def _beats(self, stream: Stream) -> None:
-        beat = Message(pb.LinkReply(beat=pb.Beat()).SerializeToString())
+        beat = pb.LinkReply(beat=pb.Beat())
         while True:
-            await stream.send(beat)
+            await self._send(stream, beat)
             await asyncio.sleep(self.timing.beat_s)
 
-    async def _find(self, session_id: bytes) -> HostedSession:
+    async def _find(self, session_id: bytes, stream: Stream) -> HostedSession:
         """The session of a link, which may be a little ahead of it."""
         session = self._sessions.get(session_id)
         if session is not None:
             return session
-        if self._early_links >= self.limits.early_links:
-            raise Refused(pb.REASON_UNKNOWN_SESSION, "too many links wait for their session")
-        self._early_links += 1
-        try:
-            async with asyncio.timeout(self.timing.link_wait_s), self._changed:
-                await self._changed.wait_for(lambda: session_id in self._sessions)
-                return self._sessions[session_id]
-        except TimeoutError:
-            raise Refused(pb.REASON_UNKNOWN_SESSION, "no such session") from None
-        finally:
-            self._early_links -= 1
+        with ExitStack() as held:
+            self._hold(held, stream, Stock.EARLY_LINKS)
+            try:
+                async with asyncio.timeout(self.timing.link_wait_s), self._changed:
+                    await self._changed.wait_for(lambda: session_id in self._sessions)
+                    return self._sessions[session_id]
+            except TimeoutError:
+                raise Refused(pb.REASON_UNKNOWN_SESSION, "no such session") from None
 
     async def _ping(self, stream: Stream) -> None:
         """Answer pings until the other side closes."""
@@ -248,18 +306,4 @@ class Host:
             except StreamEnded:
                 return
             ping = parse(pb.Ping, message.header)
-            await stream.send(
-                Message(pb.Pong(nonce=ping.nonce, queue_s=self.engine.queue_s).SerializeToString())
-            )
-
-
-async def _refuse_pass(stream: Stream, refusal: Refused) -> None:
-    await stream.send(Message(pb.PassReply(refused=refused(refusal)).SerializeToString()))
-
-
-async def _refuse_adapter(stream: Stream, refusal: Refused) -> None:
-    await stream.send(Message(pb.AdapterReply(refused=refused(refusal)).SerializeToString()))
-
-
-def refused(refusal: Refused) -> pb.Refused:
-    return pb.Refused(reason=refusal.reason, detail=str(refusal)[:500])
+            await self._send(stream, pb.Pong(nonce=ping.nonce, queue_s=self.engine.queue_s))

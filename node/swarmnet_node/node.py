@@ -5,6 +5,7 @@
 
 import asyncio
 import contextlib
+import logging
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -12,23 +13,33 @@ from concurrent.futures import Executor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from statistics import median
+from typing import NoReturn
 
 import torch
 
 from swarmnet_node.control import NodeStatus
 from swarmnet_node.engine import Engine
 from swarmnet_node.host import Host, HostLimits, Offer
+from swarmnet_node.reports import Reporter, describe_host
+from swarmnet_node.services import Services
 from swarmnet_node.stage import Stage
 from swarmnet_protocols.aio import cancel
+from swarmnet_protocols.catalog import CatalogModel, keep_model_announced
 from swarmnet_protocols.directory import Directory
-from swarmnet_protocols.errors import SwarmnetError
+from swarmnet_protocols.errors import SwarmnetError, Unreachable
 from swarmnet_protocols.hosts import MAX_ADDRESSES, PROTOCOL, hosts_topic, read_records
 from swarmnet_protocols.placement import Claim, choose_start, settle
+from swarmnet_protocols.protocol_ids import REPORT
+from swarmnet_protocols.reports import clean
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.transport import Transport
 from swarmnet_protocols.wire import records_pb2 as pb
+from swarmnet_protocols.wire import report_pb2
+
+_log = logging.getLogger(__name__)
 
 MIN_STEP_S = 1e-6
+_GOING = (pb.HOST_STATE_LEAVING, pb.HOST_STATE_PAUSED)
 SETTLE_ROUNDS = 5
 """Looks at the others' intents before a host takes what it has: each look lets one more rival settle."""
 
@@ -95,16 +106,20 @@ class Node:
         loop = asyncio.get_running_loop()
         stage = await loop.run_in_executor(world.executor, hosting.load, *node._span)
         node._step_s = await loop.run_in_executor(world.executor, _measure, stage, world.stopwatch)
-        async with Engine.run(
-            stage,
-            world.executor,
-            max_cache_bytes=hosting.max_cache_bytes,
-            turn=world.turn,
-            stopwatch=world.stopwatch,
-        ) as engine:
+        async with (
+            Engine.run(
+                stage,
+                world.executor,
+                world.transport.resources,
+                max_cache_bytes=hosting.max_cache_bytes,
+                turn=world.turn,
+                stopwatch=world.stopwatch,
+            ) as engine,
+            Services.on(world.transport) as services,
+        ):
             node._engine = engine
             host = Host(
-                world.transport,
+                services,
                 engine,
                 Offer(world.directory.swarm, hosting.manifest, node._span[0]),
                 timing=world.timing,
@@ -112,22 +127,40 @@ class Node:
             )
             node._host = host
             await host.serve()
+            await services.serve(REPORT, Reporter(node.report).handle)
             node._state = pb.HOST_STATE_ONLINE
             await node._announce()
+            node._log("online")
             announcing = asyncio.create_task(node._keep_announcing(), name="announce")
+            model = CatalogModel(hosting.manifest, clean(hosting.model), hosting.total_blocks)
+            listing = asyncio.create_task(keep_model_announced(world.directory, model), name="catalog")
             try:
                 yield node
             finally:
-                await cancel(announcing, node._leaving)
-                # Whoever looks now must not come to us; who looked before is told by the end of our streams.
-                node._state = pb.HOST_STATE_LEAVING
-                with contextlib.suppress(SwarmnetError, TimeoutError):
-                    async with asyncio.timeout(1.0):
-                        await node._announce()
+                await cancel(announcing, listing, node._leaving)
+                host.adapters.clear()
+                if node._leaving is None:
+                    # Whoever looks now must not come to us; who looked before is told by the end of our streams.
+                    node._state = pb.HOST_STATE_LEAVING
+                    with contextlib.suppress(SwarmnetError, TimeoutError):
+                        async with asyncio.timeout(1.0):
+                            await node._announce()
+                # Who still asks for our status must not keep the blocks in memory.
+                node._engine = node._host = None
 
     @property
     def span(self) -> tuple[int, int]:
         return self._span
+
+    @property
+    def engine(self) -> Engine | None:
+        """None before the blocks are loaded."""
+        return self._engine
+
+    @property
+    def host(self) -> Host | None:
+        """None before the blocks are loaded."""
+        return self._host
 
     def status(self) -> NodeStatus:
         """What the node is doing now."""
@@ -144,7 +177,7 @@ class Node:
             uptime_s=asyncio.get_running_loop().time() - self._started,
             sessions=len(host.sessions) if host else 0,
             cache_bytes=engine.cache_bytes if engine else 0,
-            cache_bytes_limit=self._hosting.max_cache_bytes,
+            cache_bytes_limit=engine.max_cache_bytes if engine else self._hosting.max_cache_bytes,
             weight_bytes=engine.stage.weight_bytes if engine else 0,
             tokens=engine.tokens if engine else 0,
             forwards=engine.forwards if engine else 0,
@@ -155,7 +188,16 @@ class Node:
     def finish(self, grace_s: float) -> None:
         """Take no new sessions and ask clients to move; ``finished`` when they have, or after ``grace_s``."""
         if self._leaving is None:
+            self._log("leaving")
             self._leaving = asyncio.create_task(self._leave(grace_s), name="leave")
+
+    async def rest(self) -> NoReturn:
+        """Announce, until cancelled, that the node is paused. It must not be running."""
+        self._state = pb.HOST_STATE_PAUSED
+        self._log("paused")
+        with contextlib.suppress(SwarmnetError):
+            await self._announce()
+        await self._keep_announcing()
 
     async def finished(self) -> None:
         """Return once ``finish`` has run its course; raise what the node failed with."""
@@ -182,7 +224,24 @@ class Node:
             if not self._ended.done():
                 self._ended.set_result(None)
 
+    def report(self) -> report_pb2.NodeReport:
+        """What whoever watches the swarm is told. Raises ``Unreachable`` while the node is not serving."""
+        if self._host is None:
+            raise Unreachable("this node is not serving")
+        return describe_host(
+            self.status(), self._host, step_s=self._step_s, public_name=self._hosting.public_name
+        )
+
     # ---- the directory ----------------------------------------------------------------------------------
+
+    def _log(self, event: str) -> None:
+        start, end = self._span
+        fields = {
+            "peer": self._world.transport.peer_id,
+            "model": self._hosting.model,
+            "blocks": f"{start}:{end}",
+        }
+        _log.info(event, extra=fields | {"sessions": len(self._host.sessions) if self._host else 0})
 
     async def _choose(self) -> None:
         """Find the blocks the swarm needs most, counting what others mean to take at this moment."""
@@ -207,7 +266,7 @@ class Node:
         others = [
             (info, body.state != pb.HOST_STATE_CHOOSING)
             for info, body in await read_records(self._world.directory, self._hosting.manifest)
-            if info.peer != self._world.transport.peer_id and body.state != pb.HOST_STATE_LEAVING
+            if info.peer != self._world.transport.peer_id and body.state not in _GOING
         ]
         # Rivals that see the same records expect the same of each other.
         usual = median([1 / info.step_s for info, _ in others if info.step_s > 0] or [1.0])
@@ -216,7 +275,7 @@ class Node:
             for info, settled in others
         ], usual
 
-    async def _keep_announcing(self) -> None:
+    async def _keep_announcing(self) -> NoReturn:
         while True:
             await asyncio.sleep(self._world.timing.announce_s * self._world.rng.uniform(0.8, 1.0))
             with contextlib.suppress(SwarmnetError):  # the record outlives a missed announcement
@@ -233,7 +292,7 @@ class Node:
             protocol=PROTOCOL,
             step_s=self._step_s,
             token_s=engine.token_s if engine else 0.0,
-            cache_bytes_free=max(0, self._hosting.max_cache_bytes - engine.cache_bytes) if engine else 0,
+            cache_bytes_free=max(0, engine.max_cache_bytes - engine.cache_bytes) if engine else 0,
             sessions=len(host.sessions) if host else 0,
             addresses=_best(self._world.transport.addresses()),
             public_name=self._hosting.public_name,

@@ -14,7 +14,7 @@ from swarmnet_protocols.protocol_ids import ADAPTER
 from swarmnet_protocols.session.adapters import read_part
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.transport import Buffer, Message, Stream
-from swarmnet_protocols.transport.talking import parse, receive_within
+from swarmnet_protocols.transport.talking import parse, receive_within, send_within
 from swarmnet_protocols.wire import session_pb2 as pb
 
 
@@ -35,13 +35,13 @@ class HostedOffer:
         Raises ``Refused`` when there is no room, ``ProtocolViolation`` for a part that is not what was announced or does not fit
         the blocks, ``StreamEnded`` or ``DeadlineExceeded`` when the client is gone or too slow.
         """
-        owner, digest = self.stream.peer, self.offer.adapter
+        owner, scope, digest = self.stream.peer, self.stream.scope, self.offer.adapter
         if len(digest) != HASH_BYTES or self.offer.size_bytes < 1:
             raise ProtocolViolation("an offer names a hash of 32 bytes, and how many bytes there are")
         if not self.store.renew(owner, digest):
-            with self.store.room(owner, self.offer.size_bytes):
+            with self.store.room(scope, self.offer.size_bytes):
                 adapter = await race(self._take(), self._beat())
-            self.store.put(owner, digest, adapter)
+            self.store.put(owner, scope, digest, adapter)
         await self._reply(pb.AdapterReply(stored=pb.Stored()))
 
     async def _take(self) -> StageAdapter:
@@ -77,4 +77,4 @@ class HostedOffer:
             await self._reply(pb.AdapterReply(beat=pb.Beat()))
 
     async def _reply(self, reply: pb.AdapterReply) -> None:
-        await self.stream.send(Message(reply.SerializeToString()))
+        await send_within(self.stream, Message(reply.SerializeToString()), self.timing.chunk_s)

@@ -12,13 +12,13 @@ from swarmnet_node.engine import Engine
 from swarmnet_node.graphs import Graph, GraphName
 from swarmnet_node.stage import Stage
 from swarmnet_protocols.aio import race
-from swarmnet_protocols.errors import DeadlineExceeded, ProtocolViolation
+from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.session.link import Refused
 from swarmnet_protocols.session.passes import MAX_POSITIONS, as_column, check_counts, cut, receive_tensor
 from swarmnet_protocols.session.steps import wire_dtype
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.transport import Buffer, Message, PeerId, Stream
-from swarmnet_protocols.transport.talking import parse, receive_within
+from swarmnet_protocols.transport.talking import parse, receive_within, send_within
 from swarmnet_protocols.wire import session_pb2 as pb
 
 GRAPH_ID_BYTES = 16
@@ -123,11 +123,8 @@ class HostedPass:
         return request.part, message.payload
 
     async def _send(self, reply: pb.PassReply, payload: memoryview | bytes = b"") -> None:
-        try:
-            async with asyncio.timeout(self._timing.chunk_s):
-                await self._stream.send(Message(reply.SerializeToString(), payload))
-        except TimeoutError as error:
-            raise DeadlineExceeded(f"{self._stream.peer} does not take its answer") from error
+        message = Message(reply.SerializeToString(), payload)
+        await send_within(self._stream, message, self._timing.chunk_s)
 
 
 def graph_name(wanted: pb.Begin, client: PeerId) -> GraphName | None:

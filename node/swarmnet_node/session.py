@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -10,20 +11,34 @@ import torch
 
 from swarmnet_node.adapters import StageAdapter
 from swarmnet_node.kv import LaneCache
+from swarmnet_node.reports import LaneTimes, Pair
 from swarmnet_protocols.aio import cancel, race
-from swarmnet_protocols.errors import OutOfResources, ProtocolViolation, StreamEnded, SwarmnetError
+from swarmnet_protocols.errors import (
+    DeadlineExceeded,
+    OutOfResources,
+    ProtocolViolation,
+    StreamEnded,
+    SwarmnetError,
+)
+from swarmnet_protocols.reports import is_peer_id
+from swarmnet_protocols.resources import RETRY_S, Exhausted, Flow, Hold, Stock
 from swarmnet_protocols.session.link import Feeder, Outbox, Refused, Target
 from swarmnet_protocols.session.log import ActivationLog, LogGone
 from swarmnet_protocols.session.steps import Row, Step, decode_step, encode_tensor, wire_dtype
 from swarmnet_protocols.transport import Message, PeerId, Stream
-from swarmnet_protocols.transport.talking import parse, receive_within
+from swarmnet_protocols.transport.talking import parse, receive_within, send_within
 from swarmnet_protocols.wire import session_pb2 as pb
 
 if TYPE_CHECKING:
     from swarmnet_node.host import Host
 
+_log = logging.getLogger(__name__)
+
 QUEUED_STEPS = 4
 """Steps a link may have in memory before the upstream is made to wait."""
+
+_Queue = asyncio.Queue[tuple[Step, int]]
+"""Steps, with the bytes that are held for each."""
 
 
 class HostedSession:
@@ -42,6 +57,8 @@ class HostedSession:
         self._max_length = wanted.max_length
         self._is_last = not wanted.HasField("next")
         self._target = None if self._is_last else _target(wanted.next, wanted.epoch)
+        self._scope = stream.scope.within("this session", {Stock.LOG: host.limits.log_bytes})
+        self._log_room = self._scope.hold(Stock.LOG, 0)
         self._lanes: dict[int, LaneCache] = {}
         self._outbox = Outbox(self._new_log(), asyncio.Event())
         self._feeder = Feeder(host.transport, self._outbox, wire_dtype(wanted.wire), host.timing)
@@ -51,11 +68,31 @@ class HostedSession:
         self._link_epoch = 0
         self._link: Stream | None = None
         self._applying = asyncio.Lock()
+        self._numbers = host.numbers
+        self._times = LaneTimes(host.numbers)
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def _new_log(self) -> ActivationLog:
         # The last hop sends to the client, which never needs a replay: it keeps positions, not values.
-        return ActivationLog(max_bytes=0 if self._is_last else self._host.limits.log_bytes)
+        self._log_room.release()
+        return ActivationLog(self._log_room, keep_values=not self._is_last)
+
+    @property
+    def pair(self) -> Pair | None:
+        """Who sends to this session and to whom it sends on; None before somebody does, or where the client names nobody."""
+        downstream = self._target.peer if self._target else ""
+        if self._link is None or (downstream and not is_peer_id(downstream)):
+            return None
+        return Pair("" if self._link.peer == self.stream.peer else self._link.peer, downstream)
+
+    @property
+    def held_bytes(self) -> int:
+        """Of caches and log."""
+        return self._scope.used[Stock.CACHE] + self._scope.used[Stock.LOG]
+
+    def shed(self) -> None:
+        """End, since the owner's memory is needed."""
+        self._fail(Refused(pb.REASON_OUT_OF_MEMORY, "this host is over its owner's limit", RETRY_S))
 
     # ---- the client's stream ----------------------------------------------------------------------------
 
@@ -66,16 +103,17 @@ class HostedSession:
             await self._feed_anew()
             await race(self._listen(), self._beat(), self._failure())
         except Refused as refusal:
-            detail = pb.Refused(reason=refusal.reason, detail=str(refusal)[:500])
+            self._numbers.refuse(refusal, self.stream.peer)
             with contextlib.suppress(SwarmnetError, TimeoutError):
                 async with asyncio.timeout(self._host.timing.reply_s):
-                    await self._reply(pb.SessionReply(refused=detail))
+                    await self._reply(pb.SessionReply(refused=refusal.to_wire()))
         finally:
             # All that must happen comes before the first await: a second cancellation may end us there.
             self._over = True
             self._failed.cancel()
             self._release(self._lanes.values())
             self._lanes = {}
+            self._log_room.release()
             if self._link is not None:
                 self._link.close()
             self.stream.close()
@@ -83,7 +121,7 @@ class HostedSession:
 
     async def say_leaving(self) -> None:
         """Ask the client to move to another host. A client that is gone has moved already."""
-        with contextlib.suppress(StreamEnded):
+        with contextlib.suppress(StreamEnded, DeadlineExceeded):
             await self._reply(pb.SessionReply(leaving=pb.Leaving()))
 
     async def _listen(self) -> None:
@@ -107,7 +145,8 @@ class HostedSession:
         await asyncio.shield(self._failed)
 
     async def _reply(self, reply: pb.SessionReply, payload: memoryview | bytes = b"") -> None:
-        await self.stream.send(Message(reply.SerializeToString(), payload))
+        message = Message(reply.SerializeToString(), payload)
+        await send_within(self.stream, message, self._host.timing.chunk_s)
 
     # ---- downstream -------------------------------------------------------------------------------------
 
@@ -127,8 +166,10 @@ class HostedSession:
         except LogGone as error:
             self._fail(Refused(pb.REASON_LOG_GONE, str(error)))
         except SwarmnetError as error:
+            self._numbers.links_lost += 1
+            _log.info("next hop lost", extra={"peer": target.peer, "reason": str(error)[:200]})
             lost = pb.LinkLost(epoch=target.epoch, peer=target.peer, reason=str(error)[:500])
-            with contextlib.suppress(StreamEnded):
+            with contextlib.suppress(StreamEnded, DeadlineExceeded):
                 await self._reply(pb.SessionReply(link_lost=lost))
 
     # ---- upstream ---------------------------------------------------------------------------------------
@@ -145,9 +186,11 @@ class HostedSession:
             if self._outbox.log.last == 0:
                 await self._reset()
             applied = self._outbox.log.last
-        await stream.send(Message(pb.LinkReply(linked=pb.Linked(applied=applied)).SerializeToString()))
-        queue: asyncio.Queue[Step] = asyncio.Queue(QUEUED_STEPS)
-        await race(self._read(stream, queue), self._work(stream, queue))
+        linked = pb.LinkReply(linked=pb.Linked(applied=applied))
+        await send_within(stream, Message(linked.SerializeToString()), self._host.timing.chunk_s)
+        queue: _Queue = asyncio.Queue(QUEUED_STEPS)
+        with self._scope.hold(Stock.MEMORY, 0) as room:
+            await race(self._read(stream, queue, room), self._work(stream, queue, room))
 
     async def _reset(self) -> None:
         """Forget a replay that was broken off, here and in the hops it had already reached."""
@@ -157,20 +200,35 @@ class HostedSession:
         self._lanes = {}
         await self._feed_anew(self._new_log())
 
-    async def _read(self, stream: Stream, queue: asyncio.Queue[Step]) -> None:
-        hidden_size = self._stage.hidden_size
+    async def _read(self, stream: Stream, queue: _Queue, room: Hold) -> None:
+        clock = asyncio.get_running_loop().time
         while True:
             message = await stream.receive()
             request = parse(pb.LinkRequest, message.header)
             if not request.HasField("step"):
                 raise ProtocolViolation("a link carries steps")
-            await queue.put(decode_step(request.step, message.payload, hidden_size=hidden_size))
+            step = decode_step(request.step, message.payload, hidden_size=self._stage.hidden_size)
+            if stream.peer == self.stream.peer and not step.replay:
+                self._times.arrived(step.rows, clock())
+            if wait_s := self._scope.use(Flow.POSITIONS, step.positions, clock()):
+                await asyncio.sleep(wait_s)
+            size_bytes = len(message.payload)
+            try:
+                room.resize(room.amount + size_bytes)
+            except Exhausted:
+                # Its stream holds the memory of this one as long as the next is not asked for.
+                await queue.put((step, 0))
+                await queue.join()
+            else:
+                await queue.put((step, size_bytes))
 
-    async def _work(self, stream: Stream, queue: asyncio.Queue[Step]) -> None:
+    async def _work(self, stream: Stream, queue: _Queue, room: Hold) -> None:
         while True:
-            step = await queue.get()
+            step, size_bytes = await queue.get()
             # A step that has begun is finished even if its link is replaced meanwhile: half a step has no position.
             await asyncio.shield(asyncio.ensure_future(self._apply(stream, step)))
+            room.resize(room.amount - size_bytes)
+            queue.task_done()
 
     async def _apply(self, stream: Stream, step: Step) -> None:
         """Compute one step, log it, send its outputs on. What fails here ends the session and is told to the client."""
@@ -179,20 +237,31 @@ class HostedSession:
                 return
             try:
                 self._outbox.log.check(step)
+                is_rebuilt = step.replay and not self._lanes
                 computed = step.with_values(await self._compute(step))
                 self._outbox.append(computed)
+                self._count(step, is_rebuilt=is_rebuilt)
                 if self._is_last and not step.replay:
                     await self._answer(computed)
-            except StreamEnded:
-                return  # the client is gone: its stream ends the session
+            except (StreamEnded, DeadlineExceeded):
+                return  # the client is gone, or does not read: its stream ends the session
             except ProtocolViolation as error:
                 self._fail(Refused(pb.REASON_PROTOCOL, str(error)))
             except OutOfResources as error:
-                self._fail(Refused(pb.REASON_OUT_OF_MEMORY, str(error)))
+                self._fail(Refused.no_room(error))
             except Refused as refusal:
                 self._fail(refusal)
             except Exception as error:  # noqa: BLE001 - whatever broke inside the model breaks this session only
+                _log.exception("a step could not be computed")
                 self._fail(Refused(pb.REASON_INTERNAL, f"{type(error).__name__}: {error}"))
+
+    def _count(self, step: Step, *, is_rebuilt: bool) -> None:
+        self._numbers.rebuilt += is_rebuilt
+        pair = self.pair
+        if pair is not None and not step.replay:
+            self._numbers.passed(pair, sum(row.count for row in step.rows))
+            if self._is_last:
+                self._numbers.answered += sum(row.outputs for row in step.rows)
 
     async def _compute(self, step: Step) -> torch.Tensor:
         longest = self._prefix_positions + max(row.end for row in step.rows)
@@ -217,13 +286,13 @@ class HostedSession:
         after: dict[int, LaneCache] = {}
         if copied:
             sources = [before[row.source] for row in rows if row.lane in copied]
-            after = dict(zip(copied, await self._engine.fork(sources), strict=True))
+            after = dict(zip(copied, await self._engine.fork(sources, self._scope), strict=True))
         if self._over:  # meanwhile: what was there is freed
             self._release(after.values())
             raise StreamEnded("the session has ended")
         for row in rows:
             if row.source not in before:
-                after[row.lane] = self._engine.adopt(self._stage.new_lane(self._adapter))
+                after[row.lane] = self._engine.adopt(self._stage.new_lane(self._adapter), self._scope)
             elif row.lane not in after:
                 after[row.lane] = before[row.source]
         self._lanes.update(after)

@@ -5,20 +5,24 @@ import random
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from swarmnet_node.limits import Limits
 from swarmnet_protocols.aio import cancel
-from swarmnet_protocols.errors import ConfigError, NotAuthorised, SwarmnetError
+from swarmnet_protocols.errors import ConfigError, NotAuthorised, OutOfResources, SwarmnetError
 from swarmnet_protocols.network import Network, connect
+from swarmnet_protocols.transport.pacing import Pace
 
 if TYPE_CHECKING:
     import torch
 
+    from swarmnet_node.guest import Guest
     from swarmnet_node.host import HostLimits
+    from swarmnet_node.memory import Footprint
     from swarmnet_node.native.decode import Native
-    from swarmnet_node.node import Hosting, Node
+    from swarmnet_node.node import Hosting
     from swarmnet_node.stage import Stage
     from swarmnet_protocols.membership.quotas import Quotas
     from swarmnet_protocols.models import LocalModel, Progress
@@ -33,47 +37,67 @@ class NodeConfig:
     network: Network
     swarm_name: str
     cache_dir: Path
+    folder: Path
+    """Where limits, and what was used in the month, are remembered."""
     blocks: tuple[int, int] | None = None
     num_blocks: int | None = None
     device: str = "auto"
     dtype: str = "auto"
-    threads: int | None = None
     max_cache_bytes: int = 1 << 30
     public_name: str = ""
+    limits: Limits = field(default_factory=Limits)
 
 
 @asynccontextmanager
-async def start(config: NodeConfig, *, progress: "Progress | None" = None) -> AsyncIterator["Node"]:
-    """A node that serves while the context is open.
+async def start(config: NodeConfig, *, progress: "Progress | None" = None) -> AsyncIterator["Guest"]:
+    """A node that serves, whenever its limits let it, while the context is open.
 
     Raises ``ConfigError`` for a model, span, device or address that will not do, ``IntegrityError`` for a damaged model,
-    ``Unreachable`` when bootstraps are named and none answers.
+    ``Unreachable`` when bootstraps are named and none answers, ``OutOfResources`` for blocks that do not fit into the limits.
     """
     loop = asyncio.get_running_loop()
     async with AsyncExitStack() as stack:
         executor = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="torch"))
+        pace = Pace()
+        pace.up.set_rate(config.limits.up_bytes_per_s)
+        pace.down.set_rate(config.limits.down_bytes_per_s)
         # Reading the model and dialling the swarm both take a second: neither waits for the other.
         loading = loop.run_in_executor(executor, _Loaded.of, config, progress)
         try:
-            transport, directory = await stack.enter_async_context(connect(config.network))
+            transport, directory = await stack.enter_async_context(
+                connect(replace(config.network, pace=pace))
+            )
         finally:
             loaded = await loading
-        from swarmnet_node.node import Node, World
+        from swarmnet_node.guest import Guest
+        from swarmnet_node.machine import OwnersMachine, release_memory
+        from swarmnet_node.node import World
         from swarmnet_node.turns import Turns, default_folder
-        from swarmnet_protocols.threads import compute_on
+        from swarmnet_protocols.clock import wall_clock
+        from swarmnet_protocols.devices import limit_memory
+        from swarmnet_protocols.threads import compute_on, use_cores
 
-        await compute_on(executor, threads=config.threads)
+        every_core = await compute_on(executor, threads=config.limits.cores)
         world = World(transport, directory, executor, random.Random())
         if loaded.device.type == "cpu":
             turns = stack.enter_context(Turns.open(default_folder()))
             world = replace(world, turn=turns.turn)
-        node = await stack.enter_async_context(Node.run(world, loaded.hosting(config)))
+
+        def limit_computing(limits: Limits) -> None:
+            use_cores(executor, limits.cores or every_core)
+            limit_memory(loaded.device, limits.max_gpu_mem)
+
+        machine = OwnersMachine(config.folder, pace, wall_clock, limit_computing)
+        stack.callback(machine.save_usage)
+        hosting = loaded.hosting(config)
+        node = await stack.enter_async_context(Guest.run(world, hosting, machine, config.limits))
+        release_memory()  # what loading took on its way
         watching = asyncio.create_task(_fail_with_p2pd(transport, node), name="p2pd")
         stack.push_async_callback(cancel, watching)
         yield node
 
 
-async def _fail_with_p2pd(transport: "Transport", node: "Node") -> None:
+async def _fail_with_p2pd(transport: "Transport", node: "Guest") -> None:
     try:
         await transport.died()
     except NotAuthorised as error:
@@ -86,13 +110,18 @@ async def _fail_with_p2pd(transport: "Transport", node: "Node") -> None:
 
 @dataclass(frozen=True)
 class _Loaded:
-    """The model, and the stage already if the blocks were named."""
+    """The model, and the blocks that were named, or are all that fit into the limits."""
 
     model: "LocalModel"
     dtype: "torch.dtype"
     device: "torch.device"
     native: "Native | None"
-    stage: "Stage | None"
+    blocks: tuple[int, int] | None
+    num_blocks: int
+    footprint: "Footprint | None"
+    """Measured where memory is limited."""
+    early: "list[Stage]"
+    """The stage of the blocks, loaded while the swarm was dialled; whoever takes it has it alone."""
 
     @classmethod
     def of(cls, config: NodeConfig, progress: "Progress | None") -> "_Loaded":
@@ -100,12 +129,12 @@ class _Loaded:
 
         import_transformers()
         from swarmnet_node.native.decode import Native
-        from swarmnet_node.stage import Stage
-        from swarmnet_protocols.devices import pick_device, pick_dtype
+        from swarmnet_protocols.devices import limit_memory, pick_device, pick_dtype
         from swarmnet_protocols.models import resolve
 
         device = pick_device(config.device)
         dtype = pick_dtype(config.dtype, device)
+        limit_memory(device, config.limits.max_gpu_mem)
         model = resolve(config.model, cache_dir=config.cache_dir, progress=progress)
         config.network.rules.check_model(model.name, model.manifest.hash)
         total = model.manifest.blocks
@@ -114,26 +143,51 @@ class _Loaded:
                 f"{model.name} has {total} blocks, not {config.num_blocks}",
                 hint=f"use --num-blocks 1 to {total}",
             )
-        blocks = config.blocks or ((0, total) if config.num_blocks is None else None)
-        if progress is not None:
-            progress("loading blocks", 0, None)
         native = Native.load(config.cache_dir)
-        stage = Stage.load(model, *blocks, dtype=dtype, device=device, native=native) if blocks else None
-        return cls(model, dtype, device, native, stage)
+        loaded = cls(model, dtype, device, native, config.blocks, config.num_blocks or total, None, [])
+        if config.limits.max_ram_bytes is not None:
+            loaded = loaded._within(config.limits.max_ram_bytes, is_free=not config.num_blocks)
+        if loaded.blocks is None and loaded.num_blocks == total:
+            loaded = replace(loaded, blocks=(0, total))
+        if loaded.blocks is not None and not config.limits.are_conditional:
+            if progress is not None:
+                progress("loading blocks", 0, None)
+            loaded.early.append(loaded._load(*loaded.blocks))
+        return loaded
+
+    def _within(self, max_ram_bytes: int, *, is_free: bool) -> "_Loaded":
+        """With its footprint, and fewer blocks if they do not fit and nobody said how many there are to be."""
+        import psutil
+
+        from swarmnet_node.machine import release_memory
+        from swarmnet_node.memory import Footprint
+
+        first = self.blocks[0] if self.blocks is not None else 0
+        block_bytes = self._load(first, first + 1).weight_bytes
+        release_memory()
+        footprint = Footprint(
+            psutil.Process().memory_info().rss, block_bytes, self.model.manifest.hidden_size
+        )
+        if self.blocks is not None:
+            footprint.check(max_ram_bytes, self.blocks[1] - self.blocks[0])
+            return replace(self, footprint=footprint)
+        fitting = footprint.blocks_within(max_ram_bytes)
+        num_blocks = min(self.num_blocks, fitting) if is_free and fitting > 0 else self.num_blocks
+        footprint.check(max_ram_bytes, num_blocks)
+        return replace(self, footprint=footprint, num_blocks=num_blocks)
 
     def hosting(self, config: NodeConfig) -> "Hosting":
         from importlib.metadata import version
 
         from swarmnet_node.node import Hosting
 
-        total = self.model.manifest.blocks
         return Hosting(
             model=self.model.name,
             manifest=self.model.manifest.hash,
-            total_blocks=total,
+            total_blocks=self.model.manifest.blocks,
             load=self._load,
-            blocks=config.blocks or ((0, total) if config.num_blocks is None else None),
-            num_blocks=config.num_blocks or 0,
+            blocks=self.blocks,
+            num_blocks=self.num_blocks,
             max_cache_bytes=config.max_cache_bytes,
             swarm_name=config.swarm_name,
             public_name=config.public_name,
@@ -142,11 +196,21 @@ class _Loaded:
         )
 
     def _load(self, start: int, end: int) -> "Stage":
+        import torch
+
         from swarmnet_node.stage import Stage
 
-        return self.stage or Stage.load(
-            self.model, start, end, dtype=self.dtype, device=self.device, native=self.native
-        )
+        if self.early:
+            return self.early.pop()
+        try:
+            return Stage.load(
+                self.model, start, end, dtype=self.dtype, device=self.device, native=self.native
+            )
+        except torch.OutOfMemoryError as error:
+            raise OutOfResources(
+                f"blocks {start}:{end} do not fit into the memory of {self.device}",
+                hint="host fewer blocks: --num-blocks, or allow more: --max-gpu-mem",
+            ) from error
 
 
 def _limits(quotas: "Quotas") -> "HostLimits":
@@ -158,4 +222,10 @@ def _limits(quotas: "Quotas") -> "HostLimits":
         limits,
         sessions_per_client=min(limits.sessions, quotas.sessions or limits.sessions_per_client),
         passes_per_client=min(limits.passes, quotas.passes or limits.passes_per_client),
+        adapter_bytes_per_client=min(
+            limits.adapter_bytes, quotas.adapter_bytes or limits.adapter_bytes_per_client
+        ),
+        cache_bytes_per_client=quotas.cache_bytes,
+        positions_per_s=quotas.positions_per_s,
+        bytes_per_s=quotas.bytes_per_s,
     )

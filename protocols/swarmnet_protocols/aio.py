@@ -1,7 +1,7 @@
 """Small tools for conversations that wait for several things at once."""
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -18,6 +18,20 @@ async def race(*runners: Coroutine[Any, Any, T]) -> T:
         return next(task for task in tasks if task.done()).result()
     finally:
         await cancel(*tasks)
+
+
+async def until(when: float, attempt: Callable[[], Awaitable[T]]) -> T:
+    """What ``attempt`` gives by ``when``, a time of the loop. It must lose nothing when it is cancelled. Raises ``TimeoutError``.
+
+    A process that was held up sees that time is over before it sees what came meanwhile: so it looks once more.
+    """
+    try:
+        async with asyncio.timeout_at(when):
+            return await attempt()
+    except TimeoutError:
+        await asyncio.sleep(0)
+    async with asyncio.timeout(0):
+        return await attempt()
 
 
 async def all_of(*runners: Coroutine[Any, Any, T]) -> list[T]:

@@ -70,7 +70,7 @@ class DhtDirectory:
         from swarmnet_protocols.dht_node import create_node
 
         swarm, clock = door.membership.rules.swarm, door.membership.clock
-        p2p = GuardedP2P(transport.p2p, door)
+        p2p = GuardedP2P(transport.p2p, door, transport.resources)
         node = await create_node(p2p, swarm, client_mode=client_mode, clock=clock)
         directory = cls(transport, door, node, bootstrap, Publisher(identity, swarm, clock))
         try:

@@ -8,7 +8,8 @@ from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
-from hivemind.p2p import PeerID
+from hivemind.p2p import P2PContext, PeerID
+from hivemind.proto import dht_pb2
 
 from swarmnet_protocols.clock import Clock
 from swarmnet_protocols.dht_guard import GuardedP2P
@@ -63,6 +64,12 @@ class SwarmDirectoryV1(DHTProtocol):  # type: ignore[misc]
 
     _rpc_handlers = None  # not those of the parent, which carry its name
     _stub_type = None
+    p2p: GuardedP2P
+
+    async def rpc_store(self, request: dht_pb2.StoreRequest, context: P2PContext) -> dht_pb2.StoreResponse:
+        scope = self.p2p.scope_of(context.remote_id)
+        with self.storage.stored_by(scope), self.cache.stored_by(scope):
+            return await super().rpc_store(request, context)  # which awaits nothing
 
     async def update_routing_table(
         self, node_id: DHTID | None, peer_id: PeerID, responded: bool = True

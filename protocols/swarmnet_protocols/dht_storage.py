@@ -3,10 +3,12 @@
 import heapq
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from swarmnet_protocols.clock import Clock
+from swarmnet_protocols.resources import Exhausted, Hold, Scope, Stock
 
 if TYPE_CHECKING:
     from hivemind.dht.routing import DHTID
@@ -27,6 +29,8 @@ class StorageLimits:
 class _Kept:
     value: bytes
     expires_at: float
+    room: tuple[Hold, ...]
+    """In the scope of whoever stored it here."""
 
 
 class BoundedStorage:
@@ -40,6 +44,16 @@ class BoundedStorage:
         self._key_bytes: Counter[DHTID] = Counter()
         self._signer_records: Counter[bytes] = Counter()
         self.total_bytes = 0
+        self._storer: Scope | None = None
+
+    @contextmanager
+    def stored_by(self, scope: Scope) -> Iterator[None]:
+        """What is stored while the context is open counts in ``scope`` for as long as it is kept."""
+        self._storer = scope
+        try:
+            yield
+        finally:
+            self._storer = None
 
     def store(self, key: "DHTID", value: bytes, expiration_time: float, subkey: bytes | None = None) -> bool:
         """Whether the record was kept. A value without a signer never is."""
@@ -57,9 +71,13 @@ class BoundedStorage:
             return False
         if old is None and self._signer_records[subkey] >= self._limits.signer_records:
             return False
+        try:
+            room = self._make_room(len(value))
+        except Exhausted:
+            return False
         if old is not None:
             self._forget(key, subkey)
-        self._records.setdefault(key, {})[subkey] = _Kept(value, expiration_time)
+        self._records.setdefault(key, {})[subkey] = _Kept(value, expiration_time, room)
         self._key_bytes[key] += len(value)
         self._signer_records[subkey] += 1
         self.total_bytes += len(value)
@@ -105,8 +123,20 @@ class BoundedStorage:
         ]
         heapq.heapify(self._expiries)
 
+    def _make_room(self, nbytes: int) -> tuple[Hold, ...]:
+        if self._storer is None:
+            return ()
+        number = self._storer.hold(Stock.RECORDS)
+        try:
+            return number, self._storer.hold(Stock.RECORD_BYTES, nbytes)
+        except Exhausted:
+            number.release()
+            raise
+
     def _forget(self, key: "DHTID", subkey: bytes) -> None:
         kept = self._records[key].pop(subkey)
+        for hold in kept.room:
+            hold.release()
         self.total_bytes -= len(kept.value)
         self._key_bytes[key] -= len(kept.value)
         self._signer_records[subkey] -= 1

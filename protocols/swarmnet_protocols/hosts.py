@@ -25,6 +25,11 @@ def hosts_topic(manifest: bytes) -> str:
 
 async def read_records(directory: Directory, manifest: bytes) -> list[tuple[HostInfo, pb.HostRecord]]:
     """Every credible announcement for a model, in the order of peer ids. What makes no sense is left out."""
+    return [(info, body) for info, body, _ in await read_numbered(directory, manifest)]
+
+
+async def read_numbered(directory: Directory, manifest: bytes) -> list[tuple[HostInfo, pb.HostRecord, int]]:
+    """The same, each with its sequence: an announcement that is newer has a higher one."""
     found = []
     for record in await directory.lookup(hosts_topic(manifest)):
         try:
@@ -46,8 +51,8 @@ async def read_records(directory: Directory, manifest: bytes) -> list[tuple[Host
                 addresses=tuple(body.addresses[:MAX_ADDRESSES]),
                 online=body.state == pb.HOST_STATE_ONLINE,
             )
-            found.append((info, body))
-    return sorted(found, key=lambda pair: pair[0].peer)
+            found.append((info, body, record.sequence))
+    return sorted(found, key=lambda each: each[0].peer)
 
 
 async def read_hosts(directory: Directory, manifest: bytes) -> Sequence[HostInfo]:

@@ -1,7 +1,7 @@
 """A place on the network: libp2p and the DHT of one swarm, under one identity, behind a door."""
 
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from swarmnet_protocols.directory import Directory
     from swarmnet_protocols.membership.admission import IssuerConfig
     from swarmnet_protocols.transport import Transport
+    from swarmnet_protocols.transport.pacing import Pace
 
 ANY_PORT = ("/ip4/0.0.0.0/tcp/0", "/ip4/0.0.0.0/udp/0/quic-v1")
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
@@ -33,8 +34,12 @@ class Network:
     """Where the certificate of this identity is, and what is revoked is kept; without it, nothing is."""
     adopt: Callable[[bytes], Rules] | None = None
     """Keeps a newer swarm file that an issuer hands out, and gives its rules: see ``Membership.adopt``."""
+    swarm_file: Callable[[], bytes] | None = None
+    """Reads the newest one that is kept: see ``Membership.swarm_file``."""
     issuer: "IssuerConfig | None" = None
     """What makes this peer let others in."""
+    pace: "Pace | None" = None
+    """Counts what goes over the network, and holds it back to the rates it is set to."""
 
 
 @asynccontextmanager
@@ -48,13 +53,17 @@ async def connect(
     """
     from swarmnet_protocols.clock import wall_clock
     from swarmnet_protocols.dht import DhtDirectory
+    from swarmnet_protocols.errors import NotAuthorised
     from swarmnet_protocols.identity import Identity
     from swarmnet_protocols.membership.admission import Admissions
     from swarmnet_protocols.membership.door import Door
     from swarmnet_protocols.membership.guard import GuardedTransport
     from swarmnet_protocols.membership.membership import Membership
+    from swarmnet_protocols.probes import Probes
+    from swarmnet_protocols.protocol_ids import PROBE
     from swarmnet_protocols.timing import Timing
     from swarmnet_protocols.transport.p2pd import P2pdConfig, P2pdTransport
+    from swarmnet_protocols.transport.pacing import Pace
 
     async with AsyncExitStack() as stack:
         identity_path = network.identity_path
@@ -63,7 +72,7 @@ async def connect(
             identity_path = Path(scratch, "identity.key")
         identity = Identity.load_or_create(identity_path)
         membership = Membership(network.rules, identity.peer_id, wall_clock, folder=network.membership_folder)
-        membership.adopt = network.adopt
+        membership.adopt, membership.swarm_file = network.adopt, network.swarm_file
         if network.issuer is not None:
             network.issuer.certify(membership)
         membership.check()
@@ -75,6 +84,7 @@ async def connect(
             bootstrap=others,
             # Where others begin must be able to start when nobody else is there.
             require_bootstrap=bool(others) and others == network.bootstrap,
+            pace=network.pace or Pace(),
         )
         raw = await stack.enter_async_context(P2pdTransport.create(config))
         door = await stack.enter_async_context(Door.run(raw, membership, Timing()))
@@ -83,4 +93,8 @@ async def connect(
         )
         admissions = Admissions.run(raw, membership, directory, bootstrap=others, issuer=network.issuer)
         await stack.enter_async_context(admissions)
-        yield GuardedTransport(raw, door), directory
+        guarded = GuardedTransport(raw, door)
+        if not client_mode:
+            with suppress(NotAuthorised):  # an observer has no role to serve anybody in
+                await guarded.serve(PROBE, Probes(raw.addresses_of, wall_clock).answer)
+        yield guarded, directory

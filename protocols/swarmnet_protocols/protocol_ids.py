@@ -31,6 +31,15 @@ ADAPTER = ProtocolSpec(
 )
 PING = ProtocolSpec("/swarmnet/ping/1", max_header_bytes=64, roles=ANY_ROLE, served_by=_HOST)
 
+REPORT = ProtocolSpec(
+    "/swarmnet/report/1",
+    max_header_bytes=64 << 10,
+    roles=frozenset({Role.OBSERVER, Role.CLIENT, Role.HOST, Role.TRAINER}),
+    served_by=_HOST | _TRAINER,
+)
+
+PROBE = ProtocolSpec("/swarmnet/probe/1", max_header_bytes=1024, roles=ANY_ROLE, served_by=_KEEPERS)
+
 GATHER = ProtocolSpec("/swarmnet/gather/1", max_header_bytes=1 << 20, roles=_TRAINER, served_by=_TRAINER)
 STATE = ProtocolSpec(
     "/swarmnet/state/1",
@@ -71,11 +80,11 @@ DOOR = ProtocolSpec("/swarmnet/door/1", max_header_bytes=4096, max_payload_bytes
 ADMISSION = ProtocolSpec("/swarmnet/admission/1", max_header_bytes=128 << 10)
 
 INFERENCE = (SESSION, LINK, PASS, ADAPTER, PING)
-"""What a node serves."""
+"""What a node serves, besides ``REPORT``."""
 TRAINING = (GATHER, STATE, HANDOVER, EXCHANGE)
-"""What a training worker serves."""
+"""What a training worker serves, besides ``REPORT``."""
 DIRECTORY = (DHT_PING, DHT_FIND, DHT_STORE)
 """What who keeps a part of the directory serves: calls of hivemind's, one message each way."""
 ENTRANCE = (DOOR, ADMISSION)
 """What a peer may speak before it is known to be a member: these need no role."""
-ALL: tuple[ProtocolSpec, ...] = INFERENCE + TRAINING + DIRECTORY + (REVOCATIONS,) + ENTRANCE
+ALL: tuple[ProtocolSpec, ...] = (*INFERENCE, REPORT, PROBE, *TRAINING, *DIRECTORY, REVOCATIONS, *ENTRANCE)

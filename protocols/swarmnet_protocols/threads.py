@@ -18,11 +18,20 @@ def stay_serial() -> int:
     return threads
 
 
-async def compute_on(computing: Executor, *serial: Executor, threads: int | None) -> None:
-    """Have the thread of ``computing`` compute on ``threads`` cores, default all; this one and ``serial`` stay serial."""
+async def compute_on(computing: Executor, *serial: Executor, threads: int | None) -> int:
+    """Have the thread of ``computing`` compute on ``threads`` cores, default all; this one and ``serial`` stay serial.
+
+    Returns how many all are.
+    """
     loop = asyncio.get_running_loop()
     every_core = stay_serial()
     for executor in serial:
         await loop.run_in_executor(executor, stay_serial)
     # The last to be told: a part of the setting is the whole process's.
     await loop.run_in_executor(computing, torch.set_num_threads, threads or every_core)
+    return every_core
+
+
+def use_cores(computing: Executor, threads: int) -> None:
+    """Have the thread of ``computing`` compute on so many cores from its next operation on."""
+    computing.submit(torch.set_num_threads, threads)

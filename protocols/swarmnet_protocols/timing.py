@@ -21,6 +21,8 @@ class Timing:
     """To dial a peer and open a stream."""
     reply_s: float = 5.0
     """For the first answer on a stream that opened."""
+    opening_s: float = 5.0
+    """Whoever opens a stream has said its first word by then."""
     door_s: float = 5.0
     """To reach somebody for the first time, and for what they have to say at the door. Whoever is in a hurry need not wait."""
     link_wait_s: float = 5.0
@@ -42,7 +44,7 @@ class Timing:
     announce_s: float = 15.0
     """Between two announcements by a host."""
     chunk_s: float = 30.0
-    """For a chunk of a job's state or a part of a pass: 1 MiB over the slowest line that is worth waiting for."""
+    """For a chunk of a job's state, a part of a pass, or each MiB of any message: over the slowest line that is worth waiting for."""
     graph_s: float = 120.0
     """A host keeps what a forward pass left for its backward pass no longer than this."""
     intent_s: float = 1.0

@@ -10,21 +10,49 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from swarmnet.cli import control, demo, join, model, run, swarm, train, tune
 from swarmnet.cli.failures import EXIT_INTERRUPTED, explain
+from swarmnet.cli.lazy import LazyCommand, LazyGroup
+from swarmnet.logs import LogFormat, LogLevel, configure
+
+TRY, USE, SHARE, OWN, TRAIN = "Try it", "Use a model", "Share this machine", "A swarm", "Train"
+
+
+class Commands(LazyGroup):
+    """All commands, in the order of ``--help``."""
+
+    lazy = (
+        LazyCommand(
+            "demo", "swarmnet.cli.demo:demo", TRY, "A whole swarm on this machine, asked a question."
+        ),
+        LazyCommand("run", "swarmnet.cli.run:run", USE, "Answer one prompt, or chat."),
+        LazyCommand(
+            "serve", "swarmnet.cli.serve:serve", USE, "An endpoint for OpenAI's clients, on the swarm."
+        ),
+        LazyCommand("model", "swarmnet.cli.model:app", USE, "Fetch and check model files."),
+        LazyCommand("join", "swarmnet.cli.join:join", SHARE, "Host a part of a model."),
+        LazyCommand("status", "swarmnet.cli.control:status", SHARE, "What the node on this machine does."),
+        LazyCommand("limits", "swarmnet.cli.limits:limits", SHARE, "What the node may take, and when."),
+        LazyCommand("pause", "swarmnet.cli.limits:pause", SHARE, "Give the memory back for a while."),
+        LazyCommand("resume", "swarmnet.cli.limits:resume", SHARE, "Serve again."),
+        LazyCommand("finish", "swarmnet.cli.control:finish", SHARE, "Stop it without hurting anybody."),
+        LazyCommand(
+            "bootstrap", "swarmnet.cli.bootstrap:bootstrap", SHARE, "Be there for newcomers to start from."
+        ),
+        LazyCommand("service", "swarmnet.cli.service:app", SHARE, "Start with the machine, under systemd."),
+        LazyCommand("doctor", "swarmnet.cli.doctor:doctor", SHARE, "What is wrong here, and what mends it."),
+        LazyCommand("swarm", "swarmnet.cli.swarm:app", OWN, "Create swarms, and say who is in them."),
+        LazyCommand("dashboard", "swarmnet.cli.dashboard:dashboard", OWN, "What a swarm does, on a page."),
+        LazyCommand("tune", "swarmnet.cli.tune:tune", TRAIN, "Fine-tune a model that runs on the swarm."),
+        LazyCommand("train", "swarmnet.cli.train:app", TRAIN, "Train a model together with others."),
+    )
+
 
 app = typer.Typer(
-    help="Run large models on a swarm of ordinary computers.", add_completion=False, rich_markup_mode=None
+    cls=Commands,
+    help="Run large models on a swarm of ordinary computers.",
+    epilog="Start with `swarmnet demo`. `swarmnet COMMAND --help` tells the rest.",
+    rich_markup_mode=None,
 )
-app.command("demo")(demo.demo)
-app.add_typer(swarm.app, name="swarm")
-app.command("join")(join.join)
-app.command("run")(run.run)
-app.command("tune")(tune.tune)
-app.command("status")(control.status)
-app.command("finish")(control.finish)
-app.add_typer(model.app, name="model")
-app.add_typer(train.app, name="train")
 
 
 def _print_version(wanted: bool) -> None:
@@ -42,11 +70,22 @@ def _options(
         bool,
         typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True),
     ] = False,
+    no_color: Annotated[
+        bool, typer.Option("--no-color", help="No colours, as with NO_COLOR in the environment.")
+    ] = False,
+    log_format: Annotated[
+        LogFormat, typer.Option("--log-format", envvar="SWARMNET_LOG_FORMAT", help="How to log.")
+    ] = "text",
+    log_level: Annotated[
+        LogLevel, typer.Option("--log-level", envvar="SWARMNET_LOG_LEVEL", help="What to log, on stderr.")
+    ] = "warning",
     _debug: Annotated[
         bool, typer.Option("--debug", hidden=True, help="Show the traceback of an error.")
     ] = False,
 ) -> None:
-    pass
+    if no_color:
+        os.environ["NO_COLOR"] = "1"
+    configure(log_format=log_format, level=log_level)
 
 
 def execute(arguments: Sequence[str]) -> int:

@@ -4,9 +4,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from swarmnet.cli.limits import rows
 from swarmnet.cli.options import DataDirOption, JsonFlag, check_at_least_zero
 from swarmnet.cli.output import print_json, print_table
 from swarmnet.paths import default_data_dir
+from swarmnet.units import show_size
 
 if TYPE_CHECKING:
     from swarmnet_node.control import NodeStatus
@@ -55,8 +57,9 @@ def _fields(node: "NodeStatus") -> dict[str, object]:
 
 def _print(node: "NodeStatus") -> None:
     mebibyte = 1 << 20
+    limits = rows(node.limits)
     print_table(
-        f"{node.peer_id} is {node.state}",
+        f"{node.peer_id} is {node.state}" + (f": {node.reason}" if node.reason else ""),
         {
             "swarm": node.swarm,
             "model": node.model,
@@ -67,6 +70,14 @@ def _print(node: "NodeStatus") -> None:
             "computed": f"{node.tokens} tokens in {node.forwards} forwards",
             "up": f"{node.uptime_s:.0f} s",
             "addresses": "\n".join(node.addresses),
+            "memory": f"{node.ram_bytes / mebibyte:.0f} MiB of {limits.pop('memory')}",
+            f"traffic in {node.usage.month}": f"{show_size(node.usage.up_bytes)} up, "
+            f"{show_size(node.usage.down_bytes)} down, of {limits.pop('in a month')}",
+            **{
+                f"limit: {name}": text
+                for name, text in limits.items()
+                if text not in {"no limit", "always", "all"}
+            },
             "version": node.version,
         },
     )

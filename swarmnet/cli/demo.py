@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -20,11 +20,20 @@ from swarmnet.cli.options import CacheDirOption, JsonFlag
 from swarmnet.cli.output import print_json, print_table, progress
 from swarmnet.paths import default_cache_dir
 from swarmnet.swarm_writer import NewSwarm
+from swarmnet_protocols.aio import race
 from swarmnet_protocols.clock import wall_clock
 from swarmnet_protocols.errors import DeadlineExceeded, SwarmnetError
 from swarmnet_protocols.models import DEFAULT_MODEL, Progress
 
 QUESTION = "What is the capital of France?"
+_HOW_TO_USE = """
+the swarm stays until Ctrl-C. From another terminal:
+
+  curl {url}/v1/chat/completions -H 'content-type: application/json' \\
+    -d '{{"model": "smollm2-135m-instruct", "messages": [{{"role": "user", "content": "Who are you?"}}]}}'
+
+  swarmnet run smollm2-135m-instruct --swarm {swarm} --bootstrap {address}
+"""
 _START_TIMEOUT_S = 120.0
 _ANSWER_TIMEOUT_S = 300.0
 _STOP_TIMEOUT_S = 5.0
@@ -39,6 +48,7 @@ class _Demo:
     directory: Path
     cache_dir: Path
     as_json: bool
+    keep: bool
 
     @property
     def swarm(self) -> str:
@@ -54,20 +64,29 @@ def demo(
     nodes: Annotated[
         int, typer.Option("--nodes", metavar="N", min=1, max=16, help="How many nodes share the model.")
     ] = 3,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Stay, with an endpoint for OpenAI's clients, until Ctrl-C.")
+    ] = False,
     cache_dir: CacheDirOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Start a swarm of several nodes on this machine, ask it a question, and stop it again."""
+    """Start a swarm of several nodes on this machine, ask it a question, and stop it again.
+
+    \b
+    Examples:
+      swarmnet demo
+      swarmnet demo --keep    then, from another terminal, use the endpoint it prints
+    """
     with tempfile.TemporaryDirectory(prefix="swarmnet-demo-") as directory:
         swarm_writer.create(Path(directory), NewSwarm("demo", is_open=True), now=wall_clock())
         try:
-            asyncio.run(_demo(_Demo(Path(directory), cache_dir or default_cache_dir(), as_json), nodes))
+            asyncio.run(_demo(_Demo(Path(directory), cache_dir or default_cache_dir(), as_json, keep), nodes))
         except asyncio.CancelledError:
             raise KeyboardInterrupt from None
 
 
 async def _demo(demo: _Demo, count: int) -> None:
-    Interrupts.catch()
+    interrupts = Interrupts.catch()
     with progress(quiet=demo.as_json) as report:
         spans = _split(await asyncio.to_thread(_count_blocks, demo.cache_dir, report), count)
     async with _processes() as running:
@@ -78,6 +97,11 @@ async def _demo(demo: _Demo, count: int) -> None:
         answer = await _ask(demo, running, address)
         if not demo.as_json:
             _print_summary(answer)
+        if demo.keep:
+            gateway = await _serve(demo, running, address)
+            stopping = asyncio.Event()
+            interrupts.first = stopping.set
+            await race(stopping.wait(), gateway.fail_at_end())
     demo.event({"event": "stopped"})
 
 
@@ -150,6 +174,20 @@ async def _ask(demo: _Demo, running: list[Process], address: str) -> dict[str, A
     raise child.failure()
 
 
+async def _serve(demo: _Demo, running: list[Process], address: str) -> "_Child":
+    """Start a gateway to the swarm, and say how to use both."""
+    where = ["--swarm", demo.swarm, "--bootstrap", address, "--cache-dir", str(demo.cache_dir)]
+    child = await _spawn(demo, running, "gateway", ["serve", *where, "--port", "0", "--stop-on-eof"])
+    async with _deadline(_START_TIMEOUT_S, "the gateway did not start"):
+        async for event in child.events():
+            if event.get("event") == "ready":
+                demo.event(event | {"event": "serving", "swarm": demo.swarm, "bootstrap": address})
+                if not demo.as_json:
+                    typer.echo(_HOW_TO_USE.format(url=event["url"], swarm=demo.swarm, address=address))
+                return child
+    raise child.failure()
+
+
 def _show(text: str, demo: _Demo) -> None:
     if not demo.as_json:
         sys.stdout.write(text)
@@ -186,6 +224,11 @@ class _Child:
                 raise SwarmnetError(f"{self.name}: {event['message']}", hint=event["hint"])
             yield event
 
+    async def fail_at_end(self) -> NoReturn:
+        """Raise ``SwarmnetError`` when it has ended."""
+        await self.process.wait()
+        raise self.failure()
+
     def failure(self) -> SwarmnetError:
         tail = self.log.read_text(errors="replace")[-_STDERR_TAIL_CHARS:].strip()
         return SwarmnetError(f"{self.name} ended unexpectedly: {tail or 'it printed nothing'}")
@@ -194,7 +237,7 @@ class _Child:
 async def _spawn(demo: _Demo, running: list[Process], name: str, arguments: Sequence[str]) -> _Child:
     log = demo.directory / f"{name}.log"
     with log.open("wb") as stderr:
-        # A node stops when its stdin ends: so it does not outlive a demo that was killed.
+        # Nodes and gateway stop when their stdin ends: so they do not outlive a demo that was killed.
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "swarmnet", *arguments, "--json"),
             stdin=PIPE,

@@ -1,5 +1,6 @@
 """One answer of a model, shown as it comes and measured."""
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -7,17 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from swarmnet.cli.output import note, print_json
+
 if TYPE_CHECKING:
     import torch
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen: greedily when ``temperature`` is 0."""
+    """How the next token is chosen: greedily when ``temperature`` is 0. ``top_p`` None is what the model itself says."""
 
-    max_new_tokens: int
-    temperature: float
-    seed: int | None
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    seed: int | None = None
+    top_p: float | None = None
 
 
 @dataclass(frozen=True)
@@ -45,10 +49,46 @@ class Answer:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class Screen:
+    """How answers are printed: as text, or as one JSON object each; with ``pieces`` also one for each piece as it comes."""
+
+    as_json: bool = False
+    pieces: bool = False
+
+    def show(self, piece: str) -> None:
+        if not self.as_json:
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+        elif self.pieces:
+            print_json({"event": "token", "text": piece})
+
+    def end(self, answer: Answer) -> None:
+        """Print what is left to be said of an answer."""
+        if self.as_json:
+            print_json(answer.to_json())
+            return
+        typer.echo()
+        hops = " -> ".join(f"{hop.start}:{hop.end}" for hop in answer.route)
+        speed = f"{answer.tokens_per_s:.1f}/s, first after {answer.first_token_s:.2f} s"
+        note(f"{len(answer.token_ids)} tokens, {speed}, {hops}")
+
+
+class Stopped(KeyboardInterrupt):
+    """Ctrl-C while a model answered. ``answer`` is what had come."""
+
+    def __init__(self, answer: Answer) -> None:
+        super().__init__()
+        self.answer = answer
+
+
 def generate(
     model: Any, input_ids: "torch.Tensor", sampling: Sampling, show: Callable[[str], None]
 ) -> Answer:
-    """Continue one prompt, ``input_ids`` [1, tokens], with a swarm model; ``show`` gets the answer piece by piece."""
+    """Continue one prompt, ``input_ids`` [1, tokens], with a swarm model; ``show`` gets the answer piece by piece.
+
+    Raises ``Stopped`` for Ctrl-C.
+    """
     tokenizer: Any = model.tokenizer
     prompt_tokens = input_ids.shape[1]
     room = model.config.max_position_embeddings - prompt_tokens
@@ -62,23 +102,22 @@ def generate(
 
         torch.manual_seed(sampling.seed)
     streamer = _Streamer(tokenizer, show)
-    choice: dict[str, Any] = {"do_sample": False}
+    # Said, because transformers takes tokens of a prompt that are also the padding token for padding.
+    choice: dict[str, Any] = {"attention_mask": input_ids.new_ones(input_ids.shape), "do_sample": False}
     if sampling.temperature > 0:
-        choice = {"do_sample": True, "temperature": sampling.temperature}
-    model.generate(input_ids, max_new_tokens=min(sampling.max_new_tokens, room), streamer=streamer, **choice)
-    total_s = time.monotonic() - streamer.started
-    run = model.last_run
-    return Answer(
-        text=tokenizer.decode(streamer.token_ids, skip_special_tokens=True),
-        token_ids=streamer.token_ids,
-        prompt_tokens=prompt_tokens,
-        first_token_s=streamer.first_token_s,
-        total_s=total_s,
-        tokens_per_s=len(streamer.token_ids) / total_s,
-        route=[Hop(*hop) for hop in run.route],
-        failovers=run.failovers,
-        longest_stall_s=run.longest_stall_s,
-    )
+        choice |= {"do_sample": True, "temperature": sampling.temperature}
+        if sampling.top_p is not None:
+            choice["top_p"] = sampling.top_p
+    # In a session it goes on counting from answer to answer.
+    model.last_run.failovers, model.last_run.longest_stall_s = 0, 0.0
+    try:
+        model.generate(
+            input_ids, max_new_tokens=min(sampling.max_new_tokens, room), streamer=streamer, **choice
+        )
+    except KeyboardInterrupt:
+        streamer.end()
+        raise Stopped(streamer.answer(prompt_tokens, model.last_run)) from None
+    return streamer.answer(prompt_tokens, model.last_run)
 
 
 class _Streamer:
@@ -111,11 +150,26 @@ class _Streamer:
     def end(self) -> None:
         self._show_rest(self._line())
 
+    def answer(self, prompt_tokens: int, run: Any) -> Answer:
+        """What has come so far, from the hosts that ``run`` tells of."""
+        total_s = time.monotonic() - self.started
+        return Answer(
+            text=self._tokenizer.decode(self.token_ids, skip_special_tokens=True),
+            token_ids=self.token_ids,
+            prompt_tokens=prompt_tokens,
+            first_token_s=self.first_token_s,
+            total_s=total_s,
+            tokens_per_s=len(self.token_ids) / total_s,
+            route=[Hop(*hop) for hop in run.route],
+            failovers=run.failovers,
+            longest_stall_s=run.longest_stall_s,
+        )
+
     def _line(self) -> str:
         text: str = self._tokenizer.decode(self.token_ids[self._line_start :], skip_special_tokens=True)
         return text
 
     def _show_rest(self, line: str) -> None:
-        if len(line) > self._shown:
-            self._show(line[self._shown :])
-            self._shown = len(line)
+        rest, self._shown = line[self._shown :], len(line)
+        if rest:
+            self._show(rest)

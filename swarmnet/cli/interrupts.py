@@ -1,9 +1,10 @@
 """What Ctrl-C and a polite kill do to a command that has to end in good order."""
 
 import asyncio
+import os
 import signal
 from collections.abc import Callable
-from typing import Self
+from typing import Self, TextIO
 
 
 class Interrupts:
@@ -23,6 +24,17 @@ class Interrupts:
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, interrupts)
         return interrupts
+
+    def catch_end_of(self, stdin: TextIO) -> None:
+        """From now on the end of ``stdin`` interrupts too: that is the end of the process that started this one."""
+        loop, number = asyncio.get_running_loop(), stdin.fileno()
+
+        def read() -> None:
+            if not os.read(number, 4096):
+                loop.remove_reader(number)
+                self()
+
+        loop.add_reader(number, read)
 
     def __call__(self) -> None:
         action, self.first = self.first, self._cancel

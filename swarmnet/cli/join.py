@@ -1,18 +1,26 @@
 """``swarmnet join``: host a part of a model until told to stop."""
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from swarmnet.addresses import check_listen_address, check_peer_address
+from swarmnet.addresses import check_listen_address, check_peer_address, parse_endpoint
+from swarmnet.cli import limits as limiting
+from swarmnet.cli.consent import ask_once
+from swarmnet.cli.dashboard import dashboard_of, parse_place
 from swarmnet.cli.hosting import Foreground
 from swarmnet.cli.options import (
+    AnnounceOption,
     BootstrapOption,
     CacheDirOption,
     DataDirOption,
     DtypeOption,
     IssuerOption,
     JsonFlag,
+    ListenOption,
+    MetricsOption,
     ModelOption,
     SwarmArgument,
     check_device,
@@ -22,11 +30,14 @@ from swarmnet.cli.options import (
 )
 from swarmnet.entering import enter
 from swarmnet.paths import default_cache_dir, default_data_dir, locked_data_dir
+from swarmnet_node.limits import Limits
+from swarmnet_protocols.membership.rules import Admission, Rules
 from swarmnet_protocols.models import DEFAULT_MODEL
 from swarmnet_protocols.network import ANY_PORT
 
 
 def join(  # noqa: PLR0913 - a command line, not an interface
+    context: typer.Context,
     swarm: SwarmArgument,
     *,
     model: ModelOption = DEFAULT_MODEL,
@@ -40,44 +51,66 @@ def join(  # noqa: PLR0913 - a command line, not an interface
         ),
     ] = None,
     bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
-    listen: Annotated[
-        list[str],
-        typer.Option(
-            "--listen", metavar="MULTIADDR", help="Where to listen; repeatable.", show_default="any port"
-        ),
-    ] = [],  # noqa: B006
-    announce: Annotated[
-        list[str],
-        typer.Option("--announce", metavar="MULTIADDR", help="The address others should use; repeatable."),
-    ] = [],  # noqa: B006
+    listen: ListenOption = [],  # noqa: B006
+    announce: AnnounceOption = [],  # noqa: B006
     data_dir: DataDirOption = None,
     cache_dir: CacheDirOption = None,
     device: Annotated[
         str, typer.Option("--device", metavar="auto|cpu|cuda[:N]|mps", help="Where to compute.")
     ] = "auto",
     dtype: DtypeOption = "auto",
-    threads: Annotated[
-        int | None,
-        typer.Option(
-            "--threads",
-            metavar="N",
-            min=1,
-            help="Cores to compute with. Nodes that share a machine should share its cores.",
-            show_default="all",
-        ),
-    ] = None,
     max_cache: Annotated[
         str,
         typer.Option(
             "--max-cache", metavar="SIZE", help="Memory for the sessions of others, beside the weights."
         ),
     ] = "1GiB",
+    max_ram: limiting.MaxRam = None,  # these, down to the cores, are read from the context
+    max_gpu_mem: limiting.MaxGpuMem = None,
+    up: limiting.Up = None,
+    down: limiting.Down = None,
+    monthly: limiting.Monthly = None,
+    schedule: limiting.ScheduleText = None,
+    idle_only: limiting.IdleOnly = None,
+    idle_after: limiting.IdleAfter = None,
+    no_battery: limiting.NoBattery = None,
+    cores: limiting.Cores = None,
+    priority: Annotated[
+        str,
+        typer.Option(
+            "--priority",
+            metavar="low|normal",
+            help="Whether everything else on this machine goes first.",
+            rich_help_panel=limiting.PANEL,
+        ),
+    ] = "low",
     issuer: IssuerOption = None,
-    public_name: Annotated[str, typer.Option("--name", help="A name that others see.")] = "",
+    public_name: Annotated[
+        str, typer.Option("--public-name", "--name", metavar="NAME", help="A name that others see.")
+    ] = "",
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Share this machine without being asked.")] = False,
+    metrics: MetricsOption = None,
+    dashboard: Annotated[
+        str | None,
+        typer.Option(
+            "--dashboard", metavar="[HOST:]PORT", help="Show the swarm on a page there.", show_default="not"
+        ),
+    ] = None,
+    dashboard_key_file: Annotated[
+        Path | None,
+        typer.Option("--dashboard-key-file", metavar="FILE", help="The page asks for the key in this file."),
+    ] = None,
     as_json: JsonFlag = False,
     stop_on_eof: Annotated[bool, typer.Option("--stop-on-eof", hidden=True)] = False,
 ) -> None:
-    """Host a part of a model until `swarmnet finish` or Ctrl-C. A first node without --bootstrap starts the swarm."""
+    """Host a part of a model until `swarmnet finish` or Ctrl-C. A first node without --bootstrap starts the swarm.
+
+    \b
+    Examples:
+      swarmnet join lab/swarm.toml --num-blocks 10
+      swarmnet join swn1… --max-ram 8GiB --up 20mbit --schedule "mon-fri 19:00-07:00"
+      swarmnet join lab --issuer lab/authority.key    let members in, too
+    """
     if blocks is not None and num_blocks is not None:
         raise typer.BadParameter("give either --blocks or --num-blocks", param_hint="'--num-blocks'")
     span = parse_blocks(blocks) if blocks is not None else None
@@ -90,10 +123,24 @@ def join(  # noqa: PLR0913 - a command line, not an interface
         check_peer_address(address)
     if len(public_name) > 64 or not public_name.isprintable():
         raise typer.BadParameter("use at most 64 printable characters", param_hint="'--name'")
+    if priority not in {"low", "normal"}:
+        raise typer.BadParameter("use low or normal", param_hint="'--priority'")
+    changes = limiting.read_options(context.params)
+    endpoint = parse_endpoint(metrics) if metrics is not None else None
+    page = parse_place(parse_endpoint(dashboard), dashboard_key_file) if dashboard is not None else None
     entry = enter(swarm, data_dir or default_data_dir(), bootstrap)
     with locked_data_dir(data_dir or default_data_dir()) as directory:
+        limits = replace(limiting.remembered(directory), **changes)
+        if not as_json:
+            cached = cache_dir or default_cache_dir()
+            facts = _facts(entry.file.rules(), limits, f"{model} and its cache in {cached}", public_name)
+            ask_once(directory, facts, asking=not yes)
+
+        from swarmnet_node.machine import yield_to_others
         from swarmnet_node.start import NodeConfig, start
 
+        if priority == "low":
+            yield_to_others()
         config = NodeConfig(
             model=model,
             network=entry.network(listen or ANY_PORT, announce, issuer),
@@ -103,10 +150,27 @@ def join(  # noqa: PLR0913 - a command line, not an interface
             num_blocks=num_blocks,
             device=device,
             dtype=dtype,
-            threads=threads,
             max_cache_bytes=max_cache_bytes,
             public_name=public_name,
+            folder=directory,
+            limits=limits,
         )
         Foreground(
-            lambda report: start(config, progress=report), directory, as_json=as_json, stop_on_eof=stop_on_eof
+            lambda report: start(config, progress=report),
+            directory,
+            as_json=as_json,
+            stop_on_eof=stop_on_eof,
+            metrics=endpoint,
+            dashboard=(lambda node: dashboard_of(node, entry.file, directory, page)) if page else None,
         ).run()
+
+
+def _facts(rules: Rules, limits: Limits, disk: str, public_name: str) -> dict[str, str]:
+    """What the owner of a machine should know before it is shared."""
+    open_to_all = rules.admission is Admission.OPEN
+    return limiting.rows(limits) | {
+        "disk": disk,
+        "used by": "anybody who has the swarm file" if open_to_all else "members of the swarm",
+        "others see": "this machine's IP address, its peer id, the blocks it hosts and how fast they are"
+        + (f", and the name {public_name}" if public_name else ""),
+    }

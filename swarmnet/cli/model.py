@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from swarmnet.cli.lazy import command_group
 from swarmnet.cli.options import CacheDirOption, JsonFlag
 from swarmnet.cli.output import print_json, print_table, progress
 from swarmnet.paths import default_cache_dir
@@ -13,7 +14,7 @@ from swarmnet_protocols.models import DEFAULT_MODEL
 if TYPE_CHECKING:
     from swarmnet_protocols.models import LocalModel
 
-app = typer.Typer(help="Fetch and check model files.")
+app = command_group("Fetch and check model files.")
 ModelName = Annotated[str, typer.Argument(metavar="M", help="As for join.")]
 
 

@@ -44,6 +44,21 @@ DataDirOption = Annotated[
         show_default="per user",
     ),
 ]
+ListenOption = Annotated[
+    list[str],
+    typer.Option(
+        "--listen", metavar="MULTIADDR", help="Where to listen; repeatable.", show_default="any port"
+    ),
+]
+AnnounceOption = Annotated[
+    list[str],
+    typer.Option("--announce", metavar="MULTIADDR", help="The address others should use; repeatable."),
+]
+HostOption = Annotated[
+    str,
+    typer.Option("--host", metavar="HOST", help="Where to listen; others than this machine need a key."),
+]
+PortOption = Annotated[int, typer.Option("--port", metavar="PORT", min=0, max=65535, help="0: a free one.")]
 IssuerOption = Annotated[
     Path | None,
     typer.Option(
@@ -56,6 +71,15 @@ CacheDirOption = Annotated[
 ]
 DtypeOption = Annotated[
     str, typer.Option("--dtype", metavar="auto|float32|bfloat16", help="Number format of the weights.")
+]
+MetricsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--metrics",
+        metavar="[HOST:]PORT",
+        help="Serve /metrics for Prometheus, /livez and /readyz there; port 0 takes a free one.",
+        show_default="not",
+    ),
 ]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
@@ -120,5 +144,13 @@ def check_at_least_zero(value: float, *, option: str) -> float:
     if not math.isfinite(value) or value < 0:
         raise typer.BadParameter(
             f"{value} is not possible: give a number that is 0 or more", param_hint=f"'{option}'"
+        )
+    return value
+
+
+def check_share(value: float, *, option: str) -> float:
+    if not 0 < value <= 1:
+        raise typer.BadParameter(
+            f"{value} is not possible: give a number above 0, up to 1", param_hint=f"'{option}'"
         )
     return value

@@ -1,16 +1,18 @@
 """``swarmnet run``: one prompt, or a chat."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from swarmnet.addresses import check_peer_address
-from swarmnet.cli.generation import Answer, Sampling, generate
+from swarmnet.cli.chat import Chat
+from swarmnet.cli.conversation import Conversation, Turn
+from swarmnet.cli.generation import Sampling, Screen, generate
+from swarmnet.cli.keyboard import MAX_MESSAGE_CHARS
 from swarmnet.cli.options import (
     BootstrapOption,
     CacheDirOption,
@@ -20,27 +22,16 @@ from swarmnet.cli.options import (
     SwarmOption,
     check_at_least_zero,
     check_dtype,
+    check_share,
 )
-from swarmnet.cli.output import note, print_json, progress
+from swarmnet.cli.output import progress
 from swarmnet.entering import client_network
-from swarmnet.paths import default_cache_dir
+from swarmnet.paths import default_cache_dir, default_history
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.network import Network
 
 if TYPE_CHECKING:
-    import torch
-
     from swarmnet_client.model import SwarmModel
-
-MAX_PROMPT_CHARS = 4 << 20
-
-
-@dataclass(frozen=True)
-class _Format:
-    """How answers are printed."""
-
-    as_json: bool
-    pieces: bool  # with as_json: also every piece of text as it comes
 
 
 def run(  # noqa: PLR0913 - a command line, not an interface
@@ -62,9 +53,30 @@ def run(  # noqa: PLR0913 - a command line, not an interface
     seed: Annotated[
         int | None, typer.Option("--seed", metavar="S", min=0, help="Makes sampling repeatable.")
     ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            "--top-p",
+            metavar="P",
+            help="Sample from the likeliest tokens that make up this share.",
+            show_default="the model's own",
+        ),
+    ] = None,
+    system: Annotated[
+        str, typer.Option("--system", metavar="TEXT", help="What the model is told to be.", show_default="")
+    ] = "",
     raw: Annotated[
         bool, typer.Option("--raw", help="Send the prompt as it is, without the chat template.")
     ] = False,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Chat also when stdin is no terminal: each line is a message.")
+    ] = False,
+    history: Annotated[
+        bool,
+        typer.Option(
+            "--history/--no-history", help="Keep what you type in a chat, for the arrow keys of the next."
+        ),
+    ] = True,
     adapter: Annotated[
         Path | None,
         typer.Option("--adapter", metavar="DIR", help="What `tune`, or PEFT's LoRA or prompts, made."),
@@ -75,28 +87,42 @@ def run(  # noqa: PLR0913 - a command line, not an interface
     as_json: JsonFlag = False,
     stream: Annotated[bool, typer.Option("--stream", hidden=True)] = False,
 ) -> None:
-    """Answer a prompt, or chat, with a model that runs on the swarm."""
+    """Answer a prompt, or chat, with a model that runs on the swarm.
+
+    Without PROMPT it reads all of stdin, or chats if that is a terminal: type /help there.
+
+    \b
+    Examples:
+      swarmnet run smollm2-135m-instruct "What is the capital of France?" --swarm lab/swarm.toml
+      swarmnet run smollm2-135m-instruct --swarm lab/swarm.toml --temperature 0.7
+      swarmnet run smollm2-135m-instruct --swarm lab < question.txt
+    """
     check_at_least_zero(temperature, option="--temperature")
+    if top_p is not None:
+        check_share(top_p, option="--top-p")
     check_dtype(dtype)
     for address in bootstrap:
         check_peer_address(address)
-    questions = _questions(prompt)
-    sampling = Sampling(max_new_tokens, temperature, seed)
-    style = _Format(as_json, stream)
+    is_chat = chat or (prompt is None and sys.stdin.isatty())
+    if is_chat and prompt is not None:
+        raise typer.BadParameter("a chat has no PROMPT: type it when asked", param_hint="'--chat'")
+    question = "" if is_chat else _question(prompt)
+    sampling = Sampling(max_new_tokens, temperature, seed, top_p)
+    screen = Screen(as_json, stream)
     if adapter is not None:
         _check_adapter(adapter, model, cache_dir)
     network = client_network(swarm, bootstrap, data_dir)
     with (
         _open(model, network, dtype, cache_dir, quiet=as_json) as opened,
-        opened.session(),
         _adapted(opened, adapter) as answering,
     ):
-        messages: list[dict[str, str]] = []
-        for question in questions:
-            messages.append({"role": "user", "content": question})
-            input_ids = _encode(opened.tokenizer, messages, raw=raw)
-            answer = _answer(answering, input_ids, sampling, style)
-            messages.append({"role": "assistant", "content": answer.text})
+        said = Conversation(opened.tokenizer, opened.config.max_position_embeddings, raw, system)
+        if is_chat:
+            talk = Chat(answering, opened.session, said, sampling, screen)
+            talk.run(default_history() if history else None)
+        else:
+            said.turns.append(Turn(question))
+            screen.end(generate(answering, said.encode(), sampling, screen.show))
 
 
 def _check_adapter(adapter: Path, model: str, cache_dir: Path | None) -> None:
@@ -140,69 +166,13 @@ def _open(
         yield model
 
 
-def _questions(prompt: str | None) -> Iterator[str]:
-    """The prompt; without one all of stdin, or, when that is a terminal, what the person types."""
-    if prompt is None and sys.stdin.isatty():
-        return _typed()
-    text = sys.stdin.read(MAX_PROMPT_CHARS + 1) if prompt is None else prompt
+def _question(prompt: str | None) -> str:
+    """The prompt; without one, all of stdin."""
+    text = sys.stdin.read(MAX_MESSAGE_CHARS + 1) if prompt is None else prompt
     if not text.strip():
         raise typer.BadParameter("the prompt is empty: give some text", param_hint="PROMPT")
-    if len(text) > MAX_PROMPT_CHARS:
+    if len(text) > MAX_MESSAGE_CHARS:
         raise typer.BadParameter(
-            f"the prompt is longer than {MAX_PROMPT_CHARS} characters", param_hint="PROMPT"
+            f"the prompt is longer than {MAX_MESSAGE_CHARS} characters", param_hint="PROMPT"
         )
-    return iter([text])
-
-
-def _typed() -> Iterator[str]:
-    note("a chat: an empty line or Ctrl-D ends it")
-    while True:
-        sys.stderr.write("> ")
-        sys.stderr.flush()
-        line = sys.stdin.readline()
-        if not line.strip():
-            return
-        yield line.strip()
-
-
-def _encode(tokenizer: Any, messages: list[dict[str, str]], *, raw: bool) -> "torch.Tensor":
-    if raw or not tokenizer.chat_template:
-        encoded = tokenizer(messages[-1]["content"], return_tensors="pt")
-    else:
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        encoded = tokenizer(text, return_tensors="pt", add_special_tokens=False)
-    input_ids: torch.Tensor = encoded["input_ids"]
-    return input_ids
-
-
-def _answer(model: "SwarmModel", input_ids: "torch.Tensor", sampling: Sampling, style: _Format) -> Answer:
-    show: Callable[[str], None]
-    if not style.as_json:
-        show = _show_text
-    elif style.pieces:
-        show = _show_event
-    else:
-        show = _show_nothing
-    answer = generate(model, input_ids, sampling, show)
-    if style.as_json:
-        print_json(answer.to_json())
-    else:
-        typer.echo()
-        hops = " -> ".join(f"{hop.start}:{hop.end}" for hop in answer.route)
-        note(
-            f"{len(answer.token_ids)} tokens, {answer.tokens_per_s:.1f}/s, first after {answer.first_token_s:.2f} s, {hops}"
-        )
-    return answer
-
-
-def _show_text(piece: str) -> None:
-    sys.stdout.write(piece)
-    sys.stdout.flush()
-
-
-def _show_event(piece: str) -> None:
-    print_json({"event": "token", "text": piece})
-
-
-def _show_nothing(_piece: str) -> None:
-    pass
+    return text

@@ -8,6 +8,7 @@ import typer
 
 from swarmnet import swarm_file
 from swarmnet.cli import swarm_members
+from swarmnet.cli.lazy import command_group
 from swarmnet.cli.options import BootstrapOption, JsonFlag, OwnSwarm, SwarmPath, parse_duration
 from swarmnet.cli.output import note, print_json, print_table
 from swarmnet.key_files import KEY_NAME
@@ -17,11 +18,7 @@ from swarmnet_protocols.clock import wall_clock
 from swarmnet_protocols.membership.roles import name_roles
 from swarmnet_protocols.membership.rules import Admission
 
-app = typer.Typer(help="Create swarms, say who is in them, and look at their files.")
-app.command("invite")(swarm_members.invite)
-app.command("members")(swarm_members.members)
-app.command("approve")(swarm_members.approve)
-app.command("revoke")(swarm_members.revoke)
+app = command_group("Create swarms, say who is in them, and look at their files.")
 
 WHO_IS_IN = {
     Admission.OPEN: "whoever has the file",
@@ -33,7 +30,9 @@ WHAT_IT_DOES_NOT_DO = "whoever is in sees what passes through its machine: hosts
 
 @app.command("create")
 def create(  # noqa: PLR0913 - a command line, not an interface
-    name: Annotated[str, typer.Argument(metavar="NAME", show_default=False)],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="What people call the swarm.", show_default=False)
+    ],
     *,
     out: Annotated[
         Path, typer.Option("--out", metavar="DIR", help="Where the files go.", show_default=False)
@@ -60,6 +59,11 @@ def create(  # noqa: PLR0913 - a command line, not an interface
     """Write DIR/swarm.toml, to publish, and DIR/authority.key, to keep secret (none with --open).
 
     Without --open only members take part: `swarm invite` lets them in.
+
+    \b
+    Examples:
+      swarmnet swarm create lab --open --out lab
+      swarmnet swarm create lab --like deploy/swarms/lab.toml --out lab
     """
     if is_open and like is not None:
         raise typer.BadParameter("give either --open or --like", param_hint="'--like'")
@@ -82,6 +86,12 @@ def create(  # noqa: PLR0913 - a command line, not an interface
         typer.echo(f"next: swarmnet join {path} --issuer {out / KEY_NAME}")
     else:
         typer.echo(f"next: swarmnet join {path}")
+
+
+app.command("invite")(swarm_members.invite)
+app.command("members")(swarm_members.members)
+app.command("approve")(swarm_members.approve)
+app.command("revoke")(swarm_members.revoke)
 
 
 @app.command("show")

@@ -63,7 +63,7 @@ def invite(  # noqa: PLR0913 - a command line, not an interface
     key: KeyOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Print one string. Whoever pastes it after `swarmnet join` or `run --swarm` becomes a member."""
+    """Print an invite: one string that makes a member of whoever pastes it after `swarmnet join` or `run --swarm`."""
     file = swarm_file.load_valid(swarm, wall_clock())
     if file.admission is Admission.ALLOW_LIST:
         raise ConfigError(f"{file.name} admits the peers its file lists", hint=_ONLY_CERTIFICATES)
@@ -88,7 +88,10 @@ def approve(  # noqa: PLR0913 - a command line, not an interface
     own = _own_list(swarm, file, signer)
     if own is not None and who in own.peers:
         _sign_list(swarm, file, signer, replace(_named(own), peers=own.peers - {who}))
-        _spread(swarm, file, signer, bootstrap)
+        try:
+            _spread(swarm, file, signer, bootstrap)
+        except Unreachable as error:  # the newcomer is let in all the same, once the list is there
+            note(f"it is off the list of the revoked, but {error}: {error.hint}")
     if file.admission is not Admission.ALLOW_LIST:
         _print_invite(file, signer, _terms(role, expires, peer=who), bootstrap, as_json=as_json)
         return
@@ -149,8 +152,8 @@ def _spread(swarm: Path, file: SwarmFile, signer: "Identity", bootstrap: list[st
     told = asyncio.run(spread(sealed, addresses, rules=file.rules(), key=signer, clock=wall_clock))
     if not told:
         raise Unreachable(
-            "it is revoked in the list, but no peer of the swarm could be told",
-            hint="run this again when a peer of the file's bootstrap list is there, or add --bootstrap ADDR",
+            "no peer of the swarm could be told of the new list",
+            hint="the list is kept: run this again when a peer of the file's bootstrap list is there, or add --bootstrap ADDR",
         )
     return told
 

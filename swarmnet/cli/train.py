@@ -9,6 +9,7 @@ import typer
 from swarmnet.addresses import check_listen_address, check_peer_address
 from swarmnet.cli import train_status
 from swarmnet.cli.interrupts import Interrupts
+from swarmnet.cli.lazy import command_group
 from swarmnet.cli.options import (
     BootstrapOption,
     CacheDirOption,
@@ -31,7 +32,7 @@ from swarmnet_protocols.network import ANY_PORT, LOOPBACK, Network, connect
 if TYPE_CHECKING:
     from swarmnet_node.training.start import WorkerConfig
 
-app = typer.Typer(help="Train a model together with others, over slow links.")
+app = command_group("Train a model together with others, over slow links.")
 app.command("status")(train_status.status)
 
 JobOption = Annotated[
@@ -103,9 +104,11 @@ def join(  # noqa: PLR0913 - a command line, not an interface
     announce: Annotated[list[str], typer.Option("--announce", metavar="MULTIADDR", help="As for join.")] = [],  # noqa: B006
     data_dir: DataDirOption = None,
     cache_dir: CacheDirOption = None,
-    device: Annotated[str, typer.Option("--device", metavar="auto|cpu|cuda[:N]|mps")] = "auto",
+    device: Annotated[
+        str, typer.Option("--device", metavar="auto|cpu|cuda[:N]|mps", help="Where to compute.")
+    ] = "auto",
     threads: Annotated[
-        int | None, typer.Option("--threads", metavar="N", min=1, help="Cores to compute with.")
+        int | None, typer.Option("--threads", metavar="N", min=1, max=1024, help="Cores to compute with.")
     ] = None,
     issuer: IssuerOption = None,
     as_json: JsonFlag = False,

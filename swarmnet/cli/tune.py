@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -80,7 +81,12 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
         int, typer.Option("--save-every", metavar="N", min=1, help="Steps between checkpoints.")
     ] = 20,
     force: Annotated[bool, typer.Option("--force", help="Begin anew in a DIR that has a run.")] = False,
-    device: Annotated[str, typer.Option("--device", metavar="auto|cpu|cuda[:N]|mps")] = "auto",
+    device: Annotated[
+        str,
+        typer.Option(
+            "--device", metavar="auto|cpu|cuda[:N]|mps", help="Where embeddings, head and adapter are."
+        ),
+    ] = "auto",
     dtype: DtypeOption = "auto",
     data_dir: DataDirOption = None,
     cache_dir: CacheDirOption = None,
@@ -118,10 +124,10 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
         target_modules=tuple(name.strip() for name in target_modules.split(",") if name.strip()),
         virtual_tokens=virtual_tokens,
     )
-    with display(as_json=as_json) as shown:
+    with display(as_json=as_json) as shown, ExitStack() as stack:
         from swarmnet_client.model import Form, load
         from swarmnet_client.tuning.batches import Dataset
-        from swarmnet_client.tuning.run_dir import RunDir
+        from swarmnet_client.tuning.run_dir import RunDir, alone
         from swarmnet_client.tuning.trainer import Tuner
         from swarmnet_protocols.models import resolve
 
@@ -129,24 +135,26 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
         _check_sizes(local, settings)
         dataset = Dataset.read(local.tokenizer(), data, eval_data, settings)
         about = {"model": model, "manifest": local.manifest.hash.hex(), "data": list(dataset.sha256)}
+        stack.enter_context(alone(out))
         folder = RunDir(out, about | settings.to_json(), force=force)
         shown.progress("finding the swarm", 0, None)
         network = client_network(swarm, bootstrap, data_dir)
         form = Form(dtype, device, len(dataset.labels) or None)
-        with load(model, network=network, cache_dir=cache_dir or default_cache_dir(), form=form) as opened:
-            tuned = attach(opened, model, settings)
-            tuner = Tuner(tuned, dataset, settings, lambda: _usage(opened))
-            if folder.unfinished is not None:
-                tuner.restore(folder.unfinished)
-            shown.show(_beginning(model, dataset, settings, tuner))
-            _train(
-                tuner,
-                folder,
-                shown,
-                evaluate_every=eval_every or dataset.steps_per_epoch,
-                save_every=save_every,
-            )
-            shown.show(_finish(tuned, tuner, dataset, folder))
+        cache_dir = cache_dir or default_cache_dir()
+        opened = stack.enter_context(load(model, network=network, cache_dir=cache_dir, form=form))
+        tuned = attach(opened, model, settings)
+        tuner = Tuner(tuned, dataset, settings, lambda: _usage(opened))
+        if folder.unfinished is not None:
+            tuner.restore(folder.unfinished)
+        shown.show(_beginning(model, dataset, settings, tuner))
+        _train(
+            tuner,
+            folder,
+            shown,
+            evaluate_every=eval_every or dataset.steps_per_epoch,
+            save_every=save_every,
+        )
+        shown.show(_finish(tuned, tuner, dataset, folder))
 
 
 def _check_sizes(local: "LocalModel", settings: Settings) -> None:

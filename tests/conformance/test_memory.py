@@ -80,6 +80,8 @@ def test_a_crashed_peer_comes_back_under_its_id() -> None:
 def test_a_hung_peer_is_silent_until_it_resumes() -> None:
     async def scenario(network: MemoryNetwork, a: MemoryTransport, b: MemoryTransport) -> None:
         stream = await dial(a, b)
+        await stream.send(Message(b"0"))
+        await stream.receive()
         network.hang(b.peer_id)
         await stream.send(Message(b"1"))
         await stream.send(Message(b"2"))
@@ -123,6 +125,8 @@ def test_a_cut_concerns_one_pair_and_isolation_all() -> None:
             stream = await dial(c, b)
             with pytest.raises(PeerUnreachable):
                 await dial(a, b)
+            await stream.send(Message(b"said in time"))
+            await stream.receive()
             network.isolate(b.peer_id)
             await stream.send(Message(b"x"))
             await expect_silence(stream)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 
@@ -123,32 +124,53 @@ def test_a_prompt_that_is_too_long_is_refused(node: RunningNode, capsys: pytest.
     assert "shorten" in capsys.readouterr().err
 
 
-def test_a_chat_remembers_what_was_said(node: RunningNode) -> None:
+def test_a_chat_remembers_what_was_said_and_ctrl_c_stops_an_answer_only(
+    node: RunningNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     leader, follower = pty.openpty()
     chat = subprocess.Popen(
-        [*SWARMNET, "run", MODEL, "-n", "16", "--json", *node.where],
+        [*SWARMNET, "run", MODEL, "--json", "--stream", *node.where],
         stdin=follower,
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
         text=True,
     )
     try:
         assert chat.stdout is not None
-        os.write(leader, b"What is the capital of France?\n")
-        first = json.loads(chat.stdout.readline())
+        events = map(json.loads, chat.stdout)
+        os.write(leader, b"What is the capital of France? Answer in one word.\n")
+        first = next(event for event in events if "token_ids" in event)
         before = call("status", "--data-dir", node.data_dir)["tokens"]
-        os.write(leader, b"And of Italy?\n")
-        second = json.loads(chat.stdout.readline())
+        os.write(leader, b"Now count from 1 to 1000.\n")
+        assert next(events)["event"] == "token"
+        chat.send_signal(signal.SIGINT)
+        stopped = next(event for event in events if "token_ids" in event)
+        assert len(stopped["token_ids"]) < 256
         computed = call("status", "--data-dir", node.data_dir)["tokens"] - before
-        os.write(leader, b"\n")
-        assert chat.wait(timeout=30) == 0
-        assert second["prompt_tokens"] > first["prompt_tokens"] + len(first["token_ids"]) - 2
-        assert computed < second["prompt_tokens"], "what was said before is not computed again"
+        # Two more: what was under way when the answer was stopped.
+        assert computed <= stopped["prompt_tokens"] - first["prompt_tokens"] + len(stopped["token_ids"]) + 2
+        os.write(leader, b"/set max_new_tokens 4\nAnd of Italy?\n/route\n/quit\n")
+        third = next(event for event in events if "token_ids" in event)
+        assert third["prompt_tokens"] > stopped["prompt_tokens"] + len(stopped["token_ids"])
+        _, told = chat.communicate(timeout=30)
+        assert chat.returncode == 0
+        assert "stopped" in told
+        assert told.count(node.ready["peer_id"]) == 1
+        assert "Traceback" not in told
     finally:
         chat.kill()
         chat.communicate()
         os.close(leader)
         os.close(follower)
+
+
+def test_without_a_terminal_each_line_of_a_chat_is_answered(
+    node: RunningNode, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n\n/undo\nHi\n"))
+    assert execute(["run", MODEL, "--chat", "-n", "2", "--json", *node.where]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
 
 
 def test_a_model_without_hosts_is_unreachable(
@@ -173,17 +195,23 @@ def test_sigterm_ends_a_node_in_good_order(node: RunningNode, tmp_path: Path) ->
         assert_all_end(members)
 
 
-def test_demo_answers_and_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_answers_serves_and_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    with RunningCommand(("demo", "--nodes", "3"), tmp_path / "demo.log") as process:
-        process.wait("ready")
-        members = process.family
+    with RunningCommand(("demo", "--nodes", "3", "--keep"), tmp_path / "demo.log") as process:
         result = process.wait("answer")
-        process.wait("stopped")
-        assert process.wait_for_end(timeout_s=60) == 0
         assert "Paris" in result["text"]
         assert [(hop["start"], hop["end"]) for hop in result["route"]] == [(0, 10), (10, 20), (20, 30)]
         assert len({hop["peer_id"] for hop in result["route"]}) == 3
+        serving = process.wait("serving")
+        question = {"model": MODEL, "prompt": "The capital of France is", "max_tokens": 2, "temperature": 0}
+        served = httpx.post(f"{serving['url']}/v1/completions", json=question, timeout=60).json()
+        assert served["choices"][0]["text"].startswith(" Paris")
+        members = process.family
+        process.send_signal(signal.SIGINT, children=False)
+        process.wait("stopped")
+        assert process.wait_for_end(timeout_s=60) == 0
         assert_all_end(members)
         assert not list(tmp_path.glob("swarmnet-demo-*"))
 

@@ -14,7 +14,6 @@ from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models import resolve
 from swarmnet_protocols.protocol_ids import LINK
 from swarmnet_protocols.transport.memory import Delivery
-from tests.support.commands import interruptible
 from tests.support.generation import padded
 from tests.support.processes import Swarm, swarm
 from tests.support.tiny_swarm import TinySwarm, load_tiny, tiny_swarm
@@ -218,7 +217,7 @@ def test_ctrl_c_while_hosts_compute_leaves_a_usable_model(tiny: TinySwarm) -> No
 
     tiny.lab.network.observers.append(press)
     try:
-        with interruptible(), pytest.raises(KeyboardInterrupt), tiny.model.session():
+        with pytest.raises(KeyboardInterrupt), tiny.model.session():
             generate(tiny.model, PROMPTS, max_new_tokens=200)
     finally:
         tiny.lab.network.observers.remove(press)

@@ -1,19 +1,24 @@
 """A private swarm of real processes: who is invited is in, who is revoked is out, everybody else never was."""
 
+import base64
 import contextlib
+import json
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from swarmnet import AutoSwarmModelForCausalLM
 from swarmnet_client.model import SwarmModel
 from swarmnet_protocols.errors import NotAuthorised
+from swarmnet_protocols.membership.invites import read_invite
 from tests.support.commands import call, run
 from tests.support.processes import NodeProcess
 from tests.support.tiny_swarm import load_tiny
@@ -34,10 +39,12 @@ class PrivateSwarm:
         self._stack = stack
         self.swarm = str(directory / "lab")
         call("swarm", "create", "lab", "--out", self.swarm)
-        key = str(directory / "lab" / "authority.key")
-        self.issuer = self._node("issuer", self.swarm, "--issuer", key, "--blocks", "0:3")
+        self.authority_key = directory / "lab" / "authority.key"
+        self.issuer = self._node("issuer", self.swarm, "--issuer", str(self.authority_key), "--blocks", "0:3")
         self.address = self.issuer.ready["addresses"][0]
-        self.host = self._node("host", self.invite("host"), "--blocks", "3:6")
+        self.invites = directory / "host.invite"
+        self.invites.write_text(self.invite("host"))
+        self.host = self._node("host", str(self.invites), "--blocks", "3:6")
         _ = self.host.ready
 
     @property
@@ -73,6 +80,14 @@ def private(tmp_path: Path) -> Iterator[PrivateSwarm]:
         yield PrivateSwarm(tmp_path, stack)
 
 
+@pytest.fixture(scope="module")
+def talkative(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrivateSwarm]:
+    """One whose nodes log all they can."""
+    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SWARMNET_LOG_LEVEL", "debug")
+        yield PrivateSwarm(tmp_path_factory.mktemp("talkative"), stack)
+
+
 def test_who_is_invited_is_in_and_who_is_revoked_is_out(private: PrivateSwarm) -> None:
     wanted = private.reference.greedy(PROMPT[0].tolist(), TOKENS)
 
@@ -105,30 +120,81 @@ def test_who_is_invited_is_in_and_who_is_revoked_is_out(private: PrivateSwarm) -
     assert private.host.events[-1]["error"] == "not_authorised"
 
 
-def test_strangers_are_told_that_they_are_none_of_us(private: PrivateSwarm) -> None:
-    published = shutil.copy(Path(private.swarm, "swarm.toml"), private.directory / "published.toml")
+_URLSAFE = bytes.maketrans(b"+/", b"-_")
+CANARY = [17, 93, 41, 88, 29, 64, 93, 17]
+"""Token ids of a prompt that stands nowhere else."""
+
+
+def encodings(secret: bytes) -> list[bytes]:
+    """A secret as a file might hold it; of base64, what is the same wherever it begins."""
+    shifted = [base64.b64encode(bytes(n) + secret)[(0, 2, 3)[n] : -4] for n in range(3)]
+    return [secret, secret.hex().encode(), *shifted, *(each.translate(_URLSAFE) for each in shifted)]
+
+
+def sequences(ids: Sequence[int]) -> list[bytes]:
+    """Token ids as text, or as integers of any size."""
+    texts = [" ".join(f"w{each}" for each in ids), *(glue.join(map(str, ids)) for glue in (",", ", ", " "))]
+    packed = [np.array(ids, kind).tobytes() for kind in ("<u2", "<u4", "<u8", ">u2", ">u4", ">u8")]
+    return [text.encode() for text in texts] + packed
+
+
+def test_no_file_log_or_command_line_has_a_prompt_or_a_secret(talkative: PrivateSwarm) -> None:
+    """What is asked and answered stays in memory; keys stay in their files, and invites where they were put."""
+    invite = talkative.invite("client")
+    asker = talkative.connect(invite, "asker")
+    answer = asker.generate(torch.tensor([CANARY]), max_new_tokens=8, do_sample=False)[
+        0, len(CANARY) :
+    ].tolist()
+    nodes = (talkative.issuer, talkative.host)
+    command_lines = [b" ".join(map(str.encode, each.cmdline())) for node in nodes for each in node.family]
+    events = [json.dumps(event).encode() for node in nodes for event in node.events]
+    for node in nodes:
+        assert "DEBUG" in node.log.read_text().upper(), "the logs are on"
+
+    assert len(set(answer)) > 3, "else it is found anywhere"
+    key = load_pem_private_key(talkative.authority_key.read_bytes(), password=None)
+    invites = (invite, talkative.invites.read_text())
+    secrets = [key.private_bytes_raw(), *(read_invite(text, now=0.0).seed for text in invites)]  # type: ignore[union-attr]
+    canaries = [
+        *sequences(CANARY),
+        *sequences(answer),
+        *(form for each in secrets for form in encodings(each)),
+    ]
+    files = [path for path in talkative.directory.rglob("*") if path.is_file()]
+    at_home = {talkative.authority_key, talkative.invites}
+    places = {str(path): path.read_bytes() for path in files if path not in at_home}
+    places |= {"command lines": b"\n".join(command_lines), "stdout": b"\n".join(events)}
+    hits = [(place, canary) for place, content in places.items() for canary in canaries if canary in content]
+    print(f"metric=canary hits in {len(places)} places value={len(hits)} goal=0")
+    assert hits == []
+    for place in at_home:
+        assert any(canary in place.read_bytes() for canary in canaries), "what is looked for is found"
+
+
+def test_strangers_are_told_that_they_are_none_of_us(talkative: PrivateSwarm) -> None:
+    published = shutil.copy(Path(talkative.swarm, "swarm.toml"), talkative.directory / "published.toml")
     arguments = (
         "run",
-        private.model,
+        talkative.model,
         "w5 w6",
         "--raw",
         "--swarm",
         str(published),
         "--bootstrap",
-        private.address,
+        talkative.address,
     )
-    where = ("--data-dir", str(private.directory / "stranger"), "--json")
+    where = ("--data-dir", str(talkative.directory / "stranger"), "--json")
     stranger = run(*arguments, *where)
     assert stranger.returncode == 4
     assert "members only" in stranger.stdout
     # A client's certificate does not make a host.
     mere_client = run(
         "join",
-        private.invite("client"),
+        talkative.invite("client"),
         "--model",
-        private.model,
+        talkative.model,
         "--data-dir",
-        str(private.directory / "client"),
+        str(talkative.directory / "client"),
         "--listen",
         "/ip4/127.0.0.1/tcp/0",
         "--json",

@@ -1,84 +1,54 @@
-"""What the README tells a newcomer to type works, word for word."""
+"""What the README and the guides tell people to type works, word for word. They share one swarm: the README's three nodes."""
 
 import os
-import re
-import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack
 from pathlib import Path
 
-import psutil
 import pytest
 
-from tests.support.commands import family
+from tests.support.doc_blocks import blocks, follow, shell, terminal
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-README = Path(__file__).parents[2] / "README.md"
-ANSWER_TIMEOUT_S = 120
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
 
 
-def blocks() -> dict[str, str]:
-    """The fenced blocks that have a name, in a comment before them."""
-    return dict(re.findall(r"<!-- (.+?) -->\n```\w+\n(.*?)```", README.read_text(), re.DOTALL))
+@pytest.fixture(scope="module")
+def newcomer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """An empty directory to be in, with the environment's programs first on the path and nothing kept from before."""
+    there = tmp_path_factory.mktemp("newcomer")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+        for variable in ("XDG_DATA_HOME", "XDG_STATE_HOME", "XDG_CONFIG_HOME"):
+            patch.setenv(variable, str(there / variable))
+        patch.chdir(there)
+        yield there
 
 
-@pytest.fixture
-def newcomer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty directory and home, with the environment's programs first on the path."""
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    for variable in ("HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME"):
-        monkeypatch.setenv(variable, str(tmp_path / variable))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def shell(script: str) -> str:
-    command = ["bash", "-euc", script]
-    return subprocess.run(
-        command, stdout=subprocess.PIPE, text=True, timeout=ANSWER_TIMEOUT_S, check=True
-    ).stdout
-
-
-@contextmanager
-def terminal(script: str) -> Iterator[subprocess.Popen[str]]:
-    """A shell in which a node has started; its processes end with the context, if not before."""
-    shell = subprocess.Popen(["bash", "-euc", script], stdout=subprocess.PIPE, text=True)
-    try:
-        assert shell.stdout is not None
-        for line in shell.stdout:
-            if line.startswith("  --bootstrap "):
-                break
-        else:
-            raise AssertionError(f"this did not start a node: {script}")
-        yield shell
-    finally:
-        for member in family(shell.pid) if shell.poll() is None else ():
-            with suppress(psutil.NoSuchProcess):
-                member.kill()
-        shell.communicate()
-
-
-def test_three_nodes_by_hand_answer_and_stop(newcomer: Path) -> None:
-    typed = blocks()
+@pytest.fixture(scope="module")
+def swarm(newcomer: Path) -> Iterator[dict[str, str]]:
+    """What the README says by name, and its three nodes."""
+    typed = {block.kind: block.text for block in blocks(README)}
     with ExitStack() as stack:
-        nodes = [stack.enter_context(terminal(typed[f"terminal {number}"])) for number in (1, 2, 3)]
-        assert "Paris" in shell(typed["terminal 4"])
-        (newcomer / "ask.py").write_text(typed["python"])
-        assert "The capital of France is" in shell("python ask.py")
-        status = shell(typed["finish"])
-        assert "20:30 of 30" in status
-        nodes[2].communicate(timeout=60)
-        assert nodes[2].returncode == 0
+        for number in (1, 2, 3):
+            stack.enter_context(terminal(typed[f"terminal {number}"]))
+        yield typed
 
 
-def test_the_readme_names_every_command() -> None:
-    import typer
+def test_three_nodes_by_hand_answer(swarm: dict[str, str], newcomer: Path) -> None:
+    assert "Paris" in shell(swarm["terminal 4"])
+    (newcomer / "ask.py").write_text(swarm["python"])
+    assert "The capital of France is" in shell("python ask.py")
 
-    from swarmnet.cli import app
 
-    text = README.read_text()
-    group = typer.main.get_command(app)
-    commands = group.commands  # type: ignore[attr-defined]
-    assert [name for name in commands if f"swarmnet {name}" not in text] == []
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.stem)
+def test_a_guide_can_be_followed(guide: Path, swarm: dict[str, str]) -> None:
+    follow(guide)
+
+
+def test_a_node_is_stopped(swarm: dict[str, str]) -> None:
+    assert "20:30 of 30" in shell(swarm["finish"])

@@ -2,8 +2,11 @@
 
 import asyncio
 import contextlib
+import json
 import random
 import struct
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +19,7 @@ from swarmnet.swarm_file import load_valid
 from swarmnet_protocols.clock import wall_clock
 from swarmnet_protocols.errors import IncompatibleVersion
 from swarmnet_protocols.protocol_ids import INFERENCE, LINK, PASS, PING, SESSION
+from swarmnet_protocols.resources import EACH_PEER, Stock
 from swarmnet_protocols.session.passes import MAX_POSITIONS
 from swarmnet_protocols.transport import Message, PeerId, ProtocolSpec, Stream
 from swarmnet_protocols.transport.p2pd import P2pdTransport
@@ -261,3 +265,46 @@ def test_another_version_of_a_protocol_is_called_that(victim: Victim, tmp_path: 
             assert parse(pb.Pong, (await stream.receive()).header).nonce == 7
 
     attack(victim, scenario, tmp_path)
+
+
+def test_two_thousand_silent_streams_are_gone_within_ten_seconds(victim: Victim, tmp_path: Path) -> None:
+    descriptors = psutil.Process(victim.node.pid).num_fds()
+
+    async def scenario(transport: P2pdTransport) -> None:
+        streams = [
+            await transport._daemon.open_stream(victim.peer, PING.id, deadline_s=DEADLINE_S)
+            for _ in range(2000)
+        ]
+        most = EACH_PEER[Stock.STREAMS] + descriptors + 16
+        assert psutil.Process(victim.node.pid).num_fds() <= most
+        async with asyncio.timeout(DEADLINE_S):
+            for reader, _ in streams:
+                with contextlib.suppress(OSError):
+                    assert await reader.read() == b""
+        for _, writer in streams:
+            writer.close()
+
+    assert attack(victim, scenario, tmp_path) < GROWTH_BYTES
+    assert psutil.Process(victim.node.pid).num_fds() <= descriptors + 16
+
+
+def test_ten_thousand_hostile_frames_a_second_cost_no_memory(victim: Victim) -> None:
+    victim.check()
+    before, descriptors = victim.rss_bytes, psutil.Process(victim.node.pid).num_fds()
+    command = [sys.executable, "-m", "tests.support.hostile", "6", "10000", "2", victim.lab.bootstrap[0]]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as attacker:
+        assert attacker.stdout is not None
+        assert json.loads(attacker.stdout.readline())["event"] == "attacking"
+        answered = 0
+        while attacker.poll() is None:
+            victim.check()
+            answered += 1
+        sent = json.loads(attacker.stdout.readline())["sent"]
+    growth = victim.rss_bytes - before
+    print(f"sent={sent} answered={answered} growth_mib={growth / (1 << 20):.1f}")
+    assert sum(sent.values()) > 20_000
+    assert len(sent) >= 3
+    assert answered > 0
+    assert growth < 64 << 20
+    assert psutil.Process(victim.node.pid).num_fds() <= descriptors + EACH_PEER[Stock.STREAMS]
+    victim.check()

@@ -25,13 +25,15 @@ from swarmnet_protocols.models import resolve
 from swarmnet_protocols.protocol_ids import PASS
 from swarmnet_protocols.transport.memory import Delivery
 from tests.support import faults
-from tests.support.commands import RunningCommand, call, interruptible
+from tests.support.commands import RunningCommand, call
 from tests.support.generation import greedy, padded
 from tests.support.processes import Swarm, swarm
 from tests.support.swarm_lab import Lab, Reference
 from tests.support.tiny_swarm import SPANS, TinySwarm, load_tiny, tiny_swarm
 from tests.support.tuning_rows import counting_rows, labelled_rows, write_rows
 
+NOBODY = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWGKvMQQibbG6XNKirjbobDGphqWnVUMEtkgWNqWV72a7u"
+"""An address at which nobody is asked: the model is another's."""
 Events = list[dict[str, Any]]
 Command = Callable[..., tuple[int, Events]]
 Spans = Sequence[tuple[int, int]]
@@ -56,7 +58,15 @@ def command(
     """Runs a command on the tiny model: its exit code and events."""
 
     def run(*arguments: str) -> tuple[int, Events]:
-        where = ("--swarm", swarm_file, "--cache-dir", str(tmp_path / "cache"), "--json")
+        where = (
+            "--swarm",
+            swarm_file,
+            "--bootstrap",
+            NOBODY,
+            "--cache-dir",
+            str(tmp_path / "cache"),
+            "--json",
+        )
         code = cli.execute([*arguments, *where])
         return code, [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
@@ -190,7 +200,7 @@ def test_an_interrupted_run_goes_on_with_the_same_result(
         code, expected = command(*tuning(reference, whole, "--method", "prompt"))
     assert code == 0
 
-    with served(reference, monkeypatch) as running, interruptible():
+    with served(reference, monkeypatch) as running:
         interrupt = partial(os.kill, os.getpid(), signal.SIGINT)
         running.lab.network.observers.append(passes(60, interrupt))
         code, first = command(*tuning(reference, halves, "--method", "prompt"))
@@ -355,7 +365,7 @@ def test_the_real_model_is_tuned_by_the_command(tmp_path: Path) -> None:
     """A host is killed, the command is interrupted, and the same command ends what it began; ``run`` answers with it."""
     options = ("--steps", "6", "--batch-size", "4", "--eval-every", "6")
     with swarm(tmp_path / "lab", tmp_path / "cache", (0, 15), (15, 30), (15, 30)) as lab:
-        with interruptible(), TuneProcess(lab, tmp_path, *options) as run:
+        with TuneProcess(lab, tmp_path, *options) as run:
             run.wait("step", step=2)
             busiest = max(list(lab.nodes.values())[1:], key=lambda node: node.status.tokens)
             faults.kill(busiest)

@@ -14,6 +14,8 @@ from swarmnet_protocols.errors import ProtocolViolation, StreamEnded
 from swarmnet_protocols.protocol_ids import ALL
 from swarmnet_protocols.transport import Message, ProtocolSpec
 from swarmnet_protocols.transport.framing import FrameReader, encode
+from swarmnet_protocols.transport.pacing import Line, PacedReader
+from tests.support.meters import a_meter
 
 SMALL = ProtocolSpec("/test/1", max_header_bytes=50, max_payload_bytes=200)
 
@@ -25,7 +27,7 @@ def read_all(chunks: Sequence[bytes], protocol: ProtocolSpec) -> tuple[list[Mess
 
     async def main() -> tuple[list[Message], Exception]:
         reader = asyncio.StreamReader()
-        frames = FrameReader(reader, protocol)
+        frames = FrameReader(PacedReader(reader, Line()), protocol, a_meter())
         received: list[Message] = []
 
         async def read() -> Exception:
@@ -83,7 +85,7 @@ def test_a_violation_stays_one() -> None:
     async def main() -> None:
         reader = asyncio.StreamReader()
         reader.feed_data(struct.pack(">II", 51, 0) + encoded(Message(b"fine")))
-        frames = FrameReader(reader, SMALL)
+        frames = FrameReader(PacedReader(reader, Line()), SMALL, a_meter())
         for _ in range(3):
             with pytest.raises(ProtocolViolation):
                 await frames.read()

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from swarmnet_protocols.session.log import ActivationLog, Cursor, LeftBehind
 from swarmnet_protocols.session.steps import Row, Step, check_rows
+from tests.support.logs import a_log
 
 LANES = 3
 REPLAY_POSITIONS = 5
@@ -35,7 +36,7 @@ class Downstream:
     """A hop fed from a log: refuses what a host would refuse."""
 
     lanes: Lanes = field(default_factory=dict)
-    log: ActivationLog = field(default_factory=lambda: ActivationLog(max_bytes=1 << 30))
+    log: ActivationLog = field(default_factory=a_log)
     seqs: list[int] = field(default_factory=list)
 
     def take(self, step: Step) -> None:
@@ -69,7 +70,7 @@ def numbers() -> Iterator[int]:
 @given(st.data())
 def test_any_hop_can_be_fed_from_the_log(data: st.DataObject) -> None:
     """Steps are appended, sent, acknowledged, and links broken, in any order; hops start fresh or survive."""
-    log = ActivationLog(max_bytes=1 << 30)
+    log = a_log()
     truth: Lanes = {}
     number = numbers()
     history: list[Lanes] = [{}]
@@ -111,7 +112,7 @@ def test_any_hop_can_be_fed_from_the_log(data: st.DataObject) -> None:
 @given(st.data())
 def test_a_replacement_in_the_middle_feeds_the_survivor_exactly_what_it_lacks(data: st.DataObject) -> None:
     """upstream -> middle -> survivor: the middle is replaced at any moment, even during a replay."""
-    upstream, truth, number = ActivationLog(max_bytes=1 << 30), {}, numbers()
+    upstream, truth, number = a_log(), {}, numbers()
     survivor = Downstream()
     acked = 0
 

@@ -8,16 +8,16 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError, NotAuthorised
 from swarmnet_protocols.identity import Identity
 from swarmnet_protocols.membership.certificates import Admittance, issue, open_certificate
 from swarmnet_protocols.membership.invites import Terms, make_invite, open_redemption, read_invite, redemption
-from swarmnet_protocols.membership.revocations import Named, open_list, sign_list
+from swarmnet_protocols.membership.revocations import Named, Revocations, open_list, sign_list
 from swarmnet_protocols.membership.roles import Role
-from swarmnet_protocols.membership.rules import Admission, Rules
+from swarmnet_protocols.membership.rules import Admission, Rules, admit
 from swarmnet_protocols.wire import membership_pb2 as pb
 
 NOW = 1_800_000_000.0
@@ -115,6 +115,17 @@ def test_no_mutated_proof_redeems_an_invite(data: st.DataObject) -> None:
     if mutated != SHOWN.proof:
         with pytest.raises(NotAuthorised):
             open_redemption(pb.Redeem(grant=SHOWN.grant, proof=mutated), ALICE, rules=RULES, now=NOW)
+
+
+def test_no_replay_is_accepted() -> None:
+    """What alice showed, shown again by somebody else, as often as there are examples: at the door, and to an issuer."""
+    bob = Identity.from_seed(b"bob").peer_id
+    certificate, _ = SEALED["certificate"]
+    for _ in range(settings().max_examples):
+        with pytest.raises(NotAuthorised, match="another peer"):
+            admit(RULES, open_certificate(certificate, rules=RULES, now=NOW), bob, ROLES, Revocations(), NOW)
+        with pytest.raises(NotAuthorised, match="without its key"):
+            open_redemption(SHOWN, bob, rules=RULES, now=NOW)
 
 
 @given(data=st.data())

@@ -1,11 +1,18 @@
-"""The model every simulation answers with, made once."""
+"""The models simulations answer with, made once."""
 
 import pytest
 
 from tests.support.swarm_lab import Reference, load_reference
+from tests.support.tiny_swarm import load_tiny
 
 
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     directory = tmp_path_factory.mktemp("tiny")
     return load_reference(directory / "model", directory / "cache")
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    """With a tokenizer."""
+    return load_tiny(tmp_path_factory.mktemp("tiny"))

@@ -8,7 +8,7 @@ import pytest
 
 from swarmnet_protocols.errors import NotAuthorised, PeerUnreachable, StreamEnded
 from swarmnet_protocols.membership.roles import ANY_ROLE
-from swarmnet_protocols.protocol_ids import DOOR, LINK, PING, REVOCATIONS, SESSION
+from swarmnet_protocols.protocol_ids import DOOR, LINK, PING, PROBE, REVOCATIONS, SESSION
 from swarmnet_protocols.transport import Message, ProtocolSpec
 from swarmnet_protocols.transport.memory import Delivery
 from tests.support.door_world import (
@@ -101,6 +101,7 @@ def test_the_wrong_role_is_refused_under_every_protocol(protocol: ProtocolSpec) 
     if not wrong:
         assert protocol.id in {
             PING.id,
+            PROBE.id,
             REVOCATIONS.id,
             "SwarmDirectoryV1.rpc_ping",
             "SwarmDirectoryV1.rpc_find",

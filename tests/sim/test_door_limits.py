@@ -6,6 +6,7 @@ import pytest
 
 from swarmnet_protocols.membership import door as door_module
 from swarmnet_protocols.protocol_ids import DOOR, REVOCATIONS, SESSION
+from swarmnet_protocols.resources import Stock
 from swarmnet_protocols.transport import Message, Stream
 from swarmnet_protocols.wire import door_pb2 as pb
 from tests.support.door_world import (
@@ -32,21 +33,20 @@ def test_who_says_nothing_at_the_door_is_gone_in_time() -> None:
         ]
         async with asyncio.timeout(10.0):
             await asyncio.gather(*(seconds_until_the_end(stream) for stream in silent))
-        assert not server.door._strangers
+        assert not server.raw.resources.in_all.used[Stock.STRANGERS]
 
     run(scenario)
 
 
-def test_silent_strangers_keep_no_member_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door_module, "MAX_STRANGERS", 8)
-
+def test_silent_strangers_keep_no_member_out() -> None:
     async def scenario(world: World) -> None:
         server, client = await world.member("bob"), await world.member("alice")
+        server.raw.resources.limit(Stock.STRANGERS, in_all=8)
         await server.transport.serve(SESSION, answer)
         for number in range(20):
             stranger = await world.stranger(f"stranger {number}")
             await stranger.open(server.peer_id, DOOR, deadline_s=DEADLINE_S)
-        assert len(server.door._strangers) == 8
+        assert server.raw.resources.in_all.used[Stock.STRANGERS] == 8
         await converse(client, server)
 
     run(scenario)
@@ -65,6 +65,24 @@ def test_the_door_of_a_guest_who_hears_nothing_is_shut(monkeypatch: pytest.Monke
         monkeypatch.setattr(door, "send", never)
         await asyncio.sleep(world.swarm.rules.revocation_refresh_s + world.swarm.timing.door_s + 1.0)
         assert door not in server.door._doors
+
+    run(scenario)
+
+
+def test_one_member_shuts_no_doors_but_its_own() -> None:
+    async def scenario(world: World) -> None:
+        server, client = await world.member("bob"), await world.member("alice")
+        await server.transport.serve(SESSION, answer)
+        await converse(client, server)
+        (hers,) = server.door._doors
+        greedy = await world.member("mallory")
+        said = pb.Hello(swarm=bytes(32), certificate=greedy.membership.certificate)
+        for _ in range(3 * door_module.MAX_DOORS_EACH):
+            stream = await greedy.raw.open(server.peer_id, DOOR, deadline_s=DEADLINE_S)
+            await stream.send(Message(pb.DoorMessage(hello=said).SerializeToString()))
+            await asyncio.sleep(0.5)
+        assert len(server.door._doors) == 1 + door_module.MAX_DOORS_EACH
+        assert hers in server.door._doors
 
     run(scenario)
 

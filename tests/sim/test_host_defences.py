@@ -10,6 +10,7 @@ import torch
 from swarmnet_node.host import HostLimits
 from swarmnet_protocols.errors import StreamEnded
 from swarmnet_protocols.protocol_ids import LINK, SESSION
+from swarmnet_protocols.resources import Stock
 from swarmnet_protocols.session.steps import Row, Step, encode_step
 from swarmnet_protocols.transport import Message, Stream, Transport
 from swarmnet_protocols.wire import session_pb2 as pb
@@ -96,6 +97,10 @@ def with_stranger(reference: Reference, talk: Callable[[Stranger], Awaitable[Non
         await asyncio.sleep(lab.timing.link_wait_s + lab.timing.reply_s + 1)
         assert lab.sessions() == {}
         assert lab.cache_bytes() == {}
+        used = lab.nodes["a"]._world.transport.resources.in_all.used
+        assert {
+            stock: amount for stock, amount in used.items() if amount and stock != Stock.OWN_STREAMS
+        } == {}
 
     simulate(reference, scenario)
 
@@ -143,10 +148,68 @@ def test_no_client_has_more_sessions_than_its_share(reference: Reference) -> Non
     async def talk(stranger: Stranger) -> None:
         for number in range(3):
             await stranger.send_open(session=bytes([number]) * 16)
-        refused = await session_reply(await stranger.send_open(session=b"x" * 16))
-        assert refused.refused.reason == pb.REASON_OUT_OF_MEMORY
+        refused = (await session_reply(await stranger.send_open(session=b"x" * 16))).refused
+        assert refused.reason == pb.REASON_OUT_OF_MEMORY
+        assert refused.retry_after_s > 0
 
     with_stranger(reference, talk, limits=HostLimits(sessions_per_client=3))
+
+
+def test_one_client_leaves_early_links_to_others(reference: Reference) -> None:
+    async def talk(stranger: Stranger) -> None:
+        for number in range(1, 3):
+            await stranger.link(session=bytes([number]) * 16)
+        refused = (await link_reply(await stranger.link(session=b"z" * 16))).refused
+        assert "early links of " + stranger.transport.peer_id in refused.detail
+
+    with_stranger(reference, talk, limits=HostLimits(early_links_per_client=2))
+
+
+def test_who_never_acknowledges_fills_no_more_than_the_log_may_take(reference: Reference) -> None:
+    async def talk(stranger: Stranger) -> None:
+        session, link = await stranger.send_open(), await stranger.link()
+        await link_reply(link)
+        for number in range(4):
+            await stranger.step(link, a_step(number + 1, 4 * number, 4))
+        replies = [await session_reply(session) for _ in range(4)]
+        assert [reply.WhichOneof("kind") for reply in replies] == ["output"] * 3 + ["refused"]
+        assert replies[-1].refused.reason == pb.REASON_OUT_OF_MEMORY
+        assert "log bytes of this session" in replies[-1].refused.detail
+
+    with_stranger(reference, talk, limits=HostLimits(log_bytes=3 * 4 * HIDDEN * 4))
+
+
+def test_positions_come_at_the_rate_of_the_client(reference: Reference) -> None:
+    async def talk(stranger: Stranger) -> None:
+        session, link = await stranger.send_open(), await stranger.link()
+        await link_reply(link)
+        started = asyncio.get_running_loop().time()
+        for number in range(5):
+            await stranger.step(link, a_step(number + 1, 8 * number, 8))
+        for _ in range(5):
+            assert (await session_reply(session)).HasField("output")
+        # 40 positions, of which 16 are a burst, at 4 a second.
+        assert asyncio.get_running_loop().time() - started == pytest.approx(6.0, abs=0.2)
+
+    with_stranger(reference, talk, limits=HostLimits(positions_per_s=4.0))
+
+
+def test_without_memory_for_a_queue_steps_are_read_one_at_a_time(reference: Reference) -> None:
+    async def talk(stranger: Stranger) -> None:
+        session, link = await stranger.send_open(), await stranger.link()
+        await link_reply(link)
+        resources = stranger.lab.nodes["a"]._world.transport.resources
+        step_bytes = 16 * HIDDEN * 4
+        resources.limit(Stock.MEMORY, each_peer=step_bytes + 100)
+        for number in range(3):
+            await stranger.step(link, a_step(number + 1, 16 * number, 16))
+        for _ in range(3):
+            assert (await session_reply(session)).HasField("output")
+        resources.limit(Stock.MEMORY, each_peer=step_bytes - 1)
+        await stranger.step(link, a_step(4, 48, 16))
+        await assert_ends(link)
+
+    with_stranger(reference, talk)
 
 
 @pytest.mark.parametrize(
@@ -213,8 +276,9 @@ def test_a_link_may_come_a_little_before_its_session_but_does_not_wait_for_ever(
 def test_links_that_wait_are_bounded_and_those_that_give_up_are_forgotten(reference: Reference) -> None:
     async def talk(stranger: Stranger) -> None:
         waiting = [await stranger.link(session=bytes([number]) * 16) for number in range(1, 4)]
-        refused = await link_reply(await stranger.link(session=b"z" * 16))
-        assert refused.refused.reason == pb.REASON_UNKNOWN_SESSION
+        refused = (await link_reply(await stranger.link(session=b"z" * 16))).refused
+        assert refused.reason == pb.REASON_OUT_OF_MEMORY
+        assert refused.retry_after_s > 0
         for link in waiting:
             link.close()
         await asyncio.sleep(1.0)

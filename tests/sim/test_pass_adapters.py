@@ -16,7 +16,8 @@ from swarmnet_protocols.protocol_ids import ADAPTER, PASS
 from swarmnet_protocols.session.adapters import Adapter
 from swarmnet_protocols.session.passes import MAX_POSITIONS, as_column, cut
 from swarmnet_protocols.transport import Message, Transport
-from swarmnet_protocols.transport.memory import Delivery, MemoryStream
+from swarmnet_protocols.transport.memory import Delivery
+from swarmnet_protocols.transport.memory_stream import MemoryStream
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.support.pass_oracle import LocalPass, assert_same, lora_pass, prefix_pass
 from tests.support.swarm_lab import SWARM, Lab, Reference, peer, simulate

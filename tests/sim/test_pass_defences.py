@@ -14,7 +14,7 @@ from swarmnet_protocols.errors import StreamEnded
 from swarmnet_protocols.protocol_ids import PASS
 from swarmnet_protocols.session.passes import MAX_POSITIONS, MAX_SEQUENCES
 from swarmnet_protocols.session.steps import encode_tensor
-from swarmnet_protocols.transport import Message, Stream, Transport, memory
+from swarmnet_protocols.transport import Message, Stream, Transport, memory_stream
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.support.swarm_lab import SWARM, Lab, Reference, simulate
 
@@ -208,7 +208,7 @@ def test_who_does_not_take_the_answer_loses_the_place(
     reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who reads nothing; one message fits on the way."""
-    monkeypatch.setattr(memory, "WINDOW_BYTES", 1)
+    monkeypatch.setattr(memory_stream, "WINDOW_BYTES", 1)
 
     async def scenario(lab: Lab) -> None:
         await lab.start("a", lab.hosting((0, 6), limits=HostLimits(passes_per_client=1)))

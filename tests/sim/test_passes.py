@@ -17,7 +17,8 @@ from swarmnet_protocols.protocol_ids import PASS
 from swarmnet_protocols.session.passes import MAX_POSITIONS
 from swarmnet_protocols.session.steps import encode_tensor
 from swarmnet_protocols.transport import Message, PeerId
-from swarmnet_protocols.transport.memory import Delivery, LinkProfile, MemoryStream
+from swarmnet_protocols.transport.memory import Delivery, LinkProfile
+from swarmnet_protocols.transport.memory_stream import MemoryStream
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.support.swarm_lab import Lab, Reference, peer, simulate
 

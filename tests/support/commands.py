@@ -5,13 +5,14 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import psutil
+import typer
 
 SWARMNET = (sys.executable, "-m", "swarmnet")
 PATIENCE_S = 120.0
@@ -28,16 +29,6 @@ class Place:
 
 
 LOOPBACK = Place("127.0.0.1")
-
-
-@contextmanager
-def interruptible() -> Iterator[None]:
-    """SIGINT interrupts us, and what we start, even where a shell started the tests in the background and has them ignore it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
@@ -153,3 +144,17 @@ class RunningCommand:
             with self._changed:
                 self._ended = True
                 self._changed.notify_all()
+
+
+def every_command() -> list[list[str]]:
+    """What to type for each command and group of commands there is, from none to `swarm create`."""
+    from swarmnet.cli import app
+
+    root: Any = typer.main.get_command(app)
+    context = root.make_context("swarmnet", [], resilient_parsing=True)
+    found: list[list[str]] = [[]]
+    for name in root.list_commands(context):
+        found.append([name])
+        command: Any = root.get_command(context, name)
+        found.extend([name, below] for below in getattr(command, "commands", ()))
+    return found

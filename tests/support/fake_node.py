@@ -1,7 +1,13 @@
 """A node that says what it is and does nothing, for tests of what stands around a node."""
 
-from swarmnet_node.control import NodeStatus
+from collections.abc import Callable
 
+from swarmnet_node.control import NodeStatus
+from swarmnet_node.limits import Limits
+from swarmnet_protocols.errors import ConfigError
+
+NO_CORES = 4096
+"""A limit that it cannot keep."""
 ADDRESS = "/ip4/127.0.0.1/tcp/4001/p2p/12D3KooW"
 STATUS = NodeStatus(
     peer_id="12D3KooW",
@@ -25,13 +31,40 @@ STATUS = NodeStatus(
 
 
 class FakeNode:
-    """Remembers in ``graces_s`` how long it was given to finish, each time it was told to."""
+    """Remembers in ``graces_s`` how long it was given to finish, each time it was told to, and in ``asked`` to pause and resume."""
 
     def __init__(self) -> None:
         self.graces_s: list[float] = []
+        self.asked: list[str] = []
+        self.kept = STATUS.limits
 
     def status(self) -> NodeStatus:
         return STATUS
 
+    @property
+    def engine(self) -> None:
+        return None
+
+    @property
+    def host(self) -> None:
+        return None
+
     def finish(self, grace_s: float) -> None:
         self.graces_s.append(grace_s)
+
+    def pause(self) -> None:
+        self.asked.append("pause")
+
+    def resume(self) -> None:
+        self.asked.append("resume")
+
+    def limits(self) -> Limits:
+        return self.kept
+
+    def set_limits(self, limits: Limits) -> None:
+        if limits.cores == NO_CORES:
+            raise ConfigError("there are not so many", hint="use fewer")
+        self.kept = limits
+
+    def on_change(self, listener: Callable[[NodeStatus], None]) -> None:
+        """Nothing ever changes."""

@@ -19,6 +19,7 @@ class NodeProcess(RunningCommand):
         self.data_dir = data_dir
         # If we are killed it sees its stdin end.
         where = ("--data-dir", str(data_dir), "--listen", f"/ip4/{place.ip}/tcp/0", "--stop-on-eof")
+        where += ("--priority", "normal")  # a busy machine is no excuse for a slow test
         log = data_dir.with_suffix(".log")
         super().__init__(("join", *arguments, *where), log, place, stdin=subprocess.PIPE)
 

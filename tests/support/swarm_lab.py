@@ -14,6 +14,8 @@ import torch
 from swarmnet_client.chain import Chain
 from swarmnet_client.hops import ChainSpec
 from swarmnet_client.swarm import Swarm
+from swarmnet_node.guest import Guest
+from swarmnet_node.limits import Limits
 from swarmnet_node.node import Hosting, Node, World
 from swarmnet_node.stage import Stage
 from swarmnet_protocols.directory import MemoryBoard, MemoryDirectory
@@ -29,6 +31,7 @@ from swarmnet_protocols.transport import PeerId, Transport
 from swarmnet_protocols.transport.memory import Delivery, LinkProfile, MemoryNetwork
 from tests.support.deliveries import once
 from tests.support.generation import greedy
+from tests.support.guest_machine import FakeMachine
 from tests.support.private_swarm import PrivateSwarm, virtual_clock
 from tests.support.virtual_time import run
 
@@ -147,22 +150,33 @@ class Lab:
             async with Door.run(raw, membership, self.timing) as door:
                 yield GuardedTransport(raw, door)
 
-    async def _live(self, name: str, hosting: Hosting, serving: "asyncio.Future[Node]") -> None:
+    @asynccontextmanager
+    async def guest(
+        self, name: str, hosting: Hosting, machine: FakeMachine, limits: Limits
+    ) -> AsyncIterator[Guest]:
+        """A node on somebody's machine."""
+        async with self._world(name) as world, Guest.run(world, hosting, machine, limits) as guest:
+            yield guest
+
+    @asynccontextmanager
+    async def _world(self, name: str) -> AsyncIterator[World]:
         identity = peer(name)
         async with self._transport(name, identity, Role.HOST) as transport:
             directory = MemoryDirectory(self.board, identity, SWARM)
             rng = random.Random(f"{self.seed}/{name}")
             # Virtual time runs what is given to an executor in place.
             stopwatch = asyncio.get_running_loop().time
-            world = World(transport, directory, ThreadPoolExecutor(1), rng, self.timing, stopwatch)
-            try:
-                async with Node.run(world, hosting) as node:
-                    serving.set_result(node)
-                    await node.finished()
-            except BaseException as error:
-                if not serving.done():
-                    serving.set_exception(error)
-                raise
+            yield World(transport, directory, ThreadPoolExecutor(1), rng, self.timing, stopwatch)
+
+    async def _live(self, name: str, hosting: Hosting, serving: "asyncio.Future[Node]") -> None:
+        try:
+            async with self._world(name) as world, Node.run(world, hosting) as node:
+                serving.set_result(node)
+                await node.finished()
+        except BaseException as error:
+            if not serving.done():
+                serving.set_exception(error)
+            raise
 
     @asynccontextmanager
     async def client(self, name: str = "client") -> AsyncIterator[Swarm]:

@@ -61,6 +61,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._virtual.now_s
 
+    def hold_up(self, seconds: float) -> None:
+        """Time goes by, and this loop does nothing, as of a process that is stopped."""
+        self._virtual.now_s += seconds
+
     def run_in_executor(  # type: ignore[override]
         self, executor: Executor | None, func: Callable[..., T], *args: Any
     ) -> asyncio.Future[T]:

@@ -7,9 +7,10 @@ from collections.abc import Awaitable, Callable
 import pytest
 import torch
 
-from swarmnet_node.adapter_store import AdapterStore, Quota
+from swarmnet_node.adapter_store import AdapterStore
 from swarmnet_node.adapters import StageAdapter
 from swarmnet_protocols.errors import ProtocolViolation
+from swarmnet_protocols.resources import ResourceManager, Scope, Stock
 from swarmnet_protocols.session.link import Refused
 from swarmnet_protocols.transport import PeerId
 from swarmnet_protocols.wire import session_pb2 as pb
@@ -28,37 +29,44 @@ def adapter(nbytes: int = SIZE) -> StageAdapter:
     return StageAdapter(0, {"x": torch.zeros(nbytes, dtype=torch.uint8)}, (), (), 0)
 
 
-def put(store: AdapterStore, owner: PeerId, number: int, nbytes: int = SIZE) -> None:
-    with store.room(owner, nbytes):
+class BoundedStore(AdapterStore):
+    """With little room, and the scopes of those who use it."""
+
+    def __init__(self) -> None:
+        self.resources = ResourceManager()
+        self.resources.limit(Stock.ADAPTERS, in_all=7, each_peer=4)
+        self.resources.limit(Stock.ADAPTER_BYTES, in_all=8 * SIZE, each_peer=5 * SIZE)
+        super().__init__(self.resources.in_all, idle_s=IDLE_S)
+
+    def scope(self, owner: PeerId) -> Scope:
+        return self.resources.peer(owner, 0.0)
+
+
+def put(store: BoundedStore, owner: PeerId, number: int, nbytes: int = SIZE) -> None:
+    with store.room(store.scope(owner), nbytes):
         pass
-    store.put(owner, digest(number), adapter(nbytes))
+    store.put(owner, store.scope(owner), digest(number), adapter(nbytes))
 
 
-def held(store: AdapterStore, owner: PeerId) -> list[int]:
+def held(store: BoundedStore, owner: PeerId) -> list[int]:
     return [number for number in range(20) if (owner, digest(number)) in store._kept]
 
 
-def with_store(talk: Callable[[AdapterStore], Awaitable[None]]) -> None:
+def with_store(talk: Callable[[BoundedStore], Awaitable[None]]) -> None:
     async def scenario() -> None:
-        await talk(
-            AdapterStore(
-                per_client=Quota(nbytes=5 * SIZE, number=4),
-                in_all=Quota(nbytes=8 * SIZE, number=7),
-                idle_s=IDLE_S,
-            )
-        )
+        await talk(BoundedStore())
 
     run(scenario())
 
 
-def assert_no_room(store: AdapterStore, owner: PeerId, nbytes: int = SIZE) -> None:
-    with pytest.raises(Refused) as caught, store.room(owner, nbytes):
+def assert_no_room(store: BoundedStore, owner: PeerId, nbytes: int = SIZE) -> None:
+    with pytest.raises(Refused) as caught, store.room(store.scope(owner), nbytes):
         pass
     assert caught.value.reason == pb.REASON_OUT_OF_MEMORY
 
 
 def test_the_least_recently_used_of_an_owner_makes_way() -> None:
-    async def talk(store: AdapterStore) -> None:
+    async def talk(store: BoundedStore) -> None:
         put(store, BOB, 9)
         for number in range(4):
             put(store, ALICE, number)
@@ -74,7 +82,7 @@ def test_the_least_recently_used_of_an_owner_makes_way() -> None:
 
 
 def test_when_all_is_full_the_least_recently_used_of_anybody_makes_way() -> None:
-    async def talk(store: AdapterStore) -> None:
+    async def talk(store: BoundedStore) -> None:
         for number in range(4):
             put(store, ALICE, number)
         for number in range(4):
@@ -89,7 +97,7 @@ def test_when_all_is_full_the_least_recently_used_of_anybody_makes_way() -> None
 
 
 def test_what_is_in_use_stays() -> None:
-    async def talk(store: AdapterStore) -> None:
+    async def talk(store: BoundedStore) -> None:
         for number in range(4):
             put(store, ALICE, number)
         with store.use(ALICE, digest(0)), store.use(ALICE, digest(0)) as used:
@@ -106,7 +114,7 @@ def test_what_is_in_use_stays() -> None:
 
 
 def test_nobody_makes_way_for_what_finds_no_room_anyway() -> None:
-    async def talk(store: AdapterStore) -> None:
+    async def talk(store: BoundedStore) -> None:
         for number in range(3):
             put(store, ALICE, number)
         assert_no_room(store, ALICE, 5 * SIZE + 1)
@@ -116,7 +124,7 @@ def test_nobody_makes_way_for_what_finds_no_room_anyway() -> None:
 
 
 def test_what_nobody_uses_for_long_goes() -> None:
-    async def talk(store: AdapterStore) -> None:
+    async def talk(store: BoundedStore) -> None:
         put(store, ALICE, 0)
         put(store, ALICE, 1)
         await asyncio.sleep(0.7 * IDLE_S)
@@ -131,8 +139,8 @@ def test_what_nobody_uses_for_long_goes() -> None:
 
 
 def test_what_is_on_its_way_counts() -> None:
-    async def talk(store: AdapterStore) -> None:
-        with store.room(ALICE, 3 * SIZE), store.room(ALICE, 2 * SIZE):
+    async def talk(store: BoundedStore) -> None:
+        with store.room(store.scope(ALICE), 3 * SIZE), store.room(store.scope(ALICE), 2 * SIZE):
             assert store.nbytes == 5 * SIZE
             assert_no_room(store, ALICE, 1)
         put(store, ALICE, 0)
@@ -141,18 +149,18 @@ def test_what_is_on_its_way_counts() -> None:
 
 
 def test_an_adapter_that_is_larger_than_announced_is_refused() -> None:
-    async def talk(store: AdapterStore) -> None:
-        with store.room(ALICE, SIZE):
+    async def talk(store: BoundedStore) -> None:
+        with store.room(store.scope(ALICE), SIZE):
             pass
         with pytest.raises(Refused):
-            store.put(ALICE, digest(0), adapter(6 * SIZE))
+            store.put(ALICE, store.scope(ALICE), digest(0), adapter(6 * SIZE))
         assert store.nbytes == 0
 
     with_store(talk)
 
 
 def test_an_adapter_is_its_owners_alone() -> None:
-    async def talk(store: AdapterStore) -> None:
+    async def talk(store: BoundedStore) -> None:
         put(store, ALICE, 0)
         assert not store.renew(BOB, digest(0))
         with pytest.raises(Refused) as caught, store.use(BOB, digest(0)):
@@ -163,7 +171,7 @@ def test_an_adapter_is_its_owners_alone() -> None:
 
 
 def test_no_hash_is_no_adapter_and_half_a_hash_is_a_mistake() -> None:
-    async def talk(store: AdapterStore) -> None:
+    async def talk(store: BoundedStore) -> None:
         with store.use(ALICE, b"") as nothing:
             assert nothing is None
         with pytest.raises(ProtocolViolation), store.use(ALICE, bytes(31)):

@@ -2,52 +2,18 @@
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-PACKAGES = {
-    "swarmnet": ROOT / "swarmnet",
-    "swarmnet_node": ROOT / "node" / "swarmnet_node",
-    "swarmnet_client": ROOT / "client" / "swarmnet_client",
-    "swarmnet_protocols": ROOT / "protocols" / "swarmnet_protocols",
-}
+from tests.support.source_code import PACKAGES, ROOT, dotted, imports, sources
+
 MAY_IMPORT = {
     "swarmnet": {"swarmnet", "swarmnet_node", "swarmnet_client", "swarmnet_protocols"},
     "swarmnet_node": {"swarmnet_node", "swarmnet_protocols"},
     "swarmnet_client": {"swarmnet_client", "swarmnet_protocols"},
     "swarmnet_protocols": {"swarmnet_protocols"},
 }
-NEVER_CALLED = {"eval", "exec", "compile", "__import__"}
-NEVER_IMPORTED = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 MAX_LINES = 400
-
-
-def sources() -> Iterator[tuple[str, Path]]:
-    for package, folder in PACKAGES.items():
-        for path in sorted(folder.rglob("*.py")):
-            if not path.stem.endswith(("_pb2", "_pb2_grpc")):
-                yield package, path
-
-
-def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Every import anywhere in the module, at the top or inside a function, with its line."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.lineno, node.module
-            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
-        elif isinstance(node, ast.Call) and dotted(node.func).endswith("import_module") and node.args:
-            name = node.args[0]
-            yield node.lineno, name.value if isinstance(name, ast.Constant) else "<computed>"
-
-
-def dotted(node: ast.AST) -> str:
-    if isinstance(node, ast.Attribute):
-        return f"{dotted(node.value)}.{node.attr}"
-    return node.id if isinstance(node, ast.Name) else ""
 
 
 def violations(package: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -55,21 +21,12 @@ def violations(package: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
         top = module.partition(".")[0]
         if top in PACKAGES and top not in MAY_IMPORT[package]:
             yield line, f"{package} imports {module}"
-        if top in NEVER_IMPORTED or module == "<computed>":
-            yield line, f"imports {module}"
     handed_on = {
         id(node.left) for node in ast.walk(tree) if isinstance(node, ast.BinOp)
     }  # env=os.environ | {...}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.level:
             yield node.lineno, "relative import"
-        elif isinstance(node, ast.Call):
-            name = dotted(node.func)
-            if name in NEVER_CALLED or name == "torch.load":
-                yield node.lineno, f"calls {name}"
-            for keyword in node.keywords:
-                if keyword.arg == "trust_remote_code" and not is_false(keyword.value):
-                    yield node.lineno, "trusts remote code"
         elif isinstance(node, ast.FunctionDef) and node.name == "__del__":
             yield node.lineno, "defines __del__"
         elif (
@@ -78,10 +35,6 @@ def violations(package: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
             and id(node) not in handed_on
         ):
             yield node.lineno, "reads the environment"
-
-
-def is_false(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and node.value is False
 
 
 def test_every_module_keeps_the_rules() -> None:
@@ -116,13 +69,7 @@ def test_deploy_has_no_code_of_ours() -> None:
         ("swarmnet_client", "def f():\n    from swarmnet_node.engine import Engine"),
         ("swarmnet_protocols", "import swarmnet.cli"),
         ("swarmnet_protocols", "from importlib import import_module\nimport_module('swarmnet_node')"),
-        ("swarmnet_node", "import importlib\nimportlib.import_module(name)"),
-        ("swarmnet", "import pickle"),
         ("swarmnet", "from . import cli"),
-        ("swarmnet_node", "torch.load(path)"),
-        ("swarmnet_node", "eval('1')"),
-        ("swarmnet_client", "AutoModel.from_pretrained(name, trust_remote_code=True)"),
-        ("swarmnet_client", "AutoModel.from_pretrained(name, trust_remote_code=flag)"),
         ("swarmnet_node", "import os\nos.environ['HOME']"),
         ("swarmnet_node", "class C:\n    def __del__(self): pass"),
     ],
@@ -136,7 +83,6 @@ def test_what_is_forbidden_is_found(package: str, code: str) -> None:
     [
         ("swarmnet", "import swarmnet_node.control"),
         ("swarmnet_client", "import swarmnet_protocols.errors"),
-        ("swarmnet_client", "AutoModel.from_pretrained(name, trust_remote_code=False)"),
         ("swarmnet_node", "import os\nspawn(env=os.environ | {'A': 'B'})"),
         ("swarmnet", "import os\nos.environ.setdefault('A', 'B')"),
     ],

@@ -5,8 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmnet_client.chunks import CHUNK, cut
-from swarmnet_client.patience import ATTEMPTS, Patience
+from swarmnet_client.patience import ATTEMPTS, PAUSE_S, Patience
+from swarmnet_protocols.session.link import Refused
 from swarmnet_protocols.session.steps import MAX_ROWS, Row, check_rows
+from swarmnet_protocols.wire import session_pb2 as pb
 
 
 @st.composite
@@ -61,6 +63,28 @@ def test_patience_is_new_after_an_answer() -> None:
     for number in range(100):
         assert not patience.lost(float(number), idle=False)
         patience.answered()
+
+
+def test_who_is_full_is_asked_again_when_it_said_once_others_have_been_asked() -> None:
+    patience = Patience(recover_s=12.0)
+    full = Refused(pb.REASON_OUT_OF_MEMORY, "no room", 3.0)
+    pauses = []
+    for number in range(4):
+        patience.lost(float(number), idle=False)
+        pauses.append((patience.pause_s(full), patience.pause_s(None)))
+    assert pauses == [(0.0, 0.0), (0.0, 0.0), (3.0, PAUSE_S), (3.0, PAUSE_S)]
+    assert patience.pause_s(Refused(pb.REASON_OUT_OF_MEMORY, "no room", 60.0)) == 6.0
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf"), 1e9])
+def test_a_wait_that_makes_no_sense_is_none(seconds: float) -> None:
+    said = pb.Refused(reason=pb.REASON_OUT_OF_MEMORY, retry_after_s=seconds)
+    assert Refused.from_wire(said).retry_after_s == 0.0
+
+
+def test_a_reason_of_a_newer_version_is_a_refusal_all_the_same() -> None:
+    said = pb.Refused.FromString(b"\x08\xe7\x07")
+    assert Refused.from_wire(said).reason == pb.REASON_UNSPECIFIED
 
 
 @pytest.mark.parametrize("idle", [True, False])

@@ -2,54 +2,25 @@
 
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from swarmnet import cli
 from swarmnet.cli.failures import explain
 from swarmnet.paths import locked_data_dir
 from swarmnet_protocols import errors
+from tests.support.commands import every_command
 from tests.support.tiny import save_tiny_llama
 
 PEER = "/ip4/203.0.113.7/tcp/31337/p2p/12D3KooWNvSZnPi3RrhrTwEY4LuuBeB6K6facKUCJcyWG1aoDd2p"
-COMMANDS = [
-    [],
-    ["demo"],
-    ["join"],
-    ["run"],
-    ["status"],
-    ["finish"],
-    ["swarm"],
-    ["swarm", "create"],
-    ["swarm", "show"],
-    ["swarm", "verify"],
-    ["swarm", "sign"],
-    ["swarm", "new-key"],
-    ["swarm", "rotate-key"],
-    ["swarm", "invite"],
-    ["swarm", "members"],
-    ["swarm", "approve"],
-    ["swarm", "revoke"],
-    ["model"],
-    ["model", "ls"],
-    ["model", "pull"],
-    ["model", "show"],
-    ["model", "verify"],
-    ["train"],
-    ["train", "template"],
-    ["train", "create"],
-    ["train", "join"],
-    ["train", "status"],
-    ["train", "export"],
-    ["train", "plot"],
-    ["tune"],
-]
-HEAVY = ("torch", "transformers", "hivemind", "grpc", "numpy", "safetensors", "huggingface_hub")
-TUNE = ["tune", "--swarm", "SWARM", "--data", "rows.jsonl", "--out", "out"]
+COMMANDS = every_command()
+HEAVY = ("torch", "transformers", "hivemind", "grpc", "numpy", "safetensors", "huggingface_hub", "fastapi", "uvicorn", "pydantic", "rich", "cryptography", "google.protobuf", "prometheus_client", "structlog")  # fmt: skip
 
 
 @pytest.fixture
@@ -75,6 +46,48 @@ def test_help_imports_nothing_heavy() -> None:
     assert done.stdout.splitlines()[-1] == "heavy: []"
 
 
+def test_every_argument_and_option_is_explained() -> None:
+    root: Any = typer.main.get_command(cli.app)
+    context = root.make_context("swarmnet", [], resilient_parsing=True)
+    loaded = [root.get_command(context, name) for name in root.list_commands(context)]
+    commands = [below for each in loaded for below in getattr(each, "commands", {"": each}).values()]
+    shown = [
+        (command.name, parameter.name, parameter.help)
+        for command in commands
+        for parameter in command.params
+        if not getattr(parameter, "hidden", False)
+    ]
+    assert len(shown) > 100
+    assert [each for each in shown if not each[2]] == []
+
+
+def test_a_shell_is_told_commands_and_options(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("_SWARMNET_COMPLETE", "complete_bash")
+    for typed, wanted in (
+        ("swarmnet fin", "finish"),
+        ("swarmnet swarm cre", "create"),
+        ("swarmnet join --blo", "--blocks"),
+    ):
+        monkeypatch.setenv("COMP_WORDS", typed)
+        monkeypatch.setenv("COMP_CWORD", str(len(typed.split()) - 1))
+        with pytest.raises(SystemExit):
+            cli.execute([])
+        assert wanted in capsys.readouterr().out.split()
+
+
+def test_colours_can_be_switched_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("NO_COLOR", "")
+    assert cli.execute(["--no-color", "status", "--data-dir", str(tmp_path)]) == 5
+    assert os.environ["NO_COLOR"] == "1"
+
+
+def test_without_a_command_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.execute([]) == 0
+    assert "Use a model:" in capsys.readouterr().out
+
+
 def test_the_public_name_is_imported_lazily() -> None:
     program = (
         "import sys; from swarmnet import AutoSwarmModelForCausalLM\n"
@@ -82,99 +95,6 @@ def test_the_public_name_is_imported_lazily() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "AutoSwarmModelForCausalLM []"
-
-
-USAGE = [
-    (["bogus"], "bogus"),
-    (["swarm"], "command"),
-    (["swarm", "create"], "NAME"),
-    (["run", "m", "hi"], "--swarm"),
-    (["run", "m", "hi", "--swarm", "SWARM", "-n", "0"], "-n"),
-    (["run", "m", "hi", "--swarm", "SWARM", "-n", "many"], "-n"),
-    (["run", "m", "hi", "--swarm", "SWARM", "--temperature", "nan"], "--temperature"),
-    (["run", "m", "hi", "--swarm", "SWARM", "--temperature", "inf"], "--temperature"),
-    (["run", "m", "hi", "--swarm", "SWARM", "--temperature=-0.1"], "--temperature"),
-    (["run", "m", "hi", "--swarm", "SWARM", "--dtype", "int3"], "--dtype"),
-    (["run", "m", " ", "--swarm", "SWARM"], "prompt"),
-    (["join", "SWARM", "--blocks", "5"], "--blocks"),
-    (["join", "SWARM", "--blocks", "5:5"], "--blocks"),
-    (["join", "SWARM", "--blocks", "9:5"], "--blocks"),
-    (["join", "SWARM", "--blocks=-1:5"], "--blocks"),
-    (["join", "SWARM", "--blocks", "a:b"], "--blocks"),
-    (["join", "SWARM", "--blocks", "0:5", "--num-blocks", "5"], "--num-blocks"),
-    (["join", "SWARM", "--num-blocks", "0"], "--num-blocks"),
-    (["join", "SWARM", "--device", "toaster"], "--device"),
-    (["join", "SWARM", "--dtype", "float8"], "--dtype"),
-    (["join", "SWARM", "--max-cache", "lots"], "--max-cache"),
-    (["join", "SWARM", "--max-cache", "0"], "--max-cache"),
-    (["join", "SWARM", "--name", "bell\a"], "--name"),
-    (["demo", "--nodes", "0"], "--nodes"),
-    (["finish", "--grace", "nan"], "--grace"),
-    ([*TUNE, "--method", "magic"], "--method"),
-    ([*TUNE, "--learning-rate", "nan"], "--learning-rate"),
-    ([*TUNE, "--learning-rate", "0"], "--learning-rate"),
-    ([*TUNE, "--held-out", "1"], "--held-out"),
-    ([*TUNE, "--steps", "0"], "--steps"),
-    ([*TUNE, "--batch-size", "257"], "--batch-size"),
-    ([*TUNE, "--device", "toaster"], "--device"),
-    (["tune", "--swarm", "SWARM", "--out", "out"], "--data"),
-]
-CONFIG = [
-    (["join", "nowhere.toml"], "nowhere.toml"),
-    (["join", "SWARM", "--bootstrap", "127.0.0.1:4000"], "multiaddr"),
-    (["join", "SWARM", "--bootstrap", "/ip4/127.0.0.1/tcp/4000"], "peer id"),
-    (["join", "SWARM", "--listen", "/ip4/127.0.0.1/tcp/70000"], "port"),
-    (["join", "SWARM", "--announce", "/ip4/300.0.0.1/tcp/1"], "host"),
-    (["run", "m", "hi", "--swarm", "nowhere.toml"], "nowhere.toml"),
-    (["run", "m", "hi", "--swarm", "SWARM", "--bootstrap", "x"], "multiaddr"),
-    (["run", "m", "hi", "--swarm", "SWARM", "--adapter", "nowhere"], "adapter_config.json"),
-    ([*TUNE, "--bootstrap", "x"], "multiaddr"),
-    (TUNE, "rows.jsonl"),
-    (["swarm", "create", "a/b", "--out", "out"], "a/b"),
-    (["swarm", "verify", "nowhere.toml"], "nowhere.toml"),
-    (["swarm", "create", "lab", "--out", "out", "--bootstrap", "x"], "multiaddr"),
-]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words", "exit_code"),
-    [(arguments, words, 2) for arguments, words in USAGE]
-    + [(arguments, words, 3) for arguments, words in CONFIG],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
-)
-def test_what_is_wrong_is_said_with_a_next_step_and_nothing_is_done(  # one test per invocation, text and JSON
-    arguments: list[str],
-    words: str,
-    exit_code: int,
-    swarm: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    monkeypatch.chdir(empty)
-    arguments = [swarm if argument == "SWARM" else argument for argument in arguments]
-    if arguments[0] == "join":
-        arguments += ["--data-dir", "data", "--cache-dir", "cache"]
-
-    assert cli.execute(arguments) == exit_code
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert shown.err.startswith("error: ")
-    assert words in shown.err
-    assert "\nhint: " in shown.err
-    assert "Traceback" not in shown.err
-
-    if arguments[-1:] != ["bogus"] and arguments != ["swarm"]:
-        assert cli.execute([*arguments, "--json"]) == exit_code
-        shown = capsys.readouterr()
-        event = json.loads(shown.out)
-        assert shown.err == ""
-        assert (event["event"], event["exit_code"]) == ("error", exit_code)
-        assert words in event["message"]
-        assert event["hint"]
-    assert not list(empty.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -306,7 +226,7 @@ def test_a_data_directory_that_cannot_be_used_is_refused(
 def test_a_prompt_of_any_size_is_not_read_into_memory(
     swarm: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("swarmnet.cli.run.MAX_PROMPT_CHARS", 10)
+    monkeypatch.setattr("swarmnet.cli.run.MAX_MESSAGE_CHARS", 10)
     stdin = io.StringIO("x" * 100)
     monkeypatch.setattr("sys.stdin", stdin)
     assert cli.execute(["run", "m", "--swarm", swarm]) == 2

@@ -9,8 +9,10 @@ import pytest
 
 from swarmnet_node import control
 from swarmnet_node.control import NodeStatus
+from swarmnet_node.limits import Limits
 from swarmnet_protocols.errors import ConfigError, Unreachable
-from tests.support.fake_node import STATUS, FakeNode
+from swarmnet_protocols.wire import control_pb2
+from tests.support.fake_node import NO_CORES, STATUS, FakeNode
 
 
 def test_status_and_finish_reach_the_node(tmp_path: Path) -> None:
@@ -96,3 +98,46 @@ def test_an_impossible_grace_is_refused_by_the_node(
 
     asyncio.run(main())
     assert node.graces_s == []
+
+
+def test_the_owner_pauses_resumes_and_limits_the_node(tmp_path: Path) -> None:
+    node = FakeNode()
+    limits = Limits(
+        max_ram_bytes=1 << 33, up_bytes_per_s=2.5e6, schedule="19:00-07:00", idle_only=True, cores=2
+    )
+
+    async def main() -> tuple[Limits, Limits]:
+        async with control.serve(node, tmp_path):
+            await asyncio.to_thread(control.pause, tmp_path)
+            await asyncio.to_thread(control.resume, tmp_path)
+            kept = await asyncio.to_thread(control.set_limits, tmp_path, limits)
+            return kept, await asyncio.to_thread(control.get_limits, tmp_path)
+
+    assert asyncio.run(main()) == (limits, limits)
+    assert node.asked == ["pause", "resume"]
+
+
+def test_limits_that_the_node_cannot_keep_come_back_with_what_to_do(tmp_path: Path) -> None:
+    node = FakeNode()
+
+    async def main() -> None:
+        async with control.serve(node, tmp_path):
+            with pytest.raises(ConfigError, match="not so many") as caught:
+                await asyncio.to_thread(control.set_limits, tmp_path, Limits(cores=NO_CORES))
+            assert caught.value.hint == "use fewer"
+
+    asyncio.run(main())
+    assert node.kept == STATUS.limits
+
+
+def test_impossible_limits_are_refused_by_the_node(tmp_path: Path) -> None:
+    node = FakeNode()
+
+    async def main() -> None:
+        async with control.serve(node, tmp_path):
+            impossible = control_pb2.Limits(up_bytes_per_s=-1.0)
+            with pytest.raises(ConfigError, match="out of range"):
+                await asyncio.to_thread(control._call, tmp_path, "SetLimits", impossible, control_pb2.Limits)
+
+    asyncio.run(main())
+    assert node.kept == STATUS.limits

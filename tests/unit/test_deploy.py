@@ -1,24 +1,162 @@
-"""What deploy/ asks of the program, the program understands."""
+"""What deploy/ asks of the program, the program understands; what systemd and compose are asked, they would."""
 
-import configparser
 import json
-import shlex
+import re
+import shutil
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
+from jsonschema import Draft201909Validator, ValidationError
 
 from swarmnet import cli
+from swarmnet.cli.parsing import check_arguments
+from tests.support.deployment import (
+    COMPOSE_SCHEMA,
+    DEPLOY,
+    ROOT,
+    UNITS,
+    Unit,
+    compose,
+    own_services,
+    shell_commands,
+)
 
-DEPLOY = Path(__file__).parents[2] / "deploy"
+MAX_EXPOSURE = 20
+"""In tenths, as systemd-analyze counts it: below this a unit is OK, from 51 on EXPOSED."""
+needs_systemd = pytest.mark.skipif(
+    shutil.which("systemd-analyze") is None, reason="needs systemd-analyze (Debian: systemd)"
+)
 
 
-def test_the_command_of_the_unit_is_understood(capsys: pytest.CaptureFixture[str]) -> None:
-    unit = configparser.RawConfigParser(strict=False)
-    unit.read_string((DEPLOY / "swarmnet.service").read_text().replace("\\\n", " "))
-    program, *arguments = shlex.split(unit["Service"]["ExecStart"])
-    assert program.endswith("/swarmnet")
+def analyze(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["systemd-analyze", *arguments], capture_output=True, text=True, check=False)
+
+
+def installed(unit: Unit, directory: Path) -> Path:
+    """A copy of the unit whose program exists."""
+    program = directory / "swarmnet"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    path = directory / unit.path.name
+    path.write_text(unit.path.read_text().replace("/opt/swarmnet/.venv/bin/swarmnet", str(program)))
+    return path
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_commands_of_units_are_understood(name: str) -> None:
+    program, *arguments = Unit(name).command
+    assert program == "/opt/swarmnet/.venv/bin/swarmnet"
+    check_arguments(arguments)
+
+
+def test_the_node_of_the_unit_would_start(capsys: pytest.CaptureFixture[str]) -> None:
+    _, *arguments = Unit("swarmnet-node.service").command
     assert cli.execute(arguments) == 3
     assert "cannot read the swarm file" in json.loads(capsys.readouterr().out)["message"]
+
+
+@needs_systemd
+@pytest.mark.parametrize("name", UNITS)
+def test_systemd_takes_the_units(name: str, tmp_path: Path) -> None:
+    checked = analyze("verify", "--man=no", str(installed(Unit(name), tmp_path)))
+    assert (checked.returncode, checked.stderr) == (0, "")
+
+
+@needs_systemd
+@pytest.mark.parametrize("name", UNITS)
+def test_units_are_exposed_to_little(name: str, tmp_path: Path) -> None:
+    path = str(installed(Unit(name), tmp_path))
+    checked = analyze("security", "--offline=true", f"--threshold={MAX_EXPOSURE}", "--no-pager", path)
+    assert checked.returncode == 0, checked.stdout
+
+
+@needs_systemd
+def test_a_unit_without_its_hardening_is_found(tmp_path: Path) -> None:
+    path = installed(Unit("swarmnet-node.service"), tmp_path)
+    soft = re.sub(r"# What it may touch.*?\n\[Install\]", "[Install]", path.read_text(), flags=re.DOTALL)
+    path.write_text(soft)
+    checked = analyze("security", "--offline=true", f"--threshold={MAX_EXPOSURE}", "--no-pager", str(path))
+    assert checked.returncode != 0
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_memory_is_held_back_before_it_is_cut_off(name: str) -> None:
+    service = Unit(name)["Service"]
+    sizes = [
+        int(service[key].rstrip("GM")) * (1024 if service[key][-1] == "G" else 1)
+        for key in ("MemoryHigh", "MemoryMax")
+    ]
+    assert 0 < sizes[0] < sizes[1]
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_units_wait_for_the_word_that_it_serves(name: str) -> None:
+    """`Type=notify` and a command that never says so would be a start that fails after its timeout."""
+    unit = Unit(name)
+    assert unit["Service"]["Type"] == "notify"
+    module = {"join": "hosting"}.get(unit.command[1], unit.command[1])
+    assert "notify_ready(" in (ROOT / "swarmnet" / "cli" / f"{module}.py").read_text()
+
+
+def test_compose_follows_the_specification() -> None:
+    Draft201909Validator(COMPOSE_SCHEMA).validate(compose())
+
+
+def test_a_mistake_in_compose_is_found() -> None:
+    wrong = compose()
+    wrong["services"]["node-1"]["helthcheck"] = {}
+    with pytest.raises(ValidationError, match="helthcheck"):
+        Draft201909Validator(COMPOSE_SCHEMA).validate(wrong)
+
+
+@pytest.mark.parametrize(("name", "service"), own_services().items())
+def test_commands_of_compose_are_understood(name: str, service: dict[str, Any]) -> None:
+    commands = list(shell_commands(service)) if "entrypoint" in service else [service["command"]]
+    assert commands
+    for command in commands:
+        check_arguments(command)
+
+
+def test_compose_is_the_whole_swarm() -> None:
+    commands = [service["command"][0] for service in own_services().values() if "command" in service]
+    assert sorted(commands) == ["bootstrap", "dashboard", "join", "join", "join", "serve"]
+    assert {"prometheus", "grafana"} < set(compose()["services"])
+
+
+@pytest.mark.parametrize(("name", "service"), compose()["services"].items())
+def test_services_are_confined_bounded_and_watched(name: str, service: dict[str, Any]) -> None:
+    assert service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert "no-new-privileges:true" in service["security_opt"]
+    assert service["mem_limit"]
+    assert service["pids_limit"]
+    once = service["restart"] == "no"
+    assert service["healthcheck"].get("disable", False) is once
+    assert "privileged" not in service
+    tag = service["image"].rpartition(":")[2]
+    assert re.fullmatch(r"v?[0-9]+\.[0-9]+\.[0-9]+", tag), "an image without its version changes by itself"
+
+
+def test_only_the_swarms_own_port_is_open_to_others() -> None:
+    published = {
+        name: [port for port in service.get("ports", ()) if not port.startswith("127.0.0.1:")]
+        for name, service in compose()["services"].items()
+    }
+    assert {name for name, ports in published.items() if ports} == {"bootstrap"}
+
+
+def test_what_compose_mounts_and_waits_for_is_there() -> None:
+    whole = compose()
+    for service in whole["services"].values():
+        for volume in service["volumes"]:
+            source = volume.partition(":")[0]
+            assert (DEPLOY / source).exists() if source.startswith(".") else source in whole["volumes"]
+        assert set(service.get("depends_on", ())) <= set(whole["services"])
+        assert set(service.get("secrets", ())) <= set(whole["secrets"])
+    ignored = (ROOT / ".gitignore").read_text().splitlines()
+    assert "deploy/secrets/" in ignored
 
 
 @pytest.mark.parametrize("example", sorted(path.name for path in (DEPLOY / "swarms").glob("*.toml")))
@@ -50,6 +188,12 @@ def test_the_example_swarms_are_made_as_they_say(
     assert all(comment in written for comment in comments)
 
 
-def test_the_readme_names_every_example() -> None:
+def test_the_readme_names_everything() -> None:
     readme = (DEPLOY / "README.md").read_text()
-    assert all(path.name in readme for path in (DEPLOY / "swarms").iterdir())
+    files = [path for path in DEPLOY.rglob("*") if path.is_file() and path.name != "README.md"]
+    unnamed = [
+        str(path.relative_to(DEPLOY))
+        for path in files
+        if path.name not in readme and f"{path.relative_to(DEPLOY).parts[0]}/" not in readme
+    ]
+    assert unnamed == []

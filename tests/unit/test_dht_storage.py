@@ -3,6 +3,7 @@ from typing import Any
 import pytest
 
 from swarmnet_protocols.dht_storage import BoundedStorage, StorageLimits
+from swarmnet_protocols.resources import ResourceManager, Stock
 
 
 class Time:
@@ -118,3 +119,21 @@ def test_what_a_reader_does_to_its_answer_does_not_change_the_storage(clock: Tim
     assert [(key, [subkey for subkey, _ in item.value.items()]) for key, item in store.items()] == [
         (1, [b"a"])
     ]
+
+
+def test_what_one_peer_stores_is_bounded_whoever_signed_it_and_counts_until_it_is_gone(clock: Time) -> None:
+    resources = ResourceManager()
+    resources.limit(Stock.RECORDS, each_peer=3)
+    resources.limit(Stock.RECORD_BYTES, each_peer=10)
+    store, mallory, bob = storage(clock), resources.peer("mallory", 0.0), resources.peer("bob", 0.0)
+    with store.stored_by(mallory):
+        assert all(store.store_subkey(1, bytes([signer]), b"abc", 1010.0) for signer in range(3))
+        assert not store.store_subkey(1, b"another", b"a", 1010.0)
+    with store.stored_by(bob):
+        assert store.store_subkey(1, b"bob", b"0123456789", 1020.0)
+        assert not store.store_subkey(1, b"more", b"a", 1020.0)
+    assert store.store_subkey(1, b"our own", bytes(100), 1020.0)
+    clock.now = 1010.0
+    assert store.get(1) is not None
+    assert (mallory.used[Stock.RECORDS], mallory.used[Stock.RECORD_BYTES]) == (0, 0)
+    assert (bob.used[Stock.RECORDS], bob.used[Stock.RECORD_BYTES]) == (1, 10)

@@ -18,6 +18,7 @@ from swarmnet_node.graphs import Graph, GraphName, record
 from swarmnet_node.kv import KVGeometry, LaneCache, LayerShape
 from swarmnet_node.stage import Stage
 from swarmnet_protocols.errors import OutOfResources, Unreachable
+from swarmnet_protocols.resources import ResourceManager, Stock
 from swarmnet_protocols.transport import PeerId
 
 GEOMETRY = KVGeometry((LayerShape(1, 4, 4),), torch.float32, torch.device("cpu"))
@@ -51,14 +52,16 @@ def with_engine(
     async def main() -> Any:
         real = cast(Stage, stage)
         with ThreadPoolExecutor(1) as executor:
-            async with Engine.run(real, executor, max_cache_bytes=max_cache_bytes) as engine:
+            async with Engine.run(
+                real, executor, ResourceManager(), max_cache_bytes=max_cache_bytes
+            ) as engine:
                 return await use(engine, real)
 
     return asyncio.run(main())
 
 
 def lane_of(engine: Engine) -> LaneCache:
-    return engine.adopt(engine.stage.new_lane())
+    return engine.adopt(engine.stage.new_lane(), engine._in_all)
 
 
 def test_work_that_waits_together_is_computed_together() -> None:
@@ -130,7 +133,7 @@ def test_whoever_waits_when_the_engine_stops_is_told() -> None:
     async def main() -> None:
         real = cast(Stage, Doubling())
         with ThreadPoolExecutor(1) as executor:
-            async with Engine.run(real, executor, max_cache_bytes=1 << 30) as engine:
+            async with Engine.run(real, executor, ResourceManager(), max_cache_bytes=1 << 30) as engine:
                 row = (lane_of(engine), torch.zeros(1, 3))
                 waiting = asyncio.ensure_future(engine.compute(real, [row]))
                 await asyncio.sleep(0)
@@ -235,7 +238,9 @@ def test_a_pass_whose_client_left_is_not_kept_while_others_compute() -> None:
 def test_passes_that_wait_when_the_engine_stops_are_told() -> None:
     async def main() -> None:
         with ThreadPoolExecutor(1) as executor:
-            async with Engine.run(cast(Stage, Doubling()), executor, max_cache_bytes=1) as engine:
+            async with Engine.run(
+                cast(Stage, Doubling()), executor, ResourceManager(), max_cache_bytes=1
+            ) as engine:
                 waiting = asyncio.ensure_future(engine.compute_behind(lambda: lambda: torch.zeros(1), 1))
                 await asyncio.sleep(0)
             for late in (waiting, engine.compute_behind(lambda: lambda: torch.zeros(1), 1)):
@@ -255,18 +260,43 @@ def name_of(number: int, owner: str = "one") -> GraphName:
 
 
 def test_graphs_make_way_for_sessions_the_oldest_first() -> None:
+    lane_bytes = GEOMETRY.bytes_for(1)
+
     async def use(engine: Engine, real: Stage) -> None:
         for number in range(3):
-            engine.keep(name_of(number), graph_of(100), for_s=60.0)
-        engine.reserve(700)
-        assert engine.graphs.nbytes == 300
-        engine.reserve(701)
+            engine.keep(name_of(number), graph_of(lane_bytes // 2), for_s=60.0)
+        works = [(lane_of(engine), torch.zeros(1, 3)) for _ in range(4)]
+        await engine.compute(real, works[:2])
+        assert len([number for number in range(3) if name_of(number) in engine.graphs]) == 3
+        await engine.compute(real, works[2:3])
         assert [name_of(number) in engine.graphs for number in range(3)] == [False, True, True]
         with pytest.raises(OutOfResources):
-            engine.reserve(1001)  # what is refused drops nothing
-        assert engine.graphs.nbytes == 200
+            await engine.compute(real, [(works[3][0], torch.zeros(65, 3))])  # what is refused drops nothing
+        assert engine.graphs.nbytes == lane_bytes
 
-    with_engine(Doubling(), use, max_cache_bytes=1000)
+    with_engine(Doubling(), use, max_cache_bytes=4 * lane_bytes)
+
+
+def test_one_client_has_no_more_of_the_caches_than_its_share() -> None:
+    lane_bytes = GEOMETRY.bytes_for(1)
+
+    async def main() -> None:
+        stage, resources = cast(Stage, Doubling()), ResourceManager()
+        resources.limit(Stock.CACHE, each_peer=2 * lane_bytes)
+        with ThreadPoolExecutor(1) as executor:
+            async with Engine.run(stage, executor, resources, max_cache_bytes=8 * lane_bytes) as engine:
+                greedy, modest = resources.peer("greedy", 0.0), resources.peer("modest", 0.0)
+                lanes = [engine.adopt(stage.new_lane(), greedy) for _ in range(3)]
+                await engine.compute(stage, [(lane, torch.zeros(1, 3)) for lane in lanes[:2]])
+                with pytest.raises(OutOfResources, match="of greedy are taken"):
+                    await engine.compute(stage, [(lanes[2], torch.zeros(1, 3))])
+                await engine.compute(stage, [(engine.adopt(stage.new_lane(), modest), torch.zeros(1, 3))])
+                for lane in lanes:
+                    engine.release(lane)
+                assert greedy.used[Stock.CACHE] == 0
+                assert engine.cache_bytes == lane_bytes
+
+    asyncio.run(main())
 
 
 def test_graphs_take_what_sessions_leave_and_a_client_its_share_of_all() -> None:
@@ -307,7 +337,11 @@ def test_passes_count_as_a_queue() -> None:
     async def main() -> None:
         with ThreadPoolExecutor(1) as executor:
             running = Engine.run(
-                cast(Stage, Doubling()), executor, max_cache_bytes=1, stopwatch=lambda: float(next(seconds))
+                cast(Stage, Doubling()),
+                executor,
+                ResourceManager(),
+                max_cache_bytes=1,
+                stopwatch=lambda: float(next(seconds)),
             )
             async with running as engine:
                 for _ in range(100):  # each takes 2 s for its 10 positions

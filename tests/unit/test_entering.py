@@ -52,6 +52,12 @@ def test_a_key_that_others_can_read_is_not_used(lab: Path, tmp_path: Path) -> No
         enter(str(lab), tmp_path / "data")
 
 
+def test_an_invite_may_stand_in_a_file(tmp_path: Path) -> None:
+    (tmp_path / "invite").write_text("swn1AAAA\n")
+    with pytest.raises(ConfigError, match="the invite is damaged"):
+        enter(str(tmp_path / "invite"), tmp_path / "data")
+
+
 def test_an_open_swarm_asks_nobody_who_they_are(tmp_path: Path) -> None:
     create(tmp_path / "lab", NewSwarm("lab", is_open=True), now=wall_clock())
     assert swarm_file.load(tmp_path / "lab").authority is None

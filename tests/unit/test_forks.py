@@ -13,6 +13,7 @@ from swarmnet_node.engine import Engine
 from swarmnet_node.kv import GROWTH_POSITIONS, KVGeometry, LaneCache, LayerShape
 from swarmnet_node.stage import Stage
 from swarmnet_protocols.errors import OutOfResources
+from swarmnet_protocols.resources import ResourceManager, Stock
 
 GEOMETRY = KVGeometry((LayerShape(1, 4, 4),), torch.float32, torch.device("cpu"))
 LANE_BYTES = GEOMETRY.bytes_for(GROWTH_POSITIONS)
@@ -24,11 +25,14 @@ def with_lane(lanes_of_room: int, use: Callable[[Engine, LaneCache], Awaitable[N
     async def main() -> None:
         no_stage = cast(Stage, None)
         with ThreadPoolExecutor(1) as executor:
-            async with Engine.run(no_stage, executor, max_cache_bytes=lanes_of_room * LANE_BYTES) as engine:
-                lane = engine.adopt(LaneCache(GEOMETRY))
+            running = Engine.run(
+                no_stage, executor, ResourceManager(), max_cache_bytes=lanes_of_room * LANE_BYTES
+            )
+            async with running as engine:
+                lane = LaneCache(GEOMETRY)
                 lane.reserve(GROWTH_POSITIONS)
                 lane.length = GROWTH_POSITIONS
-                await use(engine, lane)
+                await use(engine, engine.adopt(lane, engine._in_all))
 
     asyncio.run(main())
 
@@ -36,9 +40,9 @@ def with_lane(lanes_of_room: int, use: Callable[[Engine, LaneCache], Awaitable[N
 def test_without_room_nothing_is_copied() -> None:
     async def use(engine: Engine, lane: LaneCache) -> None:
         with pytest.raises(OutOfResources):
-            await engine.fork([lane, lane])
+            await engine.fork([lane, lane], engine._in_all)
         assert engine.cache_bytes == LANE_BYTES
-        await engine.fork([lane])
+        await engine.fork([lane], engine._in_all)
         assert engine.cache_bytes == 2 * LANE_BYTES
 
     with_lane(2, use)
@@ -58,14 +62,14 @@ def test_copies_count_while_they_are_made(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(LaneCache, "fork", slow)
 
     async def use(engine: Engine, lane: LaneCache) -> None:
-        task: asyncio.Task[Any] = asyncio.create_task(engine.fork([lane]))
+        task: asyncio.Task[Any] = asyncio.create_task(engine.fork([lane], engine._in_all))
         await asyncio.to_thread(copying.wait, 5.0)
         with pytest.raises(OutOfResources):
-            engine.reserve(1)
+            engine._in_all.hold(Stock.CACHE)
         go_on.set()
         await task
         with pytest.raises(OutOfResources):
-            engine.reserve(1)
+            engine._in_all.hold(Stock.CACHE)
         assert threading.current_thread().name not in threads
 
     with_lane(2, use)

@@ -25,16 +25,20 @@ class _Model:
 
     tokenizer = _Bytes()
     config = SimpleNamespace(max_position_embeddings=20)
-    last_run = SimpleNamespace(route=[("a", 0, 10), ("b", 10, 30)], failovers=1, longest_stall_s=0.5)
 
     def __init__(self, reply: str = "") -> None:
+        self.last_run = SimpleNamespace(route=[], failovers=7, longest_stall_s=7.0)
         self._reply = reply.encode()
         self.asked: dict[str, Any] = {}
 
     def generate(
         self, input_ids: torch.Tensor, *, streamer: Any, max_new_tokens: int, **options: Any
     ) -> None:
+        assert options.pop("attention_mask").all()
         self.asked = {"max_new_tokens": max_new_tokens, **options}
+        self.last_run.route = [("a", 0, 10), ("b", 10, 30)]
+        self.last_run.failovers += 1
+        self.last_run.longest_stall_s = max(self.last_run.longest_stall_s, 0.5)
         streamer.put(input_ids)
         for token in self._reply[:max_new_tokens]:
             streamer.put(torch.tensor([token]))

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from swarmnet_protocols.errors import ProtocolViolation
-from swarmnet_protocols.session.log import REPLAY_POSITIONS, ActivationLog, LeftBehind, LogGone
+from swarmnet_protocols.session.log import REPLAY_POSITIONS, LeftBehind, LogGone
 from swarmnet_protocols.session.steps import Row, Step
+from tests.support.logs import a_log
 
 
 def step(seq: int, start: int, count: int = 1, *, acked: int = 0, replay: bool = False) -> Step:
@@ -13,7 +14,7 @@ def step(seq: int, start: int, count: int = 1, *, acked: int = 0, replay: bool =
 
 
 def test_a_gap_or_a_repetition_in_the_sequence_is_refused() -> None:
-    log = ActivationLog(max_bytes=1 << 20)
+    log = a_log()
     log.append(step(1, 0))
     for seq in (1, 3):
         with pytest.raises(ProtocolViolation, match="after step 1"):
@@ -21,14 +22,14 @@ def test_a_gap_or_a_repetition_in_the_sequence_is_refused() -> None:
 
 
 def test_a_replay_after_steps_is_refused() -> None:
-    log = ActivationLog(max_bytes=1 << 20)
+    log = a_log()
     log.append(step(1, 0))
     with pytest.raises(ProtocolViolation, match="replay after steps"):
         log.append(step(1, 1, replay=True))
 
 
 def test_a_refused_step_leaves_the_log_as_it_was() -> None:
-    log = ActivationLog(max_bytes=1 << 20)
+    log = a_log()
     log.append(step(1, 0))
     with pytest.raises(ProtocolViolation, match="gap"):
         log.append(step(2, 5))
@@ -36,7 +37,7 @@ def test_a_refused_step_leaves_the_log_as_it_was() -> None:
 
 
 def test_what_is_acknowledged_is_replayed_in_long_parts() -> None:
-    log = ActivationLog(max_bytes=1 << 20)
+    log = a_log()
     for seq in range(1, REPLAY_POSITIONS + 3):
         log.append(step(seq, seq - 1, acked=seq - 1))
     cursor = log.attach(0)
@@ -48,7 +49,7 @@ def test_what_is_acknowledged_is_replayed_in_long_parts() -> None:
 
 
 def test_a_log_over_its_bound_feeds_survivors_but_no_fresh_hop() -> None:
-    log = ActivationLog(max_bytes=256)
+    log = a_log(256)
     for seq in range(1, 41):
         log.append(step(seq, seq - 1, acked=seq - 1))
     assert log.nbytes <= 256
@@ -61,7 +62,7 @@ def test_a_log_over_its_bound_feeds_survivors_but_no_fresh_hop() -> None:
 
 
 def test_a_hop_behind_what_is_folded_is_not_fed_a_gap() -> None:
-    log = ActivationLog(max_bytes=1 << 20)
+    log = a_log()
     for seq in range(1, 6):
         log.append(step(seq, seq - 1, acked=seq - 1))
     with pytest.raises(LeftBehind):
@@ -69,7 +70,7 @@ def test_a_hop_behind_what_is_folded_is_not_fed_a_gap() -> None:
 
 
 def test_a_hop_behind_what_came_in_a_replay_is_not_fed_a_gap() -> None:
-    log = ActivationLog(max_bytes=1 << 20)
+    log = a_log()
     cursor = log.attach(2)
     log.append(step(4, 0, 4, acked=4, replay=True))
     with pytest.raises(LeftBehind):
@@ -77,7 +78,7 @@ def test_a_hop_behind_what_came_in_a_replay_is_not_fed_a_gap() -> None:
 
 
 def test_a_cursor_that_was_replaced_gets_nothing() -> None:
-    log = ActivationLog(max_bytes=1 << 20)
+    log = a_log()
     old = log.attach(0)
     log.attach(0)
     log.append(step(1, 0))

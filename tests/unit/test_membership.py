@@ -159,6 +159,19 @@ def test_an_allow_list_names_its_members() -> None:
         admit(listed, None, BOB, HOST, NOBODY_OUT, NOW)
 
 
+@pytest.mark.parametrize("admission", [Admission.OPEN, Admission.ALLOW_LIST])
+def test_a_certificate_that_ended_takes_nothing_from_who_needs_none(admission: Admission) -> None:
+    rules = replace(RULES, admission=admission, anyone=CLIENT, allow={ALICE: CLIENT})
+    ended = certificate(roles=HOST)
+    later = ended.not_after + 1.0
+    member = admit(rules, ended, ALICE, CLIENT, NOBODY_OUT, later)
+    assert (member.roles, member.until) == (CLIENT, math.inf)
+    with pytest.raises(NotAuthorised, match="takes the role host"):
+        admit(rules, ended, ALICE, HOST, NOBODY_OUT, later)
+    with pytest.raises(NotAuthorised, match="ended"):
+        admit(RULES, ended, ALICE, HOST, NOBODY_OUT, later)
+
+
 def learned(*lists: bytes, known: Revocations = NOBODY_OUT) -> Revocations:
     return known.learn(lists, rules=RULES, now=NOW)
 

@@ -179,6 +179,20 @@ def test_nobody_told_is_an_error_that_says_so(owner: Owner, monkeypatch: pytest.
     assert (owner.directory / "revocations").exists()
 
 
+def test_whoever_is_approved_again_gets_an_invite_though_nobody_can_be_told(
+    owner: Owner, told: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner.swarm("revoke", ALICE)
+
+    async def spread(*_: object, **__: object) -> list[str]:
+        return []
+
+    monkeypatch.setattr("swarmnet_protocols.membership.spreading.spread", spread)
+    assert owner.swarm("approve", ALICE)["peer_id"] == ALICE
+    rules, sealed = swarm_file.load(owner.directory).rules(), (owner.directory / "revocations").read_bytes()
+    assert open_list(sealed, rules=rules, now=wall_clock()).peers == set()
+
+
 @pytest.mark.parametrize("command", ["invite", "revoke", "approve"])
 def test_an_open_swarm_has_nobody_who_could(command: str, owner: Owner, tmp_path: Path) -> None:
     owner.swarm("create", "all", "--open", "--out", str(tmp_path / "all"))

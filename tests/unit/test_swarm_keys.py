@@ -215,6 +215,33 @@ def test_an_older_file_is_refused_once_a_newer_one_was_used(tmp_path: Path) -> N
     assert remember(tmp_path / "another", old).serial == 1
 
 
+def test_another_file_with_the_same_serial_is_refused(tmp_path: Path) -> None:
+    """Of two files that were signed apart nobody knows which is the newer."""
+    create(tmp_path / "lab")
+    first = swarm_file.read(tmp_path / "lab")
+    swarm_writer.sign(tmp_path / "lab", now=NOW)
+    known = swarm_file.read(tmp_path / "lab")
+    (tmp_path / "lab" / "swarm.toml").write_bytes(first)
+    swarm_writer.sign(tmp_path / "lab", now=NOW, bootstrap=[OTHER_PEER])
+    remember(tmp_path / "data", known)
+    with pytest.raises(IntegrityError, match="same serial 2"):
+        remember(tmp_path / "data", swarm_file.read(tmp_path / "lab"))
+    assert remember(tmp_path / "data", known + b"# a note\n") == swarm_file.parse(known)
+
+
+def test_a_damaged_file_hides_no_other_swarm(tmp_path: Path) -> None:
+    data_dir = tmp_path / "data"
+    for name in ("a", "b"):
+        swarm_writer.create(tmp_path / name, NewSwarm(name), now=NOW)
+        file = remember(data_dir, swarm_file.read(tmp_path / name))
+    (folder_of(data_dir, file.swarm_id) / "swarm.toml").write_text("damaged")
+    found = find(data_dir, "a")
+    assert found is not None
+    assert found.name == "a"
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        find(data_dir, "b")
+
+
 def test_keys_that_do_not_follow_from_the_known_ones_are_refused(tmp_path: Path) -> None:
     """Whoever stole the first key cannot undo a rotation for those who know of it, whatever serial they write."""
     create(tmp_path / "lab")

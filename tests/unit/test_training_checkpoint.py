@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from swarmnet_node.training.checkpoint import Checkpoint, Checkpoints, params_hash
+from swarmnet_node.training.checkpoint import Checkpoint, Checkpoints, _hash_of, params_hash
 from swarmnet_protocols.errors import ConfigError, OutOfResources
 from tests.support.tiny_job import tiny_trainer
 from tests.support.torn_writes import checkpoint_of, plain_model
@@ -86,7 +86,9 @@ def _cut(path: Path) -> None:
 
 
 def _progress(path: Path, **changes: object) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    progress = json.loads(path.read_text()) | changes
+    del progress["sha256"]
+    path.write_text(json.dumps(progress | {"sha256": _hash_of(progress)}))
 
 
 @pytest.mark.parametrize(

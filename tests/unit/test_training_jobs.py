@@ -135,11 +135,15 @@ def test_the_id_is_of_the_content_and_the_owner() -> None:
     assert id_of(DILOCO, Identity.from_seed(b"another")) != plain
 
 
+def _canonical(document: dict[str, object]) -> bytes:
+    return json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
+
+
 def _resigned(document: dict[str, object]) -> bytes:
     document.pop("signature")
-    fields = json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
+    fields = _canonical(document)
     document["signature"] = OWNER.sign(b"swarmnet-training-job-1\0" + fields).hex()
-    return json.dumps(document).encode()
+    return _canonical(document)
 
 
 CHANGES: dict[str, Callable[[dict[str, object]], object]] = {
@@ -157,7 +161,7 @@ def test_a_sealed_job_that_was_changed_is_refused(change: str) -> None:
     sealed = json.loads(seal_job(parse_job(DILOCO.encode()).job, OWNER))
     CHANGES[change](sealed)
     with pytest.raises(IntegrityError):
-        open_job(json.dumps(sealed).encode())
+        open_job(_canonical(sealed))
 
 
 def test_a_signature_does_not_make_a_bad_job_good() -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from swarmnet_client.tuning.checkpoint import UNFINISHED, Checkpoint
-from swarmnet_client.tuning.run_dir import CHECKPOINT_FILE, SUMMARY_FILE, RunDir
+from swarmnet_client.tuning.checkpoint import HISTORY, UNFINISHED, Checkpoint
+from swarmnet_client.tuning.run_dir import CHECKPOINT_FILE, SUMMARY_FILE, RunDir, alone
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 
 ABOUT = {"method": "lora", "seed": 0, "data": ["ab"]}
@@ -22,7 +22,8 @@ class Standing:
 
 class Tuned:
     def save_pretrained(self, folder: str, **_: object) -> None:
-        Path(folder, "adapter_config.json").write_text("{}")
+        for name in ("adapter_config.json", "adapter_model.safetensors"):
+            Path(folder, name).write_text("{}")
 
 
 def begun(path: Path) -> RunDir:
@@ -33,13 +34,15 @@ def begun(path: Path) -> RunDir:
 
 def test_a_run_goes_on_until_it_is_done(tmp_path: Path) -> None:
     out = tmp_path / "new" / "out"
-    assert RunDir(out, ABOUT, force=False).unfinished is None
+    with alone(out):
+        assert RunDir(out, ABOUT, force=False).unfinished is None
     begun(out)
     again = RunDir(out, ABOUT, force=False)
     assert again.unfinished is not None
     assert again.unfinished.step == 3
     again.finish(Tuned(), {"losses": [1.0]})
-    assert sorted(file.name for file in out.iterdir()) == ["adapter_config.json", SUMMARY_FILE]
+    left = ["adapter_config.json", "adapter_model.safetensors", SUMMARY_FILE]
+    assert sorted(file.name for file in out.iterdir()) == left
     with pytest.raises(ConfigError, match="is done"):
         RunDir(out, ABOUT, force=False)
     assert RunDir(out, ABOUT, force=True).unfinished is None
@@ -55,6 +58,13 @@ def test_other_settings_or_data_do_not_go_on_with_it(tmp_path: Path, change: dic
     assert (tmp_path / CHECKPOINT_FILE).exists()
 
 
+def test_two_runs_are_not_at_work_in_one_directory(tmp_path: Path) -> None:
+    with alone(tmp_path), pytest.raises(ConfigError, match="another run is at work"), alone(tmp_path):
+        pass
+    with alone(tmp_path):
+        assert list(tmp_path.iterdir()) == []
+
+
 def test_what_a_crash_left_is_not_in_the_way(tmp_path: Path) -> None:
     (tmp_path / f"{UNFINISHED}abc").write_bytes(b"torn")
     (tmp_path / f"{UNFINISHED}def").mkdir()
@@ -68,6 +78,16 @@ def test_a_directory_with_something_else_in_it_is_refused(tmp_path: Path) -> Non
         RunDir(tmp_path, ABOUT, force=False)
     with pytest.raises(ConfigError, match="cannot use"):
         RunDir(tmp_path / "thesis.txt", ABOUT, force=False)
+    with pytest.raises(ConfigError, match="cannot use"), alone(tmp_path / "thesis.txt"):
+        pass
     (tmp_path / CHECKPOINT_FILE).write_bytes(b"\x80\x04}q\x00.")
     with pytest.raises(IntegrityError, match="no checkpoint"):
         RunDir(tmp_path, ABOUT, force=False)
+
+
+@pytest.mark.parametrize("history", [None, torch.zeros(4), torch.zeros(2, 3)], ids=["none", "flat", "narrow"])
+def test_a_checkpoint_without_its_curves_is_damaged(tmp_path: Path, history: torch.Tensor | None) -> None:
+    path = tmp_path / CHECKPOINT_FILE
+    Checkpoint(3, ABOUT, {"a": torch.zeros(1)} | ({} if history is None else {HISTORY: history})).save(path)
+    with pytest.raises(IntegrityError, match="no checkpoint"):
+        Checkpoint.load(path)

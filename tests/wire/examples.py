@@ -20,7 +20,9 @@ from swarmnet_protocols.transport.framing import encode
 from swarmnet_protocols.wire import (
     door_pb2,
     membership_pb2,
+    probe_pb2,
     records_pb2,
+    report_pb2,
     session_pb2,
     training_pb2,
     workers_pb2,
@@ -58,7 +60,9 @@ def session_messages() -> Iterator[Protobuf]:
     yield pb.SessionReply(output=pb.Output(step=300, tensor=_TENSOR))
     yield pb.SessionReply(beat=pb.Beat(applied=299))
     yield pb.SessionReply(link_lost=pb.LinkLost(epoch=2, peer=_PEER.id, reason="no beat for 2 s"))
-    yield pb.SessionReply(refused=pb.Refused(reason=pb.REASON_OUT_OF_MEMORY, detail="the cache is full"))
+    yield pb.SessionReply(
+        refused=pb.Refused(reason=pb.REASON_OUT_OF_MEMORY, detail="the cache is full", retry_after_s=2.5)
+    )
     yield pb.SessionReply(leaving=pb.Leaving())
     yield pb.LinkRequest(link=pb.Link(session=_SESSION, epoch=2))
     yield pb.LinkRequest(
@@ -134,6 +138,8 @@ def record_messages() -> Iterator[Protobuf]:
         body=host.SerializeToString(deterministic=True),
     )
     yield pb.SignedRecord.FromString(seal(signer, record))
+    yield pb.CatalogRecord(model=pb.CatalogModel(manifest=_MANIFEST, name="org/name", blocks=126))
+    yield pb.CatalogRecord(job=pb.CatalogJob(id=_MANIFEST))
 
 
 def worker_messages() -> Iterator[Protobuf]:
@@ -263,6 +269,11 @@ def membership_messages() -> Iterator[Protobuf]:
             issuers=["/ip4/203.0.113.5/tcp/4001/p2p/" + _PEER.id],
         )
     )
+    yield pb.AdmissionRequest(swarm_file=pb.SwarmFileRequest(serial=7))
+    yield pb.AdmissionReply(swarm_file=b"format = 2")
+    yield pb.AdmissionReply(
+        refused=pb.AdmissionRefused(reason="the invite ended 60 s ago", time_ms=1_800_000_000_000)
+    )
     yield pb.IssuerRecord(addresses=["/ip4/203.0.113.5/tcp/4001/p2p/" + _PEER.id])
 
 
@@ -273,6 +284,58 @@ def door_messages() -> Iterator[Protobuf]:
     yield pb.DoorMessage(refused=pb.Refused(reason="this certificate was revoked", time_ms=1_800_000_000_000))
     yield pb.RevocationsRequest(serials=[serial])
     yield pb.RevocationsReply()
+
+
+def probe_messages() -> Iterator[Protobuf]:
+    yield probe_pb2.ProbeRequest(ports=[31337, 4001])
+    yield probe_pb2.ProbeReply(now_ms=1_800_000_000_000, observed_ip="203.0.113.5", reached=[31337])
+
+
+def report_messages() -> Iterator[Protobuf]:
+    pb = report_pb2
+    times = pb.Times(counts=[0, 0, 0, 2, *[300] * 10], total_s=22.5)
+    flow = pb.Flow(upstream=_PEER.id, downstream=_PEER.id, sessions=2, positions=1 << 40)
+    host = pb.HostReport(
+        manifest=_MANIFEST,
+        model="org/name",
+        total_blocks=126,
+        start=3,
+        end=12,
+        state="online",
+        dtype="bfloat16",
+        step_s=0.01,
+        token_s=0.001,
+        queue_s=0.25,
+        cache_bytes=1 << 30,
+        cache_bytes_limit=1 << 33,
+        sessions=2,
+        forwards=300,
+        positions=1 << 40,
+        answered=300,
+        rebuilt=1,
+        links_lost=2,
+        clients_lost=3,
+        first_tokens=times,
+        token_times=times,
+        flows=[flow, pb.Flow(upstream=_PEER.id)],
+    )
+    worker = pb.WorkerReport(
+        job=_MANIFEST,
+        name="a job",
+        method="diloco",
+        state="training",
+        round=7,
+        rounds=100,
+        loss=2.5,
+        val_loss=2.625,
+        tokens=1 << 40,
+        bytes_sent=1 << 33,
+        bytes_received=300,
+        contributions=[pb.Contribution(peer=_PEER.id, rounds=7)],
+    )
+    yield pb.ReportRequest()
+    yield pb.NodeReport(version="0.1.0", public_name="a volunteer", uptime_s=3600.5, host=host)
+    yield pb.NodeReport(version="0.1.0", uptime_s=60.0, worker=worker)
 
 
 def vector(message: Protobuf) -> dict[str, Any]:
@@ -292,6 +355,8 @@ def write() -> None:
         "workers": [vector(message) for message in worker_messages()],
         "membership": [vector(message) for message in membership_messages()],
         "door": [vector(message) for message in door_messages()],
+        "report": [vector(message) for message in report_messages()],
+        "probe": [vector(message) for message in probe_messages()],
         "frame": frame(),
     }.items():
         (VECTORS / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")

@@ -22,14 +22,18 @@ from swarmnet_protocols.membership.rules import Admission, Rules
 from swarmnet_protocols.records import open_record
 from swarmnet_protocols.transport import Message
 from swarmnet_protocols.transport.framing import FrameReader, encode
+from swarmnet_protocols.transport.pacing import Line, PacedReader
 from swarmnet_protocols.wire import (
     door_pb2,
     membership_pb2,
+    probe_pb2,
     records_pb2,
+    report_pb2,
     session_pb2,
     training_pb2,
     workers_pb2,
 )
+from tests.support.meters import a_meter
 
 ROOT = Path(__file__).parents[2]
 PROTO = ROOT / "proto"
@@ -40,10 +44,19 @@ def vectors(name: str) -> Any:
     return json.loads((PROTO / "vectors" / f"{name}.json").read_text())
 
 
-SCHEMAS = (session_pb2, records_pb2, workers_pb2, training_pb2, door_pb2, membership_pb2)
+SCHEMAS = (
+    session_pb2,
+    records_pb2,
+    workers_pb2,
+    training_pb2,
+    door_pb2,
+    membership_pb2,
+    report_pb2,
+    probe_pb2,
+)
 MESSAGES: list[dict[str, Any]] = [
     vector
-    for name in ("session", "records", "workers", "training", "door", "membership")
+    for name in ("session", "records", "workers", "training", "door", "membership", "report", "probe")
     for vector in vectors(name)
 ]
 
@@ -123,7 +136,7 @@ def test_the_frame() -> None:
     async def read() -> Message:
         reader = asyncio.StreamReader()
         reader.feed_data(vector["frame"])
-        return await FrameReader(reader, protocol_ids.LINK).read()
+        return await FrameReader(PacedReader(reader, Line()), protocol_ids.LINK, a_meter()).read()
 
     assert asyncio.run(read()) == message
 

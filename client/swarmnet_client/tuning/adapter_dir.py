@@ -9,6 +9,7 @@ from typing import Any
 from swarmnet_client.tuning.checkpoint import UNFINISHED, replacing
 from swarmnet_client.tuning.methods import quiet_peft, require_peft
 from swarmnet_protocols.errors import ConfigError, IntegrityError
+from swarmnet_protocols.models.checkpoint import sha256_of
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -36,6 +37,7 @@ def check_adapter(directory: Path) -> dict[str, Any]:
                 hint="ask its author for safetensors: PEFT's save_pretrained(safe_serialization=True)",
             )
         raise ConfigError(f"{directory} is no adapter: it has no {WEIGHTS_FILE}", hint=_HINT)
+    _check_hashes(directory)
     config = _read_json(directory / CONFIG_FILE, _MAX_CONFIG_BYTES)
     if not isinstance(config.get("peft_type"), str):
         raise IntegrityError(f"{directory / CONFIG_FILE} does not name a peft_type", hint=_HINT)
@@ -58,6 +60,22 @@ def check_made_for(directory: Path, manifest: bytes) -> None:
         raise ConfigError(
             f"the adapter in {directory} is for another model: {summary.get('model')}",
             hint="name that model, or remove tune.json if you know that the two are the same",
+        )
+
+
+def hashes_of(directory: Path) -> dict[str, str]:
+    """The SHA-256 of the files of an adapter, in hexadecimal, for its summary."""
+    return {name: sha256_of(directory / name, None).hex() for name in (CONFIG_FILE, WEIGHTS_FILE)}
+
+
+def _check_hashes(directory: Path) -> None:
+    if not (directory / SUMMARY_FILE).is_file():
+        return  # not ours: nobody has said what it should be
+    hashes = _read_json(directory / SUMMARY_FILE, _MAX_SUMMARY_BYTES).get("files")
+    if hashes is not None and hashes != hashes_of(directory):
+        raise IntegrityError(
+            f"the adapter in {directory} is not the one that its {SUMMARY_FILE} is about",
+            hint=f"get it again; if it was trained on since, remove {SUMMARY_FILE}",
         )
 
 

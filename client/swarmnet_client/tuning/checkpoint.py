@@ -1,5 +1,6 @@
 """Where a run stands, in one file: whole, or not there."""
 
+import hashlib
 import json
 import os
 import tempfile
@@ -16,10 +17,12 @@ from safetensors.torch import save_file
 from swarmnet_protocols.errors import IntegrityError, OutOfResources
 
 HISTORY = "history"
-"""A tensor of a checkpoint: points of the curves, of which some values are not known (NaN)."""
+"""A tensor [points, 4] of a checkpoint: the curves; some values are not known (NaN)."""
+POINT_FIELDS = 4
 UNFINISHED = ".unfinished-"
 """How files begin that are being written; a crash may leave them."""
 _ABOUT = "swarmnet-tune"
+_HASH = "sha256"
 
 
 @dataclass(frozen=True)
@@ -32,8 +35,9 @@ class Checkpoint:
 
     def save(self, path: Path) -> None:
         """Replace the file at ``path``. Raises ``OutOfResources`` when the disk does not take it: the old one then stays."""
-        header = {_ABOUT: json.dumps({"step": self.step, "about": self.about})}
+        about = json.dumps({"step": self.step, "about": self.about})
         tensors = {name: value.detach().cpu().contiguous() for name, value in self.tensors.items()}
+        header = {_ABOUT: about, _HASH: _hash_of(about, tensors)}
         with replacing(path) as temporary:
             save_file(tensors, temporary, header)
 
@@ -44,13 +48,18 @@ class Checkpoint:
             return None
         try:
             with safe_open(path, "pt") as file:
-                kept = json.loads(file.metadata()[_ABOUT])
+                metadata = file.metadata()
+                kept = json.loads(metadata[_ABOUT])
                 step, about = kept["step"], kept["about"]
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+            if metadata[_HASH] != _hash_of(metadata[_ABOUT], tensors):
+                raise _damaged(path)
         except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise _damaged(path) from error
         finite = all(value.isfinite().all() for name, value in tensors.items() if name != HISTORY)
-        if type(step) is not int or step < 0 or not isinstance(about, dict) or not finite:
+        history = tensors.get(HISTORY, torch.empty(0))
+        is_whole = finite and history.dim() == 2 and history.shape[1] == POINT_FIELDS
+        if type(step) is not int or step < 0 or not isinstance(about, dict) or not is_whole:
             raise _damaged(path)
         return cls(step, about, tensors)
 
@@ -77,6 +86,16 @@ def replacing(path: Path) -> Iterator[Path]:
         raise OutOfResources(
             f"cannot write {path}: {error}", hint="make room there, or use another disk"
         ) from error
+
+
+def _hash_of(about: str, tensors: Mapping[str, torch.Tensor]) -> str:
+    """What every byte of the file but those of its form goes into."""
+    digest = hashlib.sha256(about.encode())
+    for name in sorted(tensors):
+        value = tensors[name]
+        digest.update(json.dumps([name, str(value.dtype), list(value.shape)]).encode())
+        digest.update(value.contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def _damaged(path: Path) -> IntegrityError:

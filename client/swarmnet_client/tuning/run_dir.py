@@ -1,12 +1,21 @@
 """The directory of a run: its checkpoint while it goes on, then the adapter and ``tune.json``."""
 
+import fcntl
 import json
+import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from swarmnet_client.tuning.adapter_dir import CONFIG_FILE, SUMMARY_FILE, WEIGHTS_FILE, save_adapter
+from swarmnet_client.tuning.adapter_dir import (
+    CONFIG_FILE,
+    SUMMARY_FILE,
+    WEIGHTS_FILE,
+    hashes_of,
+    save_adapter,
+)
 from swarmnet_client.tuning.checkpoint import UNFINISHED, Checkpoint, replacing
 from swarmnet_client.tuning.trainer import Tuner
 from swarmnet_protocols.errors import ConfigError
@@ -15,8 +24,31 @@ CHECKPOINT_FILE = "checkpoint.safetensors"
 CURVE_FILE = "loss.png"
 
 
+@contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """Have ``path``, made if need be, to ourselves until the block ends or the process dies.
+
+    Raises ``ConfigError`` when it cannot be made or another run has it.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise ConfigError(f"cannot use {path}: {error.strerror}", hint="choose another --out") from error
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"another run is at work in {path}", hint="wait for it, or choose another --out"
+            ) from error
+        yield
+    finally:
+        os.close(descriptor)
+
+
 class RunDir:
-    """``path``, for the run that ``about`` describes. ``unfinished`` is where that run stopped, None if it is to begin."""
+    """``path``, a directory, for the run that ``about`` describes. ``unfinished`` is where that run stopped, None if it is to begin."""
 
     def __init__(self, path: Path, about: Mapping[str, Any], *, force: bool) -> None:
         """With ``force``, what other runs left is not in the way, and an unfinished one begins anew.
@@ -27,7 +59,6 @@ class RunDir:
         self.unfinished: Checkpoint | None = None
         self._about = dict(about)
         try:
-            path.mkdir(parents=True, exist_ok=True)
             for torn in path.glob(f"{UNFINISHED}*"):
                 shutil.rmtree(torn) if torn.is_dir() else torn.unlink()
             held = {file.name for file in path.iterdir()}
@@ -54,8 +85,9 @@ class RunDir:
     def finish(self, tuned: Any, summary: Mapping[str, Any]) -> None:
         """Write the adapter and the summary; only then is the checkpoint gone. Raises ``OutOfResources``."""
         save_adapter(tuned, self.path)
+        content = self._about | dict(summary) | {"files": hashes_of(self.path)}
         with replacing(self.path / SUMMARY_FILE) as temporary:
-            temporary.write_text(json.dumps(self._about | dict(summary), indent=1, allow_nan=False) + "\n")
+            temporary.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
         (self.path / CHECKPOINT_FILE).unlink(missing_ok=True)
 
     def _check_same(self, about: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from swarmnet_client.tuning.batches import IGNORED, Batch, Dataset
-from swarmnet_client.tuning.checkpoint import HISTORY, Checkpoint
+from swarmnet_client.tuning.checkpoint import HISTORY, POINT_FIELDS, Checkpoint
 from swarmnet_client.tuning.methods import Settings
 from swarmnet_protocols.errors import ConfigError, SwarmnetError
 
@@ -92,7 +92,7 @@ class Tuner:
             for key, state in self._optimizer.state[value].items():
                 tensors[f"optimizer/{name}/{key}"] = state
         points = [(point.step, point.loss, point.val_loss, point.accuracy) for point in self.history]
-        tensors[HISTORY] = torch.tensor(points, dtype=torch.float64).reshape(-1, 4)
+        tensors[HISTORY] = torch.tensor(points, dtype=torch.float64).reshape(-1, POINT_FIELDS)
         return Checkpoint(self.step, about, tensors)
 
     def restore(self, checkpoint: Checkpoint) -> None:

@@ -24,18 +24,14 @@ class _Unavailable(Exception):
 def load(cache_dir: Path, *, compiler: str = "cc") -> ctypes.CDLL | None:
     """The compiled code. None where it cannot be had, with a line in the log that says why."""
     try:
-        library = _built(cache_dir / "native", compiler)
-        try:
-            return ctypes.CDLL(str(library))
-        except OSError:  # damaged
-            library.unlink()
-            return ctypes.CDLL(str(_built(cache_dir / "native", compiler)))
+        return ctypes.CDLL(str(_built(cache_dir / "native", compiler)))
     except (_Unavailable, OSError, subprocess.SubprocessError) as error:
         _log.warning("single tokens are decoded without native code: %s", error)
         return None
 
 
 def _built(folder: Path, compiler: str) -> Path:
+    """The library, whose name has the hash of what it was made from and its own."""
     path = shutil.which(compiler)
     if path is None:
         raise _Unavailable(f"no {compiler} on this machine")
@@ -46,14 +42,21 @@ def _built(folder: Path, compiler: str) -> Path:
         raise _Unavailable(f"others may write into {folder}")
     key = [SOURCE.read_text(), *COMPILE, *LINK, path, str(openmp), *_processor()]
     digest = hashlib.sha256("\0".join(key).encode()).hexdigest()
-    library = folder / f"{digest}.so"
-    if not library.exists():
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            compiled, linked = Path(scratch, "decode.o"), Path(scratch, "decode.so")
-            _run(path, *COMPILE, str(SOURCE), "-o", str(compiled))
-            _run(path, *LINK, str(compiled), str(openmp), "-lm", "-o", str(linked))
-            os.replace(linked, library)
+    for library in folder.glob(f"{digest}-*.so"):
+        if library.stem.removeprefix(f"{digest}-") == _hash_of(library):
+            return library
+        library.unlink(missing_ok=True)  # damaged
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        compiled, linked = Path(scratch, "decode.o"), Path(scratch, "decode.so")
+        _run(path, *COMPILE, str(SOURCE), "-o", str(compiled))
+        _run(path, *LINK, str(compiled), str(openmp), "-lm", "-o", str(linked))
+        library = folder / f"{digest}-{_hash_of(linked)}.so"
+        os.replace(linked, library)
     return library
+
+
+def _hash_of(library: Path) -> str:
+    return hashlib.sha256(library.read_bytes()).hexdigest()[:32]
 
 
 def _openmp_of_torch() -> Path:

@@ -1,8 +1,8 @@
 """Checkpoints of a worker: whole, or not there.
 
 A checkpoint is a folder in HF layout (``config.json``, ``model.safetensors``: plain transformers loads it) with
-``state/optimizer.safetensors`` and ``state/outer.safetensors`` beside it, and ``progress.json``, which has the hash of every
-other file. It is written under another name, synced and renamed. Nothing in it depends on how many workers there were.
+``state/optimizer.safetensors`` and ``state/outer.safetensors`` beside it, and ``progress.json``, which has its own hash and that of
+every other file. It is written under another name, synced and renamed. Nothing in it depends on how many workers there were.
 """
 
 import hashlib
@@ -150,7 +150,11 @@ def _write_progress(folder: Path, checkpoint: Checkpoint) -> None:
         "params_hash": params_hash(checkpoint.parameters),
         "files": files,
     }
-    (folder / _PROGRESS).write_text(json.dumps(progress, indent=1))
+    (folder / _PROGRESS).write_text(json.dumps(progress | {"sha256": _hash_of(progress)}, indent=1))
+
+
+def _hash_of(progress: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(progress, sort_keys=True).encode()).hexdigest()
 
 
 def _checked_progress(folder: Path) -> dict[str, Any]:
@@ -160,6 +164,7 @@ def _checked_progress(folder: Path) -> dict[str, Any]:
         raw = stream.read(_MAX_PROGRESS_BYTES)
     try:
         progress: dict[str, Any] = json.loads(raw)
+        is_whole = progress.pop("sha256") == _hash_of(progress)
         listed = {str(name): str(value) for name, value in progress["files"].items()}
         sound = isinstance(progress["job"], str) and all(
             type(progress[key]) is int and progress[key] >= 0 for key in ("round", "revision")
@@ -167,7 +172,7 @@ def _checked_progress(folder: Path) -> dict[str, Any]:
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise torn from error
     present = {str(path.relative_to(folder)) for path in _files(folder)} - {_PROGRESS}
-    if not sound or present != set(listed):
+    if not is_whole or not sound or present != set(listed):
         raise torn
     if any(sha256_of(folder / name, None).hex() != value for name, value in listed.items()):
         raise torn

@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from swarmnet_node.training.documents import documents, files_of
-from swarmnet_protocols.errors import OutOfResources
+from swarmnet_protocols.errors import IntegrityError, OutOfResources
 from swarmnet_protocols.models import Progress, resolve
 from swarmnet_protocols.models.checkpoint import sha256_of
 from swarmnet_protocols.training.jobs import BYTES, PYTHON_STDLIB, DataSection, JobError
@@ -101,16 +101,15 @@ def open_corpus(data: DataSection, cache_dir: Path, progress: Progress = lambda 
     files = files_of(data)
     tokenizer = _tokenizer(data.tokenizer, cache_dir, progress)
     folder = cache_dir / "tokens" / _cache_key(data, files, tokenizer, progress)
-    if not folder.exists():
+    digest = _kept_digest(folder)
+    if digest is None:
         source = _counted(documents(data, files), _size_bytes(data, files), progress)
         try:
-            _write_cache(folder, source, tokenizer, data.validation)
+            digest = _write_cache(folder, source, tokenizer, data.validation)
         except OSError as error:
             raise OutOfResources(
                 f"cannot keep the tokens in {folder.parent}: {error.strerror}", hint="make room on the disk"
             ) from error
-    with (folder / _ABOUT).open("rb") as stream:
-        digest = json.loads(stream.read(_MAX_ABOUT_BYTES))["sha256"]
     if data.digest not in (None, digest):
         raise JobError(
             "data",
@@ -171,7 +170,27 @@ def _is_validation(document: bytes, share: float) -> bool:
     return int.from_bytes(hashlib.sha256(document).digest()[:8], "big") < share * 2**64
 
 
-def _write_cache(folder: Path, source: Iterator[bytes], tokenizer: Tokenizer, validation: float) -> None:
+def _kept_digest(folder: Path) -> str | None:
+    """The digest of the tokens kept in ``folder``; None, and they are gone, if they are not as they were written."""
+    if not folder.exists():
+        return None
+    try:
+        with (folder / _ABOUT).open("rb") as stream:
+            kept = json.loads(stream.read(_MAX_ABOUT_BYTES))
+        digest = _digest([sha256_of(folder / f"{part}.bin", None) for part in _PARTS])
+        if kept == {"sha256": digest}:
+            return digest
+    except (OSError, ValueError, IntegrityError):
+        pass
+    shutil.rmtree(folder)
+    return None
+
+
+def _digest(hashes: Sequence[bytes]) -> str:
+    return hashlib.sha256(b"".join(hashes)).hexdigest()
+
+
+def _write_cache(folder: Path, source: Iterator[bytes], tokenizer: Tokenizer, validation: float) -> str:
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".new-"))
     try:
@@ -182,6 +201,7 @@ def _write_cache(folder: Path, source: Iterator[bytes], tokenizer: Tokenizer, va
         except OSError:
             if not folder.exists():  # else another process was quicker
                 raise
+        return digest
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -199,7 +219,7 @@ def _tokenise(folder: Path, source: Iterator[bytes], tokenizer: Tokenizer, valid
         for stream in (train, held_out):
             stream.flush()
             os.fsync(stream.fileno())
-    return hashlib.sha256(hashes[0].digest() + hashes[1].digest()).hexdigest()
+    return _digest([each.digest() for each in hashes])
 
 
 def _mapped(path: Path, dtype: np.dtype[np.unsignedinteger]) -> NDArray[np.unsignedinteger]:

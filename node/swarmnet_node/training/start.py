@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,10 +62,15 @@ async def start(
         stack.callback(left.set)
         sealed = await find_sealed(config.data_dir, directory, config.job)
 
+        from swarmnet_node.reports import Reporter
         from swarmnet_node.training.checkpoint import Checkpoints
+        from swarmnet_node.training.reporting import WorkerNumbers
         from swarmnet_node.training.worker import Worker
         from swarmnet_node.training.world import Hosted, WorkerWorld
+        from swarmnet_protocols.catalog import keep_job_announced
+        from swarmnet_protocols.protocol_ids import REPORT
         from swarmnet_protocols.threads import compute_on
+        from swarmnet_protocols.training.jobs import open_job
 
         await compute_on(executor, codec_executor, threads=config.threads)
         loop = asyncio.get_running_loop()
@@ -78,7 +84,11 @@ async def start(
             random.Random(os.urandom(16)),
             progress=progress,
         )
-        worker = Worker(world, Hosted(sealed, trainer, checkpoints), report)
+        numbers = WorkerNumbers(open_job(sealed), version("swarmnet-p2p"), report)
+        worker = Worker(world, Hosted(sealed, trainer, checkpoints), numbers.take)
+        await transport.serve(REPORT, Reporter(numbers.describe).handle)
+        listing = asyncio.create_task(keep_job_announced(directory, config.job), name="catalog")
+        stack.push_async_callback(cancel, listing)
         watching = asyncio.create_task(_fail_with_p2pd(transport, worker, left), name="p2pd")
         stack.push_async_callback(cancel, watching)
         yield worker

@@ -1,13 +1,14 @@
 """Admission: how a newcomer gets its first certificate, and a member its next one.
 
 Every member of a swarm with an authority answers under ``/swarmnet/admission/1``: an issuer with a certificate, the others
-with where an issuer is. It is the only thing besides the door that a stranger may speak, so it is bounded in every way.
+with where an issuer is, all with the newest swarm file. It is the only thing besides the door that a stranger may speak, so it is bounded in every way.
 """
 
 import asyncio
 import contextlib
+import itertools
 import logging
-from collections import Counter, deque
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -16,12 +17,14 @@ from pathlib import Path
 from typing import TypeVar
 
 from swarmnet_protocols.aio import cancel
+from swarmnet_protocols.clock import Clock, clock_advice, wall_clock
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.errors import (
     ConfigError,
     IntegrityError,
     NotAuthorised,
     ProtocolViolation,
+    StreamEnded,
     SwarmnetError,
     Unreachable,
 )
@@ -33,11 +36,13 @@ from swarmnet_protocols.membership.issuer import Issuer, Ledger
 from swarmnet_protocols.membership.membership import LOOK_S, Membership
 from swarmnet_protocols.membership.roles import ANY_ROLE
 from swarmnet_protocols.membership.signed import Signer, seal, unseal
+from swarmnet_protocols.membership.waiting_room import WaitingRoom
 from swarmnet_protocols.protocol_ids import ADMISSION
 from swarmnet_protocols.records import MAX_RECORD_BYTES
+from swarmnet_protocols.resources import Stock
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.transport import Message, PeerId, Stream, Transport
-from swarmnet_protocols.transport.talking import parse, receive_within
+from swarmnet_protocols.transport.talking import parse, receive_within, send_within
 from swarmnet_protocols.wire import membership_pb2 as pb
 
 _log = logging.getLogger(__name__)
@@ -45,9 +50,6 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ISSUERS_TOPIC = "issuers"
-MAX_ASKING = 32
-"""Streams at a time."""
-MAX_ASKING_EACH = 2
 PACE_S = 0.02
 """Between two answers: signatures are checked for anybody who asks."""
 MAX_ASKED = 16
@@ -56,7 +58,11 @@ ISSUERS_S = 30.0
 """How long what the directory says of issuers is good for."""
 ASK_S = 10.0
 """For an issuer to be reached, and again to answer: a newcomer has nowhere else to go."""
+AGAIN_S = (0.5, 2.0)
+"""Before each further try at a peer that takes the stream and ends it."""
 RETRY_S = 60.0
+FILE_S = 60.0
+"""Between two questions after a newer swarm file."""
 MAX_REASON_CHARS = 300
 
 _ISSUER_KIND = b"swarmnet-issuer-1"
@@ -74,7 +80,7 @@ class IssuerConfig:
         """Give ``membership`` a certificate by this key, in all roles, unless it has one with life left."""
         with contextlib.suppress(NotAuthorised):
             membership.check()
-            if membership.renew_at is None or membership.clock() < membership.renew_at:
+            if not membership.certificate or membership.clock() < (membership.renew_at or 0.0):
                 return
         rules = membership.rules
         sealed = issue(
@@ -98,7 +104,7 @@ class Admissions:
         self._directory = directory
         self._bootstrap = tuple(bootstrap)
         self._timing = Timing()
-        self._asking: Counter[PeerId] = Counter()
+        self._newcomers = WaitingRoom(transport.resources.in_all, Stock.NEWCOMERS)
         self._one = asyncio.Lock()
         self._known: list[str] = []
         self._known_until = 0.0
@@ -125,7 +131,7 @@ class Admissions:
             return
         admissions = cls(transport, membership, directory, bootstrap)
         with ExitStack() as stack:
-            tasks = [admissions._keep_renewed()]
+            tasks = [admissions._keep_renewed(), admissions._keep_current()]
             if issuer is not None:
                 ledger = stack.enter_context(Ledger.open(issuer.folder))
                 now = membership.clock()
@@ -142,25 +148,20 @@ class Admissions:
     # ---- who asks us ------------------------------------------------------------------------------------
 
     async def _answer(self, stream: Stream) -> None:
-        peer = stream.peer
-        if self._asking[peer] >= MAX_ASKING_EACH or self._asking.total() >= MAX_ASKING:
-            return
-        self._asking[peer] += 1
-        try:
+        with self._newcomers.enter(stream):
             message = await receive_within(stream, self._timing.door_s)
-            request = parse(pb.AdmissionRequest, message.header)
+        request = parse(pb.AdmissionRequest, message.header)
+        with stream.scope.hold(Stock.ADMISSIONS):
             async with self._one:
                 await asyncio.sleep(PACE_S)
-                reply = await self._reply(request, peer)
-            async with asyncio.timeout(self._timing.reply_s):
-                await stream.send(Message(reply.SerializeToString()))
-        except TimeoutError:
-            return
-        finally:
-            self._asking[peer] -= 1
-            self._asking += Counter()  # forgets who has none
+                reply = await self._reply(request, stream.peer)
+            await send_within(stream, Message(reply.SerializeToString()), self._timing.reply_s)
 
     async def _reply(self, request: pb.AdmissionRequest, peer: PeerId) -> pb.AdmissionReply:
+        if request.HasField("swarm_file"):
+            is_newer = request.swarm_file.serial < self._membership.rules.serial
+            read = self._membership.swarm_file
+            return pb.AdmissionReply(swarm_file=read() if read is not None and is_newer else b"")
         if self._issuer is None or self._config is None:
             refused = pb.AdmissionRefused(
                 reason="this peer lets nobody in", elsewhere=True, issuers=await self._issuers()
@@ -176,7 +177,10 @@ class Admissions:
                 case _:
                     raise ProtocolViolation("nothing was asked for")
         except (NotAuthorised, IntegrityError) as error:
-            return pb.AdmissionReply(refused=pb.AdmissionRefused(reason=str(error)[:MAX_REASON_CHARS]))
+            refused = pb.AdmissionRefused(
+                reason=str(error)[:MAX_REASON_CHARS], time_ms=max(0, round(now * 1000))
+            )
+            return pb.AdmissionReply(refused=refused)
         return pb.AdmissionReply(admitted=pb.Admitted(certificate=sealed, swarm_file=self._config.swarm_file))
 
     async def _issuers(self) -> list[str]:
@@ -208,7 +212,24 @@ class Admissions:
                 )
             await asyncio.sleep(3 * self._timing.record_s)
 
-    # ---- our own certificate ----------------------------------------------------------------------------
+    # ---- our own swarm file and certificate -------------------------------------------------------------
+
+    async def _keep_current(self) -> None:
+        """Take the newer file that a peer we begin with has: where a list says who is in, nobody renews anything."""
+        for number in itertools.count():
+            await asyncio.sleep(FILE_S)
+            if not self._bootstrap:
+                continue
+            address = self._bootstrap[number % len(self._bootstrap)]
+            request = pb.AdmissionRequest(
+                swarm_file=pb.SwarmFileRequest(serial=self._membership.rules.serial)
+            )
+            try:
+                reply = await _ask_one(self._transport, address, request)
+                if reply.swarm_file:
+                    self._membership.take_swarm_file(reply.swarm_file)
+            except SwarmnetError as error:
+                _log.debug("%s has no newer swarm file for us: %s", address, error)
 
     async def _keep_renewed(self) -> None:
         while True:
@@ -219,6 +240,7 @@ class Admissions:
                 continue
             try:
                 await self._renew()
+                _log.info("certificate renewed")
             except SwarmnetError as error:
                 _log.warning("the certificate of this peer cannot be renewed now: %s", error)
                 await asyncio.sleep(RETRY_S)
@@ -228,7 +250,8 @@ class Admissions:
             self._config.certify(self._membership)
             return
         request = pb.AdmissionRequest(renew=pb.Renew(certificate=self._membership.certificate))
-        await ask(self._transport, _in_turn(await self._issuers(), self._bootstrap), request, self._take)
+        addresses = _in_turn(await self._issuers(), self._bootstrap)
+        await ask(self._transport, addresses, request, self._take, self._membership.clock)
 
     def _take(self, admitted: pb.Admitted) -> None:
         # First the file: the certificate may be signed by a key that only this one names.
@@ -244,6 +267,7 @@ async def ask(
     addresses: Iterable[str],
     request: pb.AdmissionRequest,
     take: Callable[[pb.Admitted], T],
+    clock: Clock,
 ) -> T:
     """What ``take`` makes of the first answer it accepts, of issuers at ``addresses`` and of those they send us to.
 
@@ -258,7 +282,7 @@ async def ask(
             continue
         asked.add(address)
         try:
-            reply = await _ask_one(transport, address, request)
+            reply = await _ask_again(transport, address, request)
         except SwarmnetError as error:
             _log.info("%s: %s", address, error)
             continue
@@ -273,13 +297,24 @@ async def ask(
             waiting.extend(reply.refused.issuers[:MAX_ADDRESSES])
             continue
         reason = "".join(filter(str.isprintable, reply.refused.reason[:MAX_REASON_CHARS]))
+        said_ms = reply.refused.time_ms
+        advice = clock_advice(said_ms / 1000 - clock()) if said_ms else ""
         refusal = refusal or NotAuthorised(
-            f"not let in: {reason}", hint="ask whoever runs the swarm for an invite"
+            f"not let in: {reason}", hint=advice or "ask whoever runs the swarm for an invite"
         )
     raise refusal or Unreachable(
         "nobody who could let us in can be reached",
         hint="an issuer has to run: swarmnet join SWARM --issuer authority.key; or try again later",
     )
+
+
+async def _ask_again(transport: Transport, address: str, request: pb.AdmissionRequest) -> pb.AdmissionReply:
+    """As ``_ask_one``; whom a crowded peer sends off without a word comes again. To redeem twice uses nothing up."""
+    for wait_s in AGAIN_S:
+        with contextlib.suppress(StreamEnded):
+            return await _ask_one(transport, address, request)
+        await asyncio.sleep(wait_s)
+    return await _ask_one(transport, address, request)
 
 
 async def _ask_one(transport: Transport, address: str, request: pb.AdmissionRequest) -> pb.AdmissionReply:
@@ -306,7 +341,7 @@ async def redeem(invite: Invite, identity_path: Path, take: Callable[[pb.Admitte
     request = pb.AdmissionRequest(redeem=redemption(invite, identity.peer_id))
     config = P2pdConfig(identity_path, listen=LOOPBACK)
     async with P2pdTransport.create(config) as transport:
-        return await ask(transport, invite.bootstrap, request, take)
+        return await ask(transport, invite.bootstrap, request, take, wall_clock)
 
 
 def _in_turn(*lists: Iterable[str]) -> list[str]:

@@ -23,41 +23,27 @@ from swarmnet_protocols.errors import (
     StreamEnded,
     SwarmnetError,
 )
-from swarmnet_protocols.membership.certificates import Certificate
 from swarmnet_protocols.membership.door_words import explain, hear, hello, refusal, serials
+from swarmnet_protocols.membership.guests import Guest, check_role
 from swarmnet_protocols.membership.membership import LOOK_S, Membership
 from swarmnet_protocols.membership.revocations import MAX_LISTS
-from swarmnet_protocols.membership.roles import Role, name_roles
-from swarmnet_protocols.membership.rules import Member
+from swarmnet_protocols.membership.roles import name_roles
+from swarmnet_protocols.membership.waiting_room import WaitingRoom
 from swarmnet_protocols.protocol_ids import DOOR, REVOCATIONS
+from swarmnet_protocols.resources import Stock
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.transport import Message, PeerId, ProtocolSpec, Stream, Transport
-from swarmnet_protocols.transport.talking import parse, receive_within
+from swarmnet_protocols.transport.talking import parse, receive_within, send_within
 from swarmnet_protocols.wire import door_pb2 as pb
 
 _log = logging.getLogger(__name__)
 
 MAX_DOORS = 256
 """Streams kept open with those we have met. Beyond these the oldest ends, and its two peers meet anew when need be."""
-MAX_STRANGERS = 128
-"""Callers at a time that have not said who they are yet. Beyond these the slowest has to go: members say it at once."""
-MAX_CALLS = 4
-"""Of one of them."""
+MAX_DOORS_EACH = 4
+"""Of them with one guest."""
 HELLO_PAUSE_S = 0.5
 """Between two things one peer says at the door; who says more is made to wait."""
-
-
-class _Guest:
-    """Somebody we have met, and what is open between us."""
-
-    def __init__(self, member: Member, certificate: Certificate | None) -> None:
-        self.member = member
-        self.certificate = certificate
-        self.doors: dict[Stream, None] = {}
-        self.streams: dict[Stream, None] = {}
-        self.timer: asyncio.TimerHandle | None = None
-        self.serials: dict[bytes, int] = {}
-        self.spoke = asyncio.Event()
 
 
 class Door:
@@ -67,9 +53,9 @@ class Door:
         self._transport = transport
         self.membership = membership
         self._timing = timing
-        self._guests: dict[PeerId, _Guest] = {}
-        self._doors: dict[Stream, _Guest] = {}
-        self._strangers: dict[Stream, None] = {}
+        self._guests: dict[PeerId, Guest] = {}
+        self._doors: dict[Stream, Guest] = {}
+        self._strangers = WaitingRoom(transport.resources.in_all, Stock.STRANGERS)
         self._meetings: dict[tuple[PeerId, tuple[str, ...]], asyncio.Task[None]] = {}
         self._fetching: set[PeerId] = set()
         self._tasks: dict[asyncio.Task[None], None] = {}
@@ -89,14 +75,14 @@ class Door:
             membership.listeners.remove(door._review)
             await cancel(comparing, *door._tasks)
             for guest in door._guests.values():
-                _end(guest)
+                guest.end()
 
     # ---- who may do what ---------------------------------------------------------------------------------
 
     def check(self, peer: PeerId, protocol: ProtocolSpec) -> None:
         """Raises ``NotAuthorised`` unless ``peer`` may open streams under ``protocol`` here."""
         if not self.membership.is_public:
-            _check_role(self._guest(peer).member, protocol.roles, protocol)
+            check_role(self._guest(peer).member, protocol.roles, protocol)
 
     async def settled(self, peer: PeerId) -> None:
         """Wait for the end of a meeting with ``peer`` that is under way: its word to us and its first stream may cross."""
@@ -107,7 +93,7 @@ class Door:
     def check_serving(self, protocol: ProtocolSpec) -> None:
         """Raises ``NotAuthorised`` unless others may open streams under ``protocol`` to us."""
         if not self.membership.is_public:
-            _check_role(self.membership.me, protocol.served_by, protocol)
+            check_role(self.membership.me, protocol.served_by, protocol)
 
     @asynccontextmanager
     async def admitting(self, stream: Stream, protocol: ProtocolSpec) -> AsyncIterator[None]:
@@ -143,14 +129,14 @@ class Door:
         """
         if self.membership.is_public:
             return
-        _check_role(self.membership.me, protocol.roles, protocol)
+        check_role(self.membership.me, protocol.roles, protocol)
         if (guest := self._guests.get(peer)) is None or not guest.doors:
             try:
                 async with asyncio.timeout(deadline_s):
                     await asyncio.shield(self._meeting(peer, tuple(addresses)))
             except TimeoutError as error:
                 raise PeerUnreachable(f"{peer} did not answer within {deadline_s:g} s") from error
-        _check_role(self._guest(peer).member, protocol.served_by, protocol)
+        check_role(self._guest(peer).member, protocol.served_by, protocol)
 
     async def told(self, peer: PeerId) -> None:
         """Wait until ``peer``, whom we have met, has all the revocations that we have."""
@@ -159,7 +145,7 @@ class Door:
             guest.spoke.clear()
             await guest.spoke.wait()
 
-    def _guest(self, peer: PeerId) -> _Guest:
+    def _guest(self, peer: PeerId) -> Guest:
         try:
             return self._guests[peer]
         except KeyError:
@@ -201,17 +187,8 @@ class Door:
     async def _answer(self, stream: Stream) -> None:
         """Somebody is at the door."""
         peer = stream.peer
-        if sum(each.peer == peer for each in self._strangers) >= MAX_CALLS:
-            return
-        self._strangers[stream] = None
-        if len(self._strangers) > MAX_STRANGERS:
-            slowest = next(iter(self._strangers))
-            del self._strangers[slowest]
-            slowest.close()
-        try:
+        with self._strangers.enter(stream):
             said, shown = await hear(stream, self._timing.door_s)
-        finally:
-            self._strangers.pop(stream, None)
         try:
             guest = self._take(peer, said, shown)
         except NotAuthorised as error:
@@ -219,13 +196,13 @@ class Door:
             raise
         self._open_door(guest, stream)
         try:
-            await stream.send(hello(self.membership))
+            await send_within(stream, hello(self.membership), self._timing.door_s)
         except BaseException:
             self._close_door(guest, stream)
             raise
         await self._listen(guest, stream)
 
-    def _take(self, peer: PeerId, said: pb.DoorMessage, shown: bytes) -> _Guest:
+    def _take(self, peer: PeerId, said: pb.DoorMessage, shown: bytes) -> Guest:
         """The guest who said this. Raises ``NotAuthorised``."""
         if said.HasField("refused"):
             with contextlib.suppress(IntegrityError, NotAuthorised):
@@ -235,34 +212,36 @@ class Door:
             raise NotAuthorised(f"{peer} belongs to another swarm")
         certificate = self.membership.open(said.hello.certificate)
         member = self.membership.admit(peer, certificate)
-        guest = self._guests.setdefault(peer, _Guest(member, certificate))
+        guest = self._guests.setdefault(peer, Guest(member, certificate))
         guest.member, guest.certificate = member, certificate
         guest.serials = {each.signer: each.serial for each in said.hello.serials[:MAX_LISTS]}
         guest.spoke.set()
         self._arm(peer, guest)
         ours = self.membership.revocations.serials
-        knows_more = any(ours.get(signer, -1) < serial for signer, serial in guest.serials.items())
-        if knows_more and peer not in self._fetching:
+        news = [signer for signer, serial in guest.serials.items() if ours.get(signer, -1) < serial]
+        if news and peer not in self._fetching:
             self._fetching.add(peer)
             self._own(self._fetch_revocations(peer))
         return guest
 
     # ---- while the door is open --------------------------------------------------------------------------
 
-    def _open_door(self, guest: _Guest, stream: Stream) -> None:
+    def _open_door(self, guest: Guest, stream: Stream) -> None:
         guest.doors[stream] = None
         self._doors[stream] = guest
+        if len(guest.doors) > MAX_DOORS_EACH:
+            self._close_door(guest, next(iter(guest.doors)))
         if len(self._doors) > MAX_DOORS:
             oldest, its_guest = next(iter(self._doors.items()))
             self._close_door(its_guest, oldest)
 
-    def _close_door(self, guest: _Guest, stream: Stream) -> None:
+    def _close_door(self, guest: Guest, stream: Stream) -> None:
         stream.close()
         self._doors.pop(stream, None)
         guest.doors.pop(stream, None)
         self._forget_if_gone(stream.peer, guest)
 
-    async def _listen(self, guest: _Guest, stream: Stream) -> None:
+    async def _listen(self, guest: Guest, stream: Stream) -> None:
         """Hear what a guest has to say until it is gone."""
         try:
             while True:
@@ -276,10 +255,10 @@ class Door:
         finally:
             self._close_door(guest, stream)
 
-    def _forget_if_gone(self, peer: PeerId, guest: _Guest) -> None:
+    def _forget_if_gone(self, peer: PeerId, guest: Guest) -> None:
         if not guest.doors and not guest.streams and self._guests.get(peer) is guest:
             del self._guests[peer]
-            _end(guest)
+            guest.end()
 
     def _review(self) -> None:
         """Our own certificate or the list of revocations has changed: tell everybody who is still to be told."""
@@ -295,7 +274,7 @@ class Door:
             for stream in self._doors:
                 self._own(self._say(stream, hello(self.membership)))
 
-    def _arm(self, peer: PeerId, guest: _Guest) -> None:
+    def _arm(self, peer: PeerId, guest: Guest) -> None:
         if guest.timer is not None:
             guest.timer.cancel()
         left_s = guest.member.until - self.membership.clock()
@@ -303,15 +282,17 @@ class Door:
             min(max(left_s, 1.0), LOOK_S), self._check_again, peer, guest
         )
 
-    def _check_again(self, peer: PeerId, guest: _Guest) -> None:
+    def _check_again(self, peer: PeerId, guest: Guest) -> None:
         if self._guests.get(peer) is not guest:
             return
         try:
-            guest.member = self.membership.admit(peer, guest.certificate)
+            member = self.membership.admit(peer, guest.certificate)
+            if not guest.member.roles <= member.roles:  # what is open may need those that it has lost
+                raise NotAuthorised(f"it is in the swarm as {name_roles(member.roles)} only from now on")
+            guest.member = member
+            self._arm(peer, guest)
         except NotAuthorised as error:
             self._expel(peer, error)
-        else:
-            self._arm(peer, guest)
 
     def _expel(self, peer: PeerId, reason: NotAuthorised) -> None:
         """End everything that is open with a peer, and tell it why."""
@@ -323,7 +304,7 @@ class Door:
         for stream in doors:
             self._doors.pop(stream, None)
             self._own(self._refuse(stream, reason))
-        _end(guest)
+        guest.end()
 
     async def _refuse(self, stream: Stream, reason: NotAuthorised) -> None:
         try:
@@ -348,7 +329,8 @@ class Door:
             request = parse(pb.RevocationsRequest, message.header)
             theirs = {each.signer: each.serial for each in request.serials[:MAX_LISTS]}
             for sealed in self.membership.revocations.newer_than(theirs):
-                await stream.send(Message(pb.RevocationsReply().SerializeToString(), sealed))
+                reply = Message(pb.RevocationsReply().SerializeToString(), sealed)
+                await send_within(stream, reply, self._timing.chunk_s)
 
     async def _fetch_revocations(self, peer: PeerId) -> None:
         """Ask ``peer`` for the lists we lack. One who sends what is no list has to go."""
@@ -382,18 +364,3 @@ class Door:
             _log.debug("at the door: %s", error)
         else:
             _log.error("at the door", exc_info=error)
-
-
-def _end(guest: _Guest) -> None:
-    if guest.timer is not None:
-        guest.timer.cancel()
-    for stream in (*guest.doors, *guest.streams):
-        stream.close()
-
-
-def _check_role(member: Member, roles: frozenset[Role], protocol: ProtocolSpec) -> None:
-    if not member.roles & roles:
-        raise NotAuthorised(
-            f"{protocol.id} is for {name_roles(roles)}; {member.peer} is in the swarm as {name_roles(member.roles)}",
-            hint="ask whoever runs the swarm for an invite with that role",
-        )

@@ -1,12 +1,12 @@
 """What is said at the door, and how it is understood."""
 
+from swarmnet_protocols.clock import clock_advice
 from swarmnet_protocols.errors import NotAuthorised, ProtocolViolation
 from swarmnet_protocols.membership.membership import Membership, Revoked
 from swarmnet_protocols.transport import Message, PeerId, Stream
 from swarmnet_protocols.transport.talking import parse, receive_within
 from swarmnet_protocols.wire import door_pb2 as pb
 
-MAX_CLOCK_ERROR_S = 300.0
 MAX_REASON_CHARS = 300
 
 
@@ -44,10 +44,6 @@ def refusal(error: NotAuthorised, now: float) -> Message:
 def explain(peer: PeerId, refused: pb.Refused, now: float) -> NotAuthorised:
     """What ``peer`` refuses us for, and what to do."""
     reason = "".join(filter(str.isprintable, refused.reason[:MAX_REASON_CHARS]))
-    apart_s = abs(refused.time_ms / 1000 - now)
-    hint = "ask whoever runs the swarm for an invite"
-    if refused.time_ms and apart_s > MAX_CLOCK_ERROR_S:
-        hint = (
-            f"its clock and ours are {apart_s / 60:.0f} minutes apart: if ours is wrong, set it and try again"
-        )
+    advice = clock_advice(refused.time_ms / 1000 - now) if refused.time_ms else ""
+    hint = advice or "ask whoever runs the swarm for an invite"
     return NotAuthorised(f"{peer} does not let us in: {reason}", hint=hint)

@@ -5,45 +5,29 @@ from collections.abc import Sequence
 from swarmnet_protocols.aio import race
 from swarmnet_protocols.errors import NotAuthorised
 from swarmnet_protocols.membership.door import Door
-from swarmnet_protocols.transport import Handler, Message, PeerId, ProtocolSpec, Stream, Transport
+from swarmnet_protocols.transport import Handler, PeerId, ProtocolSpec, Stream, Transport
+from swarmnet_protocols.transport.passing import PassingStream, PassingTransport
 
 
-class GuardedStream:
+class GuardedStream(PassingStream):
     """A stream to somebody, which the door ends with their membership."""
 
     def __init__(self, stream: Stream, door: Door) -> None:
-        self._stream = stream
+        super().__init__(stream)
         self._door = door
         door.hold(stream)
 
-    @property
-    def peer(self) -> PeerId:
-        return self._stream.peer
-
-    async def send(self, message: Message) -> None:
-        await self._stream.send(message)
-
-    async def receive(self) -> Message:
-        return await self._stream.receive()
-
     def close(self) -> None:
-        self._stream.close()
+        super().close()
         self._door.release(self._stream)
 
 
-class GuardedTransport:
-    """Passes on what ``door`` lets through. The transport below belongs to whoever made it."""
+class GuardedTransport(PassingTransport):
+    """Passes on what ``door`` lets through."""
 
     def __init__(self, transport: Transport, door: Door) -> None:
-        self._transport = transport
+        super().__init__(transport)
         self._door = door
-
-    @property
-    def peer_id(self) -> PeerId:
-        return self._transport.peer_id
-
-    def addresses(self) -> Sequence[str]:
-        return self._transport.addresses()
 
     async def died(self) -> None:
         """As promised by ``Transport``; raises ``NotAuthorised`` when nobody lets us in any more."""

@@ -47,6 +47,8 @@ class Membership:
         """Called when our certificate, the rules or the revocations have changed."""
         self.adopt: Callable[[bytes], Rules] | None = None
         """Keeps a newer swarm file and gives its rules. Raises ``ConfigError`` or ``IntegrityError`` for one that will not do."""
+        self.swarm_file: Callable[[], bytes] | None = None
+        """Reads the swarm file that the rules come from. Raises ``ConfigError`` when it cannot."""
         self.certificate = b""
         """Our own, sealed; empty if we have none."""
         self._own: Certificate | None = None
@@ -96,13 +98,20 @@ class Membership:
             self.listeners.remove(changed.set)
 
     def open(self, sealed: bytes) -> Certificate | None:
-        """The certificate somebody shows, None for an empty one. Raises ``NotAuthorised`` for one that will not do."""
+        """The certificate somebody shows, None for an empty one. Raises ``NotAuthorised`` for one that will not do.
+
+        Where others are members without one, one that will not do counts as none.
+        """
         if not sealed:
             return None
         try:
             return open_certificate(sealed, rules=self.rules, now=self.clock())
         except IntegrityError as error:
             raise NotAuthorised(f"the certificate is damaged: {error}") from error
+        except NotAuthorised:
+            if self.rules.needs_certificate:
+                raise
+            return None
 
     def admit(self, peer: PeerId, certificate: Certificate | None) -> Member:
         """``peer`` as a member in whatever roles. Raises ``NotAuthorised``, or of it ``Revoked``."""

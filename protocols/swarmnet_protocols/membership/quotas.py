@@ -9,6 +9,13 @@ class Quotas:
 
     sessions: int | None = None
     passes: int | None = None
+    cache_bytes: int | None = None
+    """Of keys and values of its sessions."""
+    adapter_bytes: int | None = None
+    positions_per_s: int | None = None
+    """On average, of each block a host has."""
+    bytes_per_s: int | None = None
+    """On average, of what it sends to a host, and of what it gets."""
 
     def to_dict(self) -> dict[str, int | None]:
         return asdict(self)

@@ -52,6 +52,8 @@ class Rules:
     revocation_refresh_s: float = 30.0
     """How often members compare their revocations."""
     quotas: Quotas = field(default_factory=Quotas)
+    serial: int = 0
+    """Of the swarm file."""
     models: frozenset[bytes] = frozenset()
     """Manifest hashes of the models the swarm is for; none listed: any."""
 
@@ -62,6 +64,11 @@ class Rules:
                 f"the swarm is not for {name}, or not for these files of it (manifest {manifest.hex()[:16]}…)",
                 hint="`swarmnet swarm show` lists its models, `swarmnet model show` what is here",
             )
+
+    @property
+    def needs_certificate(self) -> bool:
+        """Whether nobody is a member without a certificate."""
+        return self.admission is Admission.CERTIFICATE
 
     def believe(self, key: bytes, now: float) -> bool:
         """Whether what ``key`` signs counts at ``now``."""
@@ -96,6 +103,14 @@ def check_current(certificate: "Certificate", *, rules: Rules, now: float) -> No
         )
 
 
+def _is_current(certificate: "Certificate", rules: Rules, now: float) -> bool:
+    try:
+        check_current(certificate, rules=rules, now=now)
+    except NotAuthorised:
+        return False
+    return True
+
+
 def admit(
     rules: Rules,
     certificate: "Certificate | None",
@@ -106,8 +121,11 @@ def admit(
 ) -> Member:
     """``peer`` as a member with at least one of the roles ``needed``. ``peer`` is the id that the transport has proven.
 
-    Raises ``NotAuthorised``, saying why, for everybody else. ``certificate`` comes from ``open_certificate``.
+    Raises ``NotAuthorised``, saying why, for everybody else. ``certificate`` comes from ``open_certificate``; one that has ended
+    takes nothing from a peer who needs none.
     """
+    if certificate is not None and not rules.needs_certificate and not _is_current(certificate, rules, now):
+        certificate = None
     if certificate is not None:
         check_current(certificate, rules=rules, now=now)
         if certificate.peer != peer:

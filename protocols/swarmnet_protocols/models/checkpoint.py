@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -58,6 +58,9 @@ class Checkpoint(Protocol):
 
     @property
     def naming(self) -> BlockNaming: ...
+
+    def holders(self, names: Iterable[str]) -> set[str]:
+        """Those of ``files`` that hold these tensors."""
 
     def config(self) -> "PretrainedConfig": ...
 

@@ -1,19 +1,20 @@
 """A model in one gguf file."""
 
+import hashlib
 import math
 import mmap
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError
-from swarmnet_protocols.models.checkpoint import CONFIG_FAULTS, BlockNaming
+from swarmnet_protocols.models.checkpoint import CONFIG_FAULTS, BlockNaming, sha256_of
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -160,7 +161,7 @@ class GgufCheckpoint:
     """A model in one gguf file. Raises ``IntegrityError`` when the file is not sound.
 
     transformers takes seconds to read a config or a tokenizer from gguf, so both are kept, in Hugging Face layout,
-    under ``metadata_dir``: a directory for this file as it is now.
+    under ``metadata_dir``: a directory for this file as it is now. What is not as it was written is made anew.
     """
 
     def __init__(self, path: Path, metadata_dir: Path) -> None:
@@ -179,6 +180,9 @@ class GgufCheckpoint:
             "gguf_file": self.path.name,
             "local_files_only": True,
         }
+
+    def holders(self, names: Iterable[str]) -> set[str]:
+        return set(self.files)
 
     def config(self) -> "PretrainedConfig":
         from transformers import AutoConfig
@@ -206,21 +210,25 @@ class GgufCheckpoint:
         )
 
     def _kept(self, part: str, make: Callable[[], Any]) -> Path:
-        """The directory where ``part`` is saved, made on first use; it appears complete or not at all."""
+        """The directory where ``part`` is saved, made on first use, named by its hash; it appears complete or not at all."""
         from transformers import __version__
 
-        kept = self._metadata_dir / f"{part}-{__version__}"
-        if not kept.is_dir():
-            self._metadata_dir.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=self._metadata_dir, prefix=".new-") as scratch:
-                fresh = Path(scratch, part)
-                make().save_pretrained(fresh)
-                try:
-                    os.rename(fresh, kept)
-                except OSError:
-                    if not kept.is_dir():
-                        raise
-                    shutil.rmtree(fresh)
+        prefix = f"{part}-{__version__}-"
+        for kept in self._metadata_dir.glob(f"{prefix}*"):
+            if kept.name == prefix + _hash_of(kept):
+                return kept
+            shutil.rmtree(kept)
+        self._metadata_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=self._metadata_dir, prefix=".new-") as scratch:
+            fresh = Path(scratch, part)
+            make().save_pretrained(fresh)
+            kept = self._metadata_dir / (prefix + _hash_of(fresh))
+            try:
+                os.rename(fresh, kept)
+            except OSError:
+                if not kept.is_dir():  # else another process was quicker
+                    raise
+                shutil.rmtree(fresh)
         return kept
 
     def state_dict(self, names: Sequence[str], first_block: int, model: "PreTrainedModel") -> dict[str, Any]:
@@ -261,3 +269,11 @@ class GgufCheckpoint:
                 if result.name in hf_names:
                     parsed["tensors"][hf_names[result.name]] = torch.from_numpy(np.array(result.weights))
         return parsed["tensors"]
+
+
+def _hash_of(folder: Path) -> str:
+    """32 hexadecimal digits that name what is in a directory without directories."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        digest.update(hashlib.sha256(path.name.encode()).digest() + sha256_of(path, None))
+    return digest.hexdigest()[:32]

@@ -19,18 +19,30 @@ if TYPE_CHECKING:
 class LocalModel:
     """A model on disk, from which parts are loaded: some blocks, or what lies around them.
 
-    Whatever is loaded is in evaluation mode and needs no gradients.
+    Whatever is loaded is in evaluation mode and needs no gradients. A file is hashed before it is first read: everything here
+    raises ``IntegrityError`` naming one that is not what the manifest says.
     """
 
-    def __init__(self, name: str, manifest: Manifest, path: Path, checkpoint: Checkpoint) -> None:
+    def __init__(
+        self,
+        name: str,
+        manifest: Manifest,
+        path: Path,
+        checkpoint: Checkpoint,
+        *,
+        progress: Progress | None = None,
+    ) -> None:
         self.name = name
         self.manifest = manifest
         self.path = path
         self._checkpoint = checkpoint
+        self._progress = progress
+        self._checked: set[str] = set()
 
     @cached_property
     def config(self) -> "PretrainedConfig":
         """The transformers config of the whole model."""
+        self._check(())
         return self._checkpoint.config()
 
     @property
@@ -39,13 +51,29 @@ class LocalModel:
         return int(self.config.max_position_embeddings)
 
     def verify(self, progress: Progress | None = None) -> None:
-        """Hash every file again; raises ``IntegrityError`` naming one that is not what the manifest says."""
+        """Hash every file again."""
         for file in self.manifest.files:
-            path = self._checkpoint.root / file.path
-            if sha256_of(path, progress) != file.sha256:
-                raise IntegrityError(
-                    f"{path} is not the file its hash says", hint="delete it and fetch the model again"
-                )
+            self._check_file(file, progress)
+
+    def _check(self, tensors: Sequence[str]) -> None:
+        """Hash the files that hold these tensors, and those that hold none, unless that was done."""
+        weights = self._checkpoint.holders(self._checkpoint.tensor_names)
+        wanted = self._checkpoint.holders(tensors)
+        for file in self.manifest.files:
+            if file.path not in self._checked and (file.path in wanted or file.path not in weights):
+                self._check_file(file, self._progress)
+
+    def _check_file(self, file: ManifestFile, progress: Progress | None) -> None:
+        path = self._checkpoint.root / file.path
+        if sha256_of(path, progress) != file.sha256:
+            raise IntegrityError(
+                f"{path} is not the file its hash says", hint="delete it and fetch the model again"
+            )
+        self._checked.add(file.path)
+
+    def _state_dict(self, names: Sequence[str], first_block: int, model: "PreTrainedModel") -> dict[str, Any]:
+        self._check(names)
+        return self._checkpoint.state_dict(names, first_block, model)
 
     def load_span(self, start: int, end: int, *, dtype: "torch.dtype", device: "torch.device") -> "nn.Module":
         """The decoder stack of blocks [start, end), layers numbered from 0, without embeddings and final norm.
@@ -60,7 +88,7 @@ class LocalModel:
             )
         names = [name for block in range(start, end) for name in self.manifest.tensors[block]]
         return build_span(self.config, start, end).load(
-            lambda model: self._checkpoint.state_dict(names, start, model), dtype=dtype, device=device
+            lambda model: self._state_dict(names, start, model), dtype=dtype, device=device
         )
 
     def load_edges(
@@ -91,7 +119,7 @@ class LocalModel:
             layers = built
 
         model: Any = build_edges(config, Head(labels), take).load(
-            lambda model: self._checkpoint.state_dict(self.manifest.tensors["edges"], 0, model),
+            lambda model: self._state_dict(self.manifest.tensors["edges"], 0, model),
             dtype=dtype,
             device=device,
         )
@@ -105,16 +133,18 @@ class LocalModel:
 
         names = self._checkpoint.tensor_names
         model: Any = build_whole(self.config).load(
-            lambda model: self._checkpoint.state_dict(names, 0, model), dtype=dtype, device=device
+            lambda model: self._state_dict(names, 0, model), dtype=dtype, device=device
         )
         self._set_generation_config(model)
         return model
 
     def tokenizer(self) -> "PreTrainedTokenizerBase":
         """The model's tokenizer, chat template included."""
+        self._check(())
         return self._checkpoint.tokenizer()
 
     def _set_generation_config(self, model: Any) -> None:
+        self._check(())
         stored = self._checkpoint.generation_config()
         if stored is not None:
             model.generation_config = stored

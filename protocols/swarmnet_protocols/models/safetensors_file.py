@@ -4,7 +4,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -120,6 +120,9 @@ class SafetensorsCheckpoint:
         self.files = (*metadata, *weights)
         self.tensor_names = tuple(self._file_of)
 
+    def holders(self, names: Iterable[str]) -> set[str]:
+        return {self._file_of[name] for name in names}
+
     def config(self) -> "PretrainedConfig":
         from huggingface_hub.errors import StrictDataclassError
         from transformers import AutoConfig
@@ -154,7 +157,7 @@ class SafetensorsCheckpoint:
         from safetensors import SafetensorError, safe_open
 
         opened: dict[str, Any] = {}
-        for file in {self._file_of[name] for name in names}:
+        for file in self.holders(names):
             try:
                 opened[file] = safe_open(self.root / file, framework="pt")
             except (SafetensorError, OSError) as error:

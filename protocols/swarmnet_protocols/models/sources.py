@@ -168,7 +168,7 @@ def _open(name: str, path: Path, cache_dir: Path, progress: Progress | None) -> 
         _keep_manifest(index, stamps, manifest)
     if name == DEFAULT_MODEL and manifest.files[0].sha256 != _FILE_SHA256:
         raise IntegrityError(f"{path} is not the file its hash says", hint="delete it and try again")
-    return LocalModel(name, manifest, path, checkpoint)
+    return LocalModel(name, manifest, path, checkpoint, progress=progress)
 
 
 Stamps = list[list[str | int]]
@@ -185,8 +185,10 @@ def _stamps(root: Path, files: tuple[str, ...]) -> Stamps:
 
 def _kept_manifest(index: Path, stamps: Stamps) -> Manifest | None:
     try:
-        head, _, body = index.read_text().partition("\n")
-        return Manifest.from_json(body) if json.loads(head) == stamps else None
+        digest, stamped, body = index.read_text().split("\n", 2)
+        if digest != _digest(stamped, body) or json.loads(stamped) != stamps:
+            return None
+        return Manifest.from_json(body)
     except (OSError, ValueError, IntegrityError):
         return None
 
@@ -194,5 +196,10 @@ def _kept_manifest(index: Path, stamps: Stamps) -> Manifest | None:
 def _keep_manifest(index: Path, stamps: Stamps, manifest: Manifest) -> None:
     index.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=index.parent, delete=False) as file:
-        file.write(f"{json.dumps(stamps)}\n{manifest.to_json()}")
+        stamped, body = json.dumps(stamps), manifest.to_json()
+        file.write("\n".join((_digest(stamped, body), stamped, body)))
     os.replace(file.name, index)
+
+
+def _digest(stamped: str, body: str) -> str:
+    return hashlib.sha256(f"{stamped}\n{body}".encode()).hexdigest()

@@ -9,8 +9,9 @@ from typing import NoReturn
 import torch
 
 from swarmnet_protocols.aio import race
-from swarmnet_protocols.errors import ProtocolViolation, StreamEnded, SwarmnetError
+from swarmnet_protocols.errors import OutOfResources, ProtocolViolation, StreamEnded, SwarmnetError
 from swarmnet_protocols.protocol_ids import LINK
+from swarmnet_protocols.resources import Exhausted
 from swarmnet_protocols.session.log import ActivationLog, Cursor
 from swarmnet_protocols.session.steps import Step, encode_step
 from swarmnet_protocols.timing import Timing
@@ -18,13 +19,34 @@ from swarmnet_protocols.transport import Message, PeerId, Stream, Transport
 from swarmnet_protocols.transport.talking import parse, receive_within
 from swarmnet_protocols.wire import session_pb2 as pb
 
+MAX_RETRY_AFTER_S = 60.0
+MAX_DETAIL_CHARS = 500
+
 
 class Refused(SwarmnetError):
-    """The other side said no, and why."""
+    """The other side said no, and why; after ``retry_after_s``, if that is not 0, it is worth asking again."""
 
-    def __init__(self, reason: "pb.Reason", detail: str) -> None:
-        super().__init__(f"{pb.Reason.Name(reason)}: {detail[:500]}")
+    def __init__(self, reason: "pb.Reason", detail: str, retry_after_s: float = 0.0) -> None:
+        self.detail = detail[:MAX_DETAIL_CHARS]
+        super().__init__(f"{pb.Reason.Name(reason)}: {self.detail}")
         self.reason = reason
+        self.retry_after_s = retry_after_s
+
+    @classmethod
+    def no_room(cls, error: OutOfResources) -> "Refused":
+        """What a host that has no room says."""
+        retry_after_s = error.retry_after_s if isinstance(error, Exhausted) else 0.0
+        return cls(pb.REASON_OUT_OF_MEMORY, str(error), retry_after_s)
+
+    @classmethod
+    def from_wire(cls, refused: pb.Refused) -> "Refused":
+        """What came from a peer, which may say anything."""
+        reason = refused.reason if refused.reason in pb.Reason.values() else pb.REASON_UNSPECIFIED
+        wait_s = refused.retry_after_s
+        return cls(reason, refused.detail, wait_s if 0 <= wait_s <= MAX_RETRY_AFTER_S else 0.0)
+
+    def to_wire(self) -> pb.Refused:
+        return pb.Refused(reason=self.reason, detail=self.detail, retry_after_s=self.retry_after_s)
 
 
 @dataclass(frozen=True)
@@ -97,7 +119,7 @@ class Feeder:
         message = await receive_within(stream, self.timing.silence_s)
         reply = parse(pb.LinkReply, message.header)
         if reply.HasField("refused"):
-            raise Refused(reply.refused.reason, reply.refused.detail)
+            raise Refused.from_wire(reply.refused)
         return reply
 
     async def _send(self, stream: Stream, cursor: Cursor) -> None:

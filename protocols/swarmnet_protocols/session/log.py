@@ -12,6 +12,7 @@ from itertools import count
 import torch
 
 from swarmnet_protocols.errors import OutOfResources, ProtocolViolation, SwarmnetError
+from swarmnet_protocols.resources import Exhausted, Hold
 from swarmnet_protocols.session.steps import Row, Step, check_rows
 
 REPLAY_POSITIONS = 512
@@ -75,13 +76,15 @@ class Cursor:
 class ActivationLog:
     """Outputs of this hop, for at most one downstream hop at a time. No I/O.
 
-    ``max_bytes`` bounds the folded part; a log that outgrows it forgets it, and from then on raises ``LogGone`` for
-    a fresh hop.
+    Its bytes are held in ``room``. Where that has no room for the folded part, or without ``keep_values``, the log forgets that part,
+    and from then on raises ``LogGone`` for a fresh hop.
     """
 
-    def __init__(self, *, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._lanes: dict[int, _Lane] | None = {}
+    def __init__(self, room: Hold, *, keep_values: bool = True) -> None:
+        self._room = room
+        self._lanes: dict[int, _Lane] | None = {} if keep_values else None
+        self._folded_bytes = 0
+        self._pending_bytes = 0
         self._folded = 0
         self._pending: deque[tuple[int, Step]] = deque()
         self._indices = count()
@@ -102,12 +105,17 @@ class ActivationLog:
 
     @property
     def nbytes(self) -> int:
-        folded = sum(lane.nbytes for lane in (self._lanes or {}).values())
-        return folded + sum(step.values.nbytes for _, step in self._pending)
+        return self._folded_bytes + self._pending_bytes
 
     def append(self, step: Step) -> None:
-        """Add the newest step, which ``check`` accepts."""
+        """Add the newest step, which ``check`` accepts. Raises ``OutOfResources`` where there is no room for it."""
         self.check(step)
+        self._pending_bytes += step.values.nbytes
+        try:
+            self._hold()
+        except Exhausted:
+            self._pending_bytes -= step.values.nbytes
+            raise
         self._lengths.update({row.lane: row.end for row in step.rows})
         self._last = max(self._last, step.seq)
         self._pending.append((next(self._indices), step))
@@ -135,6 +143,7 @@ class ActivationLog:
             if unsent or not (step.replay or step.seq <= self._acked):
                 return
             self._pending.popleft()
+            self._pending_bytes -= step.values.nbytes
             self._fold(step)
 
     def attach(self, applied: int) -> Cursor:
@@ -182,6 +191,7 @@ class ActivationLog:
     def _fold(self, step: Step) -> None:
         self._folded = max(self._folded, step.seq)
         if self._lanes is None:
+            self._hold()
             return
         before = dict(self._lanes)
         for row, values in zip(step.rows, step.split(), strict=True):
@@ -190,8 +200,16 @@ class ActivationLog:
                 lane = lane.prefix(row.start)
             lane.append(values)
             self._lanes[row.lane] = lane
-        if sum(lane.nbytes for lane in self._lanes.values()) > self._max_bytes:
-            self._lanes = None
+        self._folded_bytes = sum(lane.nbytes for lane in self._lanes.values())
+        self._hold()
+
+    def _hold(self) -> None:
+        """Hold as much as there is now. The folded part goes where there is no room for it."""
+        try:
+            self._room.resize(self.nbytes)
+        except Exhausted:
+            self._lanes, self._folded_bytes = None, 0
+            self._room.resize(self.nbytes)
 
     def _snapshot(self, lanes: Mapping[int, _Lane]) -> Iterator[Step]:
         """Replay steps that rebuild the folded part. They are views taken now: later folding does not move them."""

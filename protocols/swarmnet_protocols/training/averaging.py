@@ -11,6 +11,7 @@ import torch
 from swarmnet_protocols.aio import cancel, race
 from swarmnet_protocols.errors import ConfigError, ProtocolViolation
 from swarmnet_protocols.protocol_ids import EXCHANGE
+from swarmnet_protocols.resources import Stock
 from swarmnet_protocols.training.codecs import Codec
 from swarmnet_protocols.training.conversation import Conversation, Engagement, Outcome
 from swarmnet_protocols.training.messages import HASH_BYTES
@@ -25,8 +26,6 @@ __all__ = ["Exchange", "Member", "Outcome", "RoundTiming", "Rules"]
 
 ROUNDS_KEPT = 2
 """A member that was held up, and is not in this round, may still learn how the last one ended and fetch what it gave."""
-MAX_EARLY = 256
-"""Streams of rounds that have not begun here."""
 
 _TIMING = RoundTiming()
 _RULES = Rules()
@@ -57,7 +56,6 @@ class Exchange:
         self._rounds: dict[int, Conversation] = {}
         self._latest = -1
         self._begun = asyncio.Condition()
-        self._early = 0
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._open = False
 
@@ -129,7 +127,8 @@ class Exchange:
 
     async def _serve(self, stream: Stream, hello: pb.Hello) -> None:
         try:
-            conversation = await self._conversation(hello)
+            with stream.scope.hold(Stock.EARLY_ROUNDS):
+                conversation = await self._conversation(hello)
             await conversation.serve(stream, hello.agreement)
         except ProtocolViolation as error:
             refusal = pb.Refusal(detail=str(error)[:500])
@@ -140,16 +139,10 @@ class Exchange:
         """The round that somebody means, when it has begun here."""
         if hello.job != self._job:
             raise ProtocolViolation("this worker is in another job")
-        if self._early >= MAX_EARLY:
-            raise ProtocolViolation("too many wait for rounds that have not begun here")
-        self._early += 1
-        try:
-            async with self._begun:
-                await self._begun.wait_for(
-                    lambda: hello.round in self._rounds or hello.round < self._latest or not self._open
-                )
-        finally:
-            self._early -= 1
+        async with self._begun:
+            await self._begun.wait_for(
+                lambda: hello.round in self._rounds or hello.round < self._latest or not self._open
+            )
         conversation = self._rounds.get(hello.round)
         if conversation is None or not self._open:
             raise ProtocolViolation(f"round {hello.round} is over here, or is not to be")

@@ -26,7 +26,7 @@ from swarmnet_protocols.training.rosters import (
 )
 from swarmnet_protocols.training.terms import MAX_MEMBERS
 from swarmnet_protocols.transport import Message, PeerId, Stream, Transport
-from swarmnet_protocols.transport.talking import parse, receive_within
+from swarmnet_protocols.transport.talking import parse, receive_within, send_within
 from swarmnet_protocols.wire import workers_pb2 as pb
 
 
@@ -271,7 +271,7 @@ class Gathering:
             return
         if not request.HasField("member"):  # it only wants to know where we are
             refused = pb.GatherRefused(round=self._round, state=self._state)
-            await stream.send(Message(pb.GatherReply(refused=refused).SerializeToString()))
+            await self._say(stream, pb.GatherReply(refused=refused))
             return
         member = member_from_wire(request.member)
         if member.peer != stream.peer:
@@ -283,12 +283,12 @@ class Gathering:
         await self._send_away()
         try:
             roster = await race(self._beats(stream), self._left(stream), _value(answer))
-            await stream.send(Message(pb.GatherReply(roster=roster_to_wire(roster)).SerializeToString()))
+            await self._say(stream, pb.GatherReply(roster=roster_to_wire(roster)))
         except Elsewhere as elsewhere:
             if len(self._coming) < MAX_MEMBERS:
                 self._coming[member.peer] = member
             refused = pb.GatherRefused(round=elsewhere.round, state=elsewhere.state, reason=str(elsewhere))
-            await stream.send(Message(pb.GatherReply(refused=refused).SerializeToString()))
+            await self._say(stream, pb.GatherReply(refused=refused))
         finally:
             await cancel(answer)
             if self._guests.get(member.peer) is guest:
@@ -313,10 +313,12 @@ class Gathering:
             self._changed.notify_all()
 
     async def _beats(self, stream: Stream) -> Roster:
-        beat = Message(pb.GatherReply(beat=pb.GatherBeat()).SerializeToString())
         while True:
-            await stream.send(beat)
+            await self._say(stream, pb.GatherReply(beat=pb.GatherBeat()))
             await asyncio.sleep(self._timing.beat_s)
+
+    async def _say(self, stream: Stream, reply: pb.GatherReply) -> None:
+        await send_within(stream, Message(reply.SerializeToString()), self._timing.chunk_s)
 
     async def _left(self, stream: Stream) -> Roster:
         """A guest says nothing more: its stream only ends."""

@@ -28,7 +28,7 @@ from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.training.rosters import Candidate
 from swarmnet_protocols.training.state_transfer import Source, StateDownload
 from swarmnet_protocols.transport import Message, PeerId, Stream, Transport
-from swarmnet_protocols.transport.talking import parse, receive_within
+from swarmnet_protocols.transport.talking import parse, receive_within, send_within
 from swarmnet_protocols.wire import workers_pb2 as pb
 
 ROSTERS = 2
@@ -126,7 +126,7 @@ class Handover:
             heir.peer, HANDOVER, addresses=heir.addresses, deadline_s=self._timing.open_s
         )
         try:
-            await _request(stream, pb.HandOverRequest(offer=pb.Offer(job=self._job, state=state)))
+            await self._send(stream, pb.HandOverRequest(offer=pb.Offer(job=self._job, state=state)))
             await self._answered(stream, "ready")
         except BaseException:
             stream.close()
@@ -135,7 +135,7 @@ class Handover:
 
     async def _say_yours(self, stream: Stream) -> None:
         try:
-            await _request(stream, pb.HandOverRequest(yours=pb.Yours()))
+            await self._send(stream, pb.HandOverRequest(yours=pb.Yours()))
             await self._answered(stream, "taken")
         except SwarmnetError as error:
             raise StreamEnded(f"{stream.peer} was ready and may not have taken it: {error}") from error
@@ -158,14 +158,14 @@ class Handover:
         try:
             factor = self._admit(stream.peer)
         except NotAuthorised as error:
-            await _refuse(stream, str(error))
+            await self._refuse(stream, str(error))
             return
         async with self._busy:
             try:
                 owed = await self._fetch(stream, request.offer.state, factor)
             except SwarmnetError as error:
                 self._heir.refuse(stream.peer, str(error))
-                await _refuse(stream, str(error))
+                await self._refuse(stream, str(error))
                 return
             await self._take(stream, owed)
 
@@ -192,21 +192,18 @@ class Handover:
         return await self._heir.examine(data, factor)
 
     async def _take(self, stream: Stream, owed: Tensor) -> None:
-        await _reply(stream, pb.HandOverReply(ready=pb.Ready()))
+        await self._send(stream, pb.HandOverReply(ready=pb.Ready()))
         message = await receive_within(stream, self._deadline_s)
         if not parse(pb.HandOverRequest, message.header).HasField("yours"):
             raise ProtocolViolation("an heir that is ready is told that it is one")
         await self._heir.inherit(stream.peer, owed)
-        await _reply(stream, pb.HandOverReply(taken=pb.Taken()))
+        await self._send(stream, pb.HandOverReply(taken=pb.Taken()))
 
+    # ---- what either says ---------------------------------------------------------------------------------
 
-async def _request(stream: Stream, request: pb.HandOverRequest) -> None:
-    await stream.send(Message(request.SerializeToString()))
+    async def _send(self, stream: Stream, message: pb.HandOverRequest | pb.HandOverReply) -> None:
+        await send_within(stream, Message(message.SerializeToString()), self._timing.chunk_s)
 
-
-async def _reply(stream: Stream, reply: pb.HandOverReply) -> None:
-    await stream.send(Message(reply.SerializeToString()))
-
-
-async def _refuse(stream: Stream, reason: str) -> None:
-    await _reply(stream, pb.HandOverReply(refused=pb.HandOverRefused(reason=reason[:_REASON_CHARS])))
+    async def _refuse(self, stream: Stream, reason: str) -> None:
+        refused = pb.HandOverRefused(reason=reason[:_REASON_CHARS])
+        await self._send(stream, pb.HandOverReply(refused=refused))

@@ -281,6 +281,8 @@ def open_job(data: bytes) -> SealedJob:
         or document.keys() != {"format", "job", "owner"}
     ):
         raise broken
+    if _canonical({**document, "signature": signature.hex()}) != data:  # one job has one form
+        raise broken
     if not verify(owner, signature, _SIGNATURE_DOMAIN + canonical):
         raise broken
     if document["format"] != FORMAT:

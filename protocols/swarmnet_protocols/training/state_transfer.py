@@ -14,9 +14,10 @@ from dataclasses import dataclass
 
 from swarmnet_protocols.errors import IntegrityError, ProtocolViolation, SwarmnetError, Unreachable
 from swarmnet_protocols.protocol_ids import STATE
+from swarmnet_protocols.resources import Stock
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.transport import Buffer, Message, PeerId, Stream, Transport
-from swarmnet_protocols.transport.talking import parse, receive_within
+from swarmnet_protocols.transport.talking import parse, receive_within, send_within
 from swarmnet_protocols.wire import workers_pb2 as pb
 
 CHUNK_BYTES = 1 << 20
@@ -118,9 +119,10 @@ class StateServer:
 
     async def _answer(self, stream: Stream) -> None:
         try:
-            while True:
-                message = await receive_within(stream, self._timing.client_silence_s)
-                await self._reply(stream, parse(pb.StateRequest, message.header))
+            with stream.scope.hold(Stock.TRANSFERS):
+                while True:
+                    message = await receive_within(stream, self._timing.client_silence_s)
+                    await self._reply(stream, parse(pb.StateRequest, message.header))
         finally:
             if self._fetched.pop(stream, None) is not None:
                 self._forget()
@@ -129,19 +131,25 @@ class StateServer:
         state = self._states.get(request.state)
         if request.job != self._job or state is None:
             refused = pb.StateRefused(reason="this state is not kept here")
-            await stream.send(Message(pb.StateReply(refused=refused).SerializeToString()))
+            await self._send(stream, Message(pb.StateReply(refused=refused).SerializeToString()))
             return
         self._fetched[stream] = state.id
         manifest = state.manifest
         match request.WhichOneof("kind"):
             case "describe":
                 description = pb.StateReply(description=pb.Description(size_bytes=manifest.size_bytes))
-                await stream.send(Message(description.SerializeToString(), b"".join(manifest.chunk_hashes)))
+                await self._send(
+                    stream, Message(description.SerializeToString(), b"".join(manifest.chunk_hashes))
+                )
             case "fetch" if request.fetch.chunk < len(manifest.chunk_hashes):
                 chunk = pb.StateReply(chunk=pb.Chunk(index=request.fetch.chunk))
-                await stream.send(Message(chunk.SerializeToString(), state.chunk(request.fetch.chunk)))
+                data = state.chunk(request.fetch.chunk)
+                await self._send(stream, Message(chunk.SerializeToString(), data))
             case _:
                 raise ProtocolViolation("not a request for a part of a state")
+
+    async def _send(self, stream: Stream, message: Message) -> None:
+        await send_within(stream, message, self._timing.chunk_s)
 
 
 class StateDownload:

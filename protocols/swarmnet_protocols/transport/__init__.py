@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NewType, Protocol
 
 from swarmnet_protocols.membership.roles import Role
+from swarmnet_protocols.resources import ResourceManager, Scope
 
 PeerId = NewType("PeerId", str)
 """A libp2p peer id in base58: the hash of, or the whole of, the peer's public key."""
@@ -48,6 +49,10 @@ class Stream(Protocol):
     def peer(self) -> PeerId:
         """The authenticated id of the other side."""
 
+    @property
+    def scope(self) -> Scope:
+        """What the other side holds and uses of ours, over all its streams."""
+
     async def send(self, message: Message) -> None:
         """Send one message; waits while the other side reads too slowly.
 
@@ -74,6 +79,10 @@ class Transport(Protocol):
 
     @property
     def peer_id(self) -> PeerId: ...
+
+    @property
+    def resources(self) -> ResourceManager:
+        """The account of what others hold and use here, through this transport or beside it."""
 
     def addresses(self) -> Sequence[str]:
         """Multiaddrs, with ``/p2p/ID``, at which others may reach this peer."""

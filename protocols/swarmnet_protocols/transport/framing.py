@@ -2,9 +2,14 @@
 
 import asyncio
 import struct
+from typing import Protocol
 
-from swarmnet_protocols.errors import ProtocolViolation, StreamEnded
+from swarmnet_protocols.errors import DeadlineExceeded, ProtocolViolation, StreamEnded
 from swarmnet_protocols.transport import Buffer, Message, ProtocolSpec
+from swarmnet_protocols.transport.meter import Meter
+
+PIECE_BYTES = 1 << 20
+"""So much of a message is read at a time."""
 
 _SIZES = struct.Struct(">II")
 
@@ -30,28 +35,63 @@ def encode(message: Message, protocol: ProtocolSpec) -> tuple[bytes, Buffer]:
     return _SIZES.pack(len(message.header), len(payload)) + message.header, payload
 
 
+class ByteReader(Protocol):
+    """What frames are read from."""
+
+    async def readexactly(self, size_bytes: int) -> bytes:
+        """As of ``asyncio.StreamReader``."""
+
+    def has(self, size_bytes: int) -> bool:
+        """Whether ``readexactly`` gives so many bytes at once."""
+
+
 class FrameReader:
     """Reads messages from a byte stream. Nothing over the limits is ever buffered; a cancelled ``read`` loses nothing."""
 
-    def __init__(self, reader: asyncio.StreamReader, protocol: ProtocolSpec) -> None:
+    def __init__(self, reader: ByteReader, protocol: ProtocolSpec, meter: Meter) -> None:
         self._reader = reader
         self._protocol = protocol
+        self._meter = meter
         self._sizes: tuple[int, int] | None = None
+        self._body = bytearray()
 
     async def read(self) -> Message:
-        """The next message. Raises ``StreamEnded`` at the end, ``ProtocolViolation``, now and ever after, for an oversized one."""
+        """The next message, whose bytes ``meter`` holds from before they are read.
+
+        Raises ``StreamEnded`` at the end, ``ProtocolViolation``, now and ever after, for an oversized one, ``Exhausted`` when the peer may
+        never have so much on its way, and ``DeadlineExceeded`` when room for it, or a MiB of it, is too long in coming.
+        """
         try:
             if self._sizes is None:
                 self._sizes = _SIZES.unpack(await self._reader.readexactly(_SIZES.size))
             header_bytes, payload_bytes = self._sizes
             check_sizes(header_bytes, payload_bytes, self._protocol)
-            body = memoryview(await self._reader.readexactly(header_bytes + payload_bytes))
+            body = await self._read_body(header_bytes + payload_bytes)
         except asyncio.IncompleteReadError as error:
             cut_short = self._sizes is not None or error.partial
             raise StreamEnded(
                 "the stream ended within a message" if cut_short else "the stream ended"
             ) from error
+        except TimeoutError as error:
+            raise DeadlineExceeded("a message that was begun does not go on") from error
         except OSError as error:
             raise StreamEnded(f"the stream broke: {error.strerror}") from error
         self._sizes = None
         return Message(bytes(body[:header_bytes]), body[header_bytes:])
+
+    async def _read_body(self, size_bytes: int) -> memoryview:
+        """Piece by piece, each in time: whoever announces much and sends little does not keep its room for long."""
+        await self._meter.reserve(size_bytes)
+        while True:
+            wanted = min(size_bytes - len(self._body), PIECE_BYTES)
+            if self._reader.has(wanted):  # a timer would cost more than the message
+                piece = await self._reader.readexactly(wanted)
+            else:
+                async with asyncio.timeout(self._meter.piece_s):
+                    piece = await self._reader.readexactly(wanted)
+            if wanted == size_bytes:
+                return memoryview(piece)
+            self._body += piece
+            if len(self._body) == size_bytes:
+                whole, self._body = self._body, bytearray()
+                return memoryview(whole)

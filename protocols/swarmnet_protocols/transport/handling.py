@@ -1,9 +1,18 @@
 """What every transport does with an incoming stream."""
 
+import asyncio
 import logging
 
-from swarmnet_protocols.errors import NotAuthorised, StreamEnded, SwarmnetError
+from swarmnet_protocols.errors import (
+    DeadlineExceeded,
+    NotAuthorised,
+    ProtocolViolation,
+    StreamEnded,
+    SwarmnetError,
+)
+from swarmnet_protocols.resources import Exhausted, Flow
 from swarmnet_protocols.transport import Handler, ProtocolSpec, Stream
+from swarmnet_protocols.transport.meter import VIOLATION_FRAMES
 
 _log = logging.getLogger(__name__)
 
@@ -14,8 +23,15 @@ async def supervise(handler: Handler, stream: Stream, protocol: ProtocolSpec) ->
         await handler(stream)
     except StreamEnded:
         pass
-    except NotAuthorised as error:  # anybody can make this happen as often as they like
+    except (
+        DeadlineExceeded,
+        Exhausted,
+        NotAuthorised,
+    ) as error:  # anybody can make this happen as often as they like
         _log.debug("%s with %s: %s", protocol.id, stream.peer, error)
+    except ProtocolViolation as error:
+        stream.scope.use(Flow.FRAMES, VIOLATION_FRAMES, asyncio.get_running_loop().time())
+        _log.warning("%s with %s: %s", protocol.id, stream.peer, error)
     except SwarmnetError as error:
         _log.warning("%s with %s: %s", protocol.id, stream.peer, error)
     except Exception:  # noqa: BLE001 - the supervisor of handlers

@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from swarmnet_protocols.errors import IncompatibleVersion, PeerUnreachable, StreamEnded, SwarmnetError
+from swarmnet_protocols.errors import IncompatibleVersion, PeerUnreachable, SwarmnetError
+from swarmnet_protocols.resources import Exhausted, ResourceManager
+from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.transport import Handler, Message, PeerId, ProtocolSpec
-from swarmnet_protocols.transport.framing import check_sizes, encode
 from swarmnet_protocols.transport.handling import supervise
-
-WINDOW_BYTES = 1 << 20
-"""A sender waits while this much, or more, has been sent and not yet received."""
+from swarmnet_protocols.transport.memory_stream import MemoryStream
+from swarmnet_protocols.transport.meter import Meter
 
 
 @dataclass(frozen=True)
@@ -159,13 +159,13 @@ class MemoryNetwork:
         link.waiting.append(arrive)
         loop.call_at(link.arrival(loop.time(), size_bytes), self._fall_due, (source, target))
 
-    def record(self, delivery: Delivery) -> None:
-        """Add a delivery to the trace and show it to the observers."""
-        message = delivery.message
+    def record(self, source: PeerId, target: PeerId, protocol: ProtocolSpec, message: Message) -> None:
+        """Add what arrives now to the trace and show it to the observers."""
+        delivery = Delivery(asyncio.get_running_loop().time(), source, target, protocol, message)
         digest = hashlib.sha256(message.header)
         digest.update(message.payload)
         self._trace.update(
-            f"{delivery.time_s!r} {delivery.source} {delivery.target} {delivery.protocol.id} "
+            f"{delivery.time_s!r} {source} {target} {protocol.id} "
             f"{len(message.header)} {len(message.payload)} {digest.hexdigest()}\n".encode()
         )
         for observer in self.observers:
@@ -196,101 +196,13 @@ class MemoryNetwork:
             self._deliver_due(path, link)
 
 
-class MemoryStream:
-    """One end of a stream on a :class:`MemoryNetwork`."""
-
-    def __init__(self, transport: "MemoryTransport", peer: PeerId, protocol: ProtocolSpec) -> None:
-        self.remote: MemoryStream | None = None
-        self._transport = transport
-        self._network = transport.network
-        self._peer = peer
-        self._protocol = protocol
-        self._inbox: deque[tuple[Message, int]] = deque()
-        self._unread_bytes = 0  # sent by this end, not yet received by the other
-        self._sending = asyncio.Lock()
-        self._changed = asyncio.Event()
-        self._closed = False
-        self._ended = ""
-
-    @property
-    def peer(self) -> PeerId:
-        return self._peer
-
-    @property
-    def protocol(self) -> ProtocolSpec:
-        return self._protocol
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
-
-    async def send(self, message: Message) -> None:
-        head, payload = encode(message, self._protocol)
-        # The sender may reuse its buffers as soon as this returns.
-        message = Message(message.header, bytes(payload))
-        size_bytes = len(head) + len(payload)
-        async with self._sending:
-            while self._unread_bytes >= WINDOW_BYTES and not self._closed and not self._ended:
-                await self._change()
-            if self._closed or self._ended or self.remote is None:
-                raise StreamEnded(self._ended or "the stream was closed")
-            self._unread_bytes += size_bytes
-            remote = self.remote
-            self._network.carry(
-                self._transport.peer_id, self._peer, size_bytes, lambda: remote._deliver(message, size_bytes)
-            )
-
-    async def receive(self) -> Message:
-        while not self._inbox or self._closed:
-            if self._closed or self._ended:
-                raise StreamEnded(self._ended or "the stream was closed")
-            await self._change()
-        message, size_bytes = self._inbox[0]
-        check_sizes(len(message.header), len(message.payload), self._protocol)
-        self._inbox.popleft()
-        if self.remote is not None:
-            self.remote._credit(size_bytes)
-        return message
-
-    def close(self) -> None:
-        self.end("the other side closed the stream")
-
-    def end(self, reason: str) -> None:
-        """Close this end; the other one learns why, after everything that was sent."""
-        if self._closed:
-            return
-        self._closed = True
-        self._transport.forget(self)
-        self._changed.set()
-        if remote := self.remote:
-            self._network.carry(self._transport.peer_id, self._peer, 0, lambda: remote._end_arrives(reason))
-
-    async def _change(self) -> None:
-        self._changed.clear()
-        await self._changed.wait()
-
-    def _deliver(self, message: Message, size_bytes: int) -> None:
-        if self._closed:
-            return
-        now = asyncio.get_running_loop().time()
-        self._network.record(Delivery(now, self._peer, self._transport.peer_id, self._protocol, message))
-        self._inbox.append((message, size_bytes))
-        self._changed.set()
-
-    def _credit(self, size_bytes: int) -> None:
-        self._unread_bytes -= size_bytes
-        self._changed.set()
-
-    def _end_arrives(self, reason: str) -> None:
-        self._ended = reason
-        self._changed.set()
-
-
 class MemoryTransport:
     """One peer on a :class:`MemoryNetwork`."""
 
     def __init__(self, network: MemoryNetwork, peer_id: PeerId) -> None:
         self.network = network
+        self.resources = ResourceManager()
+        self._timing = Timing()
         self._peer_id = peer_id
         self._handlers: dict[str, tuple[ProtocolSpec, Handler]] = {}
         # A dict, not a set: closing follows the order of opening.
@@ -327,7 +239,7 @@ class MemoryTransport:
     ) -> MemoryStream:
         if not self._open:
             raise PeerUnreachable("this peer is not on the network")
-        stream = MemoryStream(self, peer, protocol)
+        stream = MemoryStream(self, peer, protocol, Meter.of_ours(self.resources, peer, self._timing))
         self._streams[stream] = None
         answer: asyncio.Future[SwarmnetError | None] = asyncio.get_running_loop().create_future()
         self.network.carry(self._peer_id, peer, 0, lambda: self._request_arrives(stream, protocol, answer))
@@ -384,7 +296,12 @@ class MemoryTransport:
         if protocol.id not in self._handlers:
             return IncompatibleVersion(f"{self._peer_id} does not speak {protocol.id}")
         served, handler = self._handlers[protocol.id]
-        stream = MemoryStream(self, peer, served)
+        try:
+            meter = Meter.of_theirs(self.resources, peer, self._timing)
+        except Exhausted:
+            client.refuse()
+            return None
+        stream = MemoryStream(self, peer, served, meter)
         stream.remote, client.remote = client, stream
         self._streams[stream] = None
         task = asyncio.get_running_loop().create_task(supervise(handler, stream, served))

@@ -2,17 +2,21 @@
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swarmnet_protocols.errors import ConfigError, PeerUnreachable, StreamEnded, Unreachable
 from swarmnet_protocols.identity import Identity
-from swarmnet_protocols.transport import Handler, Message, PeerId, ProtocolSpec
+from swarmnet_protocols.resources import Exhausted, ResourceManager, Scope
+from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.transport import Buffer, Handler, Message, PeerId, ProtocolSpec
 from swarmnet_protocols.transport.framing import FrameReader, encode
 from swarmnet_protocols.transport.handling import supervise
+from swarmnet_protocols.transport.meter import Meter
 from swarmnet_protocols.transport.p2pd_daemon import (
     READER_BYTES,
     DaemonConfig,
@@ -20,6 +24,8 @@ from swarmnet_protocols.transport.p2pd_daemon import (
     prepare_hivemind,
     run_p2pd,
 )
+from swarmnet_protocols.transport.pacing import PIECE_BYTES, Pace, PacedReader
+from swarmnet_protocols.transport.wire_meter import WireMeter
 
 if TYPE_CHECKING:
     from hivemind.p2p import P2P
@@ -29,6 +35,10 @@ _log = logging.getLogger(__name__)
 _BOOTSTRAP_S = 5.0
 _FLUSH_S = 2.0
 _ADDRESSES_EVERY_S = 30.0
+_SETTLE_S = 0.5
+_SETTLE_UNLIMITED_S = 5.0
+_CONNECTIONS_EVERY = 4
+"""So many times that bytes are counted, it is looked which connections there are."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +51,8 @@ class P2pdConfig:
     """Peers to connect to at the start; they also relay for us if nobody can dial us."""
     require_bootstrap: bool = False
     """Fail with ``Unreachable`` when none of them answers."""
+    pace: Pace = field(default_factory=Pace)
+    """Counts what goes over the network, and holds it back to the rates it is set to."""
 
 
 def peer_of(address: str) -> PeerId:
@@ -61,15 +73,19 @@ class P2pdStream:
         self,
         peer: PeerId,
         protocol: ProtocolSpec,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
+        pipe: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+        meter: Meter,
         on_close: Callable[["P2pdStream"], None],
+        pace: Pace,
     ) -> None:
+        reader, writer = pipe
+        self._up = pace.up
         self._on_close = on_close
         self._peer = peer
         self._protocol = protocol
         self._reader = reader
-        self._frames = FrameReader(reader, protocol)
+        self._frames = FrameReader(PacedReader(reader, pace.down), protocol, meter)
+        self._meter = meter
         self._writer = writer
         # ``send`` then returns when the kernel has all of a message, and the caller may reuse its buffers.
         writer.transport.set_write_buffer_limits(high=0)
@@ -80,25 +96,47 @@ class P2pdStream:
     def peer(self) -> PeerId:
         return self._peer
 
+    @property
+    def scope(self) -> Scope:
+        return self._meter.scope
+
     async def send(self, message: Message) -> None:
         head, payload = encode(message, self._protocol)
         async with self._sending:
+            await self._meter.send(len(head) + len(payload))
             if self._closed:
                 raise StreamEnded("the stream was closed")
             if self._writer.is_closing() or self._reader.at_eof():
                 raise StreamEnded("the stream ended")
             try:
-                self._writer.write(head)
-                if payload:
-                    self._writer.write(payload)
-                await self._writer.drain()
+                await self._write(head, payload)
             except OSError as error:
                 raise StreamEnded(f"the stream broke: {error}") from error
+
+    async def _write(self, head: bytes, payload: Buffer) -> None:
+        size_bytes = len(head) + len(payload)
+        if not self._up.is_limited or size_bytes <= PIECE_BYTES:
+            await self._up.turn(size_bytes, of_bytes=size_bytes)
+            self._writer.write(head)
+            if payload:
+                self._writer.write(payload)
+            await self._writer.drain()
+            return
+        view = memoryview(payload)
+        pieces: list[Buffer] = [view[at : at + PIECE_BYTES] for at in range(0, len(view), PIECE_BYTES)]
+        try:
+            for piece in [head, *pieces]:
+                await self._up.turn(len(piece), of_bytes=size_bytes)
+                self._writer.write(piece)
+                await self._writer.drain()
+        except BaseException:
+            self.close()  # half a message is on its way: nothing that follows would be understood
+            raise
 
     async def receive(self) -> Message:
         if self._closed:
             raise StreamEnded("the stream was closed")
-        message = await self._frames.read()
+        message = await self._meter.receive(self._frames.read)
         if self._closed:
             raise StreamEnded("the stream was closed")
         return message
@@ -106,6 +144,7 @@ class P2pdStream:
     def close(self) -> None:
         if not self._closed:
             self._closed = True
+            self._meter.close()
             self._writer.close()
             self._on_close(self)
 
@@ -118,12 +157,15 @@ class P2pdStream:
 class P2pdTransport:
     """Made by :meth:`create`."""
 
-    def __init__(self, peer_id: PeerId, daemon: P2pd, p2p: "P2P", socket_path: Path) -> None:
+    def __init__(self, peer_id: PeerId, daemon: P2pd, p2p: "P2P", socket_path: Path, pace: Pace) -> None:
         self.p2p = p2p
         """hivemind's handle on the same p2pd, for the DHT."""
+        self.resources = ResourceManager()
+        self._timing = Timing()
         self._peer_id = peer_id
         self._daemon = daemon
         self._socket_path = socket_path
+        self._pace = pace
         self._addresses: tuple[str, ...] = ()
         self._handlers: dict[str, tuple[ProtocolSpec, Handler]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -149,11 +191,12 @@ class P2pdTransport:
         async with run_p2pd(daemon_config) as daemon:
             p2p = await P2P.replicate(Multiaddr(f"/unix{daemon.control_path}"))
             socket_path = daemon.control_path.with_name("streams.sock")
-            transport = cls(identity.peer_id, daemon, p2p, socket_path)
+            transport = cls(identity.peer_id, daemon, p2p, socket_path, config.pace)
             server = await asyncio.start_unix_server(transport._accept, socket_path, limit=READER_BYTES)
             try:
                 await transport._refresh_addresses()
                 transport._own(transport._keep_addresses_fresh(), transport._tasks)
+                transport._own(transport._settle(), transport._tasks)
                 await transport._bootstrap(config)
                 yield transport
             finally:
@@ -176,8 +219,10 @@ class P2pdTransport:
         await self._daemon.process.wait()
 
     async def serve(self, protocol: ProtocolSpec, handler: Handler) -> None:
+        is_new = protocol.id not in self._handlers
         self._handlers[protocol.id] = (protocol, handler)
-        await self._daemon.handle_streams(protocol.id, self._socket_path)
+        if is_new:
+            await self._daemon.handle_streams(protocol.id, self._socket_path)
 
     async def open(
         self, peer: PeerId, protocol: ProtocolSpec, *, addresses: Sequence[str] = (), deadline_s: float
@@ -190,7 +235,9 @@ class P2pdTransport:
                 reader, writer = await self._daemon.open_stream(peer, protocol.id, deadline_s=deadline_s)
         except TimeoutError as error:
             raise PeerUnreachable(f"{peer} did not answer within {deadline_s:g} s") from error
-        return self._stream(peer, protocol, reader, writer)
+        return self._stream(
+            peer, protocol, (reader, writer), Meter.of_ours(self.resources, peer, self._timing)
+        )
 
     async def connect(self, peer: PeerId, addresses: Sequence[str], *, deadline_s: float) -> None:
         """Connect to ``peer`` unless it is connected. Raises ``PeerUnreachable`` within about ``deadline_s``."""
@@ -202,6 +249,10 @@ class P2pdTransport:
                     await self._daemon.connect(peer, tcp, deadline_s=deadline_s / 2)
                     return
         await self._daemon.connect(peer, addresses, deadline_s=deadline_s)
+
+    async def addresses_of(self, peer: PeerId) -> list[str]:
+        """The multiaddrs from which ``peer`` is connected now; none if it is not."""
+        return (await self._daemon.connections()).get(peer, [])
 
     async def _bootstrap(self, config: P2pdConfig) -> None:
         async def connect(address: str) -> bool:
@@ -238,13 +289,24 @@ class P2pdTransport:
             writer.close()
             raise
         protocol, handler = self._handlers[info.proto]
-        stream = self._stream(PeerId(PeerID(info.peer).to_base58()), protocol, reader, writer)
+        peer = PeerId(PeerID(info.peer).to_base58())
+        try:
+            meter = Meter.of_theirs(self.resources, peer, self._timing)
+        except Exhausted as error:
+            _log.debug("no stream of %s is taken: %s", peer, error)
+            writer.close()
+            return
+        stream = self._stream(peer, protocol, (reader, writer), meter)
         await supervise(handler, stream, protocol)
 
     def _stream(
-        self, peer: PeerId, protocol: ProtocolSpec, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self,
+        peer: PeerId,
+        protocol: ProtocolSpec,
+        pipe: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+        meter: Meter,
     ) -> P2pdStream:
-        stream = P2pdStream(peer, protocol, reader, writer, self._stream_closed)
+        stream = P2pdStream(peer, protocol, pipe, meter, self._stream_closed, self._pace)
         self._streams.add(stream)
         return stream
 
@@ -265,6 +327,34 @@ class P2pdTransport:
             while True:
                 await asyncio.sleep(_ADDRESSES_EVERY_S)
                 await self._refresh_addresses()
+
+    async def _settle(self) -> None:
+        """Charge the lines with what p2pd really sends and receives: the directory, relaying and repetitions too."""
+        if not WireMeter.is_possible():
+            return
+        meter, sees_all = WireMeter(self._daemon.process.pid), False
+        for look in itertools.count():
+            if self._daemon.process.returncode is not None:
+                return
+            try:
+                if look % _CONNECTIONS_EVERY == 0:
+                    sees_all = not await self._uses_quic()
+                carried = meter.read()
+            except (
+                OSError,
+                PeerUnreachable,
+            ) as error:  # no file is left, say: until the next look estimates stand
+                _log.debug("it is not seen what p2pd carries: %s", error)
+            else:
+                self._pace.up.settle(carried.up, sees_all=sees_all)
+                self._pace.down.settle(carried.down, sees_all=sees_all)
+            is_limited = self._pace.up.is_limited or self._pace.down.is_limited
+            await asyncio.sleep(_SETTLE_S if is_limited else _SETTLE_UNLIMITED_S)
+
+    async def _uses_quic(self) -> bool:
+        """Whether any connection is one whose bytes the kernel does not count by process."""
+        connections = await self._daemon.connections()
+        return any("/quic" in address for addresses in connections.values() for address in addresses)
 
     async def _close(self) -> None:
         tasks = list(self._tasks)

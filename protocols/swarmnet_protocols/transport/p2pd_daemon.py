@@ -11,6 +11,7 @@ import importlib.resources
 import logging
 import math
 import os
+import resource
 import socket
 import tempfile
 import warnings
@@ -21,12 +22,16 @@ from typing import Any
 
 from swarmnet_protocols import hivemind_package
 from swarmnet_protocols.errors import ConfigError, IncompatibleVersion, PeerUnreachable, SwarmnetError
+from swarmnet_protocols.resources import IN_ALL, Stock
 from swarmnet_protocols.transport import PeerId
 
 _log = logging.getLogger(__name__)
 
-READER_BYTES = 1 << 20
-"""How much of a stream is buffered before the sender is held back (twice this, in asyncio's reckoning)."""
+READER_BYTES = 32 << 10
+"""How much of a stream is buffered before the sender is held back (twice this, in asyncio's reckoning, and what one read gives)."""
+
+OPEN_FILES = 2 * IN_ALL[Stock.STREAMS]
+"""Every stream is a descriptor, here and in p2pd; the usual limit of 1024 is less than what peers may open."""
 
 _STARTUP_S = 20.0
 _SHUTDOWN_S = 5.0
@@ -104,6 +109,18 @@ class P2pd:
 
         response = await self._call(pb.Request(type=pb.Request.IDENTIFY))
         return [str(Multiaddr(packed)) for packed in response.identify.addrs]
+
+    async def connections(self) -> dict[PeerId, list[str]]:
+        """Who is connected, each with the multiaddrs it is connected from."""
+        from hivemind.p2p import PeerID
+        from hivemind.proto import p2pd_pb2 as pb
+        from hivemind.utils.multiaddr import Multiaddr
+
+        response = await self._call(pb.Request(type=pb.Request.LIST_PEERS))
+        return {
+            PeerId(PeerID(info.id).to_base58()): [str(Multiaddr(packed)) for packed in info.addrs]
+            for info in response.peers
+        }
 
     async def connect(self, peer: PeerId, addresses: Sequence[str], *, deadline_s: float) -> None:
         """Connect to ``peer`` unless it is connected. Raises ``PeerUnreachable``, or ``ConfigError`` for a bad address."""
@@ -192,7 +209,8 @@ async def run_p2pd(config: DaemonConfig) -> AsyncIterator[P2pd]:
     for address in (*config.listen, *config.announce, *config.relays):
         pack_multiaddr(address)
     for address in config.listen:
-        _check_free(address)
+        check_free(address)
+    _allow_open_files()
     with tempfile.TemporaryDirectory(prefix="swarmnet-") as directory:  # 0700
         control_path = Path(directory, "p2pd.sock")
         process = await _spawn(config, control_path)
@@ -211,8 +229,18 @@ async def run_p2pd(config: DaemonConfig) -> AsyncIterator[P2pd]:
             await output
 
 
-def _check_free(address: str) -> None:
-    """p2pd itself would share a port with another p2pd (SO_REUSEPORT), and connections would reach either."""
+def _allow_open_files() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def check_free(address: str) -> None:
+    """Raise ``ConfigError`` unless p2pd could listen on ``address`` alone.
+
+    p2pd itself would share a port with another p2pd (SO_REUSEPORT), and connections would reach either.
+    """
     match address.split("/"):
         case ["", ("ip4" | "ip6") as family, host, ("tcp" | "udp") as kind, port, *_] if (
             port.isdigit() and port != "0"

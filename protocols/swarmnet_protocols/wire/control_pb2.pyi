@@ -1,8 +1,8 @@
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Iterable as _Iterable
-from typing import ClassVar as _ClassVar, Optional as _Optional
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
@@ -11,7 +11,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class NodeStatus(_message.Message):
-    __slots__ = ("peer_id", "state", "model", "manifest", "start", "end", "total_blocks", "addresses", "uptime_s", "sessions", "cache_bytes", "cache_bytes_limit", "weight_bytes", "tokens", "forwards", "version", "swarm")
+    __slots__ = ("peer_id", "state", "model", "manifest", "start", "end", "total_blocks", "addresses", "uptime_s", "sessions", "cache_bytes", "cache_bytes_limit", "weight_bytes", "tokens", "forwards", "version", "swarm", "reason", "limits", "usage", "ram_bytes")
     PEER_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -29,6 +29,10 @@ class NodeStatus(_message.Message):
     FORWARDS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     SWARM_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    LIMITS_FIELD_NUMBER: _ClassVar[int]
+    USAGE_FIELD_NUMBER: _ClassVar[int]
+    RAM_BYTES_FIELD_NUMBER: _ClassVar[int]
     peer_id: str
     state: str
     model: str
@@ -46,7 +50,45 @@ class NodeStatus(_message.Message):
     forwards: int
     version: str
     swarm: str
-    def __init__(self, peer_id: _Optional[str] = ..., state: _Optional[str] = ..., model: _Optional[str] = ..., manifest: _Optional[bytes] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., total_blocks: _Optional[int] = ..., addresses: _Optional[_Iterable[str]] = ..., uptime_s: _Optional[float] = ..., sessions: _Optional[int] = ..., cache_bytes: _Optional[int] = ..., cache_bytes_limit: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., tokens: _Optional[int] = ..., forwards: _Optional[int] = ..., version: _Optional[str] = ..., swarm: _Optional[str] = ...) -> None: ...
+    reason: str
+    limits: Limits
+    usage: Usage
+    ram_bytes: int
+    def __init__(self, peer_id: _Optional[str] = ..., state: _Optional[str] = ..., model: _Optional[str] = ..., manifest: _Optional[bytes] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., total_blocks: _Optional[int] = ..., addresses: _Optional[_Iterable[str]] = ..., uptime_s: _Optional[float] = ..., sessions: _Optional[int] = ..., cache_bytes: _Optional[int] = ..., cache_bytes_limit: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., tokens: _Optional[int] = ..., forwards: _Optional[int] = ..., version: _Optional[str] = ..., swarm: _Optional[str] = ..., reason: _Optional[str] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., ram_bytes: _Optional[int] = ...) -> None: ...
+
+class Limits(_message.Message):
+    __slots__ = ("max_ram_bytes", "max_gpu_mem", "up_bytes_per_s", "down_bytes_per_s", "monthly_bytes", "schedule", "idle_only", "idle_after_s", "no_battery", "cores")
+    MAX_RAM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_GPU_MEM_FIELD_NUMBER: _ClassVar[int]
+    UP_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    DOWN_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    MONTHLY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULE_FIELD_NUMBER: _ClassVar[int]
+    IDLE_ONLY_FIELD_NUMBER: _ClassVar[int]
+    IDLE_AFTER_S_FIELD_NUMBER: _ClassVar[int]
+    NO_BATTERY_FIELD_NUMBER: _ClassVar[int]
+    CORES_FIELD_NUMBER: _ClassVar[int]
+    max_ram_bytes: int
+    max_gpu_mem: float
+    up_bytes_per_s: float
+    down_bytes_per_s: float
+    monthly_bytes: int
+    schedule: str
+    idle_only: bool
+    idle_after_s: float
+    no_battery: bool
+    cores: int
+    def __init__(self, max_ram_bytes: _Optional[int] = ..., max_gpu_mem: _Optional[float] = ..., up_bytes_per_s: _Optional[float] = ..., down_bytes_per_s: _Optional[float] = ..., monthly_bytes: _Optional[int] = ..., schedule: _Optional[str] = ..., idle_only: _Optional[bool] = ..., idle_after_s: _Optional[float] = ..., no_battery: _Optional[bool] = ..., cores: _Optional[int] = ...) -> None: ...
+
+class Usage(_message.Message):
+    __slots__ = ("month", "up_bytes", "down_bytes")
+    MONTH_FIELD_NUMBER: _ClassVar[int]
+    UP_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DOWN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    month: str
+    up_bytes: int
+    down_bytes: int
+    def __init__(self, month: _Optional[str] = ..., up_bytes: _Optional[int] = ..., down_bytes: _Optional[int] = ...) -> None: ...
 
 class FinishRequest(_message.Message):
     __slots__ = ("grace_s",)
@@ -55,5 +97,25 @@ class FinishRequest(_message.Message):
     def __init__(self, grace_s: _Optional[float] = ...) -> None: ...
 
 class FinishReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class PauseRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class PauseReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ResumeRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ResumeReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetLimitsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -93,12 +93,20 @@ class RevocationList(_message.Message):
     def __init__(self, swarm: _Optional[bytes] = ..., serial: _Optional[int] = ..., peers: _Optional[_Iterable[str]] = ..., certificates: _Optional[_Iterable[bytes]] = ..., invites: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class AdmissionRequest(_message.Message):
-    __slots__ = ("redeem", "renew")
+    __slots__ = ("redeem", "renew", "swarm_file")
     REDEEM_FIELD_NUMBER: _ClassVar[int]
     RENEW_FIELD_NUMBER: _ClassVar[int]
+    SWARM_FILE_FIELD_NUMBER: _ClassVar[int]
     redeem: Redeem
     renew: Renew
-    def __init__(self, redeem: _Optional[_Union[Redeem, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ...) -> None: ...
+    swarm_file: SwarmFileRequest
+    def __init__(self, redeem: _Optional[_Union[Redeem, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ..., swarm_file: _Optional[_Union[SwarmFileRequest, _Mapping]] = ...) -> None: ...
+
+class SwarmFileRequest(_message.Message):
+    __slots__ = ("serial",)
+    SERIAL_FIELD_NUMBER: _ClassVar[int]
+    serial: int
+    def __init__(self, serial: _Optional[int] = ...) -> None: ...
 
 class Redeem(_message.Message):
     __slots__ = ("grant", "proof")
@@ -115,12 +123,14 @@ class Renew(_message.Message):
     def __init__(self, certificate: _Optional[bytes] = ...) -> None: ...
 
 class AdmissionReply(_message.Message):
-    __slots__ = ("admitted", "refused")
+    __slots__ = ("admitted", "refused", "swarm_file")
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
+    SWARM_FILE_FIELD_NUMBER: _ClassVar[int]
     admitted: Admitted
     refused: AdmissionRefused
-    def __init__(self, admitted: _Optional[_Union[Admitted, _Mapping]] = ..., refused: _Optional[_Union[AdmissionRefused, _Mapping]] = ...) -> None: ...
+    swarm_file: bytes
+    def __init__(self, admitted: _Optional[_Union[Admitted, _Mapping]] = ..., refused: _Optional[_Union[AdmissionRefused, _Mapping]] = ..., swarm_file: _Optional[bytes] = ...) -> None: ...
 
 class Admitted(_message.Message):
     __slots__ = ("certificate", "swarm_file")
@@ -131,14 +141,16 @@ class Admitted(_message.Message):
     def __init__(self, certificate: _Optional[bytes] = ..., swarm_file: _Optional[bytes] = ...) -> None: ...
 
 class AdmissionRefused(_message.Message):
-    __slots__ = ("reason", "elsewhere", "issuers")
+    __slots__ = ("reason", "elsewhere", "issuers", "time_ms")
     REASON_FIELD_NUMBER: _ClassVar[int]
     ELSEWHERE_FIELD_NUMBER: _ClassVar[int]
     ISSUERS_FIELD_NUMBER: _ClassVar[int]
+    TIME_MS_FIELD_NUMBER: _ClassVar[int]
     reason: str
     elsewhere: bool
     issuers: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, reason: _Optional[str] = ..., elsewhere: _Optional[bool] = ..., issuers: _Optional[_Iterable[str]] = ...) -> None: ...
+    time_ms: int
+    def __init__(self, reason: _Optional[str] = ..., elsewhere: _Optional[bool] = ..., issuers: _Optional[_Iterable[str]] = ..., time_ms: _Optional[int] = ...) -> None: ...
 
 class IssuerRecord(_message.Message):
     __slots__ = ("addresses",)

@@ -24,17 +24,23 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\rrecords.proto\x12\x13swarmnet.records.v1\"\x86\x01\n\x0cSignedRecord\x12\r\n\x05swarm\x18\x01 \x01(\x0c\x12\r\n\x05topic\x18\x02 \x01(\t\x12\x0e\n\x06signer\x18\x03 \x01(\x0c\x12\x10\n\x08sequence\x18\x04 \x01(\x04\x12\x15\n\rexpires_at_ms\x18\x05 \x01(\x04\x12\x0c\n\x04\x62ody\x18\x06 \x01(\x0c\x12\x11\n\tsignature\x18\x07 \x01(\x0c\"\x81\x02\n\nHostRecord\x12\x10\n\x08manifest\x18\x01 \x01(\x0c\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\x12-\n\x05state\x18\x04 \x01(\x0e\x32\x1e.swarmnet.records.v1.HostState\x12\x0f\n\x07version\x18\x05 \x01(\t\x12\x10\n\x08protocol\x18\x06 \x01(\r\x12\x0e\n\x06step_s\x18\x07 \x01(\x01\x12\x0f\n\x07token_s\x18\x08 \x01(\x01\x12\x18\n\x10\x63\x61\x63he_bytes_free\x18\t \x01(\x04\x12\x10\n\x08sessions\x18\n \x01(\r\x12\x11\n\taddresses\x18\x0b \x03(\t\x12\x13\n\x0bpublic_name\x18\x0c \x01(\t*\x87\x01\n\tHostState\x12\x1a\n\x16HOST_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12HOST_STATE_JOINING\x10\x01\x12\x15\n\x11HOST_STATE_ONLINE\x10\x02\x12\x16\n\x12HOST_STATE_LEAVING\x10\x03\x12\x17\n\x13HOST_STATE_CHOOSING\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\rrecords.proto\x12\x13swarmnet.records.v1\"\x86\x01\n\x0cSignedRecord\x12\r\n\x05swarm\x18\x01 \x01(\x0c\x12\r\n\x05topic\x18\x02 \x01(\t\x12\x0e\n\x06signer\x18\x03 \x01(\x0c\x12\x10\n\x08sequence\x18\x04 \x01(\x04\x12\x15\n\rexpires_at_ms\x18\x05 \x01(\x04\x12\x0c\n\x04\x62ody\x18\x06 \x01(\x0c\x12\x11\n\tsignature\x18\x07 \x01(\x0c\"\x81\x02\n\nHostRecord\x12\x10\n\x08manifest\x18\x01 \x01(\x0c\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\x12-\n\x05state\x18\x04 \x01(\x0e\x32\x1e.swarmnet.records.v1.HostState\x12\x0f\n\x07version\x18\x05 \x01(\t\x12\x10\n\x08protocol\x18\x06 \x01(\r\x12\x0e\n\x06step_s\x18\x07 \x01(\x01\x12\x0f\n\x07token_s\x18\x08 \x01(\x01\x12\x18\n\x10\x63\x61\x63he_bytes_free\x18\t \x01(\x04\x12\x10\n\x08sessions\x18\n \x01(\r\x12\x11\n\taddresses\x18\x0b \x03(\t\x12\x13\n\x0bpublic_name\x18\x0c \x01(\t\"|\n\rCatalogRecord\x12\x32\n\x05model\x18\x01 \x01(\x0b\x32!.swarmnet.records.v1.CatalogModelH\x00\x12.\n\x03job\x18\x02 \x01(\x0b\x32\x1f.swarmnet.records.v1.CatalogJobH\x00\x42\x07\n\x05\x65ntry\">\n\x0c\x43\x61talogModel\x12\x10\n\x08manifest\x18\x01 \x01(\x0c\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0e\n\x06\x62locks\x18\x03 \x01(\r\"\x18\n\nCatalogJob\x12\n\n\x02id\x18\x01 \x01(\x0c*\x9e\x01\n\tHostState\x12\x1a\n\x16HOST_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12HOST_STATE_JOINING\x10\x01\x12\x15\n\x11HOST_STATE_ONLINE\x10\x02\x12\x16\n\x12HOST_STATE_LEAVING\x10\x03\x12\x17\n\x13HOST_STATE_CHOOSING\x10\x04\x12\x15\n\x11HOST_STATE_PAUSED\x10\x05\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'records_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_HOSTSTATE']._serialized_start=436
-  _globals['_HOSTSTATE']._serialized_end=571
+  _globals['_HOSTSTATE']._serialized_start=652
+  _globals['_HOSTSTATE']._serialized_end=810
   _globals['_SIGNEDRECORD']._serialized_start=39
   _globals['_SIGNEDRECORD']._serialized_end=173
   _globals['_HOSTRECORD']._serialized_start=176
   _globals['_HOSTRECORD']._serialized_end=433
+  _globals['_CATALOGRECORD']._serialized_start=435
+  _globals['_CATALOGRECORD']._serialized_end=559
+  _globals['_CATALOGMODEL']._serialized_start=561
+  _globals['_CATALOGMODEL']._serialized_end=623
+  _globals['_CATALOGJOB']._serialized_start=625
+  _globals['_CATALOGJOB']._serialized_end=649
 # @@protoc_insertion_point(module_scope)

@@ -2,7 +2,7 @@ from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Iterable as _Iterable
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
@@ -14,11 +14,13 @@ class HostState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     HOST_STATE_ONLINE: _ClassVar[HostState]
     HOST_STATE_LEAVING: _ClassVar[HostState]
     HOST_STATE_CHOOSING: _ClassVar[HostState]
+    HOST_STATE_PAUSED: _ClassVar[HostState]
 HOST_STATE_UNSPECIFIED: HostState
 HOST_STATE_JOINING: HostState
 HOST_STATE_ONLINE: HostState
 HOST_STATE_LEAVING: HostState
 HOST_STATE_CHOOSING: HostState
+HOST_STATE_PAUSED: HostState
 
 class SignedRecord(_message.Message):
     __slots__ = ("swarm", "topic", "signer", "sequence", "expires_at_ms", "body", "signature")
@@ -65,3 +67,27 @@ class HostRecord(_message.Message):
     addresses: _containers.RepeatedScalarFieldContainer[str]
     public_name: str
     def __init__(self, manifest: _Optional[bytes] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., state: _Optional[_Union[HostState, str]] = ..., version: _Optional[str] = ..., protocol: _Optional[int] = ..., step_s: _Optional[float] = ..., token_s: _Optional[float] = ..., cache_bytes_free: _Optional[int] = ..., sessions: _Optional[int] = ..., addresses: _Optional[_Iterable[str]] = ..., public_name: _Optional[str] = ...) -> None: ...
+
+class CatalogRecord(_message.Message):
+    __slots__ = ("model", "job")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    model: CatalogModel
+    job: CatalogJob
+    def __init__(self, model: _Optional[_Union[CatalogModel, _Mapping]] = ..., job: _Optional[_Union[CatalogJob, _Mapping]] = ...) -> None: ...
+
+class CatalogModel(_message.Message):
+    __slots__ = ("manifest", "name", "blocks")
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    manifest: bytes
+    name: str
+    blocks: int
+    def __init__(self, manifest: _Optional[bytes] = ..., name: _Optional[str] = ..., blocks: _Optional[int] = ...) -> None: ...
+
+class CatalogJob(_message.Message):
+    __slots__ = ("id",)
+    ID_FIELD_NUMBER: _ClassVar[int]
+    id: bytes
+    def __init__(self, id: _Optional[bytes] = ...) -> None: ...

@@ -164,12 +164,14 @@ class Leaving(_message.Message):
     def __init__(self) -> None: ...
 
 class Refused(_message.Message):
-    __slots__ = ("reason", "detail")
+    __slots__ = ("reason", "detail", "retry_after_s")
     REASON_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
+    RETRY_AFTER_S_FIELD_NUMBER: _ClassVar[int]
     reason: Reason
     detail: str
-    def __init__(self, reason: _Optional[_Union[Reason, str]] = ..., detail: _Optional[str] = ...) -> None: ...
+    retry_after_s: float
+    def __init__(self, reason: _Optional[_Union[Reason, str]] = ..., detail: _Optional[str] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
 
 class LinkRequest(_message.Message):
     __slots__ = ("link", "step")

@@ -1,0 +1,83 @@
+"""How a next token is chosen from the scores of all. Pure: what is random follows from a seed and a position.
+
+So a seeded answer is the same whatever else is in the batch, and after a failure in the middle of it.
+"""
+
+import random
+from dataclasses import dataclass
+
+import torch
+
+NUCLEUS = 512
+"""Most nuclei have fewer tokens than this: then the rest of the vocabulary need not be sorted."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the tokens of an answer are chosen.
+
+    ``temperature`` 0 takes the most likely. ``top_p``: only the fewest likeliest tokens that have this probability together.
+    ``top_logprobs``: with every token its log probability and those of so many others; None: without.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    top_logprobs: int | None = None
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One choice: by which rules, and at which position of the answer."""
+
+    sampling: Sampling
+    position: int
+
+
+@dataclass(frozen=True)
+class Token:
+    """A chosen token. Log probabilities are natural, before temperature and ``top_p``; ``top`` has the likeliest first."""
+
+    id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+def choose(scores: torch.Tensor, draws: list[Draw]) -> list[Token]:
+    """One token for each row of ``scores`` [N, V], float32."""
+    likeliest = scores.argmax(dim=-1).tolist()
+    tokens = []
+    for row, best, draw in zip(scores, likeliest, draws, strict=True):
+        chosen = best if draw.sampling.temperature == 0 else _sample(row, draw)
+        tokens.append(_with_logprobs(row, chosen, draw.sampling.top_logprobs))
+    return tokens
+
+
+def _sample(row: torch.Tensor, draw: Draw) -> int:
+    sampling = draw.sampling
+    probabilities = torch.softmax(row.double() / sampling.temperature, dim=-1)
+    tokens = None
+    if sampling.top_p < 1:
+        probabilities, tokens = _nucleus(probabilities, sampling.top_p)
+    reached = probabilities.cumsum(0)
+    point = random.Random(f"{sampling.seed}/{draw.position}").random() * float(reached[-1])
+    index = min(int(torch.searchsorted(reached, point, right=True)), len(reached) - 1)
+    return index if tokens is None else int(tokens[index])
+
+
+def _nucleus(probabilities: torch.Tensor, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The likeliest tokens that have ``top_p`` together, and their probabilities. At least one."""
+    kept, tokens = probabilities.topk(min(NUCLEUS, len(probabilities)))
+    if float(kept.sum()) < top_p:
+        kept, tokens = probabilities.sort(descending=True)
+    before = kept.cumsum(0) - kept
+    count = max(1, int((before < top_p).sum()))
+    return kept[:count], tokens[:count]
+
+
+def _with_logprobs(row: torch.Tensor, token: int, count: int | None) -> Token:
+    if count is None:
+        return Token(token)
+    logprobs = torch.log_softmax(row, dim=-1)
+    values, tokens = logprobs.topk(min(count, len(logprobs)))
+    return Token(token, float(logprobs[token]), tuple(zip(tokens.tolist(), values.tolist(), strict=True)))

@@ -1,0 +1,172 @@
+"""What Prometheus reads of a node. Everything is looked up when it is asked for; nothing is kept here."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+import psutil
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from swarmnet_node.control import NodeStatus
+from swarmnet_node.tally import Histogram
+from swarmnet_protocols.resources import Flow, Snapshot
+from swarmnet_protocols.wire import session_pb2 as pb
+
+if TYPE_CHECKING:
+    from swarmnet_node.engine import Engine
+    from swarmnet_node.host import Host
+
+F = TypeVar("F", GaugeMetricFamily, CounterMetricFamily)
+
+PREFIX = "swarmnet_node_"
+STATES = ("choosing", "joining", "online", "paused", "leaving")
+P2PD = "p2pd"
+REASONS = tuple(name.removeprefix("REASON_").lower() for name, number in pb.Reason.items() if number)
+
+
+class Measured(Protocol):
+    """A node, as far as it is measured. ``engine`` and ``host`` are None while nothing is loaded."""
+
+    def status(self) -> NodeStatus: ...
+
+    @property
+    def engine(self) -> "Engine | None": ...
+
+    @property
+    def host(self) -> "Host | None": ...
+
+
+def registry_of(node: Measured) -> CollectorRegistry:
+    """The metrics of ``node`` and of its process."""
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    registry.register(NodeCollector(node))
+    return registry
+
+
+class NodeCollector(Collector):
+    """Made anew of the node's state at every scrape. No label has more values than this file names."""
+
+    def __init__(self, node: Measured) -> None:
+        self._node = node
+
+    def collect(self) -> Iterator[Metric]:
+        status = self._node.status()
+        yield from _of_status(status)
+        yield _gauge("p2pd_resident_memory_bytes", "Memory of the p2pd child process.", _p2pd_bytes())
+        if (engine := self._node.engine) is not None:
+            yield from _of_engine(engine)
+        if (host := self._node.host) is not None:
+            yield from _of_host(host)
+            yield from _of_resources(host.transport.resources.snapshot())
+
+
+def _of_status(status: NodeStatus) -> Iterator[Metric]:
+    about = {
+        "version": status.version,
+        "swarm": status.swarm,
+        "model": status.model,
+        "manifest": status.manifest.hex()[:16],
+        "blocks": f"{status.start}:{status.end}",
+    }
+    yield InfoMetricFamily(PREFIX.rstrip("_"), "What this node is and hosts.", about)
+    state = GaugeMetricFamily(
+        f"{PREFIX}state", "1 at what the node is doing, 0 at all else.", labels=["state"]
+    )
+    for each in STATES:
+        state.add_metric([each], float(each == status.state))
+    yield state
+    yield _gauge("month_sent_bytes", "Sent this month, as it counts for --monthly.", status.usage.up_bytes)
+    yield _gauge("month_received_bytes", "Received this month, likewise.", status.usage.down_bytes)
+    yield _gauge("uptime_seconds", "Since the node started.", status.uptime_s)
+    yield _gauge("blocks", "Blocks hosted here.", status.end - status.start)
+    yield _gauge("model_blocks", "Blocks of the whole model.", status.total_blocks)
+    yield _gauge("sessions", "Sessions open now.", status.sessions)
+    yield _gauge("weight_bytes", "Memory of the weights.", status.weight_bytes)
+    yield _gauge("cache_bytes", "Keys and values of sessions.", status.cache_bytes)
+    yield _gauge("cache_limit_bytes", "What caches may take.", status.cache_bytes_limit)
+
+
+def _of_engine(engine: "Engine") -> Iterator[Metric]:
+    tally = engine.tally
+    yield _counter("positions", "Positions computed: tokens, each through all blocks here.", engine.tokens)
+    yield _counter("forwards", "Forwards and passes computed.", engine.forwards)
+    yield _gauge("graph_bytes", "What forward passes have left for backward passes.", engine.graphs.nbytes)
+    yield _gauge("queue_seconds", "How long new work of a session would wait now.", engine.queue_s)
+    yield _histogram("forward_seconds", "How long one forward of sessions' work took.", tally.forward_s)
+    yield _histogram("forward_positions", "Positions in one such forward.", tally.forward_positions)
+    yield _histogram("wait_seconds", "How long work of sessions waited for its forward.", tally.wait_s)
+    yield _histogram("pass_seconds", "How long one training pass took to compute.", tally.pass_s)
+
+
+def _of_host(host: "Host") -> Iterator[Metric]:
+    numbers = host.numbers
+    yield _counter(
+        "answered_positions", "Positions sent home to clients, as their last hop.", numbers.answered
+    )
+    yield _counter(
+        "rebuilt_sessions", "Sessions that came by replay, in place of another host.", numbers.rebuilt
+    )
+    yield _counter("lost_links", "Next hops that were lost.", numbers.links_lost)
+    yield _counter("lost_clients", "Sessions whose client fell silent.", numbers.clients_lost)
+    refused = _labelled(CounterMetricFamily, "refusals", "What others were refused, and why.", "reason")
+    for name in REASONS:
+        refused.add_metric([name], numbers.refused[name])
+    yield refused
+    yield _histogram(
+        "first_token_seconds", "From a prompt to its first token, by its first hop.", numbers.first_tokens
+    )
+    yield _histogram("token_seconds", "From one token to the next, by their first hop.", numbers.token_times)
+
+
+def _of_resources(seen: Snapshot) -> Iterator[Metric]:
+    used = _labelled(GaugeMetricFamily, "resource_used", "What others hold here.", "resource")
+    limit = _labelled(GaugeMetricFamily, "resource_limit", "What all of them may hold.", "resource")
+    refused = _labelled(CounterMetricFamily, "resource_refusals", "How often it was not given.", "resource")
+    for stock, account in seen.stocks.items():
+        used.add_metric([stock], account.used)
+        refused.add_metric([stock], account.refused)
+        if account.in_all is not None:
+            limit.add_metric([stock], account.in_all)
+    yield from (used, limit, refused)
+    yield _gauge("peers", "Peers that hold something here or did lately.", seen.peers)
+    for name, about, flow in (
+        ("frames", "Messages received.", Flow.FRAMES),
+        ("received_bytes", "Bytes of messages received.", Flow.BYTES_IN),
+        ("sent_bytes", "Bytes of messages sent.", Flow.BYTES_OUT),
+    ):
+        yield _counter(name, about, seen.spent.get(flow, 0.0))
+
+
+def _p2pd_bytes() -> int:
+    """0 if it has just ended."""
+    try:
+        children = psutil.Process().children()
+        return sum(child.memory_info().rss for child in children if child.name() == P2PD)
+    except psutil.NoSuchProcess:
+        return 0
+
+
+def _labelled(kind: type[F], name: str, about: str, label: str) -> F:
+    return kind(PREFIX + name, about, labels=[label])
+
+
+def _gauge(name: str, about: str, value: float) -> Metric:
+    return GaugeMetricFamily(PREFIX + name, about, value=value)
+
+
+def _counter(name: str, about: str, value: float) -> Metric:
+    return CounterMetricFamily(PREFIX + name, about, value=value)
+
+
+def _histogram(name: str, about: str, seen: Histogram) -> Metric:
+    bounds = [*(f"{float(bound)}" for bound in seen.bounds), "+Inf"]
+    buckets = list(zip(bounds, seen.cumulative(), strict=True))
+    return HistogramMetricFamily(PREFIX + name, about, buckets=buckets, sum_value=seen.total)

@@ -1,0 +1,78 @@
+"""When a node may run: days of the week and hours of the day, by the clock on the owner's wall."""
+
+import re
+from dataclasses import dataclass
+from datetime import datetime
+
+DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
+DAY_MINUTES = 24 * 60
+MAX_TEXT = 256
+_DAY = "(?:" + "|".join(DAYS) + ")"
+_WINDOW = re.compile(
+    rf"(?:(?P<days>{_DAY}(?:-{_DAY})?(?:\s*,\s*{_DAY}(?:-{_DAY})?)*)\s+)?"
+    r"(?P<from>[0-9]{1,2}:[0-9]{2})\s*-\s*(?P<to>[0-9]{1,2}:[0-9]{2})"
+)
+
+
+@dataclass(frozen=True)
+class Window:
+    """From one minute of the day to another, on some days; where it passes midnight, ``days`` are those it begins on."""
+
+    days: frozenset[int]
+    start: int
+    end: int
+
+    def holds(self, weekday: int, minute: int) -> bool:
+        """Whether the window is open at this minute of the day; Monday is 0."""
+        if self.start < self.end:
+            return weekday in self.days and self.start <= minute < self.end
+        yesterday = (weekday - 1) % 7
+        return (weekday in self.days and minute >= self.start) or (
+            yesterday in self.days and minute < self.end
+        )
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The times at which a node may run: whenever one of the windows is open. ``text`` is what it was read from."""
+
+    text: str
+    windows: tuple[Window, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> "Schedule":
+        """``mon-fri 19:00-07:00; sat,sun 00:00-24:00``, or only hours, for every day. Raises ``ValueError`` otherwise."""
+        if len(text) > MAX_TEXT:
+            raise ValueError(f"a schedule has at most {MAX_TEXT} characters")
+        windows = tuple(_window(part.strip().lower()) for part in text.split(";"))
+        return cls(text.strip(), windows)
+
+    def allows(self, now: datetime) -> bool:
+        """Whether a node may run at ``now``, a local time: what the hands of the clock show is what counts."""
+        return any(window.holds(now.weekday(), now.hour * 60 + now.minute) for window in self.windows)
+
+
+def _window(text: str) -> Window:
+    match = _WINDOW.fullmatch(text)
+    if match is None:
+        raise ValueError("write a schedule as 'mon-fri 19:00-07:00; sat,sun 00:00-24:00'")
+    start, end = _minute(match["from"]), _minute(match["to"])
+    if start in (end, DAY_MINUTES):
+        raise ValueError(
+            f"{match['from']}-{match['to']} is no time at all: for a whole day write 00:00-24:00"
+        )
+    days = re.split(r"\s*,\s*", match["days"]) if match["days"] else ["mon-sun"]
+    return Window(frozenset(day for part in days for day in _days(part)), start, end)
+
+
+def _minute(text: str) -> int:
+    hours, minutes = map(int, text.split(":"))
+    if minutes >= 60 or hours * 60 + minutes > DAY_MINUTES:
+        raise ValueError(f"{text} is no time of a day")
+    return hours * 60 + minutes
+
+
+def _days(text: str) -> list[int]:
+    first, _, last = text.partition("-")
+    begin, end = DAYS.index(first), DAYS.index(last or first)
+    return [(begin + ahead) % 7 for ahead in range((end - begin) % 7 + 1)]

@@ -1,0 +1,90 @@
+"""The catalog of a swarm: which models are hosted and which jobs trained, for whoever knows neither their hashes nor their ids."""
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NoReturn
+
+from google.protobuf.message import DecodeError
+
+from swarmnet_protocols.directory import Directory
+from swarmnet_protocols.errors import SwarmnetError
+from swarmnet_protocols.models.manifest import MAX_BLOCKS
+from swarmnet_protocols.wire import records_pb2 as pb
+
+TOPIC = "catalog"
+MAX_NAME_CHARS = 128
+MAX_MODELS = 32
+"""That are read: those that most peers name. Anybody may name what does not exist."""
+MAX_JOBS = 32
+LIFETIME_S = 600.0
+ANNOUNCE_S = 200.0
+"""Between two announcements: entries say what there is, not who is there now."""
+
+
+@dataclass(frozen=True)
+class CatalogModel:
+    manifest: bytes
+    name: str
+    blocks: int
+
+
+@dataclass(frozen=True)
+class Catalog:
+    models: tuple[CatalogModel, ...] = ()
+    jobs: tuple[str, ...] = ()
+    """Ids, 64 hexadecimal digits."""
+
+
+async def keep_model_announced(directory: Directory, model: CatalogModel) -> NoReturn:
+    """Have the catalog name a model for as long as this runs."""
+    entry = pb.CatalogModel(manifest=model.manifest, name=model.name[-MAX_NAME_CHARS:], blocks=model.blocks)
+    await _keep_announced(directory, pb.CatalogRecord(model=entry))
+
+
+async def keep_job_announced(directory: Directory, job_id: str) -> NoReturn:
+    """Have the catalog name a job for as long as this runs."""
+    entry = pb.CatalogJob(id=bytes.fromhex(job_id))
+    await _keep_announced(directory, pb.CatalogRecord(job=entry))
+
+
+async def _keep_announced(directory: Directory, record: pb.CatalogRecord) -> NoReturn:
+    while True:
+        with contextlib.suppress(SwarmnetError):  # the entry outlives a missed announcement
+            await directory.publish(TOPIC, record.SerializeToString(), lifetime_s=LIFETIME_S)
+        await asyncio.sleep(ANNOUNCE_S)
+
+
+async def read_catalog(directory: Directory) -> Catalog:
+    """What peers say there is; of a model with several names, the one that most peers use."""
+    return merge(record.body for record in await directory.lookup(TOPIC))
+
+
+def merge(bodies: Iterable[bytes]) -> Catalog:
+    """One catalog of everybody's entries. Those that make no sense are left out."""
+    named: dict[bytes, Counter[tuple[str, int]]] = {}
+    jobs: Counter[str] = Counter()
+    for body in bodies:
+        try:
+            record = pb.CatalogRecord.FromString(body)
+        except DecodeError:
+            continue
+        model = record.model
+        if len(model.manifest) == 32 and _is_name(model.name) and 0 < model.blocks <= MAX_BLOCKS:
+            named.setdefault(model.manifest, Counter())[model.name, model.blocks] += 1
+        if len(record.job.id) == 32:
+            jobs[record.job.id.hex()] += 1
+    # Most named first, then by hash: the same entries give the same catalog on every machine.
+    manifests = sorted(named, key=lambda manifest: (-named[manifest].total(), manifest))[:MAX_MODELS]
+    models = [CatalogModel(manifest, *_most_used(named[manifest])) for manifest in manifests]
+    return Catalog(tuple(models), tuple(sorted(jobs, key=lambda job: (-jobs[job], job))[:MAX_JOBS]))
+
+
+def _most_used(names: Counter[tuple[str, int]]) -> tuple[str, int]:
+    return min(names, key=lambda each: (-names[each], each))
+
+
+def _is_name(name: str) -> bool:
+    return 0 < len(name) <= MAX_NAME_CHARS and name.isprintable()

@@ -1,0 +1,38 @@
+"""Whom a door has let in."""
+
+import asyncio
+
+from swarmnet_protocols.errors import NotAuthorised
+from swarmnet_protocols.membership.certificates import Certificate
+from swarmnet_protocols.membership.roles import Role, name_roles
+from swarmnet_protocols.membership.rules import Member
+from swarmnet_protocols.transport import ProtocolSpec, Stream
+
+
+class Guest:
+    """Somebody we have met, and what is open between us."""
+
+    def __init__(self, member: Member, certificate: Certificate | None) -> None:
+        self.member = member
+        self.certificate = certificate
+        self.doors: dict[Stream, None] = {}
+        self.streams: dict[Stream, None] = {}
+        self.timer: asyncio.TimerHandle | None = None
+        self.serials: dict[bytes, int] = {}
+        self.spoke = asyncio.Event()
+
+    def end(self) -> None:
+        """End everything that is open."""
+        if self.timer is not None:
+            self.timer.cancel()
+        for stream in (*self.doors, *self.streams):
+            stream.close()
+
+
+def check_role(member: Member, roles: frozenset[Role], protocol: ProtocolSpec) -> None:
+    """Raise ``NotAuthorised`` unless ``member`` has one of ``roles``, which ``protocol`` takes."""
+    if not member.roles & roles:
+        raise NotAuthorised(
+            f"{protocol.id} is for {name_roles(roles)}; {member.peer} is in the swarm as {name_roles(member.roles)}",
+            hint="ask whoever runs the swarm for an invite with that role",
+        )

@@ -1,0 +1,194 @@
+"""Rates that a peer keeps, whoever it talks to: what goes out waits for its turn, what comes in is read more slowly.
+
+A line is charged for what it carries before it is known what that makes on the wire; ``settle`` corrects it by what was measured.
+Beats and pings never wait, small messages (decode steps) go before pieces of large ones (prompts), which are never starved.
+"""
+
+import asyncio
+import math
+from collections import deque
+
+PIECE_BYTES = 16 << 10
+"""Large messages go, and are read, in pieces of this size, between which others have their turn."""
+TINY_BYTES = 2048
+"""Beats, pings, the opening words of streams: late ones would look like a death."""
+SMALL_SHARE = 0.5
+"""Of the rate, for small messages while large ones that came at once, unasked, are being made up for."""
+SMALL_TURNS = 8
+"""So many small messages go before one piece of a large one that waits."""
+BURST_S = 0.1
+"""What was not used for so long may be made up for at once."""
+WIRE_FACTOR = 1.04
+"""What a byte of ours makes on the wire, headers of IP, TCP or QUIC and of libp2p included, at 1,500 bytes a packet."""
+MAX_AHEAD_S = 1.0
+"""What was charged and not seen on the wire within this time will not come."""
+
+
+class Bucket:
+    """Bytes that may go at a steady rate. Pure: time is an argument. Without a rate everything may."""
+
+    def __init__(self) -> None:
+        self.bytes_per_s = math.inf
+        self._level = 0.0
+        self._at = 0.0
+
+    def set_rate(self, bytes_per_s: float, now: float) -> None:
+        """Another rate from now on. Debts of an unlimited time are forgotten."""
+        self._fill(now)
+        if math.isinf(self.bytes_per_s) or math.isinf(bytes_per_s):
+            self._level = 0.0
+        self.bytes_per_s = bytes_per_s
+
+    def charge(self, size_bytes: float, now: float) -> None:
+        """So much goes now, whether or not there was room."""
+        self._fill(now)
+        if not math.isinf(self.bytes_per_s):
+            self._level -= size_bytes
+
+    def wait_s(self, now: float) -> float:
+        """Until the next may go. A byte is not worth a wait that no clock shows."""
+        self._fill(now)
+        return -self._level / self.bytes_per_s if self._level < -1.0 else 0.0
+
+    def _fill(self, now: float) -> None:
+        if not math.isinf(self.bytes_per_s):
+            gained = self._level + (now - self._at) * self.bytes_per_s
+            self._level = min(gained, self.bytes_per_s * BURST_S)
+        self._at = now
+
+
+class Line:
+    """One direction of everything that a peer sends or receives."""
+
+    def __init__(self) -> None:
+        self.total_bytes = 0.0
+        """Bytes on the wire so far, as measured, or as estimated where they cannot be."""
+        self._bucket = Bucket()
+        self._small_bucket = Bucket()
+        self._small: deque[tuple[float, asyncio.Future[None]]] = deque()
+        self._large: deque[tuple[float, asyncio.Future[None]]] = deque()
+        self._small_turns = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._charged_bytes = 0.0
+        self._ahead_bytes = 0.0
+
+    @property
+    def is_limited(self) -> bool:
+        return not math.isinf(self._bucket.bytes_per_s)
+
+    def set_rate(self, bytes_per_s: float | None) -> None:
+        """Keep this rate, or none, from now on; on the loop that the line is used on."""
+        rate = math.inf if bytes_per_s is None else bytes_per_s
+        self._bucket.set_rate(rate, _now())
+        self._small_bucket.set_rate(rate * SMALL_SHARE, _now())
+        self._go_on()
+
+    def count(self, size_bytes: int) -> None:
+        """Something goes without waiting; what comes later makes up for it."""
+        wire_bytes = size_bytes * WIRE_FACTOR
+        self.total_bytes += wire_bytes
+        self._charged_bytes += wire_bytes
+        self._bucket.charge(wire_bytes, _now())
+
+    async def turn(self, size_bytes: int, *, of_bytes: int) -> None:
+        """Wait until ``size_bytes`` of a message of ``of_bytes`` may go, and count them."""
+        if self.is_limited and of_bytes > TINY_BYTES:
+            waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            queue = self._small if of_bytes <= PIECE_BYTES else self._large
+            queue.append((size_bytes, waiting))
+            self._go_on()
+            await waiting
+        else:
+            self.count(size_bytes)
+
+    def settle(self, measured_bytes: float, *, sees_all: bool) -> None:
+        """So much was seen on the wire since the last time; ``sees_all``: nothing else can have been there.
+
+        Then it is what counts, in place of what was charged. Otherwise it counts as far as it is more: what was charged and not
+        seen counts for a while as charged for what is seen next, since it may still be on its way.
+        """
+        owed = measured_bytes - self._charged_bytes
+        self._charged_bytes = 0.0
+        if not sees_all:
+            ahead = self._ahead_bytes - owed
+            owed = max(0.0, -ahead)
+            self._ahead_bytes = min(max(0.0, ahead), self._bucket.bytes_per_s * MAX_AHEAD_S)
+        self.total_bytes += owed
+        self._bucket.charge(owed, _now())
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Let go whoever may, and come back for the others."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        while (waiting := self._next()) is not None:
+            queue, (size_bytes, future) = waiting
+            wait_s = self._bucket.wait_s(_now())
+            if queue is self._small:
+                wait_s = min(wait_s, self._small_bucket.wait_s(_now()))
+            if wait_s > 0:
+                self._timer = asyncio.get_running_loop().call_later(wait_s, self._go_on)
+                return
+            queue.popleft()
+            self._small_turns = self._small_turns + 1 if queue is self._small else 0
+            if queue is self._small:
+                self._small_bucket.charge(size_bytes * WIRE_FACTOR, _now())
+            self.count(int(size_bytes))
+            future.set_result(None)
+
+    def _next(
+        self,
+    ) -> "tuple[deque[tuple[float, asyncio.Future[None]]], tuple[float, asyncio.Future[None]]] | None":
+        for queue in (self._small, self._large):
+            while queue and queue[0][1].done():  # who was cancelled waits no longer
+                queue.popleft()
+        may_large = self._large and self._bucket.wait_s(_now()) == 0
+        large_first = may_large and self._small_turns >= SMALL_TURNS
+        queue = self._large if large_first or not self._small else self._small
+        return (queue, queue[0]) if queue else None
+
+
+class Pace:
+    """Both directions."""
+
+    def __init__(self) -> None:
+        self.up = Line()
+        self.down = Line()
+
+
+class PacedReader:
+    """Reads a byte stream no faster than ``line`` allows. A cancelled read loses nothing if it is made again."""
+
+    def __init__(self, reader: asyncio.StreamReader, line: Line) -> None:
+        self._reader = reader
+        self._line = line
+        self._kept = bytearray()
+        self._granted = 0
+
+    def has(self, size_bytes: int) -> bool:
+        """Whether ``readexactly`` gives so many bytes at once."""
+        is_held_back = self._line.is_limited and size_bytes > TINY_BYTES
+        # StreamReader does not tell.
+        return not is_held_back and size_bytes <= len(self._reader._buffer)  # type: ignore[attr-defined]
+
+    async def readexactly(self, size_bytes: int) -> bytes:
+        """As of ``StreamReader``."""
+        if not self._kept and (size_bytes <= TINY_BYTES or not self._line.is_limited):
+            data = await self._reader.readexactly(size_bytes)
+            self._line.count(max(0, size_bytes - self._granted))
+            self._granted = 0
+            return data
+        while len(self._kept) < size_bytes:
+            wanted = min(PIECE_BYTES, size_bytes - len(self._kept))
+            if self._granted < wanted:
+                await self._line.turn(wanted - self._granted, of_bytes=size_bytes)
+                self._granted = wanted
+            self._kept += await self._reader.readexactly(wanted)
+            self._granted = 0
+        data, self._kept = bytes(self._kept), bytearray()
+        return data
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

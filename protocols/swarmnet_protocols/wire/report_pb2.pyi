@@ -1,0 +1,129 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class ReportRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class NodeReport(_message.Message):
+    __slots__ = ("version", "public_name", "uptime_s", "host", "worker")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PUBLIC_NAME_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_S_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    public_name: str
+    uptime_s: float
+    host: HostReport
+    worker: WorkerReport
+    def __init__(self, version: _Optional[str] = ..., public_name: _Optional[str] = ..., uptime_s: _Optional[float] = ..., host: _Optional[_Union[HostReport, _Mapping]] = ..., worker: _Optional[_Union[WorkerReport, _Mapping]] = ...) -> None: ...
+
+class HostReport(_message.Message):
+    __slots__ = ("manifest", "model", "total_blocks", "start", "end", "state", "dtype", "step_s", "token_s", "queue_s", "cache_bytes", "cache_bytes_limit", "sessions", "forwards", "positions", "answered", "rebuilt", "links_lost", "clients_lost", "first_tokens", "token_times", "flows")
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    STEP_S_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    CACHE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CACHE_BYTES_LIMIT_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    FORWARDS_FIELD_NUMBER: _ClassVar[int]
+    POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    ANSWERED_FIELD_NUMBER: _ClassVar[int]
+    REBUILT_FIELD_NUMBER: _ClassVar[int]
+    LINKS_LOST_FIELD_NUMBER: _ClassVar[int]
+    CLIENTS_LOST_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_TIMES_FIELD_NUMBER: _ClassVar[int]
+    FLOWS_FIELD_NUMBER: _ClassVar[int]
+    manifest: bytes
+    model: str
+    total_blocks: int
+    start: int
+    end: int
+    state: str
+    dtype: str
+    step_s: float
+    token_s: float
+    queue_s: float
+    cache_bytes: int
+    cache_bytes_limit: int
+    sessions: int
+    forwards: int
+    positions: int
+    answered: int
+    rebuilt: int
+    links_lost: int
+    clients_lost: int
+    first_tokens: Times
+    token_times: Times
+    flows: _containers.RepeatedCompositeFieldContainer[Flow]
+    def __init__(self, manifest: _Optional[bytes] = ..., model: _Optional[str] = ..., total_blocks: _Optional[int] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., state: _Optional[str] = ..., dtype: _Optional[str] = ..., step_s: _Optional[float] = ..., token_s: _Optional[float] = ..., queue_s: _Optional[float] = ..., cache_bytes: _Optional[int] = ..., cache_bytes_limit: _Optional[int] = ..., sessions: _Optional[int] = ..., forwards: _Optional[int] = ..., positions: _Optional[int] = ..., answered: _Optional[int] = ..., rebuilt: _Optional[int] = ..., links_lost: _Optional[int] = ..., clients_lost: _Optional[int] = ..., first_tokens: _Optional[_Union[Times, _Mapping]] = ..., token_times: _Optional[_Union[Times, _Mapping]] = ..., flows: _Optional[_Iterable[_Union[Flow, _Mapping]]] = ...) -> None: ...
+
+class Times(_message.Message):
+    __slots__ = ("counts", "total_s")
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_S_FIELD_NUMBER: _ClassVar[int]
+    counts: _containers.RepeatedScalarFieldContainer[int]
+    total_s: float
+    def __init__(self, counts: _Optional[_Iterable[int]] = ..., total_s: _Optional[float] = ...) -> None: ...
+
+class Flow(_message.Message):
+    __slots__ = ("upstream", "downstream", "sessions", "positions")
+    UPSTREAM_FIELD_NUMBER: _ClassVar[int]
+    DOWNSTREAM_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    upstream: str
+    downstream: str
+    sessions: int
+    positions: int
+    def __init__(self, upstream: _Optional[str] = ..., downstream: _Optional[str] = ..., sessions: _Optional[int] = ..., positions: _Optional[int] = ...) -> None: ...
+
+class WorkerReport(_message.Message):
+    __slots__ = ("job", "name", "method", "state", "round", "rounds", "loss", "val_loss", "tokens", "bytes_sent", "bytes_received", "contributions")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    METHOD_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    VAL_LOSS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
+    BYTES_RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    CONTRIBUTIONS_FIELD_NUMBER: _ClassVar[int]
+    job: bytes
+    name: str
+    method: str
+    state: str
+    round: int
+    rounds: int
+    loss: float
+    val_loss: float
+    tokens: int
+    bytes_sent: int
+    bytes_received: int
+    contributions: _containers.RepeatedCompositeFieldContainer[Contribution]
+    def __init__(self, job: _Optional[bytes] = ..., name: _Optional[str] = ..., method: _Optional[str] = ..., state: _Optional[str] = ..., round: _Optional[int] = ..., rounds: _Optional[int] = ..., loss: _Optional[float] = ..., val_loss: _Optional[float] = ..., tokens: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., bytes_received: _Optional[int] = ..., contributions: _Optional[_Iterable[_Union[Contribution, _Mapping]]] = ...) -> None: ...
+
+class Contribution(_message.Message):
+    __slots__ = ("peer", "rounds")
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    peer: str
+    rounds: int
+    def __init__(self, peer: _Optional[str] = ..., rounds: _Optional[int] = ...) -> None: ...

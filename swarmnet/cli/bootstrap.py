@@ -1,0 +1,85 @@
+"""``swarmnet bootstrap``: a peer that hosts nothing and is always there to start from."""
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import typer
+
+from swarmnet.addresses import check_listen_address, check_peer_address
+from swarmnet.cli.interrupts import Interrupts
+from swarmnet.cli.options import (
+    AnnounceOption,
+    BootstrapOption,
+    DataDirOption,
+    IssuerOption,
+    JsonFlag,
+    ListenOption,
+    SwarmArgument,
+)
+from swarmnet.cli.output import note, print_json
+from swarmnet.entering import enter
+from swarmnet.paths import default_data_dir, locked_data_dir
+from swarmnet.supervision import notify_ready, notify_stopping
+from swarmnet_protocols.network import ANY_PORT
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from swarmnet_protocols.network import Network
+    from swarmnet_protocols.transport import Transport
+
+
+def bootstrap(  # noqa: PLR0913 - a command line, not an interface
+    swarm: SwarmArgument,
+    *,
+    bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
+    listen: ListenOption = [],  # noqa: B006
+    announce: AnnounceOption = [],  # noqa: B006
+    data_dir: DataDirOption = None,
+    issuer: IssuerOption = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Keep a part of the swarm's directory, and be there for newcomers to start from, until Ctrl-C. Needs no model and little memory."""
+    import uvloop
+
+    for address in (*listen, *announce):
+        check_listen_address(address)
+    for address in bootstrap:
+        check_peer_address(address)
+    entry = enter(swarm, data_dir or default_data_dir(), bootstrap)
+    with locked_data_dir(data_dir or default_data_dir()) as directory:
+        network = entry.network(listen or ANY_PORT, announce, issuer)
+        try:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(_serve(network, directory, as_json=as_json))
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
+
+
+async def _serve(network: "Network", data_dir: "Path", *, as_json: bool) -> None:
+    from swarmnet_protocols.aio import race
+    from swarmnet_protocols.errors import SwarmnetError
+    from swarmnet_protocols.network import connect
+
+    interrupts = Interrupts.catch()
+    stop = asyncio.Event()
+    async with connect(network) as (transport, _directory):
+        interrupts.first = stop.set
+        _announce(transport, data_dir, as_json=as_json)
+        await race(stop.wait(), transport.died())
+        notify_stopping()
+        if not stop.is_set():
+            raise SwarmnetError("p2pd died: nobody can start from here", hint="start it again")
+
+
+def _announce(transport: "Transport", data_dir: "Path", *, as_json: bool) -> None:
+    addresses = list(transport.addresses())
+    (data_dir / "addresses").write_text("".join(f"{address}\n" for address in addresses))
+    notify_ready(f"peer {transport.peer_id}")
+    if as_json:
+        print_json({"event": "ready", "peer_id": transport.peer_id, "addresses": addresses})
+        return
+    note("others start from here with one of")
+    for address in addresses:
+        typer.echo(f"  --bootstrap {address}")
+    note("stop with Ctrl-C")

@@ -1,0 +1,81 @@
+"""What was said so far, and how the model is to read it."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from swarmnet_protocols.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass
+class Turn:
+    question: str
+    answer: str = ""
+
+
+@dataclass
+class Conversation:
+    """Turns, and before them what the model is told to be.
+
+    ``tokenizer`` is the model's, ``context`` how many tokens it takes. Without a chat template, or with ``raw``, the model just
+    continues the text of all turns.
+    """
+
+    tokenizer: Any
+    context: int
+    raw: bool = False
+    system: str = ""
+    turns: list[Turn] = field(default_factory=list)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the text of all turns is continued, in place of a dialogue."""
+        return self.raw or not self.tokenizer.chat_template
+
+    def encode(self) -> "torch.Tensor":
+        """What the model reads before its next answer, [1, tokens]. Raises ``ConfigError`` if its template cannot say that."""
+        if self.is_plain:
+            text = self.system + "".join(turn.question + turn.answer for turn in self.turns)
+            encoded = self.tokenizer(text, return_tensors="pt")
+        else:
+            encoded = self.tokenizer(self._as_dialogue(), return_tensors="pt", add_special_tokens=False)
+        input_ids: torch.Tensor = encoded["input_ids"]
+        return input_ids
+
+    def prompt(self, answer_tokens: int) -> tuple["torch.Tensor", int]:
+        """The same, with room for so many tokens of an answer; and how many of the oldest turns were dropped for that.
+
+        So many are dropped at once that half the context is free: the rest is computed anew, and that should be seldom.
+        """
+        input_ids, dropped = self.encode(), 0
+        limit = self.context - min(answer_tokens, self.context // 4)
+        while input_ids.shape[1] > limit and len(self.turns) > 1:
+            limit = self.context // 2
+            del self.turns[0]
+            dropped += 1
+            input_ids = self.encode()
+        return input_ids, dropped
+
+    def messages(self) -> list[dict[str, str]]:
+        """The conversation as chat templates and the OpenAI API have it; an answer that has not come is left out."""
+        told = [{"role": "system", "content": self.system}] if self.system else []
+        for turn in self.turns:
+            told.append({"role": "user", "content": turn.question})
+            told.append({"role": "assistant", "content": turn.answer})
+        return told if not self.turns or self.turns[-1].answer else told[:-1]
+
+    def _as_dialogue(self) -> str:
+        from jinja2 import TemplateError
+
+        try:
+            text: str = self.tokenizer.apply_chat_template(
+                self.messages(), add_generation_prompt=True, tokenize=False
+            )
+        except TemplateError as error:
+            raise ConfigError(
+                f"the model's chat template refuses this conversation: {error}",
+                hint="leave out the system text, or use --raw",
+            ) from error
+        return text

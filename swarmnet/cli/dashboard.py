@@ -1,0 +1,164 @@
+"""``swarmnet dashboard``: what a swarm does, on a page; and the same page served by a node."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from swarmnet.addresses import check_peer_address
+from swarmnet.cli.interrupts import Interrupts
+from swarmnet.cli.options import (
+    BootstrapOption,
+    DataDirOption,
+    HostOption,
+    JsonFlag,
+    PortOption,
+    SwarmOption,
+)
+from swarmnet.cli.output import note, print_json, progress
+from swarmnet.entering import Entry, enter
+from swarmnet.paths import default_data_dir, locked_data_dir
+from swarmnet.supervision import notify_ready, notify_stopping
+from swarmnet_protocols.errors import ConfigError, SwarmnetError
+from swarmnet_protocols.network import LOOPBACK
+
+if TYPE_CHECKING:
+    from swarmnet.cli.hosting import HostedNode
+    from swarmnet.dashboard.server import Place
+    from swarmnet.swarm_content import SwarmFile
+
+HISTORY = "history"
+MAX_KEY_BYTES = 4096
+_RESTART = "start it again: swarmnet dashboard"
+
+
+def dashboard(  # noqa: PLR0913 - a command line, not an interface
+    *,
+    swarm: SwarmOption,
+    bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
+    host: HostOption = "127.0.0.1",
+    port: PortOption = 8080,
+    api_key: Annotated[
+        str | None,
+        typer.Option("--api-key", metavar="KEY", help="Ask for this key; browsers ask for it as a password."),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option("--api-key-file", metavar="FILE", help="Ask for the key in this file.")
+    ] = None,
+    allow_host: Annotated[
+        list[str], typer.Option("--allow-host", metavar="NAME", help="A name it is reached by; repeatable.")
+    ] = [],  # noqa: B006
+    data_dir: DataDirOption = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Show a swarm on a page until Ctrl-C: who hosts what, how fast it answers, what trains, what to host next.
+
+    What it saw is kept for 30 days in the data directory.
+    """
+    from swarmnet.dashboard.server import Place
+
+    for address in bootstrap:
+        check_peer_address(address)
+    place = Place(host, port, api_key or _key_in(api_key_file), tuple(allow_host))
+    _check(place)
+    # Another peer than the node or the client of this machine: both may run.
+    own_dir = (data_dir or default_data_dir()) / "dashboard"
+    entry = enter(swarm, own_dir, bootstrap)
+    entry.check_bootstrap()
+    with locked_data_dir(own_dir) as directory:
+        import uvloop
+
+        try:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(_show(entry, directory, place, as_json=as_json))
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
+
+
+def _key_in(path: Path | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        with path.open(encoding="utf-8") as stream:
+            key = stream.read(MAX_KEY_BYTES).strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"cannot read the key in {path}: {error}", hint="give a text file with a key"
+        ) from error
+    if not key:
+        raise ConfigError(f"there is no key in {path}", hint="write one into it")
+    return key
+
+
+async def _show(entry: Entry, directory: Path, place: "Place", *, as_json: bool) -> None:
+    from random import SystemRandom
+
+    from swarmnet.dashboard.observer import Vantage
+    from swarmnet.dashboard.running import Watched, run_dashboard
+    from swarmnet_protocols.aio import race
+    from swarmnet_protocols.clock import wall_clock
+    from swarmnet_protocols.network import connect
+
+    interrupts = Interrupts.catch()
+    stop = asyncio.Event()
+    async with AsyncExitStack() as stack:
+        with progress(quiet=as_json) as report:
+            report("finding the swarm", 0, None)
+            transport, known = await stack.enter_async_context(
+                connect(entry.network(LOOPBACK), client_mode=True)
+            )
+        vantage = Vantage(transport, known, wall_clock, SystemRandom())
+        watched = Watched(entry.file, directory / HISTORY)
+        url = await stack.enter_async_context(run_dashboard(vantage, watched, place))
+        interrupts.first = stop.set
+        notify_ready(f"dashboard of {entry.file.name} on {url}")
+        if as_json:
+            print_json({"event": "ready", "url": url})
+        else:
+            typer.echo(f"the swarm {entry.file.name}: {url}")
+            note("stop with Ctrl-C")
+        await race(stop.wait(), transport.died())
+        notify_stopping()
+        if not stop.is_set():
+            raise SwarmnetError("p2pd died: this dashboard reaches nobody", hint=_RESTART)
+    if as_json:
+        print_json({"event": "stopped"})
+
+
+def parse_place(endpoint: tuple[str, int], key_file: Path | None) -> "Place":
+    """Where a node is to serve a dashboard. Raises ``ConfigError`` where it cannot."""
+    from swarmnet.dashboard.server import Place
+
+    place = Place(*endpoint, _key_in(key_file))
+    _check(place, key_option="--dashboard-key-file FILE")
+    return place
+
+
+@asynccontextmanager
+async def dashboard_of(
+    node: "HostedNode", file: "SwarmFile", data_dir: Path, place: "Place"
+) -> AsyncIterator[str]:
+    """A dashboard in the process of a node, with its eyes; its URL."""
+    from random import SystemRandom
+
+    from swarmnet.dashboard.observer import Vantage
+    from swarmnet.dashboard.running import Watched, run_dashboard
+    from swarmnet_protocols.clock import wall_clock
+
+    world = node.world
+    vantage = Vantage(
+        world.transport, world.directory, wall_clock, SystemRandom(), world.timing, own=node.report
+    )
+    async with run_dashboard(vantage, Watched(file, data_dir / HISTORY), place) as url:
+        yield url
+
+
+def _check(place: "Place", key_option: str = "--api-key KEY") -> None:
+    """Say so now, and not when the swarm has been found."""
+    from swarmnet.web.serving import listen
+
+    place.check(key_option)
+    listen(place.host, place.port).close()

@@ -1,0 +1,86 @@
+"""``swarmnet doctor``: what is wrong with this machine, and the command that mends it."""
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from swarmnet.addresses import check_listen_address, check_peer_address
+from swarmnet.cli.failures import EXIT_FAILED
+from swarmnet.cli.options import BootstrapOption, CacheDirOption, DataDirOption, JsonFlag
+from swarmnet.cli.output import print_json
+from swarmnet.paths import default_cache_dir, default_data_dir
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from swarmnet.doctor.checks import Finding
+
+_MARKS = {"ok": ("✓", "green"), "warn": ("!", "yellow"), "fail": ("✗", "red"), "skip": ("·", "dim")}
+
+
+def doctor(
+    *,
+    swarm: Annotated[
+        str | None,
+        typer.Option(
+            "--swarm",
+            metavar="SWARM",
+            help="Also ask the peers of this swarm: is this machine reached, is its clock right?",
+            show_default="this machine only",
+        ),
+    ] = None,
+    bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
+    listen: Annotated[
+        list[str],
+        typer.Option(
+            "--listen",
+            metavar="MULTIADDR",
+            help="Where a node is to listen; repeatable.",
+            show_default="any port",
+        ),
+    ] = [],  # noqa: B006
+    data_dir: DataDirOption = None,
+    cache_dir: CacheDirOption = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Examine this machine: versions, memory, disk, keys, ports, clock, and whether others reach it. Takes up to 10 s.
+
+    Ends with 1 if something has to be mended first.
+    """
+    import asyncio
+
+    from swarmnet.doctor.checks import Level, examine, worst
+    from swarmnet.doctor.gather import Question, gather
+
+    for address in listen:
+        check_listen_address(address)
+    for address in bootstrap:
+        check_peer_address(address)
+    question = Question(
+        data_dir=data_dir or default_data_dir(),
+        cache_dir=cache_dir or default_cache_dir(),
+        swarm=swarm,
+        bootstrap=tuple(bootstrap),
+        listen=tuple(listen),
+    )
+    findings = examine(asyncio.run(gather(question)))
+    if as_json:
+        print_json({"worst": worst(findings), "findings": [asdict(finding) for finding in findings]})
+    else:
+        _print(findings)
+    if worst(findings) is Level.FAIL:
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _print(findings: "Sequence[Finding]") -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    for finding in findings:
+        mark, style = _MARKS[finding.level]
+        line = Text.assemble((f"{mark} {finding.level:<4} ", style), (f"{finding.check:<11} ", "bold"))
+        console.print(line.append(finding.text), soft_wrap=True)
+        if finding.fix:
+            console.print(Text(f"                    mend it: {finding.fix}"), soft_wrap=True)

@@ -1,0 +1,99 @@
+"""What a person types: edited and remembered where there is a terminal, read line by line where there is none."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from swarmnet.cli.output import note
+
+MAX_MESSAGE_CHARS = 4 << 20
+QUOTES = '"""'
+_HISTORY_LINES = 1000
+
+
+@dataclass(frozen=True)
+class Keyboard:
+    """Messages of one line, or of several: between ``QUOTES``, or with a backslash at the end of a line that goes on."""
+
+    is_terminal: bool
+
+    def read(self) -> str | None:
+        """The next message, None at the end. Raises ``KeyboardInterrupt`` for a Ctrl-C right after another."""
+        try:
+            return self._message()
+        except KeyboardInterrupt:
+            if not self.is_terminal:
+                raise
+        note("\nCtrl-C once more, Ctrl-D or /quit leaves")
+        return self._message()
+
+    def _message(self) -> str | None:
+        line = self._line("> ")
+        if line is None:
+            return None
+        lines = [line.removeprefix(QUOTES)]
+        while sum(map(len, lines)) < MAX_MESSAGE_CHARS:
+            if line.startswith(QUOTES):
+                if lines[-1].endswith(QUOTES):
+                    lines[-1] = lines[-1].removesuffix(QUOTES)
+                    break
+            elif lines[-1].endswith("\\"):
+                lines[-1] = lines[-1].removesuffix("\\")
+            else:
+                break
+            more = self._line(". ")
+            if more is None:
+                break
+            lines.append(more)
+        return "\n".join(lines)
+
+    def _line(self, prompt: str) -> str | None:
+        if self.is_terminal and sys.stdout.isatty():
+            try:
+                return input(prompt)
+            except EOFError:
+                return None
+        if self.is_terminal:
+            sys.stderr.write(prompt)
+            sys.stderr.flush()
+        line = sys.stdin.readline(MAX_MESSAGE_CHARS)
+        return line.removesuffix("\n") if line else None
+
+
+@contextmanager
+def keyboard(history: Path | None, words: Sequence[str]) -> Iterator[Keyboard]:
+    """The terminal, or else stdin. A terminal completes ``words``, and keeps what is typed in the file ``history`` (0600)."""
+    if not sys.stdin.isatty():
+        yield Keyboard(is_terminal=False)
+        return
+    import readline
+
+    readline.set_completer_delims(" ")
+    readline.set_completer(
+        lambda typed, number: dict(enumerate(word for word in words if word.startswith(typed))).get(number)
+    )
+    readline.parse_and_bind("tab: complete")
+    readline.clear_history()
+    if history is not None:
+        with suppress(OSError):  # there is none yet, or it cannot be read: a chat needs none
+            readline.read_history_file(history)
+    try:
+        yield Keyboard(is_terminal=True)
+    finally:
+        if history is not None:
+            _keep(history)
+
+
+def _keep(history: Path) -> None:
+    import readline
+
+    readline.set_history_length(_HISTORY_LINES)
+    try:
+        history.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        history.touch(mode=0o600)
+        history.chmod(0o600)
+        readline.write_history_file(history)
+    except OSError as error:
+        note(f"what you typed is not kept: {history}: {error.strerror}")

@@ -1,0 +1,104 @@
+"""Commands that are imported when they are called, and help that is laid out in sections."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import typer
+from typer._click.exceptions import UsageError
+from typer.core import TyperCommand, TyperGroup
+
+if TYPE_CHECKING:
+    from typer._click import Command, Context, HelpFormatter, Parameter
+
+
+_SUMMARY_CHARS = 160
+
+
+class Group(TyperGroup):
+    """Commands of a command."""
+
+    def parse_args(self, ctx: "Context", args: list[str]) -> list[str]:
+        # To read options that nobody gave, typer imports pydantic: a third of the time that `--help` of a command takes.
+        if "--help" in args and not args[0].startswith("-"):
+            ctx._protected_args, ctx.args = args[:1], args[1:]
+            return ctx.args
+        return super().parse_args(ctx, args)
+
+    def format_commands(self, ctx: "Context", formatter: "HelpFormatter") -> None:
+        shown = self.commands.items()
+        _write_sections(
+            formatter, (("Commands", (name, each.get_short_help_str(_SUMMARY_CHARS))) for name, each in shown)
+        )
+
+
+def command_group(about: str) -> typer.Typer:
+    """An app for commands of a command, such as `swarmnet swarm`."""
+    return typer.Typer(cls=Group, help=about, add_completion=False, rich_markup_mode=None)
+
+
+@dataclass(frozen=True)
+class LazyCommand:
+    """A command as the list of commands shows it, and where it is: ``module:name`` of a function or a ``typer.Typer``."""
+
+    name: str
+    target: str
+    section: str
+    summary: str
+
+    def load(self) -> "Command":
+        module, name = self.target.split(":")
+        target = getattr(import_module(module), name)
+        if not isinstance(target, typer.Typer):
+            function, target = target, command_group("")
+            target.command(self.name)(function)
+        for command in target.registered_commands:
+            command.cls = SectionedCommand
+        return typer.main.get_command(target)
+
+
+class LazyGroup(Group):
+    """Shows its commands by section without importing any. ``lazy`` is set by a subclass."""
+
+    lazy: tuple[LazyCommand, ...] = ()
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.commands = {each.name: TyperCommand(each.name, short_help=each.summary) for each in self.lazy}
+
+    def get_command(self, ctx: "Context", cmd_name: str) -> "Command | None":
+        return next((each.load() for each in self.lazy if each.name == cmd_name), None)
+
+    def format_commands(self, ctx: "Context", formatter: "HelpFormatter") -> None:
+        _write_sections(formatter, ((each.section, (each.name, each.summary)) for each in self.lazy))
+
+
+class SectionedCommand(TyperCommand):
+    """Shows its options under their ``rich_help_panel``, and is named by every error of its arguments."""
+
+    def parse_args(self, ctx: "Context", args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except UsageError as error:
+            error.ctx = error.ctx or ctx
+            raise
+
+    def format_options(self, ctx: "Context", formatter: "HelpFormatter") -> None:
+        rows = ((_section(each), each.get_help_record(ctx)) for each in self.get_params(ctx))
+        _write_sections(formatter, ((section, row) for section, row in rows if row is not None))
+
+
+def _section(parameter: "Parameter") -> str:
+    kind = "Arguments" if parameter.param_type_name == "argument" else "Options"
+    return getattr(parameter, "rich_help_panel", None) or kind
+
+
+def _write_sections(formatter: "HelpFormatter", rows: Iterable[tuple[str, tuple[str, str]]]) -> None:
+    sections: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    for section, row in rows:
+        sections[section].append(row)
+    for section, lines in sections.items():
+        with formatter.section(section):
+            formatter.write_dl(lines)

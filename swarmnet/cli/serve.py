@@ -1,0 +1,258 @@
+"""``swarmnet serve``: an OpenAI-compatible endpoint over a swarm."""
+
+import asyncio
+import resource
+import sys
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from swarmnet.addresses import check_peer_address
+from swarmnet.cli.interrupts import Interrupts
+from swarmnet.cli.options import (
+    BootstrapOption,
+    CacheDirOption,
+    DataDirOption,
+    DtypeOption,
+    HostOption,
+    JsonFlag,
+    ModelOption,
+    PortOption,
+    SwarmOption,
+    check_device,
+    check_dtype,
+)
+from swarmnet.cli.output import note, print_json, progress
+from swarmnet.entering import client_network
+from swarmnet.paths import default_cache_dir
+from swarmnet.supervision import notify_ready, notify_stopping
+from swarmnet_protocols.errors import ConfigError, SwarmnetError
+from swarmnet_protocols.models import DEFAULT_MODEL, LocalModel, resolve
+from swarmnet_protocols.network import Network
+
+if TYPE_CHECKING:
+    from swarmnet.gateway.quotas import Quota
+    from swarmnet.web.guards import Access, ApiKeys
+
+DRAIN_S = 60.0
+"""What runs when the command is told to stop has this long to end."""
+MAX_KEY_FILE_BYTES = 1 << 20
+MAX_FILES = 65536
+
+
+@dataclass(frozen=True)
+class _Serving:
+    """All that a person may ask of an endpoint."""
+
+    host: str
+    port: int
+    access: "Access"
+    quota: "Quota"
+    max_concurrent: int
+    dtype: str
+    device: str
+    as_json: bool
+    stop_on_eof: bool = False
+
+
+def serve(  # noqa: PLR0913 - a command line, not an interface
+    *,
+    swarm: SwarmOption,
+    model: ModelOption = DEFAULT_MODEL,
+    bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
+    host: HostOption = "127.0.0.1",
+    port: PortOption = 8000,
+    api_key: Annotated[
+        list[str], typer.Option("--api-key", metavar="KEY", help="Ask for this key; repeatable.")
+    ] = [],  # noqa: B006
+    api_key_file: Annotated[
+        list[Path],
+        typer.Option(
+            "--api-key-file", metavar="FILE", help="Ask for one of its keys, a line each: KEY or NAME:KEY."
+        ),
+    ] = [],  # noqa: B006
+    cors: Annotated[
+        list[str],
+        typer.Option("--cors", metavar="ORIGIN", help="A web page that may use it: https://example.org."),
+    ] = [],  # noqa: B006
+    allow_host: Annotated[
+        list[str], typer.Option("--allow-host", metavar="NAME", help="A name it is reached by; repeatable.")
+    ] = [],  # noqa: B006
+    max_concurrent: Annotated[
+        int,
+        typer.Option("--max-concurrent", metavar="N", min=1, max=1024, help="Answers computed at a time."),
+    ] = 32,
+    requests_per_minute: Annotated[
+        int | None, typer.Option("--requests-per-minute", metavar="N", min=1, help="Of each key.")
+    ] = None,
+    tokens_per_minute: Annotated[
+        int | None, typer.Option("--tokens-per-minute", metavar="N", min=1, help="Of each key.")
+    ] = None,
+    concurrent: Annotated[
+        int | None, typer.Option("--concurrent", metavar="N", min=1, help="Requests of each key at a time.")
+    ] = None,
+    device: Annotated[
+        str, typer.Option("--device", metavar="DEVICE", help="Where embeddings and head are.")
+    ] = "auto",
+    dtype: DtypeOption = "auto",
+    data_dir: DataDirOption = None,
+    cache_dir: CacheDirOption = None,
+    as_json: JsonFlag = False,
+    stop_on_eof: Annotated[bool, typer.Option("--stop-on-eof", hidden=True)] = False,
+) -> None:
+    """Serve a model that runs on the swarm to OpenAI's clients, until Ctrl-C.
+
+    Everybody who can reach it shares one client of the swarm. On this machine alone it needs no key.
+    """
+    from swarmnet.gateway.quotas import Quota
+    from swarmnet.web.guards import Access, check_exposed
+    from swarmnet.web.serving import listen
+
+    check_dtype(dtype)
+    check_device(device)
+    for address in bootstrap:
+        check_peer_address(address)
+    keys = _keys(api_key, api_key_file)
+    check_exposed(host, keys)
+    listen(host, port).close()  # say so now, and not when the swarm has been found
+    access = Access(keys, [host, *allow_host], [check_origin(each) for each in cors], ["/health"])
+    quota = Quota(requests_per_minute, tokens_per_minute, concurrent)
+    network = client_network(swarm, bootstrap, data_dir)
+    with progress(quiet=as_json) as report:
+        local = resolve(model, cache_dir=cache_dir or default_cache_dir(), progress=report)
+    serving = _Serving(host, port, access, quota, max_concurrent, dtype, device, as_json, stop_on_eof)
+    _run(local, network, serving)
+
+
+def check_origin(text: str) -> str:
+    from urllib.parse import urlsplit
+
+    parts = urlsplit(text)
+    if (
+        parts.scheme not in {"http", "https"}
+        or not parts.netloc
+        or text != f"{parts.scheme}://{parts.netloc}"
+    ):
+        raise typer.BadParameter(
+            f"{text!r} is not an origin: it looks like https://example.org", param_hint="'--cors'"
+        )
+    return text
+
+
+def _keys(given: Sequence[str], files: Sequence[Path]) -> "ApiKeys":
+    """The keys of the command line, ``key-1`` and so on, and those of files, by their names or lines."""
+    from swarmnet.web.guards import ApiKeys
+
+    keys = {f"key-{number}": key for number, key in enumerate(given, 1)}
+    for path in files:
+        try:
+            with path.open(encoding="utf-8") as stream:
+                lines = stream.read(MAX_KEY_FILE_BYTES).splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"cannot read the keys in {path}: {error}", hint="give a text file with a key on each line"
+            ) from error
+        named = [
+            _named(line, f"{path.name}:{number}") for number, line in enumerate(lines, 1) if _is_key(line)
+        ]
+        if not named:
+            raise ConfigError(f"there is no key in {path}", hint="write one on each line: KEY or NAME:KEY")
+        for name, key in named:
+            if keys.setdefault(name, key) != key:
+                raise ConfigError(
+                    f"{path} has another key called {name}", hint="give every key a name of its own"
+                )
+    return ApiKeys(keys)
+
+
+def _is_key(line: str) -> bool:
+    return bool(line.strip()) and not line.lstrip().startswith("#")
+
+
+def _named(line: str, place: str) -> tuple[str, str]:
+    """The name and the key of a line, which is found at ``place``."""
+    name, colon, key = line.strip().partition(":")
+    return (name, key) if colon else (place, name)
+
+
+def _run(local: LocalModel, network: Network, serving: _Serving) -> None:
+    import uvloop
+
+    _allow_many_connections()
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_serve(local, network, serving))
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+
+
+def _allow_many_connections() -> None:
+    """Idle connections cost a file descriptor each, and the usual limit is 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+async def _serve(local: LocalModel, network: Network, serving: _Serving) -> None:
+    from swarmnet.gateway.app import Gateway
+    from swarmnet.web.guards import guarded
+    from swarmnet.web.serving import serving as serving_http
+    from swarmnet_client.batching import Limits
+    from swarmnet_client.engine import open_engine
+    from swarmnet_protocols.aio import race
+
+    interrupts = Interrupts.catch()
+    if serving.stop_on_eof:
+        interrupts.catch_end_of(sys.stdin)
+    stop = asyncio.Event()
+    limits = Limits(active=serving.max_concurrent, waiting=serving.max_concurrent)
+    async with AsyncExitStack() as stack:
+        engine = await stack.enter_async_context(
+            open_engine(local, network, dtype=serving.dtype, device=serving.device, limits=limits)
+        )
+        gateway = Gateway(engine, serving.quota)
+        stack.callback(gateway.close)
+        app = guarded(gateway.app(), serving.access)
+        url = await stack.enter_async_context(serving_http(app, serving.host, serving.port))
+        interrupts.first = stop.set
+        _announce(url, gateway.model, serving)
+        await race(stop.wait(), engine.swarm.transport.died())
+        notify_stopping()
+        if not stop.is_set():
+            raise SwarmnetError("p2pd died: this gateway reaches nobody", hint="start it again")
+        _say(
+            serving,
+            {"event": "draining"},
+            "stopping: running answers are finished; Ctrl-C again stops at once",
+        )
+        try:
+            async with asyncio.timeout(DRAIN_S):
+                await gateway.drain()
+        except TimeoutError:
+            _say(serving, {"event": "cut_off"}, f"answers still ran after {DRAIN_S:g} s; they are cut off")
+    _say(serving, {"event": "stopped"}, "stopped")
+
+
+def _announce(url: str, model: str, serving: _Serving) -> None:
+    notify_ready(f"{model} at {url}")
+    if serving.as_json:
+        print_json({"event": "ready", "url": url, "model": model})
+        return
+    asks = "" if serving.access.keys else ", for this machine only; no key is asked for"
+    note(f"serving {model} at {url}/v1{asks}")
+    note(f"  OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={'YOUR KEY' if serving.access.keys else 'none'}")
+    note("stop with Ctrl-C")
+
+
+def _say(serving: _Serving, event: dict[str, object], text: str) -> None:
+    # Whoever read what we print may be gone; running answers are finished all the same.
+    with suppress(BrokenPipeError):
+        if serving.as_json:
+            print_json(event)
+        else:
+            note(text)

@@ -1,0 +1,103 @@
+"""``swarmnet service``: a command of ours that starts with the machine, under systemd."""
+
+from typing import Annotated
+
+import typer
+
+from swarmnet.cli.lazy import command_group
+from swarmnet.cli.options import JsonFlag
+from swarmnet.cli.output import note, print_json, print_table
+from swarmnet.cli.parsing import check_arguments
+from swarmnet.systemd import Service, unit_text
+from swarmnet_protocols.errors import ConfigError
+
+RUN_FOR_LONG = ("join", "bootstrap", "serve", "dashboard")
+app = command_group("Start with the machine, under systemd.")
+
+SystemFlag = Annotated[
+    bool, typer.Option("--system/--user", help="For the machine, as root, or for this user alone.")
+]
+NameOption = Annotated[str, typer.Option("--name", metavar="NAME", help="Of the unit.")]
+
+
+@app.command("install", context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
+def install(
+    command: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="COMMAND...", help="As you would type it: join lab/swarm.toml --num-blocks 10"
+        ),
+    ],
+    *,
+    is_system: SystemFlag = False,
+    name: NameOption = "swarmnet",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the unit and change nothing.")] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Have systemd run `swarmnet COMMAND` now and whenever this machine starts. Options of install come before COMMAND.
+
+    Paths are taken from the directory you are in.
+    """
+    _check(command)
+    service = Service(name, is_system)
+    text = unit_text(command, is_system=is_system)
+    if dry_run:
+        typer.echo(text, nl=False)
+        return
+    service.install(text)
+    if as_json:
+        print_json({"unit": service.unit, "path": str(service.path)})
+        return
+    scope = "" if is_system else "--user "
+    typer.echo(
+        f"{service.path}\n  see it:  systemctl {scope}status {name}\n  its log: journalctl {scope}-u {name} -f"
+    )
+    if not is_system:
+        note("to have it run while you are not logged in: loginctl enable-linger")
+
+
+@app.command("uninstall")
+def uninstall(
+    *, is_system: SystemFlag = False, name: NameOption = "swarmnet", as_json: JsonFlag = False
+) -> None:
+    """Stop it, and start it no more. Keys and models stay."""
+    service = Service(name, is_system)
+    service.uninstall()
+    if as_json:
+        print_json({"removed": str(service.path)})
+    else:
+        typer.echo(f"removed {service.path}")
+
+
+@app.command("status")
+def status(
+    *, is_system: SystemFlag = False, name: NameOption = "swarmnet", as_json: JsonFlag = False
+) -> None:
+    """Print what systemd says of it."""
+    service = Service(name, is_system)
+    shown = service.status()
+    if as_json:
+        print_json(shown)
+    else:
+        print_table(service.unit, shown)
+
+
+def _check(command: list[str]) -> None:
+    """Raises what the command itself would raise for a wrong option, before systemd tries it for ever."""
+    from swarmnet_protocols.membership.invites import is_invite
+
+    if command[0] not in RUN_FOR_LONG:
+        raise typer.BadParameter(
+            f"{command[0]!r} does not run for long: give one of {', '.join(RUN_FOR_LONG)}",
+            param_hint="'COMMAND'",
+        )
+    check_arguments(command)
+    if any(is_invite(text) for argument in command for text in (argument, argument.partition("=")[2])):
+        raise ConfigError(
+            "an invite is a secret, and a unit is not",
+            hint="redeem it once with `swarmnet join INVITE`, then install the service with the swarm's name",
+        )
+    if any(argument.partition("=")[0] == "--api-key" for argument in command):
+        raise ConfigError(
+            "a key is a secret, and a unit is not", hint="write it to a file, and give --api-key-file FILE"
+        )

@@ -1,0 +1,117 @@
+"""What is remembered, as the columns that charts are drawn from. Where nothing was measured there is None."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+from swarmnet.dashboard.history import (
+    DAY_S,
+    MODELS,
+    MONTH_S,
+    PEERS,
+    History,
+    JobPoint,
+    PeerSample,
+)
+from swarmnet.dashboard.tally import quantile
+
+WINDOWS_S = {"24h": DAY_S, "30d": MONTH_S}
+MAX_ROUNDS = 100
+GAP = 2.5
+"""Samples this many steps apart have a gap between them, and a line drawn through it would be invented."""
+
+
+class _Sampled(Protocol):
+    @property
+    def at_s(self) -> float: ...
+
+
+S = TypeVar("S", bound=_Sampled)
+
+
+def model_chart(history: History, model: str, window: str, now_s: float) -> dict[str, list[Any]]:
+    """A model, or the whole swarm for "", over ``window``, one of ``WINDOWS_S``."""
+    coarse = window != "24h"
+    rows = history.model_rows(model, now_s - WINDOWS_S[window], coarse=coarse)
+    return _columns(
+        rows,
+        MODELS.coarse_s if coarse else MODELS.fine_s,
+        {
+            "tokens_per_s": lambda row: round(row.counts.answered / row.seconds, 2),
+            "peers": lambda row: round(row.peers, 1),
+            "weakest": lambda row: row.weakest,
+            "sessions": lambda row: row.sessions,
+            "first_token_p50_s": lambda row: quantile(row.counts.first_tokens, 0.5),
+            "first_token_p95_s": lambda row: quantile(row.counts.first_tokens, 0.95),
+            "token_p50_s": lambda row: quantile(row.counts.token_times, 0.5),
+            "token_p95_s": lambda row: quantile(row.counts.token_times, 0.95),
+            "failures": lambda row: row.counts.failures,
+            "recoveries": lambda row: row.counts.recoveries,
+        },
+    )
+
+
+def peer_chart(history: History, peer: str, now_s: float) -> dict[str, list[Any]]:
+    """A peer over 24 hours."""
+    rows: Sequence[PeerSample] = history.peer_rows(peer, now_s - DAY_S, coarse=False)
+    return _columns(
+        rows,
+        PEERS.fine_s,
+        {
+            "tokens_per_s": lambda row: round(row.positions / row.seconds, 2),
+            "delay_s": lambda row: row.delay_s,
+            "online": lambda row: round(row.online_s / row.seconds, 3),
+        },
+    )
+
+
+def job_chart(points: Sequence[JobPoint]) -> dict[str, list[Any]]:
+    """The curve of a job, by its rounds."""
+    return {
+        "at_s": [point.at_s for point in points],
+        "round": [point.round for point in points],
+        "tokens": [point.tokens for point in points],
+        "bytes": [point.bytes_sent for point in points],
+        "loss": [point.loss for point in points],
+        "val_loss": [point.val_loss for point in points],
+    }
+
+
+def contributions(history: History, now_s: float, window: str) -> list[dict[str, Any]]:
+    """Who computed how much in ``window``, most first, and for which share of it they were online."""
+    seconds = WINDOWS_S[window]
+    return [
+        {"peer_id": peer, "name": name, "tokens": positions, "uptime": round(min(1.0, online_s / seconds), 4)}
+        for peer, name, positions, online_s in history.contributions(now_s, seconds)
+    ]
+
+
+def contribution(history: History, peer: str, now_s: float) -> dict[str, Any]:
+    """What one peer computed in a day and in a month, and for which share of the day it was online."""
+    found: dict[str, Any] = {}
+    for window, seconds in WINDOWS_S.items():
+        mine = history.contributions(now_s, seconds, peer)
+        found[f"tokens_{window}"] = mine[0][2] if mine else 0
+        if window == "24h":
+            found["uptime_24h"] = round(min(1.0, mine[0][3] / seconds), 4) if mine else 0.0
+    return found
+
+
+def last_rounds(points: Sequence[JobPoint]) -> list[dict[str, Any]]:
+    """The last rounds that are remembered, newest first."""
+    return [
+        {"round": point.round, "at_s": point.at_s, "loss": point.loss, "workers": point.workers}
+        for point in reversed(points[-MAX_ROUNDS:])
+    ]
+
+
+def _columns(rows: Sequence[S], step_s: int, columns: dict[str, Callable[[S], Any]]) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = {"at_s": [], **{name: [] for name in columns}}
+    for row in rows:
+        if found["at_s"] and row.at_s - found["at_s"][-1] > GAP * step_s:
+            found["at_s"].append(found["at_s"][-1] + step_s)
+            for name in columns:
+                found[name].append(None)
+        found["at_s"].append(row.at_s)
+        for name, value in columns.items():
+            found[name].append(value(row))
+    return found

@@ -1,0 +1,396 @@
+"""What is remembered of a swarm: SQLite, fine for 24 hours and coarse for 30 days, at most ``MAX_BYTES`` in all."""
+
+import json
+import logging
+import sqlite3
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from swarmnet.dashboard.tally import NO_TIMES, Counts
+from swarmnet_protocols.transport import PeerId
+
+FILE_NAME = "history.sqlite"
+MAX_BYTES = 192 << 20
+MAX_EVENTS = 10_000
+MAX_CURVE_POINTS = 2000
+"""Of a job; when there are more, every second one goes."""
+MAX_JOBS = 64
+MAX_PEERS = 4096
+"""That are told apart; of more, those seen last."""
+DAY_S = 24 * 3600
+MONTH_S = 30 * DAY_S
+_VERSION = 1
+_PAGE_BYTES = 4096
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """Samples every ``fine_s`` are kept for a day; those of every ``coarse_s`` become one, kept for a month."""
+
+    fine_s: int
+    coarse_s: int
+
+
+MODELS = Resolution(30, 1800)
+PEERS = Resolution(300, 7200)
+
+_SCHEMA = f"""
+CREATE TABLE model_samples (
+  step_s INTEGER, model TEXT, at_s INTEGER, seconds REAL, answered INTEGER, peers REAL, weakest INTEGER, sessions INTEGER,
+  failures INTEGER, recoveries INTEGER, first_tokens TEXT, token_times TEXT,
+  PRIMARY KEY (step_s, model, at_s)) WITHOUT ROWID;
+CREATE TABLE peers (id INTEGER PRIMARY KEY, peer TEXT UNIQUE, name TEXT, seen_s INTEGER);
+CREATE TABLE peer_samples (
+  step_s INTEGER, peer INTEGER, at_s INTEGER, seconds REAL, positions INTEGER, delay_s REAL, online_s REAL,
+  PRIMARY KEY (step_s, peer, at_s)) WITHOUT ROWID;
+CREATE INDEX peer_samples_by_time ON peer_samples (step_s, at_s);
+CREATE TABLE events (number INTEGER PRIMARY KEY, peer TEXT, event TEXT);
+CREATE TABLE job_points (
+  job TEXT, at_s INTEGER, round INTEGER, tokens INTEGER, bytes INTEGER, loss REAL, val_loss REAL, workers INTEGER,
+  PRIMARY KEY (job, round)) WITHOUT ROWID;
+PRAGMA user_version = {_VERSION};
+"""
+
+
+@dataclass(frozen=True)
+class ModelSample:
+    """One model, or all of them under the name "", over the ``seconds`` before ``at_s``."""
+
+    model: str
+    at_s: float
+    seconds: float
+    counts: Counts
+    peers: float
+    weakest: int
+    sessions: int
+
+
+@dataclass(frozen=True)
+class PeerSample:
+    """One peer over the ``seconds`` before ``at_s``; ``online_s`` of them it was online."""
+
+    peer: PeerId
+    name: str | None
+    at_s: float
+    seconds: float
+    positions: int
+    delay_s: float | None
+    online_s: float
+
+
+@dataclass(frozen=True)
+class JobPoint:
+    job: str
+    at_s: float
+    round: int
+    tokens: int
+    bytes_sent: int
+    loss: float | None
+    val_loss: float | None
+    workers: int
+
+
+class History:
+    """Made by ``open``. Its methods may be called from any thread, one at a time."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._db = connection
+        self._lock = threading.Lock()
+
+    @classmethod
+    @contextmanager
+    def open(cls, folder: Path) -> Iterator["History"]:
+        """The history in ``folder``, which goes on where it ended. A file that is damaged is moved aside, and said to be."""
+        path = folder / FILE_NAME
+        try:
+            connection = _open(path)
+        except sqlite3.DatabaseError as error:
+            aside = path.with_suffix(".damaged")
+            _log.warning(
+                "%s cannot be used (%s): it is now %s, and a new one begins", path, error, aside.name
+            )
+            path.replace(aside)
+            for rest in ("-wal", "-shm"):
+                path.with_name(path.name + rest).unlink(missing_ok=True)
+            connection = _open(path)
+        history = cls(connection)
+        try:
+            yield history
+        finally:
+            with history._lock:  # a thread whose caller was cancelled may still be writing
+                connection.close()
+
+    def add(
+        self,
+        *,
+        models: Iterable[ModelSample] = (),
+        peers: Iterable[PeerSample] = (),
+        jobs: Iterable[JobPoint] = (),
+        events: Iterable[Mapping[str, Any]] = (),
+    ) -> None:
+        """Remember all of these, or, when the disk is full, none: that is logged, and forgotten."""
+        try:
+            with self._lock, self._db:
+                for sample in models:
+                    self._add_model(sample)
+                for peer in peers:
+                    self._add_peer(peer)
+                for point in jobs:
+                    self._add_point(point)
+                self._db.executemany(
+                    "INSERT INTO events (peer, event) VALUES (?, ?)",
+                    [(event["peer_id"], json.dumps(event)) for event in events],
+                )
+        except sqlite3.OperationalError as error:
+            _log.warning("the history misses a sample: %s", error)
+
+    def thin(self, now_s: float) -> None:
+        """Make coarse samples of fine ones whose time is full, and forget what is too old. To be called now and then."""
+        try:
+            with self._lock, self._db:
+                self._thin_models(now_s)
+                self._thin_peers(now_s)
+                self._forget(now_s)
+        except sqlite3.OperationalError as error:
+            _log.warning("the history could not be thinned: %s", error)
+
+    def model_rows(self, model: str, since_s: float, *, coarse: bool) -> list[ModelSample]:
+        """Samples of a model, oldest first."""
+        step_s = MODELS.coarse_s if coarse else MODELS.fine_s
+        with self._lock:
+            rows = self._db.execute(
+                "SELECT * FROM model_samples WHERE step_s = ? AND model = ? AND at_s > ? ORDER BY at_s",
+                (step_s, model, int(since_s)),
+            ).fetchall()
+        return [_model_sample(row) for row in rows]
+
+    def peer_rows(self, peer: str, since_s: float, *, coarse: bool) -> list[PeerSample]:
+        """Samples of a peer, oldest first."""
+        step_s = PEERS.coarse_s if coarse else PEERS.fine_s
+        with self._lock:
+            rows = self._db.execute(
+                "SELECT p.peer, p.name, s.at_s, s.seconds, s.positions, s.delay_s, s.online_s FROM peer_samples s"
+                " JOIN peers p ON p.id = s.peer WHERE p.peer = ? AND s.step_s = ? AND s.at_s > ? ORDER BY s.at_s",
+                (peer, step_s, int(since_s)),
+            ).fetchall()
+        return [PeerSample(*row) for row in rows]
+
+    def contributions(
+        self, now_s: float, window_s: int, peer: str | None = None
+    ) -> list[tuple[str, str | None, int, float]]:
+        """Peer, name, positions computed and seconds online of everybody, or of one, in a window of a day or a month; most first."""
+        # Of a month, what is not yet coarse is fine.
+        coarse_since_s = now_s - window_s if window_s > DAY_S else now_s
+        fine_since_s = max(now_s - window_s, _boundary(now_s, PEERS.coarse_s) if window_s > DAY_S else 0)
+        with self._lock:
+            return self._db.execute(
+                "SELECT p.peer, p.name, SUM(s.positions) AS positions, SUM(s.online_s) FROM peer_samples s"
+                " JOIN peers p ON p.id = s.peer WHERE (?1 IS NULL OR p.peer = ?1)"
+                " AND ((s.step_s = ?2 AND s.at_s > ?3) OR (s.step_s = ?4 AND s.at_s > ?5))"
+                " GROUP BY s.peer ORDER BY positions DESC, p.peer",
+                (peer, PEERS.coarse_s, int(coarse_since_s), PEERS.fine_s, int(fine_since_s)),
+            ).fetchall()
+
+    def curve(self, job: str) -> list[JobPoint]:
+        """What is remembered of a job, by round."""
+        with self._lock:
+            rows = self._db.execute(
+                "SELECT * FROM job_points WHERE job = ? ORDER BY round", (job,)
+            ).fetchall()
+        return [JobPoint(*row) for row in rows]
+
+    def events(self, limit: int, peer: str | None = None) -> list[dict[str, Any]]:
+        """The newest events, newest first; of one peer if named."""
+        with self._lock:
+            rows = self._db.execute(
+                "SELECT event FROM events WHERE ?1 IS NULL OR peer = ?1 ORDER BY number DESC LIMIT ?2",
+                (peer, limit),
+            ).fetchall()
+        return [json.loads(event) for (event,) in rows]
+
+    def peak_sessions(self, model: str, since_s: float) -> int | None:
+        with self._lock:
+            (peak,) = self._db.execute(
+                "SELECT MAX(sessions) FROM model_samples WHERE step_s = ? AND model = ? AND at_s > ?",
+                (MODELS.fine_s, model, int(since_s)),
+            ).fetchone()
+        return None if peak is None else int(peak)
+
+    # ---- within a transaction ---------------------------------------------------------------------------
+
+    def _add_model(self, sample: ModelSample, step_s: int = MODELS.fine_s) -> None:
+        counts = sample.counts
+        self._db.execute(
+            "INSERT OR REPLACE INTO model_samples VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (
+                step_s,
+                sample.model,
+                int(sample.at_s),
+                sample.seconds,
+                counts.answered,
+                sample.peers,
+                sample.weakest,
+                sample.sessions,
+                counts.failures,
+                counts.recoveries,
+                _times_text(counts.first_tokens),
+                _times_text(counts.token_times),
+            ),
+        )
+
+    def _add_peer(self, sample: PeerSample) -> None:
+        self._db.execute(
+            "INSERT INTO peers (peer, name, seen_s) VALUES (?, ?, ?)"
+            " ON CONFLICT (peer) DO UPDATE SET name = excluded.name, seen_s = excluded.seen_s",
+            (sample.peer, sample.name, int(sample.at_s)),
+        )
+        (number,) = self._db.execute("SELECT id FROM peers WHERE peer = ?", (sample.peer,)).fetchone()
+        self._db.execute(
+            "INSERT OR REPLACE INTO peer_samples VALUES (?, ?, ?, ?, ?, ?, ?)",
+            (
+                PEERS.fine_s,
+                number,
+                int(sample.at_s),
+                sample.seconds,
+                sample.positions,
+                sample.delay_s,
+                sample.online_s,
+            ),
+        )
+
+    def _add_point(self, point: JobPoint) -> None:
+        self._db.execute(
+            "INSERT OR REPLACE INTO job_points VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            (
+                point.job,
+                int(point.at_s),
+                point.round,
+                point.tokens,
+                point.bytes_sent,
+                point.loss,
+                point.val_loss,
+                point.workers,
+            ),
+        )
+        (count,) = self._db.execute("SELECT COUNT(*) FROM job_points WHERE job = ?", (point.job,)).fetchone()
+        if count > MAX_CURVE_POINTS:
+            self._db.execute(
+                "DELETE FROM job_points WHERE job = ?1 AND round IN (SELECT round FROM"
+                " (SELECT round, ROW_NUMBER() OVER (ORDER BY round) AS place FROM job_points WHERE job = ?1) WHERE place % 2 = 0)",
+                (point.job,),
+            )
+
+    def _thin_models(self, now_s: float) -> None:
+        boundary = _boundary(now_s, MODELS.coarse_s)
+        models = self._db.execute(
+            "SELECT DISTINCT model FROM model_samples WHERE step_s = ?", (MODELS.fine_s,)
+        ).fetchall()
+        for (model,) in models:
+            (done,) = self._db.execute(
+                "SELECT COALESCE(MAX(at_s), 0) FROM model_samples WHERE step_s = ? AND model = ?",
+                (MODELS.coarse_s, model),
+            ).fetchone()
+            rows = self._db.execute(
+                "SELECT * FROM model_samples WHERE step_s = ? AND model = ? AND at_s > ? AND at_s <= ? ORDER BY at_s",
+                (MODELS.fine_s, model, done, boundary),
+            ).fetchall()
+            groups: dict[int, list[ModelSample]] = {}
+            for sample in map(_model_sample, rows):
+                groups.setdefault(_ending(sample.at_s, MODELS.coarse_s), []).append(sample)
+            for end_s, samples in groups.items():
+                self._add_model(_merged(model, end_s, samples), MODELS.coarse_s)
+
+    def _thin_peers(self, now_s: float) -> None:
+        boundary = _boundary(now_s, PEERS.coarse_s)
+        self._db.execute(
+            "INSERT OR IGNORE INTO peer_samples SELECT ?1, peer, (at_s + ?1 - 1) / ?1 * ?1 AS ending, SUM(seconds),"
+            " SUM(positions), AVG(delay_s), SUM(online_s) FROM peer_samples"
+            " WHERE step_s = ?2 AND at_s <= ?3 AND at_s > ?3 - ?4 GROUP BY peer, ending",
+            (PEERS.coarse_s, PEERS.fine_s, boundary, DAY_S),
+        )
+
+    def _forget(self, now_s: float) -> None:
+        for table, resolution in (("model_samples", MODELS), ("peer_samples", PEERS)):
+            for step_s, kept_s in ((resolution.fine_s, DAY_S), (resolution.coarse_s, MONTH_S)):
+                self._db.execute(
+                    f"DELETE FROM {table} WHERE step_s = ? AND at_s <= ?",  # noqa: S608 - constants
+                    (step_s, int(now_s - kept_s)),
+                )
+        self._db.execute(
+            "DELETE FROM peers WHERE seen_s <= ? OR id NOT IN (SELECT id FROM peers ORDER BY seen_s DESC LIMIT ?)",
+            (int(now_s - MONTH_S), MAX_PEERS),
+        )
+        self._db.execute("DELETE FROM peer_samples WHERE peer NOT IN (SELECT id FROM peers)")
+        self._db.execute(
+            "DELETE FROM events WHERE number <= (SELECT MAX(number) FROM events) - ?", (MAX_EVENTS,)
+        )
+        self._db.execute(
+            "DELETE FROM job_points WHERE job NOT IN"
+            " (SELECT job FROM job_points GROUP BY job ORDER BY MAX(at_s) DESC LIMIT ?)",
+            (MAX_JOBS,),
+        )
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    """Raises ``sqlite3.DatabaseError`` for a file that is no sound history."""
+    connection = sqlite3.connect(path, check_same_thread=False)
+    try:
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = NORMAL")
+        connection.execute("PRAGMA journal_size_limit = 4194304")
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
+        if version == 0:
+            connection.executescript(_SCHEMA)
+        elif version != _VERSION:
+            raise sqlite3.DatabaseError(f"its format is {version}, not {_VERSION}")
+        if (found := connection.execute("PRAGMA quick_check(1)").fetchone()) != ("ok",):
+            raise sqlite3.DatabaseError(str(found[0]))
+        connection.execute(f"PRAGMA max_page_count = {MAX_BYTES // _PAGE_BYTES}")
+    except sqlite3.Error:
+        connection.close()
+        raise
+    return connection
+
+
+def _model_sample(row: Sequence[Any]) -> ModelSample:
+    _, model, at_s, seconds, answered, peers, weakest, sessions, failures, recoveries, first, token = row
+    counts = Counts(0, answered, failures, recoveries, _times(first), _times(token))
+    return ModelSample(model, at_s, seconds, counts, peers, weakest, sessions)
+
+
+def _merged(model: str, at_s: int, samples: Sequence[ModelSample]) -> ModelSample:
+    counts = Counts()
+    for sample in samples:
+        counts += sample.counts
+    return ModelSample(
+        model,
+        at_s,
+        sum(sample.seconds for sample in samples),
+        counts,
+        sum(sample.peers for sample in samples) / len(samples),
+        min(sample.weakest for sample in samples),
+        max(sample.sessions for sample in samples),
+    )
+
+
+def _times_text(times: tuple[int, ...]) -> str:
+    return json.dumps(times) if any(times) else ""
+
+
+def _times(text: str) -> tuple[int, ...]:
+    return tuple(json.loads(text)) if text else NO_TIMES
+
+
+def _boundary(now_s: float, step_s: int) -> int:
+    """The last moment at which a coarse sample ended."""
+    return int(now_s) // step_s * step_s
+
+
+def _ending(at_s: float, step_s: int) -> int:
+    """When the coarse sample ends that holds what ended at ``at_s``."""
+    return -(-int(at_s) // step_s) * step_s

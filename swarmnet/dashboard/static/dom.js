@@ -1,0 +1,120 @@
+/** The few helpers the views build their nodes with. Text is always text: nothing here parses markup. */
+
+const SVG = "http://www.w3.org/2000/svg";
+
+/** An element with properties, `aria-`/`data-` attributes and children (nodes or text; null is left out). */
+export function h(tag, attributes = {}, ...children) {
+  return dressed(document.createElement(tag), attributes, children);
+}
+
+/** The same for SVG. */
+export function s(tag, attributes = {}, ...children) {
+  return dressed(document.createElementNS(SVG, tag), attributes, children);
+}
+
+function dressed(node, attributes, children) {
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value === null || value === undefined || value === false) continue;
+    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else node.setAttribute(name, value === true ? "" : value);
+  }
+  node.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined));
+  return node;
+}
+
+/** Writes only what changed, so that selections and screen readers are left in peace. */
+export function setText(node, text) {
+  if (node.textContent !== text) node.textContent = text;
+}
+
+export function setAttribute(node, name, value) {
+  if (value === null || value === undefined || value === false) node.removeAttribute(name);
+  else if (node.getAttribute(name) !== String(value)) node.setAttribute(name, value);
+}
+
+/** Inline styles through the object model, which the page's content policy lets pass. */
+export function setStyle(node, name, value) {
+  if (node.style.getPropertyValue(name) !== value) node.style.setProperty(name, value);
+}
+
+/**
+ * Makes the children of `parent` those of `items`, in order, keeping the nodes whose key stays.
+ * `make(item)` returns a new node, `update(node, item)` fills it; both see every item that is shown.
+ */
+export function keyed(parent, items, key, make, update) {
+  const old = new Map([...parent.children].map((node) => [node.dataset.key, node]));
+  let at = parent.firstElementChild;
+  for (const item of items) {
+    const id = String(key(item));
+    let node = old.get(id);
+    if (node) old.delete(id);
+    else {
+      node = make(item);
+      node.dataset.key = id;
+    }
+    update(node, item);
+    if (node === at) at = at.nextElementSibling;
+    else parent.insertBefore(node, at);
+  }
+  for (const node of old.values()) node.remove();
+}
+
+/** A short time with the exact one in its title. */
+export function timeNode() {
+  return h("time", {});
+}
+
+export function setTime(node, text, exact) {
+  setText(node, text);
+  setAttribute(node, "title", exact);
+}
+
+/** A command with a button that copies it. */
+export function commandNode(command) {
+  const code = h("code", {});
+  const setCommand = (text) => {
+    if (code.textContent !== text) code.replaceChildren(...text.split(/( )/).map((word) => (word === " " ? word : h("span", {}, word)))); // lines end between words only
+  };
+  setCommand(command);
+  const label = h("span", {}, "Copy");
+  const button = h("button", { type: "button", class: "copy", "aria-label": "Copy the command" }, label);
+  button.addEventListener("click", async () => {
+    let done = false;
+    try {
+      await navigator.clipboard.writeText(code.textContent);
+      done = true;
+    } catch {
+      getSelection().selectAllChildren(code); // no clipboard without https: at least it is selected
+    }
+    label.textContent = done ? "Copied" : "Selected";
+    announce(done ? "Copied" : "Selected, copy it with your keyboard");
+    setTimeout(() => { label.textContent = "Copy"; }, 1600);
+  });
+  const node = h("div", { class: "command" }, code, button);
+  node.setCommand = setCommand;
+  return node;
+}
+
+/** Tells people who listen instead of look. */
+export function announce(text) {
+  document.getElementById("announcer").textContent = text;
+}
+
+/** A section of the page with its heading. `aside` are controls at the heading's right. */
+export function panel(title, { id, aside = [], level = 2, note = null } = {}, ...children) {
+  const heading = h(`h${level}`, { id: `${id}-title` }, title);
+  return h("section", { class: "panel", id, "aria-labelledby": `${id}-title` },
+    h("div", { class: "panel-head" }, heading, note, h("div", { class: "panel-aside" }, aside)), children);
+}
+
+/** Some of a few choices, as pressed buttons: calls `choose(value)`. */
+export function segmented(label, choices, chosen, choose) {
+  const buttons = choices.map(([value, text]) => h("button", {
+    type: "button", "aria-pressed": String(value === chosen),
+    onclick: () => {
+      buttons.forEach((button, at) => button.setAttribute("aria-pressed", String(choices[at][0] === value)));
+      choose(value);
+    },
+  }, text));
+  return h("div", { class: "segmented", role: "group", "aria-label": label }, buttons);
+}

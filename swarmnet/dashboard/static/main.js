@@ -1,0 +1,60 @@
+/** Chooses the page, keeps it fed with the swarm's state, and says how the connection is. */
+
+import { setAttribute, setText } from "./dom.js";
+import { clock, plural, shortId } from "./format.js";
+import { overviewPage } from "./pages/overview.js";
+import { follow } from "./state.js";
+import { admission } from "./words.js";
+
+const $ = (id) => document.getElementById(id);
+const THEMES = [["system", "as the system"], ["light", "light"], ["dark", "dark"]];
+
+async function route(path) {
+  const [, kind, id] = path.split("/");
+  if (kind === "peers" && id) return (await import("./pages/peer.js")).peerPage(decodeURIComponent(id));
+  if (kind === "jobs" && id) return (await import("./pages/job.js")).jobPage(decodeURIComponent(id));
+  return overviewPage();
+}
+
+function themes() {
+  const { colours } = window;
+  const at = () => THEMES.findIndex(([name]) => name === colours.chosen);
+  const said = () => setAttribute($("theme"), "aria-label", `Colours: ${THEMES[at()][1]}`);
+  $("theme").addEventListener("click", () => {
+    colours.choose(THEMES[(at() + 1) % THEMES.length][0]);
+    said();
+  });
+  said();
+}
+
+function onLink({ state, since_s, retry_ms }) {
+  const lost = state === "lost";
+  setAttribute($("link"), "data-state", state);
+  setText($("link-text"), lost ? "Not connected" : "Live");
+  document.body.classList.toggle("stale", lost);
+  $("banner").hidden = !lost;
+  if (lost) setText($("banner"), `The dashboard has not answered since ${clock(since_s)}. What you see is from then; trying again in ${Math.max(1, Math.round(retry_ms / 1000))} s.`);
+}
+
+async function main() {
+  themes();
+  const page = await route(location.pathname);
+  let first = true;
+  follow((state) => {
+    const { swarm } = state;
+    setText($("swarm-name"), swarm.name);
+    setText($("admission"), admission(swarm.admission));
+    $("admission").hidden = !swarm.admission;
+    setText($("foot"), `As ${shortId(swarm.observed_from)} sees it · ${plural(Object.keys(state.peers).length, "peer")} · swarmnet ${swarm.version}`);
+    page.update(state);
+    const title = page.title(state);
+    document.title = title === swarm.name ? `${title} · swarmnet` : `${title} · ${swarm.name}`;
+    if (!first) return;
+    first = false;
+    $("main").replaceChildren(page.node);
+    $("main").setAttribute("aria-busy", "false");
+    document.getElementById(location.hash.slice(1))?.closest("section").scrollIntoView();
+  }, onLink);
+}
+
+main();

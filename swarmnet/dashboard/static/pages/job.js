@@ -1,0 +1,71 @@
+/** The page of one training job. */
+
+import { h, keyed, panel, segmented, setText } from "../dom.js";
+import { bytes, clock, count, day, number, percent, shortId } from "../format.js";
+import { AFTER_TOKENS, lossChart } from "../views/charts.js";
+import { fillShare, shareNode } from "../views/lists.js";
+import { factList, missing, refreshed } from "./detail.js";
+
+const when = (at_s) => `${day(at_s)} ${clock(at_s)}`;
+const AXES = {
+  tokens: AFTER_TOKENS,
+  bytes: { label: "after", format: bytes, tick: bytes },
+  at_s: { label: "", format: when, tick: when },
+};
+
+/** {node, title, update(state)}; the curve and the rounds are fetched. */
+export function jobPage(id) {
+  const title = h("h1", {}, shortId(id));
+  const state = h("span", { class: "chip" });
+  const facts = factList();
+  const curves = Object.fromEntries(Object.entries(AXES).map(([name, alongX]) => [name, lossChart(300, alongX)]));
+  const by = segmented("Loss against", [["tokens", "Tokens"], ["bytes", "Bytes"], ["at_s", "Time"]], "tokens", choose);
+  const shares = h("ol", { class: "shares" });
+  const rounds = h("tbody", {});
+  const found = h("div", {},
+    h("div", { class: "detail-head" }, title, state), h("p", { class: "full-id" }, id),
+    h("div", { class: "columns" },
+      h("div", { class: "side" }, panel("Loss", { id: "loss", aside: [by] }, Object.values(curves).map((each) => each.node)),
+        panel("Latest rounds", { id: "rounds" }, h("div", { class: "table-scroll", tabindex: 0, role: "region", "aria-label": "Table of rounds" },
+          h("table", {}, h("thead", {}, h("tr", {}, ["Round", "Loss", "Workers", "When"].map((name) => h("th", { scope: "col" }, name)))), rounds)))),
+      h("div", { class: "side" }, panel("Now", { id: "now" }, facts.node), panel("Contributors", { id: "contributors" }, shares))));
+  const absent = missing("This job is not known", "Nobody in this swarm trains it now, or its id is wrong.");
+  const node = h("div", { class: "detail" }, h("p", { class: "crumb" }, h("a", { href: "/#jobs-title" }, "← All jobs")), found, absent);
+
+  let peers = {};
+
+  function choose(name) {
+    for (const [each, { node: figure }] of Object.entries(curves)) figure.hidden = each !== name;
+  }
+  choose("tokens");
+
+  const more = refreshed(`/api/v1/jobs/${encodeURIComponent(id)}`, (data) => {
+    show(data);
+    for (const [name, { update }] of Object.entries(curves)) update(data.curve[name], [data.curve.loss, data.curve.val_loss]);
+    keyed(rounds, data.rounds, (each) => each.round, () => h("tr", {}, h("th", { scope: "row" }), h("td"), h("td"), h("td")), (row, each) => {
+      [count(each.round), number(each.loss), count(each.workers), when(each.at_s)].forEach((text, at) => setText(row.children[at], text));
+    });
+    found.querySelector("#rounds").hidden = data.rounds.length === 0;
+  }, (is) => { found.hidden = !is; absent.hidden = is; });
+
+  function show(job) {
+    setText(title, job.name || shortId(id));
+    setText(state, job.state);
+    facts.update([
+      ["Method", job.method], ["Round", `${count(job.round)} of ${count(job.rounds)}`], ["Loss", number(job.loss)], ["Held-out loss", number(job.val_loss)],
+      ["Tokens", number(job.tokens)], ["Sent", bytes(job.bytes_sent)], ["Workers", count(job.workers)],
+    ]);
+    const ranked = [...job.contributors].sort((a, b) => b.share - a.share);
+    keyed(shares, ranked, (each) => each.peer_id, shareNode, (row, each) => fillShare(row, each.peer_id, peers[each.peer_id]?.name ?? null, each.share, percent(each.share), ""));
+  }
+
+  return {
+    node,
+    title: () => title.textContent,
+    update(all) {
+      peers = all.peers;
+      if (all.jobs[id]) show(all.jobs[id]);
+      more.start();
+    },
+  };
+}

@@ -1,0 +1,79 @@
+/** The page of one peer. */
+
+import { h, panel, setText } from "../dom.js";
+import { ago, bytes, count, exactly, lasting, modelName, number, percent, plural, seconds, shortId, span } from "../format.js";
+import { chart } from "../views/charts.js";
+import { eventFeed } from "../views/lists.js";
+import { fillSpan, fillState } from "../views/peers.js";
+import { factList, missing, refreshed } from "./detail.js";
+
+/** {node, title, update(state)}; what the state has not (history, contribution) is fetched. */
+export function peerPage(id) {
+  const title = h("h1", {}, shortId(id));
+  const state = h("span", { class: "state" }, h("span", { "aria-hidden": "true" }), h("span", {}));
+  const held = h("i", {});
+  const holds = h("p", {});
+  const facts = factList();
+  const speed = chart({ title: "Tokens per second", format: number, group: "peer", series: [{ label: "", color: "--c1", shape: "area" }] });
+  const delay = chart({ title: "Delay, there and back", format: seconds, group: "peer", series: [{ label: "", color: "--c2", shape: "line" }] });
+  const feed = eventFeed({ short: true });
+  const gave = factList();
+  const found = h("div", {},
+    h("div", { class: "detail-head" }, title, state),
+    h("p", { class: "full-id" }, id),
+    panel("Its blocks", { id: "span" }, h("div", { class: "span-track wide", "aria-hidden": "true" }, held), holds),
+    h("div", { class: "columns" },
+      h("div", { class: "side" }, panel("Last 24 hours", { id: "history" }, h("div", { class: "chart-grid" }, speed.node, delay.node)), panel("Events", { id: "events" }, feed.node)),
+      h("div", { class: "side" }, panel("Now", { id: "now" }, facts.node), panel("Contribution", { id: "contribution" }, gave.node))));
+  const absent = missing("This peer is not known", "It has not been seen in the last 30 days, or its id is wrong.");
+  const node = h("div", { class: "detail" }, h("p", { class: "crumb" }, h("a", { href: "/#peers-title" }, "← All peers")), found, absent);
+  let now_s = 0;
+
+  const more = refreshed(`/api/v1/peers/${encodeURIComponent(id)}`, (data) => {
+    show(data);
+    speed.update(data.history.at_s, [data.history.tokens_per_s]);
+    delay.update(data.history.at_s, [data.history.delay_s]);
+    feed.update(data.events, now_s);
+    gave.update([
+      ["Tokens, 24 h", number(data.contribution.tokens_24h)], ["Tokens, 30 days", number(data.contribution.tokens_30d)],
+      ["Here, 24 h", percent(data.contribution.uptime_24h)],
+    ]);
+  }, (is) => { found.hidden = !is; absent.hidden = is; });
+
+  function show(peer, models = null) {
+    setText(title, peer.name || shortId(id));
+    fillState(state, peer);
+    const model = models?.[peer.model];
+    if (model) {
+      fillSpan(held, peer.blocks, model.blocks);
+      setText(holds, `Blocks ${span(peer.blocks)} of 0:${model.blocks} of ${modelName(model.name)}. ${without(peer, model)}`);
+    } else if (!peer.blocks) setText(holds, peer.job ? "It trains, and hosts no blocks." : "It hosts no blocks.");
+    held.parentElement.hidden = !model;
+    facts.update([
+      ["Speed, as seen", `${number(peer.tokens_per_s)} tokens/s`], ["Time in the host", seconds(peer.step_s)], ["Delay", seconds(peer.delay_s)], ["Link", peer.connection],
+      ["Queue", peer.queue_s > 0 ? seconds(peer.queue_s) : "empty"], ["Sessions", count(peer.sessions)],
+      ["Cache room", peer.cache_bytes_limit > 0 ? `${bytes(peer.cache_bytes_free)} of ${bytes(peer.cache_bytes_limit)}` : "–"],
+      ["Precision", peer.dtype ?? "–"], ["Version", peer.version || "–"],
+      ["Running for", peer.started_s ? lasting(now_s - peer.started_s) : "–", exactly(peer.started_s)], ["Tokens since its start", count(peer.tokens)],
+      ["Last heard", peer.last_seen_s === null || peer.last_seen_s === undefined ? "now" : ago(now_s - peer.last_seen_s), exactly(peer.last_seen_s)],
+    ]);
+  }
+
+  return {
+    node,
+    title: () => title.textContent,
+    update(all) {
+      now_s = all.swarm.now_s;
+      if (all.peers[id]) show(all.peers[id], all.models);
+      more.start();
+    },
+  };
+}
+
+/** What is left of its blocks when a peer leaves. */
+function without(peer, model) {
+  if (peer.state === "leaving") return "It is leaving: its sessions move to others.";
+  if (peer.state !== "online" || peer.silent) return "It does not serve them right now.";
+  const left = Math.min(...model.replicas.slice(...peer.blocks)) - 1;
+  return left < 1 ? "Some of them are on no other peer: if it leaves, answers stop." : `If it leaves, each of them is still on ${plural(left, "other peer")} or more.`;
+}

@@ -1,0 +1,97 @@
+/** The swarm's state as the server sends it: whole once, then as JSON Merge Patches (RFC 7386). */
+
+const SILENCE_MS = 15_000; // patches come every two seconds; this long without any is a dead link
+const FIRST_RETRY_MS = 1_000;
+const LAST_RETRY_MS = 20_000;
+
+/** `target` with `patch` applied. Neither is changed; parts that stay are shared. */
+export function merged(target, patch) {
+  if (!isObject(patch)) return patch;
+  const result = isObject(target) ? { ...target } : {};
+  for (const [name, value] of Object.entries(patch)) {
+    if (name === "__proto__") continue;
+    if (value === null) delete result[name];
+    else result[name] = merged(result[name], value);
+  }
+  return result;
+}
+
+const isObject = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
+
+/** Milliseconds to wait before try number `failures` (1, 2, …); `random` in [0, 1) keeps viewers apart. */
+export const retryDelay = (failures, random) =>
+  Math.min(LAST_RETRY_MS, FIRST_RETRY_MS * 2 ** (failures - 1)) * (0.75 + random / 2);
+
+/**
+ * Follows the swarm for as long as the page lives. Calls `onState(state)` with every new state and
+ * `onLink({state: "live" | "lost", since_s, retry_ms})` when the connection comes or goes.
+ */
+export function follow(onState, onLink) {
+  let state = null;
+  let source = null;
+  let tries = 0;
+  let failures = 0;
+  let timer = 0; // of the watchdog, or of the next try
+  let lost_since_s = null;
+
+  function stop() {
+    tries += 1;
+    clearTimeout(timer);
+    source?.close();
+  }
+
+  function heard() {
+    clearTimeout(timer);
+    timer = setTimeout(lost, SILENCE_MS);
+  }
+
+  function received(next) {
+    heard();
+    state = next;
+    lost_since_s = null;
+    failures = 0;
+    onLink({ state: "live" });
+    onState(state);
+  }
+
+  function lost() {
+    stop();
+    failures += 1;
+    lost_since_s ??= Date.now() / 1000;
+    const retry_ms = retryDelay(failures, Math.random());
+    onLink({ state: "lost", since_s: lost_since_s, retry_ms });
+    timer = setTimeout(connect, retry_ms);
+  }
+
+  async function connect() {
+    stop();
+    heard();
+    const number = tries;
+    const answer = await fetched("/api/v1/state"); // whole, it is far smaller compressed than as an event
+    if (number !== tries) return; // given up meanwhile
+    if (!answer) {
+      lost();
+      return;
+    }
+    state = answer.body;
+    onState(state);
+    source = new EventSource(`/api/v1/events?have=${encodeURIComponent(answer.etag)}`);
+    source.addEventListener("state", (event) => received(JSON.parse(event.data)));
+    source.addEventListener("patch", (event) => received(merged(state, JSON.parse(event.data))));
+    source.addEventListener("error", lost);
+  }
+
+  addEventListener("pagehide", stop);
+  addEventListener("pageshow", (event) => { if (event.persisted) connect(); });
+  connect();
+}
+
+/** {body, etag}, or null where there is no answer. */
+async function fetched(url) {
+  try {
+    const answer = await fetch(url);
+    return answer.ok ? { body: await answer.json(), etag: answer.headers.get("etag") ?? "" } : null;
+  } catch {
+    return null;
+  }
+}

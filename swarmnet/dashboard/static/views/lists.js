@@ -1,0 +1,138 @@
+/** The smaller parts of the pages: what to host next, events, jobs, contributions. */
+
+import { announce, commandNode, h, keyed, setAttribute, setStyle, setText } from "../dom.js";
+import { ago, bytes, count, exactly, number, percent, plural, shortId } from "../format.js";
+import { lossChart } from "./charts.js";
+import { EVENT_KINDS, capital } from "../words.js";
+
+/** `update(advice)`: the reason and the command; null hides it. */
+export function advice() {
+  const reason = h("p", {});
+  const command = commandNode("");
+  const node = h("div", { class: "advice" }, reason, command);
+  return {
+    node,
+    update(next) {
+      node.hidden = !next;
+      if (!next) return;
+      setText(reason, `${capital(next.reason)}.`);
+      command.setCommand(next.command);
+    },
+  };
+}
+
+const SPOKEN_EVERY_S = 8; // a swarm in trouble has many events; people who listen get them in one sentence
+
+/** `update(events, now_s)`: the newest first; new ones are announced, together. */
+export function eventFeed({ short = false } = {}) {
+  const list = h("ol", { class: "events", tabindex: short ? null : 0, "aria-label": "Events, newest first" });
+  const none = h("p", { class: "quiet" }, "Nothing has happened yet. Peers that come, go or fail are listed here.");
+  let newest = null;
+  let spoken_s = 0;
+  return {
+    node: h("div", {}, list, none),
+    update(events, now_s) {
+      none.hidden = events.length > 0;
+      list.hidden = events.length === 0;
+      keyed(list, events, (event) => `${event.at_s}|${event.kind}|${event.peer_id}|${event.text}`, eventNode, (node, event) => {
+        const time = node.lastElementChild;
+        setText(time, ago(now_s - event.at_s));
+        setAttribute(time, "title", exactly(event.at_s));
+      });
+      const fresh = newest === null ? [] : events.filter((event) => event.at_s > newest);
+      if (fresh.length && now_s - spoken_s > SPOKEN_EVERY_S) {
+        announce(fresh.length === 1 ? fresh[0].text : `${plural(fresh.length, "event")}, the newest: ${fresh[0].text}`);
+        spoken_s = now_s;
+        newest = events[0].at_s;
+      }
+      newest ??= events[0]?.at_s ?? 0;
+    },
+  };
+}
+
+function eventNode(event) {
+  const { symbol, kind } = EVENT_KINDS[event.kind] ?? { symbol: "·", kind: "quiet" };
+  const text = event.peer_id ? h("a", { href: `/peers/${encodeURIComponent(event.peer_id)}`, title: event.peer_id }, event.text) : capital(event.text);
+  return h("li", {}, h("span", { class: "event-symbol", "data-kind": kind, "aria-hidden": "true" }, symbol),
+    h("span", { class: "event-text" }, text), h("time", {}));
+}
+
+const CURVES = 3; // of so many jobs the loss is drawn, the others are named
+const CURVE_EVERY_MS = 60_000;
+
+/** `update(jobs)`: how each job does, and the loss of the first few; `jobs` are entries with `id`. */
+export function jobList() {
+  const curves = new Map();
+
+  async function draw() {
+    for (const [id, { update }] of curves) {
+      try {
+        const answer = await fetch(`/api/v1/jobs/${encodeURIComponent(id)}`);
+        if (!answer.ok) continue;
+        const { curve } = await answer.json();
+        update(curve.tokens, [curve.loss, curve.val_loss]);
+      } catch {
+        return; // the connection is gone, of which the page tells; the curves stay as they were
+      }
+    }
+  }
+
+  function curveOf({ id }) {
+    const made = lossChart(120);
+    curves.set(id, made);
+    return made.node;
+  }
+
+  setInterval(() => { if (!document.hidden) draw(); }, CURVE_EVERY_MS);
+  const list = h("ul", { class: "jobs" });
+  const none = h("p", { class: "quiet" }, "No training job is running. ", h("code", {}, "swarmnet train template diloco"), " writes the file for one.");
+  return {
+    node: h("div", {}, list, none),
+    update(jobs) {
+      none.hidden = jobs.length > 0;
+      list.hidden = jobs.length === 0;
+      const drawn = curves.size;
+      keyed(list, jobs, (job) => job.id, (job) => jobNode(curves.size < CURVES ? curveOf(job) : null), (node, job) => {
+        const [head, facts, track] = node.firstElementChild.children;
+        setAttribute(node.firstElementChild, "href", `/jobs/${encodeURIComponent(job.id)}`);
+        setText(head.firstElementChild, job.name ?? shortId(job.id));
+        setText(head.lastElementChild, `${job.method} · ${job.state}`);
+        setText(facts, `loss ${number(job.loss)} · round ${count(job.round)} of ${count(job.rounds)} · ${plural(job.workers, "worker")} · ${bytes(job.bytes_sent)} sent`);
+        setStyle(track.firstElementChild, "width", `${job.rounds ? Math.min(100, (job.round / job.rounds) * 100) : 0}%`);
+      });
+      for (const id of curves.keys()) if (!jobs.some((job) => job.id === id)) curves.delete(id);
+      if (curves.size !== drawn) draw();
+    },
+  };
+}
+
+const jobNode = (curve) => h("li", {}, h("a", {}, h("span", { class: "job-head" }, h("strong", {}), h("span", { class: "quiet" })),
+  h("span", { class: "job-facts" }), h("span", { class: "track", "aria-hidden": "true" }, h("i", {}))), curve);
+
+/** `update(rows)`: who gave how much, as bars against the most. */
+export function contributionList() {
+  const list = h("ol", { class: "shares" });
+  const none = h("p", { class: "quiet" }, "Nobody has computed anything in the last 30 days.");
+  return {
+    node: h("div", {}, list, none),
+    update(rows) {
+      const best = [...rows].filter((row) => row.tokens > 0).sort((a, b) => b.tokens - a.tokens).slice(0, 10);
+      none.hidden = best.length > 0;
+      list.hidden = best.length === 0;
+      keyed(list, best, (row) => row.peer_id, shareNode, (node, row) => fillShare(node, row.peer_id, row.name, row.tokens / best[0].tokens,
+        `${number(row.tokens)} tokens`, `here ${percent(row.uptime)} of the time`));
+    },
+  };
+}
+
+export const shareNode = () => h("li", {}, h("a", {}), h("span", { class: "share-value" }), h("span", { class: "track", "aria-hidden": "true" }, h("i", {})));
+
+export function fillShare(node, peer_id, name, share, text, title) {
+  const [link, value, track] = node.children;
+  setAttribute(link, "href", `/peers/${encodeURIComponent(peer_id)}`);
+  setAttribute(link, "title", peer_id);
+  setText(link, name ?? shortId(peer_id));
+  setText(value, text);
+  setAttribute(value, "title", title || null);
+  setStyle(track.firstElementChild, "width", `${Math.max(0, Math.min(100, share * 100))}%`);
+}

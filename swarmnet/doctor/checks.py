@@ -1,0 +1,292 @@
+"""What the facts mean: one finding for each thing that could be wrong, and the command that mends it. Pure."""
+
+import ipaddress
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from statistics import median
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion
+
+from swarmnet.doctor.facts import Disk, Facts, Peer, SecretFile
+from swarmnet_protocols.clock import MAX_CLOCK_ERROR_S, SET_CLOCK
+
+PYTHON = ((3, 11), (3, 13))
+"""The oldest and the newest that are tested."""
+TESTED = {
+    "torch": ">=2.4,<3",
+    "transformers": ">=5.0,<6",
+    "hivemind": ">=1.1.12,<1.2",
+    "protobuf": ">=5,<8",
+    "grpcio": ">=1.66,<2",
+    "cryptography": ">=42",
+    "safetensors": ">=0.4",
+}
+GIB = 1 << 30
+DISK_FAIL_BYTES, DISK_WARN_BYTES = GIB // 2, 5 * GIB
+RAM_FAIL_BYTES, RAM_WARN_BYTES = GIB // 2, 2 * GIB
+CLOCK_WARN_S = 30.0
+SOON_S = 14 * 24 * 3600.0
+CERTIFICATE_SOON_S = 24 * 3600.0
+
+
+class Level(StrEnum):
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+    SKIP = "skip"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """``fix`` is a command or a line to type, empty where there is nothing to mend."""
+
+    check: str
+    level: Level
+    text: str
+    fix: str = ""
+
+
+def examine(facts: Facts) -> list[Finding]:
+    """Every finding, in the order in which a person would look."""
+    return [
+        *_python(facts),
+        *_packages(facts),
+        _compiler(facts),
+        _device(facts),
+        _memory(facts),
+        *map(_disk, facts.disks),
+        *_secrets(facts),
+        *_listening(facts),
+        *_swarm(facts),
+        *_peers(facts),
+        *_clock(facts),
+        *_reachable(facts),
+        *(Finding(name, Level.WARN, f"not found out: {why}") for name, why in facts.not_gathered.items()),
+    ]
+
+
+def _python(facts: Facts) -> Iterator[Finding]:
+    oldest, newest = PYTHON
+    version = ".".join(map(str, facts.python))
+    if facts.python < oldest:
+        text = f"Python {version} is too old; {oldest[0]}.{oldest[1]} is needed"
+        yield Finding("python", Level.FAIL, text, "python3.11 -m venv .venv, and install swarmnet there")
+    elif facts.python > newest:
+        text = f"Python {version} is newer than any that was tested, {newest[0]}.{newest[1]}"
+        yield Finding("python", Level.WARN, text, "python3.11 -m venv .venv, and install swarmnet there")
+    else:
+        yield Finding("python", Level.OK, f"Python {version}")
+
+
+def _packages(facts: Facts) -> Iterator[Finding]:
+    wrong = False
+    for name, tested in TESTED.items():
+        version = facts.installed.get(name)
+        install = f"pip install {shlex.quote(name + tested)}"
+        if version is None:
+            wrong = True
+            yield Finding(name, Level.FAIL, f"{name} is not installed", install)
+        elif not _within(version, tested):
+            wrong = True
+            too_old = not _within(version, tested.partition(",")[0])
+            level = Level.FAIL if too_old else Level.WARN
+            yield Finding(name, level, f"{name} {version} is not one that was tested: {tested}", install)
+    if not wrong:
+        main = ", ".join(f"{name} {facts.installed[name]}" for name in ("torch", "transformers", "hivemind"))
+        yield Finding("packages", Level.OK, main)
+
+
+def _within(version: str, tested: str) -> bool:
+    try:
+        return SpecifierSet(tested).contains(version, prereleases=True)
+    except InvalidVersion:
+        return False
+
+
+def _compiler(facts: Facts) -> Finding:
+    if facts.compiler:
+        return Finding("compiler", Level.OK, f"native code is compiled with {facts.compiler}")
+    text = "no C compiler: single tokens are computed without native code, about half as fast on a CPU"
+    return Finding("compiler", Level.WARN, text, "sudo apt install gcc")
+
+
+def _device(facts: Facts) -> Finding:
+    gpu = facts.device.gpu
+    if not gpu:
+        return Finding("device", Level.OK, "no GPU: the CPU computes")
+    if facts.device.usable:
+        return Finding("device", Level.OK, gpu)
+    text = f"torch cannot use the {gpu}: the CPU computes"
+    return Finding("device", Level.WARN, text, "pip install --force-reinstall torch")
+
+
+def _memory(facts: Facts) -> Finding:
+    room = min(facts.memory.available_bytes, facts.memory.limit_bytes or facts.memory.available_bytes)
+    text = f"{_gib(room)} of memory are free"
+    if room < RAM_FAIL_BYTES and not facts.node:
+        return Finding("memory", Level.FAIL, f"{text}; a node needs more", "close something, or add memory")
+    if room < RAM_WARN_BYTES and not facts.node:
+        return Finding("memory", Level.WARN, text, "swarmnet join … --num-blocks 4 --max-cache 256MiB")
+    return Finding("memory", Level.OK, text)
+
+
+def _disk(disk: Disk) -> Finding:
+    if disk.error:
+        fix = f"sudo chown -R $USER {shlex.quote(str(disk.path))}"
+        return Finding("disk", Level.FAIL, f"{disk.path} cannot be written: {disk.error}", fix)
+    text = f"{_gib(disk.free_bytes)} are free for {disk.purpose} in {disk.path}"
+    fix = f"du -sh {shlex.quote(str(disk.path))}/* | sort -h"
+    if disk.free_bytes < DISK_FAIL_BYTES:
+        return Finding("disk", Level.FAIL, text, fix)
+    if disk.free_bytes < DISK_WARN_BYTES:
+        return Finding("disk", Level.WARN, f"{text}: too little for most models", fix)
+    return Finding("disk", Level.OK, text)
+
+
+def _secrets(facts: Facts) -> Iterator[Finding]:
+    bad = [secret for secret in facts.secrets if not secret.is_ours or secret.mode & 0o077]
+    for secret in bad:
+        yield _open_secret(secret)
+    if facts.secrets and not bad:
+        yield Finding("keys", Level.OK, f"keys in {facts.data_dir} are for their owner alone")
+
+
+def _open_secret(secret: SecretFile) -> Finding:
+    path = shlex.quote(str(secret.path))
+    if not secret.is_ours:
+        return Finding(
+            "keys", Level.FAIL, f"{secret.path} belongs to somebody else", f"sudo chown $USER {path}"
+        )
+    mode = "700" if secret.path.suffix == "" and secret.mode & 0o100 else "600"
+    return Finding("keys", Level.FAIL, f"others can read {secret.path}", f"chmod {mode} {path}")
+
+
+def _listening(facts: Facts) -> Iterator[Finding]:
+    if facts.node:
+        yield Finding("node", Level.OK, f"the node of {facts.data_dir} is {facts.node}")
+    for each in facts.listening:
+        if each.error:
+            yield Finding("listen", Level.FAIL, each.error, each.hint)
+        else:
+            yield Finding("listen", Level.OK, f"{each.address} is free")
+
+
+def _swarm(facts: Facts) -> Iterator[Finding]:
+    swarm = facts.swarm
+    if swarm is None:
+        text = "no swarm was named: neither peers, nor clock, nor reachability were looked at"
+        yield Finding("swarm", Level.SKIP, text, "swarmnet doctor --swarm SWARM")
+        return
+    if swarm.error:
+        yield Finding("swarm", Level.FAIL, swarm.error, swarm.hint)
+        return
+    ends = swarm.not_after
+    if ends is not None and ends - facts.now < SOON_S:
+        text = f"the swarm file of {swarm.name} ends in {_days(ends - facts.now)}"
+        yield Finding("swarm", Level.WARN, text, "get the next one from whoever runs the swarm")
+    else:
+        yield Finding("swarm", Level.OK, f"the swarm file of {swarm.name} is valid")
+    if not swarm.needs_certificate:
+        return
+    if swarm.certificate_error:
+        fix = "ask whoever runs the swarm for an invite, then: swarmnet join INVITE"
+        yield Finding("certificate", Level.FAIL, swarm.certificate_error, fix)
+    elif swarm.certificate_until is not None and swarm.certificate_until - facts.now < CERTIFICATE_SOON_S:
+        text = f"the certificate ends in {_days(swarm.certificate_until - facts.now)} and was not renewed"
+        yield Finding(
+            "certificate", Level.WARN, text, "see that an issuer runs: swarmnet swarm members SWARM"
+        )
+    else:
+        yield Finding("certificate", Level.OK, "this machine is a member")
+
+
+def _peers(facts: Facts) -> Iterator[Finding]:
+    if facts.swarm is None or facts.swarm.error or "peers" in facts.not_gathered:
+        return
+    if not facts.peers:
+        text = "the swarm file names nobody to start from"
+        fix = "swarmnet swarm sign SWARM --bootstrap ADDR, with an address that a node prints"
+        yield Finding("bootstrap", Level.WARN, text, fix)
+        return
+    silent = [peer for peer in facts.peers if peer.probed is None]
+    if len(silent) == len(facts.peers):
+        text = f"none of {len(silent)} peers to start from answers: {silent[0].error}"
+        yield Finding("bootstrap", Level.FAIL, text, "see that one runs, and try --bootstrap ADDR of another")
+        return
+    for peer in silent:
+        yield Finding("bootstrap", Level.WARN, f"{_short(peer)} does not answer: {peer.error}")
+    fastest = min(peer.probed.round_trip_s for peer in facts.peers if peer.probed)
+    text = f"{len(facts.peers) - len(silent)} of {len(facts.peers)} peers to start from answer"
+    yield Finding("bootstrap", Level.OK, f"{text}, the first after {1000 * fastest:.0f} ms")
+
+
+def _clock(facts: Facts) -> Iterator[Finding]:
+    seen = [peer.probed.behind_s for peer in facts.peers if peer.probed]
+    if not seen:
+        return
+    behind_s = median(seen)
+    if abs(behind_s) < CLOCK_WARN_S:
+        yield Finding("clock", Level.OK, f"the clock agrees with {_peers_text(len(seen))}")
+        return
+    way = "behind" if behind_s > 0 else "ahead of"
+    text = f"this machine's clock is {_span(abs(behind_s))} {way} what {_peers_text(len(seen))} say"
+    level = Level.FAIL if abs(behind_s) >= MAX_CLOCK_ERROR_S else Level.WARN
+    yield Finding("clock", level, text, SET_CLOCK)
+
+
+def _reachable(facts: Facts) -> Iterator[Finding]:
+    probed = [peer.probed for peer in facts.peers if peer.probed]
+    if not probed:
+        return
+    direct = [each for each in probed if each.observed_ip]
+    if not direct or not facts.ports:
+        text = "peers see this machine through a relay only: whether they could dial it is not known"
+        yield Finding("reachable", Level.WARN, text, _OPEN)
+        return
+    reached = [each for each in direct if each.reached]
+    ports = ", ".join(map(str, facts.ports))
+    if not reached:
+        text = f"no peer could dial TCP port {ports}: others use this node through relays, which is slower"
+        yield Finding("reachable", Level.WARN, text, _OPEN)
+    elif not any(ipaddress.ip_address(each.observed_ip).is_global for each in reached):
+        text = f"TCP port {ports} is reached from your own network; nobody from outside was there to try"
+        yield Finding("reachable", Level.OK, text)
+    else:
+        yield Finding("reachable", Level.OK, f"TCP port {ports} is reached from outside")
+
+
+_OPEN = (
+    "sudo ufw allow 31337; forward TCP and UDP 31337 on your router; then "
+    "swarmnet join … --listen /ip4/0.0.0.0/tcp/31337 --listen /ip4/0.0.0.0/udp/31337/quic-v1"
+)
+
+
+def _short(peer: Peer) -> str:
+    return f"…{peer.address[-12:]}"
+
+
+def _peers_text(number: int) -> str:
+    return "a peer" if number == 1 else f"{number} peers"
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / GIB:.1f} GiB"
+
+
+def _days(seconds: float) -> str:
+    return _span(seconds) if seconds < 48 * 3600 else f"{seconds / 86400:.0f} days"
+
+
+def _span(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} minutes" if seconds < 7200 else f"{seconds / 3600:.0f} hours"
+
+
+def worst(findings: Sequence[Finding]) -> Level:
+    """What is to be said in one word."""
+    levels = {finding.level for finding in findings}
+    return next((level for level in (Level.FAIL, Level.WARN) if level in levels), Level.OK)

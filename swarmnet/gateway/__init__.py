@@ -1,0 +1,1 @@
+"""An OpenAI-compatible endpoint over a swarm."""

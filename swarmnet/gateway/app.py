@@ -1,0 +1,313 @@
+"""The endpoints, and what a request passes through before its first token."""
+
+import asyncio
+import secrets
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from jinja2 import TemplateError
+from starlette.exceptions import HTTPException
+
+from swarmnet.gateway.answers import ChatForm, EventStream, Form, chunks, collect
+from swarmnet.gateway.failures import RETRY_S, ApiError, explain
+from swarmnet.gateway.generation import Generation
+from swarmnet.gateway.metrics import Meter
+from swarmnet.gateway.quotas import Quota, Quotas
+from swarmnet.gateway.schemas import (
+    MAX_CHOICES,
+    ChatMessage,
+    ChatRequest,
+    Common,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from swarmnet.web.guards import KEY_NAME
+from swarmnet_client import lanes
+from swarmnet_client.engine import Engine
+from swarmnet_client.sampling import Sampling
+from swarmnet_protocols.aio import race
+from swarmnet_protocols.clock import Clock, wall_clock
+from swarmnet_protocols.errors import SwarmnetError
+
+FIRST_S = 5.0
+"""What fails within this is told by the status of an answer; later, in the stream."""
+CHARS_PER_TOKEN = 64
+"""Text with more than this for each position of the model is not even tokenized."""
+CLIENT_LEFT = 499
+"""Nobody reads it; logs do."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A request as it is to be generated: token ids of each prompt, and how many choices of each."""
+
+    prompts: list[list[int]]
+    max_tokens: int | None
+    alternatives: int | None
+    body: Common
+    form: Form
+    param: str
+    """Where in the request the prompts are."""
+
+
+@dataclass
+class Gateway:
+    """One model's endpoint."""
+
+    engine: Engine
+    quota: Quota = field(default_factory=Quota)
+    clock: Clock = wall_clock
+
+    def __post_init__(self) -> None:
+        self.model = model_id(self.engine.local.name)
+        self.meter = Meter(self.model, self.engine.batcher)
+        self._quotas = Quotas(self.quota)
+        self._started = int(self.clock())
+        self._fingerprint = f"swarm-{self.engine.local.manifest.hash.hex()[:12]}"
+        # Its own thread: long prompts must not keep the loop, and it knows no torch.
+        self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+        self._running = 0
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def app(self) -> FastAPI:
+        """Its ASGI app, without the guards."""
+        app = FastAPI(title="swarmnet", docs_url=None, redoc_url=None)
+        app.add_api_route("/v1/models", self.models)
+        app.add_api_route("/v1/models/{name:path}", self.one_model)
+        app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"], response_model=None)
+        app.add_api_route("/v1/completions", self.complete, methods=["POST"], response_model=None)
+        app.add_api_route("/tokenize", self.tokenize, methods=["POST"])
+        app.add_api_route("/detokenize", self.detokenize, methods=["POST"])
+        app.add_api_route("/health", self.health)
+        app.add_api_route("/version", self.version)
+        app.add_api_route("/metrics", self.metrics)
+        for kind in (ApiError, SwarmnetError, RequestValidationError, HTTPException, Exception):
+            app.add_exception_handler(kind, self._failed)
+        return app
+
+    async def drain(self) -> None:
+        """Refuse new requests, and return when those that run are over."""
+        self._draining = True
+        await self._idle.wait()
+
+    def close(self) -> None:
+        self._tokenizing.shutdown(wait=False)
+
+    # ---- endpoints --------------------------------------------------------------------------------------
+
+    async def models(self) -> dict[str, Any]:
+        return {"object": "list", "data": [self._described()]}
+
+    async def one_model(self, name: str) -> dict[str, Any]:
+        self._check_model(name)
+        return self._described()
+
+    async def chat(self, body: ChatRequest, request: Request) -> Response:
+        async def prepare() -> Wanted:
+            form = ChatForm(*self._form_arguments())
+            ids = await self._in_thread(self._chat_ids, body.messages, True)
+            return Wanted([ids], body.limit, body.alternatives, body, form, "messages")
+
+        return await self._respond(request, body, prepare)
+
+    async def complete(self, body: CompletionRequest, request: Request) -> Response:
+        async def prepare() -> Wanted:
+            prompts = body.prompt
+            if not 1 <= len(prompts) * body.n <= MAX_CHOICES:
+                raise ApiError(
+                    400,
+                    f"1 to {MAX_CHOICES} choices may be asked for at once",
+                    "invalid_value",
+                    param="prompt",
+                )
+            form = Form(*self._form_arguments())
+            ids = [
+                await self._in_thread(self._ids, prompt, True) if isinstance(prompt, str) else prompt
+                for prompt in prompts
+            ]
+            return Wanted(ids, body.max_tokens, body.logprobs, body, form, "prompt")
+
+        return await self._respond(request, body, prepare)
+
+    async def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
+        if (body.prompt is None) == (body.messages is None):
+            raise ApiError(400, "give either prompt or messages", "invalid_value", param="prompt")
+        if body.messages is not None:
+            ids = await self._in_thread(self._chat_ids, body.messages, body.add_generation_prompt)
+        else:
+            ids = await self._in_thread(self._ids, body.prompt, body.add_special_tokens)
+        return {"count": len(ids), "max_model_len": self.engine.max_length, "tokens": ids}
+
+    async def detokenize(self, body: DetokenizeRequest) -> dict[str, Any]:
+        if len(body.tokens) > self.engine.max_length:
+            message = f"this model has no more than {self.engine.max_length} tokens at a time"
+            raise ApiError(400, message, "context_length_exceeded", param="tokens")
+        self._check_ids(body.tokens, "tokens")
+        return {"prompt": await self._in_thread(self.engine.tokenizer.decode, body.tokens)}
+
+    async def health(self) -> Response:
+        if self._draining:
+            return JSONResponse({"status": "draining"}, 503)
+        if missing := self.engine.missing:
+            return JSONResponse({"status": "nobody hosts some blocks", "missing": missing}, 503)
+        return JSONResponse({"status": "ok"})
+
+    async def version(self) -> dict[str, str]:
+        return {"version": version("swarmnet-p2p")}
+
+    async def metrics(self) -> Response:
+        return Response(self.meter.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    # ---- a request --------------------------------------------------------------------------------------
+
+    async def _respond(self, request: Request, body: Common, prepare: Callable[[], Any]) -> Response:
+        """Admit, prepare, generate. Whatever the caller is charged or given ends with the response."""
+        self._check_model(body.model)
+        if self._draining:
+            raise ApiError(503, "the gateway is stopping", "stopping", "server_error", retry_after_s=RETRY_S)
+        self.engine.batcher.check_room()
+        key = request.scope.get(KEY_NAME, "")
+        async with AsyncExitStack() as stack:
+            self._quotas.enter(key, asyncio.get_running_loop().time())
+            stack.callback(self._quotas.leave, key)
+            self._enter()
+            stack.callback(self._leave)
+            wanted: Wanted = await prepare()
+            requests = self._requests(wanted, key)
+            prompt_tokens = sum(map(len, wanted.prompts))
+            generation = await stack.enter_async_context(
+                Generation.run(self.engine, requests, body.stop, self.meter)
+            )
+            self._quotas.use(key, prompt_tokens)
+            stack.callback(lambda: self._quotas.use(key, generation.tokens))
+            if not body.stream:
+                whole = await race(collect(generation, wanted.form, prompt_tokens), _left(request))
+                return Response(status_code=CLIENT_LEFT) if whole is None else JSONResponse(whole)
+            if not await race(_begin(generation), _left(request)):
+                return Response(status_code=CLIENT_LEFT)
+            events = chunks(
+                generation, wanted.form, prompt_tokens, with_usage=body.stream_options.include_usage
+            )
+            return EventStream(events, stack.pop_all())
+
+    def _requests(self, wanted: Wanted, key: str) -> list[lanes.Request]:
+        """One for each choice of each prompt. Raises ``ApiError`` for prompts that do not fit."""
+        body = wanted.body
+        seed = secrets.randbits(63) if body.seed is None else body.seed
+        requests: list[lanes.Request] = []
+        for prompt in wanted.prompts:
+            self._check_ids(prompt, wanted.param)
+            room = self.engine.max_length - len(prompt)
+            if not 1 <= len(prompt) < self.engine.max_length:
+                message = (
+                    f"the prompt has {len(prompt)} tokens; this model takes 1 to {self.engine.max_length - 1}"
+                )
+                raise ApiError(400, message, "context_length_exceeded", param=wanted.param)
+            for _ in range(body.n):
+                sampling = Sampling(body.temperature, body.top_p, seed + len(requests), wanted.alternatives)
+                requests.append(
+                    lanes.Request(
+                        tuple(prompt),
+                        min(room, wanted.max_tokens or room),
+                        sampling,
+                        frozenset() if body.ignore_eos else self.engine.end_ids,
+                        owner=key,
+                    )
+                )
+        return requests
+
+    def _enter(self) -> None:
+        self._running += 1
+        self._idle.clear()
+
+    def _leave(self) -> None:
+        self._running -= 1
+        if self._running == 0:
+            self._idle.set()
+
+    async def _in_thread(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work, *arguments)
+
+    def _ids(self, text: str, special: bool) -> list[int]:
+        if len(text) > CHARS_PER_TOKEN * self.engine.max_length:
+            raise ApiError(
+                400, f"{len(text)} characters do not fit into this model", "context_length_exceeded"
+            )
+        ids: list[int] = self.engine.tokenizer(text, add_special_tokens=special).input_ids
+        return ids
+
+    def _chat_ids(self, messages: Sequence[ChatMessage], generation_prompt: bool) -> list[int]:
+        tokenizer = self.engine.tokenizer
+        if not tokenizer.chat_template:
+            raise ApiError(400, "this model has no chat template: use /v1/completions", "no_chat_template")
+        try:
+            text = tokenizer.apply_chat_template(
+                [message.for_template() for message in messages],
+                add_generation_prompt=generation_prompt,
+                tokenize=False,
+            )
+        except TemplateError as error:
+            raise ApiError(
+                400, f"the chat template refuses: {error}", "invalid_value", param="messages"
+            ) from error
+        return self._ids(text, False)
+
+    def _check_ids(self, ids: Sequence[int], param: str) -> None:
+        vocabulary = self.engine.local.config.vocab_size
+        if ids and max(ids) >= vocabulary:
+            raise ApiError(400, f"token ids go up to {vocabulary - 1}", "invalid_value", param=param)
+
+    def _check_model(self, name: str) -> None:
+        if name != self.model:
+            message = f"there is no model {name[:200]!r} here, only {self.model!r}"
+            raise ApiError(404, message, "model_not_found", param="model")
+
+    def _described(self) -> dict[str, Any]:
+        return {
+            "id": self.model,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "swarmnet",
+            "max_model_len": self.engine.max_length,
+        }
+
+    def _form_arguments(self) -> tuple[str, Any, int, str]:
+        return self.model, self.engine.tokenizer, int(self.clock()), self._fingerprint
+
+    async def _failed(self, _request: Request, error: Exception) -> Response:
+        said = explain(error)
+        self.meter.refused(said.code)
+        return JSONResponse(said.body(), said.status, said.headers())
+
+
+def model_id(name: str) -> str:
+    """How callers name a model: as it is known, or, where that is a place on this machine, by its last part."""
+    path = Path(name).expanduser()
+    return path.resolve().name if path.exists() else name
+
+
+async def _begin(generation: Generation) -> bool:
+    """Wait a while for the first piece. Raises what the generation is refused for."""
+    try:
+        async with asyncio.timeout(FIRST_S):
+            await generation.begun()
+    except TimeoutError:
+        pass
+    return True
+
+
+async def _left(request: Request) -> None:
+    """Return when the client has gone."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

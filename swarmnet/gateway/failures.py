@@ -1,0 +1,80 @@
+"""What went wrong, as OpenAI's clients read it."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from swarmnet_client.batching import Busy
+from swarmnet_protocols import errors
+from swarmnet_protocols.resources import Exhausted
+
+RETRY_S = 5
+"""When to try again where nobody knows: the swarm looks at its directory that often."""
+
+_HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 408: "body_too_slow", 413: "body_too_large"}
+
+
+@dataclass
+class ApiError(Exception):
+    """An error with the status, and the words and fields, of its answer."""
+
+    status: int
+    message: str
+    code: str
+    kind: str = "invalid_request_error"
+    param: str | None = None
+    retry_after_s: int | None = None
+
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+    def headers(self) -> dict[str, str]:
+        return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+
+
+def explain(error: Exception) -> ApiError:
+    """What a caller is told of ``error``, whatever it is."""
+    match error:
+        case ApiError():
+            return error
+        case errors.SwarmnetError():
+            return of_swarm(error)
+        case RequestValidationError():
+            return _of_validation(error.errors())
+        case HTTPException():
+            code = _HTTP_CODES.get(error.status_code, "invalid_request")
+            return ApiError(error.status_code, str(error.detail), code)
+        case _:
+            return ApiError(500, "this should not have happened", "internal_error", "server_error")
+
+
+def of_swarm(error: errors.SwarmnetError) -> ApiError:
+    """What a caller is told of a failure in the swarm."""
+    said = f"{error} ({error.hint})" if error.hint else str(error)
+    if isinstance(error, Busy):
+        return ApiError(503, said, "overloaded", "server_error", retry_after_s=error.retry_after_s)
+    if isinstance(error, errors.Unreachable):
+        return ApiError(503, said, "no_route", "server_error", retry_after_s=RETRY_S)
+    if isinstance(error, errors.OutOfResources):
+        wait_s = max(1, math.ceil(error.retry_after_s)) if isinstance(error, Exhausted) else RETRY_S
+        return ApiError(503, said, "out_of_resources", "server_error", retry_after_s=wait_s)
+    return ApiError(500, said, "internal_error", "server_error")
+
+
+def _of_validation(problems: Sequence[Any]) -> ApiError:
+    """What a caller is told of a request that is wrong: the first thing that is, by its name."""
+    problem = problems[0]
+    where = [str(part) for part in problem.get("loc", ()) if part != "body"]
+    name = where[0] if where else None
+    if problem["type"] == "extra_forbidden":
+        path = ".".join(where)
+        return ApiError(400, f"Unsupported parameter: '{path}'", "unsupported_parameter", param=path)
+    if problem["type"] == "json_invalid":
+        return ApiError(400, "the body is not JSON", "invalid_json")
+    message = f"{'.'.join(where)}: {problem['msg']}" if where else str(problem["msg"])
+    code = "missing_required_parameter" if problem["type"] == "missing" else "invalid_value"
+    return ApiError(400, message, code, param=name)

@@ -1,0 +1,79 @@
+"""What each key may use. Pure: takes the time as an argument."""
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+
+from swarmnet.gateway.failures import ApiError
+
+MINUTE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Quota:
+    """The most that one key may use; None: as much as there is."""
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    concurrent: int | None = None
+
+
+class _Bucket:
+    """An allowance that fills up in a minute. It may be overdrawn: then it is closed until that is paid back."""
+
+    def __init__(self, per_minute: int) -> None:
+        self._size = self._left = float(per_minute)
+        self._at = 0.0
+
+    def wait_s(self, least: float, now: float) -> float:
+        """Seconds until ``least`` is there."""
+        self._left = min(self._size, self._left + (now - self._at) * self._size / MINUTE_S)
+        self._at = now
+        return max(0.0, (least - self._left) * MINUTE_S / self._size)
+
+    def take(self, amount: float) -> None:
+        self._left -= amount
+
+
+class _Account:
+    def __init__(self, quota: Quota) -> None:
+        self.running = 0
+        self.requests = _Bucket(quota.requests_per_minute) if quota.requests_per_minute else None
+        self.tokens = _Bucket(quota.tokens_per_minute) if quota.tokens_per_minute else None
+
+
+class Quotas:
+    """Counts what keys use. Whoever is let in has to be seen out."""
+
+    def __init__(self, quota: Quota) -> None:
+        self._quota = quota
+        self._accounts: dict[str, _Account] = defaultdict(lambda: _Account(quota))
+
+    def enter(self, key: str, now: float) -> None:
+        """Count a request. Raises ``ApiError`` 429 when the key has used up what it may."""
+        account = self._accounts[key]
+        limit = self._quota.concurrent
+        if limit is not None and account.running >= limit:
+            raise _refusal(f"{limit} requests of this key are running", "concurrency_limit_exceeded", 1.0)
+        if account.requests and (wait_s := account.requests.wait_s(1.0, now)) > 0:
+            limit = self._quota.requests_per_minute
+            raise _refusal(f"this key may send {limit} requests a minute", "rate_limit_exceeded", wait_s)
+        if account.tokens and (wait_s := account.tokens.wait_s(1.0, now)) > 0:
+            limit = self._quota.tokens_per_minute
+            raise _refusal(f"this key may use {limit} tokens a minute", "rate_limit_exceeded", wait_s)
+        if account.requests:
+            account.requests.take(1)
+        account.running += 1
+
+    def use(self, key: str, tokens: int) -> None:
+        """Count tokens of prompts and answers."""
+        account = self._accounts[key]
+        if account.tokens:
+            account.tokens.take(tokens)
+
+    def leave(self, key: str) -> None:
+        self._accounts[key].running -= 1
+
+
+def _refusal(message: str, code: str, wait_s: float) -> ApiError:
+    return ApiError(429, message, code, "rate_limit_error", retry_after_s=max(1, math.ceil(wait_s)))

@@ -1,0 +1,111 @@
+"""Logs, on stderr: text for people or one JSON object a line, in one format whoever writes them.
+
+Modules log through ``logging``; fields go into ``extra``. Nothing that a prompt, a token or an activation could be read from is ever
+logged, and what looks like an invite or a private key is struck out here should somebody try.
+"""
+
+import contextlib
+import logging
+import re
+import sys
+from functools import cached_property
+from typing import Any, Literal
+
+LogFormat = Literal["text", "json"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+BURST = 20
+WINDOW_S = 10.0
+"""No place in the code logs more than ``BURST`` times in this: strangers cause some of what is logged, as often as they like."""
+
+_NOISY = (
+    "asyncio",
+    "filelock",
+    "hivemind",
+    "httpcore",
+    "httpx",
+    "huggingface_hub",
+    "matplotlib",
+    "urllib3",
+    "uvicorn",
+)
+"""Their debug and info are for their own developers."""
+_SECRET = re.compile(r"swn1[0-9A-Za-z_-]{16,}|-----BEGIN [A-Z ]*PRIVATE KEY-----[^-]*(-----END[A-Z -]*)?")
+
+
+def configure(*, log_format: LogFormat, level: LogLevel) -> None:
+    """Write to stderr what is logged from now on, from ``level`` upwards. A later call takes the place of this one."""
+    root = logging.getLogger()
+    for handler in root.handlers:
+        if isinstance(handler, _Stderr):
+            root.removeHandler(handler)
+    ours = _Stderr()
+    ours.setFormatter(_Formatter(log_format))
+    ours.addFilter(Throttle())
+    root.addHandler(ours)
+    root.setLevel(level.upper())
+    for name in _NOISY:
+        logging.getLogger(name).setLevel(max(logging.WARNING, root.level))
+
+
+class _Stderr(logging.Handler):
+    """Writes to whatever stderr is then."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(BrokenPipeError):  # whoever read it is gone
+            sys.stderr.write(f"{self.format(record)}\n")
+
+
+class Throttle(logging.Filter):
+    """Lets through ``BURST`` records of one line of code in ``WINDOW_S``, and says later how many there were besides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._windows: dict[tuple[str, int], tuple[float, int]] = {}
+        """Since when, and how many since then, by file and line: as many as there are places that log."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        place = record.pathname, record.lineno
+        since, count = self._windows.get(place, (record.created, 0))
+        if record.created - since >= WINDOW_S:
+            if count > BURST:
+                record.suppressed = count - BURST
+            since, count = record.created, 0
+        self._windows[place] = since, count + 1
+        return count < BURST
+
+
+class _Formatter(logging.Formatter):
+    """structlog's, which is imported when there is something to say."""
+
+    def __init__(self, log_format: LogFormat) -> None:
+        super().__init__()
+        self._log_format = log_format
+
+    def format(self, record: logging.LogRecord) -> str:
+        return _SECRET.sub("[secret]", self._structlog.format(record))
+
+    @cached_property
+    def _structlog(self) -> logging.Formatter:
+        import structlog
+
+        renderer: Any
+        if self._log_format == "json":
+            renderer = structlog.processors.JSONRenderer()
+        else:
+            # Rich tracebacks would show the values of variables, prompts among them.
+            renderer = structlog.dev.ConsoleRenderer(
+                colors=False, pad_event_to=0, exception_formatter=structlog.dev.plain_traceback
+            )
+        shared: list[Any] = [
+            structlog.stdlib.add_log_level,
+            structlog.stdlib.add_logger_name,
+            structlog.stdlib.ExtraAdder(),
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+        ]
+        if self._log_format == "json":
+            shared.append(structlog.processors.format_exc_info)
+        return structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=shared,
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],
+        )

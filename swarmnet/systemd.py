@@ -1,0 +1,173 @@
+"""A systemd unit for a command of ours: written, started, looked at, removed."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from swarmnet_protocols.errors import ConfigError, SwarmnetError, Unreachable
+
+MARK = "# Written by `swarmnet service install`; `swarmnet service uninstall` removes it."
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+SYSTEMCTL_S = 60.0
+_PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
+
+
+@dataclass(frozen=True)
+class Service:
+    """The unit ``name``.service, of this user or, with ``is_system``, of the machine."""
+
+    name: str
+    is_system: bool
+
+    def __post_init__(self) -> None:
+        """Raises ``ConfigError`` for a name that no unit can have."""
+        if not NAME.fullmatch(self.name):
+            raise ConfigError(
+                f"{self.name[:80]!r} cannot be a unit's name", hint="use letters, digits, dots and dashes"
+            )
+
+    @property
+    def unit(self) -> str:
+        return f"{self.name}.service"
+
+    @property
+    def path(self) -> Path:
+        if self.is_system:
+            return Path("/etc/systemd/system") / self.unit
+        config = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+        return Path(config) / "systemd" / "user" / self.unit
+
+    def install(self, text: str) -> None:
+        """Write the unit, start it now and from now on with the machine.
+
+        Raises ``ConfigError`` where a unit of that name is not ours or cannot be written, ``SwarmnetError`` when systemd refuses.
+        """
+        _require_systemd()
+        self._check_ours()
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.write_text(text)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write {self.path}: {error.strerror}",
+                hint="with --system, use sudo"
+                if self.is_system
+                else "check the permissions of the directory",
+            ) from error
+        self._systemctl("daemon-reload")
+        self._systemctl("enable", "--now", "--no-block", self.unit)
+
+    def uninstall(self) -> None:
+        """Stop the unit and remove it. Raises ``ConfigError`` where it is not ours, ``Unreachable`` where there is none."""
+        _require_systemd()
+        if not self.path.exists():
+            raise Unreachable(f"there is no {self.path}", hint="see what there is: swarmnet service status")
+        self._check_ours()
+        self._systemctl("disable", "--now", self.unit)
+        self.path.unlink()
+        self._systemctl("daemon-reload")
+
+    def status(self) -> dict[str, str]:
+        """What systemd knows of the unit, by the names of its properties."""
+        _require_systemd()
+        names = (
+            "LoadState",
+            "ActiveState",
+            "SubState",
+            "UnitFileState",
+            "StatusText",
+            "MainPID",
+            "NRestarts",
+        )
+        shown = self._systemctl("show", self.unit, *(f"--property={name}" for name in names))
+        pairs = (line.partition("=") for line in shown.splitlines())
+        return {name: value for name, _, value in pairs}
+
+    def _check_ours(self) -> None:
+        if self.path.exists() and not self.path.read_text(errors="replace").startswith(MARK):
+            raise ConfigError(
+                f"{self.path} was not written by swarmnet", hint="choose another name: --name NAME"
+            )
+
+    def _systemctl(self, *arguments: str) -> str:
+        command = ["systemctl", *([] if self.is_system else ["--user"]), *arguments]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=SYSTEMCTL_S, check=False)
+        except subprocess.TimeoutExpired as error:
+            raise SwarmnetError(f"{' '.join(command)} does not end") from error
+        if done.returncode:
+            reason = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+            hint = "use sudo" if self.is_system else "log in as this user, without sudo or su, and try again"
+            raise SwarmnetError(f"{' '.join(command)}: {reason[0]}", hint=hint)
+        return done.stdout
+
+
+def unit_text(arguments: Sequence[str], *, is_system: bool) -> str:
+    """The unit that runs ``swarmnet`` with these arguments, from the directory we are in, so that paths mean what they mean here."""
+    user = f"User={os.environ.get('SUDO_USER') or 'root'}\n" if is_system else ""
+    target = "multi-user.target" if is_system else "default.target"
+    command = " ".join(map(quote, [_program(), *arguments]))
+    return f"""\
+{MARK}
+[Unit]
+Description=swarmnet {arguments[0]}
+Wants=network-online.target
+After=network-online.target
+
+[Service]
+Type=notify
+ExecStart={command}
+WorkingDirectory={str(Path.cwd()).replace("%", "%%")}
+{user}Environment=SWARMNET_LOG_FORMAT=json
+# The first start may fetch a model.
+TimeoutStartSec=infinity
+# SIGTERM is for the process alone: it lets sessions move away (30 s) before it ends p2pd.
+KillMode=mixed
+TimeoutStopSec=75
+Restart=on-failure
+RestartSec=5
+# Not when only a person can help: usage, config, not authorised, integrity, incompatible version.
+RestartPreventExitStatus=2 3 4 7 8
+Nice=10
+NoNewPrivileges=yes
+PrivateTmp=yes
+ProtectSystem=full
+RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6 AF_NETLINK
+RestrictSUIDSGID=yes
+LockPersonality=yes
+
+[Install]
+WantedBy={target}
+"""
+
+
+def quote(argument: str) -> str:
+    """As systemd splits it: ``%`` and ``$`` mean themselves. Raises ``ConfigError`` for what no unit can hold."""
+    if not argument.isprintable():
+        raise ConfigError(f"{argument[:80]!r} cannot be in a unit", hint="leave out line breaks and controls")
+    escaped = argument.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
+    return escaped if _PLAIN.fullmatch(escaped) else f'"{escaped}"'
+
+
+def _program() -> str:
+    """The command that runs now, or the module, where there is no such file."""
+    found = shutil.which(sys.argv[0])
+    if found and Path(found).name == "swarmnet":
+        return str(Path(found).absolute())
+    beside = Path(sys.executable).with_name("swarmnet")
+    if not beside.exists():
+        raise ConfigError(f"there is no {beside}", hint="install swarmnet into this Python: pip install -e .")
+    return str(beside)
+
+
+def _require_systemd() -> None:
+    if shutil.which("systemctl") is None:
+        raise ConfigError(
+            "there is no systemd on this machine",
+            hint="start swarmnet with what starts other programs here; --dry-run shows the command",
+        )

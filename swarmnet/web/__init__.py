@@ -1,0 +1,1 @@
+"""Serving pages and endpoints over HTTP: the gateway, the dashboard, a node's metrics."""

@@ -1,0 +1,73 @@
+"""What the account of resources costs a message, in microseconds: read from a buffer with it and without, in turn.
+
+    python -m tests.bench.frame_cost [--frames 2000] [--rounds 9]
+
+Prints JSON.
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import struct
+import time
+from collections.abc import Awaitable, Callable
+
+import uvloop
+
+from swarmnet_protocols.protocol_ids import LINK
+from swarmnet_protocols.resources import Flow, Rate, ResourceManager
+from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.transport import Message, PeerId
+from swarmnet_protocols.transport.framing import FrameReader
+from swarmnet_protocols.transport.meter import Meter
+from swarmnet_protocols.transport.pacing import Line, PacedReader
+
+FRAME = struct.pack(">II", 60, 2304) + bytes(60 + 2304)  # a step of one position of SmolLM2-135M
+
+
+async def bare(reader: asyncio.StreamReader) -> Message:
+    """The same two reads, and no more."""
+    header_bytes, payload_bytes = struct.unpack(">II", await reader.readexactly(8))
+    body = memoryview(await reader.readexactly(header_bytes + payload_bytes))
+    return Message(bytes(body[:header_bytes]), body[header_bytes:])
+
+
+async def measure(frames: int, rounds: int) -> dict[str, float]:
+    resources = ResourceManager()
+    resources.limit_rate(Flow.FRAMES, in_all=Rate(1e9, 1e9), each_peer=Rate(1e9, 1e9))  # nobody is to wait
+    meter = Meter.of_theirs(resources, PeerId("somebody"), Timing())
+    times: dict[str, list[float]] = {"without": [], "with": []}
+    for _ in range(rounds):
+        for name, seconds in times.items():
+            reader = asyncio.StreamReader(limit=1 << 30)
+            reader.feed_data(FRAME * frames)
+            framed = FrameReader(PacedReader(reader, Line()), LINK, meter)
+
+            async def receive(framed: FrameReader = framed) -> Message:
+                return await meter.receive(framed.read)
+
+            async def plain(reader: asyncio.StreamReader = reader) -> Message:
+                return await bare(reader)
+
+            read: Callable[[], Awaitable[Message]] = receive if name == "with" else plain
+            started = time.perf_counter()
+            for _ in range(frames):
+                await read()
+            seconds.append((time.perf_counter() - started) / frames)
+    return {name: round(1e6 * statistics.median(seconds), 2) for name, seconds in times.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--frames", type=int, default=2000)
+    parser.add_argument("--rounds", type=int, default=9)
+    arguments = parser.parse_args()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        medians = runner.run(measure(arguments.frames, arguments.rounds))
+    report = {"bench": "frame_cost", "us_a_message": medians}
+    print(json.dumps(report | {"difference_us": round(medians["with"] - medians["without"], 2)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""What the gateway costs: one stream and sixteen callers against the Python client, ten times too many, a thousand who say nothing.
+
+    python -m tests.bench.gateway [--tokens 32] [--rounds 5] [--overload-s 30]
+
+Gateway and client are processes of their own over the same three nodes, and take turns. Prints JSON, a line for each part.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import statistics
+import tempfile
+import time
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from tests.bench.generating_process import MODEL, GeneratingProcess
+from tests.support.gateway_process import GatewayProcess
+from tests.support.processes import swarm
+
+SPANS = ((0, 10), (10, 20), (20, 30))
+CALLERS = 16
+PROMPT_TOKENS = 32
+ACTIVE = 8
+"""Lanes of the gateway that is overloaded; as many may wait."""
+IDLE = 1000
+
+
+def body(prompt: list[int], tokens: int) -> dict[str, Any]:
+    return {
+        "model": MODEL,
+        "prompt": prompt,
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
+async def ask(http: httpx.AsyncClient, prompt: list[int], tokens: int) -> tuple[int, float, int]:
+    """Status, seconds and tokens of one streamed answer."""
+    started = time.perf_counter()
+    used = 0
+    async with http.stream("POST", "/v1/completions", json=body(prompt, tokens)) as response:
+        async for line in response.aiter_lines():
+            if '"usage":{' in line:
+                used = json.loads(line.removeprefix("data: "))["usage"]["completion_tokens"]
+    return response.status_code, time.perf_counter() - started, used
+
+
+def client_of(gateway: GatewayProcess) -> httpx.AsyncClient:
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=50)
+    return httpx.AsyncClient(base_url=gateway.url, timeout=300, limits=limits)
+
+
+async def together(http: httpx.AsyncClient, prompts: list[list[int]], tokens: int) -> float:
+    """Seconds that all of them take, asked at once."""
+    started = time.perf_counter()
+    answers = await asyncio.gather(*(ask(http, prompt, tokens) for prompt in prompts))
+    if {(status, used) for status, _, used in answers} != {(200, tokens)}:
+        raise RuntimeError(f"not all were answered: {answers}")
+    return time.perf_counter() - started
+
+
+async def compare(gateway: GatewayProcess, python: GeneratingProcess, arguments: Any) -> dict[str, Any]:
+    """One stream, and sixteen callers, against the Python client; the two take turns."""
+    rng = random.Random(0)
+    tokens = arguments.tokens
+    alone: list[tuple[float, float]] = []
+    batch: list[tuple[float, float]] = []
+    async with client_of(gateway) as http:
+        await together(http, [[5] * 4] * CALLERS, 2)
+        for _ in range(arguments.rounds):
+            prompts = [[rng.randrange(1000, 20000) for _ in range(PROMPT_TOKENS)] for _ in range(CALLERS)]
+            theirs = await asyncio.to_thread(python.generate, prompts[:1], tokens)
+            alone.append((await together(http, prompts[:1], tokens), theirs["seconds"]))
+            theirs = await asyncio.to_thread(python.generate, prompts, tokens)
+            batch.append((await together(http, prompts, tokens), theirs["seconds"]))
+    return {
+        "one_stream_ms_per_token": [round(1000 * ours / tokens, 2) for ours, _ in alone],
+        "python_ms_per_token": [round(1000 * theirs / tokens, 2) for _, theirs in alone],
+        "overhead_ms_per_token": round(
+            1000 * statistics.median(ours - theirs for ours, theirs in alone) / tokens, 2
+        ),
+        "overhead_goal_ms": 3,
+        "callers_tokens_per_s": [round(CALLERS * tokens / ours, 1) for ours, _ in batch],
+        "python_batch_tokens_per_s": [round(CALLERS * tokens / theirs, 1) for _, theirs in batch],
+        "callers_ratio": round(statistics.median(theirs / ours for ours, theirs in batch), 2),
+        "callers_goal": 0.8,
+    }
+
+
+async def offer(gateway: GatewayProcess, rate: float, seconds: float, tokens: int) -> dict[str, Any]:
+    """Requests at a fixed rate, however they fare; what came of them within ``seconds``."""
+    rng = random.Random(1)
+    served, refused_s = 0, []
+    started = time.perf_counter()
+    async with client_of(gateway) as http, asyncio.TaskGroup() as tasks:
+
+        async def one() -> None:
+            nonlocal served
+            prompt = [rng.randrange(1000, 20000) for _ in range(PROMPT_TOKENS)]
+            status, took_s, used = await ask(http, prompt, tokens)
+            if status == 200:
+                within = min(1.0, max(0.0, (started + seconds - (time.perf_counter() - took_s)) / took_s))
+                served += round(used * within)
+            else:
+                refused_s.append(took_s)
+
+        for number in range(int(rate * seconds)):
+            await asyncio.sleep(max(0.0, started + number / rate - time.perf_counter()))
+            tasks.create_task(one())
+    refused_s.sort()
+    return {
+        "offered_per_s": round(rate, 2),
+        "goodput_tokens_per_s": round(served / seconds, 1),
+        "refused": len(refused_s),
+        "refused_ms_p50_p95_max": [
+            round(1000 * refused_s[int(part * (len(refused_s) - 1))], 1) for part in (0.5, 0.95, 1.0)
+        ]
+        if refused_s
+        else [],
+    }
+
+
+async def overload(gateway: GatewayProcess, arguments: Any) -> dict[str, Any]:
+    """Goodput where there are as many callers as lanes, and where ten times as much is offered as that."""
+    tokens = arguments.tokens
+    async with client_of(gateway) as http:
+        prompts = [[7 + number] * PROMPT_TOKENS for number in range(ACTIVE)]
+        await together(http, prompts, 2)
+        peak_s = statistics.median([await together(http, prompts, tokens) for _ in range(3)])
+    peak = ACTIVE * tokens / peak_s
+    over = await offer(gateway, 10 * peak / tokens, arguments.overload_s, tokens)
+    return {
+        "peak_tokens_per_s": round(peak, 1),
+        "overload": over,
+        "overload_ratio": round(over["goodput_tokens_per_s"] / peak, 2),
+        "overload_goal": 0.8,
+        "refusal_goal_ms": 100,
+    }
+
+
+async def idle(gateway: GatewayProcess, arguments: Any) -> dict[str, Any]:
+    """One stream beside a thousand connections that say nothing, and without them."""
+    address = httpx.URL(gateway.url)
+    process = psutil.Process(gateway.pid)
+    prompt = [11] * PROMPT_TOKENS
+    ratios = []
+    async with client_of(gateway) as http:
+        await together(http, [prompt], 4)
+        before = process.memory_info().rss
+        grown = 0
+        for _ in range(arguments.rounds):
+            without_s = await together(http, [prompt], arguments.tokens)
+            async with AsyncExitStack() as stack:
+                for _ in range(IDLE):
+                    _, writer = await asyncio.open_connection(address.host, address.port)
+                    stack.callback(writer.close)
+                ratios.append(await together(http, [prompt], arguments.tokens) / without_s)
+                grown = max(grown, process.memory_info().rss - before)
+    return {
+        "idle_connections": IDLE,
+        "idle_time_ratio": round(statistics.median(ratios), 3),
+        "idle_memory_mb": round(grown / 1e6, 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--overload-s", type=float, default=30.0)
+    arguments = parser.parse_args()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        swarm(Path(folder) / "lab", Path(folder) / "cache", *SPANS) as lab,
+    ):
+        python = GeneratingProcess(lab.cache_dir, 1, str(lab.file), *lab.bootstrap)
+        python.wait_until_ready()
+        with GatewayProcess(lab) as gateway:
+            show(asyncio.run(compare(gateway, python, arguments)), arguments)
+            show(asyncio.run(idle(gateway, arguments)), arguments)
+        python.close()
+        with GatewayProcess(lab, "--max-concurrent", str(ACTIVE)) as small:
+            show(asyncio.run(overload(small, arguments)), arguments)
+
+
+def show(figures: dict[str, Any], arguments: Any) -> None:
+    about = {"bench": "gateway", "tokens": arguments.tokens, "load": round(os.getloadavg()[0], 1)}
+    print(json.dumps(about | figures), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Clients that have no model and send a swarm prompts of random numbers, to load its hosts.
+
+    python -m tests.bench.session_load SWARM_FILE MANIFEST --bootstrap ADDR [--sessions 4] [--positions 4096] [--keep]
+
+Each session is filled up to ``--positions``, again and again; with ``--keep`` it then stays, and another one is opened.
+"""
+
+import argparse
+import asyncio
+import random
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from swarmnet.entering import enter
+from swarmnet_client.chain import Chain
+from swarmnet_client.hops import ChainSpec
+from swarmnet_client.swarm import Swarm
+from swarmnet_protocols.errors import SwarmnetError
+from swarmnet_protocols.network import LOOPBACK, connect
+from swarmnet_protocols.session.steps import Row
+from swarmnet_protocols.timing import Timing
+
+HIDDEN_SIZE = 576
+CHUNK_POSITIONS = 2048
+
+
+async def fill(swarm: Swarm, blocks: int, positions: int, *, keep: bool) -> None:
+    """Sessions one after another; one that finds no room is given up."""
+    spec = ChainSpec(blocks, HIDDEN_SIZE, 8192, torch.float32)
+    while True:
+        try:
+            async with Chain.open(swarm, spec, lambda values: values) as chain:
+                for start in range(0, positions, CHUNK_POSITIONS):
+                    row = Row(0, start, CHUNK_POSITIONS, 1, 0)
+                    await chain.forward((row,), torch.randn(CHUNK_POSITIONS, HIDDEN_SIZE))
+                if keep:
+                    await asyncio.Event().wait()
+        except SwarmnetError as error:
+            print(f"a session was given up: {error}", file=sys.stderr, flush=True)
+            await asyncio.sleep(0.5)
+
+
+async def load(arguments: argparse.Namespace, data_dir: Path) -> None:
+    entry = enter(str(arguments.swarm), data_dir, arguments.bootstrap)
+    async with connect(entry.network(LOOPBACK), client_mode=True) as (transport, directory):
+        watching = Swarm.watch(
+            transport,
+            directory,
+            bytes.fromhex(arguments.manifest),
+            rng=random.Random(0),
+            timing=Timing(recover_s=30.0),
+        )
+        async with watching as swarm, asyncio.TaskGroup() as group:
+            for _ in range(arguments.sessions):
+                group.create_task(fill(swarm, arguments.blocks, arguments.positions, keep=arguments.keep))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("swarm", type=Path)
+    parser.add_argument("manifest")
+    parser.add_argument("--bootstrap", action="append", default=[])
+    parser.add_argument("--sessions", type=int, default=4)
+    parser.add_argument("--positions", type=int, default=4096)
+    parser.add_argument("--blocks", type=int, default=30, help="sessions go through the first so many")
+    parser.add_argument("--keep", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(load(arguments, Path(folder)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,318 @@
+"""The dashboard in a real browser: readable by everybody, moved by the keyboard, true to what the server says."""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Browser, Page, expect
+
+from tests.support.dashboard_site import Site, Sites, chromium, looking, show
+from tests.support.recorded_peers import SCRIPTS
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def sites(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sites]:
+    with Sites(tmp_path_factory.mktemp("dashboards")) as sites:
+        yield sites
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as browser:
+        yield browser
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    with looking(browser) as page:
+        yield page
+
+
+def pages_of(site: Site) -> list[str]:
+    peers, jobs = list(site.state["peers"]), list(site.state["jobs"])
+    return [
+        site.url,
+        f"{site.url}/peers/{(peers or ['nobody'])[0]}",
+        f"{site.url}/jobs/{(jobs or ['none'])[0]}",
+    ]
+
+
+def flaws(page: Page, *rules: str) -> list[str]:
+    options: dict[str, Any] = {"resultTypes": ["violations"]}
+    if rules:
+        options["runOnly"] = {"type": "rule", "values": list(rules)}
+    found = Axe().run(page, options=options).response["violations"]
+    return [f"{flaw['id']}: {node['html']}" for flaw in found for node in flaw["nodes"]]
+
+
+DRAWN_ANEW = """new Promise(done => {
+    let frames = 0;
+    (function look() {
+        if (document.documentElement.scrollWidth <= innerWidth || frames++ > 60) done();
+        else requestAnimationFrame(look);
+    })();
+})"""
+
+
+@pytest.mark.parametrize("kind", ["full", "broken", "empty"])
+def test_axe_finds_no_flaw_in_light_or_dark_and_nothing_scrolls_sideways(
+    browser: Browser, sites: Sites, kind: str
+) -> None:
+    with looking(browser, reduced_motion="reduce") as page:
+        for url in pages_of(sites[kind])[: 1 if kind == "empty" else 3]:
+            page.set_viewport_size({"width": 1280, "height": 800})
+            page.emulate_media(color_scheme="light")
+            show(page, url)
+            assert flaws(page) == [], url
+            page.emulate_media(color_scheme="dark")
+            expect(page.locator("html")).to_have_attribute("data-theme", "dark")
+            assert flaws(page, "color-contrast") == [], url
+            page.set_viewport_size({"width": 360, "height": 740})
+            page.evaluate(DRAWN_ANEW)
+            assert page.evaluate("document.documentElement.scrollWidth") <= 360, url
+
+
+def test_colours_follow_the_system_until_the_reader_chooses(page: Page, sites: Sites) -> None:
+    light, dark = "rgb(246, 246, 243)", "rgb(13, 16, 19)"
+    body = page.locator("body")
+    page.emulate_media(color_scheme="dark")
+    show(page, sites["empty"].url)
+    expect(body).to_have_css("background-color", dark)
+    page.emulate_media(color_scheme="light")
+    expect(body).to_have_css("background-color", light)
+    page.get_by_label("Colours: as the system").click()
+    page.emulate_media(color_scheme="dark")
+    expect(body).to_have_css("background-color", light)
+    page.get_by_label("Colours: light").click()
+    page.emulate_media(color_scheme="light")
+    expect(body).to_have_css("background-color", dark)
+    page.reload()
+    expect(body).to_have_css("background-color", dark)
+    page.get_by_label("Colours: dark").click()
+    expect(body).to_have_css("background-color", light)
+
+
+def test_the_contrast_check_would_find_a_flaw(page: Page, sites: Sites) -> None:
+    show(page, sites["empty"].url)
+    page.evaluate("document.documentElement.style.setProperty('--ink-2', '#b8b8b8')")
+    assert any("color-contrast" in flaw for flaw in flaws(page, "color-contrast"))
+
+
+def test_everything_is_reached_and_moved_by_keyboard(page: Page, sites: Sites) -> None:
+    show(page, sites["full"].url)
+
+    def focused() -> str:
+        return str(
+            page.evaluate(
+                "(() => { const at = document.activeElement;"
+                " return at.getAttribute('aria-label') || at.placeholder || at.textContent.trim() })()"
+            )
+        )
+
+    page.keyboard.press("Tab")
+    assert focused() == "Skip to the content"
+    page.keyboard.press("Enter")
+    stops = []
+    for _ in range(70):
+        page.keyboard.press("Tab")
+        stops.append(focused())
+        outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+        assert outline != "none", f"{stops[-1]} shows no focus"
+    for wanted in (
+        "Pause the moving tokens",
+        "24 h",
+        "Copy the command",
+        "Which states",
+        "Find peers",
+        "Speed",
+        "Table of peers",
+    ):
+        assert wanted in stops, f"{wanted} is not among {stops}"
+    assert any(stop.startswith("Replicas of each block") for stop in stops)
+
+    bar = page.get_by_role("slider")
+    bar.focus()
+    page.keyboard.press("End")
+    expect(bar).to_have_attribute("aria-valuenow", "125")
+    page.keyboard.press("ArrowLeft")
+    assert (bar.get_attribute("aria-valuetext") or "").startswith("Block 124 · ")
+    page.keyboard.press("Enter")
+    hosts = sum(
+        1
+        for peer in sites["full"].state["peers"].values()
+        if peer["blocks"] and peer["blocks"][0] <= 124 < peer["blocks"][1]
+    )
+    expect(page.locator("#peers tbody:nth-of-type(2) tr")).to_have_count(hosts)
+    page.get_by_role("button", name="Only hosts of block 124. Show all").press("Enter")
+
+    speed = page.get_by_role("columnheader", name="Speed")
+    speed.get_by_role("button").press("Enter")
+    expect(speed).to_have_attribute("aria-sort", "descending")
+    speeds = [float(text) for text in page.locator("td.c-speed").all_inner_texts()]
+    assert speeds == sorted(speeds, reverse=True)
+    page.locator("#peers tbody a").first.focus()
+    rows = page.locator("#peers tbody:nth-of-type(2) tr")
+    page.keyboard.press("ArrowDown")
+    assert page.evaluate("document.activeElement.closest('tr').dataset.key") == rows.nth(1).get_attribute(
+        "data-key"
+    )
+    page.keyboard.press("End")
+    assert page.evaluate("document.activeElement.closest('tr').ariaRowIndex") == rows.last.get_attribute(
+        "aria-rowindex"
+    )
+
+
+def test_names_that_carry_scripts_stay_text(page: Page, sites: Sites) -> None:
+    site = sites["full"]
+    hostile = next(peer for peer, entry in site.state["peers"].items() if entry["name"] == SCRIPTS[0])
+    for url in (site.url, f"{site.url}/peers/{hostile}", pages_of(site)[2]):
+        show(page, url)
+        expect(page.get_by_text(SCRIPTS[0]).first).to_be_attached()
+        assert page.evaluate("document.images.length") == 0
+        assert page.title() not in {"owned", "1"}
+    expect(page.locator("h1:visible")).to_have_count(1)
+
+
+def test_what_changes_in_the_swarm_changes_on_the_page(page: Page, sites: Sites) -> None:
+    site = sites["broken"]
+    show(page, site.url)
+    expect(page.get_by_role("heading", level=1)).to_have_text("Incomplete: no answers for now")
+    (model,) = [model for model in site.state["models"].values() if model["blocks"] == 126]
+    expect(page.locator(".health-text")).to_contain_text(f"Nobody hosts blocks {model['weakest']['block']}:")
+    expect(page.locator(".health-text")).to_contain_text(f"({model['replicas'].count(0)} of 126)")
+    expect(page.locator("#next code")).to_contain_text("--blocks")
+    site.move(3)
+    site.swarm.add("newcomer")
+    site.move(3)
+    expect(page.locator("#peers").get_by_text("newcomer")).to_be_attached()
+    expect(page.locator(".events li", has_text="newcomer joined")).to_be_attached()
+    expect(page.locator("#announcer")).not_to_be_empty()  # this, or what happened a moment before
+    site.swarm.kill(next(peer for peer, host in site.swarm.hosts.items() if host.name == "newcomer"))
+    site.move(3)
+    row = page.locator("#peers tr", has_text="newcomer")
+    expect(row.locator(".state")).to_have_text("✕gone")
+
+
+def test_a_lost_connection_is_told_and_comes_back(page: Page, sites: Sites) -> None:
+    page.clock.install()
+    page.add_init_script(
+        "window.links = []; window.EventSource = class extends EventTarget {"
+        " constructor() { super(); document.documentElement.dataset.links = window.links.push(this); } close() { this.closed = true; }"
+        " say(name, data) { this.dispatchEvent(Object.assign(new Event(name), { data })); } };"
+    )
+    site = sites["full"]
+    show(page, site.url)
+    say = "([name, data]) => window.links.at(-1).say(name, data)"
+    page.evaluate(say, ["state", site.feed.now.text])
+    expect(page.locator("#link-text")).to_have_text("Live")
+    for round_number, lose in enumerate(("() => window.links.at(-1).say('error')", None), start=1):
+        if lose:
+            page.evaluate(lose)
+        else:
+            page.clock.fast_forward(16_000)  # nobody says anything, which is a cut cable
+        expect(page.locator("#banner")).to_contain_text("The dashboard has not answered since")
+        expect(page.locator("#link-text")).to_have_text("Not connected")
+        page.clock.fast_forward(2_000)
+        expect(page.locator("html")).to_have_attribute("data-links", str(round_number + 1))
+        page.evaluate(say, ["state", site.feed.now.text])
+        expect(page.locator("#banner")).to_be_hidden()
+    page.evaluate(say, ["patch", '{"swarm": {"name": "renamed"}}'])
+    expect(page.locator("#swarm-name")).to_have_text("renamed")
+
+
+def test_five_hundred_peers_are_a_table_of_the_rows_on_the_screen(page: Page, sites: Sites) -> None:
+    show(page, sites["large"].url)
+    rows = page.locator("#peers tbody:nth-of-type(2) tr")
+    assert rows.count() < 60
+    total = int(page.get_by_role("table", name="Peers of the swarm").get_attribute("aria-rowcount") or 0)
+    assert total > 450
+    page.locator("#peers .table-scroll").evaluate("node => { node.scrollTop = node.scrollHeight }")
+    expect(rows.last).to_have_attribute("aria-rowindex", str(total))
+    page.get_by_placeholder("Name, id").fill("küche")
+    expect(page.locator("#peers .peer-name").first).to_have_text("Küche")
+    assert set(page.locator("#peers .peer-name").all_inner_texts()) == {"Küche"}
+
+
+def test_tokens_move_unless_the_reader_wants_less_motion(browser: Browser, sites: Sites) -> None:
+    pixels = "document.querySelector('.chains canvas').toDataURL()"
+    frames = "new Promise(done => { let n = 0; (function next() { n++ < 12 ? requestAnimationFrame(next) : done() })() })"
+    with looking(browser, reduced_motion="reduce", viewport={"width": 700, "height": 900}) as page:
+        show(page, sites["full"].url)
+        page.locator(".chains").scroll_into_view_if_needed()
+        before = page.evaluate(pixels)
+        page.evaluate(frames)
+        assert page.evaluate(pixels) == before
+        button = page.locator("#blocks .quiet-button")
+        button.click()
+        expect(button).to_have_text("‖ Pause")
+        page.evaluate(frames)
+        assert page.evaluate(pixels) != before
+        button.click()
+        expect(button).to_have_text("▶ Play")
+
+
+# RFC 7386, appendix A, as far as patches are objects
+MERGES = [
+    ({"a": "b"}, {"a": "c"}, {"a": "c"}),
+    ({"a": "b"}, {"b": "c"}, {"a": "b", "b": "c"}),
+    ({"a": "b"}, {"a": None}, {}),
+    ({"a": "b", "b": "c"}, {"a": None}, {"b": "c"}),
+    ({"a": ["b"]}, {"a": "c"}, {"a": "c"}),
+    ({"a": "c"}, {"a": ["b"]}, {"a": ["b"]}),
+    ({"a": {"b": "c"}}, {"a": {"b": "d", "c": None}}, {"a": {"b": "d"}}),
+    ({"a": [{"b": "c"}]}, {"a": [1]}, {"a": [1]}),
+    ({"e": None}, {"a": 1}, {"e": None, "a": 1}),
+    ([1, 2], {"a": "b", "c": None}, {"a": "b"}),
+    ({}, {"a": {"bb": {"ccc": None}}}, {"a": {"bb": {}}}),
+]
+
+
+def test_the_modules_decide_as_they_say(page: Page, sites: Sites) -> None:
+    page.goto(sites["empty"].url)
+
+    def call(module: str, function: str, *arguments: Any) -> Any:
+        code = "async ([module, name, given]) => (await import(`/static/${module}.js`))[name](...given)"
+        return page.evaluate(code, [module, function, list(arguments)])
+
+    for target, patch, result in MERGES:
+        assert call("state", "merged", target, patch) == result
+    owned = """async () => (await import("/static/state.js")).merged({}, JSON.parse('{"__proto__": {"owned": 1}}')).owned ?? null"""
+    assert page.evaluate(owned) is None
+    assert call("state", "retryDelay", 1, 0) == 750
+    assert call("state", "retryDelay", 60, 0.999) <= 25_000
+    assert [call("format", "number", n) for n in (0, 0.4251, 9.306, 41.23, 512.4, 18_432, 3_200_000, None)] == [
+        "0", "0.43", "9.31", "41.2", "512", "18.4\u202fk", "3.20\u202fM", "–",
+    ]  # fmt: skip
+    assert [call("format", "seconds", n) for n in (0, 0.0004, 0.0842, 1.31, 12.34, 600)] == [
+        "0\u202fs", "400\u202fµs", "84\u202fms", "1.31\u202fs", "12.3\u202fs", "10\u202fmin",
+    ]  # fmt: skip
+    hosts = [
+        {"id": f"peer-{n}", "state": "online", "blocks": [n % 113, n % 113 + 5 + n % 9]} for n in range(500)
+    ]
+    flows = [
+        {"source": f"peer-{n}", "target": f"peer-{n + 7}", "tokens_per_s": 1, "sessions": 1}
+        for n in range(400)
+    ]
+    picture = call("views/chain_layout", "arranged", hosts, flows, 126)
+    assert len(picture["bars"]) <= 28
+    assert sum(len(bar["peers"]) for bar in picture["bars"]) == 500
+    for one, other in itertools.combinations(picture["bars"], 2):
+        if one["lane"] == other["lane"]:
+            assert one["end"] <= other["start"] + 0.02 or other["end"] <= one["start"] + 0.02
+    thinned = call(
+        "views/history",
+        "thinned",
+        {"at_s": [1, 2, 3, 4], "failures": [1, None, 2, 3], "weakest": [3, 1, 2, None], "p": [None] * 4},
+        2,
+    )
+    assert thinned == {"at_s": [1.5, 3.5], "failures": [1, 5], "weakest": [1, 2], "p": [None, None]}
+    for replicas, said in (
+        ([0, 1, 1, 3], "Nobody hosts block 0 (1 of 4)"),
+        ([2, 1, 1, 3], "Blocks 1:3 are on one peer only"),
+        ([2, 3, 3, 3], "Fewest replicas: 2, on block 0"),
+    ):
+        assert said in call("words", "health", {"blocks": 4, "replicas": replicas, "peers": 3})["text"]

@@ -1,0 +1,83 @@
+"""The doctor on a real network: a peer to start from dials back; who has gone is found."""
+
+import json
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swarmnet import cli
+from swarmnet.doctor import gather
+from tests.support.commands import RunningCommand, call
+
+# What a doctor finds out within seconds depends on what else the machine does.
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made: Path = tmp_path_factory.mktemp("doctor")
+    call("swarm", "create", "lab", "--out", str(made / "lab"))
+    return made
+
+
+@pytest.fixture(scope="module")
+def peer(directory: Path) -> Iterator[RunningCommand]:
+    arguments = ("bootstrap", str(directory / "lab"), "--data-dir", str(directory / "peer"))
+    command = RunningCommand((*arguments, "--listen", "/ip4/127.0.0.1/tcp/0"), directory / "peer.log")
+    with command as running:
+        address = running.wait("ready")["addresses"][0]
+        assert (directory / "peer" / "addresses").read_text().splitlines() == [address]
+        call("swarm", "sign", str(directory / "lab"), "--bootstrap", address)
+        yield running
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@pytest.fixture
+def examine(
+    directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[int, dict[str, dict[str, Any]]]]:
+    """Gives the exit code and the findings, by what they are about."""
+    monkeypatch.setattr(gather, "PEERS_S", 60.0)
+    where = ("--swarm", str(directory / "lab"), "--data-dir", str(directory / "mine"))
+
+    def examined(*options: str) -> tuple[int, dict[str, dict[str, Any]]]:
+        capsys.readouterr()
+        code = cli.execute(["doctor", *where, *options, "--json"])
+        said = json.loads(capsys.readouterr().out)
+        return code, {each["check"]: each for each in said["findings"]}
+
+    return examined
+
+
+def test_a_peer_dials_back_tells_the_time_and_is_missed(
+    peer: RunningCommand, examine: Callable[..., tuple[int, dict[str, dict[str, Any]]]]
+) -> None:
+    port = free_port()
+    listen = ("--listen", f"/ip4/127.0.0.1/tcp/{port}")
+    code, findings = examine(*listen)
+    assert code == 0
+    levels = {check: findings[check]["level"] for check in ("listen", "bootstrap", "clock", "reachable")}
+    assert set(levels.values()) == {"ok"}, findings
+    assert str(port) in findings["reachable"]["text"]
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind(("127.0.0.1", port))
+        taken.listen()
+        code, findings = examine(*listen)
+    assert (code, findings["listen"]["level"]) == (1, "fail")
+    os.kill(peer.pid, signal.SIGTERM)
+    assert peer.wait_for_end(timeout_s=20) == 0
+    code, findings = examine()
+    assert (code, findings["bootstrap"]["level"]) == (1, "fail")
+    assert "clock" not in findings

@@ -1,0 +1,125 @@
+"""Real clients against ``swarmnet serve`` over real nodes, one of which dies in the middle of an answer."""
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.support.faults import kill
+from tests.support.gateway_process import GatewayProcess
+from tests.support.processes import Swarm, swarm
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+MODEL = "smollm2-135m-instruct"
+KEY = "a-key-for-tests"
+STORY: dict[str, Any] = {
+    "model": MODEL,
+    "messages": [{"role": "user", "content": "Tell me a long story about a lighthouse."}],
+    "temperature": 0,
+    "max_tokens": 24,
+}
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory, cache_dir: Path) -> Iterator[Swarm]:
+    """Two nodes that are needed and two of which one may die."""
+    with swarm(tmp_path_factory.mktemp("gateway") / "lab", cache_dir, (0, 15), (15, 30), (15, 30)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def gateway(lab: Swarm) -> Iterator[GatewayProcess]:
+    with GatewayProcess(lab, "--api-key", KEY) as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def client(gateway: GatewayProcess) -> Iterator[Any]:
+    with gateway.openai(api_key=KEY) as opened:
+        yield opened
+
+
+def test_openais_client_works_unchanged(client: Any) -> None:
+    assert [model.id for model in client.models.list()] == [MODEL]
+    whole = client.chat.completions.create(**STORY, logprobs=True, top_logprobs=2)
+    (choice,) = whole.choices
+    assert choice.finish_reason == "length"
+    assert whole.usage.completion_tokens == STORY["max_tokens"]
+    assert "".join(each.token for each in choice.logprobs.content) == choice.message.content
+    chunks = list(
+        client.chat.completions.create(**STORY, stream=True, stream_options={"include_usage": True})
+    )
+    assert (
+        "".join(part.delta.content or "" for chunk in chunks for part in chunk.choices)
+        == choice.message.content
+    )
+    assert chunks[-1].usage.prompt_tokens == whole.usage.prompt_tokens
+    assert chunks[-1].usage.prompt_tokens_details.cached_tokens > 0
+    sampled = client.completions.create(model=MODEL, prompt="The sea", max_tokens=5, n=2, seed=1, logprobs=2)
+    assert len({each.text for each in sampled.choices}) == 2
+    assert all(len(each.logprobs.tokens) == 5 for each in sampled.choices)
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(**STORY, frequency_penalty=1.0)
+    assert (caught.value.param, caught.value.code) == ("frequency_penalty", "unsupported_parameter")
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key="another-key").models.list()
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("gpt-4")
+
+
+def test_langchain_works_unchanged(gateway: GatewayProcess) -> None:
+    from langchain_openai import ChatOpenAI
+    from pydantic import SecretStr
+
+    chat = ChatOpenAI(
+        model=MODEL,
+        base_url=f"{gateway.url}/v1",
+        api_key=SecretStr(KEY),
+        temperature=0,
+        max_completion_tokens=12,
+        max_retries=0,
+    )
+    question = [("system", "You are brief."), ("human", "What is the capital of France?")]
+    answer = chat.invoke(question)
+    assert answer.content
+    assert answer.usage_metadata is not None
+    assert "".join(str(part.content) for part in chat.stream(question)) == answer.content
+
+
+def test_a_node_killed_in_mid_answer_is_not_noticed(lab: Swarm, client: Any, gateway: GatewayProcess) -> None:
+    undisturbed = client.chat.completions.create(**STORY).choices[0].message.content
+    text = ""
+    struck = None
+    for chunk in client.chat.completions.create(**STORY, stream=True):
+        text += chunk.choices[0].delta.content or ""
+        if struck is None and len(text) > 12:
+            replaceable = [node for node in lab.nodes.values() if node.name.startswith("15-30")]
+            struck = next(node for node in replaceable if node.status.sessions)
+            kill(struck)
+    assert struck is not None
+    assert text == undisturbed
+    metrics = httpx.get(f"{gateway.url}/metrics", headers={"authorization": f"Bearer {KEY}"}).text
+    assert f'swarmnet_gateway_failovers{{model_name="{MODEL}"}} 1.0' in metrics
+
+
+def test_a_gateway_that_is_told_to_stop_finishes_the_answer_that_runs(
+    gateway: GatewayProcess, client: Any
+) -> None:
+    text = ""
+    told = False
+    reasons = []
+    for chunk in client.chat.completions.create(**STORY, stream=True):
+        text += chunk.choices[0].delta.content or ""
+        reasons.append(chunk.choices[0].finish_reason)
+        if text and not told:
+            told = True
+            gateway.send_signal(signal.SIGTERM, children=False)
+    assert reasons[-1] == "length"
+    assert gateway.wait_for_end(timeout_s=60) == 0
+    assert [event["event"] for event in gateway.events] == ["ready", "draining", "stopped"]
+    assert gateway.log.read_text() == ""

@@ -1,0 +1,63 @@
+"""A real node on its owner's machine: it gives its memory back, takes limits while it runs, and comes back."""
+
+from pathlib import Path
+
+import pytest
+
+from swarmnet_node import control
+from swarmnet_node.limits import Limits
+from swarmnet_protocols.errors import OutOfResources
+from tests.support.commands import call, family, run
+from tests.support.processes import NodeProcess, Swarm, swarm
+
+pytestmark = pytest.mark.slow
+MIB = 1 << 20
+
+
+def rss_bytes(node: NodeProcess) -> int:
+    return sum(process.memory_info().rss for process in family(node.process.pid))
+
+
+def answer(lab: Swarm) -> list[int]:
+    where = ("--swarm", str(lab.file), "--cache-dir", str(lab.cache_dir), *lab.bootstrap_options)
+    tokens: list[int] = call("run", lab.model, "Once upon a time", "--raw", "-n", "8", *where)["token_ids"]
+    return tokens
+
+
+def test_a_node_pauses_is_limited_and_serves_again(tmp_path: Path, cache_dir: Path) -> None:
+    with swarm(tmp_path / "lab", cache_dir, (0, 30)) as lab:
+        [node] = lab.nodes.values()
+        place = ("--data-dir", str(node.data_dir))
+        weights, full = node.status.weight_bytes, rss_bytes(node)
+
+        control.pause(node.data_dir)
+        assert node.wait("paused")["reason"] == "paused by its owner"
+        assert rss_bytes(node) < full - 0.8 * weights
+        assert node.status.state == "paused"
+
+        limits = call("limits", *place, "--up", "20mbit", "--schedule", "00:00-24:00", "--cores", "1")
+        assert (limits["up_bytes_per_s"], limits["cores"]) == (2.5e6, 1)
+        with pytest.raises(OutOfResources) as refused:
+            control.set_limits(node.data_dir, Limits(max_ram_bytes=10_000_000))
+        assert "--max-ram" in refused.value.hint
+
+        control.resume(node.data_dir)
+        assert node.wait("serving")["blocks"] == [0, 30]
+        assert len(answer(lab)) == 8
+        assert control.get_limits(node.data_dir).up_bytes_per_s == 2.5e6
+        assert node.status.usage.up_bytes > 0
+
+
+def test_a_node_takes_as_many_blocks_as_its_memory_allows(tmp_path: Path, cache_dir: Path) -> None:
+    lab = Swarm(tmp_path / "lab", cache_dir)
+    try:
+        node = lab.launch("small", "--max-ram", "900MB")
+        start, end = node.ready["blocks"]
+        assert 0 < end - start < 30
+        assert rss_bytes(node) < 900e6
+        where = ("--model", lab.model, "--cache-dir", str(cache_dir), "--data-dir", str(tmp_path / "other"))
+        too_many = run("join", str(lab.file), *where, "--blocks", "0:30", "--max-ram", "600MB", "--json")
+        assert too_many.returncode == 6
+        assert "--max-ram" in too_many.stdout
+    finally:
+        lab.close()

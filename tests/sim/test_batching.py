@@ -1,0 +1,277 @@
+"""Many answers over shared chains are what each would be alone, whatever happens meanwhile."""
+
+import asyncio
+import random
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from swarmnet_client.batching import Batcher, Busy, Limits
+from swarmnet_client.lanes import IDLE_S, MIN_SHARED, Answer
+from swarmnet_protocols.errors import NoRoute, OutOfResources, SwarmnetError, Unreachable
+from tests.support.batching import all_answered, answered, batcher, head_of, request
+from tests.support.swarm_lab import Lab, Reference, simulate
+
+SPANS = {"a": (0, 2), "b": (2, 4), "c": (4, 6)}
+TOKENS = 10
+
+
+def prompts(count: int, longest: int = 40) -> list[list[int]]:
+    rng = random.Random(count)
+    return [[rng.randrange(2, 97) for _ in range(rng.randint(1, longest))] for _ in range(count)]
+
+
+async def start(lab: Lab) -> None:
+    for name, span in SPANS.items():
+        await lab.start(name, lab.hosting(span))
+
+
+def test_lanes_of_mixed_lengths_give_what_each_gives_alone(reference: Reference) -> None:
+    wanted = [
+        request(ids, 1 + number % TOKENS) for number, ids in enumerate([*prompts(40), prompts(1, 300)[0]])
+    ]
+
+    async def scenario(lab: Lab) -> list[list[int]]:
+        await start(lab)
+        async with batcher(lab, Limits(active=12, waiting=99)) as (running, _):
+            return await all_answered(running, wanted)
+
+    expected = [reference.greedy(list(each.ids), each.max_tokens) for each in wanted]
+    assert simulate(reference, scenario) == expected
+
+
+def test_a_long_prompt_that_comes_late_does_not_change_the_others(reference: Reference) -> None:
+    long = [2 + number % 90 for number in range(480)]
+
+    async def scenario(lab: Lab) -> list[list[int]]:
+        await start(lab)
+        async with batcher(lab) as (running, _), asyncio.TaskGroup() as tasks:
+            late: list[asyncio.Task[list[int]]] = []
+
+            def at_third(answer: Answer) -> None:
+                if len(answer.ids) == 3:
+                    late.append(tasks.create_task(answered(running, request(long, 4))))
+
+            early = tasks.create_task(answered(running, request([5, 6], 40)))
+            watched = await answered(running, request([7, 8, 9], 30), at_third)
+            return [await early, watched, await late[0]]
+
+    expected = [reference.greedy([5, 6], 40), reference.greedy([7, 8, 9], 30), reference.greedy(long, 4)]
+    assert simulate(reference, scenario) == expected
+
+
+@pytest.mark.parametrize("moment", [0, 1, 5])
+def test_a_node_that_dies_changes_no_answer(reference: Reference, moment: int) -> None:
+    wanted = [request(ids, TOKENS) for ids in prompts(6)]
+    wanted += [request(ids, TOKENS, temperature=1.0, seed=3) for ids in prompts(2)]
+
+    async def scenario(lab: Lab, *, fails: bool) -> tuple[list[list[int]], int]:
+        await start(lab)
+        await lab.start("b2", lab.hosting((2, 4)))
+        async with batcher(lab) as (running, _):
+
+            def strike(answer: Any) -> None:
+                if fails and len(answer.ids) == moment + 1:
+                    (group,) = running._groups
+                    victim = group.report.route[1][0]
+                    lab.network.crash(victim)
+
+            first = answered(running, wanted[0], strike)
+            rest = all_answered(running, wanted[1:])
+            one, others = await asyncio.gather(first, rest)
+            return [one, *others], running.failovers
+
+    undisturbed, _ = simulate(reference, lambda lab: scenario(lab, fails=False))
+    disturbed, failovers = simulate(reference, lambda lab: scenario(lab, fails=True))
+    assert failovers == 1
+    assert disturbed == undisturbed
+    assert undisturbed[:6] == [reference.greedy(list(each.ids), TOKENS) for each in wanted[:6]]
+
+
+def test_a_seeded_answer_does_not_depend_on_who_else_is_there(reference: Reference) -> None:
+    mine = request([9, 8, 7], TOKENS, temperature=1.5, top_p=0.9, seed=42)
+    others = [request(ids, TOKENS, temperature=2.0, seed=number) for number, ids in enumerate(prompts(7))]
+
+    async def scenario(lab: Lab, wanted: list[Any]) -> list[int]:
+        await start(lab)
+        async with batcher(lab) as (running, _):
+            return (await all_answered(running, wanted))[-1]
+
+    alone = simulate(reference, lambda lab: scenario(lab, [mine]))
+    assert simulate(reference, lambda lab: scenario(lab, [*others, mine])) == alone
+    another = replace(mine, sampling=replace(mine.sampling, seed=43))
+    assert simulate(reference, lambda lab: scenario(lab, [another])) != alone
+
+
+def test_whoever_leaves_frees_the_lane_and_costs_nothing_more(reference: Reference) -> None:
+    async def scenario(lab: Lab) -> None:
+        await start(lab)
+        async with batcher(lab, Limits(active=1, waiting=1)) as (running, _):
+            async with running.answer(request([5, 6, 7], 400)) as answer:
+                waiting = asyncio.create_task(answered(running, request([1, 2], 3)))
+                async for _token in answer:
+                    if len(answer.ids) == 2:
+                        assert (running.load.active, running.load.waiting) == (1, 1)
+                        break
+            assert (running.load.active, running.load.waiting) == (1, 0)
+            assert await waiting == reference.greedy([1, 2], 3)
+            assert running.load.active == 0
+            await asyncio.sleep(5)  # what had been sent has come home
+            forwards = lab.nodes["a"].status().forwards
+            await asyncio.sleep(20)
+            assert lab.nodes["a"].status().forwards == forwards
+            assert len(answer.ids) <= 3
+
+    simulate(reference, scenario)
+
+
+def test_whoever_waits_may_leave_too(reference: Reference) -> None:
+    async def scenario(lab: Lab) -> None:
+        await start(lab)
+        async with (
+            batcher(lab, Limits(active=1, waiting=2)) as (running, _),
+            running.answer(request([5], 4)) as first,
+        ):
+            gone = asyncio.create_task(answered(running, request([6], 4)))
+            await asyncio.sleep(0)
+            assert running.load.waiting == 1
+            gone.cancel()
+            await asyncio.gather(gone, return_exceptions=True)
+            assert running.load.waiting == 0
+            assert [token.id async for token in first] == reference.greedy([5], 4)
+
+    simulate(reference, scenario)
+
+
+def test_no_more_are_let_in_than_lanes_and_places(reference: Reference) -> None:
+    async def scenario(lab: Lab) -> None:
+        await start(lab)
+        async with batcher(lab, Limits(active=2, waiting=1)) as (running, _):
+            tasks = [asyncio.create_task(answered(running, request([number], 5))) for number in (5, 6, 7, 8)]
+            done = await asyncio.gather(*tasks, return_exceptions=True)
+            assert done[:3] == [reference.greedy([number], 5) for number in (5, 6, 7)]
+            assert isinstance(done[3], Busy)
+            assert 1 <= done[3].retry_after_s <= 60
+
+    simulate(reference, scenario)
+
+
+def test_the_next_turn_of_a_conversation_sends_only_what_is_new(reference: Reference) -> None:
+    history = [2 + number % 50 for number in range(3 * MIN_SHARED)]
+
+    async def scenario(lab: Lab) -> None:
+        await start(lab)
+        async with batcher(lab) as (running, _):
+            first = await answered(running, request(history, 6))
+            assert first == reference.greedy(history, 6)
+            longer = [*history, *first, 11, 12]
+            async with running.answer(request(longer, 5)) as answer:
+                assert [token.id async for token in answer] == reference.greedy(longer, 5)
+                assert answer.reused == len(history) + 5  # the last token of an answer is never sent
+            stranger = replace(request(longer, 5), owner="somebody else")
+            async with running.answer(stranger) as answer:
+                assert [token.id async for token in answer] == reference.greedy(longer, 5)
+                assert answer.reused == 0
+            shorter = [*history[:-3], 90, 91]
+            async with running.answer(request(shorter, 5)) as answer:
+                assert [token.id async for token in answer] == reference.greedy(shorter, 5)
+                assert answer.reused == len(history) - 3
+
+    simulate(reference, scenario)
+
+
+def test_a_lane_that_begins_anew_frees_its_old_caches(reference: Reference) -> None:
+    async def scenario(lab: Lab) -> None:
+        await start(lab)
+        async with batcher(lab, Limits(active=1)) as (running, _):
+            await answered(running, request(list(range(2, 90)) * 5, 2))
+            large = lab.cache_bytes()["a"]
+            await answered(running, request([5, 6], 2))
+            assert lab.cache_bytes()["a"] < large / 4
+
+    simulate(reference, scenario)
+
+
+def test_an_idle_chain_is_closed_and_the_next_answer_opens_another(reference: Reference) -> None:
+    async def scenario(lab: Lab) -> None:
+        await start(lab)
+        async with batcher(lab) as (running, _):
+            await answered(running, request([5], 3))
+            assert lab.sessions() == {"a": 1, "b": 1, "c": 1}
+            await asyncio.sleep(2 * IDLE_S + 5)
+            assert lab.sessions() == {}
+            assert await answered(running, request([5], 3)) == reference.greedy([5], 3)
+
+    simulate(reference, scenario, limit_s=400)
+
+
+def test_blocks_that_nobody_has_are_an_error_for_all_who_wait(reference: Reference) -> None:
+    async def scenario(lab: Lab) -> None:
+        await lab.start("a", lab.hosting((0, 4)))
+        async with batcher(lab) as (running, _):
+            tasks = [asyncio.create_task(answered(running, request([number], 5))) for number in (5, 6)]
+            done = await asyncio.gather(*tasks, return_exceptions=True)
+            assert [type(error) for error in done] == [NoRoute, NoRoute]
+            await lab.start("b", lab.hosting((4, 6)))
+            await asyncio.sleep(10)
+            assert await answered(running, request([7], 5)) == reference.greedy([7], 5)
+
+    simulate(reference, scenario)
+
+
+@pytest.mark.parametrize("error", [Unreachable("broke"), OutOfResources("full"), SwarmnetError("odd")])
+def test_a_chain_that_breaks_for_good_gives_its_answers_to_another(
+    reference: Reference, error: SwarmnetError
+) -> None:
+    class Breaking:
+        """A chain that breaks after some steps."""
+
+        def __init__(self, chain: Any, steps: int) -> None:
+            self._chain, self._left = chain, steps
+            self.report = chain.report
+
+        async def forward(self, *step: Any) -> Any:
+            self._left -= 1
+            if self._left < 0:
+                raise error
+            return await self._chain.forward(*step)
+
+    async def scenario(lab: Lab) -> tuple[list[list[int]], int]:
+        await start(lab)
+        opened = 0
+        async with lab.client() as swarm:
+
+            @asynccontextmanager
+            async def open_chain() -> Any:
+                nonlocal opened
+                opened += 1
+                async with lab.chain(swarm) as chain:
+                    yield Breaking(chain, 4) if opened <= 3 else chain
+
+            async with Batcher.run(head_of(reference.local), open_chain, Limits()) as running:
+                return await all_answered(running, [request([5, 6, 7], 20), request([8], 20)]), opened
+
+    answers, opened = simulate(reference, scenario)
+    assert answers == [reference.greedy([5, 6, 7], 20), reference.greedy([8], 20)]
+    assert opened >= 4
+
+
+def test_an_answer_that_gets_nowhere_is_given_up(reference: Reference) -> None:
+    async def scenario(lab: Lab) -> int:
+        opened = 0
+
+        @asynccontextmanager
+        async def open_chain() -> Any:
+            nonlocal opened
+            opened += 1
+            raise Unreachable("never works")
+            yield
+
+        async with Batcher.run(head_of(reference.local), open_chain, Limits()) as running:
+            with pytest.raises(Unreachable, match="never works"):
+                await answered(running, request([5], 3))
+        return opened
+
+    assert simulate(reference, scenario) == 3

@@ -1,0 +1,307 @@
+"""What a gateway over whole nodes says, in virtual time: answers, what is wrong with a request, trouble in the swarm."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from swarmnet.gateway.answers import KEEP_ALIVE_S
+from swarmnet.gateway.app import FIRST_S
+from swarmnet_client.batching import Limits
+from swarmnet_protocols.timing import Timing
+from tests.support.gateway import (
+    SPANS,
+    Caller,
+    chat_body,
+    completion_body,
+    events_of,
+    refused,
+    served,
+    words,
+)
+from tests.support.swarm_lab import Lab, Reference
+
+PROMPT = [5, 6]
+TOKENS = 8
+
+
+def test_a_completion_is_what_the_model_says(tiny: Reference) -> None:
+    async def scenario(_lab: Lab, caller: Caller) -> Any:
+        return (await caller.complete(max_tokens=TOKENS)).json()
+
+    answer = served(tiny, scenario)
+    assert answer["choices"] == [
+        {"index": 0, "text": words(tiny.greedy(PROMPT, TOKENS)), "logprobs": None, "finish_reason": "length"}
+    ]
+    assert answer["usage"]["prompt_tokens"] == 2
+    assert answer["usage"]["total_tokens"] == 2 + TOKENS
+    assert answer["object"] == "text_completion"
+
+
+def test_a_streamed_chat_says_the_same_as_a_whole_one(tiny: Reference) -> None:
+    async def scenario(_lab: Lab, caller: Caller) -> Any:
+        whole = (await caller.chat(max_tokens=TOKENS, logprobs=True, top_logprobs=2)).json()
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        streamed = await caller.chat(max_tokens=TOKENS, logprobs=True, top_logprobs=2, **options)
+        return whole, events_of(streamed.text)
+
+    whole, events = served(tiny, scenario)
+    *chunks, usage = events
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    (choice,) = whole["choices"]
+    assert "".join(delta.get("content", "") for delta in deltas) == choice["message"]["content"]
+    logprobs = [
+        each for chunk in chunks for each in (chunk["choices"][0]["logprobs"] or {}).get("content", [])
+    ]
+    assert logprobs == choice["logprobs"]["content"]
+    assert len(logprobs) == TOKENS
+    assert all(len(each["top_logprobs"]) == 2 for each in logprobs)
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks][-2:] == [None, "length"]
+    assert usage["choices"] == []
+    assert usage["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"] == TOKENS
+    assert len({chunk["id"] for chunk in chunks}) == 1
+
+
+def test_many_callers_at_once_get_what_each_would_alone(tiny: Reference) -> None:
+    prompts = [[2 + number, 3, 4 + 2 * number][: 1 + number % 3] for number in range(20)]
+
+    async def scenario(_lab: Lab, caller: Caller) -> Any:
+        asked = [caller.complete(prompt, max_tokens=3 + len(prompt)) for prompt in prompts]
+        return [answer.json()["choices"][0]["text"] for answer in await asyncio.gather(*asked)]
+
+    expected = [words(tiny.greedy(prompt, 3 + len(prompt))) for prompt in prompts]
+    assert served(tiny, scenario, limits=Limits(active=8, waiting=20)) == expected
+
+
+def test_choices_differ_and_a_seed_repeats_them(tiny: Reference) -> None:
+    async def scenario(_lab: Lab, caller: Caller) -> Any:
+        fields = {"max_tokens": TOKENS, "temperature": 1.5, "n": 3}
+        answers = [await caller.complete(seed=seed, **fields) for seed in (1, 1, 50)]
+        return [[choice["text"] for choice in answer.json()["choices"]] for answer in answers]
+
+    first, again, other = served(tiny, scenario)
+    assert first == again
+    assert first != other
+    assert len(set(first)) == 3
+
+
+def test_several_prompts_are_answered_in_their_order(tiny: Reference) -> None:
+    async def scenario(_lab: Lab, caller: Caller) -> Any:
+        return (await caller.complete(["w5 w6", "w7"], max_tokens=4)).json()["choices"]
+
+    choices = served(tiny, scenario)
+    assert [choice["text"] for choice in choices] == [words(tiny.greedy(ids, 4)) for ids in (PROMPT, [7])]
+
+
+def test_a_stop_string_ends_an_answer_wherever_tokens_end(tiny: Reference) -> None:
+    tokens = tiny.greedy(PROMPT, 20)
+    text = words(tokens)
+    stop = words(tokens[4:7])[1:-1]  # begins and ends within a token
+    expected = text[: text.index(stop)]
+
+    async def scenario(lab: Lab, caller: Caller) -> Any:
+        whole = (await caller.complete(max_tokens=20, stop=["never", stop])).json()
+        streamed = await caller.complete(max_tokens=20, stop=stop, stream=True)
+        await asyncio.sleep(1)
+        assert caller.gateway.engine.batcher.load.active == 0
+        return whole, events_of(streamed.text)
+
+    whole, events = served(tiny, scenario)
+    assert whole["choices"][0]["text"] == expected
+    assert whole["choices"][0]["finish_reason"] == "stop"
+    assert whole["usage"]["completion_tokens"] <= 8
+    assert "".join(event["choices"][0]["text"] for event in events) == expected
+
+
+def test_an_end_token_ends_an_answer(tiny: Reference) -> None:
+    async def scenario(_lab: Lab, caller: Caller) -> Any:
+        object.__setattr__(caller.gateway.engine, "end_ids", frozenset([tiny.greedy(PROMPT, 5)[4]]))
+        return (await caller.complete(max_tokens=20, ignore_eos=False)).json()["choices"][0]
+
+    choice = served(tiny, scenario)
+    tokens = tiny.greedy(PROMPT, 5)
+    assert choice["text"] == words(tokens[: tokens.index(tokens[4])])
+    assert choice["finish_reason"] == "stop"
+
+
+BAD: list[tuple[dict[str, Any], tuple[int, str | None, str]]] = [
+    ({"top_k": 5}, (400, "top_k", "unsupported_parameter")),
+    ({"tools": [{"type": "function"}]}, (400, "tools", "unsupported_parameter")),
+    ({"frequency_penalty": 0.5}, (400, "frequency_penalty", "unsupported_parameter")),
+    ({"response_format": {"type": "json_object"}}, (400, "response_format", "unsupported_parameter")),
+    ({"stream_options": {"x": 1}}, (400, "stream_options.x", "unsupported_parameter")),
+    ({"temperature": 2.5}, (400, "temperature", "invalid_value")),
+    ({"temperature": "hot"}, (400, "temperature", "invalid_value")),
+    ({"top_p": 0}, (400, "top_p", "invalid_value")),
+    ({"n": 17}, (400, "n", "invalid_value")),
+    ({"max_tokens": 0}, (400, "max_tokens", "invalid_value")),
+    ({"stop": ["a"] * 9}, (400, "stop", "invalid_value")),
+    ({"stop": ""}, (400, "stop", "invalid_value")),
+    ({"top_logprobs": 21}, (400, "top_logprobs", "invalid_value")),
+    ({"messages": []}, (400, "messages", "invalid_value")),
+    ({"messages": [{"role": "tool", "content": "x"}]}, (400, "messages", "invalid_value")),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        (400, "messages", "invalid_value"),
+    ),
+    ({"messages": [{"role": "user", "content": "w5 " * 600}]}, (400, "messages", "context_length_exceeded")),
+    ({"messages": None}, (400, "messages", "missing_required_parameter")),
+    ({"model": "gpt-4"}, (404, "model", "model_not_found")),
+]
+
+
+@pytest.fixture(scope="module")
+def refusals(tiny: Reference) -> list[tuple[int, str | None, str]]:
+    async def scenario(_lab: Lab, caller: Caller) -> Any:
+        return [refused(await caller.post("/v1/chat/completions", chat_body() | fields)) for fields, _ in BAD]
+
+    answers: list[tuple[int, str | None, str]] = served(tiny, scenario)
+    return answers
+
+
+@pytest.mark.parametrize("number", range(len(BAD)), ids=[json.dumps(fields)[:40] for fields, _ in BAD])
+def test_a_wrong_request_is_told_what_is_wrong(refusals: list[Any], number: int) -> None:
+    assert refusals[number] == BAD[number][1]
+
+
+def test_parameters_that_ask_for_nothing_are_taken(tiny: Reference) -> None:
+    nothing = {
+        "frequency_penalty": 0,
+        "presence_penalty": 0.0,
+        "logit_bias": None,
+        "user": "me",
+        "tools": None,
+    }
+    parts = [
+        {"role": "developer", "content": [{"type": "text", "text": "w5"}]},
+        {"role": "user", "content": "w6"},
+    ]
+
+    async def scenario(_lab: Lab, caller: Caller) -> list[int]:
+        answers = [
+            await caller.chat(max_tokens=2, metadata={"a": "b"}, response_format={"type": "text"}, **nothing),
+            await caller.chat(max_completion_tokens=2, messages=parts),
+        ]
+        return [answer.status_code for answer in answers]
+
+    assert served(tiny, scenario) == [200, 200]
+
+
+def test_other_refusals(tiny: Reference) -> None:
+    async def scenario(_lab: Lab, caller: Caller) -> None:
+        http = caller.http
+        assert refused(await http.get("/v1/nothing")) == (404, None, "not_found")
+        assert refused(await http.get("/v1/completions")) == (405, None, "method_not_allowed")
+        assert refused(await http.get("/v1/models/another")) == (404, "model", "model_not_found")
+        broken = await http.post("/v1/completions", content="{", headers={"content-type": "application/json"})
+        assert refused(broken) == (400, None, "invalid_json")
+        assert refused(await caller.complete([])) == (400, "prompt", "invalid_value")
+        assert refused(await caller.complete([97])) == (400, "prompt", "invalid_value")
+        assert refused(await caller.complete(["w1"] * 9, n=2)) == (400, "prompt", "invalid_value")
+        tokenizer = caller.gateway.engine.tokenizer
+        object.__setattr__(caller.gateway.engine, "tokenizer", None)  # such a text gets nowhere near it
+        assert refused(await caller.complete("w5 " * 20_000)) == (400, None, "context_length_exceeded")
+        object.__setattr__(caller.gateway.engine, "tokenizer", tokenizer)
+        assert refused(await caller.complete([5] * 512)) == (400, "prompt", "context_length_exceeded")
+        caller.gateway.engine.tokenizer.chat_template = None
+        assert refused(await caller.chat()) == (400, None, "no_chat_template")
+
+    served(tiny, scenario)
+
+
+def test_what_else_there_is(tiny: Reference) -> None:
+    async def scenario(_lab: Lab, caller: Caller) -> None:
+        http = caller.http
+        (model,) = (await http.get("/v1/models")).json()["data"]
+        assert (await http.get(f"/v1/models/{model['id']}")).json() == model
+        assert model["max_model_len"] == 512
+        plain = await caller.post("/tokenize", {"prompt": "w5 w6"})
+        assert plain.json() == {"count": 2, "max_model_len": 512, "tokens": [5, 6]}
+        chat = await caller.post("/tokenize", {"messages": [{"role": "user", "content": "w5"}]})
+        assert chat.json()["tokens"] == [3, 5, 9]
+        assert refused(await caller.post("/tokenize", {})) == (400, "prompt", "invalid_value")
+        assert (await caller.post("/detokenize", {"tokens": [5, 6]})).json() == {"prompt": "w5 w6"}
+        assert refused(await caller.post("/detokenize", {"tokens": [97]})) == (400, "tokens", "invalid_value")
+        too_long = await caller.post("/detokenize", {"tokens": [5] * 513})
+        assert refused(too_long) == (400, "tokens", "context_length_exceeded")
+        assert "version" in (await http.get("/version")).json()
+        assert (await http.get("/health")).status_code == 200
+        await caller.complete(max_tokens=TOKENS)
+        await caller.complete(nothing=1)
+        metrics = (await http.get("/metrics")).text
+        label = f'{{model_name="{model["id"]}"}}'
+        for line in (
+            f"vllm:generation_tokens_total{label} {TOKENS}.0",
+            f"vllm:prompt_tokens_total{label} 2.0",
+            f"vllm:time_to_first_token_seconds_count{label} 1.0",
+            f"vllm:inter_token_latency_seconds_count{label} {TOKENS - 1}.0",
+            f'vllm:request_success_total{{finished_reason="length",model_name="{model["id"]}"}} 1.0',
+            f"vllm:num_requests_running{label} 0.0",
+            f'swarmnet_gateway_refused_total{{code="unsupported_parameter",model_name="{model["id"]}"}} 1.0',
+        ):
+            assert line in metrics
+
+    served(tiny, scenario)
+
+
+@pytest.mark.parametrize("moment", [1, 4])
+def test_a_node_that_dies_never_reaches_the_caller(tiny: Reference, moment: int) -> None:
+    async def scenario(lab: Lab, caller: Caller) -> Any:
+        text, seen = "", 0
+        body = completion_body(max_tokens=TOKENS, stream=True)
+        async with caller.stream("/v1/completions", body) as stream:
+            async for event in stream:
+                seen += 1
+                if seen == moment:
+                    (group,) = caller.gateway.engine.batcher._groups
+                    lab.network.crash(group.report.route[1][0])
+                if event.startswith("data: {"):
+                    text += json.loads(event[6:])["choices"][0]["text"]
+            return stream.status, text, caller.gateway.engine.batcher.failovers
+
+    spans = {**SPANS, "b2": (2, 4)}
+    assert served(tiny, scenario, spans) == (200, words(tiny.greedy(PROMPT, TOKENS)), 1)
+
+
+def test_blocks_that_nobody_has_are_a_503_with_their_names(tiny: Reference) -> None:
+    async def scenario(_lab: Lab, caller: Caller) -> None:
+        answer = await caller.complete(max_tokens=TOKENS)
+        assert refused(answer) == (503, None, "no_route")
+        assert "4:6" in answer.json()["error"]["message"]
+        assert int(answer.headers["retry-after"]) > 0
+        assert (await caller.http.get("/health")).json()["missing"] == [[4, 6]]
+
+    served(tiny, scenario, {"a": (0, 4)})
+
+
+def test_while_a_stream_waits_it_says_so_and_what_fails_later_is_said_in_it(tiny: Reference) -> None:
+    async def scenario(_lab: Lab, caller: Caller) -> Any:
+        async with caller.stream("/v1/chat/completions", chat_body(max_tokens=TOKENS, stream=True)) as stream:
+            said = [event async for event in stream]
+        return stream.status, said
+
+    timing = Timing(recover_s=FIRST_S + 1.5 * KEEP_ALIVE_S)
+    status, said = served(tiny, scenario, {"a": (0, 4)}, timing=timing)
+    assert status == 200
+    assert said[0] == ": keep-alive"
+    assert len(said) == 3
+    assert json.loads(said[-2].removeprefix("data: "))["error"]["code"] == "no_route"
+    assert said[-1] == "data: [DONE]"
+
+
+def test_a_gateway_that_stops_finishes_what_runs_and_takes_nothing_new(tiny: Reference) -> None:
+    async def scenario(_lab: Lab, caller: Caller) -> None:
+        running = asyncio.create_task(caller.complete(max_tokens=TOKENS))
+        await asyncio.sleep(0.1)
+        assert caller.gateway.engine.batcher.load.active == 1
+        draining = asyncio.create_task(caller.gateway.drain())
+        await asyncio.sleep(0)
+        assert refused(await caller.complete(max_tokens=1)) == (503, None, "stopping")
+        assert (await caller.http.get("/health")).status_code == 503
+        assert not draining.done()
+        assert (await running).json()["choices"][0]["text"] == words(tiny.greedy(PROMPT, TOKENS))
+        await draining
+
+    served(tiny, scenario)

@@ -1,0 +1,117 @@
+"""What callers may take of a gateway: places, their keys' quotas, and nothing more once they have left."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from swarmnet.gateway.quotas import Quota
+from swarmnet_client.batching import Limits
+from tests.support.gateway import Caller, chat_body, completion_body, refused, served
+from tests.support.swarm_lab import Lab, Reference
+
+TOKENS = 8
+
+
+def test_a_caller_who_leaves_ends_the_remote_work_within_a_second(tiny: Reference) -> None:
+    async def scenario(lab: Lab, caller: Caller) -> None:
+        async with caller.stream("/v1/chat/completions", chat_body(max_tokens=400, stream=True)) as stream:
+            seen = 0
+            async for _ in stream:
+                seen += 1
+                if seen == 4:
+                    break
+        load = caller.gateway.engine.batcher.load
+        assert (load.active, load.waiting) == (0, 0)
+        await asyncio.sleep(1)
+        forwards = lab.nodes["a"].status().forwards
+        await asyncio.sleep(10)
+        assert lab.nodes["a"].status().forwards == forwards
+
+    served(tiny, scenario)
+
+
+def test_so_does_one_who_waits_for_a_whole_answer(tiny: Reference) -> None:
+    async def scenario(_lab: Lab, caller: Caller) -> None:
+        batcher = caller.gateway.engine.batcher
+        async with caller.stream("/v1/completions", completion_body(max_tokens=400)):
+            await asyncio.sleep(0.5)
+            assert batcher.load.active == 1
+        assert batcher.load.active == 0
+
+    served(tiny, scenario)
+
+
+def test_callers_beyond_lanes_and_places_are_told_when_to_come_again(tiny: Reference) -> None:
+    async def scenario(_lab: Lab, caller: Caller) -> Any:
+        loop = asyncio.get_running_loop()
+        took: list[float] = []
+
+        async def ask(number: int) -> Any:
+            started = loop.time()
+            answer = await caller.complete([number + 2], max_tokens=TOKENS)
+            took.append(loop.time() - started if answer.status_code == 503 else 0.0)
+            return answer
+
+        answers = await asyncio.gather(*map(ask, range(40)))
+        good = [answer for answer in answers if answer.status_code == 200]
+        busy = [answer for answer in answers if answer.status_code == 503]
+        assert len(good) >= 8
+        assert len(good) + len(busy) == 40
+        assert all(
+            refused(answer)[2] == "overloaded" and 1 <= int(answer.headers["retry-after"]) <= 60
+            for answer in busy
+        )
+        assert max(took) < 0.1
+        return len(busy)
+
+    assert served(tiny, scenario, limits=Limits(active=4, waiting=4)) > 20
+
+
+QUOTAS = {
+    "requests": (Quota(requests_per_minute=2), "rate_limit_exceeded", 30),
+    "tokens": (Quota(tokens_per_minute=15), "rate_limit_exceeded", 24),
+}
+
+
+@pytest.mark.parametrize("name", QUOTAS)
+def test_a_key_uses_what_it_may_and_no_more(tiny: Reference, name: str) -> None:
+    quota, code, wait_s = QUOTAS[name]
+    body = {"model": "model", "prompt": [5, 6], "max_tokens": TOKENS, "ignore_eos": True}
+
+    async def scenario(_lab: Lab, caller: Caller) -> None:
+        async def ask(key: str = "alices-key") -> Any:
+            return await caller.post("/v1/completions", body, key)
+
+        assert [(await ask()).status_code for _ in range(2)] == [200, 200]
+        over = await ask()
+        assert over.status_code == 429
+        assert refused(over) == (429, None, code)
+        assert abs(int(over.headers["retry-after"]) - wait_s) <= 1
+        assert (await ask("bobs-secret")).status_code == 200
+        await asyncio.sleep(int(over.headers["retry-after"]))
+        assert (await ask()).status_code == 200
+
+    served(tiny, scenario, quota=quota, keys={"alice": "alices-key", "bob": "bobs-secret"})
+
+
+def test_a_key_runs_so_many_requests_at_a_time(tiny: Reference) -> None:
+    async def scenario(_lab: Lab, caller: Caller) -> list[int]:
+        answers = await asyncio.gather(*(caller.complete(max_tokens=TOKENS) for _ in range(3)))
+        late = await caller.complete(max_tokens=1)
+        assert [refused(answer)[2] for answer in answers if answer.status_code == 429] == [
+            "concurrency_limit_exceeded"
+        ]
+        return sorted([*(answer.status_code for answer in answers), late.status_code])
+
+    assert served(tiny, scenario, quota=Quota(concurrent=2)) == [200, 200, 200, 429]
+
+
+def test_who_has_no_key_gets_nothing_but_health(tiny: Reference) -> None:
+    async def scenario(_lab: Lab, caller: Caller) -> None:
+        paths = ["/v1/models", "/metrics", "/version", "/openapi.json"]
+        assert [(await caller.http.get(path)).status_code for path in paths] == [401] * 4
+        assert (await caller.chat()).status_code == 401
+        assert (await caller.http.get("/health")).status_code == 200
+
+    served(tiny, scenario, keys={"alice": "alices-key"})

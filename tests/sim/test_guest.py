@@ -1,0 +1,274 @@
+"""A node that pauses and comes back: nobody who uses it loses a token, and its owner gets the memory."""
+
+import asyncio
+import gc
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from swarmnet_node.guest import GOVERN_S, PAUSE_GRACE_S, Guest
+from swarmnet_node.limits import Limits, Usage
+from swarmnet_node.stage import Stage
+from swarmnet_protocols.errors import IntegrityError
+from swarmnet_protocols.hosts import read_records
+from swarmnet_protocols.wire import records_pb2 as pb
+from tests.support.guest_machine import MONDAY_NOON, FakeMachine
+from tests.support.swarm_lab import SWARM, Lab, MemoryDirectory, Reference, peer, simulate
+
+PROMPT = [5, 6, 7, 8]
+TOKENS = 12
+PAUSED_S = 5.0
+
+
+async def turns(guest: Guest, wanted: str) -> float:
+    """When the node is said to be ``wanted``; at once if it is already."""
+    loop = asyncio.get_running_loop()
+    changed = asyncio.Event()
+    guest.on_change(lambda status: changed.set())
+    while guest.status().state != wanted:
+        changed.clear()
+        await changed.wait()
+    return loop.time()
+
+
+def test_sessions_move_away_from_a_node_that_pauses_and_it_serves_again(reference: Reference) -> None:
+    async def scenario(lab: Lab) -> None:
+        machine = FakeMachine()
+        await lab.start("rest", lab.hosting((2, 6)))
+        async with lab.guest("guest", lab.hosting((0, 2)), machine, Limits()) as guest:
+            loop = asyncio.get_running_loop()
+            async with lab.client() as swarm, lab.chain(swarm) as chain:
+                await lab.generate(chain, PROMPT, 3)
+                await lab.start("replica", lab.hosting((0, 2)))
+                asked_at: list[float] = []
+
+                def pause(number: int) -> None:
+                    if number == 4:
+                        guest.pause()
+                        asked_at.append(loop.time())
+
+            async with lab.client("second") as swarm, lab.chain(swarm) as chain:
+                tokens = await lab.generate(chain, PROMPT, TOKENS, pause)
+                assert tokens == reference.greedy(PROMPT, TOKENS)
+                paused_at = await turns(guest, "paused")
+                assert paused_at - asked_at[0] < PAUSED_S
+            status = guest.status()
+            assert (status.reason, status.weight_bytes, status.cache_bytes) == ("paused by its owner", 0, 0)
+            assert guest.engine is guest.host is None
+            assert machine.released == 1
+
+            guest.resume()
+            await turns(guest, "online")
+            await lab.stop("replica")
+            assert guest.span == (0, 2)
+            async with lab.client("third") as swarm, lab.chain(swarm) as chain:
+                assert await lab.generate(chain, PROMPT, TOKENS) == reference.greedy(PROMPT, TOKENS)
+
+    simulate(reference, scenario)
+
+
+def test_a_session_that_has_nowhere_to_go_does_not_keep_the_memory(reference: Reference) -> None:
+    async def scenario(lab: Lab) -> None:
+        async with (
+            lab.guest("guest", lab.hosting((0, 6)), FakeMachine(), Limits()) as guest,
+            lab.client() as swarm,
+            lab.chain(swarm) as chain,
+        ):
+            await lab.generate(chain, PROMPT, 3)
+            assert guest.status().cache_bytes > 0
+            began = asyncio.get_running_loop().time()
+            guest.pause()
+            took_s = await turns(guest, "paused") - began
+            assert PAUSE_GRACE_S <= took_s < PAUSED_S
+            assert guest.status().cache_bytes == 0
+
+    simulate(reference, scenario)
+
+
+def test_nothing_holds_what_a_paused_node_had_loaded(reference: Reference) -> None:
+    loaded: list[weakref.ref[object]] = []
+
+    def load(start: int, end: int) -> Stage:
+        stage = Stage.load(
+            reference.local,
+            start,
+            end,
+            dtype=reference.stage(0, 1).dtype,
+            device=reference.stage(0, 1).device,
+        )
+        loaded.append(weakref.ref(stage))
+        return stage
+
+    async def scenario(lab: Lab) -> None:
+        hosting = replace(lab.hosting((0, 6)), load=load)
+        async with (
+            lab.guest("guest", hosting, FakeMachine(), Limits()) as guest,
+            lab.client() as swarm,  # whose pings go on
+            lab.chain(swarm) as chain,
+        ):
+            await lab.generate(chain, PROMPT, 3)
+            guest.pause()
+            await turns(guest, "paused")
+            gc.collect()
+            assert [reference() for reference in loaded] == [None]
+
+    simulate(reference, scenario)
+
+
+def test_a_paused_node_says_so_and_nobody_is_sent_to_it(reference: Reference) -> None:
+    async def scenario(lab: Lab) -> None:
+        async with lab.guest("guest", lab.hosting((0, 6)), FakeMachine(), Limits()) as guest:
+            guest.pause()
+            await turns(guest, "paused")
+            await asyncio.sleep(2 * lab.timing.record_s)  # announced again and again
+            async with lab.client("looker"):
+                directory = MemoryDirectory(lab.board, peer("looker"), SWARM)
+                [(info, record)] = await read_records(directory, lab.manifest)
+            assert record.state == pb.HOST_STATE_PAUSED
+            assert not info.online
+
+    simulate(reference, scenario, limit_s=300)
+
+
+@pytest.mark.parametrize(
+    ("limits", "forbid", "allow", "reason"),
+    [
+        (
+            Limits(schedule="mon-fri 10:00-14:00"),
+            lambda machine: machine.see(now=MONDAY_NOON.replace(hour=14)),
+            lambda machine: machine.see(now=MONDAY_NOON.replace(day=24)),
+            "outside its hours",
+        ),
+        (
+            Limits(no_battery=True),
+            lambda machine: machine.see(on_battery=True),
+            lambda machine: machine.see(on_battery=False),
+            "battery",
+        ),
+        (
+            Limits(idle_only=True, idle_after_s=60),
+            lambda machine: machine.see(idle_s=3.0),
+            lambda machine: machine.see(idle_s=60.0),
+            "somebody uses",
+        ),
+        (
+            Limits(monthly_bytes=1000),
+            lambda machine: setattr(machine, "used", Usage("2026-11", 600, 400)),
+            lambda machine: machine.see(now=MONDAY_NOON.replace(month=12)),
+            "used up",
+        ),
+    ],
+    ids=["schedule", "battery", "idle", "monthly"],
+)
+def test_it_pauses_and_resumes_by_itself(
+    reference: Reference,
+    limits: Limits,
+    forbid: Callable[[FakeMachine], None],
+    allow: Callable[[FakeMachine], None],
+    reason: str,
+) -> None:
+    async def scenario(lab: Lab) -> None:
+        machine = FakeMachine()
+        machine.see(idle_s=1e6)
+        async with lab.guest("guest", lab.hosting((0, 6)), machine, limits) as guest:
+            assert guest.status().state == "online"
+            forbid(machine)
+            await turns(guest, "paused")
+            assert reason in guest.status().reason
+            allow(machine)
+            await turns(guest, "online")
+            assert guest.status().reason == ""
+
+    simulate(reference, scenario)
+
+
+def test_a_node_that_must_not_run_loads_nothing(reference: Reference) -> None:
+    async def scenario(lab: Lab) -> None:
+        machine = FakeMachine()
+        machine.see(on_battery=True)
+        async with lab.guest("guest", lab.hosting(num_blocks=3), machine, Limits(no_battery=True)) as guest:
+            assert guest.status().state == "paused"
+            assert guest.engine is None
+            machine.see(on_battery=False)
+            await turns(guest, "online")
+
+    simulate(reference, scenario)
+
+
+def test_limits_change_while_it_runs(reference: Reference) -> None:
+    async def scenario(lab: Lab) -> None:
+        machine = FakeMachine()
+        machine.see(on_battery=True)
+        async with lab.guest("guest", lab.hosting((0, 6)), machine, Limits()) as guest:
+            guest.set_limits(Limits(no_battery=True))
+            await turns(guest, "paused")
+            assert machine.enforced == [Limits(no_battery=True)] == [guest.limits()]
+            guest.set_limits(Limits())
+            await turns(guest, "online")
+
+    simulate(reference, scenario)
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_it_finishes_whether_it_is_paused_or_not(reference: Reference, *, paused: bool) -> None:
+    async def scenario(lab: Lab) -> None:
+        async with lab.guest("guest", lab.hosting((0, 6)), FakeMachine(), Limits()) as guest:
+            if paused:
+                guest.pause()
+                await turns(guest, "paused")
+            guest.finish(1.0)
+            await guest.finished()
+
+    simulate(reference, scenario)
+
+
+def test_who_waits_for_the_end_hears_that_it_could_not_come_back(reference: Reference) -> None:
+    loads = iter([reference.stage])
+
+    def load(start: int, end: int) -> Stage:
+        for load in loads:
+            return load(start, end)
+        raise IntegrityError("the file has changed")
+
+    async def scenario(lab: Lab) -> None:
+        hosting = replace(lab.hosting((0, 6)), load=load)
+        async with lab.guest("guest", hosting, FakeMachine(), Limits()) as guest:
+            guest.pause()
+            await turns(guest, "paused")
+            guest.resume()
+            with pytest.raises(IntegrityError, match="has changed"):
+                await guest.finished()
+
+    simulate(reference, scenario)
+
+
+def test_a_node_over_its_owners_limit_ends_the_session_that_holds_the_most(reference: Reference) -> None:
+    async def scenario(lab: Lab) -> None:
+        machine, limit_bytes = FakeMachine(ram=1 << 20), 1 << 30
+        limits = Limits(max_ram_bytes=limit_bytes)
+        async with (
+            lab.guest("guest", lab.hosting((0, 6)), machine, limits) as guest,
+            lab.client() as swarm,
+            lab.chain(swarm) as small,
+            lab.client("second") as other,
+            lab.chain(other) as large,
+        ):
+            await lab.generate(small, PROMPT, 1)
+            await lab.generate(large, PROMPT * 8, 1)
+            assert guest.host is not None
+            least, most = sorted(guest.host.sessions, key=lambda session: session.held_bytes)
+            machine.ram = limit_bytes
+            await asyncio.sleep(GOVERN_S)
+            assert set(guest.host.sessions) == {least, most}
+            status = guest.status()
+            assert status.cache_bytes_limit == status.cache_bytes  # there is no room for more
+            machine.ram = limit_bytes + 1
+            await asyncio.sleep(GOVERN_S)
+            machine.ram = limit_bytes
+            await asyncio.sleep(GOVERN_S)
+            assert least in guest.host.sessions
+            assert most not in guest.host.sessions
+
+    simulate(reference, scenario)

@@ -1,0 +1,188 @@
+"""The dashboard's observer over a simulated swarm: it sees who joins, dies, leaves and falls silent, and where tokens flow."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from swarmnet.dashboard.feed import Feed
+from swarmnet.dashboard.history import History
+from swarmnet.dashboard.observer import Observer, Vantage
+from swarmnet.dashboard.sightings import SwarmAbout
+from swarmnet_protocols.directory import MemoryDirectory
+from swarmnet_protocols.membership.roles import Role
+from swarmnet_protocols.transport.memory import LinkProfile
+from tests.support.private_swarm import PrivateSwarm, virtual_clock
+from tests.support.swarm_lab import SWARM, Lab, Reference, peer, simulate
+
+PROMPT = [5, 6, 7, 8, 9]
+SEEN_S = 10.0
+"""Within this a fault has to be on the page."""
+
+
+@asynccontextmanager
+async def dashboard(lab: Lab, tmp_path: Any) -> AsyncIterator[Feed]:
+    identity = peer("observer")
+    async with AsyncExitStack() as stack:
+        transport = await stack.enter_async_context(lab._transport("observer", identity, Role.OBSERVER))
+        directory = MemoryDirectory(lab.board, identity, SWARM)
+        vantage = Vantage(
+            transport, directory, virtual_clock, random.Random(f"{lab.seed}/observer"), lab.timing
+        )
+        about = SwarmAbout("lab", SWARM.hex(), "open", identity.peer_id)
+        observer = await stack.enter_async_context(Observer.watch(vantage, about))
+        history = stack.enter_context(History.open(tmp_path))
+        yield await stack.enter_async_context(Feed.run(observer, history))
+
+
+async def until(feed: Feed, holds: Callable[[dict[str, Any]], bool]) -> float:
+    """Virtual seconds until the state is such. The caller's time limit ends a wait in vain."""
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+    async with feed.watching() as viewer:
+        while not holds(feed.now.body):  # type: ignore[arg-type]
+            await viewer.next(feed)
+    return loop.time() - began_s
+
+
+def states(body: dict[str, Any]) -> list[str]:
+    return sorted(entry["state"] for entry in body["peers"].values())
+
+
+def kinds(body: dict[str, Any]) -> list[str]:
+    return [event["kind"] for event in reversed(body["events"])]
+
+
+def online(count: int) -> Callable[[dict[str, Any]], bool]:
+    return lambda body: (
+        states(body) == ["online"] * count
+        and all(entry["started_s"] is not None for entry in body["peers"].values())
+    )
+
+
+async def start(lab: Lab, **spans: tuple[int, int]) -> None:
+    for name, span in spans.items():
+        await lab.start(name, lab.hosting(span, public_name=name, version="0.1.0"))
+
+
+@pytest.mark.parametrize("private", [False, True], ids=["open", "private"])
+def test_a_generation_is_seen_to_flow(reference: Reference, tmp_path: Any, private: bool) -> None:
+    async def scenario(lab: Lab) -> None:
+        await start(lab, a=(0, 2), b=(2, 4), c=(4, 6))
+        async with dashboard(lab, tmp_path) as feed, lab.client() as swarm, lab.chain(swarm) as chain:
+            await until(feed, online(3))
+            model = feed.now.body["models"][lab.manifest.hex()]
+            assert (model["name"], model["blocks"], model["replicas"]) == ("tiny", 6, [1] * 6)
+            tokens = asyncio.create_task(lab.generate(chain, PROMPT, 120))
+            await until(feed, lambda body: any(flow["tokens_per_s"] > 0 for flow in body["flows"].values()))
+            ids = ["client", *(lab.peer_id(name) for name in "abc"), "client"]
+            flows = feed.now.body["flows"]
+            assert set(flows) == {f"{one}>{other}" for one, other in pairwise(ids)}
+            assert all(flow["sessions"] == 1 for flow in flows.values())
+            assert feed.now.body["models"][lab.manifest.hex()]["sessions"] == 1
+            assert feed.now.body["models"][lab.manifest.hex()]["tokens_per_s"] > 0
+            assert await tokens == reference.greedy(PROMPT, 120)
+            assert lab.peer_id("client") not in feed.now.text, "clients are nobody's business"
+        assert "joined" not in kinds(feed.now.body), "they were there before us"  # type: ignore[arg-type]
+
+    simulate(reference, scenario, private=PrivateSwarm() if private else None)
+
+
+def test_times_are_those_that_the_client_waits(reference: Reference, tmp_path: Any) -> None:
+    """Three links of 30 ms each way: a token takes 4 of them round, and the first one as long."""
+
+    async def scenario(lab: Lab) -> None:
+        await start(lab, a=(0, 2), b=(2, 4), c=(4, 6))
+        async with dashboard(lab, tmp_path) as feed, lab.client() as swarm, lab.chain(swarm) as chain:
+            await lab.generate(chain, PROMPT, 60)
+            await until(feed, lambda body: any(entry["tokens"] for entry in body["peers"].values()))
+            host = lab.nodes["a"].host
+            assert host is not None
+            times, firsts = host.numbers.token_times, host.numbers.first_tokens
+            assert times.cumulative()[-1] == 58
+            assert times.total / 58 == pytest.approx(0.12, abs=0.005)
+            assert firsts.cumulative()[-1] == 1
+            assert firsts.total == pytest.approx(0.12, abs=0.01)
+            for other in "bc":
+                host = lab.nodes[other].host
+                assert host is not None
+                assert host.numbers.token_times.cumulative()[-1] == 0, "only the first hop sees the client"
+
+    simulate(reference, scenario, link=LinkProfile(delay_s=0.03))
+
+
+@pytest.mark.parametrize("fault", ["crash", "hang", "isolate"])
+def test_a_fault_is_seen_within_ten_seconds(reference: Reference, tmp_path: Any, fault: str) -> None:
+    async def scenario(lab: Lab) -> None:
+        await start(lab, a=(0, 6), b=(3, 6), c=(0, 3))
+        async with dashboard(lab, tmp_path) as feed:
+            await until(feed, online(3))
+            lost = lab.peer_id("b")
+            if fault == "crash":
+                await lab.stop("b")
+            else:
+                getattr(lab.network, fault)(lost)
+            seen_s = await until(feed, lambda body: body["peers"][lost]["state"] == "gone")
+            assert seen_s < SEEN_S
+            assert kinds(feed.now.body) == ["lost", "weak"]  # type: ignore[arg-type]
+            model = feed.now.body["models"][lab.manifest.hex()]
+            assert model["replicas"] == [2] * 3 + [1] * 3
+            assert model["weakest"] == {"block": 3, "replicas": 1}
+            assert model["healthy"]
+            assert model["advice"]["blocks"] == [3, 6]
+
+    simulate(reference, scenario)
+
+
+def test_who_joins_leaves_and_comes_back_is_told(reference: Reference, tmp_path: Any) -> None:
+    async def scenario(lab: Lab) -> None:
+        await start(lab, a=(0, 6))
+        async with dashboard(lab, tmp_path) as feed:
+            await until(feed, online(1))
+            await start(lab, b=(0, 6))
+            assert await until(feed, online(2)) < 2 * SEEN_S
+            lab.nodes["b"].finish(5.0)
+            await until(feed, lambda body: states(body) == ["gone", "online"])
+            assert kinds(feed.now.body) == ["joined", "healed", "left", "weak"]  # type: ignore[arg-type]
+            assert [event["peer_id"] for event in feed.now.body["events"] if event["kind"] == "left"] == [
+                lab.peer_id("b")
+            ]
+
+    simulate(reference, scenario)
+
+
+def test_a_failover_is_counted(reference: Reference, tmp_path: Any) -> None:
+    async def scenario(lab: Lab) -> None:
+        await start(lab, a=(0, 2), b=(2, 4), b2=(2, 4), c=(4, 6))
+        async with dashboard(lab, tmp_path) as feed, lab.client() as swarm, lab.chain(swarm) as chain:
+            await until(feed, online(4))
+            generating = asyncio.create_task(lab.generate(chain, PROMPT, 300))
+            await until(feed, lambda body: any(flow["tokens_per_s"] > 0 for flow in body["flows"].values()))
+            (victim,) = (each for each, start, _ in chain.report.route if start == 2)
+            await lab.stop("b" if victim == lab.peer_id("b") else "b2")
+            assert await generating == reference.greedy(PROMPT, 300)
+            await asyncio.sleep(2 * SEEN_S)
+            counts = feed._source.look().totals[lab.manifest]
+            assert counts.recoveries == 1, "its place was taken by a replay"
+            assert counts.failures >= 1
+            assert feed.now.body["models"][lab.manifest.hex()]["token_s"]["p50"] > 0
+
+    simulate(reference, scenario)
+
+
+def test_a_directory_that_shows_nobody_takes_nobody_from_view(reference: Reference, tmp_path: Any) -> None:
+    async def scenario(lab: Lab) -> None:
+        await start(lab, a=(0, 6))
+        async with dashboard(lab, tmp_path) as feed:
+            await until(feed, online(1))
+            lab.board._postings.clear()
+            lab.board.post = lambda *_: None  # type: ignore[method-assign]
+            await asyncio.sleep(60.0)
+            assert states(feed.now.body) == ["online"], "it still answers"  # type: ignore[arg-type]
+            assert feed.now.body["models"][lab.manifest.hex()]["healthy"]
+
+    simulate(reference, scenario)

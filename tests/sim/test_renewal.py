@@ -1,0 +1,164 @@
+"""How a member stays: certificates that end, issuers that are late or none, files and keys that change."""
+
+import asyncio
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from swarmnet_protocols.errors import IntegrityError, NotAuthorised
+from swarmnet_protocols.membership.admission import FILE_S, ISSUERS_TOPIC, Admissions, IssuerConfig
+from swarmnet_protocols.membership.roles import Role
+from swarmnet_protocols.membership.rules import Rules
+from swarmnet_protocols.membership.signed import seal
+from swarmnet_protocols.protocol_ids import ADMISSION, SESSION
+from swarmnet_protocols.transport import Message, Stream
+from swarmnet_protocols.wire import membership_pb2 as pb
+from tests.support.admission_world import World, address, run
+from tests.support.private_swarm import identity_of
+
+DEADLINE_S = 5.0
+
+
+async def echo(stream: Stream) -> None:
+    while True:
+        await stream.send(await stream.receive())
+
+
+def test_members_take_a_newer_file_from_whom_they_begin_with(tmp_path: Path) -> None:
+    """Where a list says who is in, nobody has a certificate to renew, and all get to know who was added."""
+
+    async def scenario(world: World) -> None:
+        older = replace(world.swarm.rules, serial=1)
+        newer = replace(
+            world.swarm.rules, serial=2, allow={identity_of("carol").peer_id: frozenset({Role.HOST})}
+        )
+        bob = await world.member("bob", world.swarm.certificate("bob", Role.HOST))
+        alice = await world.member("alice", world.swarm.certificate("alice", Role.HOST), address(bob.peer_id))
+        bob.membership.rules, bob.membership.swarm_file = older, lambda: b"the file"
+        alice.membership.rules, alice.membership.adopt = older, lambda data: {b"the file": newer}[data]
+        await asyncio.sleep(2 * FILE_S)
+        assert alice.membership.rules == older
+        bob.membership.rules = newer
+        await asyncio.sleep(FILE_S + 1.0)
+        assert alice.membership.rules == newer
+
+    run(tmp_path, scenario)
+
+
+def test_a_certificate_renews_itself_when_two_thirds_of_it_are_over(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        issuer = await world.issuer("issuer")
+        certificate = world.swarm.certificate("alice", Role.CLIENT, lifetime_s=3600)
+        alice = await world.member("alice", certificate, address(issuer.peer_id))
+        await issuer.transport.serve(SESSION, echo)
+        stream = await alice.transport.open(issuer.peer_id, SESSION, deadline_s=DEADLINE_S)
+        await stream.send(Message(b"here"))
+        await stream.receive()
+        await asyncio.sleep(2100)
+        assert alice.membership.certificate == certificate
+        await asyncio.sleep(400)
+        assert alice.membership.certificate != certificate
+        await asyncio.sleep(7200)  # its session never noticed
+        await stream.send(Message(b"still here?"))
+        assert (await stream.receive()).header == b"still here?"
+
+    run(tmp_path, scenario)
+
+
+def test_a_member_goes_on_under_a_key_that_came_with_its_renewal(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        old, new = world.swarm.rules, identity_of("new authority")
+        rotated = replace(old, keys={**old.keys, new.public_key: math.inf})
+        issuer = await world.enter(world.swarm.peer(world.network, "issuer"))
+        issuer.membership.rules = rotated
+        (tmp_path / "issuer").mkdir()
+        config = IssuerConfig(new, tmp_path / "issuer", b"the new file")
+        config.certify(issuer.membership)
+        await world.enter(
+            Admissions.run(issuer.raw, issuer.membership, world.directory("issuer"), issuer=config)
+        )
+        certificate = world.swarm.certificate("alice", Role.CLIENT, lifetime_s=3600)
+        alice = await world.member("alice", certificate, address(issuer.peer_id))
+        adopted: list[bytes] = []
+
+        def adopt(data: bytes) -> Rules:
+            adopted.append(data)
+            if len(adopted) == 1:
+                raise IntegrityError("older than the one used before")
+            return rotated
+
+        alice.membership.adopt = adopt
+        await asyncio.sleep(2500)
+        assert adopted
+        await asyncio.sleep(100)
+        assert set(adopted) == {b"the new file"}
+        assert alice.membership.rules == rotated
+        assert alice.membership.certificate != certificate
+
+    run(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("answer", [b"", b"garbage", b"our own"])
+def test_who_says_it_is_an_issuer_and_is_none_keeps_nobody_from_renewing(
+    tmp_path: Path, answer: bytes
+) -> None:
+    async def scenario(world: World) -> None:
+        certificate = world.swarm.certificate("alice", Role.CLIENT, lifetime_s=3600)
+        alice = await world.member("alice", certificate)
+        asked = []
+
+        async def admit(stream: Stream) -> None:
+            await stream.receive()
+            asked.append(answer)
+            given = pb.Admitted(certificate=certificate if answer == b"our own" else answer)
+            await stream.send(Message(pb.AdmissionReply(admitted=given).SerializeToString()))
+
+        liars = [await world.stranger(f"liar {number}") for number in range(60)]
+        for number, liar in enumerate(liars):
+            await liar.serve(ADMISSION, admit)
+            said = pb.IssuerRecord(addresses=[address(liar.peer_id)])
+            body = seal(b"swarmnet-issuer-1", said, identity_of(f"liar {number}"))
+            await world.directory(f"liar {number}").publish(ISSUERS_TOPIC, body, lifetime_s=3600)
+        await asyncio.sleep(2450)
+        assert 16 <= len(asked) <= 5 * 16  # once a minute
+        await world.issuer("issuer")
+        await asyncio.sleep(200)
+        assert alice.membership.certificate != certificate
+
+    run(tmp_path, scenario)
+
+
+def test_a_late_issuer_stops_nobody_until_the_certificate_ends(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        server = await world.member("server", world.swarm.certificate("server", Role.HOST))
+        await server.transport.serve(SESSION, echo)
+        certificate = world.swarm.certificate("alice", Role.CLIENT, lifetime_s=3600)
+        alice = await world.member("alice", certificate, address(identity_of("issuer").peer_id))
+        stream = await alice.transport.open(server.peer_id, SESSION, deadline_s=DEADLINE_S)
+        await stream.send(Message(b"here"))
+        await stream.receive()
+        await asyncio.sleep(3400)
+        await stream.send(Message(b"still here?"))
+        assert (await stream.receive()).header == b"still here?"
+        await world.issuer("issuer")
+        await asyncio.sleep(400)
+        assert alice.membership.certificate != certificate
+        await stream.send(Message(b"still here?"))
+        assert (await stream.receive()).header == b"still here?"
+
+    run(tmp_path, scenario)
+
+
+def test_a_revoked_member_is_not_renewed(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        issuer = await world.issuer("issuer")
+        issuer.membership.take_revocations([world.swarm.revocation(identity_of("mallory").peer_id)])
+        certificate = world.swarm.certificate("mallory", Role.CLIENT, lifetime_s=3600)
+        mallory = await world.member("mallory", certificate, address(issuer.peer_id))
+        with pytest.raises(NotAuthorised, match="ended"):
+            await mallory.transport.died()
+        assert mallory.membership.certificate == certificate
+
+    run(tmp_path, scenario)

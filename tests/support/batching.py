@@ -1,0 +1,54 @@
+"""A batcher over a lab's swarm, and requests to it."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Any
+
+import torch
+
+from swarmnet_client.batching import Batcher, Limits
+from swarmnet_client.edges import Edges, Head
+from swarmnet_client.lanes import Answer, Request
+from swarmnet_client.sampling import Sampling
+from swarmnet_client.swarm import Swarm
+from swarmnet_protocols.models import LocalModel
+from tests.support.swarm_lab import Lab
+
+
+def head_of(local: LocalModel) -> Head:
+    edges = Edges(local, dtype=torch.float32, device=torch.device("cpu"))
+    return Head(edges, ThreadPoolExecutor(1))  # in virtual time what it is given runs in place
+
+
+@asynccontextmanager
+async def batcher(
+    lab: Lab, limits: Limits | None = None, client: str = "client"
+) -> AsyncIterator[tuple[Batcher, Swarm]]:
+    async with (
+        lab.client(client) as swarm,
+        Batcher.run(head_of(lab.reference.local), lambda: lab.chain(swarm), limits or Limits()) as running,
+    ):
+        yield running, swarm
+
+
+def request(ids: list[int], tokens: int, **sampling: Any) -> Request:
+    return Request(tuple(ids), tokens, Sampling(**sampling))
+
+
+async def answered(
+    running: Batcher, wanted: Request, on_token: Callable[[Answer], object] | None = None
+) -> list[int]:
+    """The tokens of a whole answer."""
+    tokens = []
+    async with running.answer(wanted) as answer:
+        async for token in answer:
+            tokens.append(token.id)
+            if on_token is not None:
+                on_token(answer)
+    return tokens
+
+
+async def all_answered(running: Batcher, wanted: list[Request]) -> list[list[int]]:
+    return list(await asyncio.gather(*(answered(running, each) for each in wanted)))

@@ -1,0 +1,128 @@
+"""Dashboards of recorded swarms, served in this process, and a browser that looks at them."""
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Iterator
+from contextlib import AsyncExitStack, ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from swarmnet.dashboard import server
+from swarmnet.dashboard.feed import Feed
+from swarmnet.dashboard.history import History
+from tests.support.recorded_swarm import RecordedSwarm, recorded_history
+
+T = TypeVar("T")
+NOW_S = 1_790_000_000.0
+CHROMIUM = "/usr/bin/chromium"
+OPTIONS = (
+    "--no-sandbox",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-gpu",
+    "--no-first-run",
+)
+
+
+@dataclass
+class Site:
+    """One dashboard. Its swarm moves only when it is told to."""
+
+    url: str
+    swarm: RecordedSwarm
+    feed: Feed
+    now_s: list[float]
+    _sites: "Sites"
+
+    def move(self, seconds: float) -> None:
+        """Let the swarm's clock go on, and tell the viewers what changed."""
+        self.now_s[0] += seconds
+        self._sites.run(self.feed.tick())
+
+    @property
+    def state(self) -> Any:
+        """What the page shows."""
+        return self.feed.now.body
+
+
+class Sites:
+    """Dashboards by the kind of their swarm, started when first asked for, on a loop of their own."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._sites: dict[str, Site] = {}
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="dashboards")
+        self._ready = threading.Event()
+
+    def __enter__(self) -> "Sites":
+        self._thread.start()
+        self._ready.wait()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._over.set)
+        self._thread.join()
+
+    def __getitem__(self, kind: str) -> Site:
+        if kind not in self._sites:
+            self._sites[kind] = self.run(self._started(kind))
+        return self._sites[kind]
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run it on the dashboards' loop."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    async def _serve(self) -> None:
+        self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
+        async with AsyncExitStack() as self._open:
+            self._ready.set()
+            await self._over.wait()
+
+    async def _started(self, kind: str) -> Site:
+        now_s = [NOW_S]
+        swarm = RecordedSwarm(kind, lambda: now_s[0])
+        folder = self._folder / kind
+        folder.mkdir()
+        opened = recorded_history(swarm, folder, NOW_S) if kind == "full" else History.open(folder)
+        with ExitStack() as stack:
+            history = stack.enter_context(opened)
+            feed = await self._open.enter_async_context(Feed.run(swarm, history))
+            url = await self._open.enter_async_context(server.serve(feed, server.Place(port=0)))
+            self._open.push(stack.pop_all())
+        return Site(url, swarm, feed, now_s, self)
+
+
+@contextmanager
+def chromium() -> Iterator[Browser]:
+    """A browser without windows that talks to nobody but the pages it is shown."""
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=list(OPTIONS))
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
+@contextmanager
+def looking(browser: Browser, **options: Any) -> Iterator[Page]:
+    """A fresh page. At the end nothing may have been logged as an error or asked of another host."""
+    with browser.new_context(**{"timezone_id": "UTC", "locale": "en-GB", **options}) as context:
+        page = context.new_page()
+        wrong: list[str] = []
+        hosts: set[str] = set()
+        page.on("console", lambda said: wrong.append(said.text) if said.type == "error" else None)
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("request", lambda request: hosts.add(request.url.split("/")[2]))
+        yield page
+        assert not wrong, wrong
+        assert len(hosts) == 1, hosts
+
+
+def show(page: Page, url: str) -> Page:
+    """Open a page of the dashboard and wait until the swarm is on it."""
+    page.goto(url)
+    page.wait_for_selector("main[aria-busy=false]")
+    return page

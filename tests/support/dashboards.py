@@ -1,0 +1,58 @@
+"""``swarmnet dashboard`` in a process of its own, and what its page would show."""
+
+import json
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.support.commands import PATIENCE_S, RunningCommand
+from tests.support.processes import Swarm
+
+State = dict[str, Any]
+
+
+class DashboardProcess(RunningCommand):
+    """A dashboard of a swarm, with a data directory of its own."""
+
+    def __init__(self, lab: Swarm, data_dir: Path) -> None:
+        arguments = ("dashboard", "--swarm", str(lab.file), "--port", "0", "--data-dir", str(data_dir))
+        super().__init__(
+            (*arguments, *lab.bootstrap_options), data_dir.with_suffix(".log"), stdin=subprocess.DEVNULL
+        )
+
+    @property
+    def url(self) -> str:
+        url: str = self.wait("ready")["url"]
+        return url
+
+
+def state_of(url: str) -> State:
+    """What a dashboard shows now."""
+    state: State = httpx.get(f"{url}/api/v1/state").raise_for_status().json()
+    return state
+
+
+def watch(url: str, holds: Callable[[State], bool]) -> State:
+    """The first state of a dashboard, at each of its changes, that is such. ``TimeoutError`` if none comes."""
+    with _changes(url) as changes:
+        for _ in changes:
+            state = state_of(url)
+            if holds(state):
+                return state
+    raise TimeoutError(f"{url} never showed it: {json.dumps(state_of(url))[:2000]}")
+
+
+@contextmanager
+def _changes(url: str) -> Iterator[Iterator[str]]:
+    with httpx.stream("GET", f"{url}/api/v1/events", timeout=PATIENCE_S) as stream:
+        lines = (line for line in stream.iter_lines() if line.startswith("event:"))
+        yield (line for line, _ in zip(lines, range(int(PATIENCE_S)), strict=False))
+
+
+def states(state: State) -> dict[str, str]:
+    """What every peer does."""
+    return {peer: entry["state"] for peer, entry in state["peers"].items()}

@@ -1,0 +1,57 @@
+"""What deploy/ holds, read as its users' programs read it."""
+
+import configparser
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+UNITS = sorted(path.name for path in (DEPLOY / "systemd").glob("*.service"))
+COMPOSE_SCHEMA: dict[str, Any] = json.loads((ROOT / "tests/data/compose-spec.json").read_text())
+
+
+class Unit(configparser.RawConfigParser):
+    """A systemd unit. A key that is there several times has the last value."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(strict=False)
+        self.optionxform = str  # type: ignore[assignment,method-assign]
+        self.path = DEPLOY / "systemd" / name
+        self.read_string(self.path.read_text().replace("\\\n", " "))
+
+    @property
+    def command(self) -> list[str]:
+        return shlex.split(self["Service"]["ExecStart"])
+
+
+def compose() -> dict[str, Any]:
+    """compose.yaml, with its anchors resolved."""
+    loaded: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    return loaded
+
+
+def own_services() -> dict[str, Any]:
+    """Those that run our image."""
+    return {name: each for name, each in compose()["services"].items() if "build" in each}
+
+
+def shell_commands(service: dict[str, Any]) -> Iterator[list[str]]:
+    """The calls of ``swarmnet`` in an entry point of the shape ``sh -c SCRIPT``."""
+    script = service["entrypoint"][2].replace("$$", "$")
+    for call in re.findall(r"swarmnet ((?:[^\"&|;]|\"[^\"]*\")+)", script):
+        yield shlex.split(call)
+
+
+def instructions(containerfile: str) -> list[tuple[str, str]]:
+    """(instruction, arguments) of a Containerfile, line continuations joined, comments left out."""
+    text = re.sub(r"^\s*#.*\n", "", containerfile, flags=re.MULTILINE).replace("\\\n", " ")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return [
+        (word.upper(), " ".join(rest.split())) for word, _, rest in (line.partition(" ") for line in lines)
+    ]

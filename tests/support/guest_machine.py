@@ -1,0 +1,38 @@
+"""A machine whose clock, battery and people a test moves."""
+
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+
+from swarmnet_node.limits import Limits, Observed, Usage
+
+MONDAY_NOON = datetime(2026, 11, 23, 12, 0)  # noqa: DTZ001 - as an owner's clock shows it
+
+
+@dataclass
+class FakeMachine:
+    """What a guest sees of its machine, and what it has it do."""
+
+    seen: Observed = field(default_factory=lambda: Observed(MONDAY_NOON, idle_s=None, on_battery=False))
+    used: Usage = field(default_factory=lambda: Usage("2026-11"))
+    ram: int = 0
+    enforced: list[Limits] = field(default_factory=list)
+    released: int = 0
+
+    def see(self, **changes: object) -> None:
+        """From now on."""
+        self.seen = replace(self.seen, **changes)  # type: ignore[arg-type]
+
+    def observe(self) -> Observed:
+        return self.seen
+
+    def usage(self) -> Usage:
+        return self.used
+
+    def ram_bytes(self) -> int:
+        return self.ram
+
+    def enforce(self, limits: Limits) -> None:
+        self.enforced.append(limits)
+
+    def release(self) -> None:
+        self.released += 1

@@ -1,0 +1,125 @@
+"""Hostile frames at a given rate, from several identities in a process of their own.
+
+    python -m tests.support.hostile SECONDS FRAMES_PER_S IDENTITIES ADDRESS
+
+Most are pings without end; the others are garbage, announce 2 GiB, are nested 100,000 deep, or stop in the midst of a message. Streams are
+closed and opened again as fast as it takes to send them all, however slowly they are read. Prints a JSON object with what was sent.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import struct
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+from swarmnet_protocols.errors import SwarmnetError
+from swarmnet_protocols.protocol_ids import LINK, PING, SESSION
+from swarmnet_protocols.transport import PeerId, ProtocolSpec
+from swarmnet_protocols.transport.p2pd import P2pdConfig, P2pdTransport, peer_of
+from swarmnet_protocols.wire import session_pb2 as pb
+
+NESTED = 100_000
+BATCH = 100
+BATCHES_A_STREAM = 10
+PINGS_TO_ONE_OTHER = 1
+DEADLINE_S = 5.0
+
+
+def frame(header: bytes, payload: bytes = b"") -> bytes:
+    return struct.pack(">II", len(header), len(payload)) + header + payload
+
+
+def nested(depth: int) -> bytes:
+    """Groups within groups, which any protobuf may hold as an unknown field: two bytes each."""
+    return b"\x0b" * depth + b"\x0c" * depth
+
+
+class Attacker:
+    """One identity that sends ``frames_per_s``."""
+
+    def __init__(self, transport: P2pdTransport, peer: PeerId, seed: int) -> None:
+        self.sent: Counter[str] = Counter()
+        self._transport = transport
+        self._peer = peer
+        self._rng = random.Random(seed)
+
+    async def run(self, seconds: float, frames_per_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        while (elapsed_s := loop.time() - started) < seconds:
+            ahead_s = self.sent.total() / frames_per_s - elapsed_s
+            if ahead_s > 0:
+                await asyncio.sleep(ahead_s)
+                continue
+            for _ in range(PINGS_TO_ONE_OTHER):
+                await self._send(PING, "ping", frame(pb.Ping(nonce=1).SerializeToString()) * BATCH, BATCH)
+            await self._one_other()
+
+    async def _one_other(self) -> None:
+        kind, protocol, data = self._rng.choice(
+            [
+                ("garbage", SESSION, frame(b"\xff" + self._rng.randbytes(40))),
+                ("2 GiB announced", LINK, struct.pack(">II", 10, 1 << 31)),
+                ("nested", SESSION, frame(nested(20_000))),
+                ("unfinished", LINK, struct.pack(">II", 100, 0) + b"x"),
+            ]
+        )
+        await self._send(protocol, kind, data, 1)
+
+    async def _send(self, protocol: ProtocolSpec, kind: str, data: bytes, frames: int) -> None:
+        """Batches on a stream of their own, until it takes no more."""
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                _, writer = await self._transport._daemon.open_stream(
+                    self._peer, protocol.id, deadline_s=DEADLINE_S
+                )
+        except (SwarmnetError, TimeoutError):
+            self.sent["streams that could not be opened"] += 1
+            return
+        with contextlib.suppress(OSError, TimeoutError):
+            for _ in range(BATCHES_A_STREAM if frames > 1 else 1):
+                writer.write(data)
+                async with asyncio.timeout(0.2):
+                    await writer.drain()
+                self.sent[kind] += frames
+        if kind != "unfinished":
+            writer.close()
+        else:
+            asyncio.get_running_loop().call_later(4 * DEADLINE_S, writer.close)
+
+
+async def attack(seconds: float, frames_per_s: float, identities: int, address: str) -> Counter[str]:
+    """What all of them sent, by kind."""
+    os.nice(19)  # the victim's machine is not the attacker's
+    sent: Counter[str] = Counter()
+    async with contextlib.AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        attackers = []
+        for number in range(identities):
+            config = P2pdConfig(
+                folder / str(number), ("/ip4/127.0.0.1/tcp/0",), bootstrap=(address,), require_bootstrap=True
+            )
+            transport = await stack.enter_async_context(P2pdTransport.create(config))
+            attackers.append(Attacker(transport, peer_of(address), number))
+        print(json.dumps({"event": "attacking"}), flush=True)
+        async with asyncio.TaskGroup() as group:
+            for attacker in attackers:
+                group.create_task(attacker.run(seconds, frames_per_s / identities))
+        for attacker in attackers:
+            sent += attacker.sent
+    return sent
+
+
+def main() -> None:
+    seconds, frames_per_s, identities, address = sys.argv[1:]
+    sent = asyncio.run(attack(float(seconds), float(frames_per_s), int(identities), address))
+    print(json.dumps({"event": "attacked", "sent": dict(sent)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

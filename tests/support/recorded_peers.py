@@ -1,0 +1,172 @@
+"""Who is in a recorded swarm: hosts, the chains of sessions over them, workers of a job; and what each of them reports."""
+
+import hashlib
+import math
+import random
+from dataclasses import dataclass, field
+
+from swarmnet.dashboard.sightings import Announced, JobSighting, Reported, Sighting
+from swarmnet_node.tally import Histogram
+from swarmnet_protocols.catalog import CatalogModel
+from swarmnet_protocols.identity import Identity
+from swarmnet_protocols.reports import BOUNDS_S, check
+from swarmnet_protocols.transport import PeerId
+from swarmnet_protocols.wire import report_pb2
+
+SCRIPTS = (
+    "<script>document.title='owned'</script>",
+    '"><img src=x onerror="document.title=1">',
+    "{{7*7}} ${7*7} &lt;b&gt;",
+)
+
+
+@dataclass
+class Host:
+    """One host: what it is, and its counters, which move with the swarm's clock."""
+
+    peer: PeerId
+    model: CatalogModel
+    span: tuple[int, int]
+    name: str
+    born_s: float
+    speed: float
+    delay_s: float
+    relayed: bool
+    version: str
+    state: str = "online"
+    sessions: int = 0
+    positions: float = 0.0
+    answered: float = 0.0
+    rebuilt: int = 0
+    links_lost: int = 0
+    firsts: Histogram = field(default_factory=lambda: Histogram(BOUNDS_S))
+    tokens: Histogram = field(default_factory=lambda: Histogram(BOUNDS_S))
+    flows: dict[tuple[str, str], list[float]] = field(default_factory=dict)
+    died_s: float | None = None
+    before: Reported | None = None
+    newest: Reported | None = None
+
+    def tell(self, now_s: float) -> None:
+        """Report its counters as they are now."""
+        report = report_pb2.HostReport(
+            manifest=self.model.manifest,
+            model=self.model.name,
+            total_blocks=self.model.blocks,
+            start=self.span[0],
+            end=self.span[1],
+            state=self.state,
+            dtype="bfloat16" if self.speed >= 1 else "float32",
+            step_s=0.002 * (self.span[1] - self.span[0]) / self.speed,
+            token_s=0.0004 * (self.span[1] - self.span[0]) / self.speed,
+            queue_s=0.0 if self.sessions < 3 else 0.01 * self.sessions / self.speed,
+            cache_bytes=min(self.sessions * (150 << 20), 8 << 30),
+            cache_bytes_limit=8 << 30,
+            sessions=self.sessions,
+            forwards=int(self.positions / 2),
+            positions=int(self.positions),
+            answered=int(self.answered),
+            rebuilt=self.rebuilt,
+            links_lost=self.links_lost,
+            first_tokens=report_pb2.Times(counts=self.firsts.cumulative(), total_s=self.firsts.total),
+            token_times=report_pb2.Times(counts=self.tokens.cumulative(), total_s=self.tokens.total),
+            flows=[
+                report_pb2.Flow(upstream=up, downstream=down, sessions=int(flow[0]), positions=int(flow[1]))
+                for (up, down), flow in list(self.flows.items())[-64:]
+            ],
+        )
+        uptime_s = now_s - self.born_s
+        node = report_pb2.NodeReport(
+            version=self.version, public_name=self.name, uptime_s=uptime_s, host=report
+        )
+        check(node)
+        self.before, self.newest = self.newest, Reported(node, now_s)
+
+    def seen(self, began_s: float, now_s: float, delay_s: float) -> Sighting:
+        """What an observer knows of it who has looked since ``began_s``."""
+        announced = Announced(
+            self.model.manifest,
+            *self.span,
+            state=self.state,
+            version=self.version,
+            public_name=self.name,
+            step_s=0.002,
+            sessions=self.sessions,
+            cache_bytes_free=0,
+            is_relayed=self.relayed,
+        )
+        return Sighting(
+            self.peer,
+            max(self.born_s, began_s),
+            announced if self.died_s is None else None,
+            now_s if self.died_s is None else self.died_s,
+            self.newest,
+            self.before,
+            delay_s,
+            self.died_s,
+        )
+
+
+@dataclass
+class Chain:
+    """A client's session: its hops and how fast it goes."""
+
+    hops: list[Host]
+    tokens_per_s: float
+    ends_s: float
+
+    def flow(self, elapsed_s: float, rng: random.Random) -> None:
+        """Tokens go through its hops for so long."""
+        count = self.tokens_per_s * elapsed_s * rng.uniform(0.8, 1.2)
+        sides = ["", *(hop.peer for hop in self.hops), ""]
+        for index, hop in enumerate(self.hops):
+            hop.positions += count
+            flow = hop.flows.setdefault((sides[index], sides[index + 2]), [0, 0.0])
+            flow[0] += 1
+            flow[1] += count
+        last = self.hops[-1]
+        last.answered += count
+        for _ in range(min(20, max(1, round(count)))):
+            last.tokens.observe(rng.lognormvariate(math.log(1 / self.tokens_per_s), 0.35))
+
+
+def training(count: int, began_s: float, now_s: float) -> tuple[list[JobSighting], list[Sighting]]:
+    """A job of so many workers, and what is seen of each."""
+    if not count:
+        return [], []
+    job, sightings = hash_of("job"), []
+    round_number = 212 + int((now_s - began_s) / 20)
+    peers = [Identity.from_seed(f"worker {number}".encode()).peer_id for number in range(count)]
+    for number, peer in enumerate(peers):
+        worker = report_pb2.WorkerReport(
+            job=job,
+            name="tiny stories, diloco",
+            method="diloco",
+            state="training",
+            round=round_number,
+            rounds=1000,
+            loss=loss_after(round_number),
+            val_loss=loss_after(round_number) + 0.04,
+            tokens=round_number * 65_536 // (number + 1),
+            bytes_sent=round_number * 9_000_000,
+            bytes_received=round_number * 9_000_000,
+            contributions=[
+                report_pb2.Contribution(peer=each, rounds=round_number // (place + 1))
+                for place, each in enumerate(peers)
+            ],
+        )
+        age_s = 5000.0 + 700 * number + now_s - began_s
+        name = SCRIPTS[0] if number == 0 else ""
+        report = report_pb2.NodeReport(version="0.1.0", public_name=name, uptime_s=age_s, worker=worker)
+        newest = Reported(report, now_s)
+        sightings.append(Sighting(peer, began_s, newest=newest, delay_s=0.02))
+    known = JobSighting(job.hex(), "tiny stories, diloco", "diloco", 1000, tuple(peers), round_number)
+    return [known], sightings
+
+
+def loss_after(round_number: int) -> float:
+    """What the job has learned by then."""
+    return 1.9 + 6 * math.exp(-round_number / 60) + 0.03 * math.sin(round_number * 1.7)
+
+
+def hash_of(name: str) -> bytes:
+    return hashlib.sha256(name.encode()).digest()

@@ -1,0 +1,33 @@
+"""Every test of a defence fails when the defence is switched off: none is vacuous. ``make defences`` lists them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from swarmnet_protocols.errors import SwarmnetError
+from tests.defences import DEFENCES, Defence
+from tests.flood_defences import FLOODS
+from tests.support.virtual_time import DeadlockError
+from tests.web_defences import WEB
+
+FAILURES = (AssertionError, pytest.fail.Exception, SwarmnetError, TimeoutError, DeadlockError)
+"""How the tests fail. Any other error is one of the table itself."""
+
+
+@pytest.mark.defences
+@pytest.mark.parametrize("defence", [*DEFENCES, *FLOODS, *WEB], ids=lambda each: each.name)
+def test_its_test_fails_without(defence: Defence, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    defence.switch_off(monkeypatch)
+    with pytest.raises(BaseException) as info:  # noqa: PT011 - looked at below
+        defence.fails(tmp_path)
+    errors = list(leaves(info.value))
+    assert all(isinstance(error, FAILURES) for error in errors), errors
+
+
+def leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for each in error.exceptions:
+            yield from leaves(each)
+    else:
+        yield error

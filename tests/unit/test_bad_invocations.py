@@ -1,0 +1,248 @@
+"""Commands that cannot work: each ends with its documented exit code, says what is wrong and what to do, and does nothing."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from swarmnet import cli
+from tests.support.commands import SWARMNET
+
+P = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWNvSZnPi3RrhrTwEY4LuuBeB6K6facKUCJcyWG1aoDd2p"
+JOB = "0" * 64
+RUN = "run smollm2-135m-instruct hi --swarm open"
+SERVE = "serve --swarm open --port 0"
+TUNE = "tune --swarm open --data rows.jsonl --out out"
+JOIN = "join open --yes"
+HELP = "--help"
+
+# What is typed, the exit code, a word of the message, a word of the next step.
+BAD = [
+    ("bogus", 2, "bogus", HELP),
+    ("rnu", 2, "Did you mean 'run'", HELP),
+    ("--bogus", 2, "--bogus", HELP),
+    ("--log-level loud status", 2, "--log-level", HELP),
+    ("swarm", 2, "command", "swarm --help"),
+    ("swarm creat lab", 2, "Did you mean 'create'", "swarm --help"),
+    # How others use a model
+    ("run --swarm open", 2, "'M'", "run --help"),
+    ("run m hi", 2, "--swarm", "run --help"),
+    ("run m hi --swarm", 2, "--swarm", "run --help"),
+    (f"{RUN} extra", 2, "extra", "run --help"),
+    (f"{RUN} -n 0", 2, "-n", "run --help"),
+    (f"{RUN} -n many", 2, "-n", "run --help"),
+    (f"{RUN} --temperature nan", 2, "--temperature", "run --help"),
+    (f"{RUN} --temperature inf", 2, "--temperature", "run --help"),
+    (f"{RUN} --temperature=-0.1", 2, "--temperature", "run --help"),
+    (f"{RUN} --top-p 0", 2, "--top-p", "run --help"),
+    (f"{RUN} --top-p 1.1", 2, "--top-p", "run --help"),
+    (f"{RUN} --seed=-1", 2, "--seed", "run --help"),
+    (f"{RUN} --dtype int3", 2, "--dtype", "run --help"),
+    (f"{RUN} --chat", 2, "--chat", "run --help"),
+    ("run m ' ' --swarm open", 2, "prompt is empty", "run --help"),
+    ("run m hi --swarm nowhere.toml", 3, "nowhere.toml", "swarm create"),
+    ("run m hi --swarm swn1garbage", 3, "invite", "copy"),
+    (f"{RUN} --bootstrap x", 3, "multiaddr", "/ip4/"),
+    (f"{RUN} --adapter nowhere", 3, "adapter_config.json", "tune"),
+    (RUN, 5, "nobody to ask", "--bootstrap"),
+    (f"run nosuchmodel hi --swarm open --bootstrap {P}", 3, "nosuchmodel", "org/name"),
+    (f"run ./model hi --swarm open --bootstrap {P}", 3, "safetensors", "gguf"),
+    (f"{RUN} --bootstrap {P}", 5, "no bootstrap peer answers", "--bootstrap"),
+    (f"{SERVE} --port 70000", 2, "--port", "serve --help"),
+    (f"{SERVE} --max-concurrent 0", 2, "--max-concurrent", "serve --help"),
+    (f"{SERVE} --host 0.0.0.0", 3, "key", "--api-key"),
+    (SERVE, 5, "nobody to ask", "--bootstrap"),
+    ("model show nosuchmodel", 3, "nosuchmodel", "org/name"),
+    ("model pull org/name@", 3, "org/name@", "org/name"),
+    ("model verify ./model", 3, "safetensors", "gguf"),
+    # How a machine is shared
+    ("join", 2, "'SWARM'", "join --help"),
+    (f"{JOIN} extra", 2, "extra", "join --help"),
+    (f"{JOIN} --blocks", 2, "--blocks", "join --help"),
+    (f"{JOIN} --blocks 5", 2, "--blocks", "join --help"),
+    (f"{JOIN} --blocks 5:5", 2, "--blocks", "join --help"),
+    (f"{JOIN} --blocks 9:5", 2, "--blocks", "join --help"),
+    (f"{JOIN} --blocks=-1:5", 2, "--blocks", "join --help"),
+    (f"{JOIN} --blocks a:b", 2, "--blocks", "join --help"),
+    (f"{JOIN} --blocks 0:5 --num-blocks 5", 2, "--num-blocks", "join --help"),
+    (f"{JOIN} --num-blocks 0", 2, "--num-blocks", "join --help"),
+    (f"{JOIN} --device toaster", 2, "--device", "join --help"),
+    (f"{JOIN} --dtype float8", 2, "--dtype", "join --help"),
+    (f"{JOIN} --max-cache lots", 2, "--max-cache", "join --help"),
+    (f"{JOIN} --max-cache 0", 2, "--max-cache", "join --help"),
+    (f"{JOIN} --threads 0", 2, "--threads", "join --help"),
+    (f"{JOIN} --name 'bell\a'", 2, "--name", "join --help"),
+    (f"{JOIN} --up fast", 2, "--up", "join --help"),
+    (f"{JOIN} --schedule sometimes", 3, "sometimes", "19:00"),
+    (f"{JOIN} --listen /ip4/127.0.0.1/tcp/70000", 3, "port", "/ip4/"),
+    (f"{JOIN} --announce /ip4/300.0.0.1/tcp/1", 3, "host", "/ip4/"),
+    (f"{JOIN} --bootstrap 127.0.0.1:4000", 3, "multiaddr", "/ip4/"),
+    (f"{JOIN} --bootstrap /ip4/127.0.0.1/tcp/4000", 3, "peer id", "/p2p/"),
+    ("join nowhere.toml", 3, "nowhere.toml", "swarm create"),
+    ("join broken", 3, "line 1", "get the file again"),
+    ("join empty", 3, "'format' is missing", "get the file again"),
+    ("join binary", 3, "not a text file", "swarm file"),
+    ("join tampered", 7, "changed", "swarm sign"),
+    ("join later", 8, "format", "upgrade"),
+    ("join swn1garbage", 3, "invite", "copy"),
+    ("status --data-dir nowhere", 5, "no node is running", "swarmnet join"),
+    ("status extra", 2, "extra", "status --help"),
+    ("finish --data-dir nowhere", 5, "no node is running", "swarmnet join"),
+    ("finish --grace nan", 2, "--grace", "finish --help"),
+    ("pause --data-dir nowhere", 5, "no node is running", "swarmnet join"),
+    ("resume --data-dir nowhere", 5, "no node is running", "swarmnet join"),
+    ("limits --data-dir nowhere", 5, "no node is running", "swarmnet join"),
+    ("limits --up fast --data-dir nowhere", 2, "--up", "limits --help"),
+    ("limits --clear upload --data-dir nowhere", 2, "--clear", "limits --help"),
+    ("demo --nodes 0", 2, "--nodes", "demo --help"),
+    ("demo --nodes two", 2, "--nodes", "demo --help"),
+    # Swarms
+    ("dashboard --swarm open --port 0", 5, "nobody to ask", "--bootstrap"),
+    ("dashboard --swarm open --api-key-file file", 3, "no key in file", "write one"),
+    ("swarm create", 2, "NAME", "create --help"),
+    ("swarm create a/b --out out", 3, "a/b", "letters"),
+    ("swarm create x --out lab", 3, "already exists", "--force"),
+    ("swarm create x --out file", 3, "file", "another directory"),
+    ("swarm create x --out out --days 0", 2, "--days", "create --help"),
+    ("swarm create x --out out --open --like lab/swarm.toml", 2, "--like", "create --help"),
+    ("swarm create x --out out --like nowhere", 3, "nowhere", "get the file"),
+    ("swarm create x --out out --bootstrap x", 3, "multiaddr", "/ip4/"),
+    ("swarm show nowhere", 3, "nowhere", "get the file"),
+    ("swarm verify tampered/swarm.toml", 7, "changed", "swarm sign"),
+    ("swarm verify later/swarm.toml", 8, "format", "upgrade"),
+    ("swarm sign lab --key other/authority.key", 3, "not of the authority", "authority.key"),
+    ("swarm sign open --key nowhere", 3, "no authority", "--key"),
+    ("swarm invite open", 3, "no authority", "swarm create"),
+    ("swarm invite lab --role king", 2, "--role", "invite --help"),
+    ("swarm invite lab --role client --uses 0", 2, "--uses", "invite --help"),
+    ("swarm invite lab --role client --expires yesterday", 2, "--expires", "invite --help"),
+    ("swarm approve notapeer lab", 2, "notapeer", "approve --help"),
+    ("swarm revoke notapeer lab", 2, "notapeer", "revoke --help"),
+    ("swarm members lab --data-dir nowhere", 3, "nobody was let in", "--issuer"),
+    ("swarm new-key file", 3, "already exists", "another file"),
+    ("swarm rotate-key open", 3, "no authority", "--open"),
+    ("swarm rotate-key lab --overlap soon", 2, "--overlap", "rotate-key --help"),
+    # Training
+    (f"{TUNE} --method magic", 2, "--method", "tune --help"),
+    (f"{TUNE} --learning-rate nan", 2, "--learning-rate", "tune --help"),
+    (f"{TUNE} --learning-rate 0", 2, "--learning-rate", "tune --help"),
+    (f"{TUNE} --held-out 1", 2, "--held-out", "tune --help"),
+    (f"{TUNE} --steps 0", 2, "--steps", "tune --help"),
+    (f"{TUNE} --batch-size 257", 2, "--batch-size", "tune --help"),
+    (f"{TUNE} --device toaster", 2, "--device", "tune --help"),
+    ("tune --swarm open --out out", 2, "--data", "tune --help"),
+    (f"{TUNE} --bootstrap x", 3, "multiaddr", "/ip4/"),
+    (TUNE, 3, "rows.jsonl:1", "nothing was sent"),
+    ("tune --swarm open --data nowhere.jsonl --out out", 3, "nowhere.jsonl", "JSON object a line"),
+    ("tune --swarm open --data binary --out out", 3, "not UTF-8", "nothing was sent"),
+    ("train template magic", 3, "magic", "diloco"),
+    ("train create job.toml --swarm open", 3, "line 1", "correct"),
+    ("train create nowhere.toml --swarm open", 3, "nowhere.toml", "train template"),
+    ("train join notajob --swarm open", 2, "64 hexadecimal", "join --help"),
+    (f"train join {JOB} --swarm nowhere", 3, "nowhere", "swarm create"),
+    ("train status --data-dir nowhere", 3, "nowhere", "train join"),
+    (f"train status {JOB} --swarm open", 5, "nobody to ask", "--bootstrap"),
+    ("train export --out out --data-dir nowhere", 3, "nowhere", "train join"),
+    ("train plot --out out --data-dir nowhere", 3, "nowhere", "train join"),
+]
+IN_A_PROCESS = [
+    "bogus",
+    f"{JOIN} --blocks 5",
+    "join tampered",
+    "status --data-dir nowhere",
+    "swarm verify later/swarm.toml",
+]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Swarm files, good and bad, and files that are no such thing."""
+    there = tmp_path_factory.mktemp("place")
+    assert cli.execute(["swarm", "create", "open", "--open", "--out", str(there / "open")]) == 0
+    for name in ("lab", "other"):
+        assert cli.execute(["swarm", "create", name, "--out", str(there / name)]) == 0
+    good = (there / "lab" / "swarm.toml").read_text()
+    for name, text in (
+        ("tampered", good.replace("serial = 1", "serial = 9")),
+        ("later", re.sub("format = [0-9]+", "format = 1000", good)),
+        ("broken", 'name = "x\n'),
+        ("empty", ""),
+    ):
+        (there / name).mkdir()
+        (there / name / "swarm.toml").write_text(text)
+    (there / "model").mkdir()
+    (there / "model" / "config.json").write_text("{}")
+    (there / "rows.jsonl").write_text('{"prompt": 1}\n')
+    (there / "job.toml").write_text("x = \n")
+    (there / "file").touch()
+    (there / "binary").write_bytes(b"\xff\xfe\x00")
+    return there
+
+
+@pytest.fixture(autouse=True)
+def here(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """In that place, with directories of its own: what a command leaves there would be seen."""
+    for variable in ("XDG_DATA_HOME", "XDG_STATE_HOME", "XDG_CONFIG_HOME"):
+        monkeypatch.setenv(variable, str(tmp_path))
+    monkeypatch.chdir(place)
+    return place
+
+
+@pytest.mark.parametrize(("typed", "code", "wrong", "remedy"), BAD, ids=[typed for typed, *_ in BAD])
+def test_what_is_wrong_is_said_with_a_next_step_and_nothing_is_done(
+    typed: str,
+    code: int,
+    wrong: str,
+    remedy: str,
+    here: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    before = sorted(here.rglob("*"))
+    assert cli.execute(shlex.split(typed)) == code
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    message, hint = shown.err.split("error: ", 1)[1].split("\nhint: ")
+    assert wrong in message
+    assert remedy in hint
+    assert "Traceback" not in shown.err
+    assert sorted(here.rglob("*")) == before
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_nobody_to_ask_is_said_before_anything_heavy_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "swarmnet_client.model", None)
+    assert cli.execute(shlex.split(RUN)) == 5
+
+
+@pytest.mark.parametrize(("typed", "code", "wrong"), [each[:3] for each in BAD[7::6]])
+def test_programs_are_told_the_same(
+    typed: str, code: int, wrong: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.execute([*shlex.split(typed), "--json"]) == code
+    event = json.loads(capsys.readouterr().out)
+    assert (event["event"], event["exit_code"]) == ("error", code)
+    assert wrong in event["message"]
+    assert event["hint"]
+
+
+@pytest.mark.parametrize("typed", IN_A_PROCESS)
+def test_a_process_ends_so(typed: str) -> None:
+    done = subprocess.run(
+        [*SWARMNET, *shlex.split(typed)], capture_output=True, text=True, check=False, env={**os.environ}
+    )
+    assert done.returncode == next(code for bad, code, *_ in BAD if bad == typed)
+    assert done.stdout == ""
+    assert "error: " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_every_exit_code_is_documented() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "exit-codes.md").read_text()
+    documented = {int(code) for code in re.findall(r"^\| (\d+) \|", page, re.MULTILINE)}
+    assert {code for _, code, *_ in BAD} | {0, 1, 4, 6, 130} == documented

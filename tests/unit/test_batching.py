@@ -1,0 +1,112 @@
+"""The decisions of the batcher: who starts, who waits, which lane, how prompts share the way; and how tokens are chosen."""
+
+import math
+import random
+
+import pytest
+import torch
+
+from swarmnet_client.batching import Limits, Load, may_start, may_wait, retry_after_s
+from swarmnet_client.lanes import MIN_SHARED, Answer, Lane, Request, pick_lane, share
+from swarmnet_client.sampling import NUCLEUS, Draw, Sampling, choose
+
+LIMITS = Limits(active=4, waiting=2, positions=1000)
+LONG = tuple(range(2, 2 + 2 * MIN_SHARED))
+
+
+@pytest.mark.parametrize(
+    ("load", "positions", "starts"),
+    [
+        (Load(), 10, True),
+        (Load(), 5000, True),
+        (Load(active=3, positions=900), 100, True),
+        (Load(active=3, positions=900), 101, False),
+        (Load(active=4), 10, False),
+        (Load(active=2, room=2), 10, False),
+        (Load(active=1, room=2), 10, True),
+    ],
+)
+def test_who_may_start(load: Load, positions: int, starts: bool) -> None:
+    assert may_start(load, LIMITS, positions) is starts
+
+
+def test_who_may_wait_and_when_to_come_again() -> None:
+    assert may_wait(Load(active=4, waiting=1), LIMITS)
+    assert not may_wait(Load(active=4, waiting=2), LIMITS)
+    assert retry_after_s(Load(active=4, waiting=4, answer_s=10)) == 10
+    assert retry_after_s(Load(answer_s=0)) == 1
+    assert retry_after_s(Load(active=1, waiting=1000, answer_s=10)) == 60
+
+
+def test_the_lane_that_holds_most_of_a_prompt_is_taken() -> None:
+    lanes = [Lane(0, used=3), Lane(1, list(LONG), used=9), Lane(2, list(LONG[:-4]), used=1), Lane(3, used=2)]
+    wanted = Request((*LONG, 99), 5)
+    assert pick_lane(lanes, wanted).number == 1
+    lanes[1].answer = Answer(wanted)
+    assert pick_lane(lanes, wanted).number == 2
+    assert pick_lane(lanes, Request((1, 2, 3), 5)).number == 2  # the longest without use
+    assert pick_lane(lanes, Request((*LONG, 99), 5, owner="another")).number == 2
+    assert lanes[2].shared(Request((*LONG, 99), 5, owner="another")) == 0
+    assert lanes[1].shared(Request(LONG, 5)) == len(LONG) - 1  # something must be sent
+
+
+def test_prompts_share_the_way_short_ones_first() -> None:
+    assert share(100, [10, 200, 30]) == [10, 60, 30]
+    assert share(100, [200, 300]) == [50, 50]
+    assert share(1, [5, 5, 5]) == [0, 0, 1]
+    assert share(100, []) == []
+
+
+def rows(count: int, vocabulary: int = 50) -> torch.Tensor:
+    return torch.randn(count, vocabulary, generator=torch.Generator().manual_seed(1)) * 3
+
+
+def test_greedy_takes_the_likeliest() -> None:
+    scores = rows(3)
+    tokens = choose(scores, [Draw(Sampling(), 0)] * 3)
+    assert [token.id for token in tokens] == scores.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.7])
+def test_samples_come_as_often_as_they_should(top_p: float) -> None:
+    """Against transformers' own warpers."""
+    from transformers import TemperatureLogitsWarper, TopPLogitsWarper
+
+    row = rows(1, 12)
+    draws = 4000
+    tokens = choose(
+        row.expand(draws, -1), [Draw(Sampling(1.4, top_p, seed=5), position) for position in range(draws)]
+    )
+    seen = torch.bincount(torch.tensor([token.id for token in tokens]), minlength=12) / draws
+    warped = TemperatureLogitsWarper(1.4)(None, row)
+    if top_p < 1:
+        warped = TopPLogitsWarper(top_p)(None, warped)
+    expected = warped.softmax(-1)[0]
+    assert torch.all((seen == 0) == (expected == 0))
+    assert torch.all((seen - expected).abs() < 4 / math.sqrt(draws))
+
+
+def test_a_flat_nucleus_reaches_beyond_the_sorted_part() -> None:
+    row = torch.zeros(1, 4 * NUCLEUS)
+    tokens = {choose(row, [Draw(Sampling(1.0, 0.99, seed), 0)])[0].id // NUCLEUS for seed in range(60)}
+    assert tokens == {0, 1, 2, 3}
+
+
+def test_a_draw_follows_from_seed_and_position_alone() -> None:
+    scores = rows(1)
+    draw = Draw(Sampling(1.0, seed=7), 3)
+    others = [Draw(Sampling(1.0, seed=seed), random.Random(seed).randrange(9)) for seed in range(5)]
+    alone = choose(scores, [draw])[0]
+    assert choose(torch.cat([rows(5), scores]), [*others, draw])[-1] == alone
+    drawn = {choose(scores, [Draw(Sampling(2.0, seed=7), position)])[0].id for position in range(20)}
+    assert len(drawn) > 3
+
+
+def test_log_probabilities_are_of_the_scores_as_they_are() -> None:
+    scores = rows(1)
+    (token,) = choose(scores, [Draw(Sampling(0.5, 0.1, 1, top_logprobs=3), 0)])
+    expected = torch.log_softmax(scores[0], -1)
+    assert token.logprob == pytest.approx(float(expected[token.id]))
+    assert [one for one, _ in token.top] == expected.topk(3).indices.tolist()
+    assert choose(scores, [Draw(Sampling(), 0)])[0].logprob is None
+    assert choose(scores, [Draw(Sampling(top_logprobs=0), 0)])[0].top == ()

@@ -1,0 +1,183 @@
+"""What the dashboard remembers, for how long, and through what."""
+
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swarmnet.dashboard import charts, history
+from swarmnet.dashboard.history import (
+    DAY_S,
+    FILE_NAME,
+    MODELS,
+    MONTH_S,
+    PEERS,
+    History,
+    JobPoint,
+    ModelSample,
+    PeerSample,
+)
+from swarmnet.dashboard.tally import NO_TIMES, Counts
+from swarmnet_protocols.transport import PeerId
+
+NOW_S = 1_800_000_000
+
+
+def times(bucket: int, count: int) -> tuple[int, ...]:
+    return tuple(count if index == bucket else 0 for index in range(len(NO_TIMES)))
+
+
+def sample(at_s: float, model: str = "m", **fields: Any) -> ModelSample:
+    known: dict[str, Any] = {
+        "seconds": 30.0,
+        "counts": Counts(answered=60),
+        "peers": 3,
+        "weakest": 1,
+        "sessions": 2,
+    }
+    return ModelSample(model, at_s, **known | fields)
+
+
+def of_peer(at_s: float, peer: str = "p", **fields: Any) -> PeerSample:
+    known: dict[str, Any] = {
+        "name": "a name",
+        "seconds": 300.0,
+        "positions": 600,
+        "delay_s": 0.02,
+        "online_s": 300.0,
+    }
+    return PeerSample(PeerId(peer), at_s=at_s, **known | fields)
+
+
+def event(number: int, peer: str | None = None) -> dict[str, Any]:
+    return {"at_s": number, "kind": "joined", "peer_id": peer, "model": None, "text": str(number)}
+
+
+def test_a_restart_forgets_nothing(tmp_path: Path) -> None:
+    with History.open(tmp_path) as before:
+        before.add(
+            models=[sample(NOW_S, counts=Counts(answered=60, token_times=times(4, 9)))],
+            peers=[of_peer(NOW_S)],
+            jobs=[JobPoint("j", NOW_S, 3, 100, 1000, 2.5, None, 4)],
+            events=[event(1), event(2, "p")],
+        )
+    with History.open(tmp_path) as after:
+        chart = charts.model_chart(after, "m", "24h", NOW_S)
+        assert (chart["tokens_per_s"], chart["peers"], chart["weakest"]) == ([2.0], [3], [1])
+        assert chart["token_p50_s"][0] == pytest.approx(0.075)
+        assert chart["first_token_p50_s"] == [None]
+        assert charts.peer_chart(after, "p", NOW_S)["online"] == [1.0]
+        assert charts.job_chart(after.curve("j"))["loss"] == [2.5]
+        assert [each["text"] for each in after.events(10)] == ["2", "1"]
+        assert [each["text"] for each in after.events(10, "p")] == ["2"]
+
+
+def test_a_month_is_kept_coarsely_and_a_day_finely(tmp_path: Path) -> None:
+    """Two days of samples: the first is coarse only, its sums and quantiles are the same."""
+    with History.open(tmp_path) as kept:
+        start_s = NOW_S // MODELS.coarse_s * MODELS.coarse_s - 2 * DAY_S
+        for at_s in range(start_s + MODELS.fine_s, start_s + 2 * DAY_S + 1, MODELS.fine_s):
+            failures = int(at_s == start_s + 9000)
+            kept.add(
+                models=[sample(at_s, counts=Counts(answered=60, failures=failures, first_tokens=times(5, 2)))]
+            )
+            if at_s % 7200 == 0:
+                kept.thin(at_s)
+        now_s = start_s + 2 * DAY_S
+        kept.thin(now_s)
+        fine = kept.model_rows("m", 0, coarse=False)
+        coarse = kept.model_rows("m", 0, coarse=True)
+        assert len(fine) == DAY_S // MODELS.fine_s
+        assert len(coarse) == 2 * DAY_S // MODELS.coarse_s
+        assert sum(row.counts.answered for row in coarse) == 60 * 2 * DAY_S // MODELS.fine_s
+        assert sum(row.counts.failures for row in coarse) == 1
+        assert set(charts.model_chart(kept, "m", "30d", now_s)["tokens_per_s"]) == {2.0}
+        kept.thin(now_s + MONTH_S + MODELS.coarse_s)
+        assert not kept.model_rows("m", 0, coarse=True)
+
+
+def test_contributions_of_a_month_are_those_of_its_days(tmp_path: Path) -> None:
+    start_s = NOW_S // PEERS.coarse_s * PEERS.coarse_s
+    with History.open(tmp_path) as kept:
+        for at_s in range(start_s + PEERS.fine_s, start_s + 2 * DAY_S + PEERS.fine_s + 1, PEERS.fine_s):
+            kept.add(peers=[of_peer(at_s), of_peer(at_s, "q", positions=1, online_s=150.0)])
+            if at_s % PEERS.coarse_s == 0:
+                kept.thin(at_s)
+        now_s = start_s + 2 * DAY_S + PEERS.fine_s
+        everybody = charts.contributions(kept, now_s, "30d")
+        assert [each["peer_id"] for each in everybody] == ["p", "q"]
+        assert everybody[0]["tokens"] == 600 * (2 * DAY_S // PEERS.fine_s + 1)
+        assert everybody[0]["uptime"] == pytest.approx(2 / 30, abs=0.001)
+        of_q = charts.contribution(kept, "q", now_s)
+        assert of_q == {"tokens_24h": 288, "tokens_30d": 577, "uptime_24h": 0.5}
+
+
+def test_no_line_is_drawn_through_a_time_when_nobody_looked(tmp_path: Path) -> None:
+    with History.open(tmp_path) as kept:
+        kept.add(models=[sample(at_s) for at_s in (NOW_S - 300, NOW_S - 270, NOW_S - 30)])
+        chart = charts.model_chart(kept, "m", "24h", NOW_S)
+        assert chart["at_s"] == [NOW_S - 300, NOW_S - 270, NOW_S - 240, NOW_S - 30]
+        assert chart["tokens_per_s"] == [2.0, 2.0, None, 2.0]
+
+
+@pytest.mark.parametrize("damage", ["garbage", "torn", "other version"])
+def test_a_damaged_file_is_moved_aside(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / FILE_NAME
+    with History.open(tmp_path) as kept:
+        kept.add(models=[sample(NOW_S + number, f"{number}") for number in range(2000)])
+    if damage == "garbage":
+        path.write_bytes(b"not a database" * 1000)
+    elif damage == "torn":
+        data = path.read_bytes()
+        path.write_bytes(data[:8192] + bytes(len(data) - 8192))
+    else:
+        connection = sqlite3.connect(path)
+        connection.execute("PRAGMA user_version = 99")
+        connection.close()
+    with History.open(tmp_path) as fresh:
+        assert fresh.model_rows("1", 0, coarse=False) == []
+        fresh.add(models=[sample(NOW_S)])
+        assert len(fresh.model_rows("m", 0, coarse=False)) == 1
+    assert path.with_suffix(".damaged").exists()
+    assert "cannot be used" in caplog.text
+
+
+def test_a_full_history_loses_samples_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(history, "MAX_BYTES", 256 << 10)
+    with History.open(tmp_path) as kept:
+        for number in range(40):
+            kept.add(models=[sample(NOW_S + each, f"{number}") for each in range(500)])
+        assert "misses a sample" in caplog.text
+        assert kept.model_rows("0", 0, coarse=False), "what was there is there"
+    assert (tmp_path / FILE_NAME).stat().st_size <= 256 << 10
+
+
+def test_what_grows_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "MAX_EVENTS", 10)
+    monkeypatch.setattr(history, "MAX_PEERS", 5)
+    monkeypatch.setattr(history, "MAX_JOBS", 2)
+    monkeypatch.setattr(history, "MAX_CURVE_POINTS", 8)
+    with History.open(tmp_path) as kept:
+        kept.add(
+            events=[event(number) for number in range(50)],
+            peers=[of_peer(NOW_S + number, f"p{number}") for number in range(20)],
+            jobs=[JobPoint(job, NOW_S, number, 1, 1, 1.0, None, 1) for job in "abc" for number in range(30)],
+        )
+        kept.thin(NOW_S + 50)
+        assert len(kept.events(100)) == 10
+        assert len(kept.contributions(NOW_S + 50, DAY_S)) == 5
+        assert sum(bool(kept.curve(job)) for job in "abc") == 2
+        assert all(len(kept.curve(job)) <= 9 for job in "abc")
+        assert kept.curve("a")[-1].round == 29 if kept.curve("a") else True
+
+
+def test_the_most_sessions_of_a_day_are_known(tmp_path: Path) -> None:
+    with History.open(tmp_path) as kept:
+        assert kept.peak_sessions("m", 0) is None
+        kept.add(
+            models=[sample(NOW_S, sessions=3), sample(NOW_S + 30, sessions=9), sample(NOW_S + 60, sessions=1)]
+        )
+        assert kept.peak_sessions("m", NOW_S - DAY_S) == 9

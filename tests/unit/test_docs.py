@@ -1,0 +1,45 @@
+"""Pages for people: nothing in them is left out of the tests unsaid, and what they point to is there."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import every_command
+from tests.support.doc_blocks import blocks
+
+ROOT = Path(__file__).parents[2]
+GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+KINDS = {"run", "background", "python", "not run"}
+
+
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.stem)
+def test_every_command_of_a_guide_is_run_or_says_why_not(guide: Path) -> None:
+    said = blocks(guide)
+    assert len(said) == guide.read_text().count("```") // 2
+    assert {block.kind for block in said} <= KINDS
+    assert all(block.expected for block in said if block.kind == "not run")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        path, _, anchor = target.partition("#")
+        if path.startswith("http"):
+            continue
+        there = (page.parent / path).resolve() if path else page
+        assert there.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", there.read_text(), re.MULTILINE)
+            assert anchor in {re.sub(r"[^a-z0-9 -]", "", each.lower()).replace(" ", "-") for each in headings}
+
+
+def test_the_readme_names_every_command() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert [name for name in every_command() if len(name) == 1 and f"swarmnet {name[0]}" not in text] == []
+
+
+def test_guides_are_one_page() -> None:
+    assert {guide.stem for guide in GUIDES} == {"volunteer", "user", "private-group", "trainer", "operator"}
+    assert [guide.stem for guide in GUIDES if len(guide.read_text().splitlines()) > 90] == []

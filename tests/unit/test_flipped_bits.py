@@ -1,0 +1,254 @@
+"""One bit of a file that we keep or are given changes, unseen by anybody: what is read is refused, or made anew.
+
+Times and size of the file stay as they were, as when a disk fails or somebody means it.
+"""
+
+import json
+import os
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from swarmnet import swarm_writer
+from swarmnet.swarm_folder import folder_of, remember
+from swarmnet.swarm_writer import NewSwarm
+from swarmnet_client.tuning.adapter_dir import check_adapter, hashes_of
+from swarmnet_client.tuning.checkpoint import Checkpoint as TuneCheckpoint
+from swarmnet_node.training.checkpoint import Checkpoints
+from swarmnet_node.training.data import open_corpus
+from swarmnet_node.training.start import keep_job, kept_job
+from swarmnet_protocols.errors import ConfigError, IntegrityError, NotAuthorised
+from swarmnet_protocols.membership.membership import Membership
+from swarmnet_protocols.membership.roles import Role
+from swarmnet_protocols.models import resolve
+from swarmnet_protocols.training.jobs import DataSection, open_job, seal_job
+from tests.support.private_swarm import AUTHORITY, EPOCH, PrivateSwarm, identity_of
+from tests.support.tiny_job import tiny_job
+from tests.support.tiny_models import save_tiny, write_gguf
+from tests.support.torn_writes import JOB, checkpoint_of, plain_model
+
+FLIPS = 100
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A file, and what reading it gives while it is whole."""
+
+    path: Path
+    read: Callable[[], object]
+
+
+def weights_of(path: Path, cache: Path) -> object:
+    return resolve(str(path), cache_dir=cache).load_span(0, 1, dtype=torch.float32, device=CPU) is not None
+
+
+def a_file_of_a_model(name: str) -> Callable[[Path], Kept]:
+    def make(folder: Path) -> Kept:
+        model = save_tiny("llama-tied", folder / "model")
+        return Kept(model / name, lambda: weights_of(model, folder / "cache"))
+
+    return make
+
+
+def gguf(folder: Path) -> Kept:
+    path = write_gguf(folder / "tiny.gguf", "llama")
+    return Kept(path, lambda: weights_of(path, folder / "cache"))
+
+
+def a_file_of_a_checkpoint(name: str) -> Callable[[Path], Kept]:
+    def make(folder: Path) -> Kept:
+        checkpoints = Checkpoints(folder)
+
+        def read() -> object:
+            found = checkpoints.load_newest(JOB)
+            if found is None:
+                raise IntegrityError("no checkpoint is whole")
+            return found.round
+
+        return Kept(checkpoints.save(checkpoint_of(3), plain_model) / name, read)
+
+    return make
+
+
+def tuning(folder: Path) -> Kept:
+    path = folder / "checkpoint.safetensors"
+    tensors = {"history": torch.zeros(3, 4), "momentum": torch.ones(40), "step": torch.tensor(7)}
+    TuneCheckpoint(7, {"method": "lora", "seed": 3}, tensors).save(path)
+
+    def read() -> object:
+        kept = TuneCheckpoint.load(path)
+        return kept and (
+            kept.step,
+            kept.about,
+            {name: value.tolist() for name, value in kept.tensors.items()},
+        )
+
+    return Kept(path, read)
+
+
+def a_file_of_an_adapter(name: str) -> Callable[[Path], Kept]:
+    def make(folder: Path) -> Kept:
+        (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 8}))
+        save_file({"lora_A": torch.ones(8, 8)}, folder / "adapter_model.safetensors")
+        (folder / "tune.json").write_text(json.dumps({"files": hashes_of(folder)}))
+        return Kept(folder / name, lambda: check_adapter(folder))
+
+    return make
+
+
+def swarm_file(folder: Path) -> Kept:
+    path = folder / "swarm.toml"
+    swarm_writer.create(folder, NewSwarm("lab"), now=EPOCH)
+    remember(folder / "data", path.read_bytes())
+    return Kept(path, lambda: remember(folder / "data", path.read_bytes()))
+
+
+def known_swarm_file(folder: Path) -> Kept:
+    file = swarm_writer.create(folder, NewSwarm("lab"), now=EPOCH)
+    data = (folder / "swarm.toml").read_bytes()
+    remember(folder / "data", data)
+    path = folder_of(folder / "data", file.swarm_id) / "swarm.toml"
+    return Kept(path, lambda: remember(folder / "data", data))
+
+
+def certificate(folder: Path) -> Kept:
+    swarm, alice = PrivateSwarm(), identity_of("alice").peer_id
+
+    def membership() -> Membership:
+        return Membership(swarm.rules, alice, lambda: EPOCH, folder=folder)
+
+    membership().take_certificate(swarm.certificate("alice", Role.CLIENT))
+    return Kept(folder / "certificate", lambda: membership().me)
+
+
+def revocations(folder: Path) -> Kept:
+    """A damaged list is fetched again."""
+    swarm, alice, mallory = PrivateSwarm(), identity_of("alice").peer_id, identity_of("mallory").peer_id
+
+    def membership() -> Membership:
+        return Membership(swarm.rules, alice, lambda: EPOCH, folder=folder)
+
+    def read() -> object:
+        if not (known := membership().revocations.serials):
+            raise IntegrityError("the list is not taken")
+        return known
+
+    membership().take_revocations([swarm.revocation(mallory)])
+    return Kept(folder / "revocations" / AUTHORITY.public_key.hex(), read)
+
+
+def job(folder: Path) -> Kept:
+    sealed = seal_job(tiny_job(folder), AUTHORITY)
+    opened = open_job(sealed)
+    keep_job(folder, opened, sealed)
+    return Kept(folder / "jobs" / f"{opened.id}.job", lambda: kept_job(folder, opened.id)[0].id)
+
+
+REFUSED: dict[str, Callable[[Path], Kept]] = {
+    "the weights of a model": a_file_of_a_model("model.safetensors"),
+    "the config of a model": a_file_of_a_model("config.json"),
+    "a gguf file": gguf,
+    "the model of a training checkpoint": a_file_of_a_checkpoint("model.safetensors"),
+    "the optimizer of a training checkpoint": a_file_of_a_checkpoint("state/optimizer.safetensors"),
+    "the progress of a training checkpoint": a_file_of_a_checkpoint("progress.json"),
+    "the checkpoint of tune": tuning,
+    "the weights of an adapter": a_file_of_an_adapter("adapter_model.safetensors"),
+    "the config of an adapter": a_file_of_an_adapter("adapter_config.json"),
+    "a swarm file": swarm_file,
+    "the swarm file of a data directory": known_swarm_file,
+    "a certificate": certificate,
+    "revocations": revocations,
+    "a job": job,
+}
+MAY_MEAN_THE_SAME = {"a swarm file", "the swarm file of a data directory"}
+"""They have comments and names of white space."""
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_file_with_a_flipped_bit_is_refused(name: str, tmp_path: Path) -> None:
+    kept = REFUSED[name](tmp_path)
+    whole = kept.read()
+    refused = 0
+    for _ in flipped(kept.path):
+        try:
+            assert kept.read() == whole
+            assert name in MAY_MEAN_THE_SAME
+        except (IntegrityError, ConfigError, NotAuthorised):
+            refused += 1
+    assert kept.read() == whole
+    print(f"metric=refused of {FLIPS} flips in {name} value={refused} goal={FLIPS}")
+    assert refused > FLIPS / 4
+
+
+def tokens(name: str) -> Callable[[Path], Kept]:
+    def make(folder: Path) -> Kept:
+        (folder / "texts").mkdir()
+        for number in range(20):
+            (folder / "texts" / f"{number}.txt").write_text(f"document {number} " * 4)
+        section = DataSection.model_validate(
+            {"path": str(folder / "texts"), "sequence_length": 16, "validation": 0.4}
+        )
+
+        def read() -> object:
+            corpus = open_corpus(section, folder / "cache")
+            return corpus.digest, corpus.train.tokens.tolist()
+
+        read()
+        (part,) = (folder / "cache" / "tokens").glob(f"*/{name}")
+        return Kept(part, read)
+
+    return make
+
+
+def manifest(folder: Path) -> Kept:
+    model = save_tiny("llama-tied", folder / "model")
+    resolve(str(model), cache_dir=folder / "cache")
+    (index,) = (folder / "cache" / "manifests").iterdir()
+    return Kept(index, lambda: resolve(str(model), cache_dir=folder / "cache").manifest)
+
+
+MADE_ANEW = {
+    "tokens": tokens("train.bin"),
+    "what tokens are kept": tokens("corpus.json"),
+    "a manifest": manifest,
+}
+
+
+@pytest.mark.parametrize("name", MADE_ANEW)
+def test_what_we_made_ourselves_is_made_anew(name: str, tmp_path: Path) -> None:
+    kept = MADE_ANEW[name](tmp_path)
+    whole, made = kept.read(), kept.path.read_bytes()
+    for _ in flipped(kept.path):
+        assert kept.read() == whole
+        assert kept.path.read_bytes() == made
+
+
+def test_a_config_that_was_read_from_gguf_is_read_again(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", "llama")
+    config = resolve(str(path), cache_dir=tmp_path / "cache").config
+    (kept,) = (tmp_path / "cache" / "gguf").glob("*/config-*/config.json")
+    made = kept.read_bytes()
+    for _, _ in zip(flipped(kept), range(3), strict=False):  # it takes transformers long
+        again = resolve(str(path), cache_dir=tmp_path / "cache").config
+        assert again.to_dict() == config.to_dict()
+        assert kept.read_bytes() == made
+
+
+def flipped(path: Path) -> Iterator[None]:
+    """While this goes on, one bit of the file is another: ``FLIPS`` times another bit."""
+    whole, stat = path.read_bytes(), path.stat()
+    for bit in random.Random(0).sample(range(8 * len(whole)), min(FLIPS, 8 * len(whole))):
+        changed = bytearray(whole)
+        changed[bit // 8] ^= 1 << bit % 8
+        for content in (bytes(changed), whole):
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(content)
+            os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+            if content != whole:
+                yield

@@ -1,0 +1,202 @@
+"""What hostile messages cost: nothing that lasts, and an error that says what they are."""
+
+import asyncio
+import json
+import struct
+from collections.abc import Awaitable, Callable
+
+import pytest
+from google.protobuf.message import Message as Protobuf
+
+from swarmnet_protocols.errors import DeadlineExceeded, ProtocolViolation
+from swarmnet_protocols.resources import Exhausted, Flow, Rate, ResourceManager, Stock
+from swarmnet_protocols.session.adapters import read_part
+from swarmnet_protocols.session.steps import decode_tensor
+from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.transport import Message, PeerId, ProtocolSpec
+from swarmnet_protocols.transport.framing import FrameReader
+from swarmnet_protocols.transport.meter import MAX_OWED_S, OPENING_FRAMES, Meter
+from swarmnet_protocols.transport.pacing import Line, PacedReader
+from swarmnet_protocols.transport.talking import parse
+from swarmnet_protocols.wire import (
+    door_pb2,
+    membership_pb2,
+    probe_pb2,
+    report_pb2,
+    session_pb2,
+    training_pb2,
+    workers_pb2,
+)
+from tests.support.hostile import NESTED, nested
+from tests.support.virtual_time import run
+
+MIB = 1 << 20
+SPEC = ProtocolSpec("/test/1", max_payload_bytes=64 * MIB)
+FIRST_MESSAGES: list[type[Protobuf]] = [
+    session_pb2.SessionRequest,
+    session_pb2.LinkRequest,
+    session_pb2.PassRequest,
+    session_pb2.AdapterRequest,
+    session_pb2.Ping,
+    report_pb2.ReportRequest,
+    probe_pb2.ProbeRequest,
+    workers_pb2.GatherRequest,
+    workers_pb2.StateRequest,
+    workers_pb2.HandOverRequest,
+    training_pb2.ExchangeRequest,
+    door_pb2.DoorMessage,
+    door_pb2.RevocationsRequest,
+    membership_pb2.AdmissionRequest,
+]
+
+
+@pytest.mark.parametrize("kind", FIRST_MESSAGES, ids=lambda kind: kind.DESCRIPTOR.name)
+def test_messages_nested_without_end_are_not_parsed(kind: type[Protobuf]) -> None:
+    with pytest.raises(ProtocolViolation):
+        parse(kind, nested(NESTED))
+
+
+@pytest.mark.parametrize("shape", [(1 << 30, 1 << 30), (1 << 31, 1 << 29), ((1 << 32) - 1,) * 64])
+def test_a_tensor_of_two_to_the_sixty_numbers_is_refused_by_its_header(shape: tuple[int, ...]) -> None:
+    header = session_pb2.Tensor(dtype=session_pb2.DTYPE_FLOAT32, shape=shape)
+    with pytest.raises(ProtocolViolation):
+        decode_tensor(header, bytes(64), positions=1, hidden_size=16)
+
+
+@pytest.mark.parametrize("shape", [[1 << 30, 1 << 30], [1 << 60, 1], [1 << 60, 0]])
+def test_so_is_one_in_an_adapter(shape: list[int]) -> None:
+    entry = {"dtype": "F32", "shape": shape, "data_offsets": [0, 64]}
+    header = json.dumps({"0.q.down": entry, "0.q.up": entry}).encode()
+    with pytest.raises(ProtocolViolation):
+        read_part(struct.pack("<Q", len(header)) + header + bytes(64))
+
+
+def with_frames(
+    talk: Callable[
+        [asyncio.StreamReader, Callable[[], Awaitable[Message]], ResourceManager], Awaitable[None]
+    ],
+) -> None:
+    """A stream that somebody opened, in virtual time. Afterwards nothing is held."""
+
+    async def main() -> None:
+        reader, resources = asyncio.StreamReader(), ResourceManager()
+        meter = Meter.of_theirs(resources, PeerId("mallory"), Timing())
+        frames = FrameReader(PacedReader(reader, Line()), SPEC, meter)
+        try:
+            await talk(reader, lambda: meter.receive(frames.read), resources)
+        finally:
+            meter.close()
+        assert not any(resources.in_all.used.values())
+
+    run(main())
+
+
+async def drip(reader: asyncio.StreamReader, data: bytes) -> None:
+    """One byte a second."""
+    for byte in data:
+        reader.feed_data(bytes([byte]))
+        await asyncio.sleep(1.0)
+
+
+def test_a_first_message_that_drips_in_is_not_waited_for() -> None:
+    async def talk(
+        reader: asyncio.StreamReader, receive: Callable[[], Awaitable[Message]], _: ResourceManager
+    ) -> None:
+        dripping = asyncio.create_task(drip(reader, struct.pack(">II", 1000, 0) + bytes(1000)))
+        with pytest.raises(DeadlineExceeded):
+            await receive()
+        assert asyncio.get_running_loop().time() == pytest.approx(Timing().opening_s)
+        dripping.cancel()
+
+    with_frames(talk)
+
+
+def test_nor_is_any_later_one_for_long() -> None:
+    async def talk(
+        reader: asyncio.StreamReader, receive: Callable[[], Awaitable[Message]], resources: ResourceManager
+    ) -> None:
+        reader.feed_data(struct.pack(">II", 1, 0) + b"1")
+        await receive()
+        dripping = asyncio.create_task(drip(reader, struct.pack(">II", 1000, 0) + bytes(1000)))
+        with pytest.raises(DeadlineExceeded):
+            await receive()
+        assert asyncio.get_running_loop().time() == pytest.approx(Timing().chunk_s + 7.0, abs=1.5)
+        dripping.cancel()
+
+    with_frames(talk)
+
+
+def test_a_large_message_has_to_go_on_coming() -> None:
+    async def talk(
+        reader: asyncio.StreamReader, receive: Callable[[], Awaitable[Message]], resources: ResourceManager
+    ) -> None:
+        reader.feed_data(struct.pack(">II", 1, 0) + b"1")
+        await receive()
+        receiving = asyncio.ensure_future(receive())
+        reader.feed_data(struct.pack(">II", 0, 4 * MIB))
+        for number in range(4):
+            await asyncio.sleep(0.9 * Timing().chunk_s)
+            assert resources.peer("mallory", 0.0).used[Stock.MEMORY] == 4 * MIB
+            reader.feed_data(bytes([number]) * MIB)
+        assert bytes((await receiving).payload) == b"".join(bytes([number]) * MIB for number in range(4))
+
+    with_frames(talk)
+
+
+def test_a_message_waits_for_room_and_is_refused_where_there_never_is_any() -> None:
+    async def talk(
+        reader: asyncio.StreamReader, receive: Callable[[], Awaitable[Message]], resources: ResourceManager
+    ) -> None:
+        resources.limit(Stock.MEMORY, in_all=2 * MIB, each_peer=MIB)
+        other = resources.peer("other", 0.0).hold(Stock.MEMORY, MIB)
+        third = resources.peer("third", 0.0).hold(Stock.MEMORY, MIB)
+        reader.feed_data(struct.pack(">II", 0, MIB) + bytes(MIB))
+        receiving = asyncio.ensure_future(receive())
+        await asyncio.sleep(1.0)
+        assert not receiving.done()
+        other.release()
+        assert len((await receiving).payload) == MIB
+        third.release()
+        reader.feed_data(struct.pack(">II", 1, MIB))
+        with pytest.raises(Exhausted):
+            await receive()
+
+    with_frames(talk)
+
+
+def test_frames_are_read_at_the_rate_of_their_peer_over_all_its_streams() -> None:
+    async def main() -> None:
+        resources = ResourceManager()
+        resources.limit_rate(Flow.FRAMES, each_peer=Rate(per_s=100.0, burst=60.0))
+        loop = asyncio.get_running_loop()
+
+        async def read_all(count: int) -> None:
+            reader = asyncio.StreamReader()
+            reader.feed_data((struct.pack(">II", 1, 0) + b"x") * count)
+            meter = Meter.of_theirs(resources, PeerId("mallory"), Timing())
+            frames = FrameReader(PacedReader(reader, Line()), SPEC, meter)
+            for _ in range(count):
+                await meter.receive(frames.read)
+            meter.close()
+
+        await asyncio.gather(*(read_all(100) for _ in range(3)))
+        # 300 frames and 3 openings, of which 60 are a burst; the last of each stream is not waited for.
+        assert loop.time() == pytest.approx((300 + 3 * OPENING_FRAMES - 60) / 100.0, abs=0.1)
+
+    run(main())
+
+
+def test_streams_of_a_peer_that_owes_too_much_are_not_taken() -> None:
+    async def main() -> None:
+        resources = ResourceManager()
+        resources.limit_rate(Flow.FRAMES, each_peer=Rate(per_s=100.0, burst=100.0))
+        for _ in range(int(100 + 100 * MAX_OWED_S) // OPENING_FRAMES + 1):
+            Meter.of_theirs(resources, PeerId("mallory"), Timing())
+        with pytest.raises(Exhausted) as caught:
+            Meter.of_theirs(resources, PeerId("mallory"), Timing())
+        assert caught.value.retry_after_s > MAX_OWED_S
+        await asyncio.sleep(caught.value.retry_after_s)
+        Meter.of_theirs(resources, PeerId("mallory"), Timing())
+        Meter.of_theirs(resources, PeerId("bob"), Timing())
+
+    run(main())

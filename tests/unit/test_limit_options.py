@@ -1,0 +1,106 @@
+"""What owners type: limits with their units, lifted, shown, agreed to."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import typer
+
+from swarmnet import units
+from swarmnet.cli.consent import AGREED_NAME, ask_once
+from swarmnet.cli.limits import lifted, read_options, rows
+from swarmnet_node.limits import Limits
+from swarmnet_protocols.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_per_s"),
+    [("20mbit", 2.5e6), ("500kbit", 62_500.0), ("1gbit/s", 1.25e8), ("2.5MB/s", 2.5e6), ("1MiB/s", 1 << 20), ("0.5 Mbit", 62_500.0)],
+)  # fmt: skip
+def test_rates_are_read(text: str, bytes_per_s: float) -> None:
+    assert units.parse_rate_bytes_per_s(text) == bytes_per_s
+
+
+@pytest.mark.parametrize("text", ["", "20", "20m", "mbit", "-1mbit", "0mbit", "1e3mbit", "20mbit/h", "5MB"])
+def test_what_is_no_rate_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="write a "):
+        units.parse_rate_bytes_per_s(text)
+
+
+@pytest.mark.parametrize(("text", "share"), [("80%", 0.8), ("100 %", 1.0), ("6GB", 6e9), ("8GiB", 8 << 30)])
+def test_shares_are_read(text: str, share: float) -> None:
+    assert units.parse_share(text) == share
+
+
+@pytest.mark.parametrize("text", ["0%", "101%", "x", "%", "-1%"])
+def test_what_is_no_share_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="write a "):
+        units.parse_share(text)
+
+
+def test_the_options_of_the_issue_are_read() -> None:
+    options = {
+        "max_ram": "8G",
+        "max_gpu_mem": "80%",
+        "up": "20mbit",
+        "down": "50mbit",
+        "monthly": "200G",
+        "schedule": "mon-fri 19:00-07:00",
+        "idle_only": True,
+        "idle_after": "5m",
+        "no_battery": True,
+        "cores": 2,
+    }
+    limits = Limits(**read_options(options))
+    assert limits == Limits(
+        8 * 10**9, 0.8, 2.5e6, 6.25e6, 200 * 10**9, "mon-fri 19:00-07:00", True, 300, True, 2
+    )
+    assert read_options({"up": None, "down": "1mbit"}) == {"down_bytes_per_s": 125_000.0}
+    assert replace(limits, **lifted([name.replace("_", "-") for name in options])) == Limits()
+    assert rows(limits)["when"].startswith("mon-fri 19:00-07:00, while nobody")
+
+
+def test_what_cannot_be_is_named_by_its_option() -> None:
+    with pytest.raises(typer.BadParameter) as caught:
+        read_options({"up": "fast"})
+    assert caught.value.param_hint == "'--up'"
+    with pytest.raises(typer.BadParameter, match="max-ram, max-gpu-mem"):
+        lifted(["upload"])
+    with pytest.raises(ConfigError, match="up"):
+        read_options({"up": "1kbit"})
+
+
+class _Terminal:
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("answer", [True, False])
+def test_the_owner_is_asked_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *, answer: bool
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("sys.stdin", _Terminal())
+    monkeypatch.setattr(typer, "confirm", lambda text, **options: asked.append(text) or answer)
+    if answer:
+        ask_once(tmp_path, {"memory": "8 GB"}, asking=True)
+        ask_once(tmp_path, {"memory": "8 GB"}, asking=True)
+    else:
+        with pytest.raises(typer.Abort):
+            ask_once(tmp_path, {"memory": "8 GB"}, asking=True)
+    shown = capsys.readouterr()
+    assert len(asked) == 1
+    assert shown.err.count("memory  8 GB") == 1
+    assert not shown.out
+    assert (tmp_path / AGREED_NAME).exists() is answer
+
+
+@pytest.mark.parametrize("asking", [True, False])
+def test_without_a_terminal_or_with_yes_nobody_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, asking: bool
+) -> None:
+    if not asking:
+        monkeypatch.setattr("sys.stdin", _Terminal())
+    monkeypatch.setattr(typer, "confirm", lambda *_, **__: pytest.fail("asked"))
+    ask_once(tmp_path, {"memory": "8 GB"}, asking=asking)
+    assert (tmp_path / AGREED_NAME).exists()

@@ -1,0 +1,169 @@
+"""When a node may run: a table for everything that an owner can say."""
+
+from datetime import datetime
+from zoneinfo import ZoneInfo
+
+import pytest
+
+from swarmnet_node.limits import Limits, Observed, Pause, Run, Usage, decide
+from swarmnet_node.memory import MARGIN, MIB, Footprint, check_room, rooms
+from swarmnet_node.schedule import Schedule
+from swarmnet_protocols.errors import ConfigError, OutOfResources
+from swarmnet_protocols.resources import Stock
+
+MONDAY, TUESDAY, FRIDAY, SATURDAY, SUNDAY = 23, 24, 27, 28, 29
+"""Of November 2026."""
+
+
+def at(day: int, clock: str) -> datetime:
+    hour, minute = map(int, clock.split(":"))
+    return datetime(2026, 11, day, hour, minute)  # noqa: DTZ001 - as an owner's clock shows it
+
+
+@pytest.mark.parametrize(
+    ("schedule", "day", "clock", "allowed"),
+    [
+        ("19:00-07:00", MONDAY, "18:59", False),
+        ("19:00-07:00", MONDAY, "19:00", True),
+        ("19:00-07:00", MONDAY, "23:59", True),
+        ("19:00-07:00", TUESDAY, "00:00", True),
+        ("19:00-07:00", TUESDAY, "06:59", True),
+        ("19:00-07:00", TUESDAY, "07:00", False),
+        ("mon-fri 19:00-07:00", MONDAY, "06:00", False),  # that would be Sunday's night
+        ("mon-fri 19:00-07:00", SATURDAY, "06:00", True),  # Friday's
+        ("mon-fri 19:00-07:00", SATURDAY, "19:00", False),
+        ("fri-mon 08:00-09:00", SUNDAY, "08:30", True),
+        ("fri-mon 08:00-09:00", TUESDAY, "08:30", False),
+        ("Sat, Sun 00:00-24:00", SUNDAY, "23:59", True),
+        ("sat,sun 00:00-24:00", MONDAY, "00:00", False),
+        ("mon-fri 19:00-07:00; sat,sun 00:00-24:00", SATURDAY, "12:00", True),
+        ("mon-fri 19:00-07:00; sat,sun 00:00-24:00", FRIDAY, "12:00", False),
+        ("22:00-00:00", MONDAY, "23:59", True),
+        ("22:00-00:00", TUESDAY, "00:00", False),
+    ],
+)
+def test_a_schedule_is_read_as_people_mean_it(schedule: str, day: int, clock: str, allowed: bool) -> None:
+    assert Schedule.parse(schedule).allows(at(day, clock)) is allowed
+
+
+@pytest.mark.parametrize(
+    "hour", ["2026-03-29 00:30", "2026-03-29 01:30", "2026-10-25 00:30", "2026-10-25 01:30"]
+)
+def test_a_schedule_follows_the_clock_on_the_wall_when_it_changes(hour: str) -> None:
+    """In Berlin, 2:00 to 3:00 is left out in March, and comes twice in October."""
+    local = datetime.fromisoformat(f"{hour}+00:00").astimezone(ZoneInfo("Europe/Berlin"))
+    assert Schedule.parse("00:00-05:00").allows(local)
+    assert not Schedule.parse("05:00-23:00").allows(local)
+    assert Schedule.parse("02:00-03:00").allows(local) is (local.hour == 2)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "mon", "7-9", "25:00-26:00", "10:61-11:00", "10:00-10:00", "24:00-07:00", "foo 10:00-11:00", "mon fri 10:00-11:00", "10:00-11:00;", "1" * 300],
+)  # fmt: skip
+def test_what_is_no_schedule_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="schedule"):
+        Limits(schedule=text)
+
+
+QUIET = Observed(at(MONDAY, "12:00"), idle_s=600.0, on_battery=False)
+BUSY = Observed(at(MONDAY, "12:00"), idle_s=1.0, on_battery=False)
+UNKNOWN = Observed(at(MONDAY, "12:00"), idle_s=None, on_battery=True)
+NOTHING_USED = Usage("2026-11")
+
+
+@pytest.mark.parametrize(
+    ("limits", "observed", "usage", "owner", "reason"),
+    [
+        (Limits(), UNKNOWN, NOTHING_USED, False, ""),
+        (Limits(), QUIET, NOTHING_USED, True, "owner"),
+        (Limits(idle_only=True), QUIET, NOTHING_USED, False, ""),
+        (Limits(idle_only=True), BUSY, NOTHING_USED, False, "somebody uses"),
+        (Limits(idle_only=True, idle_after_s=601), QUIET, NOTHING_USED, False, "somebody uses"),
+        (Limits(idle_only=True), UNKNOWN, NOTHING_USED, False, "cannot be told"),
+        (Limits(no_battery=True), UNKNOWN, NOTHING_USED, False, "battery"),
+        (Limits(no_battery=True), QUIET, NOTHING_USED, False, ""),
+        (Limits(schedule="13:00-14:00"), QUIET, NOTHING_USED, False, "outside its hours"),
+        (Limits(monthly_bytes=10), QUIET, Usage("2026-11", 5, 4), False, ""),
+        (Limits(monthly_bytes=10), QUIET, Usage("2026-11", 5, 5), False, "2026-11"),
+        (Limits(monthly_bytes=10), QUIET, Usage("2026-10", 500, 500), False, ""),
+    ],
+)
+def test_a_node_runs_unless_something_forbids_it(
+    limits: Limits, observed: Observed, usage: Usage, owner: bool, reason: str
+) -> None:
+    decision = decide(limits, observed, usage, paused_by_owner=owner)
+    if reason:
+        assert isinstance(decision, Pause)
+        assert reason in decision.reason
+    else:
+        assert decision == Run()
+
+
+def test_a_month_begins_with_nothing() -> None:
+    usage = Usage("2026-11").plus("2026-11", 3, 4).plus("2026-11", 1, 1)
+    assert usage == Usage("2026-11", 4, 5)
+    assert usage.plus("2026-12", 2, 0) == Usage("2026-12", 2, 0)
+
+
+ALL = Limits(1 << 30, 0.8, 1e6, 2e6, 1 << 40, "19:00-07:00", True, 60.0, True, 4)
+
+
+@pytest.mark.parametrize("limits", [Limits(), ALL])
+def test_limits_are_read_back_as_they_were_written(limits: Limits) -> None:
+    assert Limits.from_json(limits.to_json()) == limits
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{", '{"up": 3}', '{"cores": "4"}', '{"cores": true}', '{"idle_only": null}', '{"idle_only": 1}', '{"max_ram_bytes": 1.5}',
+     '{"max_ram_bytes": -1}', '{"up_bytes_per_s": 1}', '{"up_bytes_per_s": NaN}', '{"schedule": 7}', "[" * 100_000],
+)  # fmt: skip
+def test_a_damaged_file_of_limits_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        Limits.from_json(text)
+
+
+FOOTPRINT = Footprint(runtime_bytes=400 * MIB, block_bytes=14 * MIB, hidden_size=576)
+
+
+def test_as_many_blocks_are_taken_as_fit_and_the_smallest_limit_is_named() -> None:
+    fitting = FOOTPRINT.blocks_within(900 * MIB)
+    assert FOOTPRINT.least_ram_bytes(fitting) <= 900 * MIB < FOOTPRINT.least_ram_bytes(fitting + 1)
+    FOOTPRINT.check(900 * MIB, fitting)
+    with pytest.raises(OutOfResources) as refused:
+        FOOTPRINT.check(900 * MIB, fitting + 1)
+    assert f"--num-blocks {fitting}" in refused.value.hint
+    least = int(refused.value.hint.split("--max-ram ")[1].split("MiB")[0])
+    FOOTPRINT.check(least * MIB, fitting + 1)
+
+
+def test_what_others_may_hold_never_adds_up_to_more_than_is_left() -> None:
+    limit, fixed = 1000 * MIB, 600 * MIB
+    held = {Stock.CACHE: 100 * MIB, Stock.LOG: 20 * MIB}
+    found = rooms(limit, fixed + 120 * MIB, held, FOOTPRINT, fixed)
+    assert sum(found.values()) <= limit * (1 - MARGIN) - fixed - FOOTPRINT.work_bytes
+    assert all(found[stock] > amount for stock, amount in held.items())
+
+
+@pytest.mark.parametrize("rss_mib", [720, 900, 1200])
+def test_memory_that_nobody_accounts_for_makes_others_wait(rss_mib: int) -> None:
+    held = {Stock.CACHE: 100 * MIB}
+    found = rooms(1000 * MIB, rss_mib * MIB, held, FOOTPRINT, 600 * MIB)
+    if rss_mib >= 980:
+        assert found[Stock.CACHE] == held[Stock.CACHE]
+    assert sum(found.values()) + (rss_mib - 100) * MIB <= max(980, rss_mib) * MIB
+
+
+def test_memory_that_was_reserved_and_not_touched_is_not_given_away_twice() -> None:
+    held = {Stock.CACHE: 300 * MIB}
+    assert rooms(1000 * MIB, 600 * MIB, held, FOOTPRINT, 600 * MIB) == rooms(
+        1000 * MIB, 900 * MIB, held, FOOTPRINT, 600 * MIB
+    )
+
+
+def test_a_limit_below_what_a_running_node_has_is_refused() -> None:
+    check_room(700 * MIB, 600 * MIB)
+    with pytest.raises(OutOfResources) as refused:
+        check_room(640 * MIB, 600 * MIB)
+    assert "--max-ram 678MiB" in refused.value.hint

@@ -1,0 +1,130 @@
+"""What is logged is one line of one format, has its fields, keeps secrets, and stays little whatever strangers do."""
+
+import json
+import logging
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from swarmnet import cli
+from swarmnet.logs import BURST, WINDOW_S, Throttle, configure
+
+INVITE = "swn1" + "aB3_" * 20
+KEY = "-----BEGIN PRIVATE KEY-----\nMC4CAQ\n-----END PRIVATE KEY-----"
+_log = logging.getLogger("swarmnet_node.test")
+
+
+@pytest.fixture(autouse=True)
+def quiet_again() -> Iterator[None]:
+    yield
+    configure(log_format="text", level="warning")
+
+
+def record(line: int, created: float) -> logging.LogRecord:
+    made = logging.LogRecord("name", logging.INFO, "file.py", line, "text", (), None)
+    made.created = created
+    return made
+
+
+def test_json_is_one_object_a_line_with_fields_and_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    configure(log_format="json", level="info")
+    _log.info("session refused", extra={"reason": "leaving", "sessions": 3})
+    try:
+        raise ValueError("bad")
+    except ValueError:
+        _log.exception("handler failed")
+    logging.getLogger("hivemind.dht").error("from a library")
+    refused, failed, foreign = map(json.loads, capsys.readouterr().err.splitlines())
+    assert refused.pop("timestamp")
+    refused.pop("message")  # which pytest's own handler leaves on the record
+    assert refused == {
+        "event": "session refused",
+        "level": "info",
+        "logger": "swarmnet_node.test",
+        "reason": "leaving",
+        "sessions": 3,
+    }
+    assert "ValueError: bad" in failed["exception"]
+    assert (foreign["logger"], foreign["event"]) == ("hivemind.dht", "from a library")
+
+
+def test_text_is_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    configure(log_format="text", level="info")
+    _log.warning("link lost", extra={"peer": "12D3KooW"})
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "[warning" in line
+    assert "link lost" in line
+    assert "peer=12D3KooW" in line
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_values_of_variables_are_not_shown(log_format: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.execute(["--log-format", log_format, "model", "ls"]) == 0
+    capsys.readouterr()
+    prompt = "".join(["what", " a", " prompt"])
+    try:
+        raise ValueError(len(prompt))
+    except ValueError:
+        _log.exception("failed")
+    assert prompt not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+@pytest.mark.parametrize("secret", [INVITE, KEY])
+def test_invites_and_keys_are_struck_out(
+    log_format: str, secret: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.execute(["--log-format", log_format, "model", "ls"]) == 0
+    capsys.readouterr()
+    _log.warning("given %s", secret, extra={"field": secret})
+    try:
+        raise ValueError(secret)
+    except ValueError:
+        _log.exception("failed")
+    written = capsys.readouterr().err
+    assert "[secret]" in written
+    assert secret[-40:] not in written
+    assert "MC4CAQ" not in written
+
+
+def test_it_is_quiet_unless_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.execute(["model", "ls"]) == 0
+    _log.info("nobody asked")
+    logging.getLogger("uvicorn").info("nobody asked")
+    assert capsys.readouterr().err == ""
+
+
+def test_libraries_do_not_tell_their_details(capsys: pytest.CaptureFixture[str]) -> None:
+    configure(log_format="text", level="debug")
+    logging.getLogger("httpx").debug("HTTP Request: GET https://hub/private")
+    logging.getLogger("asyncio").debug("Using selector")
+    _log.debug("ours")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "ours" in line
+
+
+def test_one_place_cannot_fill_the_disk() -> None:
+    throttle = Throttle()
+    passed = [throttle.filter(record(1, 100.0)) for _ in range(10_000)]
+    assert sum(passed) == BURST
+    assert throttle.filter(record(2, 100.0)), "another place is not held back"
+    later = record(1, 100.0 + WINDOW_S)
+    assert throttle.filter(later)
+    assert later.__dict__["suppressed"] == 10_000 - BURST
+
+
+def test_structlog_is_not_imported_before_there_is_something_to_say() -> None:
+    import subprocess
+
+    program = "import sys; from swarmnet import cli; cli.execute(['model', 'ls']); print('structlog' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False"
+
+
+@pytest.mark.parametrize("arguments", [["--log-format", "xml", "model"], ["--log-level", "loud", "model"]])
+def test_other_formats_and_levels_are_refused(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.execute(arguments) == 2
+    assert arguments[1] in capsys.readouterr().err

@@ -1,0 +1,130 @@
+"""What a node remembers of its owner's limits and of its month, and how it behaves beside other programs."""
+
+import asyncio
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from swarmnet_node import machine as machine_module
+from swarmnet_node.idleness import idle_s
+from swarmnet_node.limits import Limits, Usage
+from swarmnet_node.machine import LIMITS_NAME, USAGE_NAME, OwnersMachine, load_limits
+from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.transport.pacing import Pace
+
+NOVEMBER = 1_795_000_000.0
+
+
+def _machine(folder: Path, pace: Pace | None = None, now: float = NOVEMBER) -> OwnersMachine:
+    return OwnersMachine(folder, pace or Pace(), lambda: now, lambda limits: None)
+
+
+def test_limits_hold_after_a_restart(tmp_path: Path) -> None:
+    limits = Limits(up_bytes_per_s=1e6, schedule="19:00-07:00", cores=2)
+
+    async def enforce() -> Pace:
+        pace, told = Pace(), list[Limits]()
+        OwnersMachine(tmp_path, pace, lambda: NOVEMBER, told.append).enforce(limits)
+        assert told == [limits]
+        return pace
+
+    pace = asyncio.run(enforce())
+    assert (pace.up.is_limited, pace.down.is_limited) == (True, False)
+    assert load_limits(tmp_path) == limits
+    assert stat.S_IMODE((tmp_path / LIMITS_NAME).stat().st_mode) == 0o600
+
+
+def test_without_a_file_nothing_is_limited(tmp_path: Path) -> None:
+    assert load_limits(tmp_path) == Limits()
+
+
+@pytest.mark.parametrize("text", ["", "nonsense", '{"up": 1}', "\0" * (1 << 20)])
+def test_a_damaged_file_of_limits_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / LIMITS_NAME).write_text(text)
+    with pytest.raises(ConfigError, match=LIMITS_NAME) as caught:
+        load_limits(tmp_path)
+    assert "delete it" in caught.value.hint
+
+
+def test_the_bytes_of_a_month_survive_a_restart(tmp_path: Path) -> None:
+    async def use(up: int, down: int) -> Usage:
+        pace = Pace()
+        machine = _machine(tmp_path, pace)
+        pace.up.settle(up, sees_all=True)
+        pace.down.settle(down, sees_all=True)
+        machine.save_usage()
+        return machine.usage()
+
+    first, second = asyncio.run(use(1000, 300)), asyncio.run(use(7, 5))
+    assert (first.up_bytes, first.down_bytes) == (1000, 300)
+    assert second == Usage(first.month, 1007, 305)
+    assert _machine(tmp_path, now=NOVEMBER + 40 * 24 * 3600).usage().up_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"month": 3}', '{"month": "2026-11", "up_bytes": -1, "down_bytes": 0}']
+)
+def test_a_damaged_file_of_usage_counts_for_nothing(tmp_path: Path, text: str) -> None:
+    (tmp_path / USAGE_NAME).write_text(text)
+    assert _machine(tmp_path).usage().up_bytes == 0
+
+
+def test_the_memory_of_children_counts(tmp_path: Path) -> None:
+    code = "import sys; data = b'x' * (100 << 20); print(flush=True); sys.stdin.read()"
+    alone = _machine(tmp_path).ram_bytes()
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
+        if child.stdout is None:
+            raise RuntimeError("no pipe")
+        child.stdout.readline()
+        assert _machine(tmp_path).ram_bytes() >= alone + (100 << 20)
+        child.communicate()
+
+
+def test_everybody_else_goes_first() -> None:
+    code = "import os; from swarmnet_node.machine import yield_to_others as y; y(); y(); print(os.nice(0))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) == max(os.nice(0), 10)
+
+
+def _say(monkeypatch: pytest.MonkeyPatch, output: str) -> None:
+    monkeypatch.setattr("swarmnet_node.idleness._output_of", lambda *command: output)
+    monkeypatch.setattr("swarmnet_node.idleness._x_idle_s", lambda: None)
+    monkeypatch.setattr("swarmnet_node.idleness._TERMINALS", ())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks logind")
+@pytest.mark.parametrize(
+    ("said", "idle"),
+    [
+        ("", None),
+        ("IdleHint=no\nIdleSinceHint=1794999000000000\n", 0.0),
+        ("IdleHint=yes\nIdleSinceHint=1794999000000000\n", 1000.0),
+        ("IdleHint=yes\nIdleSinceHint=0\n", None),
+        ("nonsense", None),
+    ],
+)
+def test_what_logind_says_of_people(monkeypatch: pytest.MonkeyPatch, said: str, idle: float | None) -> None:
+    _say(monkeypatch, said)
+    assert idle_s(lambda: NOVEMBER) == idle
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at terminals")
+def test_whoever_typed_last_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    _say(monkeypatch, "IdleHint=yes\nIdleSinceHint=1794999000000000\n")
+    terminals = tmp_path / "pts"
+    terminals.mkdir()
+    for name, ago in (("1", 500), ("2", 60)):
+        (terminals / name).touch()
+        os.utime(terminals / name, (NOVEMBER - ago, NOVEMBER))
+    monkeypatch.setattr("swarmnet_node.idleness._TERMINALS", (f"{terminals}/[0-9]*",))
+    assert idle_s(lambda: NOVEMBER) == 60.0
+
+
+def test_freed_memory_goes_back_to_the_system() -> None:
+    machine_module.release_memory()  # does no harm at any time

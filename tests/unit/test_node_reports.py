@@ -1,0 +1,239 @@
+"""What nodes say of themselves: what is counted, how often it is told, and what is not believed."""
+
+import asyncio
+import random
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from itertools import pairwise
+from typing import Any, cast
+
+import pytest
+
+from swarmnet_node import reports
+from swarmnet_node.reports import (
+    EVERY_S,
+    IDLE_S,
+    MAX_PAIRS,
+    STREAMS_PER_PEER,
+    HostNumbers,
+    LaneTimes,
+    Pair,
+    Reporter,
+)
+from swarmnet_protocols.catalog import MAX_MODELS, CatalogModel, merge
+from swarmnet_protocols.errors import ProtocolViolation, StreamEnded
+from swarmnet_protocols.identity import Identity
+from swarmnet_protocols.protocol_ids import REPORT
+from swarmnet_protocols.reports import MAX_FLOWS, MAX_NUMBER, ask, check, clean
+from swarmnet_protocols.session.steps import Row
+from swarmnet_protocols.transport import Message, Stream
+from swarmnet_protocols.transport.memory import LinkProfile, MemoryNetwork
+from swarmnet_protocols.wire import records_pb2, report_pb2
+from tests.support.virtual_time import run
+from tests.wire.examples import report_messages
+
+NODE, ASKER = (Identity.from_seed(name).peer_id for name in (b"node", b"asker"))
+
+
+def host_report() -> report_pb2.NodeReport:
+    return next(message for message in report_messages() if isinstance(message, report_pb2.NodeReport))
+
+
+def worker_report() -> report_pb2.NodeReport:
+    return [message for message in report_messages() if isinstance(message, report_pb2.NodeReport)][1]
+
+
+def test_the_busiest_pairs_are_told_and_all_are_bounded() -> None:
+    numbers = HostNumbers()
+    for number in range(2 * MAX_PAIRS):
+        numbers.passed(Pair("", f"{number}"), number)
+    flows = numbers.flows([Pair("", "3"), Pair("", "3"), Pair("a", "b")])
+    assert len(flows) == MAX_FLOWS
+    assert [(flow.downstream, flow.sessions) for flow in flows[:3]] == [
+        ("3", 2),
+        ("b", 1),
+        (f"{2 * MAX_PAIRS - 1}", 0),
+    ]
+    assert len(numbers._positions) == MAX_PAIRS
+
+
+def steps(*rows: tuple[float, int, int, int]) -> HostNumbers:
+    """Steps of one lane: when, start, count, outputs."""
+    numbers = HostNumbers()
+    times = LaneTimes(numbers)
+    for at_s, start, count, outputs in rows:
+        times.arrived([Row(0, start, count, outputs, 0)], at_s)
+    return numbers
+
+
+def test_a_prompt_in_chunks_is_timed_from_its_first() -> None:
+    numbers = steps((0.0, 0, 64, 0), (0.5, 64, 64, 0), (1.0, 128, 10, 1), (3.0, 138, 1, 1), (3.25, 139, 1, 1))
+    assert (numbers.first_tokens.total, numbers.token_times.total) == (3.0, 0.25)
+
+
+def test_the_time_a_person_thinks_is_nobodys() -> None:
+    numbers = steps((0.0, 0, 5, 1), (1.0, 5, 1, 1), (600.0, 6, 20, 1), (601.5, 26, 1, 1))
+    assert numbers.first_tokens.cumulative()[-1] == 2
+    assert numbers.first_tokens.total == 2.5
+    assert numbers.token_times.total == 0.0
+
+
+def test_what_took_the_place_of_another_begins_without_a_time() -> None:
+    assert steps((5.0, 17, 1, 1)).token_times.cumulative()[-1] == 0
+
+
+def asked(describe: Callable[[], report_pb2.NodeReport], scenario: Callable[[Any], Any]) -> None:
+    """``scenario`` with a function that opens another REPORT stream to a node, in virtual time."""
+
+    async def world() -> None:
+        network = MemoryNetwork(random.Random(0), LinkProfile(delay_s=0.01))
+        async with AsyncExitStack() as stack:
+            node = await stack.enter_async_context(network.transport(NODE))
+            asker = await stack.enter_async_context(network.transport(ASKER))
+            await node.serve(REPORT, Reporter(describe).handle)
+            async with asyncio.timeout(100):
+                await scenario(lambda: asker.open(NODE, REPORT, deadline_s=1.0))
+
+    run(world())
+
+
+def test_who_asks_too_often_waits_and_a_report_is_made_once_for_all() -> None:
+    made: list[float] = []
+
+    def describe() -> report_pb2.NodeReport:
+        made.append(asyncio.get_running_loop().time())
+        return host_report()
+
+    async def scenario(connect: Any) -> None:
+        began_s = asyncio.get_running_loop().time()
+        streams = [await connect() for _ in range(STREAMS_PER_PEER)]
+        for _ in range(5):
+            await asyncio.gather(*(ask(stream, reply_s=5.0) for stream in streams))
+        assert asyncio.get_running_loop().time() - began_s >= 9 * EVERY_S
+        assert all(later - earlier >= EVERY_S for earlier, later in pairwise(made))
+
+    asked(describe, scenario)
+
+
+def test_one_asker_has_so_many_streams_and_a_quiet_one_ends() -> None:
+    async def scenario(connect: Any) -> None:
+        streams = [await connect() for _ in range(STREAMS_PER_PEER + 1)]
+        for stream in streams[:-1]:
+            await ask(stream, reply_s=5.0)
+        with pytest.raises(StreamEnded):
+            await ask(streams[-1], reply_s=5.0)
+        await asyncio.sleep(reports.IDLE_S + 1.0)
+        with pytest.raises(StreamEnded):
+            await ask(streams[0], reply_s=5.0)
+        await ask(await connect(), reply_s=5.0)
+
+    asked(host_report, scenario)
+
+
+@pytest.mark.parametrize("report", [host_report(), worker_report()], ids=["host", "worker"])
+def test_what_can_be_true_is_taken(report: report_pb2.NodeReport) -> None:
+    check(report)
+
+
+HOST_LIES: dict[str, Callable[[report_pb2.NodeReport], object]] = {
+    "nobody": lambda report: report.ClearField("host"),
+    "a long name": lambda report: setattr(report, "public_name", "x" * 65),
+    "a name that turns text around": lambda report: setattr(report, "public_name", "a\u202eb"),
+    "no time": lambda report: setattr(report, "uptime_s", float("nan")),
+    "endless": lambda report: setattr(report.host, "queue_s", float("inf")),
+    "before its start": lambda report: setattr(report, "uptime_s", -1.0),
+    "more than can be": lambda report: setattr(report.host, "positions", MAX_NUMBER + 1),
+    "no model": lambda report: setattr(report.host, "manifest", b"short"),
+    "a span beyond the model": lambda report: setattr(report.host, "end", 127),
+    "an empty span": lambda report: setattr(report.host, "end", 3),
+    "a state of its own": lambda report: setattr(report.host, "state", "<b>"),
+    "a histogram that falls": lambda report: report.host.token_times.counts.__setitem__(13, 0),
+    "half a histogram": lambda report: report.host.token_times.counts.pop(),
+    "a flow from nowhere": lambda report: report.host.flows.add(upstream="<script>"),
+    "too many flows": lambda report: report.host.flows.extend([report_pb2.Flow()] * MAX_FLOWS),
+}
+
+
+@pytest.mark.parametrize("lie", HOST_LIES)
+def test_what_cannot_be_is_refused(lie: str) -> None:
+    report = host_report()
+    HOST_LIES[lie](report)
+    with pytest.raises(ProtocolViolation):
+        check(report)
+
+
+def test_a_worker_names_a_job_and_peers() -> None:
+    for change in (
+        lambda worker: setattr(worker, "job", b""),
+        lambda worker: setattr(worker, "loss", float("nan")),
+        lambda worker: worker.contributions.add(peer="nobody"),
+        lambda worker: worker.contributions.extend([worker.contributions[0]] * 256),
+    ):
+        report = worker_report()
+        change(report.worker)
+        with pytest.raises(ProtocolViolation):
+            check(report)
+
+
+def test_a_text_is_made_fit_to_be_told() -> None:
+    assert clean("/home/\x00me/" + "m" * 200) == "m" * 128
+
+
+def catalog_entry(manifest: int, name: str = "org/name", blocks: int = 4) -> bytes:
+    model = records_pb2.CatalogModel(manifest=bytes([manifest]) * 32, name=name, blocks=blocks)
+    return records_pb2.CatalogRecord(model=model).SerializeToString()
+
+
+def test_a_model_has_the_name_that_most_give_it() -> None:
+    found = merge(
+        [catalog_entry(1, "evil"), catalog_entry(1), catalog_entry(1), catalog_entry(2, "other", 9)]
+    )
+    assert found.models == (CatalogModel(b"\x01" * 32, "org/name", 4), CatalogModel(b"\x02" * 32, "other", 9))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"\xff\xff",
+        b"",
+        catalog_entry(1, ""),
+        catalog_entry(1, "a\nb"),
+        catalog_entry(1, "x" * 200),
+        catalog_entry(1, "a", 0),
+        catalog_entry(1, "a", 1 << 31),
+    ],
+)
+def test_an_entry_without_sense_is_left_out(body: bytes) -> None:
+    assert merge([body, catalog_entry(7)]).models == (CatalogModel(b"\x07" * 32, "org/name", 4),)
+
+
+def test_a_flood_of_models_hides_none_that_many_host() -> None:
+    flood = [catalog_entry(number, "junk") for number in range(255)]
+    found = merge([*flood, catalog_entry(254), catalog_entry(254)])
+    assert len(found.models) == MAX_MODELS
+    assert found.models[0].manifest == bytes([254]) * 32
+
+
+def test_jobs_are_listed_by_their_ids() -> None:
+    job = records_pb2.CatalogRecord(job=records_pb2.CatalogJob(id=b"\x05" * 32)).SerializeToString()
+    assert merge([job, job, b"\x12\x00"]).jobs == ("05" * 32,)
+
+
+class Unread:
+    """A stream of somebody who asks, and never reads what it is told."""
+
+    peer = ASKER
+
+    async def receive(self) -> Message:
+        return Message(report_pb2.ReportRequest().SerializeToString())
+
+    async def send(self, message: Message) -> None:
+        await asyncio.get_running_loop().create_future()
+
+
+def test_who_never_reads_keeps_no_place() -> None:
+    async def main() -> float:
+        await Reporter(host_report).handle(cast("Stream", Unread()))
+        return asyncio.get_running_loop().time()
+
+    assert run(main()) == IDLE_S

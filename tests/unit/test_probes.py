@@ -1,0 +1,124 @@
+"""Probes: only the asker itself is dialled, only libp2p counts as an answer, and clocks are compared."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import pytest
+
+from swarmnet_protocols.errors import ProtocolViolation
+from swarmnet_protocols.probes import HELLO, MAX_PORTS, Probed, Probes, direct_ip, probe, speaks_libp2p
+from swarmnet_protocols.protocol_ids import PROBE
+from swarmnet_protocols.transport import PeerId
+from swarmnet_protocols.transport.memory import LinkProfile, MemoryNetwork
+
+ASKER, ANSWERER = PeerId("asker"), PeerId("answerer")
+NOW = 1_800_000_000.0
+
+
+def probed(addresses: Sequence[str], ports: Sequence[int], *, ahead_s: float = 0.0) -> Probed:
+    """What the answerer, whose clock is ahead, says to the asker who is connected from ``addresses``."""
+    import random
+
+    async def addresses_of(peer: PeerId) -> Sequence[str]:
+        assert peer == ASKER
+        return addresses
+
+    async def main() -> Probed:
+        network = MemoryNetwork(random.Random(0), LinkProfile(delay_s=0.0))
+        async with network.transport(ASKER) as asker, network.transport(ANSWERER) as answerer:
+            await answerer.serve(PROBE, Probes(addresses_of, lambda: NOW + ahead_s).answer)
+            stream = await asker.open(ANSWERER, PROBE, deadline_s=1.0)
+            return await probe(stream, ports, lambda: NOW)
+
+    return asyncio.run(main())
+
+
+def listening(first: bytes, use: Callable[[int], Awaitable[Any]]) -> Any:
+    """With a server on this machine that says ``first`` to whoever connects."""
+
+    async def main() -> Any:
+        def greet(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(first)
+            writer.close()
+
+        async with await asyncio.start_server(greet, "127.0.0.1", 0) as server:
+            return await use(server.sockets[0].getsockname()[1])
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize(("first", "answer"), [(HELLO, True), (b"SSH-2.0-x\r\n" * 3, False), (b"", False)])
+def test_only_libp2p_counts_as_an_answer(first: bytes, answer: bool) -> None:
+    assert listening(first, lambda port: speaks_libp2p("127.0.0.1", port)) is answer
+
+
+def test_nobody_at_the_port_is_no_answer() -> None:
+    async def closed(port: int) -> int:
+        return port
+
+    assert asyncio.run(speaks_libp2p("127.0.0.1", listening(HELLO, closed))) is False
+
+
+@pytest.mark.parametrize(
+    ("addresses", "ip"),
+    [
+        (["/ip4/203.0.113.5/tcp/4001"], "203.0.113.5"),
+        (["/ip6/2001:db8::1/udp/4001/quic-v1"], "2001:db8::1"),
+        (["/ip4/198.51.100.1/tcp/4001/p2p/R/p2p-circuit"], ""),
+        (["/ip4/198.51.100.1/tcp/1/p2p/R/p2p-circuit", "/ip4/203.0.113.5/tcp/2"], "203.0.113.5"),
+        (["/dns4/example.org/tcp/1", "/ip4/300.1.1.1/tcp/1", "nonsense", ""], ""),
+        ([], ""),
+    ],
+)
+def test_whom_it_would_dial(addresses: list[str], ip: str) -> None:
+    """A relay is not the asker: to dial it at the asker's port would be to dial somebody else."""
+    assert direct_ip(addresses) == ip
+
+
+def test_through_a_relay_nobody_is_dialled_and_clocks_are_still_compared() -> None:
+    said = probed(["/ip4/127.0.0.1/tcp/4001/p2p/R/p2p-circuit"], [4001], ahead_s=600.0)
+    assert (said.observed_ip, said.reached) == ("", ())
+    assert said.behind_s == pytest.approx(600.0)
+
+
+def test_ports_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    dialled = []
+
+    async def speaks(host: str, port: int) -> bool:
+        dialled.append((host, port))
+        return port == 4002
+
+    monkeypatch.setattr("swarmnet_protocols.probes.speaks_libp2p", speaks)
+    said = probed(["/ip4/203.0.113.5/tcp/60000"], [4001, 4002, 4001])
+    assert said.observed_ip == "203.0.113.5"
+    assert said.reached == (4002,)
+    assert sorted(dialled) == [("203.0.113.5", 4001), ("203.0.113.5", 4002)]
+
+
+def test_the_asker_sends_no_more_ports_than_are_allowed() -> None:
+    assert probed([], list(range(1, 20))).reached == ()
+
+
+@pytest.mark.parametrize("ports", [[0], [70_000], list(range(1, MAX_PORTS + 2))])
+def test_a_request_that_cannot_be_is_not_answered(ports: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    from swarmnet_protocols.transport import Message
+    from swarmnet_protocols.wire import probe_pb2
+
+    class Asking:
+        peer = ASKER
+
+        async def receive(self) -> Message:
+            return Message(probe_pb2.ProbeRequest(ports=ports).SerializeToString())
+
+        async def send(self, _message: Message) -> None:
+            raise AssertionError("answered")
+
+        def close(self) -> None: ...
+
+    async def addresses_of(_peer: PeerId) -> Sequence[str]:
+        raise AssertionError("looked at")
+
+    stream: Any = Asking()
+    with pytest.raises(ProtocolViolation):
+        asyncio.run(Probes(addresses_of, lambda: NOW).answer(stream))

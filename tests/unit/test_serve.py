@@ -1,0 +1,51 @@
+"""``swarmnet serve`` with an engine that does nothing."""
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from swarmnet.cli import serve
+from swarmnet.gateway.quotas import Quota
+from swarmnet.web.guards import Access
+from swarmnet_protocols.errors import ConfigError
+
+
+@asynccontextmanager
+async def idle_engine(*_: object, **__: object) -> AsyncIterator[Any]:
+    local = SimpleNamespace(name="model", manifest=SimpleNamespace(hash=bytes(32)))
+    transport = SimpleNamespace(died=asyncio.Event().wait)
+    yield SimpleNamespace(local=local, batcher=None, swarm=SimpleNamespace(transport=transport))
+
+
+def test_a_gateway_goes_with_the_process_that_started_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("swarmnet_client.engine.open_engine", idle_engine)
+    reading, writing = os.pipe()
+    monkeypatch.setattr(serve, "notify_ready", lambda _: os.close(writing))
+    serving = serve._Serving(
+        "127.0.0.1", 0, Access(), Quota(), 1, "auto", "auto", as_json=True, stop_on_eof=True
+    )
+    with os.fdopen(reading) as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        serve._run(None, None, serving)  # type: ignore[arg-type]  # only the engine reads these
+    events = [json.loads(line)["event"] for line in capsys.readouterr().out.splitlines()]
+    assert events == ["ready", "draining", "stopped"]
+
+
+def test_no_key_takes_the_place_of_another_of_its_name(tmp_path: Path) -> None:
+    files = [tmp_path / "one", tmp_path / "other"]
+    files[0].write_text("alice:correct-horse\n# nobody\nbattery-staple\n")
+    files[1].write_text("alice:correct-horse\n")
+    keys = serve._keys([], files)
+    assert [keys.name_of(key) for key in ("correct-horse", "battery-staple")] == ["alice", "one:3"]
+    files[1].write_text("alice:another-horse\n")
+    with pytest.raises(ConfigError, match="alice"):
+        serve._keys([], files)

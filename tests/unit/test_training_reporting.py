@@ -1,0 +1,83 @@
+"""What a worker says of its job while it trains."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swarmnet_node.training.reporting import WorkerNumbers
+from swarmnet_protocols.identity import Identity
+from swarmnet_protocols.reports import MAX_CONTRIBUTIONS, check
+from swarmnet_protocols.training.jobs import open_job, seal_job
+from swarmnet_protocols.wire import report_pb2
+from tests.support.tiny_job import tiny_job
+
+ME, OTHER = (Identity.from_seed(name).peer_id for name in (b"me", b"other"))
+READY = {"event": "ready", "round": 2}
+
+
+def trained(number: int, *peers: str, loss: float | None = 3.0, committed: bool = True) -> dict[str, Any]:
+    exchanged = {
+        "bytes_sent": 100,
+        "bytes_received": 300,
+        "contributors": list(peers),
+        "committed": committed,
+    }
+    return {"event": "round", "round": number, "loss": loss, "tokens": 320, **exchanged}
+
+
+def told(tmp_path: Path, *events: dict[str, Any]) -> report_pb2.WorkerReport:
+    """What a worker reports after these events; each is handed on."""
+
+    async def run() -> report_pb2.WorkerReport:
+        handed_on: list[dict[str, Any]] = []
+        sealed = open_job(seal_job(tiny_job(tmp_path).about("00" * 32), Identity.from_seed(b"owner")))
+        numbers = WorkerNumbers(sealed, "0.1.0", handed_on.append)
+        for event in events:
+            numbers.take(event)
+        assert handed_on == list(events)
+        report = numbers.describe()
+        check(report)
+        assert numbers.describe().worker == report.worker, "saying it changes nothing"
+        assert report.worker.job.hex() == sealed.id
+        return report.worker
+
+    return asyncio.run(run())
+
+
+def test_rounds_add_up(tmp_path: Path) -> None:
+    report = told(tmp_path, READY, trained(2, ME, OTHER), trained(3, OTHER, loss=None))
+    assert (report.name, report.method, report.round, report.rounds) == ("tiny", "diloco", 4, 10)
+    assert (report.loss, report.HasField("val_loss"), report.tokens) == (3.0, False, 640)
+    assert (report.bytes_sent, report.bytes_received) == (200, 600)
+    assert {each.peer: each.rounds for each in report.contributions} == {OTHER: 2, ME: 1}
+
+
+def test_what_was_not_committed_is_nobodys_contribution(tmp_path: Path) -> None:
+    report = told(tmp_path, READY, trained(2, ME, committed=False), {"event": "eval", "val_loss": 2.5})
+    assert (len(report.contributions), report.val_loss) == (0, 2.5)
+
+
+@pytest.mark.parametrize(
+    ("events", "state"),
+    [
+        ([], "starting"),
+        ([READY], "training"),
+        ([READY, {"event": "waiting"}], "waiting"),
+        ([READY, {"event": "waiting"}, trained(2)], "training"),
+        ([READY, {"event": "leaving"}, trained(2)], "leaving"),
+        ([READY, {"event": "leaving"}, {"event": "done", "round": 3}], "left"),
+        ([READY, {"event": "done", "round": 10}], "done"),
+        ([READY, {"event": "healed"}], "training"),
+    ],
+)
+def test_its_state_is_told(tmp_path: Path, events: list[dict[str, Any]], state: str) -> None:
+    assert told(tmp_path, *events).state == state
+
+
+def test_contributors_are_bounded(tmp_path: Path) -> None:
+    peers = [Identity.from_seed(f"{number}".encode()).peer_id for number in range(MAX_CONTRIBUTIONS + 20)]
+    report = told(tmp_path, READY, trained(2, ME), trained(3, ME), *(trained(4, peer) for peer in peers))
+    assert len(report.contributions) == MAX_CONTRIBUTIONS
+    assert (report.contributions[0].peer, report.contributions[0].rounds) == (ME, 2)

@@ -1,0 +1,168 @@
+"""Who gets through the guards to an app."""
+
+import asyncio
+import base64
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+
+from swarmnet.web import guards
+from swarmnet.web.guards import KEY_NAME, Access, ApiKeys, check_exposed, guarded
+from swarmnet_protocols.errors import ConfigError
+
+SECRET = "correct-horse"
+
+
+async def hello(request: Request) -> PlainTextResponse:
+    await request.body()
+    return PlainTextResponse(f"hello {request.scope.get(KEY_NAME)}")
+
+
+def bare() -> Any:
+    return Starlette(routes=[Route("/", hello, methods=["GET", "POST"]), Route("/health", hello)])
+
+
+def ask(app: Any, path: str = "/", method: str = "GET", **options: Any) -> httpx.Response:
+    async def main() -> httpx.Response:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as client:
+            return await client.request(method, path, **options)
+
+    return asyncio.run(main())
+
+
+def code(response: httpx.Response) -> Any:
+    is_json = response.headers.get("content-type") == "application/json"
+    return response.status_code, response.json()["error"]["code"] if is_json else None
+
+
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1:8000", "localhost", "LOCALHOST:1", "[::1]:8000", "192.0.2.7", "gate.lan:80"]
+)
+def test_our_names_and_any_address_are_ours(host: str) -> None:
+    assert ask(guarded(bare(), Access(names=["Gate.lan"])), headers={"host": host}).text == "hello None"
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "", "[", "a@b"]
+)
+def test_a_name_that_is_not_ours_is_refused(host: str) -> None:
+    assert code(ask(guarded(bare(), Access()), headers={"host": host})) == (421, "wrong_host")
+
+
+def test_pages_of_other_origins_are_refused() -> None:
+    app = guarded(bare(), Access())
+    for origin in ("https://evil.example", "null", "http://127.0.0.1:9000"):
+        assert code(ask(app, method="POST", headers={"origin": origin})) == (403, "wrong_origin")
+    assert ask(app, headers={"origin": "http://127.0.0.1:8000"}).status_code == 200
+
+
+def test_an_allowed_origin_may_ask_and_read() -> None:
+    page = {"origin": "https://page.example"}
+    app = guarded(bare(), Access(keys=ApiKeys({"a": SECRET}), origins=["https://page.example"]))
+    preflight = {**page, "access-control-request-method": "POST", "access-control-request-headers": "x"}
+    assert ask(app, method="OPTIONS", headers=preflight).status_code == 200
+    answer = ask(app, headers={**page, "authorization": f"Bearer {SECRET}"})
+    assert answer.headers["access-control-allow-origin"] == "https://page.example"
+    assert answer.text == "hello a"
+
+
+def test_only_a_key_opens() -> None:
+    app = guarded(bare(), Access(keys=ApiKeys({"a": SECRET, "b": "another-one"}), open_paths=["/health"]))
+    assert ask(app, "/health").status_code == 200
+    assert ask(app, headers={"authorization": f"bearer {SECRET}"}).text == "hello a"
+    assert ask(app, headers={"authorization": "Bearer another-one"}).text == "hello b"
+    basic = base64.b64encode(f"x:{SECRET}".encode()).decode()
+    for header in ("", "Bearer", "Bearer wrong-one", SECRET, f"Basic {basic}"):
+        refused = ask(app, headers={"authorization": header})
+        assert code(refused) == (401, "invalid_api_key")
+        assert refused.headers["www-authenticate"] == "Bearer"
+
+
+def test_a_browser_may_be_asked_for_the_key() -> None:
+    app = guarded(bare(), Access(keys=ApiKeys({"a": SECRET}), asks_browsers=True))
+    assert ask(app).headers["www-authenticate"].startswith("Basic ")
+    basic = base64.b64encode(f"anybody:{SECRET}".encode()).decode()
+    assert ask(app, headers={"authorization": f"Basic {basic}"}).text == "hello a"
+    assert ask(app, headers={"authorization": "Basic ?"}).status_code == 401
+
+
+@pytest.mark.parametrize("secret", ["short", "with a space", "schlüssel", "tab\tinside"])
+def test_a_key_that_cannot_be_used_is_refused(secret: str) -> None:
+    with pytest.raises(ConfigError, match="API key main"):
+        ApiKeys({"main": secret})
+
+
+def test_a_body_that_announces_or_has_too_much_is_refused() -> None:
+    async def pieces() -> AsyncIterator[bytes]:
+        for _ in range(3):
+            yield bytes(40)
+
+    small = guarded(bare(), Access(), max_body_bytes=100)
+    assert code(ask(small, method="POST", content=bytes(101))) == (413, "body_too_large")
+    assert ask(small, method="POST", content=pieces()).status_code == 413
+    assert ask(small, method="POST", content=bytes(100)).status_code == 200
+    large = guarded(bare(), Access(), max_body_bytes=120)
+    assert ask(large, method="POST", content=pieces()).status_code == 200
+
+
+def test_bodies_have_so_much_room_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    answered = asyncio.Event()
+
+    async def hold(request: Request) -> PlainTextResponse:
+        await request.body()
+        await answered.wait()
+        return PlainTextResponse("done")
+
+    async def main() -> list[int]:
+        app = guarded(Starlette(routes=[Route("/", hold, methods=["POST"])]), Access())
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as client:
+            async with asyncio.TaskGroup() as group:
+                first = group.create_task(client.post("/", content=bytes(80)))
+                await asyncio.sleep(0.01)
+                second = await client.post("/", content=bytes(80))
+                answered.set()
+            third = await client.post("/", content=bytes(80))
+        assert second.headers["retry-after"] == "1"
+        return [first.result().status_code, second.status_code, third.status_code]
+
+    monkeypatch.setattr(guards, "MAX_HELD_BODY_BYTES", 100)
+    assert asyncio.run(main()) == [200, 503, 200]
+
+
+def test_a_body_that_does_not_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def slow() -> AsyncIterator[bytes]:
+        yield b"a"
+        await asyncio.Event().wait()
+        yield b"b"
+
+    monkeypatch.setattr(guards, "BODY_S", 0.01)
+    assert ask(guarded(bare(), Access()), method="POST", content=slow()).status_code == 408
+
+
+def test_every_answer_says_what_browsers_may_do_with_it() -> None:
+    for headers in ({}, {"host": "evil.example"}):
+        answer = ask(guarded(bare(), Access(), policy="default-src 'self'"), headers=headers)
+        assert answer.headers.get("content-security-policy") == "default-src 'self'"
+        assert answer.headers.get("x-content-type-options") == "nosniff"
+        assert answer.headers.get("referrer-policy") == "no-referrer"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "127.9.9.9"])
+def test_this_machine_needs_no_key(host: str) -> None:
+    check_exposed(host, ApiKeys({}))
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "192.0.2.7", "no-such-name.invalid"])
+def test_others_need_one(host: str) -> None:
+    with pytest.raises(ConfigError, match="without a key") as caught:
+        check_exposed(host, ApiKeys({}))
+    assert "--api-key" in caught.value.hint
+    check_exposed(host, ApiKeys({"a": SECRET}))
