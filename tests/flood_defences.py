@@ -1,9 +1,37 @@
 """The defences against too much, too fast or too slowly, as in ``defences.py``."""
 
+import contextlib
+
+import pytest
+from google.protobuf.message import DecodeError
+from google.protobuf.message import Message as Protobuf
+
+from swarmnet_protocols.membership import door
+from swarmnet_protocols.protocol_ids import DHT_FIND
 from swarmnet_protocols.resources import Scope
-from tests.defences import Defence, nothing, replacing, wait_for_ever
+from swarmnet_protocols.session import steps
+from swarmnet_protocols.transport import talking
+from swarmnet_protocols.transport.p2pd_daemon import prepare_hivemind
+from swarmnet_protocols.wire import session_pb2
+from tests.defences import Defence, count_only, nothing, replacing, wait_for_ever
 from tests.sim import test_door_limits
-from tests.unit import test_dht_guard, test_hostile_messages
+from tests.unit import test_dht_guard, test_hostile_messages, test_node_reports, test_probes
+
+
+def take_what_can_be_read(kind: type[Protobuf], header: bytes) -> Protobuf:
+    """As much of a message as there is before it makes no sense."""
+    message = kind()
+    with contextlib.suppress(DecodeError):
+        message.MergeFromString(header)
+    return message
+
+
+def allow_large_calls(patch: pytest.MonkeyPatch) -> None:
+    prepare_hivemind()
+    from swarmnet_protocols import dht_guard
+
+    patch.setitem(dht_guard.MAX_REQUEST_BYTES, DHT_FIND.id, 1 << 30)
+
 
 FLOODS = (
     Defence(
@@ -22,6 +50,30 @@ FLOODS = (
         lambda _: test_dht_guard.test_who_calls_without_end_is_told_to_wait_before_its_calls_are_parsed(),
     ),
     Defence(
+        "calls of the DHT have a largest size",
+        allow_large_calls,
+        lambda _: test_dht_guard.test_a_call_that_asks_for_too_much_is_not_parsed(),
+    ),
+    Defence(
+        "a peer has its share of calls at once",
+        count_only,
+        lambda _: test_dht_guard.test_calls_that_wait_at_the_door_are_few(),
+    ),
+    Defence(
+        "a tensor is as large as it must be, whatever its header says",
+        replacing(steps, "_check_shape", nothing),
+        lambda _: test_hostile_messages.test_a_tensor_of_two_to_the_sixty_numbers_is_refused_by_its_header(
+            (1 << 30, 1 << 30)
+        ),
+    ),
+    Defence(
+        "messages nested 100,000 deep are refused",
+        replacing(talking, "parse", take_what_can_be_read),
+        lambda _: test_hostile_messages.test_messages_nested_without_end_are_not_parsed(
+            session_pb2.SessionRequest
+        ),
+    ),
+    Defence(
         "a first message may not drip in",
         wait_for_ever,
         lambda _: test_hostile_messages.test_a_first_message_that_drips_in_is_not_waited_for(),
@@ -30,5 +82,25 @@ FLOODS = (
         "the silent make room at the door",
         replacing(Scope, "spare", lambda *_: 1 << 30),
         lambda _: test_door_limits.test_silent_strangers_keep_no_member_out(),
+    ),
+    Defence(
+        "a member shuts no doors but its own",
+        replacing(door, "MAX_DOORS_EACH", 1 << 30),
+        lambda _: test_door_limits.test_one_member_shuts_no_doors_but_its_own(),
+    ),
+    Defence(
+        "a peer has its share of reports",
+        count_only,
+        lambda _: test_node_reports.test_one_asker_has_so_many_streams_and_a_quiet_one_ends(),
+    ),
+    Defence(
+        "reports are told at a rate",
+        replacing(Scope, "use", lambda *_: 0.0),
+        lambda _: test_node_reports.test_who_asks_too_often_waits_and_a_report_is_made_once_for_all(),
+    ),
+    Defence(
+        "few are dialled for a probe at once",
+        count_only,
+        lambda _: test_probes.test_one_asker_and_all_of_them_are_dialled_so_often_at_once(),
     ),
 )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from swarmnet_node.tally import Histogram
 from swarmnet_protocols.errors import DeadlineExceeded
 from swarmnet_protocols.reports import BOUNDS_S, MAX_FLOWS, clean
+from swarmnet_protocols.resources import Flow, Stock
 from swarmnet_protocols.session.link import Refused
 from swarmnet_protocols.session.steps import Row
 from swarmnet_protocols.transport import Message, PeerId, Stream
@@ -24,11 +25,9 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 EVERY_S = 0.5
-"""Who asks sooner waits, and a report that is younger than this is not made anew."""
+"""A report that is younger than this is not made anew."""
 IDLE_S = 60.0
 """A stream on which nobody asks, or reads what was asked for, for so long is closed."""
-STREAMS_PER_PEER = 2
-MAX_STREAMS = 64
 MAX_PAIRS = 1024
 """Pairs of neighbours whose positions are counted; of more, those that sent last."""
 MAX_LANES = 1024
@@ -144,33 +143,21 @@ class Reporter:
 
     def __init__(self, describe: Callable[[], pb.NodeReport]) -> None:
         self._describe = describe
-        self._streams: Counter[PeerId] = Counter()
         self._sealed = b""
         self._sealed_at_s = -EVERY_S
-        self._next_s: dict[PeerId, float] = {}
 
     async def handle(self, stream: Stream) -> None:
-        """Serve one REPORT stream until its other end closes it or falls silent."""
-        if self._streams[stream.peer] >= STREAMS_PER_PEER or self._streams.total() >= MAX_STREAMS:
-            return
-        self._streams[stream.peer] += 1
-        try:
-            with contextlib.suppress(DeadlineExceeded):
-                while True:
-                    parse(pb.ReportRequest, (await receive_within(stream, IDLE_S)).header)
-                    await self._wait_for_turn(stream.peer)
-                    await send_within(stream, Message(self._report()), IDLE_S)
-        finally:
-            self._streams[stream.peer] -= 1
-            self._streams += Counter()  # forgets who has none
+        """Serve one REPORT stream until its other end closes it or falls silent. Who asks too often waits.
 
-    async def _wait_for_turn(self, peer: PeerId) -> None:
-        now_s = asyncio.get_running_loop().time()
-        self._next_s = {each: due_s for each, due_s in self._next_s.items() if due_s > now_s}
-        due_s = self._next_s.get(peer, now_s)
-        self._next_s[peer] = due_s + EVERY_S
-        if due_s > now_s:
-            await asyncio.sleep(due_s - now_s)
+        Raises ``Exhausted`` for somebody who watches on enough streams already.
+        """
+        clock = asyncio.get_running_loop().time
+        with stream.scope.hold(Stock.REPORTS), contextlib.suppress(DeadlineExceeded):
+            while True:
+                parse(pb.ReportRequest, (await receive_within(stream, IDLE_S)).header)
+                if wait_s := stream.scope.use(Flow.REPORTS_TOLD, 1, clock()):
+                    await asyncio.sleep(wait_s)
+                await send_within(stream, Message(self._report()), IDLE_S)
 
     def _report(self) -> bytes:
         now_s = asyncio.get_running_loop().time()

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from swarmnet_protocols.clock import Clock
 from swarmnet_protocols.errors import ProtocolViolation
+from swarmnet_protocols.resources import Stock
 from swarmnet_protocols.transport import Message, PeerId, Stream
-from swarmnet_protocols.transport.talking import parse, receive_within
+from swarmnet_protocols.transport.talking import parse, receive_within, send_within
 from swarmnet_protocols.wire import probe_pb2 as pb
 
 MAX_PORTS = 4
-MAX_AT_ONCE = 8
 DIAL_S = 4.0
 REPLY_S = 6.0
 HELLO = b"\x13/multistream/1.0.0\n"
@@ -39,18 +39,17 @@ class Probes:
         """``addresses_of`` tells the multiaddrs from which a peer is connected to us now."""
         self._addresses_of = addresses_of
         self._clock = clock
-        self._asking: set[PeerId] = set()
 
     async def answer(self, stream: Stream) -> None:
-        """Dials nobody but the asker, whose address an established connection has proven: no probe can be turned on others."""
+        """Dials nobody but the asker, whose address an established connection has proven: no probe can be turned on others.
+
+        Raises ``Exhausted`` while the asker, or too many of them, are dialled already.
+        """
         request = parse(pb.ProbeRequest, (await receive_within(stream, REPLY_S)).header)
         ports = list(dict.fromkeys(request.ports))
         if len(ports) > MAX_PORTS or not all(0 < port < 1 << 16 for port in ports):
             raise ProtocolViolation("a probe names up to 4 ports")
-        if stream.peer in self._asking or len(self._asking) >= MAX_AT_ONCE:
-            return
-        self._asking.add(stream.peer)
-        try:
+        with stream.scope.hold(Stock.PROBES):
             observed_ip = direct_ip(await self._addresses_of(stream.peer))
             answers = await asyncio.gather(
                 *(speaks_libp2p(observed_ip, port) for port in ports if observed_ip)
@@ -59,12 +58,7 @@ class Probes:
             reply = pb.ProbeReply(
                 now_ms=round(self._clock() * 1000), observed_ip=observed_ip, reached=reached
             )
-            async with asyncio.timeout(REPLY_S):
-                await stream.send(Message(reply.SerializeToString()))
-        except TimeoutError:
-            return  # whoever asks does not listen
-        finally:
-            self._asking.discard(stream.peer)
+            await send_within(stream, Message(reply.SerializeToString()), REPLY_S)
 
 
 def direct_ip(addresses: Sequence[str]) -> str:

@@ -38,6 +38,10 @@ class Stock(StrEnum):
     """Those who have asked, and wait for the answer."""
     CALLS = "calls"
     """Calls of the DHT that are being answered."""
+    REPORTS = "reports"
+    """Streams on which others watch what this node says of itself."""
+    PROBES = "probes"
+    """Those whose ports are being dialled."""
     RECORDS = "records"
     RECORD_BYTES = "record_bytes"
     """What is kept for the DHT, by who stored it here."""
@@ -66,6 +70,7 @@ class Flow(StrEnum):
     BYTES_OUT = "bytes_out"
     POSITIONS = "positions"
     """Tokens that are computed, of each block that is here at once."""
+    REPORTS_TOLD = "reports_told"
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,8 @@ IN_ALL: Stocks = {
     Stock.NEWCOMERS: 32,
     Stock.ADMISSIONS: 32,
     Stock.CALLS: 256,
+    Stock.REPORTS: 64,
+    Stock.PROBES: 8,
     Stock.TRANSFERS: 256,
     Stock.EARLY_ROUNDS: 256,
 }
@@ -97,6 +104,8 @@ EACH_PEER: Stocks = {
     Stock.NEWCOMERS: 2,
     Stock.ADMISSIONS: 2,
     Stock.CALLS: 32,
+    Stock.REPORTS: 2,
+    Stock.PROBES: 1,
     Stock.RECORDS: 1024,
     Stock.RECORD_BYTES: 8 * MIB,
     Stock.TRANSFERS: 8,
@@ -105,6 +114,7 @@ EACH_PEER: Stocks = {
 FRAMES_IN_ALL = Rate(4000.0, 8000.0)
 FRAMES_EACH_PEER = Rate(1000.0, 4000.0)
 """An eager client of a fast host sends some hundred a second, and a relay of many sessions as many for each of them."""
+REPORTS_EACH_PEER = Rate(2.0, 1.0)
 
 
 class Exhausted(OutOfResources):
@@ -282,7 +292,10 @@ class ResourceManager:
         self._in_all: dict[Stock, int] = dict(IN_ALL)
         self._each_peer: dict[Stock, int] = dict(EACH_PEER)
         self._rates_in_all: dict[Flow, Rate] = {Flow.FRAMES: FRAMES_IN_ALL}
-        self._rates_each_peer: dict[Flow, Rate] = {Flow.FRAMES: FRAMES_EACH_PEER}
+        self._rates_each_peer: dict[Flow, Rate] = {
+            Flow.FRAMES: FRAMES_EACH_PEER,
+            Flow.REPORTS_TOLD: REPORTS_EACH_PEER,
+        }
         self.in_all = Scope("all peers", self._in_all, self._rates_in_all)
         self._peers: dict[str, Scope] = {}
         self._sweep_at = MIN_SWEEP

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from swarmnet_protocols.membership import door as door_module
+from swarmnet_protocols.membership.door import MAX_DOORS_EACH
 from swarmnet_protocols.protocol_ids import DOOR, REVOCATIONS, SESSION
 from swarmnet_protocols.resources import Stock
 from swarmnet_protocols.transport import Message, Stream
@@ -77,11 +78,11 @@ def test_one_member_shuts_no_doors_but_its_own() -> None:
         (hers,) = server.door._doors
         greedy = await world.member("mallory")
         said = pb.Hello(swarm=bytes(32), certificate=greedy.membership.certificate)
-        for _ in range(3 * door_module.MAX_DOORS_EACH):
+        for _ in range(3 * MAX_DOORS_EACH):
             stream = await greedy.raw.open(server.peer_id, DOOR, deadline_s=DEADLINE_S)
             await stream.send(Message(pb.DoorMessage(hello=said).SerializeToString()))
             await asyncio.sleep(0.5)
-        assert len(server.door._doors) == 1 + door_module.MAX_DOORS_EACH
+        assert len(server.door._doors) == 1 + MAX_DOORS_EACH
         assert hers in server.door._doors
 
     run(scenario)

@@ -10,6 +10,7 @@ from swarmnet_protocols.errors import NotAuthorised, ProtocolViolation
 from swarmnet_protocols.identity import Identity
 from swarmnet_protocols.protocol_ids import DHT_FIND
 from swarmnet_protocols.resources import EACH_PEER, Exhausted, ResourceManager, Stock
+from tests.support.virtual_time import run
 
 CALLER = Identity.from_seed(b"caller").peer_id
 
@@ -69,20 +70,34 @@ def with_guard(talk: Callable[[Call, SlowDoor, ResourceManager], Awaitable[None]
         await talk(call, door, resources)
         assert not any(resources.in_all.used.values())
 
-    asyncio.run(main())
+    run(main())
 
 
-def test_calls_that_wait_at_the_door_are_few_and_small() -> None:
+def test_calls_that_wait_at_the_door_are_few() -> None:
     async def talk(call: Call, door: SlowDoor, resources: ResourceManager) -> None:
-        with pytest.raises(ProtocolViolation):
-            await call(bytes(1 << 20))
-        waiting = [asyncio.ensure_future(call(b"")) for _ in range(EACH_PEER[Stock.CALLS])]
+        calls = [asyncio.ensure_future(call(b"")) for _ in range(EACH_PEER[Stock.CALLS] + 1)]
         await asyncio.sleep(0)
+        waiting, refused = calls[:-1], calls[-1]
+        assert refused.done()
         with pytest.raises(Exhausted, match="calls"):
-            await call(b"")
+            await refused
         door.opens.set()
         await asyncio.gather(*waiting)
         await call(b"")
+
+    with_guard(talk)
+
+
+def test_a_call_that_asks_for_too_much_is_not_parsed() -> None:
+    """hivemind would look up every key of it before anybody else has a turn."""
+
+    async def talk(call: Call, door: SlowDoor, resources: ResourceManager) -> None:
+        from hivemind.proto import dht_pb2
+
+        door.opens.set()
+        await call(dht_pb2.FindRequest(keys=[bytes(20)] * 500).SerializeToString())
+        with pytest.raises(ProtocolViolation, match="are the most"):
+            await call(dht_pb2.FindRequest(keys=[bytes(20)] * 1000).SerializeToString())
 
     with_guard(talk)
 
@@ -96,7 +111,7 @@ def test_who_calls_without_end_is_told_to_wait_before_its_calls_are_parsed() -> 
                 await call(b"")
             except Exhausted:
                 refused += 1
-        assert refused > 4_000
+        assert 4_000 < refused < 6_000
 
     with_guard(talk)
 

@@ -13,11 +13,10 @@ from swarmnet_protocols.resources import Exhausted, Flow, Rate, ResourceManager,
 from swarmnet_protocols.session.adapters import read_part
 from swarmnet_protocols.session.steps import decode_tensor
 from swarmnet_protocols.timing import Timing
-from swarmnet_protocols.transport import Message, PeerId, ProtocolSpec
+from swarmnet_protocols.transport import Message, PeerId, ProtocolSpec, talking
 from swarmnet_protocols.transport.framing import FrameReader
 from swarmnet_protocols.transport.meter import MAX_OWED_S, OPENING_FRAMES, Meter
 from swarmnet_protocols.transport.pacing import Line, PacedReader
-from swarmnet_protocols.transport.talking import parse
 from swarmnet_protocols.wire import (
     door_pb2,
     membership_pb2,
@@ -53,7 +52,7 @@ FIRST_MESSAGES: list[type[Protobuf]] = [
 @pytest.mark.parametrize("kind", FIRST_MESSAGES, ids=lambda kind: kind.DESCRIPTOR.name)
 def test_messages_nested_without_end_are_not_parsed(kind: type[Protobuf]) -> None:
     with pytest.raises(ProtocolViolation):
-        parse(kind, nested(NESTED))
+        talking.parse(kind, nested(NESTED))
 
 
 @pytest.mark.parametrize("shape", [(1 << 30, 1 << 30), (1 << 31, 1 << 29), ((1 << 32) - 1,) * 64])

@@ -14,7 +14,6 @@ from swarmnet_node.reports import (
     EVERY_S,
     IDLE_S,
     MAX_PAIRS,
-    STREAMS_PER_PEER,
     HostNumbers,
     LaneTimes,
     Pair,
@@ -25,6 +24,7 @@ from swarmnet_protocols.errors import ProtocolViolation, StreamEnded
 from swarmnet_protocols.identity import Identity
 from swarmnet_protocols.protocol_ids import REPORT
 from swarmnet_protocols.reports import MAX_FLOWS, MAX_NUMBER, ask, check, clean
+from swarmnet_protocols.resources import EACH_PEER, ResourceManager, Stock
 from swarmnet_protocols.session.steps import Row
 from swarmnet_protocols.transport import Message, Stream
 from swarmnet_protocols.transport.memory import LinkProfile, MemoryNetwork
@@ -32,6 +32,7 @@ from swarmnet_protocols.wire import records_pb2, report_pb2
 from tests.support.virtual_time import run
 from tests.wire.examples import report_messages
 
+STREAMS_EACH = EACH_PEER[Stock.REPORTS]
 NODE, ASKER = (Identity.from_seed(name).peer_id for name in (b"node", b"asker"))
 
 
@@ -106,7 +107,7 @@ def test_who_asks_too_often_waits_and_a_report_is_made_once_for_all() -> None:
 
     async def scenario(connect: Any) -> None:
         began_s = asyncio.get_running_loop().time()
-        streams = [await connect() for _ in range(STREAMS_PER_PEER)]
+        streams = [await connect() for _ in range(STREAMS_EACH)]
         for _ in range(5):
             await asyncio.gather(*(ask(stream, reply_s=5.0) for stream in streams))
         assert asyncio.get_running_loop().time() - began_s >= 9 * EVERY_S
@@ -117,7 +118,7 @@ def test_who_asks_too_often_waits_and_a_report_is_made_once_for_all() -> None:
 
 def test_one_asker_has_so_many_streams_and_a_quiet_one_ends() -> None:
     async def scenario(connect: Any) -> None:
-        streams = [await connect() for _ in range(STREAMS_PER_PEER + 1)]
+        streams = [await connect() for _ in range(STREAMS_EACH + 1)]
         for stream in streams[:-1]:
             await ask(stream, reply_s=5.0)
         with pytest.raises(StreamEnded):
@@ -224,6 +225,9 @@ class Unread:
 
     peer = ASKER
 
+    def __init__(self) -> None:
+        self.scope = ResourceManager().peer(ASKER, 0.0)
+
     async def receive(self) -> Message:
         return Message(report_pb2.ReportRequest().SerializeToString())
 
@@ -233,7 +237,9 @@ class Unread:
 
 def test_who_never_reads_keeps_no_place() -> None:
     async def main() -> float:
-        await Reporter(host_report).handle(cast("Stream", Unread()))
+        stream = Unread()
+        await Reporter(host_report).handle(cast("Stream", stream))
+        assert not stream.scope.used[Stock.REPORTS]
         return asyncio.get_running_loop().time()
 
     assert run(main()) == IDLE_S

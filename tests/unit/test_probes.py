@@ -1,16 +1,20 @@
 """Probes: only the asker itself is dialled, only libp2p counts as an answer, and clocks are compared."""
 
 import asyncio
+import random
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
 
-from swarmnet_protocols.errors import ProtocolViolation
+from swarmnet_protocols.errors import ProtocolViolation, StreamEnded
 from swarmnet_protocols.probes import HELLO, MAX_PORTS, Probed, Probes, direct_ip, probe, speaks_libp2p
 from swarmnet_protocols.protocol_ids import PROBE
+from swarmnet_protocols.resources import EACH_PEER, IN_ALL, Stock
 from swarmnet_protocols.transport import PeerId
 from swarmnet_protocols.transport.memory import LinkProfile, MemoryNetwork
+from tests.support import virtual_time
 
 ASKER, ANSWERER = PeerId("asker"), PeerId("answerer")
 NOW = 1_800_000_000.0
@@ -18,7 +22,6 @@ NOW = 1_800_000_000.0
 
 def probed(addresses: Sequence[str], ports: Sequence[int], *, ahead_s: float = 0.0) -> Probed:
     """What the answerer, whose clock is ahead, says to the asker who is connected from ``addresses``."""
-    import random
 
     async def addresses_of(peer: PeerId) -> Sequence[str]:
         assert peer == ASKER
@@ -98,6 +101,36 @@ def test_ports_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_asker_sends_no_more_ports_than_are_allowed() -> None:
     assert probed([], list(range(1, 20))).reached == ()
+
+
+def test_one_asker_and_all_of_them_are_dialled_so_often_at_once() -> None:
+    dialling, dialled = asyncio.Event(), 0
+
+    async def addresses_of(_peer: PeerId) -> Sequence[str]:
+        nonlocal dialled
+        dialled += 1
+        await dialling.wait()
+        return []
+
+    async def main() -> None:
+        network = MemoryNetwork(random.Random(0), LinkProfile(delay_s=0.01))
+        async with AsyncExitStack() as stack:
+            answerer = await stack.enter_async_context(network.transport(ANSWERER))
+            await answerer.serve(PROBE, Probes(addresses_of, lambda: NOW).answer)
+            asking = []
+            for number in range(IN_ALL[Stock.PROBES] + 1):
+                asker = await stack.enter_async_context(network.transport(PeerId(f"asker {number}")))
+                for _ in range(EACH_PEER[Stock.PROBES] + 1):
+                    stream = await asker.open(ANSWERER, PROBE, deadline_s=1.0)
+                    asking.append(asyncio.ensure_future(probe(stream, [], lambda: NOW)))
+            await asyncio.wait(asking, timeout=1.0)
+            assert dialled == IN_ALL[Stock.PROBES] * EACH_PEER[Stock.PROBES]
+            dialling.set()
+            answers = await asyncio.gather(*asking, return_exceptions=True)
+            assert sum(isinstance(each, Probed) for each in answers) == dialled
+            assert sum(isinstance(each, StreamEnded) for each in answers) == len(answers) - dialled
+
+    virtual_time.run(main())
 
 
 @pytest.mark.parametrize("ports", [[0], [70_000], list(range(1, MAX_PORTS + 2))])

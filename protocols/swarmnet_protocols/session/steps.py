@@ -117,16 +117,18 @@ def decode_tensor(header: pb.Tensor, payload: Buffer, *, positions: int, hidden_
     The payload is already in memory and bounded by its frame; nothing is allocated from what the header claims.
     """
     dtype = wire_dtype(header.dtype)
-    if list(header.shape) != [positions, hidden_size]:
-        raise ProtocolViolation(
-            f"a tensor of shape {list(header.shape)[:8]} where {[positions, hidden_size]} belongs"
-        )
+    _check_shape(header, [positions, hidden_size])
     if len(payload) != positions * hidden_size * dtype.itemsize:
         raise ProtocolViolation(f"{len(payload)} bytes for a tensor of {positions} x {hidden_size} {dtype}")
     if positions == 0:
         return torch.empty(0, hidden_size, dtype=dtype)
     writable = payload if isinstance(payload, bytearray) else bytearray(payload)
     return torch.frombuffer(writable, dtype=dtype).reshape(positions, hidden_size)
+
+
+def _check_shape(header: pb.Tensor, expected: list[int]) -> None:
+    if list(header.shape) != expected:
+        raise ProtocolViolation(f"a tensor of shape {list(header.shape)[:8]} where {expected} belongs")
 
 
 def encode_step(step: Step, dtype: torch.dtype) -> tuple[pb.Step, memoryview]:
