@@ -1,15 +1,24 @@
-"""Checks of the network addresses that people type, made before anything is started."""
+"""Network addresses: checks of those that people type, made before anything is started, and the file of our own."""
 
 import ipaddress
 import re
+from collections.abc import Sequence
+from pathlib import Path
 
 from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.files import write_whole
 
 MAX_ADDRESS_CHARS = 512
 _HOST_NAME = re.compile(r"[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
 _PART = re.compile(r"[A-Za-z0-9._:%-]+")
 _PEER_ID = re.compile(r"[1-9A-HJ-NP-Za-km-z]{32,128}")
 _EXAMPLE = "an address looks like /ip4/203.0.113.7/tcp/31337"
+
+
+def write_addresses(data_dir: Path, addresses: Sequence[str]) -> None:
+    """Keep in ``addresses``, a line each, how others reach the peer of this data directory. Raises ``OSError``."""
+    text = "".join(f"{address}\n" for address in addresses)
+    write_whole(data_dir / "addresses", text.encode(), mode=0o644, durable=False)
 
 
 def check_listen_address(address: str) -> None:

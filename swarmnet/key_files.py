@@ -1,12 +1,12 @@
 """Key files of authorities and issuers: Ed25519 in PEM, for their owner's eyes only."""
 
 import os
-import secrets
 import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.files import write_whole
 
 if TYPE_CHECKING:
     from swarmnet_protocols.identity import Identity
@@ -28,7 +28,7 @@ def create_key(path: Path) -> "Identity":
     pem = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
-    replace_file(path, pem, mode=0o600)
+    write_whole(path, pem, mode=0o600)
     return Identity(key)
 
 
@@ -55,18 +55,3 @@ def load_key(path: Path) -> "Identity":
     if not isinstance(key, Ed25519PrivateKey):
         raise ConfigError(f"{path} is not an Ed25519 key", hint="restore it from your backup")
     return Identity(key)
-
-
-def replace_file(path: Path, data: bytes, *, mode: int) -> None:
-    """Write all of ``data`` under ``path``, or nothing."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    try:
-        with os.fdopen(descriptor, "wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise

@@ -4,10 +4,10 @@ import re
 from pathlib import Path
 
 from swarmnet import swarm_file
-from swarmnet.key_files import replace_file
 from swarmnet.swarm_content import SwarmFile
 from swarmnet.swarm_file import FILE_NAME
 from swarmnet_protocols.errors import ConfigError, IncompatibleVersion, IntegrityError, SwarmnetError
+from swarmnet_protocols.files import write_whole
 
 
 def folder_of(data_dir: Path, swarm_id: bytes) -> Path:
@@ -31,7 +31,7 @@ def remember(data_dir: Path, data: bytes, *, source: str = FILE_NAME) -> SwarmFi
     try:
         for each in (data_dir, folder.parent, folder):
             each.mkdir(mode=0o700, parents=True, exist_ok=True)
-        replace_file(path, data, mode=0o600)
+        write_whole(path, data, mode=0o600)
     except OSError as error:
         raise ConfigError(
             f"cannot write into {folder}: {error.strerror}", hint="choose another --data-dir"

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swarmnet.addresses import check_peer_address
-from swarmnet.key_files import KEY_NAME, create_key, load_key, replace_file
+from swarmnet.key_files import KEY_NAME, create_key, load_key
 from swarmnet.swarm_content import FORMAT, Rotation, SwarmFile, rotation_bytes
 from swarmnet.swarm_file import FILE_NAME, decode, file_in, load, parse, read
 from swarmnet.swarm_reader import MAX_BOOTSTRAPS, NAME, Reader
 from swarmnet_protocols.errors import ConfigError, IncompatibleVersion, IntegrityError
+from swarmnet_protocols.files import write_whole
 from swarmnet_protocols.membership.roles import Role
 from swarmnet_protocols.membership.rules import Admission
 from swarmnet_protocols.transport import PeerId
@@ -239,7 +240,7 @@ def _write(path: Path, document: "TOMLDocument", key: "Signer | None", source: s
     data = _dump(document).encode()
     written = parse(data, source=source)
     with _writing(path.parent):
-        replace_file(path, data, mode=0o644)
+        write_whole(path, data, mode=0o644)
     return written
 
 

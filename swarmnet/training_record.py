@@ -2,7 +2,6 @@
 
 import json
 import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from swarmnet_protocols.clock import Clock
 from swarmnet_protocols.errors import ConfigError, IntegrityError
+from swarmnet_protocols.files import write_whole
 
 STATUS_FILE = "training-status.json"
 HISTORY_FILE = "training-history.jsonl"
@@ -63,7 +63,7 @@ class TrainingRecord:
             status["wait_share"] = round(min(1.0, status["wait_s"] / status["elapsed_s"]), 4)
         # A full disk must not end the training; the next event tries again.
         with suppress(OSError):
-            _replace(self._folder / STATUS_FILE, json.dumps(status))
+            write_whole(self._folder / STATUS_FILE, json.dumps(status).encode(), durable=False)
 
     def _add(self, event: Mapping[str, Any]) -> None:
         status = self.status
@@ -97,7 +97,8 @@ class TrainingRecord:
             self._points += 1
             if self._points > MAX_POINTS:
                 points = _thinned(list(read_history(self._folder)))
-                _replace(self._history, "".join(json.dumps(point) + "\n" for point in points))
+                text = "".join(json.dumps(point) + "\n" for point in points)
+                write_whole(self._history, text.encode(), durable=False)
                 self._points = len(points)
 
 
@@ -173,15 +174,3 @@ def _end_last_line(path: Path) -> int:
             with path.open("ab") as file:
                 file.write(b"\n")
     return lines
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file whole, or not at all."""
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "w") as file:
-            file.write(text)
-        os.replace(temporary, path)
-    finally:
-        with suppress(FileNotFoundError):
-            os.unlink(temporary)

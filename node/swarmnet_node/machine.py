@@ -4,9 +4,7 @@ import contextlib
 import ctypes
 import gc
 import json
-import os
 import sys
-import tempfile
 import threading
 from collections.abc import Callable
 from datetime import datetime
@@ -18,6 +16,7 @@ from swarmnet_node.idleness import idle_s
 from swarmnet_node.limits import Limits, Observed, Usage, month_of
 from swarmnet_protocols.clock import Clock
 from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.files import write_whole
 from swarmnet_protocols.transport.pacing import Pace
 
 LIMITS_NAME = "limits.json"
@@ -91,7 +90,7 @@ class OwnersMachine:
         """Remember what was used so far."""
         usage = self.usage()
         self._saved_at = self._clock()
-        _write(self._folder / USAGE_NAME, json.dumps(vars(usage)))
+        write_whole(self._folder / USAGE_NAME, json.dumps(vars(usage)).encode())
 
     def ram_bytes(self) -> int:
         # To find children is to look at every process of the machine.
@@ -103,7 +102,7 @@ class OwnersMachine:
 
     def enforce(self, limits: Limits) -> None:
         try:
-            _write(self._folder / LIMITS_NAME, limits.to_json())
+            write_whole(self._folder / LIMITS_NAME, limits.to_json().encode())
         except OSError as error:
             raise ConfigError(
                 f"the limits cannot be kept in {self._folder}: {error.strerror}", hint="make room on its disk"
@@ -150,17 +149,3 @@ def _read(path: Path) -> str | None:
             return file.read(MAX_FILE_BYTES).decode(errors="replace")
     except FileNotFoundError:
         return None
-
-
-def _write(path: Path, text: str) -> None:
-    """Write all of it, or nothing."""
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".")  # 0600
-    try:
-        with os.fdopen(descriptor, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        os.unlink(temporary)
-        raise

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from swarmnet.addresses import check_listen_address, check_peer_address
+from swarmnet.addresses import check_listen_address, check_peer_address, write_addresses
 from swarmnet.cli.interrupts import Interrupts
 from swarmnet.cli.options import (
     AnnounceOption,
@@ -74,7 +74,7 @@ async def _serve(network: "Network", data_dir: "Path", *, as_json: bool) -> None
 
 def _announce(transport: "Transport", data_dir: "Path", *, as_json: bool) -> None:
     addresses = list(transport.addresses())
-    (data_dir / "addresses").write_text("".join(f"{address}\n" for address in addresses))
+    write_addresses(data_dir, addresses)
     notify_ready(f"peer {transport.peer_id}")
     if as_json:
         print_json({"event": "ready", "peer_id": transport.peer_id, "addresses": addresses})

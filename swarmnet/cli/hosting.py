@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import typer
 
+from swarmnet.addresses import write_addresses
 from swarmnet.cli.control import DEFAULT_GRACE_S
 from swarmnet.cli.interrupts import Interrupts
 from swarmnet.cli.output import note, print_json, progress
@@ -132,7 +133,7 @@ class Foreground:
             self._report(status)
         notify_ready(_one_line(status))
         addresses = list(status.addresses)
-        (self.data_dir / "addresses").write_text("".join(f"{address}\n" for address in addresses))
+        write_addresses(self.data_dir, addresses)
         if self.as_json:
             event = {
                 "event": "ready",

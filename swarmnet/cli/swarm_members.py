@@ -19,12 +19,13 @@ from swarmnet.cli.options import (
     parse_duration,
 )
 from swarmnet.cli.output import note, print_json
-from swarmnet.key_files import KEY_NAME, load_key, replace_file
+from swarmnet.key_files import KEY_NAME, load_key
 from swarmnet.paths import default_data_dir
 from swarmnet.swarm_content import SwarmFile
 from swarmnet.swarm_folder import folder_of
 from swarmnet_protocols.clock import wall_clock
 from swarmnet_protocols.errors import ConfigError, IntegrityError, OutOfResources, Unreachable
+from swarmnet_protocols.files import write_whole
 from swarmnet_protocols.membership.roles import Role, name_roles
 from swarmnet_protocols.membership.rules import Admission
 from swarmnet_protocols.transport import PeerId
@@ -340,7 +341,7 @@ def _sign_list(swarm: Path, file: SwarmFile, key: "Identity", named: "Named") ->
             str(error),
             hint="revoke invites rather than peers, or rotate the key: that ends every certificate",
         ) from error
-    replace_file(path, sealed, mode=0o644)
+    write_whole(path, sealed, mode=0o644)
     return serial
 
 

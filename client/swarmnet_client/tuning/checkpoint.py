@@ -2,10 +2,8 @@
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from swarmnet_protocols import files
 from swarmnet_protocols.errors import IntegrityError, OutOfResources
 
 HISTORY = "history"
@@ -71,17 +70,8 @@ def replacing(path: Path) -> Iterator[Path]:
     Raises ``OutOfResources`` when the disk does not take it.
     """
     try:
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=UNFINISHED)
-        os.close(descriptor)
-        try:
-            yield Path(name)
-            _sync(Path(name))
-            os.chmod(name, 0o644)
-            os.replace(name, path)
-            _sync(path.parent)
-        finally:
-            with suppress(FileNotFoundError):
-                os.unlink(name)
+        with files.replacing(path, prefix=UNFINISHED, mode=0o644) as temporary:
+            yield temporary
     except (OSError, SafetensorError) as error:
         raise OutOfResources(
             f"cannot write {path}: {error}", hint="make room there, or use another disk"
@@ -100,11 +90,3 @@ def _hash_of(about: str, tensors: Mapping[str, torch.Tensor]) -> str:
 
 def _damaged(path: Path) -> IntegrityError:
     return IntegrityError(f"{path} is no checkpoint of a run", hint="begin the run anew: --force")
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

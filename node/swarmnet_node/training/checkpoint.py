@@ -7,7 +7,6 @@ every other file. It is written under another name, synced and renamed. Nothing 
 
 import hashlib
 import json
-import os
 import re
 import shutil
 import tempfile
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from swarmnet_node.training.model import read_model
 from swarmnet_protocols.errors import ConfigError, IntegrityError, OutOfResources
+from swarmnet_protocols.files import sync
 from swarmnet_protocols.models.checkpoint import sha256_of
 
 _PROGRESS = "progress.json"
@@ -191,19 +191,11 @@ def _renamed_when_done(target: Path) -> Iterator[Path]:
         yield temporary
         temporary.chmod(0o755)
         for path in [*_files(temporary), *(p for p in temporary.rglob("*") if p.is_dir()), temporary]:
-            _sync(path)
+            sync(path)
         temporary.rename(target)
-        _sync(target.parent)
+        sync(target.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager

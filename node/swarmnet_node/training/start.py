@@ -3,7 +3,6 @@
 import asyncio
 import os
 import random
-import tempfile
 import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from swarmnet_protocols.aio import cancel
 from swarmnet_protocols.errors import ConfigError, IntegrityError, NotAuthorised, SwarmnetError
+from swarmnet_protocols.files import write_whole
 from swarmnet_protocols.network import Network, connect
 
 if TYPE_CHECKING:
@@ -160,12 +160,7 @@ def job_folder(data_dir: Path, job_id: str) -> Path:
 
 def keep_job(data_dir: Path, job: "SealedJob", sealed: bytes) -> None:
     """Keep a sealed job in the data directory, for workers that start here."""
-    path = _job_path(data_dir, job.id)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(sealed)
-    os.replace(temporary, path)
+    write_whole(_job_path(data_dir, job.id), sealed)
 
 
 async def find_sealed(data_dir: Path, directory: "Directory", job_id: str) -> bytes:

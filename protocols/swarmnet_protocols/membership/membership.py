@@ -3,14 +3,13 @@
 import asyncio
 import contextlib
 import logging
-import os
-import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NoReturn
 
 from swarmnet_protocols.clock import Clock
 from swarmnet_protocols.errors import ConfigError, IntegrityError, NotAuthorised, OutOfResources
+from swarmnet_protocols.files import write_whole
 from swarmnet_protocols.membership.certificates import MAX_CERTIFICATE_BYTES, Certificate, open_certificate
 from swarmnet_protocols.membership.revocations import MAX_LIST_BYTES, Revocations
 from swarmnet_protocols.membership.roles import ANY_ROLE
@@ -147,7 +146,7 @@ class Membership:
         self._say_changed()
         if self._folder is not None:
             try:
-                _write(self._folder / CERTIFICATE_NAME, sealed)
+                write_whole(self._folder / CERTIFICATE_NAME, sealed)
             except OSError as error:
                 raise OutOfResources(
                     f"cannot write the certificate into {self._folder}: {error.strerror}",
@@ -168,7 +167,7 @@ class Membership:
             new = learned.of(signer)
             if new is not None and new is not old.of(signer):
                 try:
-                    _write(self._folder / REVOCATIONS_NAME / signer.hex(), new.sealed)
+                    write_whole(self._folder / REVOCATIONS_NAME / signer.hex(), new.sealed)
                 except OSError as error:  # others have it too: it is fetched again after a restart
                     _log.warning("cannot keep the revocations in %s: %s", self._folder, error.strerror)
 
@@ -199,18 +198,3 @@ def _read_file(path: Path, max_bytes: int) -> bytes:
     """What is in a file. A larger one is cut, and no signature holds for that."""
     with path.open("rb") as file:
         return file.read(max_bytes)
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Write all of ``data`` under ``path``, or nothing."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".")  # 0600
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        os.unlink(temporary)
-        raise

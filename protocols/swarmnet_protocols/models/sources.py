@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError, Unreachable
+from swarmnet_protocols.files import write_whole
 from swarmnet_protocols.models.checkpoint import Checkpoint, Progress, sha256_of
 from swarmnet_protocols.models.gguf_file import GgufCheckpoint
 from swarmnet_protocols.models.local import LocalModel, describe
@@ -194,11 +195,8 @@ def _kept_manifest(index: Path, stamps: Stamps) -> Manifest | None:
 
 
 def _keep_manifest(index: Path, stamps: Stamps, manifest: Manifest) -> None:
-    index.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=index.parent, delete=False) as file:
-        stamped, body = json.dumps(stamps), manifest.to_json()
-        file.write("\n".join((_digest(stamped, body), stamped, body)))
-    os.replace(file.name, index)
+    stamped, body = json.dumps(stamps), manifest.to_json()
+    write_whole(index, "\n".join((_digest(stamped, body), stamped, body)).encode())
 
 
 def _digest(stamped: str, body: str) -> str:

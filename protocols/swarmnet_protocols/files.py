@@ -1,0 +1,44 @@
+"""Files that are there whole or not at all."""
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+
+@contextmanager
+def replacing(path: Path, *, prefix: str = ".", mode: int = 0o600, durable: bool = True) -> Iterator[Path]:
+    """A new file beside ``path`` that becomes it unless something is raised inside.
+
+    Its name begins with ``prefix`` until then. A ``durable`` one is not lost with the power. Raises ``OSError``.
+    """
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=prefix)  # 0600
+    os.close(descriptor)
+    try:
+        yield Path(name)
+        os.chmod(name, mode)
+        if durable:
+            sync(Path(name))
+        os.replace(name, path)
+        if durable:
+            sync(path.parent)
+    finally:
+        with suppress(FileNotFoundError):
+            os.unlink(name)
+
+
+def write_whole(path: Path, data: bytes, *, mode: int = 0o600, durable: bool = True) -> None:
+    """Write all of ``data`` under ``path``, or nothing: what was there stays. Makes its folder. Raises ``OSError``."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with replacing(path, mode=mode, durable=durable) as fresh:
+        fresh.write_bytes(data)
+
+
+def sync(path: Path) -> None:
+    """Have a file or a folder be on the disk. Raises ``OSError``."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
