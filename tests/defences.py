@@ -1,6 +1,7 @@
 """The defences, how each is switched off, and the test that then fails. ``test_defences.py`` shows that it does."""
 
 import contextlib
+import fcntl
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,7 @@ from tests.support.swarm_lab import Reference, load_reference
 from tests.unit import (
     test_dht_storage,
     test_flipped_bits,
+    test_identity_lock,
     test_issuer,
     test_resources,
     test_steps,
@@ -262,6 +264,13 @@ FILES = (
         "known keys are not forgotten",
         replacing(Authority, "continues", yes),
         test_swarm_keys.test_keys_that_do_not_follow_from_the_known_ones_are_refused,
+    ),
+    Defence(
+        "an identity is on the network once",
+        replacing(fcntl, "flock", nothing),
+        lambda folder: test_identity_lock.test_who_is_dialled_has_an_identity_alone(
+            test_identity_lock.made_in(folder), "alone", second=True
+        ),
     ),
 )
 STATEMENTS = (

@@ -46,9 +46,9 @@ class Network:
 async def connect(
     network: Network, *, client_mode: bool = False
 ) -> AsyncIterator["tuple[Transport, Directory]"]:
-    """Connected while the context is open. In client mode no records are kept for others.
+    """Connected while the context is open. In client mode no records are kept for others, and the identity may be shared.
 
-    Raises ``NotAuthorised`` when this peer is not, or no more, a member of the swarm, and ``Unreachable`` when bootstraps are
+    Raises ``ConfigError`` for an identity that another process uses, ``NotAuthorised`` when this peer is not, or no more, a member of the swarm, and ``Unreachable`` when bootstraps are
     named, this peer is none of them, and none answers.
     """
     from swarmnet_protocols.clock import wall_clock
@@ -85,6 +85,7 @@ async def connect(
             # Where others begin must be able to start when nobody else is there.
             require_bootstrap=bool(others) and others == network.bootstrap,
             pace=network.pace or Pace(),
+            only_dials=client_mode,
         )
         raw = await stack.enter_async_context(P2pdTransport.create(config))
         door = await stack.enter_async_context(Door.run(raw, membership, Timing()))

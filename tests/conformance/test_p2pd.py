@@ -10,6 +10,7 @@ import struct
 import sys
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -110,6 +111,22 @@ def test_a_port_in_use_by_another_p2pd_is_not_shared(p2pd_lab: P2pdLab, tmp_path
                 pass
 
     p2pd_lab.run(scenario)
+
+
+def test_one_identity_is_on_the_network_once_unless_it_only_dials(tmp_path: Path) -> None:
+    listening = P2pdConfig(tmp_path / "id", listen=LOOPBACK)
+    dialling = replace(listening, only_dials=True)
+
+    async def scenario() -> None:
+        async with P2pdTransport.create(listening):
+            for config in (listening, dialling):
+                with pytest.raises(ConfigError, match="another process"):
+                    async with P2pdTransport.create(config):
+                        pass
+        async with P2pdTransport.create(dialling), P2pdTransport.create(dialling):
+            pass
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from swarmnet_protocols.errors import ConfigError, PeerUnreachable, StreamEnded, Unreachable
 from swarmnet_protocols.identity import Identity
+from swarmnet_protocols.identity_lock import identity_in_use
 from swarmnet_protocols.resources import Exhausted, ResourceManager, Scope
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.transport import Buffer, Handler, Message, PeerId, ProtocolSpec
@@ -53,6 +54,8 @@ class P2pdConfig:
     """Fail with ``Unreachable`` when none of them answers."""
     pace: Pace = field(default_factory=Pace)
     """Counts what goes over the network, and holds it back to the rates it is set to."""
+    only_dials: bool = False
+    """Nobody dials us: several processes of this machine may then be on the network under one identity."""
 
 
 def peer_of(address: str) -> PeerId:
@@ -177,8 +180,8 @@ class P2pdTransport:
     async def create(cls, config: P2pdConfig) -> AsyncIterator["P2pdTransport"]:
         """A transport that is up while the context is open.
 
-        Raises ``ConfigError`` for a bad identity file or address and for a port in use, ``Unreachable`` when
-        ``require_bootstrap`` is set and nobody answers.
+        Raises ``ConfigError`` for a bad identity file or address, for a port in use, and for an identity under which another
+        process is on the network, ``Unreachable`` when ``require_bootstrap`` is set and nobody answers.
         """
         identity = Identity.load_or_create(config.identity_path)
         prepare_hivemind()
@@ -188,7 +191,9 @@ class P2pdTransport:
         daemon_config = DaemonConfig(
             config.identity_path, config.listen, config.announce, relays=config.bootstrap
         )
-        async with run_p2pd(daemon_config) as daemon:
+        async with contextlib.AsyncExitStack() as stack:
+            stack.enter_context(identity_in_use(config.identity_path, alone=not config.only_dials))
+            daemon = await stack.enter_async_context(run_p2pd(daemon_config))
             p2p = await P2P.replicate(Multiaddr(f"/unix{daemon.control_path}"))
             socket_path = daemon.control_path.with_name("streams.sock")
             transport = cls(identity.peer_id, daemon, p2p, socket_path, config.pace)

@@ -1,0 +1,100 @@
+"""Who may use an identity at the same time, and what the others are told."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from swarmnet_protocols import identity_lock
+from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.identity import Identity
+from swarmnet_protocols.identity_lock import identity_in_use
+
+HOLD = """
+import sys
+from pathlib import Path
+from swarmnet_protocols.identity_lock import identity_in_use
+with identity_in_use(Path(sys.argv[1]), alone=sys.argv[2] == "alone"):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def made_in(folder: Path) -> Path:
+    path = folder / "identity.key"
+    Identity.load_or_create(path)
+    return path
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return made_in(tmp_path)
+
+
+@contextmanager
+def another_process(path: Path, how: str) -> Iterator[subprocess.Popen[str]]:
+    """One that uses the identity while the context is open."""
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, path, how], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize(("first", "second"), [("alone", True), ("alone", False), ("shared", True)])
+def test_who_is_dialled_has_an_identity_alone(path: Path, first: str, second: bool) -> None:
+    with another_process(path, first) as other:
+        with (
+            pytest.raises(ConfigError, match=re.escape(str(path))) as info,
+            identity_in_use(path, alone=second),
+        ):
+            pass
+        if sys.platform == "linux":
+            assert f"(pid {other.pid})" in str(info.value)
+        assert "--data-dir" in info.value.hint
+
+
+def test_those_who_only_dial_share_one(path: Path) -> None:
+    with another_process(path, "shared"), identity_in_use(path, alone=False):
+        Identity.load_or_create(path)
+
+
+def test_the_identity_of_a_process_that_was_killed_is_free(path: Path) -> None:
+    with another_process(path, "alone") as other:
+        os.kill(other.pid, signal.SIGKILL)
+        other.wait()
+        with identity_in_use(path, alone=True):
+            pass
+
+
+def test_another_identity_and_one_that_was_given_back_are_free(path: Path, tmp_path: Path) -> None:
+    Identity.load_or_create(tmp_path / "other.key")
+    with identity_in_use(path, alone=True), identity_in_use(tmp_path / "other.key", alone=True):
+        pass
+    with identity_in_use(path, alone=True):
+        pass
+
+
+def test_where_the_system_does_not_tell_nobody_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(identity_lock, "_LOCKS", path.parent / "no such file")
+    with (
+        identity_in_use(path, alone=True),
+        pytest.raises(ConfigError, match="another process uses this identity"),
+        identity_in_use(path, alone=True),
+    ):
+        pass
+
+
+def test_an_identity_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"), identity_in_use(tmp_path / "none.key", alone=True):
+        pass
