@@ -47,7 +47,8 @@ KeyOption = Annotated[
     ),
 ]
 ExpiresOption = Annotated[
-    str, typer.Option("--expires", metavar="TIME", help="How long it can be redeemed: 90s, 12h, 7d.")
+    str,
+    typer.Option("--expires", metavar="TIME", help="How long it can be redeemed, up to 90d: 90s, 12h, 7d."),
 ]
 _ONLY_CERTIFICATES = (
     "members with an allow-list have no certificates: swarmnet swarm approve PEER --role ROLE"
@@ -87,8 +88,8 @@ def approve(  # noqa: PLR0913 - a command line, not an interface
     file = swarm_file.load_valid(swarm, wall_clock())
     signer = _key_for(swarm, file, key)
     own = _own_list(swarm, file, signer)
-    if own is not None and who in own.peers:
-        _sign_list(swarm, file, signer, replace(_named(own), peers=own.peers - {who}))
+    if own is not None and who in own.named.peers:
+        _sign_list(swarm, file, signer, replace(own.named, peers=own.named.peers - {who}))
         try:
             _spread(swarm, file, signer, bootstrap)
         except Unreachable as error:  # the newcomer is let in all the same, once the list is there
@@ -117,15 +118,18 @@ def revoke(
     as_json: JsonFlag = False,
 ) -> None:
     """Put a peer, or everybody an invite let in, out of the swarm before their certificates end."""
+    from swarmnet_protocols.membership.revocations import Named
+
     now = wall_clock()
     file = swarm_file.load_valid(swarm, now)
     signer = _key_for(swarm, file, key)
-    named = _named(_own_list(swarm, file, signer))
+    own = _own_list(swarm, file, signer)
+    named = own.named if own is not None else Named()
     if (identity := _invite_id(who)) is not None:
-        named = replace(named, invites=named.invites | {identity})
+        named = named.naming(invites=frozenset({identity}))
     else:
         peer = check_peer_id(who)
-        named = replace(named, peers=named.peers | {peer})
+        named = named.naming(peers=frozenset({peer}))
         if peer in file.allow and file.authority and signer.public_key in file.authority.keys:
             from swarmnet import swarm_writer
 
@@ -178,13 +182,18 @@ def sign_revocations_anew(swarm: Path, file: SwarmFile, key: "Identity", now: fl
     """Keep what the authority has revoked in force under its new ``key``."""
     path = _list_path(swarm)
     if path.exists():
-        _sign_list(swarm, file, key, _named(_read_list(path, file, now)))
+        _sign_list(swarm, file, key, _read_list(path, file, now).named)
 
 
 def _terms(role: list[Role], expires: str, *, uses: int = 1, peer: PeerId | None = None) -> "Terms":
-    from swarmnet_protocols.membership.invites import Terms
+    from swarmnet_protocols.membership.invites import MAX_VALID_S, Terms
 
-    not_after = int(wall_clock()) + parse_duration(expires, option="--expires")
+    valid_s = parse_duration(expires, option="--expires")
+    if valid_s > MAX_VALID_S:
+        raise typer.BadParameter(
+            f"an invite is valid for {MAX_VALID_S // 86_400}d at most", param_hint="'--expires'"
+        )
+    not_after = int(wall_clock()) + valid_s
     return Terms(frozenset(role) or frozenset({Role.CLIENT}), not_after, uses, peer)
 
 
@@ -319,21 +328,16 @@ def _read_list(path: Path, file: SwarmFile, now: float) -> "RevocationList":
         raise IntegrityError(f"{path}: {error}", hint="restore it from a backup") from error
 
 
-def _named(own: "RevocationList | None") -> "Named":
-    from swarmnet_protocols.membership.revocations import Named
-
-    return Named(own.peers, own.certificates, own.invites) if own else Named()
-
-
 def _sign_list(swarm: Path, file: SwarmFile, key: "Identity", named: "Named") -> int:
-    """Write the list anew, with a higher serial; that serial."""
+    """Write the list anew, with a higher serial and without what has ended by itself; that serial."""
     from swarmnet_protocols.membership.revocations import sign_list
 
-    path = _list_path(swarm)
+    path, now = _list_path(swarm), wall_clock()
     # The clock outgrows any count of revocations: a list that was lost is followed by a newer one all the same.
-    serial = int(wall_clock())
+    serial = int(now)
     if path.exists():
-        serial = max(serial, _read_list(path, file, wall_clock()).serial + 1)
+        serial = max(serial, _read_list(path, file, now).serial + 1)
+    named = named.still_needed(now, peers_for_ever=not file.rules().needs_certificate)
     try:
         sealed = sign_list(named, serial=serial, swarm=file.swarm_id, key=key)
     except ValueError as error:

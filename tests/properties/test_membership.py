@@ -15,9 +15,9 @@ from swarmnet_protocols.errors import ConfigError, IntegrityError, NotAuthorised
 from swarmnet_protocols.identity import Identity
 from swarmnet_protocols.membership.certificates import Admittance, issue, open_certificate
 from swarmnet_protocols.membership.invites import Terms, make_invite, open_redemption, read_invite, redemption
-from swarmnet_protocols.membership.revocations import Named, Revocations, open_list, sign_list
+from swarmnet_protocols.membership.revocations import KEPT_S, Named, Revocations, open_list, sign_list
 from swarmnet_protocols.membership.roles import Role
-from swarmnet_protocols.membership.rules import Admission, Rules, admit
+from swarmnet_protocols.membership.rules import MAX_LIFETIME_S, Admission, Rules, admit
 from swarmnet_protocols.wire import membership_pb2 as pb
 
 NOW = 1_800_000_000.0
@@ -126,6 +126,33 @@ def test_no_replay_is_accepted() -> None:
             admit(RULES, open_certificate(certificate, rules=RULES, now=NOW), bob, ROLES, Revocations(), NOW)
         with pytest.raises(NotAuthorised, match="without its key"):
             open_redemption(SHOWN, bob, rules=RULES, now=NOW)
+
+
+DAY_S = 24 * 3600
+
+
+@given(st.lists(st.tuples(st.integers(0, 120), st.integers(0, 5), st.booleans()), max_size=30))
+def test_a_list_names_whoever_could_still_come_in_and_never_grows_for_ever(
+    revocations: list[tuple[int, int, bool]],
+) -> None:
+    """Each a while after the one before, of one of a few peers or of invites, by a tool that signs the list anew each time."""
+    named, now, revoked_at = Named(), int(NOW), dict[object, int]()
+    for days, number, is_peer in revocations:
+        now += days * DAY_S
+        peer, invite = Identity.from_seed(b"%d" % number).peer_id, bytes([number]) * 16
+        named = (
+            named.naming(peers=frozenset({peer})) if is_peer else named.naming(invites=frozenset({invite}))
+        )
+        revoked_at[peer if is_peer else invite] = now
+        named = named.still_needed(now, peers_for_ever=False)
+        sealed = sign_list(named, serial=now, swarm=SWARM, key=AUTHORITY)
+        assert open_list(sealed, rules=RULES, now=now).named == named
+        recent = {each for each, then in revoked_at.items() if now < then + KEPT_S}
+        assert set(named.in_order()) == set(named.since) == recent
+    for revoked, then in revoked_at.items():
+        # The last that could be issued: by somebody who heard of it as late as the life of a certificate.
+        ends = then + 2 * MAX_LIFETIME_S
+        assert now >= ends or revoked in named.in_order()
 
 
 @given(data=st.data())

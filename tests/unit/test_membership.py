@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ from swarmnet_protocols.membership.certificates import (
     open_certificate,
 )
 from swarmnet_protocols.membership.revocations import (
+    KEPT_S,
     MAX_ENTRIES,
     Named,
     Revocations,
@@ -24,7 +26,9 @@ from swarmnet_protocols.membership.revocations import (
 )
 from swarmnet_protocols.membership.roles import ANY_ROLE, Role
 from swarmnet_protocols.membership.rules import MAX_LIFETIME_S, MIN_LIFETIME_S, Admission, Rules, admit
+from swarmnet_protocols.membership.signed import seal
 from swarmnet_protocols.transport import PeerId
+from swarmnet_protocols.wire import membership_pb2 as pb
 
 NOW = 1_800_000_000.0
 DAY_S = 24 * 3600.0
@@ -231,4 +235,31 @@ def test_lists_that_are_not_as_they_should_be_are_refused() -> None:
 
 def test_the_longest_list_there_can_be_fits() -> None:
     named = Named(frozenset(PeerId(f"{n:052}") for n in range(MAX_ENTRIES)))
-    assert len(open_list(revoke(named), rules=RULES, now=NOW).peers) == MAX_ENTRIES
+    dated = named.still_needed(NOW, peers_for_ever=False)
+    assert open_list(revoke(dated), rules=RULES, now=NOW).named == dated
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"peers": [BOB, ALICE] if ALICE < BOB else [ALICE, BOB]},
+        {"peers": [ALICE, ALICE]},
+        {"peers": [ALICE], "since": [1, 2]},
+        {"since": [1]},
+    ],
+    ids=["not sorted", "twice", "too many dates", "a date of nothing"],
+)
+def test_a_list_says_everything_once_and_dates_all_of_it_or_nothing(change: dict[str, Any]) -> None:
+    message = pb.RevocationList(swarm=SWARM, serial=1, **change)
+    with pytest.raises(IntegrityError, match="sorted"):
+        learned(seal(b"swarmnet-revocations-1", message, AUTHORITY))
+
+
+def test_what_was_revoked_long_ago_leaves_the_list_and_may_be_revoked_again() -> None:
+    old = Named(frozenset({ALICE}), invites=frozenset({bytes(16)})).still_needed(NOW, peers_for_ever=False)
+    later = NOW + KEPT_S
+    assert old.still_needed(later - 1, peers_for_ever=False) == old
+    assert not old.still_needed(later, peers_for_ever=False).in_order()
+    assert old.still_needed(later, peers_for_ever=True).in_order() == (ALICE,)
+    again = old.naming(peers=frozenset({ALICE})).still_needed(later, peers_for_ever=False)
+    assert (again.in_order(), again.since[ALICE]) == ((ALICE,), later)

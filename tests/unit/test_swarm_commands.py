@@ -14,7 +14,7 @@ from swarmnet_protocols.clock import wall_clock
 from swarmnet_protocols.identity import Identity
 from swarmnet_protocols.membership.invites import read_invite, redemption
 from swarmnet_protocols.membership.issuer import Issuer, Ledger
-from swarmnet_protocols.membership.revocations import Revocations, open_list
+from swarmnet_protocols.membership.revocations import KEPT_S, Revocations, open_list
 from swarmnet_protocols.transport import PeerId
 
 ALICE = Identity.from_seed(b"alice").peer_id
@@ -139,13 +139,28 @@ def test_revoking_adds_to_the_list_and_brings_it_to_the_swarm(
     file = swarm_file.load(owner.directory)
     lists = [open_list(sealed, rules=file.rules(), now=wall_clock()) for sealed in told]
     assert [each.serial for each in lists] == sorted({each.serial for each in lists})
-    assert lists[-1].peers == {ALICE, bob}
-    assert lists[-1].invites == {bytes.fromhex(printed["id"]), b"\xab" * 16}
+    assert lists[-1].named.peers == {ALICE, bob}
+    assert lists[-1].named.invites == {bytes.fromhex(printed["id"]), b"\xab" * 16}
     (member,) = owner.swarm("members", "--data-dir", str(tmp_path / "data"))["members"]
     assert member["state"] == "revoked"
 
     owner.swarm("approve", ALICE)
-    assert open_list(told[-1], rules=file.rules(), now=wall_clock()).peers == {bob}
+    assert open_list(told[-1], rules=file.rules(), now=wall_clock()).named.peers == {bob}
+
+
+def test_what_was_revoked_long_ago_leaves_the_list_at_the_next_revocation(
+    owner: Owner, told: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bob = Identity.from_seed(b"bob").peer_id
+    owner.swarm("revoke", ALICE)
+    owner.swarm("revoke", "ab" * 16)
+    monkeypatch.setattr("swarmnet.cli.swarm_members.wall_clock", lambda: wall_clock() + KEPT_S)
+    owner.swarm("revoke", bob)
+    owner.swarm("revoke", ALICE)
+    file = swarm_file.load(owner.directory)
+    named = [open_list(sealed, rules=file.rules(), now=wall_clock()).named for sealed in told]
+    assert [len(each.in_order()) for each in named] == [1, 2, 1, 2]
+    assert named[-1].peers == {ALICE, bob}
 
 
 def test_revoking_takes_a_peer_off_an_allow_list(owner: Owner, told: list[bytes]) -> None:
@@ -164,9 +179,9 @@ def test_what_was_revoked_stays_revoked_under_a_new_key(owner: Owner, told: list
     assert rotated["authority"] != first["authority"]
     file = swarm_file.load(owner.directory)
     kept = open_list((owner.directory / "revocations").read_bytes(), rules=file.rules(), now=wall_clock())
-    assert kept.peers == {ALICE}
+    assert kept.named.peers == {ALICE}
     owner.swarm("revoke", Identity.from_seed(b"bob").peer_id)
-    assert len(open_list(told[-1], rules=file.rules(), now=wall_clock()).peers) == 2
+    assert len(open_list(told[-1], rules=file.rules(), now=wall_clock()).named.peers) == 2
 
 
 def test_nobody_told_is_an_error_that_says_so(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +205,7 @@ def test_whoever_is_approved_again_gets_an_invite_though_nobody_can_be_told(
     monkeypatch.setattr("swarmnet_protocols.membership.spreading.spread", spread)
     assert owner.swarm("approve", ALICE)["peer_id"] == ALICE
     rules, sealed = swarm_file.load(owner.directory).rules(), (owner.directory / "revocations").read_bytes()
-    assert open_list(sealed, rules=rules, now=wall_clock()).peers == set()
+    assert open_list(sealed, rules=rules, now=wall_clock()).named.peers == set()
 
 
 @pytest.mark.parametrize("command", ["invite", "revoke", "approve"])
@@ -206,6 +221,7 @@ def test_an_open_swarm_has_nobody_who_could(command: str, owner: Owner, tmp_path
     [
         (["invite", "--expires", "soon"], "--expires"),
         (["invite", "--expires", "9999999w"], "--expires"),
+        (["invite", "--expires", "91d"], "--expires"),
         (["invite", "--uses", "0"], "--uses"),
         (["invite", "--role", "king"], "--role"),
         (["revoke", "alice"], "PEER"),

@@ -246,6 +246,7 @@ def membership_messages() -> Iterator[Protobuf]:
         peers=[member.peer_id],
         certificates=[_SESSION],
         invites=[_SESSION[::-1]],
+        since=[1_799_000_000, 1_799_500_000, 1_800_000_000],
     )
     yield certificate
     yield grant

@@ -124,7 +124,7 @@ def test_the_signed_certificate_verifies() -> None:
     rules = Rules(swarm, Admission.CERTIFICATE, {authority: math.inf})
     certificate = open_certificate(sealed[0], rules=rules, now=1_800_000_000.0)
     assert certificate.roles == {Role.CLIENT, Role.HOST}
-    assert open_list(sealed[2], rules=rules, now=1_800_000_000.0).peers == {certificate.peer}
+    assert open_list(sealed[2], rules=rules, now=1_800_000_000.0).named.peers == {certificate.peer}
 
 
 def test_the_frame() -> None:

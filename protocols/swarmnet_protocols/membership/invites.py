@@ -17,13 +17,15 @@ from swarmnet_protocols.errors import ConfigError, IntegrityError, NotAuthorised
 from swarmnet_protocols.identity import KEY_BYTES, Identity, verify
 from swarmnet_protocols.membership.certificates import ID_BYTES, MAX_PEER_CHARS, from_wire, to_wire
 from swarmnet_protocols.membership.roles import Role
-from swarmnet_protocols.membership.rules import Rules
+from swarmnet_protocols.membership.rules import MAX_LIFETIME_S, Rules
 from swarmnet_protocols.membership.signed import Signer, decode, seal, unseal
 from swarmnet_protocols.transport import PeerId
 from swarmnet_protocols.wire import membership_pb2 as pb
 
 PREFIX = "swn1"
 MAX_USES = 10_000
+MAX_VALID_S = MAX_LIFETIME_S
+"""From when it is made: that one was revoked need not be remembered for ever."""
 MAX_BOOTSTRAPS = 8
 MAX_ADDRESS_CHARS = 512
 MAX_GRANT_BYTES = 1024

@@ -1,15 +1,21 @@
 """Revocations: who is out before its certificate ends.
 
 Every authority and issuer signs a list of its own. Of each signer the list with the highest serial counts, and what any
-of them names is out, so that two who revoke at the same time undo nothing of each other's.
+of them names is out, so that two who revoke at the same time undo nothing of each other's. What was revoked so long ago that it has
+ended by itself leaves the list when it is next signed.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from swarmnet_protocols.errors import IntegrityError, NotAuthorised
-from swarmnet_protocols.membership.certificates import ID_BYTES, MAX_PEER_CHARS, Certificate
-from swarmnet_protocols.membership.rules import MAX_KEYS, Rules
+from swarmnet_protocols.membership.certificates import (
+    CLOCK_SKEW_S,
+    ID_BYTES,
+    MAX_PEER_CHARS,
+    Certificate,
+)
+from swarmnet_protocols.membership.rules import MAX_KEYS, MAX_LIFETIME_S, Rules
 from swarmnet_protocols.membership.signed import Signer, seal, unseal
 from swarmnet_protocols.transport import PeerId
 from swarmnet_protocols.wire import membership_pb2 as pb
@@ -18,23 +24,11 @@ MAX_ENTRIES = 4096
 """Of all kinds together, in one list."""
 MAX_LIST_BYTES = 256 << 10
 MAX_LISTS = MAX_KEYS
+KEPT_S = 2 * MAX_LIFETIME_S + CLOCK_SKEW_S
+"""How long something stays on a list: an invite may be redeemed, or a certificate renewed, by an issuer that has not heard yet, and what
+comes of that lives once more as long as any certificate."""
 
 _KIND = b"swarmnet-revocations-1"
-
-
-@dataclass(frozen=True)
-class RevocationList:
-    """What one signer says. ``sealed`` is what others are given."""
-
-    signer: bytes
-    serial: int
-    peers: frozenset[PeerId]
-    certificates: frozenset[bytes]
-    invites: frozenset[bytes]
-    sealed: bytes
-
-    def replaces(self, other: "RevocationList | None") -> bool:
-        return other is None or self.serial > other.serial
 
 
 @dataclass(frozen=True)
@@ -44,6 +38,44 @@ class Named:
     peers: frozenset[PeerId] = frozenset()
     certificates: frozenset[bytes] = frozenset()
     invites: frozenset[bytes] = frozenset()
+    since: Mapping[PeerId | bytes, int] = field(default_factory=dict)
+    """Unix time at which each was revoked; of what is missing it is not known."""
+
+    def in_order(self) -> tuple[PeerId | bytes, ...]:
+        """All of it, as a list has it."""
+        return (*sorted(self.peers), *sorted(self.certificates), *sorted(self.invites))
+
+    def naming(
+        self, *, peers: frozenset[PeerId] = frozenset(), invites: frozenset[bytes] = frozenset()
+    ) -> "Named":
+        """With these too, which are revoked now, whether or not they were before."""
+        since = {each: then for each, then in self.since.items() if each not in {*peers, *invites}}
+        return Named(self.peers | peers, self.certificates, self.invites | invites, since)
+
+    def still_needed(self, now: float, *, peers_for_ever: bool) -> "Named":
+        """What has to stay on the list at ``now``, all of it dated: what is new was revoked just now.
+
+        ``peers_for_ever``: where a peer is a member without a certificate, nothing of it ends by itself.
+        """
+        since = {each: self.since.get(each, int(now)) for each in self.in_order()}
+        kept = {each for each, then in since.items() if now < then + KEPT_S}
+        if peers_for_ever:
+            kept |= self.peers
+        since = {each: since[each] for each in kept}
+        return Named(self.peers & kept, self.certificates & kept, self.invites & kept, since)
+
+
+@dataclass(frozen=True)
+class RevocationList:
+    """What one signer says. ``sealed`` is what others are given."""
+
+    signer: bytes
+    serial: int
+    named: Named
+    sealed: bytes
+
+    def replaces(self, other: "RevocationList | None") -> bool:
+        return other is None or self.serial > other.serial
 
 
 class Revocations:
@@ -89,21 +121,21 @@ class Revocations:
     def why_out(self, peer: PeerId, certificate: Certificate | None) -> str | None:
         """Why ``peer`` with ``certificate`` is out; None if it is not."""
         for each in self._lists.values():
-            if peer in each.peers:
+            if peer in each.named.peers:
                 return "this peer was revoked"
-            if certificate is not None and certificate.id in each.certificates:
+            if certificate is not None and certificate.id in each.named.certificates:
                 return "this certificate was revoked"
-            if certificate is not None and certificate.invite in each.invites:
+            if certificate is not None and certificate.invite in each.named.invites:
                 return "the invite of this certificate was revoked"
         return None
 
     def revokes_invite(self, invite: bytes) -> bool:
-        return any(invite in each.invites for each in self._lists.values())
+        return any(invite in each.named.invites for each in self._lists.values())
 
 
 def sign_list(named: Named, *, serial: int, swarm: bytes, key: Signer) -> bytes:
     """A sealed list. Raises ``ValueError`` if it has more than ``MAX_ENTRIES``."""
-    if len(named.peers) + len(named.certificates) + len(named.invites) > MAX_ENTRIES:
+    if len(named.in_order()) > MAX_ENTRIES:
         raise ValueError(f"a revocation list has {MAX_ENTRIES} entries at most")
     message = pb.RevocationList(
         swarm=swarm,
@@ -111,6 +143,7 @@ def sign_list(named: Named, *, serial: int, swarm: bytes, key: Signer) -> bytes:
         peers=sorted(named.peers),
         certificates=sorted(named.certificates),
         invites=sorted(named.invites),
+        since=[named.since.get(each, 0) for each in named.in_order()] if named.since else [],
     )
     return seal(_KIND, message, key)
 
@@ -128,11 +161,11 @@ def open_list(data: bytes, *, rules: Rules, now: float) -> RevocationList:
         raise IntegrityError(f"a revocation list has more than {MAX_ENTRIES} entries")
     if any(len(each) != ID_BYTES for each in ids) or any(len(p) > MAX_PEER_CHARS for p in message.peers):
         raise IntegrityError("a revocation list names something that cannot be")
-    return RevocationList(
-        signer=signer,
-        serial=message.serial,
-        peers=frozenset(map(PeerId, message.peers)),
-        certificates=frozenset(message.certificates),
-        invites=frozenset(message.invites),
-        sealed=data,
+    named = Named(
+        frozenset(map(PeerId, message.peers)), frozenset(message.certificates), frozenset(message.invites)
     )
+    entries = named.in_order()
+    if (*message.peers, *ids) != entries or len(message.since) not in {0, len(entries)}:
+        raise IntegrityError("the entries of a revocation list are not sorted, or not all dated")
+    since = {each: then for each, then in zip(entries, message.since, strict=False) if then}
+    return RevocationList(signer, message.serial, replace(named, since=since), data)

@@ -79,18 +79,20 @@ class Invite(_message.Message):
     def __init__(self, grant: _Optional[bytes] = ..., seed: _Optional[bytes] = ..., bootstrap: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RevocationList(_message.Message):
-    __slots__ = ("swarm", "serial", "peers", "certificates", "invites")
+    __slots__ = ("swarm", "serial", "peers", "certificates", "invites", "since")
     SWARM_FIELD_NUMBER: _ClassVar[int]
     SERIAL_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
     CERTIFICATES_FIELD_NUMBER: _ClassVar[int]
     INVITES_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
     swarm: bytes
     serial: int
     peers: _containers.RepeatedScalarFieldContainer[str]
     certificates: _containers.RepeatedScalarFieldContainer[bytes]
     invites: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, swarm: _Optional[bytes] = ..., serial: _Optional[int] = ..., peers: _Optional[_Iterable[str]] = ..., certificates: _Optional[_Iterable[bytes]] = ..., invites: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    since: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, swarm: _Optional[bytes] = ..., serial: _Optional[int] = ..., peers: _Optional[_Iterable[str]] = ..., certificates: _Optional[_Iterable[bytes]] = ..., invites: _Optional[_Iterable[bytes]] = ..., since: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class AdmissionRequest(_message.Message):
     __slots__ = ("redeem", "renew", "swarm_file")
