@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from swarmnet_protocols.directory import MemoryDirectory
 from swarmnet_protocols.errors import NotAuthorised, StreamEnded, Unreachable
 from swarmnet_protocols.membership.admission import AGAIN_S, ISSUERS_TOPIC, ask
 from swarmnet_protocols.membership.certificates import open_certificate
@@ -73,6 +74,37 @@ def test_somebody_who_issues_nothing_sends_the_newcomer_on(tmp_path: Path) -> No
         await asyncio.sleep(0.1)  # the issuer has said where it is
         newcomer = await world.stranger("newcomer")
         assert (await redeem(newcomer, world.invite(address(member.peer_id)))).certificate
+
+    run(tmp_path, scenario)
+
+
+def test_a_slow_directory_holds_up_only_those_who_need_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(world: World) -> None:
+        answers = asyncio.Event()
+
+        async def lookup(_self: MemoryDirectory, _topic: str) -> tuple[()]:
+            await answers.wait()
+            return ()
+
+        monkeypatch.setattr(MemoryDirectory, "lookup", lookup)
+        member = await world.member("member", world.swarm.certificate("member", Role.HOST))
+        waiting = []
+        for number in range(3):
+            newcomer = await world.stranger(f"newcomer {number}")
+            waiting.append(asyncio.create_task(redeem(newcomer, world.invite(address(member.peer_id)))))
+        await asyncio.sleep(1.0)
+        stream = await (await world.stranger("other")).open(member.peer_id, ADMISSION, deadline_s=DEADLINE_S)
+        await stream.send(Message(pb.AdmissionRequest(swarm_file=pb.SwarmFileRequest()).SerializeToString()))
+        async with asyncio.timeout(DEADLINE_S):
+            reply = pb.AdmissionReply.FromString((await stream.receive()).header)
+        assert reply.WhichOneof("kind") == "swarm_file"
+        assert not any(task.done() for task in waiting)
+        answers.set()
+        for task in waiting:
+            with pytest.raises(Unreachable, match="nobody"):
+                await task
 
     run(tmp_path, scenario)
 

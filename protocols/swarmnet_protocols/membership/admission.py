@@ -108,6 +108,7 @@ class Admissions:
         self._one = asyncio.Lock()
         self._known: list[str] = []
         self._known_until = 0.0
+        self._looking: asyncio.Task[None] | None = None
         self._config: IssuerConfig | None = None
         self._issuer: Issuer | None = None
 
@@ -143,7 +144,7 @@ class Admissions:
             try:
                 yield
             finally:
-                await cancel(*running)
+                await cancel(*running, admissions._looking)
 
     # ---- who asks us ------------------------------------------------------------------------------------
 
@@ -154,18 +155,18 @@ class Admissions:
         with stream.scope.hold(Stock.ADMISSIONS):
             async with self._one:
                 await asyncio.sleep(PACE_S)
-                reply = await self._reply(request, stream.peer)
+                reply = self._reply(request, stream.peer)
+            if reply.refused.elsewhere:  # the directory may be slow: nobody else waits for it
+                reply.refused.issuers.extend(await self._issuers())
             await send_within(stream, Message(reply.SerializeToString()), self._timing.reply_s)
 
-    async def _reply(self, request: pb.AdmissionRequest, peer: PeerId) -> pb.AdmissionReply:
+    def _reply(self, request: pb.AdmissionRequest, peer: PeerId) -> pb.AdmissionReply:
         if request.HasField("swarm_file"):
             is_newer = request.swarm_file.serial < self._membership.rules.serial
             read = self._membership.swarm_file
             return pb.AdmissionReply(swarm_file=read() if read is not None and is_newer else b"")
         if self._issuer is None or self._config is None:
-            refused = pb.AdmissionRefused(
-                reason="this peer lets nobody in", elsewhere=True, issuers=await self._issuers()
-            )
+            refused = pb.AdmissionRefused(reason="this peer lets nobody in", elsewhere=True)
             return pb.AdmissionReply(refused=refused)
         revocations, now = self._membership.revocations, self._membership.clock()
         try:
@@ -184,11 +185,25 @@ class Admissions:
         return pb.AdmissionReply(admitted=pb.Admitted(certificate=sealed, swarm_file=self._config.swarm_file))
 
     async def _issuers(self) -> list[str]:
-        """Where issuers say they are. Strangers may ask as often as they like, so it is not looked up each time."""
+        """Where issuers say they are. Strangers may ask as often as they like, so it is not looked up each time.
+
+        What was known last is good enough while it is looked up again.
+        """
         now = asyncio.get_running_loop().time()
-        if now < self._known_until:
-            return self._known
-        self._known_until = now + ISSUERS_S
+        if self._looking is None and now >= self._known_until:
+            self._looking = asyncio.create_task(self._look_for_issuers(), name="issuers")
+        if self._looking is not None and not self._known:
+            await asyncio.wait([self._looking])
+        return self._known
+
+    async def _look_for_issuers(self) -> None:
+        try:
+            self._known = await self._find_issuers()
+        finally:
+            self._known_until = asyncio.get_running_loop().time() + ISSUERS_S
+            self._looking = None
+
+    async def _find_issuers(self) -> list[str]:
         believed, others = list[list[str]](), list[list[str]]()
         with contextlib.suppress(SwarmnetError):
             for record in await self._directory.lookup(ISSUERS_TOPIC):
@@ -200,8 +215,7 @@ class Admissions:
                     is_believed = self._membership.rules.believe(signer, self._membership.clock())
                     (believed if is_believed else others).append(addresses[:MAX_ADDRESSES])
         # An issuer with a key that only a newer swarm file names may have just that to give; so may anybody say.
-        self._known = list(dict.fromkeys([*_in_turn(*believed), *_in_turn(*others)]))[:MAX_ASKED]
-        return self._known
+        return list(dict.fromkeys([*_in_turn(*believed), *_in_turn(*others)]))[:MAX_ASKED]
 
     async def _keep_announced(self, key: Signer) -> None:
         while True:
