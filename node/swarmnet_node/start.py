@@ -125,7 +125,7 @@ class _Loaded:
 
     @classmethod
     def of(cls, config: NodeConfig, progress: "Progress | None") -> "_Loaded":
-        from swarmnet_node.footprint import import_transformers
+        from swarmnet_protocols.lean_imports import import_transformers
 
         import_transformers()
         from swarmnet_node.native.decode import Native

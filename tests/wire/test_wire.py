@@ -14,7 +14,8 @@ from google.protobuf.json_format import MessageToDict, ParseDict
 from google.protobuf.message import Message as Protobuf
 from grpc_tools import protoc  # type: ignore[import-untyped]
 
-from swarmnet_protocols import hivemind_package, protocol_ids
+from swarmnet_protocols import protocol_ids
+from swarmnet_protocols.lean_imports import prepare_package
 from swarmnet_protocols.membership.certificates import open_certificate
 from swarmnet_protocols.membership.revocations import open_list
 from swarmnet_protocols.membership.roles import Role
@@ -168,7 +169,7 @@ def test_the_registry_says_who_may_open_what() -> None:
 
 def test_the_registry_names_messages_that_exist() -> None:
     registry = tomllib.loads((PROTO / "PROTOCOLS.toml").read_text())
-    hivemind_package.prepare()
+    prepare_package("hivemind")
     for entry in registry.values():
         if entry["schema"].startswith("hivemind/"):
             # What hivemind has, as it generates it.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError
+from swarmnet_protocols.models.blank import blank
 from swarmnet_protocols.models.checkpoint import CONFIG_FAULTS
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def base_class(config: "PretrainedConfig") -> type:
     if not all(isinstance(getattr(config, name, None), int) for name in ("num_hidden_layers", "hidden_size")):
         raise refusal
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), blank():
             base: Any = cls(with_blocks(config, 0, 0)).base_model
     except CONFIG_FAULTS as error:
         raise ConfigError(f"the config of {architecture_of(config)} makes no model: {error}") from error
@@ -175,9 +176,9 @@ class Builder:
         """
         import torch
 
-        with torch.device("meta"):
+        with torch.device("meta"), blank():
             empty = self._cls(copy.deepcopy(self._config))
-        with _quietly():
+        with _quietly(), blank():
             model, info = self._cls.from_pretrained(
                 None,
                 config=self._config,

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from swarmnet_protocols import hivemind_package
 from swarmnet_protocols.errors import ConfigError, IncompatibleVersion, PeerUnreachable, SwarmnetError
+from swarmnet_protocols.lean_imports import prepare_package
 from swarmnet_protocols.resources import IN_ALL, Stock
 from swarmnet_protocols.transport import PeerId
 
@@ -49,7 +49,7 @@ class DaemonConfig:
 
 def prepare_hivemind() -> None:
     """Import what we need of hivemind without letting it write to the terminal."""
-    hivemind_package.prepare()
+    prepare_package("hivemind")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit, used at import
         from hivemind.utils.logging import use_hivemind_log_handler

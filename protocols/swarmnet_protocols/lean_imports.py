@@ -1,0 +1,99 @@
+"""Libraries we stand on, imported without their parts that we have no use for. For processes that are ours alone.
+
+As their packages would have it, a process that runs a model has half of torch's compiler, a computer algebra system and two
+frameworks for clusters in memory: 80 MB and 1.5 s of a processor, before it has done anything.
+"""
+
+import importlib.util
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from swarmnet_protocols.errors import ConfigError
+
+_NOT_FOR_US = ("scipy", "accelerate", "PIL")
+"""What transformers takes if it is there: for losses of object detectors, for models on several devices, for pictures."""
+
+_COMPILER = "torch._dynamo"
+
+
+class _Package(types.ModuleType):
+    """The package as its submodules need it; whoever asks it for more gets all of it."""
+
+    def __getattr__(self, name: str) -> Any:
+        importing = f"{self.__name__}.{name}" in sys.modules  # an attribute from the end of its import on
+        if importing or name.startswith("__") or self.__spec__ is None or self.__spec__.loader is None:
+            raise AttributeError(name)
+        self.__class__ = types.ModuleType  # type: ignore[assignment]  # from here on an ordinary module
+        self.__spec__.loader.exec_module(self)
+        return getattr(self, name)
+
+
+def prepare_package(name: str, **stand_ins: object) -> None:
+    """Make ``import name.x.y`` import just that, without what the package's ``__init__`` would import.
+
+    ``stand_ins`` are there of what the package has itself. Call it before the first such import; idempotent.
+    """
+    if name in sys.modules:
+        return
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.submodule_search_locations is None:
+        raise ConfigError(f"{name} is not installed", hint=f"pip install {name.partition('.')[0]}")
+    package = _Package(name)
+    package.__path__ = list(spec.submodule_search_locations)
+    package.__file__ = spec.origin
+    package.__spec__ = spec
+    vars(package).update(stand_ins)
+    sys.modules[name] = package
+
+
+def import_transformers() -> None:
+    """Import transformers' model code as if torch could not compile nor work in clusters; call it before anything of transformers.
+
+    Who compiles afterwards gets torch's compiler, but what transformers wants left out of it is not known to it.
+    """
+    import torch
+
+    torch.distributed.is_available = _no
+    with _without_compiler(), _hidden(_NOT_FOR_US):
+        import transformers.modeling_utils  # noqa: F401
+        from transformers import masking_utils  # noqa: F401
+        from transformers.loss import loss_utils  # noqa: F401
+
+
+@contextmanager
+def _without_compiler() -> Iterator[None]:
+    """Have decorators that tell torch's compiler something do nothing, for which it would be imported."""
+    if _COMPILER in sys.modules:
+        yield
+        return
+    prepare_package(
+        _COMPILER, **dict.fromkeys(("allow_in_graph", "assume_constant_result", "disable"), _mark)
+    )
+    try:
+        yield
+    finally:
+        del sys.modules[_COMPILER]
+
+
+@contextmanager
+def _hidden(names: tuple[str, ...]) -> Iterator[None]:
+    """Have ``import`` say of those that are not imported yet that they are not installed."""
+    hidden = [name for name in names if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None is Python's way to say so
+    try:
+        yield
+    finally:
+        for name in hidden:
+            del sys.modules[name]
+
+
+def _mark(function: Any = None, *_: object, **__: object) -> Any:
+    """In place of a decorator, with arguments or without."""
+    return _mark if function is None else function
+
+
+def _no() -> bool:
+    return False

@@ -1,0 +1,80 @@
+"""What a process of ours does without: the parts of libraries that cost it memory and time, and never run."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from swarmnet_node.stage import Stage
+from swarmnet_protocols.models import resolve
+from tests.support.tiny_models import FAMILIES, save_tiny, write_gguf
+
+pytestmark = pytest.mark.slow
+
+UNWANTED = (
+    "PIL",
+    "accelerate",
+    "hivemind.moe",
+    "scipy",
+    "sympy",
+    "torch._dynamo.eval_frame",
+    "torch.distributed.tensor",
+    "torch.fx.experimental.symbolic_shapes",
+)
+
+HOST = """
+import json, sys
+from pathlib import Path
+from swarmnet_protocols.lean_imports import import_transformers
+from swarmnet_protocols.transport.p2pd_daemon import prepare_hivemind
+import_transformers()
+prepare_hivemind()
+import torch
+import hivemind.p2p
+from swarmnet_node.stage import Stage
+from swarmnet_protocols.models import resolve
+
+cache_dir, *models = sys.argv[1:]
+outputs = {}
+for name in models:
+    local = resolve(name, cache_dir=Path(cache_dir))
+    stage = Stage.load(local, 1, 3, dtype=torch.float32, device=torch.device("cpu"))
+    [answer] = stage.forward([(stage.new_lane(), torch.ones(4, local.manifest.hidden_size))])
+    outputs[name] = answer.tolist()
+print(json.dumps({"outputs": outputs, "modules": sorted(sys.modules)}))
+"""
+
+REST = """
+from swarmnet_protocols.lean_imports import import_transformers
+import_transformers()
+import accelerate, PIL, scipy, torch
+assert "eager" in torch._dynamo.list_backends(exclude_tags=())
+"""
+
+
+def run(program: str, *arguments: str) -> Any:
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout or "{}")
+
+
+def test_a_host_of_any_family_goes_without_compiler_algebra_and_clusters(tmp_path: Path) -> None:
+    models = [str(save_tiny(family, tmp_path / family)) for family in FAMILIES]
+    models += [str(write_gguf(tmp_path / "llama.gguf", "llama"))]
+    seen = run(HOST, str(tmp_path / "cache"), *models)
+    assert not set(UNWANTED) & set(seen["modules"])
+    for name in models:
+        local = resolve(name, cache_dir=tmp_path / "cache")
+        stage = Stage.load(local, 1, 3, dtype=torch.float32, device=torch.device("cpu"))
+        [answer] = stage.forward([(stage.new_lane(), torch.ones(4, local.manifest.hidden_size))])
+        torch.testing.assert_close(torch.tensor(seen["outputs"][name]), answer)
+
+
+def test_whoever_wants_the_rest_afterwards_gets_it() -> None:
+    run(REST)
