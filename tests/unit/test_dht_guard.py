@@ -46,6 +46,8 @@ class SlowDoor:
 
 
 def with_guard(talk: Callable[[Call, SlowDoor, ResourceManager], Awaitable[None]]) -> None:
+    """In virtual time: however slow the machine is, calls of one moment are many a second."""
+
     async def main() -> None:
         from swarmnet_protocols.transport.p2pd_daemon import prepare_hivemind
 
