@@ -60,9 +60,10 @@ def may_start(load: Load, limits: Limits, positions: int) -> bool:
     )
 
 
-def may_wait(load: Load, limits: Limits) -> bool:
-    """Whether one more may wait for its turn."""
-    return load.waiting < limits.waiting
+def may_wait(load: Load, limits: Limits, answers: int = 1) -> bool:
+    """Whether so many more may wait for their turn, but for those that find a free lane."""
+    free = max(0, min(limits.active, load.room) - load.active - load.waiting)
+    return load.waiting + max(1, answers - free) <= limits.waiting
 
 
 def retry_after_s(load: Load) -> int:
@@ -116,10 +117,10 @@ class Batcher:
         """Times a chain lost hops and was mended."""
         return self._past_failovers + sum(group.report.failovers for group in self._groups)
 
-    def check_room(self) -> None:
-        """Raise ``Busy`` when nobody may even wait."""
+    def check_room(self, answers: int = 1) -> None:
+        """Raise ``Busy`` when so many more may not even wait."""
         load = self.load
-        if not may_wait(load, self.limits):
+        if not may_wait(load, self.limits, answers):
             raise Busy(retry_after_s(load))
 
     @asynccontextmanager

@@ -66,6 +66,10 @@ class Answer:
         self._news.put_nowait(None)
         return False
 
+    def stop(self) -> None:
+        """Its reader has all it wanted: the answer is complete, whatever else would come."""
+        self.finish_reason = "stop"
+
     def fail(self, error: SwarmnetError) -> None:
         self._news.put_nowait(error)
 

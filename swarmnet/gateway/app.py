@@ -123,18 +123,10 @@ class Gateway:
 
     async def complete(self, body: CompletionRequest, request: Request) -> Response:
         async def prepare() -> Wanted:
-            prompts = body.prompt
-            if not 1 <= len(prompts) * body.n <= MAX_CHOICES:
-                raise ApiError(
-                    400,
-                    f"1 to {MAX_CHOICES} choices may be asked for at once",
-                    "invalid_value",
-                    param="prompt",
-                )
             form = Form(*self._form_arguments())
             ids = [
                 await self._in_thread(self._ids, prompt, True) if isinstance(prompt, str) else prompt
-                for prompt in prompts
+                for prompt in body.prompt
             ]
             return Wanted(ids, body.max_tokens, body.logprobs, body, form, "prompt")
 
@@ -176,11 +168,11 @@ class Gateway:
         self._check_model(body.model)
         if self._draining:
             raise ApiError(503, "the gateway is stopping", "stopping", "server_error", retry_after_s=RETRY_S)
-        self.engine.batcher.check_room()
+        self._check_room(body.choices)
         key = request.scope.get(KEY_NAME, "")
         async with AsyncExitStack() as stack:
-            self._quotas.enter(key, asyncio.get_running_loop().time())
-            stack.callback(self._quotas.leave, key)
+            self._quotas.enter(key, body.choices, asyncio.get_running_loop().time())
+            stack.callback(self._quotas.leave, key, body.choices)
             self._enter()
             stack.callback(self._leave)
             wanted: Wanted = await prepare()
@@ -189,7 +181,7 @@ class Gateway:
             generation = await stack.enter_async_context(
                 Generation.run(self.engine, requests, body.stop, self.meter)
             )
-            self._quotas.use(key, prompt_tokens)
+            self._quotas.use(key, sum(len(each.ids) for each in requests))
             stack.callback(lambda: self._quotas.use(key, generation.tokens))
             if not body.stream:
                 whole = await race(collect(generation, wanted.form, prompt_tokens), _left(request))
@@ -226,6 +218,17 @@ class Gateway:
                     )
                 )
         return requests
+
+    def _check_room(self, choices: int) -> None:
+        """Raise ``Busy`` where there is no room for these now, ``ApiError`` where there never is."""
+        limits = self.engine.batcher.limits
+        most = min(MAX_CHOICES, limits.active + limits.waiting)
+        if choices > most:
+            message = (
+                f"at most {most} choices may be asked for at once, over all prompts; these are {choices}"
+            )
+            raise ApiError(400, message, "invalid_value", param="n")
+        self.engine.batcher.check_room(choices)
 
     def _enter(self) -> None:
         self._running += 1

@@ -98,6 +98,7 @@ class Generation:
                     continue
                 text = stops.push(letters.push(token.id))
                 if stops.found:
+                    answer.stop()
                     break
                 if text:
                     self._put(Piece(index, text, tuple(unsaid)))
@@ -106,7 +107,7 @@ class Generation:
         if not stops.found:
             text = stops.push(letters.end())
             text += stops.end()
-        reason = "stop" if stops.found else answer.finish_reason or "stop"
+        reason = answer.finish_reason or "stop"
         self._finish(request, count, answer.reused, reason)
         self._put(Piece(index, text, tuple(unsaid), reason))
 

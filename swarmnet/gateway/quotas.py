@@ -11,11 +11,16 @@ MINUTE_S = 60.0
 
 @dataclass(frozen=True)
 class Quota:
-    """The most that one key may use; None: as much as there is."""
+    """The most that one key may use; None: as much as there is. Every choice of a request counts as an answer."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     concurrent: int | None = None
+
+    @property
+    def most_at_once(self) -> float:
+        """The most answers that a single request may ever ask for."""
+        return min(self.requests_per_minute or math.inf, self.concurrent or math.inf)
 
 
 class _Bucket:
@@ -49,21 +54,28 @@ class Quotas:
         self._quota = quota
         self._accounts: dict[str, _Account] = defaultdict(lambda: _Account(quota))
 
-    def enter(self, key: str, now: float) -> None:
-        """Count a request. Raises ``ApiError`` 429 when the key has used up what it may."""
+    def enter(self, key: str, answers: int, now: float) -> None:
+        """Count a request for so many answers.
+
+        Raises ``ApiError``: 429 when the key has used up what it may, 400 for more than it may ever have at once.
+        """
+        if answers > self._quota.most_at_once:
+            message = f"this key may have {self._quota.most_at_once:g} answers at once, not {answers}"
+            raise ApiError(400, message, "invalid_value", param="n")
         account = self._accounts[key]
         limit = self._quota.concurrent
-        if limit is not None and account.running >= limit:
-            raise _refusal(f"{limit} requests of this key are running", "concurrency_limit_exceeded", 1.0)
-        if account.requests and (wait_s := account.requests.wait_s(1.0, now)) > 0:
+        if limit is not None and account.running + answers > limit:
+            message = f"this key may have {limit} answers at a time, and has {account.running}"
+            raise _refusal(message, "concurrency_limit_exceeded", 1.0)
+        if account.requests and (wait_s := account.requests.wait_s(answers, now)) > 0:
             limit = self._quota.requests_per_minute
-            raise _refusal(f"this key may send {limit} requests a minute", "rate_limit_exceeded", wait_s)
+            raise _refusal(f"this key may ask for {limit} answers a minute", "rate_limit_exceeded", wait_s)
         if account.tokens and (wait_s := account.tokens.wait_s(1.0, now)) > 0:
             limit = self._quota.tokens_per_minute
             raise _refusal(f"this key may use {limit} tokens a minute", "rate_limit_exceeded", wait_s)
         if account.requests:
-            account.requests.take(1)
-        account.running += 1
+            account.requests.take(answers)
+        account.running += answers
 
     def use(self, key: str, tokens: int) -> None:
         """Count tokens of prompts and answers."""
@@ -71,8 +83,8 @@ class Quotas:
         if account.tokens:
             account.tokens.take(tokens)
 
-    def leave(self, key: str) -> None:
-        self._accounts[key].running -= 1
+    def leave(self, key: str, answers: int) -> None:
+        self._accounts[key].running -= answers
 
 
 def _refusal(message: str, code: str, wait_s: float) -> ApiError:

@@ -76,6 +76,11 @@ class Common(Strict):
     ignore_eos: bool = False
     """vLLM's: go on to ``max_tokens`` whatever comes."""
 
+    @property
+    def choices(self) -> int:
+        """How many answers this asks for."""
+        return self.n
+
 
 class TextPart(Strict):
     type: Literal["text"]
@@ -120,6 +125,10 @@ class CompletionRequest(Common):
     prompt: Annotated[list[str | Tokens], BeforeValidator(_as_list)] = Field(min_length=1)
     max_tokens: int = Field(16, ge=1)
     logprobs: int | None = Field(None, ge=0, le=5)
+
+    @property
+    def choices(self) -> int:
+        return len(self.prompt) * self.n
 
 
 class TokenizeRequest(Strict):

@@ -199,7 +199,7 @@ def test_other_refusals(tiny: Reference) -> None:
         assert refused(broken) == (400, None, "invalid_json")
         assert refused(await caller.complete([])) == (400, "prompt", "invalid_value")
         assert refused(await caller.complete([97])) == (400, "prompt", "invalid_value")
-        assert refused(await caller.complete(["w1"] * 9, n=2)) == (400, "prompt", "invalid_value")
+        assert refused(await caller.complete(["w1"] * 9, n=2)) == (400, "n", "invalid_value")
         tokenizer = caller.gateway.engine.tokenizer
         object.__setattr__(caller.gateway.engine, "tokenizer", None)  # such a text gets nowhere near it
         assert refused(await caller.complete("w5 " * 20_000)) == (400, None, "context_length_exceeded")

@@ -107,6 +107,59 @@ def test_a_key_runs_so_many_requests_at_a_time(tiny: Reference) -> None:
     assert served(tiny, scenario, quota=Quota(concurrent=2)) == [200, 200, 200, 429]
 
 
+@pytest.mark.parametrize(
+    ("quota", "code"),
+    [
+        (Quota(concurrent=3), "concurrency_limit_exceeded"),
+        (Quota(requests_per_minute=3), "rate_limit_exceeded"),
+    ],
+)
+def test_every_choice_counts(tiny: Reference, quota: Quota, code: str) -> None:
+    async def scenario(_lab: Lab, caller: Caller) -> None:
+        first = asyncio.create_task(caller.complete(["w5", "w6"], max_tokens=TOKENS))
+        await asyncio.sleep(0.1)
+        assert refused(await caller.chat(n=2, max_tokens=1)) == (429, None, code)
+        assert (await caller.chat(max_tokens=1)).status_code == 200
+        assert (await first).status_code == 200
+        never = await caller.chat(n=4, max_tokens=1)
+        assert refused(never) == (400, "n", "invalid_value")
+        assert "3 answers at once" in never.json()["error"]["message"]
+
+    served(tiny, scenario, quota=quota)
+
+
+def test_every_choice_uses_its_prompt(tiny: Reference) -> None:
+    async def scenario(_lab: Lab, caller: Caller) -> list[int]:
+        answers = [await caller.complete([5] * 20, n=2, max_tokens=1) for _ in range(2)]
+        return [answer.status_code for answer in answers]
+
+    assert served(tiny, scenario, quota=Quota(tokens_per_minute=40)) == [200, 429]
+    assert served(tiny, scenario, quota=Quota(tokens_per_minute=44)) == [200, 200]
+
+
+def test_more_choices_than_there_is_ever_room_for_are_a_wrong_request(tiny: Reference) -> None:
+    async def scenario(_lab: Lab, caller: Caller) -> None:
+        assert refused(await caller.complete(n=5, max_tokens=1)) == (400, "n", "invalid_value")
+        assert (await caller.complete(n=4, max_tokens=1)).status_code == 200
+        first = asyncio.create_task(caller.complete(n=2, max_tokens=TOKENS))
+        await asyncio.sleep(0.1)
+        assert refused(await caller.complete(n=3, max_tokens=1)) == (503, None, "overloaded")
+        assert (await first).status_code == 200
+
+    served(tiny, scenario, limits=Limits(active=2, waiting=2))
+
+
+def test_an_answer_that_a_stop_string_ended_shows_that_there_was_room(tiny: Reference) -> None:
+    async def scenario(_lab: Lab, caller: Caller) -> None:
+        batcher = caller.gateway.engine.batcher
+        batcher._room = 1.0  # as after a shortage
+        answer = await caller.complete(max_tokens=400, stop=" ")
+        assert answer.json()["choices"][0]["finish_reason"] == "stop"
+        assert batcher.load.room == 2.0
+
+    served(tiny, scenario)
+
+
 def test_who_has_no_key_gets_nothing_but_health(tiny: Reference) -> None:
     async def scenario(_lab: Lab, caller: Caller) -> None:
         paths = ["/v1/models", "/metrics", "/version", "/openapi.json"]

@@ -33,6 +33,9 @@ def test_who_may_start(load: Load, positions: int, starts: bool) -> None:
 def test_who_may_wait_and_when_to_come_again() -> None:
     assert may_wait(Load(active=4, waiting=1), LIMITS)
     assert not may_wait(Load(active=4, waiting=2), LIMITS)
+    assert may_wait(Load(active=1), LIMITS, 5)
+    assert not may_wait(Load(active=1), LIMITS, 6)
+    assert not may_wait(Load(active=1, room=2), LIMITS, 4)
     assert retry_after_s(Load(active=4, waiting=4, answer_s=10)) == 10
     assert retry_after_s(Load(answer_s=0)) == 1
     assert retry_after_s(Load(active=1, waiting=1000, answer_s=10)) == 60
