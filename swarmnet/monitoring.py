@@ -40,8 +40,8 @@ class Monitor:
             ]
         )
         app = guarded(app, Access()) if is_loopback(host) else SecurityHeaders(app, API_POLICY)
-        async with serving(app, host, port) as url:
-            yield url
+        async with serving(app, host, port) as endpoint:
+            yield endpoint.url
 
     def watch(self, node: "Measured") -> None:
         """From now on this is about ``node``, which serves."""

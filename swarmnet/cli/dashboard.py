@@ -112,15 +112,15 @@ async def _show(entry: Entry, directory: Path, place: "Place", *, as_json: bool)
             )
         vantage = Vantage(transport, known, wall_clock, SystemRandom())
         watched = Watched(entry.file, directory / HISTORY)
-        url = await stack.enter_async_context(run_dashboard(vantage, watched, place))
+        endpoint = await stack.enter_async_context(run_dashboard(vantage, watched, place))
         interrupts.first = stop.set
-        notify_ready(f"dashboard of {entry.file.name} on {url}")
+        notify_ready(f"dashboard of {entry.file.name} on {endpoint.url}")
         if as_json:
-            print_json({"event": "ready", "url": url})
+            print_json({"event": "ready", "url": endpoint.url})
         else:
-            typer.echo(f"the swarm {entry.file.name}: {url}")
+            typer.echo(f"the swarm {entry.file.name}: {endpoint.url}")
             note("stop with Ctrl-C")
-        await race(stop.wait(), transport.died())
+        await race(stop.wait(), transport.died(), endpoint.broke())
         notify_stopping()
         if not stop.is_set():
             raise SwarmnetError("p2pd died: this dashboard reaches nobody", hint=_RESTART)
@@ -152,8 +152,8 @@ async def dashboard_of(
     vantage = Vantage(
         world.transport, world.directory, wall_clock, SystemRandom(), world.timing, own=node.report
     )
-    async with run_dashboard(vantage, Watched(file, data_dir / HISTORY), place) as url:
-        yield url
+    async with run_dashboard(vantage, Watched(file, data_dir / HISTORY), place) as endpoint:
+        yield endpoint.url
 
 
 def _check(place: "Place", key_option: str = "--api-key KEY") -> None:

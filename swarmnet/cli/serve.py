@@ -87,13 +87,22 @@ def serve(  # noqa: PLR0913 - a command line, not an interface
         typer.Option("--max-concurrent", metavar="N", min=1, max=1024, help="Answers computed at a time."),
     ] = 32,
     requests_per_minute: Annotated[
-        int | None, typer.Option("--requests-per-minute", metavar="N", min=1, help="Of each key.")
+        int | None,
+        typer.Option(
+            "--requests-per-minute", metavar="N", min=1, help="Of each key; n choices count as n requests."
+        ),
     ] = None,
     tokens_per_minute: Annotated[
-        int | None, typer.Option("--tokens-per-minute", metavar="N", min=1, help="Of each key.")
+        int | None,
+        typer.Option(
+            "--tokens-per-minute",
+            metavar="N",
+            min=1,
+            help="Of each key: prompts of every choice, and answers.",
+        ),
     ] = None,
     concurrent: Annotated[
-        int | None, typer.Option("--concurrent", metavar="N", min=1, help="Requests of each key at a time.")
+        int | None, typer.Option("--concurrent", metavar="N", min=1, help="Answers of each key at a time.")
     ] = None,
     device: Annotated[
         str, typer.Option("--device", metavar="DEVICE", help="Where embeddings and head are.")
@@ -218,10 +227,10 @@ async def _serve(local: LocalModel, network: Network, serving: _Serving) -> None
         gateway = Gateway(engine, serving.quota)
         stack.callback(gateway.close)
         app = guarded(gateway.app(), serving.access)
-        url = await stack.enter_async_context(serving_http(app, serving.host, serving.port))
+        endpoint = await stack.enter_async_context(serving_http(app, serving.host, serving.port))
         interrupts.first = stop.set
-        _announce(url, gateway.model, serving)
-        await race(stop.wait(), engine.swarm.transport.died())
+        _announce(endpoint.url, gateway.model, serving)
+        await race(stop.wait(), engine.swarm.transport.died(), endpoint.broke())
         notify_stopping()
         if not stop.is_set():
             raise SwarmnetError("p2pd died: this gateway reaches nobody", hint="start it again")

@@ -11,6 +11,7 @@ from swarmnet.dashboard.observer import Observer, Vantage
 from swarmnet.dashboard.server import Place, serve
 from swarmnet.dashboard.sightings import SwarmAbout
 from swarmnet.swarm_content import SwarmFile
+from swarmnet.web.serving import Endpoint
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.transport import PeerId
 
@@ -47,8 +48,8 @@ class Watched:
 
 
 @asynccontextmanager
-async def run_dashboard(vantage: Vantage, watched: Watched, place: Place) -> AsyncIterator[str]:
-    """Watch a swarm and show it at ``place`` while the context is open; its URL.
+async def run_dashboard(vantage: Vantage, watched: Watched, place: Place) -> AsyncIterator[Endpoint]:
+    """Watch a swarm and show it at ``place`` while the context is open.
 
     Raises ``ConfigError`` for a place or a folder that will not do.
     """

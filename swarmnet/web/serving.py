@@ -2,16 +2,18 @@
 
 import asyncio
 import contextlib
+import logging
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from swarmnet_protocols.aio import cancel
-from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.errors import ConfigError, SwarmnetError
 
 BACKLOG = 2048
 MAX_CONNECTIONS = 4096
@@ -20,14 +22,29 @@ HEADERS_S = 30.0
 """A connection on which no whole request has begun for this long is closed."""
 HARD_STOP_S = 5
 """Requests whose client was cut off are cancelled after this."""
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """An app that is being served at ``url``."""
+
+    url: str
+    _running: asyncio.Task[None]
+
+    async def broke(self) -> None:
+        """Raise ``SwarmnetError`` when the server ends though nobody ended it; until then, wait."""
+        await asyncio.wait([self._running])
+        raise SwarmnetError(f"the HTTP server on {self.url} broke", hint="start it again")
 
 
 @asynccontextmanager
-async def serving(app: Any, host: str, port: int, *, drain_s: float = 1.0) -> AsyncIterator[str]:
-    """Serve the ASGI ``app`` on ``host``; yields its URL. Port 0 takes a free one.
+async def serving(app: Any, host: str, port: int, *, drain_s: float = 1.0) -> AsyncIterator[Endpoint]:
+    """Serve the ASGI ``app`` on ``host``. Port 0 takes a free one.
 
-    No signal handlers are set and no ASGI lifespan events are sent. At the end running requests have ``drain_s``; then they
-    are cut off, so an open stream of events keeps nobody. Raises ``ConfigError`` when it cannot listen there.
+    A server that breaks is logged; whoever cannot do without it waits for ``Endpoint.broke``. No signal handlers are set and no
+    ASGI lifespan events are sent. At the end running requests have ``drain_s``; then they are cut off, so an open stream of
+    events keeps nobody. Raises ``ConfigError`` when it cannot listen there.
     """
     listener = listen(host, port)
     config = uvicorn.Config(
@@ -44,16 +61,18 @@ async def serving(app: Any, host: str, port: int, *, drain_s: float = 1.0) -> As
     )
     server = _Server(config)
     running = asyncio.create_task(server.serve(sockets=[listener]), name="http")
+    running.add_done_callback(_tell)
     try:
-        yield url_of(host, listener.getsockname()[1])
+        yield Endpoint(url_of(host, listener.getsockname()[1]), running)
     finally:
         server.should_exit = True
         cut = asyncio.get_running_loop().call_later(drain_s, server.cut_off)
         try:
-            await running
+            await asyncio.wait([running])
         finally:
             cut.cancel()
             await cancel(running)
+            server.abandon()
             listener.close()
 
 
@@ -85,6 +104,11 @@ def url_of(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+def _tell(running: asyncio.Task[None]) -> None:
+    if not running.cancelled() and (error := running.exception()):
+        _log.error("the HTTP server broke", exc_info=error)
+
+
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Any:
@@ -95,6 +119,12 @@ class _Server(uvicorn.Server):
         for connection in list(self.server_state.connections):
             transport: Any = connection.transport
             transport.abort()
+
+    def abandon(self) -> None:
+        """Close what it still has open, which is nothing unless it broke: a loop of uvloop's would wait for that at its end."""
+        for each in getattr(self, "servers", ()):
+            each.close()
+        self.cut_off()
 
 
 class _Connection(H11Protocol):

@@ -321,8 +321,8 @@ async def serve_recorded(kind: str, port: int) -> None:
     """Until cancelled."""
     swarm = RecordedSwarm(kind, wall_clock)
     with TemporaryDirectory() as folder, recorded_history(swarm, Path(folder), wall_clock()) as history:
-        async with Feed.run(swarm, history) as feed, server.serve(feed, server.Place(port=port)) as url:
-            print(url, flush=True)
+        async with Feed.run(swarm, history) as feed, server.serve(feed, server.Place(port=port)) as endpoint:
+            print(endpoint.url, flush=True)
             await asyncio.Event().wait()
 
 

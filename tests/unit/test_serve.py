@@ -14,7 +14,7 @@ import pytest
 from swarmnet.cli import serve
 from swarmnet.gateway.quotas import Quota
 from swarmnet.web.guards import Access
-from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.errors import ConfigError, SwarmnetError
 
 
 @asynccontextmanager
@@ -38,6 +38,17 @@ def test_a_gateway_goes_with_the_process_that_started_it(
         serve._run(None, None, serving)  # type: ignore[arg-type]  # only the engine reads these
     events = [json.loads(line)["event"] for line in capsys.readouterr().out.splitlines()]
     assert events == ["ready", "draining", "stopped"]
+
+
+def test_a_gateway_whose_server_broke_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def on_tick(_server: Any, _counter: int) -> bool:
+        raise MemoryError("not a page left")
+
+    monkeypatch.setattr("swarmnet_client.engine.open_engine", idle_engine)
+    monkeypatch.setattr("swarmnet.web.serving._Server.on_tick", on_tick)
+    serving = serve._Serving("127.0.0.1", 0, Access(), Quota(), 1, "auto", "auto", as_json=True)
+    with pytest.raises(SwarmnetError, match="broke"):
+        serve._run(None, None, serving)  # type: ignore[arg-type]  # only the engine reads these
 
 
 def test_no_key_takes_the_place_of_another_of_its_name(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ import pytest
 
 from swarmnet.web import serving as module
 from swarmnet.web.serving import listen, serving, url_of
-from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.errors import ConfigError, SwarmnetError
 
-PATIENCE_S = 3.0
+PATIENCE_S = 10.0
 """For what happens at once."""
 
 
@@ -36,21 +36,47 @@ class App:
 def test_it_serves_at_its_url_and_no_longer() -> None:
     async def main() -> str:
         async with httpx.AsyncClient() as client:
-            async with serving(App(), "127.0.0.1", 0) as url:
-                text = (await client.get(url)).text
+            async with serving(App(), "127.0.0.1", 0) as endpoint:
+                text = (await client.get(endpoint.url)).text
             with pytest.raises(httpx.ConnectError):
-                await client.get(url)
+                await client.get(endpoint.url)
         return text
 
     assert asyncio.run(main()) == "hello"
+
+
+def test_a_server_that_breaks_is_told_and_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = asyncio.Event()
+
+    async def on_tick(_server: Any, _counter: int) -> bool:
+        if broken.is_set():
+            raise MemoryError("not a page left")
+        return False
+
+    monkeypatch.setattr(module._Server, "on_tick", on_tick)
+
+    async def main() -> None:
+        async with asyncio.timeout(PATIENCE_S), serving(App(), "127.0.0.1", 0) as endpoint:
+            waiting = asyncio.create_task(endpoint.broke())
+            async with httpx.AsyncClient() as client:
+                assert (await client.get(endpoint.url)).text == "hello"
+            assert not waiting.done()
+            broken.set()
+            with pytest.raises(SwarmnetError, match=endpoint.url):
+                await waiting
+
+    asyncio.run(main())
+    assert "not a page left" in caplog.text
 
 
 def test_an_open_stream_is_cut_off_at_the_end() -> None:
     async def main() -> None:
         app = App()
         async with httpx.AsyncClient() as client:
-            async with serving(app, "127.0.0.1", 0, drain_s=0.01) as url:
-                request = client.build_request("GET", f"{url}/stream")
+            async with serving(app, "127.0.0.1", 0, drain_s=0.01) as endpoint:
+                request = client.build_request("GET", f"{endpoint.url}/stream")
                 response = await client.send(request, stream=True)
             async with asyncio.timeout(module.HARD_STOP_S - 1):
                 await app.ended.wait()
@@ -79,8 +105,8 @@ def test_a_connection_without_a_request_is_closed(sent: bytes, monkeypatch: pyte
     monkeypatch.setattr(module, "HEADERS_S", 0.05)
 
     async def main() -> None:
-        async with serving(App(), "127.0.0.1", 0) as url:
-            reader, writer = await asyncio.open_connection(*_address(url))
+        async with serving(App(), "127.0.0.1", 0) as endpoint:
+            reader, writer = await asyncio.open_connection(*_address(endpoint.url))
             with closing(writer):
                 writer.write(sent)
                 async with asyncio.timeout(PATIENCE_S):
@@ -94,8 +120,8 @@ def test_a_slow_answer_is_not_a_connection_without_a_request(monkeypatch: pytest
 
     async def main() -> None:
         app = App()
-        async with serving(app, "127.0.0.1", 0, drain_s=0) as url:
-            reader, writer = await asyncio.open_connection(*_address(url))
+        async with serving(app, "127.0.0.1", 0, drain_s=0) as endpoint:
+            reader, writer = await asyncio.open_connection(*_address(endpoint.url))
             writer.write(b"GET /stream HTTP/1.1\r\nhost: localhost\r\n\r\n")
             await reader.readuntil(b"begun")
             with pytest.raises(TimeoutError):
@@ -111,8 +137,8 @@ def test_connections_beyond_the_limit_are_closed(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(module, "MAX_CONNECTIONS", 2)
 
     async def main() -> None:
-        async with serving(App(), "127.0.0.1", 0) as url:
-            opened = [await asyncio.open_connection(*_address(url)) for _ in range(3)]
+        async with serving(App(), "127.0.0.1", 0) as endpoint:
+            opened = [await asyncio.open_connection(*_address(endpoint.url)) for _ in range(3)]
             with ExitStack() as stack:
                 for _, writer in opened:
                     stack.enter_context(closing(writer))
