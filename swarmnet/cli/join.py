@@ -131,10 +131,9 @@ def join(  # noqa: PLR0913 - a command line, not an interface
     entry = enter(swarm, data_dir or default_data_dir(), bootstrap)
     with locked_data_dir(data_dir or default_data_dir()) as directory:
         limits = replace(limiting.remembered(directory), **changes)
-        if not as_json:
-            cached = cache_dir or default_cache_dir()
-            facts = _facts(entry.file.rules(), limits, f"{model} and its cache in {cached}", public_name)
-            ask_once(directory, facts, asking=not yes)
+        cached = cache_dir or default_cache_dir()
+        facts = _facts(entry.file.rules(), limits, f"{model} and its cache in {cached}", public_name)
+        ask_once(directory, facts, asking=not yes, as_json=as_json)
 
         from swarmnet_node.machine import yield_to_others
         from swarmnet_node.start import NodeConfig, start

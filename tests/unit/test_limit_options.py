@@ -1,5 +1,6 @@
 """What owners type: limits with their units, lifted, shown, agreed to."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -104,3 +105,23 @@ def test_without_a_terminal_or_with_yes_nobody_is_asked(
     monkeypatch.setattr(typer, "confirm", lambda *_, **__: pytest.fail("asked"))
     ask_once(tmp_path, {"memory": "8 GB"}, asking=asking)
     assert (tmp_path / AGREED_NAME).exists()
+
+
+@pytest.mark.parametrize("asking", [True, False])
+def test_with_json_nothing_is_asked_and_a_person_has_to_have_agreed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *, asking: bool
+) -> None:
+    monkeypatch.setattr("sys.stdin", _Terminal())
+    monkeypatch.setattr(typer, "confirm", lambda *_, **__: pytest.fail("asked"))
+    if asking:
+        with pytest.raises(typer.BadParameter, match="--yes"):
+            ask_once(tmp_path, {"memory": "8 GB"}, asking=True, as_json=True)
+        assert not (tmp_path / AGREED_NAME).exists()
+        assert not capsys.readouterr().out
+        return
+    for _ in range(2):
+        ask_once(tmp_path, {"memory": "8 GB"}, asking=False, as_json=True)
+    ask_once(tmp_path, {"memory": "8 GB"}, asking=True, as_json=True)
+    shown = capsys.readouterr()
+    assert json.loads(shown.out) == {"event": "sharing", "uses": {"memory": "8 GB"}}
+    assert not shown.err
