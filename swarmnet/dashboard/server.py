@@ -11,10 +11,10 @@ from starlette.concurrency import run_in_threadpool
 from starlette.middleware.gzip import GZipMiddleware
 
 from swarmnet.dashboard import charts
-from swarmnet.dashboard.feed import Encoded, Feed
+from swarmnet.dashboard.feed import MAX_VIEWERS, Encoded, Feed
 from swarmnet.dashboard.files import PAGE, File, files
 from swarmnet.web.guards import Access, ApiKeys, check_exposed, guarded
-from swarmnet.web.serving import serving
+from swarmnet.web.serving import Endpoint, serving
 
 KEEP_ALIVE_S = 15
 POLICY = "default-src 'self'; img-src 'self' data:; style-src 'self'; object-src 'none'; base-uri 'none'; frame-ancestors 'none'"
@@ -44,12 +44,12 @@ class Place:
 
 
 @asynccontextmanager
-async def serve(feed: Feed, place: Place) -> AsyncIterator[str]:
-    """Serve ``feed`` while the context is open; its URL. Raises ``ConfigError`` for a place that will not do."""
+async def serve(feed: Feed, place: Place) -> AsyncIterator[Endpoint]:
+    """Serve ``feed`` while the context is open. Raises ``ConfigError`` for a place that will not do."""
     access = Access(keys=place.check(), names=place.names, asks_browsers=True)
     app = guarded(create_app(feed), access, policy=POLICY, max_body_bytes=0)
-    async with serving(app, place.host, place.port) as url:
-        yield url
+    async with serving(app, place.host, place.port) as endpoint:
+        yield endpoint
 
 
 def create_app(feed: Feed) -> FastAPI:
@@ -86,7 +86,8 @@ def _add_state(app: FastAPI, feed: Feed) -> None:
     @app.get("/api/v1/events")
     async def events(have: ETag = "") -> Response:
         if feed.is_full:
-            raise HTTPException(503, "too many viewers watch already", headers={"retry-after": "30"})
+            message = f"{MAX_VIEWERS} viewers are sent changes already; /api/v1/state may be asked instead"
+            raise HTTPException(503, message, headers={"retry-after": "30"})
 
         async def stream() -> AsyncIterator[dict[str, str]]:
             async with feed.watching(have) as viewer:

@@ -224,6 +224,28 @@ def test_a_lost_connection_is_told_and_comes_back(page: Page, sites: Sites) -> N
     expect(page.locator("#swarm-name")).to_have_text("renamed")
 
 
+def test_a_page_beyond_the_last_place_says_so_and_looks_now_and_then(browser: Browser, sites: Sites) -> None:
+    site = sites["broken"]
+    with browser.new_context() as context:  # not ``looking``: to a browser a refused stream is an error
+        page = context.new_page()
+        page.clock.install()
+        with site.crowded():
+            show(page, site.url)
+            expect(page.locator("#banner")).to_contain_text(
+                "As many watch this dashboard as it sends changes to"
+            )
+            expect(page.locator("#link-text")).to_have_text("Now and then")
+            assert flaws(page, "color-contrast") == []
+            site.swarm.add("latecomer")
+            site.move(3)
+            page.clock.fast_forward(13_000)
+            expect(page.locator("#peers tr", has_text="latecomer")).to_be_attached()
+            expect(page.locator("#link-text")).to_have_text("Now and then")
+        page.clock.fast_forward(13_000)
+        expect(page.locator("#link-text")).to_have_text("Live")
+        expect(page.locator("#banner")).to_be_hidden()
+
+
 def test_five_hundred_peers_are_a_table_of_the_rows_on_the_screen(page: Page, sites: Sites) -> None:
     show(page, sites["large"].url)
     rows = page.locator("#peers tbody:nth-of-type(2) tr")

@@ -42,6 +42,21 @@ class Site:
         self.now_s[0] += seconds
         self._sites.run(self.feed.tick())
 
+    @contextmanager
+    def crowded(self) -> Iterator[None]:
+        """With as many viewers as there are places for."""
+        viewers = AsyncExitStack()
+
+        async def come() -> None:
+            while not self.feed.is_full:
+                await viewers.enter_async_context(self.feed.watching())
+
+        self._sites.run(come())
+        try:
+            yield
+        finally:
+            self._sites.run(viewers.aclose())
+
     @property
     def state(self) -> Any:
         """What the page shows."""
@@ -90,9 +105,9 @@ class Sites:
         with ExitStack() as stack:
             history = stack.enter_context(opened)
             feed = await self._open.enter_async_context(Feed.run(swarm, history))
-            url = await self._open.enter_async_context(server.serve(feed, server.Place(port=0)))
+            endpoint = await self._open.enter_async_context(server.serve(feed, server.Place(port=0)))
             self._open.push(stack.pop_all())
-        return Site(url, swarm, feed, now_s, self)
+        return Site(endpoint.url, swarm, feed, now_s, self)
 
 
 @contextmanager

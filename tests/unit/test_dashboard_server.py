@@ -219,6 +219,8 @@ def test_there_is_an_end_to_viewers(tmp_path: Path) -> None:
             refused = await client.get("/api/v1/events")
             assert refused.status_code == 503
             assert refused.headers["retry-after"]
+            assert f"{MAX_VIEWERS} viewers" in refused.json()["detail"]
+            assert "/api/v1/state" in refused.json()["detail"]
         for each in stack:
             await each.__aexit__(None, None, None)
         assert not site.feed._viewers
@@ -230,9 +232,9 @@ def test_events_come_as_they_happen_and_an_open_stream_keeps_nobody(tmp_path: Pa
     async def scenario(site: Site) -> None:
         async with (
             asyncio.timeout(20),
-            serving(create_app(site.feed), "127.0.0.1", 0) as url,
+            serving(create_app(site.feed), "127.0.0.1", 0) as endpoint,
             httpx.AsyncClient() as client,
-            client.stream("GET", f"{url}/api/v1/events?have=nothing") as stream,
+            client.stream("GET", f"{endpoint.url}/api/v1/events?have=nothing") as stream,
         ):
             assert stream.headers["content-type"].startswith("text/event-stream")
             events = _events(stream)
@@ -262,8 +264,11 @@ def test_others_need_a_key_and_pages_of_other_sites_get_nothing(tmp_path: Path) 
     async def scenario(site: Site) -> None:
         with pytest.raises(ConfigError, match="without a key"):
             Place("0.0.0.0", 0).check()
-        async with serve(site.feed, Place(port=0, key="correct-horse")) as url, httpx.AsyncClient() as client:
-            state = f"{url}/api/v1/state"
+        async with (
+            serve(site.feed, Place(port=0, key="correct-horse")) as served,
+            httpx.AsyncClient() as client,
+        ):
+            state = f"{served.url}/api/v1/state"
             assert (await client.get(state)).status_code == 401
             assert (await client.get(state)).headers["www-authenticate"].startswith("Basic")
             assert (await client.get(state, auth=("", "correct-horse"))).status_code == 200

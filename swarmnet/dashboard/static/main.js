@@ -8,6 +8,7 @@ import { admission } from "./words.js";
 
 const $ = (id) => document.getElementById(id);
 const THEMES = [["system", "as the system"], ["light", "light"], ["dark", "dark"]];
+const LINKS = { live: "Live", polled: "Now and then", lost: "Not connected" };
 
 async function route(path) {
   const [, kind, id] = path.split("/");
@@ -28,12 +29,14 @@ function themes() {
 }
 
 function onLink({ state, since_s, retry_ms }) {
-  const lost = state === "lost";
   setAttribute($("link"), "data-state", state);
-  setText($("link-text"), lost ? "Not connected" : "Live");
-  document.body.classList.toggle("stale", lost);
-  $("banner").hidden = !lost;
-  if (lost) setText($("banner"), `The dashboard has not answered since ${clock(since_s)}. What you see is from then; trying again in ${Math.max(1, Math.round(retry_ms / 1000))} s.`);
+  setText($("link-text"), LINKS[state]);
+  document.body.classList.toggle("stale", state === "lost");
+  $("banner").hidden = state === "live";
+  setAttribute($("banner"), "data-state", state);
+  const again = `${Math.max(1, Math.round((retry_ms ?? 0) / 1000))} s`;
+  if (state === "lost") setText($("banner"), `The dashboard has not answered since ${clock(since_s)}. What you see is from then; trying again in ${again}.`);
+  if (state === "polled") setText($("banner"), `As many watch this dashboard as it sends changes to. What you see is from ${clock(since_s)}; the next look is in ${again}.`);
 }
 
 async function main() {

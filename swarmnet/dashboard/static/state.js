@@ -3,6 +3,7 @@
 const SILENCE_MS = 15_000; // patches come every two seconds; this long without any is a dead link
 const FIRST_RETRY_MS = 1_000;
 const LAST_RETRY_MS = 20_000;
+const POLL_MS = 10_000; // between looks where no changes are sent
 
 /** `target` with `patch` applied. Neither is changed; parts that stay are shared. */
 export function merged(target, patch) {
@@ -24,7 +25,8 @@ export const retryDelay = (failures, random) =>
 
 /**
  * Follows the swarm for as long as the page lives. Calls `onState(state)` with every new state and
- * `onLink({state: "live" | "lost", since_s, retry_ms})` when the connection comes or goes.
+ * `onLink({state: "live" | "polled" | "lost", since_s, retry_ms})` when the connection comes or goes; polled: the server answers,
+ * but sends no changes to us, as it does when too many watch.
  */
 export function follow(onState, onLink) {
   let state = null;
@@ -33,6 +35,7 @@ export function follow(onState, onLink) {
   let failures = 0;
   let timer = 0; // of the watchdog, or of the next try
   let lost_since_s = null;
+  let live = false; // whether this connection has brought a change
 
   function stop() {
     tries += 1;
@@ -50,8 +53,18 @@ export function follow(onState, onLink) {
     state = next;
     lost_since_s = null;
     failures = 0;
+    live = true;
     onLink({ state: "live" });
     onState(state);
+  }
+
+  function polled() {
+    stop();
+    failures = 0;
+    lost_since_s = null;
+    const retry_ms = POLL_MS * (0.75 + Math.random() / 2);
+    onLink({ state: "polled", since_s: Date.now() / 1000, retry_ms });
+    timer = setTimeout(connect, retry_ms);
   }
 
   function lost() {
@@ -74,11 +87,12 @@ export function follow(onState, onLink) {
       return;
     }
     state = answer.body;
+    live = false;
     onState(state);
     source = new EventSource(`/api/v1/events?have=${encodeURIComponent(answer.etag)}`);
     source.addEventListener("state", (event) => received(JSON.parse(event.data)));
     source.addEventListener("patch", (event) => received(merged(state, JSON.parse(event.data))));
-    source.addEventListener("error", lost);
+    source.addEventListener("error", () => (live ? lost() : polled()));
   }
 
   addEventListener("pagehide", stop);
