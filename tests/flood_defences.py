@@ -6,6 +6,7 @@ import pytest
 from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as Protobuf
 
+from swarmnet_protocols import resources
 from swarmnet_protocols.membership import door
 from swarmnet_protocols.protocol_ids import DHT_FIND
 from swarmnet_protocols.resources import Scope
@@ -15,7 +16,7 @@ from swarmnet_protocols.transport.p2pd_daemon import prepare_hivemind
 from swarmnet_protocols.wire import session_pb2
 from tests.defences import Defence, count_only, nothing, replacing, wait_for_ever
 from tests.sim import test_door_limits
-from tests.unit import test_dht_guard, test_hostile_messages, test_node_reports, test_probes
+from tests.unit import test_dht_guard, test_hostile_messages, test_node_reports, test_probes, test_resources
 
 
 def take_what_can_be_read(kind: type[Protobuf], header: bytes) -> Protobuf:
@@ -87,6 +88,18 @@ FLOODS = (
         "a member shuts no doors but its own",
         replacing(door, "MAX_DOORS_EACH", 1 << 30),
         lambda _: test_door_limits.test_one_member_shuts_no_doors_but_its_own(),
+    ),
+    Defence(
+        "strangers leave room to those we know",
+        replacing(resources, "KEPT", {}),
+        lambda _: test_resources.test_however_many_strangers_there_are_some_room_is_left_to_those_we_know(),
+    ),
+    Defence(
+        "a message waits for room",
+        count_only,
+        lambda _: (
+            test_hostile_messages.test_a_message_waits_for_room_and_is_refused_where_there_never_is_any()
+        ),
     ),
     Defence(
         "a peer has its share of reports",

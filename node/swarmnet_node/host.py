@@ -276,7 +276,8 @@ class Host:
 
     async def _linked(self, stream: Stream, link: pb.Link) -> None:
         session = await self._find(link.session, stream)
-        await session.accept(stream, link.epoch)
+        with stream.scope.hold(Stock.LINKS):
+            await session.accept(stream, link.epoch)
 
     async def _beats(self, stream: Stream) -> None:
         beat = pb.LinkReply(beat=pb.Beat())

@@ -36,6 +36,8 @@ class Stock(StrEnum):
     """Those who have come to ask for a certificate, and have not asked."""
     ADMISSIONS = "admissions"
     """Those who have asked, and wait for the answer."""
+    GUESTS = "guests"
+    """Members that the door has let in."""
     CALLS = "calls"
     """Calls of the DHT that are being answered."""
     REPORTS = "reports"
@@ -48,6 +50,8 @@ class Stock(StrEnum):
     SESSIONS = "sessions"
     EARLY_LINKS = "early_links"
     """Links that wait for their session."""
+    LINKS = "links"
+    """Those that have found it."""
     PASSES = "passes"
     CACHE = "cache_bytes"
     """Keys and values of sessions."""
@@ -59,6 +63,8 @@ class Stock(StrEnum):
     """Others that fetch the state of a training job."""
     EARLY_ROUNDS = "early_rounds"
     """Members of rounds that have not begun here."""
+    ROUNDS = "rounds"
+    """Those of rounds that have."""
 
 
 class Flow(StrEnum):
@@ -111,6 +117,18 @@ EACH_PEER: Stocks = {
     Stock.TRANSFERS: 8,
     Stock.EARLY_ROUNDS: 8,
 }
+KEPT: Mapping[Stock, float] = {Stock.MEMORY: 0.25, Stock.STREAMS: 0.25}
+"""The share of what all peers may hold that is kept for those we know: identities cost nothing, and many could take all of it."""
+FAMILIAR = (
+    Stock.OWN_STREAMS,
+    Stock.GUESTS,
+    Stock.SESSIONS,
+    Stock.LINKS,
+    Stock.PASSES,
+    Stock.TRANSFERS,
+    Stock.ROUNDS,
+)
+"""We know a peer while it holds any of these: we speak to it, or serve it."""
 FRAMES_IN_ALL = Rate(4000.0, 8000.0)
 FRAMES_EACH_PEER = Rate(1000.0, 4000.0)
 """An eager client of a fast host sends some hundred a second, and a relay of many sessions as many for each of them."""
@@ -177,7 +195,7 @@ class Scope:
         self.refused: Counter[Stock | Flow] = Counter()
         self.spent: dict[Flow, float] = dict.fromkeys(Flow, 0.0)
         """These of the outermost scope only: how often there was no room, and all that was ever used."""
-        self._waiting: dict[asyncio.Event, tuple[Stock, int]] = {}
+        self._waiting: dict[asyncio.Event, tuple[Stock, float]] = {}
         """Who waits for how much room in this scope."""
 
     def hold(self, stock: Stock, amount: int = 1) -> Hold:
@@ -192,18 +210,20 @@ class Scope:
 
     def can_ever_hold(self, stock: Stock, amount: int) -> bool:
         """Whether there is room for so much when nothing else is held."""
-        return all(amount <= scope._stocks.get(stock, amount) for scope in self._path)
+        return all(amount <= self._limit_in(scope, stock) for scope in self._path)
 
     async def room_for(self, stock: Stock, amount: int) -> None:
         """Wait until so much may be held as far as the first scope is concerned that has no room for it now."""
-        full = next((scope for scope in self._path if scope.spare(stock) < amount), None)
-        if full is not None:
-            freed = asyncio.Event()
-            full._waiting[freed] = stock, amount
-            try:
-                await freed.wait()
-            finally:
-                del full._waiting[freed]
+        for scope in self._path:
+            needed = amount + scope._stocks.get(stock, 0) - self._limit_in(scope, stock)
+            if scope.spare(stock) < needed:
+                freed = asyncio.Event()
+                scope._waiting[freed] = stock, needed
+                try:
+                    await freed.wait()
+                finally:
+                    del scope._waiting[freed]
+                return
 
     def use(self, flow: Flow, amount: float, now: float) -> float:
         """Use so much at ``now``; how many seconds to wait before anything more is used.
@@ -243,8 +263,8 @@ class Scope:
         """What holds do: take so much more, or give it back. Raises ``Exhausted``."""
         if amount > 0:
             for scope in self._path:
-                limit = scope._stocks.get(stock)
-                if limit is not None and scope.used[stock] + amount > limit:
+                limit = self._limit_in(scope, stock)
+                if scope.used[stock] + amount > limit:
                     self._path[-1].refused[stock] += 1
                     what = (
                         f"{scope.used[stock]} of {limit} {stock.replace('_', ' ')} of {scope.name} are taken"
@@ -253,9 +273,21 @@ class Scope:
         for scope in self._path:
             scope.used[stock] += amount
             if amount < 0:
-                scope._wake(stock)
+                scope.wake(stock)
 
-    def _wake(self, stock: Stock) -> None:
+    def _limit_in(self, scope: "Scope", stock: Stock) -> float:
+        """How much ``scope``, around us or ourselves, may hold before it refuses us."""
+        limit = scope._stocks.get(stock, math.inf)
+        if scope is self._path[-1] and stock in KEPT and limit < math.inf and self._is_stranger:
+            limit -= int(limit * KEPT[stock])
+        return limit
+
+    @property
+    def _is_stranger(self) -> bool:
+        """Whether this is of a peer, or of something of a peer, that we do not know."""
+        return len(self._path) > 1 and not any(self._path[-2].used[stock] for stock in FAMILIAR)
+
+    def wake(self, stock: Stock) -> None:
         """Those for whom there is room. To wake the others would cost more than what somebody may have them wait with."""
         for freed, (wanted, amount) in self._waiting.items():
             if wanted is stock and amount <= self.spare(stock):
@@ -313,8 +345,11 @@ class ResourceManager:
         """Change limits from now on; None leaves one as it is. What is held stays, even if it is more."""
         if in_all is not None:
             self._in_all[stock] = in_all
+            self.in_all.wake(stock)
         if each_peer is not None:
             self._each_peer[stock] = each_peer
+            for scope in self._peers.values():
+                scope.wake(stock)
 
     def limit_rate(self, flow: Flow, *, in_all: Rate | None = None, each_peer: Rate | None = None) -> None:
         """Change rates from now on; None leaves one as it is."""

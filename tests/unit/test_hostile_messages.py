@@ -146,9 +146,9 @@ def test_a_message_waits_for_room_and_is_refused_where_there_never_is_any() -> N
     async def talk(
         reader: asyncio.StreamReader, receive: Callable[[], Awaitable[Message]], resources: ResourceManager
     ) -> None:
-        resources.limit(Stock.MEMORY, in_all=2 * MIB, each_peer=MIB)
+        resources.limit(Stock.MEMORY, in_all=4 * MIB, each_peer=3 * MIB // 2)
         other = resources.peer("other", 0.0).hold(Stock.MEMORY, MIB)
-        third = resources.peer("third", 0.0).hold(Stock.MEMORY, MIB)
+        third = resources.peer("third", 0.0).hold(Stock.MEMORY, 3 * MIB // 2)
         reader.feed_data(struct.pack(">II", 0, MIB) + bytes(MIB))
         receiving = asyncio.ensure_future(receive())
         await asyncio.sleep(1.0)
@@ -156,7 +156,7 @@ def test_a_message_waits_for_room_and_is_refused_where_there_never_is_any() -> N
         other.release()
         assert len((await receiving).payload) == MIB
         third.release()
-        reader.feed_data(struct.pack(">II", 1, MIB))
+        reader.feed_data(struct.pack(">II", 1, 3 * MIB // 2))
         with pytest.raises(Exhausted):
             await receive()
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmnet_protocols.resources import MIN_SWEEP, Exhausted, Flow, Hold, Rate, ResourceManager, Scope, Stock
+from tests.support.virtual_time import run
 
 
 def limited(in_all: int, each_peer: int) -> ResourceManager:
@@ -150,6 +151,44 @@ def test_peers_without_anything_are_forgotten_and_others_are_not() -> None:
     assert resources.snapshot().peers <= 2 * MIN_SWEEP
 
 
+def test_however_many_strangers_there_are_some_room_is_left_to_those_we_know() -> None:
+    resources = ResourceManager()
+    resources.limit(Stock.MEMORY, in_all=100, each_peer=20)
+    known, link = resources.peer("known", 0.0), resources.peer("link", 0.0)
+    known.hold(Stock.SESSIONS)
+    link.hold(Stock.LINKS)
+    for number in range(7):
+        resources.peer(f"stranger {number}", 0.0).hold(Stock.MEMORY, 10)
+    with pytest.raises(Exhausted, match="70 of 75 memory bytes of all peers"):
+        resources.peer("another", 0.0).hold(Stock.MEMORY, 10)
+    assert not resources.peer("another", 0.0).can_ever_hold(Stock.MEMORY, 76)
+    known.within("its session", {}).hold(Stock.MEMORY, 20)
+    link.hold(Stock.MEMORY, 10)
+    with pytest.raises(Exhausted, match="100 of 100"):
+        link.hold(Stock.MEMORY, 1)
+
+
+@pytest.mark.parametrize("whose", ["in all", "its own"])
+def test_whoever_waits_goes_on_when_the_limit_is_raised(whose: str) -> None:
+    async def main() -> None:
+        resources = ResourceManager()
+        resources.limit(Stock.MEMORY, in_all=40, each_peer=40)
+        alice, bob = resources.peer("alice", 0.0), resources.peer("bob", 0.0)
+        bob.hold(Stock.MEMORY, 20)
+        alice.hold(Stock.MEMORY, 10)
+        if whose == "its own":
+            resources.limit(Stock.MEMORY, in_all=100, each_peer=20)
+        growing = asyncio.create_task(alice.hold(Stock.MEMORY, 0).grow(20))
+        await asyncio.sleep(0)
+        resources.limit(Stock.SESSIONS, in_all=100, each_peer=100)
+        await asyncio.sleep(0)
+        assert not growing.done()
+        resources.limit(Stock.MEMORY, in_all=100, each_peer=40)
+        await growing
+
+    run(main())
+
+
 def test_only_those_are_woken_for_whom_there_is_room() -> None:
     """Whoever has thousands wait for room of its own must not have them all look at each message of others."""
 
@@ -157,6 +196,8 @@ def test_only_those_are_woken_for_whom_there_is_room() -> None:
         resources = ResourceManager()
         resources.limit(Stock.MEMORY, in_all=100, each_peer=50)
         greedy, modest = resources.peer("greedy", 0.0), resources.peer("modest", 0.0)
+        for peer in (greedy, modest):
+            peer.hold(Stock.SESSIONS)
         own = greedy.hold(Stock.MEMORY, 50)
         waiting = [greedy.hold(Stock.MEMORY, 0) for _ in range(10)]
         growing = [asyncio.create_task(hold.grow(40)) for hold in waiting]

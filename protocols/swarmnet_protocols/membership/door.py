@@ -212,7 +212,10 @@ class Door:
             raise NotAuthorised(f"{peer} belongs to another swarm")
         certificate = self.membership.open(said.hello.certificate)
         member = self.membership.admit(peer, certificate)
-        guest = self._guests.setdefault(peer, Guest(member, certificate))
+        guest = self._guests.get(peer)
+        if guest is None:
+            scope = self._transport.resources.peer(peer, asyncio.get_running_loop().time())
+            guest = self._guests[peer] = Guest(member, certificate, scope.hold(Stock.GUESTS))
         guest.member, guest.certificate = member, certificate
         guest.serials = {each.signer: each.serial for each in said.hello.serials[:MAX_LISTS]}
         guest.spoke.set()

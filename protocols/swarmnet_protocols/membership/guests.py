@@ -6,14 +6,16 @@ from swarmnet_protocols.errors import NotAuthorised
 from swarmnet_protocols.membership.certificates import Certificate
 from swarmnet_protocols.membership.roles import Role, name_roles
 from swarmnet_protocols.membership.rules import Member
+from swarmnet_protocols.resources import Hold
 from swarmnet_protocols.transport import ProtocolSpec, Stream
 
 
 class Guest:
     """Somebody we have met, and what is open between us."""
 
-    def __init__(self, member: Member, certificate: Certificate | None) -> None:
+    def __init__(self, member: Member, certificate: Certificate | None, place: Hold) -> None:
         self.member = member
+        self._place = place
         self.certificate = certificate
         self.doors: dict[Stream, None] = {}
         self.streams: dict[Stream, None] = {}
@@ -22,7 +24,8 @@ class Guest:
         self.spoke = asyncio.Event()
 
     def end(self) -> None:
-        """End everything that is open."""
+        """End everything that is open. The place is free then."""
+        self._place.release()
         if self.timer is not None:
             self.timer.cancel()
         for stream in (*self.doors, *self.streams):

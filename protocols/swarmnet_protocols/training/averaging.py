@@ -129,7 +129,8 @@ class Exchange:
         try:
             with stream.scope.hold(Stock.EARLY_ROUNDS):
                 conversation = await self._conversation(hello)
-            await conversation.serve(stream, hello.agreement)
+            with stream.scope.hold(Stock.ROUNDS):
+                await conversation.serve(stream, hello.agreement)
         except ProtocolViolation as error:
             refusal = pb.Refusal(detail=str(error)[:500])
             await stream.send(Message(pb.ExchangeReply(refusal=refusal).SerializeToString()))
