@@ -1,6 +1,7 @@
 """The lanes of one chain: each has one answer at a time, and all that are ready take their next step together."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -45,6 +46,8 @@ class Answer:
     def __init__(self, request: Request) -> None:
         self.request = request
         self.ids: list[int] = []
+        self.counts: Counter[int] = Counter()
+        """How often each token is in it, where its sampling asks."""
         self.reused = 0
         """Positions of the prompt whose caches were there already."""
         self.finish_reason: str | None = None
@@ -56,6 +59,8 @@ class Answer:
     def take(self, token: Token) -> bool:
         """Add the next token. True when more are wanted."""
         self.ids.append(token.id)
+        if self.request.sampling.penalises:
+            self.counts[token.id] += 1
         self._news.put_nowait(token)
         if token.id in self.request.end_ids:
             self.finish_reason = "stop"
@@ -223,7 +228,7 @@ class LaneGroup:
         hidden = await chain.forward(tuple(rows), torch.tensor(ids))
         if not asking:
             return
-        draws = [Draw(answer.request.sampling, len(answer.ids)) for _, answer in asking]
+        draws = [Draw(answer.request.sampling, len(answer.ids), answer.counts) for _, answer in asking]
         for (lane, answer), token in zip(asking, await self._head.choose(hidden, draws), strict=True):
             if lane.answer is not answer:
                 continue  # it left meanwhile

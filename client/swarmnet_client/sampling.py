@@ -4,7 +4,8 @@ So a seeded answer is the same whatever else is in the batch, and after a failur
 """
 
 import random
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -18,25 +19,37 @@ class Sampling:
 
     ``temperature`` 0 takes the most likely. ``top_p``: only the fewest likeliest tokens that have this probability together.
     ``top_logprobs``: with every token its log probability and those of so many others; None: without.
+
+    To a token's score, before any of that, ``biases`` adds what it has for its id; once it is in the answer ``presence_penalty`` is
+    taken off, and ``frequency_penalty`` as often as it is there. The prompt does not count.
     """
 
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
     top_logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    biases: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def penalises(self) -> bool:
+        """Whether it matters how often the answer has which token."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
 @dataclass(frozen=True)
 class Draw:
-    """One choice: by which rules, and at which position of the answer."""
+    """One choice: by which rules, and at which position of the answer. ``counts``: how often it has which token, where rules ask."""
 
     sampling: Sampling
     position: int
+    counts: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Token:
-    """A chosen token. Log probabilities are natural, before temperature and ``top_p``; ``top`` has the likeliest first."""
+    """A chosen token. Log probabilities are natural, of the model's own scores; ``top`` has the likeliest first."""
 
     id: int
     logprob: float | None = None
@@ -48,9 +61,32 @@ def choose(scores: torch.Tensor, draws: list[Draw]) -> list[Token]:
     likeliest = scores.argmax(dim=-1).tolist()
     tokens = []
     for row, best, draw in zip(scores, likeliest, draws, strict=True):
-        chosen = best if draw.sampling.temperature == 0 else _sample(row, draw)
+        chosen = _choose(row, best, draw)
         tokens.append(_with_logprobs(row, chosen, draw.sampling.top_logprobs))
     return tokens
+
+
+def _choose(row: torch.Tensor, likeliest: int, draw: Draw) -> int:
+    changes = _changes(draw)
+    if changes:
+        row = row.clone()
+        row[torch.tensor(list(changes), device=row.device)] += torch.tensor(
+            list(changes.values()), dtype=row.dtype, device=row.device
+        )
+    if draw.sampling.temperature == 0:
+        return int(row.argmax()) if changes else likeliest
+    return _sample(row, draw)
+
+
+def _changes(draw: Draw) -> dict[int, float]:
+    """What is added to the scores of which tokens."""
+    sampling = draw.sampling
+    changes = dict(sampling.biases)
+    if sampling.penalises:
+        for token, count in draw.counts.items():
+            penalty = sampling.presence_penalty + count * sampling.frequency_penalty
+            changes[token] = changes.get(token, 0.0) - penalty
+    return changes
 
 
 def _sample(row: torch.Tensor, draw: Draw) -> int:

@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -198,6 +198,8 @@ class Gateway:
         body = wanted.body
         seed = secrets.randbits(63) if body.seed is None else body.seed
         requests: list[lanes.Request] = []
+        self._check_ids(body.logit_bias, "logit_bias")
+        biases = tuple(body.logit_bias.items())
         for prompt in wanted.prompts:
             self._check_ids(prompt, wanted.param)
             room = self.engine.max_length - len(prompt)
@@ -207,7 +209,15 @@ class Gateway:
                 )
                 raise ApiError(400, message, "context_length_exceeded", param=wanted.param)
             for _ in range(body.n):
-                sampling = Sampling(body.temperature, body.top_p, seed + len(requests), wanted.alternatives)
+                sampling = Sampling(
+                    temperature=body.temperature,
+                    top_p=body.top_p,
+                    seed=seed + len(requests),
+                    top_logprobs=wanted.alternatives,
+                    presence_penalty=body.presence_penalty,
+                    frequency_penalty=body.frequency_penalty,
+                    biases=biases,
+                )
                 requests.append(
                     lanes.Request(
                         tuple(prompt),
@@ -266,7 +276,7 @@ class Gateway:
             ) from error
         return self._ids(text, False)
 
-    def _check_ids(self, ids: Sequence[int], param: str) -> None:
+    def _check_ids(self, ids: Collection[int], param: str) -> None:
         vocabulary = self.engine.local.config.vocab_size
         if ids and max(ids) >= vocabulary:
             raise ApiError(400, f"token ids go up to {vocabulary - 1}", "invalid_value", param=param)

@@ -8,17 +8,15 @@ MAX_CHOICES = 16
 MAX_STOPS = 8
 MAX_MESSAGES = 4096
 MAX_STOP_CHARS = 256
+MAX_BIASES = 1024
 
 LABELS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"})
 """Parameters that never change an answer."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
-    "presence_penalty": (0,),
     "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "store": (False,),
@@ -38,6 +36,9 @@ def _as_list(value: Any) -> Any:
 
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 Tokens = list[Annotated[int, Field(ge=0, lt=1 << 31, strict=True)]]
+Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+BiasedToken = Annotated[int, Field(ge=0, lt=1 << 31)]
+Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 
 
 class Strict(BaseModel):
@@ -73,6 +74,10 @@ class Common(Strict):
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
     stop: Annotated[list[Stop], BeforeValidator(_as_list)] = Field([], max_length=MAX_STOPS)
     n: int = Field(1, ge=1, le=MAX_CHOICES)
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    logit_bias: dict[BiasedToken, Bias] = Field({}, max_length=MAX_BIASES)
+    """By token ids, which JSON has as text."""
     ignore_eos: bool = False
     """vLLM's: go on to ``max_tokens`` whatever comes."""
 

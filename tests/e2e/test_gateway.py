@@ -64,8 +64,14 @@ def test_openais_client_works_unchanged(client: Any) -> None:
     assert len({each.text for each in sampled.choices}) == 2
     assert all(len(each.logprobs.tokens) == 5 for each in sampled.choices)
     with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(**STORY, frequency_penalty=1.0)
-    assert (caught.value.param, caught.value.code) == ("frequency_penalty", "unsupported_parameter")
+        client.chat.completions.create(**STORY, tools=[{"type": "function", "function": {"name": "f"}}])
+    assert (caught.value.param, caught.value.code) == ("tools", "unsupported_parameter")
+    varied = client.chat.completions.create(**STORY, frequency_penalty=2.0, presence_penalty=2.0)
+    assert varied.choices[0].message.content != choice.message.content
+    forced = client.completions.create(
+        model=MODEL, prompt="The sea", max_tokens=3, logit_bias={"40": 100}, logprobs=0
+    )
+    assert len(set(forced.choices[0].logprobs.tokens)) == 1
     with pytest.raises(openai.AuthenticationError):
         client.with_options(api_key="another-key").models.list()
     with pytest.raises(openai.NotFoundError):

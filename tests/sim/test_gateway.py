@@ -2,9 +2,12 @@
 
 import asyncio
 import json
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from swarmnet.gateway.answers import KEEP_ALIVE_S
 from swarmnet.gateway.app import FIRST_S
@@ -126,10 +129,49 @@ def test_an_end_token_ends_an_answer(tiny: Reference) -> None:
     assert choice["finish_reason"] == "stop"
 
 
+def test_penalties_and_biases_change_the_scores_as_openai_says(tiny: Reference) -> None:
+    """Against the formula, over all of the tokens before each."""
+    rules = {"presence_penalty": 1.5, "frequency_penalty": 0.5}
+    usual = tiny.greedy(PROMPT, 1)[0]
+    biases = {usual: -100.0, 11: 1.0}
+
+    @torch.inference_mode()
+    def greedy(count: int, change: Callable[[torch.Tensor, Counter[int]], None]) -> list[int]:
+        ids = list(PROMPT)
+        for _ in range(count):
+            scores = tiny.model(torch.tensor([ids])).logits[0, -1]
+            change(scores, Counter(ids[len(PROMPT) :]))
+            ids.append(int(scores.argmax()))
+        return ids[len(PROMPT) :]
+
+    def penalised(scores: torch.Tensor, counts: Counter[int]) -> None:
+        for token, count in counts.items():
+            scores[token] -= 0.5 * count + 1.5
+
+    def biased(scores: torch.Tensor, _counts: Counter[int]) -> None:
+        for token, bias in biases.items():
+            scores[token] += bias
+
+    async def scenario(_lab: Lab, caller: Caller) -> Any:
+        asked = ({}, rules, {"logit_bias": {str(token): bias for token, bias in biases.items()}})
+        answers = [await caller.complete(max_tokens=20, **fields) for fields in asked]
+        return [answer.json()["choices"][0]["text"] for answer in answers]
+
+    plain, *changed = served(tiny, scenario)
+    assert changed == [words(greedy(20, penalised)), words(greedy(20, biased))]
+    assert plain not in changed
+
+
 BAD: list[tuple[dict[str, Any], tuple[int, str | None, str]]] = [
     ({"top_k": 5}, (400, "top_k", "unsupported_parameter")),
     ({"tools": [{"type": "function"}]}, (400, "tools", "unsupported_parameter")),
-    ({"frequency_penalty": 0.5}, (400, "frequency_penalty", "unsupported_parameter")),
+    ({"frequency_penalty": 2.1}, (400, "frequency_penalty", "invalid_value")),
+    ({"presence_penalty": -2.1}, (400, "presence_penalty", "invalid_value")),
+    ({"logit_bias": {"5": 101}}, (400, "logit_bias", "invalid_value")),
+    ({"logit_bias": {"w5": 1}}, (400, "logit_bias", "invalid_value")),
+    ({"logit_bias": {"-1": 1}}, (400, "logit_bias", "invalid_value")),
+    ({"logit_bias": {"97": 1}}, (400, "logit_bias", "invalid_value")),
+    ({"logit_bias": {str(token): 1 for token in range(1025)}}, (400, "logit_bias", "invalid_value")),
     ({"response_format": {"type": "json_object"}}, (400, "response_format", "unsupported_parameter")),
     ({"stream_options": {"x": 1}}, (400, "stream_options.x", "unsupported_parameter")),
     ({"temperature": 2.5}, (400, "temperature", "invalid_value")),

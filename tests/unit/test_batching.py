@@ -2,13 +2,14 @@
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
 from swarmnet_client.batching import Limits, Load, may_start, may_wait, retry_after_s
 from swarmnet_client.lanes import MIN_SHARED, Answer, Lane, Request, pick_lane, share
-from swarmnet_client.sampling import NUCLEUS, Draw, Sampling, choose
+from swarmnet_client.sampling import NUCLEUS, Draw, Sampling, Token, choose
 
 LIMITS = Limits(active=4, waiting=2, positions=1000)
 LONG = tuple(range(2, 2 + 2 * MIN_SHARED))
@@ -105,10 +106,43 @@ def test_a_draw_follows_from_seed_and_position_alone() -> None:
     assert len(drawn) > 3
 
 
+def test_penalties_and_biases_are_openais() -> None:
+    """mu[j] - c[j] * frequency - (c[j] > 0) * presence + bias[j], for a choice and never for its neighbours."""
+    scores = rows(3, 12)
+    counts = {3: 2, 7: 1}
+    rules = Sampling(
+        2.0, seed=5, presence_penalty=1.5, frequency_penalty=-0.5, biases=((7, 3.0), (9, -100.0))
+    )
+    changed = scores[1].clone()
+    changed[3] -= 2 * -0.5 + 1.5
+    changed[7] -= 1 * -0.5 + 1.5 - 3.0
+    changed[9] -= 100.0
+    before = scores.clone()
+    (greedy,) = choose(scores[1:2], [Draw(replace(rules, temperature=0.0), 3, counts)])
+    assert greedy.id == int(changed.argmax())
+    for position in range(50):
+        draws = [Draw(Sampling(), 0), Draw(rules, position, counts), Draw(Sampling(2.0, seed=5), position)]
+        chosen = [token.id for token in choose(scores, draws)]
+        assert chosen[0] == int(scores[0].argmax())
+        assert chosen[1:] == [
+            choose(row[None], [Draw(Sampling(2.0, seed=5), position)])[0].id for row in (changed, scores[2])
+        ]
+    assert torch.equal(scores, before)
+
+
+def test_what_an_answer_has_is_counted_only_where_it_is_asked() -> None:
+    for sampling, counted in ((Sampling(), {}), (Sampling(presence_penalty=0.1), {5: 2, 6: 1})):
+        answer = Answer(Request((1,), 9, sampling))
+        for token in (5, 6, 5):
+            answer.take(Token(token))
+        assert answer.counts == counted
+
+
 def test_log_probabilities_are_of_the_scores_as_they_are() -> None:
     scores = rows(1)
     (token,) = choose(scores, [Draw(Sampling(0.5, 0.1, 1, top_logprobs=3), 0)])
     expected = torch.log_softmax(scores[0], -1)
+    assert choose(scores, [Draw(Sampling(top_logprobs=3, biases=((token.id, 100.0),)), 0)]) == [token]
     assert token.logprob == pytest.approx(float(expected[token.id]))
     assert [one for one, _ in token.top] == expected.topk(3).indices.tolist()
     assert choose(scores, [Draw(Sampling(), 0)])[0].logprob is None
