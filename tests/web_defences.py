@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from swarmnet.dashboard import seats
 from swarmnet.gateway.quotas import Quotas
 from swarmnet.web import guards, serving
 from swarmnet_client import batching
@@ -15,7 +16,7 @@ from tests.defences import Defence, nothing, replacing, yes
 from tests.sim import test_batching, test_gateway_limits
 from tests.support.swarm_lab import Reference
 from tests.support.tiny_swarm import load_tiny
-from tests.unit import test_web_guards, test_web_serving
+from tests.unit import test_dashboard_seats, test_web_guards, test_web_serving
 
 
 def letting_through(guard: type) -> Callable[[pytest.MonkeyPatch], None]:
@@ -114,6 +115,13 @@ WEB = (
         "who leaves costs nothing more",
         replacing(LaneGroup, "leave", nothing),
         over_nodes(test_gateway_limits.test_so_does_one_who_waits_for_a_whole_answer),
+    ),
+    Defence(
+        "a network has its share of a dashboard's places",
+        replacing(seats, "_crowds", lambda candidates, _: {each.peer: 0 for each in candidates}),
+        lambda _: test_dashboard_seats.test_a_flood_takes_no_place_of_those_who_answer(
+            "answer, from one network"
+        ),
     ),
     Defence(
         "caches are of one owner",

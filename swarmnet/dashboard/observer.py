@@ -4,15 +4,18 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import NoReturn
+from functools import partial
+from typing import NoReturn, TypeVar
 
 from swarmnet.dashboard.contacts import Contact
+from swarmnet.dashboard.seats import Candidate, seated
 from swarmnet.dashboard.sightings import JobSighting, Look, SwarmAbout
 from swarmnet.dashboard.tally import Tallies
-from swarmnet_protocols.aio import cancel
+from swarmnet_protocols.aio import all_of, cancel
 from swarmnet_protocols.catalog import Catalog, CatalogModel, read_catalog
 from swarmnet_protocols.clock import Clock
 from swarmnet_protocols.directory import Directory
@@ -26,12 +29,15 @@ from swarmnet_protocols.errors import (
 from swarmnet_protocols.hosts import read_numbered
 from swarmnet_protocols.protocol_ids import REPORT
 from swarmnet_protocols.reports import ask, check
+from swarmnet_protocols.routing import HostInfo
 from swarmnet_protocols.timing import Timing
-from swarmnet_protocols.training.board import find_job, find_workers
+from swarmnet_protocols.training.board import WorkerInfo, find_job, find_workers
 from swarmnet_protocols.transport import PeerId, Stream, Transport
-from swarmnet_protocols.wire import report_pb2
+from swarmnet_protocols.wire import records_pb2, report_pb2
 
 MAX_PEERS = 2000
+MAX_LOOKUPS = 8
+"""Topics of the directory that are read at the same time."""
 MAX_OPENING = 32
 """Streams that are opened at the same time."""
 MIN_POLL_S = 2.0
@@ -47,6 +53,8 @@ REOPEN_S = 0.2
 RETRY_S = 2.0
 MAX_RETRY_S = 30.0
 _log = logging.getLogger(__name__)
+K = TypeVar("K")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -72,9 +80,13 @@ class Observer:
         self._listed: dict[bytes, CatalogModel] = {}
         self._contacts: dict[PeerId, Contact] = {}
         self._asking: dict[PeerId, asyncio.Task[None]] = {}
+        self._failures: Counter[PeerId] = Counter()
+        self._salt = vantage.rng.randbytes(16)
         self._jobs: dict[str, JobSighting] = {}
+        self._workers: dict[str, list[WorkerInfo]] = {}
         self._tallies = Tallies()
         self._since_s = vantage.clock()
+        self._reading = asyncio.Semaphore(MAX_LOOKUPS)
         self._opening = asyncio.Semaphore(MAX_OPENING)
         self._wanted = asyncio.Event()
         self._looked = asyncio.Condition()
@@ -128,7 +140,7 @@ class Observer:
                     catalog_due_s = now_s
                     await self._read(await read_catalog(self._vantage.directory))
                     await self._look_for_workers()
-                await self._look_for_hosts()
+                await self._look_for_peers()
             except SwarmnetError as error:
                 _log.warning("the directory could not be read: %s", error)
             except Exception:  # noqa: BLE001 - the supervisor: who cannot be found now may be found later
@@ -151,12 +163,17 @@ class Observer:
         self._jobs = {
             job_id: job for job_id, job in self._jobs.items() if job_id in catalog.jobs or job.workers
         }
-        for job_id in catalog.jobs:
-            if job_id not in self._jobs:
-                with contextlib.suppress(Unreachable):  # anybody may list what does not exist
-                    job, _ = await find_job(self._vantage.directory, job_id)
-                    about = job.job.job.name, job.job.method.name, job.job.job.rounds
-                    self._jobs[job_id] = JobSighting(job_id, *about)
+        found = await self._each(
+            (job_id for job_id in catalog.jobs if job_id not in self._jobs), self._find_job
+        )
+        self._jobs |= {job_id: job for job_id, job in found.items() if job is not None}
+
+    async def _find_job(self, job_id: str) -> JobSighting | None:
+        try:
+            job, _ = await find_job(self._vantage.directory, job_id)
+        except Unreachable:  # anybody may list what does not exist
+            return None
+        return JobSighting(job_id, job.job.job.name, job.job.method.name, job.job.job.rounds)
 
     def _named(self, model: CatalogModel) -> CatalogModel:
         return replace(model, name=self._names.get(model.manifest, model.name))
@@ -164,47 +181,87 @@ class Observer:
     def _is_meant(self, model: CatalogModel) -> bool:
         return not self._names or model.manifest in self._names
 
-    async def _look_for_hosts(self) -> None:
-        found: dict[PeerId, int] = {}
-        for manifest in self._listed:
-            for info, body, sequence in await read_numbered(self._vantage.directory, manifest):
-                if found.get(info.peer, -1) < sequence and self._meet(info.peer, info.addresses):
-                    found[info.peer] = sequence
-                    self._contacts[info.peer].announced(info, body, sequence, self._vantage.clock())
-        for peer, contact in self._contacts.items():
-            if peer not in found:
-                contact.withdrawn()
-
     async def _look_for_workers(self) -> None:
-        for job_id, known in list(self._jobs.items()):
-            workers = [
-                worker
-                for worker in await find_workers(self._vantage.directory, job_id)
-                if self._meet(worker.peer, worker.addresses)
-            ]
+        self._workers = {job_id: known for job_id, known in self._workers.items() if job_id in self._jobs}
+        self._workers |= await self._each(self._jobs, partial(find_workers, self._vantage.directory))
+
+    async def _look_for_peers(self) -> None:
+        """Find who hosts what, choose whom to watch, and take note of what those announce."""
+        records = await self._each(self._listed, partial(read_numbered, self._vantage.directory))
+        newest: dict[PeerId, tuple[HostInfo, records_pb2.HostRecord, int]] = {}
+        for info, body, sequence in (each for found in records.values() for each in found):
+            if info.peer not in newest or newest[info.peer][2] < sequence:
+                newest[info.peer] = info, body, sequence
+        workers = {worker.peer: worker.addresses for found in self._workers.values() for worker in found}
+        self._choose(workers | {peer: info.addresses for peer, (info, _, _) in newest.items()})
+        for peer, contact in self._contacts.items():
+            if peer in newest:
+                contact.announced(*newest[peer], self._vantage.clock())
+            elif contact.manifest in records or contact.manifest not in self._listed:
+                contact.withdrawn()
+        for job_id, found in self._workers.items():
+            seen = [worker for worker in found if worker.peer in self._contacts]
+            known = self._jobs[job_id]
             self._jobs[job_id] = replace(
                 known,
-                workers=tuple(worker.peer for worker in workers),
-                round=max((min(worker.round, known.rounds) for worker in workers), default=known.round),
+                workers=tuple(worker.peer for worker in seen),
+                round=max((min(worker.round, known.rounds) for worker in seen), default=known.round),
             )
 
-    def _meet(self, peer: PeerId, addresses: Sequence[str]) -> bool:
-        """Whether a peer is, from now on, one of those that we ask."""
+    async def _each(self, keys: Iterable[K], read: Callable[[K], Awaitable[T]]) -> dict[K, T]:
+        """What is read for each key, a few at once; without those that cannot be read now."""
+
+        async def one(key: K) -> tuple[K, T] | None:
+            async with self._reading:
+                try:
+                    return key, await read(key)
+                except SwarmnetError as error:
+                    _log.warning("the directory could not be read: %s", error)
+                    return None
+
+        return dict(found for found in await all_of(*map(one, keys)) if found is not None)
+
+    def _choose(self, addresses: Mapping[PeerId, tuple[str, ...]]) -> None:
+        """Watch those that announce themselves with these addresses, and whom we know, as far as there are places."""
+        now_s, ourselves = self._vantage.clock(), self._vantage.transport.peer_id
+        candidates = []
+        for peer in {*addresses, *self._contacts}:
+            contact = self._contacts.get(peer)
+            candidates.append(
+                Candidate(
+                    peer,
+                    addresses[peer] if contact is None else addresses.get(peer, contact.addresses),
+                    0.0 if peer == ourselves else now_s if contact is None else contact.first_seen_s,
+                    answers=peer == ourselves or (contact is not None and contact.answers),
+                    asked=contact is not None,
+                    failures=self._failures[peer],
+                )
+            )
+        chosen = seated(candidates, MAX_PEERS, self._salt)
+        self._failures = Counter({each.peer: each.failures for each in candidates if each.failures})
+        for peer in [peer for peer in self._contacts if peer not in chosen]:
+            self._drop(peer)
+        for each in candidates:
+            if each.peer in chosen:
+                self._meet(each.peer).addresses = each.addresses
+
+    def _meet(self, peer: PeerId) -> Contact:
+        """One of those that we ask, from now on if not before."""
         if peer not in self._contacts:
-            if len(self._contacts) >= MAX_PEERS:
-                return False
             self._contacts[peer] = Contact(peer, self._vantage.clock())
             self._asking[peer] = asyncio.create_task(self._keep_asking(self._contacts[peer]), name="ask")
-        self._contacts[peer].addresses = tuple(addresses)
-        return True
+        return self._contacts[peer]
+
+    def _drop(self, peer: PeerId) -> None:
+        del self._contacts[peer]
+        self._asking.pop(peer).cancel()
 
     def _forget(self) -> None:
         now_s = self._vantage.clock()
         trained = {peer for job in self._jobs.values() for peer in job.workers}
         for peer, contact in list(self._contacts.items()):
             if peer not in trained and contact.is_over(now_s):
-                del self._contacts[peer]
-                self._asking.pop(peer).cancel()
+                self._drop(peer)
         self._tallies.keep_only(self._contacts)
 
     # ---- the peers --------------------------------------------------------------------------------------
@@ -233,6 +290,7 @@ class Observer:
             except SwarmnetError as error:
                 _log.debug("%s is lost: %s", contact.peer, error)
             contact.failed(self._vantage.clock(), self._tallies)
+            self._failures[contact.peer] += 1
             await asyncio.sleep(retry_s * self._vantage.rng.uniform(0.8, 1.2))
             retry_s = min(2 * retry_s, MAX_RETRY_S)
 
@@ -255,6 +313,7 @@ class Observer:
         report = await ask(stream, reply_s=REPLY_S)
         contact.delayed((loop.time() - asked_s) / 2)
         contact.reported(report, self._vantage.clock(), self._tallies)
+        self._failures.pop(contact.peer, None)
 
     async def _wait_on(self, stream: Stream) -> None:
         """Until it is time to ask again; nothing is to come meanwhile but the stream's end, which raises ``StreamEnded``."""

@@ -9,13 +9,18 @@ from typing import Any
 
 import pytest
 
+from swarmnet.dashboard import observer as observers
 from swarmnet.dashboard.feed import Feed
 from swarmnet.dashboard.history import History
 from swarmnet.dashboard.observer import Observer, Vantage
 from swarmnet.dashboard.sightings import SwarmAbout
-from swarmnet_protocols.directory import MemoryDirectory
+from swarmnet_protocols import catalog
+from swarmnet_protocols.directory import MemoryDirectory, Publisher
+from swarmnet_protocols.errors import Unreachable
+from swarmnet_protocols.hosts import PROTOCOL, hosts_topic
 from swarmnet_protocols.membership.roles import Role
 from swarmnet_protocols.transport.memory import LinkProfile
+from swarmnet_protocols.wire import records_pb2
 from tests.support.private_swarm import PrivateSwarm, virtual_clock
 from tests.support.swarm_lab import SWARM, Lab, Reference, peer, simulate
 
@@ -170,6 +175,80 @@ def test_a_failover_is_counted(reference: Reference, tmp_path: Any) -> None:
             assert counts.recoveries == 1, "its place was taken by a replay"
             assert counts.failures >= 1
             assert feed.now.body["models"][lab.manifest.hex()]["token_s"]["p50"] > 0
+
+    simulate(reference, scenario)
+
+
+def announce(lab: Lab, name: str) -> None:
+    """A record of somebody who says to host everything, and does not exist."""
+    identity = peer(name)
+    address = f"/ip4/66.6.0.1/tcp/1/p2p/{identity.peer_id}"
+    body = records_pb2.HostRecord(
+        manifest=lab.manifest,
+        protocol=PROTOCOL,
+        end=6,
+        state=records_pb2.HOST_STATE_ONLINE,
+        addresses=[address],
+    )
+    topic = hosts_topic(lab.manifest)
+    lab.board.post(
+        *Publisher(identity, SWARM, virtual_clock).seal(topic, body.SerializeToString(), lifetime_s=600)
+    )
+
+
+def test_strangers_who_say_to_be_there_take_no_place_of_hosts(
+    reference: Reference, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(observers, "MAX_PEERS", 5)
+
+    async def scenario(lab: Lab) -> None:
+        for number in range(40):
+            announce(lab, f"nobody-{number}")
+        await start(lab, a=(0, 2), b=(2, 4), c=(4, 6))
+        hosts = {lab.peer_id(name) for name in "abc"}
+        async with dashboard(lab, tmp_path) as feed:
+
+            def all_answer(body: dict[str, Any]) -> bool:
+                return all(peer in body["peers"] and body["peers"][peer]["started_s"] for peer in hosts)
+
+            await until(feed, all_answer)
+            for _ in range(10):
+                await asyncio.sleep(SEEN_S)
+                assert all_answer(feed.now.body)  # type: ignore[arg-type]
+                assert len(feed._source.look().peers) <= 5
+
+    simulate(reference, scenario, limit_s=600)
+
+
+def test_topics_are_read_side_by_side_and_one_that_cannot_be_read_costs_no_other(
+    reference: Reference, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading = most = 0
+
+    async def scenario(lab: Lab) -> None:
+        await start(lab, a=(0, 6))
+        lookup = MemoryDirectory.lookup
+        absent = {hosts_topic(bytes([number]) * 32) for number in range(20)}
+        for number in range(20):
+            entry = records_pb2.CatalogModel(manifest=bytes([number]) * 32, name="none", blocks=6)
+            body = records_pb2.CatalogRecord(model=entry).SerializeToString()
+            publisher = Publisher(peer(f"liar-{number}"), SWARM, virtual_clock)
+            lab.board.post(*publisher.seal(catalog.TOPIC, body, lifetime_s=600))
+
+        async def slow(directory: MemoryDirectory, topic: str) -> Any:
+            nonlocal reading, most
+            if topic not in absent:
+                return await lookup(directory, topic)
+            reading += 1
+            most = max(most, reading)
+            await asyncio.sleep(1.0)
+            reading -= 1
+            raise Unreachable("nobody keeps this")
+
+        monkeypatch.setattr(MemoryDirectory, "lookup", slow)
+        async with dashboard(lab, tmp_path) as feed:
+            await until(feed, online(1))
+        assert most == observers.MAX_LOOKUPS
 
     simulate(reference, scenario)
 
