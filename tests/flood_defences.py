@@ -7,7 +7,7 @@ from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as Protobuf
 
 from swarmnet_protocols import resources
-from swarmnet_protocols.membership import door
+from swarmnet_protocols.membership import door, waiting_room
 from swarmnet_protocols.protocol_ids import DHT_FIND
 from swarmnet_protocols.resources import Scope
 from swarmnet_protocols.session import steps
@@ -15,7 +15,7 @@ from swarmnet_protocols.transport import talking
 from swarmnet_protocols.transport.p2pd_daemon import prepare_hivemind
 from swarmnet_protocols.wire import session_pb2
 from tests.defences import Defence, count_only, nothing, replacing, wait_for_ever
-from tests.sim import test_door_limits
+from tests.sim import test_admission, test_door_limits
 from tests.unit import test_dht_guard, test_hostile_messages, test_node_reports, test_probes, test_resources
 
 
@@ -83,6 +83,11 @@ FLOODS = (
         "the silent make room at the door",
         replacing(Scope, "spare", lambda *_: 1 << 30),
         lambda _: test_door_limits.test_silent_strangers_keep_no_member_out(),
+    ),
+    Defence(
+        "one place does not fill the waiting room",
+        replacing(waiting_room, "origin_of", lambda _: "the world"),
+        test_admission.test_who_has_many_identities_in_one_place_displaces_its_own,
     ),
     Defence(
         "a member shuts no doors but its own",

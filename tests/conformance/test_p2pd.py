@@ -113,6 +113,21 @@ def test_a_port_in_use_by_another_p2pd_is_not_shared(p2pd_lab: P2pdLab, tmp_path
     p2pd_lab.run(scenario)
 
 
+def test_a_stream_says_from_where_it_was_opened(p2pd_lab: P2pdLab) -> None:
+    async def scenario(a: P2pdTransport, b: P2pdTransport) -> None:
+        opened: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+        async def note(stream: Stream) -> None:
+            opened.set_result(stream.address)
+
+        await b.serve(ADMISSION, note)
+        stream = await a.open(b.peer_id, ADMISSION, addresses=b.addresses(), deadline_s=DEADLINE_S)
+        assert (await opened).startswith("/ip4/127.0.0.1/tcp/")
+        assert not stream.address
+
+    p2pd_lab.run(scenario)
+
+
 def test_one_identity_is_on_the_network_once_unless_it_only_dials(tmp_path: Path) -> None:
     listening = P2pdConfig(tmp_path / "id", listen=LOOPBACK)
     dialling = replace(listening, only_dials=True)

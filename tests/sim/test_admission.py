@@ -13,6 +13,7 @@ from swarmnet_protocols.membership.certificates import open_certificate
 from swarmnet_protocols.membership.invites import redemption
 from swarmnet_protocols.membership.roles import Role
 from swarmnet_protocols.membership.signed import seal
+from swarmnet_protocols.membership.waiting_room import origin_of
 from swarmnet_protocols.protocol_ids import ADMISSION
 from swarmnet_protocols.resources import Stock
 from swarmnet_protocols.transport import Message, Stream
@@ -196,6 +197,46 @@ def test_silent_newcomers_keep_nobody_out(tmp_path: Path) -> None:
         assert (await redeem(newcomer, world.invite(address(issuer.peer_id)))).certificate
 
     run(tmp_path, scenario)
+
+
+def test_who_has_many_identities_in_one_place_displaces_its_own(tmp_path: Path) -> None:
+    """A newcomer far away takes a while to say what it wants; meanwhile others come, and come again."""
+
+    async def scenario(world: World) -> None:
+        issuer = await world.issuer("issuer")
+        issuer.raw.resources.limit(Stock.NEWCOMERS, in_all=8)
+        newcomer = await world.stranger("newcomer")
+        world.network.move(newcomer.peer_id, "/ip4/198.51.100.7/tcp/4001")
+        stream = await newcomer.open(issuer.peer_id, ADMISSION, deadline_s=DEADLINE_S)
+        for number in range(20):
+            stranger = await world.stranger(f"silent {number}")
+            world.network.move(stranger.peer_id, f"/ip4/203.0.113.{number}/tcp/4001")
+            await stranger.open(issuer.peer_id, ADMISSION, deadline_s=DEADLINE_S)
+        request = pb.AdmissionRequest(redeem=redemption(world.invite(), newcomer.peer_id))
+        await stream.send(Message(request.SerializeToString()))
+        assert pb.AdmissionReply.FromString((await stream.receive()).header).admitted.certificate
+
+    run(tmp_path, scenario)
+
+
+@pytest.mark.parametrize(
+    ("address", "other", "same"),
+    [
+        ("/ip4/203.0.113.5/tcp/1", "/ip4/203.0.113.200/udp/2/quic-v1", True),
+        ("/ip4/203.0.113.5/tcp/1", "/ip4/203.0.114.5/tcp/1", False),
+        ("/ip6/2001:db8:1::1/tcp/1", "/ip6/2001:db8:1:ffff::2/tcp/1", True),
+        ("/ip6/2001:db8:1::1/tcp/1", "/ip6/2001:db8:2::1/tcp/1", False),
+        ("/ip4/203.0.113.5/tcp/1/p2p/R/p2p-circuit", "/ip4/203.0.113.5/tcp/1/p2p/R/p2p-circuit", True),
+    ],
+)
+def test_where_somebody_comes_from(address: str, other: str, same: bool) -> None:
+    assert origin_of(address)
+    assert (origin_of(address) == origin_of(other)) is same
+
+
+@pytest.mark.parametrize("address", ["", "/memory/0", "/ip4/nonsense/tcp/1", "/dns4/example.org/tcp/1"])
+def test_somewhere_that_is_not_known(address: str) -> None:
+    assert not origin_of(address)
 
 
 def test_who_is_sent_off_without_a_word_comes_again(tmp_path: Path) -> None:

@@ -1,30 +1,54 @@
 """Where those wait who have opened a stream and not yet said who they are, or what they want."""
 
+import ipaddress
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from swarmnet_protocols.resources import Hold, Scope, Stock
 from swarmnet_protocols.transport import Stream
 
+_PREFIX_BITS = {"ip4": 24, "ip6": 48}
+"""What one customer of a provider has at most: in it, addresses cost as little as identities."""
+
 
 class WaitingRoom:
-    """Has as many places as ``in_all`` has of ``stock``. Where they are taken the slowest has to go: members speak at once."""
+    """Has as many places as ``in_all`` has of ``stock``. Where they are taken somebody has to go: members speak at once.
+
+    It is the slowest of those who come from where most come from: who has many identities in one place displaces its own.
+    """
 
     def __init__(self, in_all: Scope, stock: Stock) -> None:
         self._in_all = in_all
         self._stock = stock
-        self._waiting: dict[Stream, Hold] = {}
+        self._waiting: dict[Stream, tuple[Hold, str]] = {}
+        """Each with its place, and where it comes from."""
 
     @contextmanager
     def enter(self, stream: Stream) -> Iterator[None]:
         """A place while the context is open. Raises ``Exhausted`` for a peer that has its share of them."""
         while self._waiting and self._in_all.spare(self._stock) < 1 <= stream.scope.spare(self._stock):
-            slowest = next(iter(self._waiting))
-            self._waiting.pop(slowest).release()
+            slowest = self._slowest()
+            self._waiting.pop(slowest)[0].release()
             slowest.close()
-        self._waiting[stream] = hold = stream.scope.hold(self._stock)
+        hold = stream.scope.hold(self._stock)
+        self._waiting[stream] = hold, origin_of(stream.address) or stream.peer
         try:
             yield
         finally:
             self._waiting.pop(stream, None)
             hold.release()
+
+    def _slowest(self) -> Stream:
+        """Of the largest crowd, the first that came."""
+        crowds = Counter(origin for _, origin in self._waiting.values())
+        return max(self._waiting, key=lambda stream: crowds[self._waiting[stream][1]])  # the first of several
+
+
+def origin_of(address: str) -> str:
+    """The part of the network that a multiaddr lies in; empty for one without an IP address. Through a relay, it is the relay's."""
+    match address.split("/"):
+        case ["", "ip4" | "ip6" as family, host, *_]:
+            with suppress(ValueError):
+                return str(ipaddress.ip_network(f"{host}/{_PREFIX_BITS[family]}", strict=False))
+    return ""

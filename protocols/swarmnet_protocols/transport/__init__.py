@@ -50,6 +50,10 @@ class Stream(Protocol):
         """The authenticated id of the other side."""
 
     @property
+    def address(self) -> str:
+        """The multiaddr from which the other side is connected; empty where that is not known."""
+
+    @property
     def scope(self) -> Scope:
         """What the other side holds and uses of ours, over all its streams."""
 

@@ -76,6 +76,7 @@ class MemoryNetwork:
         self._cut: set[tuple[PeerId, PeerId]] = set()
         self._hung: set[PeerId] = set()
         self._isolated: set[PeerId] = set()
+        self._addresses: dict[PeerId, str] = {}
         self._trace = hashlib.sha256()
 
     def transport(self, peer: PeerId) -> "MemoryTransport":
@@ -86,6 +87,14 @@ class MemoryNetwork:
         """Use ``profile`` in both directions between two peers from now on."""
         self._link(a, b).profile = profile
         self._link(b, a).profile = profile
+
+    def move(self, peer: PeerId, address: str) -> None:
+        """``peer`` opens its streams from this multiaddr from now on."""
+        self._addresses[peer] = address
+
+    def address_of(self, peer: PeerId) -> str:
+        """Where ``move`` has put a peer; empty if it has not."""
+        return self._addresses.get(peer, "")
 
     def crash(self, peer: PeerId) -> None:
         """The process of ``peer`` is gone: the other ends of its streams see the end, nobody can dial it."""

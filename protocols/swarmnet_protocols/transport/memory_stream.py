@@ -41,6 +41,10 @@ class MemoryStream:
         return self._peer
 
     @property
+    def address(self) -> str:
+        return self._network.address_of(self._peer)
+
+    @property
     def scope(self) -> Scope:
         return self._meter.scope
 

@@ -24,6 +24,7 @@ from swarmnet_protocols.transport.p2pd_daemon import (
     P2pd,
     prepare_hivemind,
     run_p2pd,
+    unpack_multiaddr,
 )
 from swarmnet_protocols.transport.pacing import PIECE_BYTES, Pace, PacedReader
 from swarmnet_protocols.transport.wire_meter import WireMeter
@@ -81,6 +82,7 @@ class P2pdStream:
         on_close: Callable[["P2pdStream"], None],
         pace: Pace,
     ) -> None:
+        self.packed_address = b""
         reader, writer = pipe
         self._up = pace.up
         self._on_close = on_close
@@ -98,6 +100,10 @@ class P2pdStream:
     @property
     def peer(self) -> PeerId:
         return self._peer
+
+    @property
+    def address(self) -> str:
+        return unpack_multiaddr(self.packed_address) if self.packed_address else ""
 
     @property
     def scope(self) -> Scope:
@@ -302,6 +308,7 @@ class P2pdTransport:
             writer.close()
             return
         stream = self._stream(peer, protocol, (reader, writer), meter)
+        stream.packed_address = info.addr
         await supervise(handler, stream, protocol)
 
     def _stream(

@@ -81,6 +81,13 @@ def pack_multiaddr(address: str) -> bytes:
     return packed
 
 
+def unpack_multiaddr(packed: bytes) -> str:
+    """A multiaddr as p2pd gives it, in text."""
+    from hivemind.utils.multiaddr import Multiaddr
+
+    return str(Multiaddr(packed))
+
+
 def pack_peer(peer: PeerId) -> bytes:
     """The binary form of a peer id. Raises ``ConfigError`` for what is none."""
     from hivemind.p2p import PeerID
@@ -105,20 +112,18 @@ class P2pd:
     async def identify(self) -> list[str]:
         """The addresses at which this peer can be dialled, without its id."""
         from hivemind.proto import p2pd_pb2 as pb
-        from hivemind.utils.multiaddr import Multiaddr
 
         response = await self._call(pb.Request(type=pb.Request.IDENTIFY))
-        return [str(Multiaddr(packed)) for packed in response.identify.addrs]
+        return [unpack_multiaddr(packed) for packed in response.identify.addrs]
 
     async def connections(self) -> dict[PeerId, list[str]]:
         """Who is connected, each with the multiaddrs it is connected from."""
         from hivemind.p2p import PeerID
         from hivemind.proto import p2pd_pb2 as pb
-        from hivemind.utils.multiaddr import Multiaddr
 
         response = await self._call(pb.Request(type=pb.Request.LIST_PEERS))
         return {
-            PeerId(PeerID(info.id).to_base58()): [str(Multiaddr(packed)) for packed in info.addrs]
+            PeerId(PeerID(info.id).to_base58()): [unpack_multiaddr(packed) for packed in info.addrs]
             for info in response.peers
         }
 

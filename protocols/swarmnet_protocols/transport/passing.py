@@ -17,6 +17,10 @@ class PassingStream:
         return self._stream.peer
 
     @property
+    def address(self) -> str:
+        return self._stream.address
+
+    @property
     def scope(self) -> Scope:
         return self._stream.scope
 
