@@ -6,6 +6,7 @@ import pytest
 from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as Protobuf
 
+from swarmnet_node import engine
 from swarmnet_protocols import resources
 from swarmnet_protocols.membership import door, waiting_room
 from swarmnet_protocols.protocol_ids import DHT_FIND
@@ -14,8 +15,8 @@ from swarmnet_protocols.session import steps
 from swarmnet_protocols.transport import talking
 from swarmnet_protocols.transport.p2pd_daemon import prepare_hivemind
 from swarmnet_protocols.wire import session_pb2
-from tests.defences import Defence, count_only, nothing, replacing, wait_for_ever
-from tests.sim import test_admission, test_door_limits
+from tests.defences import Defence, count_only, nothing, of_a_host, replacing, wait_for_ever
+from tests.sim import test_admission, test_door_limits, test_pass_graphs
 from tests.unit import test_dht_guard, test_hostile_messages, test_node_reports, test_probes, test_resources
 
 
@@ -98,6 +99,11 @@ FLOODS = (
         "strangers leave room to those we know",
         replacing(resources, "KEPT", {}),
         lambda _: test_resources.test_however_many_strangers_there_are_some_room_is_left_to_those_we_know(),
+    ),
+    Defence(
+        "a client has its share of the room for graphs",
+        replacing(engine, "CLIENT_SHARE", 1),
+        of_a_host(test_pass_graphs.test_one_client_has_its_share_of_the_room),
     ),
     Defence(
         "a message waits for room",

@@ -76,7 +76,6 @@ class Engine:
         turn: Callable[[], AbstractAsyncContextManager[None]],
         stopwatch: Callable[[], float],
     ) -> None:
-        resources.limit(Stock.CACHE, in_all=max_cache_bytes)
         self.stage = stage
         self.max_cache_bytes = max_cache_bytes
         self._resources = resources
@@ -85,7 +84,7 @@ class Engine:
         self.tokens = 0
         self.token_s = 0.0
         self.tally = EngineTally()
-        self.graphs = Graphs(max_cache_bytes // CLIENT_SHARE)
+        self.graphs = Graphs(resources)
         self._pass_position_s = 0.0
         self._executor = executor
         self._turn = turn
@@ -96,6 +95,7 @@ class Engine:
         self._wake = asyncio.Event()
         self._stopped = False
         self._holds: dict[int, tuple[LaneCache, Hold]] = {}
+        self.limit_caches(max_cache_bytes)
 
     @classmethod
     @asynccontextmanager
@@ -143,6 +143,7 @@ class Engine:
         """Let caches, and graphs where they leave room, take so much from now on. Caches that take more stay as they are."""
         self.max_cache_bytes = max_bytes
         self._resources.limit(Stock.CACHE, in_all=max_bytes)
+        self._resources.limit(Stock.GRAPHS, each_peer=max_bytes // CLIENT_SHARE)
         self.graphs.shrink(max(0, self._room_bytes))
 
     def adopt(self, lane: LaneCache, scope: Scope) -> LaneCache:

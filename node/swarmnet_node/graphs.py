@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
+from swarmnet_protocols.resources import Hold, ResourceManager, Stock
 from swarmnet_protocols.transport import PeerId
 
 
@@ -68,12 +69,15 @@ class GraphName(NamedTuple):
 
 
 class Graphs:
-    """The graphs that one host keeps, oldest first."""
+    """The graphs that one host keeps, oldest first, each held in the scope of its owner."""
 
-    def __init__(self, max_bytes_per_client: int) -> None:
-        self.nbytes = 0
-        self._max_bytes_per_client = max_bytes_per_client
-        self._kept: dict[GraphName, tuple[Graph, asyncio.TimerHandle]] = {}
+    def __init__(self, resources: ResourceManager) -> None:
+        self._resources = resources
+        self._kept: dict[GraphName, tuple[Graph, Hold, asyncio.TimerHandle]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return self._resources.in_all.used[Stock.GRAPHS]
 
     def __contains__(self, name: GraphName) -> bool:
         return name in self._kept
@@ -84,29 +88,32 @@ class Graphs:
         Its owner's oldest ones make way for it, then anybody's, where all would take more than ``room_bytes``.
         """
         self.take(name)
-        if graph.nbytes > min(self._max_bytes_per_client, room_bytes):
+        loop = asyncio.get_running_loop()
+        scope = self._resources.peer(name.owner, loop.time())
+        if graph.nbytes > room_bytes or not scope.can_ever_hold(Stock.GRAPHS, graph.nbytes):
             return
-        self.shrink(self._max_bytes_per_client - graph.nbytes, name.owner)
+        self._drop(graph.nbytes - scope.spare(Stock.GRAPHS), name.owner)
         self.shrink(room_bytes - graph.nbytes)
-        timer = asyncio.get_running_loop().call_later(for_s, self.take, name)
-        self._kept[name] = graph, timer
-        self.nbytes += graph.nbytes
+        hold = scope.hold(Stock.GRAPHS, graph.nbytes)
+        self._kept[name] = graph, hold, loop.call_later(for_s, self.take, name)
 
     def take(self, name: GraphName) -> Graph | None:
         """The graph, which is not kept any longer, or None if it is not here."""
         if name not in self._kept:
             return None
-        graph, timer = self._kept.pop(name)
+        graph, hold, timer = self._kept.pop(name)
         timer.cancel()
-        self.nbytes -= graph.nbytes
+        hold.release()
         return graph
 
-    def shrink(self, max_bytes: int, owner: PeerId | None = None) -> None:
-        """Drop the oldest, of one owner or of all, until no more than ``max_bytes`` of them are left."""
-        sizes = {name: graph.nbytes for name, (graph, _) in self._kept.items() if owner in (None, name.owner)}
-        excess = sum(sizes.values()) - max_bytes
-        for name, nbytes in sizes.items():
+    def shrink(self, max_bytes: int) -> None:
+        """Drop the oldest until no more than ``max_bytes`` of them are left."""
+        self._drop(self.nbytes - max_bytes)
+
+    def _drop(self, excess: float, owner: PeerId | None = None) -> None:
+        """Drop the oldest, of one owner or of all, that come to ``excess`` bytes or more."""
+        for name in [name for name in self._kept if owner in (None, name.owner)]:
             if excess <= 0:
                 return
-            self.take(name)
-            excess -= nbytes
+            if graph := self.take(name):
+                excess -= graph.nbytes

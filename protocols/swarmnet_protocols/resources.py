@@ -55,6 +55,8 @@ class Stock(StrEnum):
     PASSES = "passes"
     CACHE = "cache_bytes"
     """Keys and values of sessions."""
+    GRAPHS = "graph_bytes"
+    """What forward passes have left for their backward passes."""
     LOG = "log_bytes"
     """What sessions keep for a hop that may have to be replaced."""
     ADAPTERS = "adapters"
