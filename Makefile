@@ -63,6 +63,11 @@ bench: $(INSTALLED)
 	$(BIN)/python -m tests.bench.adapters
 	$(BIN)/python -m tests.bench.dashboard_page
 	$(BIN)/python -m tests.bench.gateway
+	$(BIN)/python -m tests.bench.dashboard
+	$(BIN)/python -m tests.bench.limits
+	$(BIN)/python -m tests.bench.hostile
+	$(BIN)/python -m tests.bench.frame_cost
+	$(BIN)/python -m tests.bench.help_times
 
 proto: $(INSTALLED)
 	$(BIN)/python -m grpc_tools.protoc --proto_path=proto --python_out=$(WIRE) --pyi_out=$(WIRE) proto/*.proto

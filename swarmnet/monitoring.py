@@ -40,7 +40,7 @@ class Monitor:
             ]
         )
         app = guarded(app, Access()) if is_loopback(host) else SecurityHeaders(app, API_POLICY)
-        async with serving(app, host, port) as endpoint:
+        async with serving(app, host, port, option="--metrics") as endpoint:
             yield endpoint.url
 
     def watch(self, node: "Measured") -> None:

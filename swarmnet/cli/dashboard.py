@@ -133,7 +133,7 @@ def parse_place(endpoint: tuple[str, int], key_file: Path | None) -> "Place":
     from swarmnet.dashboard.server import Place
 
     place = Place(*endpoint, _key_in(key_file))
-    _check(place, key_option="--dashboard-key-file FILE")
+    _check(place, key_option="--dashboard-key-file FILE", port_option="--dashboard")
     return place
 
 
@@ -156,9 +156,9 @@ async def dashboard_of(
         yield endpoint.url
 
 
-def _check(place: "Place", key_option: str = "--api-key KEY") -> None:
+def _check(place: "Place", *, key_option: str = "--api-key KEY", port_option: str = "--port") -> None:
     """Say so now, and not when the swarm has been found."""
     from swarmnet.web.serving import listen
 
     place.check(key_option)
-    listen(place.host, place.port).close()
+    listen(place.host, place.port, option=port_option).close()

@@ -39,14 +39,16 @@ class Endpoint:
 
 
 @asynccontextmanager
-async def serving(app: Any, host: str, port: int, *, drain_s: float = 1.0) -> AsyncIterator[Endpoint]:
-    """Serve the ASGI ``app`` on ``host``. Port 0 takes a free one.
+async def serving(
+    app: Any, host: str, port: int, *, drain_s: float = 1.0, option: str = "--port"
+) -> AsyncIterator[Endpoint]:
+    """Serve the ASGI ``app`` on ``host``. Port 0 takes a free one; ``option`` is what a person types to choose another.
 
     A server that breaks is logged; whoever cannot do without it waits for ``Endpoint.broke``. No signal handlers are set and no
     ASGI lifespan events are sent. At the end running requests have ``drain_s``; then they are cut off, so an open stream of
     events keeps nobody. Raises ``ConfigError`` when it cannot listen there.
     """
-    listener = listen(host, port)
+    listener = listen(host, port, option=option)
     config = uvicorn.Config(
         app,
         http=_Connection,
@@ -76,7 +78,7 @@ async def serving(app: Any, host: str, port: int, *, drain_s: float = 1.0) -> As
             listener.close()
 
 
-def listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int, *, option: str = "--port") -> socket.socket:
     """A listening TCP socket. Raises ``ConfigError`` with what to type instead."""
     try:
         family, _, _, _, address = socket.getaddrinfo(
@@ -93,7 +95,7 @@ def listen(host: str, port: int) -> socket.socket:
         why = error.strerror or str(error)
         raise ConfigError(
             f"cannot listen on {host} port {port}: {why}",
-            hint="take another port: --port 0 takes a free one",
+            hint=f"take another port: {option} 0 takes a free one",
         ) from error
 
 

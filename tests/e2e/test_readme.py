@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.doc_blocks import blocks, follow, shell, terminal
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"

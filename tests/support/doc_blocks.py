@@ -14,6 +14,9 @@ from tests.support.commands import family
 STARTED = "stop with Ctrl-C"
 """What every command that stays says once it does what it is for."""
 PATIENCE_S = 200
+PORT = re.compile(r"(?<=--port )\d+|(?<=--metrics )\d+")
+"""Options that name a port, which somebody else may have."""
+LOCAL_PORT = re.compile(r"(?<=127\.0\.0\.1:)\d+")
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ def shell(script: str) -> str:
     """What a script prints, errors included. It has to succeed."""
     done = subprocess.run(
         ["bash", "-euc", script],
+        stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -46,10 +50,14 @@ def shell(script: str) -> str:
 
 
 @contextmanager
-def terminal(script: str) -> Iterator[subprocess.Popen[str]]:
-    """A shell in which a command has started to do what it is for; its processes end with the context, if not before."""
+def terminal(script: str) -> Iterator[str]:
+    """A shell in which a command has started to do what it is for, and what it printed; its processes end with the context."""
     shell = subprocess.Popen(
-        ["bash", "-euc", script], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ["bash", "-euc", script],
+        stdin=subprocess.DEVNULL,  # nobody is there to be asked
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     printed = ""
     try:
@@ -60,7 +68,7 @@ def terminal(script: str) -> Iterator[subprocess.Popen[str]]:
                 break
         else:
             raise AssertionError(f"this did not start: {script}\n{printed}")
-        yield shell
+        yield printed
     finally:
         for member in family(shell.pid) if shell.poll() is None else ():
             with suppress(psutil.NoSuchProcess):
@@ -69,15 +77,21 @@ def terminal(script: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def follow(page: Path) -> None:
-    """Do what a guide says, in the directory we are in, and end what it left running."""
+    """Do what a guide says, in the directory we are in, and end what it left running.
+
+    Ports are the exception: free ones are taken in place of those that a guide names, and later blocks ask there.
+    """
+    ports: dict[str, str] = {}
     with ExitStack() as stack:
         for number, block in enumerate(blocks(page)):
             if block.kind == "background":
-                stack.enter_context(terminal(block.text))
+                printed = stack.enter_context(terminal(PORT.sub("0", block.text)))
+                for named in PORT.findall(block.text):
+                    (ports[named],) = {*LOCAL_PORT.findall(printed)}
             elif block.kind in {"run", "python"}:
-                script = block.text
+                script = LOCAL_PORT.sub(lambda named: ports[named[0]], block.text)
                 if block.kind == "python":
-                    Path(f"{page.stem}-{number}.py").write_text(block.text)
+                    Path(f"{page.stem}-{number}.py").write_text(script)
                     script = f"python {page.stem}-{number}.py"
                 printed = shell(script)
                 assert block.expected in printed, f"{script}\n{printed}"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import every_command
-from tests.support.doc_blocks import blocks
+from tests.support.doc_blocks import LOCAL_PORT, PORT, blocks
 
 ROOT = Path(__file__).parents[2]
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
@@ -20,6 +20,14 @@ def test_every_command_of_a_guide_is_run_or_says_why_not(guide: Path) -> None:
     assert len(said) == guide.read_text().count("```") // 2
     assert {block.kind for block in said} <= KINDS
     assert all(block.expected for block in said if block.kind == "not run")
+
+
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.stem)
+def test_a_port_that_a_guide_asks_was_given_to_a_command_before(guide: Path) -> None:
+    given: set[str] = set()
+    for block in blocks(guide):
+        given |= set(PORT.findall(block.text)) if block.kind == "background" else set()
+        assert block.kind == "not run" or set(LOCAL_PORT.findall(block.text)) - {"0"} <= given
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
@@ -38,6 +46,14 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_the_readme_names_every_command() -> None:
     text = (ROOT / "README.md").read_text()
     assert [name for name in every_command() if len(name) == 1 and f"swarmnet {name[0]}" not in text] == []
+
+
+def test_every_bench_is_run_by_make_or_the_results_say_why_not() -> None:
+    head, _, _ = (ROOT / "tests/bench/RESULTS.md").read_text().partition("\n| bench |")
+    run = re.findall(r"-m tests\.bench\.(\w+)", (ROOT / "Makefile").read_text())
+    modules = (ROOT / "tests/bench").glob("*.py")
+    benches = {module.stem for module in modules if "__main__" in module.read_text()}
+    assert benches - set(run) == {name for name in re.findall(r"`(\w+)`", head) if name in benches}
 
 
 def test_guides_are_one_page() -> None:

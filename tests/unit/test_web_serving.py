@@ -91,8 +91,8 @@ def test_a_taken_port_is_named() -> None:
         listen("127.0.0.1", 0) as taken,
         pytest.raises(ConfigError, match=str(taken.getsockname()[1])) as caught,
     ):
-        listen("127.0.0.1", taken.getsockname()[1])
-    assert "--port" in caught.value.hint
+        listen("127.0.0.1", taken.getsockname()[1], option="--metrics")
+    assert "--metrics 0" in caught.value.hint
 
 
 def test_a_name_nobody_has_is_a_config_error() -> None:
