@@ -216,6 +216,17 @@ def test_demo_answers_serves_and_leaves_nothing_behind(
         assert not list(tmp_path.glob("swarmnet-demo-*"))
 
 
+def test_a_demo_whose_gateway_ends_says_so_and_stops(tmp_path: Path) -> None:
+    with RunningCommand(("demo", "--nodes", "1", "--keep"), tmp_path / "demo.log") as process:
+        process.wait("serving")
+        members = process.family
+        (gateway,) = (member for member in members if "serve" in member.cmdline())
+        gateway.kill()
+        assert "gateway ended unexpectedly" in process.wait("error")["message"]
+        assert process.wait_for_end(timeout_s=60) == 1
+        assert_all_end(members)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_demo_that_is_stopped_takes_its_nodes_along(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
