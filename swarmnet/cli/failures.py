@@ -73,6 +73,8 @@ def _explain_usage(error: typer.TyperException) -> Failure:
         if isinstance(error, typer.BadParameter)
         else str(getattr(error, "message", error))
     )
+    if likely := getattr(error, "possibilities", None):  # the likeliest first
+        message += f". Did you mean {likely[0]!r}?"
     # Of its own words and of pydantic's, typer shows both.
     message = message.replace("Value error, ", "").replace("Input should be", "this should be")
     return Failure("usage", message, f"see `{command} --help`", EXIT_USAGE)

@@ -93,7 +93,10 @@ def join(  # noqa: PLR0913 - a command line, not an interface
     dashboard: Annotated[
         str | None,
         typer.Option(
-            "--dashboard", metavar="[HOST:]PORT", help="Show the swarm on a page there.", show_default="not"
+            "--dashboard",
+            metavar="[HOST:]PORT",
+            help="Show the swarm on a page there; port 0 takes a free one.",
+            show_default=False,
         ),
     ] = None,
     dashboard_key_file: Annotated[

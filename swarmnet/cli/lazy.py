@@ -85,9 +85,27 @@ class SectionedCommand(TyperCommand):
             error.ctx = error.ctx or ctx
             raise
 
+    def collect_usage_pieces(self, ctx: "Context") -> list[str]:
+        arguments = [each for each in self.get_params(ctx) if each.param_type_name == "argument"]
+        return [self.options_metavar or "", *map(_name_of, arguments)]
+
     def format_options(self, ctx: "Context", formatter: "HelpFormatter") -> None:
-        rows = ((_section(each), each.get_help_record(ctx)) for each in self.get_params(ctx))
-        _write_sections(formatter, ((section, row) for section, row in rows if row is not None))
+        rows = ((each, each.get_help_record(ctx)) for each in self.get_params(ctx))
+        _write_sections(
+            formatter,
+            (
+                (_section(each), (_name_of(each), row[1]) if each.param_type_name == "argument" else row)
+                for each, row in rows
+                if row is not None
+            ),
+        )
+
+
+def _name_of(argument: "Parameter") -> str:
+    """An argument as it is written: in brackets where it may be left out. typer's own has braces and a type."""
+    name = str(getattr(argument, "metavar", None) or argument.name).strip("[]")
+    name += "..." if argument.nargs != 1 and not name.endswith("...") else ""
+    return name if argument.required else f"[{name}]"
 
 
 def _section(parameter: "Parameter") -> str:

@@ -40,7 +40,7 @@ DataDirOption = Annotated[
     typer.Option(
         "--data-dir",
         metavar="DIR",
-        help="Key, control socket and addresses of the node.",
+        help="What is kept here: keys, certificates, the control socket of the node.",
         show_default="per user",
     ),
 ]
@@ -78,7 +78,7 @@ MetricsOption = Annotated[
         "--metrics",
         metavar="[HOST:]PORT",
         help="Serve /metrics for Prometheus, /livez and /readyz there; port 0 takes a free one.",
-        show_default="not",
+        show_default=False,
     ),
 ]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]

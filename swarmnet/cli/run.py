@@ -63,7 +63,8 @@ def run(  # noqa: PLR0913 - a command line, not an interface
         ),
     ] = None,
     system: Annotated[
-        str, typer.Option("--system", metavar="TEXT", help="What the model is told to be.", show_default="")
+        str,
+        typer.Option("--system", metavar="TEXT", help="What the model is told to be.", show_default=False),
     ] = "",
     raw: Annotated[
         bool, typer.Option("--raw", help="Send the prompt as it is, without the chat template.")

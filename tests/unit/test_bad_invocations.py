@@ -62,6 +62,7 @@ BAD = [
     ("model verify ./model", 3, "safetensors", "gguf"),
     # How a machine is shared
     ("join", 2, "'SWARM'", "join --help"),
+    ("serve --swarn open", 2, "Did you mean '--swarm'?", "serve --help"),
     (f"{JOIN} extra", 2, "extra", "join --help"),
     (f"{JOIN} --blocks", 2, "--blocks", "join --help"),
     (f"{JOIN} --blocks 5", 2, "--blocks", "join --help"),
