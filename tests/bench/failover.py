@@ -51,7 +51,7 @@ def cut_off(lab: WanSwarm, prompt: str) -> tuple[float, list[int]]:
         middle = (name for name in lab.hosts if name.startswith("10-20"))
         used = next(name for name in middle if lab.swarm.nodes[name].status.sessions)
         lab.hosts[used].cut()
-        code, answer = run.finish(timeout_s=120)
+        code, answer = run.finish()
     lab.hosts[used].heal()
     if code:
         raise RuntimeError(answer)
@@ -95,7 +95,7 @@ def on_emulated_links(folder: Path, arguments: argparse.Namespace) -> None:
     prompt = "Once upon a time " * (arguments.prompt_tokens // 4)
     with wan_swarm(folder / "wan", folder / "cache", Uplink(delay_s=0.0025), *SPANS) as lab:
         with RunProcess(lab.swarm, prompt, TOKENS, lab.client) as run:
-            _, undisturbed = run.finish(timeout_s=120)
+            _, undisturbed = run.finish()
         runs = [cut_off(lab, prompt) for _ in range(arguments.runs)]
         report("cut", runs, undisturbed["token_ids"], first_token_s=round(undisturbed["first_token_s"], 3))
 

@@ -21,6 +21,7 @@ from .test_dht import AUTHORITY, OPEN, PRIVATE, SWARM, Peer, RawStore, bodies, j
 
 pytestmark = pytest.mark.slow
 
+DEADLINE_S = 60.0
 GARBAGE = b"\xff" * 40
 """No protobuf: who parses it fails on it, and says so."""
 
@@ -29,7 +30,9 @@ GARBAGE = b"\xff" * 40
 async def stranger(directory: Path, victim: Peer) -> AsyncIterator[P2pdTransport]:
     """Somebody who runs other software than ours, connected to ``victim``."""
     async with P2pdTransport.create(P2pdConfig(directory / "stranger", listen=LOOPBACK)) as transport:
-        await transport.connect(victim.transport.peer_id, list(victim.transport.addresses()), deadline_s=5.0)
+        await transport.connect(
+            victim.transport.peer_id, list(victim.transport.addresses()), deadline_s=DEADLINE_S
+        )
         yield transport
 
 
@@ -58,7 +61,7 @@ def test_calls_of_strangers_are_refused_before_they_are_parsed(tmp_path: Path) -
             stranger(tmp_path, public) as caller,
         ):
             await caller.connect(
-                private.transport.peer_id, list(private.transport.addresses()), deadline_s=5.0
+                private.transport.peer_id, list(private.transport.addresses()), deadline_s=DEADLINE_S
             )
             for protocol in DIRECTORY:
                 assert "DecodeError" in await call(caller, public, protocol)
@@ -122,14 +125,14 @@ def test_a_revoked_peer_is_out_of_every_routing_table(tmp_path: Path) -> None:
             learned = asyncio.Event()
             second.directory._door.membership.listeners.append(learned.set)
             first.directory._door.membership.take_revocations([sealed])
-            async with asyncio.timeout(10.0):
+            async with asyncio.timeout(DEADLINE_S):
                 await learned.wait()
             for peer in (first, second):
                 await peer.directory.publish("after", b"y", lifetime_s=60.0)
                 assert await bodies(peer, "after") == {b"y"}
                 assert mallory.identity.peer_id not in table(peer)
             with pytest.raises(NotAuthorised, match="revoked"):
-                async with asyncio.timeout(10.0):
+                async with asyncio.timeout(DEADLINE_S):
                     await mallory.directory._door.membership.ended()
             with pytest.raises(NotAuthorised, match="revoked"):
                 await mallory.directory.lookup("after")

@@ -12,7 +12,7 @@ from swarmnet_protocols.transport import Message, ProtocolSpec, Stream, Transpor
 
 from .conftest import NOBODY, Lab
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 async def dial(a: Transport, b: Transport, protocol: ProtocolSpec) -> Stream:
@@ -265,7 +265,7 @@ def test_unknown_protocol(lab: Lab, protocol: ProtocolSpec) -> None:
 @pytest.mark.parametrize("addresses", [(), ("/ip4/127.0.0.1/tcp/1",)])
 def test_unknown_peer(lab: Lab, protocol: ProtocolSpec, addresses: tuple[str, ...]) -> None:
     async def scenario(a: Transport, b: Transport) -> None:
-        async with asyncio.timeout(3.0):
+        async with asyncio.timeout(DEADLINE_S):
             with pytest.raises(PeerUnreachable):
                 await a.open(NOBODY, protocol, addresses=addresses, deadline_s=2.0)
 

@@ -20,7 +20,7 @@ from swarmnet.cli import execute
 from tests.support.commands import SWARMNET, RunningCommand, call, run
 from tests.support.processes import NodeProcess
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.slow
 
 MODEL = "smollm2-135m-instruct"
 BLOCKS = 30
@@ -60,7 +60,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
         yield RunningNode(swarm, data_dir, process.wait("ready"))
         # The last thing the module does to the node: `finish` is how it is meant to end.
         assert call("finish", "--data-dir", data_dir)["finishing"] is True
-        assert process.wait_for_end(timeout_s=60) == 0
+        assert process.wait_for_end() == 0
         assert not (Path(data_dir) / "control.sock").exists()
 
 
@@ -191,7 +191,7 @@ def test_sigterm_ends_a_node_in_good_order(node: RunningNode, tmp_path: Path) ->
         process.send_signal(signal.SIGTERM, children=False)
         process.wait("finishing")
         process.wait("stopped")
-        assert process.wait_for_end(timeout_s=30) == 0
+        assert process.wait_for_end() == 0
         assert_all_end(members)
 
 
@@ -211,7 +211,7 @@ def test_demo_answers_serves_and_leaves_nothing_behind(
         members = process.family
         process.send_signal(signal.SIGINT, children=False)
         process.wait("stopped")
-        assert process.wait_for_end(timeout_s=60) == 0
+        assert process.wait_for_end() == 0
         assert_all_end(members)
         assert not list(tmp_path.glob("swarmnet-demo-*"))
 
@@ -237,7 +237,7 @@ def test_a_demo_that_is_stopped_takes_its_nodes_along(
         members = process.family
         assert len(members) > 2
         process.send_signal(number, children=False)
-        code = process.wait_for_end(timeout_s=60)
+        code = process.wait_for_end()
         assert code == (-number if number == signal.SIGKILL else 130)
         assert_all_end(members)
         assert number == signal.SIGKILL or not list(tmp_path.glob("swarmnet-demo-*"))

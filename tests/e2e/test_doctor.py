@@ -77,7 +77,7 @@ def test_a_peer_dials_back_tells_the_time_and_is_missed(
         code, findings = examine(*listen)
     assert (code, findings["listen"]["level"]) == (1, "fail")
     os.kill(peer.pid, signal.SIGTERM)
-    assert peer.wait_for_end(timeout_s=20) == 0
+    assert peer.wait_for_end() == 0
     code, findings = examine()
     assert (code, findings["bootstrap"]["level"]) == (1, "fail")
     assert "clock" not in findings

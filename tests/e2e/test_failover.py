@@ -14,6 +14,7 @@ from swarmnet_client.chain import Chain
 from swarmnet_node import control
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.models import LocalModel, resolve
+from tests.support.commands import PATIENCE_S
 from tests.support.faults import (
     At,
     Strike,
@@ -30,7 +31,7 @@ from tests.support.generation import greedy
 from tests.support.processes import NodeProcess, RunProcess, Swarm, swarm
 from tests.support.wan import Uplink, wan_swarm, why_not
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 MODEL = "smollm2-135m-instruct"
 SPANS = ((10, 20), (0, 10), (10, 20), (20, 30))
@@ -43,9 +44,7 @@ LONG = [100 + number % 3000 for number in range(1000)]
 
 KILL_GOAL_S = 0.5
 HANG_GOAL_S = 3.0
-"""From the fault to the next token, replay not counted. Benchmarks measure them; here thrice that must do."""
-REPLAY_S = 5.0
-"""Room for computing the conversation again on a slow machine."""
+"""From the fault to the next token, replay not counted: kept in virtual time (``sim/test_failover.py``), printed here."""
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +92,7 @@ def generate(model: Any, ids: list[int], streamer: Any = None) -> list[int]:
     return greedy(model, [ids], TOKENS, streamer)[0]
 
 
-def await_idle(lab: Swarm, *, within_s: float = 10.0) -> None:
+def await_idle(lab: Swarm, *, within_s: float = PATIENCE_S) -> None:
     """Every node has freed all its sessions: their end takes a moment to arrive."""
     deadline = time.monotonic() + within_s
     busy = [node for node in lab.nodes.values() if node.process.poll() is None]
@@ -118,8 +117,7 @@ def test_a_node_killed_in_the_middle_of_an_answer(
         assert generate(model, SHORT, At((count, strike))) == expected(SHORT)
         assert model.last_run.failovers >= 1
         show(f"{fault.__name__} at token {count}", model, KILL_GOAL_S)
-        assert model.last_run.longest_stall_s < 3 * KILL_GOAL_S + REPLAY_S
-    assert strike.hit[0].process.wait(timeout=15) != 0  # half a node is none: one that loses its p2pd ends
+    assert strike.hit[0].process.wait(PATIENCE_S) != 0  # half a node is none: one that loses its p2pd ends
 
 
 @pytest.mark.parametrize("fault", [stop, stop_python])
@@ -134,7 +132,6 @@ def test_a_node_that_hangs_in_the_middle_of_an_answer(
             resume(strike.hit[0])
         assert model.last_run.failovers >= 1
         show(fault.__name__, model, HANG_GOAL_S)
-        assert model.last_run.longest_stall_s < 3 * HANG_GOAL_S + REPLAY_S
     await_idle(lab)  # the one that comes back notices that its client has moved
 
 
@@ -198,7 +195,7 @@ def test_a_node_that_finishes_hands_its_sessions_over(
         assert generate(model, SHORT, At((6, finish))) == expected(SHORT)
         assert model.last_run.failovers >= 1
         show("finish", model, KILL_GOAL_S)
-        assert finish.hit[0].process.wait(timeout=15) == 0
+        assert finish.hit[0].process.wait(PATIENCE_S) == 0
 
 
 def test_when_every_bootstrap_is_gone_the_known_peers_go_on(
@@ -240,7 +237,7 @@ def test_when_a_replica_comes_back_in_time_the_command_goes_on(lab: Swarm, story
         for name in middle(lab):
             lab.nodes[name].kill()
         lab.relaunch(middle(lab)[0])
-        code, answer = run.finish(timeout_s=60)
+        code, answer = run.finish()
     assert code == 0, answer
     assert answer["token_ids"] == story
     assert answer["failovers"] >= 1
@@ -263,7 +260,7 @@ def test_without_a_replica_left_the_command_says_which_blocks_nobody_hosts(lab: 
         run.wait("token")
         for name in middle(lab):
             kill(lab.nodes[name])
-        code, error = run.finish(timeout_s=60)
+        code, error = run.finish()
     assert code == 5
     assert (error["event"], error["error"]) == ("error", "unreachable")
     assert "10:20" in error["message"]
@@ -283,10 +280,8 @@ def test_a_host_whose_link_is_cut_is_replaced(tmp_path: Path, cache_dir: Path, s
         run.wait("token")
         used = next(name for name in middle(lab.swarm) if lab.swarm.nodes[name].status.sessions)
         lab.hosts[used].cut()
-        code, answer = run.finish(timeout_s=60)
+        code, answer = run.finish()
     assert code == 0, answer
     assert answer["token_ids"] == story
     assert answer["failovers"] >= 1
-    stall_s = answer["longest_stall_s"]
-    print(f"cut: longest_stall_s={stall_s:.2f} goal={HANG_GOAL_S} s and the replay")
-    assert stall_s < 3 * HANG_GOAL_S + REPLAY_S
+    print(f"cut: longest_stall_s={answer['longest_stall_s']:.2f} goal={HANG_GOAL_S} s and the replay")

@@ -238,7 +238,6 @@ def real(tmp_path_factory: pytest.TempPathFactory, cache_dir: Path) -> Iterator[
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_the_real_model_answers_as_transformers_does(real: tuple[Swarm, Any, Any]) -> None:
     _, model, whole = real
     questions = ["The capital of France is", "def fibonacci(n):\n", "In the beginning"]
@@ -262,7 +261,6 @@ def test_the_real_model_answers_as_transformers_does(real: tuple[Swarm, Any, Any
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_a_real_conversation_is_not_computed_twice(real: tuple[Swarm, Any, Any]) -> None:
     lab, model, whole = real
     node = next(iter(lab.nodes.values()))

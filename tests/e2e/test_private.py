@@ -23,7 +23,7 @@ from tests.support.commands import call, run
 from tests.support.processes import NodeProcess
 from tests.support.tiny_swarm import load_tiny
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.slow
 
 PROMPT = torch.tensor([[5, 6, 7, 8, 9]])
 TOKENS = 6

@@ -11,7 +11,6 @@ MAX_VECTORS = 10.0
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(150)
 def test_rounds_take_ten_vectors_at_most() -> None:
     # A process of its own: the peak of a process is that of all it has ever done.
     command = [sys.executable, "-m", "tests.support.round_memory"]

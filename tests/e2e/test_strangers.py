@@ -41,7 +41,7 @@ from tests.support.swarm_lab import Reference
 from tests.support.tiny import BLOCKS
 from tests.support.tiny_swarm import load_tiny
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.slow
 
 PROMPT = [5, 6, 7, 8]
 
@@ -146,7 +146,7 @@ def test_large_messages_that_never_come_cost_nothing(victim: Victim, tmp_path: P
         for _, writer in streams:
             writer.write(announced)
         for reader, writer in streams:  # nor are they waited for longer than a first answer may take
-            async with asyncio.timeout(2 * DEADLINE_S):
+            async with asyncio.timeout(DEADLINE_S):
                 await reader.read()
             writer.close()
 
@@ -267,7 +267,7 @@ def test_another_version_of_a_protocol_is_called_that(victim: Victim, tmp_path: 
     attack(victim, scenario, tmp_path)
 
 
-def test_two_thousand_silent_streams_are_gone_within_ten_seconds(victim: Victim, tmp_path: Path) -> None:
+def test_two_thousand_silent_streams_are_ended(victim: Victim, tmp_path: Path) -> None:
     descriptors = psutil.Process(victim.node.pid).num_fds()
 
     async def scenario(transport: P2pdTransport) -> None:

@@ -25,7 +25,6 @@ ROUNDS = 100_000
 
 @pytest.mark.slow
 @pytest.mark.alone
-@pytest.mark.timeout(240)
 def test_workers_train_while_one_is_killed_and_another_joins(tmp_path: Path) -> None:
     job = create_job(
         tmp_path, write_job(tmp_path, "diloco", "sync_every = 20", "min_workers = 2", rounds=ROUNDS)
@@ -87,14 +86,13 @@ def test_workers_train_while_one_is_killed_and_another_joins(tmp_path: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.alone
-@pytest.mark.timeout(240)
 def test_a_worker_whose_p2pd_dies_saves_and_says_what_to_do(tmp_path: Path) -> None:
     job = create_job(tmp_path, write_job(tmp_path, "diloco", "sync_every = 20", rounds=ROUNDS))
     with workers(tmp_path, job, "anna") as running:
         worker = running["anna"]
         done = worker.wait("round", round=2)["round"]
         worker.send_signal(signal.SIGKILL, python=False)
-        assert worker.wait_for_end(timeout_s=60) == 1
+        assert worker.wait_for_end() == 1
         error = worker.wait("error")
         assert "p2pd died" in error["message"]
         assert "start it again" in error["hint"]
@@ -106,7 +104,6 @@ def test_a_worker_whose_p2pd_dies_saves_and_says_what_to_do(tmp_path: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.alone
-@pytest.mark.timeout(240)
 def test_who_is_asked_to_leave_hands_over_what_it_owes(tmp_path: Path) -> None:
     exchange = 'min_workers = 2\ncodec = "topk"'
     job = create_job(tmp_path, write_job(tmp_path, "diloco", "sync_every = 20", exchange, rounds=ROUNDS))
@@ -116,7 +113,7 @@ def test_who_is_asked_to_leave_hands_over_what_it_owes(tmp_path: Path) -> None:
         leaver.process.send_signal(signal.SIGTERM)
         assert leaver.wait("handed_over")["to"] == heir.wait("ready")["peer_id"]
         assert heir.wait("inherited")["from"] == leaver.wait("ready")["peer_id"]
-        assert leaver.wait_for_end(timeout_s=30) == 0
+        assert leaver.wait_for_end() == 0
         saved = Checkpoints(job_folder(leaver.data_dir, job)).load_newest(job)
         assert saved is not None
         assert not saved.outer[ERROR].any()
@@ -124,7 +121,6 @@ def test_who_is_asked_to_leave_hands_over_what_it_owes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.alone
-@pytest.mark.timeout(240)
 def test_strangers_end_their_own_streams_and_nothing_else(tmp_path: Path) -> None:
     job = create_job(tmp_path, write_job(tmp_path, "diloco", "sync_every = 20", rounds=ROUNDS))
     with workers(tmp_path, job, "anna") as running:

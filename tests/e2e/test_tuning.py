@@ -204,7 +204,6 @@ def test_the_example_in_the_readme(reference: Reference, monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_the_real_model_trains_through_hosts_that_are_killed(tmp_path: Path) -> None:
     """The host of the upper half is killed after the forward: another computes its gradients."""
     texts = [list(range(100 + row, 130 + row)) for row in range(5)]

@@ -254,7 +254,6 @@ def trace(reference: Reference, seed: int) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(150)
 def test_one_seed_gives_one_trace_in_every_process(reference: Reference, tmp_path: Path) -> None:
     def in_a_process(seed: int, hash_seed: str) -> str:
         found = subprocess.run(

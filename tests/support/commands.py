@@ -106,7 +106,7 @@ class RunningCommand:
             if not self._ended:
                 self._changed.wait(timeout_s)
 
-    def wait_for_end(self, *, timeout_s: float) -> int:
+    def wait_for_end(self, *, timeout_s: float = PATIENCE_S) -> int:
         """Its exit code; then ``events`` has all it printed."""
         code = self.process.wait(timeout_s)
         self._reader.join()

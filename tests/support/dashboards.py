@@ -32,7 +32,7 @@ class DashboardProcess(RunningCommand):
 
 def state_of(url: str) -> State:
     """What a dashboard shows now."""
-    state: State = httpx.get(f"{url}/api/v1/state").raise_for_status().json()
+    state: State = httpx.get(f"{url}/api/v1/state", timeout=PATIENCE_S).raise_for_status().json()
     return state
 
 

@@ -113,9 +113,9 @@ class RunProcess(RunningCommand):
         where = ("--swarm", str(lab.file), "--cache-dir", str(lab.cache_dir), *lab.bootstrap_options)
         super().__init__((*arguments, *where), lab.directory / "run.log", place)
 
-    def finish(self, timeout_s: float) -> tuple[int, dict[str, Any]]:
+    def finish(self) -> tuple[int, dict[str, Any]]:
         """Its exit code and the last thing it printed."""
-        code = self.wait_for_end(timeout_s=timeout_s)
+        code = self.wait_for_end()
         errors = self.log.read_text()
         if "Traceback" in errors or not self.events:
             raise RuntimeError(errors)

@@ -13,7 +13,7 @@ from swarmnet_protocols.errors import StreamEnded
 from swarmnet_protocols.transport import Message, PeerId, ProtocolSpec, Stream
 from swarmnet_protocols.transport.p2pd import P2pdConfig, P2pdTransport
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 GROWTH_BYTES = 48 << 20
 """What a process may grow under an attack: less than one of the messages it is threatened with."""
 

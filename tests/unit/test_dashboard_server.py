@@ -231,7 +231,7 @@ def test_there_is_an_end_to_viewers(tmp_path: Path) -> None:
 def test_events_come_as_they_happen_and_an_open_stream_keeps_nobody(tmp_path: Path) -> None:
     async def scenario(site: Site) -> None:
         async with (
-            asyncio.timeout(20),
+            asyncio.timeout(50),
             serving(create_app(site.feed), "127.0.0.1", 0) as endpoint,
             httpx.AsyncClient() as client,
             client.stream("GET", f"{endpoint.url}/api/v1/events?have=nothing") as stream,
@@ -306,7 +306,7 @@ def test_a_tick_that_fails_is_followed_by_the_next(
     async def run() -> None:
         source = Trouble(RecordedSwarm("empty", Clock()))
         with History.open(tmp_path) as history:
-            async with Feed.run(source, history), asyncio.timeout(20):
+            async with Feed.run(source, history), asyncio.timeout(50):
                 await source.recovered.wait()
 
     asyncio.run(run())

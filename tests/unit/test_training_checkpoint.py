@@ -125,7 +125,6 @@ def test_one_with_a_file_more_is_passed_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 def test_a_kill_at_any_point_of_a_write_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     """Every child writes the next checkpoint and is killed before the n-th call that its write makes."""
     answer = subprocess.run(
