@@ -10,19 +10,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import linear, rms_norm, silu
+from torch.nn.functional import linear
 
 from swarmnet_node.adapters import Additions
 from swarmnet_node.attention import Batch, Rule
-
-Angles = tuple[torch.Tensor, torch.Tensor]
-"""Of each position the cosines, and the sines with the sign that they take in a rotation: both [1, 1, T, size]."""
+from swarmnet_node.between import Angles, Norm, gated, normed, rotated
 
 Linear = tuple[torch.Tensor, torch.Tensor | None]
 """Weight [outputs, inputs] and bias."""
-
-Norm = tuple[tuple[int, ...], torch.Tensor, float]
-"""Shape, weight and epsilon of an RMSNorm."""
 
 PRODUCTS = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -86,20 +81,19 @@ class FusedLayer:
         self, hidden: torch.Tensor, angles: Angles, batch: Batch, additions: Additions | None
     ) -> torch.Tensor:
         heads, key_heads = self.heads, self.key_heads
-        states = self._times("qkv", self.qkv, rms_norm(hidden, *self.attention_norm), additions)
+        states = self._times("qkv", self.qkv, normed(hidden, self.attention_norm), additions)
         states = states.view(1, len(hidden), heads + 2 * key_heads, self.size).transpose(1, 2)
         if self.head_norms:
             query, key, value = torch.split(states, [heads, key_heads, key_heads], 1)
-            query = _rotate(rms_norm(query, *self.head_norms[0]), angles)
-            key = _rotate(rms_norm(key, *self.head_norms[1]), angles)
+            query = rotated(normed(query, self.head_norms[0]), angles)
+            key = rotated(normed(key, self.head_norms[1]), angles)
         else:
-            rotated, value = torch.split(states, [heads + key_heads, key_heads], 1)
-            query, key = torch.split(_rotate(rotated, angles), [heads, key_heads], 1)
+            rotating, value = torch.split(states, [heads + key_heads, key_heads], 1)
+            query, key = torch.split(rotated(rotating, angles), [heads, key_heads], 1)
         attended = batch.attend(self.index, query, key, value, self.rule).reshape(len(hidden), -1)
         hidden = hidden + self._times("output", self.output, attended, additions)
-        gate_up = self._times("gate_up", self.gate_up, rms_norm(hidden, *self.mlp_norm), additions)
-        gate, up = gate_up.chunk(2, -1)
-        return hidden + self._times("down", self.down, silu(gate) * up, additions)
+        gate_up = self._times("gate_up", self.gate_up, normed(hidden, self.mlp_norm), additions)
+        return hidden + self._times("down", self.down, gated(gate_up), additions)
 
     def _times(
         self, product: str, weights: Linear, inputs: torch.Tensor, additions: Additions | None
@@ -108,12 +102,6 @@ class FusedLayer:
         if additions is not None:
             additions.add(self.index, product, inputs, outputs)
         return outputs
-
-
-def _rotate(states: torch.Tensor, angles: Angles) -> torch.Tensor:
-    """Rotary embedding of [1, heads, T, size] (RoFormer, section 3.4.2), the halves of a head being its pairs."""
-    first, second = states.chunk(2, -1)
-    return states * angles[0] + torch.cat((second, first), -1) * angles[1]
 
 
 def _layer_fits(layer: Any) -> bool:

@@ -297,7 +297,7 @@ def saved_storages(node: Any) -> dict[int, int]:
             continue
         seen.add(node)
         waiting += [parent for parent, _ in node.next_functions]
-        for name in (name for name in dir(node) if name.startswith("_saved_")):
+        for name in (name for name in dir(node) if name.startswith("_saved_") or name == "saved_tensors"):
             saved = getattr(node, name)
             for tensor in saved if isinstance(saved, tuple | list) else [saved]:
                 if isinstance(tensor, torch.Tensor):

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from swarmnet_node.fused import FusedLayer, FusedLayers, Linear, Norm
+from swarmnet_node.between import Norm
+from swarmnet_node.fused import FusedLayer, FusedLayers, Linear
 from swarmnet_node.kv import KVGeometry, LaneCache, LayerShape
 from swarmnet_node.native import build
 
