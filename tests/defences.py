@@ -11,6 +11,7 @@ import pytest
 
 from swarmnet import swarm_folder
 from swarmnet.swarm_content import Authority, SwarmFile
+from swarmnet_client import patience
 from swarmnet_client.tuning import adapter_dir
 from swarmnet_client.tuning import checkpoint as tune_checkpoint
 from swarmnet_node.training import checkpoint as training_checkpoint
@@ -30,6 +31,7 @@ from swarmnet_protocols.session import steps
 from swarmnet_protocols.training import jobs
 from swarmnet_protocols.transport import Message, framing
 from swarmnet_protocols.transport.meter import Meter
+from swarmnet_protocols.wire import session_pb2 as pb
 from tests.properties import test_framing
 from tests.properties import test_membership as mutations
 from tests.properties import test_records as record_mutations
@@ -40,6 +42,7 @@ from tests.unit import (
     test_flipped_bits,
     test_identity_lock,
     test_issuer,
+    test_patience,
     test_resources,
     test_steps,
     test_swarm_file,
@@ -389,6 +392,11 @@ LIMITS = (
                 test_dht_storage.Time()
             )
         ),
+    ),
+    Defence(
+        "one host that blames its client is not believed",
+        replacing(patience, "BELIEVED", 1),
+        lambda _: test_patience.test_one_host_is_not_believed_while_there_is_another(pb.REASON_PROTOCOL),
     ),
 )
 DEFENCES = (*DOOR, *ISSUER, *FILES, *STATEMENTS, *HASHES, *LIMITS)

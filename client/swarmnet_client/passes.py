@@ -55,7 +55,8 @@ class RemoteBatch:
     """Sequences of ``counts`` positions, laid one after another: forward once, then backward as often as wanted.
 
     Both wait through failures as long as somebody hosts every block, with the same result. They raise ``NoRoute`` when nobody
-    does for ``recover_s``, ``OutOfResources`` when the hosts have no room, ``Unreachable`` when every attempt fails.
+    does for ``recover_s``, ``OutOfResources`` when the hosts have no room, ``Unreachable`` when every attempt fails, ``ConfigError``
+    when hosts agree that it is what we send.
     """
 
     def __init__(self, swarm: Swarm, spec: ChainSpec, counts: Sequence[int]) -> None:

@@ -5,12 +5,14 @@ outputs back. While a forward runs, work gathers: batches form by themselves. Pa
 """
 
 import asyncio
+import contextlib
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -22,7 +24,7 @@ from swarmnet_node.stage import Stage
 from swarmnet_node.tally import EngineTally
 from swarmnet_protocols.aio import cancel
 from swarmnet_protocols.errors import Unreachable
-from swarmnet_protocols.resources import Hold, ResourceManager, Scope, Stock
+from swarmnet_protocols.resources import RETRY_S, Exhausted, Hold, ResourceManager, Scope, Stock
 
 MAX_OVERTAKING = 100
 """Forwards of sessions between two passes that wait: seconds, where a client takes a minute's silence for a host that hangs."""
@@ -168,7 +170,7 @@ class Engine:
 
     async def aside(self, work: Callable[[], T]) -> T:
         """Do something short on the torch thread, between two forwards. What it raises is raised."""
-        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+        return await self._call(work)
 
     async def fork(self, lanes: Sequence[LaneCache], scope: Scope) -> list[LaneCache]:
         """Copies of lanes, adopted. Raises ``OutOfResources``, before anything is copied, when there is no room for them."""
@@ -248,9 +250,8 @@ class Engine:
         for work, _ in batch:
             if not work.computed:
                 self.tally.wait_s.observe(started - work.since)
-        loop = asyncio.get_running_loop()
         try:
-            results = await loop.run_in_executor(self._executor, batch[0][0].stage.forward, rows)
+            results = await self._call(partial(batch[0][0].stage.forward, rows))
         except Exception as error:  # noqa: BLE001 - the supervisor: a failed forward fails its sessions, not the node
             self._drop([work for work, _ in batch], error)
             return
@@ -266,8 +267,7 @@ class Engine:
             return
         started = self._stopwatch()
         try:
-            compute = work.start()
-            result = await asyncio.get_running_loop().run_in_executor(self._executor, compute)
+            result = await self._call(work.start())
         except Exception as error:  # noqa: BLE001 - the supervisor: a failed pass fails its client, not the node
             _fail(work.done, error)
             return
@@ -278,6 +278,14 @@ class Engine:
         self._pass_position_s += SMOOTHING * (elapsed_s / work.positions - self._pass_position_s)
         if not work.done.done():
             work.done.set_result(result)
+
+    async def _call(self, work: Callable[[], T]) -> T:
+        """Call ``work`` on the torch thread. Raises ``Exhausted`` where its device has no room for what it computes."""
+        with contextlib.suppress(torch.OutOfMemoryError):
+            return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+        # Out here nothing holds the error any longer, whose frames hold what was computed until then.
+        self.graphs.shrink(0)
+        raise Exhausted("this host's device has no memory left", RETRY_S)
 
     def _remove_pass(self, work: _Pass) -> None:
         if work in self._passes:

@@ -22,7 +22,7 @@ from swarmnet_node.passes import HostedPass
 from swarmnet_node.reports import HostNumbers
 from swarmnet_node.session import HostedSession
 from swarmnet_protocols.aio import race
-from swarmnet_protocols.errors import DeadlineExceeded, ProtocolViolation, StreamEnded
+from swarmnet_protocols.errors import DeadlineExceeded, OutOfResources, ProtocolViolation, StreamEnded
 from swarmnet_protocols.protocol_ids import ADAPTER, LINK, PASS, PING, SESSION
 from swarmnet_protocols.resources import Exhausted, Flow, Rate, ResourceManager, Stock
 from swarmnet_protocols.session.link import Refused
@@ -235,6 +235,8 @@ class Host:
         except ProtocolViolation as error:
             refusal = Refused(pb.REASON_PROTOCOL, str(error))
             await self._refuse(stream, pb.PassReply, refusal)
+        except OutOfResources as error:
+            await self._refuse(stream, pb.PassReply, Refused.no_room(error))
         except Refused as refusal:
             await self._refuse(stream, pb.PassReply, refusal)
 
@@ -261,6 +263,8 @@ class Host:
         except ProtocolViolation as error:
             refusal = Refused(pb.REASON_PROTOCOL, str(error))
             await self._refuse(stream, pb.AdapterReply, refusal)
+        except OutOfResources as error:
+            await self._refuse(stream, pb.AdapterReply, Refused.no_room(error))
         except Refused as refusal:
             await self._refuse(stream, pb.AdapterReply, refusal)
 

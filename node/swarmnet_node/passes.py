@@ -62,7 +62,8 @@ class HostedPass:
         """Take the tensors, compute when sessions leave room, answer; beat meanwhile.
 
         Raises ``StreamEnded`` when the client is gone, ``DeadlineExceeded`` when it is too slow, ``ProtocolViolation``
-        for tensors that are not what was announced, ``Refused`` when the graph has made way for something else meanwhile.
+        for tensors that are not what was announced, ``Refused`` when the graph has made way for something else meanwhile or
+        the answer has infinity or NaN in it, ``OutOfResources`` when there is no memory to compute in.
         """
         await race(self._answer(), self._beat())
 
@@ -74,10 +75,15 @@ class HostedPass:
     async def _outputs(self) -> list[torch.Tensor]:
         arguments = await self._receive(), self._counts, self._adapter
         if self._graph is None:
-            return [await self._compute(lambda: lambda: self._stage.run_sequences(*arguments).to(self._wire))]
-        outputs, graph = await self._compute(lambda: partial(self._stage.record_sequences, *arguments))
+            return [await self._compute(lambda: lambda: self._sent(self._stage.run_sequences(*arguments)))]
+
+        def compute() -> tuple[torch.Tensor, Graph]:
+            outputs, graph = self._stage.record_sequences(*arguments)
+            return self._sent(outputs), graph
+
+        outputs, graph = await self._compute(lambda: compute)
         self._engine.keep(self._graph, graph, for_s=self._timing.graph_s)
-        return [outputs.to(self._wire)]
+        return [outputs]
 
     async def _gradients(self) -> list[torch.Tensor]:
         """Those of the inputs and, with an adapter, of all its numbers."""
@@ -94,7 +100,10 @@ class HostedPass:
 
     def _differentiate(self, graph: Graph, grad_outputs: torch.Tensor) -> list[torch.Tensor]:
         gradients, own = self._stage.gradients(graph, grad_outputs)
-        return [gradients.to(self._wire), *([as_column(own)] if own else [])]
+        return [self._sent(gradients), *([_finite(as_column(own))] if own else [])]
+
+    def _sent(self, values: torch.Tensor) -> torch.Tensor:
+        return _finite(values.to(self._wire))
 
     async def _compute(self, start: Callable[[], Callable[[], T]]) -> T:
         return await self._engine.compute_behind(start, self._positions)
@@ -135,6 +144,13 @@ def graph_name(wanted: pb.Begin, client: PeerId) -> GraphName | None:
         raise ProtocolViolation("a graph's id is 16 bytes")
     span = wanted.span.start, wanted.span.end
     return GraphName(client, wanted.graph, span, tuple(wanted.counts), wanted.adapter)
+
+
+def _finite(values: torch.Tensor) -> torch.Tensor:
+    """The values. Raises ``Refused`` for infinity or NaN: what came was finite, so it is not for others to tell whose fault it is."""
+    if not torch.isfinite(values).all():
+        raise Refused(pb.REASON_NOT_FINITE, "what these blocks, and your adapter, make of this is not finite")
+    return values
 
 
 def _graph_gone() -> Refused:

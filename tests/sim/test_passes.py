@@ -11,6 +11,7 @@ import torch
 from swarmnet_client.hops import ChainSpec
 from swarmnet_client.pass_calls import PASSES_PER_HOST
 from swarmnet_client.passes import RemoteBatch, split
+from swarmnet_client.patience import OURS
 from swarmnet_node.host import HostLimits
 from swarmnet_protocols.errors import NoRoute, OutOfResources
 from swarmnet_protocols.protocol_ids import PASS
@@ -174,9 +175,12 @@ LIES: dict[str, Callable[[torch.Tensor], Message]] = {
     "a shape without values": lambda values: Message(answer_of(values).header),
     "garbage": lambda _: Message(b"\xff\xff"),
     "nothing that we know": lambda _: Message(b""),
-    "a refusal": lambda _: Message(
-        pb.PassReply(refused=pb.Refused(reason=pb.REASON_TOO_LONG)).SerializeToString()
-    ),
+    **{
+        f"a refusal for {pb.Reason.Name(reason)}": lambda _, reason=reason: Message(
+            pb.PassReply(refused=pb.Refused(reason=reason)).SerializeToString()
+        )
+        for reason in (pb.REASON_INTERNAL, *OURS)
+    },
 }
 
 

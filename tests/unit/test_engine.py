@@ -18,7 +18,7 @@ from swarmnet_node.graphs import Graph, GraphName, record
 from swarmnet_node.kv import KVGeometry, LaneCache, LayerShape
 from swarmnet_node.stage import Stage
 from swarmnet_protocols.errors import OutOfResources, Unreachable
-from swarmnet_protocols.resources import ResourceManager, Stock
+from swarmnet_protocols.resources import Exhausted, ResourceManager, Stock
 from swarmnet_protocols.transport import PeerId
 
 GEOMETRY = KVGeometry((LayerShape(1, 4, 4),), torch.float32, torch.device("cpu"))
@@ -127,6 +127,32 @@ def test_a_forward_that_fails_fails_its_own_work_only() -> None:
         assert len(await engine.compute(real, [(lane_of(engine), torch.zeros(1, 3))])) == 1
 
     with_engine(Doubling(before), use)
+
+
+def test_a_device_without_memory_is_a_shortage_and_graphs_make_way() -> None:
+    """What the failed work held is free before the next work begins."""
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def fill() -> None:
+        computed = torch.zeros(1)
+        held.append(weakref.ref(computed))
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    async def use(engine: Engine, real: Stage) -> None:
+        for ask in (
+            lambda: engine.compute(real, [(lane_of(engine), torch.zeros(1, 3))]),
+            lambda: engine.compute_behind(lambda: fill, 1),
+            lambda: engine.aside(fill),
+        ):
+            engine.keep(name_of(0), graph_of(8), for_s=60.0)
+            with pytest.raises(Exhausted) as caught:
+                await ask()
+            assert caught.value.retry_after_s > 0
+            assert engine.graphs.nbytes == 0
+        await engine.aside(lambda: None)  # the thread is done with what failed
+        assert [reference() for reference in held] == [None] * 3
+
+    with_engine(Doubling(before=fill), use)
 
 
 def test_whoever_waits_when_the_engine_stops_is_told() -> None:
