@@ -152,7 +152,7 @@ class Host:
             await self._changed.wait_for(lambda: not self._sessions and not self._in_all.used[Stock.PASSES])
 
     async def _session(self, stream: Stream) -> None:
-        message = await receive_within(stream, self.timing.reply_s)
+        message = await stream.receive()
         request = parse(pb.SessionRequest, message.header)
         with ExitStack() as held:
             try:
@@ -226,7 +226,7 @@ class Host:
             raise Refused(pb.REASON_WRONG_SPAN, f"this host serves blocks {self.start}:{self.end}")
 
     async def _pass(self, stream: Stream) -> None:
-        message = await receive_within(stream, self.timing.reply_s)
+        message = await stream.receive()
         request = parse(pb.PassRequest, message.header)
         if not request.HasField("begin"):
             raise ProtocolViolation("a pass begins with Begin")
@@ -252,7 +252,7 @@ class Host:
             await self._say_changed()
 
     async def _adapter(self, stream: Stream) -> None:
-        message = await receive_within(stream, self.timing.reply_s)
+        message = await stream.receive()
         request = parse(pb.AdapterRequest, message.header)
         if not request.HasField("offer"):
             raise ProtocolViolation("an adapter begins with Offer")
@@ -269,7 +269,7 @@ class Host:
             await self._refuse(stream, pb.AdapterReply, refusal)
 
     async def _link(self, stream: Stream) -> None:
-        message = await receive_within(stream, self.timing.reply_s)
+        message = await stream.receive()
         request = parse(pb.LinkRequest, message.header)
         if not request.HasField("link") or len(request.link.session) != SESSION_ID_BYTES:
             raise ProtocolViolation("a link begins with Link")

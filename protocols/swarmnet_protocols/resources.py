@@ -28,6 +28,8 @@ class Stock(StrEnum):
     """Messages that are being read, and those that wait for their turn."""
     STREAMS = "streams"
     """Streams that others opened."""
+    HEARD = "heard"
+    """Those of them on which something came."""
     OWN_STREAMS = "own_streams"
     """Streams that we opened."""
     STRANGERS = "strangers"
@@ -127,7 +129,6 @@ FAMILIAR = (
     Stock.SESSIONS,
     Stock.LINKS,
     Stock.PASSES,
-    Stock.TRANSFERS,
     Stock.ROUNDS,
 )
 """We know a peer while it holds any of these: we speak to it, or serve it."""
@@ -280,12 +281,12 @@ class Scope:
     def _limit_in(self, scope: "Scope", stock: Stock) -> float:
         """How much ``scope``, around us or ourselves, may hold before it refuses us."""
         limit = scope._stocks.get(stock, math.inf)
-        if scope is self._path[-1] and stock in KEPT and limit < math.inf and self._is_stranger:
+        if scope is self._path[-1] and stock in KEPT and limit < math.inf and self.is_stranger:
             limit -= int(limit * KEPT[stock])
         return limit
 
     @property
-    def _is_stranger(self) -> bool:
+    def is_stranger(self) -> bool:
         """Whether this is of a peer, or of something of a peer, that we do not know."""
         return len(self._path) > 1 and not any(self._path[-2].used[stock] for stock in FAMILIAR)
 

@@ -22,7 +22,7 @@ class Timing:
     reply_s: float = 5.0
     """For the first answer on a stream that opened."""
     opening_s: float = 5.0
-    """Whoever opens a stream has said its first word by then."""
+    """Whoever opens a stream has said its first word by then; who has others in use, or is served, by ``chunk_s``."""
     door_s: float = 5.0
     """To reach somebody for the first time, and for what they have to say at the door. Whoever is in a hurry need not wait."""
     link_wait_s: float = 5.0
@@ -44,7 +44,10 @@ class Timing:
     announce_s: float = 15.0
     """Between two announcements by a host."""
     chunk_s: float = 30.0
-    """For a chunk of a job's state, a part of a pass, or each MiB of any message: over the slowest line that is worth waiting for."""
+    """For a chunk of a job's state, a part of a pass, or each MiB of any message: over the slowest line that is worth waiting for.
+
+    And for the first word on a stream of somebody who is at work with us, and whose machine may be busy.
+    """
     graph_s: float = 120.0
     """A host keeps what a forward pass left for its backward pass no longer than this."""
     intent_s: float = 1.0

@@ -4,6 +4,7 @@ import asyncio
 import json
 import struct
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 
 import pytest
 from google.protobuf.message import Message as Protobuf
@@ -122,6 +123,29 @@ def test_nor_is_any_later_one_for_long() -> None:
         assert asyncio.get_running_loop().time() == pytest.approx(Timing().chunk_s + 7.0, abs=1.5)
         dripping.cancel()
 
+    with_frames(talk)
+
+
+@pytest.mark.parametrize("why", ["another stream of it is in use", "it is served"])
+def test_who_is_at_work_with_us_and_held_up_is_waited_for(why: str) -> None:
+    async def talk(
+        reader: asyncio.StreamReader, receive: Callable[[], Awaitable[Message]], resources: ResourceManager
+    ) -> None:
+        scope = resources.peer("mallory", 0.0)
+        if why == "it is served":
+            stack.enter_context(scope.hold(Stock.SESSIONS))
+        else:
+            reader.feed_data(struct.pack(">II", 1, 0) + b"1")
+            await receive()
+        started = asyncio.get_running_loop().time()
+        second = Meter.of_theirs(resources, PeerId("mallory"), Timing())
+        with pytest.raises(DeadlineExceeded):
+            await second.receive(asyncio.Event().wait)  # type: ignore[arg-type]
+        assert asyncio.get_running_loop().time() - started == pytest.approx(Timing().chunk_s)
+        second.close()
+        stack.close()
+
+    stack = ExitStack()
     with_frames(talk)
 
 

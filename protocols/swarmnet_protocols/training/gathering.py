@@ -263,7 +263,7 @@ class Gathering:
         ]
 
     async def _receive(self, stream: Stream) -> None:
-        message = await receive_within(stream, self._timing.reply_s)
+        message = await stream.receive()
         request = parse(pb.GatherRequest, message.header)
         if request.job != self._job:
             raise ProtocolViolation("another job")

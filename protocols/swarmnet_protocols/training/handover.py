@@ -151,7 +151,7 @@ class Handover:
     # ---- as the heir ------------------------------------------------------------------------------------
 
     async def _receive(self, stream: Stream) -> None:
-        message = await receive_within(stream, self._timing.reply_s)
+        message = await stream.receive()
         request = parse(pb.HandOverRequest, message.header)
         if request.offer.job != self._job:
             raise ProtocolViolation("not an offer in this job")

@@ -21,12 +21,11 @@ async def supervise(handler: Handler, stream: Stream, protocol: ProtocolSpec) ->
     """Run ``handler`` on ``stream`` and close it. A failure is logged: it harms no other stream."""
     try:
         await handler(stream)
-    except StreamEnded:
-        pass
     except (
         DeadlineExceeded,
         Exhausted,
         NotAuthorised,
+        StreamEnded,  # this one, or another that the handler had opened
     ) as error:  # anybody can make this happen as often as they like
         _log.debug("%s with %s: %s", protocol.id, stream.peer, error)
     except ProtocolViolation as error:

@@ -35,6 +35,7 @@ class Meter:
         """A message is here whole, which lasts until the next one is asked for."""
         self._stream = scope.hold(stock)
         self._message = scope.hold(Stock.MEMORY, 0)
+        self._heard = scope.hold(Stock.HEARD, 0)
 
     @classmethod
     def of_theirs(cls, resources: ResourceManager, peer: PeerId, timing: Timing) -> Self:
@@ -44,7 +45,9 @@ class Meter:
         scope.check(Flow.FRAMES, MAX_OWED_S, now)
         scope.use(Flow.FRAMES, OPENING_FRAMES, now)
         meter = cls(scope, Stock.STREAMS, timing)
-        meter._opening_until = now + timing.opening_s
+        # The machine of somebody who is at work with us may be busy; who has said nothing at all is not worth the wait.
+        is_at_work = scope.used[Stock.HEARD] or not scope.is_stranger
+        meter._opening_until = now + (timing.chunk_s if is_at_work else timing.opening_s)
         return meter
 
     @classmethod
@@ -103,6 +106,7 @@ class Meter:
         self._is_open = False
         self._stream.release()
         self._message.release()
+        self._heard.release()
 
     async def _first(self, read: Callable[[], Awaitable[Message]], when: float) -> Message:
         try:
@@ -110,4 +114,6 @@ class Meter:
         except TimeoutError as error:
             raise DeadlineExceeded("a stream was opened, and nothing came") from error
         self._opening_until = None
+        if self._is_open:
+            self._heard.resize(1)
         return message
