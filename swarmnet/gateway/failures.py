@@ -16,6 +16,7 @@ RETRY_S = 5
 """When to try again where nobody knows: the swarm looks at its directory that often."""
 
 _HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 408: "body_too_slow", 413: "body_too_large"}
+_NO_PATH = "there is nothing at this path: try /v1/models, /v1/chat/completions or /v1/completions"
 
 
 @dataclass
@@ -47,7 +48,8 @@ def explain(error: Exception) -> ApiError:
             return _of_validation(error.errors())
         case HTTPException():
             code = _HTTP_CODES.get(error.status_code, "invalid_request")
-            return ApiError(error.status_code, str(error.detail), code)
+            said = _NO_PATH if error.status_code == 404 else str(error.detail)
+            return ApiError(error.status_code, said, code)
         case _:
             return ApiError(500, "this should not have happened", "internal_error", "server_error")
 
@@ -69,12 +71,14 @@ def _of_validation(problems: Sequence[Any]) -> ApiError:
     """What a caller is told of a request that is wrong: the first thing that is, by its name."""
     problem = problems[0]
     where = [str(part) for part in problem.get("loc", ()) if part != "body"]
-    name = where[0] if where else None
     if problem["type"] == "extra_forbidden":
         path = ".".join(where)
         return ApiError(400, f"Unsupported parameter: '{path}'", "unsupported_parameter", param=path)
     if problem["type"] == "json_invalid":
         return ApiError(400, "the body is not JSON", "invalid_json")
-    message = f"{'.'.join(where)}: {problem['msg']}" if where else str(problem["msg"])
+    if not where:  # as when curl is not told otherwise
+        message = "the body is not a JSON object, sent with the header content-type: application/json"
+        return ApiError(400, message, "invalid_json")
+    message = f"{'.'.join(where)}: {problem['msg']}"
     code = "missing_required_parameter" if problem["type"] == "missing" else "invalid_value"
-    return ApiError(400, message, code, param=name)
+    return ApiError(400, message, code, param=where[0])

@@ -234,11 +234,16 @@ def test_parameters_that_ask_for_nothing_are_taken(tiny: Reference) -> None:
 def test_other_refusals(tiny: Reference) -> None:
     async def scenario(_lab: Lab, caller: Caller) -> None:
         http = caller.http
-        assert refused(await http.get("/v1/nothing")) == (404, None, "not_found")
+        nothing = await http.get("/v1/nothing")
+        assert refused(nothing) == (404, None, "not_found")
+        assert "/v1/chat/completions" in nothing.json()["error"]["message"]
         assert refused(await http.get("/v1/completions")) == (405, None, "method_not_allowed")
         assert refused(await http.get("/v1/models/another")) == (404, "model", "model_not_found")
         broken = await http.post("/v1/completions", content="{", headers={"content-type": "application/json"})
         assert refused(broken) == (400, None, "invalid_json")
+        unnamed = await http.post("/v1/completions", content=json.dumps(completion_body()))
+        assert refused(unnamed) == (400, None, "invalid_json")
+        assert "content-type: application/json" in unnamed.json()["error"]["message"]
         assert refused(await caller.complete([])) == (400, "prompt", "invalid_value")
         assert refused(await caller.complete([97])) == (400, "prompt", "invalid_value")
         assert refused(await caller.complete(["w1"] * 9, n=2)) == (400, "n", "invalid_value")
