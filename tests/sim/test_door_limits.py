@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from swarmnet_protocols.errors import StreamEnded
 from swarmnet_protocols.membership import door as door_module
 from swarmnet_protocols.membership.door import MAX_DOORS_EACH
 from swarmnet_protocols.protocol_ids import DOOR, REVOCATIONS, SESSION
@@ -16,9 +17,11 @@ from tests.support.door_world import (
     World,
     answer,
     converse,
+    hear,
     run,
     seconds_until_the_end,
 )
+from tests.support.private_swarm import Someone
 
 # ---- limits ---------------------------------------------------------------------------------------------------
 
@@ -103,6 +106,64 @@ def test_doors_are_kept_open_to_so_many_only(monkeypatch: pytest.MonkeyPatch) ->
         await asyncio.sleep(1.0)
         await converse(clients[0], server)  # and who is not meets us anew
         assert len(server.door._doors) == 3
+
+    run(scenario)
+
+
+async def crowded(world: World, monkeypatch: pytest.MonkeyPatch) -> tuple[Someone, list[Someone]]:
+    """A server that keeps three doors open, and five clients it has let in. Nothing else is open."""
+    monkeypatch.setattr(door_module, "MAX_DOORS", 3)
+    server = await world.member("bob")
+    await server.transport.serve(SESSION, answer)
+    clients = [await world.member(f"client {number}") for number in range(5)]
+    for client in clients:
+        (await converse(client, server)).close()
+        await asyncio.sleep(1.0)
+    return server, clients
+
+
+def test_whose_door_was_shut_for_want_of_room_is_let_in_until_it_is_revoked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A stream that it opened before it saw the end of its door."""
+
+    async def scenario(world: World) -> None:
+        server, clients = await crowded(world, monkeypatch)
+        first = clients[0]
+        assert await hear(first.raw, server.raw, SESSION) == HEARD
+        server.membership.take_revocations([world.swarm.revocation(first.peer_id)])
+        with pytest.raises(StreamEnded):
+            await hear(first.raw, server.raw, SESSION)
+
+    run(scenario)
+
+
+def test_so_many_are_remembered_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door_module, "MAX_REMEMBERED", 1)
+
+    async def scenario(world: World) -> None:
+        server, clients = await crowded(world, monkeypatch)
+        assert len(server.door._guests) == 3 + 1
+        with pytest.raises(StreamEnded):
+            await hear(clients[0].raw, server.raw, SESSION)
+        assert await hear(clients[1].raw, server.raw, SESSION) == HEARD
+        await converse(clients[0], server)
+
+    run(scenario)
+
+
+def test_the_doors_of_those_who_are_busy_are_shut_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door_module, "MAX_DOORS", 3)
+
+    async def scenario(world: World) -> None:
+        server = await world.member("bob")
+        await server.transport.serve(SESSION, answer)
+        busy = await world.member("busy")
+        await converse(busy, server)
+        for number in range(5):
+            (await converse(await world.member(f"client {number}"), server)).close()
+            await asyncio.sleep(1.0)
+        assert any(stream.peer == busy.peer_id for stream in server.door._doors)
 
     run(scenario)
 

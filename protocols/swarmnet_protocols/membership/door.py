@@ -39,9 +39,11 @@ from swarmnet_protocols.wire import door_pb2 as pb
 _log = logging.getLogger(__name__)
 
 MAX_DOORS = 256
-"""Streams kept open with those we have met. Beyond these the oldest ends, and its two peers meet anew when need be."""
+"""Streams kept open with those we have met. Beyond these one ends, and its two peers meet anew when need be."""
 MAX_DOORS_EACH = 4
 """Of them with one guest."""
+MAX_REMEMBERED = 4096
+"""Guests we have no such stream with any more, for want of room. They are let in all the same: what they open may be on its way."""
 HELLO_PAUSE_S = 0.5
 """Between two things one peer says at the door; who says more is made to wait."""
 
@@ -55,6 +57,7 @@ class Door:
         self._timing = timing
         self._guests: dict[PeerId, Guest] = {}
         self._doors: dict[Stream, Guest] = {}
+        self._remembered: dict[PeerId, None] = {}
         self._strangers = WaitingRoom(transport.resources.in_all, Stock.STRANGERS)
         self._meetings: dict[tuple[PeerId, tuple[str, ...]], asyncio.Task[None]] = {}
         self._fetching: set[PeerId] = set()
@@ -232,11 +235,22 @@ class Door:
     def _open_door(self, guest: Guest, stream: Stream) -> None:
         guest.doors[stream] = None
         self._doors[stream] = guest
+        self._remembered.pop(stream.peer, None)
         if len(guest.doors) > MAX_DOORS_EACH:
             self._close_door(guest, next(iter(guest.doors)))
         if len(self._doors) > MAX_DOORS:
-            oldest, its_guest = next(iter(self._doors.items()))
-            self._close_door(its_guest, oldest)
+            self._shut_one_of(list(self._doors)[:-1])
+
+    def _shut_one_of(self, doors: Sequence[Stream]) -> None:
+        """The oldest of those whose guests have nothing else open, or of all; and remember its guest."""
+        stream = next((each for each in doors if not self._doors[each].streams), doors[0])
+        self._remembered[stream.peer] = None
+        self._close_door(self._doors[stream], stream)
+        if len(self._remembered) > MAX_REMEMBERED:
+            first = next(iter(self._remembered))
+            del self._remembered[first]
+            if first in self._guests:
+                self._forget_if_gone(first, self._guests[first])
 
     def _close_door(self, guest: Guest, stream: Stream) -> None:
         stream.close()
@@ -259,7 +273,8 @@ class Door:
             self._close_door(guest, stream)
 
     def _forget_if_gone(self, peer: PeerId, guest: Guest) -> None:
-        if not guest.doors and not guest.streams and self._guests.get(peer) is guest:
+        is_gone = not guest.doors and not guest.streams and peer not in self._remembered
+        if is_gone and self._guests.get(peer) is guest:
             del self._guests[peer]
             guest.end()
 
@@ -299,6 +314,7 @@ class Door:
 
     def _expel(self, peer: PeerId, reason: NotAuthorised) -> None:
         """End everything that is open with a peer, and tell it why."""
+        self._remembered.pop(peer, None)
         guest = self._guests.pop(peer, None)
         if guest is None:
             return
