@@ -334,8 +334,8 @@ def test_the_modules_decide_as_they_say(page: Page, sites: Sites) -> None:
     assert thinned == {"at_s": [1.5, 3.5], "failures": [1, 5], "weakest": [1, 2], "p": [None, None]}
     for replicas, said in (
         ([0, 1, 1, 3], "Nobody hosts block 0 (1 of 4)"),
-        ([2, 1, 1, 3], "Blocks 1:3 are on one peer only"),
-        ([2, 1, 3, 1], "Blocks 1 and 3 are on one peer each"),
+        ([2, 1, 2, 3], "Block 1 has one host only"),
+        ([2, 1, 1, 3], "Blocks 1:3 have one host each"),
         ([2, 3, 3, 3], "Fewest replicas: 2, on block 0"),
     ):
         assert said in call("words", "health", {"blocks": 4, "replicas": replicas, "peers": 3})["text"]

@@ -63,9 +63,9 @@ export function health(model) {
   if (thin.length) {
     return {
       kind: "warn", symbol: "▲", title: "Complete, but thin",
-      text: thin.length > 1
-        ? `${capital(blockList(thin))} are on one peer each: if one of these leaves, answers stop.`
-        : `${capital(blockList(thin))} ${thin[0][1] - thin[0][0] === 1 ? "is" : "are"} on one peer only: if it leaves, answers stop.`,
+      text: thin.length === 1 && thin[0][1] - thin[0][0] === 1
+        ? `${capital(blockList(thin))} has one host only: if it leaves, answers stop.`
+        : `${capital(blockList(thin))} have one host each: if one of these leaves, answers stop.`,
     };
   }
   const fewest = Math.min(...model.replicas);

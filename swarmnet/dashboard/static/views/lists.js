@@ -112,7 +112,7 @@ const jobNode = (curve) => h("li", {}, h("a", {}, h("span", { class: "job-head" 
 /** `update(rows)`: who gave how much, as bars against the most. */
 export function contributionList() {
   const list = h("ol", { class: "shares" });
-  const none = h("p", { class: "quiet" }, "Nobody has computed anything in the last 30 days.");
+  const none = h("p", { class: "quiet" }, "Nothing seen yet. What peers compute is counted while a dashboard of this swarm runs here.");
   return {
     node: h("div", {}, list, none),
     update(rows) {
