@@ -8,7 +8,7 @@ from google.protobuf.message import Message as Protobuf
 
 from swarmnet_node import engine
 from swarmnet_protocols import resources
-from swarmnet_protocols.membership import door, waiting_room
+from swarmnet_protocols.membership import door, revocations, waiting_room
 from swarmnet_protocols.protocol_ids import DHT_FIND
 from swarmnet_protocols.resources import Scope
 from swarmnet_protocols.session import steps
@@ -16,8 +16,10 @@ from swarmnet_protocols.transport import talking
 from swarmnet_protocols.transport.p2pd_daemon import prepare_hivemind
 from swarmnet_protocols.wire import session_pb2
 from tests.defences import Defence, count_only, nothing, of_a_host, replacing, wait_for_ever
-from tests.sim import test_admission, test_door_limits, test_pass_graphs
+from tests.properties import test_membership
+from tests.sim import test_admission, test_door_limits, test_host_defences, test_pass_graphs
 from tests.unit import test_dht_guard, test_hostile_messages, test_node_reports, test_probes, test_resources
+from tests.web_defences import patched
 
 
 def take_what_can_be_read(kind: type[Protobuf], header: bytes) -> Protobuf:
@@ -89,6 +91,26 @@ FLOODS = (
         "one place does not fill the waiting room",
         replacing(waiting_room, "origin_of", lambda _: "the world"),
         test_admission.test_who_has_many_identities_in_one_place_displaces_its_own,
+    ),
+    Defence(
+        "silent newcomers make room",
+        replacing(Scope, "spare", lambda *_: 1 << 30),
+        test_admission.test_silent_newcomers_keep_nobody_out,
+    ),
+    Defence(
+        "who has no door any more is remembered",
+        replacing(door, "MAX_REMEMBERED", 0),
+        patched(test_door_limits.test_whose_door_was_shut_for_want_of_room_is_let_in_until_it_is_revoked),
+    ),
+    Defence(
+        "a revocation stays for as long as it counts",
+        replacing(revocations, "KEPT_S", 0),
+        lambda _: test_membership.test_a_list_names_whoever_could_still_come_in_and_never_grows_for_ever(),
+    ),
+    Defence(
+        "a client leaves early links to others",
+        count_only,
+        of_a_host(test_host_defences.test_one_client_leaves_early_links_to_others),
     ),
     Defence(
         "a member shuts no doors but its own",
