@@ -12,7 +12,7 @@ from hypothesis import settings
 
 from tests.support.audit import sitecustomize
 
-HANGS_AFTER_S = 400
+HANGS_AFTER_S = 600
 
 settings.register_profile("any machine", deadline=None)  # a busy one is no failure
 settings.register_profile("thorough", deadline=None, max_examples=100_000)  # --hypothesis-profile thorough

@@ -16,7 +16,7 @@ import typer
 
 SWARMNET = (sys.executable, "-m", "swarmnet")
 PATIENCE_S = 120.0
-"""For what a process should print soon: the machine may be busy."""
+"""For what a process should do or print next: the machine may be busy."""
 LOG_TAIL_CHARS = 2000
 
 
@@ -87,14 +87,18 @@ class RunningCommand:
         return self._family
 
     def wait(self, kind: str, *, timeout_s: float = PATIENCE_S, **fields: object) -> dict[str, Any]:
-        """The first event of this kind with these fields; ``RuntimeError``, with its log, if it does not come."""
+        """The first event of this kind with these fields.
+
+        ``RuntimeError``, with its log, if it ends without it or prints nothing at all for ``timeout_s``.
+        """
         wanted = {"event": kind, **fields}.items()
 
         def found() -> dict[str, Any] | None:
             return next((event for event in self.events if wanted <= event.items()), None)
 
         with self._changed:
-            self._changed.wait_for(lambda: self._ended or found(), timeout_s)
+            while not (self._ended or found()) and self._changed.wait(timeout_s):
+                pass
         event = found()
         if event is None:
             raise RuntimeError(f"no {kind}: {self.events[-3:]} {self.log.read_text()[-LOG_TAIL_CHARS:]}")
