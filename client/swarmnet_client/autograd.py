@@ -28,6 +28,8 @@ def run_blocks(
     bounds = torch.tensor(columns, device=hidden_states.device)
     tokens = (places >= bounds[:, :1]) & (places < bounds[:, 1:])
     counts = [end - first for first, end in columns if end > first]
+    if not counts:
+        return hidden_states.masked_fill(~tokens[..., None], 0)
     batch = model.remote_batch(counts, Adapter(adapter) if adapter else None)
     tensors = [adapter[name] for name in sorted(adapter)]
     outputs = _RemoteBlocks.apply(hidden_states[tokens], model, batch, *tensors)  # type: ignore[no-untyped-call]

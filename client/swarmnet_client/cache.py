@@ -140,7 +140,10 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
             rows.append(Row(index, start, end - begin, wanted, source, rewrite))
             values.append(inputs[index, begin - self._length : end - self._length])
             places.append((index, end - self._length - wanted, end - self._length))
-        hidden = self._model.run(self._send(tuple(rows), torch.cat(values)))
+        if rows:
+            hidden = self._model.run(self._send(tuple(rows), torch.cat(values)))
+        else:  # padding, and nothing else
+            hidden = torch.zeros(0, self._model.hidden_size)
         self._lanes = list(range(batch))
         self._remember(inputs)
         self._length += width

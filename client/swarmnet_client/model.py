@@ -92,6 +92,11 @@ class SwarmModel:
         return self._runtime.run(conversation)
 
     @property
+    def hidden_size(self) -> int:
+        """Of what goes from block to block."""
+        return self._spec.hidden_size
+
+    @property
     def traffic(self) -> Traffic:
         """Bytes that went to and came from hosts since the model was opened."""
         return self._runtime.swarm.traffic

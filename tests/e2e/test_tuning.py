@@ -116,6 +116,20 @@ def test_gradients_at_the_inputs_of_padded_rows(tiny: TinySwarm, left: bool) -> 
     assert not leaves[0][mask == 0].any()
 
 
+def test_a_batch_of_nothing_but_padding_costs_nobody_anything(tiny: TinySwarm) -> None:
+    ids = torch.tensor([[5, 6, 7], [8, 9, 10]])
+    leaf = tiny.model.get_input_embeddings()(ids).detach().requires_grad_()
+    sent = tiny.model.traffic.sent
+    output = tiny.model(inputs_embeds=leaf, attention_mask=torch.zeros_like(ids))
+    output.logits.sum().backward()
+    with torch.no_grad():
+        plain = tiny.model(input_ids=ids, attention_mask=torch.zeros_like(ids))
+    assert leaf.grad is not None
+    assert not leaf.grad.any()
+    assert torch.equal(output.logits.detach(), plain.logits)
+    assert tiny.model.traffic.sent - sent < leaf.nbytes  # pings
+
+
 def test_a_head_of_ones_own_learns(tiny: TinySwarm) -> None:
     gradients = []
     for model in (tiny.model, tiny.reference.model):

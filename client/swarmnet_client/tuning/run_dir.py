@@ -51,7 +51,7 @@ class RunDir:
     """``path``, a directory, for the run that ``about`` describes. ``unfinished`` is where that run stopped, None if it is to begin."""
 
     def __init__(self, path: Path, about: Mapping[str, Any], *, force: bool) -> None:
-        """With ``force``, what other runs left is not in the way, and an unfinished one begins anew.
+        """With ``force``, what other runs left is not in the way, and an unfinished one begins anew; ``save`` then replaces it.
 
         Raises ``ConfigError`` for a directory in which something else is, ``IntegrityError`` for a damaged checkpoint.
         """
