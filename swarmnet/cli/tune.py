@@ -146,6 +146,8 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
         tuner = Tuner(tuned, dataset, settings, lambda: _usage(opened))
         if folder.unfinished is not None:
             tuner.restore(folder.unfinished)
+        if force:
+            folder.save(tuner)  # should this run crash, the one that it replaces must not go on in its place
         shown.show(_beginning(model, dataset, settings, tuner))
         _train(
             tuner,

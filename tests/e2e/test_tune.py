@@ -20,6 +20,7 @@ from swarmnet_client.passes import RemoteBatch
 from swarmnet_client.tuning.adapter_dir import load_adapter
 from swarmnet_client.tuning.methods import quiet_peft
 from swarmnet_client.tuning.run_dir import CHECKPOINT_FILE
+from swarmnet_client.tuning.trainer import Tuner
 from swarmnet_protocols.errors import NoRoute
 from swarmnet_protocols.models import resolve
 from swarmnet_protocols.protocol_ids import PASS
@@ -101,6 +102,12 @@ def scores(events: Events) -> Events:
     kept = {"event", "step", "loss", "val_loss", "learning_rate", "tokens"}
     chosen = [event for event in events if event["event"] in {"step", "eval"}]
     return [{name: value for name, value in event.items() if name in kept} for event in chosen]
+
+
+def begun_at(events: Events) -> int:
+    """The step that a run goes on from."""
+    (step,) = (event["step"] for event in events if event["event"] == "begin")
+    return int(step)
 
 
 def tuning(reference: Reference, place: Path, *options: str, rows: int = 18) -> tuple[str, ...]:
@@ -223,6 +230,31 @@ def test_an_interrupted_run_goes_on_with_the_same_result(
 
     code, refused = command(*tuning(reference, halves, "--method", "prompt"))
     assert (code, "is done" in refused[0]["message"]) == (3, True)
+
+
+def test_a_run_that_was_replaced_does_not_go_on_if_its_replacement_crashes(
+    reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
+) -> None:
+    """The other run stopped after three steps; the one in its place crashes in its first."""
+    arguments = tuning(reference, tmp_path, "--method", "prompt", "--save-every", "1")
+    learn = Tuner._learn
+
+    def crash(tuner: Tuner, after: int) -> dict[str, Any]:
+        if tuner.step == after:
+            raise NoRoute([(0, 1)])
+        return learn(tuner)
+
+    for options, after in (((), 3), (("--force",), 0)):
+        with served(reference, monkeypatch), monkeypatch.context() as patch:
+            patch.setattr(Tuner, "_learn", lambda tuner, after=after: crash(tuner, after))
+            code, events = command(*arguments, *options)
+        assert code != 0
+        assert begun_at(events) == 0
+    with served(reference, monkeypatch):
+        code, events = command(*arguments)
+    assert code == 0
+    assert begun_at(events) == 0
+    assert [event["step"] for event in events if event["event"] == "step"] == [1, 2, 3, 4, 5]
 
 
 def test_a_host_that_dies_is_not_noticed(
