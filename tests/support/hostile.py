@@ -3,7 +3,8 @@
     python -m tests.support.hostile SECONDS FRAMES_PER_S IDENTITIES ADDRESS
 
 Most are pings without end; the others are garbage, announce 2 GiB, are nested 100,000 deep, or stop in the midst of a message. Streams are
-closed and opened again as fast as it takes to send them all, however slowly they are read. Prints a JSON object with what was sent.
+closed and opened again as fast as it takes to send them all, however slowly they are read. Where less than a third could be sent in
+that time, it goes on until it was. Prints a JSON object with what was sent.
 """
 
 import asyncio
@@ -27,6 +28,7 @@ NESTED = 100_000
 BATCH = 100
 BATCHES_A_STREAM = 10
 PINGS_TO_ONE_OTHER = 1
+LEAST_SHARE = 1 / 3
 DEADLINE_S = 5.0
 
 
@@ -51,7 +53,8 @@ class Attacker:
     async def run(self, seconds: float, frames_per_s: float) -> None:
         loop = asyncio.get_running_loop()
         started = loop.time()
-        while (elapsed_s := loop.time() - started) < seconds:
+        least = LEAST_SHARE * seconds * frames_per_s
+        while (elapsed_s := loop.time() - started) < seconds or self.sent.total() < least:
             ahead_s = self.sent.total() / frames_per_s - elapsed_s
             if ahead_s > 0:
                 await asyncio.sleep(ahead_s)
