@@ -4,6 +4,7 @@ So a seeded answer is the same whatever else is in the batch, and after a failur
 """
 
 import random
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -58,24 +59,28 @@ class Token:
 
 def choose(scores: torch.Tensor, draws: list[Draw]) -> list[Token]:
     """One token for each row of ``scores`` [N, V], float32."""
-    likeliest = scores.argmax(dim=-1).tolist()
+    changed = _changed(scores, draws)
+    likeliest = changed.argmax(dim=-1).tolist()
     tokens = []
-    for row, best, draw in zip(scores, likeliest, draws, strict=True):
-        chosen = _choose(row, best, draw)
-        tokens.append(_with_logprobs(row, chosen, draw.sampling.top_logprobs))
+    for own, row, best, draw in zip(scores, changed, likeliest, draws, strict=True):
+        chosen = best if draw.sampling.temperature == 0 else _sample(row, draw)
+        tokens.append(_with_logprobs(own, chosen, draw.sampling.top_logprobs))
     return tokens
 
 
-def _choose(row: torch.Tensor, likeliest: int, draw: Draw) -> int:
-    changes = _changes(draw)
-    if changes:
-        row = row.clone()
-        row[torch.tensor(list(changes), device=row.device)] += torch.tensor(
-            list(changes.values()), dtype=row.dtype, device=row.device
-        )
-    if draw.sampling.temperature == 0:
-        return int(row.argmax()) if changes else likeliest
-    return _sample(row, draw)
+def _changed(scores: torch.Tensor, draws: list[Draw]) -> torch.Tensor:
+    """The scores with biases and penalties: all at once, and the same tensor where nobody asks for any."""
+    rows, tokens, values = array("q"), array("q"), array("f")  # torch reads lists fifty times more slowly
+    for row, draw in enumerate(draws):
+        changes = _changes(draw)
+        rows.extend([row] * len(changes))
+        tokens.extend(changes)
+        values.extend(changes.values())
+    if not rows:
+        return scores
+    where = tuple(torch.frombuffer(each, dtype=torch.int64).to(scores.device) for each in (rows, tokens))
+    added = torch.frombuffer(values, dtype=torch.float32).to(scores.device)
+    return scores.index_put(where, added, accumulate=True)
 
 
 def _changes(draw: Draw) -> dict[int, float]:
