@@ -28,7 +28,7 @@ def letting_through(guard: type) -> Callable[[pytest.MonkeyPatch], None]:
 
 def never_cut_off(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(serving._Server, "cut_off", nothing)
-    patch.setattr(serving, "HARD_STOP_S", 2)
+    patch.setattr(test_web_serving, "PATIENCE_S", 2.0)
 
 
 def whoever_owns_it(patch: pytest.MonkeyPatch) -> None:
@@ -97,7 +97,7 @@ WEB = (
     Defence(
         "streams do not keep a server that ends",
         never_cut_off,
-        lambda _: test_web_serving.test_an_open_stream_is_cut_off_at_the_end(),
+        patched(test_web_serving.test_an_open_stream_is_cut_off_at_the_end),
     ),
     Defence(
         "a key has its quota",

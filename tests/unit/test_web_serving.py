@@ -77,10 +77,10 @@ def test_an_open_stream_is_cut_off_at_the_end(monkeypatch: pytest.MonkeyPatch) -
     async def main() -> None:
         app = App()
         async with httpx.AsyncClient() as client:
-            async with serving(app, "127.0.0.1", 0, drain_s=0.01) as endpoint:
-                request = client.build_request("GET", f"{endpoint.url}/stream")
-                response = await client.send(request, stream=True)
             async with asyncio.timeout(PATIENCE_S):
+                async with serving(app, "127.0.0.1", 0, drain_s=0.01) as endpoint:
+                    request = client.build_request("GET", f"{endpoint.url}/stream")
+                    response = await client.send(request, stream=True)
                 await app.ended.wait()
             with pytest.raises(httpx.RemoteProtocolError):
                 await response.aread()
