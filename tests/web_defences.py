@@ -26,9 +26,14 @@ def letting_through(guard: type) -> Callable[[pytest.MonkeyPatch], None]:
     return replacing(guard, "__call__", call)
 
 
-def never_cut_off(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(serving._Server, "cut_off", nothing)
-    patch.setattr(test_web_serving, "PATIENCE_S", 2.0)
+def impatient(where: object, name: str, value: object) -> Callable[[pytest.MonkeyPatch], None]:
+    """``replacing``, and the test does not wait long for what then never comes."""
+
+    def switch_off(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(where, name, value)
+        patch.setattr(test_web_serving, "PATIENCE_S", 2.0)
+
+    return switch_off
 
 
 def whoever_owns_it(patch: pytest.MonkeyPatch) -> None:
@@ -86,17 +91,17 @@ WEB = (
     ),
     Defence(
         "connections that ask nothing end",
-        replacing(serving._Connection, "_wait", nothing),
+        impatient(serving._Connection, "_wait", nothing),
         patched(lambda patch: test_web_serving.test_a_connection_without_a_request_is_closed(b"", patch)),
     ),
     Defence(
         "connections have a largest number",
-        replacing(serving._Connection, "connection_made", H11Protocol.connection_made),
+        impatient(serving._Connection, "connection_made", H11Protocol.connection_made),
         patched(test_web_serving.test_connections_beyond_the_limit_are_closed),
     ),
     Defence(
         "streams do not keep a server that ends",
-        never_cut_off,
+        impatient(serving._Server, "cut_off", nothing),
         patched(test_web_serving.test_an_open_stream_is_cut_off_at_the_end),
     ),
     Defence(
