@@ -75,7 +75,9 @@ class Swarm:
 
     def can_replace(self, hop: Hop) -> bool:
         """Whether others are known to host all blocks of ``hop``."""
-        others = [host for host in self._hosts.values() if host.peer not in self._view().banned | {hop.peer}]
+        others = [
+            host for host in self._hosts.values() if host.peer not in {hop.peer, *self._bans.at(self._now())}
+        ]
         return not uncovered(others, (hop.start, hop.end))
 
     def new_session(self) -> bytes:

@@ -5,6 +5,7 @@ engine and the compute of the blocks used. Hosts may be entered and left in mid-
 """
 
 import heapq
+import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -57,13 +58,14 @@ class Hop:
 class View:
     """What a client knows: the announcements, and what it has measured itself, which counts for more.
 
-    ``delay_s`` is one way from the client; ``queue_s`` the wait for a host's engine.
+    ``delay_s`` is one way from the client; ``queue_s`` the wait for a host's engine; ``banned`` who failed lately, whoever did so longest
+    ago first.
     """
 
     hosts: Sequence[HostInfo]
     delay_s: Mapping[PeerId, float] = field(default_factory=dict)
     queue_s: Mapping[PeerId, float] = field(default_factory=dict)
-    banned: frozenset[PeerId] = frozenset()
+    banned: Sequence[PeerId] = ()
     parted: frozenset[tuple[PeerId, PeerId]] = frozenset()
     """Pairs, as ``pair_of`` gives them, that did not reach each other lately."""
 
@@ -98,15 +100,28 @@ def find_chain(
     is drawn at random among such: every cost is stretched by a random factor in [1, 1 + MARGIN], and the cheapest chain
     under stretched costs cannot be truly dearer than that. Banned hosts are used only where nobody else will do. Raises ``NoRoute`` with the blocks nobody hosts.
     """
-    usable = [host for host in view.hosts if host.online and host.start < span[1] and host.end > span[0]]
-    allowed = [host for host in usable if host.peer not in view.banned]
-    missing = uncovered(allowed, span)
-    if missing:
-        allowed = usable
-        missing = uncovered(allowed, span)
+    allowed, missing = _allowed(view, span)
     if missing:
         raise NoRoute(missing)
     return _search(_shortlist(view, allowed, span), view, span, rng, (source, sink))
+
+
+def _allowed(view: View, span: tuple[int, int]) -> tuple[list[HostInfo], list[tuple[int, int]]]:
+    """Who may take part, and what of ``span`` nobody hosts.
+
+    Where only banned hosts are left they take turns, the one that failed longest ago first: another may have come back.
+    """
+    usable = {
+        host.peer: host for host in view.hosts if host.online and host.start < span[1] and host.end > span[0]
+    }
+    banned = [usable.pop(peer) for peer in view.banned if peer in usable]
+    allowed = list(usable.values())
+    missing = uncovered(allowed, span)
+    for host in banned:
+        if any(host.start < end and host.end > start for start, end in missing):
+            allowed.append(host)
+            missing = uncovered(allowed, span)
+    return allowed, missing
 
 
 def uncovered(hosts: Iterable[HostInfo], span: tuple[int, int]) -> list[tuple[int, int]]:
@@ -184,22 +199,24 @@ def _search(
 
 
 class Bans:
-    """Peers that failed us lately: each failure doubles the time, good service forgets it."""
+    """Peers that failed us lately. Whoever fails again after a ban is banned for twice as long; good service forgets it."""
 
     def __init__(self) -> None:
-        self._until: dict[PeerId, tuple[float, float]] = {}
+        self._failed: dict[PeerId, tuple[float, float]] = {}
+        """When a peer failed last, and for how long it is banned since."""
 
     def failed(self, peer: PeerId, now: float) -> None:
-        ban_s = BAN_S
-        if peer in self._until:
-            until, last_s = self._until[peer]
-            if now <= until + last_s:  # a ban served twice over is forgotten
-                ban_s = min(2 * last_s, BAN_MAX_S)
-        self._until[peer] = (now + ban_s, ban_s)
+        at, ban_s = self._failed.get(peer, (-math.inf, BAN_S))
+        if now > at + 2 * ban_s:  # a ban served twice over is forgotten
+            ban_s = BAN_S
+        elif now > at + ban_s:
+            ban_s = min(2 * ban_s, BAN_MAX_S)
+        self._failed[peer] = (now, ban_s)
 
     def served(self, peer: PeerId) -> None:
-        self._until.pop(peer, None)
+        self._failed.pop(peer, None)
 
-    def at(self, now: float) -> frozenset[PeerId]:
-        """Who is banned at this time."""
-        return frozenset(peer for peer, (until, _) in self._until.items() if until > now)
+    def at(self, now: float) -> list[PeerId]:
+        """Who is banned at this time, whoever failed longest ago first."""
+        banned = [peer for peer, (at, ban_s) in self._failed.items() if at + ban_s > now]
+        return sorted(banned, key=lambda peer: self._failed[peer][0])

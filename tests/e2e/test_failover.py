@@ -243,6 +243,22 @@ def test_sessions_of_clients_that_are_gone_are_freed(lab: Swarm) -> None:
     await_idle(lab)
 
 
+def test_when_a_replica_comes_back_in_time_the_command_goes_on(lab: Swarm, story: list[int]) -> None:
+    gone, back = (lab.nodes[name] for name in middle(lab))
+    stop(back)  # on a busy machine a process takes longer to start than the command waits
+    try:
+        with RunProcess(lab, PROMPT, STORY_TOKENS) as run:
+            run.wait("token")
+            kill(gone)
+            resume(back)
+            code, answer = run.finish()
+    finally:
+        resume(back)
+    assert code == 0, answer
+    assert answer["token_ids"] == story
+    assert answer["failovers"] >= 1
+
+
 def test_without_a_replica_left_the_command_says_which_blocks_nobody_hosts(lab: Swarm) -> None:
     with RunProcess(lab, PROMPT) as run:
         run.wait("token")

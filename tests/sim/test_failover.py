@@ -273,6 +273,29 @@ def test_a_neighbour_fails_while_a_replacement_is_fed(reference: Reference, faul
     assert run_with(reference, TWO_OF_EACH, plan).longest_s <= 2 * LIMIT_S[fault]
 
 
+BACK_S = 6.0
+
+
+@pytest.mark.parametrize("fault", ["crash", "hang"])
+def test_of_all_that_failed_whoever_comes_back_is_found(reference: Reference, fault: str) -> None:
+    """One does not answer from the start; the other fails while it serves, and stays away. Then the first is well again."""
+
+    def plan(lab: Lab) -> list[list[Delivery]]:
+        serving, away = lab.peer_id("b"), lab.peer_id("b2")
+        lab.network.hang(away)
+
+        def then(delivery: Delivery) -> None:
+            hurt(lab, fault)(delivery)
+            asyncio.get_running_loop().call_later(BACK_S, lab.network.resume, away)
+
+        return [lab.once(arrives_at({serving}, PHASES["middle"]), then)]
+
+    timing = Timing()
+    outcome = run_with(reference, ONE_REPLICA, plan)
+    # When it is back, each of the two may first be in the midst of a vain attempt.
+    assert BACK_S < outcome.longest_s <= BACK_S + 2 * timing.open_s + STEP_S
+
+
 @pytest.mark.parametrize("victim", ["a", "b", "c"])
 def test_a_connection_that_is_reset_is_made_again(reference: Reference, victim: str) -> None:
     """Both ends are well: nothing is replaced, and no position is computed twice."""

@@ -41,8 +41,20 @@ def test_what_nobody_hosts_is_named() -> None:
 
 def test_a_banned_host_is_used_only_where_nobody_else_will_do() -> None:
     hosts = [HostInfo(A, 0, 2, 0.001), HostInfo(B, 0, 2, 9.0), HostInfo(C, 2, 4, 0.001)]
-    assert [hop.peer for hop in chain(View(hosts, banned=frozenset({A})))] == [B, C]
-    assert [hop.peer for hop in chain(View(hosts, banned=frozenset({A, B})))][1] == C
+    assert [hop.peer for hop in chain(View(hosts, banned=[A]))] == [B, C]
+    assert [hop.peer for hop in chain(View(hosts, banned=[A, B]))][1] == C
+
+
+def test_banned_hosts_take_turns_where_only_they_are_left() -> None:
+    hosts = [
+        HostInfo(A, 0, 2, 0.001),
+        HostInfo(B, 0, 2, 9.0),
+        HostInfo(C, 2, 4, 9.0),
+        HostInfo(D, 2, 4, 0.001),
+    ]
+    assert [hop.peer for hop in chain(View(hosts, banned=[B, A]))] == [B, D]
+    assert [hop.peer for hop in chain(View(hosts, banned=[A, B]))] == [A, D]
+    assert [hop.peer for hop in chain(View(hosts, banned=[D, A, B]))] == [A, C]
 
 
 def test_hosts_that_do_not_reach_each_other_are_not_neighbours_while_there_are_others() -> None:
@@ -73,23 +85,44 @@ def test_the_search_is_bounded_in_a_large_swarm() -> None:
     assert len(firsts) <= CANDIDATES_PER_BLOCK
 
 
-def test_a_failure_counts_double_each_time_and_service_forgets_it() -> None:
+def test_who_fails_after_a_ban_is_banned_for_twice_as_long_and_service_forgets_it() -> None:
     bans = Bans()
     bans.failed(A, 0.0)
-    assert bans.at(BAN_S - 0.1) == {A}
-    assert bans.at(BAN_S + 0.1) == frozenset()
-    bans.failed(A, BAN_S + 0.1)
-    assert bans.at(3 * BAN_S) == {A}
-    for number in range(20):
-        bans.failed(A, 4 * BAN_S + number)
-    assert bans.at(4 * BAN_S + 19 + BAN_MAX_S - 0.1) == {A}
-    assert bans.at(4 * BAN_S + 19 + BAN_MAX_S) == frozenset()
+    assert bans.at(BAN_S - 0.1) == [A]
+    assert bans.at(BAN_S) == []
+    bans.failed(A, BAN_S + 1.0)
+    assert bans.at(3 * BAN_S) == [A]
+    assert bans.at(3 * BAN_S + 1.0) == []
+    now, ban_s = BAN_S + 1.0, 2 * BAN_S
+    while ban_s < BAN_MAX_S:
+        now, ban_s = now + ban_s + 1.0, min(2 * ban_s, BAN_MAX_S)
+        bans.failed(A, now)
+    bans.failed(A, now := now + ban_s + 1.0)
+    assert bans.at(now + BAN_MAX_S - 0.1) == [A]
+    assert bans.at(now + BAN_MAX_S) == []
     bans.served(A)
-    assert bans.at(4 * BAN_S + 20) == frozenset()
+    bans.failed(A, now)
+    assert bans.at(now + BAN_S) == []
+
+
+def test_who_keeps_failing_in_a_ban_is_banned_no_longer_once_it_stops() -> None:
+    """A dead host is tried, and pinged, as long as it is announced. It may be started again."""
+    bans = Bans()
+    for number in range(20):
+        bans.failed(A, number)
+    assert bans.at(19 + BAN_S - 0.1) == [A]
+    assert bans.at(19 + BAN_S) == []
+
+
+def test_who_failed_longest_ago_comes_first() -> None:
+    bans = Bans()
+    for peer, now in ((A, 1.0), (B, 2.0), (C, 3.0), (A, 4.0)):
+        bans.failed(peer, now)
+    assert bans.at(5.0) == [B, C, A]
 
 
 def test_an_old_failure_is_forgotten() -> None:
     bans = Bans()
     bans.failed(A, 1.0)
     bans.failed(A, 1.0 + 2 * BAN_S + 1.0)
-    assert bans.at(2.0 + 3 * BAN_S + 0.1) == frozenset()
+    assert bans.at(2.0 + 3 * BAN_S + 0.1) == []
