@@ -15,7 +15,8 @@ from swarmnet_protocols.session import steps
 from swarmnet_protocols.transport import talking
 from swarmnet_protocols.transport.p2pd_daemon import prepare_hivemind
 from swarmnet_protocols.wire import session_pb2
-from tests.defences import Defence, count_only, nothing, of_a_host, replacing, wait_for_ever
+from tests.defences import Defence, nothing, replacing
+from tests.limit_defences import count_only, of_a_host, wait_for_ever
 from tests.properties import test_membership
 from tests.sim import test_admission, test_door_limits, test_host_defences, test_pass_graphs
 from tests.unit import test_dht_guard, test_hostile_messages, test_node_reports, test_probes, test_resources
@@ -121,6 +122,11 @@ FLOODS = (
         "strangers leave room to those we know",
         replacing(resources, "KEPT", {}),
         lambda _: test_resources.test_however_many_strangers_there_are_some_room_is_left_to_those_we_know(),
+    ),
+    Defence(
+        "and some calls of the DHT",
+        replacing(resources, "KEPT", {}),
+        lambda _: test_dht_guard.test_however_many_strangers_call_those_we_know_are_answered(),
     ),
     Defence(
         "a client has its share of the room for graphs",

@@ -6,17 +6,22 @@ from pathlib import Path
 import pytest
 
 from swarmnet_protocols.errors import SwarmnetError
-from tests.defences import DEFENCES, Defence
+from tests.defences import Defence
+from tests.door_defences import DOOR, ISSUER
+from tests.file_defences import FILES, HASHES, STATEMENTS
 from tests.flood_defences import FLOODS
+from tests.limit_defences import LIMITS
 from tests.support.virtual_time import DeadlockError
 from tests.web_defences import WEB
+
+DEFENCES = (*DOOR, *ISSUER, *FILES, *STATEMENTS, *HASHES, *LIMITS, *FLOODS, *WEB)
 
 FAILURES = (AssertionError, pytest.fail.Exception, SwarmnetError, TimeoutError, DeadlockError)
 """How the tests fail. Any other error is one of the table itself."""
 
 
 @pytest.mark.defences
-@pytest.mark.parametrize("defence", [*DEFENCES, *FLOODS, *WEB], ids=lambda each: each.name)
+@pytest.mark.parametrize("defence", DEFENCES, ids=lambda each: each.name)
 def test_its_test_fails_without(defence: Defence, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     defence.switch_off(monkeypatch)
     with pytest.raises(BaseException) as info:  # noqa: PT011 - looked at below

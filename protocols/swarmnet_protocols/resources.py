@@ -121,7 +121,7 @@ EACH_PEER: Stocks = {
     Stock.TRANSFERS: 8,
     Stock.EARLY_ROUNDS: 8,
 }
-KEPT: Mapping[Stock, float] = {Stock.MEMORY: 0.25, Stock.STREAMS: 0.25}
+KEPT: Mapping[Stock, float] = {Stock.MEMORY: 0.25, Stock.STREAMS: 0.25, Stock.CALLS: 0.25}
 """The share of what all peers may hold that is kept for those we know: identities cost nothing, and many could take all of it."""
 FAMILIAR = (
     Stock.OWN_STREAMS,

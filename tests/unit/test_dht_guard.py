@@ -2,19 +2,22 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import pytest
 
 from swarmnet_protocols.errors import NotAuthorised, ProtocolViolation
 from swarmnet_protocols.identity import Identity
 from swarmnet_protocols.protocol_ids import DHT_FIND
-from swarmnet_protocols.resources import EACH_PEER, Exhausted, ResourceManager, Stock
+from swarmnet_protocols.resources import EACH_PEER, IN_ALL, Exhausted, ResourceManager, Stock
+from swarmnet_protocols.transport import PeerId
 from tests.support.virtual_time import run
 
 CALLER = Identity.from_seed(b"caller").peer_id
 
-Call = Callable[[bytes], Awaitable[bytes]]
+
+class Call(Protocol):
+    async def __call__(self, request: bytes, caller: PeerId = CALLER) -> bytes: ...
 
 
 class Daemon:
@@ -65,8 +68,8 @@ def with_guard(talk: Callable[[Call, SlowDoor, ResourceManager], Awaitable[None]
 
         await guard.add_protobuf_handler(DHT_FIND.id, answer, dht_pb2.FindRequest)
 
-        async def call(request: bytes) -> bytes:
-            answer: bytes = await daemon.handlers[DHT_FIND.id](request, PeerID.from_base58(CALLER))
+        async def call(request: bytes, caller: PeerId = CALLER) -> bytes:
+            answer: bytes = await daemon.handlers[DHT_FIND.id](request, PeerID.from_base58(caller))
             return answer
 
         await talk(call, door, resources)
@@ -86,6 +89,29 @@ def test_calls_that_wait_at_the_door_are_few() -> None:
         door.opens.set()
         await asyncio.gather(*waiting)
         await call(b"")
+
+    with_guard(talk)
+
+
+def test_however_many_strangers_call_those_we_know_are_answered() -> None:
+    async def talk(call: Call, door: SlowDoor, resources: ResourceManager) -> None:
+        strangers = [
+            Identity.from_seed(f"stranger {number}".encode()).peer_id
+            for number in range(IN_ALL[Stock.CALLS] // EACH_PEER[Stock.CALLS])
+        ]
+        waiting = [
+            asyncio.ensure_future(call(b"", stranger))
+            for stranger in strangers
+            for _ in range(EACH_PEER[Stock.CALLS])
+        ]
+        await asyncio.sleep(0)
+        with resources.peer(CALLER, 0.0).hold(Stock.GUESTS):
+            known = [asyncio.ensure_future(call(b"")) for _ in range(EACH_PEER[Stock.CALLS])]
+            await asyncio.sleep(0)
+            door.opens.set()
+            await asyncio.gather(*known)
+        outcomes = await asyncio.gather(*waiting, return_exceptions=True)
+        assert sum(isinstance(outcome, bytes) for outcome in outcomes) == 0.75 * IN_ALL[Stock.CALLS]
 
     with_guard(talk)
 

@@ -1,0 +1,127 @@
+"""The defences of what is read from files and statements: signatures, hashes, and who has an identity."""
+
+import fcntl
+from collections.abc import Callable
+from pathlib import Path
+
+from swarmnet import swarm_folder
+from swarmnet.swarm_content import Authority, SwarmFile
+from swarmnet_client.tuning import adapter_dir
+from swarmnet_client.tuning import checkpoint as tune_checkpoint
+from swarmnet_node.training import checkpoint as training_checkpoint
+from swarmnet_node.training import data
+from swarmnet_protocols import records
+from swarmnet_protocols.membership import invites, signed
+from swarmnet_protocols.models import sources
+from swarmnet_protocols.models.local import LocalModel
+from swarmnet_protocols.training import jobs
+from tests.defences import Defence, nothing, replacing, yes
+from tests.properties import test_membership as mutations
+from tests.properties import test_records as record_mutations
+from tests.unit import test_flipped_bits, test_identity_lock, test_swarm_file, test_swarm_keys
+
+
+def refused_bits(name: str) -> Callable[[Path], object]:
+    return lambda folder: test_flipped_bits.test_a_file_with_a_flipped_bit_is_refused(name, folder)
+
+
+FILES = (
+    Defence(
+        "a swarm file is signed",
+        replacing(SwarmFile, "is_signed_by_authority", yes),
+        lambda folder: test_swarm_file.test_a_changed_private_file_is_refused(folder, "bootstrap"),
+    ),
+    Defence(
+        "by nobody else",
+        replacing(SwarmFile, "is_signed_by_authority", yes),
+        test_swarm_file.test_another_key_cannot_sign_for_the_swarm,
+    ),
+    Defence(
+        "its new keys are signed by the old",
+        replacing(Authority, "is_continuous", yes),
+        test_swarm_keys.test_a_key_that_no_key_before_it_named_is_nobody,
+    ),
+    Defence(
+        "an older file is refused",
+        replacing(swarm_folder, "check_follows", nothing),
+        test_swarm_keys.test_an_older_file_is_refused_once_a_newer_one_was_used,
+    ),
+    Defence(
+        "another file of the same serial is refused",
+        replacing(swarm_folder, "check_follows", nothing),
+        test_swarm_keys.test_another_file_with_the_same_serial_is_refused,
+    ),
+    Defence(
+        "known keys are not forgotten",
+        replacing(Authority, "continues", yes),
+        test_swarm_keys.test_keys_that_do_not_follow_from_the_known_ones_are_refused,
+    ),
+    Defence(
+        "an identity is on the network once",
+        replacing(fcntl, "flock", nothing),
+        lambda folder: test_identity_lock.test_who_is_dialled_has_an_identity_alone(
+            test_identity_lock.made_in(folder), "alone", second=True
+        ),
+    ),
+)
+STATEMENTS = (
+    Defence(
+        "no mutated certificate counts",
+        replacing(signed, "verify", yes),
+        lambda _: mutations.test_no_mutation_is_accepted("certificate"),
+    ),
+    Defence(
+        "no mutated revocations count",
+        replacing(signed, "verify", yes),
+        lambda _: mutations.test_no_mutation_is_accepted("revocations"),
+    ),
+    Defence(
+        "no mutated proof redeems an invite",
+        replacing(invites, "verify", yes),
+        lambda _: mutations.test_no_mutated_proof_redeems_an_invite(),
+    ),
+    Defence(
+        "no mutated record counts",
+        replacing(records, "verify", yes),
+        lambda _: record_mutations.test_no_flipped_bit_is_accepted(),
+    ),
+)
+HASHES = (
+    Defence(
+        "a model's files are hashed before they are read",
+        replacing(LocalModel, "_check", nothing),
+        refused_bits("the weights of a model"),
+    ),
+    Defence("a gguf file too", replacing(LocalModel, "_check", nothing), refused_bits("a gguf file")),
+    Defence(
+        "the progress of a checkpoint is hashed",
+        replacing(training_checkpoint, "_hash_of", lambda _: "0"),
+        refused_bits("the progress of a training checkpoint"),
+    ),
+    Defence(
+        "every other file of a checkpoint is hashed",
+        replacing(training_checkpoint, "sha256_of", lambda *_: bytes(32)),
+        refused_bits("the optimizer of a training checkpoint"),
+    ),
+    Defence(
+        "the checkpoint of tune is hashed",
+        replacing(tune_checkpoint, "_hash_of", lambda *_: "0"),
+        refused_bits("the checkpoint of tune"),
+    ),
+    Defence(
+        "adapters of tune are hashed",
+        replacing(adapter_dir, "_check_hashes", nothing),
+        refused_bits("the weights of an adapter"),
+    ),
+    Defence("jobs are signed", replacing(jobs, "verify", yes), refused_bits("a job")),
+    Defence(
+        "kept tokens are hashed",
+        replacing(data, "_digest", lambda _: "0"),
+        lambda folder: test_flipped_bits.test_what_we_made_ourselves_is_made_anew("tokens", folder),
+    ),
+    Defence(
+        "kept manifests are hashed",
+        replacing(sources, "_digest", lambda *_: "0"),
+        lambda folder: test_flipped_bits.test_what_we_made_ourselves_is_made_anew("a manifest", folder),
+    ),
+)

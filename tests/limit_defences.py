@@ -1,0 +1,113 @@
+"""The defences that bound what one peer may hold, send and say."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from swarmnet_client import patience
+from swarmnet_protocols.membership import door
+from swarmnet_protocols.resources import Scope, Stock
+from swarmnet_protocols.session import steps
+from swarmnet_protocols.transport import Message, framing
+from swarmnet_protocols.transport.meter import Meter
+from swarmnet_protocols.wire import session_pb2 as pb
+from tests.defences import Defence, Patch, nothing, replacing
+from tests.properties import test_framing
+from tests.sim import test_door_limits, test_host_defences, test_pass_defences
+from tests.support.swarm_lab import Reference, load_reference
+from tests.unit import test_dht_storage, test_patience, test_resources, test_steps
+
+
+def wait_for_ever(patch: Patch) -> None:
+    """For the first word on a stream, and for what is said at the door."""
+    of_theirs, hear = Meter.of_theirs, door.hear
+
+    def patient(*arguments: Any) -> Meter:
+        meter = of_theirs(*arguments)
+        meter._opening_until = None
+        return meter
+
+    patch.setattr(Meter, "of_theirs", patient)
+    patch.setattr(door, "hear", lambda stream, _: hear(stream, None))
+
+
+def count_only(patch: Patch) -> None:
+    """Everybody gets whatever they want; it is noted."""
+
+    def change(scope: Scope, stock: Stock, amount: int) -> None:
+        for each in scope._path:
+            each.used[stock] += amount
+
+    patch.setattr(Scope, "change", change)
+
+
+def of_all_peers(_: Path) -> None:
+    test_resources.test_what_one_scope_refuses_is_held_in_none_and_says_where_and_for_how_long("all peers")
+
+
+def of_a_host(test: Callable[[Reference], object]) -> Callable[[Path], object]:
+    return lambda folder: test(load_reference(folder / "model", folder / "cache"))
+
+
+LIMITS = (
+    Defence(
+        "the silent are gone in time",
+        wait_for_ever,
+        lambda _: test_door_limits.test_who_says_nothing_at_the_door_is_gone_in_time(),
+    ),
+    Defence(
+        "messages have a largest size",
+        replacing(framing, "check_sizes", nothing),
+        lambda _: test_framing.test_oversized_messages_are_not_encoded(Message(bytes(51))),
+    ),
+    Defence(
+        "positions of a step are bounded",
+        replacing(steps, "MAX_POSITION", 1 << 40),
+        lambda _: test_steps.test_numbers_from_the_wire_are_bounded({"start": test_steps.MAX_POSITION}),
+    ),
+    Defence(
+        "rows of a step are bounded",
+        replacing(steps, "MAX_ROWS", 1 << 40),
+        lambda _: test_steps.test_the_number_of_rows_is_bounded(test_steps.MAX_ROWS + 1),
+    ),
+    Defence("every scope has its limit", count_only, of_all_peers),
+    Defence(
+        "a client has its share of sessions",
+        count_only,
+        of_a_host(test_host_defences.test_no_client_has_more_sessions_than_its_share),
+    ),
+    Defence(
+        "a client has its share of passes",
+        count_only,
+        of_a_host(test_pass_defences.test_no_client_has_more_passes_at_once_than_its_share),
+    ),
+    Defence(
+        "caches have a budget",
+        count_only,
+        of_a_host(test_host_defences.test_a_cache_over_its_budget_is_refused_before_it_is_allocated),
+    ),
+    Defence(
+        "logs have a budget",
+        count_only,
+        of_a_host(test_host_defences.test_who_never_acknowledges_fills_no_more_than_the_log_may_take),
+    ),
+    Defence(
+        "positions come at a rate",
+        replacing(Scope, "use", lambda *_: 0.0),
+        of_a_host(test_host_defences.test_positions_come_at_the_rate_of_the_client),
+    ),
+    Defence(
+        "records of one peer are bounded",
+        count_only,
+        lambda _: (
+            test_dht_storage.test_what_one_peer_stores_is_bounded_whoever_signed_it_and_counts_until_it_is_gone(
+                test_dht_storage.Time()
+            )
+        ),
+    ),
+    Defence(
+        "one host that blames its client is not believed",
+        replacing(patience, "BELIEVED", 1),
+        lambda _: test_patience.test_one_host_is_not_believed_while_there_is_another(pb.REASON_PROTOCOL),
+    ),
+)
