@@ -137,7 +137,7 @@ def why_not() -> str:
 
 @contextmanager
 def wan(*uplinks: Uplink, seed: int = 0) -> Iterator[list[WanHost]]:
-    """Hosts 10.77.0.1, 10.77.0.2, ... with these uplinks, for as long as the context. One lab at a time on a machine."""
+    """Hosts 10.77.0.1, 10.77.0.2, ... with these uplinks, for as long as the context."""
     with ExitStack() as stack:
         hosts = [stack.enter_context(_host(number, uplink)) for number, uplink in enumerate(uplinks, start=1)]
         loop = asyncio.new_event_loop()
@@ -190,7 +190,7 @@ def _route(loop: asyncio.AbstractEventLoop, hosts: Sequence[WanHost], rng: rando
 
 @contextmanager
 def _host(number: int, uplink: Uplink) -> Iterator[WanHost]:
-    namespace = f"swarmnet{number}"
+    namespace = f"swarmnet-{os.getpid()}-{number}"
     _ip("netns", "add", namespace)
     try:
         tun = os.open(TUN, os.O_RDWR | os.O_NONBLOCK)
