@@ -4,18 +4,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from swarmnet_client import patience
+import pytest
+
+from swarmnet_client.blame import Suspects
 from swarmnet_protocols.membership import door
 from swarmnet_protocols.resources import Scope, Stock
 from swarmnet_protocols.session import steps
 from swarmnet_protocols.transport import Message, framing
 from swarmnet_protocols.transport.meter import Meter
-from swarmnet_protocols.wire import session_pb2 as pb
 from tests.defences import Defence, Patch, nothing, replacing
 from tests.properties import test_framing
-from tests.sim import test_door_limits, test_host_defences, test_pass_defences
+from tests.sim import test_client_defences, test_door_limits, test_host_defences, test_pass_defences
 from tests.support.swarm_lab import Reference, load_reference
-from tests.unit import test_dht_storage, test_patience, test_resources, test_steps
+from tests.unit import test_dht_storage, test_resources, test_steps
 
 
 def wait_for_ever(patch: Patch) -> None:
@@ -47,6 +48,13 @@ def of_all_peers(_: Path) -> None:
 
 def of_a_host(test: Callable[[Reference], object]) -> Callable[[Path], object]:
     return lambda folder: test(load_reference(folder / "model", folder / "cache"))
+
+
+def a_host_that_blames_its_client(reference: Reference) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        test_client_defences.test_a_last_hop_that_lies_is_replaced(
+            reference, {"a": (0, 6), "b": (0, 6)}, test_client_defences.blame, patch
+        )
 
 
 LIMITS = (
@@ -107,7 +115,7 @@ LIMITS = (
     ),
     Defence(
         "one host that blames its client is not believed",
-        replacing(patience, "BELIEVED", 1),
-        lambda _: test_patience.test_one_host_is_not_believed_while_there_is_another(pb.REASON_PROTOCOL),
+        replacing(Suspects, "narrow", lambda *_: (frozenset(), frozenset())),
+        of_a_host(a_host_that_blames_its_client),
     ),
 )

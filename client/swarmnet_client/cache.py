@@ -8,7 +8,8 @@ import torch
 from transformers import Cache
 
 from swarmnet_client import lora
-from swarmnet_client.chain import Chain, ChainReport
+from swarmnet_client.chain import Chain
+from swarmnet_client.hops import ChainReport
 from swarmnet_client.own import Own
 from swarmnet_protocols.session.adapters import Adapter
 from swarmnet_protocols.session.steps import Row

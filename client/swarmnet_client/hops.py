@@ -2,7 +2,8 @@
 
 import asyncio
 import contextlib
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -13,7 +14,7 @@ from swarmnet_protocols.routing import Hop
 from swarmnet_protocols.session.adapters import Adapter
 from swarmnet_protocols.session.link import Refused, Target
 from swarmnet_protocols.session.steps import wire_code
-from swarmnet_protocols.transport import Message, Stream
+from swarmnet_protocols.transport import Message, PeerId, Stream
 from swarmnet_protocols.transport.talking import parse, receive_within
 from swarmnet_protocols.wire import session_pb2 as pb
 
@@ -36,6 +37,15 @@ class ChainSpec:
     def prefix_positions(self) -> int:
         """Positions that every lane begins with."""
         return 0 if self.adapter is None else self.adapter.prefix_positions
+
+
+@dataclass
+class ChainReport:
+    """What happened to a chain so far."""
+
+    failovers: int = 0
+    longest_stall_s: float = 0.0
+    route: list[tuple[PeerId, int, int]] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -82,6 +92,26 @@ class Head:
 
     link: LiveHop | None = None
     feeding: asyncio.Task[None] | None = None
+
+
+def gaps(hops: Sequence[LiveHop], blocks: int) -> list[tuple[int, int]]:
+    """Which of the blocks [0, blocks) none of ``hops`` covers; they are in order."""
+    reached, missing = 0, []
+    for live in hops:
+        if live.hop.start > reached:
+            missing.append((reached, live.hop.start))
+        reached = live.hop.end
+    if reached < blocks:
+        missing.append((reached, blocks))
+    return missing
+
+
+def upstream(hops: Sequence[LiveHop], live: LiveHop) -> list[LiveHop]:
+    """Who feeds ``live``, who feeds that one, and so on."""
+    found: list[LiveHop] = []
+    while feeder := next((hop for hop in hops if hop.link is (found[-1] if found else live)), None):
+        found.append(feeder)
+    return found
 
 
 async def open_hop(

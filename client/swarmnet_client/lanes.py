@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from swarmnet_client.chain import Chain, ChainReport
+from swarmnet_client.chain import Chain
 from swarmnet_client.chunks import CHUNK
 from swarmnet_client.edges import Head
+from swarmnet_client.hops import ChainReport
 from swarmnet_client.sampling import Draw, Sampling, Token
 from swarmnet_protocols.aio import race
 from swarmnet_protocols.errors import SwarmnetError

@@ -19,10 +19,10 @@ from transformers import Cache
 
 from swarmnet_client.autograd import run_blocks
 from swarmnet_client.cache import NewPositions, SwarmCache
-from swarmnet_client.chain import Chain, ChainReport
+from swarmnet_client.chain import Chain
 from swarmnet_client.columns import Squeezed, check_positions, read_mask
 from swarmnet_client.edges import load_edges
-from swarmnet_client.hops import ChainSpec
+from swarmnet_client.hops import ChainReport, ChainSpec
 from swarmnet_client.own import AdapterMaker, Own
 from swarmnet_client.passes import RemoteBatch
 from swarmnet_client.prefix import tensors_of as prefix_tensors

@@ -9,9 +9,8 @@ from typing import TypeVar
 import torch
 
 from swarmnet_client.adapters import Placement
-from swarmnet_client.chain import ChainReport
-from swarmnet_client.hops import ChainSpec
-from swarmnet_client.patience import Blame, our_fault
+from swarmnet_client.blame import Blame
+from swarmnet_client.hops import ChainReport, ChainSpec
 from swarmnet_client.swarm import Swarm
 from swarmnet_protocols.aio import cancel
 from swarmnet_protocols.errors import (
@@ -67,7 +66,7 @@ class Hosts:
             lambda: asyncio.Semaphore(PASSES_PER_HOST)
         )
         self._failures: Counter[PeerId] = Counter()
-        self._blame = Blame()
+        self._blame = Blame(swarm)
 
     async def forward(self, leg: Leg) -> torch.Tensor:
         """The outputs [P, D] of a leg. Raises ``SwarmnetError`` when the host does not give them, ``ConfigError`` when none will."""
@@ -126,21 +125,13 @@ class Hosts:
                 raise
             except SwarmnetError as error:
                 if isinstance(error, Refused):
-                    self._settle(error, hop)
+                    self._blame.settle(error, [hop])
                 self._failures[hop.peer] += 1
                 self._swarm.failed(hop.peer)
                 self._report.failovers += 1
                 raise
         self._swarm.served(hop.peer)
         return answer
-
-    def _settle(self, refusal: Refused, hop: Hop) -> None:
-        """Raise ``ConfigError`` once it is clear that no host will answer otherwise. Those who said so did what they should."""
-        believed = self._blame.settled(refusal, hop.peer, others=self._swarm.can_replace(hop))
-        if believed:
-            for peer in believed:
-                self._swarm.served(peer)
-            raise our_fault(refusal) from refusal
 
 
 async def _ask(

@@ -10,8 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from swarmnet_client.chain import ChainReport
-from swarmnet_client.hops import ChainSpec
+from swarmnet_client.hops import ChainReport, ChainSpec
 from swarmnet_client.pass_calls import GraphGone, Hosts, Leg
 from swarmnet_client.patience import Patience, verdict
 from swarmnet_client.swarm import Swarm

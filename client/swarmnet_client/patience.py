@@ -1,47 +1,14 @@
 """How often a chain is mended before it is given up, and what is said then. Pure: takes the time as an argument."""
 
-from collections import defaultdict
-
-from swarmnet_protocols.errors import ConfigError, NoRoute, NotAuthorised, SwarmnetError, Unreachable
+from swarmnet_protocols.errors import NoRoute, NotAuthorised, SwarmnetError, Unreachable
 from swarmnet_protocols.resources import Exhausted
 from swarmnet_protocols.session.link import Refused
-from swarmnet_protocols.transport import PeerId
 from swarmnet_protocols.wire import session_pb2 as pb
 
 PAUSE_S = 0.25
 """Between two attempts, once the first ones have failed."""
 ATTEMPTS = 10
 """Times a chain is mended without an answer in between before we ask whether there will ever be one."""
-
-
-OURS = {
-    pb.REASON_PROTOCOL: "update swarmnet, or leave out the adapter",
-    pb.REASON_TOO_LONG: "send shorter sequences",
-    pb.REASON_NOT_FINITE: "the adapter, or what comes before the blocks, has grown too large: train with a lower learning rate",
-}
-"""Refusals that every honest host would repeat, and what to do about them."""
-BELIEVED = 2
-"""So many hosts are not taken for liars when they say the same."""
-
-
-class Blame:
-    """Which hosts say that it is our own fault. One alone may lie, so another is asked, if there is one."""
-
-    def __init__(self) -> None:
-        self._by: defaultdict[int, set[PeerId]] = defaultdict(set)
-
-    def settled(self, refusal: Refused, peer: PeerId, *, others: bool) -> frozenset[PeerId]:
-        """Whom to believe, now that ``peer`` refuses as well; nobody yet while ``others`` could be asked."""
-        if refusal.reason not in OURS:
-            return frozenset()
-        blaming = self._by[refusal.reason]
-        blaming.add(peer)
-        return frozenset(blaming) if len(blaming) >= BELIEVED or not others else frozenset()
-
-
-def our_fault(refusal: Refused) -> ConfigError:
-    """What a person is told of a refusal that is in ``OURS``."""
-    return ConfigError(f"the hosts refuse what we send: {refusal}", hint=OURS[refusal.reason])
 
 
 class Patience:

@@ -100,10 +100,10 @@ class HostedPass:
 
     def _differentiate(self, graph: Graph, grad_outputs: torch.Tensor) -> list[torch.Tensor]:
         gradients, own = self._stage.gradients(graph, grad_outputs)
-        return [self._sent(gradients), *([_finite(as_column(own))] if own else [])]
+        return [self._sent(gradients), *([finite(as_column(own))] if own else [])]
 
     def _sent(self, values: torch.Tensor) -> torch.Tensor:
-        return _finite(values.to(self._wire))
+        return finite(values.to(self._wire))
 
     async def _compute(self, start: Callable[[], Callable[[], T]]) -> T:
         return await self._engine.compute_behind(start, self._positions)
@@ -146,8 +146,8 @@ def graph_name(wanted: pb.Begin, client: PeerId) -> GraphName | None:
     return GraphName(client, wanted.graph, span, tuple(wanted.counts), wanted.adapter)
 
 
-def _finite(values: torch.Tensor) -> torch.Tensor:
-    """The values. Raises ``Refused`` for infinity or NaN: what came was finite, so it is not for others to tell whose fault it is."""
+def finite(values: torch.Tensor) -> torch.Tensor:
+    """The values. Raises ``Refused`` for infinity or NaN: those who would get them could not tell where it began."""
     if not torch.isfinite(values).all():
         raise Refused(pb.REASON_NOT_FINITE, "what these blocks, and your adapter, make of this is not finite")
     return values

@@ -11,6 +11,7 @@ import torch
 
 from swarmnet_node.adapters import StageAdapter
 from swarmnet_node.kv import LaneCache
+from swarmnet_node.passes import finite
 from swarmnet_node.reports import LaneTimes, Pair
 from swarmnet_protocols.aio import cancel, race
 from swarmnet_protocols.errors import (
@@ -269,7 +270,8 @@ class HostedSession:
             raise Refused(pb.REASON_TOO_LONG, f"position {longest} of {self._max_length}")
         await self._place(step.rows)
         rows = [(self._lanes[row.lane], values) for row, values in zip(step.rows, step.split(), strict=True)]
-        return torch.cat(await self._engine.compute(self._stage, rows))
+        outputs = torch.cat(await self._engine.compute(self._stage, rows))
+        return finite(outputs.to(self._feeder.wire))
 
     async def _place(self, rows: tuple[Row, ...]) -> None:
         """Give every row the cache it starts from. A cache nobody else starts from is moved, not copied."""
@@ -304,7 +306,7 @@ class HostedSession:
                 self._lanes[row.lane].truncate(start)
 
     async def _answer(self, step: Step) -> None:
-        tensor, payload = encode_tensor(step.wanted().to(self._feeder.wire))
+        tensor, payload = encode_tensor(step.wanted())
         await self._reply(pb.SessionReply(output=pb.Output(step=step.seq, tensor=tensor)), payload)
 
     def _fail(self, refusal: Refused) -> None:

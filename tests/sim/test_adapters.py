@@ -12,7 +12,7 @@ from swarmnet_client.adapters import ATTEMPTS
 from swarmnet_client.chain import Chain
 from swarmnet_client.hops import ChainSpec
 from swarmnet_client.swarm import Swarm
-from swarmnet_protocols.errors import ConfigError, OutOfResources, Unreachable
+from swarmnet_protocols.errors import ConfigError, OutOfResources
 from swarmnet_protocols.protocol_ids import ADAPTER, LINK, SESSION
 from swarmnet_protocols.session.adapters import Adapter
 from swarmnet_protocols.session.steps import Row
@@ -256,22 +256,6 @@ def test_positions_of_a_prefix_count(reference: Reference) -> None:
             await chain.forward((Row(0, 0, 6, 1, 0),), torch.tensor([5] * 6))
             with pytest.raises(OutOfResources, match=f"{PREFIX + 7} positions"):
                 await chain.forward((Row(0, 6, 1, 1, 0),), torch.tensor([5]))
-
-    simulate(reference, scenario)
-
-
-def test_a_host_counts_them_as_well(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
-    tuned = Tuned(reference, "prefix")
-    monkeypatch.setattr(ChainSpec, "prefix_positions", 0)
-
-    async def scenario(lab: Lab) -> None:
-        await start(lab, LAYOUTS["1 hop"])
-        async with (
-            lab.client() as swarm,
-            open_chain(lab, swarm, tuned.adapter, max_length=PREFIX + 6) as chain,
-        ):
-            with pytest.raises(Unreachable, match=f"TOO_LONG: position {PREFIX + 7} of {PREFIX + 6}"):
-                await chain.forward((Row(0, 0, 7, 1, 0),), torch.tensor([5] * 7))
 
     simulate(reference, scenario)
 

@@ -46,6 +46,10 @@ def blame(reply: pb.SessionReply, payload: bytes) -> tuple[pb.SessionReply, byte
     return pb.SessionReply(refused=pb.Refused(reason=pb.REASON_PROTOCOL)), b""
 
 
+def lie_not_finite(reply: pb.SessionReply, payload: bytes) -> tuple[pb.SessionReply, bytes]:
+    return pb.SessionReply(refused=pb.Refused(reason=pb.REASON_NOT_FINITE)), b""
+
+
 Forge = Callable[[MemoryStream, Message], Message | None]
 """What a liar sends in place of a message; None where it says the truth."""
 
@@ -83,9 +87,16 @@ def assert_liar_is_replaced(
     assert liar
 
 
-@pytest.mark.parametrize("lie", [nan_output, wrong_size, wrong_bytes, lie_too_long, blame])
+LIES = [nan_output, wrong_size, wrong_bytes, lie_too_long, blame, lie_not_finite]
+
+
+@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize("layout", [LAYOUT, {"a": (0, 6), "b": (0, 6)}], ids=["chain", "one hop"])
 def test_a_last_hop_that_lies_is_replaced(
-    reference: Reference, lie: Callable[..., tuple[pb.SessionReply, bytes]], monkeypatch: pytest.MonkeyPatch
+    reference: Reference,
+    layout: Mapping[str, tuple[int, int]],
+    lie: Callable[..., tuple[pb.SessionReply, bytes]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def forge(stream: MemoryStream, message: Message) -> Message | None:
         if stream.protocol.id != SESSION.id or stream.peer != peer("client").peer_id:
@@ -96,13 +107,30 @@ def test_a_last_hop_that_lies_is_replaced(
         changed, payload = lie(reply, bytes(message.payload))
         return Message(changed.SerializeToString(), payload)
 
-    assert_liar_is_replaced(reference, LAYOUT, forge, monkeypatch)
+    assert_liar_is_replaced(reference, layout, forge, monkeypatch)
 
 
+def skip_steps(sent: pb.LinkRequest, payload: bytes) -> bytes:
+    sent.step.seq += 5
+    return payload
+
+
+def nan_inputs(sent: pb.LinkRequest, payload: bytes) -> bytes:
+    return torch.full((len(payload) // 4,), math.nan).numpy().tobytes()
+
+
+NONSENSE = [skip_steps, nan_inputs]
+
+
+@pytest.mark.parametrize("nonsense", NONSENSE)
+@pytest.mark.parametrize("layout", [LAYOUT, {"a": (0, 2), "b": (2, 4), "c": (4, 6)}], ids=["two", "one"])
 def test_a_hop_that_feeds_the_next_one_nonsense_is_replaced(
-    reference: Reference, monkeypatch: pytest.MonkeyPatch
+    reference: Reference,
+    layout: Mapping[str, tuple[int, int]],
+    nonsense: Callable[[pb.LinkRequest, bytes], bytes],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The hop after it refuses and blames it: neither is trusted, for one of the two is wrong."""
+    """The hop after it refuses: nobody is trusted that may be why."""
 
     def forge(stream: MemoryStream, message: Message) -> Message | None:
         sender = stream._transport.peer_id
@@ -111,10 +139,10 @@ def test_a_hop_that_feeds_the_next_one_nonsense_is_replaced(
         sent = pb.LinkRequest.FromString(message.header)
         if not sent.HasField("step") or sent.step.seq < 3:
             return None
-        sent.step.seq += 5
-        return Message(sent.SerializeToString(), message.payload)
+        payload = nonsense(sent, bytes(message.payload))
+        return Message(sent.SerializeToString(), payload)
 
-    assert_liar_is_replaced(reference, {**LAYOUT, "b2": (2, 4)}, forge, monkeypatch)
+    assert_liar_is_replaced(reference, {**layout, "b2": (2, 4)}, forge, monkeypatch)
 
 
 def test_a_host_without_room_is_left_for_one_that_has(reference: Reference) -> None:

@@ -10,15 +10,12 @@ from swarmnet_client.hops import ChainSpec
 from swarmnet_client.passes import RemoteBatch
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.protocol_ids import PASS
-from swarmnet_protocols.session.adapters import Adapter
 from swarmnet_protocols.transport.memory import Delivery
 from swarmnet_protocols.wire import session_pb2 as pb
+from tests.support.faulty_adapters import HIDDEN, HUGE, pair, unknown_module
 from tests.support.swarm_lab import Lab, Reference, simulate
 
-HIDDEN = 32
 COUNTS = (20, 30)
-HUGE = 1e30
-"""A finite number whose square is not."""
 LAYOUTS: dict[str, Mapping[str, tuple[int, int]]] = {
     "nobody else": {"a": (0, 6)},
     "somebody else": {"a": (0, 6), "b": (0, 6)},
@@ -27,16 +24,6 @@ LAYOUTS: dict[str, Mapping[str, tuple[int, int]]] = {
 
 def states(seed: int) -> torch.Tensor:
     return torch.randn(sum(COUNTS), HIDDEN, generator=torch.Generator().manual_seed(seed))
-
-
-def pair(down: float, up: float) -> Adapter:
-    name = "2.self_attn.o_proj"
-    return Adapter({f"{name}.down": torch.full((1, HIDDEN), down), f"{name}.up": torch.full((HIDDEN, 1), up)})
-
-
-def unknown_module() -> Adapter:
-    name = "2.self_attn.no_such_proj"
-    return Adapter({f"{name}.down": torch.zeros(1, HIDDEN), f"{name}.up": torch.zeros(HIDDEN, 1)})
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])

@@ -1,0 +1,98 @@
+"""Whose fault it is that a session cannot go on: that of what the client sends, or of one of the hosts."""
+
+import asyncio
+from collections.abc import Mapping
+
+import pytest
+import torch
+
+from swarmnet_client.chain import Chain
+from swarmnet_client.hops import ChainSpec
+from swarmnet_client.swarm import Swarm
+from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.session.adapters import Adapter
+from tests.support.faulty_adapters import HIDDEN, HUGE, pair, unknown_module
+from tests.support.peft_oracle import prefix_tensors, with_prefix
+from tests.support.swarm_lab import Lab, Reference, simulate
+
+# PEFT 0.21 asks transformers 5.23 by a name that is to go.
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+
+PROMPT = [2, 7, 1, 8]
+PREFIX = 5
+LAYOUTS: dict[str, Mapping[str, tuple[int, int]]] = {
+    "nobody else": {"a": (0, 6)},
+    "somebody else": {"a": (0, 6), "b": (0, 6)},
+    "many": dict.fromkeys("abcd", (0, 6)),
+    "a chain": {"a": (0, 2), "b": (2, 4), "c": (4, 6)},
+    "a chain with a second": {"a": (0, 2), "b": (2, 4), "b2": (2, 4), "c": (4, 6)},
+    "a chain with a second first": {"a": (0, 2), "a2": (0, 2), "b": (2, 4), "c": (4, 6)},
+    "two chains": {"a": (0, 2), "b": (2, 4), "c": (4, 6), "a2": (0, 2), "b2": (2, 4), "c2": (4, 6)},
+}
+
+
+async def start(lab: Lab, layout: Mapping[str, tuple[int, int]]) -> None:
+    for name, blocks in layout.items():
+        await lab.start(name, lab.hosting(blocks))
+    await asyncio.sleep(1.0)  # the directory shows them all
+
+
+async def assert_ends_at_once(lab: Lab, swarm: Swarm, spec: ChainSpec, what: str) -> ConfigError:
+    """And no host is blamed for it: whoever was asked is asked again."""
+    async with Chain.open(swarm, spec, lab.reference.embed) as chain:
+        started = asyncio.get_running_loop().time()
+        for _ in "now", "later":
+            with pytest.raises(ConfigError, match=what) as caught:
+                await lab.generate(chain, PROMPT, 2)
+        assert asyncio.get_running_loop().time() - started < swarm.timing.recover_s / 4
+    assert not swarm._view().banned
+    async with lab.chain(swarm) as plain:
+        assert await lab.generate(plain, PROMPT, 2) == lab.reference.greedy(PROMPT, 2)
+    return caught.value
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_an_adapter_that_no_host_can_compute_is_named_at_once_and_no_host_blamed(
+    reference: Reference, layout: Mapping[str, tuple[int, int]]
+) -> None:
+    async def scenario(lab: Lab) -> None:
+        await start(lab, layout)
+        async with lab.client() as swarm:
+            spec = ChainSpec(6, HIDDEN, 512, torch.float32, adapter=pair(HUGE, HUGE))
+            error = await assert_ends_at_once(lab, swarm, spec, "not finite")
+            assert "learning rate" in error.hint
+
+    simulate(reference, scenario)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_an_adapter_that_fits_no_block_is_refused_at_once(
+    reference: Reference, layout: Mapping[str, tuple[int, int]]
+) -> None:
+    async def scenario(lab: Lab) -> None:
+        await start(lab, layout)
+        async with lab.client() as swarm:
+            spec = ChainSpec(6, HIDDEN, 512, torch.float32, adapter=unknown_module())
+            await assert_ends_at_once(lab, swarm, spec, "no_such_proj")
+
+    simulate(reference, scenario)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_a_session_that_hosts_find_too_long_ends_at_once(
+    reference: Reference, layout: Mapping[str, tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client counts wrongly: it forgets the prefix."""
+    whole = reference.local.load_whole(dtype=torch.float32, device=torch.device("cpu"))
+    adapter = Adapter(prefix_tensors(with_prefix(whole, PREFIX, seed=1)))
+    monkeypatch.setattr(ChainSpec, "prefix_positions", 0)
+
+    async def scenario(lab: Lab) -> None:
+        await start(lab, layout)
+        async with lab.client() as swarm:
+            longest = PREFIX + len(PROMPT) - 1
+            spec = ChainSpec(6, HIDDEN, longest, torch.float32, adapter=adapter)
+            error = await assert_ends_at_once(lab, swarm, spec, f"position {longest + 1} of {longest}")
+            assert "shorter" in error.hint
+
+    simulate(reference, scenario)
