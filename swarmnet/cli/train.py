@@ -8,6 +8,7 @@ import typer
 
 from swarmnet.addresses import check_listen_address, check_peer_address
 from swarmnet.cli import train_status
+from swarmnet.cli.displays import Display, display
 from swarmnet.cli.interrupts import Interrupts
 from swarmnet.cli.lazy import command_group
 from swarmnet.cli.options import (
@@ -21,7 +22,7 @@ from swarmnet.cli.options import (
     check_job_id,
 )
 from swarmnet.cli.output import note, print_json, progress
-from swarmnet.cli.training_display import Display, display
+from swarmnet.cli.training_words import tell
 from swarmnet.entering import enter
 from swarmnet.paths import default_cache_dir, default_data_dir, locked_data_dir
 from swarmnet.training_record import TrainingRecord, newest_job, read_history
@@ -146,7 +147,7 @@ async def _work(config: "WorkerConfig", record: TrainingRecord, shown: Display) 
 
     def report(event: dict[str, Any]) -> None:
         record.take(event)
-        shown.show(event, record.status)
+        shown.show(event, tell(event, record.status))
 
     async with start(config, report, shown.progress) as worker:
 

@@ -11,7 +11,7 @@ import typer
 from swarmnet.addresses import check_peer_address
 from swarmnet.cli.options import BootstrapOption, DataDirOption, JsonFlag, check_job_id
 from swarmnet.cli.output import note, print_json, print_table
-from swarmnet.cli.training_display import summary
+from swarmnet.cli.training_words import summary
 from swarmnet.entering import client_network
 from swarmnet.paths import default_data_dir
 from swarmnet.training_record import newest_job, read_status

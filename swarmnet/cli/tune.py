@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from swarmnet.addresses import check_peer_address
+from swarmnet.cli.displays import Fields, display
 from swarmnet.cli.options import (
     BootstrapOption,
     CacheDirOption,
@@ -20,7 +22,7 @@ from swarmnet.cli.options import (
     check_device,
     check_dtype,
 )
-from swarmnet.cli.tuning_display import Display, display
+from swarmnet.cli.tuning_words import Words
 from swarmnet.entering import client_network
 from swarmnet.paths import default_cache_dir
 from swarmnet_client.tuning.methods import LEARNING_RATES, Method, Settings, attach, require_peft
@@ -148,15 +150,15 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
             tuner.restore(folder.unfinished)
         if force:
             folder.save(tuner)  # should this run crash, the one that it replaces must not go on in its place
-        shown.show(_beginning(model, dataset, settings, tuner))
-        _train(
-            tuner,
-            folder,
-            shown,
-            evaluate_every=eval_every or dataset.steps_per_epoch,
-            save_every=save_every,
-        )
-        shown.show(_finish(tuned, tuner, dataset, folder))
+        words = Words()
+
+        def show(event: Fields) -> None:
+            shown.show(event, words.tell(event))
+
+        show(_beginning(model, dataset, settings, tuner))
+        often = eval_every or dataset.steps_per_epoch
+        _train(tuner, folder, show, evaluate_every=often, save_every=save_every)
+        show(_finish(tuned, tuner, dataset, folder))
 
 
 def _check_sizes(local: "LocalModel", settings: Settings) -> None:
@@ -197,16 +199,23 @@ def _beginning(model: str, dataset: "Dataset", settings: Settings, tuner: "Tuner
     }
 
 
-def _train(tuner: "Tuner", folder: "RunDir", shown: Display, *, evaluate_every: int, save_every: int) -> None:
+def _train(
+    tuner: "Tuner",
+    folder: "RunDir",
+    show: Callable[[Fields], None],
+    *,
+    evaluate_every: int,
+    save_every: int,
+) -> None:
     """To the last step. Whatever ends it before, it is saved where it stands."""
     try:
         for event in tuner.run(evaluate_every=evaluate_every):
-            shown.show(event)
+            show(event)
             if event["event"] == "step" and tuner.step % save_every == 0:
-                shown.show(_save(tuner, folder))
+                show(_save(tuner, folder))
     except BaseException:
         if tuner.is_whole and tuner.step:
-            shown.show(_save(tuner, folder))
+            show(_save(tuner, folder))
         raise
 
 

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tests.bench.generating_process import GeneratingProcess
+from tests.bench.generating_process import generating
 from tests.support.processes import swarm
 
 SPANS = ((0, 10), (10, 20), (20, 30))
@@ -43,14 +43,14 @@ def main() -> None:
         ThreadPoolExecutor(len(prompts)) as pool,
     ):
         where = (str(lab.file), *lab.bootstrap)
-        clients = [GeneratingProcess(lab.cache_dir, 1, *where) for _ in prompts]
+        clients = [generating(lab.cache_dir, 1, *where) for _ in prompts]
         for client in clients:
             client.wait_until_ready()
 
         def generate(number: int) -> dict[str, Any]:
-            return clients[number].generate([prompts[number]], arguments.tokens)
+            return clients[number].ask(ids=[prompts[number]], tokens=arguments.tokens)
 
-        clients[0].generate([prompts[0]], 4)
+        clients[0].ask(ids=[prompts[0]], tokens=4)
         alone = [generate(number) for number in range(len(prompts))]
         forwards = lab.nodes["10-20-1"].status.forwards
         started = time.perf_counter()

@@ -17,7 +17,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as `swarmnet run` does
 
 import torch
 
-from tests.bench.generating_process import GeneratingProcess, timed_generate
+from tests.bench.generating_process import generating, timed_generate
 from tests.support.processes import swarm
 
 BLOCKS = 30
@@ -36,7 +36,7 @@ def main() -> None:
     cuts = [BLOCKS * hop // arguments.hops for hop in range(arguments.hops + 1)]
     with tempfile.TemporaryDirectory() as folder:
         cache = Path(folder) / "cache"
-        local = GeneratingProcess(cache, THREADS)
+        local = generating(cache, THREADS)
         local.wait_until_ready()
         with (
             swarm(Path(folder) / "lab", cache, *pairwise(cuts)) as lab,
@@ -44,7 +44,7 @@ def main() -> None:
         ):
             local_s, swarm_s, equal = [], [], True
             for number in range(arguments.rounds + 1):
-                mine = local.generate(ids, arguments.tokens)
+                mine = local.ask(ids=ids, tokens=arguments.tokens)
                 theirs = timed_generate(model, ids, arguments.tokens)
                 equal = equal and mine["ids"] == theirs["ids"]
                 if number:  # the first round warms up

@@ -20,7 +20,8 @@ from typing import Any
 import httpx
 import psutil
 
-from tests.bench.generating_process import MODEL, GeneratingProcess
+from tests.bench.answering_process import AnsweringProcess
+from tests.bench.generating_process import MODEL, generating
 from tests.support.gateway_process import GatewayProcess
 from tests.support.processes import swarm
 
@@ -69,7 +70,7 @@ async def together(http: httpx.AsyncClient, prompts: list[list[int]], tokens: in
     return time.perf_counter() - started
 
 
-async def compare(gateway: GatewayProcess, python: GeneratingProcess, arguments: Any) -> dict[str, Any]:
+async def compare(gateway: GatewayProcess, python: AnsweringProcess, arguments: Any) -> dict[str, Any]:
     """One stream, and sixteen callers, against the Python client; the two take turns."""
     rng = random.Random(0)
     tokens = arguments.tokens
@@ -79,9 +80,9 @@ async def compare(gateway: GatewayProcess, python: GeneratingProcess, arguments:
         await together(http, [[5] * 4] * CALLERS, 2)
         for _ in range(arguments.rounds):
             prompts = [[rng.randrange(1000, 20000) for _ in range(PROMPT_TOKENS)] for _ in range(CALLERS)]
-            theirs = await asyncio.to_thread(python.generate, prompts[:1], tokens)
+            theirs = await asyncio.to_thread(python.ask, ids=prompts[:1], tokens=tokens)
             alone.append((await together(http, prompts[:1], tokens), theirs["seconds"]))
-            theirs = await asyncio.to_thread(python.generate, prompts, tokens)
+            theirs = await asyncio.to_thread(python.ask, ids=prompts, tokens=tokens)
             batch.append((await together(http, prompts, tokens), theirs["seconds"]))
     return {
         "one_stream_ms_per_token": [round(1000 * ours / tokens, 2) for ours, _ in alone],
@@ -183,7 +184,7 @@ def main() -> None:
         tempfile.TemporaryDirectory() as folder,
         swarm(Path(folder) / "lab", Path(folder) / "cache", *SPANS) as lab,
     ):
-        python = GeneratingProcess(lab.cache_dir, 1, str(lab.file), *lab.bootstrap)
+        python = generating(lab.cache_dir, 1, str(lab.file), *lab.bootstrap)
         python.wait_until_ready()
         with GatewayProcess(lab) as gateway:
             show(asyncio.run(compare(gateway, python, arguments)), arguments)

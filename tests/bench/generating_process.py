@@ -1,54 +1,23 @@
-"""Generation in a process of its own, which reads JSON commands on stdin and answers on stdout.
+"""Generation in a process of its own: it is asked for greedy tokens, and says how long they took.
 
 With a cache directory alone it is plain transformers, the yardstick; with a swarm's file and bootstraps it is a client.
 """
 
-import json
-import os
-import subprocess
 import sys
 import time
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from tests.bench.answering_process import AnsweringProcess, answer_all
 
 MODEL = "smollm2-135m-instruct"
 
 
-class GeneratingProcess:
-    """A child that generates, float32."""
-
-    def __init__(self, cache_dir: Path, threads: int, *swarm: str) -> None:
-        """Plain transformers with default OpenMP settings, or a client of ``swarm``: its file, then bootstraps."""
-        environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(cache_dir), str(threads), *swarm],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-
-    def wait_until_ready(self) -> None:
-        """To be called once, before the first ``generate``."""
-        self._answer()
-
-    def generate(self, ids: list[list[int]], tokens: int) -> dict[str, Any]:
-        """New greedy tokens for prompts of one length, and the seconds that took."""
-        if self._process.stdin is None:
-            raise RuntimeError("no pipe")
-        self._process.stdin.write(json.dumps({"ids": ids, "tokens": tokens}) + "\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    def close(self) -> None:
-        self._process.communicate()
-
-    def _answer(self) -> dict[str, Any]:
-        if self._process.stdout is None:
-            raise RuntimeError("no pipe")
-        answer: dict[str, Any] = json.loads(self._process.stdout.readline())
-        return answer
+def generating(cache_dir: Path, threads: int, *swarm: str) -> AnsweringProcess:
+    """Plain transformers, or a client of ``swarm``: its file, then bootstraps. Asked for what ``timed_generate`` takes."""
+    return AnsweringProcess(__name__, str(cache_dir), str(threads), *swarm)
 
 
 def timed_generate(model: Any, ids: list[list[int]], tokens: int) -> dict[str, Any]:
@@ -80,10 +49,7 @@ def main() -> None:
 
             local = resolve(MODEL, cache_dir=cache_dir)
             model = local.load_whole(dtype=torch.float32, device=torch.device("cpu"))
-        print("{}", flush=True)
-        for line in sys.stdin:
-            command = json.loads(line)
-            print(json.dumps(timed_generate(model, command["ids"], command["tokens"])), flush=True)
+        answer_all(partial(timed_generate, model))
 
 
 if __name__ == "__main__":

@@ -9,10 +9,9 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as `swarmnet run` does
 import torch
 
 from swarmnet_protocols.models import resolve
+from tests.bench.answering_process import AnsweringProcess, answer_all
 from tests.support.processes import swarm
 
 MODEL = "smollm2-135m-instruct"
@@ -40,38 +40,6 @@ def timed_step(model: Any, rows: int, tokens: int) -> dict[str, float]:
     return {"seconds": seconds, "loss": float(loss.detach()), "gradients": float(inputs.grad.norm())}
 
 
-class LocalProcess:
-    """Plain transformers in a process of its own, with default OpenMP settings."""
-
-    def __init__(self, cache_dir: Path, rows: int, tokens: int) -> None:
-        environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
-        command = [sys.executable, "-m", __spec__.name, "--local", str(cache_dir)]
-        self._process = subprocess.Popen(
-            [*command, "--rows", str(rows), "--tokens", str(tokens)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-
-    def step(self) -> dict[str, float]:
-        if self._process.stdin is None or self._process.stdout is None:
-            raise RuntimeError("no pipe")
-        self._process.stdin.write("step\n")
-        self._process.stdin.flush()
-        answer: dict[str, float] = json.loads(self._process.stdout.readline())
-        return answer
-
-    def close(self) -> None:
-        self._process.communicate()
-
-
-def answer_locally(cache_dir: Path, rows: int, tokens: int) -> None:
-    model = resolve(MODEL, cache_dir=cache_dir).load_whole(dtype=torch.float32, device=torch.device("cpu"))
-    for _ in sys.stdin:
-        print(json.dumps(timed_step(model, rows, tokens)), flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--hops", type=int, default=3)
@@ -83,16 +51,20 @@ def main() -> None:
     shape = (arguments.rows, arguments.tokens)
     torch.set_num_threads(THREADS)
     if arguments.local is not None:
-        answer_locally(arguments.local, *shape)
+        files = resolve(MODEL, cache_dir=arguments.local)
+        model = files.load_whole(dtype=torch.float32, device=torch.device("cpu"))
+        answer_all(partial(timed_step, model, *shape))
         return
     cuts = [BLOCKS * hop // arguments.hops for hop in range(arguments.hops + 1)]
     with tempfile.TemporaryDirectory() as folder:
         cache = Path(folder) / "cache"
-        local = LocalProcess(cache, *shape)
-        local.step()
+        size = ("--rows", str(arguments.rows), "--tokens", str(arguments.tokens))
+        local = AnsweringProcess(__spec__.name, "--local", str(cache), *size)
+        local.wait_until_ready()
+        local.ask()
         with swarm(Path(folder) / "lab", cache, *pairwise(cuts)) as lab, lab.connect() as model:
             timed_step(model, *shape)
-            rounds = [(local.step(), timed_step(model, *shape)) for _ in range(arguments.rounds)]
+            rounds = [(local.ask(), timed_step(model, *shape)) for _ in range(arguments.rounds)]
         local.close()
     ours = statistics.median(theirs["seconds"] for _, theirs in rounds)
     alone = statistics.median(mine["seconds"] for mine, _ in rounds)

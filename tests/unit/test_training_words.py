@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from swarmnet.cli.training_display import Lines, bars, display, sentence, summary
+from swarmnet.cli.displays import Lines, bars, display
+from swarmnet.cli.training_words import sentence, summary, tell
 from swarmnet.training_record import TrainingRecord
 from tests.unit.test_training_record import READY, eval_event, every_second, round_event
 
@@ -24,7 +25,7 @@ def shown_on_a_terminal(folder: Path, *steps: dict[str, Any] | tuple[str, int, i
                 shown.progress(*step)
             else:
                 record.take(step)
-                shown.show(step, record.status)
+                shown.show(step, tell(step, record.status))
             screen.seek(0)
             screen.truncate()
             shown.refresh()  # type: ignore[attr-defined]
@@ -70,7 +71,7 @@ def test_what_is_worth_reading_later_stays_above_the_bars(tmp_path: Path) -> Non
             {"event": "leaving"},
         ):
             record.take(event)
-            shown.show(event, record.status)
+            shown.show(event, tell(event, record.status))
     text = screen.getvalue()
     assert "round 0 committed" not in text
     assert "round 1 discarded (too late)" in text
@@ -86,7 +87,7 @@ def test_without_a_terminal_there_are_sentences(tmp_path: Path, capsys: pytest.C
         shown.progress("tokenising the data", 1, 4)
         for event in (READY, round_event(0)):
             record.take(event)
-            shown.show(event, record.status)
+            shown.show(event, tell(event, record.status))
             shown.progress("inner steps", 1, 4)
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "tokenising the data"

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from swarmnet.cli.tuning_display import Lines, bars
+from swarmnet.cli.displays import Lines, bars
+from swarmnet.cli.tuning_words import Words
 
 BEGIN = {
     "event": "begin",
@@ -34,14 +35,14 @@ def evaluation(number: int) -> dict[str, Any]:
 
 
 def test_bars_show_the_last_step_and_keep_evaluations_above() -> None:
-    screen, shots = io.StringIO(), []
+    screen, shots, words = io.StringIO(), [], Words()
     console = Console(file=screen, force_terminal=True, width=120, color_system=None)
     with bars(console) as shown:
         shown.progress("finding the swarm", 0, None)
         for event in (BEGIN, evaluation(4), step(5), step(6, failovers=1), {"event": "saved", "step": 6}):
             screen.seek(0)
             screen.truncate()
-            shown.show(event)
+            shown.show(event, words.tell(event))
             shown.refresh()  # type: ignore[attr-defined]
             shots.append(re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue()))
     assert "lora: 12,345 parameters learn from 90 rows in 8 steps, 10 rows are held out" in shots[0]
@@ -57,10 +58,10 @@ def test_bars_show_the_last_step_and_keep_evaluations_above() -> None:
 
 
 def test_lines_tell_the_same(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = Lines()
+    lines, words = Lines(), Words()
     lines.progress("finding the swarm", 0, None)
     for event in (BEGIN, step(5), {"event": "saved", "step": 5}, DONE):
-        lines.show(event)
+        lines.show(event, words.tell(event))
     told = capsys.readouterr().err
     assert told.startswith("finding the swarm\nlora: ")
     assert "step 5 of 8: loss 3.2500" in told

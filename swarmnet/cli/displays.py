@@ -1,0 +1,129 @@
+"""What runs of hours show while they work: bars on a terminal, lines elsewhere, JSON for programs."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from swarmnet.cli.output import note, plain_lines, print_json
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Fields = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Bar:
+    """How far the whole run is, in rounds or steps."""
+
+    name: str
+    done: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Telling:
+    """An event for people: in words, and whether these are worth reading later; where the run stands now, if that is known."""
+
+    sentence: str
+    is_news: bool = True
+    summary: str | None = None
+    bar: Bar | None = None
+
+
+class Display(Protocol):
+    def show(self, event: Fields, telling: Telling) -> None:
+        """Show an event: as it is to programs, as ``telling`` to people."""
+
+    def progress(self, description: str, done: int, total: int | None) -> None:
+        """Show how far a long step has come. Called from any thread."""
+
+
+@contextmanager
+def display(*, as_json: bool) -> Iterator[Display]:
+    """The display that fits where the output goes."""
+    if as_json:
+        yield JsonLines()
+        return
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield Lines()
+        return
+    with bars(console) as shown:
+        yield shown
+
+
+class JsonLines:
+    def show(self, event: Fields, telling: Telling) -> None:
+        print_json(event)
+
+    def progress(self, description: str, done: int, total: int | None) -> None:
+        pass
+
+
+class Lines:
+    """A sentence an event; of long steps, that they begin. Once the run itself has begun, its events say how far it is."""
+
+    def __init__(self) -> None:
+        self._steps = plain_lines()
+        self._has_begun = False
+
+    def show(self, event: Fields, telling: Telling) -> None:
+        self._has_begun |= telling.bar is not None
+        note(telling.sentence)
+
+    def progress(self, description: str, done: int, total: int | None) -> None:
+        if not self._has_begun:
+            self._steps(description, done, total)
+
+
+@contextmanager
+def bars(console: "Console") -> Iterator[Display]:
+    """A bar for the run and one for whatever takes long, a summary under them; above them a line for what is news."""
+    from rich import progress as rich_progress
+    from rich.console import RenderableType
+    from rich.table import Column
+    from rich.text import Text
+
+    class Bars(rich_progress.Progress):
+        run: rich_progress.TaskID | None = None
+        summary = ""
+
+        def get_renderables(self) -> Iterable[RenderableType]:
+            yield self.make_tasks_table(self.tasks)
+            if self.summary:
+                yield Text(self.summary, overflow="fold")
+
+        def show(self, event: Fields, telling: Telling) -> None:
+            if telling.bar is not None:
+                self._go_on(telling.bar)
+            if telling.summary is not None:
+                self.summary = telling.summary
+            if telling.is_news:
+                self.console.print(Text(telling.sentence))
+
+        def progress(self, description: str, done: int, total: int | None) -> None:
+            found = next((task.id for task in self.tasks if task.description == description), None)
+            if found is None:
+                found = self.add_task(description, total=total)
+            self.update(found, completed=done, total=total, visible=done != total)
+
+        def _go_on(self, bar: Bar) -> None:
+            if self.run is None:  # what came before it is over
+                for task in self.tasks:
+                    self.remove_task(task.id)
+                self.run = self.add_task(bar.name, total=bar.total)
+            self.update(self.run, completed=bar.done)
+
+    columns = (
+        rich_progress.TextColumn("{task.description}", table_column=Column(max_width=40, no_wrap=True)),
+        rich_progress.BarColumn(bar_width=24),
+        rich_progress.TaskProgressColumn(show_speed=False),
+        rich_progress.TimeRemainingColumn(elapsed_when_finished=True),
+    )
+    # The time left is told from the last hour: a round or a step may take minutes.
+    with Bars(*columns, console=console, speed_estimate_period=3600.0) as shown:
+        yield shown

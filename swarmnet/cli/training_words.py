@@ -1,0 +1,67 @@
+"""What ``train join`` says of its events, and where a worker stands."""
+
+from swarmnet.cli.displays import Bar, Fields, Telling
+
+
+def tell(event: Fields, status: Fields) -> Telling:
+    """An event of a worker, whose ``status`` is what ``TrainingRecord`` keeps."""
+    bar = Bar("rounds", status["round"], status["rounds"]) if "rounds" in status else None
+    return Telling(sentence(event), _is_news(event), summary(status), bar)
+
+
+def summary(status: Fields) -> str:
+    """Where a worker stands, in one line."""
+    parts = [f"round {status['round']} of {status['rounds']}"] if "rounds" in status else []
+    for name, label in (("loss", "loss"), ("val_loss", "validation")):
+        if status.get(name) is not None:
+            parts.append(f"{label} {status[name]:.4f}")
+    if "workers" in status:
+        parts.append(f"{status['workers']} {'worker' if status['workers'] == 1 else 'workers'}")
+        parts.append(f"{status['bytes_sent'] / 1e6:.2f} MB sent")
+        parts.append(f"{status['bytes_received'] / 1e6:.2f} MB received")
+    if "wait_share" in status:
+        parts.append(f"{status['wait_share']:.0%} waiting")
+    return ", ".join(parts)
+
+
+def sentence(event: Fields) -> str:
+    """An event in words."""
+    match event["event"]:
+        case "round":
+            outcome = "committed" if event["committed"] else f"discarded ({event['reason']})"
+            loss = "only listened" if event["loss"] is None else f"loss {event['loss']:.4f}"
+            sent, received = event["bytes_sent"] / 1e6, event["bytes_received"] / 1e6
+            text = (
+                f"round {event['round']} {outcome}: {loss}, {event['workers']} workers, "
+                f"{sent:.2f} MB sent, {received:.2f} MB received, {event['wait_s']:.1f} s waited"
+            )
+            excluded = (f"  excluded {each['peer_id']}: {each['reason']}" for each in event["excluded"])
+            return "\n".join([text, *excluded])
+        case "eval":
+            return f"round {event['round']}: validation loss {event['val_loss']:.4f}"
+        case "ready":
+            text = f"training {event['name']} as {event['peer_id']}; others join with --bootstrap and one of"
+            return "\n".join([text, *(f"  {address}" for address in event["addresses"])])
+        case "waiting":
+            return f"round {event['round']}: waiting for more workers, {event['workers']} so far"
+        case "healed":
+            dropped = (f"; dropped {each['peer_id']}: {each['reason']}" for each in event["dropped"])
+            size = event["bytes"] / 1e6
+            return (
+                f"fetched the state of round {event['round']}: {size:.1f} MB in {event['seconds']:.1f} s"
+                + "".join(dropped)
+            )
+        case "leaving":
+            return "leaving after this round; press Ctrl-C again to leave at once"
+        case "done":
+            return f"done after {event['round']} rounds, {event['revision']} of them committed"
+        case kind:
+            rest = ", ".join(f"{name} {value}" for name, value in event.items() if name != "event")
+            return f"{kind}: {rest}" if rest else str(kind)
+
+
+def _is_news(event: Fields) -> bool:
+    """Whether an event is more than the bars show."""
+    if event["event"] == "round":
+        return not event["committed"] or bool(event["excluded"])
+    return event["event"] not in {"eval", "waiting"}
