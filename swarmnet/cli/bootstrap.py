@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from swarmnet.addresses import check_listen_address, check_peer_address, write_addresses
+from swarmnet.addresses import write_addresses
 from swarmnet.cli.interrupts import Interrupts
 from swarmnet.cli.options import (
     AnnounceOption,
@@ -42,10 +42,6 @@ def bootstrap(  # noqa: PLR0913 - a command line, not an interface
     """Keep a part of the swarm's directory, and be there for newcomers to start from, until Ctrl-C. Needs no model and little memory."""
     import uvloop
 
-    for address in (*listen, *announce):
-        check_listen_address(address)
-    for address in bootstrap:
-        check_peer_address(address)
     entry = enter(swarm, data_dir or default_data_dir(), bootstrap)
     with locked_data_dir(data_dir or default_data_dir()) as directory:
         network = entry.network(listen or ANY_PORT, announce, issuer)

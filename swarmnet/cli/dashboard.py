@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from swarmnet.addresses import check_peer_address
 from swarmnet.cli.interrupts import Interrupts
 from swarmnet.cli.options import (
     BootstrapOption,
@@ -60,8 +59,6 @@ def dashboard(  # noqa: PLR0913 - a command line, not an interface
     """
     from swarmnet.dashboard.server import Place
 
-    for address in bootstrap:
-        check_peer_address(address)
     place = Place(host, port, api_key or _key_in(api_key_file), tuple(allow_host))
     _check(place)
     # Another peer than the node or the client of this machine: both may run.

@@ -5,9 +5,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from swarmnet.addresses import check_listen_address, check_peer_address
 from swarmnet.cli.failures import EXIT_FAILED
-from swarmnet.cli.options import BootstrapOption, CacheDirOption, DataDirOption, JsonFlag
+from swarmnet.cli.options import (
+    BootstrapOption,
+    CacheDirOption,
+    DataDirOption,
+    JsonFlag,
+    ListenOption,
+)
 from swarmnet.cli.output import print_json
 from swarmnet.paths import default_cache_dir, default_data_dir
 
@@ -31,15 +36,7 @@ def doctor(
         ),
     ] = None,
     bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
-    listen: Annotated[
-        list[str],
-        typer.Option(
-            "--listen",
-            metavar="MULTIADDR",
-            help="Where a node is to listen; repeatable.",
-            show_default="any port",
-        ),
-    ] = [],  # noqa: B006
+    listen: ListenOption = [],  # noqa: B006
     data_dir: DataDirOption = None,
     cache_dir: CacheDirOption = None,
     as_json: JsonFlag = False,
@@ -53,10 +50,6 @@ def doctor(
     from swarmnet.doctor.checks import Level, examine, worst
     from swarmnet.doctor.gather import Question, gather
 
-    for address in listen:
-        check_listen_address(address)
-    for address in bootstrap:
-        check_peer_address(address)
     question = Question(
         data_dir=data_dir or default_data_dir(),
         cache_dir=cache_dir or default_cache_dir(),

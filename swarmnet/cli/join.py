@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from swarmnet.addresses import check_listen_address, check_peer_address, parse_endpoint
+from swarmnet.addresses import parse_endpoint
 from swarmnet.cli import limits as limiting
 from swarmnet.cli.consent import ask_once
 from swarmnet.cli.dashboard import dashboard_of, parse_place
@@ -23,8 +23,7 @@ from swarmnet.cli.options import (
     MetricsOption,
     ModelOption,
     SwarmArgument,
-    check_device,
-    check_dtype,
+    device_option,
     parse_blocks,
     parse_size_bytes,
 )
@@ -55,9 +54,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
     announce: AnnounceOption = [],  # noqa: B006
     data_dir: DataDirOption = None,
     cache_dir: CacheDirOption = None,
-    device: Annotated[
-        str, typer.Option("--device", metavar="auto|cpu|cuda[:N]|mps", help="Where to compute.")
-    ] = "auto",
+    device: Annotated[str, device_option("Where to compute.")] = "auto",
     dtype: DtypeOption = "auto",
     max_cache: Annotated[
         str,
@@ -117,13 +114,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
     if blocks is not None and num_blocks is not None:
         raise typer.BadParameter("give either --blocks or --num-blocks", param_hint="'--num-blocks'")
     span = parse_blocks(blocks) if blocks is not None else None
-    check_device(device)
-    check_dtype(dtype)
     max_cache_bytes = parse_size_bytes(max_cache, option="--max-cache")
-    for address in (*listen, *announce):
-        check_listen_address(address)
-    for address in bootstrap:
-        check_peer_address(address)
     if len(public_name) > 64 or not public_name.isprintable():
         raise typer.BadParameter("use at most 64 printable characters", param_hint="'--name'")
     if priority not in {"low", "normal"}:

@@ -15,85 +15,36 @@ from swarmnet_node.limits import Limits
 
 PANEL = "A good guest"
 
-MaxRam = Annotated[
-    str | None,
-    typer.Option(
-        "--max-ram",
-        metavar="SIZE",
-        help="Memory of the whole node.",
-        show_default="none",
-        rich_help_panel=PANEL,
-    ),
-]
-MaxGpuMem = Annotated[
-    str | None,
-    typer.Option(
-        "--max-gpu-mem",
-        metavar="SIZE|N%",
-        help="Memory of the GPU.",
-        show_default="none",
-        rich_help_panel=PANEL,
-    ),
-]
-Up = Annotated[
-    str | None,
-    typer.Option(
-        "--up",
-        metavar="RATE",
-        help="Sent at most, such as 20mbit.",
-        show_default="none",
-        rich_help_panel=PANEL,
-    ),
-]
-Down = Annotated[
-    str | None,
-    typer.Option(
-        "--down", metavar="RATE", help="Received at most.", show_default="none", rich_help_panel=PANEL
-    ),
-]
+
+def _limit(*names: str, about: str, metavar: str | None = None, default: str | bool = "none") -> Any:
+    """An option of both `join` and `limits`; not given, a limit stays as it was."""
+    return typer.Option(*names, metavar=metavar, help=about, show_default=default, rich_help_panel=PANEL)
+
+
+MaxRam = Annotated[str | None, _limit("--max-ram", metavar="SIZE", about="Memory of the whole node.")]
+MaxGpuMem = Annotated[str | None, _limit("--max-gpu-mem", metavar="SIZE|N%", about="Memory of the GPU.")]
+Up = Annotated[str | None, _limit("--up", metavar="RATE", about="Sent at most, such as 20mbit.")]
+Down = Annotated[str | None, _limit("--down", metavar="RATE", about="Received at most.")]
 Monthly = Annotated[
-    str | None,
-    typer.Option(
-        "--monthly",
-        metavar="SIZE",
-        help="Sent and received in a month, then pause.",
-        show_default="none",
-        rich_help_panel=PANEL,
-    ),
+    str | None, _limit("--monthly", metavar="SIZE", about="Sent and received in a month, then pause.")
 ]
 ScheduleText = Annotated[
     str | None,
-    typer.Option(
+    _limit(
         "--schedule",
         metavar="WHEN",
-        help="Run only then, such as 'mon-fri 19:00-07:00; sat,sun 00:00-24:00'.",
-        show_default="always",
-        rich_help_panel=PANEL,
+        about="Run only then, such as 'mon-fri 19:00-07:00; sat,sun 00:00-24:00'.",
+        default="always",
     ),
 ]
 IdleOnly = Annotated[
-    bool | None,
-    typer.Option(
-        "--idle-only",
-        help="Run only while nobody uses the machine.",
-        show_default=False,
-        rich_help_panel=PANEL,
-    ),
+    bool | None, _limit("--idle-only", about="Run only while nobody uses the machine.", default=False)
 ]
 IdleAfter = Annotated[
     str | None,
-    typer.Option(
-        "--idle-after",
-        metavar="TIME",
-        help="Untouched for this long, it is not in use.",
-        show_default="3m",
-        rich_help_panel=PANEL,
-    ),
+    _limit("--idle-after", metavar="TIME", about="Untouched for this long, it is not in use.", default="3m"),
 ]
-NoBattery = Annotated[
-    bool | None,
-    typer.Option("--no-battery", help="Pause on battery.", show_default=False, rich_help_panel=PANEL),
-]
+NoBattery = Annotated[bool | None, _limit("--no-battery", about="Pause on battery.", default=False)]
 Cores = Annotated[
     int | None,
     typer.Option(

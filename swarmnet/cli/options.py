@@ -2,14 +2,44 @@
 
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from swarmnet import units
+from swarmnet.addresses import check_listen_address, check_peer_address
 from swarmnet.swarm_reader import PEER
 from swarmnet_protocols.transport import PeerId
+
+
+def _each(check: Callable[[str], None]) -> Callable[[list[str]], list[str]]:
+    """A callback that checks every value of a repeatable option."""
+
+    def check_all(values: list[str]) -> list[str]:
+        for value in values:
+            check(value)
+        return values
+
+    return check_all
+
+
+def _check_device(text: str) -> str:
+    if not re.fullmatch(r"auto|cpu|mps|cuda(:[0-9]{1,3})?", text):
+        raise typer.BadParameter(
+            f"{text!r} is not a device: use auto, cpu, cuda, cuda:N or mps", param_hint="'--device'"
+        )
+    return text
+
+
+def _check_dtype(text: str) -> str:
+    if text not in {"auto", "float32", "bfloat16"}:
+        raise typer.BadParameter(
+            f"{text!r} is not a number format: use auto, float32 or bfloat16", param_hint="'--dtype'"
+        )
+    return text
+
 
 SwarmPath = Annotated[
     Path, typer.Argument(metavar="SWARM", help="The swarm.toml of the swarm.", show_default=False)
@@ -33,6 +63,7 @@ BootstrapOption = Annotated[
         "--bootstrap",
         metavar="ADDR",
         help="A peer to start from, added to those of the swarm file; repeatable.",
+        callback=_each(check_peer_address),
     ),
 ]
 DataDirOption = Annotated[
@@ -47,12 +78,21 @@ DataDirOption = Annotated[
 ListenOption = Annotated[
     list[str],
     typer.Option(
-        "--listen", metavar="MULTIADDR", help="Where to listen; repeatable.", show_default="any port"
+        "--listen",
+        metavar="MULTIADDR",
+        help="Where to listen; repeatable.",
+        show_default="any port",
+        callback=_each(check_listen_address),
     ),
 ]
 AnnounceOption = Annotated[
     list[str],
-    typer.Option("--announce", metavar="MULTIADDR", help="The address others should use; repeatable."),
+    typer.Option(
+        "--announce",
+        metavar="MULTIADDR",
+        help="The address others should use; repeatable.",
+        callback=_each(check_listen_address),
+    ),
 ]
 HostOption = Annotated[
     str,
@@ -70,7 +110,13 @@ CacheDirOption = Annotated[
     typer.Option("--cache-dir", metavar="DIR", help="Where model files are kept.", show_default="per user"),
 ]
 DtypeOption = Annotated[
-    str, typer.Option("--dtype", metavar="auto|float32|bfloat16", help="Number format of the weights.")
+    str,
+    typer.Option(
+        "--dtype",
+        metavar="auto|float32|bfloat16",
+        help="Number format of the weights.",
+        callback=_check_dtype,
+    ),
 ]
 MetricsOption = Annotated[
     str | None,
@@ -82,6 +128,11 @@ MetricsOption = Annotated[
     ),
 ]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+
+
+def device_option(about: str) -> Any:
+    """`--device` of a command, which says what is computed there."""
+    return typer.Option("--device", metavar="auto|cpu|cuda[:N]|mps", help=about, callback=_check_device)
 
 
 def parse_blocks(text: str) -> tuple[int, int]:
@@ -121,22 +172,6 @@ def check_peer_id(text: str) -> PeerId:
 def check_job_id(text: str) -> str:
     if not re.fullmatch("[0-9a-f]{64}", text):
         raise typer.BadParameter("a job id has 64 hexadecimal digits", param_hint="'JOB'")
-    return text
-
-
-def check_device(text: str) -> str:
-    if not re.fullmatch(r"auto|cpu|mps|cuda(:[0-9]{1,3})?", text):
-        raise typer.BadParameter(
-            f"{text!r} is not a device: use auto, cpu, cuda, cuda:N or mps", param_hint="'--device'"
-        )
-    return text
-
-
-def check_dtype(text: str) -> str:
-    if text not in {"auto", "float32", "bfloat16"}:
-        raise typer.BadParameter(
-            f"{text!r} is not a number format: use auto, float32 or bfloat16", param_hint="'--dtype'"
-        )
     return text
 
 

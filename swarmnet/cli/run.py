@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from swarmnet.addresses import check_peer_address
 from swarmnet.cli.chat import Chat
 from swarmnet.cli.conversation import Conversation, Turn
 from swarmnet.cli.generation import Sampling, Screen, generate
@@ -21,7 +20,6 @@ from swarmnet.cli.options import (
     JsonFlag,
     SwarmOption,
     check_at_least_zero,
-    check_dtype,
     check_share,
 )
 from swarmnet.cli.output import progress
@@ -102,9 +100,6 @@ def run(  # noqa: PLR0913 - a command line, not an interface
     check_at_least_zero(temperature, option="--temperature")
     if top_p is not None:
         check_share(top_p, option="--top-p")
-    check_dtype(dtype)
-    for address in bootstrap:
-        check_peer_address(address)
     is_chat = chat or (prompt is None and sys.stdin.isatty())
     if is_chat and prompt is not None:
         raise typer.BadParameter("a chat has no PROMPT: type it when asked", param_hint="'--chat'")

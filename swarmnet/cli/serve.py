@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from swarmnet.addresses import check_peer_address
 from swarmnet.cli.interrupts import Interrupts
 from swarmnet.cli.options import (
     BootstrapOption,
@@ -23,8 +22,7 @@ from swarmnet.cli.options import (
     ModelOption,
     PortOption,
     SwarmOption,
-    check_device,
-    check_dtype,
+    device_option,
 )
 from swarmnet.cli.output import note, print_json, progress
 from swarmnet.entering import client_network
@@ -105,9 +103,7 @@ def serve(  # noqa: PLR0913 - a command line, not an interface
     concurrent: Annotated[
         int | None, typer.Option("--concurrent", metavar="N", min=1, help="Answers of each key at a time.")
     ] = None,
-    device: Annotated[
-        str, typer.Option("--device", metavar="DEVICE", help="Where embeddings and head are.")
-    ] = "auto",
+    device: Annotated[str, device_option("Where embeddings and head are.")] = "auto",
     dtype: DtypeOption = "auto",
     data_dir: DataDirOption = None,
     cache_dir: CacheDirOption = None,
@@ -122,10 +118,6 @@ def serve(  # noqa: PLR0913 - a command line, not an interface
     from swarmnet.web.guards import Access, check_exposed
     from swarmnet.web.serving import listen
 
-    check_dtype(dtype)
-    check_device(device)
-    for address in bootstrap:
-        check_peer_address(address)
     keys = _keys(api_key, api_key_file)
     check_exposed(host, keys)
     listen(host, port).close()  # say so now, and not when the swarm has been found

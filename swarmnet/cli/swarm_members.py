@@ -205,11 +205,8 @@ def _print_invite(
     *,
     as_json: bool,
 ) -> None:
-    from swarmnet.addresses import check_peer_address
     from swarmnet_protocols.membership.invites import make_invite, read_invite
 
-    for address in bootstrap:
-        check_peer_address(address)
     known = (*bootstrap, *file.bootstrap)
     text = make_invite(terms, swarm=file.swarm_id, key=signer, bootstrap=known)
     if as_json:

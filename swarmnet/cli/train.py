@@ -6,20 +6,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from swarmnet.addresses import check_listen_address, check_peer_address
 from swarmnet.cli import train_status
 from swarmnet.cli.displays import Display, display
 from swarmnet.cli.interrupts import Interrupts
 from swarmnet.cli.lazy import command_group
 from swarmnet.cli.options import (
+    AnnounceOption,
     BootstrapOption,
     CacheDirOption,
     DataDirOption,
     IssuerOption,
     JsonFlag,
+    ListenOption,
     SwarmOption,
-    check_device,
     check_job_id,
+    device_option,
 )
 from swarmnet.cli.output import note, print_json, progress
 from swarmnet.cli.training_words import tell
@@ -62,8 +63,6 @@ def create(
     as_json: JsonFlag = False,
 ) -> None:
     """Check a job and its data, sign it with this machine's key, and publish it under the hash of its content."""
-    for address in bootstrap:
-        check_peer_address(address)
     entry = enter(swarm, data_dir or default_data_dir(), bootstrap)
 
     from swarmnet_node.training.start import check_job, keep_job
@@ -101,13 +100,11 @@ def join(  # noqa: PLR0913 - a command line, not an interface
     *,
     swarm: SwarmOption,
     bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
-    listen: Annotated[list[str], typer.Option("--listen", metavar="MULTIADDR", help="As for join.")] = [],  # noqa: B006
-    announce: Annotated[list[str], typer.Option("--announce", metavar="MULTIADDR", help="As for join.")] = [],  # noqa: B006
+    listen: ListenOption = [],  # noqa: B006
+    announce: AnnounceOption = [],  # noqa: B006
     data_dir: DataDirOption = None,
     cache_dir: CacheDirOption = None,
-    device: Annotated[
-        str, typer.Option("--device", metavar="auto|cpu|cuda[:N]|mps", help="Where to compute.")
-    ] = "auto",
+    device: Annotated[str, device_option("Where to compute.")] = "auto",
     threads: Annotated[
         int | None, typer.Option("--threads", metavar="N", min=1, max=1024, help="Cores to compute with.")
     ] = None,
@@ -116,11 +113,6 @@ def join(  # noqa: PLR0913 - a command line, not an interface
 ) -> None:
     """Train a job until its rounds are done, or Ctrl-C. Come and go as you like: what was committed is kept."""
     check_job_id(job)
-    check_device(device)
-    for address in (*listen, *announce):
-        check_listen_address(address)
-    for address in bootstrap:
-        check_peer_address(address)
     entry = enter(swarm, data_dir or default_data_dir(), bootstrap)
     with locked_data_dir(data_dir or default_data_dir()) as directory:
         from swarmnet_node.training.start import WorkerConfig, job_folder

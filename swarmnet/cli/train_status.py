@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 import typer
 
-from swarmnet.addresses import check_peer_address
 from swarmnet.cli.options import BootstrapOption, DataDirOption, JsonFlag, check_job_id
 from swarmnet.cli.output import note, print_json, print_table
 from swarmnet.cli.training_words import summary
@@ -45,8 +44,6 @@ def status(
     if swarm is None:
         _watch_here(directory / "training" / job, watch=watch, as_json=as_json)
         return
-    for address in bootstrap:
-        check_peer_address(address)
     network = client_network(swarm, bootstrap, data_dir)
     asyncio.run(_watch_swarm(network, job, print_json if as_json else _print_swarm, watch=watch))
 

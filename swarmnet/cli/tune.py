@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from swarmnet.addresses import check_peer_address
 from swarmnet.cli.displays import Fields, display
 from swarmnet.cli.options import (
     BootstrapOption,
@@ -19,8 +18,7 @@ from swarmnet.cli.options import (
     JsonFlag,
     ModelOption,
     SwarmOption,
-    check_device,
-    check_dtype,
+    device_option,
 )
 from swarmnet.cli.tuning_words import Words
 from swarmnet.entering import client_network
@@ -83,12 +81,7 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
         int, typer.Option("--save-every", metavar="N", min=1, help="Steps between checkpoints.")
     ] = 20,
     force: Annotated[bool, typer.Option("--force", help="Begin anew in a DIR that has a run.")] = False,
-    device: Annotated[
-        str,
-        typer.Option(
-            "--device", metavar="auto|cpu|cuda[:N]|mps", help="Where embeddings, head and adapter are."
-        ),
-    ] = "auto",
+    device: Annotated[str, device_option("Where embeddings, head and adapter are.")] = "auto",
     dtype: DtypeOption = "auto",
     data_dir: DataDirOption = None,
     cache_dir: CacheDirOption = None,
@@ -104,10 +97,6 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
         raise typer.BadParameter(f"{rate} is not a learning rate", param_hint="'--learning-rate'")
     if not 0 <= held_out < 1:
         raise typer.BadParameter(f"{held_out} is not a share from 0 to 1", param_hint="'--held-out'")
-    check_device(device)
-    check_dtype(dtype)
-    for address in bootstrap:
-        check_peer_address(address)
     for path in (data, eval_data):
         if path is not None and not path.is_file():
             raise ConfigError(f"there is no file {path}", hint="name a file with one JSON object a line")

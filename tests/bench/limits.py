@@ -30,11 +30,15 @@ MIB = 1 << 20
 
 @contextlib.contextmanager
 def loaded(lab: Swarm, node: NodeProcess, place: Place, *options: str) -> Iterator[None]:
-    """With clients at ``place`` that send prompts."""
+    """With clients at ``place`` that send prompts, from when the node has a session."""
     manifest = node.status.manifest.hex()
     command = [*place.prefix, sys.executable, "-m", "tests.bench.session_load", str(lab.file), manifest]
     process = subprocess.Popen([*command, *lab.bootstrap_options, *options])
     try:
+        while not node.status.sessions:
+            if process.poll() is not None:
+                raise RuntimeError(f"the clients ended with {process.returncode}")
+            time.sleep(SAMPLE_S)
         yield
     finally:
         process.terminate()
