@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from swarmnet_client.blame import OURS
 from swarmnet_client.hops import ChainSpec
 from swarmnet_client.pass_calls import PASSES_PER_HOST
 from swarmnet_client.passes import RemoteBatch, split
-from swarmnet_client.patience import OURS
 from swarmnet_node.host import HostLimits
 from swarmnet_protocols.errors import NoRoute, OutOfResources
 from swarmnet_protocols.protocol_ids import PASS
