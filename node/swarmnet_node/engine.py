@@ -6,6 +6,7 @@ outputs back. While a forward runs, work gathers: batches form by themselves. Pa
 
 import asyncio
 import contextlib
+import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -25,9 +26,8 @@ from swarmnet_node.tally import EngineTally
 from swarmnet_protocols.aio import cancel
 from swarmnet_protocols.errors import Unreachable
 from swarmnet_protocols.resources import RETRY_S, Exhausted, Hold, ResourceManager, Scope, Stock
+from swarmnet_protocols.timing import Timing
 
-MAX_OVERTAKING = 100
-"""Forwards of sessions between two passes that wait: seconds, where a client takes a minute's silence for a host that hangs."""
 BUDGET_TOKENS = 512
 """Positions in one forward: whoever waits for one token waits for all of these."""
 CLIENT_SHARE = 2
@@ -58,11 +58,13 @@ class _Work:
 
 @dataclass(eq=False)
 class _Pass:
-    """Something to compute that cannot be cut."""
+    """Something to compute that cannot be cut. It waits since ``since``, a time of the loop, and lets sessions go first for ``yields_s``."""
 
     start: Callable[[], Callable[[], Any]]
     positions: int
     done: "asyncio.Future[Any]"
+    since: float
+    yields_s: float
 
 
 class Engine:
@@ -93,7 +95,7 @@ class Engine:
         self._stopwatch = stopwatch
         self._waiting: list[_Work] = []
         self._passes: deque[_Pass] = deque()
-        self._overtook = 0
+        self._passed_at = -math.inf
         self._wake = asyncio.Event()
         self._stopped = False
         self._holds: dict[int, tuple[LaneCache, Hold]] = {}
@@ -207,16 +209,24 @@ class Engine:
         self._wake.set()
         return await asyncio.gather(*(work.done for work in works))
 
-    async def compute_behind(self, start: Callable[[], Callable[[], T]], positions: int) -> T:
-        """Compute something of ``positions`` positions on the torch thread when no session has work, or sessions had their share.
+    async def compute_behind(
+        self,
+        start: Callable[[], Callable[[], T]],
+        positions: int,
+        *,
+        yields_s: float = Timing.overtaken_s,
+    ) -> T:
+        """Compute something of ``positions`` positions on the torch thread when no session has work, or when sessions have gone first
+        for ``yields_s`` since it came, or since the one before it.
 
         First come, first served. At its turn ``start`` is called here and gives what is to be called there; what either
         raises is raised. A caller that is cancelled before its turn costs nothing more.
         """
         if self._stopped:
             raise Unreachable("this host has stopped")
-        done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        work = _Pass(start, positions, done)
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[T] = loop.create_future()
+        work = _Pass(start, positions, done, loop.time(), yields_s)
         self._passes.append(work)
         self._wake.set()
         try:
@@ -231,15 +241,19 @@ class Engine:
                 await self._wake.wait()
             async with self._turn():
                 await asyncio.sleep(0)  # whatever the network has already delivered joins this batch
-                overdue = self._passes and self._overtook >= MAX_OVERTAKING
-                if self._waiting and not overdue:
-                    self._overtook += 1
+                if self._waiting and not self._is_pass_overdue():
                     await self._forward()
                 elif self._passes:  # whoever waited may be gone by now
-                    self._overtook = 0
                     work = self._passes[0]
                     await self._run_pass(work)
+                    self._passed_at = asyncio.get_running_loop().time()
                     self._remove_pass(work)
+
+    def _is_pass_overdue(self) -> bool:
+        if not self._passes:
+            return False
+        first = self._passes[0]
+        return asyncio.get_running_loop().time() >= max(first.since, self._passed_at) + first.yields_s
 
     async def _forward(self) -> None:
         """One forward of what the scheduler picks among the sessions' work."""

@@ -106,7 +106,7 @@ class HostedPass:
         return finite(values.to(self._wire))
 
     async def _compute(self, start: Callable[[], Callable[[], T]]) -> T:
-        return await self._engine.compute_behind(start, self._positions)
+        return await self._engine.compute_behind(start, self._positions, yields_s=self._timing.overtaken_s)
 
     def _take(self) -> Graph:
         graph = self._engine.graphs.take(self._graph) if self._graph is not None else None

@@ -31,6 +31,8 @@ class Timing:
     """A host frees the session of a client that was silent for this long."""
     stall_s: float = 60.0
     """A hop that has its input and beats but computes nothing for this long is taken for broken."""
+    overtaken_s: float = 2.5
+    """Sessions' work goes before a pass that waits for so long and no longer, and then for as long before the next one."""
     recover_s: float = 12.0
     """A client looks this long for somebody who hosts the missing blocks."""
     refresh_s: float = 5.0
@@ -60,5 +62,7 @@ class Timing:
             raise ConfigError("record_s must outlast two announcements, or one lost store hides a live host")
         if self.recover_s < self.silence_s + self.open_s:
             raise ConfigError("recover_s must leave room to notice a dead replacement and try another")
+        if self.stall_s < 20 * self.overtaken_s:
+            raise ConfigError("stall_s must outlast a queue of passes, or a host that is busy looks broken")
         if self.client_silence_s < 2 * self.silence_s:
             raise ConfigError("a host must be more patient with a client than a client with a host")

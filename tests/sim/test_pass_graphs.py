@@ -161,11 +161,11 @@ def test_a_graph_that_goes_while_its_backward_waits_is_asked_for_no_more(
         engine = engine_of(lab, "b")
         honest, behind = engine.compute_behind, []
 
-        async def slow(start: Any, positions: int) -> Any:
+        async def slow(start: Any, positions: int, **options: Any) -> Any:
             behind.append(start)
             if len(behind) == 1:
                 engine.graphs.shrink(0)
-            return await honest(start, positions)
+            return await honest(start, positions, **options)
 
         monkeypatch.setattr(engine, "compute_behind", slow)
 

@@ -223,7 +223,7 @@ def test_a_host_that_beats_but_does_not_compute_is_replaced(
 
         return await train(lab, TWO_OF_B, prepare)
 
-    async def never(start: object, positions: int) -> torch.Tensor:
+    async def never(*_: object, **__: object) -> torch.Tensor:
         return await asyncio.get_running_loop().create_future()
 
     outcome = simulate(reference, scenario, limit_s=1000.0)

@@ -13,13 +13,15 @@ from typing import Any, cast
 import pytest
 import torch
 
-from swarmnet_node.engine import BUDGET_TOKENS, CLIENT_SHARE, MAX_OVERTAKING, Engine
+from swarmnet_node.engine import BUDGET_TOKENS, CLIENT_SHARE, Engine
 from swarmnet_node.graphs import Graph, GraphName, record
 from swarmnet_node.kv import KVGeometry, LaneCache, LayerShape
 from swarmnet_node.stage import Stage
 from swarmnet_protocols.errors import OutOfResources, Unreachable
 from swarmnet_protocols.resources import Exhausted, ResourceManager, Stock
+from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.transport import PeerId
+from tests.support.virtual_time import TimedExecutor, run
 
 GEOMETRY = KVGeometry((LayerShape(1, 4, 4),), torch.float32, torch.device("cpu"))
 Rows = Sequence[tuple[LaneCache, torch.Tensor]]
@@ -383,13 +385,30 @@ def test_passes_count_as_a_queue() -> None:
     asyncio.run(main())
 
 
-def test_sessions_overtake_a_pass_so_often_and_no_more() -> None:
-    async def use(engine: Engine, real: Stage) -> None:
-        text = torch.zeros((MAX_OVERTAKING + 9) * BUDGET_TOKENS, 3)  # of more forwards than may come first
-        reading = asyncio.ensure_future(engine.compute(real, [(lane_of(engine), text)]))
-        await asyncio.sleep(0)
-        await engine.compute_behind(lambda: lambda: None, 1)
-        assert engine.forwards == MAX_OVERTAKING + 1
-        await reading
+@pytest.mark.parametrize("forward_s", [0.01, 0.5, 4.0])
+def test_sessions_overtake_each_pass_for_so_long_and_no_longer(forward_s: float) -> None:
+    """However long one of their forwards takes: that which has begun is finished."""
+    passes = 3
 
-    with_engine(Doubling(), use, max_cache_bytes=1 << 30)
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        with TimedExecutor(forward_s) as executor:
+            running = Engine.run(
+                cast(Stage, Doubling()), executor, ResourceManager(), max_cache_bytes=1 << 40
+            )
+            async with running as engine:
+                # Longer than all passes may have to wait together.
+                forwards = round(passes * (Timing.overtaken_s / forward_s + 3)) + 1
+                text = torch.zeros(forwards * BUDGET_TOKENS, 1)
+                reading = asyncio.ensure_future(engine.compute(engine.stage, [(lane_of(engine), text)]))
+                await asyncio.sleep(0)
+                last = loop.time()
+                waiting = [engine.compute_behind(lambda: loop.time, 1) for _ in range(passes)]
+                for computed in asyncio.as_completed(waiting):
+                    ended = await computed
+                    assert Timing.overtaken_s <= ended - last <= Timing.overtaken_s + 2 * forward_s
+                    last = ended
+                assert not reading.done()
+                await reading
+
+    run(main())

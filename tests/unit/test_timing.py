@@ -13,6 +13,7 @@ from swarmnet_protocols.timing import Timing
         {"announce_s": 23.0},
         {"recover_s": 4.4},
         {"client_silence_s": 3.9},
+        {"overtaken_s": 3.1},
     ],
     ids=str,
 )
