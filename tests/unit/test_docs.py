@@ -32,7 +32,7 @@ def test_a_port_that_a_guide_asks_was_given_to_a_command_before(guide: Path) -> 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+    for target in re.findall(r"(?:\]\(|src=\"|srcset=\")([^)\"\s]+)", page.read_text()):
         path, _, anchor = target.partition("#")
         if path.startswith("http"):
             continue
