@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime
 
 from swarmnet_protocols.errors import ConfigError
@@ -155,13 +155,6 @@ class SwarmFile:
             serial=self.serial,
             models=frozenset(model.manifest for model in self.models),
         )
-
-    def with_rotation(self, rotation: Rotation) -> "SwarmFile":
-        """This content under new keys, with a higher serial."""
-        if self.authority is None:
-            raise ValueError("a swarm without an authority has no keys to rotate")
-        authority = replace(self.authority, rotations=(*self.authority.rotations, rotation))
-        return replace(self, serial=self.serial + 1, authority=authority)
 
     def _fields(self) -> dict[str, object]:
         authority = self.authority

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from swarmnet.addresses import write_addresses
-from swarmnet.cli.interrupts import Interrupts
+from swarmnet.cli.interrupts import Interrupts, run_until_stopped
 from swarmnet.cli.options import (
     AnnounceOption,
     BootstrapOption,
@@ -40,16 +40,10 @@ def bootstrap(  # noqa: PLR0913 - a command line, not an interface
     as_json: JsonFlag = False,
 ) -> None:
     """Keep a part of the swarm's directory, and be there for newcomers to start from, until Ctrl-C. Needs no model and little memory."""
-    import uvloop
-
     entry = enter(swarm, data_dir or default_data_dir(), bootstrap)
     with locked_data_dir(data_dir or default_data_dir()) as directory:
         network = entry.network(listen or ANY_PORT, announce, issuer)
-        try:
-            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(_serve(network, directory, as_json=as_json))
-        except asyncio.CancelledError:
-            raise KeyboardInterrupt from None
+        run_until_stopped(_serve(network, directory, as_json=as_json))
 
 
 async def _serve(network: "Network", data_dir: "Path", *, as_json: bool) -> None:

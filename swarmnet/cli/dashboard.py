@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from swarmnet.cli.interrupts import Interrupts
+from swarmnet.cli.interrupts import Interrupts, run_until_stopped
 from swarmnet.cli.options import (
     BootstrapOption,
     DataDirOption,
@@ -17,7 +17,7 @@ from swarmnet.cli.options import (
     PortOption,
     SwarmOption,
 )
-from swarmnet.cli.output import note, print_json, progress
+from swarmnet.cli.output import note, print_json, progress, say
 from swarmnet.entering import Entry, enter
 from swarmnet.paths import default_data_dir, locked_data_dir
 from swarmnet.supervision import notify_ready, notify_stopping
@@ -66,13 +66,7 @@ def dashboard(  # noqa: PLR0913 - a command line, not an interface
     entry = enter(swarm, own_dir, bootstrap)
     entry.check_bootstrap()
     with locked_data_dir(own_dir) as directory:
-        import uvloop
-
-        try:
-            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(_show(entry, directory, place, as_json=as_json))
-        except asyncio.CancelledError:
-            raise KeyboardInterrupt from None
+        run_until_stopped(_show(entry, directory, place, as_json=as_json))
 
 
 def _key_in(path: Path | None) -> str | None:
@@ -121,8 +115,7 @@ async def _show(entry: Entry, directory: Path, place: "Place", *, as_json: bool)
         notify_stopping()
         if not stop.is_set():
             raise SwarmnetError("p2pd died: this dashboard reaches nobody", hint=_RESTART)
-    if as_json:
-        print_json({"event": "stopped"})
+    say({"event": "stopped"}, "stopped", as_json=as_json)
 
 
 def parse_place(endpoint: tuple[str, int], key_file: Path | None) -> "Place":

@@ -1,9 +1,8 @@
 """A node in the foreground: it reports, and ends in good order when it is told to."""
 
-import asyncio
 import sys
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -12,8 +11,8 @@ import typer
 
 from swarmnet.addresses import write_addresses
 from swarmnet.cli.control import DEFAULT_GRACE_S
-from swarmnet.cli.interrupts import Interrupts
-from swarmnet.cli.output import note, print_json, progress
+from swarmnet.cli.interrupts import Interrupts, run_until_stopped
+from swarmnet.cli.output import note, print_json, progress, say
 from swarmnet.supervision import notify_ready, notify_status, notify_stopping
 from swarmnet_protocols.models import Progress
 
@@ -73,13 +72,7 @@ class Foreground:
 
     def run(self) -> None:
         """Serve until the node has finished. Raises ``KeyboardInterrupt`` when it was stopped at once."""
-        import uvloop
-
-        try:
-            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(self._serve())
-        except asyncio.CancelledError:
-            raise KeyboardInterrupt from None
+        run_until_stopped(self._serve())
 
     async def _serve(self) -> None:
         from swarmnet_node import control
@@ -163,12 +156,7 @@ class Foreground:
         note("stop with Ctrl-C, or with `swarmnet finish` from another terminal")
 
     def _say(self, event: dict[str, object], text: str) -> None:
-        # Whoever read what we print may be gone; that must not keep a node from leaving in good order.
-        with suppress(BrokenPipeError):
-            if self.as_json:
-                print_json(event)
-            else:
-                note(text)
+        say(event, text, as_json=self.as_json)
 
 
 def _one_line(status: "NodeStatus") -> str:

@@ -1,10 +1,21 @@
-"""What Ctrl-C and a polite kill do to a command that has to end in good order."""
+"""Commands that run until they are told to stop, and what Ctrl-C and a polite kill do to them."""
 
 import asyncio
 import os
 import signal
-from collections.abc import Callable
-from typing import Self, TextIO
+from collections.abc import Callable, Coroutine
+from typing import Any, Self, TextIO
+
+
+def run_until_stopped(command: Coroutine[Any, Any, None]) -> None:
+    """Run ``command`` on a loop of uvloop's. Raises ``KeyboardInterrupt`` when ``Interrupts`` cancelled it."""
+    import uvloop
+
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(command)
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
 
 
 class Interrupts:

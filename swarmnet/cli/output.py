@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import typer
 
@@ -19,6 +19,18 @@ def print_json(fields: Mapping[str, object]) -> None:
 def note(text: str) -> None:
     """A line for the person in front of the terminal."""
     typer.echo(text, err=True)
+
+
+def say(event: Mapping[str, object], text: str, *, as_json: bool) -> None:
+    """What happens to a command that runs for long: ``event`` for programs, ``text`` for people.
+
+    Whoever read that may be gone; that keeps no command from ending in good order.
+    """
+    with suppress(BrokenPipeError):
+        if as_json:
+            print_json(event)
+        else:
+            note(text)
 
 
 @contextmanager

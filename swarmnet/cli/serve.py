@@ -4,14 +4,14 @@ import asyncio
 import resource
 import sys
 from collections.abc import Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from swarmnet.cli.interrupts import Interrupts
+from swarmnet.cli.interrupts import Interrupts, run_until_stopped
 from swarmnet.cli.options import (
     BootstrapOption,
     CacheDirOption,
@@ -24,7 +24,7 @@ from swarmnet.cli.options import (
     SwarmOption,
     device_option,
 )
-from swarmnet.cli.output import note, print_json, progress
+from swarmnet.cli.output import note, print_json, progress, say
 from swarmnet.entering import client_network
 from swarmnet.paths import default_cache_dir
 from swarmnet.supervision import notify_ready, notify_stopping
@@ -128,7 +128,8 @@ def serve(  # noqa: PLR0913 - a command line, not an interface
         import_transformers()
         local = resolve(model, cache_dir=cache_dir or default_cache_dir(), progress=report)
     serving = _Serving(host, port, access, quota, max_concurrent, dtype, device, as_json, stop_on_eof)
-    _run(local, network, serving)
+    _allow_many_connections()
+    run_until_stopped(_serve(local, network, serving))
 
 
 def check_origin(text: str) -> str:
@@ -182,17 +183,6 @@ def _named(line: str, place: str) -> tuple[str, str]:
     return (name, key) if colon else (place, name)
 
 
-def _run(local: LocalModel, network: Network, serving: _Serving) -> None:
-    import uvloop
-
-    _allow_many_connections()
-    try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(local, network, serving))
-    except asyncio.CancelledError:
-        raise KeyboardInterrupt from None
-
-
 def _allow_many_connections() -> None:
     """Idle connections cost a file descriptor each, and the usual limit is 1024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -228,17 +218,15 @@ async def _serve(local: LocalModel, network: Network, serving: _Serving) -> None
         notify_stopping()
         if not stop.is_set():
             raise SwarmnetError("p2pd died: this gateway reaches nobody", hint="start it again")
-        _say(
-            serving,
-            {"event": "draining"},
-            "stopping: running answers are finished; Ctrl-C again stops at once",
-        )
+        draining = "stopping: running answers are finished; Ctrl-C again stops at once"
+        say({"event": "draining"}, draining, as_json=serving.as_json)
         try:
             async with asyncio.timeout(DRAIN_S):
                 await gateway.drain()
         except TimeoutError:
-            _say(serving, {"event": "cut_off"}, f"answers still ran after {DRAIN_S:g} s; they are cut off")
-    _say(serving, {"event": "stopped"}, "stopped")
+            cut_off = f"answers still ran after {DRAIN_S:g} s; they are cut off"
+            say({"event": "cut_off"}, cut_off, as_json=serving.as_json)
+    say({"event": "stopped"}, "stopped", as_json=serving.as_json)
 
 
 def _announce(url: str, model: str, serving: _Serving) -> None:
@@ -250,12 +238,3 @@ def _announce(url: str, model: str, serving: _Serving) -> None:
     note(f"serving {model} at {url}/v1{asks}")
     note(f"  OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={'YOUR KEY' if serving.access.keys else 'none'}")
     note("stop with Ctrl-C")
-
-
-def _say(serving: _Serving, event: dict[str, object], text: str) -> None:
-    # Whoever read what we print may be gone; running answers are finished all the same.
-    with suppress(BrokenPipeError):
-        if serving.as_json:
-            print_json(event)
-        else:
-            note(text)

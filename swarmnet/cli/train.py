@@ -8,7 +8,7 @@ import typer
 
 from swarmnet.cli import train_status
 from swarmnet.cli.displays import Display, display
-from swarmnet.cli.interrupts import Interrupts
+from swarmnet.cli.interrupts import Interrupts, run_until_stopped
 from swarmnet.cli.lazy import command_group
 from swarmnet.cli.options import (
     AnnounceOption,
@@ -120,16 +120,8 @@ def join(  # noqa: PLR0913 - a command line, not an interface
         network = entry.network(listen or ANY_PORT, announce, issuer)
         config = WorkerConfig(job, network, directory, cache_dir or default_cache_dir(), device, threads)
         record = TrainingRecord(job_folder(directory, job), job, wall_clock)
-        import uvloop
-
-        try:
-            with (
-                display(as_json=as_json) as shown,
-                asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
-            ):
-                runner.run(_work(config, record, shown))
-        except asyncio.CancelledError:
-            raise KeyboardInterrupt from None
+        with display(as_json=as_json) as shown:
+            run_until_stopped(_work(config, record, shown))
 
 
 async def _work(config: "WorkerConfig", record: TrainingRecord, shown: Display) -> None:

@@ -22,6 +22,10 @@ KEEP_ALIVE_S = 10.0
 class Form:
     """What is common to all chunks of one answer, and to the whole of it."""
 
+    prefix = "cmpl"
+    whole = "text_completion"
+    chunk = "text_completion"
+
     def __init__(self, model: str, tokenizer: Any, created: int, fingerprint: str) -> None:
         self._tokenizer = tokenizer
         self._fields = {
@@ -30,10 +34,6 @@ class Form:
             "model": model,
             "system_fingerprint": fingerprint,
         }
-
-    prefix = "cmpl"
-    whole = "text_completion"
-    chunk = "text_completion"
 
     def to_choice(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         """A choice of which these are all pieces."""

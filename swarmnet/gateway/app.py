@@ -102,6 +102,7 @@ class Gateway:
         await self._idle.wait()
 
     def close(self) -> None:
+        """Take no more texts to tokenize."""
         self._tokenizing.shutdown(wait=False)
 
     # ---- endpoints --------------------------------------------------------------------------------------
@@ -133,6 +134,7 @@ class Gateway:
         return await self._respond(request, body, prepare)
 
     async def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
+        self._check_model(body.model or self.model)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "give either prompt or messages", "invalid_value", param="prompt")
         if body.messages is not None:
@@ -142,6 +144,7 @@ class Gateway:
         return {"count": len(ids), "max_model_len": self.engine.max_length, "tokens": ids}
 
     async def detokenize(self, body: DetokenizeRequest) -> dict[str, Any]:
+        self._check_model(body.model or self.model)
         if len(body.tokens) > self.engine.max_length:
             message = f"this model has no more than {self.engine.max_length} tokens at a time"
             raise ApiError(400, message, "context_length_exceeded", param="tokens")

@@ -269,6 +269,8 @@ def test_what_else_there_is(tiny: Reference) -> None:
         chat = await caller.post("/tokenize", {"messages": [{"role": "user", "content": "w5"}]})
         assert chat.json()["tokens"] == [3, 5, 9]
         assert refused(await caller.post("/tokenize", {})) == (400, "prompt", "invalid_value")
+        other = await caller.post("/tokenize", {"prompt": "w5 w6", "model": "another"})
+        assert refused(other) == (404, "model", "model_not_found")
         assert (await caller.post("/detokenize", {"tokens": [5, 6]})).json() == {"prompt": "w5 w6"}
         assert refused(await caller.post("/detokenize", {"tokens": [97]})) == (400, "tokens", "invalid_value")
         too_long = await caller.post("/detokenize", {"tokens": [5] * 513})

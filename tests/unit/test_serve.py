@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from swarmnet.cli import serve
+from swarmnet.cli.interrupts import run_until_stopped
 from swarmnet.gateway.quotas import Quota
 from swarmnet.web.guards import Access
 from swarmnet_protocols.errors import ConfigError, SwarmnetError
@@ -35,7 +36,7 @@ def test_a_gateway_goes_with_the_process_that_started_it(
     )
     with os.fdopen(reading) as stdin:
         monkeypatch.setattr("sys.stdin", stdin)
-        serve._run(None, None, serving)  # type: ignore[arg-type]  # only the engine reads these
+        run_until_stopped(serve._serve(None, None, serving))  # type: ignore[arg-type]  # only the engine reads these
     events = [json.loads(line)["event"] for line in capsys.readouterr().out.splitlines()]
     assert events == ["ready", "draining", "stopped"]
 
@@ -48,7 +49,7 @@ def test_a_gateway_whose_server_broke_ends_with_an_error(monkeypatch: pytest.Mon
     monkeypatch.setattr("swarmnet.web.serving._Server.on_tick", on_tick)
     serving = serve._Serving("127.0.0.1", 0, Access(), Quota(), 1, "auto", "auto", as_json=True)
     with pytest.raises(SwarmnetError, match="broke"):
-        serve._run(None, None, serving)  # type: ignore[arg-type]  # only the engine reads these
+        run_until_stopped(serve._serve(None, None, serving))  # type: ignore[arg-type]  # only the engine reads these
 
 
 def test_no_key_takes_the_place_of_another_of_its_name(tmp_path: Path) -> None:
