@@ -1,4 +1,4 @@
-"""Sizes, rates and durations as people write them."""
+"""Sizes, rates, durations and counts as people write them."""
 
 import re
 
@@ -66,3 +66,8 @@ def parse_duration_s(text: str) -> int:
     if match is None or int(match[1]) * _DURATIONS[match[2]] > MAX_DURATION_S:
         raise ValueError("write a duration as 90s, 30m, 12h, 7d or 2w; ten years are the most")
     return int(match[1]) * _DURATIONS[match[2]]
+
+
+def counted(number: int, what: str) -> str:
+    """``1 host``, ``2 hosts``."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -19,6 +19,7 @@ from swarmnet.cli.generation import Answer, Hop, Sampling, Screen, Stopped, gene
 from swarmnet.cli.keyboard import QUOTES, keyboard
 from swarmnet.cli.options import check_at_least_zero, check_share
 from swarmnet.cli.output import note
+from swarmnet.units import counted
 from swarmnet_protocols.errors import SwarmnetError
 
 COMMANDS = {
@@ -133,7 +134,7 @@ class Chat:
         prompt, dropped = self.conversation.prompt(self.sampling.max_new_tokens)
         if dropped:
             note(
-                f"{self.conversation.context} tokens are all it can read: the oldest {dropped} turns are forgotten"
+                f"{self.conversation.context} tokens are all it can read; forgotten: the oldest {counted(dropped, 'turn')}"
             )
         return generate(self._model, prompt, self.sampling, self._screen.show)
 
@@ -221,8 +222,8 @@ class Chat:
     def _stats(self) -> None:
         total = self._totals
         speed = total.tokens / total.seconds if total.seconds else 0.0
-        note(f"{total.answers} answers, {total.tokens} tokens, {speed:.1f}/s")
-        note(f"{total.failovers} hosts replaced, the longest pause {total.longest_stall_s:.1f} s")
+        note(f"{counted(total.answers, 'answer')}, {counted(total.tokens, 'token')}, {speed:.1f}/s")
+        note(f"{counted(total.failovers, 'host')} replaced, the longest pause {total.longest_stall_s:.1f} s")
         traffic = self._model.traffic
         note(f"{traffic.sent / 1e6:.2f} MB sent, {traffic.received / 1e6:.2f} MB received")
         held = self.conversation.encode().shape[1] if self.conversation.turns else 0

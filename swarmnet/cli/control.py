@@ -8,7 +8,7 @@ from swarmnet.cli.limits import rows
 from swarmnet.cli.options import DataDirOption, JsonFlag, check_at_least_zero
 from swarmnet.cli.output import print_json, print_table
 from swarmnet.paths import default_data_dir
-from swarmnet.units import show_size
+from swarmnet.units import counted, show_size
 
 if TYPE_CHECKING:
     from swarmnet_node.control import NodeStatus
@@ -67,7 +67,7 @@ def _print(node: "NodeStatus") -> None:
             "sessions": node.sessions,
             "cache": f"{node.cache_bytes / mebibyte:.1f} of {node.cache_bytes_limit / mebibyte:.0f} MiB",
             "weights": f"{node.weight_bytes / mebibyte:.1f} MiB",
-            "computed": f"{node.tokens} tokens in {node.forwards} forwards",
+            "computed": f"{counted(node.tokens, 'token')} in {counted(node.forwards, 'forward')}",
             "up": f"{node.uptime_s:.0f} s",
             "addresses": "\n".join(node.addresses),
             "memory": f"{node.ram_bytes / mebibyte:.0f} MiB of {limits.pop('memory')}",

@@ -20,6 +20,7 @@ from swarmnet.cli.options import CacheDirOption, JsonFlag
 from swarmnet.cli.output import print_json, print_table, progress
 from swarmnet.paths import default_cache_dir
 from swarmnet.swarm_writer import NewSwarm
+from swarmnet.units import counted
 from swarmnet_protocols.aio import race
 from swarmnet_protocols.clock import wall_clock
 from swarmnet_protocols.errors import DeadlineExceeded, SwarmnetError
@@ -125,7 +126,7 @@ async def _start_swarm(
     demo: _Demo, running: list[Process], spans: Sequence[tuple[int, int]], report: Progress
 ) -> str:
     """Start a node for every span, the first one before the others; an address of the first."""
-    title = f"starting {len(spans)} nodes"
+    title = f"starting {counted(len(spans), 'node')}"
     report(title, 0, len(spans))
     address: str = (await _start_node(demo, running, spans[0], []))["addresses"][0]
     done = 1

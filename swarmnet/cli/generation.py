@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from swarmnet.cli.output import note, print_json
+from swarmnet.units import counted
 
 if TYPE_CHECKING:
     import torch
@@ -71,7 +72,7 @@ class Screen:
         typer.echo()
         hops = " -> ".join(f"{hop.start}:{hop.end}" for hop in answer.route)
         speed = f"{answer.tokens_per_s:.1f}/s, first after {answer.first_token_s:.2f} s"
-        note(f"{len(answer.token_ids)} tokens, {speed}, {hops}")
+        note(f"{counted(len(answer.token_ids), 'token')}, {speed}, {hops}")
 
 
 class Stopped(KeyboardInterrupt):
@@ -94,7 +95,7 @@ def generate(
     room = model.config.max_position_embeddings - prompt_tokens
     if room < 1:
         raise typer.BadParameter(
-            f"the prompt has {prompt_tokens} tokens and the model takes {model.config.max_position_embeddings}: shorten it",
+            f"the prompt has {counted(prompt_tokens, 'token')} and the model takes {model.config.max_position_embeddings}: shorten it",
             param_hint="PROMPT",
         )
     if sampling.seed is not None:

@@ -9,6 +9,7 @@ from swarmnet.cli.lazy import command_group
 from swarmnet.cli.options import CacheDirOption, JsonFlag
 from swarmnet.cli.output import print_json, print_table, progress
 from swarmnet.paths import default_cache_dir
+from swarmnet.units import counted
 from swarmnet_protocols.models import DEFAULT_MODEL
 
 if TYPE_CHECKING:
@@ -70,8 +71,8 @@ def verify(
     if as_json:
         print_json({"name": local.name, "manifest": local.manifest.hash.hex(), "valid": True})
     else:
-        count = len(local.manifest.files)
-        typer.echo(f"{local.name}: {count} {'file' if count == 1 else 'files'} read, as the manifest says")
+        count = counted(len(local.manifest.files), "file")
+        typer.echo(f"{local.name}: {count} read, as the manifest says")
 
 
 def _hub_models() -> list[dict[str, object]]:

@@ -23,6 +23,7 @@ from swarmnet.key_files import KEY_NAME, load_key
 from swarmnet.paths import default_data_dir
 from swarmnet.swarm_content import SwarmFile
 from swarmnet.swarm_folder import folder_of
+from swarmnet.units import counted
 from swarmnet_protocols.clock import wall_clock
 from swarmnet_protocols.errors import ConfigError, IntegrityError, OutOfResources, Unreachable
 from swarmnet_protocols.files import write_whole
@@ -140,9 +141,7 @@ def revoke(
     if as_json:
         print_json({"revoked": identity.hex() if identity else who, "serial": serial, "told": told})
         return
-    typer.echo(
-        f"revoked, serial {serial} of the list; told {len(told)} {'peer' if len(told) == 1 else 'peers'}"
-    )
+    typer.echo(f"revoked, serial {serial} of the list; told {counted(len(told), 'peer')}")
     note("they tell everybody they are connected to, who tell the others")
 
 
@@ -221,7 +220,7 @@ def _print_invite(
         print_json(fields | {"expires": _iso(terms.not_after)})
         return
     typer.echo(text)
-    whom = f"peer {terms.peer}" if terms.peer else f"{terms.uses} {'peer' if terms.uses == 1 else 'peers'}"
+    whom = f"peer {terms.peer}" if terms.peer else counted(terms.uses, "peer")
     secret = "worth nothing to another" if terms.peer else "keep it secret: whoever has it can use it"
     note(f"lets in {whom} as {name_roles(terms.roles)} until {_iso(terms.not_after)}; {secret}")
     if not known:

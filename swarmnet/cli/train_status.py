@@ -14,6 +14,7 @@ from swarmnet.cli.training_words import summary
 from swarmnet.entering import client_network
 from swarmnet.paths import default_data_dir
 from swarmnet.training_record import newest_job, read_status
+from swarmnet.units import counted
 from swarmnet_protocols.network import Network, connect
 
 WATCH_EVERY_S = 1.0
@@ -114,13 +115,13 @@ def _print_worker(fields: dict[str, Any]) -> None:
     print_table(fields.get("name", "training"), rows)
     if fields["peers"]:
         counts = {
-            peer: f"{each['rounds']} rounds, the last was {each['last_round']}"
+            peer: f"{counted(each['rounds'], 'round')}, the last was {each['last_round']}"
             for peer, each in fields["peers"].items()
         }
         print_table("contributed", counts)
     if fields["excluded"]:
         reasons = {
-            peer: f"{each['times']} times, last in round {each['round']}: {each['reason']}"
+            peer: f"{counted(each['times'], 'time')}, last in round {each['round']}: {each['reason']}"
             for peer, each in fields["excluded"].items()
         }
         print_table("excluded", reasons)

@@ -1,6 +1,7 @@
 """What ``train join`` says of its events, and where a worker stands."""
 
 from swarmnet.cli.displays import Bar, Fields, Telling
+from swarmnet.units import counted
 
 
 def tell(event: Fields, status: Fields) -> Telling:
@@ -16,7 +17,7 @@ def summary(status: Fields) -> str:
         if status.get(name) is not None:
             parts.append(f"{label} {status[name]:.4f}")
     if "workers" in status:
-        parts.append(f"{status['workers']} {'worker' if status['workers'] == 1 else 'workers'}")
+        parts.append(counted(status["workers"], "worker"))
         parts.append(f"{status['bytes_sent'] / 1e6:.2f} MB sent")
         parts.append(f"{status['bytes_received'] / 1e6:.2f} MB received")
     if "wait_share" in status:
@@ -32,7 +33,7 @@ def sentence(event: Fields) -> str:
             loss = "only listened" if event["loss"] is None else f"loss {event['loss']:.4f}"
             sent, received = event["bytes_sent"] / 1e6, event["bytes_received"] / 1e6
             text = (
-                f"round {event['round']} {outcome}: {loss}, {event['workers']} workers, "
+                f"round {event['round']} {outcome}: {loss}, {counted(event['workers'], 'worker')}, "
                 f"{sent:.2f} MB sent, {received:.2f} MB received, {event['wait_s']:.1f} s waited"
             )
             excluded = (f"  excluded {each['peer_id']}: {each['reason']}" for each in event["excluded"])
@@ -54,7 +55,7 @@ def sentence(event: Fields) -> str:
         case "leaving":
             return "leaving after this round; press Ctrl-C again to leave at once"
         case "done":
-            return f"done after {event['round']} rounds, {event['revision']} of them committed"
+            return f"done after {counted(event['round'], 'round')}, {event['revision']} of them committed"
         case kind:
             rest = ", ".join(f"{name} {value}" for name, value in event.items() if name != "event")
             return f"{kind}: {rest}" if rest else str(kind)

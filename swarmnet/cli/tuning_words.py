@@ -1,6 +1,7 @@
 """What ``tune`` says of its events."""
 
 from swarmnet.cli.displays import Bar, Fields, Telling
+from swarmnet.units import counted
 
 
 class Words:
@@ -31,7 +32,7 @@ class Words:
                     f"{self._sent / 1e6:.1f} MB sent, {self._received / 1e6:.1f} MB received"
                 )
                 lost = event["failovers"]
-                return text + (f", {lost} {'host' if lost == 1 else 'hosts'} replaced" if lost else "")
+                return text + (f", {counted(lost, 'host')} replaced" if lost else "")
             case "eval":
                 return f"step {event['step']}: held-out {_scores(event)}"
             case "saved":
@@ -46,11 +47,11 @@ class Words:
     def _beginning(self, event: Fields) -> str:
         self._steps = event["steps"]
         parts = [
-            f"{event['method']}: {event['trained_parameters']:,} parameters learn from {event['rows']} rows "
-            f"in {event['steps']} steps, {event['held_out']} rows are held out"
+            f"{event['method']}: {event['trained_parameters']:,} parameters learn from {counted(event['rows'], 'row')} "
+            f"in {counted(event['steps'], 'step')}; held out: {counted(event['held_out'], 'row')}"
         ]
         if event["cut"]:
-            parts.append(f"{event['cut']} rows were longer than --max-length and lost their ends")
+            parts.append(f"cut off at --max-length: {counted(event['cut'], 'row')}")
         if event["step"]:
             parts.append(f"going on after step {event['step']}")
         return "\n".join(parts)
