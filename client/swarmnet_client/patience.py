@@ -1,6 +1,6 @@
 """How often a chain is mended before it is given up, and what is said then. Pure: takes the time as an argument."""
 
-from swarmnet_protocols.errors import NoRoute, NotAuthorised, SwarmnetError, Unreachable
+from swarmnet_protocols.errors import NoRoute, NotAuthorised, StreamRefused, SwarmnetError, Unreachable
 from swarmnet_protocols.resources import Exhausted
 from swarmnet_protocols.session.link import Refused
 from swarmnet_protocols.wire import session_pb2 as pb
@@ -24,7 +24,7 @@ class Patience:
         """Wait this long before the next attempt, the last of which failed with ``error``: as long as a host asked us to."""
         if self._attempts <= 2:  # somebody else may have room
             return 0.0
-        asked_s = error.retry_after_s if isinstance(error, Refused) else 0.0
+        asked_s = error.retry_after_s if isinstance(error, Refused | StreamRefused) else 0.0
         return min(max(PAUSE_S, asked_s), self._recover_s / 2)
 
     def lost(self, now: float, *, idle: bool) -> bool:
@@ -50,7 +50,11 @@ def verdict(error: SwarmnetError) -> SwarmnetError:
     """What a person is told after many attempts, the last of which failed so."""
     if isinstance(error, NoRoute | NotAuthorised):
         return error
-    if isinstance(error, Refused) and error.reason == pb.REASON_OUT_OF_MEMORY:
+    if isinstance(error, StreamRefused) and not error.retry_after_s:
+        return NotAuthorised(str(error), hint=error.hint)
+    if isinstance(error, StreamRefused) or (
+        isinstance(error, Refused) and error.reason == pb.REASON_OUT_OF_MEMORY
+    ):
         return Exhausted(
             f"the hosts have no room: {error}",
             error.retry_after_s,

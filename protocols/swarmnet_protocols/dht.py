@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
 
 from swarmnet_protocols.directory import Publisher
-from swarmnet_protocols.errors import NotAuthorised, PeerUnreachable
+from swarmnet_protocols.errors import NotAuthorised, PeerUnreachable, StreamRefused
 from swarmnet_protocols.identity import Identity
 from swarmnet_protocols.membership.door import Door
 from swarmnet_protocols.protocol_ids import DHT_PING
@@ -126,7 +126,7 @@ class DhtDirectory:
             _log.warning("bootstrap peer %s: %s", address, error)
             refusals.append(error)
             return False
-        except (PeerUnreachable, TimeoutError) as error:
+        except (PeerUnreachable, StreamRefused, TimeoutError) as error:
             _log.warning("bootstrap peer %s does not answer: %s", address, error)
             return False
         return await self._node.protocol.call_ping(PeerID.from_base58(peer)) is not None

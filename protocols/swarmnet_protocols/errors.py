@@ -63,5 +63,16 @@ class StreamEnded(SwarmnetError):
     """The other side of a stream is gone: it closed, it died, or the path to it broke."""
 
 
+class StreamRefused(StreamEnded):
+    """The other side of a stream does not want it, and has said why.
+
+    It is worth trying again after ``retry_after_s``; where that is 0, not before something has changed.
+    """
+
+    def __init__(self, message: str, *, retry_after_s: float = 0.0, hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.retry_after_s = retry_after_s
+
+
 class DeadlineExceeded(SwarmnetError):
     """An answer did not come within its deadline."""

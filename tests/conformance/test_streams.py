@@ -6,9 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from swarmnet_protocols.errors import IncompatibleVersion, PeerUnreachable, ProtocolViolation, StreamEnded
+from swarmnet_protocols.errors import (
+    IncompatibleVersion,
+    PeerUnreachable,
+    ProtocolViolation,
+    StreamEnded,
+    StreamRefused,
+)
 from swarmnet_protocols.identity import Identity
-from swarmnet_protocols.transport import Message, ProtocolSpec, Stream, Transport
+from swarmnet_protocols.transport import Message, ProtocolSpec, Refusal, Stream, Transport
 
 from .conftest import NOBODY, Lab
 
@@ -309,6 +315,32 @@ def test_close_delivers_what_was_sent_by_the_handler(lab: Lab, protocol: Protoco
         stream = await dial(a, b, protocol)
         async with asyncio.timeout(DEADLINE_S):
             assert [int(message.header) for message in await drain(stream)] == list(range(20))
+
+    lab.run(scenario)
+
+
+def test_who_is_refused_learns_why(lab: Lab, protocol: ProtocolSpec) -> None:
+    """Although it has said something already, which nobody reads."""
+
+    async def scenario(a: Transport, b: Transport) -> None:
+        async def handler(stream: Stream) -> None:
+            stream.refuse(Refusal("it is \x1b[1mclosed", 2.5))
+
+        await b.serve(protocol, handler)
+
+        async def ask() -> None:
+            stream = await dial(a, b, protocol)
+            with contextlib.suppress(StreamEnded):
+                await stream.send(Message(b"hello", bytes(100_000)))
+            for _ in range(2):
+                with pytest.raises(StreamRefused, match=f"{b.peer_id} refuses us: it is .1mclosed") as info:
+                    await stream.receive()
+                assert info.value.retry_after_s == 2.5
+                assert info.value.hint == "try again in 2 s"
+            stream.close()
+
+        for _ in range(10):
+            await asyncio.gather(*(ask() for _ in range(10)))
 
     lab.run(scenario)
 

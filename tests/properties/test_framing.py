@@ -10,11 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmnet_protocols.errors import ProtocolViolation, StreamEnded
+from swarmnet_protocols.errors import ProtocolViolation, StreamEnded, StreamRefused
 from swarmnet_protocols.protocol_ids import ALL
-from swarmnet_protocols.transport import Message, ProtocolSpec
+from swarmnet_protocols.transport import Message, ProtocolSpec, Refusal
 from swarmnet_protocols.transport.framing import FrameReader, encode
 from swarmnet_protocols.transport.pacing import Line, PacedReader
+from swarmnet_protocols.transport.refusing import (
+    MAX_REFUSAL_BYTES,
+    MAX_RETRY_S,
+    REFUSED,
+    encode_refusal,
+    printable,
+)
 from tests.support.meters import a_meter
 
 SMALL = ProtocolSpec("/test/1", max_header_bytes=50, max_payload_bytes=200)
@@ -99,6 +106,25 @@ def test_a_violation_stays_one() -> None:
 def test_oversized_messages_are_not_encoded(message: Message) -> None:
     with pytest.raises(ProtocolViolation):
         encode(message, SMALL)
+
+
+@given(st.text(), st.floats(0, 100), st.lists(st.integers(0, 2000), max_size=5), st.binary(max_size=50))
+def test_a_refusal_arrives_in_any_pieces_and_is_the_last_word(
+    reason: str, retry_s: float, places: list[int], rest: bytes
+) -> None:
+    frame = encode_refusal(Refusal(reason, retry_s)) + rest
+    received, error = read_all(cut(encoded(Message(b"before")) + frame, places), SMALL)
+    assert received == [Message(b"before")]
+    assert isinstance(error, StreamRefused)
+    assert str(error).endswith(f" refuses us: {printable(reason)}")
+    assert error.retry_after_s == pytest.approx(min(retry_s, MAX_RETRY_S), abs=0.001)
+
+
+@given(st.integers(MAX_REFUSAL_BYTES + 1, 2**32 - 1), st.binary(max_size=50))
+def test_an_oversized_refusal_is_a_violation(size_bytes: int, rest: bytes) -> None:
+    received, error = read_all([struct.pack(">II", REFUSED, size_bytes) + rest], SMALL)
+    assert not received
+    assert isinstance(error, ProtocolViolation)
 
 
 @pytest.mark.parametrize("protocol", ALL, ids=lambda protocol: protocol.id)

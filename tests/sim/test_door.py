@@ -2,12 +2,13 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
-from swarmnet_protocols.errors import NotAuthorised, PeerUnreachable, StreamEnded
-from swarmnet_protocols.membership.roles import ANY_ROLE
+from swarmnet_protocols.errors import NotAuthorised, PeerUnreachable, StreamEnded, StreamRefused
+from swarmnet_protocols.membership.roles import ANY_ROLE, Role
+from swarmnet_protocols.membership.rules import Admission
 from swarmnet_protocols.protocol_ids import DOOR, LINK, PING, PROBE, REVOCATIONS, SESSION
 from swarmnet_protocols.transport import Message, ProtocolSpec
 from swarmnet_protocols.transport.memory import Delivery
@@ -89,7 +90,7 @@ def test_who_did_not_come_through_the_door_is_refused_under_every_protocol(proto
         victim = await world.member("bob")
         await victim.transport.serve(protocol, answer)
         member = await world.member("alice")
-        with pytest.raises(StreamEnded):
+        with pytest.raises(StreamRefused, match="has not shown that it is a member"):
             await hear(member.raw, victim.raw, protocol)
 
     run(scenario)
@@ -118,7 +119,7 @@ def test_the_wrong_role_is_refused_under_every_protocol(protocol: ProtocolSpec) 
             await hear(honest.transport, victim.raw, protocol)
         reply = await knock(honest.raw, victim, hello(bytes(32), certificate))
         assert reply.HasField("hello")
-        with pytest.raises(StreamEnded):
+        with pytest.raises(StreamRefused, match="is for"):
             await hear(honest.raw, victim.raw, protocol)
 
     run(scenario)
@@ -198,6 +199,30 @@ def test_a_refused_member_learns_why_and_what_to_do() -> None:
         with pytest.raises(NotAuthorised, match="no certificate") as info:
             await stranger.door.enter(victim.peer_id, SESSION, deadline_s=DEADLINE_S)
         assert "invite" in info.value.hint
+
+    run(scenario)
+
+
+def test_who_is_refused_a_stream_by_newer_rules_than_its_own_learns_why() -> None:
+    async def scenario(world: World) -> None:
+        server, client = await world.member("bob"), await world.member("alice")
+        for one, role in ((server, Role.OBSERVER), (client, Role.CLIENT)):
+            one.membership.rules = replace(
+                one.membership.rules,
+                admission=Admission.ALLOW_LIST,
+                allow={server.peer_id: ANY_ROLE, client.peer_id: frozenset({role})},
+            )
+            one.membership.certificate, one.membership._own = b"", None
+        await server.transport.serve(SESSION, answer)
+        with pytest.raises(
+            StreamRefused,
+            match=f"bob refuses us: {SESSION.id} is for client; .* as observer".replace(
+                "bob", server.peer_id
+            ),
+        ) as info:
+            await hear(client.transport, server.raw, SESSION)
+        assert not info.value.retry_after_s
+        assert "swarmnet doctor" in info.value.hint
 
     run(scenario)
 

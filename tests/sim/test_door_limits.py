@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 
-from swarmnet_protocols.errors import StreamEnded
+from swarmnet_protocols.errors import StreamEnded, StreamRefused
 from swarmnet_protocols.membership import door as door_module
 from swarmnet_protocols.membership.door import MAX_DOORS_EACH
 from swarmnet_protocols.protocol_ids import DOOR, REVOCATIONS, SESSION
-from swarmnet_protocols.resources import Stock
+from swarmnet_protocols.resources import RETRY_S, Stock
 from swarmnet_protocols.transport import Message, Stream
 from swarmnet_protocols.wire import door_pb2 as pb
 from tests.support.door_world import (
@@ -52,6 +52,23 @@ def test_silent_strangers_keep_no_member_out() -> None:
             await stranger.open(server.peer_id, DOOR, deadline_s=DEADLINE_S)
         assert server.raw.resources.in_all.used[Stock.STRANGERS] == 8
         await converse(client, server)
+
+    run(scenario)
+
+
+def test_whoever_there_is_no_room_for_at_the_door_learns_so_and_when_to_come_again() -> None:
+    async def scenario(world: World) -> None:
+        server, client = await world.member("bob"), await world.member("alice")
+        server.raw.resources.limit(Stock.STRANGERS, each_peer=0)
+        with pytest.raises(StreamRefused, match="has no room") as info:
+            await client.door.enter(server.peer_id, SESSION, deadline_s=DEADLINE_S)
+        assert info.value.retry_after_s == RETRY_S
+        server.raw.resources.limit(Stock.STREAMS, each_peer=0)
+        with pytest.raises(StreamRefused, match="has no room"):
+            await client.door.enter(server.peer_id, SESSION, deadline_s=DEADLINE_S)
+        server.raw.resources.limit(Stock.STREAMS, each_peer=9)
+        server.raw.resources.limit(Stock.STRANGERS, each_peer=1)
+        await client.door.enter(server.peer_id, SESSION, deadline_s=DEADLINE_S)
 
     run(scenario)
 

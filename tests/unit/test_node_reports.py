@@ -20,7 +20,7 @@ from swarmnet_node.reports import (
     Reporter,
 )
 from swarmnet_protocols.catalog import MAX_MODELS, CatalogModel, merge
-from swarmnet_protocols.errors import ProtocolViolation, StreamEnded
+from swarmnet_protocols.errors import ProtocolViolation, StreamEnded, StreamRefused
 from swarmnet_protocols.identity import Identity
 from swarmnet_protocols.protocol_ids import REPORT
 from swarmnet_protocols.reports import MAX_FLOWS, MAX_NUMBER, ask, check, clean
@@ -121,7 +121,7 @@ def test_one_asker_has_so_many_streams_and_a_quiet_one_ends() -> None:
         streams = [await connect() for _ in range(STREAMS_EACH + 1)]
         for stream in streams[:-1]:
             await ask(stream, reply_s=5.0)
-        with pytest.raises(StreamEnded):
+        with pytest.raises(StreamRefused, match="no room"):
             await ask(streams[-1], reply_s=5.0)
         await asyncio.sleep(reports.IDLE_S + 1.0)
         with pytest.raises(StreamEnded):

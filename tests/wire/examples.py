@@ -15,8 +15,9 @@ from swarmnet_protocols.identity import Identity
 from swarmnet_protocols.membership import signed
 from swarmnet_protocols.protocol_ids import LINK
 from swarmnet_protocols.records import Record, seal
-from swarmnet_protocols.transport import Message
+from swarmnet_protocols.transport import Message, Refusal
 from swarmnet_protocols.transport.framing import encode
+from swarmnet_protocols.transport.refusing import encode_refusal
 from swarmnet_protocols.wire import (
     door_pb2,
     membership_pb2,
@@ -216,6 +217,7 @@ def frame() -> dict[str, str]:
         "header": message.header.hex(),
         "payload": bytes(payload).hex(),
         "frame": (head + bytes(payload)).hex(),
+        "refusal": encode_refusal(Refusal("it has no room for more at the moment", 2.0)).hex(),
     }
 
 
@@ -283,6 +285,7 @@ def door_messages() -> Iterator[Protobuf]:
     serial = pb.Serial(signer=_MANIFEST, serial=7)
     yield pb.DoorMessage(hello=pb.Hello(swarm=_MANIFEST, certificate=b"sealed", serials=[serial]))
     yield pb.DoorMessage(refused=pb.Refused(reason="this certificate was revoked", time_ms=1_800_000_000_000))
+    yield pb.Refused(reason="it has no room for more at the moment", retry_ms=2000)
     yield pb.RevocationsRequest(serials=[serial])
     yield pb.RevocationsReply()
 

@@ -15,6 +15,7 @@ from google.protobuf.message import Message as Protobuf
 from grpc_tools import protoc  # type: ignore[import-untyped]
 
 from swarmnet_protocols import protocol_ids
+from swarmnet_protocols.errors import StreamRefused
 from swarmnet_protocols.lean_imports import prepare_package
 from swarmnet_protocols.membership.certificates import open_certificate
 from swarmnet_protocols.membership.revocations import open_list
@@ -134,12 +135,15 @@ def test_the_frame() -> None:
     head, payload = encode(message, protocol_ids.LINK)
     assert head + bytes(payload) == vector["frame"]
 
-    async def read() -> Message:
+    async def read(frame: bytes) -> Message:
         reader = asyncio.StreamReader()
-        reader.feed_data(vector["frame"])
+        reader.feed_data(frame)
         return await FrameReader(PacedReader(reader, Line()), protocol_ids.LINK, a_meter()).read()
 
-    assert asyncio.run(read()) == message
+    assert asyncio.run(read(vector["frame"])) == message
+    with pytest.raises(StreamRefused, match="it has no room for more at the moment") as refused:
+        asyncio.run(read(vector["refusal"]))
+    assert refused.value.retry_after_s == 2.0
 
 
 def test_generated_code_is_fresh(tmp_path: Path) -> None:

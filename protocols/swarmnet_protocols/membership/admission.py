@@ -42,6 +42,7 @@ from swarmnet_protocols.records import MAX_RECORD_BYTES
 from swarmnet_protocols.resources import Stock
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.transport import Message, PeerId, Stream, Transport
+from swarmnet_protocols.transport.refusing import MAX_REASON_CHARS, printable
 from swarmnet_protocols.transport.talking import parse, receive_within, send_within
 from swarmnet_protocols.wire import membership_pb2 as pb
 
@@ -63,7 +64,6 @@ AGAIN_S = (0.5, 2.0)
 RETRY_S = 60.0
 FILE_S = 60.0
 """Between two questions after a newer swarm file."""
-MAX_REASON_CHARS = 300
 
 _ISSUER_KIND = b"swarmnet-issuer-1"
 
@@ -310,7 +310,7 @@ async def ask(
         if reply.refused.elsewhere:
             waiting.extend(reply.refused.issuers[:MAX_ADDRESSES])
             continue
-        reason = "".join(filter(str.isprintable, reply.refused.reason[:MAX_REASON_CHARS]))
+        reason = printable(reply.refused.reason)
         said_ms = reply.refused.time_ms
         advice = clock_advice(said_ms / 1000 - clock()) if said_ms else ""
         refusal = refusal or NotAuthorised(

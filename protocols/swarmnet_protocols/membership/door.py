@@ -21,6 +21,7 @@ from swarmnet_protocols.errors import (
     PeerUnreachable,
     ProtocolViolation,
     StreamEnded,
+    StreamRefused,
     SwarmnetError,
 )
 from swarmnet_protocols.membership.door_words import explain, hear, hello, refusal, serials
@@ -32,7 +33,7 @@ from swarmnet_protocols.membership.waiting_room import WaitingRoom
 from swarmnet_protocols.protocol_ids import DOOR, REVOCATIONS
 from swarmnet_protocols.resources import Stock
 from swarmnet_protocols.timing import Timing
-from swarmnet_protocols.transport import Message, PeerId, ProtocolSpec, Stream, Transport
+from swarmnet_protocols.transport import Message, PeerId, ProtocolSpec, Refusal, Stream, Transport
 from swarmnet_protocols.transport.talking import parse, receive_within, send_within
 from swarmnet_protocols.wire import door_pb2 as pb
 
@@ -100,10 +101,17 @@ class Door:
 
     @asynccontextmanager
     async def admitting(self, stream: Stream, protocol: ProtocolSpec) -> AsyncIterator[None]:
-        """``check`` an incoming stream, and have it end with the membership of its opener for as long as the context."""
+        """``check`` an incoming stream, and have it end with the membership of its opener for as long as the context.
+
+        One that is not let in learns why.
+        """
         await self.settled(stream.peer)
-        self.check(stream.peer, protocol)
-        self.hold(stream)
+        try:
+            self.check(stream.peer, protocol)
+            self.hold(stream)
+        except NotAuthorised as error:
+            stream.refuse(Refusal(str(error)))
+            raise
         try:
             yield
         finally:
@@ -128,7 +136,8 @@ class Door:
     ) -> None:
         """Meet ``peer``, unless we have, before a stream under ``protocol``.
 
-        Raises ``NotAuthorised``, with who refused whom and why, or ``PeerUnreachable`` within ``deadline_s``.
+        Raises ``NotAuthorised``, with who refused whom and why, ``StreamRefused`` when there is no room at its door, or
+        ``PeerUnreachable`` within ``deadline_s``.
         """
         if self.membership.is_public:
             return
@@ -181,7 +190,7 @@ class Door:
                 raise
         except BaseException as error:
             stream.close()
-            if isinstance(error, StreamEnded | DeadlineExceeded):
+            if isinstance(error, StreamEnded | DeadlineExceeded) and not isinstance(error, StreamRefused):
                 raise PeerUnreachable(f"{peer} does not answer at the door: {error}") from error
             raise
         self._open_door(guest, stream)

@@ -4,10 +4,9 @@ from swarmnet_protocols.clock import clock_advice
 from swarmnet_protocols.errors import NotAuthorised, ProtocolViolation
 from swarmnet_protocols.membership.membership import Membership, Revoked
 from swarmnet_protocols.transport import Message, PeerId, Stream
+from swarmnet_protocols.transport.refusing import MAX_REASON_CHARS, printable
 from swarmnet_protocols.transport.talking import parse, receive_within
 from swarmnet_protocols.wire import door_pb2 as pb
-
-MAX_REASON_CHARS = 300
 
 
 async def hear(stream: Stream, silence_s: float | None) -> tuple[pb.DoorMessage, bytes]:
@@ -43,7 +42,6 @@ def refusal(error: NotAuthorised, now: float) -> Message:
 
 def explain(peer: PeerId, refused: pb.Refused, now: float) -> NotAuthorised:
     """What ``peer`` refuses us for, and what to do."""
-    reason = "".join(filter(str.isprintable, refused.reason[:MAX_REASON_CHARS]))
     advice = clock_advice(refused.time_ms / 1000 - now) if refused.time_ms else ""
     hint = advice or "ask whoever runs the swarm for an invite"
-    return NotAuthorised(f"{peer} does not let us in: {reason}", hint=hint)
+    return NotAuthorised(f"{peer} does not let us in: {printable(refused.reason)}", hint=hint)

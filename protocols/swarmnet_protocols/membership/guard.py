@@ -37,7 +37,7 @@ class GuardedTransport(PassingTransport):
             await race(self._transport.died(), self._door.membership.ended())
 
     async def serve(self, protocol: ProtocolSpec, handler: Handler) -> None:
-        """As promised by ``Transport``; the stream of somebody who may not open it ends before a byte of it is read.
+        """As promised by ``Transport``; the stream of somebody who may not open it is refused before a byte of it is read.
 
         Raises ``NotAuthorised`` when we have no role to serve it in: nobody would come.
         """
@@ -52,7 +52,9 @@ class GuardedTransport(PassingTransport):
     async def open(
         self, peer: PeerId, protocol: ProtocolSpec, *, addresses: Sequence[str] = (), deadline_s: float
     ) -> Stream:
-        """As promised by ``Transport``; also raises ``NotAuthorised`` when either side does not let the other in."""
+        """As promised by ``Transport``; also raises ``NotAuthorised`` when either side does not let the other in, and
+        ``StreamRefused`` when it has no room for somebody new.
+        """
         await self._door.enter(peer, protocol, addresses=addresses, deadline_s=deadline_s)
         stream = await self._transport.open(peer, protocol, addresses=addresses, deadline_s=deadline_s)
         try:

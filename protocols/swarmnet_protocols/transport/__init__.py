@@ -42,6 +42,17 @@ class Message:
     payload: Buffer = b""
 
 
+@dataclass(frozen=True)
+class Refusal:
+    """Why a stream is not wanted, for people: to be shown to whoever opened it, stranger or not.
+
+    It is worth trying again after ``retry_after_s``; where that is 0, not before something has changed.
+    """
+
+    reason: str
+    retry_after_s: float = 0.0
+
+
 class Stream(Protocol):
     """An ordered, reliable, two-way sequence of messages with one peer."""
 
@@ -67,11 +78,16 @@ class Stream(Protocol):
     async def receive(self) -> Message:
         """The next message. Raises ``StreamEnded`` at the end, ``ProtocolViolation`` for an oversized message.
 
+        The end of a stream that the other side refuses is ``StreamRefused``; so may that of a ``send`` be.
+
         Cancelling a ``receive`` loses nothing: the next call returns the same message.
         """
 
     def close(self) -> None:
         """End the stream in both directions at once; idempotent. Messages already sent are delivered."""
+
+    def refuse(self, refusal: Refusal) -> None:
+        """As ``close``, and the other side is told why, unless a message is being sent or received. What it says is not read."""
 
 
 Handler = Callable[[Stream], Awaitable[None]]

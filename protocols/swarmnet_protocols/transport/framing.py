@@ -1,17 +1,21 @@
 """The frame of one message: ``u32 header size, u32 payload size, header, payload``, big endian."""
 
 import asyncio
-import struct
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from swarmnet_protocols.errors import DeadlineExceeded, ProtocolViolation, StreamEnded
-from swarmnet_protocols.transport import Buffer, Message, ProtocolSpec
+from swarmnet_protocols.transport import Buffer, Message, ProtocolSpec, Refusal
 from swarmnet_protocols.transport.meter import Meter
+from swarmnet_protocols.transport.refusing import (
+    MAX_REFUSAL_BYTES,
+    REFUSED,
+    SIZES,
+    decode_refusal,
+    refused_by,
+)
 
 PIECE_BYTES = 1 << 20
 """So much of a message is read at a time."""
-
-_SIZES = struct.Struct(">II")
 
 
 def check_sizes(header_bytes: int, payload_bytes: int, protocol: ProtocolSpec) -> None:
@@ -32,7 +36,7 @@ def encode(message: Message, protocol: ProtocolSpec) -> tuple[bytes, Buffer]:
     if isinstance(payload, memoryview):
         payload = payload.cast("B")
     check_sizes(len(message.header), len(payload), protocol)
-    return _SIZES.pack(len(message.header), len(payload)) + message.header, payload
+    return SIZES.pack(len(message.header), len(payload)) + message.header, payload
 
 
 class ByteReader(Protocol):
@@ -53,18 +57,22 @@ class FrameReader:
         self._protocol = protocol
         self._meter = meter
         self._sizes: tuple[int, int] | None = None
+        self._refusal: Refusal | None = None
         self._body = bytearray()
 
     async def read(self) -> Message:
         """The next message, whose bytes ``meter`` holds from before they are read.
 
         Raises ``StreamEnded`` at the end, ``ProtocolViolation``, now and ever after, for an oversized one, ``Exhausted`` when the peer may
-        never have so much on its way, and ``DeadlineExceeded`` when room for it, or a MiB of it, is too long in coming.
+        never have so much on its way, and ``DeadlineExceeded`` when room for it, or a MiB of it, is too long in coming. What the other
+        side refuses the stream with is raised as ``StreamRefused``, now and ever after.
         """
         try:
             if self._sizes is None:
-                self._sizes = _SIZES.unpack(await self._reader.readexactly(_SIZES.size))
+                self._sizes = SIZES.unpack(await self._reader.readexactly(SIZES.size))
             header_bytes, payload_bytes = self._sizes
+            if header_bytes == REFUSED:
+                await self._read_refusal(payload_bytes)
             check_sizes(header_bytes, payload_bytes, self._protocol)
             body = await self._read_body(header_bytes + payload_bytes)
         except asyncio.IncompleteReadError as error:
@@ -78,6 +86,13 @@ class FrameReader:
             raise StreamEnded(f"the stream broke: {error.strerror}") from error
         self._sizes = None
         return Message(bytes(body[:header_bytes]), body[header_bytes:])
+
+    async def _read_refusal(self, size_bytes: int) -> NoReturn:
+        if self._refusal is None:
+            if size_bytes > MAX_REFUSAL_BYTES:
+                raise ProtocolViolation(f"a refusal of {size_bytes} bytes: {MAX_REFUSAL_BYTES} are the most")
+            self._refusal = decode_refusal(bytes(await self._read_body(size_bytes)))
+        raise refused_by(self._meter.scope.name, self._refusal)
 
     async def _read_body(self, size_bytes: int) -> memoryview:
         """Piece by piece, each in time: whoever announces much and sends little does not keep its room for long."""

@@ -13,6 +13,7 @@ from swarmnet_protocols.errors import (
 from swarmnet_protocols.resources import Exhausted, Flow
 from swarmnet_protocols.transport import Handler, ProtocolSpec, Stream
 from swarmnet_protocols.transport.meter import VIOLATION_FRAMES
+from swarmnet_protocols.transport.refusing import no_room
 
 _log = logging.getLogger(__name__)
 
@@ -21,9 +22,11 @@ async def supervise(handler: Handler, stream: Stream, protocol: ProtocolSpec) ->
     """Run ``handler`` on ``stream`` and close it. A failure is logged: it harms no other stream."""
     try:
         await handler(stream)
+    except Exhausted as error:
+        _log.debug("%s with %s: %s", protocol.id, stream.peer, error)
+        stream.refuse(no_room(error))
     except (
         DeadlineExceeded,
-        Exhausted,
         NotAuthorised,
         StreamEnded,  # this one, or another that the handler had opened
     ) as error:  # anybody can make this happen as often as they like

@@ -19,6 +19,7 @@ from swarmnet_protocols.transport import Handler, Message, PeerId, ProtocolSpec
 from swarmnet_protocols.transport.handling import supervise
 from swarmnet_protocols.transport.memory_stream import MemoryStream
 from swarmnet_protocols.transport.meter import Meter
+from swarmnet_protocols.transport.refusing import no_room
 
 
 @dataclass(frozen=True)
@@ -307,8 +308,8 @@ class MemoryTransport:
         served, handler = self._handlers[protocol.id]
         try:
             meter = Meter.of_theirs(self.resources, peer, self._timing)
-        except Exhausted:
-            client.refuse()
+        except Exhausted as error:
+            client.refused(no_room(error))
             return None
         stream = MemoryStream(self, peer, served, meter)
         stream.remote, client.remote = client, stream

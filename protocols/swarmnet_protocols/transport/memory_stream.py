@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 from swarmnet_protocols.errors import StreamEnded
 from swarmnet_protocols.resources import Scope
-from swarmnet_protocols.transport import Message, PeerId, ProtocolSpec
+from swarmnet_protocols.transport import Message, PeerId, ProtocolSpec, Refusal
 from swarmnet_protocols.transport.framing import check_sizes, encode
 from swarmnet_protocols.transport.meter import Meter
+from swarmnet_protocols.transport.refusing import refused_by
 
 if TYPE_CHECKING:
     from swarmnet_protocols.transport.memory import MemoryTransport
@@ -34,7 +35,9 @@ class MemoryStream:
         self._sending = asyncio.Lock()
         self._changed = asyncio.Event()
         self._closed = False
+        self._receiving = False
         self._ended = ""
+        self._refusal: Refusal | None = None
 
     @property
     def peer(self) -> PeerId:
@@ -66,7 +69,7 @@ class MemoryStream:
             while self._unread_bytes >= WINDOW_BYTES and not self._closed and not self._ended:
                 await self._change()
             if self._closed or self._ended or self.remote is None:
-                raise StreamEnded(self._ended or "the stream was closed")
+                raise self._gone()
             self._unread_bytes += size_bytes
             remote = self.remote
             self._network.carry(
@@ -74,12 +77,16 @@ class MemoryStream:
             )
 
     async def receive(self) -> Message:
-        return await self._meter.receive(self._read)
+        self._receiving = True
+        try:
+            return await self._meter.receive(self._read)
+        finally:
+            self._receiving = False
 
     async def _read(self) -> Message:
         while not self._inbox or self._closed:
             if self._closed or self._ended:
-                raise StreamEnded(self._ended or "the stream was closed")
+                raise self._gone()
             await self._change()
         message, size_bytes = self._inbox[0]
         check_sizes(len(message.header), len(message.payload), self._protocol)
@@ -92,9 +99,17 @@ class MemoryStream:
     def close(self) -> None:
         self.end("the other side closed the stream")
 
-    def refuse(self) -> None:
-        """The other side takes no stream now: it is as if it had closed this one at once."""
-        self._end_arrives("the other side closed the stream")
+    def refuse(self, refusal: Refusal) -> None:
+        is_quiet = not self._receiving and not self._sending.locked()
+        if self.remote is not None and not self._closed and is_quiet:
+            remote = self.remote
+            self._network.carry(self._transport.peer_id, self._peer, 0, lambda: remote.refused(refusal))
+        self.close()
+
+    def refused(self, refusal: Refusal) -> None:
+        """The other side does not want this stream."""
+        self._refusal = refusal
+        self._end_arrives("the other side refused the stream")
 
     def end(self, reason: str) -> None:
         """Close this end; the other one learns why, after everything that was sent."""
@@ -106,6 +121,11 @@ class MemoryStream:
         self._changed.set()
         if remote := self.remote:
             self._network.carry(self._transport.peer_id, self._peer, 0, lambda: remote._end_arrives(reason))
+
+    def _gone(self) -> StreamEnded:
+        if self._refusal is not None and not self._closed:
+            return refused_by(self._peer, self._refusal)
+        return StreamEnded(self._ended or "the stream was closed")
 
     async def _change(self) -> None:
         self._changed.clear()

@@ -4,18 +4,17 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swarmnet_protocols.errors import ConfigError, PeerUnreachable, StreamEnded, Unreachable
+from swarmnet_protocols.errors import ConfigError, PeerUnreachable, Unreachable
 from swarmnet_protocols.identity import Identity
 from swarmnet_protocols.identity_lock import identity_in_use
-from swarmnet_protocols.resources import Exhausted, ResourceManager, Scope
+from swarmnet_protocols.resources import Exhausted, ResourceManager
 from swarmnet_protocols.timing import Timing
-from swarmnet_protocols.transport import Buffer, Handler, Message, PeerId, ProtocolSpec
-from swarmnet_protocols.transport.framing import FrameReader, encode
+from swarmnet_protocols.transport import Handler, PeerId, ProtocolSpec
 from swarmnet_protocols.transport.handling import supervise
 from swarmnet_protocols.transport.meter import Meter
 from swarmnet_protocols.transport.p2pd_daemon import (
@@ -24,9 +23,10 @@ from swarmnet_protocols.transport.p2pd_daemon import (
     P2pd,
     prepare_hivemind,
     run_p2pd,
-    unpack_multiaddr,
 )
-from swarmnet_protocols.transport.pacing import PIECE_BYTES, Pace, PacedReader
+from swarmnet_protocols.transport.p2pd_stream import P2pdStream
+from swarmnet_protocols.transport.pacing import Pace
+from swarmnet_protocols.transport.refusing import encode_refusal, linger, no_room
 from swarmnet_protocols.transport.wire_meter import WireMeter
 
 if TYPE_CHECKING:
@@ -39,6 +39,8 @@ _FLUSH_S = 2.0
 _ADDRESSES_EVERY_S = 30.0
 _SETTLE_S = 0.5
 _SETTLE_UNLIMITED_S = 5.0
+_MAX_LINGERING = 64
+"""For so many streams that there is no room for, it is seen to that the other side learns so."""
 _CONNECTIONS_EVERY = 4
 """So many times that bytes are counted, it is looked which connections there are."""
 
@@ -68,99 +70,6 @@ def peer_of(address: str) -> PeerId:
             hint="take the address a node prints when it is ready",
         )
     return PeerId(peer)
-
-
-class P2pdStream:
-    """A message stream over one libp2p stream."""
-
-    def __init__(
-        self,
-        peer: PeerId,
-        protocol: ProtocolSpec,
-        pipe: tuple[asyncio.StreamReader, asyncio.StreamWriter],
-        meter: Meter,
-        on_close: Callable[["P2pdStream"], None],
-        pace: Pace,
-    ) -> None:
-        self.packed_address = b""
-        reader, writer = pipe
-        self._up = pace.up
-        self._on_close = on_close
-        self._peer = peer
-        self._protocol = protocol
-        self._reader = reader
-        self._frames = FrameReader(PacedReader(reader, pace.down), protocol, meter)
-        self._meter = meter
-        self._writer = writer
-        # ``send`` then returns when the kernel has all of a message, and the caller may reuse its buffers.
-        writer.transport.set_write_buffer_limits(high=0)
-        self._sending = asyncio.Lock()
-        self._closed = False
-
-    @property
-    def peer(self) -> PeerId:
-        return self._peer
-
-    @property
-    def address(self) -> str:
-        return unpack_multiaddr(self.packed_address) if self.packed_address else ""
-
-    @property
-    def scope(self) -> Scope:
-        return self._meter.scope
-
-    async def send(self, message: Message) -> None:
-        head, payload = encode(message, self._protocol)
-        async with self._sending:
-            await self._meter.send(len(head) + len(payload))
-            if self._closed:
-                raise StreamEnded("the stream was closed")
-            if self._writer.is_closing() or self._reader.at_eof():
-                raise StreamEnded("the stream ended")
-            try:
-                await self._write(head, payload)
-            except OSError as error:
-                raise StreamEnded(f"the stream broke: {error}") from error
-
-    async def _write(self, head: bytes, payload: Buffer) -> None:
-        size_bytes = len(head) + len(payload)
-        if not self._up.is_limited or size_bytes <= PIECE_BYTES:
-            await self._up.turn(size_bytes, of_bytes=size_bytes)
-            self._writer.write(head)
-            if payload:
-                self._writer.write(payload)
-            await self._writer.drain()
-            return
-        view = memoryview(payload)
-        pieces: list[Buffer] = [view[at : at + PIECE_BYTES] for at in range(0, len(view), PIECE_BYTES)]
-        try:
-            for piece in [head, *pieces]:
-                await self._up.turn(len(piece), of_bytes=size_bytes)
-                self._writer.write(piece)
-                await self._writer.drain()
-        except BaseException:
-            self.close()  # half a message is on its way: nothing that follows would be understood
-            raise
-
-    async def receive(self) -> Message:
-        if self._closed:
-            raise StreamEnded("the stream was closed")
-        message = await self._meter.receive(self._frames.read)
-        if self._closed:
-            raise StreamEnded("the stream was closed")
-        return message
-
-    def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._meter.close()
-            self._writer.close()
-            self._on_close(self)
-
-    async def flush(self) -> None:
-        """Wait until everything sent before ``close`` has left this process."""
-        with contextlib.suppress(OSError):
-            await self._writer.wait_closed()
 
 
 class P2pdTransport:
@@ -305,7 +214,11 @@ class P2pdTransport:
             meter = Meter.of_theirs(self.resources, peer, self._timing)
         except Exhausted as error:
             _log.debug("no stream of %s is taken: %s", peer, error)
-            writer.close()
+            writer.write(encode_refusal(no_room(error)))
+            if len(self._flushes) < _MAX_LINGERING:
+                self._own(linger(reader, writer), self._flushes)
+            else:
+                writer.close()
             return
         stream = self._stream(peer, protocol, (reader, writer), meter)
         stream.packed_address = info.addr

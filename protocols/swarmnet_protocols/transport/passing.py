@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from swarmnet_protocols.resources import ResourceManager, Scope
-from swarmnet_protocols.transport import Handler, Message, PeerId, ProtocolSpec, Stream, Transport
+from swarmnet_protocols.transport import Handler, Message, PeerId, ProtocolSpec, Refusal, Stream, Transport
 
 
 class PassingStream:
@@ -32,6 +32,10 @@ class PassingStream:
 
     def close(self) -> None:
         self._stream.close()
+
+    def refuse(self, refusal: Refusal) -> None:
+        self._stream.refuse(refusal)
+        self.close()
 
 
 class PassingTransport:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\ndoor.proto\x12\x10swarmnet.door.v1\"V\n\x05Hello\x12\r\n\x05swarm\x18\x01 \x01(\x0c\x12\x13\n\x0b\x63\x65rtificate\x18\x02 \x01(\x0c\x12)\n\x07serials\x18\x03 \x03(\x0b\x32\x18.swarmnet.door.v1.Serial\"(\n\x06Serial\x12\x0e\n\x06signer\x18\x01 \x01(\x0c\x12\x0e\n\x06serial\x18\x02 \x01(\x04\"*\n\x07Refused\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07time_ms\x18\x02 \x01(\x04\"m\n\x0b\x44oorMessage\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x17.swarmnet.door.v1.HelloH\x00\x12,\n\x07refused\x18\x02 \x01(\x0b\x32\x19.swarmnet.door.v1.RefusedH\x00\x42\x06\n\x04kind\"?\n\x12RevocationsRequest\x12)\n\x07serials\x18\x01 \x03(\x0b\x32\x18.swarmnet.door.v1.Serial\"\x12\n\x10RevocationsReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\ndoor.proto\x12\x10swarmnet.door.v1\"V\n\x05Hello\x12\r\n\x05swarm\x18\x01 \x01(\x0c\x12\x13\n\x0b\x63\x65rtificate\x18\x02 \x01(\x0c\x12)\n\x07serials\x18\x03 \x03(\x0b\x32\x18.swarmnet.door.v1.Serial\"(\n\x06Serial\x12\x0e\n\x06signer\x18\x01 \x01(\x0c\x12\x0e\n\x06serial\x18\x02 \x01(\x04\"<\n\x07Refused\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07time_ms\x18\x02 \x01(\x04\x12\x10\n\x08retry_ms\x18\x03 \x01(\x04\"m\n\x0b\x44oorMessage\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x17.swarmnet.door.v1.HelloH\x00\x12,\n\x07refused\x18\x02 \x01(\x0b\x32\x19.swarmnet.door.v1.RefusedH\x00\x42\x06\n\x04kind\"?\n\x12RevocationsRequest\x12)\n\x07serials\x18\x01 \x03(\x0b\x32\x18.swarmnet.door.v1.Serial\"\x12\n\x10RevocationsReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,11 +36,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SERIAL']._serialized_start=120
   _globals['_SERIAL']._serialized_end=160
   _globals['_REFUSED']._serialized_start=162
-  _globals['_REFUSED']._serialized_end=204
-  _globals['_DOORMESSAGE']._serialized_start=206
-  _globals['_DOORMESSAGE']._serialized_end=315
-  _globals['_REVOCATIONSREQUEST']._serialized_start=317
-  _globals['_REVOCATIONSREQUEST']._serialized_end=380
-  _globals['_REVOCATIONSREPLY']._serialized_start=382
-  _globals['_REVOCATIONSREPLY']._serialized_end=400
+  _globals['_REFUSED']._serialized_end=222
+  _globals['_DOORMESSAGE']._serialized_start=224
+  _globals['_DOORMESSAGE']._serialized_end=333
+  _globals['_REVOCATIONSREQUEST']._serialized_start=335
+  _globals['_REVOCATIONSREQUEST']._serialized_end=398
+  _globals['_REVOCATIONSREPLY']._serialized_start=400
+  _globals['_REVOCATIONSREPLY']._serialized_end=418
 # @@protoc_insertion_point(module_scope)

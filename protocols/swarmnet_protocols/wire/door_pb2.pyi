@@ -25,12 +25,14 @@ class Serial(_message.Message):
     def __init__(self, signer: _Optional[bytes] = ..., serial: _Optional[int] = ...) -> None: ...
 
 class Refused(_message.Message):
-    __slots__ = ("reason", "time_ms")
+    __slots__ = ("reason", "time_ms", "retry_ms")
     REASON_FIELD_NUMBER: _ClassVar[int]
     TIME_MS_FIELD_NUMBER: _ClassVar[int]
+    RETRY_MS_FIELD_NUMBER: _ClassVar[int]
     reason: str
     time_ms: int
-    def __init__(self, reason: _Optional[str] = ..., time_ms: _Optional[int] = ...) -> None: ...
+    retry_ms: int
+    def __init__(self, reason: _Optional[str] = ..., time_ms: _Optional[int] = ..., retry_ms: _Optional[int] = ...) -> None: ...
 
 class DoorMessage(_message.Message):
     __slots__ = ("hello", "refused")

@@ -1,0 +1,30 @@
+"""What a client is told of hosts that do not want its streams."""
+
+import pytest
+
+from swarmnet_protocols.errors import OutOfResources
+from swarmnet_protocols.resources import Stock
+from tests.support.private_swarm import PrivateSwarm
+from tests.support.swarm_lab import Lab, Reference, simulate
+
+PROMPT = [5, 6, 7]
+
+
+@pytest.mark.parametrize("private", [None, PrivateSwarm()], ids=["open", "private"])
+def test_hosts_that_have_no_room_are_named_and_answer_once_they_have(
+    reference: Reference, private: PrivateSwarm | None
+) -> None:
+    async def scenario(lab: Lab) -> None:
+        await lab.start("a", lab.hosting((0, 6)))
+        host = lab.network.find(lab.peer_id("a"))
+        assert host is not None
+        host.resources.limit(Stock.STREAMS, each_peer=0)
+        async with lab.client() as swarm, lab.chain(swarm) as chain:
+            with pytest.raises(OutOfResources, match=f"{host.peer_id} refuses us: it has no room") as info:
+                await lab.generate(chain, PROMPT, 2)
+            assert "try again later" in info.value.hint
+            host.resources.limit(Stock.STREAMS, each_peer=99)
+            async with lab.chain(swarm) as another:
+                assert await lab.generate(another, PROMPT, 2) == reference.greedy(PROMPT, 2)
+
+    simulate(reference, scenario, private=private)

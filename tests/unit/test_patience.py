@@ -1,0 +1,14 @@
+"""What a person is told when a chain cannot be mended."""
+
+from swarmnet_client.patience import verdict
+from swarmnet_protocols.errors import NotAuthorised, StreamRefused
+from swarmnet_protocols.resources import Exhausted
+
+
+def test_a_person_is_told_what_hosts_refuse_their_streams_for() -> None:
+    told = verdict(StreamRefused("one refuses us: no member", hint="ask"))
+    assert isinstance(told, NotAuthorised)
+    assert (str(told), told.hint) == ("one refuses us: no member", "ask")
+    told = verdict(StreamRefused("one refuses us: no room", retry_after_s=2.0))
+    assert isinstance(told, Exhausted)
+    assert told.retry_after_s == 2.0
