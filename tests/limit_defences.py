@@ -10,13 +10,13 @@ from swarmnet_client.blame import Suspects
 from swarmnet_protocols.membership import door
 from swarmnet_protocols.resources import Scope, Stock
 from swarmnet_protocols.session import steps
-from swarmnet_protocols.transport import Message, framing
+from swarmnet_protocols.transport import Message, framing, refusing
 from swarmnet_protocols.transport.meter import Meter
 from tests.defences import Defence, Patch, nothing, replacing
 from tests.properties import test_framing
 from tests.sim import test_client_defences, test_door_limits, test_host_defences, test_pass_defences
 from tests.support.swarm_lab import Reference, load_reference
-from tests.unit import test_dht_storage, test_resources, test_steps
+from tests.unit import test_dht_storage, test_refusing, test_resources, test_steps
 
 
 def wait_for_ever(patch: Patch) -> None:
@@ -67,6 +67,21 @@ LIMITS = (
         "messages have a largest size",
         replacing(framing, "check_sizes", nothing),
         lambda _: test_framing.test_oversized_messages_are_not_encoded(Message(bytes(51))),
+    ),
+    Defence(
+        "refusals have a largest size",
+        replacing(framing, "MAX_REFUSAL_BYTES", 1 << 40),
+        lambda _: test_framing.test_an_oversized_refusal_is_a_violation(),
+    ),
+    Defence(
+        "who was refused has to go in time",
+        replacing(refusing, "LINGER_S", 1e9),
+        lambda _: test_refusing.test_who_does_not_close_is_not_waited_for(),
+    ),
+    Defence(
+        "and is not listened to for ever",
+        replacing(refusing, "LINGER_BYTES", 1 << 40),
+        lambda _: test_refusing.test_who_goes_on_speaking_is_not_listened_to(),
     ),
     Defence(
         "positions of a step are bounded",

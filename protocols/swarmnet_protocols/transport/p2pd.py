@@ -39,7 +39,7 @@ _FLUSH_S = 2.0
 _ADDRESSES_EVERY_S = 30.0
 _SETTLE_S = 0.5
 _SETTLE_UNLIMITED_S = 5.0
-_MAX_LINGERING = 64
+MAX_LINGERING = 64
 """For so many streams that there is no room for, it is seen to that the other side learns so."""
 _CONNECTIONS_EVERY = 4
 """So many times that bytes are counted, it is looked which connections there are."""
@@ -215,7 +215,7 @@ class P2pdTransport:
         except Exhausted as error:
             _log.debug("no stream of %s is taken: %s", peer, error)
             writer.write(encode_refusal(no_room(error)))
-            if len(self._flushes) < _MAX_LINGERING:
+            if len(self._flushes) < MAX_LINGERING:
                 self._own(linger(reader, writer), self._flushes)
             else:
                 writer.close()
