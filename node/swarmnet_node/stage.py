@@ -136,13 +136,12 @@ class Stage:
         counts = [inputs.shape[0] for _, inputs in rows]
         for (lane, _), count in zip(rows, counts, strict=True):
             lane.reserve(lane.length + count)
-        additions = Additions([lane.adapter for lane, _ in rows], counts)
         singles = len(counts) <= NATIVE_LANES and set(counts) == {1}
-        if self._native is not None and singles and not additions:
+        if self._native is not None and singles:
             single = torch.cat([inputs.to(self.device, self.dtype) for _, inputs in rows])
             outputs = list(torch.split(self._native(single, [lane for lane, _ in rows]), counts))
         else:
-            outputs = self._forward_packed(rows, counts, additions)
+            outputs = self._forward_packed(rows, counts)
         for (lane, _), count in zip(rows, counts, strict=True):
             lane.length += count
         return outputs
@@ -198,13 +197,14 @@ class Stage:
         return [prefix for prefix in own if prefix is not None]
 
     def _forward_packed(
-        self, rows: Sequence[tuple[LaneCache, torch.Tensor]], counts: list[int], additions: Additions
+        self, rows: Sequence[tuple[LaneCache, torch.Tensor]], counts: list[int]
     ) -> list[torch.Tensor]:
         packed = torch.cat([inputs.to(self.device, self.dtype) for _, inputs in rows])
         positions = torch.cat(
             [torch.arange(lane.length, lane.length + n) for (lane, _), n in zip(rows, counts, strict=True)]
         )
         batch = PackedBatch([lane for lane, _ in rows], counts, first_layer=self._first)
+        additions = Additions([lane.adapter for lane, _ in rows], counts)
         outputs = self._run(packed, positions.to(self.device), batch, additions or None)
         return list(torch.split(outputs, counts))
 

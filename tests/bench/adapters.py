@@ -2,8 +2,8 @@
 
     python -m tests.bench.adapters [--blocks 10] [--rounds 15] [--rank 8] [--threads 2]
 
-Medians in milliseconds of a forward, with one thread of the time it computes, whatever else the machine does: one new position of 1 or 8 lanes (8 with one adapter each), and a prompt of 128 positions.
-``native`` is how single positions are computed without adapters. Prints JSON.
+Medians in milliseconds of a forward, with one thread of the time it computes, whatever else the machine does: one new position of 1 or 8 lanes, of which all, one or none have an adapter of their own, and a prompt of 128 positions.
+``native`` and ``fused`` are how single positions are computed: by native code, or by layers of torch. Prints JSON.
 """
 
 import argparse
@@ -36,10 +36,10 @@ Clock = Callable[[], float]
 def timed(
     stage: Stage, lanes: int, count: int, adapted: list[dict[str, torch.Tensor]]
 ) -> Callable[[Clock], float]:
-    """Seconds of one forward of ``count`` positions of each lane, the i-th with the i-th adapter."""
-    adapters = [stage.adapt(tensors, 0) for tensors in adapted] or [None] * lanes
+    """Seconds of one forward of ``count`` positions of each lane, the first with an adapter each, the others with none."""
+    adapters = [stage.adapt(tensors, 0) for tensors in adapted] + [None] * (lanes - len(adapted))
     inputs = torch.randn(count, stage.hidden_size)
-    filled = [stage.new_lane(adapter) for adapter in adapters[:lanes]]
+    filled = [stage.new_lane(adapter) for adapter in adapters]
     if count == 1:
         stage.forward([(lane, torch.randn(CONTEXT, stage.hidden_size)) for lane in filled])
     start, steps = filled[0].length, STEPS if count == 1 else 1
@@ -76,12 +76,11 @@ def main() -> None:
             for seed in range(8)
         ]
         cases = {
-            "decode, native": timed(native, 1, 1, []),
-            "decode, fused": timed(fused, 1, 1, []),
-            "decode, lora": timed(native, 1, 1, pairs[:1]),
-            "decode of 8, native": timed(native, 8, 1, []),
-            "decode of 8, fused": timed(fused, 8, 1, []),
-            "decode of 8, 8 loras": timed(native, 8, 1, pairs),
+            f"decode of {lanes}, {adapted} loras, {name}": timed(stage, lanes, 1, pairs[:adapted])
+            for lanes, adapted in ((1, 0), (1, 1), (8, 0), (8, 1), (8, 8))
+            for name, stage in (("native", native), ("fused", fused))
+        }
+        cases |= {
             "prompt": timed(native, 1, PROMPT, []),
             "prompt, lora": timed(native, 1, PROMPT, pairs[:1]),
         }

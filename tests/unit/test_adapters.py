@@ -127,8 +127,8 @@ def test_an_adapter_gives_what_peft_gives(family: str, kind: str, tmp_path: Path
     assert (plain - adapted).abs().max() > 1e-2
 
 
-def test_single_positions_with_a_prefix_are_native_and_with_pairs_are_not(tmp_path: Path) -> None:
-    """Both give what the layers of torch give, side by side and one after the other."""
+def test_single_positions_of_lanes_with_adapters_are_native(tmp_path: Path) -> None:
+    """They give what the layers of torch give, side by side and one after the other."""
     if shutil.which("cc") is None:
         pytest.skip("no C compiler")
     model = load("llama-tied", tmp_path)
@@ -155,15 +155,14 @@ def test_single_positions_with_a_prefix_are_native_and_with_pairs_are_not(tmp_pa
         ]
         for stage in stages
     }
-    for chosen, expected in (([0, 1], [2]), ([0, 1, 2], []), ([2], []), ([0], [1])):
-        calls.clear()
+    for chosen in ([0, 1], [0, 1, 2], [2], [0]):
         inputs = torch.randn(len(chosen), 1, 32)
         ours, theirs = (
             torch.cat(stage.forward([(lanes[stage][i], row) for i, row in zip(chosen, inputs, strict=True)]))
             for stage in stages
         )
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
-        assert calls == expected
+    assert calls == [2, 3, 1, 1]
 
 
 def test_an_adapter_is_applied_in_the_element_type_of_its_stage(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from swarmnet_node.native import build, decode
 from swarmnet_node.native.decode import Native
 from swarmnet_node.stage import NATIVE_LANES, Stage
 from swarmnet_protocols.models import resolve
+from tests.support.peft_oracle import random_tensors
 from tests.support.tiny_models import save_tiny
 
 CPU = torch.device("cpu")
@@ -110,6 +112,57 @@ def test_lanes_of_different_lengths_step_together(shape: str, native: Native, tm
             assert [lane.length for lane in lanes] == [5 * (index + 1) + 1 for index in range(count)]
             outputs.append(torch.cat(parts))
         assert (outputs[1] - outputs[0]).norm() < 1e-5 * outputs[0].norm()
+
+
+def pairs_of(stage: Stage, paths: Sequence[str], rank: int) -> dict[str, torch.Tensor]:
+    """For linear modules of all layers, by the names in which they are told apart there."""
+    modules = [
+        (path, *shape)
+        for path, shape in stage._forms[0].linears.items()
+        if path.rpartition(".")[2].removesuffix("_proj") in paths
+    ]
+    assert len(modules) == len(paths)
+    return random_tensors(range(stage.blocks), modules=modules, rank=rank, seed=rank)
+
+
+ADAPTERS = (
+    (("q", "k", "v", "o"), 1),
+    (("q", "v"), 4),
+    ((), 0),
+    (("up",), 7),
+    (("k", "o", "gate", "down"), 3),
+    (("q", "k", "v", "o", "gate", "up", "down"), 9),
+    ((), 0),
+)
+"""Of the lanes of a batch: which modules have a pair, of what rank."""
+
+
+@pytest.mark.parametrize(
+    ("shape", "threads"), [*((shape, 1) for shape in SHAPES), ("llama, odd sizes", 3), ("qwen2, biases", 16)]
+)
+def test_every_lane_has_its_own_adapter(shape: str, threads: int, native: Native, tmp_path: Path) -> None:
+    """In stages and in parts of them, beside lanes that have none, and alone."""
+    expected, got = load(tmp_path, shape, None), load(tmp_path, shape, native)
+    outputs: list[list[torch.Tensor]] = []
+    torch.set_num_threads(threads)
+    try:
+        for stage in (expected, got):
+            adapters = [stage.adapt(pairs_of(stage, *each), 0) if each[1] else None for each in ADAPTERS]
+            results = []
+            for part in (stage, stage.part(2, 5)):
+                lanes = [part.new_lane(adapter) for adapter in adapters]
+                for number, lane in enumerate(lanes):
+                    part.forward([(lane, inputs(part, 3 + number, number))])
+                for chosen in (lanes, lanes[1:2], lanes[2:4], lanes[:1] + lanes[5:]):
+                    rows = inputs(part, len(chosen), 99)
+                    results += part.forward(
+                        [(lane, row[None]) for lane, row in zip(chosen, rows, strict=True)]
+                    )
+            outputs.append(results)
+    finally:
+        torch.set_num_threads(1)
+    for theirs, mine in zip(*outputs, strict=True):
+        assert (mine - theirs).norm() < 1e-5 * theirs.norm()
 
 
 def test_single_positions_are_computed_by_native_code(

@@ -1,4 +1,5 @@
-/* One new position of each of a few sequences through decoder layers of the Llama shape, in float32.
+/* One new position of each of a few sequences through decoder layers of the Llama shape, in float32, each with its own
+ * LoRA pairs or none.
  *
  * The whole step is one parallel region. Each thread computes a share of the rows of every product, and a barrier stands
  * before every reader of what others wrote. The structures have twins in decode.py.
@@ -30,13 +31,28 @@ typedef struct {
 typedef struct {
     int64_t layers, hidden_size, head_size;
     int64_t shared_floats, thread_floats; /* of the scratch: one part for all, then one for each thread */
-    int64_t rows, threads;
+    int64_t rows, threads, ranks; /* ranks: the most that any addition has */
 } step;
+
+/* One pair of LoRA (Hu et al. 2021, equation 3): what it adds to some of a product's outputs. */
+typedef struct {
+    const float *weight; /* [outputs][ranks] */
+    int64_t first, outputs, first_rank, ranks;
+} up;
+
+typedef struct {
+    const float *down; /* [ranks][inputs] of the product: those of all pairs, one after another */
+    const up *ups;
+    int64_t ranks, pairs;
+} addition;
+
+enum { QKV, OUTPUT, GATE_UP, DOWN, PRODUCTS };
 
 typedef struct {
     int64_t position, capacity;
     const float *angles;  /* [2][head_size]: cosines and sines of the position */
     float *const *caches; /* keys and values [key_heads][capacity][head_size] of every layer */
+    const addition *additions; /* [layers][PRODUCTS], or NULL */
 } lane;
 
 typedef struct {
@@ -80,6 +96,37 @@ static void product(linear of, const float *x, int64_t rows, range mine, float *
             out[row * stride + output] = dot(of.weight + output * size, x + row * size, size);
     for (int64_t row = 0; of.bias && row < rows; row++)
         for (output = mine.first; output < mine.end; output++) out[row * stride + output] += of.bias[output];
+}
+
+/* What the downs of a product's additions make of x [rows][inputs], to low [rows][ranks]. Where there are any, all threads have it
+ * afterwards. */
+static void lower(const step *s, const lane *lanes, int64_t which, const float *x, int64_t inputs, float *low) {
+    int any = 0;
+    for (int64_t row = 0; row < s->rows; row++) {
+        if (!lanes[row].additions || !lanes[row].additions[which].pairs) continue;
+        const addition *of = lanes[row].additions + which;
+        linear down = {of->down, NULL, inputs};
+        product(down, x + row * inputs, 1, share(of->ranks), low + row * s->ranks, s->ranks);
+        any = 1;
+    }
+    if (any) {
+#pragma omp barrier
+    }
+}
+
+/* As product, and what the lanes' additions to it come to, given what lower made of x. */
+static void adapted(const step *s, const lane *lanes, int64_t which, linear of, const float *x, const float *low,
+                    range mine, float *out, int64_t stride) {
+    product(of, x, s->rows, mine, out, stride);
+    for (int64_t row = 0; row < s->rows; row++, low += s->ranks, out += stride) {
+        if (!lanes[row].additions) continue;
+        const addition *added = lanes[row].additions + which;
+        for (const up *u = added->ups; u < added->ups + added->pairs; u++) {
+            int64_t end = u->first + u->outputs < mine.end ? u->first + u->outputs : mine.end;
+            for (int64_t output = u->first > mine.first ? u->first : mine.first; output < end; output++)
+                out[output] += dot(u->weight + (output - u->first) * u->ranks, low + u->first_rank, u->ranks);
+        }
+    }
 }
 
 /* RMSNorm (Zhang and Sennrich 2019, equation 4). */
@@ -158,18 +205,23 @@ static void attention(const step *s, const layer *l, const lane *lanes, int64_t 
 }
 
 /* out [rows][inner] */
-static void gated(const step *s, const layer *l, const float *x, float *gates_ups, float *out) {
+static void gated(const step *s, const layer *l, const lane *lanes, int64_t index, const float *x, float *low,
+                  float *gates_ups, float *out) {
     range gates = share(l->inner), ups = {gates.first + l->inner, gates.end + l->inner};
-    product(l->gate_up, x, s->rows, gates, gates_ups, 2 * l->inner);
-    product(l->gate_up, x, s->rows, ups, gates_ups, 2 * l->inner);
+    int64_t which = index * PRODUCTS + GATE_UP;
+    lower(s, lanes, which, x, s->hidden_size, low);
+    adapted(s, lanes, which, l->gate_up, x, low, gates, gates_ups, 2 * l->inner);
+    adapted(s, lanes, which, l->gate_up, x, low, ups, gates_ups, 2 * l->inner);
     for (int64_t row = 0; row < s->rows; row++, gates_ups += 2 * l->inner, out += l->inner)
         for (int64_t i = gates.first; i < gates.end; i++)
             out[i] = gates_ups[i] / (1 + expf(-gates_ups[i])) * gates_ups[i + l->inner];
 }
 
-static void add_product(const step *s, linear of, const float *x, float *scratch, float *hidden) {
+static void add_product(const step *s, const lane *lanes, int64_t which, linear of, const float *x, float *low,
+                        float *scratch, float *hidden) {
     range mine = share(s->hidden_size);
-    product(of, x, s->rows, mine, scratch, s->hidden_size);
+    lower(s, lanes, which, x, of.inputs, low);
+    adapted(s, lanes, which, of, x, low, mine, scratch, s->hidden_size);
     for (int64_t row = 0; row < s->rows; row++, scratch += s->hidden_size, hidden += s->hidden_size)
         for (int64_t i = mine.first; i < mine.end; i++) hidden[i] += scratch[i];
 }
@@ -186,20 +238,22 @@ void decode(const step *s, const layer *layers, const lane *lanes, float *scratc
             int64_t width = l->heads * s->head_size, states_width = width + 2 * l->key_heads * s->head_size;
             float *states = scratch, *attended = states + s->rows * states_width;
             float *gates_ups = attended + s->rows * width, *inner = gates_ups + s->rows * 2 * l->inner;
-            float *added = inner + s->rows * l->inner;
+            float *added = inner + s->rows * l->inner, *low = added + s->rows * s->hidden_size;
+            int64_t first = index * PRODUCTS;
             normalise(l->before_attention, hidden, s->hidden_size, normed, s->rows);
-            product(l->qkv, normed, s->rows, share(states_width), states, states_width);
+            lower(s, lanes, first + QKV, normed, s->hidden_size, low);
+            adapted(s, lanes, first + QKV, l->qkv, normed, low, share(states_width), states, states_width);
 #pragma omp barrier
             place_heads(s, l, lanes, index, states);
 #pragma omp barrier
             attention(s, l, lanes, index, states, scores);
 #pragma omp barrier
-            add_product(s, l->output, attended, added, hidden);
+            add_product(s, lanes, first + OUTPUT, l->output, attended, low, added, hidden);
 #pragma omp barrier
             normalise(l->before_mlp, hidden, s->hidden_size, normed, s->rows);
-            gated(s, l, normed, gates_ups, inner);
+            gated(s, l, lanes, index, normed, low, gates_ups, inner);
 #pragma omp barrier
-            add_product(s, l->down, inner, added, hidden);
+            add_product(s, lanes, first + DOWN, l->down, inner, low, added, hidden);
 #pragma omp barrier
         }
     }

@@ -1,14 +1,16 @@
 """Fused layers in one native call, for the step that decoding is made of: one new position of each lane."""
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import Structure, c_float, c_int64, c_void_p
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import torch
 
+from swarmnet_node.adapters import Addition, StageAdapter
 from swarmnet_node.between import Norm
-from swarmnet_node.fused import FusedLayer, FusedLayers, Linear
+from swarmnet_node.fused import PRODUCTS, FusedLayer, FusedLayers, Linear
 from swarmnet_node.kv import KVGeometry, LaneCache, LayerShape
 from swarmnet_node.native import build
 
@@ -39,13 +41,57 @@ class _Step(Structure):
         (name, c_int64)
         for name in (
             *("layers", "hidden_size", "head_size", "shared_floats", "thread_floats"),
-            *("rows", "threads"),
+            *("rows", "threads", "ranks"),
         )
     )
 
 
+class _Up(Structure):
+    _fields_ = (
+        ("weight", c_void_p),
+        *((name, c_int64) for name in ("first", "outputs", "first_rank", "ranks")),
+    )
+
+
+class _Addition(Structure):
+    _fields_ = (("down", c_void_p), ("ups", c_void_p), ("ranks", c_int64), ("pairs", c_int64))
+
+
 class _Lane(Structure):
-    _fields_ = (("position", c_int64), ("capacity", c_int64), ("angles", c_void_p), ("caches", c_void_p))
+    _fields_ = (
+        *(("position", c_int64), ("capacity", c_int64)),
+        *(("angles", c_void_p), ("caches", c_void_p), ("additions", c_void_p)),
+    )
+
+
+class _Additions:
+    """What an adapter adds to some layers, as native code reads it: an ``_Addition`` for each product of each."""
+
+    def __init__(self, layers: Sequence[Mapping[str, Addition]]) -> None:
+        self._kept: list[object] = []
+        self.ranks = max(len(addition.down) for layer in layers for addition in layer.values())
+        self.array = (_Addition * (len(layers) * len(PRODUCTS)))(
+            *(self._addition(layer.get(product)) for layer in layers for product in PRODUCTS)
+        )
+
+    def _addition(self, addition: Addition | None) -> _Addition:
+        if addition is None:
+            return _Addition()
+        ups = (_Up * len(addition.ups))(
+            *(
+                _Up(self._address(up), columns.start, len(up), ranks.start, up.shape[1])
+                for columns, ranks, up in addition.ups
+            )
+        )
+        self._kept.append(ups)
+        return _Addition(
+            self._address(addition.down), ctypes.addressof(ups), len(addition.down), len(addition.ups)
+        )
+
+    def _address(self, tensor: torch.Tensor) -> int:
+        rows = tensor.contiguous()
+        self._kept.append(rows)
+        return rows.data_ptr()
 
 
 class Native:
@@ -64,13 +110,18 @@ class Native:
 
 
 class NativeLayers:
-    """What ``FusedLayers`` computes, for one new position of each of a few lanes."""
+    """What ``FusedLayers`` computes, for one new position of each of a few lanes, with their adapters."""
 
-    def __init__(self, native: Native, fused: FusedLayers, geometry: KVGeometry) -> None:
-        """``fits`` holds for ``fused``, whose memory is used where it is; ``geometry`` is that of their lanes."""
+    def __init__(self, native: Native, fused: FusedLayers, geometry: KVGeometry, first: int = 0) -> None:
+        """``fits`` holds for ``fused``, whose memory is used where it is; ``geometry`` is that of their lanes.
+
+        Adapters count layers from another one, of which ``first`` is our first.
+        """
         self._native = native
         self._fused = fused
         self._geometry = geometry
+        self._first = first
+        self._additions: WeakKeyDictionary[StageAdapter, _Additions | None] = WeakKeyDictionary()
         self._hidden_size, self._head_size = _sizes(fused)
         self._layers = (_Layer * len(fused.layers))(*map(_native_layer, fused.layers))
         self._angles_start = 0
@@ -79,7 +130,7 @@ class NativeLayers:
 
     def part(self, start: int, end: int, geometry: KVGeometry) -> "NativeLayers":
         """Layers [start, end) of these, whose lanes have ``geometry``."""
-        return NativeLayers(self._native, self._fused.part(start, end), geometry)
+        return NativeLayers(self._native, self._fused.part(start, end), geometry, self._first + start)
 
     def __call__(self, inputs: torch.Tensor, lanes: Sequence[LaneCache]) -> torch.Tensor:
         """Hidden states [rows, D] of the next position of each lane, in and out.
@@ -90,16 +141,23 @@ class NativeLayers:
             raise ValueError(f"native layers take one position for each of {len(lanes)} lanes")
         caches = [self._caches(lane) for lane in lanes]
         angles = [self._angles_at(lane.length) for lane in lanes]
+        additions = [self._additions_of(lane.adapter) for lane in lanes]
         rows = (_Lane * len(lanes))(
             *(
-                _Lane(lane.length, capacity, address.data_ptr(), ctypes.addressof(pointers))
-                for lane, (capacity, pointers), address in zip(lanes, caches, angles, strict=True)
+                _Lane(
+                    *(lane.length, capacity, address.data_ptr(), ctypes.addressof(pointers)),
+                    None if added is None else ctypes.addressof(added.array),
+                )
+                for lane, (capacity, pointers), address, added in zip(
+                    lanes, caches, angles, additions, strict=True
+                )
             )
         )
         hidden = inputs.clone(memory_format=torch.contiguous_format)
         threads = torch.get_num_threads()
         longest = max(lane.length for lane in lanes) + 1
-        shared_floats = len(lanes) * self._shared_floats
+        ranks = max((added.ranks for added in additions if added is not None), default=0)
+        shared_floats = len(lanes) * self._shared_floats + _whole_lines(len(lanes) * ranks)
         thread_floats = _whole_lines(len(lanes) * self._hidden_size + longest)
         scratch = torch.empty(shared_floats + threads * thread_floats)
         step = _Step(
@@ -110,9 +168,19 @@ class NativeLayers:
             thread_floats=thread_floats,
             rows=len(lanes),
             threads=threads,
+            ranks=ranks,
         )
         self._native.decode(ctypes.byref(step), self._layers, rows, scratch.data_ptr(), hidden.data_ptr())
         return hidden
+
+    def _additions_of(self, adapter: StageAdapter | None) -> _Additions | None:
+        """What an adapter adds to our layers; None for nothing. It is found once, as long as the adapter is there."""
+        if adapter is None:
+            return None
+        if adapter not in self._additions:
+            layers = adapter.layers[self._first : self._first + len(self._layers)]
+            self._additions[adapter] = _Additions(layers) if any(layers) else None
+        return self._additions[adapter]
 
     def _caches(self, lane: LaneCache) -> tuple[int, ctypes.Array[c_void_p]]:
         """Capacity, and the addresses of keys and values of every layer."""
