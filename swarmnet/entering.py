@@ -78,12 +78,11 @@ class Entry:
 def enter(swarm: str, data_dir: Path, bootstrap: Sequence[str] = ()) -> Entry:
     """The swarm of a file, of an invite, or, once entered, of this name, for the identity that ``data_dir`` keeps.
 
-    An invite may also stand in a file of its own: what is typed, every user of a machine can see.
+    An invite may also stand in a file of its own: what is typed, every user of a machine can see. It is redeemed the first time;
+    afterwards certificate and swarm file are in ``data_dir``. Beside the authority's key a swarm file needs no invite.
 
-    An invite is redeemed the first time; afterwards certificate and swarm file are in ``data_dir``. Beside the authority's key a
-    swarm file needs no invite. Raises ``ConfigError``,
-    ``IntegrityError`` for a file that is wrong, changed or older than one used before, ``NotAuthorised`` for an invite that
-    will not do, and ``Unreachable`` when nobody who could let us in is there.
+    Raises ``ConfigError`` or ``IntegrityError`` for a file that is wrong, changed or older than one used before, ``NotAuthorised`` for
+    an invite that will not do, and ``Unreachable`` when nobody who could let us in is there.
     """
     from swarmnet_protocols.membership.invites import is_invite
 

@@ -44,8 +44,8 @@ def locked_data_dir(data_dir: Path) -> Iterator[Path]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ConfigError(
-                f"a node already runs with the data directory {data_dir}",
-                hint="give this one another --data-dir, or stop the other: swarmnet finish --data-dir DIR",
+                f"another command already runs with the data directory {data_dir}",
+                hint="give this one another --data-dir, or stop the other; a node: swarmnet finish --data-dir DIR",
             ) from error
         yield data_dir
     finally:

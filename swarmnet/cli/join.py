@@ -125,8 +125,8 @@ def join(  # noqa: PLR0913 - a command line, not an interface
     entry = enter(swarm, data_dir or default_data_dir(), bootstrap)
     with locked_data_dir(data_dir or default_data_dir()) as directory:
         limits = replace(limiting.remembered(directory), **changes)
-        cached = cache_dir or default_cache_dir()
-        facts = _facts(entry.file.rules(), limits, f"{model} and its cache in {cached}", public_name)
+        cache_dir = cache_dir or default_cache_dir()
+        facts = _facts(entry.file.rules(), limits, f"{model} and its cache in {cache_dir}", public_name)
         ask_once(directory, facts, asking=not yes, as_json=as_json)
 
         from swarmnet_node.machine import yield_to_others
@@ -138,7 +138,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
             model=model,
             network=entry.network(listen or ANY_PORT, announce, issuer),
             swarm_name=entry.file.name,
-            cache_dir=cache_dir or default_cache_dir(),
+            cache_dir=cache_dir,
             blocks=span,
             num_blocks=num_blocks,
             device=device,

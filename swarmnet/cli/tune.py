@@ -122,7 +122,8 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
         from swarmnet_client.tuning.trainer import Tuner
         from swarmnet_protocols.models import resolve
 
-        local = resolve(model, cache_dir=cache_dir or default_cache_dir(), progress=shown.progress)
+        cache_dir = cache_dir or default_cache_dir()
+        local = resolve(model, cache_dir=cache_dir, progress=shown.progress)
         _check_sizes(local, settings)
         dataset = Dataset.read(local.tokenizer(), data, eval_data, settings)
         about = {"model": model, "manifest": local.manifest.hash.hex(), "data": list(dataset.sha256)}
@@ -131,7 +132,6 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
         shown.progress("finding the swarm", 0, None)
         network = client_network(swarm, bootstrap, data_dir)
         form = Form(dtype, device, len(dataset.labels) or None)
-        cache_dir = cache_dir or default_cache_dir()
         opened = stack.enter_context(load(model, network=network, cache_dir=cache_dir, form=form))
         tuned = attach(opened, model, settings)
         tuner = Tuner(tuned, dataset, settings, lambda: _usage(opened))
