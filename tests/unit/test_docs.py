@@ -62,6 +62,15 @@ def test_the_readme_names_every_command() -> None:
     assert [name for name in every_command() if len(name) == 1 and f"swarmnet {name[0]}" not in text] == []
 
 
+def test_what_every_command_prints_as_json_is_told() -> None:
+    groups = {name[0] for name in every_command() if len(name) == 2}
+    text = (ROOT / "docs" / "json.md").read_text()
+    commands = [
+        " ".join(name) for name in every_command() if (name and name[0] not in groups) or len(name) == 2
+    ]
+    assert [name for name in commands if f"`{name}`" not in text] == ["train template"]  # a file, not JSON
+
+
 def test_every_bench_is_run_by_make_or_the_results_say_why_not() -> None:
     head, _, _ = (ROOT / "tests/bench/RESULTS.md").read_text().partition("\n## ")
     run = re.findall(r"-m tests\.bench\.(\w+)", (ROOT / "Makefile").read_text())
