@@ -175,9 +175,8 @@ def rotate_key(path: Path, *, now: float, overlap_s: float) -> "tuple[SwarmFile,
     next_path, number = key_path.with_suffix(".next"), len(file.authority.rotations)
     with _writing(path.parent):
         new = load_key(next_path) if next_path.exists() else create_key(next_path)
-        if (
-            new.public_key in file.authority.keys
-        ):  # an earlier rotation was cut off after the file was written
+        # An earlier rotation was cut off after the file was written.
+        if new.public_key in file.authority.keys:
             _exchange_keys(key_path, next_path, number - 1)
             return file, new
         old = load_key(key_path)
