@@ -59,16 +59,6 @@ export function keyed(parent, items, key, make, update) {
   for (const node of old.values()) node.remove();
 }
 
-/** A short time with the exact one in its title. */
-export function timeNode() {
-  return h("time", {});
-}
-
-export function setTime(node, text, exact) {
-  setText(node, text);
-  setAttribute(node, "title", exact);
-}
-
 /** A command with a button that copies it. */
 export function commandNode(command) {
   const code = h("code", {});
