@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import Cache
+from transformers.cache_utils import Cache
 
 from swarmnet_client import lora
 from swarmnet_client.chain import Chain

@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AttentionMaskInterface
+from transformers.masking_utils import AttentionMaskInterface
 
 from swarmnet_client.placeholders import stand_ins
 from swarmnet_client.sampling import Draw, Token, choose

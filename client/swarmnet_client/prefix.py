@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from transformers import Cache
+from transformers.cache_utils import Cache
 
 from swarmnet_protocols.errors import ConfigError
 

@@ -36,7 +36,7 @@ class Batch(Protocol):
 
 def register() -> None:
     """Make the packed attention known to transformers; may be called any number of times."""
-    from transformers import AttentionInterface
+    from transformers.modeling_utils import AttentionInterface
 
     AttentionInterface.register(IMPLEMENTATION, packed_attention)
 

@@ -6,9 +6,11 @@ frameworks for clusters in memory: 80 MB and 1.5 s of a processor, before it has
 
 import importlib.util
 import sys
+import threading
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from typing import Any
 
 from swarmnet_protocols.errors import ConfigError
@@ -20,15 +22,30 @@ _COMPILER = "torch._dynamo"
 
 
 class _Package(types.ModuleType):
-    """The package as its submodules need it; whoever asks it for more gets all of it."""
+    """The package as its submodules need it. Whoever asks it for a submodule gets that; for anything else, all of the package."""
+
+    _importing = threading.RLock()
+    """One thread at a time imports a whole package, so that no other sees half of one."""
+    _entered = False
 
     def __getattr__(self, name: str) -> Any:
-        importing = f"{self.__name__}.{name}" in sys.modules  # an attribute from the end of its import on
-        if importing or name.startswith("__") or self.__spec__ is None or self.__spec__.loader is None:
+        if name.startswith("__") or self.__spec__ is None or self.__spec__.loader is None:
             raise AttributeError(name)
-        self.__class__ = types.ModuleType  # type: ignore[assignment]  # from here on an ordinary module
-        self.__spec__.loader.exec_module(self)
-        return getattr(self, name)
+        submodule = f"{self.__name__}.{name}"
+        if submodule in sys.modules:  # an attribute from the end of its import on
+            raise AttributeError(name)
+        if importlib.util.find_spec(submodule) is not None:
+            return importlib.import_module(submodule)
+        with self._importing:
+            if not self._entered:
+                self._entered = True
+                self.__spec__.loader.exec_module(self)
+            whole = sys.modules[self.__name__]  # some put another module in their place
+            if whole is not self:
+                return getattr(whole, name)
+            if name in vars(self):
+                return vars(self)[name]
+        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
 
 
 def prepare_package(name: str, **stand_ins: object) -> None:
@@ -47,12 +64,17 @@ def prepare_package(name: str, **stand_ins: object) -> None:
     package.__spec__ = spec
     vars(package).update(stand_ins)
     sys.modules[name] = package
+    above, _, child = name.rpartition(".")
+    if isinstance(sys.modules.get(above), _Package):
+        setattr(sys.modules[above], child, package)
 
 
 def import_transformers() -> None:
     """Import transformers' model code as if torch could not compile nor work in clusters, unless it is imported already.
 
-    Who compiles afterwards gets torch's compiler, but what transformers wants left out of it is not known to it.
+    Who compiles afterwards gets torch's compiler, but what transformers wants left out of it is not known to it. The lists
+    of all that transformers has, for which it reads each of its thousands of files twice, are made when somebody
+    asks it, or its ``models``, for something that is not a module of that name.
     """
     if "transformers.modeling_utils" in sys.modules:
         return
@@ -60,7 +82,12 @@ def import_transformers() -> None:
 
     torch.distributed.is_available = _no
     # What transformers has once found installed it takes for granted.
-    with _without_compiler(), _hidden(() if "transformers" in sys.modules else _NOT_FOR_US):
+    hidden = () if "transformers" in sys.modules else _NOT_FOR_US
+    prepare_package("transformers", __version__=version("transformers"))
+    prepare_package("transformers.models")
+    with _without_compiler(), _hidden(hidden):
+        with _no_second_package():
+            import transformers.processing_utils
         import transformers.modeling_utils  # noqa: F401
         from transformers import masking_utils  # noqa: F401
         from transformers.loss import loss_utils  # noqa: F401
@@ -79,6 +106,19 @@ def _without_compiler() -> Iterator[None]:
         yield
     finally:
         del sys.modules[_COMPILER]
+
+
+@contextmanager
+def _no_second_package() -> Iterator[None]:
+    """Keep transformers from replacing its own package by all of it. The package gives that as well, to whoever asks for it."""
+    from transformers import utils
+
+    direct_import = utils.direct_transformers_import
+    utils.direct_transformers_import = lambda _: sys.modules["transformers"]
+    try:
+        yield
+    finally:
+        utils.direct_transformers_import = direct_import
 
 
 @contextmanager

@@ -29,6 +29,11 @@ UNWANTED = (
 HOST = """
 import json, sys
 from pathlib import Path
+sources = set()
+def note(event, arguments):
+    if event == "open" and str(arguments[0]).endswith(".py"):
+        sources.add(str(arguments[0]))
+sys.addaudithook(note)
 from swarmnet_protocols.lean_imports import import_transformers
 from swarmnet_protocols.transport.p2pd_daemon import prepare_hivemind
 import_transformers()
@@ -45,14 +50,25 @@ for name in models:
     stage = Stage.load(local, 1, 3, dtype=torch.float32, device=torch.device("cpu"))
     [answer] = stage.forward([(stage.new_lane(), torch.ones(4, local.manifest.hidden_size))])
     outputs[name] = answer.tolist()
-print(json.dumps({"outputs": outputs, "modules": sorted(sys.modules)}))
+print(json.dumps({"outputs": outputs, "modules": sorted(sys.modules), "sources": len(sources)}))
 """
+
+MOST_SOURCES = 500
+"""Of some 4,000 that transformers has; where Python keeps no bytecode, those that are imported are read as well."""
 
 REST = """
 from swarmnet_protocols.lean_imports import import_transformers
 import_transformers()
 import accelerate, PIL, scipy, torch
 assert "eager" in torch._dynamo.list_backends(exclude_tags=())
+import transformers
+from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedModel, modeling_utils
+from transformers.models import llama
+assert PreTrainedModel is modeling_utils.PreTrainedModel
+assert LlamaForCausalLM is transformers.models.llama.LlamaForCausalLM is llama.modeling_llama.LlamaForCausalLM
+assert transformers.models.LlamaConfig is transformers.LlamaConfig
+assert not hasattr(transformers, "nonsense") and not hasattr(transformers.models, "nonsense")
+import peft
 """
 
 
@@ -69,6 +85,7 @@ def test_a_host_of_any_family_goes_without_compiler_algebra_and_clusters(tmp_pat
     models += [str(write_gguf(tmp_path / "llama.gguf", "llama"))]
     seen = run(HOST, str(tmp_path / "cache"), *models)
     assert not set(UNWANTED) & set(seen["modules"])
+    assert seen["sources"] < MOST_SOURCES
     for name in models:
         local = resolve(name, cache_dir=tmp_path / "cache")
         stage = Stage.load(local, 1, 3, dtype=torch.float32, device=torch.device("cpu"))

@@ -20,7 +20,7 @@ StateDict = dict[str, Any]
 
 def causal_class(config: "PretrainedConfig") -> type:
     """The CausalLM class of an architecture; raises ``ConfigError`` where there is none."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(
@@ -33,7 +33,7 @@ def causal_class(config: "PretrainedConfig") -> type:
 
 def architecture_of(config: "PretrainedConfig") -> str:
     """The name people know an architecture by."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return str(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__)
@@ -114,7 +114,7 @@ class Head:
 
     def model_class(self, config: "PretrainedConfig") -> type:
         """The architecture's class; raises ``ConfigError`` where there is none."""
-        from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+        from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
         if self.labels is None:
             return causal_class(config)

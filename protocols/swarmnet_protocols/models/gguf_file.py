@@ -185,7 +185,7 @@ class GgufCheckpoint:
         return set(self.files)
 
     def config(self) -> "PretrainedConfig":
-        from transformers import AutoConfig
+        from transformers.models.auto.configuration_auto import AutoConfig
 
         try:
             return AutoConfig.from_pretrained(
@@ -202,7 +202,7 @@ class GgufCheckpoint:
         return None
 
     def tokenizer(self) -> "PreTrainedTokenizerBase":
-        from transformers import AutoTokenizer
+        from transformers.models.auto.tokenization_auto import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(
             self._kept("tokenizer", lambda: AutoTokenizer.from_pretrained(**self._source)),

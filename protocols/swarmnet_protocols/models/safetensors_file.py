@@ -125,7 +125,7 @@ class SafetensorsCheckpoint:
 
     def config(self) -> "PretrainedConfig":
         from huggingface_hub.errors import StrictDataclassError
-        from transformers import AutoConfig
+        from transformers.models.auto.configuration_auto import AutoConfig
 
         path = self.root / "config.json"
         _read_json(path, MAX_CONFIG_BYTES)
@@ -141,14 +141,14 @@ class SafetensorsCheckpoint:
         return config
 
     def generation_config(self) -> "GenerationConfig | None":
-        from transformers import GenerationConfig
+        from transformers.generation import GenerationConfig
 
         if not (self.root / "generation_config.json").is_file():
             return None
         return GenerationConfig.from_pretrained(self.root, local_files_only=True)
 
     def tokenizer(self) -> "PreTrainedTokenizerBase":
-        from transformers import AutoTokenizer
+        from transformers.models.auto.tokenization_auto import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(self.root, trust_remote_code=False, local_files_only=True)
 
