@@ -10,15 +10,16 @@ from swarmnet_client.tuning import adapter_dir
 from swarmnet_client.tuning import checkpoint as tune_checkpoint
 from swarmnet_node.training import checkpoint as training_checkpoint
 from swarmnet_node.training import data
-from swarmnet_protocols import records
+from swarmnet_protocols import presence, records
 from swarmnet_protocols.membership import invites, signed
 from swarmnet_protocols.models import sources
 from swarmnet_protocols.models.local import LocalModel
+from swarmnet_protocols.presence import Double
 from swarmnet_protocols.training import jobs
 from tests.defences import Defence, nothing, replacing, yes
 from tests.properties import test_membership as mutations
 from tests.properties import test_records as record_mutations
-from tests.unit import test_flipped_bits, test_identity_lock, test_swarm_file, test_swarm_keys
+from tests.unit import test_flipped_bits, test_identity_lock, test_presence, test_swarm_file, test_swarm_keys
 
 
 def refused_bits(name: str) -> Callable[[Path], object]:
@@ -62,6 +63,18 @@ FILES = (
         lambda folder: test_identity_lock.test_who_is_dialled_has_an_identity_alone(
             test_identity_lock.made_in(folder), "alone", second=True
         ),
+    ),
+)
+IDENTITY = (
+    Defence(
+        "a copied identity is found",
+        replacing(Double, "look", nothing),
+        lambda _: test_presence.test_one_word_of_a_process_that_may_be_gone_is_not_enough(),
+    ),
+    Defence(
+        "by somebody with that key only",
+        replacing(presence, "peer_id_of", lambda _: test_presence.ALICE.peer_id),
+        lambda _: test_presence.test_whoever_has_another_key_is_not_heard(),
     ),
 )
 STATEMENTS = (

@@ -8,13 +8,13 @@ import pytest
 from swarmnet_protocols.errors import SwarmnetError
 from tests.defences import Defence
 from tests.door_defences import DOOR, ISSUER
-from tests.file_defences import FILES, HASHES, STATEMENTS
+from tests.file_defences import FILES, HASHES, IDENTITY, STATEMENTS
 from tests.flood_defences import FLOODS
 from tests.limit_defences import LIMITS
 from tests.support.virtual_time import DeadlockError
 from tests.web_defences import WEB
 
-DEFENCES = (*DOOR, *ISSUER, *FILES, *STATEMENTS, *HASHES, *LIMITS, *FLOODS, *WEB)
+DEFENCES = (*DOOR, *ISSUER, *FILES, *IDENTITY, *STATEMENTS, *HASHES, *LIMITS, *FLOODS, *WEB)
 
 FAILURES = (AssertionError, pytest.fail.Exception, SwarmnetError, TimeoutError, DeadlockError)
 """How the tests fail. Any other error is one of the table itself."""

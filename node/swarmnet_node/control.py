@@ -64,6 +64,7 @@ class NodeStatus:
     limits: Limits = field(default_factory=Limits)
     usage: Usage = field(default_factory=Usage)
     ram_bytes: int = 0
+    warning: str = ""
 
 
 class Controlled(Protocol):

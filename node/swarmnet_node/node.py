@@ -57,6 +57,8 @@ class World:
     """What forwards are timed by. The loop's own clock stands still while the loop does."""
     turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
     """Entered for each forward, where nodes share the cores of a machine."""
+    warning: Callable[[], str] = str
+    """What the owner of the node should see to; empty if nothing."""
 
 
 @dataclass(frozen=True)
@@ -183,6 +185,7 @@ class Node:
             forwards=engine.forwards if engine else 0,
             version=self._hosting.version,
             swarm=self._hosting.swarm_name,
+            warning=self._world.warning(),
         )
 
     def finish(self, grace_s: float) -> None:

@@ -75,10 +75,15 @@ async def start(config: NodeConfig, *, progress: "Progress | None" = None) -> As
         from swarmnet_node.turns import Turns, default_folder
         from swarmnet_protocols.clock import wall_clock
         from swarmnet_protocols.devices import limit_memory
+        from swarmnet_protocols.presence import Watch
         from swarmnet_protocols.threads import compute_on, use_cores
+        from swarmnet_protocols.timing import Timing
 
         every_core = await compute_on(executor, threads=config.limits.cores)
-        world = World(transport, directory, executor, random.Random())
+        watch = await stack.enter_async_context(
+            Watch.keep(transport, directory, random.SystemRandom(), Timing())
+        )
+        world = World(transport, directory, executor, random.Random(), warning=watch.warning)
         if loaded.device.type == "cpu":
             turns = stack.enter_context(Turns.open(default_folder()))
             world = replace(world, turn=turns.turn)

@@ -47,13 +47,20 @@ def bootstrap(  # noqa: PLR0913 - a command line, not an interface
 
 
 async def _serve(network: "Network", data_dir: "Path", *, as_json: bool) -> None:
+    from random import SystemRandom
+
     from swarmnet_protocols.aio import race
     from swarmnet_protocols.errors import SwarmnetError
     from swarmnet_protocols.network import connect
+    from swarmnet_protocols.presence import Watch
+    from swarmnet_protocols.timing import Timing
 
     interrupts = Interrupts.catch()
     stop = asyncio.Event()
-    async with connect(network) as (transport, _directory):
+    async with (
+        connect(network) as (transport, directory),
+        Watch.keep(transport, directory, SystemRandom(), Timing()),
+    ):
         interrupts.first = stop.set
         _announce(transport, data_dir, as_json=as_json)
         await race(stop.wait(), transport.died())

@@ -61,6 +61,7 @@ def _print(node: "NodeStatus") -> None:
     print_table(
         f"{node.peer_id} is {node.state}" + (f": {node.reason}" if node.reason else ""),
         {
+            **({"warning": node.warning} if node.warning else {}),
             "swarm": node.swarm,
             "model": node.model,
             "blocks": f"{node.start}:{node.end} of {node.total_blocks}",

@@ -167,6 +167,8 @@ def _open_secret(secret: SecretFile) -> Finding:
 def _listening(facts: Facts) -> Iterator[Finding]:
     if facts.node:
         yield Finding("node", Level.OK, f"the node of {facts.data_dir} is {facts.node}")
+    if facts.node_warning:
+        yield Finding("node", Level.WARN, facts.node_warning, "swarmnet finish, on one of the two machines")
     for each in facts.listening:
         if each.error:
             yield Finding("listen", Level.FAIL, each.error, each.hint)

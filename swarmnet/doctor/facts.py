@@ -86,6 +86,8 @@ class Facts:
     secrets: Sequence[SecretFile] = ()
     node: str = ""
     """What the node of this data directory is doing; empty if none runs."""
+    node_warning: str = ""
+    """What it says should be seen to."""
     listening: Sequence[Listening] = ()
     swarm: Swarm | None = None
     peers: Sequence[Peer] = ()

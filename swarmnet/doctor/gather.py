@@ -70,6 +70,7 @@ async def gather(question: Question) -> facts.Facts:
         compiler=shutil.which("cc") or "",
         secrets=local.secrets(question.data_dir),
         node=node.state if node else "",
+        node_warning=node.warning if node else "",
         listening=listening,
         swarm=swarm,
         peers=seen_by,

@@ -70,6 +70,7 @@ def test_a_healthy_machine_has_nothing_to_mend() -> None:
         ({"compiler": ""}, "compiler", "warn", "apt install gcc"),
         ({"device": facts.Device("RTX", usable=False)}, "device", "warn", "pip install"),
         ({"memory": facts.Memory(GIB // 4), "node": ""}, "memory", "fail", "close"),
+        ({"node_warning": "another process is on the network"}, "node", "warn", "swarmnet finish"),
         ({"memory": facts.Memory(16 * GIB, GIB), "node": ""}, "memory", "warn", "--num-blocks"),
         ({"disks": [facts.Disk("models", Path("/c d"), GIB // 4)]}, "disk", "fail", "du -sh '/c d'"),
         ({"disks": [facts.Disk("models", Path("/c"), GIB)]}, "disk", "warn", "du -sh"),

@@ -68,8 +68,10 @@ async def start(
         from swarmnet_node.training.worker import Worker
         from swarmnet_node.training.world import Hosted, WorkerWorld
         from swarmnet_protocols.catalog import keep_job_announced
+        from swarmnet_protocols.presence import Watch
         from swarmnet_protocols.protocol_ids import REPORT
         from swarmnet_protocols.threads import compute_on
+        from swarmnet_protocols.timing import Timing
         from swarmnet_protocols.training.jobs import open_job
 
         await compute_on(executor, codec_executor, threads=config.threads)
@@ -87,6 +89,7 @@ async def start(
         numbers = WorkerNumbers(open_job(sealed), version("swarmnet-p2p"), report)
         worker = Worker(world, Hosted(sealed, trainer, checkpoints), numbers.take)
         await transport.serve(REPORT, Reporter(numbers.describe).handle)
+        await stack.enter_async_context(Watch.keep(transport, directory, random.SystemRandom(), Timing()))
         listing = asyncio.create_task(keep_job_announced(directory, config.job), name="catalog")
         stack.push_async_callback(cancel, listing)
         watching = asyncio.create_task(_fail_with_p2pd(transport, worker, left), name="p2pd")

@@ -91,3 +91,11 @@ class CatalogJob(_message.Message):
     ID_FIELD_NUMBER: _ClassVar[int]
     id: bytes
     def __init__(self, id: _Optional[bytes] = ...) -> None: ...
+
+class PresenceRecord(_message.Message):
+    __slots__ = ("process", "addresses")
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    process: bytes
+    addresses: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, process: _Optional[bytes] = ..., addresses: _Optional[_Iterable[str]] = ...) -> None: ...

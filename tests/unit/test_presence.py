@@ -1,0 +1,121 @@
+"""Whether another process uses our identity: found where one is there, and not where one only was."""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Sequence
+
+import pytest
+
+from swarmnet_protocols.directory import MemoryBoard, MemoryDirectory
+from swarmnet_protocols.identity import Identity
+from swarmnet_protocols.presence import REMEMBERED_S, Double, Presence, Watch, topic_of
+from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.transport import Transport
+from swarmnet_protocols.transport.memory import MemoryNetwork
+from swarmnet_protocols.transport.passing import PassingTransport
+from swarmnet_protocols.wire import records_pb2 as pb
+from tests.support import virtual_time
+
+EPOCH = 1_800_000_000.0
+SWARM = bytes(32)
+ALICE, MALLORY = Identity.from_seed(b"alice"), Identity.from_seed(b"mallory")
+TIMING = Timing()
+TWO_LOOKS_S = 2 * TIMING.announce_s
+
+
+class At(PassingTransport):
+    """``transport``, at an address of its own."""
+
+    def __init__(self, transport: Transport, address: str) -> None:
+        super().__init__(transport)
+        self._address = address
+
+    def addresses(self) -> Sequence[str]:
+        return (self._address,)
+
+
+class Machines:
+    """Machines with copies of one key. Each call of ``watch`` is another process, on the machine of this number."""
+
+    def __init__(self, transport: Transport, board: MemoryBoard) -> None:
+        self.board = board
+        self._transport = transport
+        self._processes = 0
+
+    def watch(self, machine: int) -> Watch:
+        self._processes += 1
+        transport = At(self._transport, f"/ip4/203.0.113.{machine}/tcp/31337")
+        directory = MemoryDirectory(self.board, ALICE, SWARM)
+        return Watch(transport, directory, random.Random(self._processes), TIMING)
+
+
+def run(scenario: Callable[[Machines], Awaitable[None]]) -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        network = MemoryNetwork(random.Random(0))
+        board = MemoryBoard(network, lambda: EPOCH + loop.time(), delay_s=1.0)
+        async with network.transport(ALICE.peer_id) as transport, network.transport(MALLORY.peer_id):
+            await scenario(Machines(transport, board))
+
+    virtual_time.run(main())
+
+
+async def live(watch: Watch, seconds: float) -> None:
+    keeping = asyncio.create_task(watch._keep())
+    done, _ = await asyncio.wait({keeping}, timeout=seconds)
+    assert not done
+    keeping.cancel()
+    await asyncio.wait({keeping})
+
+
+def test_two_machines_with_one_key_find_each_other_and_say_what_to_do(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scenario(machines: Machines) -> None:
+        one, other = machines.watch(1), machines.watch(2)
+        await asyncio.gather(live(one, 2 * TWO_LOOKS_S), live(other, 2 * TWO_LOOKS_S))
+        for watch, where in ((one, "203.0.113.2"), (other, "203.0.113.1")):
+            warning = watch.warning()
+            assert str(ALICE.peer_id) in warning
+            assert f"at /ip4/{where}/tcp/31337: two machines" in warning
+            assert "another --data-dir" in warning
+        assert len(caplog.records) == 2
+        await live(one, REMEMBERED_S + TWO_LOOKS_S)  # alone again
+        assert not one.warning()
+
+    run(scenario)
+
+
+def test_who_was_started_again_is_no_double() -> None:
+    async def scenario(machines: Machines) -> None:
+        for _ in range(4):
+            watch = machines.watch(1)
+            await live(watch, 1.5 * TWO_LOOKS_S)
+            assert not watch.warning()
+
+    run(scenario)
+
+
+def test_whoever_has_another_key_is_not_heard() -> None:
+    async def scenario(machines: Machines) -> None:
+        mallory = MemoryDirectory(machines.board, MALLORY, SWARM)
+        watch = machines.watch(1)
+        living = asyncio.create_task(live(watch, 3 * TWO_LOOKS_S))
+        while not living.done():
+            said = pb.PresenceRecord(process=b"mallory").SerializeToString()
+            await mallory.publish(topic_of(ALICE.peer_id), said, lifetime_s=60.0)
+            await asyncio.sleep(1.0)
+        assert not watch.warning()
+
+    run(scenario)
+
+
+def test_one_word_of_a_process_that_may_be_gone_is_not_enough() -> None:
+    double = Double(b"ours")
+    for now in range(100):
+        double.look(Presence(b"theirs", (), 7), float(now))
+        double.look(Presence(b"ours", (), 8), float(now))
+        assert double.at(float(now)) is None
+    double.look(Presence(b"theirs", (), 9), 100.0)
+    assert double.at(100.0) == Presence(b"theirs", (), 9)
+    assert double.at(100.0 + REMEMBERED_S) is None
