@@ -9,9 +9,9 @@ from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.files import write_whole
 
 MAX_ADDRESS_CHARS = 512
+PEER_ID = re.compile(r"[1-9A-HJ-NP-Za-km-z]{32,128}")
 _HOST_NAME = re.compile(r"[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
 _PART = re.compile(r"[A-Za-z0-9._:%-]+")
-_PEER_ID = re.compile(r"[1-9A-HJ-NP-Za-km-z]{32,128}")
 _EXAMPLE = "an address looks like /ip4/203.0.113.7/tcp/31337"
 
 
@@ -30,7 +30,7 @@ def check_peer_address(address: str) -> None:
     """Raise ``ConfigError`` unless ``address`` is a multiaddr that ends with ``/p2p/PEER_ID``."""
     hint = f"{_EXAMPLE}/p2p/12D3Koo…, as printed by `swarmnet join` on the other machine"
     parts = _parts(address)
-    if len(parts) < 2 or parts[-2] != "p2p" or not _PEER_ID.fullmatch(parts[-1]):
+    if len(parts) < 2 or parts[-2] != "p2p" or not PEER_ID.fullmatch(parts[-1]):
         raise ConfigError(f"the address {address!r} does not end with /p2p/ and a peer id", hint=hint)
     _check(parts[:-2], address, hint=hint)
 

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any, TypeVar
 
-from swarmnet.addresses import check_peer_address
+from swarmnet.addresses import PEER_ID, check_peer_address
 from swarmnet.swarm_content import FORMAT, Authority, ListedModel, Policy, Rotation, SwarmFile
 from swarmnet.units import parse_duration_s
 from swarmnet_protocols.errors import ConfigError, IncompatibleVersion
@@ -24,7 +24,6 @@ MAX_MEMBERS = 1024
 MAX_MODELS = 64
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 KEY = r"ed25519:[0-9a-f]{64}"
-PEER = re.compile(r"[1-9A-HJ-NP-Za-km-z]{32,128}")
 
 _MAX_MODEL_NAME_CHARS = 256
 _MAX_REFRESH_S = 60
@@ -131,7 +130,7 @@ class Reader:
             each.only({"peer", "roles"})
             if admission is not Admission.ALLOW_LIST:
                 raise each.wrong("peer", 'needs admission = "allow-list"')
-            peer = PeerId(each.matching("peer", PEER.pattern, "must be a peer id"))
+            peer = PeerId(each.matching("peer", PEER_ID.pattern, "must be a peer id"))
             if peer in allow:
                 raise each.wrong("peer", "is listed twice")
             allow[peer] = each.roles("roles")

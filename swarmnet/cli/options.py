@@ -9,8 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from swarmnet import units
-from swarmnet.addresses import check_listen_address, check_peer_address
-from swarmnet.swarm_reader import PEER
+from swarmnet.addresses import PEER_ID, check_listen_address, check_peer_address
 from swarmnet_protocols.transport import PeerId
 
 
@@ -162,7 +161,7 @@ def parse_duration(text: str, *, option: str) -> int:
 
 
 def check_peer_id(text: str) -> PeerId:
-    if not PEER.fullmatch(text):
+    if not PEER_ID.fullmatch(text):
         raise typer.BadParameter(
             f"{text[:80]!r} is not a peer id: it looks like 12D3Koo…", param_hint="'PEER'"
         )
