@@ -270,6 +270,42 @@ def test_a_config_that_makes_no_sense_is_refused_and_imports_nothing(
     assert "this" not in sys.modules
 
 
+@pytest.mark.parametrize(
+    ("method", "change"),
+    [
+        (Method.LORA, {"r": 1 << 40}),
+        (Method.LORA, {"rank_pattern": {"q_proj": 1 << 40}}),
+        (Method.PROMPT, {"num_virtual_tokens": 1 << 40}),
+        (Method.DEEP_PROMPT, {"num_virtual_tokens": 1 << 40}),
+        (Method.PROMPT, {"peft_type": "P_TUNING", "num_virtual_tokens": 1 << 40}),
+    ],
+    ids=str,
+)
+def test_a_config_makes_no_room_for_what_is_not_in_the_file(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: Method, change: dict[str, Any]
+) -> None:
+    """Where memory is given to whoever asks, and taken away again by force."""
+    largest = 0
+    empty = torch.empty
+
+    def measured(*sizes: Any, **options: Any) -> torch.Tensor:
+        nonlocal largest
+        shape = torch.Size(sizes[0] if isinstance(sizes[0], tuple | list | torch.Size) else sizes)
+        device = options.get("device") or torch.get_default_device()
+        if torch.device(device).type != "meta":
+            largest = max(largest, shape.numel())
+        return empty(*sizes, **options)
+
+    save_adapter(attach(plain(place), "tiny", settings(method)), tmp_path)
+    config = json.loads((tmp_path / CONFIG_FILE).read_text())
+    (tmp_path / CONFIG_FILE).write_text(json.dumps(config | change))
+    model = plain(place)
+    monkeypatch.setattr(torch, "empty", measured)
+    with pytest.raises(ConfigError, match="does not fit"):
+        load_adapter(model, tmp_path)
+    assert largest < 1 << 30
+
+
 def test_modules_that_are_not_there_are_refused(place: Path) -> None:
     with pytest.raises(ConfigError, match="nowhere") as caught:
         attach(plain(place), "tiny", settings(target_modules=("nowhere",)))

@@ -91,14 +91,15 @@ def load_adapter(model: Any, directory: Path) -> Any:
 
     made_for = config.get("base_model_name_or_path") or "another model"
     other = ConfigError(f"the adapter in {directory} does not fit this model", hint=f"it is for {made_for}")
-    if not _prompts_fit(config, model.config):
-        raise other
     try:
         with safe_open(directory / WEIGHTS_FILE, "pt") as file:
             stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        if not _ranks_fit(config, stored) or not _prompts_fit(config, model.config, stored):
+            raise other
         with quiet_peft():
             warnings.filterwarnings("ignore", "Found missing adapter keys", UserWarning)  # refused below
-            adapted = PeftModel.from_pretrained(model, str(directory))
+            # Every pair that the config asks for is made without memory; those in the file get theirs.
+            adapted = PeftModel.from_pretrained(model, str(directory), low_cpu_mem_usage=True)
     except SafetensorError as error:
         raise IntegrityError(f"{directory / WEIGHTS_FILE} is damaged: {error}", hint=_HINT) from error
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -123,18 +124,35 @@ def _read_json(path: Path, max_bytes: int) -> dict[str, Any]:
     return content
 
 
-def _prompts_fit(config: dict[str, Any], model: Any) -> bool:
-    """Whether prompts, if this is what the adapter has, are as wide and deep as the model: PEFT takes its word for it."""
+def _ranks_fit(config: dict[str, Any], stored: dict[str, tuple[int, ...]]) -> bool:
+    """Whether no rank of LoRA, if this is what the adapter has, is larger than anything in the file."""
+    if config["peft_type"] != "LORA":
+        return True
+    by_module = config.get("rank_pattern", {})
+    if not isinstance(by_module, dict):
+        return False
+    largest = max((size for shape in stored.values() for size in shape), default=0)
+    return all(type(rank) is int and rank <= largest for rank in (config.get("r"), *by_module.values()))
+
+
+def _prompts_fit(config: dict[str, Any], model: Any, stored: dict[str, tuple[int, ...]]) -> bool:
+    """Whether prompts, if this is what the adapter has, are as wide and deep as the model, and as many as are in the file.
+
+    PEFT takes the config's word for it, and makes room for so many.
+    """
+    count, width = config.get("num_virtual_tokens"), config.get("token_dim")
     match config["peft_type"]:
         case "PROMPT_TUNING":
-            return bool(config.get("token_dim") == model.hidden_size)
+            shape = (count, model.hidden_size)
+            return width == model.hidden_size and stored.get("prompt_embeddings") == shape
+        case "P_TUNING":
+            return stored.get("prompt_embeddings") == (count, width)
         case "PREFIX_TUNING":
             head_size = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
-            heads = model.num_key_value_heads
-            shape = (model.num_hidden_layers, heads, heads * head_size)
-            return shape == tuple(
-                config.get(name) for name in ("num_layers", "num_attention_heads", "token_dim")
-            )
+            layers, heads = model.num_hidden_layers, model.num_key_value_heads
+            wanted = {"num_layers": layers, "num_attention_heads": heads, "token_dim": heads * head_size}
+            shape = (count, 2 * layers * heads * head_size)
+            return wanted.items() <= config.items() and stored.get("prompt_embeddings") == shape
     return True
 
 
