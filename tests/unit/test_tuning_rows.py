@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from swarmnet_client.tuning import rows as rows_module
-from swarmnet_client.tuning.batches import IGNORED, Dataset, classes, split
+from swarmnet_client.tuning.batches import IGNORED, Dataset, classes, epoch_order, split
 from swarmnet_client.tuning.rows import Encoder, Row, RowFile, read_rows
 from swarmnet_protocols.errors import ConfigError
 from tests.support.tiny_swarm import load_tiny
@@ -144,6 +144,12 @@ def test_of_many_bad_rows_some_are_named_and_all_counted(tokenizer: Any, tmp_pat
     assert "4 more" in str(caught.value)
 
 
+def test_a_file_may_begin_with_a_byte_order_mark(tokenizer: Any, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "w5 w6"}\n{"text": "w7 w8"}\n', encoding="utf-8-sig")
+    assert len(read_rows(path, Encoder(tokenizer, 32)).rows) == 2
+
+
 def test_a_file_is_bounded(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_rows(tmp_path / "rows.jsonl", counting_rows(4))
     encoder = Encoder(tokenizer, 32)
@@ -185,6 +191,14 @@ def test_every_epoch_sees_every_row_once_in_an_order_of_its_own() -> None:
     assert [dataset(some_rows(7), seed=seed).batch(0)["input_ids"].shape for seed in range(8)].count(
         data.batch(0)["input_ids"].shape
     ) < 8
+
+
+def test_the_order_of_an_epoch_is_drawn_once() -> None:
+    data = dataset(some_rows(7), seed=1234)
+    epoch_order.cache_clear()
+    for step in range(2 * data.steps_per_epoch):
+        data.batch(step)
+    assert epoch_order.cache_info().misses == 2
 
 
 def test_padding_and_first_tokens_are_not_learned() -> None:

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +62,7 @@ class Dataset:
     def batch(self, step: int) -> Batch:
         """The batch of step 0, 1, ...: every epoch goes once through all rows, in an order of its own."""
         epoch, number = divmod(step, self.steps_per_epoch)
-        order = list(range(len(self.train)))
-        random.Random(f"{self.seed}/epoch/{epoch}").shuffle(order)
+        order = epoch_order(self.seed, epoch, len(self.train))
         chosen = order[number * self.batch_size : (number + 1) * self.batch_size]
         return self._padded([self.train[index] for index in chosen])
 
@@ -87,6 +87,14 @@ class Dataset:
         if self.labels:
             labels = torch.tensor([self.labels.index(row.label) for row in rows])
         return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+@lru_cache(maxsize=1)
+def epoch_order(seed: int, epoch: int, rows: int) -> Sequence[int]:
+    """The order in which an epoch goes through the rows. To draw that of a million takes seconds: it is kept for its steps."""
+    order = list(range(rows))
+    random.Random(f"{seed}/epoch/{epoch}").shuffle(order)
+    return order
 
 
 def split(

@@ -58,7 +58,8 @@ class BadRow(ValueError):
 def read_rows(path: Path, encoder: "Encoder") -> RowFile:
     """All rows of ``path``. Raises ``ConfigError`` for a file without rows, or naming the first lines that are no rows."""
     rows: list[Row] = []
-    bad: list[str] = []
+    shown: list[str] = []
+    bad = 0
     digest = hashlib.sha256()
     try:
         for number, line in _lines(path):
@@ -68,15 +69,17 @@ def read_rows(path: Path, encoder: "Encoder") -> RowFile:
             try:
                 rows.append(encoder.encode(number, _fields(line)))
             except BadRow as error:
-                bad.append(f"{path}:{number}: {error}")
+                bad += 1
+                if bad <= MAX_SHOWN:
+                    shown.append(f"{path}:{number}: {error}")
             if len(rows) > MAX_ROWS:
                 raise ConfigError(f"{path} has more than {MAX_ROWS} rows", hint="split the file")
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}", hint="name a file of rows") from error
     if bad:
-        more = f"\nand {len(bad) - MAX_SHOWN} more" if len(bad) > MAX_SHOWN else ""
+        more = f"\nand {bad - MAX_SHOWN} more" if bad > MAX_SHOWN else ""
         raise ConfigError(
-            "\n".join(bad[:MAX_SHOWN]) + more, hint="mend or remove these lines; nothing was sent anywhere"
+            "\n".join(shown) + more, hint="mend or remove these lines; nothing was sent anywhere"
         )
     if not rows:
         raise ConfigError(f"{path} has no rows", hint='write one JSON object a line, such as {"text": "..."}')
@@ -190,7 +193,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 def _fields(line: bytes) -> dict[str, Any]:
     try:
-        fields = json.loads(line.decode())
+        fields = json.loads(line.decode("utf-8-sig"))  # some editors begin a file with a mark
     except UnicodeDecodeError as error:
         raise BadRow(f"not UTF-8 at byte {error.start + 1}") from error
     except json.JSONDecodeError as error:
