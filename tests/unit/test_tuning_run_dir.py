@@ -83,6 +83,10 @@ def test_a_directory_with_something_else_in_it_is_refused(tmp_path: Path) -> Non
     (tmp_path / CHECKPOINT_FILE).write_bytes(b"\x80\x04}q\x00.")
     with pytest.raises(IntegrityError, match="no checkpoint"):
         RunDir(tmp_path, ABOUT, force=False)
+    (tmp_path / CHECKPOINT_FILE).unlink()
+    (tmp_path / CHECKPOINT_FILE).mkdir()
+    with pytest.raises(IntegrityError, match="no checkpoint"):
+        RunDir(tmp_path, ABOUT, force=False)
 
 
 @pytest.mark.parametrize("history", [None, torch.zeros(4), torch.zeros(2, 3)], ids=["none", "flat", "narrow"])

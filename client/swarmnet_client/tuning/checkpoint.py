@@ -53,7 +53,7 @@ class Checkpoint:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
             if metadata[_HASH] != _hash_of(metadata[_ABOUT], tensors):
                 raise _damaged(path)
-        except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
+        except (SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise _damaged(path) from error
         finite = all(value.isfinite().all() for name, value in tensors.items() if name != HISTORY)
         history = tensors.get(HISTORY, torch.empty(0))
