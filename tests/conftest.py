@@ -11,6 +11,7 @@ import pytest
 from hypothesis import settings
 
 from tests.support.audit import sitecustomize
+from tests.support.in_parts import Parts
 
 HANGS_AFTER_S = 600
 
@@ -57,6 +58,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("simulation")
     group.addoption("--seeds", type=int, default=50, help="seeds to run of every randomized simulation")
     group.addoption("--first-seed", type=int, default=0, help="the first of them; a failure names its seed")
+
+    parts = parser.getgroup("parts")
+    parts.addoption(
+        "--in-parts", type=Path, metavar="FILE", help="run what FILE does not name, and add to it what passes"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    file = config.getoption("in_parts")
+    if file is not None and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Parts(file))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
