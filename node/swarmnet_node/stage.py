@@ -123,8 +123,8 @@ class Stage:
     def forward(self, rows: Sequence[tuple[LaneCache, torch.Tensor]]) -> list[torch.Tensor]:
         """Run new positions of several lanes through the blocks in one forward.
 
-        A row is a lane and its inputs [n, hidden size], n at least 1. Returns [n, hidden size] for each row, and every
-        lane is n positions longer. When it raises, no lane has changed its length.
+        A row is a lane and its inputs [n, hidden size], n at least 1. Returns [n, hidden size] for each row, in the memory of
+        the CPU, and every lane is n positions longer. When it raises, no lane has changed its length.
         """
         if len({id(lane) for lane, _ in rows}) < len(rows):
             raise ValueError("a lane occurs twice in one batch")
@@ -206,7 +206,7 @@ class Stage:
         batch = PackedBatch([lane for lane, _ in rows], counts, first_layer=self._first)
         additions = Additions([lane.adapter for lane, _ in rows], counts)
         outputs = self._run(packed, positions.to(self.device), batch, additions or None)
-        return list(torch.split(outputs, counts))
+        return list(torch.split(outputs.cpu(), counts))
 
     def _run(
         self,

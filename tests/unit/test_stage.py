@@ -12,6 +12,7 @@ from swarmnet_node.stage import Stage
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models import LocalModel, resolve
 from swarmnet_protocols.session.adapters import block_of
+from swarmnet_protocols.session.steps import encode_tensor
 from tests.support.pass_oracle import assert_same, lora_pass, prefix_pass
 from tests.support.tiny_models import FAMILIES, save_tiny
 
@@ -36,6 +37,19 @@ def inputs(count: int, seed: int = 0) -> torch.Tensor:
 def forward(stage: Stage, lane: LaneCache, rows: torch.Tensor) -> torch.Tensor:
     (output,) = stage.forward([(lane, rows)])
     return output
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_stage_on_a_gpu_gives_what_can_be_sent(tmp_path: Path) -> None:
+    model = load("llama-tied", tmp_path)
+    expected, got = (
+        Stage.load(model, 1, 4, dtype=torch.float32, device=torch.device(device))
+        for device in ("cpu", "cuda")
+    )
+    rows = inputs(7)
+    outputs = forward(got, got.new_lane(), rows)
+    encode_tensor(outputs)
+    torch.testing.assert_close(outputs, forward(expected, expected.new_lane(), rows), atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
