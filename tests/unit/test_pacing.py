@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmnet_protocols.transport.pacing import (
+    AHEAD_BYTES,
     BURST_S,
     PIECE_BYTES,
     TINY_BYTES,
@@ -268,3 +269,36 @@ def test_a_paced_reader_reads_what_came_no_faster_than_its_line() -> None:
 
     _, took = run(main())
     assert took == pytest.approx(300_000 * WIRE_FACTOR / RATE, rel=0.1)
+
+
+def test_a_paced_reader_has_what_came_with_what_it_read() -> None:
+    async def main() -> None:
+        reader, line = asyncio.StreamReader(), Line()
+        paced = PacedReader(reader, line)
+        reader.feed_data(bytes(range(100)))
+        assert not paced.has(1)
+        assert await paced.readexactly(8) == bytes(range(8))
+        assert paced.has(92)
+        assert not paced.has(93)
+        line.set_rate(RATE)  # what is here already has been counted
+        counted = line.total_bytes
+        assert await paced.readexactly(92) == bytes(range(8, 100))
+        assert line.total_bytes == counted == 100 * WIRE_FACTOR
+
+    run(main())
+
+
+@pytest.mark.parametrize("rate", [None, RATE])
+@pytest.mark.parametrize("size", [10, 3000, AHEAD_BYTES + 10, 100_000])
+def test_a_paced_reader_says_when_a_stream_ends_too_early(size: int, rate: float | None) -> None:
+    async def main() -> None:
+        reader, line = asyncio.StreamReader(), Line()
+        line.set_rate(rate)
+        paced = PacedReader(reader, line)
+        reader.feed_data(bytes(range(8)) + bytes(size - 1))
+        reader.feed_eof()
+        assert await paced.readexactly(8) == bytes(range(8))
+        with pytest.raises(asyncio.IncompleteReadError):
+            await paced.readexactly(size)
+
+    run(main())

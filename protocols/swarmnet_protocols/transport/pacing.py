@@ -10,6 +10,8 @@ from collections import deque
 
 PIECE_BYTES = 16 << 10
 """Large messages go, and are read, in pieces of this size, between which others have their turn."""
+AHEAD_BYTES = 16 << 10
+"""So much is read at once if it is there: a small message and the size before it, rather than one after the other."""
 TINY_BYTES = 2048
 """Beats, pings, the opening words of streams: late ones would look like a death."""
 SMALL_SHARE = 0.5
@@ -167,27 +169,38 @@ class PacedReader:
         self._granted = 0
 
     def has(self, size_bytes: int) -> bool:
-        """Whether ``readexactly`` gives so many bytes at once."""
-        is_held_back = self._line.is_limited and size_bytes > TINY_BYTES
-        # StreamReader does not tell.
-        return not is_held_back and size_bytes <= len(self._reader._buffer)  # type: ignore[attr-defined]
+        """Whether ``readexactly`` gives so many bytes at once, from what came together with what was read before."""
+        return size_bytes <= len(self._kept)
 
     async def readexactly(self, size_bytes: int) -> bytes:
         """As of ``StreamReader``."""
-        if not self._kept and (size_bytes <= TINY_BYTES or not self._line.is_limited):
-            data = await self._reader.readexactly(size_bytes)
-            self._line.count(max(0, size_bytes - self._granted))
-            self._granted = 0
-            return data
-        while len(self._kept) < size_bytes:
-            wanted = min(PIECE_BYTES, size_bytes - len(self._kept))
-            if self._granted < wanted:
-                await self._line.turn(wanted - self._granted, of_bytes=size_bytes)
-                self._granted = wanted
-            self._kept += await self._reader.readexactly(wanted)
-            self._granted = 0
-        data, self._kept = bytes(self._kept), bytearray()
+        while (missing := size_bytes - len(self._kept)) > 0:
+            if self._line.is_limited and size_bytes > TINY_BYTES:
+                wanted = min(PIECE_BYTES, missing)
+                if self._granted < wanted:
+                    await self._line.turn(wanted - self._granted, of_bytes=size_bytes)
+                    self._granted = wanted
+                self._take(await self._reader.read(wanted))
+            elif self._line.is_limited or missing > AHEAD_BYTES:
+                self._take(await self._reader.readexactly(missing))
+            else:
+                self._take(await self._reader.read(AHEAD_BYTES))
+        if len(self._kept) == size_bytes:
+            data, self._kept = bytes(self._kept), bytearray()
+        else:
+            data = bytes(memoryview(self._kept)[:size_bytes])
+            del self._kept[:size_bytes]
         return data
+
+    def _take(self, data: bytes) -> None:
+        """Keep what was read, and count as much of it as had no turn of its own."""
+        if not data:
+            raise asyncio.IncompleteReadError(bytes(self._kept), None)
+        paid = min(self._granted, len(data))
+        self._granted -= paid
+        if len(data) > paid:
+            self._line.count(len(data) - paid)
+        self._kept += data
 
 
 def _now() -> float:
