@@ -40,7 +40,7 @@ REPORT = ProtocolSpec(
 
 PROBE = ProtocolSpec("/swarmnet/probe/1", max_header_bytes=1024, roles=ANY_ROLE, served_by=_KEEPERS)
 
-GATHER = ProtocolSpec("/swarmnet/gather/1", max_header_bytes=1 << 20, roles=_TRAINER, served_by=_TRAINER)
+GATHER = ProtocolSpec("/swarmnet/gather/2", max_header_bytes=1 << 20, roles=_TRAINER, served_by=_TRAINER)
 STATE = ProtocolSpec(
     "/swarmnet/state/1",
     max_header_bytes=1024,
@@ -51,7 +51,7 @@ STATE = ProtocolSpec(
 HANDOVER = ProtocolSpec("/swarmnet/handover/1", max_header_bytes=1024, roles=_TRAINER, served_by=_TRAINER)
 
 EXCHANGE = ProtocolSpec(
-    "/swarmnet/exchange/1",
+    "/swarmnet/exchange/2",
     max_header_bytes=64 << 10,
     max_payload_bytes=1 << 20,
     roles=_TRAINER,

@@ -52,12 +52,22 @@ class Timing:
     """
     graph_s: float = 120.0
     """A host keeps what a forward pass left for its backward pass no longer than this."""
+    gather_beat_s: float = 2.0
+    """Between two beats to a worker that waits for a round to begin: some wait long, and every beat is sent to all of them."""
+    gather_silence_s: float = 8.0
+    """A gatherer that sent nothing, not even a beat, for this long is taken for gone."""
+    gather_look_s: float = 10.0
+    """Longest time between two looks after those who have not come to a round: sooner at first, as most who are dead are dead by then."""
     intent_s: float = 1.0
     """How long a joining host waits for the intents of others before it settles on its blocks."""
 
     def __post_init__(self) -> None:
         if self.silence_s < 3 * self.beat_s:
             raise ConfigError("silence_s must be at least three beats, or one late packet looks like a death")
+        if self.gather_silence_s < 3 * self.gather_beat_s:
+            raise ConfigError(
+                "gather_silence_s must be at least three beats, or one late packet looks like a death"
+            )
         if self.record_s < 2 * self.announce_s:
             raise ConfigError("record_s must outlast two announcements, or one lost store hides a live host")
         if self.recover_s < self.silence_s + self.open_s:

@@ -1,6 +1,6 @@
 """Zeroth-order fine-tuning of SmolLM2-135M with shared randomness: held-out loss against steps and bytes.
 
-    python -m tests.bench.zo_finetune [--workers 2] [--rounds 20] [--learning-rate 5e-5] [--epsilon 1e-3] [--text PATH]
+    python -m tests.bench.zo_finetune [--workers 2] [--rounds 4] [--steps 100] [--learning-rate 5e-5] [--epsilon 1e-3] [--text PATH]
 
 One replica stands for all workers: they are equal when a round begins. Slopes travel as they do in a job, a byte each; what a
 round costs in all with its messages is asked of the simulator. Prints one JSON object a round.
@@ -11,14 +11,10 @@ The loss is taken on two disjoint samples of the held-out text: how far their im
 import argparse
 import encodings
 import json
-import random
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -32,11 +28,7 @@ from swarmnet_protocols.training.aggregate import weighted_mean
 from swarmnet_protocols.training.codecs import get_codec
 from swarmnet_protocols.training.jobs import Job
 from swarmnet_protocols.training.methods import Average
-from swarmnet_protocols.transport import PeerId
-from swarmnet_protocols.transport.memory import LinkProfile, MemoryNetwork
-from tests.sim.test_training_worker import train
-from tests.support.training_workers import WorkerLab, write_job
-from tests.support.virtual_time import run
+from tests.support.round_bytes import bytes_of_a_round
 
 HELD_OUT = 32
 """Sequences of each sample that the loss is taken on."""
@@ -65,31 +57,6 @@ def finetuning_job(arguments: argparse.Namespace) -> Job:
             "eval": {"batches": -(-HELD_OUT // arguments.batch)},
         }
     )
-
-
-class CountingNetwork(MemoryNetwork):
-    sent_bytes = 0
-
-    def carry(self, source: PeerId, target: PeerId, size_bytes: int, arrive: Callable[[], None]) -> None:
-        self.sent_bytes += size_bytes
-        super().carry(source, target, size_bytes, arrive)
-
-
-def bytes_of_a_round(workers: int, steps: int) -> int:
-    """What all workers send from the end of a round to that of the next, gathering included, nobody joining; the most of three."""
-    network = CountingNetwork(random.Random(0), LinkProfile(delay_s=0.02))
-    names = [f"worker-{number}" for number in range(workers)]
-    ends = []
-
-    def watch(name: str, event: dict[str, Any]) -> None:
-        if name == names[0] and event["event"] == "round":
-            ends.append(network.sent_bytes)
-
-    with tempfile.TemporaryDirectory() as folder:
-        toml = write_job(Path(folder), "zo", f"sync_every = {steps}", f"min_workers = {workers}", rounds=4)
-        lab = WorkerLab(Path(folder), toml, network, watch)
-        run(train(lab, *names))
-    return max(later - earlier for earlier, later in pairwise(ends))
 
 
 @dataclass(frozen=True)
@@ -123,8 +90,8 @@ def losses_of_samples(replica: Replica) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=20, help="of a worker in a round")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=100, help="of a worker in a round")
     parser.add_argument("--batch", type=int, default=2, help="sequences of 128 tokens")
     parser.add_argument("--learning-rate", type=float, default=5e-5)
     parser.add_argument("--epsilon", type=float, default=1e-3)

@@ -1,6 +1,5 @@
 """Results of a sparse codec: everybody gets the contributions themselves, and no owner can make others of them."""
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -30,8 +29,7 @@ MEMBERS = 4
 
 
 def payload_of(values: torch.Tensor, weight: float = 1.0) -> Payload:
-    data = TERMS.codec.encode(values)
-    return Payload(weight, data, hashlib.sha256(data).digest())
+    return Payload.of(weight, TERMS.codec.encode(values))
 
 
 def vectors(seed: int = 0) -> list[torch.Tensor]:
@@ -104,7 +102,7 @@ def test_a_bundle_of_another_size_than_its_summary_says_is_refused() -> None:
 
 def test_a_bundle_with_what_no_owner_may_count_is_refused() -> None:
     garbage = b"\xff" * TERMS.contribution_bytes
-    broken = Payload(1.0, garbage, hashlib.sha256(garbage).digest())
+    broken = Payload.of(1.0, garbage)
     with pytest.raises(ProtocolViolation, match="member 2 is in a bundle, but"):
         reader().read(bundle([*PAYLOADS[:2], (2, broken)]))
     unwanted = TERMS.codec.decode(PAYLOADS[1][1].data, COUNT)
@@ -123,7 +121,7 @@ def test_a_weight_that_is_none_is_refused(weight: float) -> None:
 
 def test_what_decodes_to_nothing_that_counts_is_left_out_of_the_bundle() -> None:
     garbage = b"\xff" * TERMS.contribution_bytes
-    broken = Payload(1.0, garbage, hashlib.sha256(garbage).digest())
+    broken = Payload.of(1.0, garbage)
     reduced = reduce_slice(TERMS, Rules(), [PAYLOADS[0], (1, broken), PAYLOADS[2]])
     assert reduced is not None
     assert len(reduced[0].payload) == TERMS.result_bytes(2)

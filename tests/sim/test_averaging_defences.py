@@ -1,7 +1,6 @@
 """What one member may do to a round: come late, bring nonsense, disagree, lie about sizes. The others commit without it."""
 
 import asyncio
-import hashlib
 from dataclasses import replace
 
 import pytest
@@ -9,6 +8,7 @@ import torch
 
 from swarmnet_protocols.errors import ConfigError, ProtocolViolation
 from swarmnet_protocols.protocol_ids import EXCHANGE
+from swarmnet_protocols.resources import Stock
 from swarmnet_protocols.training.averaging import Member, Outcome, Rules
 from swarmnet_protocols.training.codecs import get_codec
 from swarmnet_protocols.training.terms import Terms
@@ -19,7 +19,7 @@ from swarmnet_protocols.training.transfers import (
     read_summary,
     reduce_slice,
 )
-from swarmnet_protocols.transport import Message, PeerId
+from swarmnet_protocols.transport import Message, PeerId, memory_stream
 from swarmnet_protocols.transport.memory import LinkProfile
 from swarmnet_protocols.wire import training_pb2 as pb
 from tests.sim.test_averaging import averaged, random_round, simulate
@@ -82,9 +82,9 @@ def test_what_is_not_what_its_hash_says_does_not_count() -> None:
     terms = SliceTerms(round=0, index=0, count=2, codec=codec)
     good, other = (codec.encode(torch.tensor(values)) for values in ([1.0, 2.0], [5.0, 6.0]))
     payloads = [
-        (0, Payload(1.0, good, hashlib.sha256(good).digest())),
-        (1, Payload(1.0, other, hashlib.sha256(good).digest())),
-        (2, Payload(1.0, good[:-1], hashlib.sha256(good[:-1]).digest())),
+        (0, Payload.of(1.0, good)),
+        (1, replace(Payload.of(1.0, good), data=other)),
+        (2, Payload.of(1.0, good[:-1])),
     ]
     reduced = reduce_slice(terms, Rules(), payloads)
     assert reduced is not None
@@ -166,10 +166,11 @@ def test_who_means_another_roster_is_turned_away_and_behind() -> None:
     "request_",
     [
         pb.ExchangeRequest(
-            contribution=pb.Contribution(slice=0, weight=1.0, size_bytes=1 << 40, hash=bytes(32))
+            contribution=pb.Contribution(slice=0, weight=1.0, size_bytes=1 << 40, hash=bytes(16))
         ),
-        pb.ExchangeRequest(contribution=pb.Contribution(slice=99, weight=1.0, hash=bytes(32))),
-        pb.ExchangeRequest(contribution=pb.Contribution(slice=0, weight=-1.0, hash=bytes(32))),
+        pb.ExchangeRequest(contribution=pb.Contribution(slice=99, weight=1.0, hash=bytes(16))),
+        pb.ExchangeRequest(contribution=pb.Contribution(slice=0, weight=-1.0, hash=bytes(16))),
+        pb.ExchangeRequest(contribution=pb.Contribution(slice=0, weight=1.0, size_bytes=8, hash=bytes(32))),
         pb.ExchangeRequest(result=pb.Result(slice=1, size_bytes=4, hash=bytes(31))),
         pb.ExchangeRequest(
             result=pb.Result(slice=1, size_bytes=8, hash=bytes(32))
@@ -189,7 +190,7 @@ def test_a_message_out_of_bounds_ends_the_stream_and_harms_nobody(request_: pb.E
     terms = Terms.of(JOB, 0, members, SIZE, work.codec)
 
     async def lie() -> str:
-        hello = pb.Hello(job=JOB, round=0, agreement=terms.digest())
+        hello = pb.Hello(round=0, agreement=terms.digest())
         stream = await lab.transports[bad].open(target, EXCHANGE, deadline_s=2.0)
         await stream.send(Message(pb.ExchangeRequest(hello=hello).SerializeToString()))
         await stream.send(Message(request_.SerializeToString(), bytes(8)))
@@ -228,7 +229,7 @@ def test_a_stranger_is_turned_away() -> None:
         async with lab.network.transport(PEERS[12]) as stranger:
             await lab.average(work)
             stream = await stranger.open(lab.peers[0], EXCHANGE, deadline_s=2.0)
-            hello = pb.Hello(job=JOB, round=0, agreement=terms.digest())
+            hello = pb.Hello(round=0, agreement=terms.digest())
             await stream.send(Message(pb.ExchangeRequest(hello=hello).SerializeToString()))
             while True:
                 reply = pb.ExchangeReply.FromString((await stream.receive()).header)
@@ -236,6 +237,26 @@ def test_a_stranger_is_turned_away() -> None:
                     return reply.refusal.detail
 
     assert "not in the roster" in simulate(scenario, lab)
+
+
+def test_nobody_is_kept_waiting_by_who_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beats to a member that waits for a round to begin, and reads none of them, end with its place among those who wait."""
+    monkeypatch.setattr(memory_stream, "WINDOW_BYTES", 16)
+    lab = TrainingLab(2)
+    target, idle = lab.peers
+
+    async def scenario(lab: TrainingLab) -> None:
+        stream = await lab.transports[idle].open(target, EXCHANGE, deadline_s=2.0)
+        hello = pb.ExchangeRequest(hello=pb.Hello(round=9, agreement=bytes(16)))
+        await stream.send(Message(hello.SerializeToString()))
+        await asyncio.sleep(1.0)
+        used = lab.transports[target].resources.peer(idle, asyncio.get_running_loop().time()).used
+        assert used[Stock.EARLY_ROUNDS] == 1
+        await asyncio.sleep(3 * TIMING.silence_s)
+        assert used[Stock.EARLY_ROUNDS] == 0
+        stream.close()
+
+    simulate(scenario, lab)
 
 
 def test_rounds_follow_one_another_and_never_go_back() -> None:

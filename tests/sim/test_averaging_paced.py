@@ -13,9 +13,8 @@ from swarmnet_protocols.transport import PeerId
 from swarmnet_protocols.transport.memory import Delivery, LinkProfile
 from swarmnet_protocols.wire import training_pb2 as pb
 from tests.sim.test_averaging import nth, simulate
-from tests.sim.test_training_worker import train
 from tests.support.training_lab import Outcomes, TrainingLab, Work, check_agreement, on_delivery
-from tests.support.training_workers import COMPUTE_S, WorkerLab, write_job
+from tests.support.training_workers import COMPUTE_S, WorkerLab, train, write_job
 from tests.support.virtual_time import run
 
 STEP_S = 0.8

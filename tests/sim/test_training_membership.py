@@ -5,15 +5,22 @@ from dataclasses import replace
 
 import pytest
 
-from swarmnet_protocols.errors import ProtocolViolation
+from swarmnet_protocols.errors import ProtocolViolation, StreamEnded
 from swarmnet_protocols.protocol_ids import GATHER
 from swarmnet_protocols.training import gathering
 from swarmnet_protocols.training.gathering import Elsewhere
-from swarmnet_protocols.training.rosters import Roster, roster_from_wire
-from swarmnet_protocols.transport import PeerId
+from swarmnet_protocols.training.rosters import (
+    NOWHERE,
+    Candidate,
+    Places,
+    Roster,
+    roster_from_wire,
+    roster_to_wire,
+)
+from swarmnet_protocols.transport import Message, PeerId
 from swarmnet_protocols.transport.memory import Delivery, MemoryNetwork
 from swarmnet_protocols.wire import workers_pb2 as pb
-from tests.support.training_peers import PATIENCE_S, START, TIMING, Worker, simulate
+from tests.support.training_peers import JOB, PATIENCE_S, START, TIMING, Worker, simulate
 
 
 def names(roster: Roster) -> list[PeerId]:
@@ -210,8 +217,179 @@ def test_a_guest_that_measured_what_cannot_be_is_not_in_the_round(
 def test_a_roster_without_a_good_rate_for_every_member_is_refused(rates: list[float]) -> None:
     members = [pb.Member(id="a"), pb.Member(id="b")]
     wire = pb.Roster(round=3, members=members, exchange=1, bytes_per_s=[1e6, 2e6])
-    assert roster_from_wire(wire, round=3, me=PeerId("a")).members[1].bytes_per_s == 2e6
+    assert roster_from_wire(wire, round=3, me=Candidate(PeerId("a"), ())).members[1].bytes_per_s == 2e6
     with pytest.raises(ProtocolViolation):
         roster_from_wire(
-            pb.Roster(round=3, members=members, exchange=1, bytes_per_s=rates), round=3, me=PeerId("a")
+            pb.Roster(round=3, members=members, exchange=1, bytes_per_s=rates),
+            round=3,
+            me=Candidate(PeerId("a"), ()),
         )
+
+
+def test_a_guest_of_a_guest_is_sent_on_to_the_gatherer() -> None:
+    """Whoever comes back and is first in the order is a guest where it was told where the others are."""
+
+    async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
+        back, gatherer, other = workers
+        for worker in (gatherer, other):
+            await worker.gathering.stand(3, START)
+        with pytest.raises(Elsewhere):
+            await back.gather(workers, round=0, state=b"0" * 32)
+        asking = [asyncio.create_task(back.gather(workers))]
+        await asyncio.sleep(1)  # the others are still at their inner steps
+        asking.append(asyncio.create_task(other.gather(workers)))
+        await asyncio.sleep(1)
+        asking.append(asyncio.create_task(gatherer.gather(workers)))
+        rosters = await asyncio.gather(*asking)
+        assert [names(roster) for roster in rosters] == [[worker.member.peer for worker in workers]] * 3
+        assert asyncio.get_running_loop().time() < PATIENCE_S
+
+    simulate(3, scenario)
+
+
+@pytest.mark.parametrize("fault", ["crash", "cut"])
+def test_a_guest_stays_where_it_is_if_the_gatherer_is_out_of_reach(fault: str) -> None:
+    async def scenario(network: MemoryNetwork, workers: list[Worker]) -> None:
+        first, second, third = workers
+        await first.gathering.stand(3, START)
+        asking = [asyncio.create_task(second.gather(workers))]
+        await asyncio.sleep(1)
+        if fault == "cut":
+            network.cut(first.member.peer, third.member.peer)
+        asking.append(asyncio.create_task(third.gather([second])))
+        await asyncio.sleep(1)
+        if fault == "crash":
+            network.crash(first.member.peer)
+            rosters = await asyncio.gather(*asking)
+            assert [names(roster) for roster in rosters] == [names(rosters[0])] * 2
+            assert names(rosters[0]) == [second.member.peer, third.member.peer]
+        else:
+            roster, _ = await asyncio.gather(first.gather(workers[:2]), asking[0])
+            assert names(roster) == [first.member.peer, second.member.peer]
+            await second.gathering.stand(4, b"t" * 32)
+            with pytest.raises(Elsewhere) as caught:
+                await asking[1]
+            assert (caught.value.round, caught.value.state) == (4, b"t" * 32)
+
+    simulate(3, scenario)
+
+
+def sizes(network: MemoryNetwork) -> list[int]:
+    """Of every message of a gathering that arrives from now on."""
+    found: list[int] = []
+
+    def watch(delivery: Delivery) -> None:
+        if delivery.protocol == GATHER:
+            found.append(len(delivery.message.header))
+
+    network.observers.append(watch)
+    return found
+
+
+def test_a_roster_is_told_once() -> None:
+    async def scenario(network: MemoryNetwork, workers: list[Worker]) -> None:
+        for worker in workers:
+            worker.member = replace(worker.member, addresses=tuple(f"/ip4/10.0.0.{n}" for n in range(9)))
+        told = []
+        for round in (3, 4):
+            messages = sizes(network)
+            rosters = await asyncio.gather(*(worker.gather(workers, round=round) for worker in workers))
+            network.observers.clear()
+            assert {names(roster)[0] for roster in rosters} == {workers[0].member.peer}
+            assert {
+                tuple((each.peer, each.addresses, each.weight) for each in roster.members)
+                for roster in rosters
+            } == {tuple((each.member.peer, each.member.addresses, 100.0) for each in workers)}
+            told.append(sum(messages))
+        assert told[1] < told[0] / 5
+
+    simulate(4, scenario)
+
+
+@pytest.mark.parametrize("change", ["moved", "weight", "missed", "new gatherer", "fewer"])
+def test_whoever_does_not_know_the_roster_is_told_it(change: str) -> None:
+    async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
+        await asyncio.gather(*(worker.gather(workers) for worker in workers))
+        present = workers
+        match change:
+            case "moved":
+                workers[2].member = replace(workers[2].member, addresses=("/ip4/10.0.0.1",))
+            case "weight":
+                workers[2].member = replace(workers[2].member, weight=0.0)
+            case "missed":
+                three = [worker for worker in workers if worker is not workers[2]]
+                await asyncio.gather(*(worker.gather(three, round=4) for worker in three))
+            case "new gatherer":
+                present = workers[1:]
+                workers[1].gathering._places = NOWHERE
+            case "fewer":
+                present = workers[:3]
+        rosters = await asyncio.gather(*(worker.gather(present, round=5) for worker in present))
+        expected = [(each.member.peer, each.member.addresses, each.member.weight) for each in present]
+        for roster in rosters:
+            assert [(each.peer, each.addresses, each.weight) for each in roster.members] == expected
+
+    simulate(4, scenario)
+
+
+A = Candidate(PeerId("a"), ("/ip4/10.0.0.1",), bytes_per_s=1e6, weight=1.0, exchanges=4)
+B = Candidate(PeerId("b"), (), bytes_per_s=2e6, weight=0.0)
+ROSTER = Roster(3, 7, (A, B))
+SHORT = roster_to_wire(ROSTER, Places.of(ROSTER.members).hash)
+
+
+def test_a_roster_by_its_hash_says_the_same() -> None:
+    assert not SHORT.members
+    short = roster_from_wire(SHORT, round=3, me=A, places=Places.of(ROSTER.members))
+    assert short.members == (replace(A, exchanges=0), B)
+    equal = Roster(3, 7, (A, replace(A, peer=PeerId("b"))))
+    places = Places.of(equal.members)
+    wire = roster_to_wire(equal, places.hash)
+    assert (list(wire.weights), list(wire.bytes_per_s)) == ([1.0], [1e6])
+    assert [each.weight for each in roster_from_wire(wire, round=3, me=A, places=places).members] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        pb.Roster(known=b"0" * 16),
+        pb.Roster(weights=[1.0, 1.0, 1.0]),
+        pb.Roster(weights=[float("nan")]),
+        pb.Roster(bytes_per_s=[1.0]),
+        pb.Roster(members=[pb.Member(id="c")]),
+        pb.Roster(round=4),
+        pb.Roster(exchange=4),
+    ],
+    ids=lambda wrong: str(wrong)[:20],
+)
+def test_a_roster_by_its_hash_is_checked(wrong: pb.Roster) -> None:
+    wire = pb.Roster()
+    wire.CopyFrom(SHORT)
+    wire.MergeFrom(wrong)  # what is repeated is made longer
+    with pytest.raises(ProtocolViolation):
+        roster_from_wire(wire, round=3, me=A, places=Places.of(ROSTER.members))
+
+
+def test_a_roster_whose_exchange_this_worker_has_seen_is_refused() -> None:
+    """An exchange of that number could not begin: whoever says less of our exchanges than we did does not get us there."""
+    wire = roster_to_wire(Roster(3, 4, (replace(A, exchanges=3), B)))
+    with pytest.raises(ProtocolViolation, match="later than any before"):
+        roster_from_wire(wire, round=3, me=A)
+
+
+def test_a_guest_that_never_says_who_it_is_is_turned_away() -> None:
+    async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
+        host, guest = workers
+        await host.gathering.stand(3, START)
+        request = pb.GatherRequest(
+            job=JOB, round=3, state=START, member=pb.Member(weight=1.0), known=b"0" * 16
+        )
+        stream = await guest.transport.open(host.member.peer, GATHER, deadline_s=2.0)
+        for _again in range(2):
+            await stream.send(Message(request.SerializeToString()))
+        reply = pb.GatherReply.FromString((await stream.receive()).header)
+        assert reply.HasField("unknown")
+        with pytest.raises(StreamEnded):
+            await stream.receive()
+
+    simulate(2, scenario)

@@ -12,7 +12,7 @@ from swarmnet_protocols.protocol_ids import EXCHANGE, GATHER
 from swarmnet_protocols.training.jobs import open_job
 from swarmnet_protocols.transport.memory import Delivery, LinkProfile
 from swarmnet_protocols.wire import workers_pb2 as pb
-from tests.support.training_workers import ROUNDS, WorkerLab, write_job
+from tests.support.training_workers import ROUNDS, WorkerLab, train, write_job
 from tests.support.virtual_time import run
 
 NAMES = ("anna", "boris", "clara", "dora")
@@ -28,16 +28,6 @@ SETTINGS = {
 }
 
 MIN = "min_workers = %d"
-
-
-async def train(lab: WorkerLab, *names: str) -> None:
-    try:
-        async with asyncio.timeout(3000):
-            for name in names:
-                lab.start(name)
-            await lab.finished()
-    finally:
-        await lab.close()
 
 
 @pytest.mark.parametrize("method", SETTINGS)

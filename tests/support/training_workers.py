@@ -149,3 +149,13 @@ class WorkerLab:
 
             self.workers[name] = Worker(world, hosted, report)
             await self.workers[name].run()
+
+
+async def train(lab: WorkerLab, *names: str) -> None:
+    try:
+        async with asyncio.timeout(3000):
+            for name in names:
+                lab.start(name)
+            await lab.finished()
+    finally:
+        await lab.close()

@@ -117,7 +117,7 @@ def sent(pace_of: Spread, terms: SliceTerms, members: int) -> list[tuple[float, 
     pace = pace_of.contribution(1, len(contribution), now)
     messages = [
         contribution_messages(
-            0, Payload(1e5, contribution, bytes(32)), parts(contribution, pace, lambda: now), lambda: True
+            0, Payload.of(1e5, contribution), parts(contribution, pace, lambda: now), lambda: True
         )
     ]
     result = bytes(terms.result_bytes(members))

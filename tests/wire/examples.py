@@ -153,7 +153,15 @@ def worker_messages() -> Iterator[Protobuf]:
     yield pb.JobRecord(sealed=b"a sealed job")
     yield pb.GatherRequest(job=_MANIFEST, round=7, state=_MANIFEST[::-1], member=member, measured=[measured])
     yield pb.GatherReply(beat=pb.GatherBeat())
+    gatherer = pb.Member(id=_PEER.id, addresses=addresses)
+    yield pb.GatherReply(beat=pb.GatherBeat(gatherer=gatherer))
     yield pb.GatherReply(roster=pb.Roster(round=7, members=[member], exchange=10, bytes_per_s=[2.5e6]))
+    yield pb.GatherRequest(
+        job=_MANIFEST, state=_MANIFEST[::-1], member=pb.Member(weight=8192, exchanges=9), known=_MANIFEST[:16]
+    )
+    roster = pb.Roster(round=7, exchange=10, known=_MANIFEST[:16], weights=[8192, 0], bytes_per_s=[2.5e6])
+    yield pb.GatherReply(roster=roster)
+    yield pb.GatherReply(unknown=pb.Unknown())
     yield pb.GatherReply(
         refused=pb.GatherRefused(round=8, state=_MANIFEST, reason="this worker is at round 8")
     )
@@ -172,7 +180,7 @@ def worker_messages() -> Iterator[Protobuf]:
 def training_messages() -> Iterator[Protobuf]:
     pb = training_pb2
     vote = pb.Vote(attempt=3, hashes=_MANIFEST + _MANIFEST[::-1])
-    yield pb.ExchangeRequest(hello=pb.Hello(job=_MANIFEST, round=1 << 40, agreement=_MANIFEST[::-1]))
+    yield pb.ExchangeRequest(hello=pb.Hello(round=1 << 40, agreement=_MANIFEST[:16]))
     yield pb.ExchangeRequest(prepare=pb.Prepare(attempt=3))
     yield pb.ExchangeRequest(
         report=pb.Report(attempt=3, held=[pb.Held(slice=1, hash=_MANIFEST)], vote=pb.Vote(attempt=2))
@@ -186,7 +194,9 @@ def training_messages() -> Iterator[Protobuf]:
     yield pb.ExchangeRequest(want=pb.Want(slice=1, hash=_MANIFEST))
     yield pb.ExchangeRequest(call=pb.Call(slice=1))
     yield pb.ExchangeRequest(
-        contribution=pb.Contribution(slice=1, weight=0.5, size_bytes=1 << 33, offset=1 << 32, hash=_MANIFEST)
+        contribution=pb.Contribution(
+            slice=1, weight=0.5, size_bytes=1 << 33, offset=1 << 32, hash=_MANIFEST[:16]
+        )
     )
     yield pb.ExchangeRequest(
         result=pb.Result(
@@ -195,7 +205,7 @@ def training_messages() -> Iterator[Protobuf]:
     )
     yield pb.ExchangeRequest(
         contribution=pb.Contribution(
-            slice=1, weight=0.5, size_bytes=1 << 33, offset=1 << 32, hash=_MANIFEST, paced=True
+            slice=1, weight=0.5, size_bytes=1 << 33, offset=1 << 32, hash=_MANIFEST[:16], paced=True
         )
     )
     yield pb.ExchangeRequest(
@@ -206,7 +216,7 @@ def training_messages() -> Iterator[Protobuf]:
     yield pb.Summary(
         round=7,
         slice=1,
-        contributors=[pb.Contributor(member=2, weight=512.0, hash=_MANIFEST)],
+        contributors=[pb.Contributor(member=2, weight=512.0, hash=_MANIFEST[:16])],
         excluded=[pb.Exclusion(member=3, reason="2 of 4096 values are not finite")],
     )
 

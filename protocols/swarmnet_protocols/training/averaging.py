@@ -19,7 +19,7 @@ from swarmnet_protocols.training.round_events import RoundTiming
 from swarmnet_protocols.training.terms import Member, Terms
 from swarmnet_protocols.training.transfers import Rules
 from swarmnet_protocols.transport import Message, Stream, Transport
-from swarmnet_protocols.transport.talking import parse, receive_within
+from swarmnet_protocols.transport.talking import parse, receive_within, send_within
 from swarmnet_protocols.wire import training_pb2 as pb
 
 __all__ = ["Exchange", "Member", "Outcome", "RoundTiming", "Rules"]
@@ -138,8 +138,6 @@ class Exchange:
 
     async def _conversation(self, hello: pb.Hello) -> Conversation:
         """The round that somebody means, when it has begun here."""
-        if hello.job != self._job:
-            raise ProtocolViolation("this worker is in another job")
         async with self._begun:
             await self._begun.wait_for(
                 lambda: hello.round in self._rounds or hello.round < self._latest or not self._open
@@ -152,5 +150,5 @@ class Exchange:
     async def _beat(self, stream: Stream) -> None:
         beat = Message(pb.ExchangeReply(beat=pb.Beat()).SerializeToString())
         while True:
-            await stream.send(beat)
             await asyncio.sleep(self._timing.beat_s)
+            await send_within(stream, beat, self._timing.silence_s)

@@ -1,7 +1,6 @@
 """One round as this member lives it: the state machine of ``rounds.py`` with streams, slices and time."""
 
 import asyncio
-import hashlib
 import math
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Executor
@@ -14,6 +13,7 @@ from swarmnet_protocols.errors import ConfigError, ProtocolViolation
 from swarmnet_protocols.training.member_link import Dial, MemberLink
 from swarmnet_protocols.training.messages import (
     DISCARD,
+    HASH_BYTES,
     below,
     decode_control,
     encode_control,
@@ -44,6 +44,7 @@ from swarmnet_protocols.training.shares import Share
 from swarmnet_protocols.training.terms import Terms
 from swarmnet_protocols.training.transfers import (
     MAX_SUMMARY_BYTES,
+    NAME_BYTES,
     Assembly,
     Payload,
     Reader,
@@ -174,7 +175,7 @@ class Conversation:
             raise ProtocolViolation(f"{stream.peer} is not in the roster of round {self._terms.round}")
         if agreement != self._terms.digest():
             raise ProtocolViolation(
-                f"{stream.peer} means another round {self._terms.round}: members, sizes or codecs differ"
+                f"{stream.peer} means another round {self._terms.round}: job, members, sizes or codecs differ"
             )
         if self._closed:
             raise ProtocolViolation(f"round {self._terms.round} is over here")
@@ -222,7 +223,7 @@ class Conversation:
                 self._ended.set_result(effect)
 
     def _contribution(self, member: int, index: int) -> Iterator[Message | float]:
-        payload = self._own[index] if self._own else Payload(0.0, b"", hashlib.sha256().digest())
+        payload = self._own[index] if self._own else Payload.of(0.0, b"")
         clock = self._loop.time
         pace = self._spread.contribution(member, len(payload.data), clock())
 
@@ -306,10 +307,14 @@ class Conversation:
     ) -> Assembly | None:
         """The whole payload, once all its parts are here. Of each kind one at a time from each member."""
         if header.offset == 0:
-            summary = header.summary if isinstance(header, pb.Result) else b""
+            summary, hash_bytes = b"", NAME_BYTES
+            if isinstance(header, pb.Result):
+                summary, hash_bytes = header.summary, HASH_BYTES
             if header.size_bytes > limit or len(summary) > MAX_SUMMARY_BYTES:
                 raise ProtocolViolation(f"{header.size_bytes} bytes for a slice of at most {limit}")
-            self._assemblies[key] = Assembly(header.size_bytes, hash_of_size(header.hash), summary)
+            self._assemblies[key] = Assembly(
+                header.size_bytes, hash_of_size(header.hash, hash_bytes), summary
+            )
         assembly = self._assemblies.get(key)
         if assembly is None or assembly.hash != header.hash:
             return None  # its beginning was not wanted
@@ -323,7 +328,7 @@ class Conversation:
 
     def _link(self, member: int) -> MemberLink:
         terms = self._terms
-        hello = pb.Hello(job=terms.job, round=terms.round, agreement=terms.digest())
+        hello = pb.Hello(round=terms.round, agreement=terms.digest())
         dial = Dial(
             self._engagement.transport,
             terms.members[member].peer,
@@ -374,8 +379,7 @@ class Conversation:
     def _encode(self, values: torch.Tensor, weight: float) -> list[Payload]:
         payloads = []
         for start, end in self._terms.slices if weight > 0 else ():
-            data = self._terms.codec.encode(values[start:end])
-            payloads.append(Payload(weight, data, hashlib.sha256(data).digest()))
+            payloads.append(Payload.of(weight, self._terms.codec.encode(values[start:end])))
         return payloads
 
     def _reader(self, index: int) -> Reader:

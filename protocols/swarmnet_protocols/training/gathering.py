@@ -15,7 +15,9 @@ from swarmnet_protocols.protocol_ids import GATHER
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.training.rates import Measured, agreed_rates
 from swarmnet_protocols.training.rosters import (
+    NOWHERE,
     Candidate,
+    Places,
     Roster,
     measured_from_wire,
     measured_to_wire,
@@ -28,6 +30,14 @@ from swarmnet_protocols.training.terms import MAX_MEMBERS
 from swarmnet_protocols.transport import Message, PeerId, Stream, Transport
 from swarmnet_protocols.transport.talking import parse, receive_within, send_within
 from swarmnet_protocols.wire import workers_pb2 as pb
+
+
+class _Guesting(SwarmnetError):
+    """Whoever we asked is a guest itself, of ``gatherer``."""
+
+    def __init__(self, gatherer: Candidate) -> None:
+        super().__init__(f"{gatherer.peer} gathers")
+        self.gatherer = gatherer
 
 
 class Elsewhere(SwarmnetError):
@@ -46,6 +56,8 @@ class _Guest:
     round: int
     state: bytes
     measured: Measured
+    known: bytes
+    """The hash of the places it has."""
     answer: "asyncio.Future[Roster]"
 
 
@@ -70,6 +82,10 @@ class Gathering:
         """The roster of this round is made: its state is about to be the last one."""
         self._host: PeerId | None = None
         """Who sent us to the state of the others, and expects us back."""
+        self._places = NOWHERE
+        """Where the members of our newest roster are."""
+        self._gatherer: Candidate | None = None
+        """Whose guest we are: our own guests do better to go there."""
         self._guests: dict[PeerId, _Guest] = {}
         self._coming: dict[PeerId, Candidate] = {}
         """Whom we have told where we are since the last roster: they fetch that state now, and are expected."""
@@ -103,6 +119,7 @@ class Gathering:
         await self._send_away()
         roster = await self._gather(me, others, measured, patience_s)
         self._averaging = True
+        self._places = Places.of(roster.members)
         return roster
 
     async def _gather(
@@ -130,7 +147,7 @@ class Gathering:
         """What the first of ``others`` says who answers and does not lag; who lags learns of us when it looks."""
         for member in others:
             try:
-                return await self._ask(member, me, measured, patience_s)
+                return await self._ask_on(member, me, measured, patience_s)
             except Elsewhere as elsewhere:
                 if elsewhere.round >= self._round:
                     self._host = member.peer
@@ -141,40 +158,80 @@ class Gathering:
 
     # ---- as a guest -------------------------------------------------------------------------------------
 
-    async def _ask(self, gatherer: Candidate, me: Candidate, measured: Measured, patience_s: float) -> Roster:
+    async def _ask_on(
+        self, member: Candidate, me: Candidate, measured: Measured, patience_s: float
+    ) -> Roster:
+        """Ask ``member``, or whom it asks itself: its gatherer does not wait for a guest of a guest."""
+        try:
+            return await self._ask(member, me, measured, patience_s)
+        except _Guesting as guesting:
+            try:
+                return await self._ask(guesting.gatherer, me, measured, patience_s, follow=False)
+            except Elsewhere:
+                raise
+            except (
+                SwarmnetError
+            ):  # not for us to reach: with a guest we learn at least what became of the round
+                return await self._ask(member, me, measured, patience_s, follow=False)
+
+    async def _ask(
+        self,
+        gatherer: Candidate,
+        me: Candidate,
+        measured: Measured,
+        patience_s: float,
+        *,
+        follow: bool = True,
+    ) -> Roster:
         stream = await self._transport.open(
             gatherer.peer, GATHER, addresses=gatherer.addresses, deadline_s=self._timing.open_s
         )
         try:
-            request = pb.GatherRequest(
-                job=self._job,
-                round=self._round,
-                state=self._state,
-                member=member_to_wire(me),
-                measured=measured_to_wire(measured),
-            )
-            await stream.send(Message(request.SerializeToString()))
+            await self._introduce(stream, me, measured, self._places)
             # The gatherer may still be at its inner steps: it is as patient as we are, counted from its own end of them.
             async with asyncio.timeout(2 * patience_s):
-                return await self._answered(stream, me.peer)
+                return await self._answered(stream, gatherer, me, measured, follow=follow)
         except TimeoutError as error:
             raise StreamEnded(f"{gatherer.peer} gathers for ever") from error
         finally:
+            self._gatherer = None
             stream.close()
 
-    async def _answered(self, stream: Stream, me: PeerId) -> Roster:
+    async def _introduce(self, stream: Stream, me: Candidate, measured: Measured, places: Places) -> None:
+        """Say who comes; to somebody who has ``places``, not where that is."""
+        request = pb.GatherRequest(
+            job=self._job,
+            round=self._round,
+            state=self._state,
+            member=member_to_wire(me, places),
+            measured=measured_to_wire(measured),
+            known=places.hash if places.has(me) else b"",
+        )
+        await send_within(stream, Message(request.SerializeToString()), self._timing.chunk_s)
+
+    async def _answered(
+        self, stream: Stream, gatherer: Candidate, me: Candidate, measured: Measured, *, follow: bool
+    ) -> Roster:
+        places = self._places
         while True:
-            message = await receive_within(stream, self._timing.silence_s)
+            message = await receive_within(stream, self._timing.gather_silence_s)
             reply = parse(pb.GatherReply, message.header)
             match reply.WhichOneof("kind"):
-                case "beat" if me < stream.peer in self._guests:
+                case "beat" if me.peer < stream.peer in self._guests:
                     raise StreamEnded(f"{stream.peer} asks us as we ask it, and we come first")
+                case "beat" if follow and reply.beat.HasField("gatherer"):
+                    there = member_from_wire(reply.beat.gatherer)
+                    if there.peer != me.peer:
+                        raise _Guesting(there)
                 case "beat":
-                    continue
+                    self._gatherer = gatherer
                 case "refused":
                     raise Elsewhere(stream.peer, reply.refused.round, reply.refused.state)
                 case "roster":
-                    return roster_from_wire(reply.roster, round=self._round, me=me)
+                    return roster_from_wire(reply.roster, round=self._round, me=me, places=places)
+                case "unknown" if places is not NOWHERE:
+                    places = NOWHERE
+                    await self._introduce(stream, me, measured, places)
                 case _:
                     raise ProtocolViolation("not an answer of a gatherer")
 
@@ -216,7 +273,10 @@ class Gathering:
 
     async def _look_after(self, expected: dict[PeerId, Candidate]) -> None:
         """Expect nobody who does not answer: a round shall not wait for the dead. Raises ``Elsewhere`` if we are the stray."""
+        pause_s = self._timing.beat_s  # who comes when we do is not worth a question
         while True:
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, self._timing.gather_look_s)
             here = {guest.member.peer for guest in self._ready()}
             missing = [member for peer, member in expected.items() if peer not in here]
             places = await asyncio.gather(*(self._place_of(member) for member in missing))
@@ -228,7 +288,6 @@ class Gathering:
                 raise strangers[0]
             async with self._changed:
                 self._changed.notify_all()
-            await asyncio.sleep(self._timing.ping_s)
 
     def _is_stranger(self, place: Elsewhere) -> bool:
         """Whether that place is later than ours, or ours with another state."""
@@ -273,17 +332,26 @@ class Gathering:
             refused = pb.GatherRefused(round=self._round, state=self._state)
             await self._say(stream, pb.GatherReply(refused=refused))
             return
+        if request.known and not self._places.are(request.known, stream.peer):
+            await self._say(stream, pb.GatherReply(unknown=pb.Unknown()))
+            message = await receive_within(stream, self._timing.gather_silence_s)
+            request = parse(pb.GatherRequest, message.header)
+        if request.known:
+            if not self._places.are(request.known, stream.peer):
+                raise ProtocolViolation("a guest that does not say who it is")
+            request.member.id = stream.peer
+            request.member.addresses[:] = self._places.addresses[stream.peer]
         member = member_from_wire(request.member)
         if member.peer != stream.peer:
             raise ProtocolViolation("a guest comes for itself")
         answer: asyncio.Future[Roster] = asyncio.get_running_loop().create_future()
         measured = measured_from_wire(request.measured)
-        guest = _Guest(member, request.round, request.state, measured, answer)
+        guest = _Guest(member, request.round, request.state, measured, request.known, answer)
         self._guests[member.peer] = guest
         await self._send_away()
         try:
             roster = await race(self._beats(stream), self._left(stream), _value(answer))
-            await self._say(stream, pb.GatherReply(roster=roster_to_wire(roster)))
+            await self._say(stream, pb.GatherReply(roster=roster_to_wire(roster, guest.known)))
         except Elsewhere as elsewhere:
             if len(self._coming) < MAX_MEMBERS:
                 self._coming[member.peer] = member
@@ -314,8 +382,10 @@ class Gathering:
 
     async def _beats(self, stream: Stream) -> Roster:
         while True:
-            await self._say(stream, pb.GatherReply(beat=pb.GatherBeat()))
-            await asyncio.sleep(self._timing.beat_s)
+            there = self._gatherer
+            beat = pb.GatherBeat(gatherer=None if there is None else member_to_wire(there))
+            await self._say(stream, pb.GatherReply(beat=beat))
+            await asyncio.sleep(self._timing.gather_beat_s)
 
     async def _say(self, stream: Stream, reply: pb.GatherReply) -> None:
         await send_within(stream, Message(reply.SerializeToString()), self._timing.chunk_s)

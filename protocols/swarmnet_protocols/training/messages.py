@@ -156,9 +156,9 @@ def below(number: int, limit: int, what: str) -> int:
     return number
 
 
-def hash_of_size(value: bytes) -> bytes:
-    """``value``, or ``ProtocolViolation`` unless it has the size of a SHA-256."""
-    if len(value) != HASH_BYTES:
+def hash_of_size(value: bytes, size_bytes: int = HASH_BYTES) -> bytes:
+    """``value``, or ``ProtocolViolation`` unless it has this size: without another, that of a SHA-256."""
+    if len(value) != size_bytes:
         raise ProtocolViolation(f"a hash of {len(value)} bytes")
     return value
 

@@ -1,6 +1,8 @@
 """Who comes to a round, and the roster that it gives: what they are, and how they travel."""
 
-from collections.abc import Sequence
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from swarmnet_protocols.errors import ProtocolViolation
@@ -14,6 +16,8 @@ MAX_BYTES_PER_S = 1e12
 MAX_ID = 128
 MAX_WEIGHT = 1e12
 MAX_EXCHANGES = 1 << 62
+PLACES_BYTES = 16
+"""Of a hash, enough to see whether two are told of the same."""
 
 
 @dataclass(frozen=True)
@@ -38,26 +42,58 @@ class Roster:
         return [member.peer for member in self.members].index(peer)
 
 
-def member_to_wire(member: Candidate) -> pb.Member:
+@dataclass(frozen=True)
+class Places:
+    """Where the members of a roster are: what all of them were told, and need not be told again while ``hash`` is the same."""
+
+    addresses: Mapping[PeerId, tuple[str, ...]]
+    """In the order of peer ids."""
+    hash: bytes
+
+    @classmethod
+    def of(cls, members: Sequence[Member]) -> "Places":
+        addresses = {member.peer: member.addresses[:MAX_ADDRESSES] for member in members}
+        text = json.dumps(list(addresses.items()))
+        return cls(addresses, hashlib.sha256(text.encode()).digest()[:PLACES_BYTES])
+
+    def are(self, hash: bytes, peer: PeerId) -> bool:
+        """Whether they are those of this hash, and that of ``peer`` is among them."""
+        return hash == self.hash and peer in self.addresses
+
+    def has(self, member: Member) -> bool:
+        """Whether it is where it was."""
+        return self.addresses.get(member.peer) == member.addresses[:MAX_ADDRESSES]
+
+
+NOWHERE = Places.of(())
+
+
+def member_to_wire(member: Candidate, places: Places = NOWHERE) -> pb.Member:
+    """Without what ``places`` says of it."""
+    known = places.has(member)
     return pb.Member(
-        id=member.peer,
-        addresses=member.addresses[:MAX_ADDRESSES],
+        id="" if known else member.peer,
+        addresses=() if known else member.addresses[:MAX_ADDRESSES],
         weight=member.weight,
         exchanges=member.exchanges,
     )
 
 
 def member_from_wire(member: pb.Member) -> Candidate:
-    if not 0 <= member.weight <= MAX_WEIGHT:
-        raise ProtocolViolation("a member's weight is out of range")
     if member.exchanges >= MAX_EXCHANGES:
         raise ProtocolViolation("not a member")
     return Candidate(
         _peer(member.id),
         tuple(member.addresses[:MAX_ADDRESSES]),
-        weight=member.weight,
+        weight=_weight(member.weight),
         exchanges=member.exchanges,
     )
+
+
+def _weight(weight: float) -> float:
+    if not 0 <= weight <= MAX_WEIGHT:
+        raise ProtocolViolation("a member's weight is out of range")
+    return weight
 
 
 def _peer(id: str) -> PeerId:
@@ -81,27 +117,68 @@ def measured_from_wire(measured: Sequence[pb.Measured]) -> Measured:
     return {_peer(each.id): _rate(each.bytes_per_s) for each in measured[:MAX_MEMBERS]}
 
 
-def roster_to_wire(roster: Roster) -> pb.Roster:
+def roster_to_wire(roster: Roster, known: bytes = b"") -> pb.Roster:
+    """The wire form, for somebody who has the places of this hash."""
+    rates = [member.bytes_per_s for member in roster.members]
+    if Places.of(roster.members).hash != known:
+        return pb.Roster(
+            round=roster.round,
+            members=map(member_to_wire, roster.members),
+            exchange=roster.exchange,
+            bytes_per_s=rates,
+        )
     return pb.Roster(
         round=roster.round,
-        members=map(member_to_wire, roster.members),
         exchange=roster.exchange,
-        bytes_per_s=[member.bytes_per_s for member in roster.members],
+        known=known,
+        weights=_shortened([member.weight for member in roster.members]),
+        bytes_per_s=_shortened(rates),
     )
 
 
-def roster_from_wire(wire: pb.Roster, *, round: int, me: PeerId) -> Roster:
-    if not len(wire.members) == len(wire.bytes_per_s) <= MAX_MEMBERS:
-        raise ProtocolViolation("a roster has a rate for every member, and not too many of either")
-    members = tuple(
-        replace(member_from_wire(member), bytes_per_s=_rate(rate))
-        for member, rate in zip(wire.members, wire.bytes_per_s, strict=True)
-    )
+def roster_from_wire(wire: pb.Roster, *, round: int, me: Candidate, places: Places = NOWHERE) -> Roster:
+    """The roster of ``round``, in which ``me`` is; ``places`` are those it may name by their hash.
+
+    Raises ``ProtocolViolation`` for anything else, and for an exchange that is no later than the newest of ``me``.
+    """
+    members = _known_members(wire, places) if wire.known else _told_members(wire)
     peers = [member.peer for member in members]
     if peers != sorted(set(peers)):
         raise ProtocolViolation("the members of a roster are in order, and none twice")
-    if wire.round != round or me not in peers:
+    if wire.round != round or me.peer not in peers:
         raise ProtocolViolation("the roster of another round")
-    if not max(member.exchanges for member in members) < wire.exchange <= MAX_EXCHANGES:
+    newest = max(me.exchanges, *(member.exchanges for member in members))
+    if not newest < wire.exchange <= MAX_EXCHANGES:
         raise ProtocolViolation("the number of an exchange is later than any before")
     return Roster(wire.round, wire.exchange, members)
+
+
+def _told_members(wire: pb.Roster) -> tuple[Candidate, ...]:
+    if not len(wire.members) == len(wire.bytes_per_s) <= MAX_MEMBERS:
+        raise ProtocolViolation("a roster has a rate for every member, and not too many of either")
+    return tuple(
+        replace(member_from_wire(member), bytes_per_s=_rate(rate))
+        for member, rate in zip(wire.members, wire.bytes_per_s, strict=True)
+    )
+
+
+def _known_members(wire: pb.Roster, places: Places) -> tuple[Candidate, ...]:
+    if wire.members or wire.known != places.hash:
+        raise ProtocolViolation("a roster of members that nobody told")
+    weights = _lengthened(wire.weights, len(places.addresses))
+    rates = _lengthened(wire.bytes_per_s, len(places.addresses))
+    return tuple(
+        Candidate(peer, addresses, bytes_per_s=_rate(rate), weight=_weight(weight))
+        for (peer, addresses), rate, weight in zip(places.addresses.items(), rates, weights, strict=True)
+    )
+
+
+def _shortened(numbers: list[float]) -> list[float]:
+    """One number that stands for all, if they are equal."""
+    return numbers[:1] if len(set(numbers)) == 1 else numbers
+
+
+def _lengthened(numbers: Sequence[float], count: int) -> Sequence[float]:
+    if len(numbers) not in (1, count):
+        raise ProtocolViolation(f"{len(numbers)} numbers of {count} members")
+    return list(numbers) * count if len(numbers) == 1 else numbers

@@ -220,6 +220,7 @@ class Round:
                 self._adopt(message.slots, now)
             case Vote() if leads == member:
                 self._vote = message
+                self._reported = self._own_report()  # which the Ack says as well
                 self._send(member, Ack(message.attempt))
 
     # attempts

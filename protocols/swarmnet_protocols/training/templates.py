@@ -137,14 +137,13 @@ clip = 1.0                             # largest element of the outer momentum
     (
         "zo",
         _Template(
-            50,
+            10,
             """\
-sync_every = 20                        # steps between exchanges, a byte each
+sync_every = 100                       # steps between exchanges: eight workers send less than 100 bytes a step in all
 epsilon = 1e-3                         # how far along a direction the loss is taken
 learning_rate = 5e-5                   # that of [training] is for methods with an inner optimizer
 """,
             learning_rate="5e-5",
-            every_rounds=5,
             model=_SMOLLM2,
             tokenizer='"smollm2-135m-instruct"    # the checkpoint\'s',
         ),

@@ -13,6 +13,7 @@ from swarmnet_protocols.transport import PeerId
 
 MAX_MEMBERS = 64
 MAX_VALUES = 1 << 40
+AGREEMENT_BYTES = 16
 UNMEASURED_BYTES_PER_S = 1e6
 """Of a link that nobody has measured."""
 
@@ -85,10 +86,10 @@ class Terms:
         return tuple(sorted(range(len(self.members)), key=self._lot))
 
     def digest(self) -> bytes:
-        """SHA-256 of all that must be equal."""
+        """Of the SHA-256 of all that must be equal: enough to see that it is."""
         peers = " ".join(member.peer for member in self.members)
         text = f"{self.round} {peers} {self.slices} {self.owners} {self.codec.name}"
-        return hashlib.sha256(self.job + text.encode()).digest()
+        return hashlib.sha256(self.job + text.encode()).digest()[:AGREEMENT_BYTES]
 
     def _lot(self, member: int) -> bytes:
         return hashlib.sha256(

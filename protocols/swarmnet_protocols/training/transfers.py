@@ -23,6 +23,7 @@ from swarmnet_protocols.wire import training_pb2 as pb
 
 MAX_SUMMARY_BYTES = 32 << 10
 MAX_REASON = 200
+NAME_BYTES = 16
 
 
 def all_fit(rows: torch.Tensor, _weights: torch.Tensor) -> list[str]:
@@ -41,13 +42,22 @@ class Rules:
     """Enough for any number of tokens; what is finite and near the end of floats sums to infinity."""
 
 
+def contribution_hash(data: Buffer) -> bytes:
+    """Half a SHA-256: nobody finds other bytes that have it, and every result carries that of every contributor."""
+    return hashlib.sha256(data).digest()[:NAME_BYTES]
+
+
 @dataclass(frozen=True)
 class Payload:
-    """An encoded contribution, with its weight and the SHA-256 of its bytes."""
+    """An encoded contribution with its weight. ``hash`` is the part of the SHA-256 of its bytes by which results name it."""
 
     weight: float
     data: Buffer
     hash: bytes
+
+    @classmethod
+    def of(cls, weight: float, data: Buffer) -> "Payload":
+        return cls(weight, data, contribution_hash(data))
 
 
 @dataclass(frozen=True)
@@ -235,7 +245,7 @@ def _read(terms: SliceTerms, rules: Rules, payload: Payload) -> torch.Tensor:
     """The values [count] of a contribution. Raises ``ProtocolViolation`` for one that cannot count."""
     if payload.weight > rules.max_weight:
         raise ProtocolViolation(f"weight {payload.weight:g} is above {rules.max_weight:g}")
-    if hashlib.sha256(payload.data).digest() != payload.hash:
+    if contribution_hash(payload.data) != payload.hash:
         raise ProtocolViolation("the contribution does not have its hash")
     return terms.codec.decode(payload.data, terms.count)
 

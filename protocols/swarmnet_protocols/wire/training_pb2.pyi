@@ -41,14 +41,12 @@ class ExchangeReply(_message.Message):
     def __init__(self, beat: _Optional[_Union[Beat, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("job", "round", "agreement")
-    JOB_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("round", "agreement")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     AGREEMENT_FIELD_NUMBER: _ClassVar[int]
-    job: bytes
     round: int
     agreement: bytes
-    def __init__(self, job: _Optional[bytes] = ..., round: _Optional[int] = ..., agreement: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, round: _Optional[int] = ..., agreement: _Optional[bytes] = ...) -> None: ...
 
 class Beat(_message.Message):
     __slots__ = ()

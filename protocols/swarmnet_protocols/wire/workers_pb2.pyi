@@ -39,18 +39,20 @@ class Member(_message.Message):
     def __init__(self, id: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., weight: _Optional[float] = ..., exchanges: _Optional[int] = ...) -> None: ...
 
 class GatherRequest(_message.Message):
-    __slots__ = ("job", "round", "state", "member", "measured")
+    __slots__ = ("job", "round", "state", "member", "measured", "known")
     JOB_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     MEASURED_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
     job: bytes
     round: int
     state: bytes
     member: Member
     measured: _containers.RepeatedCompositeFieldContainer[Measured]
-    def __init__(self, job: _Optional[bytes] = ..., round: _Optional[int] = ..., state: _Optional[bytes] = ..., member: _Optional[_Union[Member, _Mapping]] = ..., measured: _Optional[_Iterable[_Union[Measured, _Mapping]]] = ...) -> None: ...
+    known: bytes
+    def __init__(self, job: _Optional[bytes] = ..., round: _Optional[int] = ..., state: _Optional[bytes] = ..., member: _Optional[_Union[Member, _Mapping]] = ..., measured: _Optional[_Iterable[_Union[Measured, _Mapping]]] = ..., known: _Optional[bytes] = ...) -> None: ...
 
 class Measured(_message.Message):
     __slots__ = ("id", "bytes_per_s")
@@ -61,30 +63,42 @@ class Measured(_message.Message):
     def __init__(self, id: _Optional[str] = ..., bytes_per_s: _Optional[float] = ...) -> None: ...
 
 class GatherReply(_message.Message):
-    __slots__ = ("beat", "roster", "refused")
+    __slots__ = ("beat", "roster", "refused", "unknown")
     BEAT_FIELD_NUMBER: _ClassVar[int]
     ROSTER_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
+    UNKNOWN_FIELD_NUMBER: _ClassVar[int]
     beat: GatherBeat
     roster: Roster
     refused: GatherRefused
-    def __init__(self, beat: _Optional[_Union[GatherBeat, _Mapping]] = ..., roster: _Optional[_Union[Roster, _Mapping]] = ..., refused: _Optional[_Union[GatherRefused, _Mapping]] = ...) -> None: ...
+    unknown: Unknown
+    def __init__(self, beat: _Optional[_Union[GatherBeat, _Mapping]] = ..., roster: _Optional[_Union[Roster, _Mapping]] = ..., refused: _Optional[_Union[GatherRefused, _Mapping]] = ..., unknown: _Optional[_Union[Unknown, _Mapping]] = ...) -> None: ...
 
-class GatherBeat(_message.Message):
+class Unknown(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class GatherBeat(_message.Message):
+    __slots__ = ("gatherer",)
+    GATHERER_FIELD_NUMBER: _ClassVar[int]
+    gatherer: Member
+    def __init__(self, gatherer: _Optional[_Union[Member, _Mapping]] = ...) -> None: ...
+
 class Roster(_message.Message):
-    __slots__ = ("round", "members", "exchange", "bytes_per_s")
+    __slots__ = ("round", "members", "exchange", "bytes_per_s", "known", "weights")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     EXCHANGE_FIELD_NUMBER: _ClassVar[int]
     BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     round: int
     members: _containers.RepeatedCompositeFieldContainer[Member]
     exchange: int
     bytes_per_s: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, round: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., exchange: _Optional[int] = ..., bytes_per_s: _Optional[_Iterable[float]] = ...) -> None: ...
+    known: bytes
+    weights: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, round: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., exchange: _Optional[int] = ..., bytes_per_s: _Optional[_Iterable[float]] = ..., known: _Optional[bytes] = ..., weights: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class GatherRefused(_message.Message):
     __slots__ = ("round", "state", "reason")

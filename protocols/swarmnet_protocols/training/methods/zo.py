@@ -2,6 +2,12 @@
 
 All workers try the same random directions, each on data of its own, so their slopes can be averaged as other contributions
 are, with the same checks and aggregators. A round of H steps is H scalars; a history of n rounds is n H.
+
+What a job sends is its slopes, a byte each, from every worker and back, and what a round costs whatever H is: to gather, to agree,
+and to see who is there, which grows with the square of the workers. With H = 100 eight workers that come
+at one time send 79 bytes a step in all over links of 20 ms, 88 over 100 ms, two send 8, framing included
+(``tests/sim/test_training_bytes.py``); announcements in the directory, which go by time, are not. Where gradients are linear H
+costs no progress: the mean of slopes measured where each worker's own steps led is the slope at the mean of these places.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +24,7 @@ _CHUNK = 1 << 20
 
 
 class ZeroOrderSettings(Settings):
-    sync_every: int = Field(default=20, ge=1, le=4096)
+    sync_every: int = Field(default=100, ge=1, le=4096)
     """H, steps between exchanges, each along a direction of its own."""
     epsilon: float = Field(default=1e-3, gt=0)
     """How far along a direction the loss is taken."""

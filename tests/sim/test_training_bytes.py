@@ -1,0 +1,23 @@
+"""What a job with ``zo`` sends in all, as its template has it."""
+
+import pytest
+
+from swarmnet_node.training.trainer import Trainer
+from swarmnet_protocols.training.jobs import parse_job
+from swarmnet_protocols.training.templates import template
+from tests.support.round_bytes import bytes_of_a_round
+
+GOAL_BYTES = 100
+"""A step, of all messages of all workers."""
+
+
+@pytest.fixture(autouse=True)
+def loss_is_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a step computes does not change what is sent: a slope is a byte, whatever it is."""
+    monkeypatch.setattr(Trainer, "loss", lambda self, *_: float(self.storage()[:64].sum()))
+
+
+@pytest.mark.parametrize(("workers", "delay_s"), [(2, 0.02), (8, 0.1)])
+def test_workers_send_less_than_a_hundred_bytes_a_step(workers: int, delay_s: float) -> None:
+    steps = parse_job(template("zo").encode()).job.make_method().steps_per_round
+    assert bytes_of_a_round(workers, steps, delay_s=delay_s) / steps <= GOAL_BYTES

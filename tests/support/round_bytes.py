@@ -1,0 +1,43 @@
+"""What a round of a job costs in all: every message of every worker, framing included."""
+
+import random
+import tempfile
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from swarmnet_protocols.transport import PeerId
+from swarmnet_protocols.transport.memory import LinkProfile, MemoryNetwork
+from tests.support.training_workers import WorkerLab, train, write_job
+from tests.support.virtual_time import run
+
+ROUNDS = 3
+"""The first is not counted: workers come, and learn where the others are."""
+
+
+class CountingNetwork(MemoryNetwork):
+    sent_bytes = 0
+
+    def carry(self, source: PeerId, target: PeerId, size_bytes: int, arrive: Callable[[], None]) -> None:
+        self.sent_bytes += size_bytes
+        super().carry(source, target, size_bytes, arrive)
+
+
+def bytes_of_a_round(workers: int, steps: int, *, delay_s: float = 0.02) -> int:
+    """What all ``workers`` of a job with ``zo`` send from the end of a round of ``steps`` to that of the next, gathering included,
+    nobody joining; the most of all but the first."""
+    network = CountingNetwork(random.Random(0), LinkProfile(delay_s=delay_s))
+    names = [f"worker-{number}" for number in range(workers)]
+    ends = []
+
+    def watch(name: str, event: dict[str, Any]) -> None:
+        if name == names[0] and event["event"] == "round":
+            ends.append(network.sent_bytes)
+
+    with tempfile.TemporaryDirectory() as folder:
+        toml = write_job(
+            Path(folder), "zo", f"sync_every = {steps}", f"min_workers = {workers}", rounds=ROUNDS
+        )
+        run(train(WorkerLab(Path(folder), toml, network, watch), *names))
+    return max(later - earlier for earlier, later in pairwise(ends))
