@@ -237,6 +237,13 @@ def test_data_that_is_missing_is_said(tmp_path: Path, path: str) -> None:
     assert caught.value.hint
 
 
+def test_a_tokenizer_that_is_none_is_said(tmp_path: Path) -> None:
+    _write_texts(tmp_path / "texts", 2)
+    section = _section(tmp_path / "texts").model_copy(update={"tokenizer": "byts"})
+    with pytest.raises(JobError, match=r"'tokenizer' in \[data\] is wrong: there is no model 'byts'"):
+        open_corpus(section, tmp_path / "cache")
+
+
 def test_data_that_is_too_short_is_said_for_each_part(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").touch()
     with pytest.raises(JobError, match="train part has 0 tokens"):

@@ -237,6 +237,11 @@ def test_a_job_of_forwards_only_fits_into_less_memory(tmp_path: Path) -> None:
     ("changes", "words"),
     [
         ({"model": {"config": CONFIG | {"model_type": "lama"}}}, "'config' in .model. is wrong"),
+        ({"model": {"config": CONFIG | {"model_type": "lama"}}}, "there is no model_type 'lama'$"),
+        (
+            {"model": {"config": CONFIG | {"num_attenton_heads": 2}}},
+            "'num_attenton_heads' in .model.config. is an unknown key$",
+        ),
         ({"model": {"config": CONFIG | {"model_type": "clip"}}}, "'config' in .model. is wrong"),
         ({"model": {"config": CONFIG | {"num_attention_heads": 5}}}, "'config' in .model. is wrong"),
         ({"model": {"config": CONFIG | {"hidden_size": -32}}}, "'config' in .model. is wrong"),

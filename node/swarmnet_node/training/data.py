@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from swarmnet_node.training.documents import documents, files_of
-from swarmnet_protocols.errors import IntegrityError, OutOfResources
+from swarmnet_protocols.errors import ConfigError, IntegrityError, OutOfResources
 from swarmnet_protocols.models import Progress, resolve
 from swarmnet_protocols.models.checkpoint import sha256_of
 from swarmnet_protocols.training.jobs import BYTES, PYTHON_STDLIB, DataSection, JobError
@@ -150,7 +150,12 @@ def _counted(source: Iterator[bytes], total: int | None, progress: Progress) -> 
 def _tokenizer(name: str, cache_dir: Path, progress: Progress) -> Tokenizer:
     if name == BYTES:
         return ByteTokenizer()
-    return ModelTokenizer(name, resolve(name, cache_dir=cache_dir, progress=progress).tokenizer())
+    try:
+        return ModelTokenizer(name, resolve(name, cache_dir=cache_dir, progress=progress).tokenizer())
+    except ConfigError as error:
+        raise JobError(
+            "data", "tokenizer", f"is wrong: {error}", hint=f'"{BYTES}", or a model: {error.hint}'
+        ) from error
 
 
 def _cache_key(data: DataSection, files: tuple[Path, ...], tokenizer: Tokenizer, progress: Progress) -> str:

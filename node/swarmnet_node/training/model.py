@@ -1,13 +1,15 @@
 """The transformers model of a job: built from a config or a checkpoint, checked before it is built, written in HF layout."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError
@@ -25,6 +27,8 @@ _FORWARDS_BYTES = 4 * 4
 """Of a job that exchanges scalars: a parameter, the agreed one and the next agreed one, and a copy while the loss is taken."""
 
 _CORRECT = "compare [model.config] with the config.json of a model of this kind"
+_MISSPELT = 0.9
+"""So alike are two words that nobody means both."""
 _MAX_LAYERS = 4096
 """Of a model that is counted: an empty layer takes memory too."""
 
@@ -39,13 +43,37 @@ def model_config(section: ModelSection, cache_dir: Path) -> PretrainedConfig:
         except ConfigError as error:
             raise JobError("model", "checkpoint", f"is wrong: {error}", hint=error.hint) from error
     settings = dict(section.config or {})
-    kind = settings.pop("model_type")
+    kind = str(settings.pop("model_type"))
+    if kind not in CONFIG_MAPPING:
+        raise JobError(
+            "model",
+            "config",
+            f"is wrong: there is no model_type {kind[:64]!r}",
+            hint=_meant(kind, CONFIG_MAPPING),
+        )
     try:
         config: PretrainedConfig = AutoConfig.for_model(kind, **settings)
         causal_class(config)
     except (*CONFIG_FAULTS, StrictDataclassError, ConfigError) as error:
         raise JobError("model", "config", f"is wrong: {error}", hint=_CORRECT) from error
+    _check_spelling(settings, config)
     return config
+
+
+def _check_spelling(settings: Mapping[str, Any], config: PretrainedConfig) -> None:
+    """transformers takes any key. Those of other versions do no harm; a misspelt one would leave what was meant as it is."""
+    try:
+        known = [*type(config)().to_dict(), *config.attribute_map]
+    except CONFIG_FAULTS:  # of a kind that has no defaults
+        return
+    for key in settings:
+        if key not in known and get_close_matches(key, known, n=1, cutoff=_MISSPELT):
+            raise JobError("model.config", key, "is an unknown key", hint=_meant(key, known))
+
+
+def _meant(word: str, known: Iterable[str]) -> str:
+    close = get_close_matches(word, known, n=1)
+    return f"did you mean {close[0]!r}?" if close else _CORRECT
 
 
 def parameter_count(config: PretrainedConfig) -> int:

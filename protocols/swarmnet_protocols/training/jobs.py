@@ -131,7 +131,12 @@ class ExchangeSection(_Section):
     @model_validator(mode="after")
     def _check(self) -> "ExchangeSection":
         if self.max_workers < self.min_workers:
-            raise JobError("exchange", "max_workers", f"must be at least min_workers = {self.min_workers}")
+            raise JobError(
+                "exchange",
+                "max_workers",
+                f"must be at least min_workers = {self.min_workers}",
+                hint="raise it, or lower min_workers",
+            )
         return self
 
 
