@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor
-from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, nullcontext
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -23,9 +23,11 @@ from swarmnet_node.kv import LaneCache
 from swarmnet_node.scheduler import Waiting, schedule
 from swarmnet_node.stage import Stage
 from swarmnet_node.tally import EngineTally
+from swarmnet_node.turns import ALONE, Alone, Turns
 from swarmnet_protocols.aio import cancel
 from swarmnet_protocols.errors import Unreachable
 from swarmnet_protocols.resources import RETRY_S, Exhausted, Hold, ResourceManager, Scope, Stock
+from swarmnet_protocols.threads import on_half_the_cores
 from swarmnet_protocols.timing import Timing
 
 BUDGET_TOKENS = 512
@@ -77,7 +79,7 @@ class Engine:
         resources: ResourceManager,
         *,
         max_cache_bytes: int,
-        turn: Callable[[], AbstractAsyncContextManager[None]],
+        turns: Turns | Alone,
         stopwatch: Callable[[], float],
     ) -> None:
         self.stage = stage
@@ -91,7 +93,7 @@ class Engine:
         self.graphs = Graphs(resources)
         self._pass_position_s = 0.0
         self._executor = executor
-        self._turn = turn
+        self._turns = turns
         self._stopwatch = stopwatch
         self._waiting: list[_Work] = []
         self._passes: deque[_Pass] = deque()
@@ -110,15 +112,15 @@ class Engine:
         resources: ResourceManager,
         *,
         max_cache_bytes: int,
-        turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
+        turns: Turns | Alone = ALONE,
         stopwatch: Callable[[], float] = time.perf_counter,
     ) -> AsyncIterator["Engine"]:
         """An engine whose loop runs for as long as the context, and which caches of all peers may take ``max_cache_bytes`` of.
 
-        A forward is chosen and computed within a ``turn``; ``stopwatch`` gives the seconds forwards are timed by.
+        A forward is chosen and computed in one of the ``turns``, a pass beside those of other nodes; ``stopwatch`` gives the seconds forwards are timed by.
         """
         engine = cls(
-            stage, executor, resources, max_cache_bytes=max_cache_bytes, turn=turn, stopwatch=stopwatch
+            stage, executor, resources, max_cache_bytes=max_cache_bytes, turns=turns, stopwatch=stopwatch
         )
         loop = asyncio.create_task(engine._loop(), name="engine")
         try:
@@ -239,19 +241,23 @@ class Engine:
             if not self._waiting and not self._passes:
                 self._wake.clear()
                 await self._wake.wait()
-            async with self._turn():
+            if self._is_pass_next():
+                async with self._turns.beside() as are_others:
+                    if self._is_pass_next():
+                        work = self._passes[0]
+                        await self._run_pass(work, are_others=are_others)
+                        self._passed_at = asyncio.get_running_loop().time()
+                        self._remove_pass(work)
+                continue
+            async with self._turns.turn():
                 await asyncio.sleep(0)  # whatever the network has already delivered joins this batch
-                if self._waiting and not self._is_pass_overdue():
+                if self._waiting:  # whoever waited may be gone by now
                     await self._forward()
-                elif self._passes:  # whoever waited may be gone by now
-                    work = self._passes[0]
-                    await self._run_pass(work)
-                    self._passed_at = asyncio.get_running_loop().time()
-                    self._remove_pass(work)
 
-    def _is_pass_overdue(self) -> bool:
-        if not self._passes:
-            return False
+    def _is_pass_next(self) -> bool:
+        """No session has work, or sessions have gone first for long enough."""
+        if not self._passes or not self._waiting:
+            return bool(self._passes)
         first = self._passes[0]
         return asyncio.get_running_loop().time() >= max(first.since, self._passed_at) + first.yields_s
 
@@ -276,12 +282,14 @@ class Engine:
             if work.computed == len(work.inputs):
                 self._finish(work)
 
-    async def _run_pass(self, work: _Pass) -> None:
+    async def _run_pass(self, work: _Pass, *, are_others: bool) -> None:
         if work.done.done():
             return
         started = self._stopwatch()
         try:
-            result = await self._call(work.start())
+            compute = work.start()
+            # Threads of several nodes wait for each other's at every product: half the cores give more than half.
+            result = await self._call(partial(on_half_the_cores, compute) if are_others else compute)
         except Exception as error:  # noqa: BLE001 - the supervisor: a failed pass fails its client, not the node
             _fail(work.done, error)
             return

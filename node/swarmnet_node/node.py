@@ -10,7 +10,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from statistics import median
 from typing import NoReturn
@@ -23,6 +23,7 @@ from swarmnet_node.host import Host, HostLimits, Offer
 from swarmnet_node.reports import Reporter, describe_host
 from swarmnet_node.services import Services
 from swarmnet_node.stage import Stage
+from swarmnet_node.turns import ALONE, Alone, Turns
 from swarmnet_protocols.aio import cancel
 from swarmnet_protocols.catalog import CatalogModel, keep_model_announced
 from swarmnet_protocols.directory import Directory
@@ -55,8 +56,8 @@ class World:
     timing: Timing = field(default_factory=Timing)
     stopwatch: Callable[[], float] = time.perf_counter
     """What forwards are timed by. The loop's own clock stands still while the loop does."""
-    turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
-    """Entered for each forward, where nodes share the cores of a machine."""
+    turns: Turns | Alone = ALONE
+    """To compute in, where nodes share the cores of a machine."""
     warning: Callable[[], str] = str
     """What the owner of the node should see to; empty if nothing."""
 
@@ -114,7 +115,7 @@ class Node:
                 world.executor,
                 world.transport.resources,
                 max_cache_bytes=hosting.max_cache_bytes,
-                turn=world.turn,
+                turns=world.turns,
                 stopwatch=world.stopwatch,
             ) as engine,
             Services.on(world.transport) as services,

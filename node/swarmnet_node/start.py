@@ -86,7 +86,7 @@ async def start(config: NodeConfig, *, progress: "Progress | None" = None) -> As
         world = World(transport, directory, executor, random.Random(), warning=watch.warning)
         if loaded.device.type == "cpu":
             turns = stack.enter_context(Turns.open(default_folder()))
-            world = replace(world, turn=turns.turn)
+            world = replace(world, turns=turns)
 
         def limit_computing(limits: Limits) -> None:
             use_cores(executor, limits.cores or every_core)

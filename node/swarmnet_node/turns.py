@@ -1,12 +1,27 @@
-"""Nodes of one machine compute in turns: together they would wait for each other's threads at every product."""
+"""Nodes of one machine compute in turns: together they would wait for each other's threads at every product.
+
+Training passes are long, so they need not be done soon, but all of them need to be: those of several nodes are computed at once, each on
+fewer cores.
+"""
 
 import asyncio
 import fcntl
 import os
+import secrets
 import stat
+import struct
 import tempfile
+import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    ExitStack,
+    asynccontextmanager,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
 from pathlib import Path
 
 from swarmnet_protocols.errors import ConfigError
@@ -15,6 +30,11 @@ PATIENCE_S = 0.2
 """A holder that gives no sign for so long is stopped, and is not waited for."""
 SIGN_S = 0.04
 POLL_S = 0.001
+RECENT_S = 5.0
+"""Whoever began to compute within this time is taken to go on: longer than a pass takes."""
+
+_ENTRY = struct.Struct("8sd")
+"""Who went into the room last, and when, by the clock of the machine."""
 
 
 def default_folder() -> Path:
@@ -22,17 +42,35 @@ def default_folder() -> Path:
     return Path(tempfile.gettempdir()) / f"swarmnet-{os.getuid()}"
 
 
+class Alone:
+    """The turns of a node that shares its cores with no other."""
+
+    def turn(self) -> AbstractAsyncContextManager[None]:
+        """See ``Turns``."""
+        return nullcontext()
+
+    def beside(self) -> AbstractAsyncContextManager[bool]:
+        """See ``Turns``."""
+        return nullcontext(False)
+
+
+ALONE = Alone()
+
+
 class Turns:
     """Two locks that the kernel takes back from whoever dies.
 
-    The holder of ``room`` computes. Who wants it waits at ``door``, one at a time, so nobody goes twice in a row while
-    another waits.
+    Who holds ``room`` computes, alone or with others that are content with that. Who wants it waits at ``door``, one at a time, so
+    nobody goes twice in a row while another waits.
     """
 
-    def __init__(self, door: "_Lock", room: "_Lock") -> None:
+    def __init__(self, door: "_Lock", room: "_Lock", last: int) -> None:
         """See ``open``."""
         self._door = door
         self._room = room
+        self._last = last
+        self._name = secrets.token_bytes(8)
+        self._others_at = -RECENT_S
 
     @classmethod
     @contextmanager
@@ -44,25 +82,48 @@ class Turns:
                 status = folder.lstat()
                 if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
                     raise PermissionError("it belongs to somebody else")
-                door, room = (
-                    _Lock(stack.enter_context((folder / name).open("w")).fileno())
-                    for name in ("door", "room")
+                door, room, last = (
+                    stack.enter_context((folder / name).open("w+")).fileno()
+                    for name in ("door", "room", "last")
                 )
             except OSError as error:
                 raise ConfigError(
                     f"cannot use {folder}: {error}", hint="set TMPDIR to a folder of yours"
                 ) from None
-            yield cls(door, room)
+            yield cls(_Lock(door), _Lock(room), last)
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
         """Compute alone while the context is open, as far as the others can be waited for."""
+        async with self._inside(fcntl.LOCK_EX):
+            self._meet()
+            yield
+
+    @asynccontextmanager
+    async def beside(self) -> AsyncIterator[bool]:
+        """Compute while nobody has a turn, as far as that can be waited for; yields whether other nodes compute these days."""
+        async with self._inside(fcntl.LOCK_SH):
+            self._meet()
+            yield time.monotonic() - self._others_at < RECENT_S
+
+    @asynccontextmanager
+    async def _inside(self, kind: int) -> AsyncIterator[None]:
         async with self._door.held() as is_next, AsyncExitStack() as stack:
             if is_next:
-                await stack.enter_async_context(self._room.held())
+                await stack.enter_async_context(self._room.held(kind))
             inside = stack.pop_all()
         async with inside:
             yield
+
+    def _meet(self) -> None:
+        """See who was here before us, and leave our name."""
+        entry = os.pread(self._last, _ENTRY.size, 0)
+        if len(entry) == _ENTRY.size:
+            name, at = _ENTRY.unpack(entry)
+            if name != self._name:
+                self._others_at = at
+        with suppress(OSError):  # where the disk is full, the others do not learn of us
+            os.pwrite(self._last, _ENTRY.pack(self._name, time.monotonic()), 0)
 
 
 class _Lock:
@@ -74,9 +135,9 @@ class _Lock:
         """The last sign of the holder that we gave up waiting for."""
 
     @asynccontextmanager
-    async def held(self) -> AsyncIterator[bool]:
+    async def held(self, kind: int = fcntl.LOCK_EX) -> AsyncIterator[bool]:
         """Hold the lock while the context is open; False if its holder is not waited for, the second time at once."""
-        if not await self._take():
+        if not await self._take(kind):
             yield False
             return
         self._sign()
@@ -90,12 +151,12 @@ class _Lock:
         os.utime(self._file)
         self._signing = asyncio.get_running_loop().call_later(SIGN_S, self._sign)
 
-    async def _take(self) -> bool:
+    async def _take(self, kind: int) -> bool:
         loop = asyncio.get_running_loop()
         last, heard = 0, loop.time()
         while True:
             try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(self._file, kind | fcntl.LOCK_NB)
             except BlockingIOError:
                 sign = os.fstat(self._file).st_mtime_ns
                 if sign != last:

@@ -6,9 +6,13 @@ of SmolLM2-135M, against 13 ms).
 """
 
 import asyncio
+from collections.abc import Callable
 from concurrent.futures import Executor
+from typing import TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 def stay_serial() -> int:
@@ -35,3 +39,13 @@ async def compute_on(computing: Executor, *serial: Executor, threads: int | None
 def use_cores(computing: Executor, threads: int) -> None:
     """Have the thread of ``computing`` compute on so many cores from its next operation on."""
     computing.submit(torch.set_num_threads, threads)
+
+
+def on_half_the_cores(work: Callable[[], T]) -> T:
+    """Call ``work`` here, on half as many cores as this thread computes on otherwise; on one at least."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, threads // 2))
+    try:
+        return work()
+    finally:
+        torch.set_num_threads(threads)

@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -17,6 +18,7 @@ from swarmnet_node.engine import BUDGET_TOKENS, CLIENT_SHARE, Engine
 from swarmnet_node.graphs import Graph, GraphName, record
 from swarmnet_node.kv import KVGeometry, LaneCache, LayerShape
 from swarmnet_node.stage import Stage
+from swarmnet_node.turns import Alone
 from swarmnet_protocols.errors import OutOfResources, Unreachable
 from swarmnet_protocols.resources import Exhausted, ResourceManager, Stock
 from swarmnet_protocols.timing import Timing
@@ -412,3 +414,30 @@ def test_sessions_overtake_each_pass_for_so_long_and_no_longer(forward_s: float)
                 await reading
 
     run(main())
+
+
+class Crowded(Alone):
+    """The turns of a node that shares its cores with others."""
+
+    def beside(self) -> AbstractAsyncContextManager[bool]:
+        return nullcontext(True)
+
+
+@pytest.mark.parametrize(("turns", "threads"), [(Alone(), 4), (Crowded(), 2)])
+def test_a_pass_is_computed_on_half_the_cores_where_other_nodes_compute(turns: Alone, threads: int) -> None:
+    async def main() -> None:
+        stage = cast(Stage, Doubling())
+        loop = asyncio.get_running_loop()
+        with ThreadPoolExecutor(1) as executor:
+            before = await loop.run_in_executor(executor, torch.get_num_threads)
+            await loop.run_in_executor(executor, torch.set_num_threads, 4)
+            try:
+                async with Engine.run(
+                    stage, executor, ResourceManager(), max_cache_bytes=0, turns=turns
+                ) as engine:
+                    assert await engine.compute_behind(lambda: torch.get_num_threads, 1) == threads
+                    assert await engine.aside(torch.get_num_threads) == 4
+            finally:
+                await loop.run_in_executor(executor, torch.set_num_threads, before)
+
+    asyncio.run(main())

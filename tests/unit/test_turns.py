@@ -1,4 +1,4 @@
-"""Nodes of one machine compute one after the other, and nobody can keep the others from computing."""
+"""Nodes of one machine compute one after the other, or knowing of each other, and nobody can keep the others from computing."""
 
 import asyncio
 import subprocess
@@ -38,6 +38,61 @@ def test_turns_do_not_overlap_and_nobody_goes_twice_while_another_waits(tmp_path
     asyncio.run(main())
     assert sorted(order) == ["a"] * 5 + ["b"] * 5
     assert order[:8] in (["a", "b"] * 4, ["b", "a"] * 4)
+
+
+def test_some_compute_beside_each_other_and_a_turn_waits_for_all_of_them(tmp_path: Path) -> None:
+    order: list[str] = []
+
+    async def main(*mine: Turns) -> None:
+        inside: set[str] = set()
+        met = asyncio.Event()
+
+        async def beside(one: Turns, name: str) -> None:
+            async with one.beside():
+                order.append(name)
+                inside.add(name)
+                if len(inside) == 2:
+                    met.set()
+                await met.wait()
+                await asyncio.sleep(0.01)
+                inside.remove(name)
+
+        async def alone(one: Turns) -> None:
+            async with one.turn():
+                assert not inside
+                order.append("alone")
+
+        async with asyncio.timeout(50), asyncio.TaskGroup() as group:
+            group.create_task(beside(mine[0], "a"))
+            group.create_task(beside(mine[1], "b"))
+            await met.wait()
+            group.create_task(alone(mine[2]))
+            await asyncio.sleep(0)  # it is at the door
+            group.create_task(beside(mine[3], "late"))
+
+    with ExitStack() as stack:
+        asyncio.run(main(*(stack.enter_context(Turns.open(tmp_path / "t")) for _ in range(4))))
+    assert (set(order[:2]), order[2:]) == ({"a", "b"}, ["alone", "late"])
+
+
+def test_who_computes_beside_others_knows_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def sees_others(mine: Turns) -> bool:
+        async with mine.beside() as are_others:
+            return are_others
+
+    async def main(first: Turns, second: Turns, third: Turns) -> None:
+        assert [await sees_others(first) for _ in range(3)] == [False] * 3
+        assert await sees_others(second)
+        assert [await sees_others(first) for _ in range(3)] == [True] * 3  # the other may come again
+        monkeypatch.setattr(turns, "RECENT_S", 0.0)
+        assert not await sees_others(first)
+        monkeypatch.undo()
+        async with third.turn():
+            pass
+        assert await sees_others(first)
+
+    with ExitStack() as stack:
+        asyncio.run(main(*(stack.enter_context(Turns.open(tmp_path / "t")) for _ in range(3))))
 
 
 @contextmanager
