@@ -12,6 +12,7 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
+ADDRESS = "/ip4/10.0.0.1/tcp/31337/p2p/12D3KooWNvSZnPi3RrhrTwEY4LuuBeB6K6facKUCJcyWG1aoDd2p"
 UNITS = sorted(path.name for path in (DEPLOY / "systemd").glob("*.service"))
 COMPOSE_SCHEMA: dict[str, Any] = json.loads((ROOT / "tests/data/compose-spec.json").read_text())
 
@@ -42,8 +43,8 @@ def own_services() -> dict[str, Any]:
 
 
 def shell_commands(service: dict[str, Any]) -> Iterator[list[str]]:
-    """The calls of ``swarmnet`` in an entry point of the shape ``sh -c SCRIPT``."""
-    script = service["entrypoint"][2].replace("$$", "$")
+    """The calls of ``swarmnet`` in an entry point of the shape ``sh -c SCRIPT``, with an address where it reads one."""
+    script = service["entrypoint"][2].replace("$$", "$").replace("$(head -n 1 /bootstrap/addresses)", ADDRESS)
     for call in re.findall(r"swarmnet ((?:[^\"&|;]|\"[^\"]*\")+)", script):
         yield shlex.split(call)
 
