@@ -216,9 +216,8 @@ class Node:
         self._state = pb.HOST_STATE_LEAVING
         try:
             async with asyncio.timeout(grace_s):
-                with contextlib.suppress(
-                    SwarmnetError
-                ):  # clients are told even when the directory is out of reach
+                # Clients are told even when the directory is out of reach.
+                with contextlib.suppress(SwarmnetError):
                     await self._announce()
                 if self._host is not None:
                     await self._host.leave()

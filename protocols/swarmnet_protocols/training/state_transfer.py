@@ -22,8 +22,6 @@ from swarmnet_protocols.wire import workers_pb2 as pb
 
 CHUNK_BYTES = 1 << 20
 HASH_BYTES = 32
-MAX_CHUNKS = 1 << 16
-"""64 GiB: the description of so large a state is 2 MiB."""
 ASKED_AHEAD = 2
 """Chunks asked of a source at a time: while one is on its way the request for the next is there, and a long line stays full."""
 KEPT_STATES = 2
