@@ -23,12 +23,12 @@ from swarmnet_protocols.hosts import MAX_ADDRESSES
 from swarmnet_protocols.identity import peer_id_of
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.transport import PeerId, Transport
+from swarmnet_protocols.transport.refusing import printable
 from swarmnet_protocols.wire import records_pb2 as pb
 
 _log = logging.getLogger(__name__)
 
 PROCESS_BYTES = 16
-MAX_SHOWN_CHARS = 200
 REMEMBERED_S = 600.0
 """A double that has not been heard of for so long is gone."""
 
@@ -101,8 +101,7 @@ class Watch:
         if double is None:
             return ""
         ours = self._transport.addresses()
-        where = ", ".join(address for address in double.addresses if address not in ours)
-        where = "".join(filter(str.isprintable, where[:MAX_SHOWN_CHARS]))
+        where = printable(", ".join(address for address in double.addresses if address not in ours))
         return (
             f"another process is on the network as {self._transport.peer_id}{f', at {where}' if where else ''}: two machines "
             "have copies of one identity key, and clients reach either. Stop one of them and start it with another --data-dir; "

@@ -1,0 +1,55 @@
+"""A stage without a model, and engines that run it."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
+
+import torch
+
+from swarmnet_node.engine import Engine
+from swarmnet_node.kv import KVGeometry, LaneCache, LayerShape
+from swarmnet_node.stage import Stage
+from swarmnet_protocols.resources import ResourceManager
+
+GEOMETRY = KVGeometry((LayerShape(1, 4, 4),), torch.float32, torch.device("cpu"))
+Rows = Sequence[tuple[LaneCache, torch.Tensor]]
+
+
+class Doubling:
+    """A stage without a model: outputs are inputs doubled. Notes how many positions each forward had."""
+
+    geometry = GEOMETRY
+
+    def __init__(self, before: Callable[[], object] = lambda: None) -> None:
+        self.batches: list[list[int]] = []
+        self._before = before
+
+    def new_lane(self) -> LaneCache:
+        return LaneCache(self.geometry)
+
+    def forward(self, rows: Rows) -> list[torch.Tensor]:
+        self._before()
+        self.batches.append([len(inputs) for _, inputs in rows])
+        for lane, inputs in rows:
+            lane.reserve(lane.length + len(inputs))
+            lane.length += len(inputs)
+        return [2 * inputs for _, inputs in rows]
+
+
+def with_engine(
+    stage: Doubling, use: Callable[[Engine, Stage], Any], *, max_cache_bytes: int = 1 << 30
+) -> Any:
+    async def main() -> Any:
+        real = cast(Stage, stage)
+        with ThreadPoolExecutor(1) as executor:
+            async with Engine.run(
+                real, executor, ResourceManager(), max_cache_bytes=max_cache_bytes
+            ) as engine:
+                return await use(engine, real)
+
+    return asyncio.run(main())
+
+
+def lane_of(engine: Engine) -> LaneCache:
+    return engine.adopt(engine.stage.new_lane(), engine._in_all)

@@ -1,0 +1,316 @@
+"""Passes in the engine: they go behind sessions, not for ever, and the graphs that they leave make way for sessions."""
+
+import asyncio
+import gc
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import cast
+
+import pytest
+import torch
+
+from swarmnet_node.engine import BUDGET_TOKENS, CLIENT_SHARE, Engine
+from swarmnet_node.graphs import Graph, GraphName, record
+from swarmnet_node.stage import Stage
+from swarmnet_node.turns import Alone
+from swarmnet_protocols.errors import OutOfResources, Unreachable
+from swarmnet_protocols.resources import Exhausted, ResourceManager, Stock
+from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.transport import PeerId
+from tests.support.doubling import GEOMETRY, Doubling, lane_of, with_engine
+from tests.support.virtual_time import TimedExecutor, run
+
+
+def test_a_pass_waits_until_no_session_has_work() -> None:
+    order: list[str] = []
+
+    async def use(engine: Engine, real: Stage) -> None:
+        loop, waits = asyncio.get_running_loop(), threading.Event()
+        late: list[asyncio.Future[list[torch.Tensor]]] = []
+
+        def first() -> torch.Tensor:
+            """While it is computed a session's token comes."""
+            order.append("first pass")
+            loop.call_soon_threadsafe(come)
+            if not waits.wait(10):
+                raise TimeoutError
+            return torch.zeros(1)
+
+        def come() -> None:
+            late.append(asyncio.ensure_future(engine.compute(real, [(lane_of(engine), torch.zeros(1, 3))])))
+            loop.call_soon(waits.set)
+
+        def second() -> torch.Tensor:
+            order.append("second pass")
+            return torch.ones(1)
+
+        passes = [engine.compute_behind(lambda compute=compute: compute, 100) for compute in (first, second)]
+        token = engine.compute(real, [(lane_of(engine), torch.zeros(1, 3))])
+        results = await asyncio.gather(*passes, token)
+        await late[0]
+        assert [float(result[0]) for result in results[:2]] == [0.0, 1.0]
+
+    with_engine(Doubling(lambda: order.append("token")), use)
+    assert order == ["token", "first pass", "token", "second pass"]
+
+
+def test_a_pass_that_fails_fails_its_own_client_only() -> None:
+    def fail() -> torch.Tensor:
+        raise RuntimeError("out of luck")
+
+    async def use(engine: Engine, real: Stage) -> None:
+        with pytest.raises(RuntimeError, match="out of luck"):
+            await engine.compute_behind(lambda: fail, 1)
+        assert len(await engine.compute_behind(lambda: lambda: torch.zeros(2), 1)) == 2
+
+    with_engine(Doubling(), use)
+
+
+def test_a_pass_whose_client_left_is_not_computed() -> None:
+    computed: list[int] = []
+
+    def compute(number: int) -> torch.Tensor:
+        computed.append(number)
+        return torch.zeros(1)
+
+    async def use(engine: Engine, real: Stage) -> None:
+        passes = [
+            asyncio.ensure_future(engine.compute_behind(partial(partial, compute, number), 1))
+            for number in range(3)
+        ]
+        await asyncio.sleep(0)
+        passes[1].cancel()
+        await asyncio.gather(passes[0], passes[2])
+        assert computed == [0, 2]
+
+    with_engine(Doubling(), use)
+
+
+def test_a_pass_whose_client_left_is_not_kept_while_others_compute() -> None:
+    goes_on = threading.Event()
+
+    async def use(engine: Engine, real: Stage) -> None:
+        computing = asyncio.ensure_future(engine.compute_behind(lambda: lambda: goes_on.wait(10), 1))
+        tensor = torch.zeros(1)
+        kept = weakref.ref(tensor)
+        leaving = asyncio.ensure_future(engine.compute_behind(lambda it=tensor: lambda: it, 1))
+        del tensor
+        await asyncio.sleep(0)
+        leaving.cancel()
+        await asyncio.wait({leaving})
+        del leaving
+        gc.collect()
+        remains = kept()
+        goes_on.set()
+        await computing
+        assert remains is None
+
+    with_engine(Doubling(), use)
+
+
+def test_passes_that_wait_when_the_engine_stops_are_told() -> None:
+    async def main() -> None:
+        with ThreadPoolExecutor(1) as executor:
+            async with Engine.run(
+                cast(Stage, Doubling()), executor, ResourceManager(), max_cache_bytes=1
+            ) as engine:
+                waiting = asyncio.ensure_future(engine.compute_behind(lambda: lambda: torch.zeros(1), 1))
+                await asyncio.sleep(0)
+            for late in (waiting, engine.compute_behind(lambda: lambda: torch.zeros(1), 1)):
+                with pytest.raises(Unreachable):
+                    await late
+
+    asyncio.run(main())
+
+
+def graph_of(nbytes: int) -> Graph:
+    _, graph = record(lambda leaf: 2 * leaf, torch.zeros(1, requires_grad=True), {}, ())
+    return replace(graph, nbytes=nbytes)
+
+
+def name_of(number: int, owner: str = "one") -> GraphName:
+    return GraphName(PeerId(owner), bytes([number]), (0, 1), (1,), b"")
+
+
+def test_graphs_make_way_for_sessions_the_oldest_first() -> None:
+    lane_bytes = GEOMETRY.bytes_for(1)
+
+    async def use(engine: Engine, real: Stage) -> None:
+        for number in range(3):
+            engine.keep(name_of(number), graph_of(lane_bytes // 2), for_s=60.0)
+        works = [(lane_of(engine), torch.zeros(1, 3)) for _ in range(4)]
+        await engine.compute(real, works[:2])
+        assert len([number for number in range(3) if name_of(number) in engine.graphs]) == 3
+        await engine.compute(real, works[2:3])
+        assert [name_of(number) in engine.graphs for number in range(3)] == [False, True, True]
+        with pytest.raises(OutOfResources):
+            await engine.compute(real, [(works[3][0], torch.zeros(65, 3))])  # what is refused drops nothing
+        assert engine.graphs.nbytes == lane_bytes
+
+    with_engine(Doubling(), use, max_cache_bytes=4 * lane_bytes)
+
+
+def test_one_client_has_no_more_of_the_caches_than_its_share() -> None:
+    lane_bytes = GEOMETRY.bytes_for(1)
+
+    async def main() -> None:
+        stage, resources = cast(Stage, Doubling()), ResourceManager()
+        resources.limit(Stock.CACHE, each_peer=2 * lane_bytes)
+        with ThreadPoolExecutor(1) as executor:
+            async with Engine.run(stage, executor, resources, max_cache_bytes=8 * lane_bytes) as engine:
+                greedy, modest = resources.peer("greedy", 0.0), resources.peer("modest", 0.0)
+                lanes = [engine.adopt(stage.new_lane(), greedy) for _ in range(3)]
+                await engine.compute(stage, [(lane, torch.zeros(1, 3)) for lane in lanes[:2]])
+                with pytest.raises(OutOfResources, match="of greedy are taken"):
+                    await engine.compute(stage, [(lanes[2], torch.zeros(1, 3))])
+                await engine.compute(stage, [(engine.adopt(stage.new_lane(), modest), torch.zeros(1, 3))])
+                for lane in lanes:
+                    engine.release(lane)
+                assert greedy.used[Stock.CACHE] == 0
+                assert engine.cache_bytes == lane_bytes
+
+    asyncio.run(main())
+
+
+def test_graphs_take_what_sessions_leave_and_a_client_its_share_of_all() -> None:
+    async def use(engine: Engine, real: Stage) -> None:
+        geometry = real.geometry
+        lane = lane_of(engine)
+        await engine.compute(real, [(lane, torch.zeros(1, 3))])
+        room = engine.max_cache_bytes - lane.nbytes
+        share = engine.max_cache_bytes // CLIENT_SHARE
+        assert room < engine.max_cache_bytes == 3 * geometry.bytes_for(1)
+
+        engine.keep(name_of(0), graph_of(share + 1), for_s=60.0)
+        assert engine.graphs.nbytes == 0
+        for number, owner in enumerate(("one", "two", "one")):
+            engine.keep(name_of(number, owner), graph_of(share - 1), for_s=60.0)
+            assert engine.graphs.nbytes <= room
+        assert name_of(0) not in engine.graphs
+        assert name_of(2) in engine.graphs
+
+    lane_bytes = Doubling().geometry.bytes_for(1)
+    with_engine(Doubling(), use, max_cache_bytes=3 * lane_bytes)
+
+
+def test_an_engine_that_stops_keeps_no_graphs() -> None:
+    engines: list[Engine] = []
+
+    async def use(engine: Engine, real: Stage) -> None:
+        engine.keep(name_of(0), graph_of(100), for_s=60.0)
+        engines.append(engine)
+
+    with_engine(Doubling(), use, max_cache_bytes=1000)
+    assert engines[0].graphs.nbytes == 0
+
+
+def test_passes_count_as_a_queue() -> None:
+    seconds = iter(range(0, 1000, 2))
+
+    async def main() -> None:
+        with ThreadPoolExecutor(1) as executor:
+            running = Engine.run(
+                cast(Stage, Doubling()),
+                executor,
+                ResourceManager(),
+                max_cache_bytes=1,
+                stopwatch=lambda: float(next(seconds)),
+            )
+            async with running as engine:
+                for _ in range(100):  # each takes 2 s for its 10 positions
+                    await engine.compute_behind(lambda: lambda: None, 10)
+                waiting = [
+                    asyncio.ensure_future(engine.compute_behind(lambda: lambda: None, 5)) for _ in "ab"
+                ]
+                await asyncio.sleep(0)
+                assert engine.queue_s == pytest.approx(1.0, rel=1e-3)  # sessions overtake the second
+                await asyncio.gather(*waiting)
+                assert engine.queue_s == 0
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("forward_s", [0.01, 0.5, 4.0])
+def test_sessions_overtake_each_pass_for_so_long_and_no_longer(forward_s: float) -> None:
+    """However long one of their forwards takes: that which has begun is finished."""
+    passes = 3
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        with TimedExecutor(forward_s) as executor:
+            running = Engine.run(
+                cast(Stage, Doubling()), executor, ResourceManager(), max_cache_bytes=1 << 40
+            )
+            async with running as engine:
+                # Longer than all passes may have to wait together.
+                forwards = round(passes * (Timing.overtaken_s / forward_s + 3)) + 1
+                text = torch.zeros(forwards * BUDGET_TOKENS, 1)
+                reading = asyncio.ensure_future(engine.compute(engine.stage, [(lane_of(engine), text)]))
+                await asyncio.sleep(0)
+                last = loop.time()
+                waiting = [engine.compute_behind(lambda: loop.time, 1) for _ in range(passes)]
+                for computed in asyncio.as_completed(waiting):
+                    ended = await computed
+                    assert Timing.overtaken_s <= ended - last <= Timing.overtaken_s + 2 * forward_s
+                    last = ended
+                assert not reading.done()
+                await reading
+
+    run(main())
+
+
+class Crowded(Alone):
+    """The turns of a node that shares its cores with others."""
+
+    def beside(self) -> AbstractAsyncContextManager[bool]:
+        return nullcontext(True)
+
+
+@pytest.mark.parametrize(("turns", "threads"), [(Alone(), 4), (Crowded(), 2)])
+def test_a_pass_is_computed_on_half_the_cores_where_other_nodes_compute(turns: Alone, threads: int) -> None:
+    async def main() -> None:
+        stage = cast(Stage, Doubling())
+        loop = asyncio.get_running_loop()
+        with ThreadPoolExecutor(1) as executor:
+            before = await loop.run_in_executor(executor, torch.get_num_threads)
+            await loop.run_in_executor(executor, torch.set_num_threads, 4)
+            try:
+                async with Engine.run(
+                    stage, executor, ResourceManager(), max_cache_bytes=0, turns=turns
+                ) as engine:
+                    assert await engine.compute_behind(lambda: torch.get_num_threads, 1) == threads
+                    assert await engine.aside(torch.get_num_threads) == 4
+            finally:
+                await loop.run_in_executor(executor, torch.set_num_threads, before)
+
+    asyncio.run(main())
+
+
+def test_a_device_without_memory_is_a_shortage_and_graphs_make_way() -> None:
+    """What the failed work held is free before the next work begins."""
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def fill() -> None:
+        computed = torch.zeros(1)
+        held.append(weakref.ref(computed))
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    async def use(engine: Engine, real: Stage) -> None:
+        for ask in (
+            lambda: engine.compute(real, [(lane_of(engine), torch.zeros(1, 3))]),
+            lambda: engine.compute_behind(lambda: fill, 1),
+            lambda: engine.aside(fill),
+        ):
+            engine.keep(name_of(0), graph_of(8), for_s=60.0)
+            with pytest.raises(Exhausted) as caught:
+                await ask()
+            assert caught.value.retry_after_s > 0
+            assert engine.graphs.nbytes == 0
+        await engine.aside(lambda: None)  # the thread is done with what failed
+        assert [reference() for reference in held] == [None] * 3
+
+    with_engine(Doubling(before=fill), use)
