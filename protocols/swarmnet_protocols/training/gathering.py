@@ -169,9 +169,8 @@ class Gathering:
                 return await self._ask(guesting.gatherer, me, measured, patience_s, follow=False)
             except Elsewhere:
                 raise
-            except (
-                SwarmnetError
-            ):  # not for us to reach: with a guest we learn at least what became of the round
+            except SwarmnetError:
+                # Not for us to reach: with a guest we learn at least what became of the round.
                 return await self._ask(member, me, measured, patience_s, follow=False)
 
     async def _ask(
