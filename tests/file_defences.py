@@ -96,7 +96,7 @@ STATEMENTS = (
     Defence(
         "no mutated record counts",
         replacing(records, "verify", yes),
-        lambda _: record_mutations.test_no_flipped_bit_is_accepted(),
+        lambda _: record_mutations.test_no_mutation_is_accepted(),
     ),
 )
 HASHES = (

@@ -1,0 +1,58 @@
+"""What is nearly what somebody signed, and who takes it all the same.
+
+Hypothesis would need ten times as long for each, and these are so small that there is nothing to shrink.
+"""
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+
+MAX_FLIPS = 3
+MAX_BYTES = 8
+
+
+def mutations(whole: bytes, count: int) -> Iterator[bytes]:
+    """``whole`` with each one of its bits flipped; then ``count`` others, the same in every run.
+
+    Of those, half have two or three bits flipped; the others up to 8 bytes cut out, and others, or these twice, put in.
+    """
+    for bit in range(8 * len(whole)):
+        yield _flipped(whole, [bit])
+    chance = random.Random(len(whole))
+    while count > 0:
+        mutated = _mutated(whole, chance)
+        if mutated != whole:
+            count -= 1
+            yield mutated
+
+
+def taken(
+    many: Iterable[bytes], read: Callable[[bytes], object], refusals: tuple[type[Exception], ...]
+) -> list[bytes]:
+    """Those of ``many`` that ``read`` refuses with none of ``refusals``. Any other error of it is raised, with a note of which it was."""
+    found = []
+    for each in many:
+        try:
+            read(each)
+        except refusals:
+            continue
+        except Exception as error:
+            error.add_note(f"when reading {each.hex()}")
+            raise
+        found.append(each)
+    return found
+
+
+def _mutated(whole: bytes, chance: random.Random) -> bytes:
+    if chance.random() < 0.5:
+        return _flipped(whole, chance.sample(range(8 * len(whole)), chance.randint(2, MAX_FLIPS)))
+    start = chance.randint(0, len(whole))
+    end = chance.randint(start, min(start + MAX_BYTES, len(whole)))
+    put = chance.choice([b"", chance.randbytes(chance.randint(1, MAX_BYTES)), whole[start:end] * 2])
+    return whole[:start] + put + whole[end:]
+
+
+def _flipped(whole: bytes, bits: Iterable[int]) -> bytes:
+    data = bytearray(whole)
+    for bit in bits:
+        data[bit // 8] ^= 1 << bit % 8
+    return bytes(data)
