@@ -7,6 +7,7 @@ from typing import Any
 
 from swarmnet_protocols.membership import certificates, door, invites, membership, rules, signed
 from swarmnet_protocols.membership.door import Door
+from swarmnet_protocols.membership.guests import Guest
 from swarmnet_protocols.membership.issuer import Issuer, Ledger
 from swarmnet_protocols.membership.revocations import Revocations
 from swarmnet_protocols.membership.roles import ANY_ROLE
@@ -44,6 +45,11 @@ def check_no_stream(patch: Patch) -> None:
 
 def review_nobody(patch: Patch) -> None:
     patch.setattr(Door, "_review", nothing)
+
+
+def end_without_a_word(patch: Patch) -> None:
+    end = Guest.end
+    patch.setattr(Guest, "end", lambda guest, *_: end(guest))
 
 
 def never_look_at_the_clock(patch: Patch) -> None:
@@ -106,6 +112,11 @@ DOOR = (
     Defence(
         "streams end with a revocation",
         review_nobody,
+        lambda _: test_door_leaving.test_the_streams_of_a_revoked_member_end_at_once(),
+    ),
+    Defence(
+        "and say so",
+        end_without_a_word,
         lambda _: test_door_leaving.test_the_streams_of_a_revoked_member_end_at_once(),
     ),
     Defence(

@@ -319,12 +319,14 @@ def test_close_delivers_what_was_sent_by_the_handler(lab: Lab, protocol: Protoco
     lab.run(scenario)
 
 
-def test_who_is_refused_learns_why(lab: Lab, protocol: ProtocolSpec) -> None:
-    """Although it has said something already, which nobody reads."""
-
+@pytest.mark.parametrize("is_in_use", [False, True], ids=["at once", "while it is listened to"])
+def test_who_is_refused_learns_why(lab: Lab, protocol: ProtocolSpec, is_in_use: bool) -> None:
     async def scenario(a: Transport, b: Transport) -> None:
         async def handler(stream: Stream) -> None:
-            stream.refuse(Refusal("it is \x1b[1mclosed", 2.5))
+            listening = asyncio.create_task(drain(stream) if is_in_use else asyncio.sleep(0))
+            await asyncio.sleep(0.05)
+            stream.refuse(Refusal("it is \x1b[1mclosed", 2.5))  # although something was said already
+            await listening
 
         await b.serve(protocol, handler)
 

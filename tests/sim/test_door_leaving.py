@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from swarmnet_protocols.errors import NotAuthorised
+from swarmnet_protocols.errors import NotAuthorised, StreamRefused
 from swarmnet_protocols.identity import Identity
 from swarmnet_protocols.membership.revocations import Named, sign_list
 from swarmnet_protocols.membership.roles import ANY_ROLE, Role
@@ -42,7 +42,11 @@ def test_the_streams_of_a_revoked_member_end_at_once() -> None:
         bystander = await converse(other, server)
         server.membership.take_revocations([world.swarm.revocation(client.peer_id)])
         assert await seconds_until_the_end(ours) == 0
-        assert await seconds_until_the_end(theirs) <= 1.01 * DELAY_S
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        with pytest.raises(StreamRefused, match=f"{server.peer_id} refuses us: this peer was revoked"):
+            await theirs.receive()
+        assert loop.time() - started <= 1.01 * DELAY_S
         await asyncio.sleep(1.0)
         with pytest.raises(NotAuthorised, match="this peer was revoked"):
             await converse(client, server)

@@ -332,7 +332,7 @@ class Door:
         for stream in doors:
             self._doors.pop(stream, None)
             self._own(self._refuse(stream, reason))
-        guest.end()
+        guest.end(Refusal(str(reason)))
 
     async def _refuse(self, stream: Stream, reason: NotAuthorised) -> None:
         try:

@@ -7,7 +7,7 @@ from swarmnet_protocols.membership.certificates import Certificate
 from swarmnet_protocols.membership.roles import Role, name_roles
 from swarmnet_protocols.membership.rules import Member
 from swarmnet_protocols.resources import Hold
-from swarmnet_protocols.transport import ProtocolSpec, Stream
+from swarmnet_protocols.transport import ProtocolSpec, Refusal, Stream
 
 
 class Guest:
@@ -23,13 +23,16 @@ class Guest:
         self.serials: dict[bytes, int] = {}
         self.spoke = asyncio.Event()
 
-    def end(self) -> None:
-        """End everything that is open. The place is free then."""
+    def end(self, refusal: Refusal | None = None) -> None:
+        """End everything that is open; the other side is told why, if there is a ``refusal``. The place is free then."""
         self._place.release()
         if self.timer is not None:
             self.timer.cancel()
         for stream in (*self.doors, *self.streams):
-            stream.close()
+            if refusal is None:
+                stream.close()
+            else:
+                stream.refuse(refusal)
 
 
 def check_role(member: Member, roles: frozenset[Role], protocol: ProtocolSpec) -> None:

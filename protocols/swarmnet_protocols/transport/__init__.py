@@ -87,7 +87,7 @@ class Stream(Protocol):
         """End the stream in both directions at once; idempotent. Messages already sent are delivered."""
 
     def refuse(self, refusal: Refusal) -> None:
-        """As ``close``, and the other side is told why, unless a message is being sent or received. What it says is not read."""
+        """As ``close``, and the other side is told why, unless a message is being sent. What it says is not read any more."""
 
 
 Handler = Callable[[Stream], Awaitable[None]]

@@ -35,7 +35,6 @@ class MemoryStream:
         self._sending = asyncio.Lock()
         self._changed = asyncio.Event()
         self._closed = False
-        self._receiving = False
         self._ended = ""
         self._refusal: Refusal | None = None
 
@@ -77,11 +76,7 @@ class MemoryStream:
             )
 
     async def receive(self) -> Message:
-        self._receiving = True
-        try:
-            return await self._meter.receive(self._read)
-        finally:
-            self._receiving = False
+        return await self._meter.receive(self._read)
 
     async def _read(self) -> Message:
         while not self._inbox or self._closed:
@@ -100,8 +95,7 @@ class MemoryStream:
         self.end("the other side closed the stream")
 
     def refuse(self, refusal: Refusal) -> None:
-        is_quiet = not self._receiving and not self._sending.locked()
-        if self.remote is not None and not self._closed and is_quiet:
+        if self.remote is not None and not self._closed and not self._sending.locked():
             remote = self.remote
             self._network.carry(self._transport.peer_id, self._peer, 0, lambda: remote.refused(refusal))
         self.close()

@@ -39,7 +39,8 @@ class P2pdStream:
         # ``send`` then returns when the kernel has all of a message, and the caller may reuse its buffers.
         writer.transport.set_write_buffer_limits(high=0)
         self._sending = asyncio.Lock()
-        self._receiving = False
+        self._receiving = asyncio.Lock()
+        self._reading: asyncio.Timeout | None = None
         self._closed = False
         self._lingers = False
 
@@ -91,11 +92,14 @@ class P2pdStream:
     async def receive(self) -> Message:
         if self._closed:
             raise StreamEnded("the stream was closed")
-        self._receiving = True
-        try:
-            message = await self._meter.receive(self._frames.read)
-        finally:
-            self._receiving = False
+        async with self._receiving:
+            try:
+                async with asyncio.timeout(None) as self._reading:
+                    message = await self._meter.receive(self._frames.read)
+            except TimeoutError as error:  # there is none but that of ``refuse``
+                raise StreamEnded("the stream was closed") from error
+            finally:
+                self._reading = None
         if self._closed:
             raise StreamEnded("the stream was closed")
         return message
@@ -108,10 +112,12 @@ class P2pdStream:
             self._on_close(self)
 
     def refuse(self, refusal: Refusal) -> None:
-        if self._closed or self._receiving or self._sending.locked():
+        if self._closed or self._sending.locked():
             self.close()
             return
         self._closed = self._lingers = True
+        if self._reading is not None:
+            self._reading.reschedule(asyncio.get_running_loop().time())
         self._writer.write(encode_refusal(refusal))
         self._on_close(self)
 
@@ -119,7 +125,8 @@ class P2pdStream:
         """Wait until everything sent before ``close`` has left this process, and whoever was refused has heard it."""
         if self._lingers:
             try:
-                await linger(self._reader, self._writer)
+                async with self._receiving:  # until whoever receives has heard that it is over
+                    await linger(self._reader, self._writer)
             finally:
                 self._meter.close()
         with contextlib.suppress(OSError):
