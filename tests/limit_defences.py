@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from swarmnet_client.blame import Suspects
+from swarmnet_client.blame import Blame, Suspects
 from swarmnet_protocols.membership import door
 from swarmnet_protocols.resources import Scope, Stock
 from swarmnet_protocols.session import steps
@@ -14,7 +14,13 @@ from swarmnet_protocols.transport import Message, framing, refusing
 from swarmnet_protocols.transport.meter import Meter
 from tests.defences import Defence, Patch, nothing, replacing
 from tests.properties import test_framing
-from tests.sim import test_client_defences, test_door_limits, test_host_defences, test_pass_defences
+from tests.sim import (
+    test_client_defences,
+    test_door_limits,
+    test_host_defences,
+    test_pass_blame,
+    test_pass_defences,
+)
 from tests.support.swarm_lab import Reference, load_reference
 from tests.unit import test_dht_storage, test_refusing, test_resources, test_steps
 
@@ -55,6 +61,20 @@ def a_host_that_blames_its_client(reference: Reference) -> None:
         test_client_defences.test_a_last_hop_that_lies_is_replaced(
             reference, {"a": (0, 6), "b": (0, 6)}, test_client_defences.blame, patch
         )
+
+
+def hosts_whose_numbers_overflow_at_others(folder: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        lies = test_pass_blame.LIES["gradients"]
+        test_pass_blame.test_a_host_whose_numbers_overflow_at_others_is_found_and_replaced(
+            lies, folder, patch
+        )
+
+
+def suspect_nobody_else(patch: Patch) -> None:
+    """Than the host that fails."""
+    settle = Blame.settle
+    patch.setattr(Blame, "settle", lambda self, error, hop, **_: settle(self, error, hop))
 
 
 LIMITS = (
@@ -132,5 +152,10 @@ LIMITS = (
         "one host that blames its client is not believed",
         replacing(Suspects, "narrow", lambda *_: (frozenset(), frozenset())),
         of_a_host(a_host_that_blames_its_client),
+    ),
+    Defence(
+        "one host whose numbers overflow at others is not believed over them",
+        suspect_nobody_else,
+        hosts_whose_numbers_overflow_at_others,
     ),
 )

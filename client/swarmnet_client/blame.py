@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from swarmnet_client.swarm import Swarm
-from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.errors import ConfigError, SwarmnetError
 from swarmnet_protocols.routing import Hop
 from swarmnet_protocols.session.link import Refused
 from swarmnet_protocols.transport import PeerId
@@ -35,25 +35,39 @@ class Suspects:
 
 
 class Blame:
-    """Settles, of some work that hosts refuse, whether that is our own fault."""
+    """Settles, of some work, who is to blame when a host fails us: that host, another one, or we ourselves."""
 
     def __init__(self, swarm: Swarm) -> None:
         self._swarm = swarm
         self._suspects = Suspects()
 
-    def settle(self, refusal: Refused, hops: Sequence[Hop]) -> None:
-        """Raise ``ConfigError`` once it is our fault: no one host can be behind all refusals, or none that others could replace.
+    def settle(
+        self, error: SwarmnetError, hop: Hop, *, made_by: Sequence[Hop] = (), fed_by: Hop | None = None
+    ) -> list[Hop]:
+        """Ban whoever may be why ``hop`` failed us with ``error``, and return them: they are to be replaced, with all they made.
 
-        ``hops``: who refuses, and whoever else may be why. Until then they are to be replaced; whoever is cleared is as good
-        as it was.
+        ``made_by``: whose outputs led to what it was to compute with; ``fed_by``: who sent it that, if we did not. Whoever is
+        cleared by this failure and earlier ones is as good as it was. Raises ``ConfigError`` once it is our own fault: no one host can
+        be behind all refusals, or none that others could replace.
         """
-        if refusal.reason not in OURS:
-            return
-        left, cleared = self._suspects.narrow(refusal.reason, frozenset(hop.peer for hop in hops))
+        reason = error.reason if isinstance(error, Refused) else pb.REASON_UNSPECIFIED
+        suspects, is_maybe_ours = [hop], reason in OURS
+        if reason == pb.REASON_NOT_FINITE:  # any of them may have made the numbers too large
+            suspects = list(dict.fromkeys([hop, *made_by]))
+        elif reason in OURS and fed_by is not None:
+            suspects, is_maybe_ours = [hop, fed_by], False
+        banned = self._narrow(error, reason, suspects) if is_maybe_ours else suspects
+        for each in banned:
+            self._swarm.failed(each.peer)
+        return suspects
+
+    def _narrow(self, error: SwarmnetError, reason: "pb.Reason", suspects: Sequence[Hop]) -> list[Hop]:
+        """Those who may still be behind all refusals. Raises ``ConfigError`` as ``settle`` does."""
+        left, cleared = self._suspects.narrow(reason, frozenset(hop.peer for hop in suspects))
         for peer in cleared:
             self._swarm.served(peer)
-        if any(self._swarm.can_replace(hop) for hop in hops if hop.peer in left):
-            return
+        if any(self._swarm.can_replace(hop) for hop in suspects if hop.peer in left):
+            return [hop for hop in suspects if hop.peer in left]
         for peer in left:
             self._swarm.served(peer)
-        raise ConfigError(f"the hosts refuse what we send: {refusal}", hint=OURS[refusal.reason]) from refusal
+        raise ConfigError(f"the hosts refuse what we send: {error}", hint=OURS[reason]) from error

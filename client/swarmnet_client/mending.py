@@ -12,7 +12,7 @@ from typing import NoReturn
 import torch
 
 from swarmnet_client.adapters import Placement
-from swarmnet_client.blame import OURS, Blame
+from swarmnet_client.blame import Blame
 from swarmnet_client.flight import Flight
 from swarmnet_client.hops import ChainReport, ChainSpec, Head, LiveHop, gaps, open_hop, upstream
 from swarmnet_client.patience import PAUSE_S, Patience, verdict
@@ -192,10 +192,8 @@ class Mender:
         except ConfigError:
             raise  # the adapter's fault: no other host would do
         except SwarmnetError as error:
-            if isinstance(error, Refused):
-                self._blame.settle(error, [hop])
+            self._blame.settle(error, hop)
             self._why = error
-            self._swarm.failed(hop.peer)
             return None
         self._hops = sorted([*self._hops, live], key=lambda live: live.hop.start)
         return live
@@ -263,22 +261,22 @@ class Mender:
 
     def _refused(self, live: LiveHop, refusal: Refused) -> None:
         """A hop ended the session: for a reason of its own, or for what came to it from the hops before it, or from us."""
+        if not live.alive:
+            return
         if refusal.reason == pb.REASON_LOG_GONE:
             self._drop(live, refusal)
             return
-        suspects = [live]
-        if refusal.reason in OURS:
-            before = upstream(self._hops, live)
-            is_of_numbers = refusal.reason == pb.REASON_NOT_FINITE  # any hop may have made them too large
-            suspects += before if is_of_numbers else before[:1]
-            if is_of_numbers or not before:
-                try:
-                    self._blame.settle(refusal, [each.hop for each in suspects])
-                except ConfigError as fault:
-                    self._fault.put_nowait(fault)
-                    return
-        for each in suspects:
-            self._lost(each, refusal)
+        before = upstream(self._hops, live)
+        made_by = [each.hop for each in before]
+        try:
+            fed_by = made_by[0] if made_by else None
+            suspects = self._blame.settle(refusal, live.hop, made_by=made_by, fed_by=fed_by)
+        except ConfigError as fault:
+            self._fault.put_nowait(fault)
+            return
+        for each in (live, *before):
+            if each.hop in suspects:
+                self._drop(each, refusal)
 
     async def _hear(self, live: LiveHop, reply: pb.SessionReply, message: Message) -> None:
         match reply.WhichOneof("kind"):

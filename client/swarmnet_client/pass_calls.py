@@ -41,14 +41,20 @@ class GraphGone(SwarmnetError):
     """The host does not have, or no longer has, the graph that a backward pass was to use."""
 
 
+class InDoubt(SwarmnetError):
+    """What other hosts have made of the same sequences may be why a host fails: all of it is to be computed anew."""
+
+
 @dataclass(frozen=True)
 class Leg:
     """One host's share of the forward of some sequences, and what it was sent [P, D].
 
-    ``graph`` is the name under which it may have kept the graph, empty for none.
+    ``before`` are the hosts whose outputs led to ``inputs``. ``graph`` is the name under which the host may have kept the graph,
+    empty for none.
     """
 
     hop: Hop
+    before: tuple[Hop, ...]
     counts: tuple[int, ...]
     inputs: torch.Tensor
     graph: bytes
@@ -69,21 +75,25 @@ class Hosts:
         self._blame = Blame(swarm)
 
     async def forward(self, leg: Leg) -> torch.Tensor:
-        """The outputs [P, D] of a leg. Raises ``SwarmnetError`` when the host does not give them, ``ConfigError`` when none will."""
+        """The outputs [P, D] of a leg. Raises ``SwarmnetError`` when the host does not give them, ``ConfigError`` when none will.
+
+        Of these ``InDoubt`` is that of a host which cannot compute with what those before it made.
+        """
 
         async def question(adapter: bytes) -> torch.Tensor:
             begin = self._begin(leg, adapter, backward=False)
             (outputs,) = await _ask(self._swarm, leg.hop, begin, (leg.inputs,), [leg.inputs.shape])
             return outputs
 
-        return await self._answer(leg.hop, question)
+        return await self._answer(leg.hop, question, leg.before)
 
     async def backward(
-        self, leg: Leg, grad_outputs: torch.Tensor
+        self, leg: Leg, grad_outputs: torch.Tensor, after: Sequence[Leg]
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """What gradients of a leg's outputs come to at its inputs, and at the adapter's tensors for its blocks.
 
-        Raises ``GraphGone`` for a leg with a graph that is not there, ``SwarmnetError`` as ``forward`` does.
+        They have come back along the legs ``after`` it. Raises ``GraphGone`` for a leg with a graph that is not there,
+        ``SwarmnetError`` as ``forward`` does.
         """
         own = self._own(leg.hop)
         shapes = [leg.inputs.shape]
@@ -95,7 +105,8 @@ class Hosts:
             begin = self._begin(leg, adapter, backward=True)
             return await _ask(self._swarm, leg.hop, begin, tensors, shapes)
 
-        gradients, *column = await self._answer(leg.hop, question)
+        made_by = [*leg.before, *(hop for each in after for hop in (*each.before, each.hop))]
+        gradients, *column = await self._answer(leg.hop, question, made_by)
         return gradients, from_column(column[0], own) if column else {}
 
     def _own(self, hop: Hop) -> Mapping[str, torch.Tensor]:
@@ -114,7 +125,7 @@ class Hosts:
             graph=leg.graph,
         )
 
-    async def _answer(self, hop: Hop, question: Callable[[bytes], Awaitable[T]]) -> T:
+    async def _answer(self, hop: Hop, question: Callable[[bytes], Awaitable[T]], made_by: Sequence[Hop]) -> T:
         failures = self._failures[hop.peer]
         async with self._rooms[hop.peer]:
             if self._failures[hop.peer] > failures:
@@ -124,13 +135,14 @@ class Hosts:
             except (GraphGone, ConfigError):
                 raise
             except SwarmnetError as error:
-                if isinstance(error, Refused):
-                    self._blame.settle(error, [hop])
-                self._failures[hop.peer] += 1
-                self._swarm.failed(hop.peer)
                 self._report.failovers += 1
+                suspects = self._blame.settle(error, hop, made_by=made_by)
+                self._failures.update(each.peer for each in suspects)
+                if suspects != [hop]:
+                    raise InDoubt(str(error)) from error
                 raise
-        self._swarm.served(hop.peer)
+        if self._failures[hop.peer] == failures:  # else it has come under suspicion meanwhile
+            self._swarm.served(hop.peer)
         return answer
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from swarmnet_client.hops import ChainReport, ChainSpec
-from swarmnet_client.pass_calls import GraphGone, Hosts, Leg
+from swarmnet_client.pass_calls import GraphGone, Hosts, InDoubt, Leg
 from swarmnet_client.patience import Patience, verdict
 from swarmnet_client.swarm import Swarm
 from swarmnet_protocols.aio import all_of
@@ -21,6 +21,7 @@ from swarmnet_protocols.errors import (
     OutOfResources,
     SwarmnetError,
 )
+from swarmnet_protocols.routing import Hop
 from swarmnet_protocols.session.passes import MAX_POSITIONS, MAX_SEQUENCES
 
 MICROBATCHES = 8
@@ -72,11 +73,10 @@ class RemoteBatch:
 
         With ``keep_graphs`` the hosts keep what makes a ``backward`` soon after it cheaper, where they have room.
         """
-        span = (0, self._spec.blocks)
         parts = await self._cut(inputs)
         done = await all_of(
             *(
-                self._forward(span, values, counts, keep_graphs=keep_graphs)
+                self._forward(values, counts, keep_graphs=keep_graphs)
                 for counts, values in zip(self._parts, parts, strict=True)
             )
         )
@@ -110,47 +110,80 @@ class RemoteBatch:
         return parts
 
     async def _forward(
-        self, span: tuple[int, int], values: torch.Tensor, counts: tuple[int, ...], *, keep_graphs: bool
+        self, values: torch.Tensor, counts: tuple[int, ...], *, keep_graphs: bool
     ) -> tuple[list[Leg], torch.Tensor]:
-        """Through the blocks of ``span``, by whoever hosts them now."""
+        """A microbatch through all blocks; from the start again whenever what hosts have made of it is in doubt."""
+        patience = Patience(self._swarm.timing.recover_s)
+        while True:
+            try:
+                return await self._walk((0, self._spec.blocks), values, counts, keep_graphs=keep_graphs)
+            except InDoubt as error:
+                await self._recover(patience, error)
+
+    async def _walk(
+        self,
+        span: tuple[int, int],
+        values: torch.Tensor,
+        counts: tuple[int, ...],
+        before: tuple[Hop, ...] = (),
+        *,
+        keep_graphs: bool,
+    ) -> tuple[list[Leg], torch.Tensor]:
+        """From the outputs of ``before`` through the blocks of ``span``, by whoever hosts them now. Raises ``InDoubt``."""
         legs: list[Leg] = []
         reached = span[0]
         patience = Patience(self._swarm.timing.recover_s)
         while reached < span[1]:
             try:
                 hop = self._swarm.route((reached, span[1]))[0]
-                leg = Leg(hop, counts, values, self._swarm.new_session() if keep_graphs else b"")
+                leg = Leg(hop, before, counts, values, self._swarm.new_session() if keep_graphs else b"")
                 outputs = await self._hosts.forward(leg)
+            except InDoubt:
+                raise
             except SwarmnetError as error:
                 await self._recover(patience, error)
                 continue
             patience.answered()
             legs.append(leg)
-            reached, values = hop.end, outputs
+            reached, values, before = hop.end, outputs, (*before, hop)
         return legs, values
 
     async def _backward(
         self, walked: Sequence[Leg], gradients: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Back along the legs; along others, walked anew, whenever what hosts have made of the microbatch is in doubt."""
+        patience = Patience(self._swarm.timing.recover_s)
+        while True:
+            try:
+                return await self._walk_back(walked, gradients)
+            except InDoubt as error:
+                await self._recover(patience, error)
+                walked, _ = await self._forward(walked[0].inputs, walked[0].counts, keep_graphs=True)
+
+    async def _walk_back(
+        self, walked: Sequence[Leg], gradients: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Back along the legs. A leg whose host is gone is walked forward again by others, who then take its place."""
-        legs = list(walked)
+        legs, after = list(walked), list[Leg]()
         own: dict[str, torch.Tensor] = {}
         patience = Patience(self._swarm.timing.recover_s)
         while legs:
             leg = legs[-1]
             try:
-                gradients, part = await self._hosts.backward(leg, gradients)
+                gradients, part = await self._hosts.backward(leg, gradients, after)
             except GraphGone:
                 legs[-1] = replace(leg, graph=b"")
                 continue
+            except InDoubt:
+                raise
             except SwarmnetError as error:
                 await self._recover(patience, error)
-                span = (leg.hop.start, leg.hop.end)
-                legs[-1:], _ = await self._forward(span, leg.inputs, leg.counts, keep_graphs=True)
+                span = leg.hop.start, leg.hop.end
+                legs[-1:], _ = await self._walk(span, leg.inputs, leg.counts, leg.before, keep_graphs=True)
                 continue
             patience.answered()
             own |= part
-            legs.pop()
+            after.append(legs.pop())
         return gradients, own
 
     async def _recover(self, patience: Patience, error: SwarmnetError) -> None:

@@ -1,7 +1,10 @@
 """Whose fault it is that a pass cannot be computed: that of what the client sends, or of the host that says so."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,27 +12,37 @@ import torch
 from swarmnet_client.hops import ChainSpec
 from swarmnet_client.passes import RemoteBatch
 from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.models import resolve
 from swarmnet_protocols.protocol_ids import PASS
-from swarmnet_protocols.transport.memory import Delivery
+from swarmnet_protocols.transport import PeerId
+from swarmnet_protocols.transport.memory import Delivery, LinkProfile
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.support.faulty_adapters import HIDDEN, HUGE, pair, unknown_module
 from tests.support.swarm_lab import Lab, Reference, simulate
+from tests.support.tiny_models import save_tiny
 
 COUNTS = (20, 30)
+MANY = (256,) * 8
+"""In microbatches of one each."""
+REPLICAS = {"a": (0, 2), "a2": (0, 2), "b": (2, 4), "b2": (2, 4), "c": (4, 6), "c2": (4, 6)}
 LAYOUTS: dict[str, Mapping[str, tuple[int, int]]] = {
     "nobody else": {"a": (0, 6)},
     "somebody else": {"a": (0, 6), "b": (0, 6)},
+    "a chain": {"a": (0, 2), "b": (2, 4), "c": (4, 6)},
+    "a chain with a second first": {"a": (0, 2), "a2": (0, 2), "b": (2, 4), "c": (4, 6)},
+    "two chains": REPLICAS,
 }
 
 
-def states(seed: int) -> torch.Tensor:
-    return torch.randn(sum(COUNTS), HIDDEN, generator=torch.Generator().manual_seed(seed))
+def states(seed: int, counts: Sequence[int] = COUNTS) -> torch.Tensor:
+    return torch.randn(sum(counts), HIDDEN, generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.parametrize("counts", [COUNTS, MANY], ids=["one microbatch", "many"])
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_an_adapter_that_no_host_can_compute_is_named_at_once_and_no_host_blamed(
-    reference: Reference, layout: Mapping[str, tuple[int, int]], backward: bool
+    reference: Reference, layout: Mapping[str, tuple[int, int]], backward: bool, counts: Sequence[int]
 ) -> None:
     # Of inputs times zero nothing comes, and their gradients are as large as what follows lets them be.
     adapter = pair(0.0, HUGE) if backward else pair(HUGE, HUGE)
@@ -40,17 +53,106 @@ def test_an_adapter_that_no_host_can_compute_is_named_at_once_and_no_host_blamed
         await asyncio.sleep(1.0)
         async with lab.client() as swarm:
             spec = ChainSpec(6, HIDDEN, 512, torch.float32, adapter=adapter)
-            batch = RemoteBatch(swarm, spec, COUNTS)
+            batch = RemoteBatch(swarm, spec, counts)
             started = asyncio.get_running_loop().time()
             if backward:
-                await batch.forward(states(0))
+                await batch.forward(states(0, counts))
             with pytest.raises(ConfigError, match="not finite") as caught:
-                await (batch.backward(HUGE * states(1)) if backward else batch.forward(states(0)))
+                await (
+                    batch.backward(HUGE * states(1, counts)) if backward else batch.forward(states(0, counts))
+                )
             assert "learning rate" in caught.value.hint
             assert asyncio.get_running_loop().time() - started < swarm.timing.recover_s / 4
+            assert not swarm._view().banned
             for _ in range(10):  # whoever was asked is asked again
                 await RemoteBatch(swarm, ChainSpec(6, HIDDEN, 512, torch.float32), COUNTS).forward(states(0))
             assert not swarm._view().banned
+
+    simulate(reference, scenario)
+
+
+@dataclass(frozen=True)
+class Lies:
+    """One host gives numbers as large as there are; honest ones find out in a pass ``found``."""
+
+    family: str
+    liar: str
+    of: str
+    """Which method of its stage lies."""
+    found: str
+
+
+LARGEST = torch.finfo(torch.float32).max
+"""RMSNorm makes zero of it, LayerNorm NaN; gradients overflow at either."""
+LIES = {
+    "outputs": Lies("starcoder2", "a", "record_sequences", "forward"),
+    "gradients": Lies("llama-tied", "c", "gradients", "backward"),
+    "outputs that only gradients overflow at": Lies("llama-tied", "a", "record_sequences", "backward"),
+}
+
+
+class _Liar:
+    """A stage that gives finite numbers that are too large."""
+
+    def __init__(self, stage: Any, method: str) -> None:
+        self._stage = stage
+        self._method = method
+
+    def part(self, start: int, end: int) -> "_Liar":
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        honest = getattr(self._stage, name)
+        if name != self._method:
+            return honest
+
+        def lie(*arguments: Any) -> tuple[torch.Tensor, object]:
+            true, other = honest(*arguments)
+            return torch.where(true > 0, LARGEST, -LARGEST), other
+
+        return lie
+
+
+@pytest.mark.parametrize("lies", LIES.values(), ids=LIES.keys())
+def test_a_host_whose_numbers_overflow_at_others_is_found_and_replaced(
+    lies: Lies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hosts that cannot compute with its numbers refuse in turn: it was there each time, they were not."""
+    directory = save_tiny(lies.family, tmp_path / "model", num_hidden_layers=6)
+    reference = Reference(resolve(str(directory), cache_dir=tmp_path / "cache"))
+    refused: dict[str, set[PeerId]] = {"forward": set(), "backward": set()}
+
+    async def scenario(lab: Lab) -> None:
+        for name, blocks in REPLICAS.items():
+            await lab.start(name, lab.hosting(blocks))
+        await asyncio.sleep(1.0)
+        engine = lab.nodes[lies.liar]._engine
+        assert engine is not None
+        monkeypatch.setattr(engine, "stage", _Liar(engine.stage, lies.of))
+        # Everybody wants to go there.
+        lab.network.set_link(lab.peer_id("client"), lab.peer_id(f"{lies.liar}2"), LinkProfile(delay_s=0.2))
+        kind = "forward"
+
+        def watch(delivery: Delivery) -> None:
+            if delivery.protocol.id != PASS.id or delivery.target != lab.peer_id("client"):
+                return
+            if pb.PassReply.FromString(delivery.message.header).HasField("refused"):
+                refused[kind].add(delivery.source)
+
+        lab.network.observers.append(watch)
+        expected = reference.train(states(0, MANY), MANY, states(1, MANY))
+        async with lab.client() as swarm:
+            await asyncio.sleep(2.0)  # the client knows how far they are
+            batch = RemoteBatch(swarm, ChainSpec(6, HIDDEN, 512, torch.float32), MANY)
+            outputs = await batch.forward(states(0, MANY), keep_graphs=True)
+            kind = "backward"
+            gradients, _ = await batch.backward(states(1, MANY))
+            assert lab.peer_id(lies.liar) in swarm._view().banned
+        pairs = [(outputs, expected[0]), (gradients, expected[1])]
+        for found, wanted in pairs if lies.found == "forward" else pairs[1:]:
+            assert (found - wanted).norm() <= 1e-5 * wanted.norm()
+        honest = {lab.peer_id(name) for name in REPLICAS if name != lies.liar}
+        assert len(refused[lies.found] & honest) > 1
 
     simulate(reference, scenario)
 

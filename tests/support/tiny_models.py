@@ -44,6 +44,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_only_layers": [1, 3],
         },
     ),
+    "starcoder2": ("Starcoder2Config", {}),  # LayerNorm, biases, an MLP without a gate
     "gpt-oss": (
         "GptOssConfig",
         {
