@@ -13,6 +13,7 @@ from swarmnet_protocols.protocol_ids import DHT_FIND
 from swarmnet_protocols.resources import Scope
 from swarmnet_protocols.session import steps
 from swarmnet_protocols.transport import talking
+from swarmnet_protocols.transport.crowds import Crowds
 from swarmnet_protocols.transport.p2pd_daemon import prepare_hivemind
 from swarmnet_protocols.wire import session_pb2
 from tests.defences import Defence, nothing, replacing
@@ -92,6 +93,11 @@ FLOODS = (
         "one place does not fill the waiting room",
         replacing(waiting_room, "origin_of", lambda _: "the world"),
         test_admission.test_who_has_many_identities_in_one_place_displaces_its_own,
+    ),
+    Defence(
+        "nor does it take all streams",
+        replacing(Crowds, "_displace", nothing),
+        lambda _: test_door_limits.test_sixteen_who_take_all_streams_keep_no_member_out(),
     ),
     Defence(
         "silent newcomers make room",

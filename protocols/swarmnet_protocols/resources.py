@@ -211,6 +211,10 @@ class Scope:
         """How much more may be held as far as this scope alone is concerned; infinite without a limit, below zero over it."""
         return self._stocks.get(stock, math.inf) - self.used[stock]
 
+    def can_hold(self, stock: Stock, amount: int) -> bool:
+        """Whether there is room for so much more."""
+        return all(scope.used[stock] + amount <= self._limit_in(scope, stock) for scope in self._path)
+
     def can_ever_hold(self, stock: Stock, amount: int) -> bool:
         """Whether there is room for so much when nothing else is held."""
         return all(amount <= self._limit_in(scope, stock) for scope in self._path)

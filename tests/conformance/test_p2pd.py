@@ -24,7 +24,8 @@ from swarmnet_protocols.errors import (
     Unreachable,
 )
 from swarmnet_protocols.protocol_ids import ADMISSION, ALL
-from swarmnet_protocols.transport import Message, PeerId, ProtocolSpec, Stream
+from swarmnet_protocols.resources import IN_ALL, Stock
+from swarmnet_protocols.transport import Message, PeerId, ProtocolSpec, Refusal, Stream
 from swarmnet_protocols.transport.p2pd import P2pdConfig, P2pdTransport, peer_of
 
 from .conftest import LOOPBACK, NOBODY, P2pdLab
@@ -89,6 +90,38 @@ def test_p2pd_does_not_outlive_us_even_if_we_alone_are_killed(tmp_path: Path) ->
             assert not alive
 
     asyncio.run(main())
+
+
+def test_who_does_not_go_when_it_is_refused_keeps_no_room(p2pd_lab: P2pdLab, protocol: ProtocolSpec) -> None:
+    """It may take its time to hear why, as long as nobody else needs the stream."""
+
+    async def scenario(a: P2pdTransport, b: P2pdTransport) -> None:
+        async def refuse(stream: Stream) -> None:
+            stream.refuse(Refusal("no"))
+
+        async def answer(stream: Stream) -> None:
+            await stream.send(await stream.receive())
+
+        served = replace(protocol, id=f"{protocol.id}/served")
+        await b.serve(protocol, refuse)
+        await b.serve(served, answer)
+        await a.connect(b.peer_id, b.addresses(), deadline_s=DEADLINE_S)
+        b.resources.limit(Stock.STREAMS, in_all=16)
+        pipes = [
+            await a._daemon.open_stream(b.peer_id, protocol.id, deadline_s=DEADLINE_S) for _ in range(24)
+        ]
+        try:
+            assert b.resources.in_all.used[Stock.STREAMS] == 12
+            stream = await a.open(b.peer_id, served, deadline_s=DEADLINE_S)
+            await stream.send(Message(b"heard?"))
+            assert (await stream.receive()).header == b"heard?"
+            stream.close()
+        finally:
+            b.resources.limit(Stock.STREAMS, in_all=IN_ALL[Stock.STREAMS])
+            for _, writer in pipes:
+                writer.close()
+
+    p2pd_lab.run(scenario)
 
 
 def test_a_port_in_use_is_named(tmp_path: Path) -> None:

@@ -56,6 +56,25 @@ def test_silent_strangers_keep_no_member_out() -> None:
     run(scenario)
 
 
+def test_sixteen_who_take_all_streams_keep_no_member_out() -> None:
+    """They say nothing, or do not go when they are refused: each such stream is there for seconds, and there is always another."""
+
+    async def scenario(world: World) -> None:
+        server, client = await world.member("bob"), await world.member("alice")
+        server.raw.resources.limit(Stock.STREAMS, in_all=64)
+        await server.transport.serve(SESSION, answer)
+        world.network.move(client.peer_id, "/ip4/192.0.2.1/tcp/1")
+        for number in range(16):
+            stranger = await world.stranger(f"stranger {number}")
+            world.network.move(stranger.peer_id, f"/ip4/203.0.113.{number}/tcp/1")
+            opening = (stranger.open(server.peer_id, DOOR, deadline_s=DEADLINE_S) for _ in range(4))
+            await asyncio.gather(*opening)
+        assert server.raw.resources.in_all.used[Stock.STREAMS] == 48
+        await converse(client, server)
+
+    run(scenario)
+
+
 def test_whoever_there_is_no_room_for_at_the_door_learns_so_and_when_to_come_again() -> None:
     async def scenario(world: World) -> None:
         server, client = await world.member("bob"), await world.member("alice")

@@ -1,15 +1,12 @@
 """Where those wait who have opened a stream and not yet said who they are, or what they want."""
 
-import ipaddress
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from swarmnet_protocols.resources import Hold, Scope, Stock
 from swarmnet_protocols.transport import Stream
-
-_PREFIX_BITS = {"ip4": 24, "ip6": 48}
-"""What one customer of a provider has at most: in it, addresses cost as little as identities."""
+from swarmnet_protocols.transport.crowds import origin_of
 
 
 class WaitingRoom:
@@ -43,12 +40,3 @@ class WaitingRoom:
         """Of the largest crowd, the first that came."""
         crowds = Counter(origin for _, origin in self._waiting.values())
         return max(self._waiting, key=lambda stream: crowds[self._waiting[stream][1]])  # the first of several
-
-
-def origin_of(address: str) -> str:
-    """The part of the network that a multiaddr lies in; empty for one without an IP address. Through a relay, it is the relay's."""
-    match address.split("/"):
-        case ["", "ip4" | "ip6" as family, host, *_]:
-            with suppress(ValueError):
-                return str(ipaddress.ip_network(f"{host}/{_PREFIX_BITS[family]}", strict=False))
-    return ""

@@ -16,6 +16,7 @@ from swarmnet_protocols.errors import IncompatibleVersion, PeerUnreachable, Swar
 from swarmnet_protocols.resources import Exhausted, ResourceManager
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.transport import Handler, Message, PeerId, ProtocolSpec
+from swarmnet_protocols.transport.crowds import Crowds
 from swarmnet_protocols.transport.handling import supervise
 from swarmnet_protocols.transport.memory_stream import MemoryStream
 from swarmnet_protocols.transport.meter import Meter
@@ -213,6 +214,7 @@ class MemoryTransport:
         self.network = network
         self.resources = ResourceManager()
         self._timing = Timing()
+        self._crowds = Crowds(self.resources, self._timing)
         self._peer_id = peer_id
         self._handlers: dict[str, tuple[ProtocolSpec, Handler]] = {}
         # A dict, not a set: closing follows the order of opening.
@@ -307,7 +309,7 @@ class MemoryTransport:
             return IncompatibleVersion(f"{self._peer_id} does not speak {protocol.id}")
         served, handler = self._handlers[protocol.id]
         try:
-            meter = Meter.of_theirs(self.resources, peer, self._timing)
+            meter = self._crowds.admit(peer, self.network.address_of(peer))
         except Exhausted as error:
             client.refused(no_room(error))
             return None

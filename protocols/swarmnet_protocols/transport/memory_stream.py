@@ -30,6 +30,7 @@ class MemoryStream:
         self._peer = peer
         self._protocol = protocol
         self._meter = meter
+        meter.drop = self.close
         self._inbox: deque[tuple[Message, int]] = deque()
         self._unread_bytes = 0  # sent by this end, not yet received by the other
         self._sending = asyncio.Lock()

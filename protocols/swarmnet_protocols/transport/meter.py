@@ -24,6 +24,9 @@ class Meter:
     def __init__(self, scope: Scope, stock: Stock, timing: Timing) -> None:
         """Raises ``Exhausted``."""
         self.scope = scope
+        self.drop: Callable[[], None] = self.close
+        """Ends the stream at once: somebody else needs the room."""
+        self.on_close: Callable[[], None] = _nothing
         self.piece_s = timing.chunk_s
         """How long a MiB of a message that was begun may take."""
         self._clock = asyncio.get_running_loop().time
@@ -103,10 +106,12 @@ class Meter:
 
     def close(self) -> None:
         """Idempotent."""
-        self._is_open = False
-        self._stream.release()
-        self._message.release()
-        self._heard.release()
+        if self._is_open:
+            self._is_open = False
+            self._stream.release()
+            self._message.release()
+            self._heard.release()
+            self.on_close()
 
     async def _first(self, read: Callable[[], Awaitable[Message]], when: float) -> Message:
         try:
@@ -117,3 +122,7 @@ class Meter:
         if self._is_open:
             self._heard.resize(1)
         return message
+
+
+def _nothing() -> None:
+    pass

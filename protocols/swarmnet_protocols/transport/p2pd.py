@@ -15,6 +15,7 @@ from swarmnet_protocols.identity_lock import identity_in_use
 from swarmnet_protocols.resources import Exhausted, ResourceManager
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.transport import Handler, PeerId, ProtocolSpec
+from swarmnet_protocols.transport.crowds import Crowds
 from swarmnet_protocols.transport.handling import supervise
 from swarmnet_protocols.transport.meter import Meter
 from swarmnet_protocols.transport.p2pd_daemon import (
@@ -23,6 +24,7 @@ from swarmnet_protocols.transport.p2pd_daemon import (
     P2pd,
     prepare_hivemind,
     run_p2pd,
+    unpack_multiaddr,
 )
 from swarmnet_protocols.transport.p2pd_stream import P2pdStream
 from swarmnet_protocols.transport.pacing import Pace
@@ -80,6 +82,7 @@ class P2pdTransport:
         """hivemind's handle on the same p2pd, for the DHT."""
         self.resources = ResourceManager()
         self._timing = Timing()
+        self._crowds = Crowds(self.resources, self._timing)
         self._peer_id = peer_id
         self._daemon = daemon
         self._socket_path = socket_path
@@ -211,7 +214,7 @@ class P2pdTransport:
         protocol, handler = self._handlers[info.proto]
         peer = PeerId(PeerID(info.peer).to_base58())
         try:
-            meter = Meter.of_theirs(self.resources, peer, self._timing)
+            meter = self._crowds.admit(peer, unpack_multiaddr(info.addr) if info.addr else "")
         except Exhausted as error:
             _log.debug("no stream of %s is taken: %s", peer, error)
             writer.write(encode_refusal(no_room(error)))

@@ -35,6 +35,7 @@ class P2pdStream:
         self._reader = reader
         self._frames = FrameReader(PacedReader(reader, pace.down), protocol, meter)
         self._meter = meter
+        meter.drop = self.drop
         self._writer = writer
         # ``send`` then returns when the kernel has all of a message, and the caller may reuse its buffers.
         writer.transport.set_write_buffer_limits(high=0)
@@ -110,6 +111,12 @@ class P2pdStream:
             self._meter.close()
             self._writer.close()
             self._on_close(self)
+
+    def drop(self) -> None:
+        """As ``close``; of whoever was refused, it is not waited until it has heard so."""
+        self.close()
+        self._meter.close()
+        self._writer.close()
 
     def refuse(self, refusal: Refusal) -> None:
         if self._closed or self._sending.locked():

@@ -1,0 +1,61 @@
+"""Where the streams come from that others open, so that no one place takes all the room there is for strangers."""
+
+import asyncio
+import ipaddress
+from contextlib import suppress
+
+from swarmnet_protocols.resources import Flow, ResourceManager, Stock
+from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.transport import PeerId
+from swarmnet_protocols.transport.meter import MAX_OWED_S, Meter
+
+_PREFIX_BITS = {"ip4": 24, "ip6": 48}
+"""What one customer of a provider has at most: in it, addresses cost as little as identities."""
+
+
+class Crowds:
+    """Streams that others opened, by origin. Where there is no room for one more, somebody whom we do not know has to go.
+
+    It is the first of those who come from where most come from: who has many identities in one place displaces its own, and
+    whoever means well is known before its turn comes.
+    """
+
+    def __init__(self, resources: ResourceManager, timing: Timing) -> None:
+        self._resources = resources
+        self._timing = timing
+        self._crowds: dict[str, dict[Meter, None]] = {}
+
+    def admit(self, peer: PeerId, address: str) -> Meter:
+        """The meter of a stream that ``peer`` opens from there. Raises ``Exhausted`` when it may not have one more itself."""
+        now = asyncio.get_running_loop().time()
+        scope = self._resources.peer(peer, now)
+        scope.check(Flow.FRAMES, MAX_OWED_S, now)  # who owes too much displaces nobody
+        if scope.spare(Stock.STREAMS) >= 1 and not scope.can_hold(Stock.STREAMS, 1):
+            self._displace()
+        meter = Meter.of_theirs(self._resources, peer, self._timing)
+        origin = origin_of(address) or peer
+        self._crowds.setdefault(origin, {})[meter] = None
+        meter.on_close = lambda: self._leave(origin, meter)
+        return meter
+
+    def _displace(self) -> None:
+        for crowd in sorted(self._crowds.values(), key=len, reverse=True):
+            for meter in crowd:
+                if meter.scope.is_stranger:
+                    meter.drop()
+                    return
+
+    def _leave(self, origin: str, meter: Meter) -> None:
+        crowd = self._crowds[origin]
+        del crowd[meter]
+        if not crowd:
+            del self._crowds[origin]
+
+
+def origin_of(address: str) -> str:
+    """The part of the network that a multiaddr lies in; empty for one without an IP address. Through a relay, it is the relay's."""
+    match address.split("/"):
+        case ["", "ip4" | "ip6" as family, host, *_]:
+            with suppress(ValueError):
+                return str(ipaddress.ip_network(f"{host}/{_PREFIX_BITS[family]}", strict=False))
+    return ""
