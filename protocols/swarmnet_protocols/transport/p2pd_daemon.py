@@ -35,7 +35,7 @@ OPEN_FILES = 2 * IN_ALL[Stock.STREAMS]
 
 _STARTUP_S = 20.0
 _SHUTDOWN_S = 5.0
-_IDLE_TIMEOUT = "10s"
+_IDLE_TIMEOUT = "60s"
 _P2P_CODE = b"\xa5\x03"  # of multiaddr's table
 
 
