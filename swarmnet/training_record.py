@@ -38,7 +38,12 @@ class TrainingRecord:
         with suppress(ConfigError, IntegrityError):
             totals = read_status(folder)
         kept: dict[str, Any] = {"peers": {}, "excluded": {}, "round": 0} | totals
-        self.status: dict[str, Any] = kept | {"job": job, "pid": os.getpid(), "state": "starting"}
+        self.status: dict[str, Any] = kept | {
+            "job": job,
+            "pid": os.getpid(),
+            "state": "starting",
+            "warning": "",
+        }
         self._last: float | None = None
         self._history = folder / HISTORY_FILE
         self._points = 0
@@ -154,6 +159,8 @@ def _state(kind: str, status: Mapping[str, Any]) -> str:
         return "done" if status["round"] >= status["rounds"] else "left"
     if kind in {"waiting", "leaving"}:
         return kind
+    if kind == "identity":
+        return str(status["state"])
     return "leaving" if status["state"] == "leaving" else "training"
 
 

@@ -8,7 +8,7 @@ and a thief of the key could end the rightful one. The owner is told.
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from random import Random
@@ -74,7 +74,15 @@ def topic_of(peer: PeerId) -> str:
 class Watch:
     """Made by :meth:`keep`."""
 
-    def __init__(self, transport: Transport, directory: Directory, rng: Random, timing: Timing) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        directory: Directory,
+        rng: Random,
+        timing: Timing,
+        changed: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._changed = changed
         self._transport = transport
         self._directory = directory
         self._rng = rng
@@ -85,10 +93,18 @@ class Watch:
     @classmethod
     @asynccontextmanager
     async def keep(
-        cls, transport: Transport, directory: Directory, rng: Random, timing: Timing
+        cls,
+        transport: Transport,
+        directory: Directory,
+        rng: Random,
+        timing: Timing,
+        changed: Callable[[str], None] = lambda _: None,
     ) -> AsyncIterator["Watch"]:
-        """Say that we are here, and look for a double, while the context is open. It is logged once whenever one has come."""
-        watch = cls(transport, directory, rng, timing)
+        """Say that we are here, and look for a double, while the context is open.
+
+        Whenever one has come it is logged once; ``changed`` is told then, with the warning, and with nothing when it has gone.
+        """
+        watch = cls(transport, directory, rng, timing, changed)
         watching = asyncio.create_task(watch._keep(), name="presence")
         try:
             yield watch
@@ -117,6 +133,8 @@ class Watch:
             warning = self.warning()
             if warning and not was_there:
                 _log.warning("%s", warning)
+            if was_there != bool(warning):
+                self._changed(warning)
             was_there = bool(warning)
             await asyncio.sleep(self._timing.announce_s * self._rng.uniform(0.8, 1.0))
 

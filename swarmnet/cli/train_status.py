@@ -56,6 +56,8 @@ def _watch_here(folder: Path, *, watch: bool, as_json: bool) -> None:
         fields["running"] = _is_running(fields)
         if not fields["running"] and fields["state"] not in {"done", "left"}:
             fields["state"] = "stopped"
+        if not fields["running"] or not fields.get("warning"):
+            fields.pop("warning", None)
         if fields != shown:
             shown = fields
             if as_json:
@@ -112,6 +114,8 @@ def _print_worker(fields: dict[str, Any]) -> None:
         rows["waiting"] = f"{fields['wait_s']:.0f} of {fields['elapsed_s']:.0f} s"
     rows |= {name: fields[name] for name in ("params_hash", "peer_id") if name in fields}
     rows["addresses"] = "\n".join(fields.get("addresses", ()))
+    if "warning" in fields:
+        rows["warning"] = fields["warning"]
     print_table(fields.get("name", "training"), rows)
     if fields["peers"]:
         counts = {

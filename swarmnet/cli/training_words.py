@@ -52,6 +52,8 @@ def sentence(event: Fields) -> str:
                 f"fetched the state of round {event['round']}: {size:.1f} MB in {event['seconds']:.1f} s"
                 + "".join(dropped)
             )
+        case "identity":
+            return str(event["warning"]) or "the other process under this identity is gone"
         case "leaving":
             return "leaving after this round; press Ctrl-C again to leave at once"
         case "done":

@@ -41,12 +41,14 @@ class Machines:
         self.board = board
         self._transport = transport
         self._processes = 0
+        self.told: list[str] = []
+        """What any of them was told, in order."""
 
     def watch(self, machine: int) -> Watch:
         self._processes += 1
         transport = At(self._transport, f"/ip4/203.0.113.{machine}/tcp/31337")
         directory = MemoryDirectory(self.board, ALICE, SWARM)
-        return Watch(transport, directory, random.Random(self._processes), TIMING)
+        return Watch(transport, directory, random.Random(self._processes), TIMING, self.told.append)
 
 
 def run(scenario: Callable[[Machines], Awaitable[None]]) -> None:
@@ -82,6 +84,7 @@ def test_two_machines_with_one_key_find_each_other_and_say_what_to_do(
         assert len(caplog.records) == 2
         await live(one, REMEMBERED_S + TWO_LOOKS_S)  # alone again
         assert not one.warning()
+        assert [bool(told) for told in machines.told] == [True, True, True, False]
 
     run(scenario)
 

@@ -140,6 +140,21 @@ def test_a_worker_that_only_listened_has_no_loss(tmp_path: Path) -> None:
     assert list(read_history(tmp_path)) == []
 
 
+def test_a_warning_changes_nothing_else_and_is_not_of_the_next_worker(tmp_path: Path) -> None:
+    record = TrainingRecord(tmp_path, "job", every_second())
+    for event in (READY, {"event": "waiting", "round": 0, "workers": 1}):
+        record.take(event)
+    before = {**record.status, "time": 0.0, "elapsed_s": 0.0}
+    record.take({"event": "identity", "warning": "a copy of the key"})
+    assert {**record.status, "time": 0.0, "elapsed_s": 0.0} == {**before, "warning": "a copy of the key"}
+    record.take(round_event(0))
+    assert read_status(tmp_path)["warning"] == "a copy of the key"
+    record.take({"event": "identity", "warning": ""})
+    assert read_status(tmp_path)["warning"] == ""
+    record.take({"event": "identity", "warning": "a copy of the key"})
+    assert TrainingRecord(tmp_path, "job", every_second()).status["warning"] == ""
+
+
 def test_a_full_disk_does_not_end_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record = TrainingRecord(tmp_path, "job", every_second())
     record.take(READY)

@@ -4,7 +4,9 @@ import asyncio
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,16 +14,21 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from swarmnet.cli.training_words import sentence
 from swarmnet_node.training import start as start_module
 from swarmnet_node.training.checkpoint import Checkpoint, Checkpoints
 from swarmnet_node.training.export import export_model
 from swarmnet_node.training.start import WorkerConfig, check_job, find_sealed, job_folder, keep_job, start
+from swarmnet_protocols import timing
 from swarmnet_protocols.aio import cancel
+from swarmnet_protocols.clock import wall_clock
 from swarmnet_protocols.directory import Directory, MemoryBoard, MemoryDirectory
 from swarmnet_protocols.errors import ConfigError, IntegrityError, SwarmnetError, Unreachable
 from swarmnet_protocols.identity import Identity
 from swarmnet_protocols.membership.rules import Admission, Rules
 from swarmnet_protocols.network import Network
+from swarmnet_protocols.presence import Watch
+from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.training.board import publish_job
 from swarmnet_protocols.training.jobs import Job, SealedJob, open_job, parse_job, seal_job
 from swarmnet_protocols.transport.memory import LinkProfile, MemoryNetwork, MemoryTransport
@@ -30,6 +37,7 @@ from tests.support.tiny_models import save_tiny
 from tests.support.training_workers import SWARM, write_job
 
 OWNER = Identity.from_seed(b"owner")
+PATIENCE_S = 60.0
 
 
 def quiet(description: str, done: int, total: int | None) -> None:
@@ -56,7 +64,9 @@ class Stepping:
         job = parse_job(write_job(folder, "diloco", "sync_every = 1000000").encode()).job
         self.job = kept(folder, job)
         self.network = MemoryNetwork(random.Random(0), LinkProfile())
+        self.board = MemoryBoard(self.network, wall_clock)
         self.steps: list[int] = []
+        self.events: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._config = WorkerConfig(
             self.job.id,
             Network(Rules(SWARM, Admission.OPEN), folder / "identity.key"),
@@ -76,7 +86,7 @@ class Stepping:
                 self.steps.append(done)
                 loop.call_soon_threadsafe(stepping.set)
 
-        async with start(self._config, lambda event: None, progress) as worker:
+        async with start(self._config, self.events.put_nowait, progress) as worker:
             running = asyncio.create_task(worker.run())
             await stepping.wait()
             yield running
@@ -85,7 +95,27 @@ class Stepping:
     @asynccontextmanager
     async def _connected(self, network: Network) -> AsyncIterator[tuple[MemoryTransport, Directory]]:
         async with self.network.transport(OWNER.peer_id) as transport:
-            yield transport, MemoryDirectory(MemoryBoard(self.network, lambda: 1e9), OWNER, SWARM)
+            self.transport = transport
+            yield transport, MemoryDirectory(self.board, OWNER, SWARM)
+
+
+def test_the_owner_of_a_key_of_which_there_is_a_copy_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timing, "Timing", partial(Timing, announce_s=0.05))
+    worker = Stepping(tmp_path, monkeypatch)
+
+    async def scenario() -> None:
+        async with worker.run():
+            directory = MemoryDirectory(worker.board, OWNER, SWARM)
+            copy = Watch.keep(worker.transport, directory, random.Random(0), Timing(announce_s=0.05))
+            async with copy, asyncio.timeout(PATIENCE_S):
+                while (event := await worker.events.get())["event"] != "identity":
+                    pass
+            assert f"another process is on the network as {OWNER.peer_id}" in event["warning"]
+            assert sentence(event) == event["warning"]
+
+    asyncio.run(scenario())
 
 
 def test_leaving_ends_inner_steps_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

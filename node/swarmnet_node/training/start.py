@@ -89,7 +89,13 @@ async def start(
         numbers = WorkerNumbers(open_job(sealed), version("swarmnet-p2p"), report)
         worker = Worker(world, Hosted(sealed, trainer, checkpoints), numbers.take)
         await transport.serve(REPORT, Reporter(numbers.describe).handle)
-        await stack.enter_async_context(Watch.keep(transport, directory, random.SystemRandom(), Timing()))
+
+        def warn(warning: str) -> None:
+            numbers.take({"event": "identity", "warning": warning})
+
+        await stack.enter_async_context(
+            Watch.keep(transport, directory, random.SystemRandom(), Timing(), warn)
+        )
         listing = asyncio.create_task(keep_job_announced(directory, config.job), name="catalog")
         stack.push_async_callback(cancel, listing)
         watching = asyncio.create_task(_fail_with_p2pd(transport, worker, left), name="p2pd")
