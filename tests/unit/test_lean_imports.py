@@ -56,6 +56,17 @@ print(json.dumps({"outputs": outputs, "modules": sorted(sys.modules), "sources":
 MOST_SOURCES = 500
 """Of some 4,000 that transformers has; where Python keeps no bytecode, those that are imported are read as well."""
 
+KEPT = """
+import gc
+from swarmnet_protocols.lean_imports import import_transformers
+full = []
+gc.callbacks.append(lambda phase, info: full.append(phase) if info["generation"] == 2 else None)
+import_transformers()
+assert not full, "what is imported is looked through for garbage meanwhile"
+assert gc.isenabled()
+assert len(gc.get_objects()) < gc.get_freeze_count() / 10
+"""
+
 REST = """
 from swarmnet_protocols.lean_imports import import_transformers
 import_transformers()
@@ -91,6 +102,10 @@ def test_a_host_of_any_family_goes_without_compiler_algebra_and_clusters(tmp_pat
         stage = Stage.load(local, 1, 3, dtype=torch.float32, device=torch.device("cpu"))
         [answer] = stage.forward([(stage.new_lane(), torch.ones(4, local.manifest.hidden_size))])
         torch.testing.assert_close(torch.tensor(seen["outputs"][name]), answer)
+
+
+def test_what_is_imported_is_not_looked_through_for_garbage() -> None:
+    run(KEPT)
 
 
 def test_whoever_wants_the_rest_afterwards_gets_it() -> None:
