@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 
+from swarmnet_client.blame import OURS
 from swarmnet_client.hops import ChainReport, ChainSpec
 from swarmnet_client.pass_calls import GraphGone, Hosts, InDoubt, Leg
 from swarmnet_client.patience import Patience, verdict
@@ -23,6 +24,7 @@ from swarmnet_protocols.errors import (
 )
 from swarmnet_protocols.routing import Hop
 from swarmnet_protocols.session.passes import MAX_POSITIONS, MAX_SEQUENCES
+from swarmnet_protocols.wire import session_pb2 as pb
 
 MICROBATCHES = 8
 """A batch is cut into so many or more where it can be: three hops are idle for a fifth of the time then."""
@@ -69,7 +71,7 @@ class RemoteBatch:
         self._hosts = Hosts(swarm, spec, self.report)
 
     async def forward(self, inputs: torch.Tensor, *, keep_graphs: bool = False) -> torch.Tensor:
-        """Hidden states [P, D] through all blocks. Raises ``ValueError`` for values that are not finite.
+        """Hidden states [P, D] through all blocks. Raises ``ConfigError`` for values that are not finite.
 
         With ``keep_graphs`` the hosts keep what makes a ``backward`` soon after it cheaper, where they have room.
         """
@@ -87,7 +89,7 @@ class RemoteBatch:
     async def backward(self, gradients: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """From gradients of the outputs of ``forward`` [P, D] to those of its inputs and of the adapter's tensors.
 
-        Whoever answers first, the bits are the same where the hosts' are. Raises ``ValueError`` as ``forward`` does.
+        Whoever answers first, the bits are the same where the hosts' are. Raises ``ConfigError`` as ``forward`` does.
         """
         values = await self._cut(gradients)
         walked = self._walked
@@ -104,7 +106,10 @@ class RemoteBatch:
         parts = []
         for part in torch.split(values, [sum(counts) for counts in self._parts]):
             if not torch.isfinite(part).all():
-                raise ValueError("hidden states or gradients that are not finite: no host computes with them")
+                raise ConfigError(
+                    "hidden states or gradients are not finite: no host computes with them",
+                    hint=OURS[pb.REASON_NOT_FINITE],
+                )
             parts.append(part.to(self._spec.wire))
             await asyncio.sleep(0)
         return parts

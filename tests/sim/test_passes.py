@@ -13,7 +13,7 @@ from swarmnet_client.hops import ChainSpec
 from swarmnet_client.pass_calls import PASSES_PER_HOST
 from swarmnet_client.passes import RemoteBatch, split
 from swarmnet_node.host import HostLimits
-from swarmnet_protocols.errors import NoRoute, OutOfResources
+from swarmnet_protocols.errors import ConfigError, NoRoute, OutOfResources
 from swarmnet_protocols.protocol_ids import PASS
 from swarmnet_protocols.session.passes import MAX_POSITIONS
 from swarmnet_protocols.session.steps import encode_tensor
@@ -291,8 +291,9 @@ def test_what_is_not_finite_does_not_leave_home(reference: Reference, value: flo
             await batch.forward(random_states(0))
             gradients = random_states(1)
             gradients[17, 3] = value
-            with pytest.raises(ValueError, match="finite"):
+            with pytest.raises(ConfigError, match="finite") as caught:
                 await batch.backward(gradients)
+            assert "learning rate" in caught.value.hint
             assert batch.report.failovers == 0
 
     simulate(reference, scenario)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from swarmnet_client.tuning import rows as rows_module
-from swarmnet_client.tuning.batches import IGNORED, Dataset, classes, epoch_order, split
+from swarmnet_client.tuning.batches import IGNORED, MAX_LABELS, Dataset, classes, epoch_order, split
 from swarmnet_client.tuning.rows import Encoder, Row, RowFile, read_rows
 from swarmnet_protocols.errors import ConfigError
 from tests.support.tiny_swarm import load_tiny
@@ -231,6 +231,10 @@ def test_classes_are_those_of_the_rows_to_learn_from(tokenizer: Any, tmp_path: P
         classes([*rows[:4:2], Row(9, rows[0].ids, rows[0].learned, "else")], rows[5:])
     with pytest.raises(ConfigError, match="two labels"):
         classes(rows[::2], [])
+    many = [Row(line, rows[0].ids, rows[0].learned, f"text {line}") for line in range(MAX_LABELS + 1)]
+    assert len(classes(many[1:], [])) == MAX_LABELS
+    with pytest.raises(ConfigError, match=f"{MAX_LABELS} is the most"):
+        classes(many, [])
     batch = Dataset(rows, [], ("high", "low"), 6, 0, 0).batch(0)
     assert sorted(batch["labels"].tolist()) == [0, 0, 0, 1, 1, 1]
 

@@ -16,6 +16,9 @@ from swarmnet_protocols.errors import ConfigError
 IGNORED = -100
 """The label of a token that is not learned, as transformers has it."""
 
+MAX_LABELS = 1000
+"""Classes of a classifier. More are a mistake, such as texts in place of labels, and a head of a million rows."""
+
 Batch = dict[str, torch.Tensor]
 """``input_ids``, ``attention_mask`` and ``labels`` [B, n] (a classifier's labels: [B]), padded on the right."""
 
@@ -122,11 +125,19 @@ def split(
 
 
 def classes(train: Sequence[Row], held_out: Sequence[Row]) -> tuple[str, ...]:
-    """The labels of the rows to learn from, sorted. Raises ``ConfigError`` for one, or for others on held-out rows."""
+    """The labels of the rows to learn from, sorted.
+
+    Raises ``ConfigError`` for one, for more than ``MAX_LABELS``, or for others on held-out rows.
+    """
     names = tuple(sorted({row.label for row in train}))
     if len(names) < 2:
         raise ConfigError(
             "a classifier needs rows with two labels at least", hint="add rows of another label"
+        )
+    if len(names) > MAX_LABELS:
+        raise ConfigError(
+            f"the rows have {len(names)} different labels, {MAX_LABELS} is the most",
+            hint='write what is to be told apart as "label", and the rest as "text"',
         )
     unknown = next((row for row in held_out if row.label not in names), None)
     if unknown is not None:
