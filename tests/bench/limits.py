@@ -1,6 +1,6 @@
 """Whether a node stays within what its owner set, under load, and how soon a pause frees its memory.
 
-    python -m tests.bench.limits [--parts up down ram pause] [--seconds 40]
+    python -m tests.bench.limits [--parts up down ram pause] [--seconds 40] [--mbit 4] [--sessions 4]
 
 Bandwidth is counted by the interface of the network namespace that the node has for itself (needs root), headers included; memory is
 what the node and p2pd have resident. Each is sampled five times a second; reported is the worst of any ten seconds. Prints JSON.
@@ -8,6 +8,7 @@ what the node and p2pd have resident. Each is sampled five times a second; repor
 
 import argparse
 import contextlib
+import itertools
 import json
 import subprocess
 import sys
@@ -81,9 +82,11 @@ def rss_bytes(pid: int) -> float:
     return float(sum(process.memory_info().rss for process in family(pid)))
 
 
-def measure_bandwidth(folder: Path, cache_dir: Path, direction: str, mbit: float, seconds: float) -> None:
+def measure_bandwidth(
+    folder: Path, cache_dir: Path, direction: str, mbit: float, seconds: float, sessions: int
+) -> None:
     """The first of two hosts sends and receives as much as clients can make it."""
-    lab = Swarm(folder / direction, cache_dir)
+    lab = Swarm(folder / f"{direction}-{mbit}-{sessions}", cache_dir)
     fast = Uplink(delay_s=0.005, bytes_per_s=125_000_000.0)
     with wan(fast, fast, fast) as (client, limited, other), contextlib.ExitStack() as stack:
         stack.callback(lab.close)
@@ -92,7 +95,7 @@ def measure_bandwidth(folder: Path, cache_dir: Path, direction: str, mbit: float
         _ = node.ready
         _ = lab.launch("other", "--blocks", "2:4", place=other.place).ready
         pid = family(node.process.pid)[0].pid
-        with loaded(lab, node, client.place, "--sessions", "4", "--blocks", "4"):
+        with loaded(lab, node, client.place, "--sessions", str(sessions), "--blocks", "4"):
             time.sleep(WARM_UP_S)
             which = ("down", "up").index(direction)
             before = node.status.usage
@@ -105,8 +108,10 @@ def measure_bandwidth(folder: Path, cache_dir: Path, direction: str, mbit: float
         "bench": "limits",
         "part": direction,
         "limit_mbit": mbit,
+        "sessions": sessions,
         "most_of_limit": round(max(found) / limit_bytes_per_s, 3),
         "least_of_limit": round(min(found) / limit_bytes_per_s, 3),
+        "mean_of_limit": round(seen / (samples[-1][0] - samples[0][0]) / limit_bytes_per_s, 3),
         "counted_of_seen": round(used / seen, 3),
     }
     print(json.dumps(report), flush=True)
@@ -180,13 +185,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=40.0)
     parser.add_argument("--mbit", type=float, nargs="+", default=[4.0])
     parser.add_argument("--mib", type=int, nargs="+", default=[1400])
+    parser.add_argument("--sessions", type=int, nargs="+", default=[4], help="that send prompts at a time")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder, cache_dir = Path(name), default_cache_dir()
         for part in arguments.parts:
             if part in {"up", "down"}:
-                for mbit in arguments.mbit:
-                    measure_bandwidth(folder, cache_dir, part, mbit, arguments.seconds)
+                for mbit, sessions in itertools.product(arguments.mbit, arguments.sessions):
+                    measure_bandwidth(folder, cache_dir, part, mbit, arguments.seconds, sessions)
             elif part == "ram":
                 for mib in arguments.mib:
                     measure_ram(folder, cache_dir, mib, arguments.seconds)

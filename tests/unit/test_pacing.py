@@ -197,6 +197,29 @@ def test_what_was_charged_and_is_seen_later_is_not_charged_twice() -> None:
     assert run(main()) == 1000 * WIRE_FACTOR
 
 
+@pytest.mark.parametrize("sees_all", [True, False])
+def test_what_came_before_it_was_read_is_read_at_the_rate_all_the_same(sees_all: bool) -> None:
+    """Or many who send would be let go at once, to send as much again."""
+
+    async def main() -> float:
+        line, loop = Line(), asyncio.get_running_loop()
+        line.set_rate(RATE)
+        line.settle(5 * RATE, sees_all=sees_all)
+        await asyncio.sleep(5)
+
+        async def settle() -> None:
+            while True:
+                await asyncio.sleep(0.5)
+                line.settle(0, sees_all=sees_all)
+
+        settling = asyncio.create_task(settle())
+        await _send(line, int(5 * RATE / WIRE_FACTOR), [])
+        settling.cancel()
+        return loop.time()
+
+    assert run(main()) >= 10 - 2 * BURST_S
+
+
 def test_where_the_kernel_sees_all_it_is_right() -> None:
     async def main() -> float:
         line = Line()
@@ -240,6 +263,27 @@ def test_a_rate_can_be_set_and_lifted_while_many_wait() -> None:
         return loop.time()
 
     assert run(main()) == 2
+
+
+def test_who_sends_has_as_long_as_ever_when_it_is_us_who_read_slowly() -> None:
+    """A message that is there takes as long as our rate says; one that is not is given up."""
+
+    async def main() -> tuple[float, float]:
+        reader, line, loop = asyncio.StreamReader(), Line(), asyncio.get_running_loop()
+        line.set_rate(PIECE_BYTES * WIRE_FACTOR)  # a piece a second
+        paced = PacedReader(reader, line)
+        reader.feed_data(bytes(10 * PIECE_BYTES))
+        async with asyncio.timeout(2.0) as deadline:
+            await paced.readexactly(10 * PIECE_BYTES, deadline)
+        read_s = loop.time()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(2.0) as deadline:
+                await paced.readexactly(PIECE_BYTES, deadline)
+        return read_s, loop.time()
+
+    read_s, given_up_s = run(main())
+    assert read_s == pytest.approx(9, abs=1)
+    assert given_up_s == pytest.approx(read_s + 2.0, abs=1.01)
 
 
 def test_without_a_rate_everything_is_counted_and_nothing_waits() -> None:

@@ -42,8 +42,8 @@ def encode(message: Message, protocol: ProtocolSpec) -> tuple[bytes, Buffer]:
 class ByteReader(Protocol):
     """What frames are read from."""
 
-    async def readexactly(self, size_bytes: int) -> bytes:
-        """As of ``asyncio.StreamReader``."""
+    async def readexactly(self, size_bytes: int, deadline: asyncio.Timeout | None = None) -> bytes:
+        """As of ``asyncio.StreamReader``. ``deadline`` is for what the other side does, not for what holds us back."""
 
     def has(self, size_bytes: int) -> bool:
         """Whether ``readexactly`` gives so many bytes at once."""
@@ -102,8 +102,8 @@ class FrameReader:
             if self._reader.has(wanted):  # a timer would cost more than the message
                 piece = await self._reader.readexactly(wanted)
             else:
-                async with asyncio.timeout(self._meter.piece_s):
-                    piece = await self._reader.readexactly(wanted)
+                async with asyncio.timeout(self._meter.piece_s) as deadline:
+                    piece = await self._reader.readexactly(wanted, deadline)
             if wanted == size_bytes:
                 return memoryview(piece)
             self._body += piece

@@ -106,17 +106,18 @@ class Line:
     def settle(self, measured_bytes: float, *, sees_all: bool) -> None:
         """So much was seen on the wire since the last time; ``sees_all``: nothing else can have been there.
 
-        Then it is what counts, in place of what was charged. Otherwise it counts as far as it is more: what was charged and not
-        seen counts for a while as charged for what is seen next, since it may still be on its way.
+        Then it is what counts in ``total_bytes``, in place of what was charged; otherwise it counts as far as it is more. The rate
+        is charged with what is more, and never paid back: what came before it was read is read at the rate all the same, or
+        whoever waits with more would send it all at once. What was charged and not seen counts for a while as charged for what is
+        seen next.
         """
         owed = measured_bytes - self._charged_bytes
         self._charged_bytes = 0.0
-        if not sees_all:
-            ahead = self._ahead_bytes - owed
-            owed = max(0.0, -ahead)
-            self._ahead_bytes = min(max(0.0, ahead), self._bucket.bytes_per_s * MAX_AHEAD_S)
-        self.total_bytes += owed
-        self._bucket.charge(owed, _now())
+        ahead = self._ahead_bytes - owed
+        unpaid = max(0.0, -ahead)
+        self._ahead_bytes = min(max(0.0, ahead), self._bucket.bytes_per_s * MAX_AHEAD_S)
+        self.total_bytes += owed if sees_all else unpaid
+        self._bucket.charge(unpaid, _now())
         self._go_on()
 
     def _go_on(self) -> None:
@@ -172,14 +173,16 @@ class PacedReader:
         """Whether ``readexactly`` gives so many bytes at once, from what came together with what was read before."""
         return size_bytes <= len(self._kept)
 
-    async def readexactly(self, size_bytes: int) -> bytes:
-        """As of ``StreamReader``."""
+    async def readexactly(self, size_bytes: int, deadline: asyncio.Timeout | None = None) -> bytes:
+        """As of ``StreamReader``. ``deadline``, for whoever sends, stands still while we wait for our own turn."""
         while (missing := size_bytes - len(self._kept)) > 0:
             if self._line.is_limited and size_bytes > TINY_BYTES:
                 wanted = min(PIECE_BYTES, missing)
                 if self._granted < wanted:
+                    left_s = _pause(deadline)
                     await self._line.turn(wanted - self._granted, of_bytes=size_bytes)
                     self._granted = wanted
+                    _go_on(deadline, left_s)
                 self._take(await self._reader.read(wanted))
             elif self._line.is_limited or missing > AHEAD_BYTES:
                 self._take(await self._reader.readexactly(missing))
@@ -201,6 +204,21 @@ class PacedReader:
         if len(data) > paid:
             self._line.count(len(data) - paid)
         self._kept += data
+
+
+def _pause(deadline: asyncio.Timeout | None) -> float:
+    """Hold a deadline. How long it had to go."""
+    until = None if deadline is None else deadline.when()
+    if deadline is None or until is None:
+        return math.inf
+    deadline.reschedule(None)
+    return until - _now()
+
+
+def _go_on(deadline: asyncio.Timeout | None, left_s: float) -> None:
+    """Have a deadline that was held end after ``left_s``."""
+    if deadline is not None and not math.isinf(left_s):
+        deadline.reschedule(_now() + left_s)
 
 
 def _now() -> float:
