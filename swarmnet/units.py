@@ -55,6 +55,11 @@ def show_size(nbytes: float) -> str:
     return f"{nbytes:.0f} B"
 
 
+def show_memory(nbytes: float) -> str:
+    """``6 GiB`` and the like, as people write it for ``--max-ram``."""
+    return f"{nbytes / (1 << 30):.4g} GiB" if nbytes >= 1 << 30 else f"{nbytes / (1 << 20):.3g} MiB"
+
+
 def show_rate(bytes_per_s: float) -> str:
     """``20 mbit/s`` and the like, for people."""
     return f"{bytes_per_s * 8 / 1e6:.3g} mbit/s"
@@ -66,6 +71,14 @@ def parse_duration_s(text: str) -> int:
     if match is None or int(match[1]) * _DURATIONS[match[2]] > MAX_DURATION_S:
         raise ValueError("write a duration as 90s, 30m, 12h, 7d or 2w; ten years are the most")
     return int(match[1]) * _DURATIONS[match[2]]
+
+
+def show_duration(seconds: float) -> str:
+    """``42 s``, ``17 minutes``, ``5 hours`` or ``3 days``, for people."""
+    for unit, size in (("days", 24 * 3600), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def counted(number: int, what: str) -> str:

@@ -38,7 +38,8 @@ class NoRoute(Unreachable):
         spans = ", ".join(f"{start}:{end}" for start, end in missing)
         super().__init__(
             f"nobody hosts blocks {spans}",
-            hint=hint or "start a node for them: swarmnet join SWARM --blocks START:END",
+            hint=hint
+            or f"start a node for them: swarmnet join SWARM --blocks {missing[0][0]}:{missing[0][1]}",
         )
         self.missing = tuple(missing)
 

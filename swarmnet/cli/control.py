@@ -8,7 +8,7 @@ from swarmnet.cli.limits import rows
 from swarmnet.cli.options import DataDirOption, JsonFlag, check_at_least_zero
 from swarmnet.cli.output import print_json, print_table
 from swarmnet.paths import default_data_dir
-from swarmnet.units import counted, show_size
+from swarmnet.units import counted, show_duration, show_size
 
 if TYPE_CHECKING:
     from swarmnet_node.control import NodeStatus
@@ -69,11 +69,11 @@ def _print(node: "NodeStatus") -> None:
             "cache": f"{node.cache_bytes / mebibyte:.1f} of {node.cache_bytes_limit / mebibyte:.0f} MiB",
             "weights": f"{node.weight_bytes / mebibyte:.1f} MiB",
             "computed": f"{counted(node.tokens, 'token')} in {counted(node.forwards, 'forward')}",
-            "up": f"{node.uptime_s:.0f} s",
+            "running for": show_duration(node.uptime_s),
             "addresses": "\n".join(node.addresses),
-            "memory": f"{node.ram_bytes / mebibyte:.0f} MiB of {limits.pop('memory')}",
+            "memory": f"{node.ram_bytes / mebibyte:.0f} MiB, {_of(limits.pop('memory'))}",
             f"traffic in {node.usage.month}": f"{show_size(node.usage.up_bytes)} up, "
-            f"{show_size(node.usage.down_bytes)} down, of {limits.pop('in a month')}",
+            f"{show_size(node.usage.down_bytes)} down, {_of(limits.pop('in a month'))}",
             **{
                 f"limit: {name}": text
                 for name, text in limits.items()
@@ -82,3 +82,7 @@ def _print(node: "NodeStatus") -> None:
             "version": node.version,
         },
     )
+
+
+def _of(limit: str) -> str:
+    return limit if limit == "no limit" else f"limit {limit}"

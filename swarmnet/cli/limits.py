@@ -117,10 +117,10 @@ def rows(limits: Limits) -> dict[str, str]:
     when += ["not on battery"] if limits.no_battery else []
     share = limits.max_gpu_mem
     return {
-        "memory": units.show_size(limits.max_ram_bytes) if limits.max_ram_bytes else "no limit",
+        "memory": units.show_memory(limits.max_ram_bytes) if limits.max_ram_bytes else "no limit",
         "GPU memory": "no limit"
         if share is None
-        else (f"{share:.0%}" if share <= 1 else units.show_size(share)),
+        else (f"{share:.0%}" if share <= 1 else units.show_memory(share)),
         "up": units.show_rate(limits.up_bytes_per_s) if limits.up_bytes_per_s else "no limit",
         "down": units.show_rate(limits.down_bytes_per_s) if limits.down_bytes_per_s else "no limit",
         "in a month": units.show_size(limits.monthly_bytes) if limits.monthly_bytes else "no limit",

@@ -80,14 +80,16 @@ def plain_lines() -> Progress:
 
 
 def print_table(title: str, rows: Mapping[str, object]) -> None:
-    """Names and values on stdout."""
+    """Names and values on stdout, a line each: nothing is folded, so that an address can be copied."""
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column()
+    console = Console(soft_wrap=True)
+    if title:
+        console.print(Text(title, style="italic"))
+    width = max((len(name) for name in rows), default=0) + 2
     for name, value in rows.items():
-        table.add_row(Text(name, style="bold"), Text(str(value), overflow="fold"))
-    Console(soft_wrap=False).print(table)
+        first, *others = str(value).split("\n")
+        console.print(Text.assemble((name.ljust(width), "bold"), first))
+        for line in others:
+            console.print(Text(" " * width + line))

@@ -11,6 +11,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion
 
 from swarmnet.doctor.facts import Disk, Facts, Peer, SecretFile
+from swarmnet.units import show_duration
 from swarmnet_protocols.clock import MAX_CLOCK_ERROR_S, SET_CLOCK
 
 PYTHON = ((3, 11), (3, 13))
@@ -187,7 +188,7 @@ def _swarm(facts: Facts) -> Iterator[Finding]:
         return
     ends = swarm.not_after
     if ends is not None and ends - facts.now < SOON_S:
-        text = f"the swarm file of {swarm.name} ends in {_days(ends - facts.now)}"
+        text = f"the swarm file of {swarm.name} ends in {show_duration(ends - facts.now)}"
         yield Finding("swarm", Level.WARN, text, "get the next one from whoever runs the swarm")
     else:
         yield Finding("swarm", Level.OK, f"the swarm file of {swarm.name} is valid")
@@ -197,7 +198,7 @@ def _swarm(facts: Facts) -> Iterator[Finding]:
         fix = "ask whoever runs the swarm for an invite, then: swarmnet join INVITE"
         yield Finding("certificate", Level.FAIL, swarm.certificate_error, fix)
     elif swarm.certificate_until is not None and swarm.certificate_until - facts.now < CERTIFICATE_SOON_S:
-        text = f"the certificate ends in {_days(swarm.certificate_until - facts.now)} and was not renewed"
+        text = f"the certificate ends in {show_duration(swarm.certificate_until - facts.now)} and was not renewed"
         yield Finding(
             "certificate", Level.WARN, text, "see that an issuer runs: swarmnet swarm members SWARM"
         )
@@ -234,7 +235,7 @@ def _clock(facts: Facts) -> Iterator[Finding]:
         yield Finding("clock", Level.OK, f"the clock agrees with {_peers_text(len(seen))}")
         return
     way = "behind" if behind_s > 0 else "ahead of"
-    text = f"this machine's clock is {_span(abs(behind_s))} {way} what {_peers_text(len(seen))} say"
+    text = f"this machine's clock is {show_duration(abs(behind_s))} {way} what {_peers_text(len(seen))} say"
     level = Level.FAIL if abs(behind_s) >= MAX_CLOCK_ERROR_S else Level.WARN
     yield Finding("clock", level, text, SET_CLOCK)
 
@@ -276,16 +277,6 @@ def _peers_text(number: int) -> str:
 
 def _gib(size_bytes: int) -> str:
     return f"{size_bytes / GIB:.1f} GiB"
-
-
-def _days(seconds: float) -> str:
-    return _span(seconds) if seconds < 48 * 3600 else f"{seconds / 86400:.0f} days"
-
-
-def _span(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} minutes" if seconds < 7200 else f"{seconds / 3600:.0f} hours"
 
 
 def worst(findings: Sequence[Finding]) -> Level:
