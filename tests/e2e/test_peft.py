@@ -260,11 +260,11 @@ def test_what_hosts_cannot_do_is_refused_before_anything_is_sent(tiny: TinySwarm
     assert {delivery.protocol.id for delivery in said} <= {PING.id}
 
 
-def test_the_example_in_the_readme(
+def test_the_example_in_the_page_on_tuning(
     reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = (Path(__file__).parents[2] / "client" / "README.md").read_text()
-    _, example = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    text = (Path(__file__).parents[2] / "docs" / "tuning.md").read_text()
+    _, _, example = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     names: dict[str, Any] = {}
     monkeypatch.chdir(tmp_path)
     with tiny_swarm(reference) as running:

@@ -202,9 +202,9 @@ def test_what_cannot_be_differentiated_is_said(tiny: TinySwarm) -> None:
         model(inputs_embeds=embedded, past_key_values=cache)
 
 
-def test_the_example_in_the_readme(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = (Path(__file__).parents[2] / "client" / "README.md").read_text()
-    example, _ = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+def test_the_example_in_the_page_on_tuning(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "tuning.md").read_text()
+    _, example, _ = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     names: dict[str, Any] = {}
     with tiny_swarm(reference) as running:
         monkeypatch.setattr(AutoSwarmModelForCausalLM, "from_pretrained", lambda *_, **__: running.model)
