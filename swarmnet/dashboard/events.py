@@ -42,7 +42,9 @@ def model_events(before: Entries, after: Entries, now_s: float) -> list[dict[str
             hosts = "nobody hosts" if now == 0 else "only one peer hosts"
             found.append(_event(now_s, "weak", f"{hosts} block {block} of {entry['name']}", model=manifest))
         elif was == 0 < now:
-            found.append(_event(now_s, "healed", f"{entry['name']} is whole again", model=manifest))
+            found.append(
+                _event(now_s, "healed", f"every block of {entry['name']} is hosted again", model=manifest)
+            )
         elif was == 1 < now:
             text = f"every block of {entry['name']} has {now} or more peers"
             found.append(_event(now_s, "healed", text, model=manifest))
