@@ -125,3 +125,13 @@ def test_with_json_nothing_is_asked_and_a_person_has_to_have_agreed(
     shown = capsys.readouterr()
     assert json.loads(shown.out) == {"event": "sharing", "uses": {"memory": "8 GB"}}
     assert not shown.err
+
+
+def test_memory_is_shown_as_it_is_asked_for() -> None:
+    for text in ("6 GiB", "1.5 GiB", "512 MiB"):
+        assert units.show_memory(units.parse_size_bytes(text.replace(" ", ""))) == text
+
+
+def test_durations_are_shown_in_the_largest_unit_there_are_two_of() -> None:
+    shown = [units.show_duration(seconds) for seconds in (0, 119, 120, 7199, 7200, 172_799, 172_800)]
+    assert shown == ["0 s", "119 s", "2 minutes", "120 minutes", "2 hours", "48 hours", "2 days"]
