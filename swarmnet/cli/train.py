@@ -1,6 +1,7 @@
 """``swarmnet train``: jobs that many machines train together."""
 
 import asyncio
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -84,7 +85,8 @@ def create(
     typer.echo(made.id)
     if not entry.bootstrap:
         note("kept on this machine; a worker that starts from the same --data-dir publishes it")
-    note(f"train it with: swarmnet train join {made.id} --swarm {swarm}")
+    here = "" if data_dir is None else f" --data-dir {shlex.quote(str(data_dir))}"
+    note(f"train it here with: swarmnet train join {made.id} --swarm {shlex.quote(swarm)}{here}")
 
 
 async def _publish(network: Network, sealed: bytes) -> None:

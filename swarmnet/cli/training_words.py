@@ -57,7 +57,25 @@ def sentence(event: Fields) -> str:
         case "leaving":
             return "leaving after this round; press Ctrl-C again to leave at once"
         case "done":
-            return f"done after {counted(event['round'], 'round')}, {event['revision']} of them committed"
+            return f"ended after {counted(event['round'], 'round')}, {event['revision']} of them committed"
+        case "heal_failed":
+            return f"could not fetch the state of round {event['round']}, and tries again: {event['reason']}"
+        case "behind":
+            return f"round {event['round']} ended without this worker ({event['reason']}); it asks the others what became of it"
+        case "merge" if event["committed"]:
+            return f"all {event['workers']} replicas are one model, their average"
+        case "merge":
+            return f"the replicas were not averaged ({event['reason']}): this worker keeps its own"
+        case "handed_over":
+            return f"{event['to']} goes on with what this worker had not delivered, {event['bytes'] / 1e6:.1f} MB"
+        case "not_handed_over":
+            return (
+                f"nobody took what this worker had not delivered ({event['reason']}): it is in the checkpoint"
+            )
+        case "inherited":
+            return f"goes on with what {event['from']} left without delivering it"
+        case "not_inherited":
+            return f"refused what {event['from']} left without delivering it: {event['reason']}"
         case kind:
             rest = ", ".join(f"{name} {value}" for name, value in event.items() if name != "event")
             return f"{kind}: {rest}" if rest else str(kind)

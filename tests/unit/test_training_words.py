@@ -113,8 +113,11 @@ def test_without_a_terminal_there_are_sentences(tmp_path: Path, capsys: pytest.C
         {"event": "heal_failed", "round": 3, "reason": "nobody offers it"},
         {"event": "behind", "round": 3, "reason": "no majority"},
         {"event": "merge", "round": 3, "committed": False, "reason": "late"},
+        {"event": "merge", "round": 3, "committed": True, "reason": "", "workers": 2},
         {"event": "leaving"},
         {"event": "handed_over", "to": "another", "bytes": 10},
+        {"event": "not_handed_over", "reason": "nobody is ready"},
+        {"event": "inherited", "from": "another"},
         {"event": "not_inherited", "from": "another", "reason": "not finite"},
         {"event": "done", "round": 3, "revision": 2},
     ],
@@ -122,6 +125,9 @@ def test_without_a_terminal_there_are_sentences(tmp_path: Path, capsys: pytest.C
 )
 def test_every_event_has_words(event: dict[str, Any], tmp_path: Path) -> None:
     assert len(sentence(event)) > 10
+    assert not sentence(event).startswith(
+        f"{event['event']}: "
+    )  # as an event that nobody wrote a sentence for
     record = TrainingRecord(tmp_path, "job", every_second())
     record.take(READY)
     record.take(event)
