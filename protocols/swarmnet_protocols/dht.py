@@ -43,6 +43,8 @@ class DhtDirectory:
         self._node = node
         self._bootstrap = tuple(bootstrap)
         self._publisher = publisher
+        self._silent: set[str] = set()
+        """Bootstrap peers that did not answer when they were asked last."""
 
     @property
     def swarm(self) -> bytes:
@@ -127,6 +129,10 @@ class DhtDirectory:
             refusals.append(error)
             return False
         except (PeerUnreachable, StreamRefused, TimeoutError) as error:
-            _log.warning("bootstrap peer %s does not answer: %s", address, error)
+            if address not in self._silent:  # said once, for every look-up asks again
+                self._silent.add(address)
+                why = str(error).partition("\n")[0] or f"nothing within {_BOOTSTRAP_S:g} s"
+                _log.warning("bootstrap peer %s does not answer: %s", address, why)
             return False
+        self._silent.discard(address)
         return await self._node.protocol.call_ping(PeerID.from_base58(peer)) is not None

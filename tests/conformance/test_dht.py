@@ -333,6 +333,22 @@ def test_lookups_go_on_when_the_only_bootstrap_peer_is_dead(tmp_path: Path) -> N
     asyncio.run(main())
 
 
+def test_a_dead_bootstrap_peer_is_named_once_and_in_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with join(tmp_path / "0") as first:
+            bootstrap = tuple(first.transport.addresses())[:1]
+        async with join(tmp_path / "1", bootstrap) as alone:
+            for _ in range(2):
+                assert await bodies(alone, "anything") == set()
+
+    asyncio.run(main())
+    (said,) = [each.getMessage() for each in caplog.records if each.name == "swarmnet_protocols.dht"]
+    assert "does not answer" in said
+    assert "\n" not in said
+
+
 def test_hivemind_does_not_write_to_the_terminal(five: Five, capfd: pytest.CaptureFixture[str]) -> None:
     async def scenario(peers: list[Peer]) -> None:
         await peers[0].node.protocol.call_ping(
