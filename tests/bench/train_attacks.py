@@ -1,10 +1,10 @@
 """What bad workers cost: sixteen replicas, three and seven of them lying, by aggregator. Virtual time, real exchanges.
 
-    python -m tests.bench.train_attacks [--rounds 6] [--steps 5]
+    python -m tests.bench.train_attacks [--rounds 40] [--steps 10] [--aggregate centered-clip]
 
-"plain mean" is a mean without any check or clipping; "mean" and "centered-clip" are what a job gets that asks for them, with
-contributions checked and clipped to their median norm. Prints a JSON object a run; ``ratio`` is of the validation loss to the
-loss without bad workers.
+The text is the standard library's source. "plain mean" is a mean without any check or clipping; "mean" and "centered-clip" are
+what a job gets that asks for them, with contributions checked and clipped to their median norm. Prints a JSON object a run;
+``ratio`` is of the validation loss to the loss without bad workers.
 """
 
 import argparse
@@ -16,27 +16,27 @@ import torch
 
 from swarmnet_protocols.training.averaging import Rules
 from tests.support.training_attacks import ATTACKS, attack_job, sign_flip, train
+from tests.support.training_workers import copy_sources
 
 ROADS = ("centered-clip", "mean", "plain mean")
+EVAL_BATCHES = 100
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--steps", type=int, default=5, help="inner steps of a round")
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=10, help="inner steps of a round")
+    parser.add_argument("--aggregate", nargs="+", choices=ROADS, default=ROADS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # tensors this small are slower with more
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        jobs = {
-            road: attack_job(
-                folder, road.removeprefix("plain "), rounds=arguments.rounds, steps=arguments.steps
-            )
-            for road in ROADS
-        }
-        clean = train(jobs["mean"], folder, 0, sign_flip).loss
+        copy_sources(folder)
+        length = {"rounds": arguments.rounds, "steps": arguments.steps, "eval_batches": EVAL_BATCHES}
+        clean = train(attack_job(folder, "mean", **length), folder, 0, sign_flip).loss
         print(json.dumps({"bench": "train_attacks", "clean_val_loss": round(clean, 4)}), flush=True)
-        for road, job in jobs.items():
+        for road in arguments.aggregate:
+            job = attack_job(folder, road.removeprefix("plain "), **length)
             rules = Rules() if road == "plain mean" else None
             for attack in ATTACKS:
                 for bad in (3, 7):

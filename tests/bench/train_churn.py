@@ -9,10 +9,8 @@ third is stopped for half of the time until the next fault. Prints a JSON object
 import argparse
 import json
 import random
-import shutil
 import signal
 import statistics
-import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -25,10 +23,9 @@ from typing import Any
 
 import psutil
 
-from tests.support.training_workers import write_job
+from tests.support.training_workers import copy_sources, write_job
 from tests.support.worker_processes import WorkerProcess, bootstrap, create_job, workers
 
-FILES = 60
 PATIENCE_S = 3600.0
 NAMES = ("anna", "boris", "clara", "dora", "emil", "frida", "gustav", "hanna")
 
@@ -182,14 +179,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300, help="inner steps of a round")
     parser.add_argument("--deadline", type=int, default=15, help="seconds of an exchange")
     arguments = parser.parse_args()
-    sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:FILES]
     with tempfile.TemporaryDirectory() as folder:
         results = {}
         for disturbed in (True, False):
             place = Path(folder) / ("churn" if disturbed else "undisturbed")
-            (place / "data").mkdir(parents=True)
-            for source in sources:
-                shutil.copy(source, (place / "data" / source.name).with_suffix(".txt"))
+            copy_sources(place)
             results[disturbed] = run(arguments, place, disturbed=disturbed)
             print(json.dumps({"bench": "train_churn"} | results[disturbed]), flush=True)
     ratio = results[True]["val_loss"] / results[False]["val_loss"]

@@ -4,6 +4,7 @@ import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import NormalDist
 from types import MappingProxyType
@@ -54,11 +55,12 @@ def stale_replay(honest: Tensor, bad: int, past: Sequence[Tensor]) -> Tensor:
     return (past[0] if past else honest)[:bad]
 
 
-def a_little_is_enough(honest: Tensor, bad: int, past: Sequence[Tensor]) -> Tensor:
-    """Baruch et al. 2019, "A Little Is Enough", section 3: as far from the mean as half of the honest still vouch for."""
+def a_little_is_enough(honest: Tensor, bad: int, past: Sequence[Tensor], z: float | None = None) -> Tensor:
+    """Baruch et al. 2019, "A Little Is Enough", section 3: ``z`` spreads from the mean, or as far as half of the honest vouch for."""
     good = honest[bad:]
-    needed = len(honest) // 2 + 1 - bad
-    z = NormalDist().inv_cdf((len(good) - needed) / len(good))
+    if z is None:
+        needed = len(honest) // 2 + 1 - bad
+        z = NormalDist().inv_cdf((len(good) - needed) / len(good))
     return (good.mean(0) - z * good.std(0)).expand(bad, -1)
 
 
@@ -70,6 +72,7 @@ ATTACKS: Mapping[str, Attack] = MappingProxyType(
         "constant": constant,
         "stale replay": stale_replay,
         "alie": a_little_is_enough,
+        "alie, z = 6": partial(a_little_is_enough, z=6.0),
     }
 )
 
@@ -93,11 +96,12 @@ class Trained:
     bad: frozenset[PeerId]
 
 
-def attack_job(folder: Path, aggregator: str, *, rounds: int, steps: int) -> Job:
+def attack_job(folder: Path, aggregator: str, *, rounds: int, steps: int, eval_batches: int = 2) -> Job:
     """A tiny job of ``WORKERS`` workers, with its data in ``folder``."""
     toml = write_job(
         folder, "diloco", f"sync_every = {steps}", f'aggregate = "{aggregator}"', rounds=rounds
     ).replace("max_workers = 8", f"max_workers = {WORKERS}")
+    toml = toml.replace("batches = 2", f"batches = {eval_batches}")
     return parse_job(toml.encode()).job
 
 

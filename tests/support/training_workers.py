@@ -2,6 +2,8 @@
 
 import asyncio
 import random
+import shutil
+import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +28,7 @@ EPOCH = 1_800_000_000.0
 ROUNDS = 5
 COMPUTE_S = 0.2
 """Virtual seconds of anything that is computed, such as the inner steps of a round."""
+SOURCES = 60
 
 _JOB = """
 [job]
@@ -61,8 +64,15 @@ batches = 2
 """
 
 
+def copy_sources(folder: Path) -> None:
+    """Data for ``write_job`` that takes longer to learn: some of the standard library's source."""
+    (folder / "data").mkdir(parents=True)
+    for source in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:SOURCES]:
+        shutil.copy(source, (folder / "data" / source.name).with_suffix(".txt"))
+
+
 def write_job(folder: Path, method: str, settings: str = "", exchange: str = "", rounds: int = ROUNDS) -> str:
-    """The TOML of a job that trains in a second, with its data in ``folder``."""
+    """The TOML of a job that trains in a second, with its data in ``folder``: words drawn at random, unless there is some."""
     data = folder / "data"
     if not data.exists():
         data.mkdir()
