@@ -12,14 +12,23 @@ from swarmnet_protocols.membership import door, revocations, waiting_room
 from swarmnet_protocols.protocol_ids import DHT_FIND
 from swarmnet_protocols.resources import Scope
 from swarmnet_protocols.session import steps
+from swarmnet_protocols.training import gathering, rosters
+from swarmnet_protocols.training.rosters import EXCHANGES_A_ROUND
 from swarmnet_protocols.transport import talking
 from swarmnet_protocols.transport.crowds import Crowds
 from swarmnet_protocols.transport.p2pd_daemon import prepare_hivemind
-from swarmnet_protocols.wire import session_pb2
+from swarmnet_protocols.wire import session_pb2, workers_pb2
 from tests.defences import Defence, nothing, replacing
 from tests.limit_defences import count_only, of_a_host, wait_for_ever
 from tests.properties import test_membership
-from tests.sim import test_admission, test_door_limits, test_host_defences, test_pass_graphs
+from tests.sim import (
+    test_admission,
+    test_door_limits,
+    test_host_defences,
+    test_pass_graphs,
+    test_training_exchanges,
+    test_training_membership,
+)
 from tests.unit import test_dht_guard, test_hostile_messages, test_node_reports, test_probes, test_resources
 from tests.web_defences import patched
 
@@ -155,6 +164,20 @@ FLOODS = (
         "reports are told at a rate",
         replacing(Scope, "use", lambda *_: 0.0),
         lambda _: test_node_reports.test_who_asks_too_often_waits_and_a_report_is_made_once_for_all(),
+    ),
+    Defence(
+        "a guest does not use up the numbers of exchanges",
+        replacing(gathering, "latest_exchange", lambda *_: 1 << 64),
+        lambda _: test_training_exchanges.test_whoever_claims_exchanges_that_nobody_saw_is_left_out(
+            9 * EXCHANGES_A_ROUND
+        ),
+    ),
+    Defence(
+        "nor does a gatherer",
+        replacing(rosters, "latest_exchange", lambda *_: 1 << 64),
+        lambda _: test_training_membership.test_a_roster_by_its_hash_is_checked(
+            workers_pb2.Roster(exchange=4 * EXCHANGES_A_ROUND)
+        ),
     ),
     Defence(
         "few are dialled for a probe at once",

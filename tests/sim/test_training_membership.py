@@ -10,6 +10,8 @@ from swarmnet_protocols.protocol_ids import GATHER
 from swarmnet_protocols.training import gathering
 from swarmnet_protocols.training.gathering import Elsewhere
 from swarmnet_protocols.training.rosters import (
+    EXCHANGES_A_ROUND,
+    MAX_LEAP,
     NOWHERE,
     Candidate,
     Places,
@@ -21,6 +23,9 @@ from swarmnet_protocols.transport import Message, PeerId
 from swarmnet_protocols.transport.memory import Delivery, MemoryNetwork
 from swarmnet_protocols.wire import workers_pb2 as pb
 from tests.support.training_peers import JOB, PATIENCE_S, START, TIMING, Worker, simulate
+
+FIRST = 3 * EXCHANGES_A_ROUND
+"""Before the first exchange of the round that they gather."""
 
 
 def names(roster: Roster) -> list[PeerId]:
@@ -216,11 +221,11 @@ def test_a_guest_that_measured_what_cannot_be_is_not_in_the_round(
 @pytest.mark.parametrize("rates", [[], [1e6], [1e6, 0.0], [1e6, float("nan")], [1e6] * 3])
 def test_a_roster_without_a_good_rate_for_every_member_is_refused(rates: list[float]) -> None:
     members = [pb.Member(id="a"), pb.Member(id="b")]
-    wire = pb.Roster(round=3, members=members, exchange=1, bytes_per_s=[1e6, 2e6])
+    wire = pb.Roster(round=3, members=members, exchange=FIRST + 1, bytes_per_s=[1e6, 2e6])
     assert roster_from_wire(wire, round=3, me=Candidate(PeerId("a"), ())).members[1].bytes_per_s == 2e6
     with pytest.raises(ProtocolViolation):
         roster_from_wire(
-            pb.Roster(round=3, members=members, exchange=1, bytes_per_s=rates),
+            pb.Roster(round=3, members=members, exchange=FIRST + 1, bytes_per_s=rates),
             round=3,
             me=Candidate(PeerId("a"), ()),
         )
@@ -332,9 +337,9 @@ def test_whoever_does_not_know_the_roster_is_told_it(change: str) -> None:
     simulate(4, scenario)
 
 
-A = Candidate(PeerId("a"), ("/ip4/10.0.0.1",), bytes_per_s=1e6, weight=1.0, exchanges=4)
+A = Candidate(PeerId("a"), ("/ip4/10.0.0.1",), bytes_per_s=1e6, weight=1.0, exchanges=2 * EXCHANGES_A_ROUND)
 B = Candidate(PeerId("b"), (), bytes_per_s=2e6, weight=0.0)
-ROSTER = Roster(3, 7, (A, B))
+ROSTER = Roster(3, FIRST + 7, (A, B))
 SHORT = roster_to_wire(ROSTER, Places.of(ROSTER.members).hash)
 
 
@@ -342,7 +347,7 @@ def test_a_roster_by_its_hash_says_the_same() -> None:
     assert not SHORT.members
     short = roster_from_wire(SHORT, round=3, me=A, places=Places.of(ROSTER.members))
     assert short.members == (replace(A, exchanges=0), B)
-    equal = Roster(3, 7, (A, replace(A, peer=PeerId("b"))))
+    equal = Roster(3, FIRST + 7, (A, replace(A, peer=PeerId("b"))))
     places = Places.of(equal.members)
     wire = roster_to_wire(equal, places.hash)
     assert (list(wire.weights), list(wire.bytes_per_s)) == ([1.0], [1e6])
@@ -358,7 +363,9 @@ def test_a_roster_by_its_hash_says_the_same() -> None:
         pb.Roster(bytes_per_s=[1.0]),
         pb.Roster(members=[pb.Member(id="c")]),
         pb.Roster(round=4),
-        pb.Roster(exchange=4),
+        pb.Roster(exchange=3 * EXCHANGES_A_ROUND),
+        pb.Roster(exchange=3 * EXCHANGES_A_ROUND + MAX_LEAP + 1),
+        pb.Roster(exchange=(1 << 64) - 1),
     ],
     ids=lambda wrong: str(wrong)[:20],
 )
@@ -372,9 +379,9 @@ def test_a_roster_by_its_hash_is_checked(wrong: pb.Roster) -> None:
 
 def test_a_roster_whose_exchange_this_worker_has_seen_is_refused() -> None:
     """An exchange of that number could not begin: whoever says less of our exchanges than we did does not get us there."""
-    wire = roster_to_wire(Roster(3, 4, (replace(A, exchanges=3), B)))
+    wire = roster_to_wire(Roster(3, FIRST + 4, (replace(A, exchanges=FIRST + 3), B)))
     with pytest.raises(ProtocolViolation, match="later than any before"):
-        roster_from_wire(wire, round=3, me=A)
+        roster_from_wire(wire, round=3, me=replace(A, exchanges=FIRST + 4))
 
 
 def test_a_guest_that_never_says_who_it_is_is_turned_away() -> None:

@@ -18,6 +18,8 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
+import uvloop
+
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.protocol_ids import LINK, PING, SESSION
 from swarmnet_protocols.transport import PeerId, ProtocolSpec
@@ -120,7 +122,9 @@ async def attack(seconds: float, frames_per_s: float, identities: int, address: 
 
 def main() -> None:
     seconds, frames_per_s, identities, address = sys.argv[1:]
-    sent = asyncio.run(attack(float(seconds), float(frames_per_s), int(identities), address))
+    # As nodes do; asyncio's own loop may find a p2pd that ended by itself reaped by its own poll, and warns of that.
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        sent = runner.run(attack(float(seconds), float(frames_per_s), int(identities), address))
     print(json.dumps({"event": "attacked", "sent": dict(sent)}), flush=True)
 
 

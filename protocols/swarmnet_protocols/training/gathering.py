@@ -7,7 +7,7 @@ of another round or another state learns which, and heals.
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from swarmnet_protocols.aio import cancel, race
 from swarmnet_protocols.errors import ProtocolViolation, StreamEnded, SwarmnetError
@@ -15,14 +15,18 @@ from swarmnet_protocols.protocol_ids import GATHER
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.training.rates import Measured, agreed_rates
 from swarmnet_protocols.training.rosters import (
+    MAX_AHEAD,
     NOWHERE,
     Candidate,
+    Guest,
     Places,
     Roster,
+    latest_exchange,
     measured_from_wire,
     measured_to_wire,
     member_from_wire,
     member_to_wire,
+    next_exchange,
     roster_from_wire,
     roster_to_wire,
 )
@@ -50,17 +54,6 @@ class Elsewhere(SwarmnetError):
         self.state = state
 
 
-@dataclass
-class _Guest:
-    member: Candidate
-    round: int
-    state: bytes
-    measured: Measured
-    known: bytes
-    """The hash of the places it has."""
-    answer: "asyncio.Future[Roster]"
-
-
 class Gathering:
     """One worker's side of gathering the rounds of one job, as guest or as gatherer.
 
@@ -76,6 +69,7 @@ class Gathering:
         self._max_members = min(max_members, MAX_MEMBERS)
         self._timing = timing
         self._round = 0
+        self._exchanges = 0
         self._state = b""
         self._left_for_good = False
         self._averaging = False
@@ -86,7 +80,7 @@ class Gathering:
         """Where the members of our newest roster are."""
         self._gatherer: Candidate | None = None
         """Whose guest we are: our own guests do better to go there."""
-        self._guests: dict[PeerId, _Guest] = {}
+        self._guests: dict[PeerId, Guest] = {}
         self._coming: dict[PeerId, Candidate] = {}
         """Whom we have told where we are since the last roster: they fetch that state now, and are expected."""
         self._changed = asyncio.Condition()
@@ -116,6 +110,7 @@ class Gathering:
         ``patience_s`` at most. Raises ``Elsewhere`` when the others are somewhere else than we are.
         """
         self._averaging = False
+        self._exchanges = me.exchanges
         await self._send_away()
         roster = await self._gather(me, others, measured, patience_s)
         self._averaging = True
@@ -263,7 +258,7 @@ class Gathering:
         rates = agreed_rates([member.peer for member in members], reports)
         roster = Roster(
             self._round,
-            1 + max(member.exchanges for member in members),
+            next_exchange(self._round, max(member.exchanges for member in members)),
             tuple(replace(member, bytes_per_s=rates[member.peer]) for member in members),
         )
         for guest in chosen:
@@ -313,11 +308,15 @@ class Gathering:
             stream.close()
         return Elsewhere(member.peer, reply.refused.round, reply.refused.state)
 
-    def _ready(self) -> list[_Guest]:
+    def _ready(self) -> list[Guest]:
+        latest = latest_exchange(self._round, self._exchanges, MAX_AHEAD)
         return [
             guest
             for guest in self._guests.values()
-            if guest.round == self._round and not self._is_other(guest.state) and not guest.answer.done()
+            if guest.round == self._round
+            and not self._is_other(guest.state)
+            and not guest.answer.done()
+            and guest.member.exchanges < latest
         ]
 
     async def _receive(self, stream: Stream) -> None:
@@ -345,7 +344,7 @@ class Gathering:
             raise ProtocolViolation("a guest comes for itself")
         answer: asyncio.Future[Roster] = asyncio.get_running_loop().create_future()
         measured = measured_from_wire(request.measured)
-        guest = _Guest(member, request.round, request.state, measured, request.known, answer)
+        guest = Guest(member, request.round, request.state, measured, request.known, answer)
         self._guests[member.peer] = guest
         await self._send_away()
         try:

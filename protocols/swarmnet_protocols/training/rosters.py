@@ -1,5 +1,6 @@
 """Who comes to a round, and the roster that it gives: what they are, and how they travel."""
 
+import asyncio
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,12 @@ MAX_ADDRESSES = 16
 MAX_BYTES_PER_S = 1e12
 MAX_ID = 128
 MAX_WEIGHT = 1e12
-MAX_EXCHANGES = 1 << 62
+EXCHANGES_A_ROUND = 1 << 16
+"""Numbers that a round has for its exchanges: whoever claims to be far ahead can use up those of one round only."""
+MAX_AHEAD = 256
+"""A guest may have seen so many more exchanges of a round than whoever gathers it."""
+MAX_LEAP = 4096
+"""So many more may a roster be ahead of a worker that was not there when the round was tried."""
 PLACES_BYTES = 16
 """Of a hash, enough to see whether two are told of the same."""
 
@@ -40,6 +46,19 @@ class Roster:
     def slot(self, peer: PeerId) -> int:
         """The place of a member: its share of the data in the next round."""
         return [member.peer for member in self.members].index(peer)
+
+
+@dataclass
+class Guest:
+    """A worker that waits for a roster at whoever gathers it."""
+
+    member: Candidate
+    round: int
+    state: bytes
+    measured: Measured
+    known: bytes
+    """The hash of the places it has."""
+    answer: "asyncio.Future[Roster]"
 
 
 @dataclass(frozen=True)
@@ -80,14 +99,22 @@ def member_to_wire(member: Candidate, places: Places = NOWHERE) -> pb.Member:
 
 
 def member_from_wire(member: pb.Member) -> Candidate:
-    if member.exchanges >= MAX_EXCHANGES:
-        raise ProtocolViolation("not a member")
     return Candidate(
         _peer(member.id),
         tuple(member.addresses[:MAX_ADDRESSES]),
         weight=_weight(member.weight),
         exchanges=member.exchanges,
     )
+
+
+def next_exchange(round: int, seen: int) -> int:
+    """The number of an exchange of ``round`` where those up to ``seen`` were before."""
+    return max(round * EXCHANGES_A_ROUND, seen) + 1
+
+
+def latest_exchange(round: int, seen: int, ahead: int) -> int:
+    """The highest number of an exchange of ``round`` that somebody who has ``seen`` one believes, of others ``ahead`` of it."""
+    return min(max(round * EXCHANGES_A_ROUND, seen) + ahead, (round + 1) * EXCHANGES_A_ROUND)
 
 
 def _weight(weight: float) -> float:
@@ -148,8 +175,8 @@ def roster_from_wire(wire: pb.Roster, *, round: int, me: Candidate, places: Plac
     if wire.round != round or me.peer not in peers:
         raise ProtocolViolation("the roster of another round")
     newest = max(me.exchanges, *(member.exchanges for member in members))
-    if not newest < wire.exchange <= MAX_EXCHANGES:
-        raise ProtocolViolation("the number of an exchange is later than any before")
+    if not next_exchange(round, newest) <= wire.exchange <= latest_exchange(round, me.exchanges, MAX_LEAP):
+        raise ProtocolViolation("the number of an exchange is later than any before, and not by far")
     return Roster(wire.round, wire.exchange, members)
 
 
