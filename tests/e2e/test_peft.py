@@ -31,6 +31,7 @@ from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.protocol_ids import PING
 from tests.support.generation import padded
 from tests.support.swarm_lab import Reference
+from tests.support.tiny import CALM
 from tests.support.tiny_swarm import TinySwarm, load_tiny, tiny_swarm
 
 TEXTS = [[5, 6, 7, 8, 9, 10, 11, 12], [20, 21, 22], [90, 3, 90, 3, 90, 3]]
@@ -56,6 +57,26 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 def tiny(reference: Reference) -> Iterator[TinySwarm]:
     with tiny_swarm(reference) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def calm_reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    """For gradients: of the other model plain transformers' own are further from float64 than 1e-5, with some adapters."""
+    return load_tiny(tmp_path_factory.mktemp("calm"), spread=CALM)
+
+
+@pytest.fixture(scope="module")
+def calm(calm_reference: Reference) -> Iterator[TinySwarm]:
+    with tiny_swarm(calm_reference) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> Iterator[None]:
+    """PEFT draws its parameters from torch's own generator."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        yield
 
 
 def whole(tiny: TinySwarm) -> Any:
@@ -123,9 +144,9 @@ def greedy(model: Any, texts: list[list[int]], **options: Any) -> list[list[int]
 
 
 @methods
-def test_loss_and_gradients_are_those_of_the_plain_model(tiny: TinySwarm, method: str) -> None:
-    with tuned(tiny, method) as ours:
-        models = (ours, learning_twin(tiny, method, ours))
+def test_loss_and_gradients_are_those_of_the_plain_model(calm: TinySwarm, method: str) -> None:
+    with tuned(calm, method) as ours:
+        models = (ours, learning_twin(calm, method, ours))
         losses = []
         for model in models:
             loss = model(**labelled(TEXTS)).loss
@@ -278,18 +299,18 @@ def test_the_example_in_the_page_on_tuning(
 # ---- a classifier ----------------------------------------------------------------------------------------
 
 
-def test_a_classifier_learns_as_on_the_plain_model(reference: Reference, tmp_path: Path) -> None:
+def test_a_classifier_learns_as_on_the_plain_model(calm_reference: Reference, tmp_path: Path) -> None:
     """LoRA in the blocks and a head at home; what is saved classifies alike on the plain model."""
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="SEQ_CLS")
     batch = padded(TEXTS, left=False) | {"labels": torch.tensor([2, 0, 1])}
-    with tiny_swarm(reference, labels=3) as running:
+    with tiny_swarm(calm_reference, labels=3) as running:
         assert running.model.score.weight.isfinite().all()
         ours = shaken(get_peft_model(running.model, config))
         ours.save_pretrained(tmp_path / "adapter")
 
         def loaded(**options: Any) -> Any:
             plain = AutoModelForSequenceClassification.from_pretrained(
-                reference.local.path, num_labels=3, dtype=torch.float32
+                calm_reference.local.path, num_labels=3, dtype=torch.float32
             )
             plain.config.pad_token_id = 0
             return PeftModel.from_pretrained(plain, tmp_path / "adapter", **options)
@@ -347,10 +368,10 @@ def train(model: Any, directory: Path, *, resume: bool = False, **options: Any) 
 
 @methods
 def test_the_trainer_trains_as_on_the_plain_model_and_resumes(
-    tiny: TinySwarm, method: str, tmp_path: Path
+    calm: TinySwarm, method: str, tmp_path: Path
 ) -> None:
-    with tuned(tiny, method) as ours:
-        theirs = learning_twin(tiny, method, ours)
+    with tuned(calm, method) as ours:
+        theirs = learning_twin(calm, method, ours)
         theirs.tokenizer = ours.tokenizer
         begun = copy.deepcopy([parameter.detach() for parameter in learning(ours)])
         losses = train(ours, tmp_path / "ours")
@@ -366,8 +387,8 @@ def test_the_trainer_trains_as_on_the_plain_model_and_resumes(
         assert train(ours, tmp_path / "ours", resume=True) == pytest.approx(losses, rel=1e-6)
 
 
-def test_gradient_checkpointing_changes_nothing(tiny: TinySwarm, tmp_path: Path) -> None:
-    with tuned(tiny, "prompt") as ours:
+def test_gradient_checkpointing_changes_nothing(calm: TinySwarm, tmp_path: Path) -> None:
+    with tuned(calm, "prompt") as ours:
         begun = copy.deepcopy([parameter.detach() for parameter in learning(ours)])
         plain = train(ours, tmp_path / "plain")
         with torch.no_grad():
@@ -375,4 +396,4 @@ def test_gradient_checkpointing_changes_nothing(tiny: TinySwarm, tmp_path: Path)
                 parameter.copy_(source)
         losses = train(ours, tmp_path / "checkpointing", activation_checkpointing=True)
         assert losses == pytest.approx(plain, rel=1e-6)
-        tiny.model.activation_checkpointing_disable()
+        calm.model.activation_checkpointing_disable()

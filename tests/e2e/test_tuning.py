@@ -20,6 +20,7 @@ from tests.support import faults
 from tests.support.generation import greedy, padded
 from tests.support.processes import swarm
 from tests.support.swarm_lab import Reference
+from tests.support.tiny import CALM
 from tests.support.tiny_swarm import TinySwarm, load_tiny, tiny_swarm
 
 TEXTS = [[5, 6, 7, 8, 9, 10, 11, 12], [20, 21, 22], [90, 3, 90, 3, 90, 3]]
@@ -29,7 +30,7 @@ PROMPTS = 4
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return load_tiny(tmp_path_factory.mktemp("tiny"))
+    return load_tiny(tmp_path_factory.mktemp("tiny"), spread=CALM)
 
 
 @pytest.fixture(scope="module")

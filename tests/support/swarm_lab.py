@@ -239,11 +239,12 @@ class Lab:
         await self.close()
 
 
-def load_reference(directory: Path, cache_dir: Path) -> Reference:
+def load_reference(directory: Path, cache_dir: Path, **options: float) -> Reference:
+    """The tiny Llama; ``options`` are those of ``save_tiny_llama``."""
     from swarmnet_protocols.models import resolve
     from tests.support.tiny import save_tiny_llama
 
-    return Reference(resolve(str(save_tiny_llama(directory)), cache_dir=cache_dir))
+    return Reference(resolve(str(save_tiny_llama(directory, **options)), cache_dir=cache_dir))
 
 
 def simulate(
