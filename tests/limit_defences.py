@@ -10,7 +10,7 @@ from swarmnet_client.blame import Blame, Suspects
 from swarmnet_protocols.membership import door
 from swarmnet_protocols.resources import Scope, Stock
 from swarmnet_protocols.session import steps
-from swarmnet_protocols.transport import Message, framing, refusing
+from swarmnet_protocols.transport import Message, framing, p2pd_pipe, p2pd_stream
 from swarmnet_protocols.transport.meter import Meter
 from tests.defences import Defence, Patch, nothing, replacing
 from tests.properties import test_framing
@@ -22,7 +22,7 @@ from tests.sim import (
     test_pass_defences,
 )
 from tests.support.swarm_lab import Reference, load_reference
-from tests.unit import test_dht_storage, test_refusing, test_resources, test_steps
+from tests.unit import test_dht_storage, test_p2pd_stream, test_resources, test_steps
 
 
 def wait_for_ever(patch: Patch) -> None:
@@ -95,13 +95,18 @@ LIMITS = (
     ),
     Defence(
         "who was refused has to go in time",
-        replacing(refusing, "LINGER_S", 1e9),
-        lambda _: test_refusing.test_who_does_not_close_is_not_waited_for(),
+        replacing(p2pd_stream, "LINGER_S", 1e9),
+        lambda _: test_p2pd_stream.test_who_was_refused_and_does_not_close_is_not_waited_for(),
     ),
     Defence(
         "and is not listened to for ever",
-        replacing(refusing, "LINGER_BYTES", 1 << 40),
-        lambda _: test_refusing.test_who_goes_on_speaking_is_not_listened_to(),
+        replacing(p2pd_pipe, "LINGER_BYTES", 1 << 40),
+        lambda _: test_p2pd_stream.test_who_goes_on_speaking_is_not_listened_to_for_ever(),
+    ),
+    Defence(
+        "who was served has to go in time",
+        replacing(p2pd_stream, "MAX_MIB_ON_ITS_WAY", 1e9),
+        lambda _: test_p2pd_stream.test_who_was_sent_a_lot_has_no_more_time_than_a_line_holds(),
     ),
     Defence(
         "positions of a step are bounded",

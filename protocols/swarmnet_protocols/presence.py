@@ -129,13 +129,14 @@ class Watch:
         while True:
             with contextlib.suppress(SwarmnetError):  # the directory may answer the next time
                 await self._look()
-                await self._say()
             warning = self.warning()
             if warning and not was_there:
                 _log.warning("%s", warning)
             if was_there != bool(warning):
                 self._changed(warning)
             was_there = bool(warning)
+            with contextlib.suppress(SwarmnetError):
+                await self._say()
             await asyncio.sleep(self._timing.announce_s * self._rng.uniform(0.8, 1.0))
 
     async def _look(self) -> None:

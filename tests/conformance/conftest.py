@@ -20,6 +20,7 @@ from tests.support import virtual_time
 from tests.support.private_swarm import PrivateSwarm
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
+LOOPBACK_QUIC = ("/ip4/127.0.0.1/udp/0/quic-v1",)
 
 Scenario = Callable[[Transport, Transport], Awaitable[None]]
 
@@ -63,15 +64,16 @@ class GuardedLab:
 class P2pdLab:
     """Its two p2pd processes serve all tests of a module."""
 
-    def __init__(self, runner: asyncio.Runner, directory: Path) -> None:
+    def __init__(self, runner: asyncio.Runner, directory: Path, listen: tuple[str, ...] = LOOPBACK) -> None:
         self._runner = runner
         self._directory = directory
+        self._listen = listen
         self._stack = contextlib.AsyncExitStack()
         self._pair: tuple[P2pdTransport, P2pdTransport] | None = None
 
     async def _peer(self, name: str) -> P2pdTransport:
         return await self._stack.enter_async_context(
-            P2pdTransport.create(P2pdConfig(self._directory / name, listen=LOOPBACK))
+            P2pdTransport.create(P2pdConfig(self._directory / name, listen=self._listen))
         )
 
     async def pair(self) -> tuple[P2pdTransport, P2pdTransport]:
@@ -99,13 +101,25 @@ def p2pd_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[P2pdLab]:
             lab.close()
 
 
-@pytest.fixture(params=["memory", "guarded", pytest.param("p2pd", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module")
+def quic_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[P2pdLab]:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        lab = P2pdLab(runner, tmp_path_factory.mktemp("quic"), LOOPBACK_QUIC)
+        try:
+            yield lab
+        finally:
+            lab.close()
+
+
+@pytest.fixture(
+    params=["memory", "guarded", *(pytest.param(name, marks=pytest.mark.slow) for name in ("p2pd", "quic"))]
+)
 def lab(request: pytest.FixtureRequest) -> Lab:
     if request.param == "memory":
         return MemoryLab()
     if request.param == "guarded":
         return GuardedLab()
-    lab: P2pdLab = request.getfixturevalue("p2pd_lab")
+    lab: P2pdLab = request.getfixturevalue(f"{request.param}_lab")
     return lab
 
 

@@ -118,8 +118,8 @@ def test_who_does_not_go_when_it_is_refused_keeps_no_room(p2pd_lab: P2pdLab, pro
             stream.close()
         finally:
             b.resources.limit(Stock.STREAMS, in_all=IN_ALL[Stock.STREAMS])
-            for _, writer in pipes:
-                writer.close()
+            for pipe in pipes:
+                pipe.writer.close()
 
     p2pd_lab.run(scenario)
 
@@ -268,11 +268,11 @@ def test_garbage_ends_its_stream_and_harms_no_other(p2pd_lab: P2pdLab, protocol_
             *[(None, rng.randbytes(rng.randrange(1, 5000))) for _ in range(30)],
         ]:
             arrived.clear()
-            _, writer = await a._daemon.open_stream(b.peer_id, protocol.id, deadline_s=DEADLINE_S)
-            writer.write(data)
+            pipe = await a._daemon.open_stream(b.peer_id, protocol.id, deadline_s=DEADLINE_S)
+            pipe.writer.write(data)
             async with asyncio.timeout(DEADLINE_S):
                 await arrived.wait()  # a stream that is closed before it has got there may never be seen
-                writer.close()
+                pipe.writer.close()
                 outcome = await outcomes.get()
             assert expected in (outcome, None)
         assert psutil.Process().memory_info().rss - before < 32 << 20

@@ -359,6 +359,7 @@ def test_close_ends_both_directions(lab: Lab, protocol: ProtocolSpec) -> None:
 
         await b.serve(protocol, handler)
         stream = await dial(a, b, protocol)
+        await stream.send(Message(b"hello"))  # a stream on which nothing was said may never be seen
         waiting = asyncio.create_task(stream.receive())
         await asyncio.sleep(0)
         stream.close()

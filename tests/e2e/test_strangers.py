@@ -144,12 +144,12 @@ def test_large_messages_that_never_come_cost_nothing(victim: Victim, tmp_path: P
             await transport._daemon.open_stream(victim.peer, SESSION.id, deadline_s=DEADLINE_S)
             for _ in range(100)
         ]
-        for _, writer in streams:
-            writer.write(announced)
-        for reader, writer in streams:  # nor are they waited for longer than a first answer may take
+        for pipe in streams:
+            pipe.writer.write(announced)
+        for pipe in streams:  # nor are they waited for longer than a first answer may take
             async with asyncio.timeout(DEADLINE_S):
-                await reader.read()
-            writer.close()
+                await pipe.reader.read()
+            pipe.writer.close()
 
     assert attack(victim, scenario, tmp_path) < GROWTH_BYTES
 
@@ -279,11 +279,11 @@ def test_two_thousand_silent_streams_are_ended(victim: Victim, tmp_path: Path) -
         most = EACH_PEER[Stock.STREAMS] + MAX_LINGERING + descriptors + 16
         assert psutil.Process(victim.node.pid).num_fds() <= most
         async with asyncio.timeout(DEADLINE_S):
-            for reader, _ in streams:
+            for pipe in streams:
                 with contextlib.suppress(OSError):
-                    assert (await reader.read())[:4] in (b"", struct.pack(">I", REFUSED))
-        for _, writer in streams:
-            writer.close()
+                    assert (await pipe.reader.read())[:4] in (b"", struct.pack(">I", REFUSED))
+        for pipe in streams:
+            pipe.writer.close()
 
     assert attack(victim, scenario, tmp_path) < GROWTH_BYTES
     assert psutil.Process(victim.node.pid).num_fds() <= descriptors + 16

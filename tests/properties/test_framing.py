@@ -16,9 +16,11 @@ from swarmnet_protocols.transport import Message, ProtocolSpec, Refusal
 from swarmnet_protocols.transport.framing import FrameReader, encode
 from swarmnet_protocols.transport.pacing import Line, PacedReader
 from swarmnet_protocols.transport.refusing import (
+    ENDED,
     MAX_REASON_CHARS,
     MAX_REFUSAL_BYTES,
     MAX_RETRY_S,
+    NO_REASON,
     REFUSED,
     encode_refusal,
     printable,
@@ -137,7 +139,7 @@ def test_a_refusal_arrives_in_any_pieces_and_is_the_last_word(
     received, error = read_all(cut(encoded(Message(b"before")) + frame, places), SMALL)
     assert received == [Message(b"before")]
     assert isinstance(error, StreamRefused)
-    assert str(error).endswith(f" refuses us: {printable(reason)}")
+    assert str(error).endswith(f" refuses us: {printable(reason or NO_REASON)}")
     assert error.retry_after_s == pytest.approx(min(retry_s, MAX_RETRY_S), abs=0.001)
 
 
@@ -156,6 +158,15 @@ def test_the_longest_reason_is_cut_to_what_is_heard() -> None:
     _, error = read_all([encode_refusal(Refusal(longest, 1e9))], SMALL)
     assert isinstance(error, StreamRefused)
     assert str(error).endswith(f" refuses us: {longest[:MAX_REASON_CHARS]}")
+
+
+@given(st.lists(st.integers(0, 2000), max_size=5), st.binary(max_size=50))
+def test_the_end_of_a_stream_is_the_last_word(places: list[int], rest: bytes) -> None:
+    received, error = read_all(cut(encoded(Message(b"before")) + ENDED + rest, places), SMALL)
+    assert received == [Message(b"before")]
+    assert isinstance(error, StreamEnded)
+    assert not isinstance(error, StreamRefused)
+    assert str(error) == "the stream ended"
 
 
 @given(st.integers(MAX_REFUSAL_BYTES + 1, 2**32 - 1), st.binary(max_size=50))

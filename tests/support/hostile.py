@@ -80,7 +80,7 @@ class Attacker:
         """Batches on a stream of their own, until it takes no more."""
         try:
             async with asyncio.timeout(DEADLINE_S):
-                _, writer = await self._transport._daemon.open_stream(
+                pipe = await self._transport._daemon.open_stream(
                     self._peer, protocol.id, deadline_s=DEADLINE_S
                 )
         except (SwarmnetError, TimeoutError):
@@ -88,14 +88,14 @@ class Attacker:
             return
         with contextlib.suppress(OSError, TimeoutError):
             for _ in range(BATCHES_A_STREAM if frames > 1 else 1):
-                writer.write(data)
+                pipe.writer.write(data)
                 async with asyncio.timeout(0.2):
-                    await writer.drain()
+                    await pipe.writer.drain()
                 self.sent[kind] += frames
         if kind != "unfinished":
-            writer.close()
+            pipe.writer.close()
         else:
-            asyncio.get_running_loop().call_later(4 * DEADLINE_S, writer.close)
+            asyncio.get_running_loop().call_later(4 * DEADLINE_S, pipe.writer.close)
 
 
 async def attack(seconds: float, frames_per_s: float, identities: int, address: str) -> Counter[str]:

@@ -71,7 +71,8 @@ async def send_oversized(
 ) -> None:
     """Frames that announce a header and a payload of ``sizes``; their streams must end before all of it has come."""
     for _ in range(4):
-        reader, writer = await transport._daemon.open_stream(peer, protocol.id, deadline_s=DEADLINE_S)
+        pipe = await transport._daemon.open_stream(peer, protocol.id, deadline_s=DEADLINE_S)
+        reader, writer = pipe.reader, pipe.writer
         with contextlib.suppress(OSError):
             writer.write(struct.pack(">II", *sizes))
             for _ in range(64):

@@ -34,6 +34,14 @@ class At(PassingTransport):
         return (self._address,)
 
 
+class SlowDirectory(MemoryDirectory):
+    """Takes its time to store."""
+
+    async def publish(self, topic: str, body: bytes, *, lifetime_s: float) -> None:
+        await asyncio.sleep(5.0)
+        await super().publish(topic, body, lifetime_s=lifetime_s)
+
+
 class Machines:
     """Machines with copies of one key. Each call of ``watch`` is another process, on the machine of this number."""
 
@@ -44,10 +52,10 @@ class Machines:
         self.told: list[str] = []
         """What any of them was told, in order."""
 
-    def watch(self, machine: int) -> Watch:
+    def watch(self, machine: int, kind: type[MemoryDirectory] = MemoryDirectory) -> Watch:
         self._processes += 1
         transport = At(self._transport, f"/ip4/203.0.113.{machine}/tcp/31337")
-        directory = MemoryDirectory(self.board, ALICE, SWARM)
+        directory = kind(self.board, ALICE, SWARM)
         return Watch(transport, directory, random.Random(self._processes), TIMING, self.told.append)
 
 
@@ -85,6 +93,20 @@ def test_two_machines_with_one_key_find_each_other_and_say_what_to_do(
         await live(one, REMEMBERED_S + TWO_LOOKS_S)  # alone again
         assert not one.warning()
         assert [bool(told) for told in machines.told] == [True, True, True, False]
+
+    run(scenario)
+
+
+def test_what_the_status_warns_of_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(machines: Machines) -> None:
+        one, other = machines.watch(1, SlowDirectory), machines.watch(2)
+        living = asyncio.gather(live(one, 3 * TWO_LOOKS_S), live(other, 3 * TWO_LOOKS_S))
+        warned = 0
+        while not living.done():
+            await asyncio.sleep(0.1)
+            warned += bool(one.warning())
+            assert bool(one.warning()) == any("203.0.113.2" in each.message for each in caplog.records)
+        assert warned
 
     run(scenario)
 

@@ -17,7 +17,7 @@ from swarmnet_protocols.protocol_ids import LINK
 from swarmnet_protocols.records import Record, seal
 from swarmnet_protocols.transport import Message, Refusal
 from swarmnet_protocols.transport.framing import encode
-from swarmnet_protocols.transport.refusing import encode_refusal
+from swarmnet_protocols.transport.refusing import ENDED, encode_refusal
 from swarmnet_protocols.wire import (
     door_pb2,
     membership_pb2,
@@ -229,6 +229,7 @@ def frame() -> dict[str, str]:
         "payload": bytes(payload).hex(),
         "frame": (head + bytes(payload)).hex(),
         "refusal": encode_refusal(Refusal("it has no room for more at the moment", 2.0)).hex(),
+        "end": ENDED.hex(),
     }
 
 

@@ -15,7 +15,7 @@ from google.protobuf.message import Message as Protobuf
 from grpc_tools import protoc  # type: ignore[import-untyped]
 
 from swarmnet_protocols import protocol_ids
-from swarmnet_protocols.errors import StreamRefused
+from swarmnet_protocols.errors import StreamEnded, StreamRefused
 from swarmnet_protocols.lean_imports import prepare_package
 from swarmnet_protocols.membership.certificates import open_certificate
 from swarmnet_protocols.membership.revocations import open_list
@@ -144,6 +144,8 @@ def test_the_frame() -> None:
     with pytest.raises(StreamRefused, match="it has no room for more at the moment") as refused:
         asyncio.run(read(vector["refusal"]))
     assert refused.value.retry_after_s == 2.0
+    with pytest.raises(StreamEnded, match="the stream ended"):
+        asyncio.run(read(vector["end"]))
 
 
 def test_generated_code_is_fresh(tmp_path: Path) -> None:

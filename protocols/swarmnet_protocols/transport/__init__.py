@@ -84,10 +84,10 @@ class Stream(Protocol):
         """
 
     def close(self) -> None:
-        """End the stream in both directions at once; idempotent. Messages already sent are delivered."""
+        """End the stream in both directions at once; idempotent. Messages already sent are delivered, if the other side reads them."""
 
     def refuse(self, refusal: Refusal) -> None:
-        """As ``close``, and the other side is told why, unless a message is being sent. What it says is not read any more."""
+        """As ``close``, and the other side is told why, unless half a message has been sent. What it says is not read any more."""
 
 
 Handler = Callable[[Stream], Awaitable[None]]

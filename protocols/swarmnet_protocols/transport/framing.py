@@ -60,6 +60,11 @@ class FrameReader:
         self._refusal: Refusal | None = None
         self._body = bytearray()
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the other side has begun its last word."""
+        return self._sizes is not None and self._sizes[0] == REFUSED
+
     async def read(self) -> Message:
         """The next message, whose bytes ``meter`` holds from before they are read.
 
@@ -72,7 +77,7 @@ class FrameReader:
                 self._sizes = SIZES.unpack(await self._reader.readexactly(SIZES.size))
             header_bytes, payload_bytes = self._sizes
             if header_bytes == REFUSED:
-                await self._read_refusal(payload_bytes)
+                await self._read_last_word(payload_bytes)
             check_sizes(header_bytes, payload_bytes, self._protocol)
             body = await self._read_body(header_bytes + payload_bytes)
         except asyncio.IncompleteReadError as error:
@@ -87,7 +92,9 @@ class FrameReader:
         self._sizes = None
         return Message(bytes(body[:header_bytes]), body[header_bytes:])
 
-    async def _read_refusal(self, size_bytes: int) -> NoReturn:
+    async def _read_last_word(self, size_bytes: int) -> NoReturn:
+        if not size_bytes:
+            raise StreamEnded("the stream ended")
         if self._refusal is None:
             if size_bytes > MAX_REFUSAL_BYTES:
                 raise ProtocolViolation(f"a refusal of {size_bytes} bytes: {MAX_REFUSAL_BYTES} are the most")

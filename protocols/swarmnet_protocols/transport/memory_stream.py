@@ -96,7 +96,7 @@ class MemoryStream:
         self.end("the other side closed the stream")
 
     def refuse(self, refusal: Refusal) -> None:
-        if self.remote is not None and not self._closed and not self._sending.locked():
+        if self.remote is not None and not self._closed:
             remote = self.remote
             self._network.carry(self._transport.peer_id, self._peer, 0, lambda: remote.refused(refusal))
         self.close()

@@ -19,7 +19,7 @@ MAX_OWED_S = 1.0
 
 
 class Meter:
-    """Made with the stream, by ``of_theirs`` or ``of_ours``; ``close`` gives everything back."""
+    """Made with the stream, by ``of_theirs`` or ``of_ours``; ``end`` gives back what its messages took, ``close`` everything."""
 
     def __init__(self, scope: Scope, stock: Stock, timing: Timing) -> None:
         """Raises ``Exhausted``."""
@@ -104,14 +104,18 @@ class Meter:
         now = self._clock()
         self._send_at = now + self.scope.use(Flow.BYTES_OUT, size_bytes, now)
 
+    def end(self) -> None:
+        """No more is read. Idempotent."""
+        self._is_open = False
+        self._message.release()
+        self._heard.release()
+
     def close(self) -> None:
         """Idempotent."""
-        if self._is_open:
-            self._is_open = False
-            self._stream.release()
-            self._message.release()
-            self._heard.release()
-            self.on_close()
+        self.end()
+        self._stream.release()
+        on_close, self.on_close = self.on_close, _nothing
+        on_close()
 
     async def _first(self, read: Callable[[], Awaitable[Message]], when: float) -> Message:
         try:

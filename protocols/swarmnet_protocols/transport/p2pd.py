@@ -19,16 +19,16 @@ from swarmnet_protocols.transport.crowds import Crowds
 from swarmnet_protocols.transport.handling import supervise
 from swarmnet_protocols.transport.meter import Meter
 from swarmnet_protocols.transport.p2pd_daemon import (
-    READER_BYTES,
     DaemonConfig,
     P2pd,
     prepare_hivemind,
     run_p2pd,
     unpack_multiaddr,
 )
+from swarmnet_protocols.transport.p2pd_pipe import Pipe
 from swarmnet_protocols.transport.p2pd_stream import P2pdStream
 from swarmnet_protocols.transport.pacing import Pace
-from swarmnet_protocols.transport.refusing import encode_refusal, linger, no_room
+from swarmnet_protocols.transport.refusing import LINGER_S, encode_refusal, no_room
 from swarmnet_protocols.transport.wire_meter import WireMeter
 
 if TYPE_CHECKING:
@@ -91,6 +91,7 @@ class P2pdTransport:
         self._handlers: dict[str, tuple[ProtocolSpec, Handler]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._flushes: set[asyncio.Task[None]] = set()
+        self._turned_away: set[asyncio.Task[None]] = set()
         self._streams: set[P2pdStream] = set()
 
     @classmethod
@@ -115,7 +116,8 @@ class P2pdTransport:
             p2p = await P2P.replicate(Multiaddr(f"/unix{daemon.control_path}"))
             socket_path = daemon.control_path.with_name("streams.sock")
             transport = cls(identity.peer_id, daemon, p2p, socket_path, config.pace)
-            server = await asyncio.start_unix_server(transport._accept, socket_path, limit=READER_BYTES)
+            loop = asyncio.get_running_loop()
+            server = await loop.create_unix_server(lambda: Pipe(transport._accept), str(socket_path))
             try:
                 await transport._refresh_addresses()
                 transport._own(transport._keep_addresses_fresh(), transport._tasks)
@@ -155,12 +157,10 @@ class P2pdTransport:
             async with asyncio.timeout(deadline_s):
                 if addresses:
                     await self.connect(peer, addresses, deadline_s=deadline_s)
-                reader, writer = await self._daemon.open_stream(peer, protocol.id, deadline_s=deadline_s)
+                pipe = await self._daemon.open_stream(peer, protocol.id, deadline_s=deadline_s)
         except TimeoutError as error:
             raise PeerUnreachable(f"{peer} did not answer within {deadline_s:g} s") from error
-        return self._stream(
-            peer, protocol, (reader, writer), Meter.of_ours(self.resources, peer, self._timing)
-        )
+        return self._stream(peer, protocol, pipe, Meter.of_ours(self.resources, peer, self._timing))
 
     async def connect(self, peer: PeerId, addresses: Sequence[str], *, deadline_s: float) -> None:
         """Connect to ``peer`` unless it is connected. Raises ``PeerUnreachable`` within about ``deadline_s``."""
@@ -194,22 +194,22 @@ class P2pdTransport:
                 hint="check the address and that a node runs there: --bootstrap ADDR",
             )
 
-    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._own(self._handle(reader, writer), self._tasks)
+    def _accept(self, pipe: Pipe) -> None:
+        self._own(self._handle(pipe), self._tasks)
 
-    async def _handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _handle(self, pipe: Pipe) -> None:
         from hivemind.p2p import PeerID
         from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe
         from hivemind.proto import p2pd_pb2 as pb
 
         info = pb.StreamInfo()
         try:
-            await read_pbmsg_safe(reader, info)
+            await read_pbmsg_safe(pipe.reader, info)
         except (OSError, asyncio.IncompleteReadError):  # p2pd gave up before it said who calls
-            writer.close()
+            pipe.writer.close()
             return
         except asyncio.CancelledError:
-            writer.close()
+            pipe.writer.close()
             raise
         protocol, handler = self._handlers[info.proto]
         peer = PeerId(PeerID(info.peer).to_base58())
@@ -217,23 +217,19 @@ class P2pdTransport:
             meter = self._crowds.admit(peer, unpack_multiaddr(info.addr) if info.addr else "")
         except Exhausted as error:
             _log.debug("no stream of %s is taken: %s", peer, error)
-            writer.write(encode_refusal(no_room(error)))
-            if len(self._flushes) < MAX_LINGERING:
-                self._own(linger(reader, writer), self._flushes)
+            refusal = encode_refusal(no_room(error))
+            if len(self._turned_away) < MAX_LINGERING:
+                pipe.end(refusal, within_s=LINGER_S)
+                self._own(pipe.closed(), self._turned_away)
             else:
-                writer.close()
+                pipe.writer.write(refusal)
+                pipe.writer.close()
             return
-        stream = self._stream(peer, protocol, (reader, writer), meter)
+        stream = self._stream(peer, protocol, pipe, meter)
         stream.packed_address = info.addr
         await supervise(handler, stream, protocol)
 
-    def _stream(
-        self,
-        peer: PeerId,
-        protocol: ProtocolSpec,
-        pipe: tuple[asyncio.StreamReader, asyncio.StreamWriter],
-        meter: Meter,
-    ) -> P2pdStream:
+    def _stream(self, peer: PeerId, protocol: ProtocolSpec, pipe: Pipe, meter: Meter) -> P2pdStream:
         stream = P2pdStream(peer, protocol, pipe, meter, self._stream_closed, self._pace)
         self._streams.add(stream)
         return stream
@@ -291,7 +287,7 @@ class P2pdTransport:
         await asyncio.gather(*tasks, return_exceptions=True)
         for stream in list(self._streams):
             stream.close()
-        if self._flushes:
-            _, late = await asyncio.wait(self._flushes, timeout=_FLUSH_S)
+        if flushes := self._flushes | self._turned_away:
+            _, late = await asyncio.wait(flushes, timeout=_FLUSH_S)
             for task in late:
                 task.cancel()

@@ -24,11 +24,9 @@ from swarmnet_protocols.errors import ConfigError, IncompatibleVersion, PeerUnre
 from swarmnet_protocols.lean_imports import prepare_package
 from swarmnet_protocols.resources import IN_ALL, Stock
 from swarmnet_protocols.transport import PeerId
+from swarmnet_protocols.transport.p2pd_pipe import Pipe
 
 _log = logging.getLogger(__name__)
-
-READER_BYTES = 32 << 10
-"""How much of a stream is buffered before the sender is held back (twice this, in asyncio's reckoning, and what one read gives)."""
 
 OPEN_FILES = 2 * IN_ALL[Stock.STREAMS]
 """Every stream is a descriptor, here and in p2pd; the usual limit of 1024 is less than what peers may open."""
@@ -143,9 +141,7 @@ class P2pd:
             )
         )
 
-    async def open_stream(
-        self, peer: PeerId, protocol_id: str, *, deadline_s: float
-    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def open_stream(self, peer: PeerId, protocol_id: str, *, deadline_s: float) -> Pipe:
         """A raw stream to ``peer``. Raises ``PeerUnreachable`` or ``IncompatibleVersion``."""
         from hivemind.proto import p2pd_pb2 as pb
 
@@ -155,13 +151,13 @@ class P2pd:
                 peer=pack_peer(peer), proto=[protocol_id], timeout=math.ceil(deadline_s)
             ),
         )
-        reader, writer = await self._dial()
+        pipe = await self._dial()
         try:
-            await self._exchange(request, reader, writer)
+            await self._exchange(request, pipe)
         except BaseException:
-            writer.close()
+            pipe.writer.close()
             raise
-        return reader, writer
+        return pipe
 
     async def handle_streams(self, protocol_id: str, socket_path: Path) -> None:
         """Have p2pd connect to ``socket_path`` for every incoming stream under ``protocol_id``."""
@@ -176,29 +172,29 @@ class P2pd:
             )
         )
 
-    async def _dial(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def _dial(self) -> Pipe:
+        loop = asyncio.get_running_loop()
         try:
-            return await asyncio.open_unix_connection(self.control_path, limit=READER_BYTES)
+            _, pipe = await loop.create_unix_connection(Pipe, str(self.control_path))
         except OSError as error:
             raise PeerUnreachable("p2pd is not running", hint="restart this node") from error
+        return pipe
 
     async def _call(self, request: Any) -> Any:
-        reader, writer = await self._dial()
+        pipe = await self._dial()
         try:
-            return await self._exchange(request, reader, writer)
+            return await self._exchange(request, pipe)
         finally:
-            writer.close()
+            pipe.writer.close()
 
-    async def _exchange(
-        self, request: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> Any:
+    async def _exchange(self, request: Any, pipe: Pipe) -> Any:
         from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe, write_pbmsg
         from hivemind.proto import p2pd_pb2 as pb
 
         response = pb.Response()
         try:
-            await write_pbmsg(writer, request)
-            await read_pbmsg_safe(reader, response)
+            await write_pbmsg(pipe.writer, request)
+            await read_pbmsg_safe(pipe.reader, response)
         except (OSError, asyncio.IncompleteReadError) as error:
             raise PeerUnreachable("p2pd is gone", hint="restart this node") from error
         if response.type == pb.Response.ERROR:

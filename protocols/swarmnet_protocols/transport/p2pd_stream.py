@@ -1,7 +1,6 @@
 """A stream of real nodes: framed messages over the unix socket that p2pd makes of a libp2p stream."""
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 
 from swarmnet_protocols.errors import StreamEnded
@@ -10,8 +9,12 @@ from swarmnet_protocols.transport import Buffer, Message, PeerId, ProtocolSpec, 
 from swarmnet_protocols.transport.framing import FrameReader, encode
 from swarmnet_protocols.transport.meter import Meter
 from swarmnet_protocols.transport.p2pd_daemon import unpack_multiaddr
+from swarmnet_protocols.transport.p2pd_pipe import Pipe
 from swarmnet_protocols.transport.pacing import PIECE_BYTES, Pace, PacedReader
-from swarmnet_protocols.transport.refusing import encode_refusal, linger
+from swarmnet_protocols.transport.refusing import ENDED, LINGER_S, encode_refusal
+
+MAX_MIB_ON_ITS_WAY = 16.0
+"""libp2p takes so much of what is sent on a stream before the other side has any of it."""
 
 
 class P2pdStream:
@@ -21,29 +24,27 @@ class P2pdStream:
         self,
         peer: PeerId,
         protocol: ProtocolSpec,
-        pipe: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+        pipe: Pipe,
         meter: Meter,
         on_close: Callable[["P2pdStream"], None],
         pace: Pace,
     ) -> None:
         self.packed_address = b""
-        reader, writer = pipe
         self._up = pace.up
         self._on_close = on_close
         self._peer = peer
         self._protocol = protocol
-        self._reader = reader
-        self._frames = FrameReader(PacedReader(reader, pace.down), protocol, meter)
+        self._pipe = pipe
+        self._frames = FrameReader(PacedReader(pipe.reader, pace.down), protocol, meter)
         self._meter = meter
         meter.drop = self.drop
-        self._writer = writer
         # ``send`` then returns when the kernel has all of a message, and the caller may reuse its buffers.
-        writer.transport.set_write_buffer_limits(high=0)
+        pipe.writer.transport.set_write_buffer_limits(high=0)
         self._sending = asyncio.Lock()
-        self._receiving = asyncio.Lock()
-        self._reading: asyncio.Timeout | None = None
+        self._sent_bytes = 0
+        self._is_halfway = False
+        """Part of a message has been sent, and what follows would be taken for the rest."""
         self._closed = False
-        self._lingers = False
 
     @property
     def peer(self) -> PeerId:
@@ -61,9 +62,8 @@ class P2pdStream:
         head, payload = encode(message, self._protocol)
         async with self._sending:
             await self._meter.send(len(head) + len(payload))
-            if self._closed:
-                raise StreamEnded("the stream was closed")
-            if self._writer.is_closing() or self._reader.at_eof():
+            self._check_open()
+            if self._pipe.writer.is_closing() or self._pipe.reader.at_eof() or self._frames.is_over:
                 raise StreamEnded("the stream ended")
             try:
                 await self._write(head, payload)
@@ -74,67 +74,69 @@ class P2pdStream:
         size_bytes = len(head) + len(payload)
         if not self._up.is_limited or size_bytes <= PIECE_BYTES:
             await self._up.turn(size_bytes, of_bytes=size_bytes)
-            self._writer.write(head)
+            self._check_open()
+            self._sent_bytes += size_bytes
+            self._pipe.writer.write(head)
             if payload:
-                self._writer.write(payload)
-            await self._writer.drain()
+                self._pipe.writer.write(payload)
+            await self._pipe.writer.drain()
             return
         view = memoryview(payload)
         pieces: list[Buffer] = [view[at : at + PIECE_BYTES] for at in range(0, len(view), PIECE_BYTES)]
         try:
             for piece in [head, *pieces]:
                 await self._up.turn(len(piece), of_bytes=size_bytes)
-                self._writer.write(piece)
-                await self._writer.drain()
+                self._check_open()
+                self._is_halfway = True
+                self._sent_bytes += len(piece)
+                self._pipe.writer.write(piece)
+                await self._pipe.writer.drain()
         except BaseException:
-            self.close()  # half a message is on its way: nothing that follows would be understood
+            self.close()
             raise
+        self._is_halfway = False
 
     async def receive(self) -> Message:
-        if self._closed:
-            raise StreamEnded("the stream was closed")
-        async with self._receiving:
-            try:
-                async with asyncio.timeout(None) as self._reading:
-                    message = await self._meter.receive(self._frames.read)
-            except TimeoutError as error:  # there is none but that of ``refuse``
-                raise StreamEnded("the stream was closed") from error
-            finally:
-                self._reading = None
-        if self._closed:
-            raise StreamEnded("the stream was closed")
+        self._check_open()
+        message = await self._meter.receive(self._frames.read)
+        self._check_open()
         return message
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StreamEnded("the stream was closed")
+
     def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._meter.close()
-            self._writer.close()
-            self._on_close(self)
+        if self._sent_bytes and not self._frames.is_over:
+            mib_on_its_way = min(self._sent_bytes / (1 << 20), MAX_MIB_ON_ITS_WAY)
+            self._end(ENDED, within_s=self._meter.piece_s * (1 + mib_on_its_way))
+        else:
+            self._end(b"", within_s=0.0)
 
     def drop(self) -> None:
-        """As ``close``; of whoever was refused, it is not waited until it has heard so."""
+        """As ``close``, and it is not waited until the other side has heard anything."""
         self.close()
         self._meter.close()
-        self._writer.close()
+        self._pipe.writer.close()
 
     def refuse(self, refusal: Refusal) -> None:
-        if self._closed or self._sending.locked():
-            self.close()
+        self._end(encode_refusal(refusal), within_s=LINGER_S)
+
+    def _end(self, last_word: bytes, *, within_s: float) -> None:
+        """End it with a last word if there is one, and at once if there is none, or if it would not be understood."""
+        if self._closed:
             return
-        self._closed = self._lingers = True
-        if self._reading is not None:
-            self._reading.reschedule(asyncio.get_running_loop().time())
-        self._writer.write(encode_refusal(refusal))
+        self._closed = True
+        self._meter.end()
+        if last_word and not self._is_halfway:
+            self._pipe.end(last_word, within_s=within_s)
+        else:
+            self._pipe.writer.close()
         self._on_close(self)
 
     async def flush(self) -> None:
-        """Wait until everything sent before ``close`` has left this process, and whoever was refused has heard it."""
-        if self._lingers:
-            try:
-                async with self._receiving:  # until whoever receives has heard that it is over
-                    await linger(self._reader, self._writer)
-            finally:
-                self._meter.close()
-        with contextlib.suppress(OSError):
-            await self._writer.wait_closed()
+        """Wait until the other side has everything that was sent before ``close``, or has had its time."""
+        try:
+            await self._pipe.closed()
+        finally:
+            self._meter.close()

@@ -1,7 +1,5 @@
-"""How a stream is refused: a last word in place of a message, which the other side's ``receive`` raises."""
+"""The last word on a stream, in place of a message: that it is refused, which the other side's ``receive`` raises, or that it ends."""
 
-import asyncio
-import contextlib
 import struct
 
 from swarmnet_protocols.errors import StreamRefused
@@ -13,12 +11,14 @@ from swarmnet_protocols.wire import door_pb2 as pb
 SIZES = struct.Struct(">II")
 REFUSED = 0xFFFF_FFFF
 """In place of the size of a header: a ``Refused`` of as many bytes as the second size says, and nothing after it."""
+ENDED = SIZES.pack(REFUSED, 0)
+"""The last word on a stream that is done with: everything has been said, and whoever has read it may close."""
 MAX_REFUSAL_BYTES = 2048
 MAX_REASON_CHARS = 300
+NO_REASON = "it does not say why"
 MAX_RETRY_S = 60.0
 LINGER_S = 5.0
-LINGER_BYTES = 128 << 10
-"""How long the other side has to hear that it is refused, and how much of what it says meanwhile is thrown away."""
+"""How long the other side has to hear that it is refused."""
 
 
 def printable(reason: str) -> str:
@@ -32,9 +32,10 @@ def no_room(error: Exhausted) -> Refusal:
 
 
 def encode_refusal(refusal: Refusal) -> bytes:
-    """The frame of ``refusal``."""
+    """The frame of ``refusal``, which always has something to say: one that has not is ``ENDED``."""
+    reason = refusal.reason[:MAX_REASON_CHARS] or NO_REASON
     retry_ms = round(1000 * min(max(0.0, refusal.retry_after_s), MAX_RETRY_S))
-    said = pb.Refused(reason=refusal.reason[:MAX_REASON_CHARS], retry_ms=retry_ms).SerializeToString()
+    said = pb.Refused(reason=reason, retry_ms=retry_ms).SerializeToString()
     return SIZES.pack(REFUSED, len(said)) + said
 
 
@@ -53,18 +54,3 @@ def refused_by(peer: str, refusal: Refusal) -> StreamRefused:
     return StreamRefused(
         f"{peer} refuses us: {printable(refusal.reason)}", retry_after_s=refusal.retry_after_s, hint=hint
     )
-
-
-async def linger(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Close a stream whose opener was told that it is refused, once it has heard so and closes.
-
-    What it says meanwhile is thrown away: a stream with something unread in it breaks, and takes the refusal along.
-    """
-    left_bytes = LINGER_BYTES
-    try:
-        with contextlib.suppress(TimeoutError, OSError):
-            async with asyncio.timeout(LINGER_S):
-                while left_bytes > 0 and (piece := await reader.read(left_bytes)):
-                    left_bytes -= len(piece)
-    finally:
-        writer.close()

@@ -1,0 +1,224 @@
+"""How a stream ends: what was said is heard, and nobody is waited for too long. p2pd is left out: its socket is one of a pair."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from swarmnet_protocols.errors import StreamEnded, StreamRefused
+from swarmnet_protocols.protocol_ids import LINK
+from swarmnet_protocols.resources import ResourceManager, Stock
+from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.transport import Message, PeerId, Refusal
+from swarmnet_protocols.transport.p2pd_pipe import LINGER_BYTES, Pipe
+from swarmnet_protocols.transport.p2pd_stream import P2pdStream
+from swarmnet_protocols.transport.pacing import Pace
+from tests.support.meters import a_meter
+from tests.support.virtual_time import run
+
+PATIENCE_S = 60.0
+SOON_S = 0.5
+SOCKET_BYTES = 1 << 20
+"""More than a socket and one read of it ever hold."""
+
+
+class End:
+    """A stream on one end of a pair of sockets, and what it takes."""
+
+    def __init__(self, pipe: Pipe, pace: Pace) -> None:
+        self.resources = ResourceManager()
+        self.pipe = pipe
+        self.flushes: list[asyncio.Task[None]] = []
+        self.stream = P2pdStream(PeerId("somebody"), LINK, pipe, a_meter(self.resources), self._closed, pace)
+
+    @property
+    def streams(self) -> int:
+        return self.resources.in_all.used[Stock.STREAMS]
+
+    def _closed(self, stream: P2pdStream) -> None:
+        self.flushes.append(asyncio.get_running_loop().create_task(stream.flush()))
+
+
+async def connected(end: socket.socket) -> Pipe:
+    loop = asyncio.get_running_loop()
+    _, pipe = await loop.create_unix_connection(Pipe, sock=end)
+    return pipe
+
+
+@asynccontextmanager
+async def a_stream_to(pace: Pace | None = None) -> AsyncIterator[tuple[End, socket.socket]]:
+    """A stream, and the socket of whoever is on its other side."""
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    with theirs:
+        end = End(await connected(ours), pace or Pace())
+        try:
+            yield end, theirs
+        finally:
+            end.pipe.writer.transport.abort()
+            await asyncio.gather(*end.flushes)
+
+
+@asynccontextmanager
+async def two_ends() -> AsyncIterator[tuple[End, End]]:
+    async with a_stream_to() as (one, theirs):
+        other = End(await connected(theirs.dup()), Pace())
+        theirs.close()
+        try:
+            yield one, other
+        finally:
+            other.pipe.writer.transport.abort()
+            await asyncio.gather(*other.flushes)
+
+
+def test_who_has_said_something_closes_when_it_has_been_heard() -> None:
+    async def main() -> None:
+        async with two_ends() as (one, other):
+            await one.stream.send(Message(b"the answer"))
+            one.stream.close()
+            await asyncio.sleep(SOON_S)
+            assert not one.pipe.writer.is_closing()
+            assert (await other.stream.receive()).header == b"the answer"
+            for _ in range(2):
+                with pytest.raises(StreamEnded, match="the stream ended"):
+                    await other.stream.receive()
+            with pytest.raises(StreamEnded):
+                await other.stream.send(Message(b"what nobody reads"))
+            assert one.streams == 1, "a stream counts until it is gone"
+            other.stream.close()
+            async with asyncio.timeout(SOON_S):
+                await asyncio.gather(*one.flushes, *other.flushes)
+            assert one.streams == other.streams == 0
+
+    run(main())
+
+
+def test_who_is_refused_is_told_so_although_it_goes_on_speaking() -> None:
+    async def main() -> None:
+        async with two_ends() as (one, other):
+            await other.stream.send(Message(b"what nobody reads", bytes(50_000)))
+            waiting = asyncio.create_task(one.stream.receive())
+            one.stream.refuse(Refusal("no", 2.0))
+            await asyncio.gather(waiting, return_exceptions=True)
+            with pytest.raises(StreamRefused, match="no"):
+                await other.stream.receive()
+            other.stream.close()
+            async with asyncio.timeout(SOON_S):
+                await asyncio.gather(*one.flushes)
+
+    run(main())
+
+
+def test_two_who_end_it_at_the_same_time_do_not_wait_for_each_other() -> None:
+    async def main() -> None:
+        async with two_ends() as (one, other):
+            for end in (one, other):
+                await end.stream.send(Message(b"hello"))
+            for end in (one, other):
+                end.stream.close()
+            async with asyncio.timeout(SOON_S):
+                await asyncio.gather(*one.flushes, *other.flushes)
+
+    run(main())
+
+
+def test_who_has_said_nothing_closes_at_once() -> None:
+    async def main() -> None:
+        async with a_stream_to() as (end, theirs):
+            end.stream.close()
+            async with asyncio.timeout(SOON_S):
+                await asyncio.gather(*end.flushes)
+            assert theirs.recv(100) == b""
+
+    run(main())
+
+
+def test_who_waits_for_a_message_is_told_at_once_that_the_stream_was_closed() -> None:
+    async def main() -> None:
+        async with a_stream_to() as (end, _):
+            await end.stream.send(Message(b"hello"))
+            waiting = asyncio.create_task(end.stream.receive())
+            await asyncio.sleep(SOON_S)
+            end.stream.close()
+            async with asyncio.timeout(SOON_S):
+                with pytest.raises(StreamEnded):
+                    await waiting
+
+    run(main())
+
+
+def test_half_a_message_is_followed_by_nothing() -> None:
+    async def main() -> None:
+        pace = Pace()
+        pace.up.set_rate(100_000.0)
+        async with a_stream_to(pace) as (end, theirs):
+            sending = asyncio.create_task(end.stream.send(Message(b"", b"x" * 1_000_000)))
+            await asyncio.sleep(SOON_S)
+            end.stream.refuse(Refusal("no", 2.0))
+            with pytest.raises(StreamEnded):
+                await sending
+            async with asyncio.timeout(SOON_S):
+                await asyncio.gather(*end.flushes)
+            said = b""
+            while piece := theirs.recv(1 << 16):
+                said += piece
+            assert len(said) < 1_000_000
+            assert set(said[8:]) == set(b"x")
+
+    run(main())
+
+
+def test_who_was_refused_and_does_not_close_is_not_waited_for() -> None:
+    async def main() -> None:
+        async with a_stream_to() as (end, _):
+            end.stream.refuse(Refusal("no", 2.0))
+            async with asyncio.timeout(PATIENCE_S):
+                await asyncio.gather(*end.flushes)
+            assert end.streams == 0
+
+    run(main())
+
+
+async def waited_for_s(said_mib: int) -> float:
+    """How long whoever was sent so much, and does not close, is waited for."""
+    async with a_stream_to() as (end, theirs):
+        loop = asyncio.get_running_loop()
+        for _ in range(said_mib):
+            message = Message(b"", bytes(1 << 20))
+            sending = asyncio.create_task(end.stream.send(message))
+            left_bytes = 8 + len(message.payload)
+            while left_bytes:
+                left_bytes -= len(await loop.sock_recv(theirs, left_bytes))
+            await sending
+        ended_at = loop.time()
+        end.stream.close()
+        await asyncio.gather(*end.flushes)
+        assert end.streams == 0
+        return loop.time() - ended_at
+
+
+def test_who_was_served_has_the_time_that_a_slow_line_takes() -> None:
+    assert run(waited_for_s(3)) >= 3 * Timing().chunk_s
+
+
+def test_who_was_sent_a_lot_has_no_more_time_than_a_line_holds() -> None:
+    assert run(waited_for_s(40)) <= 17.5 * Timing().chunk_s
+
+
+def test_who_goes_on_speaking_is_not_listened_to_for_ever() -> None:
+    async def main() -> None:
+        async with a_stream_to() as (end, theirs):
+            end.stream.refuse(Refusal("no", 2.0))
+            taken_bytes = 0
+            try:
+                while taken_bytes < 8 * SOCKET_BYTES:
+                    taken_bytes += theirs.send(bytes(1 << 10))
+                    await asyncio.sleep(0)
+            except BlockingIOError:
+                await asyncio.sleep(SOON_S)
+            assert taken_bytes < LINGER_BYTES + SOCKET_BYTES
+            assert not end.flushes[0].done(), "and yet has its time to hear why"
+
+    run(main())
