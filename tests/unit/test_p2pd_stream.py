@@ -58,7 +58,7 @@ async def a_stream_to(pace: Pace | None = None) -> AsyncIterator[tuple[End, sock
             yield end, theirs
         finally:
             end.pipe.writer.transport.abort()
-            await asyncio.gather(*end.flushes)
+            await asyncio.gather(*end.flushes, return_exceptions=True)
 
 
 @asynccontextmanager
@@ -70,7 +70,7 @@ async def two_ends() -> AsyncIterator[tuple[End, End]]:
             yield one, other
         finally:
             other.pipe.writer.transport.abort()
-            await asyncio.gather(*other.flushes)
+            await asyncio.gather(*other.flushes, return_exceptions=True)
 
 
 def test_who_has_said_something_closes_when_it_has_been_heard() -> None:
