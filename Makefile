@@ -67,6 +67,7 @@ bench: $(INSTALLED)
 	$(BIN)/python -m tests.bench.dashboard_page
 	$(BIN)/python -m tests.bench.gateway
 	$(BIN)/python -m tests.bench.dashboard
+	$(BIN)/python -m tests.bench.node
 	$(BIN)/python -m tests.bench.limits
 	$(BIN)/python -m tests.bench.hostile
 	$(BIN)/python -m tests.bench.frame_cost
