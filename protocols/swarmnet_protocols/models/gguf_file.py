@@ -267,7 +267,9 @@ class GgufCheckpoint:
                     parsed_parameters=parsed,
                 )
                 if result.name in hf_names:
-                    parsed["tensors"][hf_names[result.name]] = torch.from_numpy(np.array(result.weights))
+                    # What was dequantised is ours already; what lies as it did in the file is a view of its bytes.
+                    own = np.require(result.weights, requirements=["C_CONTIGUOUS", "WRITEABLE"])
+                    parsed["tensors"][hf_names[result.name]] = torch.from_numpy(own)
         return parsed["tensors"]
 
 
