@@ -59,7 +59,12 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
     ] = 8,
     learning_rate: Annotated[
         float | None,
-        typer.Option("--learning-rate", metavar="R", help="The highest.", show_default="by method"),
+        typer.Option(
+            "--learning-rate",
+            metavar="R",
+            help="The highest of the run: it rises at first and falls to the end.",
+            show_default="by method",
+        ),
     ] = None,
     max_length: Annotated[
         int, typer.Option("--max-length", metavar="N", min=2, help="Tokens of a row; the rest is cut off.")
@@ -75,7 +80,13 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
     seed: Annotated[int, typer.Option("--seed", metavar="S", min=0, help="The same, the same result.")] = 0,
     eval_every: Annotated[
         int | None,
-        typer.Option("--eval-every", metavar="N", min=1, help="Steps.", show_default="once an epoch"),
+        typer.Option(
+            "--eval-every",
+            metavar="N",
+            min=1,
+            help="Steps between evaluations.",
+            show_default="once an epoch",
+        ),
     ] = None,
     save_every: Annotated[
         int, typer.Option("--save-every", metavar="N", min=1, help="Steps between checkpoints.")
