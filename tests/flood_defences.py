@@ -114,6 +114,11 @@ FLOODS = (
         test_admission.test_silent_newcomers_keep_nobody_out,
     ),
     Defence(
+        "those who ask without end make room",
+        replacing(Scope, "spare", lambda *_: 1 << 30),
+        test_admission.test_who_asks_without_end_keeps_nobody_from_asking,
+    ),
+    Defence(
         "who has no door any more is remembered",
         replacing(door, "MAX_REMEMBERED", 0),
         patched(test_door_limits.test_whose_door_was_shut_for_want_of_room_is_let_in_until_it_is_revoked),

@@ -1,11 +1,13 @@
 """How a newcomer gets in: invites, and who answers them near and far."""
 
 import asyncio
+import contextlib
 import random
 from pathlib import Path
 
 import pytest
 
+from swarmnet_protocols.aio import cancel
 from swarmnet_protocols.directory import MemoryDirectory
 from swarmnet_protocols.errors import NotAuthorised, StreamEnded, Unreachable
 from swarmnet_protocols.membership.admission import AGAIN_S, ISSUERS_TOPIC, ask
@@ -13,10 +15,10 @@ from swarmnet_protocols.membership.certificates import open_certificate
 from swarmnet_protocols.membership.invites import redemption
 from swarmnet_protocols.membership.roles import Role
 from swarmnet_protocols.membership.signed import seal
-from swarmnet_protocols.membership.waiting_room import origin_of
 from swarmnet_protocols.protocol_ids import ADMISSION
 from swarmnet_protocols.resources import Stock
 from swarmnet_protocols.transport import Message, Stream
+from swarmnet_protocols.transport.crowds import origin_of
 from swarmnet_protocols.wire import membership_pb2 as pb
 from tests.support.admission_world import World, address, redeem, run
 from tests.support.private_swarm import AUTHORITY, EPOCH, identity_of, virtual_clock
@@ -215,6 +217,38 @@ def test_who_has_many_identities_in_one_place_displaces_its_own(tmp_path: Path) 
         request = pb.AdmissionRequest(redeem=redemption(world.invite(), newcomer.peer_id))
         await stream.send(Message(request.SerializeToString()))
         assert pb.AdmissionReply.FromString((await stream.receive()).header).admitted.certificate
+
+    run(tmp_path, scenario)
+
+
+def test_who_asks_without_end_keeps_nobody_from_asking(tmp_path: Path) -> None:
+    """Forty identities of one place, each of which asks again whenever it is answered."""
+
+    async def scenario(world: World) -> None:
+        issuer = await world.issuer("issuer")
+        question = Message(pb.AdmissionRequest(renew=pb.Renew()).SerializeToString())
+
+        async def ask_without_end(number: int) -> None:
+            stranger = await world.stranger(f"asks {number}")
+            world.network.move(stranger.peer_id, f"/ip4/203.0.113.{number}/tcp/4001")
+            while True:
+                stream = await stranger.open(issuer.peer_id, ADMISSION, deadline_s=DEADLINE_S)
+                with contextlib.suppress(StreamEnded):
+                    await stream.send(question)
+                    await stream.receive()
+                stream.close()
+
+        asking = [asyncio.create_task(ask_without_end(number)) for number in range(40)]
+        await asyncio.sleep(5.0)
+        newcomer = await world.stranger("newcomer")
+        world.network.move(newcomer.peer_id, "/ip4/198.51.100.7/tcp/4001")
+        request = pb.AdmissionRequest(redeem=redemption(world.invite(), newcomer.peer_id))
+        stream = await newcomer.open(issuer.peer_id, ADMISSION, deadline_s=DEADLINE_S)
+        await stream.send(Message(request.SerializeToString()))
+        try:
+            assert pb.AdmissionReply.FromString((await stream.receive()).header).admitted.certificate
+        finally:
+            await cancel(*asking)
 
     run(tmp_path, scenario)
 

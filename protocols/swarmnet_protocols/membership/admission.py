@@ -105,6 +105,7 @@ class Admissions:
         self._bootstrap = tuple(bootstrap)
         self._timing = Timing()
         self._newcomers = WaitingRoom(transport.resources.in_all, Stock.NEWCOMERS)
+        self._asking = WaitingRoom(transport.resources.in_all, Stock.ADMISSIONS)
         self._one = asyncio.Lock()
         self._known: list[str] = []
         self._known_until = 0.0
@@ -152,8 +153,10 @@ class Admissions:
         with self._newcomers.enter(stream):
             message = await receive_within(stream, self._timing.door_s)
         request = parse(pb.AdmissionRequest, message.header)
-        with stream.scope.hold(Stock.ADMISSIONS):
+        with self._asking.enter(stream):
             async with self._one:
+                if not self._asking.has(stream):
+                    return  # somebody else has its place
                 await asyncio.sleep(PACE_S)
                 reply = self._reply(request, stream.peer)
             if reply.refused.elsewhere:  # the directory may be slow: nobody else waits for it

@@ -36,6 +36,10 @@ class WaitingRoom:
             self._waiting.pop(stream, None)
             hold.release()
 
+    def has(self, stream: Stream) -> bool:
+        """Whether it has its place still."""
+        return stream in self._waiting
+
     def _slowest(self) -> Stream:
         """Of the largest crowd, the first that came."""
         crowds = Counter(origin for _, origin in self._waiting.values())
