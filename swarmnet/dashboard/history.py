@@ -184,10 +184,15 @@ class History:
         self, now_s: float, window_s: int, peer: str | None = None
     ) -> list[tuple[str, str | None, int, float]]:
         """Peer, name, positions computed and seconds online of everybody, or of one, in a window of a day or a month; most first."""
-        # Of a month, what is not yet coarse is fine.
-        coarse_since_s = now_s - window_s if window_s > DAY_S else now_s
-        fine_since_s = max(now_s - window_s, _boundary(now_s, PEERS.coarse_s) if window_s > DAY_S else 0)
         with self._lock:
+            coarse_since_s, fine_since_s = now_s, now_s - window_s
+            if (
+                window_s > DAY_S
+            ):  # what is not yet coarse is fine: it is made so a while after its time is full
+                (newest,) = self._db.execute(
+                    "SELECT MAX(at_s) FROM peer_samples WHERE step_s = ?", (PEERS.coarse_s,)
+                ).fetchone()
+                coarse_since_s, fine_since_s = fine_since_s, max(fine_since_s, newest or 0)
             return self._db.execute(
                 "SELECT p.peer, p.name, SUM(s.positions) AS positions, SUM(s.online_s) FROM peer_samples s"
                 " JOIN peers p ON p.id = s.peer WHERE (?1 IS NULL OR p.peer = ?1)"

@@ -113,6 +113,18 @@ def test_contributions_of_a_month_are_those_of_its_days(tmp_path: Path) -> None:
         assert of_q == {"tokens_24h": 288, "tokens_30d": 577, "uptime_24h": 0.5}
 
 
+def test_contributions_of_a_month_have_what_is_not_thinned_yet(tmp_path: Path) -> None:
+    start_s = NOW_S // PEERS.coarse_s * PEERS.coarse_s
+    with History.open(tmp_path) as kept:
+        for at_s in range(start_s + PEERS.fine_s, start_s + 2 * PEERS.coarse_s + 1, PEERS.fine_s):
+            kept.add(peers=[of_peer(at_s)])
+        now_s = start_s + 2 * PEERS.coarse_s + PEERS.fine_s
+        before = charts.contributions(kept, now_s, "30d")
+        kept.thin(now_s)
+        assert before[0]["tokens"] == 600 * 2 * PEERS.coarse_s // PEERS.fine_s
+        assert charts.contributions(kept, now_s, "30d") == before
+
+
 def test_no_line_is_drawn_through_a_time_when_nobody_looked(tmp_path: Path) -> None:
     with History.open(tmp_path) as kept:
         kept.add(models=[sample(at_s) for at_s in (NOW_S - 300, NOW_S - 270, NOW_S - 30)])
