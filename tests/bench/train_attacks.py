@@ -1,6 +1,6 @@
 """What bad workers cost: sixteen replicas, three and seven of them lying, by aggregator. Virtual time, real exchanges.
 
-    python -m tests.bench.train_attacks [--rounds 40] [--steps 10] [--aggregate centered-clip]
+    python -m tests.bench.train_attacks [--rounds 40] [--steps 10] [--aggregate centered-clip] [--attack alie]
 
 The text is the standard library's source. "plain mean" is a mean without any check or clipping; "mean" and "centered-clip" are
 what a job gets that asks for them, with contributions checked and clipped to their median norm. Prints a JSON object a run;
@@ -27,6 +27,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--steps", type=int, default=10, help="inner steps of a round")
     parser.add_argument("--aggregate", nargs="+", choices=ROADS, default=ROADS)
+    parser.add_argument("--attack", nargs="+", choices=tuple(ATTACKS), default=tuple(ATTACKS))
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # tensors this small are slower with more
     with tempfile.TemporaryDirectory() as name:
@@ -38,7 +39,7 @@ def main() -> None:
         for road in arguments.aggregate:
             job = attack_job(folder, road.removeprefix("plain "), **length)
             rules = Rules() if road == "plain mean" else None
-            for attack in ATTACKS:
+            for attack in arguments.attack:
                 for bad in (3, 7):
                     trained = train(job, folder, bad, ATTACKS[attack], rules=rules)
                     line: dict[str, object] = {"aggregate": road, "attack": attack, "bad": bad}
