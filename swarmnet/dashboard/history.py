@@ -186,13 +186,10 @@ class History:
         """Peer, name, positions computed and seconds online of everybody, or of one, in a window of a day or a month; most first."""
         with self._lock:
             coarse_since_s, fine_since_s = now_s, now_s - window_s
-            if (
-                window_s > DAY_S
-            ):  # what is not yet coarse is fine: it is made so a while after its time is full
-                (newest,) = self._db.execute(
-                    "SELECT MAX(at_s) FROM peer_samples WHERE step_s = ?", (PEERS.coarse_s,)
-                ).fetchone()
-                coarse_since_s, fine_since_s = fine_since_s, max(fine_since_s, newest or 0)
+            if window_s > DAY_S:  # what is not coarse yet is fine
+                newest = "SELECT MAX(at_s) FROM peer_samples WHERE step_s = ?"
+                (until_s,) = self._db.execute(newest, (PEERS.coarse_s,)).fetchone()
+                coarse_since_s, fine_since_s = fine_since_s, max(fine_since_s, until_s or 0)
             return self._db.execute(
                 "SELECT p.peer, p.name, SUM(s.positions) AS positions, SUM(s.online_s) FROM peer_samples s"
                 " JOIN peers p ON p.id = s.peer WHERE (?1 IS NULL OR p.peer = ?1)"
