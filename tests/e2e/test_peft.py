@@ -96,9 +96,7 @@ def shaken(model: Any, seed: int = 1) -> Any:
 @contextmanager
 def tuned(tiny: TinySwarm, method: str) -> Iterator[Any]:
     """PEFT on the swarm model, for as long as the context."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = shaken(get_peft_model(tiny.model, METHODS[method]))
+    model = shaken(get_peft_model(tiny.model, METHODS[method]))
     try:
         yield model
     finally:
@@ -135,18 +133,6 @@ def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert (found - expected).norm() <= 1e-5 * expected.norm()
 
 
-def assert_same_gradients(found: list[Any], expected: list[Any]) -> None:
-    """All together to 1e-5 of their size, those of each parameter to 1e-4.
-
-    The tiny model magnifies rounding: in single parameters plain float32 is 1.3e-5 from float64.
-    """
-    pairs = list(zip(found, expected, strict=True))
-    assert_near(*(torch.cat([each.grad.flatten() for each in side]) for side in zip(*pairs, strict=True)))
-    for mine, theirs in pairs:
-        assert theirs.grad.any()
-        assert (mine.grad - theirs.grad).norm() <= 1e-4 * theirs.grad.norm()
-
-
 def greedy(model: Any, texts: list[list[int]], **options: Any) -> list[list[int]]:
     """The new tokens of each row."""
     batch = padded(texts, left=True)
@@ -167,7 +153,9 @@ def test_loss_and_gradients_are_those_of_the_plain_model(calm: TinySwarm, method
             loss.backward()
             losses.append(loss.detach())
         assert_near(*losses)
-        assert_same_gradients(*map(learning, models))
+        for mine, theirs in zip(*map(learning, models), strict=True):
+            assert theirs.grad.any()
+            assert_near(mine.grad, theirs.grad)
         with torch.inference_mode():
             assert_near(*(model.eval()(**labelled(TEXTS)).loss for model in models))
 
@@ -317,10 +305,7 @@ def test_a_classifier_learns_as_on_the_plain_model(calm_reference: Reference, tm
     batch = padded(TEXTS, left=False) | {"labels": torch.tensor([2, 0, 1])}
     with tiny_swarm(calm_reference, labels=3) as running:
         assert running.model.score.weight.isfinite().all()
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            running.model.score.reset_parameters()
-            ours = shaken(get_peft_model(running.model, config))
+        ours = shaken(get_peft_model(running.model, config))
         ours.save_pretrained(tmp_path / "adapter")
 
         def loaded(**options: Any) -> Any:
@@ -340,7 +325,8 @@ def test_a_classifier_learns_as_on_the_plain_model(calm_reference: Reference, tm
         named = [dict(model.named_parameters()) for model in (ours, theirs)]
         names = [name for name, parameter in named[0].items() if parameter.requires_grad]
         assert any("score" in name for name in names)
-        assert_same_gradients(*([parameters[name] for name in names] for parameters in named))
+        for name in names:
+            assert_near(*(parameters[name].grad for parameters in named))
         with torch.inference_mode():
             assert_near(*(model.eval()(**batch).logits for model in (ours, loaded())))
 
