@@ -35,6 +35,7 @@ from swarmnet_protocols.models import LocalModel, resolve
 from swarmnet_protocols.network import Network, connect
 from swarmnet_protocols.session.adapters import Adapter
 from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.turns import ALONE, Alone, Turns, default_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -45,7 +46,7 @@ class _Call:
     """One forward, as far as the blocks are concerned: what block 0 does with hidden states.
 
     ``is_alone``: nothing came before in this cache and nothing will come after. ``is_training``: it is a training step, even
-    if nothing that is known to learn comes before the head.
+    if nothing that is known to learn comes before the head. ``head`` is closed when the head is through.
     """
 
     model: "SwarmModel"
@@ -56,6 +57,7 @@ class _Call:
     squeezed: Squeezed | None
     is_alone: bool
     is_training: bool
+    head: ExitStack
 
     def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Hidden states [B, n, D] through all blocks."""
@@ -71,6 +73,7 @@ class _Call:
         inputs = hidden_states if self.ids is None or self.cache.takes_embeddings else self.ids
         output = self.cache.extend(inputs, self.new, self.own)
         self.model.last_run = self.cache.report
+        self.head.enter_context(self.model.turns.share())
         return output.to(hidden_states)
 
 
@@ -85,7 +88,10 @@ class SwarmModel:
     _session: SwarmCache | None
     _generating: SwarmCache | None
     _adapters: AdapterMaker
+    _closing: ExitStack
     last_run: ChainReport
+    turns: Turns | Alone
+    """Of the machine's nodes, where its head shares their cores."""
 
     def run(self, conversation: Any) -> Any:
         """Run a coroutine on the client's loop."""
@@ -134,7 +140,7 @@ class SwarmModel:
 
     def close(self) -> None:
         """Leave the swarm; idempotent."""
-        self._runtime.close()
+        self._closing.close()
 
     def __enter__(self) -> "SwarmModel":
         return self
@@ -187,6 +193,9 @@ def wrap(
     model._generating = None
     model._adapters = AdapterMaker()
     model.last_run = ChainReport()
+    model._closing = ExitStack()
+    model._closing.callback(runtime.close)
+    model.turns = ALONE
     wrapped: SwarmModel = model
     return wrapped
 
@@ -212,7 +221,10 @@ def load(
     network.rules.check_model(local.name, local.manifest.hash)
     runtime = Runtime(lambda: _connect(local.manifest.hash, network))
     try:
-        return wrap(local, runtime, dtype=pick_dtype(form.dtype, place), device=place, labels=form.labels)
+        model = wrap(local, runtime, dtype=pick_dtype(form.dtype, place), device=place, labels=form.labels)
+        if place.type == "cpu":
+            model.turns = model._closing.enter_context(Turns.open(default_folder()))
+        return model
     except BaseException:
         runtime.close()
         raise
@@ -277,6 +289,7 @@ def _swarm_class(base: "type[PreTrainedModel]") -> type:
                 squeezed=Squeezed.needed(mask, columns, held, width, are_ids=input_ids is not None),
                 is_alone=is_alone,
                 is_training=is_training,
+                head=stack,
             )
             output = architecture.forward(
                 self,

@@ -20,20 +20,22 @@ import torch
 
 from swarmnet_node.graphs import Graph, GraphName, Graphs
 from swarmnet_node.kv import LaneCache
-from swarmnet_node.scheduler import Waiting, schedule
+from swarmnet_node.scheduler import Waiting, schedule, worth_waiting_s
 from swarmnet_node.stage import Stage
 from swarmnet_node.tally import EngineTally
-from swarmnet_node.turns import ALONE, Alone, Turns
 from swarmnet_protocols.aio import cancel
 from swarmnet_protocols.errors import Unreachable
 from swarmnet_protocols.resources import RETRY_S, Exhausted, Hold, ResourceManager, Scope, Stock
 from swarmnet_protocols.threads import on_half_the_cores
 from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.turns import ALONE, Alone, Turns
 
 BUDGET_TOKENS = 512
 """Positions in one forward: whoever waits for one token waits for all of these."""
 CLIENT_SHARE = 2
 """One client's graphs take at most one part in this many of what caches may take."""
+LATELY_S = 1.0
+"""A lane that had work within this time is expected to have work again."""
 SMOOTHING = 0.1
 """Weight of the newest measurement in the running mean of a time."""
 
@@ -89,6 +91,7 @@ class Engine:
         self.forwards = 0
         self.tokens = 0
         self.token_s = 0.0
+        self._forward_s = 0.0
         self.tally = EngineTally()
         self.graphs = Graphs(resources)
         self._pass_position_s = 0.0
@@ -100,6 +103,8 @@ class Engine:
         self._passed_at = -math.inf
         self._wake = asyncio.Event()
         self._stopped = False
+        self._worked: dict[int, float] = {}
+        """When a lane, by its id, last had work."""
         self._holds: dict[int, tuple[LaneCache, Hold]] = {}
         self.limit_caches(max_cache_bytes)
 
@@ -159,6 +164,7 @@ class Engine:
 
     def release(self, lane: LaneCache) -> None:
         """Idempotent."""
+        self._worked.pop(id(lane), None)
         if id(lane) in self._holds:
             _, hold = self._holds.pop(id(lane))
             hold.release()
@@ -208,6 +214,7 @@ class Engine:
             for lane, inputs in rows
         ]
         self._waiting.extend(works)
+        self._worked.update((id(lane), loop.time()) for lane, _ in rows)
         self._wake.set()
         return await asyncio.gather(*(work.done for work in works))
 
@@ -251,8 +258,26 @@ class Engine:
                 continue
             async with self._turns.turn():
                 await asyncio.sleep(0)  # whatever the network has already delivered joins this batch
+                await self._gather()
                 if self._waiting:  # whoever waited may be gone by now
                     await self._forward()
+
+    async def _gather(self) -> None:
+        """Let what comes right behind the work that waits join its forward."""
+        clock = asyncio.get_running_loop().time
+        until = clock() + self._forward_s
+        while patience_s := worth_waiting_s(len(self._waiting), self._expected(clock()), self._forward_s):
+            self._wake.clear()
+            try:
+                async with asyncio.timeout(min(patience_s, until - clock())):
+                    await self._wake.wait()
+            except TimeoutError:
+                return
+
+    def _expected(self, now: float) -> int:
+        """How many lanes had work lately, those that wait included."""
+        self._worked = {lane: at for lane, at in self._worked.items() if at > now - LATELY_S}
+        return len(self._worked)
 
     def _is_pass_next(self) -> bool:
         """No session has work, or sessions have gone first for long enough."""
@@ -319,6 +344,7 @@ class Engine:
         self.tally.forward_s.observe(elapsed_s)
         self.tally.forward_positions.observe(tokens)
         self.token_s += SMOOTHING * (elapsed_s / tokens - self.token_s)
+        self._forward_s += SMOOTHING * (elapsed_s - self._forward_s)
 
     def _finish(self, work: _Work) -> None:
         self._waiting.remove(work)

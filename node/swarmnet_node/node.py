@@ -23,7 +23,6 @@ from swarmnet_node.host import Host, HostLimits, Offer
 from swarmnet_node.reports import Reporter, describe_host
 from swarmnet_node.services import Services
 from swarmnet_node.stage import Stage
-from swarmnet_node.turns import ALONE, Alone, Turns
 from swarmnet_protocols.aio import cancel
 from swarmnet_protocols.catalog import CatalogModel, keep_model_announced
 from swarmnet_protocols.directory import Directory
@@ -34,6 +33,7 @@ from swarmnet_protocols.protocol_ids import REPORT
 from swarmnet_protocols.reports import clean
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.transport import Transport
+from swarmnet_protocols.turns import ALONE, Alone, Turns
 from swarmnet_protocols.wire import records_pb2 as pb
 from swarmnet_protocols.wire import report_pb2
 

@@ -1,10 +1,15 @@
-"""Which of the waiting work goes into the next forward. Pure: no torch, no clock, no I/O."""
+"""Which of the waiting work goes into the next forward, and when. Pure: no torch, no clock, no I/O."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 PREFILL_SHARE = 4
 """While single tokens fill the budget, prefill still gets one part in this many: neither starves the other."""
+
+PATIENCE_SHARE = 0.2
+"""What of the time that a forward takes may be spent on waiting for one more lane."""
+PATIENCE_S = 0.002
+"""And no more than this: whoever comes right behind others comes sooner."""
 
 
 @dataclass(frozen=True)
@@ -47,3 +52,12 @@ def schedule(waiting: Sequence[Waiting], budget_tokens: int) -> list[tuple[int, 
             batch.append((index, tokens))
             room -= tokens
     return batch
+
+
+def worth_waiting_s(waiting: int, expected: int, forward_s: float) -> float:
+    """How long to wait for one more lane before a forward, which takes ``forward_s``, of those that wait.
+
+    Lanes that were computed together come together to the next host, one message after the other: a forward that begins with the
+    first of them tears them apart for good. Nothing, unless more are ``expected``: a lane alone is never kept.
+    """
+    return min(PATIENCE_S, PATIENCE_SHARE * forward_s) if 0 < waiting < expected else 0.0

@@ -72,12 +72,12 @@ async def start(config: NodeConfig, *, progress: "Progress | None" = None) -> As
         from swarmnet_node.guest import Guest
         from swarmnet_node.machine import OwnersMachine, release_memory
         from swarmnet_node.node import World
-        from swarmnet_node.turns import Turns, default_folder
         from swarmnet_protocols.clock import wall_clock
         from swarmnet_protocols.devices import limit_memory
         from swarmnet_protocols.presence import Watch
         from swarmnet_protocols.threads import compute_on, use_cores
         from swarmnet_protocols.timing import Timing
+        from swarmnet_protocols.turns import Turns, default_folder
 
         every_core = await compute_on(executor, threads=config.limits.cores)
         watch = await stack.enter_async_context(

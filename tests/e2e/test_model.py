@@ -1,5 +1,6 @@
 """The public model is a transformers model: whatever ``generate`` and ``forward`` do locally they do on a swarm."""
 
+import fcntl
 import signal
 import threading
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models import resolve
 from swarmnet_protocols.protocol_ids import LINK
 from swarmnet_protocols.transport.memory import Delivery
+from swarmnet_protocols.turns import Turns
 from tests.support.generation import padded
 from tests.support.processes import Swarm, swarm
 from tests.support.tiny_swarm import TinySwarm, load_tiny, tiny_swarm
@@ -55,6 +57,28 @@ def test_generate_gives_what_transformers_gives(
 ) -> None:
     expected = generate(tiny.reference.model, prompts, **options)
     assert generate(tiny.model, prompts, **options).tolist() == expected.tolist()
+
+
+def test_the_head_is_computed_between_turns_of_nodes(
+    tiny: TinySwarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = []
+
+    def look(part: object, *_: object) -> None:
+        with (tmp_path / "t" / "room").open() as room:
+            try:
+                fcntl.flock(room, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                held.append(part)
+
+    with Turns.open(tmp_path / "t") as turns:
+        monkeypatch.setattr(tiny.model, "turns", turns)
+        embeddings, head = tiny.model.get_input_embeddings(), tiny.model.get_output_embeddings()
+        hooks = [part.register_forward_hook(look) for part in (embeddings, head)]
+        generate(tiny.model, PROMPTS, max_new_tokens=3)
+        for hook in hooks:
+            hook.remove()
+    assert held == [head] * 3
 
 
 def test_another_seed_gives_another_sample(tiny: TinySwarm) -> None:

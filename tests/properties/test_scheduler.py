@@ -1,9 +1,9 @@
-"""The scheduler: never over its budget, never two parts at once, and everybody is served."""
+"""The scheduler: never over its budget, never two parts at once, everybody is served, and nobody is kept for long."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmnet_node.scheduler import PREFILL_SHARE, Waiting, schedule
+from swarmnet_node.scheduler import PATIENCE_S, PREFILL_SHARE, Waiting, schedule, worth_waiting_s
 
 BUDGETS = st.integers(PREFILL_SHARE, 64)
 WAITING = st.lists(
@@ -55,3 +55,12 @@ def test_single_tokens_do_not_wait_for_a_prompt(singles: int, budget: int) -> No
     waiting = [Waiting(1000, 0, 0)] + [Waiting(1, 0, 0)] * singles
     batch = dict(schedule(waiting, budget))
     assert sum(batch.get(index, 0) for index in range(1, singles + 1)) == min(singles, room)
+
+
+@given(st.integers(0, 50), st.integers(0, 50), st.floats(0, 10))
+def test_a_forward_waits_a_little_for_those_that_are_missing_only(
+    waiting: int, expected: int, forward_s: float
+) -> None:
+    patience_s = worth_waiting_s(waiting, expected, forward_s)
+    assert 0 <= patience_s <= min(PATIENCE_S, forward_s / 4)
+    assert (patience_s > 0) == (0 < waiting < expected and forward_s > 0)

@@ -1,17 +1,21 @@
 """The engine: batches form by themselves, memory is bounded before it is taken, and nobody waits for ever."""
 
 import asyncio
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
 
-from swarmnet_node.engine import BUDGET_TOKENS, Engine
+from swarmnet_node.engine import BUDGET_TOKENS, LATELY_S, Engine
+from swarmnet_node.kv import LaneCache
+from swarmnet_node.scheduler import worth_waiting_s
 from swarmnet_node.stage import Stage
 from swarmnet_protocols.errors import OutOfResources, Unreachable
 from swarmnet_protocols.resources import ResourceManager
 from tests.support.doubling import GEOMETRY, Doubling, lane_of, with_engine
+from tests.support.virtual_time import TimedExecutor, run
 
 
 def test_work_that_waits_together_is_computed_together() -> None:
@@ -24,6 +28,82 @@ def test_work_that_waits_together_is_computed_together() -> None:
 
     with_engine(stage, use)
     assert stage.batches == [[1] * 5]
+
+
+FORWARD_S = 0.02
+
+
+def in_virtual_time(
+    use: Callable[[Engine, Stage, Callable[[], float]], Coroutine[Any, Any, None]],
+) -> Doubling:
+    """Use an engine whose forwards take ``FORWARD_S`` of virtual time, and which knows that."""
+    stage = Doubling()
+    real = cast(Stage, stage)
+
+    async def main() -> None:
+        clock = asyncio.get_running_loop().time
+        with TimedExecutor(FORWARD_S) as executor:
+            running = Engine.run(real, executor, ResourceManager(), max_cache_bytes=1 << 30, stopwatch=clock)
+            async with running as engine:
+                lane = lane_of(engine)
+                for _ in range(50):
+                    await engine.compute(real, [(lane, torch.zeros(1, 3))])
+                engine.release(lane)
+                stage.batches.clear()
+                await use(engine, real, clock)
+
+    run(main())
+    return stage
+
+
+def test_lanes_that_come_right_behind_each_other_are_computed_together() -> None:
+    async def use(engine: Engine, real: Stage, clock: Callable[[], float]) -> None:
+        lanes = [lane_of(engine) for _ in range(4)]
+
+        async def step(number: int) -> None:
+            for _ in range(5):
+                await engine.compute(real, [(lanes[number], torch.zeros(1, 3))])
+                await asyncio.sleep(0.001 * number)  # one message after the other
+
+        await asyncio.gather(*(step(number) for number in range(4)))
+
+    assert in_virtual_time(use).batches == [[1] * 4] * 5
+
+
+def test_only_lanes_that_had_work_lately_are_waited_for() -> None:
+    async def use(engine: Engine, real: Stage, clock: Callable[[], float]) -> None:
+        stays, leaves = lane_of(engine), lane_of(engine)
+
+        async def kept_s(*lanes: LaneCache) -> float:
+            began = clock()
+            await engine.compute(real, [(lane, torch.zeros(1, 3)) for lane in lanes])
+            return pytest.approx(clock() - began - FORWARD_S, abs=1e-6)
+
+        patience_s = worth_waiting_s(1, 2, FORWARD_S)
+        assert [await kept_s(stays), await kept_s(stays, leaves), await kept_s(stays)] == [0, 0, patience_s]
+        await asyncio.sleep(LATELY_S)
+        assert [await kept_s(stays), await kept_s(stays, leaves), await kept_s(stays)] == [0, 0, patience_s]
+        engine.release(leaves)
+        assert await kept_s(stays) == 0
+
+    in_virtual_time(use)
+
+
+def test_whoever_trickles_in_keeps_a_forward_no_longer_than_it_takes() -> None:
+    async def use(engine: Engine, real: Stage, clock: Callable[[], float]) -> None:
+        lanes = [lane_of(engine) for _ in range(100)]
+        await engine.compute(real, [(lane, torch.zeros(1, 3)) for lane in lanes])
+        began = clock()
+
+        async def step(number: int) -> float:
+            await asyncio.sleep(0.001 * number)
+            await engine.compute(real, [(lanes[number], torch.zeros(1, 3))])
+            return clock() - began
+
+        ends = await asyncio.gather(*(step(number) for number in range(100)))
+        assert ends[0] <= 2.2 * FORWARD_S
+
+    in_virtual_time(use)
 
 
 def test_long_work_is_cut_to_the_budget_and_put_together_again() -> None:

@@ -16,11 +16,11 @@ import torch
 from swarmnet_node.engine import BUDGET_TOKENS, CLIENT_SHARE, Engine
 from swarmnet_node.graphs import Graph, GraphName, record
 from swarmnet_node.stage import Stage
-from swarmnet_node.turns import Alone
 from swarmnet_protocols.errors import OutOfResources, Unreachable
 from swarmnet_protocols.resources import Exhausted, ResourceManager, Stock
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.transport import PeerId
+from swarmnet_protocols.turns import Alone
 from tests.support.doubling import GEOMETRY, Doubling, lane_of, with_engine
 from tests.support.virtual_time import TimedExecutor, run
 

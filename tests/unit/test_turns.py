@@ -3,15 +3,16 @@
 import asyncio
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
-from swarmnet_node import turns
-from swarmnet_node.turns import Turns
+from swarmnet_protocols import turns
 from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.turns import Turns
 
 HOLD = "import fcntl, sys; room = open(sys.argv[1], 'w'); fcntl.flock(room, fcntl.LOCK_EX); print(flush=True); input()"
 
@@ -93,6 +94,53 @@ def test_who_computes_beside_others_knows_of_them(tmp_path: Path, monkeypatch: p
 
     with ExitStack() as stack:
         asyncio.run(main(*(stack.enter_context(Turns.open(tmp_path / "t")) for _ in range(3))))
+
+
+def test_clients_share_the_room_and_a_turn_waits_for_them(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        first, second, node = (stack.enter_context(Turns.open(tmp_path / "t")) for _ in range(3))
+        inside = []
+
+        async def alone() -> None:
+            async with node.turn():
+                inside.append("node")
+
+        async def main() -> None:
+            with first.share():
+                with second.share():
+                    turn = asyncio.create_task(alone())
+                    await asyncio.sleep(0.02)
+                    assert not inside
+                await asyncio.sleep(0.02)
+                assert not inside
+            await turn
+
+        asyncio.run(main())
+        assert inside == ["node"]
+
+
+def test_a_client_waits_for_a_turn_but_not_for_a_long_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ExitStack() as stack:
+        client, node = (stack.enter_context(Turns.open(tmp_path / "t")) for _ in range(2))
+
+        def share() -> float:
+            began = time.monotonic()
+            with client.share():
+                return time.monotonic() - began
+
+        async def main(turn_s: float) -> float:
+            async with node.turn():
+                sharing = asyncio.create_task(asyncio.to_thread(share))
+                await asyncio.sleep(turn_s)
+                if turn_s > turns.SHARING_PATIENCE_S:
+                    return await sharing  # within the turn
+            return await sharing
+
+        assert asyncio.run(main(10 * turns.SHARING_PATIENCE_S)) >= turns.SHARING_PATIENCE_S
+        monkeypatch.setattr(turns, "SHARING_PATIENCE_S", 50.0)
+        assert asyncio.run(main(0.1)) >= 0.09
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """Nodes of one machine compute in turns: together they would wait for each other's threads at every product.
 
+Clients compute between two turns, all of them at once: then their next steps come to the first node together, and are one forward there.
 Training passes are long, so they need not be done soon, but all of them need to be: those of several nodes are computed at once, each on
 fewer cores.
 """
@@ -15,6 +16,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import (
     AbstractAsyncContextManager,
+    AbstractContextManager,
     AsyncExitStack,
     ExitStack,
     asynccontextmanager,
@@ -30,6 +32,8 @@ PATIENCE_S = 0.2
 """A holder that gives no sign for so long is stopped, and is not waited for."""
 SIGN_S = 0.04
 POLL_S = 0.001
+SHARING_PATIENCE_S = 0.05
+"""How long a client, which computes for a few milliseconds, waits for the turn of a node."""
 RECENT_S = 5.0
 """Whoever began to compute within this time is taken to go on: longer than a pass takes."""
 
@@ -52,6 +56,10 @@ class Alone:
     def beside(self) -> AbstractAsyncContextManager[bool]:
         """See ``Turns``."""
         return nullcontext(False)
+
+    def share(self) -> AbstractContextManager[None]:
+        """See ``Turns``."""
+        return nullcontext()
 
 
 ALONE = Alone()
@@ -106,6 +114,15 @@ class Turns:
             self._meet()
             yield time.monotonic() - self._others_at < RECENT_S
 
+    @contextmanager
+    def share(self) -> Iterator[None]:
+        """Compute something short, on one thread and without a loop, while nobody has a turn, as far as that can be waited for.
+
+        So the heads of several clients are computed at once, and what they send next comes to the nodes together.
+        """
+        with self._room.shared():
+            yield
+
     @asynccontextmanager
     async def _inside(self, kind: int) -> AsyncIterator[None]:
         async with self._door.held() as is_next, AsyncExitStack() as stack:
@@ -147,6 +164,20 @@ class _Lock:
             self._signing.cancel()
             fcntl.flock(self._file, fcntl.LOCK_UN)
 
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Share the lock while the context is open, or go without it where that takes too long."""
+        until = time.monotonic() + SHARING_PATIENCE_S
+        while not (is_held := self._try(fcntl.LOCK_SH)) and time.monotonic() < until:
+            time.sleep(POLL_S)
+        if is_held:
+            os.utime(self._file)
+        try:
+            yield
+        finally:
+            if is_held:
+                fcntl.flock(self._file, fcntl.LOCK_UN)
+
     def _sign(self) -> None:
         os.utime(self._file)
         self._signing = asyncio.get_running_loop().call_later(SIGN_S, self._sign)
@@ -154,16 +185,19 @@ class _Lock:
     async def _take(self, kind: int) -> bool:
         loop = asyncio.get_running_loop()
         last, heard = 0, loop.time()
-        while True:
-            try:
-                fcntl.flock(self._file, kind | fcntl.LOCK_NB)
-            except BlockingIOError:
-                sign = os.fstat(self._file).st_mtime_ns
-                if sign != last:
-                    last, heard = sign, loop.time()
-                if sign == self._in_vain or loop.time() - heard >= PATIENCE_S:
-                    self._in_vain = sign
-                    return False
-                await asyncio.sleep(POLL_S)
-            else:
-                return True
+        while not self._try(kind):
+            sign = os.fstat(self._file).st_mtime_ns
+            if sign != last:
+                last, heard = sign, loop.time()
+            if sign == self._in_vain or loop.time() - heard >= PATIENCE_S:
+                self._in_vain = sign
+                return False
+            await asyncio.sleep(POLL_S)
+        return True
+
+    def _try(self, kind: int) -> bool:
+        try:
+            fcntl.flock(self._file, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
