@@ -1,7 +1,7 @@
 """All training methods on the same model, data, seeds and churn trace: loss against tokens, bytes and simulated time.
 
-    python -m tests.bench.training [--methods allreduce diloco:outer_lr=0.5 ...] [--workers 8] [--steps 4000]
-                                   [--learning-rate 3e-3] [--absences 0] [--seed 0] [--out DIR]
+    python -m tests.bench.training [--methods allreduce diloco:outer_lr=0.5 ...] [--workers 8] [--steps 12000]
+                                   [--learning-rate 6e-3] [--absences 0] [--seed 0] [--out DIR]
 
 A byte-level Llama learns the Python standard library's source. Every method sees equal tokens: --steps inner steps of every
 worker, rounded down to whole rounds. Prints one JSON object a method; in DIR come curves.json and plots.
@@ -22,7 +22,7 @@ from tests.bench.training_run import LINKS, Curve, Simulation, absences
 
 METHODS = ("allreduce", "diloco", "streaming", "eager", "co2", "noloco", "sparseloco")
 YARDSTICK = "allreduce"
-LEARNING_RATE = 3e-3
+LEARNING_RATE = 6e-3
 
 Setting = int | float | str
 
@@ -129,7 +129,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--methods", nargs="+", default=METHODS, metavar="NAME[:SETTING=VALUE,...]")
     parser.add_argument("--workers", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=4000, help="inner steps of every worker")
+    parser.add_argument("--steps", type=int, default=12000, help="inner steps of every worker")
     parser.add_argument(
         "--learning-rate", type=float, default=LEARNING_RATE, help="the highest, of inner steps"
     )

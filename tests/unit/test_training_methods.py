@@ -23,7 +23,7 @@ SETTINGS: Mapping[str, dict[str, int | float | str]] = {
     "eager": {"sync_every": H, "outer_lr": 0.7, "momentum": 0.9},
     "noloco": {"sync_every": H, "seed": 5, "alpha": 0.5, "beta": 0.7, "gamma": 0.7},
     "sparseloco": {"sync_every": H, "outer_lr": 1.5},
-    "co2": {"sync_every": H},
+    "co2": {"sync_every": H, "outer_lr": 1.0, "momentum": 0.5},
     "zo": {"sync_every": 2, "epsilon": 1e-2, "learning_rate": 1e-3, "seed": 1 << 40},
 }
 INNER_STEPPED = tuple(name for name in METHODS if name not in ("allreduce", "zo"))
@@ -260,7 +260,7 @@ def test_fragments_cover_the_vector_once(size: int, fragments: int) -> None:
 def test_co2_weighs_an_average_by_the_rounds_it_is_late() -> None:
     moved = []
     for late in (1, 2):
-        method = get_method("co2", {"sync_every": 1, "momentum": 0.0})
+        method = get_method("co2", {"sync_every": 1, "outer_lr": 1.0, "momentum": 0.0})
         method.begin(torch.zeros(1))
         for t in range(late + 1):
             method.contribution(t, torch.zeros(1))
@@ -269,7 +269,7 @@ def test_co2_weighs_an_average_by_the_rounds_it_is_late() -> None:
 
 
 def test_co2_clips_its_momentum() -> None:
-    method = get_method("co2", {"sync_every": 1, "clip": 0.125})
+    method = get_method("co2", {"sync_every": 1, "outer_lr": 1.0, "clip": 0.125})
     method.begin(torch.zeros(2))
     method.contribution(0, torch.zeros(2))
     method.contribution(1, torch.zeros(2))

@@ -98,7 +98,7 @@ momentum = 0.9
             every_rounds=5,
         ),
     ),
-    ("eager", _Template(20, _DILOCO.replace("0.7", "0.3").replace("0.9", "0.85"))),
+    ("eager", _Template(20, _DILOCO.replace("0.7", "0.4").replace("0.9", "0.6"))),
     (
         "noloco",
         _Template(
@@ -128,8 +128,8 @@ outer_lr = 3.0                         # for eight workers: what one of M sends 
             20,
             """\
 sync_every = 50                        # inner steps between exchanges, and the time one has to complete
-outer_lr = 1.0
-momentum = 0.5
+outer_lr = 0.7
+momentum = 0.3
 clip = 1.0                             # largest element of the outer momentum
 """,
         ),

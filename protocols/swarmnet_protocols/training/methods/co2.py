@@ -17,9 +17,9 @@ MAX_BASES = 8
 class CO2Settings(Settings):
     sync_every: int = Field(default=48, ge=1)
     """τ, inner steps between exchanges; an exchange has as long to complete."""
-    outer_lr: float = Field(default=1.0, gt=0)
+    outer_lr: float = Field(default=0.7, gt=0)
     """α."""
-    momentum: float = Field(default=0.5, ge=0, lt=1)
+    momentum: float = Field(default=0.3, ge=0, lt=1)
     """μ."""
     clip: float = Field(default=1.0, gt=0)
     """φ, the largest element of the outer momentum."""

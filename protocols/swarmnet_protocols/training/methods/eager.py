@@ -10,9 +10,9 @@ from swarmnet_protocols.training.methods.base import Average, OuterMethod, Setti
 class EagerSettings(Settings):
     sync_every: int = Field(default=50, ge=1)
     """H, inner steps between exchanges; an exchange has as long to complete."""
-    outer_lr: float = Field(default=0.3, gt=0)
+    outer_lr: float = Field(default=0.4, gt=0)
     """Smaller than DiLoCo's: with a momentum of 0.9, averages that come a round late make a step of 0.7 oscillate and grow."""
-    momentum: float = Field(default=0.85, ge=0, lt=1)
+    momentum: float = Field(default=0.6, ge=0, lt=1)
 
 
 class Eager(OuterMethod):
