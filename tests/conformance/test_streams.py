@@ -43,11 +43,10 @@ async def collect(b: Transport, protocol: ProtocolSpec) -> "asyncio.Future[list[
 
 async def drain(stream: Stream) -> list[Message]:
     messages = []
-    while True:
-        try:
+    with contextlib.suppress(StreamEnded):
+        while True:
             messages.append(await stream.receive())
-        except StreamEnded:
-            return messages
+    return messages
 
 
 async def flood(stream: Stream) -> None:

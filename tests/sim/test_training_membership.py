@@ -24,8 +24,7 @@ from swarmnet_protocols.transport.memory import Delivery, MemoryNetwork
 from swarmnet_protocols.wire import workers_pb2 as pb
 from tests.support.training_peers import JOB, PATIENCE_S, START, TIMING, Worker, simulate
 
-FIRST = 3 * EXCHANGES_A_ROUND
-"""Before the first exchange of the round that they gather."""
+FIRST = 3 * EXCHANGES_A_ROUND  # before the first exchange of the round that they gather
 
 
 def names(roster: Roster) -> list[PeerId]:
@@ -109,8 +108,7 @@ def test_nobody_waits_for_who_leaves(place: int) -> None:
 
 def test_a_worker_alone_goes_on_alone() -> None:
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
-        roster = await workers[0].gather([])
-        assert names(roster) == [workers[0].member.peer]
+        assert names(await workers[0].gather([])) == [workers[0].member.peer]
 
     simulate(1, scenario)
 
