@@ -57,7 +57,7 @@ def test_single_tokens_do_not_wait_for_a_prompt(singles: int, budget: int) -> No
     assert sum(batch.get(index, 0) for index in range(1, singles + 1)) == min(singles, room)
 
 
-@given(st.integers(0, 50), st.integers(0, 50), st.floats(0, 10))
+@given(st.integers(0, 50), st.integers(0, 50), st.just(0.0) | st.floats(1e-9, 10))
 def test_a_forward_waits_a_little_for_those_that_are_missing_only(
     waiting: int, expected: int, forward_s: float
 ) -> None:
