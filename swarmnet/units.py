@@ -50,19 +50,24 @@ def parse_share(text: str) -> float:
 def show_size(nbytes: float) -> str:
     """``1.5 GB`` and the like, for people."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= size:
-            return f"{nbytes / size:.3g} {unit}"
+        if nbytes >= 0.9995 * size:  # what would be rounded to it
+            return f"{_figures(nbytes / size)} {unit}"
     return f"{nbytes:.0f} B"
 
 
 def show_memory(nbytes: float) -> str:
     """``6 GiB`` and the like, as people write it for ``--max-ram``."""
-    return f"{nbytes / (1 << 30):.4g} GiB" if nbytes >= 1 << 30 else f"{nbytes / (1 << 20):.3g} MiB"
+    if nbytes >= 1 << 30:
+        return f"{_figures(nbytes / (1 << 30), 4)} GiB"
+    return f"{_figures(nbytes / (1 << 20), 4)} MiB"
 
 
 def show_rate(bytes_per_s: float) -> str:
     """``20 mbit/s`` and the like, for people."""
-    return f"{bytes_per_s * 8 / 1e6:.3g} mbit/s"
+    bits_per_s = bytes_per_s * 8
+    if bits_per_s < 1e6:
+        return f"{_figures(bits_per_s / 1e3)} kbit/s"
+    return f"{_figures(bits_per_s / 1e6)} mbit/s"
 
 
 def parse_duration_s(text: str) -> int:
@@ -79,6 +84,11 @@ def show_duration(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
     return f"{seconds:.0f} s"
+
+
+def _figures(number: float, digits: int = 3) -> str:
+    """``number`` to so many digits, or to all that it has before the point: never with an exponent."""
+    return f"{number:.{digits}g}" if number < 10**digits - 0.5 else f"{number:.0f}"
 
 
 def counted(number: int, what: str) -> str:

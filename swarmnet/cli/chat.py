@@ -19,7 +19,7 @@ from swarmnet.cli.generation import Answer, Hop, Sampling, Screen, Stopped, gene
 from swarmnet.cli.keyboard import QUOTES, keyboard
 from swarmnet.cli.options import check_at_least_zero, check_share
 from swarmnet.cli.output import note
-from swarmnet.units import counted
+from swarmnet.units import counted, show_size
 from swarmnet_protocols.errors import SwarmnetError
 
 COMMANDS = {
@@ -225,7 +225,7 @@ class Chat:
         note(f"{counted(total.answers, 'answer')}, {counted(total.tokens, 'token')}, {speed:.1f}/s")
         note(f"{counted(total.failovers, 'host')} replaced, the longest pause {total.longest_stall_s:.1f} s")
         traffic = self._model.traffic
-        note(f"{traffic.sent / 1e6:.2f} MB sent, {traffic.received / 1e6:.2f} MB received")
+        note(f"{show_size(traffic.sent)} sent, {show_size(traffic.received)} received")
         held = self.conversation.encode().shape[1] if self.conversation.turns else 0
         note(f"{held} of {self.conversation.context} tokens of context in use")
 

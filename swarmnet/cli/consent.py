@@ -1,12 +1,13 @@
 """The first time a machine is shared: what will be used is shown, and its owner is asked once."""
 
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import typer
 
-from swarmnet.cli.output import note, print_json
+from swarmnet.cli.output import folded, note, print_json
 
 AGREED_NAME = "agreed"
 
@@ -38,7 +39,8 @@ def ask_once(data_dir: Path, facts: Mapping[str, str], *, asking: bool, as_json:
 
 def _show(facts: Mapping[str, str]) -> None:
     note("this machine is about to be shared; the node will use")
-    width = max(map(len, facts))
+    width = max(map(len, facts)) + 4
+    room = shutil.get_terminal_size().columns - width if sys.stderr.isatty() else None
     for name, fact in facts.items():
-        note(f"  {name:<{width}}  {fact}")
+        note(f"  {name}".ljust(width) + f"\n{' ' * width}".join(folded(fact, room)))
     note("change any of it at any time with `swarmnet limits`; `swarmnet pause` gives the memory back")

@@ -27,6 +27,7 @@ from swarmnet.cli.options import (
     parse_blocks,
     parse_size_bytes,
 )
+from swarmnet.cli.output import note_if_first
 from swarmnet.entering import enter
 from swarmnet.paths import default_cache_dir, default_data_dir, locked_data_dir
 from swarmnet_node.limits import Limits
@@ -128,6 +129,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
         cache_dir = cache_dir or default_cache_dir()
         facts = _facts(entry.file.rules(), limits, f"{model} and its cache in {cache_dir}", public_name)
         ask_once(directory, facts, asking=not yes, as_json=as_json)
+        note_if_first(entry.bootstrap, as_json=as_json)
 
         from swarmnet_node.machine import yield_to_others
         from swarmnet_node.start import NodeConfig, start

@@ -113,7 +113,11 @@ def lifted(names: Sequence[str]) -> dict[str, Any]:
 def rows(limits: Limits) -> dict[str, str]:
     """What limits say, for people."""
     when = [limits.schedule] if limits.schedule else []
-    when += [f"while nobody has used the machine for {limits.idle_after_s:g} s"] if limits.idle_only else []
+    when += (
+        [f"while nobody has used the machine for {units.show_duration(limits.idle_after_s)}"]
+        if limits.idle_only
+        else []
+    )
     when += ["not on battery"] if limits.no_battery else []
     share = limits.max_gpu_mem
     return {

@@ -9,7 +9,7 @@ from swarmnet.cli.lazy import command_group
 from swarmnet.cli.options import CacheDirOption, JsonFlag
 from swarmnet.cli.output import print_json, print_table, progress
 from swarmnet.paths import default_cache_dir
-from swarmnet.units import counted
+from swarmnet.units import counted, show_size
 from swarmnet_protocols.models import DEFAULT_MODEL
 
 if TYPE_CHECKING:
@@ -51,8 +51,10 @@ def show(
     if as_json:
         print_json(_summary(local))
         return
+    longest = max(len(file.path) for file in local.manifest.files)
     files = "\n".join(
-        f"{file.path}  {file.size / 1e6:.1f} MB  {file.sha256.hex()}" for file in local.manifest.files
+        f"{file.path:<{longest}}  {show_size(file.size):>7}  {file.sha256.hex()}"
+        for file in local.manifest.files
     )
     summary = _summary(local)
     print_table(

@@ -2,12 +2,16 @@
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 import typer
 
 from swarmnet_protocols.models import Progress
+
+MIN_ROOM = 20
+"""Characters beside the names of a table, below which its values are not folded."""
 
 
 def print_json(fields: Mapping[str, object]) -> None:
@@ -19,6 +23,12 @@ def print_json(fields: Mapping[str, object]) -> None:
 def note(text: str) -> None:
     """A line for the person in front of the terminal."""
     typer.echo(text, err=True)
+
+
+def note_if_first(bootstrap: Sequence[str], *, as_json: bool) -> None:
+    """Two who were both given nobody to start from never meet; each of them should read why."""
+    if not bootstrap and not as_json:
+        note("nobody to start from is in the swarm file or in --bootstrap: this is the first of its swarm")
 
 
 def say(event: Mapping[str, object], text: str, *, as_json: bool) -> None:
@@ -79,8 +89,20 @@ def plain_lines() -> Progress:
     return report
 
 
+def clear_terminal() -> None:
+    """Make room on stdout for what is shown in the place of all else; nothing where that is no terminal."""
+    from rich.console import Console
+
+    console = Console()
+    if console.is_terminal:
+        console.clear()
+
+
 def print_table(title: str, rows: Mapping[str, object]) -> None:
-    """Names and values on stdout, a line each: nothing is folded, so that an address can be copied."""
+    """Names and values on stdout. Long values go on in the next line on a terminal, in a file they stay whole.
+
+    No word is broken, so that an address can be copied.
+    """
     from rich.console import Console
     from rich.text import Text
 
@@ -88,8 +110,25 @@ def print_table(title: str, rows: Mapping[str, object]) -> None:
     if title:
         console.print(Text(title, style="italic"))
     width = max((len(name) for name in rows), default=0) + 2
+    room = console.width - width if console.is_terminal else None
     for name, value in rows.items():
-        first, *others = str(value).split("\n")
+        first, *others = folded(str(value), room)
         console.print(Text.assemble((name.ljust(width), "bold"), first))
         for line in others:
             console.print(Text(" " * width + line))
+
+
+def folded(text: str, room: int | None) -> list[str]:
+    """``text`` in lines of ``room`` characters, where no word is longer; as it is, where there is next to none."""
+    lines = text.split("\n")
+    if room is None or room < MIN_ROOM:
+        return lines
+    return [
+        part
+        for line in lines
+        for part in (
+            textwrap.wrap(line, room, break_long_words=False, break_on_hyphens=False)
+            if len(line) > room
+            else [line]
+        )
+    ]

@@ -103,7 +103,9 @@ def show(swarm: SwarmPath, *, as_json: JsonFlag = False) -> None:
         return
     rows: dict[str, object] = {}
     for key, value in _summary(file).items():
-        if isinstance(value, dict):
+        if value is None:
+            rows[key] = "never"
+        elif isinstance(value, dict):
             rows[key] = "\n".join(f"{name}: {each}" for name, each in value.items()) or "none"
         elif isinstance(value, list):
             rows[key] = "\n".join(map(str, value)) or "none"
@@ -144,8 +146,9 @@ def sign(
     file = swarm_writer.sign(swarm, now=wall_clock(), key_path=key, bootstrap=bootstrap)
     if as_json:
         print_json(_summary(file))
-    else:
-        typer.echo(f"{file.name} is signed, serial {file.serial}: give the file out again")
+        return
+    signed = f"{file.name} is signed, serial {file.serial}" if file.authority else f"{file.name} is written"
+    typer.echo(f"{signed}: give the file out again")
 
 
 @app.command("new-key")

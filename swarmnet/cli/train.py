@@ -23,7 +23,7 @@ from swarmnet.cli.options import (
     check_job_id,
     device_option,
 )
-from swarmnet.cli.output import note, print_json, progress
+from swarmnet.cli.output import note, note_if_first, print_json, progress
 from swarmnet.cli.training_words import tell
 from swarmnet.entering import enter
 from swarmnet.paths import default_cache_dir, default_data_dir, locked_data_dir
@@ -71,9 +71,9 @@ def create(
     from swarmnet_protocols.training.jobs import load_job, open_job, seal_job
 
     written = load_job(job)
-    with written.naming_lines(), progress(quiet=as_json) as report:
-        checked = check_job(written.job, cache_dir or default_cache_dir(), report)
     with locked_data_dir(data_dir or default_data_dir()) as directory:
+        with written.naming_lines(), progress(quiet=as_json) as report:
+            checked = check_job(written.job, cache_dir or default_cache_dir(), report)
         sealed = seal_job(checked, Identity.load_or_create(directory / "identity.key"))
         made = open_job(sealed)
         keep_job(directory, made, sealed)
@@ -116,14 +116,15 @@ def join(  # noqa: PLR0913 - a command line, not an interface
     """Train a job until its rounds are done, or Ctrl-C. Come and go as you like: what was committed is kept."""
     check_job_id(job)
     entry = enter(swarm, data_dir or default_data_dir(), bootstrap)
-    with locked_data_dir(data_dir or default_data_dir()) as directory:
+    note_if_first(entry.bootstrap, as_json=as_json)
+    with locked_data_dir(data_dir or default_data_dir()) as directory, display(as_json=as_json) as shown:
+        shown.progress("looking for the job", 0, None)
         from swarmnet_node.training.start import WorkerConfig, job_folder
 
         network = entry.network(listen or ANY_PORT, announce, issuer)
         config = WorkerConfig(job, network, directory, cache_dir or default_cache_dir(), device, threads)
         record = TrainingRecord(job_folder(directory, job), job, wall_clock)
-        with display(as_json=as_json) as shown:
-            run_until_stopped(_work(config, record, shown))
+        run_until_stopped(_work(config, record, shown))
 
 
 async def _work(config: "WorkerConfig", record: TrainingRecord, shown: Display) -> None:

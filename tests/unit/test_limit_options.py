@@ -128,8 +128,23 @@ def test_with_json_nothing_is_asked_and_a_person_has_to_have_agreed(
 
 
 def test_memory_is_shown_as_it_is_asked_for() -> None:
-    for text in ("6 GiB", "1.5 GiB", "512 MiB"):
+    for text in ("6 GiB", "1.5 GiB", "512 MiB", "1000 MiB", "20480 GiB"):
         assert units.show_memory(units.parse_size_bytes(text.replace(" ", ""))) == text
+
+
+def test_no_number_is_shown_with_an_exponent() -> None:
+    assert [units.show_rate(rate) for rate in (8e3, 2.5e6, 1.25e8, 1.25e9)] == [
+        "64 kbit/s",
+        "20 mbit/s",
+        "1000 mbit/s",
+        "10000 mbit/s",
+    ]
+    assert [units.show_size(size) for size in (999, 1145, 999_700, 2e15)] == [
+        "999 B",
+        "1.15 kB",
+        "1 MB",
+        "2000 TB",
+    ]
 
 
 def test_durations_are_shown_in_the_largest_unit_there_are_two_of() -> None:
