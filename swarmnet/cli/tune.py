@@ -208,14 +208,19 @@ def _train(
     save_every: int,
 ) -> None:
     """To the last step. Whatever ends it before, it is saved where it stands."""
+    saved, points = None, 0
     try:
         for event in tuner.run(evaluate_every=evaluate_every):
             show(event)
             if event["event"] == "step" and tuner.step % save_every == 0:
-                show(_save(tuner, folder))
+                saved, points = _save(tuner, folder), len(tuner.history)
+                show(saved)
     except BaseException:
-        if tuner.is_whole and tuner.step:
-            show(_save(tuner, folder))
+        if tuner.is_whole and tuner.step and len(tuner.history) > points:
+            saved = _save(tuner, folder)
+            show(saved)
+        if saved is not None:
+            show(saved | {"event": "stopped"})
         raise
 
 

@@ -1,7 +1,7 @@
 """What ``tune`` says of its events."""
 
 from swarmnet.cli.displays import Bar, Fields, Telling
-from swarmnet.units import counted
+from swarmnet.units import counted, show_size
 
 
 class Words:
@@ -29,14 +29,16 @@ class Words:
                 text = (
                     f"step {event['step']} of {self._steps}: loss {event['loss']:.4f}, "
                     f"{event['tokens_per_s']:.0f} tokens/s, "
-                    f"{self._sent / 1e6:.1f} MB sent, {self._received / 1e6:.1f} MB received"
+                    f"{show_size(self._sent)} sent, {show_size(self._received)} received"
                 )
                 lost = event["failovers"]
                 return text + (f", {counted(lost, 'host')} replaced" if lost else "")
             case "eval":
                 return f"step {event['step']}: held-out {_scores(event)}"
             case "saved":
-                return f"saved after step {event['step']}: the same command goes on from here"
+                return f"saved after step {event['step']}"
+            case "stopped":
+                return f"stopped; the same command goes on after step {event['step']}, which is saved"
             case "done":
                 scores = f" Held-out {_scores(event)}." if "val_loss" in event else ""
                 curve = "" if event["curve"] else " No loss.png: pip install 'swarmnet-p2p[plots]'."

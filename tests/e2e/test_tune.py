@@ -208,7 +208,7 @@ def test_an_interrupted_run_goes_on_with_the_same_result(
         running.lab.network.observers.append(passes(60, interrupt))
         code, first = command(*tuning(reference, halves, "--method", "prompt"))
     assert code == EXIT_INTERRUPTED
-    assert first[-1]["event"] == "saved"
+    assert first[-1]["event"] == "stopped"
     assert 0 < first[-1]["step"] < 5
     assert [file.name for file in (halves / "adapter").iterdir()] == [CHECKPOINT_FILE]
 
@@ -278,6 +278,20 @@ def test_a_host_that_dies_is_not_noticed(
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
+def test_an_interrupt_after_a_checkpoint_saves_nothing_twice(
+    reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
+) -> None:
+    with served(reference, monkeypatch) as running:
+        interrupt = partial(os.kill, os.getpid(), signal.SIGINT)
+        running.lab.network.observers.append(passes(60, interrupt))
+        code, events = command(*tuning(reference, tmp_path, "--held-out", "0", "--save-every", "1"))
+    assert code == EXIT_INTERRUPTED
+    saved = [event["step"] for event in events if event["event"] == "saved"]
+    assert saved == list(range(1, len(saved) + 1))
+    assert saved
+    assert (events[-1]["event"], events[-1]["step"]) == ("stopped", saved[-1])
+
+
 def test_what_is_done_is_kept_when_the_swarm_is_gone(
     reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
@@ -293,7 +307,11 @@ def test_what_is_done_is_kept_when_the_swarm_is_gone(
         monkeypatch.setattr(running.model, "remote_batch", remote_batch)
         code, events = command(*tuning(reference, tmp_path, "--method", "prompt"))
     assert code == 5
-    assert (events[-2]["event"], events[-2]["step"]) == ("saved", 3)
+    assert [(event["event"], event.get("step")) for event in events[-3:]] == [
+        ("saved", 3),
+        ("stopped", 3),
+        ("error", None),
+    ]
     assert events[-1]["error"] == "unreachable"
     assert (tmp_path / "adapter" / CHECKPOINT_FILE).exists()
 

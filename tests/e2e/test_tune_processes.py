@@ -38,7 +38,7 @@ def test_the_real_model_is_tuned_by_the_command(tmp_path: Path, cache_dir: Path)
             run.wait("step", step=4)
             run.send_signal(signal.SIGINT, children=False)
             assert run.wait_for_end() == EXIT_INTERRUPTED
-            assert run.events[-1]["event"] == "saved"
+            assert [event["event"] for event in run.events[-2:]] == ["saved", "stopped"]
             assert "Traceback" not in run.log.read_text()
         with TuneProcess(lab, tmp_path, *options) as again:
             begin = again.wait("begin")

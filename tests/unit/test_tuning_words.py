@@ -39,7 +39,14 @@ def test_bars_show_the_last_step_and_keep_evaluations_above() -> None:
     console = Console(file=screen, force_terminal=True, width=120, color_system=None)
     with bars(console) as shown:
         shown.progress("finding the swarm", 0, None)
-        for event in (BEGIN, evaluation(4), step(5), step(6, failovers=1), {"event": "saved", "step": 6}):
+        for event in (
+            BEGIN,
+            evaluation(4),
+            step(5),
+            step(6, failovers=1),
+            {"event": "saved", "step": 6},
+            {"event": "stopped", "step": 6},
+        ):
             screen.seek(0)
             screen.truncate()
             shown.show(event, words.tell(event))
@@ -52,9 +59,10 @@ def test_bars_show_the_last_step_and_keep_evaluations_above() -> None:
     assert re.search(r"steps.*50%", shots[0])
     assert "step 4: held-out loss 3.0000, accuracy 50.0%" in shots[1]
     assert re.search(r"steps.*62%", shots[2])
-    assert "loss 3.2500, 42 tokens/s, 2.0 MB sent, 2.0 MB received" in shots[2]
-    assert "3.5 MB sent, 4.0 MB received, 1 host replaced" in shots[3]
+    assert "loss 3.2500, 42 tokens/s, 2 MB sent, 2 MB received" in shots[2]
+    assert "3.5 MB sent, 4 MB received, 1 host replaced" in shots[3]
     assert "saved" not in shots[4]
+    assert "stopped; the same command goes on after step 6, which is saved" in shots[5]
 
 
 def test_lines_tell_the_same(capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,6 +73,6 @@ def test_lines_tell_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     told = capsys.readouterr().err
     assert told.startswith("finding the swarm\nlora: ")
     assert "step 5 of 8: loss 3.2500" in told
-    assert "saved after step 5: the same command goes on from here" in told
+    assert "saved after step 5\n" in told
     assert "the adapter is in out. Held-out loss 2.5000, accuracy 75.0%." in told
     assert "pip install 'swarmnet-p2p[plots]'" in told
