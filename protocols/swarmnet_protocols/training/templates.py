@@ -13,6 +13,8 @@ class _Template:
     every_rounds: int = 1
     model: str = ""
     tokenizer: str = '"bytes"                    # one token a byte; or a checkpoint, whose tokenizer it is'
+    sequence_length: int = 256
+    batch_size: int = 8
 
 
 _SMALL_LLAMA = """\
@@ -47,11 +49,11 @@ seed = 0                               # of the first weights and of the order o
 format = "text"                        # or "jsonl", "parquet"; then `field` names what holds the text
 path = "python-stdlib"                 # the source of this very Python's standard library; or a file, a directory, a glob
 tokenizer = {tokenizer}
-sequence_length = 256
+sequence_length = {sequence_length}
 validation = 0.02                      # share of the documents that is held out
 
 [training]
-batch_size = 8                         # sequences a worker and inner step
+batch_size = {batch_size}                         # sequences a worker and inner step
 learning_rate = {learning_rate}
 warmup_steps = 50
 schedule = "cosine"                    # to a tenth; or "constant"
@@ -137,7 +139,7 @@ clip = 1.0                             # largest element of the outer momentum
     (
         "zo",
         _Template(
-            10,
+            5,
             """\
 sync_every = 100                       # steps between exchanges: eight workers send less than 100 bytes a step in all
 epsilon = 1e-3                         # how far along a direction the loss is taken
@@ -146,6 +148,8 @@ learning_rate = 5e-5                   # that of [training] is for methods with 
             learning_rate="5e-5",
             model=_SMOLLM2,
             tokenizer='"smollm2-135m-instruct"    # the checkpoint\'s',
+            sequence_length=128,
+            batch_size=2,
         ),
     ),
 )
@@ -167,6 +171,8 @@ def template(method: str) -> str:
         rounds=f"rounds = {chosen.rounds}",
         model=chosen.model or _SMALL_LLAMA,
         tokenizer=chosen.tokenizer,
+        sequence_length=chosen.sequence_length,
+        batch_size=chosen.batch_size,
         learning_rate=chosen.learning_rate,
         settings=chosen.settings,
         every_rounds=chosen.every_rounds,
