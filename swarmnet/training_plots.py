@@ -10,6 +10,11 @@ from swarmnet_protocols.errors import ConfigError
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+# The first of which there are two is what an axis counts in.
+_TOKENS = ((1e9, "billion tokens"), (1e6, "million tokens"), (1e3, "thousand tokens"), (1, "tokens"))
+_BYTES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes"))
+_TIMES = ((3600, "hours"), (60, "minutes"), (1, "seconds"))
+
 
 @dataclass(frozen=True)
 class Line:
@@ -48,13 +53,15 @@ def plot_history(points: Iterable[Mapping[str, float]], out: Path) -> list[Path]
     """Write ``tokens.png``, ``bytes.png`` and ``time.png`` of a worker's history into ``out``; returns their paths."""
     points = list(points)
     axes = (
-        ("tokens", "million tokens, of all workers", "tokens", 1e6),
-        ("bytes", "MB sent by this worker", "bytes_sent", 1e6),
-        ("time", "hours", "elapsed_s", 3600.0),
+        ("tokens", "{} of all workers", "tokens", _TOKENS),
+        ("bytes", "{} sent by this worker", "bytes_sent", _BYTES),
+        ("time", "{}", "elapsed_s", _TIMES),
     )
     out.mkdir(parents=True, exist_ok=True)
     paths = []
-    for name, x_label, key, unit in axes:
+    for name, x_label, key, units in axes:
+        most = max((point[key] for point in points), default=0)
+        unit, unit_name = next((each for each in units if most >= 2 * each[0]), units[-1])
         lines = []
         for loss, label in (("loss", "training"), ("val_loss", "validation")):
             found = [point for point in points if loss in point]
@@ -62,7 +69,7 @@ def plot_history(points: Iterable[Mapping[str, float]], out: Path) -> list[Path]
                 Line(label, [point[key] / unit for point in found], [point[loss] for point in found])
             )
         paths.append(out / f"{name}.png")
-        save_panels([Panel(x_label, lines)], paths[-1])
+        save_panels([Panel(x_label.format(unit_name), lines)], paths[-1])
     return paths
 
 

@@ -3,13 +3,14 @@
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from swarmnet.cli.options import BootstrapOption, DataDirOption, JsonFlag, check_job_id
-from swarmnet.cli.output import note, print_json, print_table
+from swarmnet.cli.output import clear_terminal, note, print_json, print_table, progress
 from swarmnet.cli.training_words import summary
 from swarmnet.entering import client_network
 from swarmnet.paths import default_data_dir
@@ -46,7 +47,7 @@ def status(
         _watch_here(directory / "training" / job, watch=watch, as_json=as_json)
         return
     network = client_network(swarm, bootstrap, data_dir)
-    asyncio.run(_watch_swarm(network, job, print_json if as_json else _print_swarm, watch=watch))
+    asyncio.run(_watch_swarm(network, job, watch=watch, as_json=as_json))
 
 
 def _watch_here(folder: Path, *, watch: bool, as_json: bool) -> None:
@@ -60,42 +61,52 @@ def _watch_here(folder: Path, *, watch: bool, as_json: bool) -> None:
             fields.pop("warning", None)
         if fields != shown:
             shown = fields
-            if as_json:
-                print_json(fields)
-            else:
-                _print_worker(fields)
+            _show(fields, _print_worker, watch=watch, as_json=as_json)
         if not watch or not fields["running"]:
             return
         time.sleep(WATCH_EVERY_S)
 
 
-async def _watch_swarm(
-    network: Network, job_id: str, show: Callable[[dict[str, Any]], None], *, watch: bool
-) -> None:
+async def _watch_swarm(network: Network, job_id: str, *, watch: bool, as_json: bool) -> None:
     from swarmnet_protocols.training.board import find_job, find_workers
 
     shown: dict[str, Any] = {}
-    async with connect(network, client_mode=True) as (_, directory):
-        job, _ = await find_job(directory, job_id)
-        about: dict[str, Any] = {"job": job.id, "name": job.job.job.name, "owner": job.owner.hex()}
-        about |= {"method": job.job.method.name, "rounds": job.job.job.rounds}
-        while True:
-            workers = [
-                {
-                    "peer_id": worker.peer,
-                    "round": worker.round,
-                    "state": worker.state.hex(),
-                    "addresses": list(worker.addresses),
-                }
-                for worker in await find_workers(directory, job_id)
-            ]
-            fields = about | {"workers": workers}
-            if fields != shown:
-                shown = fields
-                show(fields)
-            if not watch:
-                return
-            await asyncio.sleep(LOOK_EVERY_S)
+    with ExitStack() as waiting:
+        waiting.enter_context(progress(quiet=as_json))("asking the swarm", 0, None)
+        async with connect(network, client_mode=True) as (_, directory):
+            job, _ = await find_job(directory, job_id)
+            about: dict[str, Any] = {"job": job.id, "name": job.job.job.name, "owner": job.owner.hex()}
+            about |= {"method": job.job.method.name, "rounds": job.job.job.rounds}
+            while True:
+                workers = [
+                    {
+                        "peer_id": worker.peer,
+                        "round": worker.round,
+                        "state": worker.state.hex(),
+                        "addresses": list(worker.addresses),
+                    }
+                    for worker in await find_workers(directory, job_id)
+                ]
+                waiting.close()
+                fields = about | {"workers": workers}
+                if fields != shown:
+                    shown = fields
+                    _show(fields, _print_swarm, watch=watch, as_json=as_json)
+                if not watch:
+                    return
+                await asyncio.sleep(LOOK_EVERY_S)
+
+
+def _show(
+    fields: dict[str, Any], print_it: Callable[[dict[str, Any]], None], *, watch: bool, as_json: bool
+) -> None:
+    """On a terminal that is watched, in the place of what was shown before."""
+    if as_json:
+        print_json(fields)
+        return
+    if watch:
+        clear_terminal()
+    print_it(fields)
 
 
 def _is_running(fields: dict[str, Any]) -> bool:
@@ -113,7 +124,8 @@ def _print_worker(fields: dict[str, Any]) -> None:
     if fields.get("wait_share"):
         rows["waiting"] = f"{fields['wait_s']:.0f} of {fields['elapsed_s']:.0f} s"
     rows |= {name: fields[name] for name in ("params_hash", "peer_id") if name in fields}
-    rows["addresses"] = "\n".join(fields.get("addresses", ()))
+    if fields["running"] and "addresses" in fields:
+        rows["addresses"] = "\n".join(fields["addresses"])
     if "warning" in fields:
         rows["warning"] = fields["warning"]
     print_table(fields.get("name", "training"), rows)

@@ -1,7 +1,7 @@
 """What ``train join`` says of its events, and where a worker stands."""
 
 from swarmnet.cli.displays import Bar, Fields, Telling
-from swarmnet.units import counted
+from swarmnet.units import counted, show_size
 
 
 def tell(event: Fields, status: Fields) -> Telling:
@@ -18,8 +18,9 @@ def summary(status: Fields) -> str:
             parts.append(f"{label} {status[name]:.4f}")
     if "workers" in status:
         parts.append(counted(status["workers"], "worker"))
-        parts.append(f"{status['bytes_sent'] / 1e6:.2f} MB sent")
-        parts.append(f"{status['bytes_received'] / 1e6:.2f} MB received")
+        parts.append(
+            f"{show_size(status['bytes_sent'])} sent, {show_size(status['bytes_received'])} received"
+        )
     if "wait_share" in status:
         parts.append(f"{status['wait_share']:.0%} waiting")
     return ", ".join(parts)
@@ -31,10 +32,10 @@ def sentence(event: Fields) -> str:
         case "round":
             outcome = "committed" if event["committed"] else f"discarded ({event['reason']})"
             loss = "only listened" if event["loss"] is None else f"loss {event['loss']:.4f}"
-            sent, received = event["bytes_sent"] / 1e6, event["bytes_received"] / 1e6
+            sent, received = show_size(event["bytes_sent"]), show_size(event["bytes_received"])
             text = (
                 f"round {event['round']} {outcome}: {loss}, {counted(event['workers'], 'worker')}, "
-                f"{sent:.2f} MB sent, {received:.2f} MB received, {event['wait_s']:.1f} s waited"
+                f"{sent} sent, {received} received, {event['wait_s']:.1f} s waited"
             )
             excluded = (f"  excluded {each['peer_id']}: {each['reason']}" for each in event["excluded"])
             return "\n".join([text, *excluded])
@@ -47,17 +48,22 @@ def sentence(event: Fields) -> str:
             return f"round {event['round']}: waiting for more workers, {event['workers']} so far"
         case "healed":
             dropped = (f"; dropped {each['peer_id']}: {each['reason']}" for each in event["dropped"])
-            size = event["bytes"] / 1e6
+            size = show_size(event["bytes"])
             return (
-                f"fetched the state of round {event['round']}: {size:.1f} MB in {event['seconds']:.1f} s"
+                f"fetched the state of round {event['round']}: {size} in {event['seconds']:.1f} s"
                 + "".join(dropped)
             )
         case "identity":
             return str(event["warning"]) or "the other process under this identity is gone"
         case "leaving":
             return "leaving after this round; press Ctrl-C again to leave at once"
+        case "done" if event["round"] < event["rounds"]:
+            return f"left after {counted(event['round'], 'round')} of {event['rounds']}; the same command goes on from there"
         case "done":
-            return f"ended after {counted(event['round'], 'round')}, {event['revision']} of them committed"
+            return (
+                f"trained: {counted(event['round'], 'round')}, {event['revision']} of them committed; "
+                "`swarmnet train export --out DIR` writes the model"
+            )
         case "heal_failed":
             return f"could not fetch the state of round {event['round']}, and tries again: {event['reason']}"
         case "behind":
@@ -67,7 +73,9 @@ def sentence(event: Fields) -> str:
         case "merge":
             return f"the replicas were not averaged ({event['reason']}): this worker keeps its own"
         case "handed_over":
-            return f"{event['to']} goes on with what this worker had not delivered, {event['bytes'] / 1e6:.1f} MB"
+            return (
+                f"{event['to']} goes on with what this worker had not delivered, {show_size(event['bytes'])}"
+            )
         case "not_handed_over":
             return (
                 f"nobody took what this worker had not delivered ({event['reason']}): it is in the checkpoint"

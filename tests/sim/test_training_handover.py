@@ -95,7 +95,12 @@ class Lab(WorkerLab):
     def check_the_others_went_on(self, *but: str) -> None:
         self.check_equal()
         for name in self.others(*but):
-            assert self.events[name][-1] == {"event": "done", "round": ROUNDS, "revision": ROUNDS}
+            assert self.events[name][-1] == {
+                "event": "done",
+                "round": ROUNDS,
+                "rounds": ROUNDS,
+                "revision": ROUNDS,
+            }
 
     def _stop(self) -> None:
         self.workers[LEAVER].stop()

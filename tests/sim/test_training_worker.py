@@ -255,7 +255,7 @@ def test_who_ends_behind_comes_back_without_what_it_made_meanwhile(method: str, 
 
     lab.check_equal()
     assert weights[0] == 0
-    assert lab.events[name][-1] == {"event": "done", "round": ROUNDS, "revision": ROUNDS}
+    assert lab.events[name][-1] == {"event": "done", "round": ROUNDS, "rounds": ROUNDS, "revision": ROUNDS}
 
 
 def test_a_job_goes_on_from_the_checkpoint_of_any_worker(tmp_path: Path) -> None:
@@ -275,4 +275,4 @@ def test_a_job_goes_on_from_the_checkpoint_of_any_worker(tmp_path: Path) -> None
     run(train(again, "anna"))
     assert min(again.rounds("anna")) == 4, "the checkpoint was written after round 3"
     assert before != again.rounds("anna")[4]["params_hash"]
-    assert again.events["anna"][-1] == {"event": "done", "round": 6, "revision": 6}
+    assert again.events["anna"][-1] == {"event": "done", "round": 6, "rounds": 6, "revision": 6}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from swarmnet import training_record
+from swarmnet import training_plots, training_record
 from swarmnet.training_plots import plot_history
 from swarmnet.training_record import HISTORY_FILE, TrainingRecord, newest_job, read_history, read_status
 from swarmnet_protocols.clock import Clock
@@ -214,6 +214,20 @@ def test_curves_are_drawn_against_tokens_bytes_and_time(tmp_path: Path) -> None:
     paths = plot_history(_history(tmp_path)(), tmp_path / "plots")
     assert [path.name for path in paths] == ["tokens.png", "bytes.png", "time.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
+
+
+def test_an_axis_counts_in_what_there_are_two_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    labels: list[str] = []
+    monkeypatch.setattr(
+        training_plots, "save_panels", lambda panels, path: labels.extend(panel.x_label for panel in panels)
+    )
+    for tokens, sent, seconds in ((14_080, 1_145, 298.0), (2.5e6, 3.1e9, 86_400.0)):
+        point = {"loss": 3.0, "tokens": tokens, "bytes_sent": sent, "elapsed_s": seconds}
+        plot_history([point], tmp_path)
+    assert labels == [
+        "thousand tokens of all workers", "bytes sent by this worker", "minutes",
+        "million tokens of all workers", "GB sent by this worker", "hours",
+    ]  # fmt: skip
 
 
 def test_plots_without_matplotlib_say_what_to_install(

@@ -51,7 +51,7 @@ def test_bars_tell_of_long_steps_then_of_rounds(tmp_path: Path) -> None:
     assert "loading a model" in shots[2]
     assert "loading" not in shots[3]
     assert re.search(r"rounds +\S* +11% \d+:\d\d:\d\d|rounds.*11%", shots[4])
-    assert "round 1 of 9, loss 5.0000, 2 workers, 0.00 MB sent, 0.00 MB received, 25% waiting" in shots[4]
+    assert "round 1 of 9, loss 5.0000, 2 workers, 10 B sent, 20 B received, 25% waiting" in shots[4]
     assert "validation 6.0000" in shots[5]
     assert re.search(r"inner steps.*25%", shots[6])
     assert re.search(r"fetching the state.*75%", shots[7])
@@ -119,7 +119,8 @@ def test_without_a_terminal_there_are_sentences(tmp_path: Path, capsys: pytest.C
         {"event": "not_handed_over", "reason": "nobody is ready"},
         {"event": "inherited", "from": "another"},
         {"event": "not_inherited", "from": "another", "reason": "not finite"},
-        {"event": "done", "round": 3, "revision": 2},
+        {"event": "done", "round": 3, "rounds": 3, "revision": 2},
+        {"event": "done", "round": 2, "rounds": 3, "revision": 2},
     ],
     ids=lambda event: event["event"],
 )
@@ -132,3 +133,9 @@ def test_every_event_has_words(event: dict[str, Any], tmp_path: Path) -> None:
     record.take(READY)
     record.take(event)
     assert summary(record.status).startswith("round ")
+
+
+def test_who_leaves_reads_how_to_go_on_and_who_is_done_how_to_get_the_model() -> None:
+    done = {"event": "done", "rounds": 3, "revision": 2}
+    assert "the same command goes on" in sentence(done | {"round": 2})
+    assert "swarmnet train export" in sentence(done | {"round": 3})

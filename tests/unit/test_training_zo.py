@@ -141,3 +141,16 @@ class TestWorker:
         with pytest.raises(Left):
             Replica(job, trainer).contribution(0, 0)
         assert heard == [(0, 3), (0, 3), (1, 3)]
+
+    def test_every_step_of_a_round_is_reported_and_its_end(self, tmp_path: Path) -> None:
+        heard: list[tuple[int, int | None]] = []
+        job = tiny_job(tmp_path, **JOB)
+        trainer = Trainer.open(
+            job,
+            cache_dir=tmp_path / "cache",
+            available_bytes=1 << 30,
+            device=torch.device("cpu"),
+            progress=lambda what, done, total: heard.append((done, total)) if what == "inner steps" else None,
+        )
+        Replica(job, trainer).contribution(0, 0)
+        assert list(dict.fromkeys(heard)) == [(0, 3), (1, 3), (2, 3), (3, 3)]

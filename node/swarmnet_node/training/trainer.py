@@ -128,14 +128,18 @@ class Trainer:
         started = time.perf_counter()
         losses, tokens = torch.zeros((), device=self._device), 0
         for step in range(first, first + count):
-            self._progress("inner steps", step, self._steps_per_round)
+            self.reached(step)
             loss, counted = self._backward(round_number, step, slot)
             self._update(round_number, step)
             losses += loss
             tokens += counted
         self._forget_gradients()
-        self._progress("inner steps", first + count, self._steps_per_round)
+        self.reached(first + count)
         return StepReport(float(losses) / max(1, count), tokens, time.perf_counter() - started)
+
+    def reached(self, step: int) -> None:
+        """Report that the inner steps [0, step) of a round are done."""
+        self._progress("inner steps", step, self._steps_per_round)
 
     def gradient(self, round_number: int, step: int, slot: int) -> tuple[Tensor, StepReport]:
         """The mean gradient of the slot's batch, ``[n]`` float32 on the CPU, unclipped; the parameters stay."""
@@ -151,7 +155,7 @@ class Trainer:
 
     def loss(self, round_number: int, step: int, slot: int) -> float:
         """The loss of the slot's batch at the present parameters. Nothing is kept for a gradient."""
-        self._progress("inner steps", step, self._steps_per_round)
+        self.reached(step)
         batch = self.corpus.train.take(self._sampler.batch(round_number, step, slot))
         with torch.no_grad():
             return sum(float(self._loss_sum(part)) for part in self._microbatches(batch)) / _predicted(batch)

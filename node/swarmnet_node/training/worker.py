@@ -128,7 +128,8 @@ class Worker:
                 if self._failure is not None:
                     await self._save()
                     raise self._failure
-                self._report({"event": "done", "round": self.round, "revision": self._replica.revision})
+                done = {"round": self.round, "rounds": self._job.job.rounds}
+                self._report({"event": "done"} | done | {"revision": self._replica.revision})
             finally:
                 await cancel(announcing, self._pending.outcome if self._pending else None)
 
