@@ -177,7 +177,7 @@ def export(
         return
     typer.echo(f"the model is in {out}")
     if tokenizer == BYTES:
-        note("it reads bytes: token N is byte N, and 0 ends a document; so there are no tokenizer files")
+        note("it reads bytes: token N is byte N, and 0 ends a document")
 
 
 @app.command("plot")

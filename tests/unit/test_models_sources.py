@@ -23,6 +23,13 @@ def test_an_unknown_name_is_answered_with_what_is_accepted(name: str, tmp_path: 
     assert DEFAULT_MODEL in caught.value.hint
 
 
+def test_a_model_that_reads_no_text_says_what_it_lacks(tmp_path: Path) -> None:
+    model = resolve(str(save_tiny("llama-tied", tmp_path / "model")), cache_dir=tmp_path / "cache")
+    with pytest.raises(ConfigError, match="has no tokenizer") as caught:
+        model.tokenizer()
+    assert "tokenizer.json" in caught.value.hint
+
+
 # ---- the hub
 
 

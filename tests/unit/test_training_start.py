@@ -206,12 +206,19 @@ def trained(folder: Path, **data: str) -> str:
     return job.id
 
 
-def test_a_model_of_bytes_is_exported_without_a_tokenizer(tmp_path: Path) -> None:
+def test_a_model_of_bytes_is_exported_with_a_tokenizer_of_bytes(tmp_path: Path) -> None:
     job, out = trained(tmp_path), tmp_path / "out"
     name = export_model(tmp_path, job, out, cache_dir=tmp_path / "cache", overwrite=False, progress=quiet)
     assert name == "bytes"
-    assert not list(out.glob("token*"))
-    assert torch.isfinite(AutoModelForCausalLM.from_pretrained(out)(torch.tensor([[1, 2]])).logits).all()
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert torch.isfinite(model(torch.tensor([[1, 2]])).logits).all()
+    assert (model.config.eos_token_id, model.generation_config.eos_token_id) == (0, 0)
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    every_character = "".join(map(chr, (*range(0x300), 0x20AC, 0x1F600))) + "  two  spaces\r\n\n"
+    tokens = tokenizer(every_character).input_ids
+    assert tokens == list(every_character.encode())
+    assert tokenizer.decode(tokens) == every_character
+    assert len(tokenizer) == 256
 
 
 def test_a_model_is_exported_with_its_tokenizer(tmp_path: Path) -> None:

@@ -39,14 +39,18 @@ class Tokenizer(Protocol):
         """The document's tokens, ``[n]``, and one that ends it."""
 
 
+END_OF_DOCUMENT = 0
+"""The byte that ends a document where tokens are bytes."""
+
+
 class ByteTokenizer:
-    """One token a byte; a document ends with byte 0."""
+    """One token a byte."""
 
     name = BYTES
     vocab_size = 256
 
     def encode(self, document: bytes) -> NDArray[np.uint32]:
-        return np.frombuffer(document + b"\0", dtype=np.uint8).astype(np.uint32)
+        return np.frombuffer(document + bytes([END_OF_DOCUMENT]), dtype=np.uint8).astype(np.uint32)
 
 
 class ModelTokenizer:

@@ -1,11 +1,14 @@
 """From a job's newest checkpoint to a folder that plain transformers loads."""
 
+import json
 import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from swarmnet_node.training.checkpoint import Checkpoints
+from swarmnet_node.training.data import END_OF_DOCUMENT
 from swarmnet_node.training.start import job_folder, kept_job
 from swarmnet_protocols.errors import ConfigError, OutOfResources
 from swarmnet_protocols.models import Progress, resolve
@@ -17,7 +20,7 @@ def export_model(
 ) -> str:
     """Write the newest model of a job, with the files of its tokenizer, into ``target``; returns the tokenizer's name.
 
-    A model of bytes has no such files. Raises ``ConfigError`` if there is no checkpoint, or if ``target`` exists and is not
+    Raises ``ConfigError`` if there is no checkpoint, or if ``target`` exists and is not
     a model's folder that may be overwritten; ``OutOfResources`` when the disk is full.
     """
     if target.exists() and not overwrite:
@@ -33,7 +36,9 @@ def export_model(
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".export-") as scratch:
             made = Path(scratch, "model")
             Checkpoints(job_folder(data_dir, job_id)).export(made)
-            if tokenizer != BYTES:
+            if tokenizer == BYTES:
+                _read_bytes(made)
+            else:
                 resolve(tokenizer, cache_dir=cache_dir, progress=progress).tokenizer().save_pretrained(made)
             if target.exists():
                 shutil.rmtree(target)
@@ -44,3 +49,27 @@ def export_model(
             hint="make room there, or choose another --out",
         ) from error
     return tokenizer
+
+
+def _read_bytes(folder: Path) -> None:
+    """Give a model of bytes a tokenizer, in which token N is byte N, and tell it that byte 0 ends a document."""
+    for name in ("config.json", "generation_config.json"):
+        _edit(folder / name, {"bos_token_id": None, "eos_token_id": END_OF_DOCUMENT})
+    kind = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    vocabulary = {character: byte for byte, character in enumerate(_characters())}
+    model = {"type": "BPE", "vocab": vocabulary, "merges": []}
+    parts = {"added_tokens": [], "pre_tokenizer": kind, "decoder": kind, "model": model}
+    (folder / "tokenizer.json").write_text(json.dumps({"version": "1.0", **parts}))
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    (folder / "tokenizer_config.json").write_text(json.dumps(about))
+
+
+def _characters() -> list[str]:
+    """What byte-level tokenizers write each byte as: itself if that is printable in Latin-1, else one from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
+def _edit(path: Path, changes: dict[str, Any]) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes, indent=2) + "\n")

@@ -16,15 +16,13 @@ if TYPE_CHECKING:
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+TOKENIZER_NAMES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 METADATA_PATTERNS = (
     "config.json",
     "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
+    *TOKENIZER_NAMES,
     "special_tokens_map.json",
     "added_tokens.json",
-    "vocab.json",
     "merges.txt",
     "chat_template.jinja",
 )
@@ -148,6 +146,11 @@ class SafetensorsCheckpoint:
         return GenerationConfig.from_pretrained(self.root, local_files_only=True)
 
     def tokenizer(self) -> "PreTrainedTokenizerBase":
+        if not any((self.root / name).is_file() for name in TOKENIZER_NAMES):
+            raise ConfigError(
+                f"{self.root} has no tokenizer, so it reads no text",
+                hint="put its tokenizer.json and tokenizer_config.json there",
+            )
         from transformers.models.auto.tokenization_auto import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(self.root, trust_remote_code=False, local_files_only=True)
