@@ -1,5 +1,6 @@
 """The defences that bound what one peer may hold, send and say."""
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,10 +8,13 @@ from typing import Any
 import pytest
 
 from swarmnet_client.blame import Blame, Suspects
+from swarmnet_client.mending import Mender
+from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.membership import door
 from swarmnet_protocols.resources import Scope, Stock
 from swarmnet_protocols.session import steps
 from swarmnet_protocols.transport import Message, framing, p2pd_pipe, p2pd_stream
+from swarmnet_protocols.transport.granting import Allowance, Grants
 from swarmnet_protocols.transport.meter import Meter
 from tests.defences import Defence, Patch, nothing, replacing
 from tests.properties import test_framing
@@ -18,11 +22,19 @@ from tests.sim import (
     test_client_defences,
     test_door_limits,
     test_host_defences,
+    test_limited_line,
     test_pass_blame,
     test_pass_defences,
 )
 from tests.support.swarm_lab import Reference, load_reference
-from tests.unit import test_dht_storage, test_p2pd_stream, test_resources, test_steps
+from tests.unit import (
+    test_dht_storage,
+    test_granted_streams,
+    test_granting,
+    test_p2pd_stream,
+    test_resources,
+    test_steps,
+)
 
 
 def wait_for_ever(patch: Patch) -> None:
@@ -75,6 +87,27 @@ def suspect_nobody_else(patch: Patch) -> None:
     """Than the host that fails."""
     settle = Blame.settle
     patch.setattr(Blame, "settle", lambda self, error, hop, **_: settle(self, error, hop))
+
+
+def overlooking(where: type, name: str) -> Callable[[Patch], None]:
+    """What a method finds to be against the rules."""
+    strict = getattr(where, name)
+
+    def lenient(*arguments: Any, **options: Any) -> None:
+        with contextlib.suppress(ProtocolViolation):
+            strict(*arguments, **options)
+
+    return replacing(where, name, lenient)
+
+
+def prompts_for_a_limited_line(reference: Reference) -> None:
+    test_limited_line.test_many_prompts_at_once_come_at_the_rate_and_all_are_answered(
+        reference, {"limited": (0, 3), "other": (3, 6)}
+    )
+
+
+def a_host_that_grants_nothing(reference: Reference) -> None:
+    test_limited_line.test_a_host_that_grants_nothing_is_replaced(reference, test_limited_line.answer)
 
 
 LIMITS = (
@@ -162,5 +195,32 @@ LIMITS = (
         "one host whose numbers overflow at others is not believed over them",
         suspect_nobody_else,
         hosts_whose_numbers_overflow_at_others,
+    ),
+    Defence(
+        "what a limited line cannot take is not sent",
+        replacing(Grants, "_have_wait", nothing),
+        of_a_host(prompts_for_a_limited_line),
+    ),
+    Defence(
+        "who does not wait for grants is ended",
+        overlooking(Grants, "expect"),
+        of_a_host(test_limited_line.test_a_feeder_that_does_not_wait_for_grants_is_ended_and_has_to_pay),
+    ),
+    Defence(
+        "and so is who sends more than was granted",
+        overlooking(Grants, "take"),
+        lambda _: test_granted_streams.test_who_does_not_wait_for_grants_is_not_listened_to(True),
+    ),
+    Defence(
+        "nobody grants more than is waited for, or too little",
+        overlooking(Allowance, "hear"),
+        lambda _: test_granting.test_grants_that_nobody_waits_for_or_that_are_not_worth_it_are_violations(
+            (test_granting.MIN_BYTES - 1,)
+        ),
+    ),
+    Defence(
+        "who grants nothing is replaced",
+        replacing(Mender, "_drop_stuck", nothing),
+        of_a_host(a_host_that_grants_nothing),
     ),
 )

@@ -17,17 +17,28 @@ SESSION = ProtocolSpec(
     served_by=_HOST,
 )
 LINK = ProtocolSpec(
-    "/swarmnet/link/1",
+    "/swarmnet/link/2",
     max_header_bytes=64 << 10,
     max_payload_bytes=_ACTIVATIONS_BYTES,
     roles=_CLIENT | _HOST,
     served_by=_HOST,
+    is_granted=True,
 )
 PASS = ProtocolSpec(
-    "/swarmnet/pass/1", max_header_bytes=4096, max_payload_bytes=1 << 20, roles=_CLIENT, served_by=_HOST
+    "/swarmnet/pass/2",
+    max_header_bytes=4096,
+    max_payload_bytes=1 << 20,
+    roles=_CLIENT,
+    served_by=_HOST,
+    is_granted=True,
 )
 ADAPTER = ProtocolSpec(
-    "/swarmnet/adapter/1", max_header_bytes=4096, max_payload_bytes=1 << 20, roles=_CLIENT, served_by=_HOST
+    "/swarmnet/adapter/2",
+    max_header_bytes=4096,
+    max_payload_bytes=1 << 20,
+    roles=_CLIENT,
+    served_by=_HOST,
+    is_granted=True,
 )
 PING = ProtocolSpec("/swarmnet/ping/1", max_header_bytes=64, roles=ANY_ROLE, served_by=_HOST)
 

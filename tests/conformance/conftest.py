@@ -16,6 +16,7 @@ from swarmnet_protocols.membership.roles import ANY_ROLE
 from swarmnet_protocols.transport import PeerId, ProtocolSpec, Transport
 from swarmnet_protocols.transport.memory import LinkProfile, MemoryNetwork
 from swarmnet_protocols.transport.p2pd import P2pdConfig, P2pdTransport
+from swarmnet_protocols.transport.pacing import Pace
 from tests.support import virtual_time
 from tests.support.private_swarm import PrivateSwarm
 
@@ -26,11 +27,17 @@ Scenario = Callable[[Transport, Transport], Awaitable[None]]
 
 
 class Lab(Protocol):
+    pace: Pace
+    """Kept by the second of the two."""
+
     def run(self, scenario: Scenario) -> None:
         """Run ``scenario`` with two peers."""
 
 
 class MemoryLab:
+    def __init__(self) -> None:
+        self.pace = Pace()
+
     def run(self, scenario: Scenario) -> None:
         async def main() -> None:
             network = MemoryNetwork(
@@ -38,6 +45,7 @@ class MemoryLab:
             )
             alice, bob = (Identity.from_seed(seed).peer_id for seed in (b"alice", b"bob"))
             async with network.transport(alice) as a, network.transport(bob) as b:
+                b.pace = self.pace
                 await scenario(a, b)
 
         virtual_time.run(main())
@@ -45,6 +53,9 @@ class MemoryLab:
 
 class GuardedLab:
     """Two members of a private swarm. Whoever dials meets the other first."""
+
+    def __init__(self) -> None:
+        self.pace = Pace()
 
     def run(self, scenario: Scenario) -> None:
         async def main() -> None:
@@ -56,6 +67,7 @@ class GuardedLab:
                 swarm.member(network, "alice", ANY_ROLE) as alice,
                 swarm.member(network, "bob", ANY_ROLE) as bob,
             ):
+                bob.raw.pace = self.pace
                 await scenario(alice.transport, bob.transport)
 
         virtual_time.run(main())
@@ -65,20 +77,20 @@ class P2pdLab:
     """Its two p2pd processes serve all tests of a module."""
 
     def __init__(self, runner: asyncio.Runner, directory: Path, listen: tuple[str, ...] = LOOPBACK) -> None:
+        self.pace = Pace()
         self._runner = runner
         self._directory = directory
         self._listen = listen
         self._stack = contextlib.AsyncExitStack()
         self._pair: tuple[P2pdTransport, P2pdTransport] | None = None
 
-    async def _peer(self, name: str) -> P2pdTransport:
-        return await self._stack.enter_async_context(
-            P2pdTransport.create(P2pdConfig(self._directory / name, listen=self._listen))
-        )
+    async def _peer(self, name: str, pace: Pace) -> P2pdTransport:
+        config = P2pdConfig(self._directory / name, listen=self._listen, pace=pace)
+        return await self._stack.enter_async_context(P2pdTransport.create(config))
 
     async def pair(self) -> tuple[P2pdTransport, P2pdTransport]:
         if self._pair is None:
-            self._pair = (await self._peer("a"), await self._peer("b"))
+            self._pair = (await self._peer("a", Pace()), await self._peer("b", self.pace))
         return self._pair
 
     def run(self, scenario: Callable[[P2pdTransport, P2pdTransport], Awaitable[None]]) -> None:

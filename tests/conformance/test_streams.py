@@ -214,6 +214,50 @@ def test_a_slow_reader_holds_the_sender_back(lab: Lab, protocol: ProtocolSpec) -
     lab.run(scenario)
 
 
+@pytest.mark.parametrize("is_cancelled", [False, True], ids=["", "by receives that are cancelled"])
+def test_what_waits_for_grants_comes_whole_and_at_the_rate(
+    lab: Lab, protocol: ProtocolSpec, is_cancelled: bool
+) -> None:
+    granted = replace(protocol, is_granted=True)
+    rate = 4e6
+    sent = [Message(b"%d" % size, bytes([size % 251]) * size) for size in (1 << 20, 100, 1 << 14, 3 << 20, 0)]
+
+    async def scenario(a: Transport, b: Transport) -> None:
+        received: asyncio.Future[list[Message]] = asyncio.get_running_loop().create_future()
+
+        async def handler(stream: Stream) -> None:
+            messages: list[Message] = []
+            while len(messages) < len(sent):
+                await stream.send(Message(b"a beat"))
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(0.02 if is_cancelled else DEADLINE_S):
+                        messages.append(await stream.receive())
+            received.set_result(messages)
+
+        await b.serve(granted, handler)
+        clock = asyncio.get_running_loop().time
+        stream = await dial(a, b, granted)
+        await stream.receive()
+        began = clock()
+        listening = asyncio.create_task(drain(stream))
+        for message in sent:
+            await stream.send(message)
+        async with asyncio.timeout(DEADLINE_S):
+            assert await received == sent
+        assert clock() - began > 0.8 * (4 << 20) / rate
+        stream.close()
+        await listening
+
+    async def at_the_rate(a: Transport, b: Transport) -> None:
+        lab.pace.down.set_rate(rate)
+        try:
+            await scenario(a, b)
+        finally:
+            lab.pace.down.set_rate(None)
+
+    lab.run(at_the_rate)
+
+
 def test_an_oversized_message_is_not_sent(lab: Lab, protocol: ProtocolSpec) -> None:
     async def scenario(a: Transport, b: Transport) -> None:
         await b.serve(protocol, echo)

@@ -14,6 +14,7 @@ from swarmnet_protocols.errors import ProtocolViolation, StreamEnded, StreamRefu
 from swarmnet_protocols.protocol_ids import ALL
 from swarmnet_protocols.transport import Message, ProtocolSpec, Refusal
 from swarmnet_protocols.transport.framing import FrameReader, encode
+from swarmnet_protocols.transport.granting import GRANT, WAIT, WAITS, Allowance, Grants
 from swarmnet_protocols.transport.pacing import Line, PacedReader
 from swarmnet_protocols.transport.refusing import (
     ENDED,
@@ -26,23 +27,32 @@ from swarmnet_protocols.transport.refusing import (
     printable,
 )
 from swarmnet_protocols.wire import door_pb2 as pb
+from tests.defences import nothing
 from tests.support.meters import a_meter
 
 SMALL = ProtocolSpec("/test/1", max_header_bytes=50, max_payload_bytes=200)
 
 messages = st.builds(Message, st.binary(max_size=50), st.binary(max_size=200))
-EDGES = (0, SMALL.max_header_bytes, SMALL.max_payload_bytes, MAX_REFUSAL_BYTES, REFUSED)
+EDGES = (0, SMALL.max_header_bytes, SMALL.max_payload_bytes, MAX_REFUSAL_BYTES, WAITS, REFUSED)
 sizes = st.integers(0, 2**32 - 1) | st.sampled_from(
     [edge + by for edge in EDGES for by in (-1, 0, 1) if 0 <= edge + by < 2**32]
 )
 
 
-def read_all(chunks: Sequence[bytes], protocol: ProtocolSpec) -> tuple[list[Message], Exception]:
-    """What a reader makes of ``chunks``: messages, and how it ended."""
+HALVES = ("", "waits", "grants")
+
+
+def read_all(
+    chunks: Sequence[bytes], protocol: ProtocolSpec, half: str = ""
+) -> tuple[list[Message], Exception]:
+    """What a reader makes of ``chunks``: messages, and how it ended. It may be one who waits for grants, or one who grants."""
 
     async def main() -> tuple[list[Message], Exception]:
-        reader = asyncio.StreamReader()
-        frames = FrameReader(PacedReader(reader, Line()), protocol, a_meter())
+        reader, line = asyncio.StreamReader(), Line()
+        allowance = Allowance() if half == "waits" else None
+        grants = Grants(line, nothing) if half == "grants" else None
+        paced = PacedReader(reader, line, grants)
+        frames = FrameReader(paced, protocol, a_meter(), allowance=allowance, grants=grants)
         received: list[Message] = []
 
         async def read() -> Exception:
@@ -111,6 +121,40 @@ def test_what_comes_of_two_sizes_whatever_follows(first: int, second: int, rest:
         assert received[0] == Message(rest[:first], rest[first : first + second])
 
 
+@given(sizes, sizes, st.binary(max_size=300))
+def test_a_payload_that_waits_comes_after_it_was_granted_and_no_sooner(
+    first: int, second: int, rest: bytes
+) -> None:
+    """Nor to anybody who grants nothing. All of ``rest`` is here before anything is granted."""
+    header_bytes = min(first, WAITS - 4)  # what is over is the word for something else
+    frame = struct.pack(">II", WAITS + header_bytes, second) + rest
+    for half in ("", "waits"):
+        assert isinstance(read_all([frame], SMALL, half)[1], ProtocolViolation)
+    received, end = read_all([frame], SMALL, "grants")
+    if (
+        header_bytes > SMALL.max_header_bytes
+        or second > SMALL.max_payload_bytes
+        or (second and len(rest) > header_bytes)
+    ):
+        assert isinstance(end, ProtocolViolation)
+    elif second or len(rest) < header_bytes:
+        assert type(end) is StreamEnded
+    else:
+        assert received[0] == Message(rest[:header_bytes])
+        return
+    assert not received
+
+
+@given(sizes, st.sampled_from([WAIT, GRANT]))
+def test_what_is_said_of_grants_is_heard_by_those_who_wait_and_by_nobody_else(size: int, word: int) -> None:
+    frame = struct.pack(">II", word, size) + encoded(Message(b"next"))
+    for half in HALVES:
+        received, end = read_all([frame], SMALL, half)
+        is_heard = half == "waits" and word == WAIT
+        assert received == ([Message(b"next")] if is_heard else [])
+        assert isinstance(end, StreamEnded if is_heard else ProtocolViolation)
+
+
 def test_a_violation_stays_one() -> None:
     async def main() -> None:
         reader = asyncio.StreamReader()
@@ -177,12 +221,12 @@ def test_an_oversized_refusal_is_a_violation(size_bytes: int, rest: bytes) -> No
 
 
 @pytest.mark.parametrize("protocol", ALL, ids=lambda protocol: protocol.id)
-@given(garbage=st.binary(max_size=4096))
-def test_garbage_costs_no_more_than_it_weighs(protocol: ProtocolSpec, garbage: bytes) -> None:
+@given(garbage=st.binary(max_size=4096), half=st.sampled_from(HALVES))
+def test_garbage_costs_no_more_than_it_weighs(protocol: ProtocolSpec, garbage: bytes, half: str) -> None:
     def peak_bytes() -> int:
         tracemalloc.start()
         try:
-            _, end = read_all([garbage], protocol)
+            _, end = read_all([garbage], protocol, half)
             assert isinstance(end, ProtocolViolation | StreamEnded)
             return tracemalloc.get_traced_memory()[1]
         finally:

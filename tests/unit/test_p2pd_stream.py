@@ -1,76 +1,21 @@
 """How a stream ends: what was said is heard, and nobody is waited for too long. p2pd is left out: its socket is one of a pair."""
 
 import asyncio
-import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import pytest
 
 from swarmnet_protocols.errors import StreamEnded, StreamRefused
-from swarmnet_protocols.protocol_ids import LINK
-from swarmnet_protocols.resources import ResourceManager, Stock
 from swarmnet_protocols.timing import Timing
-from swarmnet_protocols.transport import Message, PeerId, Refusal
-from swarmnet_protocols.transport.p2pd_pipe import LINGER_BYTES, Pipe
-from swarmnet_protocols.transport.p2pd_stream import P2pdStream
+from swarmnet_protocols.transport import Message, Refusal
+from swarmnet_protocols.transport.p2pd_pipe import LINGER_BYTES
 from swarmnet_protocols.transport.pacing import Pace
-from tests.support.meters import a_meter
+from tests.support.stream_ends import a_stream_to, two_ends
 from tests.support.virtual_time import run
 
 PATIENCE_S = 60.0
 SOON_S = 0.5
 SOCKET_BYTES = 1 << 20
 """More than a socket and one read of it ever hold."""
-
-
-class End:
-    """A stream on one end of a pair of sockets, and what it takes."""
-
-    def __init__(self, pipe: Pipe, pace: Pace) -> None:
-        self.resources = ResourceManager()
-        self.pipe = pipe
-        self.flushes: list[asyncio.Task[None]] = []
-        self.stream = P2pdStream(PeerId("somebody"), LINK, pipe, a_meter(self.resources), self._closed, pace)
-
-    @property
-    def streams(self) -> int:
-        return self.resources.in_all.used[Stock.STREAMS]
-
-    def _closed(self, stream: P2pdStream) -> None:
-        self.flushes.append(asyncio.get_running_loop().create_task(stream.flush()))
-
-
-async def connected(end: socket.socket) -> Pipe:
-    loop = asyncio.get_running_loop()
-    _, pipe = await loop.create_unix_connection(Pipe, sock=end)
-    return pipe
-
-
-@asynccontextmanager
-async def a_stream_to(pace: Pace | None = None) -> AsyncIterator[tuple[End, socket.socket]]:
-    """A stream, and the socket of whoever is on its other side."""
-    ours, theirs = socket.socketpair()
-    theirs.setblocking(False)
-    with theirs:
-        end = End(await connected(ours), pace or Pace())
-        try:
-            yield end, theirs
-        finally:
-            end.pipe.writer.transport.abort()
-            await asyncio.gather(*end.flushes, return_exceptions=True)
-
-
-@asynccontextmanager
-async def two_ends() -> AsyncIterator[tuple[End, End]]:
-    async with a_stream_to() as (one, theirs):
-        other = End(await connected(theirs.dup()), Pace())
-        theirs.close()
-        try:
-            yield one, other
-        finally:
-            other.pipe.writer.transport.abort()
-            await asyncio.gather(*other.flushes, return_exceptions=True)
 
 
 def test_who_has_said_something_closes_when_it_has_been_heard() -> None:

@@ -17,7 +17,8 @@ from swarmnet_protocols.protocol_ids import LINK
 from swarmnet_protocols.records import Record, seal
 from swarmnet_protocols.transport import Message, Refusal
 from swarmnet_protocols.transport.framing import encode
-from swarmnet_protocols.transport.refusing import ENDED, encode_refusal
+from swarmnet_protocols.transport.granting import GRANT, WAIT
+from swarmnet_protocols.transport.refusing import ENDED, SIZES, encode_refusal
 from swarmnet_protocols.wire import (
     door_pb2,
     membership_pb2,
@@ -224,12 +225,16 @@ def training_messages() -> Iterator[Protobuf]:
 def frame() -> dict[str, str]:
     message = Message(b"header", b"payload of raw bytes")
     head, payload = encode(message, LINK)
+    waiting, _ = encode(message, LINK, waits_over=0)
     return {
         "header": message.header.hex(),
         "payload": bytes(payload).hex(),
         "frame": (head + bytes(payload)).hex(),
         "refusal": encode_refusal(Refusal("it has no room for more at the moment", 2.0)).hex(),
         "end": ENDED.hex(),
+        "wait": SIZES.pack(WAIT, 1 << 14).hex(),
+        "waiting": waiting.hex(),
+        "grant": SIZES.pack(GRANT, len(payload)).hex(),
     }
 
 

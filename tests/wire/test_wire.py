@@ -24,7 +24,9 @@ from swarmnet_protocols.membership.rules import Admission, Rules
 from swarmnet_protocols.records import open_record
 from swarmnet_protocols.transport import Message
 from swarmnet_protocols.transport.framing import FrameReader, encode
+from swarmnet_protocols.transport.granting import Allowance, Grants
 from swarmnet_protocols.transport.pacing import Line, PacedReader
+from swarmnet_protocols.transport.refusing import SIZES
 from swarmnet_protocols.wire import (
     door_pb2,
     membership_pb2,
@@ -148,6 +150,37 @@ def test_the_frame() -> None:
         asyncio.run(read(vector["end"]))
 
 
+def test_the_frames_of_grants() -> None:
+    vector = {name: bytes.fromhex(digits) for name, digits in vectors("frame").items()}
+    message = Message(vector["header"], vector["payload"])
+
+    async def grant() -> None:
+        """As whoever grants: what waits is read once it is granted."""
+        reader, line, told = asyncio.StreamReader(), Line(), asyncio.Queue[bytes]()
+        grants = Grants(line, lambda *sizes: told.put_nowait(SIZES.pack(*sizes)))
+        frames = FrameReader(PacedReader(reader, line, grants), protocol_ids.LINK, a_meter(), grants=grants)
+        reader.feed_data(vector["waiting"])
+        reading = asyncio.create_task(frames.read())
+        assert await told.get() == vector["grant"]
+        reader.feed_data(vector["payload"])
+        assert await reading == message
+
+    async def wait() -> None:
+        """As whoever waits."""
+        reader, allowance = asyncio.StreamReader(), Allowance()
+        frames = FrameReader(PacedReader(reader, Line()), protocol_ids.LINK, a_meter(), allowance=allowance)
+        reader.feed_data(vector["wait"] + vector["frame"])
+        assert await frames.read() == message
+        assert allowance.waits_over == 1 << 14
+        allowance.begin(len(message.payload))
+        reader.feed_data(vector["grant"] + vector["frame"])
+        assert await frames.read() == message
+        assert await allowance.spend(1 << 20) == len(message.payload)
+
+    asyncio.run(grant())
+    asyncio.run(wait())
+
+
 def test_generated_code_is_fresh(tmp_path: Path) -> None:
     schemas = sorted(str(path) for path in PROTO.glob("*.proto"))
     arguments = [f"--proto_path={PROTO}", f"--python_out={tmp_path}", f"--pyi_out={tmp_path}", *schemas]
@@ -169,6 +202,7 @@ def test_the_registry_says_who_may_open_what() -> None:
     for protocol in protocol_ids.ALL:
         assert set(registry[protocol.id]["roles"]) == protocol.roles
         assert set(registry[protocol.id]["served_by"]) == protocol.served_by
+        assert registry[protocol.id].get("granted", False) == protocol.is_granted
         needs_a_role = protocol not in protocol_ids.ENTRANCE
         assert bool(protocol.roles) == bool(protocol.served_by) == needs_a_role, protocol.id
 

@@ -1,10 +1,12 @@
 """The frame of one message: ``u32 header size, u32 payload size, header, payload``, big endian."""
 
 import asyncio
+import math
 from typing import NoReturn, Protocol
 
 from swarmnet_protocols.errors import DeadlineExceeded, ProtocolViolation, StreamEnded
 from swarmnet_protocols.transport import Buffer, Message, ProtocolSpec, Refusal
+from swarmnet_protocols.transport.granting import GRANT, WAIT, WAITS, Allowance, Grants
 from swarmnet_protocols.transport.meter import Meter
 from swarmnet_protocols.transport.refusing import (
     MAX_REFUSAL_BYTES,
@@ -30,13 +32,14 @@ def check_sizes(header_bytes: int, payload_bytes: int, protocol: ProtocolSpec) -
         )
 
 
-def encode(message: Message, protocol: ProtocolSpec) -> tuple[bytes, Buffer]:
-    """The bytes of ``message`` in two parts, so that a large payload is not copied."""
+def encode(message: Message, protocol: ProtocolSpec, *, waits_over: float = math.inf) -> tuple[bytes, Buffer]:
+    """The bytes of ``message`` in two parts, so that a large payload is not copied; one over ``waits_over`` bytes waits for grants."""
     payload = message.payload
     if isinstance(payload, memoryview):
         payload = payload.cast("B")
     check_sizes(len(message.header), len(payload), protocol)
-    return SIZES.pack(len(message.header), len(payload)) + message.header, payload
+    waits = WAITS if len(payload) > waits_over else 0
+    return SIZES.pack(len(message.header) + waits, len(payload)) + message.header, payload
 
 
 class ByteReader(Protocol):
@@ -45,18 +48,31 @@ class ByteReader(Protocol):
     async def readexactly(self, size_bytes: int, deadline: asyncio.Timeout | None = None) -> bytes:
         """As of ``asyncio.StreamReader``. ``deadline`` is for what the other side does, not for what holds us back."""
 
-    def has(self, size_bytes: int) -> bool:
-        """Whether ``readexactly`` gives so many bytes at once."""
+    @property
+    def kept_bytes(self) -> int:
+        """How much is here that ``readexactly`` has not given yet."""
 
 
 class FrameReader:
     """Reads messages from a byte stream. Nothing over the limits is ever buffered; a cancelled ``read`` loses nothing."""
 
-    def __init__(self, reader: ByteReader, protocol: ProtocolSpec, meter: Meter) -> None:
+    def __init__(
+        self,
+        reader: ByteReader,
+        protocol: ProtocolSpec,
+        meter: Meter,
+        *,
+        allowance: Allowance | None = None,
+        grants: Grants | None = None,
+    ) -> None:
+        """``allowance`` hears the grants that come, ``grants`` of the messages that wait for some; without them, both are violations."""
         self._reader = reader
         self._protocol = protocol
         self._meter = meter
+        self._allowance = allowance
+        self._grants = grants
         self._sizes: tuple[int, int] | None = None
+        self._is_expected = False
         self._refusal: Refusal | None = None
         self._body = bytearray()
 
@@ -73,12 +89,16 @@ class FrameReader:
         side refuses the stream with is raised as ``StreamRefused``, now and ever after.
         """
         try:
-            if self._sizes is None:
-                self._sizes = SIZES.unpack(await self._reader.readexactly(SIZES.size))
-            header_bytes, payload_bytes = self._sizes
+            header_bytes, payload_bytes = await self._read_sizes()
             if header_bytes == REFUSED:
                 await self._read_last_word(payload_bytes)
+            waits = self._grants is not None and header_bytes >= WAITS
+            header_bytes -= WAITS * waits
             check_sizes(header_bytes, payload_bytes, self._protocol)
+            if self._grants is not None and not self._is_expected:
+                here_bytes = self._reader.kept_bytes
+                self._grants.expect(header_bytes, payload_bytes, waits=waits, here_bytes=here_bytes)
+                self._is_expected = True
             body = await self._read_body(header_bytes + payload_bytes)
         except asyncio.IncompleteReadError as error:
             cut_short = self._sizes is not None or error.partial
@@ -89,8 +109,18 @@ class FrameReader:
             raise DeadlineExceeded("a message that was begun does not go on") from error
         except OSError as error:
             raise StreamEnded(f"the stream broke: {error.strerror}") from error
-        self._sizes = None
+        self._sizes, self._is_expected = None, False
         return Message(bytes(body[:header_bytes]), body[header_bytes:])
+
+    async def _read_sizes(self) -> tuple[int, int]:
+        """Of the next message; grants that come before it are heard."""
+        while True:
+            if self._sizes is None:
+                self._sizes = SIZES.unpack(await self._reader.readexactly(SIZES.size))
+            if self._allowance is None or self._sizes[0] not in (WAIT, GRANT):
+                return self._sizes
+            self._allowance.hear(*self._sizes)
+            self._sizes = None
 
     async def _read_last_word(self, size_bytes: int) -> NoReturn:
         if not size_bytes:
@@ -106,7 +136,7 @@ class FrameReader:
         await self._meter.reserve(size_bytes)
         while True:
             wanted = min(size_bytes - len(self._body), PIECE_BYTES)
-            if self._reader.has(wanted):  # a timer would cost more than the message
+            if wanted <= self._reader.kept_bytes:  # a timer would cost more than the message
                 piece = await self._reader.readexactly(wanted)
             else:
                 async with asyncio.timeout(self._meter.piece_s) as deadline:

@@ -20,6 +20,7 @@ from swarmnet_protocols.transport.crowds import Crowds
 from swarmnet_protocols.transport.handling import supervise
 from swarmnet_protocols.transport.memory_stream import MemoryStream
 from swarmnet_protocols.transport.meter import Meter
+from swarmnet_protocols.transport.pacing import Pace
 from swarmnet_protocols.transport.refusing import no_room
 
 
@@ -213,6 +214,8 @@ class MemoryTransport:
     def __init__(self, network: MemoryNetwork, peer_id: PeerId) -> None:
         self.network = network
         self.resources = ResourceManager()
+        self.pace = Pace()
+        """What it sends is not held back, what comes is."""
         self._timing = Timing()
         self._crowds = Crowds(self.resources, self._timing)
         self._peer_id = peer_id
@@ -314,7 +317,7 @@ class MemoryTransport:
             client.refused(no_room(error))
             return None
         stream = MemoryStream(self, peer, served, meter)
-        stream.remote, client.remote = client, stream
+        stream.connect(client)
         self._streams[stream] = None
         task = asyncio.get_running_loop().create_task(supervise(handler, stream, served))
         self._tasks[task] = None

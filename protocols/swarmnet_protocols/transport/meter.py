@@ -24,6 +24,8 @@ class Meter:
     def __init__(self, scope: Scope, stock: Stock, timing: Timing) -> None:
         """Raises ``Exhausted``."""
         self.scope = scope
+        self.is_ours = stock is Stock.OWN_STREAMS
+        """We opened the stream."""
         self.drop: Callable[[], None] = self.close
         """Ends the stream at once: somebody else needs the room."""
         self.on_close: Callable[[], None] = _nothing

@@ -1,17 +1,19 @@
 """A stream of real nodes: framed messages over the unix socket that p2pd makes of a libp2p stream."""
 
 import asyncio
+import math
 from collections.abc import Callable
 
 from swarmnet_protocols.errors import StreamEnded
 from swarmnet_protocols.resources import Scope
 from swarmnet_protocols.transport import Buffer, Message, PeerId, ProtocolSpec, Refusal
 from swarmnet_protocols.transport.framing import FrameReader, encode
+from swarmnet_protocols.transport.granting import Allowance, Grants
 from swarmnet_protocols.transport.meter import Meter
 from swarmnet_protocols.transport.p2pd_daemon import unpack_multiaddr
 from swarmnet_protocols.transport.p2pd_pipe import Pipe
 from swarmnet_protocols.transport.pacing import PIECE_BYTES, Pace, PacedReader
-from swarmnet_protocols.transport.refusing import ENDED, LINGER_S, encode_refusal
+from swarmnet_protocols.transport.refusing import ENDED, LINGER_S, SIZES, encode_refusal
 
 MAX_MIB_ON_ITS_WAY = 16.0
 """libp2p takes so much of what is sent on a stream before the other side has any of it."""
@@ -35,7 +37,6 @@ class P2pdStream:
         self._peer = peer
         self._protocol = protocol
         self._pipe = pipe
-        self._frames = FrameReader(PacedReader(pipe.reader, pace.down), protocol, meter)
         self._meter = meter
         meter.drop = self.drop
         # ``send`` then returns when the kernel has all of a message, and the caller may reuse its buffers.
@@ -45,6 +46,12 @@ class P2pdStream:
         self._is_halfway = False
         """Part of a message has been sent, and what follows would be taken for the rest."""
         self._closed = False
+        self._owed = bytearray()
+        """What is to be granted, and has to wait for the end of a message."""
+        self._allowance = Allowance() if protocol.is_granted and meter.is_ours else None
+        self._grants = Grants(pace.down, self._tell) if protocol.is_granted and not meter.is_ours else None
+        reader = PacedReader(pipe.reader, pace.down, self._grants)
+        self._frames = FrameReader(reader, protocol, meter, allowance=self._allowance, grants=self._grants)
 
     @property
     def peer(self) -> PeerId:
@@ -59,42 +66,68 @@ class P2pdStream:
         return self._meter.scope
 
     async def send(self, message: Message) -> None:
-        head, payload = encode(message, self._protocol)
-        async with self._sending:
-            await self._meter.send(len(head) + len(payload))
-            self._check_open()
-            if self._pipe.writer.is_closing() or self._pipe.reader.at_eof() or self._frames.is_over:
-                raise StreamEnded("the stream ended")
-            try:
-                await self._write(head, payload)
-            except OSError as error:
-                raise StreamEnded(f"the stream broke: {error}") from error
-
-    async def _write(self, head: bytes, payload: Buffer) -> None:
-        size_bytes = len(head) + len(payload)
-        if not self._up.is_limited or size_bytes <= PIECE_BYTES:
-            await self._up.turn(size_bytes, of_bytes=size_bytes)
-            self._check_open()
-            self._sent_bytes += size_bytes
-            self._pipe.writer.write(head)
-            if payload:
-                self._pipe.writer.write(payload)
-            await self._pipe.writer.drain()
-            return
-        view = memoryview(payload)
-        pieces: list[Buffer] = [view[at : at + PIECE_BYTES] for at in range(0, len(view), PIECE_BYTES)]
         try:
-            for piece in [head, *pieces]:
-                await self._up.turn(len(piece), of_bytes=size_bytes)
-                self._check_open()
+            async with self._sending:
+                await self._send(message)
+        except OSError as error:
+            raise StreamEnded(f"the stream broke: {error}") from error
+        finally:
+            self._tell_owed()
+
+    async def _send(self, message: Message) -> None:
+        waits_over = math.inf if self._allowance is None else self._allowance.waits_over
+        head, payload = encode(message, self._protocol, waits_over=waits_over)
+        await self._meter.send(len(head) + len(payload))
+        self._check_open()
+        if self._pipe.writer.is_closing() or self._pipe.reader.at_eof() or self._frames.is_over:
+            raise StreamEnded("the stream ended")
+        if len(payload) > waits_over or (self._up.is_limited and len(head) + len(payload) > PIECE_BYTES):
+            await self._write_in_pieces(head, memoryview(payload), waits=len(payload) > waits_over)
+            return
+        await self._turn(len(head) + len(payload), of_bytes=len(head) + len(payload))
+        self._pipe.writer.write(head)
+        if payload:
+            self._pipe.writer.write(payload)
+        await self._pipe.writer.drain()
+
+    async def _write_in_pieces(self, head: bytes, payload: memoryview, *, waits: bool) -> None:
+        allowance = self._allowance if waits else None
+        if allowance is not None:
+            allowance.begin(len(payload))
+        piece: Buffer = head
+        sent_bytes = 0
+        try:
+            while piece:
+                await self._turn(len(piece), of_bytes=len(head) + len(payload))
                 self._is_halfway = True
-                self._sent_bytes += len(piece)
                 self._pipe.writer.write(piece)
                 await self._pipe.writer.drain()
+                next_bytes = min(PIECE_BYTES, len(payload) - sent_bytes)
+                if allowance is not None and next_bytes:
+                    next_bytes = await allowance.spend(next_bytes)
+                piece = payload[sent_bytes : sent_bytes + next_bytes]
+                sent_bytes += next_bytes
         except BaseException:
             self.close()
             raise
         self._is_halfway = False
+
+    async def _turn(self, size_bytes: int, *, of_bytes: int) -> None:
+        await self._up.turn(size_bytes, of_bytes=of_bytes)
+        self._check_open()
+        self._sent_bytes += size_bytes
+
+    def _tell(self, word: int, size_bytes: int) -> None:
+        """Say so between two messages."""
+        self._owed += SIZES.pack(word, size_bytes)
+        if not self._sending.locked():
+            self._tell_owed()
+
+    def _tell_owed(self) -> None:
+        if self._owed and not self._closed and not self._pipe.writer.is_closing():
+            self._up.count(len(self._owed))
+            self._pipe.writer.write(self._owed)
+            self._owed = bytearray()
 
     async def receive(self) -> Message:
         self._check_open()
@@ -128,6 +161,9 @@ class P2pdStream:
             return
         self._closed = True
         self._meter.end()
+        for half in (self._allowance, self._grants):
+            if half is not None:
+                half.end()
         if last_word and not self._is_halfway:
             self._pipe.end(last_word, within_s=within_s)
         else:

@@ -7,6 +7,10 @@ Beats and pings never wait, small messages (decode steps) go before pieces of la
 import asyncio
 import math
 from collections import deque
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from swarmnet_protocols.transport.granting import Grants
 
 PIECE_BYTES = 16 << 10
 """Large messages go, and are read, in pieces of this size, between which others have their turn."""
@@ -65,6 +69,8 @@ class Line:
     def __init__(self) -> None:
         self.total_bytes = 0.0
         """Bytes on the wire so far, as measured, or as estimated where they cannot be."""
+        self.sharing = 0
+        """Payloads that come as they are granted, at the moment."""
         self._bucket = Bucket()
         self._small_bucket = Bucket()
         self._small: deque[tuple[float, asyncio.Future[None]]] = deque()
@@ -75,8 +81,12 @@ class Line:
         self._ahead_bytes = 0.0
 
     @property
+    def bytes_per_s(self) -> float:
+        return self._bucket.bytes_per_s
+
+    @property
     def is_limited(self) -> bool:
-        return not math.isinf(self._bucket.bytes_per_s)
+        return not math.isinf(self.bytes_per_s)
 
     def set_rate(self, bytes_per_s: float | None) -> None:
         """Keep this rate, or none, from now on; on the loop that the line is used on."""
@@ -161,27 +171,34 @@ class Pace:
 
 
 class PacedReader:
-    """Reads a byte stream no faster than ``line`` allows. A cancelled read loses nothing if it is made again."""
+    """Reads a byte stream no faster than ``line`` allows. A cancelled read loses nothing if it is made again.
 
-    def __init__(self, reader: asyncio.StreamReader, line: Line) -> None:
+    What waits for ``grants``, if there are any, is granted at that rate, and read as it comes.
+    """
+
+    def __init__(self, reader: asyncio.StreamReader, line: Line, grants: "Grants | None" = None) -> None:
         self._reader = reader
         self._line = line
+        self._grants = grants
         self._kept = bytearray()
-        self._granted = 0
+        self._paid = 0
 
-    def has(self, size_bytes: int) -> bool:
-        """Whether ``readexactly`` gives so many bytes at once, from what came together with what was read before."""
-        return size_bytes <= len(self._kept)
+    @property
+    def kept_bytes(self) -> int:
+        """So many ``readexactly`` gives at once: they came together with what was read before."""
+        return len(self._kept)
 
     async def readexactly(self, size_bytes: int, deadline: asyncio.Timeout | None = None) -> bytes:
         """As of ``StreamReader``. ``deadline``, for whoever sends, stands still while we wait for our own turn."""
         while (missing := size_bytes - len(self._kept)) > 0:
-            if self._line.is_limited and size_bytes > TINY_BYTES:
+            if self._grants is not None and self._grants.is_waited_for:
+                await self._read_granted(self._grants, deadline)
+            elif self._line.is_limited and size_bytes > TINY_BYTES:
                 wanted = min(PIECE_BYTES, missing)
-                if self._granted < wanted:
+                if self._paid < wanted:
                     left_s = _pause(deadline)
-                    await self._line.turn(wanted - self._granted, of_bytes=size_bytes)
-                    self._granted = wanted
+                    await self._line.turn(wanted - self._paid, of_bytes=size_bytes)
+                    self._paid = wanted
                     _go_on(deadline, left_s)
                 self._take(await self._reader.read(wanted))
             elif self._line.is_limited or missing > AHEAD_BYTES:
@@ -195,12 +212,21 @@ class PacedReader:
             del self._kept[:size_bytes]
         return data
 
+    async def _read_granted(self, grants: "Grants", deadline: asyncio.Timeout | None) -> None:
+        """Grant what is due, and read what there is."""
+        left_s = _pause(deadline)
+        self._paid += await grants.go_on()
+        _go_on(deadline, left_s)
+        data = await self._reader.read(grants.most_bytes)
+        self._take(data)
+        grants.take(len(data))
+
     def _take(self, data: bytes) -> None:
         """Keep what was read, and count as much of it as had no turn of its own."""
         if not data:
             raise asyncio.IncompleteReadError(bytes(self._kept), None)
-        paid = min(self._granted, len(data))
-        self._granted -= paid
+        paid = min(self._paid, len(data))
+        self._paid -= paid
         if len(data) > paid:
             self._line.count(len(data) - paid)
         self._kept += data
