@@ -12,7 +12,6 @@ from swarmnet_protocols.errors import ConfigError
 
 MIN_RATE_BYTES_PER_S = 64_000.0
 """Less would hold up large messages for longer than their senders wait."""
-"""64 kbit/s: beats, announcements and the directory alone take a part of it."""
 MAX_BYTES = 1 << 50
 MAX_CORES = 4096
 MAX_IDLE_S = 24 * 3600.0
@@ -42,8 +41,8 @@ class Limits:
         """Raises ``ConfigError`` for what no node can keep."""
         _check("max_ram", self.max_ram_bytes, 1, MAX_BYTES)
         _check("max_gpu_mem", self.max_gpu_mem, 0.01, MAX_BYTES)
-        _check("up", self.up_bytes_per_s, MIN_RATE_BYTES_PER_S, MAX_BYTES)
-        _check("down", self.down_bytes_per_s, MIN_RATE_BYTES_PER_S, MAX_BYTES)
+        _check_rate("up", self.up_bytes_per_s)
+        _check_rate("down", self.down_bytes_per_s)
         _check("monthly", self.monthly_bytes, 1, MAX_BYTES)
         _check("idle_after", self.idle_after_s, 1.0, MAX_IDLE_S)
         _check("cores", self.cores, 1, MAX_CORES)
@@ -109,11 +108,16 @@ def _fits(name: str, value: object) -> bool:
     return isinstance(value, _KINDS[name])
 
 
-def _check(name: str, value: float | None, least: float, most: float) -> None:
+def _check(name: str, value: float | None, least: float, most: float, unit: str = "") -> None:
     if value is not None and not (math.isfinite(value) and least <= value <= most):
-        raise ConfigError(
-            f"a limit {name} of {value:g} is out of range", hint=f"choose {least:g} to {most:g}"
-        )
+        bound = f"{most:g}{unit} or less" if value > most else f"{least:g}{unit} or more"
+        raise ConfigError(f"a limit {name} of {value:g}{unit} is out of range", hint=f"choose {bound}")
+
+
+def _check_rate(name: str, bytes_per_s: float | None) -> None:
+    kbit = 8 / 1000  # as it is typed
+    rate = None if bytes_per_s is None else bytes_per_s * kbit
+    _check(name, rate, MIN_RATE_BYTES_PER_S * kbit, MAX_BYTES * kbit, " kbit/s")
 
 
 @dataclass(frozen=True)
@@ -156,7 +160,7 @@ class Pause:
 def decide(limits: Limits, observed: Observed, usage: Usage, *, paused_by_owner: bool) -> Run | Pause:
     """Whether a node may run now; where several things forbid it, the first of them is the reason."""
     if paused_by_owner:
-        return Pause("paused by its owner")
+        return Pause("its owner paused it")
     month = month_of(observed.now)
     used = usage.up_bytes + usage.down_bytes if usage.month == month else 0
     if limits.monthly_bytes is not None and used >= limits.monthly_bytes:

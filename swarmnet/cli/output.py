@@ -1,6 +1,7 @@
 """What the commands print: JSON and answers on stdout, everything about progress on stderr."""
 
 import json
+import shutil
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,6 +11,8 @@ import typer
 
 from swarmnet_protocols.models import Progress
 
+INDENT = 2
+"""Of the second line of what was folded."""
 MIN_ROOM = 20
 """Characters beside the names of a table, below which its values are not folded."""
 
@@ -116,6 +119,12 @@ def print_table(title: str, rows: Mapping[str, object]) -> None:
         console.print(Text.assemble((name.ljust(width), "bold"), first))
         for line in others:
             console.print(Text(" " * width + line))
+
+
+def print_folded(line: str) -> None:
+    """A line on stdout, which on a terminal goes on indented in the next."""
+    room = shutil.get_terminal_size().columns - INDENT if sys.stdout.isatty() else None
+    typer.echo(f"\n{' ' * INDENT}".join(folded(line, room)))
 
 
 def folded(text: str, room: int | None) -> list[str]:

@@ -18,7 +18,7 @@ from swarmnet.cli.options import (
     check_peer_id,
     parse_duration,
 )
-from swarmnet.cli.output import note, print_json
+from swarmnet.cli.output import note, print_folded, print_json
 from swarmnet.key_files import KEY_NAME, load_key
 from swarmnet.paths import default_data_dir
 from swarmnet.swarm_content import SwarmFile
@@ -172,7 +172,7 @@ def members(swarm: OwnSwarm = Path(), *, data_dir: DataDirOption = None, as_json
     for row in rows:
         invite = f"  invite {row['invite']}" if row["invite"] else ""
         until = f"  until {row['until']}" if row["until"] else ""
-        typer.echo(f"{row['peer_id']}  {row['state']}  {', '.join(row['roles'])}{until}{invite}")  # type: ignore[arg-type]
+        print_folded(f"{row['peer_id']}  {row['state']}  {', '.join(row['roles'])}{until}{invite}")  # type: ignore[arg-type]
     if not rows:
         note("nobody yet")
 

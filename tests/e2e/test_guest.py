@@ -31,7 +31,7 @@ def test_a_node_pauses_is_limited_and_serves_again(tmp_path: Path, cache_dir: Pa
         weights, full = node.status.weight_bytes, rss_bytes(node)
 
         control.pause(node.data_dir)
-        assert node.wait("paused")["reason"] == "paused by its owner"
+        assert node.wait("paused")["reason"] == "its owner paused it"
         assert rss_bytes(node) < full - 0.8 * weights
         assert node.status.state == "paused"
 

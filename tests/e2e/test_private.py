@@ -4,6 +4,7 @@ import base64
 import contextlib
 import json
 import shutil
+import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -19,7 +20,7 @@ from swarmnet import AutoSwarmModelForCausalLM
 from swarmnet_client.model import SwarmModel
 from swarmnet_protocols.errors import NotAuthorised
 from swarmnet_protocols.membership.invites import read_invite
-from tests.support.commands import call, run
+from tests.support.commands import RunningCommand, call, run
 from tests.support.processes import NodeProcess
 from tests.support.tiny_swarm import load_tiny
 
@@ -28,6 +29,8 @@ pytestmark = pytest.mark.slow
 PROMPT = torch.tensor([[5, 6, 7, 8, 9]])
 TOKENS = 6
 REVOKED_S = 120.0
+NOT_AUTHORISED = 4
+"""As docs/exit-codes.md has it."""
 
 
 class PrivateSwarm:
@@ -116,8 +119,42 @@ def test_who_is_invited_is_in_and_who_is_revoked_is_out(private: PrivateSwarm) -
     other = private.connect(private.invite("client"), "bob")
     assert answer(other) == wanted
     private.revoke(private.host.ready["peer_id"])
-    assert private.host.wait_for_end(timeout_s=REVOKED_S) == 4
+    assert private.host.wait_for_end(timeout_s=REVOKED_S) == NOT_AUTHORISED
     assert private.host.events[-1]["error"] == "not_authorised"
+
+
+def test_the_command_of_a_client_that_is_revoked_ends_as_documented(talkative: PrivateSwarm) -> None:
+    where = (
+        "--cache-dir",
+        str(talkative.directory / "cache"),
+        "--data-dir",
+        str(talkative.directory / "carol"),
+    )
+    run_it = ("run", talkative.model, "-n", "2", "--bootstrap", talkative.address, *where, "--swarm")
+    with RunningCommand(
+        (*run_it, talkative.invite("client"), "--chat"),
+        talkative.directory / "carol.log",
+        stdin=subprocess.PIPE,
+    ) as chat:
+        assert chat.process.stdin is not None
+        chat.process.stdin.write("w20\n")
+        chat.process.stdin.flush()
+        while not chat.events:
+            chat.wait_for_more(timeout_s=REVOKED_S)
+            assert chat.process.poll() is None, chat.log.read_text()
+        assert len(chat.events[0]["token_ids"]) == 2
+        members = call("swarm", "members", talkative.swarm, "--data-dir", str(talkative.issuer.data_dir))
+        talkative.revoke(next(row["peer_id"] for row in members["members"] if row["roles"] == ["client"]))
+        chat.process.stdin.write("w21\n")
+        chat.process.stdin.flush()
+        assert chat.wait_for_end() == NOT_AUTHORISED
+    assert chat.events[-1]["error"] == "not_authorised"
+    again = run(*run_it, "lab", "w22")
+    assert (again.returncode, again.stdout) == (NOT_AUTHORISED, "")
+    assert again.stderr.splitlines()[-2:] == [
+        "error: this peer was revoked",
+        "hint: ask whoever runs the swarm",
+    ]
 
 
 _URLSAFE = bytes.maketrans(b"+/", b"-_")

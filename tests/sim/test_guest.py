@@ -55,7 +55,7 @@ def test_sessions_move_away_from_a_node_that_pauses_and_it_serves_again(referenc
                 paused_at = await turns(guest, "paused")
                 assert paused_at - asked_at[0] < PAUSED_S
             status = guest.status()
-            assert (status.reason, status.weight_bytes, status.cache_bytes) == ("paused by its owner", 0, 0)
+            assert (status.reason, status.weight_bytes, status.cache_bytes) == ("its owner paused it", 0, 0)
             assert guest.engine is guest.host is None
             assert machine.released == 1
 

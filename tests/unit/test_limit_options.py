@@ -67,8 +67,9 @@ def test_what_cannot_be_is_named_by_its_option() -> None:
     assert caught.value.param_hint == "'--up'"
     with pytest.raises(typer.BadParameter, match="max-ram, max-gpu-mem"):
         lifted(["upload"])
-    with pytest.raises(ConfigError, match="up"):
+    with pytest.raises(ConfigError, match="up of 1 kbit/s") as too_low:
         read_options({"up": "1kbit"})
+    assert too_low.value.hint == "choose 512 kbit/s or more"
 
 
 class _Terminal:

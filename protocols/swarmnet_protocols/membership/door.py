@@ -327,7 +327,7 @@ class Door:
         guest = self._guests.pop(peer, None)
         if guest is None:
             return
-        _log.warning("%s has to go: %s", peer, reason)
+        _log.info("%s has to go: %s", peer, reason)
         doors, guest.doors = guest.doors, {}
         for stream in doors:
             self._doors.pop(stream, None)
