@@ -9,6 +9,7 @@ from pathlib import Path
 import platformdirs
 
 from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.files import make_private
 
 _APP = "swarmnet"
 
@@ -32,7 +33,7 @@ def default_history() -> Path:
 def locked_data_dir(data_dir: Path) -> Iterator[Path]:
     """Own ``data_dir``, created (0700) when absent, until the block ends or the process dies."""
     try:
-        data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(data_dir)
         descriptor = os.open(data_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise ConfigError(

@@ -29,8 +29,6 @@ def remember(data_dir: Path, data: bytes, *, source: str = FILE_NAME) -> SwarmFi
         if file.serial == known.serial:
             return known
     try:
-        for each in (data_dir, folder.parent, folder):
-            each.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_whole(path, data, mode=0o600)
     except OSError as error:
         raise ConfigError(

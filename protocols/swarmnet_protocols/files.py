@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Files that are there whole or not at all, and folders of one owner."""
 
 import os
 import tempfile
@@ -30,9 +30,16 @@ def replacing(path: Path, *, prefix: str = ".", mode: int = 0o600, durable: bool
 
 def write_whole(path: Path, data: bytes, *, mode: int = 0o600, durable: bool = True) -> None:
     """Write all of ``data`` under ``path``, or nothing: what was there stays. Makes its folder. Raises ``OSError``."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_private(path.parent)
     with replacing(path, mode=mode, durable=durable) as fresh:
         fresh.write_bytes(data)
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder, and those above it that are missing, for their owner alone. One that is there stays as it is."""
+    if not folder.is_dir():
+        make_private(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def sync(path: Path) -> None:

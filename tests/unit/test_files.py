@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from swarmnet_protocols.files import replacing, write_whole
+from swarmnet_protocols.files import make_private, replacing, write_whole
 
 
 def test_what_fails_leaves_the_old_file_and_nothing_else(
@@ -43,3 +43,12 @@ def test_a_file_is_its_owners_unless_it_is_given_to_all(tmp_path: Path) -> None:
         "everybodys": (0o644, b"3"),
     }
     assert (tmp_path / "folder").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_folder_that_is_made_is_its_owners_with_all_that_was_missing_above_it(tmp_path: Path) -> None:
+    """``~/.local/share/swarmnet/client`` is made before ``~/.local/share/swarmnet``, which holds keys too."""
+    (tmp_path / "open").mkdir(mode=0o755)
+    write_whole(tmp_path / "open" / "data" / "client" / "file", b"1")
+    make_private(tmp_path / "open" / "data" / "client")
+    modes = [(tmp_path / "open" / name).stat().st_mode & 0o777 for name in (".", "data", "data/client")]
+    assert modes == [0o755, 0o700, 0o700]
