@@ -13,7 +13,7 @@ from swarmnet.cli.options import (
     JsonFlag,
     ListenOption,
 )
-from swarmnet.cli.output import print_json
+from swarmnet.cli.output import folded, print_json, progress
 from swarmnet.paths import default_cache_dir, default_data_dir
 
 if TYPE_CHECKING:
@@ -57,7 +57,9 @@ def doctor(
         bootstrap=tuple(bootstrap),
         listen=tuple(listen),
     )
-    findings = examine(asyncio.run(gather(question)))
+    with progress(quiet=as_json) as report:
+        report("examining this machine", 0, None)
+        findings = examine(asyncio.run(gather(question)))
     if as_json:
         print_json({"worst": worst(findings), "findings": [asdict(finding) for finding in findings]})
     else:
@@ -74,6 +76,8 @@ def _print(findings: "Sequence[Finding]") -> None:
     for finding in findings:
         mark, style = _MARKS[finding.level]
         line = Text.assemble((f"{mark} {finding.level:<4} ", style), (f"{finding.check:<11} ", "bold"))
-        console.print(line.append(finding.text), soft_wrap=True)
+        room = console.width - len(line) if console.is_terminal else None
+        text = f"\n{' ' * len(line)}".join(folded(finding.text, room))
+        console.print(line.append(text), soft_wrap=True)
         if finding.fix:
-            console.print(Text(f"                    mend it: {finding.fix}"), soft_wrap=True)
+            console.print(Text(f"                   mend it: {finding.fix}"), soft_wrap=True)
