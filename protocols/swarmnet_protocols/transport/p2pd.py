@@ -14,7 +14,7 @@ from swarmnet_protocols.identity import Identity
 from swarmnet_protocols.identity_lock import identity_in_use
 from swarmnet_protocols.resources import Exhausted, ResourceManager
 from swarmnet_protocols.timing import Timing
-from swarmnet_protocols.transport import Handler, PeerId, ProtocolSpec
+from swarmnet_protocols.transport import Handler, PeerId, ProtocolSpec, sock_diag
 from swarmnet_protocols.transport.crowds import Crowds
 from swarmnet_protocols.transport.handling import supervise
 from swarmnet_protocols.transport.meter import Meter
@@ -254,7 +254,7 @@ class P2pdTransport:
 
     async def _settle(self) -> None:
         """Charge the lines with what p2pd really sends and receives: the directory, relaying and repetitions too."""
-        if not WireMeter.is_possible():
+        if not sock_diag.is_possible():
             return
         meter, sees_all = WireMeter(self._daemon.process.pid), False
         for look in itertools.count():

@@ -120,10 +120,12 @@ class P2pd:
         from hivemind.proto import p2pd_pb2 as pb
 
         response = await self._call(pb.Request(type=pb.Request.LIST_PEERS))
-        return {
-            PeerId(PeerID(info.id).to_base58()): [unpack_multiaddr(packed) for packed in info.addrs]
-            for info in response.peers
-        }
+        found: dict[PeerId, list[str]] = {}
+        for info in response.peers:  # one of every connection, though a peer has two
+            found.setdefault(PeerId(PeerID(info.id).to_base58()), []).extend(
+                map(unpack_multiaddr, info.addrs)
+            )
+        return found
 
     async def connect(self, peer: PeerId, addresses: Sequence[str], *, deadline_s: float) -> None:
         """Connect to ``peer`` unless it is connected. Raises ``PeerUnreachable``, or ``ConfigError`` for a bad address."""
