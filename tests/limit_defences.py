@@ -13,9 +13,11 @@ from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.membership import door
 from swarmnet_protocols.resources import Scope, Stock
 from swarmnet_protocols.session import steps
-from swarmnet_protocols.transport import Message, framing, p2pd_pipe, p2pd_stream
+from swarmnet_protocols.transport import Message, framing, p2pd, p2pd_pipe, p2pd_stream
 from swarmnet_protocols.transport.granting import Allowance, Grants
+from swarmnet_protocols.transport.half_open import Newcomers
 from swarmnet_protocols.transport.meter import Meter
+from tests.conformance import test_p2pd_half_open
 from tests.defences import Defence, Patch, nothing, replacing
 from tests.properties import test_framing
 from tests.sim import (
@@ -48,6 +50,13 @@ def wait_for_ever(patch: Patch) -> None:
 
     patch.setattr(Meter, "of_theirs", patient)
     patch.setattr(door, "hear", lambda stream, _: hear(stream, None))
+
+
+def end_no_connection(patch: Patch) -> None:
+    async def look_away(*_: Any) -> None:
+        """As where the system forbids more."""
+
+    patch.setattr(p2pd, "end_half_open", look_away)
 
 
 def count_only(patch: Patch) -> None:
@@ -115,6 +124,16 @@ LIMITS = (
         "the silent are gone in time",
         wait_for_ever,
         lambda _: test_door_limits.test_who_says_nothing_at_the_door_is_gone_in_time(),
+    ),
+    Defence(
+        "connections without a handshake are ended",
+        end_no_connection,
+        test_p2pd_half_open.test_whoever_finishes_no_handshake_is_gone_in_time,
+    ),
+    Defence(
+        "and no others",
+        replacing(Newcomers, "half_open", lambda _, due, listed: due),
+        test_p2pd_half_open.test_whoever_is_a_peer_stays_whichever_side_dialled,
     ),
     Defence(
         "messages have a largest size",

@@ -23,6 +23,8 @@ class Timing:
     """For the first answer on a stream that opened."""
     opening_s: float = 5.0
     """Whoever opens a stream has said its first word by then; who has others in use, or is served, by ``chunk_s``."""
+    handshake_s: float = 6.0
+    """Whoever connects is a peer of libp2p by then, unless it is far away."""
     door_s: float = 5.0
     """To reach somebody for the first time, and for what they have to say at the door. Whoever is in a hurry need not wait."""
     link_wait_s: float = 5.0

@@ -7,6 +7,7 @@ import random
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from swarmnet_protocols.transport.refusing import REFUSED
 from swarmnet_protocols.transport.talking import parse
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.support.generation import greedy
+from tests.support.half_open import drip, say_nothing
 from tests.support.processes import NodeProcess, Swarm
 from tests.support.strangers import (
     DEADLINE_S,
@@ -45,6 +47,8 @@ from tests.support.tiny_swarm import load_tiny
 pytestmark = pytest.mark.slow
 
 PROMPT = [5, 6, 7, 8]
+P2PD_ENDS_AFTER_S = 15.0
+"""What finishes no handshake, if nobody else does."""
 
 
 @dataclass
@@ -287,6 +291,45 @@ def test_two_thousand_silent_streams_are_ended(victim: Victim, tmp_path: Path) -
 
     assert attack(victim, scenario, tmp_path) < GROWTH_BYTES
     assert psutil.Process(victim.node.pid).num_fds() <= descriptors + 16
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="p2pd's own 15 s hold elsewhere")
+def test_two_thousand_silent_connections_are_ended_and_no_peer_is(victim: Victim, tmp_path: Path) -> None:
+    (p2pd,) = [each for each in psutil.Process(victim.node.pid).children() if each.name() == "p2pd"]
+    before = p2pd.memory_info().rss
+
+    async def scenario(transport: P2pdTransport) -> None:
+        (address,) = victim.node.ready["addresses"]
+        async with opened(transport, victim.peer, PING) as stream:
+            pings = asyncio.create_task(keep_pinging(stream))
+            half_open = [
+                asyncio.create_task(drip(address, every_s=1.0) if number % 20 == 0 else say_nothing(address))
+                for number in range(2000)
+            ]
+            await asyncio.to_thread(await_connections, p2pd, 2000)
+            growth = p2pd.memory_info().rss - before
+            lasted_s = await asyncio.gather(*half_open)
+            print(f"longest_s={max(lasted_s):.1f} goal=10 p2pd_growth_mib={growth / (1 << 20):.1f}")
+            assert max(lasted_s) < P2PD_ENDS_AFTER_S
+            assert not pings.done()
+            pings.cancel()
+
+    assert attack(victim, scenario, tmp_path) < GROWTH_BYTES
+    assert len(p2pd.net_connections("tcp")) < 100
+
+
+async def keep_pinging(stream: Stream) -> None:
+    while True:
+        await stream.send(Message(pb.Ping(nonce=7).SerializeToString()))
+        assert parse(pb.Pong, (await stream.receive()).header).nonce == 7
+        await asyncio.sleep(0.5)
+
+
+def await_connections(process: psutil.Process, count: int) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while len(process.net_connections("tcp")) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 def test_ten_thousand_hostile_frames_a_second_cost_no_memory(victim: Victim) -> None:

@@ -16,6 +16,7 @@ from swarmnet_protocols.resources import Exhausted, ResourceManager
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.transport import Handler, PeerId, ProtocolSpec, sock_diag
 from swarmnet_protocols.transport.crowds import Crowds
+from swarmnet_protocols.transport.half_open import end_half_open
 from swarmnet_protocols.transport.handling import supervise
 from swarmnet_protocols.transport.meter import Meter
 from swarmnet_protocols.transport.p2pd_daemon import (
@@ -61,6 +62,7 @@ class P2pdConfig:
     """Counts what goes over the network, and holds it back to the rates it is set to."""
     only_dials: bool = False
     """Nobody dials us: several processes of this machine may then be on the network under one identity."""
+    timing: Timing = field(default_factory=Timing)
 
 
 def peer_of(address: str) -> PeerId:
@@ -77,16 +79,18 @@ def peer_of(address: str) -> PeerId:
 class P2pdTransport:
     """Made by :meth:`create`."""
 
-    def __init__(self, peer_id: PeerId, daemon: P2pd, p2p: "P2P", socket_path: Path, pace: Pace) -> None:
+    def __init__(
+        self, peer_id: PeerId, daemon: P2pd, p2p: "P2P", socket_path: Path, config: P2pdConfig
+    ) -> None:
         self.p2p = p2p
         """hivemind's handle on the same p2pd, for the DHT."""
         self.resources = ResourceManager()
-        self._timing = Timing()
+        self._timing = config.timing
         self._crowds = Crowds(self.resources, self._timing)
         self._peer_id = peer_id
         self._daemon = daemon
         self._socket_path = socket_path
-        self._pace = pace
+        self._pace = config.pace
         self._addresses: tuple[str, ...] = ()
         self._handlers: dict[str, tuple[ProtocolSpec, Handler]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -115,13 +119,14 @@ class P2pdTransport:
             daemon = await stack.enter_async_context(run_p2pd(daemon_config))
             p2p = await P2P.replicate(Multiaddr(f"/unix{daemon.control_path}"))
             socket_path = daemon.control_path.with_name("streams.sock")
-            transport = cls(identity.peer_id, daemon, p2p, socket_path, config.pace)
+            transport = cls(identity.peer_id, daemon, p2p, socket_path, config)
             loop = asyncio.get_running_loop()
             server = await loop.create_unix_server(lambda: Pipe(transport._accept), str(socket_path))
             try:
                 await transport._refresh_addresses()
                 transport._own(transport._keep_addresses_fresh(), transport._tasks)
                 transport._own(transport._settle(), transport._tasks)
+                transport._own(end_half_open(daemon, config.timing.handshake_s), transport._tasks)
                 await transport._bootstrap(config)
                 yield transport
             finally:
