@@ -2,12 +2,14 @@
 
 import asyncio
 import math
+import random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmnet_protocols.errors import ProtocolViolation, StreamEnded
+from swarmnet_protocols.transport import Message, PeerId, ProtocolSpec, Stream
 from swarmnet_protocols.transport.granting import (
     AHEAD_S,
     GRANT,
@@ -20,6 +22,7 @@ from swarmnet_protocols.transport.granting import (
     Grants,
     due_bytes,
 )
+from swarmnet_protocols.transport.memory import LinkProfile, MemoryNetwork
 from swarmnet_protocols.transport.pacing import BURST_S, WIRE_FACTOR, Line
 from tests.support.virtual_time import run
 
@@ -214,3 +217,38 @@ def test_who_waits_for_a_grant_is_told_when_the_stream_is_closed() -> None:
             await waiting
 
     run(main())
+
+
+@pytest.mark.parametrize("streams", [1, 5])
+def test_a_line_is_full_although_a_grant_takes_a_fifth_of_a_second_there_and_back(streams: int) -> None:
+    rate, size_bytes = 2.5e6, 5_000_000  # 20 mbit/s, two seconds
+    granted = ProtocolSpec("/test/granted/1", max_payload_bytes=size_bytes, is_granted=True)
+    sender, reader = PeerId("sender"), PeerId("reader")
+
+    async def main() -> float:
+        network = MemoryNetwork(random.Random(0), LinkProfile(delay_s=0.1, bytes_per_s=125e6))
+        loop = asyncio.get_running_loop()
+        read = asyncio.Semaphore(0)
+
+        async def take(stream: Stream) -> None:
+            await stream.send(Message(b"welcome"))
+            assert len((await stream.receive()).payload) == size_bytes // streams
+            read.release()
+
+        async with network.transport(sender) as a, network.transport(reader) as b:
+            b.pace.down.set_rate(rate)
+            await b.serve(granted, take)
+            opened = [await a.open(reader, granted, deadline_s=1.0) for _ in range(streams)]
+            for stream in opened:
+                await stream.receive()
+            listening = [asyncio.create_task(stream.receive()) for stream in opened]
+            began = loop.time()
+            payload = bytes(size_bytes // streams)
+            await asyncio.gather(*(stream.send(Message(b"", payload)) for stream in opened))
+            for _ in opened:
+                await read.acquire()
+            took_s = loop.time() - began
+        await asyncio.gather(*listening, return_exceptions=True)
+        return took_s
+
+    assert run(main()) == pytest.approx(0.2 + size_bytes * WIRE_FACTOR / rate, rel=0.1)
