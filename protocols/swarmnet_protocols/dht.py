@@ -38,11 +38,14 @@ class DhtDirectory:
         bootstrap: Sequence[str],
         publisher: Publisher,
     ) -> None:
+        from swarmnet_protocols.dht_keepers import Keepers
+
         self._transport = transport
         self._door = door
         self._node = node
         self._bootstrap = tuple(bootstrap)
         self._publisher = publisher
+        self._keepers = Keepers(node, publisher.clock)
         self._silent: set[str] = set()
         """Bootstrap peers that did not answer when they were asked last."""
 
@@ -87,10 +90,7 @@ class DhtDirectory:
     async def publish(self, topic: str, body: bytes, *, lifetime_s: float) -> None:
         record, sealed = self._publisher.seal(topic, body, lifetime_s=lifetime_s)
         await self._join()
-        keys = dht_keys(record.swarm, topic)
-        await self._node.store_many(
-            list(keys), [sealed] * len(keys), record.expires_at, subkeys=[record.signer] * len(keys)
-        )
+        await self._keepers.store(record, sealed)
 
     async def lookup(self, topic: str) -> Sequence[Record]:
         await self._join()

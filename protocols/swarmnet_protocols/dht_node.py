@@ -13,13 +13,13 @@ from hivemind.proto import dht_pb2
 
 from swarmnet_protocols.clock import Clock
 from swarmnet_protocols.dht_guard import GuardedP2P
+from swarmnet_protocols.dht_keepers import REPLICAS
 from swarmnet_protocols.dht_storage import BoundedStorage, StorageLimits
 from swarmnet_protocols.errors import IntegrityError, NotAuthorised
 from swarmnet_protocols.records import MAX_RECORD_BYTES, dht_keys, open_record
 
 _WAIT_S = 1.5
 _BUCKET_SIZE = 20
-_REPLICAS = 5
 _DEPTH_MODULO = 5
 _PARALLEL_RPC = 64
 _CACHE_BYTES = 4 << 20
@@ -103,7 +103,7 @@ async def create_node(p2p: GuardedP2P, swarm: bytes, *, client_mode: bool, clock
     settings: dict[str, Any] = {
         "bucket_size": _BUCKET_SIZE,
         "depth_modulo": _DEPTH_MODULO,
-        "num_replicas": _REPLICAS,
+        "num_replicas": REPLICAS,
         "parallel_rpc": _PARALLEL_RPC,
         "wait_timeout": _WAIT_S,
         "record_validator": SignedRecordValidator(swarm, clock),

@@ -151,6 +151,36 @@ def test_nobody_finds_what_nobody_published(five: Five) -> None:
     five.run(scenario)
 
 
+def test_whoever_publishes_fetches_nothing_and_tells_each_peer_once(
+    five: Five, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(peers: list[Peer]) -> None:
+        for peer in peers[2:]:
+            await peer.directory.publish("crowd", b"x", lifetime_s=60.0)
+        p2p = peers[1].node.protocol.p2p
+        call, answers = p2p.call_protobuf_handler, list[tuple[str, Any, Any]]()
+
+        async def recorded(peer: Any, name: str, *rest: Any) -> Any:
+            answer = await call(peer, name, *rest)
+            answers.append((name.rpartition("_")[2], peer, answer))
+            return answer
+
+        monkeypatch.setattr(p2p, "call_protobuf_handler", recorded)
+        await peers[1].directory.publish("crowd", b"y", lifetime_s=60.0)
+        found = [answer for name, _, answer in answers if name == "find"]
+        assert found
+        assert not any(result.value for answer in found for result in answer.results)
+        others = {peer.transport.p2p.peer_id for peer in peers} - {peers[1].transport.p2p.peer_id}
+        stored = {peer: list(answer.store_ok) for name, peer, answer in answers if name == "store"}
+        assert stored == dict.fromkeys(others, [True] * 3)
+        answers.clear()
+        await peers[1].directory.publish("crowd", b"z", lifetime_s=60.0)
+        assert [name for name, _, _ in answers] == ["store"] * 4
+        assert b"z" in await bodies(peers[2], "crowd")
+
+    five.run(scenario)
+
+
 def test_a_late_joiner_and_a_client_find_records_and_publish(five: Five, tmp_path: Path) -> None:
     async def scenario(peers: list[Peer]) -> None:
         await peers[3].directory.publish("late", b"before", lifetime_s=60.0)

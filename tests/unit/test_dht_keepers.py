@@ -1,0 +1,173 @@
+"""Whom a record is stored with: the nearest that answer, in one call to each, looked for no more often than needed."""
+
+from collections.abc import Awaitable, Callable
+from itertools import pairwise
+from typing import Any
+
+from swarmnet_protocols.directory import Publisher
+from swarmnet_protocols.identity import Identity
+from swarmnet_protocols.records import dht_keys
+from tests.support.virtual_time import run
+
+SWARM = bytes(32)
+ALICE = Identity.from_seed(b"alice")
+EPOCH = 1_800_000_000.0
+
+
+class Neighbourhood:
+    """As much of hivemind's ``DHTNode`` as is needed: peers 0, 1, 2 ..., of which 0 are we, and those who answer.
+
+    Which of them are near to a key depends on the key.
+    """
+
+    def __init__(self, size: int) -> None:
+        from hivemind.dht.routing import DHTID
+        from hivemind.utils import MSGPackSerializer
+
+        self.ids = {number: DHTID.generate(source=b"%d" % number) for number in range(size)}
+        self.peer_id = 0
+        self.protocol = self.storage = self
+        self.serializer = MSGPackSerializer
+        self.searches = 0
+        self.silent = set[int]()
+        self.calls: list[tuple[int, tuple[Any, ...]]] = []
+        """Who was asked, and to store under which keys."""
+
+    async def find_nearest_nodes(self, queries: list[Any]) -> dict[Any, dict[Any, int]]:
+        self.searches += 1
+        return {query: {self.ids[peer]: peer for peer in self.nearest(query)} for query in queries}
+
+    def nearest(self, key: Any) -> list[int]:
+        return sorted(self.ids, key=lambda peer: key.xor_distance(self.ids[peer]))
+
+    def store(self, key: Any, value: bytes, expires_at: float, *, subkey: bytes) -> None:
+        assert subkey == ALICE.public_key
+        self.calls.append((self.peer_id, (key,)))
+
+    async def call_store(
+        self, peer: int, keys: list[Any], values: list[bytes], expires_at: float, subkeys: list[bytes]
+    ) -> list[bool] | None:
+        assert len(keys) == len(values) == len(subkeys)
+        assert set(subkeys) == {ALICE.public_key}
+        self.calls.append((peer, tuple(keys)))
+        return None if peer in self.silent else [True] * len(keys)
+
+    def kept(self) -> dict[Any, set[int]]:
+        """Who has been asked to store under each key, and answered, since the last time."""
+        kept: dict[Any, set[int]] = {}
+        for peer, keys in self.calls:
+            for key in keys:
+                kept.setdefault(key, set()).update({peer} - self.silent)
+        self.calls.clear()
+        return kept
+
+
+class Keeping:
+    """Alice's records and her neighbourhood."""
+
+    def __init__(self, size: int) -> None:
+        from swarmnet_protocols.dht_keepers import Keepers
+
+        self.near = Neighbourhood(size)
+        self.now = EPOCH
+        self._publisher = Publisher(ALICE, SWARM, lambda: self.now)
+        self._keepers = Keepers(self.near, lambda: self.now)
+
+    async def publish(self, topic: str = "topic") -> None:
+        await self._keepers.store(*self._publisher.seal(topic, b"", lifetime_s=60.0))
+
+    def wanted(self, replicas: int = 5) -> dict[Any, set[int]]:
+        """The nearest to each key that answer."""
+        from hivemind.dht.routing import DHTID
+
+        keys = [DHTID.generate(source=key) for key in dht_keys(SWARM, "topic")]
+        return {
+            key: set([peer for peer in self.near.nearest(key) if peer not in self.near.silent][:replicas])
+            for key in keys
+        }
+
+
+def with_peers(size: int, scenario: Callable[[Keeping], Awaitable[None]]) -> None:
+    from swarmnet_protocols.transport.p2pd_daemon import prepare_hivemind
+
+    prepare_hivemind()
+    run(scenario(Keeping(size)))
+
+
+def test_the_nearest_five_keep_a_record_under_each_key_and_are_asked_once() -> None:
+    async def scenario(keeping: Keeping) -> None:
+        await keeping.publish()
+        asked = [peer for peer, _ in keeping.near.calls if peer != keeping.near.peer_id]
+        assert len(asked) == len(set(asked))
+        wanted = keeping.wanted()
+        assert len(set(map(frozenset, wanted.values()))) > 1, "or one place would do"
+        assert keeping.near.kept() == wanted
+
+    with_peers(30, scenario)
+
+
+def test_where_there_are_fewer_all_of_them_keep_it() -> None:
+    async def scenario(keeping: Keeping) -> None:
+        await keeping.publish()
+        assert [len(peers) for peers in keeping.near.kept().values()] == [3, 3, 3]
+
+    with_peers(3, scenario)
+
+
+def test_alone_we_keep_it_ourselves() -> None:
+    async def scenario(keeping: Keeping) -> None:
+        await keeping.publish()
+        assert keeping.near.kept() == keeping.wanted()
+
+    with_peers(1, scenario)
+
+
+def test_the_next_nearest_keep_it_in_place_of_those_who_are_silent() -> None:
+    async def scenario(keeping: Keeping) -> None:
+        [first, *_] = keeping.wanted()
+        keeping.near.silent = set(keeping.near.nearest(first)[:12]) - {keeping.near.peer_id}
+        await keeping.publish()
+        asked = [peer for peer, _ in keeping.near.calls]
+        assert all(asked.count(peer) == 1 for peer in keeping.near.silent), "each costs a timeout"
+        assert keeping.near.kept() == keeping.wanted()
+
+    with_peers(30, scenario)
+
+
+def test_they_are_looked_for_once_a_minute_while_all_of_them_answer() -> None:
+    from swarmnet_protocols.dht_keepers import FOUND_S
+
+    async def scenario(keeping: Keeping) -> None:
+        kept, searches = [], []
+        for _ in range(2 * round(FOUND_S / 15)):
+            await keeping.publish()
+            kept.append(keeping.near.kept())
+            searches.append(keeping.near.searches)
+            keeping.now += 15.0
+        assert searches == [1, 1, 1, 1, 2, 2, 2, 2]
+        assert all(one == other for one, other in pairwise(kept))
+
+    with_peers(30, scenario)
+
+
+def test_whoever_falls_silent_is_replaced_at_the_next_publication() -> None:
+    async def scenario(keeping: Keeping) -> None:
+        await keeping.publish()
+        keeping.near.calls.clear()
+        gone = next(iter(next(iter(keeping.wanted().values())) - {keeping.near.peer_id}))
+        keeping.near.silent = {gone}
+        await keeping.publish()
+        assert keeping.near.searches == 2
+        assert keeping.near.kept() == keeping.wanted()
+
+    with_peers(30, scenario)
+
+
+def test_topics_of_long_ago_are_forgotten() -> None:
+    async def scenario(keeping: Keeping) -> None:
+        for number in range(100):
+            await keeping.publish(f"round {number}")
+            keeping.now += 15.0
+        assert len(keeping._keepers._found) <= 5
+
+    with_peers(3, scenario)
