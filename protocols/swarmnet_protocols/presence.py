@@ -137,7 +137,7 @@ class Watch:
             was_there = bool(warning)
             with contextlib.suppress(SwarmnetError):
                 await self._say()
-            await asyncio.sleep(self._timing.announce_s * self._rng.uniform(0.8, 1.0))
+            await asyncio.sleep(self._timing.presence_s * self._rng.uniform(0.8, 1.0))
 
     async def _look(self) -> None:
         peer = self._transport.peer_id
@@ -153,7 +153,9 @@ class Watch:
             process=self._process, addresses=list(self._transport.addresses())[:MAX_ADDRESSES]
         )
         await self._directory.publish(
-            topic_of(self._transport.peer_id), said.SerializeToString(), lifetime_s=self._timing.record_s
+            topic_of(self._transport.peer_id),
+            said.SerializeToString(),
+            lifetime_s=3 * self._timing.presence_s,
         )
 
     def _now(self) -> float:

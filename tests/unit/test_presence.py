@@ -20,7 +20,7 @@ EPOCH = 1_800_000_000.0
 SWARM = bytes(32)
 ALICE, MALLORY = Identity.from_seed(b"alice"), Identity.from_seed(b"mallory")
 TIMING = Timing()
-TWO_LOOKS_S = 2 * TIMING.announce_s
+TWO_LOOKS_S = 2 * TIMING.presence_s
 
 
 class At(PassingTransport):

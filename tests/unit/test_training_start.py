@@ -102,13 +102,13 @@ class Stepping:
 def test_the_owner_of_a_key_of_which_there_is_a_copy_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(timing, "Timing", partial(Timing, announce_s=0.05))
+    monkeypatch.setattr(timing, "Timing", partial(Timing, presence_s=0.05))
     worker = Stepping(tmp_path, monkeypatch)
 
     async def scenario() -> None:
         async with worker.run():
             directory = MemoryDirectory(worker.board, OWNER, SWARM)
-            copy = Watch.keep(worker.transport, directory, random.Random(0), Timing(announce_s=0.05))
+            copy = Watch.keep(worker.transport, directory, random.Random(0), Timing(presence_s=0.05))
             async with copy, asyncio.timeout(PATIENCE_S):
                 while (event := await worker.events.get())["event"] != "identity":
                     pass
