@@ -34,8 +34,8 @@ PAUSE_GRACE_S = 2.5
 class Machine(Protocol):
     """The machine that a node is a guest on."""
 
-    def observe(self) -> Observed:
-        """What there is to see now. May take a while: called on a thread of its own."""
+    def observe(self, limits: Limits) -> Observed:
+        """What ``limits`` ask after, as it is now. May take a while: called on a thread of its own."""
 
     def usage(self) -> Usage: ...
 
@@ -69,7 +69,8 @@ class Guest:
         self._paused_by_owner = False
         self._reason = ""
         self._finishing_s: float | None = None
-        self._observed: Observed | None = None
+        self._observed: tuple[Limits, Observed] | None = None
+        self._limits_changed = asyncio.Event()
         self._look = asyncio.Event()
         self._settled = asyncio.Event()
         self._started = asyncio.get_running_loop().time()
@@ -143,7 +144,7 @@ class Guest:
             check_room(limits.max_ram_bytes, self._machine.ram_bytes() - held)
         self._machine.enforce(limits)
         self._limits = limits
-        self._look.set()
+        self._limits_changed.set()
 
     def pause(self) -> None:
         """Free memory until ``resume``; sessions are asked to move away first."""
@@ -175,9 +176,7 @@ class Guest:
         """Why the node must not run now, or None."""
         if self._observed is None:
             return None
-        decision = decide(
-            self._limits, self._observed, self._machine.usage(), paused_by_owner=self._paused_by_owner
-        )
+        decision = decide(*self._observed, self._machine.usage(), paused_by_owner=self._paused_by_owner)
         return None if isinstance(decision, Run) else decision
 
     async def _live(self) -> None:
@@ -214,7 +213,8 @@ class Guest:
         """Have others take no more memory than is left for them, as long as ``node`` runs; one session a look goes where they do."""
         governor = Governor(self._world.transport.resources, self._hosting, self._machine.ram_bytes())
         while True:
-            limit_bytes, rss_bytes = self._limits.max_ram_bytes, self._machine.ram_bytes()
+            limit_bytes = self._limits.max_ram_bytes
+            rss_bytes = 0 if limit_bytes is None else self._machine.ram_bytes()
             if node.engine is not None:
                 governor.look(node.engine, limit_bytes, rss_bytes)
             if limit_bytes is not None and rss_bytes > limit_bytes * RELEASE_ABOVE:
@@ -256,12 +256,16 @@ class Guest:
 
     async def _watch(self) -> NoReturn:
         while True:
-            await asyncio.sleep(LOOK_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await self._limits_changed.wait()
+            self._limits_changed.clear()
             await self._observe()
 
     async def _observe(self) -> None:
+        limits, loop = self._limits, asyncio.get_running_loop()
         with contextlib.suppress(OSError):  # what was seen before still counts
-            self._observed = await asyncio.get_running_loop().run_in_executor(None, self._machine.observe)
+            self._observed = limits, await loop.run_in_executor(None, self._machine.observe, limits)
         self._look.set()
 
     def _say_changed(self, reason: str) -> None:

@@ -1,7 +1,6 @@
 """How long nobody has touched this machine, as well as it can be told."""
 
 import ctypes
-import ctypes.util
 import re
 import subprocess
 import sys
@@ -82,10 +81,10 @@ class _ScreenSaverInfo(ctypes.Structure):
 
 def _x_idle_s() -> float | None:
     """What the X server of this session says; under Wayland it only hears of X programs, so logind counts there too."""
-    names = ctypes.util.find_library("X11"), ctypes.util.find_library("Xss")
-    if None in names:
+    try:  # by name: ``find_library`` runs two processes at each look
+        x11, xss = ctypes.CDLL("libX11.so.6"), ctypes.CDLL("libXss.so.1")
+    except OSError:
         return None
-    x11, xss = (ctypes.CDLL(name) for name in names)
     x11.XOpenDisplay.restype = ctypes.c_void_p
     x11.XDefaultRootWindow.restype = ctypes.c_ulong
     x11.XDefaultRootWindow.argtypes = [ctypes.c_void_p]

@@ -136,7 +136,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Observed:
-    """What is known of the machine at a moment. None: it cannot be told."""
+    """What is known of the machine at a moment. None: it cannot be told, or was not asked."""
 
     now: datetime
     """Local time."""

@@ -67,15 +67,15 @@ class OwnersMachine:
         self._counting = threading.Lock()
         self._saved_at = clock()
 
-    def observe(self) -> Observed:
+    def observe(self, limits: Limits) -> Observed:
         now = self._clock()
         if now - self._saved_at >= USAGE_EVERY_S:
             self.save_usage()
-        battery = psutil.sensors_battery() if hasattr(psutil, "sensors_battery") else None
+        # To ask logind who is there takes a process.
         return Observed(
             now=datetime.fromtimestamp(now),  # noqa: DTZ006 - the clock on the owner's wall
-            idle_s=idle_s(self._clock),
-            on_battery=battery is not None and not battery.power_plugged,
+            idle_s=idle_s(self._clock) if limits.idle_only else None,
+            on_battery=limits.no_battery and _on_battery(),
         )
 
     def usage(self) -> Usage:
@@ -113,6 +113,11 @@ class OwnersMachine:
 
     def release(self) -> None:
         release_memory()
+
+
+def _on_battery() -> bool:
+    battery = psutil.sensors_battery() if hasattr(psutil, "sensors_battery") else None
+    return battery is not None and not battery.power_plugged
 
 
 def _rss_bytes(process: psutil.Process) -> int:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from swarmnet_node.guest import GOVERN_S, PAUSE_GRACE_S, Guest
+from swarmnet_node.guest import GOVERN_S, LOOK_S, PAUSE_GRACE_S, Guest
 from swarmnet_node.limits import Limits, Usage
 from swarmnet_node.stage import Stage
 from swarmnet_protocols.errors import IntegrityError
@@ -207,6 +207,23 @@ def test_limits_change_while_it_runs(reference: Reference) -> None:
             assert machine.enforced == [Limits(no_battery=True)] == [guest.limits()]
             guest.set_limits(Limits())
             await turns(guest, "online")
+
+    simulate(reference, scenario)
+
+
+def test_who_sets_a_limit_that_is_kept_already_interrupts_nobody(reference: Reference) -> None:
+    async def scenario(lab: Lab) -> None:
+        machine = FakeMachine()
+        machine.see(idle_s=1e6)
+        async with lab.guest("guest", lab.hosting((0, 6)), machine, Limits()) as guest:
+            said: list[str] = []
+            guest.on_change(lambda status: said.append(status.state))
+            guest.resume()  # it is decided anew, before anybody has looked whether the machine is idle
+            guest.set_limits(Limits(idle_only=True))
+            await asyncio.sleep(2 * LOOK_S)
+            assert said == []
+            machine.see(idle_s=1.0)
+            await turns(guest, "paused")
 
     simulate(reference, scenario)
 

@@ -22,8 +22,8 @@ class FakeMachine:
         """From now on."""
         self.seen = replace(self.seen, **changes)  # type: ignore[arg-type]
 
-    def observe(self) -> Observed:
-        return self.seen
+    def observe(self, limits: Limits) -> Observed:
+        return self.seen if limits.idle_only else replace(self.seen, idle_s=None)
 
     def usage(self) -> Usage:
         return self.used

@@ -126,5 +126,25 @@ def test_whoever_typed_last_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert idle_s(lambda: NOVEMBER) == 60.0
 
 
+def test_nobody_is_asked_what_no_limit_is_about(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = list[str]()
+
+    def idle(_clock: object) -> float:
+        asked.append("idle")
+        return 7.0
+
+    def battery() -> None:
+        asked.append("battery")
+
+    monkeypatch.setattr(machine_module, "idle_s", idle)
+    monkeypatch.setattr(machine_module.psutil, "sensors_battery", battery, raising=False)
+    machine = _machine(tmp_path)
+    seen = machine.observe(Limits(up_bytes_per_s=1e6, schedule="19:00-07:00"))
+    assert (seen.idle_s, seen.on_battery, asked) == (None, False, [])
+    assert machine.observe(Limits(idle_only=True)).idle_s == 7.0
+    assert not machine.observe(Limits(no_battery=True)).on_battery
+    assert asked == ["idle", "battery"]
+
+
 def test_freed_memory_goes_back_to_the_system() -> None:
     machine_module.release_memory()  # does no harm at any time
