@@ -46,6 +46,8 @@ MAX_LINGERING = 64
 """For so many streams that there is no room for, it is seen to that the other side learns so."""
 _CONNECTIONS_EVERY = 4
 """So many times that bytes are counted, it is looked which connections there are."""
+_RESTING_EVERY = 2 * _CONNECTIONS_EVERY
+"""So many times that they could be, bytes are counted while no line is limited and nothing goes through streams: the directory's few."""
 
 
 @dataclass(frozen=True)
@@ -261,23 +263,24 @@ class P2pdTransport:
         """Charge the lines with what p2pd really sends and receives: the directory, relaying and repetitions too."""
         if not sock_diag.is_possible():
             return
-        meter, sees_all = WireMeter(self._daemon.process.pid), False
+        up, down = self._pace.up, self._pace.down
+        meter, sees_all, settled_bytes = WireMeter(self._daemon.process.pid), False, 0.0
         for look in itertools.count():
             if self._daemon.process.returncode is not None:
                 return
-            try:
-                if look % _CONNECTIONS_EVERY == 0:
-                    sees_all = not await self._uses_quic()
-                carried = meter.read()
-            except (
-                OSError,
-                PeerUnreachable,
-            ) as error:  # no file is left, say: until the next look estimates stand
-                _log.debug("it is not seen what p2pd carries: %s", error)
-            else:
-                self._pace.up.settle(carried.up, sees_all=sees_all)
-                self._pace.down.settle(carried.down, sees_all=sees_all)
-            is_limited = self._pace.up.is_limited or self._pace.down.is_limited
+            is_limited = up.is_limited or down.is_limited
+            is_resting = up.total_bytes + down.total_bytes == settled_bytes and not is_limited
+            if not is_resting or look % _RESTING_EVERY == 0:
+                try:
+                    if look % _CONNECTIONS_EVERY == 0:
+                        sees_all = not await self._uses_quic()
+                    carried = meter.read()
+                except (OSError, PeerUnreachable) as error:  # no file is left, say: estimates stand
+                    _log.debug("it is not seen what p2pd carries: %s", error)
+                else:
+                    up.settle(carried.up, sees_all=sees_all)
+                    down.settle(carried.down, sees_all=sees_all)
+                    settled_bytes = up.total_bytes + down.total_bytes
             await asyncio.sleep(_SETTLE_S if is_limited else _SETTLE_UNLIMITED_S)
 
     async def _uses_quic(self) -> bool:
