@@ -61,9 +61,9 @@ def peak_bytes(process: psutil.Process) -> int:
 
 
 def cpu_s(node: NodeProcess) -> list[float]:
-    """Of a node, and of its p2pd."""
+    """Of a node with whatever it has run meanwhile, and of its p2pd."""
     times = [process.cpu_times() for process in node.family]
-    return [each.user + each.system for each in times]
+    return [each.user + each.system + each.children_user + each.children_system for each in times]
 
 
 def measure_rest(nodes: list[NodeProcess], seconds: float) -> list[dict[str, float]]:
