@@ -2,15 +2,23 @@
 
 import ipaddress
 import re
+import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.files import write_whole
+from swarmnet_protocols.network import ANY_PORT
 
+ADDRESSES_NAME = "addresses"
+MAX_ADDRESSES = 64
+"""Of the file of our own that are read."""
 MAX_ADDRESS_CHARS = 512
 PEER_ID = re.compile(r"[1-9A-HJ-NP-Za-km-z]{32,128}")
 _HOST_NAME = re.compile(r"[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
+_OWN_PORT = re.compile(r"/ip4/127\.0\.0\.1/(tcp|udp)/([0-9]{1,5})/")
+"""What listens everywhere is on this machine's own address, too; ports of relays and routers are not."""
 _PART = re.compile(r"[A-Za-z0-9._:%-]+")
 _EXAMPLE = "an address looks like /ip4/203.0.113.7/tcp/31337"
 
@@ -18,7 +26,34 @@ _EXAMPLE = "an address looks like /ip4/203.0.113.7/tcp/31337"
 def write_addresses(data_dir: Path, addresses: Sequence[str]) -> None:
     """Keep in ``addresses``, a line each, how others reach the peer of this data directory. Raises ``OSError``."""
     text = "".join(f"{address}\n" for address in addresses)
-    write_whole(data_dir / "addresses", text.encode(), mode=0o644, durable=False)
+    write_whole(data_dir / ADDRESSES_NAME, text.encode(), mode=0o644, durable=False)
+
+
+def usual_listen(data_dir: Path) -> tuple[str, ...]:
+    """Where the peer of this data directory listens if nobody says: on the ports it had last, as far as they are free.
+
+    So the addresses that others know of it stay true when it is started again.
+    """
+    last = {"tcp": 0, "udp": 0}
+    with suppress(OSError, UnicodeDecodeError):
+        for line in (data_dir / ADDRESSES_NAME).read_text().splitlines()[:MAX_ADDRESSES]:
+            if (found := _OWN_PORT.match(line)) and int(found[2]) <= 65535:
+                last[found[1]] = int(found[2])
+    tcp, udp = (port if _is_free(kind, port) else 0 for kind, port in last.items())
+    return tuple(
+        address.replace("tcp/0", f"tcp/{tcp}").replace("udp/0", f"udp/{udp}") for address in ANY_PORT
+    )
+
+
+def _is_free(kind: str, port: int) -> bool:
+    with socket.socket(type=socket.SOCK_STREAM if kind == "tcp" else socket.SOCK_DGRAM) as probe:
+        if kind == "tcp":  # one that was closed a moment ago is free
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("0.0.0.0", port))  # noqa: S104 - as the peer will
+        except OSError:
+            return False
+    return True
 
 
 def check_listen_address(address: str) -> None:

@@ -1,6 +1,13 @@
 """How often a chain is mended before it is given up, and what is said then. Pure: takes the time as an argument."""
 
-from swarmnet_protocols.errors import NoRoute, NotAuthorised, StreamRefused, SwarmnetError, Unreachable
+from swarmnet_protocols.errors import (
+    IncompatibleVersion,
+    NoRoute,
+    NotAuthorised,
+    StreamRefused,
+    SwarmnetError,
+    Unreachable,
+)
 from swarmnet_protocols.resources import Exhausted
 from swarmnet_protocols.session.link import Refused
 from swarmnet_protocols.wire import session_pb2 as pb
@@ -50,6 +57,10 @@ def verdict(error: SwarmnetError) -> SwarmnetError:
     """What a person is told after many attempts, the last of which failed so."""
     if isinstance(error, NoRoute | NotAuthorised):
         return error
+    if isinstance(error, IncompatibleVersion):
+        return IncompatibleVersion(
+            f"a host runs another version: {error}", hint="upgrade here, or have whoever runs it upgrade"
+        )
     if isinstance(error, StreamRefused) and not error.retry_after_s:
         return NotAuthorised(str(error), hint=error.hint)
     if isinstance(error, StreamRefused) or (

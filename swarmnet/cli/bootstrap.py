@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from swarmnet.addresses import write_addresses
+from swarmnet.addresses import usual_listen, write_addresses
 from swarmnet.cli.interrupts import Interrupts, run_until_stopped
 from swarmnet.cli.options import (
     AnnounceOption,
@@ -20,7 +20,6 @@ from swarmnet.cli.output import note, print_json
 from swarmnet.entering import enter
 from swarmnet.paths import default_data_dir, locked_data_dir
 from swarmnet.supervision import notify_ready, notify_stopping
-from swarmnet_protocols.network import ANY_PORT
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -42,7 +41,7 @@ def bootstrap(  # noqa: PLR0913 - a command line, not an interface
     """Keep a part of the swarm's directory, and be there for newcomers to start from, until Ctrl-C. Needs no model and little memory."""
     entry = enter(swarm, data_dir or default_data_dir(), bootstrap)
     with locked_data_dir(data_dir or default_data_dir()) as directory:
-        network = entry.network(listen or ANY_PORT, announce, issuer)
+        network = entry.network(listen or usual_listen(directory), announce, issuer)
         run_until_stopped(_serve(network, directory, as_json=as_json))
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from swarmnet.addresses import parse_endpoint
+from swarmnet.addresses import parse_endpoint, usual_listen
 from swarmnet.cli import limits as limiting
 from swarmnet.cli.consent import ask_once
 from swarmnet.cli.dashboard import dashboard_of, parse_place
@@ -33,7 +33,6 @@ from swarmnet.paths import default_cache_dir, default_data_dir, locked_data_dir
 from swarmnet_node.limits import Limits
 from swarmnet_protocols.membership.rules import Admission, Rules
 from swarmnet_protocols.models import DEFAULT_MODEL
-from swarmnet_protocols.network import ANY_PORT
 
 
 def join(  # noqa: PLR0913 - a command line, not an interface
@@ -138,7 +137,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
             yield_to_others()
         config = NodeConfig(
             model=model,
-            network=entry.network(listen or ANY_PORT, announce, issuer),
+            network=entry.network(listen or usual_listen(directory), announce, issuer),
             swarm_name=entry.file.name,
             cache_dir=cache_dir,
             blocks=span,

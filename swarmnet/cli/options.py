@@ -80,7 +80,7 @@ ListenOption = Annotated[
         "--listen",
         metavar="MULTIADDR",
         help="Where to listen; repeatable.",
-        show_default="any port",
+        show_default="the ports it had last, or any",
         callback=_each(check_listen_address),
     ),
 ]

@@ -2,11 +2,13 @@
 
 import asyncio
 import shlex
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from swarmnet.addresses import usual_listen, write_addresses
 from swarmnet.cli import train_status
 from swarmnet.cli.displays import Display, display
 from swarmnet.cli.interrupts import Interrupts, run_until_stopped
@@ -30,7 +32,7 @@ from swarmnet.paths import default_cache_dir, default_data_dir, locked_data_dir
 from swarmnet.training_record import TrainingRecord, newest_job, read_history
 from swarmnet_protocols.clock import wall_clock
 from swarmnet_protocols.errors import ConfigError
-from swarmnet_protocols.network import ANY_PORT, LOOPBACK, Network, connect
+from swarmnet_protocols.network import LOOPBACK, Network, connect
 
 if TYPE_CHECKING:
     from swarmnet_node.training.start import WorkerConfig
@@ -121,7 +123,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
         shown.progress("looking for the job", 0, None)
         from swarmnet_node.training.start import WorkerConfig, job_folder
 
-        network = entry.network(listen or ANY_PORT, announce, issuer)
+        network = entry.network(listen or usual_listen(directory), announce, issuer)
         config = WorkerConfig(job, network, directory, cache_dir or default_cache_dir(), device, threads)
         record = TrainingRecord(job_folder(directory, job), job, wall_clock)
         run_until_stopped(_work(config, record, shown))
@@ -133,6 +135,9 @@ async def _work(config: "WorkerConfig", record: TrainingRecord, shown: Display) 
     interrupts = Interrupts.catch()
 
     def report(event: dict[str, Any]) -> None:
+        if event["event"] == "ready":
+            with suppress(OSError):  # a full disk does not end the training
+                write_addresses(config.data_dir, event["addresses"])
         record.take(event)
         shown.show(event, tell(event, record.status))
 

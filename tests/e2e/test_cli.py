@@ -71,6 +71,20 @@ def test_a_node_says_where_it_is_and_what_it_hosts(node: RunningNode) -> None:
     assert (Path(node.data_dir) / "addresses").read_text().splitlines() == node.ready["addresses"]
 
 
+def test_a_peer_that_is_started_again_is_where_others_know_it_to_be(tmp_path: Path) -> None:
+    """The swarm file that names it stays true."""
+    call("swarm", "create", "lab", "--open", "--out", str(tmp_path))
+    arguments = ("bootstrap", str(tmp_path), "--data-dir", str(tmp_path / "peer"))
+    seen = []
+    for _ in range(2):
+        with RunningCommand(arguments, tmp_path / "peer.log") as peer:
+            seen.append(peer.wait("ready")["addresses"])
+            peer.send_signal(signal.SIGTERM, children=False)
+            assert peer.wait_for_end() == 0
+    assert seen[0] == seen[1]
+    assert any("/udp/" in address for address in seen[0])
+
+
 def test_status_tells_what_the_node_does(node: RunningNode) -> None:
     before = call("status", "--data-dir", node.data_dir)
     assert (before["peer_id"], before["blocks"]) == (node.ready["peer_id"], [0, BLOCKS])

@@ -18,8 +18,8 @@ from swarmnet.cli.failures import EXIT_INTERRUPTED
 from swarmnet_client import model as client_model
 from swarmnet_client.passes import RemoteBatch
 from swarmnet_client.tuning.adapter_dir import load_adapter
+from swarmnet_client.tuning.checkpoint import CHECKPOINT_FILE
 from swarmnet_client.tuning.methods import quiet_peft
-from swarmnet_client.tuning.run_dir import CHECKPOINT_FILE
 from swarmnet_client.tuning.trainer import Tuner
 from swarmnet_protocols.errors import NoRoute
 from swarmnet_protocols.protocol_ids import PASS

@@ -1,11 +1,15 @@
 """Addresses that people type are checked before anything is started."""
 
+import socket
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmnet.addresses import check_listen_address, check_peer_address
+from swarmnet.addresses import check_listen_address, check_peer_address, usual_listen, write_addresses
 from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.network import ANY_PORT
 
 PEER_ID = "12D3KooWNvSZnPi3RrhrTwEY4LuuBeB6K6facKUCJcyWG1aoDd2p"
 
@@ -66,3 +70,31 @@ def test_any_text_is_accepted_or_refused_in_words(text: str) -> None:
     except ConfigError:
         return
     assert all(character.isascii() and character.isprintable() for character in text)
+
+
+def _free_port(kind: socket.SocketKind) -> int:
+    with socket.socket(type=kind) as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def test_a_peer_listens_on_the_ports_it_had_last_unless_somebody_else_has_them(tmp_path: Path) -> None:
+    assert usual_listen(tmp_path) == ANY_PORT
+    tcp, udp = _free_port(socket.SOCK_STREAM), _free_port(socket.SOCK_DGRAM)
+    others = ["/ip4/203.0.113.7/tcp/1/p2p/relay/p2p-circuit/p2p/me", "/dns4/example.org/tcp/2/p2p/me"]
+    own = [f"/ip4/127.0.0.1/tcp/{tcp}/p2p/me", f"/ip4/127.0.0.1/udp/{udp}/quic-v1/p2p/me"]
+    write_addresses(tmp_path, [*others, *own, f"/ip4/192.0.2.2/tcp/{tcp}/p2p/me"])
+    assert usual_listen(tmp_path) == (f"/ip4/0.0.0.0/tcp/{tcp}", f"/ip4/0.0.0.0/udp/{udp}/quic-v1")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", tcp))
+        taken.listen()
+        assert usual_listen(tmp_path) == ("/ip4/0.0.0.0/tcp/0", f"/ip4/0.0.0.0/udp/{udp}/quic-v1")
+
+
+@pytest.mark.parametrize(
+    "content", [b"\xff", b"", b"/ip4/127.0.0.1/tcp/99999/p2p/me\n", b"/ip4/127.0.0.1/tcp/"]
+)
+def test_what_is_no_address_of_ours_is_passed_over(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "addresses").write_bytes(content)
+    assert usual_listen(tmp_path) == ANY_PORT

@@ -1,7 +1,7 @@
 """What a person is told when a chain cannot be mended."""
 
 from swarmnet_client.patience import verdict
-from swarmnet_protocols.errors import NotAuthorised, StreamRefused
+from swarmnet_protocols.errors import IncompatibleVersion, NotAuthorised, StreamRefused
 from swarmnet_protocols.resources import Exhausted
 
 
@@ -12,3 +12,10 @@ def test_a_person_is_told_what_hosts_refuse_their_streams_for() -> None:
     told = verdict(StreamRefused("one refuses us: no room", retry_after_s=2.0))
     assert isinstance(told, Exhausted)
     assert told.retry_after_s == 2.0
+
+
+def test_hosts_of_another_version_are_no_reason_to_try_again() -> None:
+    told = verdict(IncompatibleVersion("protocols not supported: [/swarmnet/pass/9]"))
+    assert isinstance(told, IncompatibleVersion)
+    assert "upgrade" in told.hint
+    assert "/swarmnet/pass/9" in str(told)

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from swarmnet_client.tuning.checkpoint import HISTORY, UNFINISHED, Checkpoint
-from swarmnet_client.tuning.run_dir import CHECKPOINT_FILE, SUMMARY_FILE, RunDir, alone
+from swarmnet_client.tuning.adapter_dir import check_adapter
+from swarmnet_client.tuning.checkpoint import CHECKPOINT_FILE, HISTORY, UNFINISHED, Checkpoint
+from swarmnet_client.tuning.run_dir import SUMMARY_FILE, RunDir, alone
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 
 ABOUT = {"method": "lora", "seed": 0, "data": ["ab"]}
@@ -95,3 +96,10 @@ def test_a_checkpoint_without_its_curves_is_damaged(tmp_path: Path, history: tor
     Checkpoint(3, ABOUT, {"a": torch.zeros(1)} | ({} if history is None else {HISTORY: history})).save(path)
     with pytest.raises(IntegrityError, match="no checkpoint"):
         Checkpoint.load(path)
+
+
+def test_a_run_that_is_not_done_is_no_adapter_yet(tmp_path: Path) -> None:
+    (tmp_path / CHECKPOINT_FILE).touch()
+    with pytest.raises(ConfigError, match="is not done") as caught:
+        check_adapter(tmp_path)
+    assert "swarmnet tune" in caught.value.hint

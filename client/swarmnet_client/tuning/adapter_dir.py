@@ -6,7 +6,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from swarmnet_client.tuning.checkpoint import UNFINISHED, replacing
+from swarmnet_client.tuning.checkpoint import CHECKPOINT_FILE, UNFINISHED, replacing
 from swarmnet_client.tuning.methods import quiet_peft, require_peft
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.models.checkpoint import sha256_of
@@ -28,6 +28,11 @@ def check_adapter(directory: Path) -> dict[str, Any]:
     PEFT itself would look for a missing file on the hub, read a pickle where there are no safetensors, and import a module that
     the config names.
     """
+    if not (directory / CONFIG_FILE).is_file() and (directory / CHECKPOINT_FILE).is_file():
+        raise ConfigError(
+            f"the run in {directory} is not done",
+            hint="give its `swarmnet tune` command again, which goes on",
+        )
     if not (directory / CONFIG_FILE).is_file():
         raise ConfigError(f"{directory} is no adapter: it has no {CONFIG_FILE}", hint=_HINT)
     if not (directory / WEIGHTS_FILE).is_file():

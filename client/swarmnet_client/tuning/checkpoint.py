@@ -18,6 +18,7 @@ from swarmnet_protocols.errors import IntegrityError, OutOfResources
 HISTORY = "history"
 """A tensor [points, 4] of a checkpoint: the curves; some values are not known (NaN)."""
 POINT_FIELDS = 4
+CHECKPOINT_FILE = "checkpoint.safetensors"
 UNFINISHED = ".unfinished-"
 """How files begin that are being written; a crash may leave them."""
 _ABOUT = "swarmnet-tune"

@@ -16,11 +16,10 @@ from swarmnet_client.tuning.adapter_dir import (
     hashes_of,
     save_adapter,
 )
-from swarmnet_client.tuning.checkpoint import UNFINISHED, Checkpoint, replacing
+from swarmnet_client.tuning.checkpoint import CHECKPOINT_FILE, UNFINISHED, Checkpoint, replacing
 from swarmnet_client.tuning.trainer import Tuner
 from swarmnet_protocols.errors import ConfigError
 
-CHECKPOINT_FILE = "checkpoint.safetensors"
 CURVE_FILE = "loss.png"
 
 

@@ -203,6 +203,7 @@ def _disk_errors(where: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise OutOfResources(
-            f"cannot write into {where}: {error}", hint="make room there, or use another disk"
+            f"cannot write into {where}: {reason}", hint="make room there, or use another disk"
         ) from error

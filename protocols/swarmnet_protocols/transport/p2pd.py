@@ -185,21 +185,23 @@ class P2pdTransport:
         return (await self._daemon.connections()).get(peer, [])
 
     async def _bootstrap(self, config: P2pdConfig) -> None:
-        async def connect(address: str) -> bool:
+        silent: dict[str, str] = {}
+
+        async def connect(address: str) -> None:
             try:
                 async with asyncio.timeout(_BOOTSTRAP_S):
                     await self.connect(peer_of(address), [address], deadline_s=_BOOTSTRAP_S)
             except (PeerUnreachable, TimeoutError) as error:
-                _log.warning("bootstrap peer %s does not answer: %s", address, error)
-                return False
-            return True
+                silent[address] = str(error) or f"nothing within {_BOOTSTRAP_S:g} s"
 
-        answers = await asyncio.gather(*map(connect, config.bootstrap))
-        if config.require_bootstrap and not any(answers):
+        await asyncio.gather(*map(connect, config.bootstrap))
+        if config.require_bootstrap and len(silent) == len(config.bootstrap):
             raise Unreachable(
                 "no bootstrap peer answers: " + ", ".join(config.bootstrap),
                 hint="check the address and that a node runs there: --bootstrap ADDR",
             )
+        for address, why in silent.items():
+            _log.warning("bootstrap peer %s does not answer: %s", address, why)
 
     def _accept(self, pipe: Pipe) -> None:
         self._own(self._handle(pipe), self._tasks)
