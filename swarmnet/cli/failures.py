@@ -1,5 +1,6 @@
 """What went wrong, as an exit code and as words."""
 
+import errno
 import json
 import sys
 from dataclasses import dataclass
@@ -56,6 +57,8 @@ def explain(error: BaseException) -> Failure:
             return Failure(name, str(error), error.hint or _DEFAULT_HINT, exit_code)
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
+        if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+            return Failure("out_of_resources", f"{where}{error.strerror}", "make room on this disk", 6)
         return Failure("failed", f"{where}{error.strerror or error}", _DEFAULT_HINT, EXIT_FAILED)
     return Failure(
         "internal",

@@ -1,5 +1,6 @@
 """The command line: exit codes, messages with a next step, and nothing done when something is wrong."""
 
+import errno
 import io
 import json
 import os
@@ -112,6 +113,8 @@ def test_the_public_name_is_imported_lazily() -> None:
         (errors.IncompatibleVersion("x"), "incompatible_version", 8),
         (errors.StreamEnded("x"), "failed", 1),
         (FileNotFoundError(2, "No such file", "here"), "failed", 1),
+        (OSError(errno.ENOSPC, "No space left on device", "here"), "out_of_resources", 6),
+        (OSError(errno.EDQUOT, "Quota exceeded"), "out_of_resources", 6),
         (KeyError("x"), "internal", 1),
         (
             ExceptionGroup("", [ValueError(), ExceptionGroup("", [errors.OutOfResources("x")])]),

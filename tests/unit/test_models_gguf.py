@@ -1,3 +1,4 @@
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from swarmnet.paths import default_cache_dir
-from swarmnet_protocols.errors import ConfigError, IntegrityError
+from swarmnet_protocols.errors import ConfigError, IntegrityError, OutOfResources
 from swarmnet_protocols.models import DEFAULT_MODEL, LocalModel, resolve
 from tests.support.tiny_models import write_gguf
 
@@ -85,6 +86,16 @@ def test_gguf_config_and_tokenizer_are_read_once(tmp_path: Path, monkeypatch: py
     assert again.tokenizer()("A!").input_ids == words
     assert again.max_positions == 128
     again.load_span(0, 1, **FLOAT32)
+
+
+def test_a_full_disk_is_said_before_anything_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", "llama")
+    monkeypatch.setattr(shutil, "disk_usage", lambda where: shutil._ntuple_diskusage(10**9, 10**9, 0))  # type: ignore[attr-defined]
+    with pytest.raises(OutOfResources, match="no room") as caught:
+        load(path, tmp_path)
+    assert "--cache-dir" in caught.value.hint
+    monkeypatch.undo()
+    assert load(path, tmp_path).max_positions == 128
 
 
 @pytest.mark.parametrize("kept_bytes", [0, 3, 23, 400, -1])

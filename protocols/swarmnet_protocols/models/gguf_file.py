@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swarmnet_protocols.errors import ConfigError, IntegrityError
+from swarmnet_protocols.errors import ConfigError, IntegrityError, OutOfResources
 from swarmnet_protocols.models.checkpoint import CONFIG_FAULTS, BlockNaming, sha256_of
 
 if TYPE_CHECKING:
@@ -157,6 +157,10 @@ class _Names:
         return []
 
 
+KEPT_BYTES = 32 << 20
+"""Room for a config or a tokenizer in Hugging Face layout."""
+
+
 class GgufCheckpoint:
     """A model in one gguf file. Raises ``IntegrityError`` when the file is not sound.
 
@@ -219,6 +223,12 @@ class GgufCheckpoint:
                 return kept
             shutil.rmtree(kept)
         self._metadata_dir.mkdir(parents=True, exist_ok=True)
+        # The tokenizer is written by native code, which does not say in a way to act on that the disk is full.
+        if shutil.disk_usage(self._metadata_dir).free < KEPT_BYTES:
+            raise OutOfResources(
+                f"there is no room in {self._metadata_dir} for what is read of {self.path.name}",
+                hint="make room there, or choose another --cache-dir",
+            )
         with tempfile.TemporaryDirectory(dir=self._metadata_dir, prefix=".new-") as scratch:
             fresh = Path(scratch, part)
             make().save_pretrained(fresh)
