@@ -266,6 +266,7 @@ class Engine:
         """Let what comes right behind the work that waits join its forward."""
         clock = asyncio.get_running_loop().time
         until = clock() + self._forward_s
+        self._worked = {lane: at for lane, at in self._worked.items() if at > clock() - LATELY_S}
         while patience_s := worth_waiting_s(len(self._waiting), self._expected(clock()), self._forward_s):
             self._wake.clear()
             try:
@@ -276,8 +277,7 @@ class Engine:
 
     def _expected(self, now: float) -> int:
         """How many lanes had work lately, those that wait included."""
-        self._worked = {lane: at for lane, at in self._worked.items() if at > now - LATELY_S}
-        return len(self._worked)
+        return sum(at > now - LATELY_S for at in self._worked.values())
 
     def _is_pass_next(self) -> bool:
         """No session has work, or sessions have gone first for long enough."""

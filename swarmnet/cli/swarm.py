@@ -111,6 +111,10 @@ def show(swarm: SwarmPath, *, as_json: JsonFlag = False) -> None:
             rows[key] = "\n".join(map(str, value)) or "none"
         else:
             rows[key] = value
+    rows["anyone"] = name_roles(file.anyone)
+    rows["members"] = (
+        "\n".join(f"{peer}: {name_roles(roles)}" for peer, roles in file.allow.items()) or "none"
+    )
     rows["protects"] = f"against everybody but {WHO_IS_IN[file.admission]}"
     rows["does not"] = WHAT_IT_DOES_NOT_DO
     print_table(f"swarm {file.name}", rows)
@@ -218,8 +222,8 @@ def _summary(file: SwarmFile) -> dict[str, object]:
         "bootstrap": list(file.bootstrap),
         "authority": [f"ed25519:{key.hex()}" for key in authority.keys] if authority else [],
         "issuers": [f"ed25519:{key.hex()}" for key in authority.issuers] if authority else [],
-        "anyone": name_roles(file.anyone),
-        "members": {peer: name_roles(roles) for peer, roles in file.allow.items()},
+        "anyone": sorted(file.anyone),
+        "members": {peer: sorted(roles) for peer, roles in file.allow.items()},
         "models": {model.name: f"sha256:{model.manifest.hex()}" for model in file.models},
         "certificate_lifetime_s": file.policy.certificate_lifetime_s,
         "revocation_refresh_s": file.policy.revocation_refresh_s,

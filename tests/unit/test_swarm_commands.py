@@ -96,6 +96,7 @@ def test_with_an_allow_list_the_file_says_who_is_in(owner: Owner) -> None:
     owner.edit('admission = "certificate"', 'admission = "allow-list"')
     assert owner.swarm("invite", code=3)["hint"].endswith("approve PEER --role ROLE")
     assert owner.swarm("approve", ALICE, "--role", "host", "--role", "client")["roles"] == ["client", "host"]
+    assert owner.swarm("show", ".")["members"] == {ALICE: ["client", "host"]}
     assert owner.swarm("members")["members"] == [
         {"peer_id": ALICE, "roles": ["client", "host"], "state": "member", "until": None, "invite": None}
     ]
