@@ -1,13 +1,29 @@
-"""What the tests with real processes share."""
+"""What the tests with real processes, and those of training through a swarm, share."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from swarmnet.paths import default_cache_dir
+from tests.support.swarm_lab import Reference
+from tests.support.tiny import CALM
+from tests.support.tiny_swarm import TinySwarm, load_tiny, tiny_swarm
 
 
 @pytest.fixture(scope="session")
 def cache_dir() -> Path:
     """The user's own, as for every command: what is made of the real model once serves all tests, side by side or later."""
     return default_cache_dir()
+
+
+@pytest.fixture(scope="module")
+def calm_reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    """For gradients: of the lively model plain transformers' own are further from float64 than 1e-5."""
+    return load_tiny(tmp_path_factory.mktemp("calm"), spread=CALM)
+
+
+@pytest.fixture(scope="module")
+def calm(calm_reference: Reference) -> Iterator[TinySwarm]:
+    with tiny_swarm(calm_reference) as running:
+        yield running

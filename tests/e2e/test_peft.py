@@ -31,7 +31,6 @@ from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.protocol_ids import PING
 from tests.support.generation import padded
 from tests.support.swarm_lab import Reference
-from tests.support.tiny import CALM
 from tests.support.tiny_swarm import TinySwarm, load_tiny, tiny_swarm
 
 TEXTS = [[5, 6, 7, 8, 9, 10, 11, 12], [20, 21, 22], [90, 3, 90, 3, 90, 3]]
@@ -56,18 +55,6 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 @pytest.fixture(scope="module")
 def tiny(reference: Reference) -> Iterator[TinySwarm]:
     with tiny_swarm(reference) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def calm_reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    """For gradients: of the other model plain transformers' own are further from float64 than 1e-5, with some adapters."""
-    return load_tiny(tmp_path_factory.mktemp("calm"), spread=CALM)
-
-
-@pytest.fixture(scope="module")
-def calm(calm_reference: Reference) -> Iterator[TinySwarm]:
-    with tiny_swarm(calm_reference) as running:
         yield running
 
 

@@ -20,23 +20,11 @@ from tests.support import faults
 from tests.support.generation import greedy, padded
 from tests.support.processes import swarm
 from tests.support.swarm_lab import Reference
-from tests.support.tiny import CALM
-from tests.support.tiny_swarm import TinySwarm, load_tiny, tiny_swarm
+from tests.support.tiny_swarm import TinySwarm, tiny_swarm
 
 TEXTS = [[5, 6, 7, 8, 9, 10, 11, 12], [20, 21, 22], [90, 3, 90, 3, 90, 3]]
 HOPS = {"1 hop": ((0, 6),), "2 hops": ((0, 3), (3, 6)), "3 hops": ((0, 2), (2, 4), (4, 6))}
 PROMPTS = 4
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return load_tiny(tmp_path_factory.mktemp("tiny"), spread=CALM)
-
-
-@pytest.fixture(scope="module")
-def tiny(reference: Reference) -> Iterator[TinySwarm]:
-    with tiny_swarm(reference) as running:
-        yield running
 
 
 def new_prompts(width: int) -> torch.Tensor:
@@ -77,16 +65,16 @@ def trainable(*parameters: torch.Tensor) -> Iterator[None]:
 
 @pytest.mark.parametrize("spans", HOPS.values(), ids=HOPS.keys())
 def test_prompts_learn_through_the_swarm_as_at_home(
-    reference: Reference, spans: tuple[tuple[int, int], ...]
+    calm_reference: Reference, spans: tuple[tuple[int, int], ...]
 ) -> None:
     """Some steps of Adam: at each the loss and the gradient are those of the local model with the same prompts."""
     losses = []
-    with tiny_swarm(reference, spans) as running:
+    with tiny_swarm(calm_reference, spans) as running:
         prompts = new_prompts(32)
         optimizer = torch.optim.Adam([prompts], lr=0.01)
         for _ in range(4):
             local_prompts = prompts.detach().clone().requires_grad_()
-            local_loss = reference.model(**prompted(reference.model, local_prompts, TEXTS)).loss
+            local_loss = calm_reference.model(**prompted(calm_reference.model, local_prompts, TEXTS)).loss
             local_loss.backward()
 
             loss = running.model(**prompted(running.model, prompts, TEXTS)).loss
@@ -101,12 +89,12 @@ def test_prompts_learn_through_the_swarm_as_at_home(
 
 
 @pytest.mark.parametrize("left", [True, False], ids=["left padding", "right padding"])
-def test_gradients_at_the_inputs_of_padded_rows(tiny: TinySwarm, left: bool) -> None:
+def test_gradients_at_the_inputs_of_padded_rows(calm: TinySwarm, left: bool) -> None:
     batch = padded(TEXTS, left=left)
     mask = batch["attention_mask"]
     labels = batch["input_ids"].masked_fill(mask == 0, -100)
     leaves, losses = [], []
-    for model in (tiny.model, tiny.reference.model):
+    for model in (calm.model, calm.reference.model):
         leaf = model.get_input_embeddings()(batch["input_ids"]).detach().requires_grad_()
         output = model(inputs_embeds=leaf, attention_mask=mask, labels=labels)
         output.loss.backward()
@@ -117,23 +105,23 @@ def test_gradients_at_the_inputs_of_padded_rows(tiny: TinySwarm, left: bool) -> 
     assert not leaves[0][mask == 0].any()
 
 
-def test_a_batch_of_nothing_but_padding_costs_nobody_anything(tiny: TinySwarm) -> None:
+def test_a_batch_of_nothing_but_padding_costs_nobody_anything(calm: TinySwarm) -> None:
     ids = torch.tensor([[5, 6, 7], [8, 9, 10]])
-    leaf = tiny.model.get_input_embeddings()(ids).detach().requires_grad_()
-    sent = tiny.model.traffic.sent
-    output = tiny.model(inputs_embeds=leaf, attention_mask=torch.zeros_like(ids))
+    leaf = calm.model.get_input_embeddings()(ids).detach().requires_grad_()
+    sent = calm.model.traffic.sent
+    output = calm.model(inputs_embeds=leaf, attention_mask=torch.zeros_like(ids))
     output.logits.sum().backward()
     with torch.no_grad():
-        plain = tiny.model(input_ids=ids, attention_mask=torch.zeros_like(ids))
+        plain = calm.model(input_ids=ids, attention_mask=torch.zeros_like(ids))
     assert leaf.grad is not None
     assert not leaf.grad.any()
     assert torch.equal(output.logits.detach(), plain.logits)
-    assert tiny.model.traffic.sent - sent < leaf.nbytes  # pings
+    assert calm.model.traffic.sent - sent < leaf.nbytes  # pings
 
 
-def test_a_head_of_ones_own_learns(tiny: TinySwarm) -> None:
+def test_a_head_of_ones_own_learns(calm: TinySwarm) -> None:
     gradients = []
-    for model in (tiny.model, tiny.reference.model):
+    for model in (calm.model, calm.reference.model):
         with trainable(model.lm_head.weight, model.model.norm.weight):
             ids = torch.tensor(TEXTS[:1])
             model.train()
@@ -145,7 +133,7 @@ def test_a_head_of_ones_own_learns(tiny: TinySwarm) -> None:
 
 
 @pytest.mark.parametrize("wanted", [True, False], ids=["at the inputs", "of the head alone"])
-def test_hosts_keep_graphs_where_gradients_will_be_asked_for(tiny: TinySwarm, wanted: bool) -> None:
+def test_hosts_keep_graphs_where_gradients_will_be_asked_for(calm: TinySwarm, wanted: bool) -> None:
     kept: list[bool] = []
 
     def watch(delivery: Delivery) -> None:
@@ -154,45 +142,45 @@ def test_hosts_keep_graphs_where_gradients_will_be_asked_for(tiny: TinySwarm, wa
             if request.begin.counts:
                 kept.append(bool(request.begin.graph))
 
-    model = tiny.model
+    model = calm.model
     ids = torch.tensor(TEXTS[:1])
-    tiny.lab.network.observers.append(watch)
+    calm.lab.network.observers.append(watch)
     with trainable(model.get_input_embeddings().weight if wanted else model.lm_head.weight):
         model.train()
         model(ids, labels=ids)
         model.eval()
-    tiny.lab.network.observers.remove(watch)
+    calm.lab.network.observers.remove(watch)
     assert kept
     assert set(kept) == {wanted}
 
 
-def test_a_training_step_opens_no_session(tiny: TinySwarm) -> None:
+def test_a_training_step_opens_no_session(calm: TinySwarm) -> None:
     ids = torch.tensor(TEXTS[:1])
     protocols: set[str] = set()
 
     def watch(delivery: Delivery) -> None:
         protocols.add(delivery.protocol.id)
 
-    tiny.lab.network.observers.append(watch)
-    with trainable(tiny.model.get_input_embeddings().weight):
-        output = tiny.model(ids, labels=ids)
+    calm.lab.network.observers.append(watch)
+    with trainable(calm.model.get_input_embeddings().weight):
+        output = calm.model(ids, labels=ids)
         output.loss.backward()
-        assert tiny.model.get_input_embeddings().weight.grad.any()
-    tiny.lab.network.observers.remove(watch)
+        assert calm.model.get_input_embeddings().weight.grad.any()
+    calm.lab.network.observers.remove(watch)
     assert output.past_key_values is None
     assert protocols - {PING.id} == {PASS.id}
 
 
-def test_gradients_may_be_asked_for_twice(tiny: TinySwarm) -> None:
+def test_gradients_may_be_asked_for_twice(calm: TinySwarm) -> None:
     prompts = new_prompts(32)
-    loss = tiny.model(**prompted(tiny.model, prompts, TEXTS)).loss
+    loss = calm.model(**prompted(calm.model, prompts, TEXTS)).loss
     (once,) = torch.autograd.grad(loss, prompts, retain_graph=True)
     (twice,) = torch.autograd.grad(loss, prompts)
     assert_near(twice, once)
 
 
-def test_what_cannot_be_differentiated_is_said(tiny: TinySwarm) -> None:
-    model = tiny.model
+def test_what_cannot_be_differentiated_is_said(calm: TinySwarm) -> None:
+    model = calm.model
     embedded = model.get_input_embeddings()(torch.tensor(TEXTS[:1])).requires_grad_()
     with pytest.raises(ValueError, match="position_ids"):
         model(inputs_embeds=embedded, position_ids=torch.tensor([[0, 1, 2, 3, 3, 4, 5, 6]]))
@@ -203,11 +191,13 @@ def test_what_cannot_be_differentiated_is_said(tiny: TinySwarm) -> None:
         model(inputs_embeds=embedded, past_key_values=cache)
 
 
-def test_the_example_in_the_page_on_tuning(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_in_the_page_on_tuning(
+    calm_reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = (Path(__file__).parents[2] / "docs" / "tuning.md").read_text()
     _, example, _ = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     names: dict[str, Any] = {}
-    with tiny_swarm(reference) as running:
+    with tiny_swarm(calm_reference) as running:
         monkeypatch.setattr(AutoSwarmModelForCausalLM, "from_pretrained", lambda *_, **__: running.model)
         exec(example, names)
     assert names["loss"].isfinite()
