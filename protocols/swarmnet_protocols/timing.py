@@ -19,6 +19,8 @@ class Timing:
     """A peer that sent nothing, not even a beat, for this long is taken for gone."""
     open_s: float = 2.5
     """To dial a peer and open a stream."""
+    alive_s: float = 0.5
+    """A connection over which nothing comes back for so long after a stream was opened, no echo either, carries nothing: it is closed."""
     reply_s: float = 5.0
     """For the first answer on a stream that opened."""
     opening_s: float = 5.0
@@ -68,6 +70,8 @@ class Timing:
     def __post_init__(self) -> None:
         if self.silence_s < 3 * self.beat_s:
             raise ConfigError("silence_s must be at least three beats, or one late packet looks like a death")
+        if self.silence_s < self.alive_s + 3 * self.beat_s:
+            raise ConfigError("silence_s must leave room to find a dead connection, dial anew and be heard")
         if self.gather_silence_s < 3 * self.gather_beat_s:
             raise ConfigError(
                 "gather_silence_s must be at least three beats, or one late packet looks like a death"

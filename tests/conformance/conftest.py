@@ -3,8 +3,11 @@
 import asyncio
 import contextlib
 import itertools
+import os
 import random
-from collections.abc import Awaitable, Callable, Iterator
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -101,6 +104,28 @@ class P2pdLab:
 
     def close(self) -> None:
         self._runner.run(self._stack.aclose())
+
+
+@contextlib.asynccontextmanager
+async def peer_process(
+    directory: Path, protocol: ProtocolSpec
+) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
+    """A process of a peer that echoes, and its address. It is killed at the end."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        str(Path(__file__).with_name("peer_process.py")),
+        str(directory),
+        protocol.id,
+        stdout=asyncio.subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        assert process.stdout is not None
+        yield process, (await process.stdout.readline()).decode().strip()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
 
 
 @pytest.fixture(scope="module")

@@ -1,15 +1,12 @@
 """What only real processes and sockets can show."""
 
 import asyncio
-import contextlib
 import os
 import random
 import signal
 import socket
 import struct
-import sys
 import time
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,32 +25,11 @@ from swarmnet_protocols.resources import IN_ALL, Stock
 from swarmnet_protocols.transport import Message, PeerId, ProtocolSpec, Refusal, Stream
 from swarmnet_protocols.transport.p2pd import P2pdConfig, P2pdTransport, peer_of
 
-from .conftest import LOOPBACK, NOBODY, P2pdLab
+from .conftest import LOOPBACK, NOBODY, P2pdLab, peer_process
 
 pytestmark = pytest.mark.slow
 
 DEADLINE_S = 60.0
-
-
-@contextlib.asynccontextmanager
-async def peer_process(
-    directory: Path, protocol: ProtocolSpec
-) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        str(Path(__file__).with_name("peer_process.py")),
-        str(directory),
-        protocol.id,
-        stdout=asyncio.subprocess.PIPE,
-        start_new_session=True,
-    )
-    try:
-        assert process.stdout is not None
-        yield process, (await process.stdout.readline()).decode().strip()
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
 
 
 def test_a_killed_process_ends_its_streams_and_its_p2pd(

@@ -10,6 +10,7 @@ from swarmnet_protocols.timing import Timing
     "change",
     [
         {"beat_s": 0.7},
+        {"alive_s": 0.9},
         {"announce_s": 23.0},
         {"recover_s": 4.4},
         {"client_silence_s": 3.9},

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swarmnet_protocols.errors import ConfigError, PeerUnreachable, Unreachable
+from swarmnet_protocols.errors import ConfigError, IncompatibleVersion, PeerUnreachable, Unreachable
 from swarmnet_protocols.identity import Identity
 from swarmnet_protocols.identity_lock import identity_in_use
 from swarmnet_protocols.resources import Exhausted, ResourceManager
@@ -99,6 +99,7 @@ class P2pdTransport:
         self._flushes: set[asyncio.Task[None]] = set()
         self._turned_away: set[asyncio.Task[None]] = set()
         self._streams: set[P2pdStream] = set()
+        self._checked: set[PeerId] = set()
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -159,7 +160,11 @@ class P2pdTransport:
     async def open(
         self, peer: PeerId, protocol: ProtocolSpec, *, addresses: Sequence[str] = (), deadline_s: float
     ) -> P2pdStream:
-        """As promised by ``Transport``; a peer that was connected and died unseen is found out by the first ``receive``."""
+        """As promised by ``Transport``; that a peer which was connected died unseen is found out by the first ``receive``.
+
+        Where the connection died and not the peer, it is closed after ``alive_s``, and every stream over it ends: the next one is
+        opened over a new connection.
+        """
         try:
             async with asyncio.timeout(deadline_s):
                 if addresses:
@@ -167,7 +172,9 @@ class P2pdTransport:
                 pipe = await self._daemon.open_stream(peer, protocol.id, deadline_s=deadline_s)
         except TimeoutError as error:
             raise PeerUnreachable(f"{peer} did not answer within {deadline_s:g} s") from error
-        return self._stream(peer, protocol, pipe, Meter.of_ours(self.resources, peer, self._timing))
+        stream = self._stream(peer, protocol, pipe, Meter.of_ours(self.resources, peer, self._timing))
+        self._own(self._check(peer), self._tasks)
+        return stream
 
     async def connect(self, peer: PeerId, addresses: Sequence[str], *, deadline_s: float) -> None:
         """Connect to ``peer`` unless it is connected. Raises ``PeerUnreachable`` within about ``deadline_s``."""
@@ -179,6 +186,35 @@ class P2pdTransport:
                     await self._daemon.connect(peer, tcp, deadline_s=deadline_s / 2)
                     return
         await self._daemon.connect(peer, addresses, deadline_s=deadline_s)
+
+    async def _check(self, peer: PeerId) -> None:
+        """Close the connection to ``peer`` if it carries nothing.
+
+        When a link was cut and is whole again, TCP may take as long as it was cut to try again, and p2pd as long to give it up;
+        meanwhile streams over it open at once, and nothing comes back.
+        """
+        clock, patience_s = asyncio.get_running_loop().time, self._timing.alive_s
+        asked = clock()
+        if peer in self._checked or self._has_heard(peer, asked - patience_s):
+            return
+        self._checked.add(peer)
+        try:
+            if await self._daemon.answers(peer, within_s=patience_s) or self._has_heard(peer, asked):
+                return
+            if any(stream.arrives_by > clock() for stream in self._with(peer)):
+                return
+            _log.info("the connection to %s carries nothing: it is dialled anew", peer)
+            await self._daemon.disconnect(peer)
+        except (PeerUnreachable, IncompatibleVersion) as error:  # there is none, or somebody answered
+            _log.debug("no echo of %s: %s", peer, error)
+        finally:
+            self._checked.discard(peer)
+
+    def _has_heard(self, peer: PeerId, since: float) -> bool:
+        return any(stream.heard > since for stream in self._with(peer))
+
+    def _with(self, peer: PeerId) -> list[P2pdStream]:
+        return [stream for stream in self._streams if stream.peer == peer]
 
     async def addresses_of(self, peer: PeerId) -> list[str]:
         """The multiaddrs from which ``peer`` is connected now; none if it is not."""

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from swarmnet_protocols.aio import until
 from swarmnet_protocols.errors import ConfigError, IncompatibleVersion, PeerUnreachable, SwarmnetError
 from swarmnet_protocols.lean_imports import prepare_package
 from swarmnet_protocols.resources import IN_ALL, Stock
@@ -34,6 +35,7 @@ OPEN_FILES = 2 * IN_ALL[Stock.STREAMS]
 _STARTUP_S = 20.0
 _SHUTDOWN_S = 5.0
 _IDLE_TIMEOUT = "60s"
+_PING, _PING_BYTES = "/ipfs/ping/1.0.0", 32  # of libp2p: whatever comes is sent back
 _P2P_CODE = b"\xa5\x03"  # of multiaddr's table
 
 
@@ -160,6 +162,35 @@ class P2pd:
             pipe.writer.close()
             raise
         return pipe
+
+    async def answers(self, peer: PeerId, *, within_s: float) -> bool:
+        """Whether the connection to ``peer`` carries anything both ways, or has ended. Its p2pd answers, however busy its process is.
+
+        Raises ``PeerUnreachable`` or ``IncompatibleVersion``.
+        """
+        when = asyncio.get_running_loop().time() + within_s
+        try:
+            async with asyncio.timeout_at(when):
+                pipe = await self.open_stream(peer, _PING, deadline_s=within_s)
+        except TimeoutError:
+            return False
+        try:
+            pipe.writer.write(os.urandom(_PING_BYTES))
+            await until(when, lambda: pipe.reader.readexactly(_PING_BYTES))
+        except TimeoutError:
+            return False
+        except (OSError, asyncio.IncompleteReadError):
+            return True
+        finally:
+            pipe.writer.close()
+        return True
+
+    async def disconnect(self, peer: PeerId) -> None:
+        """Close the connections to ``peer``, if there are any, with all streams over them."""
+        from hivemind.proto import p2pd_pb2 as pb
+
+        request = pb.DisconnectRequest(peer=pack_peer(peer))
+        await self._call(pb.Request(type=pb.Request.DISCONNECT, disconnect=request))
 
     async def handle_streams(self, protocol_id: str, socket_path: Path) -> None:
         """Have p2pd connect to ``socket_path`` for every incoming stream under ``protocol_id``."""

@@ -21,6 +21,8 @@ class Pipe(asyncio.StreamReaderProtocol):
     """One end of the socket."""
 
     writer: asyncio.StreamWriter
+    heard: float = 0.0
+    """When, on the clock of the loop, anything last came from the other side."""
 
     def __init__(self, accepted: "Callable[[Pipe], None] | None" = None) -> None:
         """``accepted`` is called with it when somebody else has connected it."""
@@ -61,6 +63,7 @@ class Pipe(asyncio.StreamReaderProtocol):
             self._accepted(self)
 
     def data_received(self, data: bytes) -> None:
+        self.heard = self._loop.time()
         if self._lingering is None:
             super().data_received(data)
             return

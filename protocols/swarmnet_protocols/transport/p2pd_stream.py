@@ -39,10 +39,13 @@ class P2pdStream:
         self._pipe = pipe
         self._meter = meter
         meter.drop = self.drop
+        pipe.heard = 0.0  # p2pd spoke first, whatever becomes of the other side
         # ``send`` then returns when the kernel has all of a message, and the caller may reuse its buffers.
         pipe.writer.transport.set_write_buffer_limits(high=0)
         self._sending = asyncio.Lock()
         self._sent_bytes = 0
+        self.arrives_by = 0.0
+        """When all that was sent is on the other side, over the slowest line that is worth waiting for."""
         self._is_halfway = False
         """Part of a message has been sent, and what follows would be taken for the rest."""
         self._closed = False
@@ -116,6 +119,8 @@ class P2pdStream:
         await self._up.turn(size_bytes, of_bytes=of_bytes)
         self._check_open()
         self._sent_bytes += size_bytes
+        begins = max(self.arrives_by, asyncio.get_running_loop().time())
+        self.arrives_by = begins + self._meter.piece_s * size_bytes / (1 << 20)
 
     def _tell(self, word: int, size_bytes: int) -> None:
         """Say so between two messages."""
@@ -128,6 +133,11 @@ class P2pdStream:
             self._up.count(len(self._owed))
             self._pipe.writer.write(self._owed)
             self._owed = bytearray()
+
+    @property
+    def heard(self) -> float:
+        """When anything last came, on the clock of the loop; 0 if nothing has."""
+        return self._pipe.heard
 
     async def receive(self) -> Message:
         self._check_open()

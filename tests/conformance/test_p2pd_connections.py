@@ -1,0 +1,97 @@
+"""Connections between real peers that carry nothing any more, or only seem to."""
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from swarmnet_protocols.errors import StreamEnded
+from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.transport import Message, ProtocolSpec, Stream
+from swarmnet_protocols.transport.p2pd import P2pdTransport, peer_of
+from tests.support.detour import Detour
+
+from .conftest import P2pdLab, peer_process
+
+pytestmark = pytest.mark.slow
+
+DEADLINE_S = 60.0
+LIBP2P_GIVES_UP_S = 40.0
+"""How long p2pd keeps a connection over which nothing comes: its muxer asks after 30 s, and waits for 10."""
+
+
+@contextlib.asynccontextmanager
+async def echoing_behind_a_detour(
+    a: P2pdTransport, protocol: ProtocolSpec, directory: Path
+) -> AsyncIterator[tuple[Detour, Stream, asyncio.subprocess.Process]]:
+    """A peer that ``a`` has reached through the detour, and a stream to it that has just echoed."""
+    async with peer_process(directory, protocol) as (process, address), Detour.to(address) as detour:
+        stream = await a.open(peer_of(address), protocol, addresses=[detour.address], deadline_s=DEADLINE_S)
+        await echo(stream, b"at first")
+        yield detour, stream, process
+
+
+async def echo(stream: Stream, said: bytes) -> None:
+    await stream.send(Message(b"", said))
+    async with asyncio.timeout(DEADLINE_S):
+        assert (await stream.receive()).payload == said
+
+
+def test_a_connection_that_carries_nothing_any_more_is_dialled_anew(
+    p2pd_lab: P2pdLab, protocol: ProtocolSpec, tmp_path: Path
+) -> None:
+    """As after a cut: both ends are well, and TCP tries again only in a while."""
+
+    async def scenario(a: P2pdTransport, b: P2pdTransport) -> None:
+        async with echoing_behind_a_detour(a, protocol, tmp_path) as (detour, stream, _):
+            detour.hold()
+            await asyncio.sleep(2 * Timing().alive_s)  # what was heard before says nothing of it
+            over_nothing = await a.open(
+                stream.peer, protocol, addresses=[detour.address], deadline_s=DEADLINE_S
+            )
+            await over_nothing.send(Message(b"", b"lost"))
+            async with asyncio.timeout(LIBP2P_GIVES_UP_S / 2):
+                for ending in (over_nothing, stream):
+                    with pytest.raises(StreamEnded):
+                        await ending.receive()
+            anew = await a.open(stream.peer, protocol, addresses=[detour.address], deadline_s=DEADLINE_S)
+            await echo(anew, b"anew")
+
+    p2pd_lab.run(scenario)
+
+
+def test_the_connection_to_a_process_that_is_held_up_stays(
+    p2pd_lab: P2pdLab, protocol: ProtocolSpec, tmp_path: Path
+) -> None:
+    """It says nothing, but its p2pd does."""
+
+    async def scenario(a: P2pdTransport, b: P2pdTransport) -> None:
+        async with echoing_behind_a_detour(a, protocol, tmp_path) as (_, stream, process):
+            process.send_signal(signal.SIGSTOP)
+            await asyncio.sleep(2 * Timing().alive_s)
+            await a._check(stream.peer)
+            process.send_signal(signal.SIGCONT)
+            await echo(stream, b"again")
+
+    p2pd_lab.run(scenario)
+
+
+def test_a_connection_that_may_be_busy_with_what_we_sent_stays(
+    p2pd_lab: P2pdLab, protocol: ProtocolSpec, tmp_path: Path
+) -> None:
+    """Over a slow line the echo comes after all that."""
+
+    async def scenario(a: P2pdTransport, b: P2pdTransport) -> None:
+        async with echoing_behind_a_detour(a, protocol, tmp_path) as (detour, stream, _):
+            held = detour.hold()
+            await stream.send(Message(b"", bytes(1 << 17)))
+            await asyncio.sleep(2 * Timing().alive_s)
+            await a._check(stream.peer)
+            held.set()
+            async with asyncio.timeout(DEADLINE_S):
+                assert len((await stream.receive()).payload) == 1 << 17
+
+    p2pd_lab.run(scenario)
