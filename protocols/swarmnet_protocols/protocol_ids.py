@@ -4,6 +4,8 @@ from swarmnet_protocols.membership.roles import ANY_ROLE, Role
 from swarmnet_protocols.transport import ProtocolSpec
 
 _ACTIVATIONS_BYTES = 64 << 20
+_PART_BYTES = 256 << 10
+"""Of a tensor or an adapter: a dozen share a line of 1 mbit/s, and each arrives within ``Timing.chunk_s``."""
 _CLIENT = frozenset({Role.CLIENT})
 _HOST = frozenset({Role.HOST})
 _TRAINER = frozenset({Role.TRAINER})
@@ -27,7 +29,7 @@ LINK = ProtocolSpec(
 PASS = ProtocolSpec(
     "/swarmnet/pass/2",
     max_header_bytes=4096,
-    max_payload_bytes=1 << 20,
+    max_payload_bytes=_PART_BYTES,
     roles=_CLIENT,
     served_by=_HOST,
     is_granted=True,
@@ -35,7 +37,7 @@ PASS = ProtocolSpec(
 ADAPTER = ProtocolSpec(
     "/swarmnet/adapter/2",
     max_header_bytes=4096,
-    max_payload_bytes=1 << 20,
+    max_payload_bytes=_PART_BYTES,
     roles=_CLIENT,
     served_by=_HOST,
     is_granted=True,
