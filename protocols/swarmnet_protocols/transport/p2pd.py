@@ -228,7 +228,7 @@ class P2pdTransport:
                 async with asyncio.timeout(_BOOTSTRAP_S):
                     await self.connect(peer_of(address), [address], deadline_s=_BOOTSTRAP_S)
             except (PeerUnreachable, TimeoutError) as error:
-                silent[address] = str(error) or f"nothing within {_BOOTSTRAP_S:g} s"
+                silent[address] = str(error).partition("\n")[0] or f"nothing within {_BOOTSTRAP_S:g} s"
 
         await asyncio.gather(*map(connect, config.bootstrap))
         if config.require_bootstrap and len(silent) == len(config.bootstrap):
