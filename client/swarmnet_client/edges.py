@@ -3,11 +3,13 @@
 import asyncio
 from concurrent.futures import Executor
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.masking_utils import AttentionMaskInterface
 
+from swarmnet_client.packed import pack_head
 from swarmnet_client.placeholders import stand_ins
 from swarmnet_client.sampling import Draw, Token, choose
 from swarmnet_protocols.models import LocalModel
@@ -20,17 +22,25 @@ IMPLEMENTATION = "swarmnet_remote"
 
 
 def load_edges(
-    local: LocalModel, *, dtype: torch.dtype, device: torch.device, labels: int | None = None
+    local: LocalModel,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    labels: int | None = None,
+    cache_dir: Path | None = None,
 ) -> "PreTrainedModel":
     """The architecture's CausalLM, or with ``labels`` its classifier, with placeholders for its blocks.
 
-    Its ``forward`` takes ``swarm_call``, which gets the embedded inputs and gives what comes out of the blocks.
+    Its ``forward`` takes ``swarm_call``, which gets the embedded inputs and gives what comes out of the blocks. Its head is packed by
+    code that is compiled into ``cache_dir``, if there is one.
     """
     AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)
     model = local.load_edges(
         lambda layers: stand_ins(layers, device), dtype=dtype, device=device, labels=labels
     )
     model.config._attn_implementation = IMPLEMENTATION
+    if cache_dir is not None and labels is None:
+        pack_head(model, cache_dir)
     return model
 
 
@@ -41,8 +51,11 @@ def _no_mask(*_: Any, **__: Any) -> None:
 class Edges:
     """Embeddings and head of one model, for many answers at once."""
 
-    def __init__(self, local: LocalModel, *, dtype: torch.dtype, device: torch.device) -> None:
-        self._model: Any = load_edges(local, dtype=dtype, device=device)
+    def __init__(
+        self, local: LocalModel, *, dtype: torch.dtype, device: torch.device, cache_dir: Path | None = None
+    ) -> None:
+        """See ``load_edges``."""
+        self._model: Any = load_edges(local, dtype=dtype, device=device, cache_dir=cache_dir)
         self._device = device
 
     @property

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from swarmnet_client.batching import Batcher, Limits
@@ -42,11 +43,17 @@ class Engine:
 
 @asynccontextmanager
 async def open_engine(
-    local: LocalModel, network: Network, *, dtype: str = "auto", device: str = "auto", limits: Limits
+    local: LocalModel,
+    network: Network,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    limits: Limits,
+    cache_dir: Path | None = None,
 ) -> AsyncIterator[Engine]:
     """``local``'s model on the swarm that ``network`` leads to, while the context is open.
 
-    Raises ``ConfigError`` for a device or a precision there is not, and what ``connect`` raises.
+    ``cache_dir`` is as in ``load_edges``. Raises ``ConfigError`` for a device or a precision there is not, and what ``connect`` raises.
     """
     network.rules.check_model(local.name, local.manifest.hash)
     async with (
@@ -54,14 +61,20 @@ async def open_engine(
         Swarm.watch(
             transport, directory, local.manifest.hash, rng=random.SystemRandom(), timing=Timing()
         ) as swarm,
-        engine_of(local, swarm, dtype=dtype, device=device, limits=limits) as engine,
+        engine_of(local, swarm, dtype=dtype, device=device, limits=limits, cache_dir=cache_dir) as engine,
     ):
         yield engine
 
 
 @asynccontextmanager
 async def engine_of(
-    local: LocalModel, swarm: Swarm, *, dtype: str = "auto", device: str = "auto", limits: Limits
+    local: LocalModel,
+    swarm: Swarm,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    limits: Limits,
+    cache_dir: Path | None = None,
 ) -> AsyncIterator[Engine]:
     """The same for somebody who is connected already."""
     place = pick_device(device)
@@ -70,7 +83,8 @@ async def engine_of(
     try:
         await compute_on(computing, threads=None)
         loop = asyncio.get_running_loop()
-        edges = await loop.run_in_executor(computing, partial(Edges, local, dtype=precision, device=place))
+        make = partial(Edges, local, dtype=precision, device=place, cache_dir=cache_dir)
+        edges = await loop.run_in_executor(computing, make)
         spec = ChainSpec(local.manifest.blocks, local.manifest.hidden_size, local.max_positions, precision)
         tokenizer = local.tokenizer()
         await swarm.refresh()

@@ -174,12 +174,13 @@ def wrap(
     dtype: torch.dtype,
     device: torch.device,
     labels: int | None = None,
+    cache_dir: Path | None = None,
 ) -> SwarmModel:
     """The swarm model over ``local``'s embeddings and head: an instance of its architecture's class.
 
     That is the CausalLM, or with ``labels`` the classifier of so many classes; its head is fresh where none is stored.
     """
-    model: Any = load_edges(local, dtype=dtype, device=device, labels=labels)
+    model: Any = load_edges(local, dtype=dtype, device=device, labels=labels, cache_dir=cache_dir)
     model.__class__ = _swarm_class(type(model))
     model.tokenizer = local.tokenizer()
     if model.tokenizer.pad_token_id is None:
@@ -221,7 +222,14 @@ def load(
     network.rules.check_model(local.name, local.manifest.hash)
     runtime = Runtime(lambda: _connect(local.manifest.hash, network))
     try:
-        model = wrap(local, runtime, dtype=pick_dtype(form.dtype, place), device=place, labels=form.labels)
+        model = wrap(
+            local,
+            runtime,
+            dtype=pick_dtype(form.dtype, place),
+            device=place,
+            labels=form.labels,
+            cache_dir=cache_dir,
+        )
         if place.type == "cpu":
             model.turns = model._closing.enter_context(Turns.open(default_folder()))
         return model

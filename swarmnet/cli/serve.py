@@ -54,6 +54,7 @@ class _Serving:
     max_concurrent: int
     dtype: str
     device: str
+    cache_dir: Path
     as_json: bool
     stop_on_eof: bool = False
 
@@ -124,10 +125,11 @@ def serve(  # noqa: PLR0913 - a command line, not an interface
     access = Access(keys, [host, *allow_host], [check_origin(each) for each in cors], ["/health"])
     quota = Quota(requests_per_minute, tokens_per_minute, concurrent)
     network = client_network(swarm, bootstrap, data_dir)
+    cache = cache_dir or default_cache_dir()
     with progress(quiet=as_json) as report:
         import_transformers()
-        local = resolve(model, cache_dir=cache_dir or default_cache_dir(), progress=report)
-    serving = _Serving(host, port, access, quota, max_concurrent, dtype, device, as_json, stop_on_eof)
+        local = resolve(model, cache_dir=cache, progress=report)
+    serving = _Serving(host, port, access, quota, max_concurrent, dtype, device, cache, as_json, stop_on_eof)
     _allow_many_connections()
     run_until_stopped(_serve(local, network, serving))
 
@@ -206,7 +208,14 @@ async def _serve(local: LocalModel, network: Network, serving: _Serving) -> None
     limits = Limits(active=serving.max_concurrent, waiting=serving.max_concurrent)
     async with AsyncExitStack() as stack:
         engine = await stack.enter_async_context(
-            open_engine(local, network, dtype=serving.dtype, device=serving.device, limits=limits)
+            open_engine(
+                local,
+                network,
+                dtype=serving.dtype,
+                device=serving.device,
+                limits=limits,
+                cache_dir=serving.cache_dir,
+            )
         )
         gateway = Gateway(engine, serving.quota)
         stack.callback(gateway.close)

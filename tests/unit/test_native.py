@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from swarmnet_node.kv import GROWTH_POSITIONS, LaneCache
-from swarmnet_node.native import build, decode
+from swarmnet_node.native import decode
 from swarmnet_node.native.decode import Native
 from swarmnet_node.stage import NATIVE_LANES, Stage
+from swarmnet_protocols import native_code
 from swarmnet_protocols.models import resolve
 from tests.support.peft_oracle import random_tensors
 from tests.support.tiny_models import save_tiny
@@ -280,7 +281,7 @@ def test_code_is_compiled_once(native: Native, cache: Path, monkeypatch: pytest.
         raise OSError("compiled again")
 
     before = sorted((cache / "native").iterdir())
-    monkeypatch.setattr(build, "_run", fail)
+    monkeypatch.setattr(native_code, "_run", fail)
     assert Native.load(cache) is not None
     assert sorted((cache / "native").iterdir()) == before
     assert [path.suffix for path in before] == [".so"]
@@ -299,7 +300,7 @@ def test_damaged_code_is_compiled_again(native: Native, cache: Path, tmp_path: P
 def test_other_flags_make_other_code(
     native: Native, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(build, "COMPILE", (*build.COMPILE, "-fno-such-flag"))
+    monkeypatch.setattr(native_code, "COMPILE", (*native_code.COMPILE, "-fno-such-flag"))
     assert Native.load(cache) is None
     assert "no-such-flag" in caplog.text
 
@@ -311,7 +312,7 @@ def test_without_a_compiler_torch_computes(
     if compiler == "false" and shutil.which("false") is None:
         pytest.skip("no program that fails")
     with caplog.at_level(logging.WARNING):
-        assert build.load(tmp_path, compiler=compiler) is None
+        assert native_code.load(decode.SOURCE, tmp_path, compiler=compiler) is None
     assert caplog.text.count("without native code") == 1
     assert list(tmp_path.rglob("*.so")) == []
 
@@ -324,7 +325,7 @@ def test_code_that_others_may_have_written_is_not_loaded(
 ) -> None:
     (tmp_path / "native").mkdir()
     (tmp_path / "native").chmod(0o777)
-    assert build.load(tmp_path) is None
+    assert native_code.load(decode.SOURCE, tmp_path) is None
     assert "others may write" in caplog.text
 
 
@@ -335,7 +336,7 @@ def test_the_threads_are_those_of_torch(native: Native) -> None:
         for line in Path("/proc/self/maps").read_text().splitlines()
         if "libgomp" in line
     }
-    assert loaded == {str(build._openmp_of_torch().resolve())}
+    assert loaded == {str(native_code._openmp_of_torch().resolve())}
 
 
 def test_the_sizes_of_heads_must_divide(native: Native, tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ from swarmnet_node.adapters import Addition, StageAdapter
 from swarmnet_node.between import Norm
 from swarmnet_node.fused import PRODUCTS, FusedLayer, FusedLayers, Linear
 from swarmnet_node.kv import KVGeometry, LaneCache, LayerShape
-from swarmnet_node.native import build
+from swarmnet_protocols import native_code
 
+SOURCE = Path(__file__).with_name("decode.c")
 CACHE_LINE_FLOATS = 16
 ANGLES_POSITIONS = 64
 """Rotary angles are computed for so many positions at once."""
@@ -105,7 +106,7 @@ class Native:
     @classmethod
     def load(cls, cache_dir: Path) -> "Native | None":
         """Compile, or find in ``cache_dir`` what was compiled before; None where this machine cannot."""
-        library = build.load(cache_dir)
+        library = native_code.load(SOURCE, cache_dir)
         return None if library is None else cls(library)
 
 

@@ -1,4 +1,4 @@
-"""Our C code, compiled by the machine's own compiler at first use and kept in the cache."""
+"""C code of ours, compiled by the machine's own compiler at first use and kept in the cache."""
 
 import ctypes
 import hashlib
@@ -11,7 +11,6 @@ from pathlib import Path
 
 _log = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).with_name("decode.c")
 COMPILE = ("-std=gnu11", "-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-fPIC", "-c")
 LINK = ("-shared", "-Wl,-z,defs")
 COMPILER_TIMEOUT_S = 60.0
@@ -21,16 +20,16 @@ class _Unavailable(Exception):
     pass
 
 
-def load(cache_dir: Path, *, compiler: str = "cc") -> ctypes.CDLL | None:
-    """The compiled code. None where it cannot be had, with a line in the log that says why."""
+def load(source: Path, cache_dir: Path, *, compiler: str = "cc") -> ctypes.CDLL | None:
+    """The compiled code of one file. None where it cannot be had, with a line in the log that says why."""
     try:
-        return ctypes.CDLL(str(_built(cache_dir / "native", compiler)))
+        return ctypes.CDLL(str(_built(source, cache_dir / "native", compiler)))
     except (_Unavailable, OSError, subprocess.SubprocessError) as error:
-        _log.warning("single tokens are decoded without native code: %s", error)
+        _log.warning("computing without native code (%s): %s", source.name, error)
         return None
 
 
-def _built(folder: Path, compiler: str) -> Path:
+def _built(source: Path, folder: Path, compiler: str) -> Path:
     """The library, whose name has the hash of what it was made from and its own."""
     path = shutil.which(compiler)
     if path is None:
@@ -40,15 +39,15 @@ def _built(folder: Path, compiler: str) -> Path:
     status = folder.stat()
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise _Unavailable(f"others may write into {folder}")
-    key = [SOURCE.read_text(), *COMPILE, *LINK, path, str(openmp), *_processor()]
+    key = [source.read_text(), *COMPILE, *LINK, path, str(openmp), *_processor()]
     digest = hashlib.sha256("\0".join(key).encode()).hexdigest()
     for library in folder.glob(f"{digest}-*.so"):
         if library.stem.removeprefix(f"{digest}-") == _hash_of(library):
             return library
         library.unlink(missing_ok=True)  # damaged
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        compiled, linked = Path(scratch, "decode.o"), Path(scratch, "decode.so")
-        _run(path, *COMPILE, str(SOURCE), "-o", str(compiled))
+        compiled, linked = Path(scratch, "code.o"), Path(scratch, "code.so")
+        _run(path, *COMPILE, str(source), "-o", str(compiled))
         _run(path, *LINK, str(compiled), str(openmp), "-lm", "-o", str(linked))
         library = folder / f"{digest}-{_hash_of(linked)}.so"
         os.replace(linked, library)

@@ -1,0 +1,81 @@
+/* A few rows times a weight that is stored in fewer bytes than float32, though each of its values is the same: memory bounds such
+ * products. Blocks are 32 integers of 8 bits and their scale, as Q8_0 of gguf has them; halves are bfloat16. The structure has a
+ * twin in packed.py. */
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+enum { BLOCK = 32 };
+
+typedef struct {
+    const int8_t *blocks; /* [outputs][inputs], or NULL */
+    const float *scales;  /* [outputs][inputs / BLOCK], of blocks */
+    const uint16_t *halves; /* [outputs][inputs], or NULL */
+    int64_t outputs, inputs;
+} packed;
+
+/* Whether so many blocks of weight are integers times a scale: then these are written. */
+int pack_blocks(const float *weight, int64_t blocks, int8_t *values, float *scales) {
+    for (int64_t block = 0; block < blocks; block++, weight += BLOCK, values += BLOCK) {
+        float largest = 0;
+        int wrong = 0;
+        for (int i = 0; i < BLOCK; i++) largest = fmaxf(largest, fabsf(weight[i]));
+        float scale = scales[block] = largest / INT8_MAX, inverse = scale > 0 ? 1 / scale : 0;
+        if (!isfinite(inverse) || !isfinite(scale)) return 0;
+        for (int i = 0; i < BLOCK; i++) {
+            float value = rintf(weight[i] * inverse);
+            values[i] = (int8_t)value;
+            wrong |= !(values[i] * scale == weight[i]);
+        }
+        if (wrong) return 0;
+    }
+    return 1;
+}
+
+/* Whether so many floats are bfloat16: then these are written. */
+int pack_halves(const float *weight, int64_t count, uint16_t *values) {
+    for (int64_t i = 0; i < count; i++) {
+        uint32_t bits;
+        memcpy(&bits, weight + i, sizeof bits);
+        if (bits & UINT16_MAX) return 0;
+        values[i] = bits >> 16;
+    }
+    return 1;
+}
+
+static float total(const float *parts) {
+    float sum = 0;
+    for (int i = 0; i < BLOCK; i++) sum += parts[i];
+    return sum;
+}
+
+static float dot_blocks(const int8_t *values, const float *scales, const float *x, int64_t size) {
+    float parts[BLOCK] = {0};
+    for (int64_t i = 0; i < size; i += BLOCK, scales++)
+        for (int j = 0; j < BLOCK; j++) parts[j] += *scales * (values[i + j] * x[i + j]);
+    return total(parts);
+}
+
+static float dot_halves(const uint16_t *values, const float *x, int64_t size) {
+    float parts[BLOCK] = {0};
+    for (int64_t i = 0; i < size; i += BLOCK)
+        for (int j = 0; j < BLOCK; j++) {
+            uint32_t bits = (uint32_t)values[i + j] << 16;
+            float value;
+            memcpy(&value, &bits, sizeof value);
+            parts[j] += value * x[i + j];
+        }
+    return total(parts);
+}
+
+/* x [rows][inputs] to out [rows][outputs] */
+void times(const packed *of, const float *x, int64_t rows, int64_t threads, float *out) {
+    int64_t size = of->inputs;
+#pragma omp parallel for num_threads(threads)
+    for (int64_t output = 0; output < of->outputs; output++)
+        for (int64_t row = 0, first = output * size; row < rows; row++)
+            out[row * of->outputs + output] =
+                of->blocks ? dot_blocks(of->blocks + first, of->scales + first / BLOCK, x + row * size, size)
+                           : dot_halves(of->halves + first, x + row * size, size);
+}
