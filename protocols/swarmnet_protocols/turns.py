@@ -14,6 +14,7 @@ import struct
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import Future
 from contextlib import (
     AbstractAsyncContextManager,
     AbstractContextManager,
@@ -25,13 +26,15 @@ from contextlib import (
     suppress,
 )
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
+from typing import IO
 
 from swarmnet_protocols.errors import ConfigError
 
 PATIENCE_S = 0.2
 """A holder that gives no sign for so long is stopped, and is not waited for."""
 SIGN_S = 0.04
-POLL_S = 0.001
 SHARING_PATIENCE_S = 0.05
 """How long a client, which computes for a few milliseconds, waits for the turn of a node."""
 RECENT_S = 5.0
@@ -91,14 +94,16 @@ class Turns:
                 if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
                     raise PermissionError("it belongs to somebody else")
                 door, room, last = (
-                    stack.enter_context((folder / name).open("w+")).fileno()
-                    for name in ("door", "room", "last")
+                    stack.enter_context((folder / name).open("w+")) for name in ("door", "room", "last")
                 )
             except OSError as error:
                 raise ConfigError(
                     f"cannot use {folder}: {error}", hint="set TMPDIR to a folder of yours"
                 ) from None
-            yield cls(_Lock(door), _Lock(room), last)
+            locks = _Lock(door), _Lock(room)
+            for lock in locks:
+                stack.callback(lock.close)
+            yield cls(*locks, last.fileno())
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
@@ -146,8 +151,9 @@ class Turns:
 class _Lock:
     """The lock on an open file. Whoever holds it gives signs of life, which the file's time of change shows the others."""
 
-    def __init__(self, file: int) -> None:
+    def __init__(self, file: IO[str]) -> None:
         self._file = file
+        self._waiting = _Waiting(file)
         self._in_vain = 0
         """The last sign of the holder that we gave up waiting for."""
 
@@ -167,37 +173,99 @@ class _Lock:
     @contextmanager
     def shared(self) -> Iterator[None]:
         """Share the lock while the context is open, or go without it where that takes too long."""
-        until = time.monotonic() + SHARING_PATIENCE_S
-        while not (is_held := self._try(fcntl.LOCK_SH)) and time.monotonic() < until:
-            time.sleep(POLL_S)
+        is_held = _try(self._file, fcntl.LOCK_SH)
+        if not is_held:
+            wish = self._waiting.wish(fcntl.LOCK_SH)
+            with suppress(TimeoutError):
+                wish.result(SHARING_PATIENCE_S)
+            is_held = not wish.cancel()
         if is_held:
-            os.utime(self._file)
+            os.utime(self._file.fileno())
         try:
             yield
         finally:
             if is_held:
                 fcntl.flock(self._file, fcntl.LOCK_UN)
 
+    def close(self) -> None:
+        """Leave no thread behind."""
+        self._waiting.close()
+
     def _sign(self) -> None:
-        os.utime(self._file)
+        os.utime(self._file.fileno())
         self._signing = asyncio.get_running_loop().call_later(SIGN_S, self._sign)
 
     async def _take(self, kind: int) -> bool:
+        if _try(self._file, kind):
+            return True
         loop = asyncio.get_running_loop()
-        last, heard = 0, loop.time()
-        while not self._try(kind):
-            sign = os.fstat(self._file).st_mtime_ns
-            if sign != last:
-                last, heard = sign, loop.time()
-            if sign == self._in_vain or loop.time() - heard >= PATIENCE_S:
-                self._in_vain = sign
-                return False
-            await asyncio.sleep(POLL_S)
-        return True
-
-    def _try(self, kind: int) -> bool:
+        came = asyncio.Event()
+        wish = self._waiting.wish(kind)
+        wish.add_done_callback(lambda _: loop.call_soon_threadsafe(came.set))
         try:
-            fcntl.flock(self._file, kind | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
+            last, heard = 0, loop.time()
+            while not wish.done():
+                sign = os.fstat(self._file.fileno()).st_mtime_ns
+                if sign != last:
+                    last, heard = sign, loop.time()
+                if sign == self._in_vain or loop.time() - heard >= PATIENCE_S:
+                    self._in_vain = sign
+                    break
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(SIGN_S):
+                        await came.wait()
+        except asyncio.CancelledError:
+            if not wish.cancel():
+                fcntl.flock(self._file, fcntl.LOCK_UN)
+            raise
+        return not wish.cancel()
+
+
+class _Waiting:
+    """A thread that the kernel wakes when a lock is free.
+
+    Whoever looked again and again would push aside the threads of those who compute, each of which the others wait for.
+    """
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+        self._wishes: SimpleQueue[tuple[int, Future[None]] | None] = SimpleQueue()
+        self._thread: Thread | None = None
+
+    def wish(self, kind: int) -> "Future[None]":
+        """Done when we hold the lock. If it can be cancelled, we do not hold it and will not."""
+        wish: Future[None] = Future()
+        self._wishes.put((kind, wish))
+        if self._thread is None:
+            # Not one that the interpreter waits for at its end: the holder of the lock may be stopped for good.
+            self._thread = Thread(target=self._wait, name="turns", daemon=True)
+            self._thread.start()
+        return wish
+
+    def close(self) -> None:
+        """End the thread, as soon as the kernel lets it go."""
+        self._wishes.put(None)
+
+    def _wait(self) -> None:
+        while (asked := self._wishes.get()) is not None:
+            kind, wish = asked
+            if wish.cancelled():
+                continue
+            try:
+                fcntl.flock(self._file, kind)
+            except ValueError:  # the file was closed
+                wish.cancel()
+                continue
+            if wish.set_running_or_notify_cancel():
+                wish.set_result(None)
+            else:
+                with suppress(ValueError):
+                    fcntl.flock(self._file, fcntl.LOCK_UN)
+
+
+def _try(file: IO[str], kind: int) -> bool:
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
