@@ -1,7 +1,7 @@
 """All training methods on the same model, data, seeds and churn trace: loss against tokens, bytes and simulated time.
 
     python -m tests.bench.training [--methods allreduce diloco:outer_lr=0.5 ...] [--workers 8] [--steps 12000]
-                                   [--learning-rate 6e-3] [--absences 0] [--seed 0] [--out DIR]
+                                   [--learning-rate RATE] [--absences 0] [--seed 0] [--out DIR]
 
 A byte-level Llama learns the Python standard library's source. Every method sees equal tokens: --steps inner steps of every
 worker, rounded down to whole rounds. Prints one JSON object a method; in DIR come curves.json and plots.
@@ -23,6 +23,8 @@ from tests.bench.training_run import LINKS, Curve, Simulation, absences
 METHODS = ("allreduce", "diloco", "streaming", "eager", "co2", "noloco", "sparseloco")
 YARDSTICK = "allreduce"
 LEARNING_RATE = 6e-3
+LEARNING_RATES = {"co2": 2e-2}
+"""Of methods that end lower at another."""
 
 Setting = int | float | str
 
@@ -34,9 +36,14 @@ def standard_job(
     seed: int,
     steps: int,
     workers: int,
-    learning_rate: float = LEARNING_RATE,
+    learning_rate: float | None = None,
 ) -> Job:
-    """The job of a small byte-level Llama, 28,832 parameters, for ``steps`` inner steps of whole rounds."""
+    """The job of a small byte-level Llama, 28,832 parameters, for ``steps`` inner steps of whole rounds.
+
+    Without a ``learning_rate`` it has that of the method.
+    """
+    if learning_rate is None:
+        learning_rate = LEARNING_RATES.get(method, LEARNING_RATE)
     document = {
         "job": {"name": method, "seed": seed, "rounds": 1},
         "model": {
@@ -131,7 +138,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--steps", type=int, default=12000, help="inner steps of every worker")
     parser.add_argument(
-        "--learning-rate", type=float, default=LEARNING_RATE, help="the highest, of inner steps"
+        "--learning-rate", type=float, help="the highest, of inner steps; without it, that of each method"
     )
     parser.add_argument("--step-s", type=float, default=0.5, help="simulated seconds of an inner step")
     parser.add_argument("--absences", type=int, default=0, help="workers that leave and come back in mid-run")

@@ -123,6 +123,15 @@ def test_settings_are_read_from_the_label() -> None:
     assert parse_method("zo:seed=3,lr=1e-4,kind=x") == ("zo", {"seed": 3, "lr": 1e-4, "kind": "x"})
 
 
+def test_a_method_has_its_own_learning_rate_unless_one_is_given() -> None:
+    def rate(method: str, given: float | None = None) -> float:
+        job = standard_job(method, {}, seed=0, steps=8, workers=1, learning_rate=given)
+        return job.training.learning_rate
+
+    assert (rate("allreduce"), rate("co2")) == (6e-3, 2e-2)
+    assert (rate("allreduce", 1e-2), rate("co2", 1e-2)) == (1e-2, 1e-2)
+
+
 def test_a_method_of_scalars_is_refused(folder: Path) -> None:
     job = small(folder, "allreduce").model_copy(
         update={"method": small(folder, "allreduce").method.model_copy(update={"name": "zo"})}

@@ -127,13 +127,15 @@ outer_lr = 3.0                         # for eight workers: what one of M sends 
     (
         "co2",
         _Template(
-            20,
+            125,
             """\
-sync_every = 50                        # inner steps between exchanges, and the time one has to complete
-outer_lr = 0.7
+sync_every = 8                         # inner steps between exchanges, and the time one has to complete; 48 sends a sixth
+outer_lr = 0.5                         # slow directions take 0.4 of a step, hence the larger learning rate above
 momentum = 0.3
 clip = 1.0                             # largest element of the outer momentum
 """,
+            learning_rate="3e-3",
+            every_rounds=5,
         ),
     ),
     (

@@ -15,10 +15,12 @@ MAX_BASES = 8
 
 
 class CO2Settings(Settings):
-    sync_every: int = Field(default=48, ge=1)
-    """τ, inner steps between exchanges; an exchange has as long to complete."""
-    outer_lr: float = Field(default=0.7, gt=0)
-    """α."""
+    sync_every: int = Field(default=8, ge=1)
+    """τ, inner steps between exchanges; an exchange has as long to complete. 48 sends a sixth, and ends at
+    a loss 3 % higher in the standard task."""
+    outer_lr: float = Field(default=0.5, gt=0)
+    """α. Where all rounds pull the same way, x follows by α/(1 + α - μ) of their steps, which is less than all: the inner
+    learning rate is to be larger than that of other methods, three times in the standard task."""
     momentum: float = Field(default=0.3, ge=0, lt=1)
     """μ."""
     clip: float = Field(default=1.0, gt=0)
