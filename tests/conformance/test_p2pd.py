@@ -72,8 +72,11 @@ def test_who_does_not_go_when_it_is_refused_keeps_no_room(p2pd_lab: P2pdLab, pro
     """It may take its time to hear why, as long as nobody else needs the stream."""
 
     async def scenario(a: P2pdTransport, b: P2pdTransport) -> None:
+        refused = asyncio.Semaphore(0)
+
         async def refuse(stream: Stream) -> None:
             stream.refuse(Refusal("no"))
+            refused.release()
 
         async def answer(stream: Stream) -> None:
             await stream.send(await stream.receive())
@@ -88,8 +91,9 @@ def test_who_does_not_go_when_it_is_refused_keeps_no_room(p2pd_lab: P2pdLab, pro
         ]
         try:
             async with asyncio.timeout(DEADLINE_S):
-                while b.resources.in_all.used[Stock.STREAMS] != 12:  # they are refused one after the other
-                    await asyncio.sleep(0.01)
+                for _ in pipes:
+                    await refused.acquire()
+            assert b.resources.in_all.used[Stock.STREAMS] == 12
             stream = await a.open(b.peer_id, served, deadline_s=DEADLINE_S)
             await stream.send(Message(b"heard?"))
             assert (await stream.receive()).header == b"heard?"
