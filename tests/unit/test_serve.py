@@ -26,13 +26,13 @@ async def idle_engine(*_: object, **__: object) -> AsyncIterator[Any]:
 
 
 def test_a_gateway_goes_with_the_process_that_started_it(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("swarmnet_client.engine.open_engine", idle_engine)
     reading, writing = os.pipe()
     monkeypatch.setattr(serve, "notify_ready", lambda _: os.close(writing))
     serving = serve._Serving(
-        "127.0.0.1", 0, Access(), Quota(), 1, "auto", "auto", as_json=True, stop_on_eof=True
+        "127.0.0.1", 0, Access(), Quota(), 1, "auto", "auto", tmp_path, as_json=True, stop_on_eof=True
     )
     with os.fdopen(reading) as stdin:
         monkeypatch.setattr("sys.stdin", stdin)
@@ -41,13 +41,15 @@ def test_a_gateway_goes_with_the_process_that_started_it(
     assert events == ["ready", "draining", "stopped"]
 
 
-def test_a_gateway_whose_server_broke_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gateway_whose_server_broke_ends_with_an_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     async def on_tick(_server: Any, _counter: int) -> bool:
         raise MemoryError("not a page left")
 
     monkeypatch.setattr("swarmnet_client.engine.open_engine", idle_engine)
     monkeypatch.setattr("swarmnet.web.serving._Server.on_tick", on_tick)
-    serving = serve._Serving("127.0.0.1", 0, Access(), Quota(), 1, "auto", "auto", as_json=True)
+    serving = serve._Serving("127.0.0.1", 0, Access(), Quota(), 1, "auto", "auto", tmp_path, as_json=True)
     with pytest.raises(SwarmnetError, match="broke"):
         run_until_stopped(serve._serve(None, None, serving))  # type: ignore[arg-type]  # only the engine reads these
 
