@@ -71,9 +71,12 @@ class _Call:
                 raise ValueError("gradients do not flow through a session: leave out past_key_values")
             return run_blocks(self.model, hidden_states, self.new.columns, self.own.tensors())
         inputs = hidden_states if self.ids is None or self.cache.takes_embeddings else self.ids
+        between = self.model._between
+        if between is not None:
+            between.close()
         output = self.cache.extend(inputs, self.new, self.own)
         self.model.last_run = self.cache.report
-        self.head.enter_context(self.model.turns.share())
+        (self.head if between is None else between).enter_context(self.model.turns.share())
         return output.to(hidden_states)
 
 
@@ -87,6 +90,8 @@ class SwarmModel:
     _spec: ChainSpec
     _session: SwarmCache | None
     _generating: SwarmCache | None
+    _between: ExitStack | None
+    """While ``generate`` runs: closed when what it computes from one step's output to the next step is computed."""
     _adapters: AdapterMaker
     _closing: ExitStack
     last_run: ChainReport
@@ -192,6 +197,7 @@ def wrap(
     model._spec = ChainSpec(local.manifest.blocks, local.manifest.hidden_size, local.max_positions, dtype)
     model._session = None
     model._generating = None
+    model._between = None
     model._adapters = AdapterMaker()
     model.last_run = ChainReport()
     model._closing = ExitStack()
@@ -343,6 +349,9 @@ def _generate(architecture: Any) -> Callable[..., Any]:
             cache.unsettle()
             self._generating = cache
             stack.callback(setattr, self, "_generating", None)
+            if kwargs.get("streamer") is None:  # a streamer may take its time
+                self._between = stack.enter_context(ExitStack())
+                stack.callback(setattr, self, "_between", None)
             return architecture.generate(self, inputs, *args, past_key_values=cache, **kwargs)
 
     return generate

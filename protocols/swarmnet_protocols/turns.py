@@ -123,7 +123,7 @@ class Turns:
     def share(self) -> Iterator[None]:
         """Compute something short, on one thread and without a loop, while nobody has a turn, as far as that can be waited for.
 
-        So the heads of several clients are computed at once, and what they send next comes to the nodes together.
+        So several clients compute at once what comes between two steps, and what they send next comes to the nodes together.
         """
         with self._room.shared():
             yield

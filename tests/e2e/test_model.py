@@ -4,7 +4,9 @@ import fcntl
 import signal
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -59,26 +61,40 @@ def test_generate_gives_what_transformers_gives(
     assert generate(tiny.model, prompts, **options).tolist() == expected.tolist()
 
 
-def test_the_head_is_computed_between_turns_of_nodes(
-    tiny: TinySwarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_client_computes_between_turns_of_nodes(
+    tiny: TinySwarm, is_streamed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held = []
+    """From an output to the next step, or only its head if a streamer may take its time. Nobody waits for it after the answer."""
+    shared: list[tuple[str, bool]] = []
 
-    def look(part: object, *_: object) -> None:
+    def look(part: str, *_: object) -> None:
         with (tmp_path / "t" / "room").open() as room:
             try:
                 fcntl.flock(room, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shared.append((part, False))
             except BlockingIOError:
-                held.append(part)
+                shared.append((part, True))
 
+    def choose(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        look("choice")
+        return scores
+
+    streamer = SimpleNamespace(put=lambda _: None, end=lambda: None) if is_streamed else None
+    parts = {"embedding": tiny.model.get_input_embeddings(), "head": tiny.model.get_output_embeddings()}
     with Turns.open(tmp_path / "t") as turns:
         monkeypatch.setattr(tiny.model, "turns", turns)
-        embeddings, head = tiny.model.get_input_embeddings(), tiny.model.get_output_embeddings()
-        hooks = [part.register_forward_hook(look) for part in (embeddings, head)]
-        generate(tiny.model, PROMPTS, max_new_tokens=3)
+        hooks = [part.register_forward_hook(partial(look, name)) for name, part in parts.items()]
+        generate(tiny.model, PROMPTS[:1], max_new_tokens=2, logits_processor=[choose], streamer=streamer)
         for hook in hooks:
             hook.remove()
-    assert held == [head] * 3
+        look("end")
+    step = [
+        ("embedding", False),
+        ("head", True),
+        ("choice", not is_streamed),
+    ]  # embedded again by the chain, which logs ids
+    assert shared == [("embedding", False), *step, ("embedding", not is_streamed), *step, ("end", False)]
 
 
 def test_another_seed_gives_another_sample(tiny: TinySwarm) -> None:
