@@ -6,9 +6,9 @@ from dataclasses import dataclass
 PREFILL_SHARE = 4
 """While single tokens fill the budget, prefill still gets one part in this many: neither starves the other."""
 
-PATIENCE_SHARE = 0.2
+PATIENCE_SHARE = 0.4
 """What of the time that a forward takes may be spent on waiting for one more lane."""
-PATIENCE_S = 0.002
+PATIENCE_S = 0.004
 """And no more than this: whoever comes right behind others comes sooner."""
 
 
