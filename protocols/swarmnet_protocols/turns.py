@@ -253,7 +253,7 @@ class _Waiting:
                 continue
             try:
                 fcntl.flock(self._file, kind)
-            except ValueError:  # the file was closed
+            except (OSError, ValueError):  # a file system without locks; the file was closed
                 wish.cancel()
                 continue
             if wish.set_running_or_notify_cancel():

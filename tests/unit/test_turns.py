@@ -3,6 +3,7 @@
 import asyncio
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -179,6 +180,70 @@ def test_who_gives_no_sign_is_waited_for_once(tmp_path: Path, monkeypatch: pytes
 
     with Turns.open(tmp_path / "t") as mine:
         asyncio.run(main(mine))
+
+
+def test_who_gave_up_waiting_does_not_get_the_room_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main(impatient: Turns, other: Turns) -> None:
+        with silent_holder(tmp_path / "t" / "room") as holder:
+            async with impatient.turn():
+                pass
+            monkeypatch.setattr(turns, "SHARING_PATIENCE_S", 0.0)
+            with impatient.share():
+                pass
+            monkeypatch.setattr(turns, "PATIENCE_S", 1000.0)
+            holder.kill()
+            holder.wait()
+            async with asyncio.timeout(50), other.turn():
+                pass
+
+    with Turns.open(tmp_path / "t") as first, Turns.open(tmp_path / "t") as second:
+        asyncio.run(main(first, second))
+
+
+def test_who_is_cancelled_while_it_waits_does_not_get_the_room_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns, "PATIENCE_S", 1000.0)
+
+    async def main(first: Turns, second: Turns, third: Turns) -> None:
+        async def take() -> None:
+            async with second.turn():
+                raise AssertionError
+
+        async with asyncio.timeout(50):
+            async with first.turn():
+                waiting = asyncio.create_task(take())
+                await asyncio.sleep(0.02)  # it is blocked in the kernel
+                waiting.cancel()
+                await asyncio.wait([waiting])
+                assert waiting.cancelled()
+            async with third.turn():
+                pass
+
+    with ExitStack() as stack:
+        asyncio.run(main(*(stack.enter_context(Turns.open(tmp_path / "t")) for _ in range(3))))
+
+
+def test_no_thread_is_left_behind(tmp_path: Path) -> None:
+    async def main(first: Turns, second: Turns) -> None:
+        async def take() -> None:
+            async with second.turn():
+                pass
+
+        async with first.turn():
+            waiting = asyncio.create_task(take())
+            await asyncio.sleep(0.02)
+        await waiting
+
+    with Turns.open(tmp_path / "t") as first, Turns.open(tmp_path / "t") as second:
+        asyncio.run(main(first, second))
+        threads = [thread for thread in threading.enumerate() if thread.name == "turns"]
+        assert threads
+    for thread in threads:
+        thread.join(50)
+        assert not thread.is_alive()
 
 
 def test_who_goes_on_computing_is_waited_for(tmp_path: Path) -> None:
