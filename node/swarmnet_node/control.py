@@ -36,7 +36,10 @@ _REFUSALS = {
     grpc.StatusCode.INVALID_ARGUMENT: ConfigError,
     grpc.StatusCode.RESOURCE_EXHAUSTED: OutOfResources,
 }
-_OPTIONS = (("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),)
+_OPTIONS = (
+    ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+    ("grpc.use_local_subchannel_pool", 1),  # else a call finds what an earlier one found: nobody there
+)
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,10 @@
 import asyncio
 import socket
 import stat
+import threading
 from pathlib import Path
 
+import grpc
 import pytest
 
 from swarmnet_node import control
@@ -62,6 +64,26 @@ def test_a_socket_left_by_a_killed_node_is_no_node_and_in_nobodys_way(tmp_path: 
             return await asyncio.to_thread(control.status, tmp_path)
 
     assert asyncio.run(main()) == STATUS
+
+
+def test_what_an_earlier_call_found_is_not_what_the_next_one_finds(tmp_path: Path) -> None:
+    """gRPC keeps a connection that failed for as long as it would wait before another try, for whoever asks for the same address."""
+    _leave_a_socket(tmp_path / control.SOCKET_NAME)
+
+    async def main() -> NodeStatus:
+        async with control.serve(FakeNode(), tmp_path):
+            return await asyncio.to_thread(control.status, tmp_path)
+
+    with grpc.insecure_channel(
+        f"unix:{tmp_path}/{control.SOCKET_NAME}", options=control._OPTIONS
+    ) as lingering:
+        failed = threading.Event()
+        lingering.subscribe(
+            lambda state: failed.set() if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE else None,
+            try_to_connect=True,
+        )
+        assert failed.wait(50)
+        assert asyncio.run(main()) == STATUS
 
 
 def test_a_path_too_long_for_a_socket_address_works_all_the_same(tmp_path: Path) -> None:
