@@ -207,10 +207,17 @@ class P2pd:
 
     async def _dial(self) -> Pipe:
         loop = asyncio.get_running_loop()
+        dialling = loop.create_task(loop.create_unix_connection(Pipe, str(self.control_path)))
         try:
-            _, pipe = await loop.create_unix_connection(Pipe, str(self.control_path))
+            _, pipe = await asyncio.shield(dialling)
         except OSError as error:
             raise PeerUnreachable("p2pd is not running", hint="restart this node") from error
+        except asyncio.CancelledError:
+            # It takes no time, and a connection that is cancelled while it is made has a writer that nobody closes.
+            with contextlib.suppress(OSError):
+                _, pipe = await dialling
+                pipe.writer.close()
+            raise
         return pipe
 
     async def _call(self, request: Any) -> Any:
