@@ -62,5 +62,5 @@ def test_a_forward_waits_a_little_for_those_that_are_missing_only(
     waiting: int, expected: int, forward_s: float
 ) -> None:
     patience_s = worth_waiting_s(waiting, expected, forward_s)
-    assert 0 <= patience_s <= min(PATIENCE_S, forward_s / 4)
+    assert 0 <= patience_s <= min(PATIENCE_S, forward_s / 2)
     assert (patience_s > 0) == (0 < waiting < expected and forward_s > 0)
