@@ -13,17 +13,13 @@ from swarmnet_protocols.errors import PeerUnreachable, StreamEnded
 from swarmnet_protocols.transport import Message, PeerId, ProtocolSpec, Stream
 from swarmnet_protocols.transport.memory import Delivery, LinkProfile, MemoryNetwork, MemoryTransport
 from tests.support import virtual_time
+from tests.support.conversations import echo
 
 ECHO = ProtocolSpec("/test/echo/1", max_payload_bytes=1 << 20)
 DELAY_S = 0.05
 PLAIN = LinkProfile(delay_s=DELAY_S)
 
 Scenario = Callable[[MemoryNetwork, MemoryTransport, MemoryTransport], Awaitable[None]]
-
-
-async def echo(stream: Stream) -> None:
-    while True:
-        await stream.send(await stream.receive())
 
 
 def run(scenario: Scenario, profile: LinkProfile = PLAIN) -> None:
@@ -204,12 +200,9 @@ from swarmnet_protocols.errors import StreamEnded, PeerUnreachable
 from swarmnet_protocols.transport import Message, PeerId, ProtocolSpec
 from swarmnet_protocols.transport.memory import LinkProfile, MemoryNetwork
 from tests.support import virtual_time
+from tests.support.conversations import echo
 
 ECHO = ProtocolSpec("/test/echo/1", max_payload_bytes=1 << 20)
-
-async def echo(stream):
-    while True:
-        await stream.send(await stream.receive())
 
 async def main(seed):
     rng = random.Random(seed)

@@ -3,7 +3,8 @@
 import asyncio
 import contextlib
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,10 @@ pytestmark = pytest.mark.slow
 DEADLINE_S = 60.0
 LIBP2P_GIVES_UP_S = 40.0
 """How long p2pd keeps a connection over which nothing comes: its muxer asks after 30 s, and waits for 10."""
+MUCH = bytes(1 << 17)
+
+Silence = Callable[[Detour, Stream, asyncio.subprocess.Process], AbstractAsyncContextManager[None]]
+"""While it is open, nothing comes over the stream."""
 
 
 @contextlib.asynccontextmanager
@@ -30,12 +35,16 @@ async def echoing_behind_a_detour(
     """A peer that ``a`` has reached through the detour, and a stream to it that has just echoed."""
     async with peer_process(directory, protocol) as (process, address), Detour.to(address) as detour:
         stream = await a.open(peer_of(address), protocol, addresses=[detour.address], deadline_s=DEADLINE_S)
-        await echo(stream, b"at first")
+        await echoes(stream, b"at first")
         yield detour, stream, process
 
 
-async def echo(stream: Stream, said: bytes) -> None:
+async def echoes(stream: Stream, said: bytes) -> None:
     await stream.send(Message(b"", said))
+    await hears(stream, said)
+
+
+async def hears(stream: Stream, said: bytes) -> None:
     async with asyncio.timeout(DEADLINE_S):
         assert (await stream.receive()).payload == said
 
@@ -58,40 +67,44 @@ def test_a_connection_that_carries_nothing_any_more_is_dialled_anew(
                     with pytest.raises(StreamEnded):
                         await ending.receive()
             anew = await a.open(stream.peer, protocol, addresses=[detour.address], deadline_s=DEADLINE_S)
-            await echo(anew, b"anew")
+            await echoes(anew, b"anew")
 
     p2pd_lab.run(scenario)
 
 
-def test_the_connection_to_a_process_that_is_held_up_stays(
-    p2pd_lab: P2pdLab, protocol: ProtocolSpec, tmp_path: Path
-) -> None:
+@contextlib.asynccontextmanager
+async def a_process_held_up(
+    detour: Detour, stream: Stream, process: asyncio.subprocess.Process
+) -> AsyncIterator[None]:
     """It says nothing, but its p2pd does."""
-
-    async def scenario(a: P2pdTransport, b: P2pdTransport) -> None:
-        async with echoing_behind_a_detour(a, protocol, tmp_path) as (_, stream, process):
-            process.send_signal(signal.SIGSTOP)
-            await asyncio.sleep(2 * Timing().alive_s)
-            await a._check(stream.peer)
-            process.send_signal(signal.SIGCONT)
-            await echo(stream, b"again")
-
-    p2pd_lab.run(scenario)
+    process.send_signal(signal.SIGSTOP)
+    yield
+    process.send_signal(signal.SIGCONT)
+    await echoes(stream, b"again")
 
 
-def test_a_connection_that_may_be_busy_with_what_we_sent_stays(
-    p2pd_lab: P2pdLab, protocol: ProtocolSpec, tmp_path: Path
+@contextlib.asynccontextmanager
+async def a_line_busy_with_what_we_sent(
+    detour: Detour, stream: Stream, process: asyncio.subprocess.Process
+) -> AsyncIterator[None]:
+    """Over a slow one the echo comes after all that."""
+    held = detour.hold()
+    await stream.send(Message(b"", MUCH))
+    yield
+    held.set()
+    await hears(stream, MUCH)
+
+
+@pytest.mark.parametrize(
+    "silence", [a_process_held_up, a_line_busy_with_what_we_sent], ids=lambda silence: silence.__name__
+)
+def test_a_silent_connection_that_is_well_stays(
+    silence: Silence, p2pd_lab: P2pdLab, protocol: ProtocolSpec, tmp_path: Path
 ) -> None:
-    """Over a slow line the echo comes after all that."""
-
     async def scenario(a: P2pdTransport, b: P2pdTransport) -> None:
-        async with echoing_behind_a_detour(a, protocol, tmp_path) as (detour, stream, _):
-            held = detour.hold()
-            await stream.send(Message(b"", bytes(1 << 17)))
+        async with echoing_behind_a_detour(a, protocol, tmp_path) as there, silence(*there):
+            _, stream, _ = there
             await asyncio.sleep(2 * Timing().alive_s)
             await a._check(stream.peer)
-            held.set()
-            async with asyncio.timeout(DEADLINE_S):
-                assert len((await stream.receive()).payload) == 1 << 17
 
     p2pd_lab.run(scenario)

@@ -15,6 +15,7 @@ from swarmnet_protocols.membership.roles import ANY_ROLE
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.transport import Message, ProtocolSpec, Stream
 from swarmnet_protocols.transport.p2pd import P2pdConfig, P2pdTransport
+from tests.support.conversations import DEADLINE_S, dial, echo
 from tests.support.half_open import drip, say_nothing
 
 from .conftest import LOOPBACK
@@ -24,7 +25,6 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="p2pd's own 15 s hold elsewhere"),
 ]
 
-DEADLINE_S = 60.0
 BEFORE_P2PD_S = 10.0
 """p2pd would end them itself after 15 s."""
 HANDSHAKE_S = 1.0
@@ -52,8 +52,8 @@ def test_whoever_is_a_peer_stays_whichever_side_dialled(tmp_path: Path) -> None:
             peer(tmp_path / "a") as a,
             peer(tmp_path / "b") as b,
             peer(tmp_path / "c") as c,
-            echo(b, a) as accepted,
-            echo(a, c) as dialled,
+            echoing(b, a) as accepted,
+            echoing(a, c) as dialled,
         ):
             for _ in range(3):
                 await say_nothing(a.addresses()[0])  # until all that came before it is looked at
@@ -71,8 +71,8 @@ def test_of_two_connections_of_one_peer_both_are_known(tmp_path: Path) -> None:
             peer(tmp_path / "a") as a,
             P2pdTransport.create(twin) as b,
             P2pdTransport.create(twin) as also_b,
-            echo(b, a) as first,
-            echo(also_b, a) as second,
+            echoing(b, a) as first,
+            echoing(also_b, a) as second,
         ):
             assert len(await a.addresses_of(b.peer_id)) == 2
             await say_nothing(a.addresses()[0])
@@ -104,15 +104,10 @@ def peer(identity_path: Path) -> contextlib.AbstractAsyncContextManager[P2pdTran
 
 
 @contextlib.asynccontextmanager
-async def echo(opener: P2pdTransport, server: P2pdTransport) -> AsyncIterator[Stream]:
+async def echoing(opener: P2pdTransport, server: P2pdTransport) -> AsyncIterator[Stream]:
     """A stream that is in use."""
-
-    async def answer(stream: Stream) -> None:
-        while True:
-            await stream.send(await stream.receive())
-
-    await server.serve(ECHO, answer)
-    stream = await opener.open(server.peer_id, ECHO, addresses=server.addresses(), deadline_s=DEADLINE_S)
+    await server.serve(ECHO, echo)
+    stream = await dial(opener, server, ECHO)
     await stream.send(Message(b"first"))
     assert (await stream.receive()).header == b"first"
     try:

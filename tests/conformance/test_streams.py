@@ -1,4 +1,4 @@
-"""What every transport promises, on every transport."""
+"""What every transport promises of what is said, on every transport."""
 
 import asyncio
 import contextlib
@@ -6,53 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from swarmnet_protocols.errors import (
-    IncompatibleVersion,
-    PeerUnreachable,
-    ProtocolViolation,
-    StreamEnded,
-    StreamRefused,
-)
-from swarmnet_protocols.identity import Identity
-from swarmnet_protocols.transport import Message, ProtocolSpec, Refusal, Stream, Transport
+from swarmnet_protocols.errors import ProtocolViolation, StreamEnded
+from swarmnet_protocols.transport import Message, ProtocolSpec, Stream, Transport
+from tests.support.conversations import DEADLINE_S, collect, dial, drain, echo
 
-from .conftest import NOBODY, Lab
-
-DEADLINE_S = 60.0
-
-
-async def dial(a: Transport, b: Transport, protocol: ProtocolSpec) -> Stream:
-    return await a.open(b.peer_id, protocol, addresses=b.addresses(), deadline_s=DEADLINE_S)
-
-
-async def echo(stream: Stream) -> None:
-    while True:
-        await stream.send(await stream.receive())
-
-
-async def collect(b: Transport, protocol: ProtocolSpec) -> "asyncio.Future[list[Message]]":
-    """Serve one stream; gives what came on it, once it has ended."""
-    result: asyncio.Future[list[Message]] = asyncio.get_running_loop().create_future()
-
-    async def handler(stream: Stream) -> None:
-        result.set_result(await drain(stream))
-
-    await b.serve(protocol, handler)
-    return result
-
-
-async def drain(stream: Stream) -> list[Message]:
-    messages = []
-    with contextlib.suppress(StreamEnded):
-        while True:
-            messages.append(await stream.receive())
-    return messages
-
-
-async def flood(stream: Stream) -> None:
-    while True:
-        await stream.send(Message(b"too late"))
-        await asyncio.sleep(0.01)
+from .conftest import Lab
 
 
 def test_echo_in_order_with_authenticated_peers(lab: Lab, protocol: ProtocolSpec) -> None:
@@ -301,144 +259,3 @@ def test_an_oversized_message_is_not_received(lab: Lab, protocol: ProtocolSpec, 
         stream.close()
 
     lab.run(scenario)
-
-
-def test_unknown_protocol(lab: Lab, protocol: ProtocolSpec) -> None:
-    async def scenario(a: Transport, b: Transport) -> None:
-        with pytest.raises(IncompatibleVersion):
-            await dial(a, b, protocol)
-
-    lab.run(scenario)
-
-
-@pytest.mark.parametrize("addresses", [(), ("/ip4/127.0.0.1/tcp/1",)])
-def test_unknown_peer(lab: Lab, protocol: ProtocolSpec, addresses: tuple[str, ...]) -> None:
-    async def scenario(a: Transport, b: Transport) -> None:
-        async with asyncio.timeout(DEADLINE_S):
-            with pytest.raises(PeerUnreachable):
-                await a.open(NOBODY, protocol, addresses=addresses, deadline_s=2.0)
-
-    lab.run(scenario)
-
-
-def test_another_peer_at_the_address_is_not_taken_for_the_one_asked_for(
-    lab: Lab, protocol: ProtocolSpec
-) -> None:
-    async def scenario(a: Transport, b: Transport) -> None:
-        impostor_of = Identity.from_seed(b"impostor").peer_id
-        await b.serve(protocol, echo)
-        addresses = [address.replace(b.peer_id, impostor_of) for address in b.addresses()]
-        with pytest.raises(PeerUnreachable):
-            await a.open(impostor_of, protocol, addresses=addresses, deadline_s=2.0)
-
-    lab.run(scenario)
-
-
-def test_close_delivers_what_was_sent_by_the_opener(lab: Lab, protocol: ProtocolSpec) -> None:
-    async def scenario(a: Transport, b: Transport) -> None:
-        result = await collect(b, protocol)
-        stream = await dial(a, b, protocol)
-        for number in range(20):
-            await stream.send(Message(b"%d" % number, bytes(200_000)))
-        stream.close()
-        stream.close()
-        async with asyncio.timeout(DEADLINE_S):
-            assert [int(message.header) for message in await result] == list(range(20))
-
-    lab.run(scenario)
-
-
-def test_close_delivers_what_was_sent_by_the_handler(lab: Lab, protocol: ProtocolSpec) -> None:
-    async def scenario(a: Transport, b: Transport) -> None:
-        async def handler(stream: Stream) -> None:
-            for number in range(20):
-                await stream.send(Message(b"%d" % number, bytes(200_000)))
-
-        await b.serve(protocol, handler)
-        stream = await dial(a, b, protocol)
-        async with asyncio.timeout(DEADLINE_S):
-            assert [int(message.header) for message in await drain(stream)] == list(range(20))
-
-    lab.run(scenario)
-
-
-@pytest.mark.parametrize("is_in_use", [False, True], ids=["at once", "while it is listened to"])
-def test_who_is_refused_learns_why(lab: Lab, protocol: ProtocolSpec, is_in_use: bool) -> None:
-    async def scenario(a: Transport, b: Transport) -> None:
-        async def handler(stream: Stream) -> None:
-            listening = asyncio.create_task(drain(stream) if is_in_use else asyncio.sleep(0))
-            await asyncio.sleep(0.05)
-            stream.refuse(Refusal("it is \x1b[1mclosed", 2.5))  # although something was said already
-            await listening
-
-        await b.serve(protocol, handler)
-
-        async def ask() -> None:
-            stream = await dial(a, b, protocol)
-            with contextlib.suppress(StreamEnded):
-                await stream.send(Message(b"hello", bytes(100_000)))
-            for _ in range(2):
-                with pytest.raises(StreamRefused, match=f"{b.peer_id} refuses us: it is .1mclosed") as info:
-                    await stream.receive()
-                assert info.value.retry_after_s == 2.5
-                assert info.value.hint == "try again in 2 s"
-            stream.close()
-
-        for _ in range(10):
-            await asyncio.gather(*(ask() for _ in range(10)))
-
-    lab.run(scenario)
-
-
-def test_close_ends_both_directions(lab: Lab, protocol: ProtocolSpec) -> None:
-    async def scenario(a: Transport, b: Transport) -> None:
-        server_saw_the_end = asyncio.Event()
-
-        async def handler(stream: Stream) -> None:
-            await drain(stream)
-            with pytest.raises(StreamEnded):
-                await flood(stream)
-            server_saw_the_end.set()
-
-        await b.serve(protocol, handler)
-        stream = await dial(a, b, protocol)
-        await stream.send(Message(b"hello"))  # a stream on which nothing was said may never be seen
-        waiting = asyncio.create_task(stream.receive())
-        await asyncio.sleep(0)
-        stream.close()
-        with pytest.raises(StreamEnded):
-            await waiting
-        with pytest.raises(StreamEnded):
-            await stream.receive()
-        with pytest.raises(StreamEnded):
-            await stream.send(Message(b""))
-        async with asyncio.timeout(DEADLINE_S):
-            await server_saw_the_end.wait()
-
-    lab.run(scenario)
-
-
-def test_an_error_in_a_handler_closes_its_stream_and_no_other(
-    lab: Lab, protocol: ProtocolSpec, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def scenario(a: Transport, b: Transport) -> None:
-        async def handler(stream: Stream) -> None:
-            while True:
-                message = await stream.receive()
-                if message.header == b"fail":
-                    raise RuntimeError("as asked")
-                await stream.send(message)
-
-        await b.serve(protocol, handler)
-        failing, other = await dial(a, b, protocol), await dial(a, b, protocol)
-        await failing.send(Message(b"fail"))
-        async with asyncio.timeout(DEADLINE_S):
-            with pytest.raises(StreamEnded):
-                await failing.receive()
-            for stream in (other, await dial(a, b, protocol)):
-                await stream.send(Message(b"alive"))
-                assert (await stream.receive()).header == b"alive"
-                stream.close()
-
-    lab.run(scenario)
-    assert "as asked" in caplog.text

@@ -16,14 +16,10 @@ from swarmnet_protocols.protocol_ids import ADMISSION, SESSION
 from swarmnet_protocols.transport import Message, Stream
 from swarmnet_protocols.wire import membership_pb2 as pb
 from tests.support.admission_world import World, address, run
+from tests.support.conversations import echo
 from tests.support.private_swarm import identity_of
 
 DEADLINE_S = 5.0
-
-
-async def echo(stream: Stream) -> None:
-    while True:
-        await stream.send(await stream.receive())
 
 
 def test_members_take_a_newer_file_from_whom_they_begin_with(tmp_path: Path) -> None:

@@ -1,0 +1,38 @@
+"""What peers of tests do with a stream."""
+
+import asyncio
+import contextlib
+
+from swarmnet_protocols.errors import StreamEnded
+from swarmnet_protocols.transport import Message, ProtocolSpec, Stream, Transport
+
+DEADLINE_S = 60.0
+
+
+async def dial(a: Transport, b: Transport, protocol: ProtocolSpec) -> Stream:
+    return await a.open(b.peer_id, protocol, addresses=b.addresses(), deadline_s=DEADLINE_S)
+
+
+async def echo(stream: Stream) -> None:
+    while True:
+        await stream.send(await stream.receive())
+
+
+async def drain(stream: Stream) -> list[Message]:
+    """What comes until the stream ends."""
+    messages = []
+    with contextlib.suppress(StreamEnded):
+        while True:
+            messages.append(await stream.receive())
+    return messages
+
+
+async def collect(b: Transport, protocol: ProtocolSpec) -> "asyncio.Future[list[Message]]":
+    """Serve one stream; gives what came on it, once it has ended."""
+    result: asyncio.Future[list[Message]] = asyncio.get_running_loop().create_future()
+
+    async def handler(stream: Stream) -> None:
+        result.set_result(await drain(stream))
+
+    await b.serve(protocol, handler)
+    return result
