@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from swarmnet_node.training.trainer import Trainer
+from swarmnet_protocols.models import Progress
 from swarmnet_protocols.training.jobs import Job
 
 CONFIG: dict[str, Any] = {
@@ -37,10 +38,11 @@ def tiny_job(folder: Path, **changes: dict[str, Any]) -> Job:
     return Job.model_validate({name: section | changes.get(name, {}) for name, section in sections.items()})
 
 
-def tiny_trainer(folder: Path, **changes: dict[str, Any]) -> Trainer:
+def tiny_trainer(folder: Path, progress: Progress = lambda *_: None, **changes: dict[str, Any]) -> Trainer:
     return Trainer.open(
         tiny_job(folder, **changes),
         cache_dir=folder / "cache",
         available_bytes=1 << 30,
         device=torch.device("cpu"),
+        progress=progress,
     )

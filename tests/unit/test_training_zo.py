@@ -1,6 +1,7 @@
 """Zeroth-order training: the equations, a history that gives the same bits, and one byte a slope."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,6 @@ import pytest
 import torch
 
 from swarmnet_node.training.replica import Replica
-from swarmnet_node.training.trainer import Trainer
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.training.codecs.log8 import Log8Codec
 from swarmnet_protocols.training.methods import Average, ZeroOrder, get_method, zo
@@ -118,39 +118,34 @@ class TestWorker:
         worker.apply(1, None)
         assert torch.equal(trainer.parameters(), worker.method.agreed())
 
+    def test_every_step_of_a_round_is_reported_and_its_end(self, tmp_path: Path) -> None:
+        heard: list[int] = []
+        one_round(tmp_path, heard.append)
+        assert list(dict.fromkeys(heard)) == [0, 1, 2, 3]
+
     def test_leaving_is_heard_in_the_middle_of_a_round(self, tmp_path: Path) -> None:
         class Left(Exception):
             pass
 
-        heard = []
+        heard: list[int] = []
 
-        def progress(description: str, done: int, total: int | None) -> None:
-            if description == "inner steps":
-                heard.append((done, total))
-                if done == 1:
-                    raise Left
+        def leave_after_one(step: int) -> None:
+            heard.append(step)
+            if step == 1:
+                raise Left
 
-        job = tiny_job(tmp_path, **JOB)
-        trainer = Trainer.open(
-            job,
-            cache_dir=tmp_path / "cache",
-            available_bytes=1 << 30,
-            device=torch.device("cpu"),
-            progress=progress,
-        )
         with pytest.raises(Left):
-            Replica(job, trainer).contribution(0, 0)
-        assert heard == [(0, 3), (0, 3), (1, 3)]
+            one_round(tmp_path, leave_after_one)
+        assert heard == [0, 0, 1]
 
-    def test_every_step_of_a_round_is_reported_and_its_end(self, tmp_path: Path) -> None:
-        heard: list[tuple[int, int | None]] = []
-        job = tiny_job(tmp_path, **JOB)
-        trainer = Trainer.open(
-            job,
-            cache_dir=tmp_path / "cache",
-            available_bytes=1 << 30,
-            device=torch.device("cpu"),
-            progress=lambda what, done, total: heard.append((done, total)) if what == "inner steps" else None,
-        )
-        Replica(job, trainer).contribution(0, 0)
-        assert list(dict.fromkeys(heard)) == [(0, 3), (1, 3), (2, 3), (3, 3)]
+
+def one_round(folder: Path, reached: Callable[[int], None]) -> None:
+    """A worker's own part of a round; ``reached`` hears how many of its three inner steps are done."""
+
+    def progress(description: str, done: int, total: int | None) -> None:
+        if description == "inner steps":
+            assert total == 3
+            reached(done)
+
+    trainer = tiny_trainer(folder, progress, **JOB)
+    Replica(tiny_job(folder, **JOB), trainer).contribution(0, 0)
