@@ -13,6 +13,7 @@ from torch import nn
 
 from swarmnet_protocols import native_code
 
+SOURCE = Path(__file__).with_name("packed.c")
 BLOCK = 32
 MAX_ROWS = 4
 """With more of them arithmetic counts, which torch does better."""
@@ -25,31 +26,46 @@ class _Form(Structure):
     )
 
 
-class _PackedWeight:
+class Native:
+    """The compiled code."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.pack_blocks = library.pack_blocks
+        self.pack_blocks.argtypes = [c_void_p, c_int64, c_void_p, c_void_p]
+        self.pack_halves = library.pack_halves
+        self.pack_halves.argtypes = [c_void_p, c_int64, c_void_p]
+        self.times = library.times
+        self.times.restype = None
+        self.times.argtypes = [c_void_p, c_void_p, c_int64, c_int64, c_void_p]
+
+    @classmethod
+    def load(cls, cache_dir: Path) -> "Native | None":
+        """Compile, or find in ``cache_dir`` what was compiled before; None where this machine cannot."""
+        library = native_code.load(SOURCE, cache_dir)
+        return None if library is None else cls(library)
+
+
+class PackedWeight:
     """The values of a weight in other memory."""
 
-    def __init__(self, library: ctypes.CDLL, **parts: torch.Tensor) -> None:
-        self._times = library.times
-        self._times.restype = None
-        self._times.argtypes = [c_void_p, c_void_p, c_int64, c_int64, c_void_p]
+    def __init__(self, native: Native, **parts: torch.Tensor) -> None:
+        self._native = native
         self._parts = parts
         self._outputs, inputs = next(iter(parts.values())).shape
         addresses = {name: part.data_ptr() for name, part in parts.items()}
         self._form = _Form(outputs=self._outputs, inputs=inputs, **addresses)
 
     @classmethod
-    def of(cls, weight: torch.Tensor, library: ctypes.CDLL) -> "_PackedWeight | None":
+    def of(cls, weight: torch.Tensor, native: Native) -> "PackedWeight | None":
         """None if these values need all of float32."""
         outputs, inputs = weight.shape
         blocks = torch.empty(outputs, inputs, dtype=torch.int8)
         scales = torch.empty(outputs, inputs // BLOCK)
-        library.pack_blocks.argtypes = [c_void_p, c_int64, c_void_p, c_void_p]
-        if library.pack_blocks(weight.data_ptr(), scales.numel(), blocks.data_ptr(), scales.data_ptr()):
-            return cls(library, blocks=blocks, scales=scales)
+        if native.pack_blocks(weight.data_ptr(), scales.numel(), blocks.data_ptr(), scales.data_ptr()):
+            return cls(native, blocks=blocks, scales=scales)
         halves = torch.empty(outputs, inputs, dtype=torch.int16)
-        library.pack_halves.argtypes = [c_void_p, c_int64, c_void_p]
-        if library.pack_halves(weight.data_ptr(), halves.numel(), halves.data_ptr()):
-            return cls(library, halves=halves)
+        if native.pack_halves(weight.data_ptr(), halves.numel(), halves.data_ptr()):
+            return cls(native, halves=halves)
         return None
 
     def times(self, rows: torch.Tensor) -> torch.Tensor:
@@ -57,7 +73,7 @@ class _PackedWeight:
         rows = rows.contiguous()
         output = torch.empty(len(rows), self._outputs)
         threads = torch.get_num_threads()
-        self._times(ctypes.byref(self._form), rows.data_ptr(), len(rows), threads, output.data_ptr())
+        self._native.times(ctypes.byref(self._form), rows.data_ptr(), len(rows), threads, output.data_ptr())
         return output
 
 
@@ -81,7 +97,7 @@ class Watched(nn.Parameter):
 class PackedLinear(nn.Linear):
     """A linear layer that multiplies few rows by a packed weight, until somebody changes the weight itself."""
 
-    def __init__(self, weight: nn.Parameter, packed: _PackedWeight) -> None:
+    def __init__(self, weight: nn.Parameter, packed: PackedWeight) -> None:
         """``packed`` has the values of ``weight``, which is watched from here on, wherever else it is used."""
         outputs, inputs = weight.shape
         super().__init__(inputs, outputs, bias=False, device="meta")
@@ -130,7 +146,7 @@ def pack_head(model: Any, cache_dir: Path) -> None:
         return
     if weight.is_inference():  # it has no version, so nobody could tell whether it was changed
         return
-    library = native_code.load(Path(__file__).with_name("packed.c"), cache_dir)
-    packed = library and _PackedWeight.of(weight, library)
-    if packed:
+    native = Native.load(cache_dir)
+    packed = None if native is None else PackedWeight.of(weight, native)
+    if packed is not None:
         model.set_output_embeddings(PackedLinear(weight, packed).train(head.training))

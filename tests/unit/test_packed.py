@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from swarmnet_client.packed import BLOCK, MAX_ROWS, PackedLinear, pack_head
-from swarmnet_protocols import native_code
+from swarmnet_client.packed import BLOCK, MAX_ROWS, Native, PackedLinear, PackedWeight, pack_head
 
 INPUTS, OUTPUTS = 3 * BLOCK, 37
 
@@ -52,7 +51,7 @@ class Tied(nn.Module):
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("packed")
-    if native_code.load(Path(pack_head.__code__.co_filename).with_name("packed.c"), folder) is None:
+    if Native.load(folder) is None:
         pytest.skip("no compiler, or torch has no libgomp of its own")
     return folder
 
@@ -72,13 +71,13 @@ def rows(*shape: int) -> torch.Tensor:
 def times(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many rows the packed weights were asked for, each time."""
     asked: list[int] = []
-    original = PackedLinear.forward.__globals__["_PackedWeight"].times
+    original = PackedWeight.times
 
-    def counted(self: Any, given: torch.Tensor) -> Any:
+    def counted(self: PackedWeight, given: torch.Tensor) -> torch.Tensor:
         asked.append(len(given))
         return original(self, given)
 
-    monkeypatch.setattr("swarmnet_client.packed._PackedWeight.times", counted)
+    monkeypatch.setattr(PackedWeight, "times", counted)
     return asked
 
 
