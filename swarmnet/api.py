@@ -9,7 +9,8 @@ from swarmnet.entering import client_network
 from swarmnet.paths import default_cache_dir
 
 if TYPE_CHECKING:
-    from swarmnet_client.model import Form, SwarmModel
+    from swarmnet_client.edges import Form
+    from swarmnet_client.model import SwarmModel
     from swarmnet_protocols.network import Network
 
 
@@ -33,9 +34,9 @@ class AutoSwarmModelForCausalLM:
         ``bootstrap`` adds addresses of peers to those in the file; ``device`` is where embeddings and head are. ``data_dir`` keeps
         who we are in swarms with members. Use the model as a context manager, or ``close`` it.
         """
-        from swarmnet_client.model import Form
+        from swarmnet_client.edges import Form
 
-        return _open(name, _network(swarm, bootstrap, data_dir), cache_dir, Form(dtype, device))
+        return _open(name, _network(swarm, bootstrap, data_dir), cache_dir, Form.picked(dtype, device))
 
 
 class AutoSwarmModelForSequenceClassification:
@@ -58,9 +59,11 @@ class AutoSwarmModelForSequenceClassification:
 
         The other arguments are those of ``AutoSwarmModelForCausalLM.from_pretrained``.
         """
-        from swarmnet_client.model import Form
+        from swarmnet_client.edges import Form
 
-        return _open(name, _network(swarm, bootstrap, data_dir), cache_dir, Form(dtype, device, num_labels))
+        return _open(
+            name, _network(swarm, bootstrap, data_dir), cache_dir, Form.picked(dtype, device, num_labels)
+        )
 
 
 def _network(swarm: str | Path, bootstrap: Sequence[str], data_dir: str | Path | None) -> "Network":

@@ -2,8 +2,8 @@
 
 import asyncio
 from concurrent.futures import Executor
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +12,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from swarmnet_client.packed import pack_head
 from swarmnet_client.placeholders import stand_ins
 from swarmnet_client.sampling import Draw, Token, choose
+from swarmnet_protocols.devices import pick_device, pick_dtype
 from swarmnet_protocols.models import LocalModel
 
 if TYPE_CHECKING:
@@ -21,26 +22,35 @@ IMPLEMENTATION = "swarmnet_remote"
 """The name under which transformers is told to build no attention mask: the hosts know what attends to what."""
 
 
-def load_edges(
-    local: LocalModel,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    labels: int | None = None,
-    cache_dir: Path | None = None,
-) -> "PreTrainedModel":
-    """The architecture's CausalLM, or with ``labels`` its classifier, with placeholders for its blocks.
+@dataclass(frozen=True)
+class Form:
+    """What is made of a checkpoint: its CausalLM, or with ``labels`` its classifier of so many classes."""
 
-    Its ``forward`` takes ``swarm_call``, which gets the embedded inputs and gives what comes out of the blocks. Its head is packed by
-    code that is compiled into ``cache_dir``, if there is one.
+    dtype: torch.dtype
+    device: torch.device
+    labels: int | None = None
+
+    @classmethod
+    def picked(cls, dtype: str = "auto", device: str = "auto", labels: int | None = None) -> "Form":
+        """From what a person typed. Raises ``ConfigError`` for a device or a precision there is not."""
+        place = pick_device(device)
+        return cls(pick_dtype(dtype, place), place, labels)
+
+
+def load_edges(local: LocalModel, form: Form) -> "PreTrainedModel":
+    """The architecture's class, with placeholders for its blocks and a head that is packed where that can be.
+
+    Its ``forward`` takes ``swarm_call``, which gets the embedded inputs and gives what comes out of the blocks.
     """
     AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)
     model = local.load_edges(
-        lambda layers: stand_ins(layers, device), dtype=dtype, device=device, labels=labels
+        lambda layers: stand_ins(layers, form.device),
+        dtype=form.dtype,
+        device=form.device,
+        labels=form.labels,
     )
     model.config._attn_implementation = IMPLEMENTATION
-    if cache_dir is not None and labels is None:
-        pack_head(model, cache_dir)
+    pack_head(model, local.cache_dir)
     return model
 
 
@@ -51,12 +61,9 @@ def _no_mask(*_: Any, **__: Any) -> None:
 class Edges:
     """Embeddings and head of one model, for many answers at once."""
 
-    def __init__(
-        self, local: LocalModel, *, dtype: torch.dtype, device: torch.device, cache_dir: Path | None = None
-    ) -> None:
-        """See ``load_edges``."""
-        self._model: Any = load_edges(local, dtype=dtype, device=device, cache_dir=cache_dir)
-        self._device = device
+    def __init__(self, local: LocalModel, form: Form) -> None:
+        self._model: Any = load_edges(local, form)
+        self._device = form.device
 
     @property
     def generation_config(self) -> Any:

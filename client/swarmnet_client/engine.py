@@ -1,26 +1,20 @@
 """A model on a swarm, opened for many callers in one loop: its tokenizer, its head, its chains."""
 
 import asyncio
-import random
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 from swarmnet_client.batching import Batcher, Limits
 from swarmnet_client.chain import Chain
-from swarmnet_client.edges import Edges, Head
+from swarmnet_client.edges import Edges, Form, Head
 from swarmnet_client.hops import ChainSpec
 from swarmnet_client.swarm import Swarm
-from swarmnet_protocols.devices import pick_device, pick_dtype
 from swarmnet_protocols.models import LocalModel
-from swarmnet_protocols.network import Network, connect
 from swarmnet_protocols.routing import uncovered
 from swarmnet_protocols.threads import compute_on
-from swarmnet_protocols.timing import Timing
 
 
 @dataclass(frozen=True)
@@ -42,50 +36,14 @@ class Engine:
 
 
 @asynccontextmanager
-async def open_engine(
-    local: LocalModel,
-    network: Network,
-    *,
-    dtype: str = "auto",
-    device: str = "auto",
-    limits: Limits,
-    cache_dir: Path | None = None,
-) -> AsyncIterator[Engine]:
-    """``local``'s model on the swarm that ``network`` leads to, while the context is open.
-
-    ``cache_dir`` is as in ``load_edges``. Raises ``ConfigError`` for a device or a precision there is not, and what ``connect`` raises.
-    """
-    network.rules.check_model(local.name, local.manifest.hash)
-    async with (
-        connect(network, client_mode=True) as (transport, directory),
-        Swarm.watch(
-            transport, directory, local.manifest.hash, rng=random.SystemRandom(), timing=Timing()
-        ) as swarm,
-        engine_of(local, swarm, dtype=dtype, device=device, limits=limits, cache_dir=cache_dir) as engine,
-    ):
-        yield engine
-
-
-@asynccontextmanager
-async def engine_of(
-    local: LocalModel,
-    swarm: Swarm,
-    *,
-    dtype: str = "auto",
-    device: str = "auto",
-    limits: Limits,
-    cache_dir: Path | None = None,
-) -> AsyncIterator[Engine]:
-    """The same for somebody who is connected already."""
-    place = pick_device(device)
-    precision = pick_dtype(dtype, place)
+async def open_engine(local: LocalModel, swarm: Swarm, form: Form, limits: Limits) -> AsyncIterator[Engine]:
+    """``local``'s CausalLM over ``swarm``, while the context is open."""
     computing = ThreadPoolExecutor(1, thread_name_prefix="head")
     try:
         await compute_on(computing, threads=None)
         loop = asyncio.get_running_loop()
-        make = partial(Edges, local, dtype=precision, device=place, cache_dir=cache_dir)
-        edges = await loop.run_in_executor(computing, make)
-        spec = ChainSpec(local.manifest.blocks, local.manifest.hidden_size, local.max_positions, precision)
+        edges = await loop.run_in_executor(computing, Edges, local, form)
+        spec = ChainSpec(local.manifest.blocks, local.manifest.hidden_size, local.max_positions, form.dtype)
         tokenizer = local.tokenizer()
         await swarm.refresh()
         async with Batcher.run(

@@ -7,9 +7,8 @@ and the loss are transformers' own code.
 
 import dataclasses
 import functools
-import random
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,7 @@ from swarmnet_client.autograd import run_blocks
 from swarmnet_client.cache import NewPositions, SwarmCache
 from swarmnet_client.chain import Chain
 from swarmnet_client.columns import Squeezed, check_positions, read_mask
-from swarmnet_client.edges import load_edges
+from swarmnet_client.edges import Form, load_edges
 from swarmnet_client.hops import ChainReport, ChainSpec
 from swarmnet_client.own import AdapterMaker, Own
 from swarmnet_client.passes import RemoteBatch
@@ -29,12 +28,10 @@ from swarmnet_client.prefix import tensors_of as prefix_tensors
 from swarmnet_client.runtime import Runtime
 from swarmnet_client.swarm import Swarm
 from swarmnet_client.traffic import Traffic
-from swarmnet_protocols.devices import pick_device, pick_dtype
 from swarmnet_protocols.errors import ConfigError, Unreachable
 from swarmnet_protocols.models import LocalModel, resolve
-from swarmnet_protocols.network import Network, connect
+from swarmnet_protocols.network import Network
 from swarmnet_protocols.session.adapters import Adapter
-from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.turns import ALONE, Alone, Turns, default_folder
 
 if TYPE_CHECKING:
@@ -163,29 +160,12 @@ class SwarmModel:
         return embedded.cpu()
 
 
-@dataclass(frozen=True)
-class Form:
-    """What is made of a checkpoint: its CausalLM, or with ``labels`` its classifier of so many classes."""
-
-    dtype: str = "auto"
-    device: str = "auto"
-    labels: int | None = None
-
-
-def wrap(
-    local: LocalModel,
-    runtime: Runtime,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    labels: int | None = None,
-    cache_dir: Path | None = None,
-) -> SwarmModel:
+def wrap(local: LocalModel, runtime: Runtime, form: Form) -> SwarmModel:
     """The swarm model over ``local``'s embeddings and head: an instance of its architecture's class.
 
-    That is the CausalLM, or with ``labels`` the classifier of so many classes; its head is fresh where none is stored.
+    A classifier's head is fresh where none is stored.
     """
-    model: Any = load_edges(local, dtype=dtype, device=device, labels=labels, cache_dir=cache_dir)
+    model: Any = load_edges(local, form)
     model.__class__ = _swarm_class(type(model))
     model.tokenizer = local.tokenizer()
     if model.tokenizer.pad_token_id is None:
@@ -194,7 +174,9 @@ def wrap(
     if model.config.pad_token_id is None:  # a classifier looks for the last token that is not padding
         model.config.pad_token_id = model.tokenizer.pad_token_id
     model._runtime = runtime
-    model._spec = ChainSpec(local.manifest.blocks, local.manifest.hidden_size, local.max_positions, dtype)
+    model._spec = ChainSpec(
+        local.manifest.blocks, local.manifest.hidden_size, local.max_positions, form.dtype
+    )
     model._session = None
     model._generating = None
     model._between = None
@@ -207,13 +189,7 @@ def wrap(
     return wrapped
 
 
-def load(
-    name: str,
-    *,
-    network: Network,
-    cache_dir: Path,
-    form: Form,
-) -> "SwarmModel":
+def load(name: str, *, network: Network, cache_dir: Path, form: Form) -> SwarmModel:
     """The model ``name`` on the swarm that ``network`` leads to.
 
     Raises ``ConfigError`` or ``IntegrityError`` for a model that will not do, ``Unreachable`` when no bootstrap is given or
@@ -223,35 +199,16 @@ def load(
         raise Unreachable(
             "nobody to ask where the swarm is", hint="give the address that a node prints: --bootstrap ADDR"
         )
-    place = pick_device(form.device)
     local = resolve(name, cache_dir=cache_dir)
-    network.rules.check_model(local.name, local.manifest.hash)
-    runtime = Runtime(lambda: _connect(local.manifest.hash, network))
+    runtime = Runtime(lambda: Swarm.visit(local, network))
     try:
-        model = wrap(
-            local,
-            runtime,
-            dtype=pick_dtype(form.dtype, place),
-            device=place,
-            labels=form.labels,
-            cache_dir=cache_dir,
-        )
-        if place.type == "cpu":
+        model = wrap(local, runtime, form)
+        if form.device.type == "cpu":
             model.turns = model._closing.enter_context(Turns.open(default_folder()))
         return model
     except BaseException:
         runtime.close()
         raise
-
-
-@asynccontextmanager
-async def _connect(manifest: bytes, network: Network) -> AsyncIterator[Swarm]:
-    """A client's own place on the network: nothing is served there."""
-    async with (
-        connect(network, client_mode=True) as (transport, directory),
-        Swarm.watch(transport, directory, manifest, rng=random.SystemRandom(), timing=Timing()) as watched,
-    ):
-        yield watched
 
 
 def _swarm_class(base: "type[PreTrainedModel]") -> type:

@@ -12,6 +12,8 @@ from swarmnet_protocols.aio import cancel
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
 from swarmnet_protocols.hosts import read_hosts
+from swarmnet_protocols.models import LocalModel
+from swarmnet_protocols.network import Network, connect
 from swarmnet_protocols.protocol_ids import PING
 from swarmnet_protocols.routing import Bans, Hop, HostInfo, View, find_chain, pair_of, uncovered
 from swarmnet_protocols.timing import Timing
@@ -66,6 +68,21 @@ class Swarm:
             yield swarm
         finally:
             await cancel(watching, *swarm._pings.values())
+
+    @classmethod
+    @asynccontextmanager
+    async def visit(cls, local: LocalModel, network: Network) -> AsyncIterator["Swarm"]:
+        """The hosts of ``local`` on the swarm that ``network`` leads to, from a place where nothing is served.
+
+        Raises ``ConfigError`` where the swarm is for other models, and what ``connect`` raises.
+        """
+        manifest = local.manifest.hash
+        network.rules.check_model(local.name, manifest)
+        async with (
+            connect(network, client_mode=True) as (transport, directory),
+            cls.watch(transport, directory, manifest, rng=random.SystemRandom(), timing=Timing()) as swarm,
+        ):
+            yield swarm
 
     def route(
         self, span: tuple[int, int], *, source: PeerId | None = None, sink: PeerId | None = None

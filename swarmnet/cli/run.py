@@ -158,9 +158,11 @@ def _open(
     with progress(quiet=quiet) as report:
         report("finding the swarm", 0, None)
         import_transformers()
-        from swarmnet_client.model import Form, load
+        from swarmnet_client.edges import Form
+        from swarmnet_client.model import load
 
-        model = load(name, network=network, cache_dir=cache_dir or default_cache_dir(), form=Form(dtype))
+        form = Form.picked(dtype)
+        model = load(name, network=network, cache_dir=cache_dir or default_cache_dir(), form=form)
     with model:
         yield model
 

@@ -54,7 +54,6 @@ class _Serving:
     max_concurrent: int
     dtype: str
     device: str
-    cache_dir: Path
     as_json: bool
     stop_on_eof: bool = False
 
@@ -125,11 +124,10 @@ def serve(  # noqa: PLR0913 - a command line, not an interface
     access = Access(keys, [host, *allow_host], [check_origin(each) for each in cors], ["/health"])
     quota = Quota(requests_per_minute, tokens_per_minute, concurrent)
     network = client_network(swarm, bootstrap, data_dir)
-    cache = cache_dir or default_cache_dir()
     with progress(quiet=as_json) as report:
         import_transformers()
-        local = resolve(model, cache_dir=cache, progress=report)
-    serving = _Serving(host, port, access, quota, max_concurrent, dtype, device, cache, as_json, stop_on_eof)
+        local = resolve(model, cache_dir=cache_dir or default_cache_dir(), progress=report)
+    serving = _Serving(host, port, access, quota, max_concurrent, dtype, device, as_json, stop_on_eof)
     _allow_many_connections()
     run_until_stopped(_serve(local, network, serving))
 
@@ -198,32 +196,27 @@ async def _serve(local: LocalModel, network: Network, serving: _Serving) -> None
     from swarmnet.web.guards import guarded
     from swarmnet.web.serving import serving as serving_http
     from swarmnet_client.batching import Limits
+    from swarmnet_client.edges import Form
     from swarmnet_client.engine import open_engine
+    from swarmnet_client.swarm import Swarm
     from swarmnet_protocols.aio import race
 
     interrupts = Interrupts.catch()
     if serving.stop_on_eof:
         interrupts.catch_end_of(sys.stdin)
     stop = asyncio.Event()
+    form = Form.picked(serving.dtype, serving.device)
     limits = Limits(active=serving.max_concurrent, waiting=serving.max_concurrent)
     async with AsyncExitStack() as stack:
-        engine = await stack.enter_async_context(
-            open_engine(
-                local,
-                network,
-                dtype=serving.dtype,
-                device=serving.device,
-                limits=limits,
-                cache_dir=serving.cache_dir,
-            )
-        )
+        swarm = await stack.enter_async_context(Swarm.visit(local, network))
+        engine = await stack.enter_async_context(open_engine(local, swarm, form, limits))
         gateway = Gateway(engine, serving.quota)
         stack.callback(gateway.close)
         app = guarded(gateway.app(), serving.access)
         endpoint = await stack.enter_async_context(serving_http(app, serving.host, serving.port))
         interrupts.first = stop.set
         _announce(endpoint.url, gateway.model, serving)
-        await race(stop.wait(), engine.swarm.transport.died(), endpoint.broke())
+        await race(stop.wait(), swarm.transport.died(), endpoint.broke())
         notify_stopping()
         if not stop.is_set():
             raise SwarmnetError("p2pd died: this gateway reaches nobody", hint="start it again")

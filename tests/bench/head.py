@@ -9,13 +9,11 @@ import argparse
 import json
 import statistics
 import time
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 
 from swarmnet.paths import default_cache_dir
-from swarmnet_client.edges import load_edges
+from swarmnet_client.edges import Form, load_edges
 from swarmnet_client.packed import MAX_ROWS, PackedLinear
 from swarmnet_protocols.models import resolve
 
@@ -30,8 +28,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     local = resolve(MODEL, cache_dir=default_cache_dir())
-    with TemporaryDirectory() as folder:
-        model = load_edges(local, dtype=torch.float32, device=torch.device("cpu"), cache_dir=Path(folder))
+    model = load_edges(local, Form(torch.float32, torch.device("cpu")))
     head = model.get_output_embeddings()
     if not isinstance(head, PackedLinear):
         raise SystemExit("this machine has no compiler, so there is nothing to compare")

@@ -16,6 +16,7 @@ from transformers import AutoModelForSequenceClassification
 from swarmnet import cli
 from swarmnet.cli.failures import EXIT_INTERRUPTED
 from swarmnet_client import model as client_model
+from swarmnet_client.edges import Form
 from swarmnet_client.passes import RemoteBatch
 from swarmnet_client.tuning.adapter_dir import load_adapter
 from swarmnet_client.tuning.checkpoint import CHECKPOINT_FILE
@@ -85,7 +86,7 @@ def classifying(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> Iterat
     """Whoever opens a classifier meanwhile gets one of two classes over a tiny swarm."""
     with tiny_swarm(reference, labels=2) as running:
 
-        def load(*_: object, form: client_model.Form, **__: object) -> Any:
+        def load(*_: object, form: Form, **__: object) -> Any:
             assert form.labels == 2
             return running.model
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from swarmnet_client.batching import Batcher, Limits
-from swarmnet_client.edges import Edges, Head
+from swarmnet_client.edges import Edges, Form, Head
 from swarmnet_client.lanes import Answer, Request
 from swarmnet_client.sampling import Sampling
 from swarmnet_client.swarm import Swarm
@@ -18,7 +18,7 @@ from tests.support.swarm_lab import Lab
 
 
 def head_of(local: LocalModel) -> Head:
-    edges = Edges(local, dtype=torch.float32, device=torch.device("cpu"))
+    edges = Edges(local, Form(torch.float32, torch.device("cpu")))
     return Head(edges, ThreadPoolExecutor(1))  # in virtual time what it is given runs in place
 
 

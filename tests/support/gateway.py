@@ -13,7 +13,8 @@ from swarmnet.gateway.app import Gateway
 from swarmnet.gateway.quotas import Quota
 from swarmnet.web.guards import Access, ApiKeys, guarded
 from swarmnet_client.batching import Limits
-from swarmnet_client.engine import engine_of
+from swarmnet_client.edges import Form
+from swarmnet_client.engine import open_engine
 from swarmnet_protocols.aio import cancel
 from swarmnet_protocols.timing import Timing
 from tests.support.swarm_lab import EPOCH, Lab, Reference, simulate
@@ -129,7 +130,7 @@ async def gateway(
     async with AsyncExitStack() as stack:
         swarm = await stack.enter_async_context(lab.client())
         engine = await stack.enter_async_context(
-            engine_of(lab.reference.local, swarm, dtype="float32", device="cpu", limits=limits or Limits())
+            open_engine(lab.reference.local, swarm, Form.picked("float32", "cpu"), limits or Limits())
         )
         engine.tokenizer.chat_template = TEMPLATE
         served = Gateway(engine, quota or Quota(), clock=lambda: EPOCH + asyncio.get_running_loop().time())

@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +13,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
+from swarmnet_client.edges import Form
 from swarmnet_client.model import wrap
 from swarmnet_client.runtime import Runtime
 from swarmnet_client.swarm import Swarm
@@ -22,6 +23,7 @@ from tests.support.swarm_lab import Lab, Reference, load_reference
 from tests.support.tiny import VOCABULARY
 
 SPANS = ((0, 2), (2, 4), (4, 6))
+FORM = Form(torch.float32, torch.device("cpu"))
 
 
 @dataclass
@@ -39,7 +41,7 @@ class TinySwarm:
         stack = AsyncExitStack()
         swarm = self.model.run(stack.enter_async_context(self.lab.client(name)))
         runtime: Any = SimpleNamespace(swarm=swarm, run=shared.run, close=lambda: None)
-        model = wrap(self.reference.local, runtime, dtype=torch.float32, device=torch.device("cpu"))
+        model = wrap(self.reference.local, runtime, FORM)
         try:
             yield model
         finally:
@@ -84,7 +86,5 @@ def tiny_swarm(
                 yield swarm
 
     runtime = Runtime(connect)
-    with wrap(
-        reference.local, runtime, dtype=torch.float32, device=torch.device("cpu"), labels=labels
-    ) as model:
+    with wrap(reference.local, runtime, replace(FORM, labels=labels)) as model:
         yield TinySwarm(model, reference, labs[0])

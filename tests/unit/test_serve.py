@@ -18,21 +18,31 @@ from swarmnet.web.guards import Access
 from swarmnet_protocols.errors import ConfigError, SwarmnetError
 
 
-@asynccontextmanager
-async def idle_engine(*_: object, **__: object) -> AsyncIterator[Any]:
-    local = SimpleNamespace(name="model", manifest=SimpleNamespace(hash=bytes(32)))
-    transport = SimpleNamespace(died=asyncio.Event().wait)
-    yield SimpleNamespace(local=local, batcher=None, swarm=SimpleNamespace(transport=transport))
+@pytest.fixture
+def idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever opens an engine gets one that does nothing, on a swarm that stays."""
+
+    @asynccontextmanager
+    async def swarm(*_: object) -> AsyncIterator[Any]:
+        yield SimpleNamespace(transport=SimpleNamespace(died=asyncio.Event().wait))
+
+    @asynccontextmanager
+    async def engine(*_: object) -> AsyncIterator[Any]:
+        local = SimpleNamespace(name="model", manifest=SimpleNamespace(hash=bytes(32)))
+        yield SimpleNamespace(local=local, batcher=None)
+
+    monkeypatch.setattr("swarmnet_client.swarm.Swarm.visit", swarm)
+    monkeypatch.setattr("swarmnet_client.engine.open_engine", engine)
 
 
+@pytest.mark.usefixtures("idle")
 def test_a_gateway_goes_with_the_process_that_started_it(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("swarmnet_client.engine.open_engine", idle_engine)
     reading, writing = os.pipe()
     monkeypatch.setattr(serve, "notify_ready", lambda _: os.close(writing))
     serving = serve._Serving(
-        "127.0.0.1", 0, Access(), Quota(), 1, "auto", "auto", tmp_path, as_json=True, stop_on_eof=True
+        "127.0.0.1", 0, Access(), Quota(), 1, "auto", "auto", as_json=True, stop_on_eof=True
     )
     with os.fdopen(reading) as stdin:
         monkeypatch.setattr("sys.stdin", stdin)
@@ -41,15 +51,13 @@ def test_a_gateway_goes_with_the_process_that_started_it(
     assert events == ["ready", "draining", "stopped"]
 
 
-def test_a_gateway_whose_server_broke_ends_with_an_error(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.mark.usefixtures("idle")
+def test_a_gateway_whose_server_broke_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     async def on_tick(_server: Any, _counter: int) -> bool:
         raise MemoryError("not a page left")
 
-    monkeypatch.setattr("swarmnet_client.engine.open_engine", idle_engine)
     monkeypatch.setattr("swarmnet.web.serving._Server.on_tick", on_tick)
-    serving = serve._Serving("127.0.0.1", 0, Access(), Quota(), 1, "auto", "auto", tmp_path, as_json=True)
+    serving = serve._Serving("127.0.0.1", 0, Access(), Quota(), 1, "auto", "auto", as_json=True)
     with pytest.raises(SwarmnetError, match="broke"):
         run_until_stopped(serve._serve(None, None, serving))  # type: ignore[arg-type]  # only the engine reads these
 

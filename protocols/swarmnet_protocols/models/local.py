@@ -30,11 +30,14 @@ class LocalModel:
         path: Path,
         checkpoint: Checkpoint,
         *,
+        cache_dir: Path,
         progress: Progress | None = None,
     ) -> None:
+        """``cache_dir`` is where what is made of models is kept, also by others."""
         self.name = name
         self.manifest = manifest
         self.path = path
+        self.cache_dir = cache_dir
         self._checkpoint = checkpoint
         self._progress = progress
         self._checked: set[str] = set()

@@ -169,7 +169,7 @@ def _open(name: str, path: Path, cache_dir: Path, progress: Progress | None) -> 
         _keep_manifest(index, stamps, manifest)
     if name == DEFAULT_MODEL and manifest.files[0].sha256 != _FILE_SHA256:
         raise IntegrityError(f"{path} is not the file its hash says", hint="delete it and try again")
-    return LocalModel(name, manifest, path, checkpoint, progress=progress)
+    return LocalModel(name, manifest, path, checkpoint, cache_dir=cache_dir, progress=progress)
 
 
 Stamps = list[list[str | int]]
