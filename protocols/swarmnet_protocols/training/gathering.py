@@ -7,13 +7,13 @@ of another round or another state learns which, and heals.
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 
 from swarmnet_protocols.aio import cancel, race
 from swarmnet_protocols.errors import ProtocolViolation, StreamEnded, SwarmnetError
 from swarmnet_protocols.protocol_ids import GATHER
 from swarmnet_protocols.timing import Timing
-from swarmnet_protocols.training.rates import Measured, agreed_rates
+from swarmnet_protocols.training.rates import Measured
 from swarmnet_protocols.training.rosters import (
     MAX_AHEAD,
     NOWHERE,
@@ -26,7 +26,6 @@ from swarmnet_protocols.training.rosters import (
     measured_to_wire,
     member_from_wire,
     member_to_wire,
-    next_exchange,
     roster_from_wire,
     roster_to_wire,
 )
@@ -34,6 +33,13 @@ from swarmnet_protocols.training.terms import MAX_MEMBERS
 from swarmnet_protocols.transport import Message, PeerId, Stream, Transport
 from swarmnet_protocols.transport.talking import parse, receive_within, send_within
 from swarmnet_protocols.wire import workers_pb2 as pb
+
+
+@dataclass(frozen=True)
+class _Waiting(Guest):
+    """A guest of ours."""
+
+    answer: asyncio.Future[Roster]
 
 
 class _Guesting(SwarmnetError):
@@ -80,7 +86,7 @@ class Gathering:
         """Where the members of our newest roster are."""
         self._gatherer: Candidate | None = None
         """Whose guest we are: our own guests do better to go there."""
-        self._guests: dict[PeerId, Guest] = {}
+        self._guests: dict[PeerId, _Waiting] = {}
         self._coming: dict[PeerId, Candidate] = {}
         """Whom we have told where we are since the last roster: they fetch that state now, and are expected."""
         self._changed = asyncio.Condition()
@@ -250,19 +256,12 @@ class Gathering:
                 await race(enough(), self._look_after(expected))
         except TimeoutError:
             pass  # whoever has not come is not in this round
-        # Contributors before listeners: a full round is no place for newcomers.
-        guests = sorted(self._ready(), key=lambda guest: (guest.member.weight == 0, guest.member.peer))
-        chosen = guests[: self._max_members - 1]
-        members = sorted([me, *(guest.member for guest in chosen)], key=lambda member: member.peer)
-        reports = {me.peer: measured} | {guest.member.peer: guest.measured for guest in chosen}
-        rates = agreed_rates([member.peer for member in members], reports)
-        roster = Roster(
-            self._round,
-            next_exchange(self._round, max(member.exchanges for member in members)),
-            tuple(replace(member, bytes_per_s=rates[member.peer]) for member in members),
-        )
-        for guest in chosen:
-            guest.answer.set_result(roster)
+        guests = self._ready()
+        roster = Roster.of(self._round, me, measured, guests, self._max_members)
+        members = {member.peer for member in roster.members}
+        for guest in guests:
+            if guest.member.peer in members:
+                guest.answer.set_result(roster)
         return roster
 
     async def _look_after(self, expected: dict[PeerId, Candidate]) -> None:
@@ -308,7 +307,7 @@ class Gathering:
             stream.close()
         return Elsewhere(member.peer, reply.refused.round, reply.refused.state)
 
-    def _ready(self) -> list[Guest]:
+    def _ready(self) -> list[_Waiting]:
         latest = latest_exchange(self._round, self._exchanges, MAX_AHEAD)
         return [
             guest
@@ -344,12 +343,12 @@ class Gathering:
             raise ProtocolViolation("a guest comes for itself")
         answer: asyncio.Future[Roster] = asyncio.get_running_loop().create_future()
         measured = measured_from_wire(request.measured)
-        guest = Guest(member, request.round, request.state, measured, request.known, answer)
+        guest = _Waiting(member, request.round, request.state, measured, answer)
         self._guests[member.peer] = guest
         await self._send_away()
         try:
             roster = await race(self._beats(stream), self._left(stream), _value(answer))
-            await self._say(stream, pb.GatherReply(roster=roster_to_wire(roster, guest.known)))
+            await self._say(stream, pb.GatherReply(roster=roster_to_wire(roster, request.known)))
         except Elsewhere as elsewhere:
             if len(self._coming) < MAX_MEMBERS:
                 self._coming[member.peer] = member

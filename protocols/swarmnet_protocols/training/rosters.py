@@ -1,13 +1,12 @@
-"""Who comes to a round, and the roster that it gives: what they are, and how they travel."""
+"""Who comes to a round, and the roster that it gives: what they are, and how they travel. Pure."""
 
-import asyncio
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from swarmnet_protocols.errors import ProtocolViolation
-from swarmnet_protocols.training.rates import Measured
+from swarmnet_protocols.training.rates import Measured, agreed_rates
 from swarmnet_protocols.training.terms import MAX_MEMBERS, Member
 from swarmnet_protocols.transport import PeerId
 from swarmnet_protocols.wire import workers_pb2 as pb
@@ -35,6 +34,16 @@ class Candidate(Member):
 
 
 @dataclass(frozen=True)
+class Guest:
+    """What a worker says to whoever gathers a round that it wants to be in."""
+
+    member: Candidate
+    round: int
+    state: bytes
+    measured: Measured
+
+
+@dataclass(frozen=True)
 class Roster:
     """The members of one round, in the order of peer ids."""
 
@@ -43,22 +52,26 @@ class Roster:
     """Number of the exchange that follows: a round may take several, and each has a number of its own."""
     members: tuple[Candidate, ...]
 
+    @classmethod
+    def of(
+        cls, round: int, me: Candidate, measured: Measured, guests: Sequence[Guest], max_members: int
+    ) -> "Roster":
+        """The roster that ``me``, who gathers and knows what is ``measured``, gives: with guests as long as there is room."""
+        # Contributors before listeners: a full round is no place for newcomers.
+        invited = sorted(guests, key=lambda guest: (guest.member.weight == 0, guest.member.peer))
+        chosen = invited[: max_members - 1]
+        members = sorted([me, *(guest.member for guest in chosen)], key=lambda member: member.peer)
+        reports = {me.peer: measured} | {guest.member.peer: guest.measured for guest in chosen}
+        rates = agreed_rates([member.peer for member in members], reports)
+        return cls(
+            round,
+            next_exchange(round, max(member.exchanges for member in members)),
+            tuple(replace(member, bytes_per_s=rates[member.peer]) for member in members),
+        )
+
     def slot(self, peer: PeerId) -> int:
         """The place of a member: its share of the data in the next round."""
         return [member.peer for member in self.members].index(peer)
-
-
-@dataclass
-class Guest:
-    """A worker that waits for a roster at whoever gathers it."""
-
-    member: Candidate
-    round: int
-    state: bytes
-    measured: Measured
-    known: bytes
-    """The hash of the places it has."""
-    answer: "asyncio.Future[Roster]"
 
 
 @dataclass(frozen=True)
