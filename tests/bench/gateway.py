@@ -56,6 +56,10 @@ async def ask(http: httpx.AsyncClient, prompt: list[int], tokens: int) -> tuple[
     return response.status_code, time.perf_counter() - started, used
 
 
+def random_prompts(rng: random.Random, count: int) -> list[list[int]]:
+    return [[rng.randrange(1000, 20000) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
+
+
 def client_of(gateway: GatewayProcess) -> httpx.AsyncClient:
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=50)
     return httpx.AsyncClient(base_url=gateway.url, timeout=300, limits=limits)
@@ -79,7 +83,7 @@ async def compare(gateway: GatewayProcess, python: AnsweringProcess, arguments: 
     async with client_of(gateway) as http:
         await together(http, [[5] * 4] * CALLERS, 2)
         for _ in range(arguments.rounds):
-            prompts = [[rng.randrange(1000, 20000) for _ in range(PROMPT_TOKENS)] for _ in range(CALLERS)]
+            prompts = random_prompts(rng, CALLERS)
             theirs = await asyncio.to_thread(python.ask, ids=prompts[:1], tokens=tokens)
             alone.append((await together(http, prompts[:1], tokens), theirs["seconds"]))
             theirs = await asyncio.to_thread(python.ask, ids=prompts, tokens=tokens)
@@ -107,7 +111,7 @@ async def offer(gateway: GatewayProcess, rate: float, seconds: float, tokens: in
 
         async def one() -> None:
             nonlocal served
-            prompt = [rng.randrange(1000, 20000) for _ in range(PROMPT_TOKENS)]
+            (prompt,) = random_prompts(rng, 1)
             status, took_s, used = await ask(http, prompt, tokens)
             if status == 200:
                 within = min(1.0, max(0.0, (started + seconds - (time.perf_counter() - took_s)) / took_s))
@@ -132,12 +136,17 @@ async def offer(gateway: GatewayProcess, rate: float, seconds: float, tokens: in
 
 
 async def overload(gateway: GatewayProcess, arguments: Any) -> dict[str, Any]:
-    """Goodput where there are as many callers as lanes, and where ten times as much is offered as that."""
+    """Goodput where there are as many callers as lanes, and where ten times as much is offered as that.
+
+    No prompt comes twice: what lanes hold of it would not be computed again.
+    """
+    rng = random.Random(2)
     tokens = arguments.tokens
     async with client_of(gateway) as http:
-        prompts = [[7 + number] * PROMPT_TOKENS for number in range(ACTIVE)]
-        await together(http, prompts, 2)
-        peak_s = statistics.median([await together(http, prompts, tokens) for _ in range(3)])
+        await together(http, random_prompts(rng, ACTIVE), 2)
+        peak_s = statistics.median(
+            [await together(http, random_prompts(rng, ACTIVE), tokens) for _ in range(arguments.rounds)]
+        )
     peak = ACTIVE * tokens / peak_s
     over = await offer(gateway, 10 * peak / tokens, arguments.overload_s, tokens)
     return {
