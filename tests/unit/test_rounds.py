@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 
 from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.training.codecs import ALIGNMENT
 from swarmnet_protocols.training.messages import DISCARD, Prepare, Report, Slot, Vote
 from swarmnet_protocols.training.round_events import (
     Began,
@@ -307,7 +308,7 @@ def test_shares_cover_the_vector_in_whole_blocks_and_no_other_cut_is_much_better
     bounds = shares(count, rates)
     assert [start for start, _ in bounds] == [0, *(end for _, end in bounds[:-1])]
     assert bounds[-1][1] == count
-    assert all(start <= end and (end % 4096 == 0 or end == count) for start, end in bounds)
+    assert all(start <= end and (end % ALIGNMENT == 0 or end == count) for start, end in bounds)
 
     def busiest_s(sizes: list[float]) -> float:
         return max((count + (len(rates) - 2) * size) / rate for size, rate in zip(sizes, rates, strict=True))
@@ -319,16 +320,16 @@ def test_shares_cover_the_vector_in_whole_blocks_and_no_other_cut_is_much_better
         moved = sizes[giver] * rng.random()
         sizes[giver] -= moved
         sizes[taker] += moved
-        if sizes[taker] > MAX_SHARE * count + 4096:
+        if sizes[taker] > MAX_SHARE * count + ALIGNMENT:
             continue
-        assert best_s <= busiest_s(sizes) + 4096 * len(rates) / min(rates)
+        assert best_s <= busiest_s(sizes) + ALIGNMENT * len(rates) / min(rates)
 
 
 def test_a_slow_member_owns_nothing_and_equals_own_the_same() -> None:
-    assert shares(64 * 4096, [1e6] * 4) == tuple(
-        (start, start + 16 * 4096) for start in range(0, 64 * 4096, 16 * 4096)
+    assert shares(64 * ALIGNMENT, [1e6] * 4) == tuple(
+        (start, start + 16 * ALIGNMENT) for start in range(0, 64 * ALIGNMENT, 16 * ALIGNMENT)
     )
-    assert [end - start for start, end in shares(4096 * 100, [1e9, 1e9, 1e9, 1e3])][-1] == 0
+    assert [end - start for start, end in shares(ALIGNMENT * 100, [1e9, 1e9, 1e9, 1e3])][-1] == 0
 
 
 @pytest.mark.parametrize("rates", [[], [0.0, 1.0], [float("inf"), 1.0], [float("nan"), 1.0]])
