@@ -45,7 +45,10 @@ class Keepers:
         found = self._found.pop(record.topic, None)
         if found is None or not _as_many(await self._put(found.places, record, sealed), found.places):
             places = await self._find(dht_keys(record.swarm, record.topic))
-            found = _Found(now + FOUND_S, await self._put(places, record, sealed))
+            kept = await self._put(places, record, sealed)
+            if not self._is_enough(kept, places):
+                return  # whoever was silent, or not found, may be there the next time
+            found = _Found(now + FOUND_S, kept)
         self._found[record.topic] = found
 
     async def _find(self, keys: Sequence[bytes]) -> _Places:
@@ -80,6 +83,13 @@ class Keepers:
                     continue
                 for key in keys:
                     keepers[key].append(peer)
+
+    def _is_enough(self, kept: _Places, found: _Places) -> bool:
+        """Whether as many keep it as there could be of those found, and not only we."""
+        others = {peer for peers in kept.values() for peer in peers} - {self._node.peer_id}
+        return bool(others) and all(
+            len(kept[key]) == min(REPLICAS, len(peers)) for key, peers in found.items()
+        )
 
     async def _call(self, peer: PeerID, keys: Sequence[DHTID], record: Record, sealed: bytes) -> bool:
         """Whether ``peer`` answered."""

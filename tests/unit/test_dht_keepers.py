@@ -163,6 +163,33 @@ def test_whoever_falls_silent_is_replaced_at_the_next_publication() -> None:
     with_peers(30, scenario)
 
 
+def test_whoever_was_silent_is_asked_again_at_the_next_publication() -> None:
+    """As after a link was down: those found then are only we."""
+
+    async def scenario(keeping: Keeping) -> None:
+        await keeping.publish()
+        keeping.near.silent = {1, 2}
+        await keeping.publish()
+        keeping.near.silent = set()
+        keeping.near.calls.clear()
+        await keeping.publish()
+        assert keeping.near.kept() == keeping.wanted()
+
+    with_peers(3, scenario)
+
+
+def test_whoever_was_alone_looks_for_others_at_the_next_publication() -> None:
+    async def scenario(keeping: Keeping) -> None:
+        others = {peer: keeping.near.ids.pop(peer) for peer in (1, 2)}
+        await keeping.publish()
+        assert keeping.near.kept() == keeping.wanted()
+        keeping.near.ids |= others
+        await keeping.publish()
+        assert keeping.near.kept() == keeping.wanted()
+
+    with_peers(3, scenario)
+
+
 def test_topics_of_long_ago_are_forgotten() -> None:
     async def scenario(keeping: Keeping) -> None:
         for number in range(100):
