@@ -58,7 +58,7 @@ def explain(error: BaseException) -> Failure:
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
         if error.errno in {errno.ENOSPC, errno.EDQUOT}:
-            return Failure("out_of_resources", f"{where}{error.strerror}", "make room on this disk", 6)
+            return explain(errors.OutOfResources(f"{where}{error.strerror}", hint="make room on this disk"))
         return Failure("failed", f"{where}{error.strerror or error}", _DEFAULT_HINT, EXIT_FAILED)
     return Failure(
         "internal",

@@ -27,6 +27,7 @@ _ROUND_TRIP = struct.Struct("=68xI")  # in microseconds, of struct tcp_info
 _MAPPED = bytes(10) + b"\xff\xff"
 _OVER_TCP = re.compile(r"(?:/ip6zone/[^/]+)?/ip([46])/([^/]+)/tcp/(\d+)")
 _LOOKS = 3
+"""So many times there is a look at a connection before it should have finished its handshake."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 FAR_US = 500_000

@@ -99,7 +99,7 @@ class P2pdTransport:
         self._flushes: set[asyncio.Task[None]] = set()
         self._turned_away: set[asyncio.Task[None]] = set()
         self._streams: set[P2pdStream] = set()
-        self._checked: set[PeerId] = set()
+        self._checking: set[PeerId] = set()
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -195,9 +195,9 @@ class P2pdTransport:
         """
         clock, patience_s = asyncio.get_running_loop().time, self._timing.alive_s
         asked = clock()
-        if peer in self._checked or self._has_heard(peer, asked - patience_s):
+        if peer in self._checking or self._has_heard(peer, asked - patience_s):
             return
-        self._checked.add(peer)
+        self._checking.add(peer)
         try:
             if await self._daemon.answers(peer, within_s=patience_s) or self._has_heard(peer, asked):
                 return
@@ -208,7 +208,7 @@ class P2pdTransport:
         except (PeerUnreachable, IncompatibleVersion) as error:  # there is none, or somebody answered
             _log.debug("no echo of %s: %s", peer, error)
         finally:
-            self._checked.discard(peer)
+            self._checking.discard(peer)
 
     def _has_heard(self, peer: PeerId, since: float) -> bool:
         return any(stream.heard > since for stream in self._with(peer))

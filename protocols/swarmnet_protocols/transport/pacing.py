@@ -63,6 +63,10 @@ class Bucket:
         self._at = now
 
 
+_Queue = deque[tuple[int, asyncio.Future[None]]]
+"""How many bytes are to go, and who waits until they may."""
+
+
 class Line:
     """One direction of everything that a peer sends or receives."""
 
@@ -73,8 +77,8 @@ class Line:
         """Payloads that come as they are granted, at the moment."""
         self._bucket = Bucket()
         self._small_bucket = Bucket()
-        self._small: deque[tuple[float, asyncio.Future[None]]] = deque()
-        self._large: deque[tuple[float, asyncio.Future[None]]] = deque()
+        self._small: _Queue = deque()
+        self._large: _Queue = deque()
         self._small_turns = 0
         self._timer: asyncio.TimerHandle | None = None
         self._charged_bytes = 0.0
@@ -135,8 +139,8 @@ class Line:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        while (waiting := self._next()) is not None:
-            queue, (size_bytes, future) = waiting
+        while (queue := self._next()) is not None:
+            size_bytes, waiting = queue[0]
             wait_s = self._bucket.wait_s(_now())
             if queue is self._small:
                 wait_s = min(wait_s, self._small_bucket.wait_s(_now()))
@@ -147,19 +151,18 @@ class Line:
             self._small_turns = self._small_turns + 1 if queue is self._small else 0
             if queue is self._small:
                 self._small_bucket.charge(size_bytes * WIRE_FACTOR, _now())
-            self.count(int(size_bytes))
-            future.set_result(None)
+            self.count(size_bytes)
+            waiting.set_result(None)
 
-    def _next(
-        self,
-    ) -> "tuple[deque[tuple[float, asyncio.Future[None]]], tuple[float, asyncio.Future[None]]] | None":
+    def _next(self) -> _Queue | None:
+        """Whose first is next; None if nobody waits."""
         for queue in (self._small, self._large):
             while queue and queue[0][1].done():  # who was cancelled waits no longer
                 queue.popleft()
         may_large = self._large and self._bucket.wait_s(_now()) == 0
         large_first = may_large and self._small_turns >= SMALL_TURNS
         queue = self._large if large_first or not self._small else self._small
-        return (queue, queue[0]) if queue else None
+        return queue or None
 
 
 class Pace:
