@@ -22,7 +22,8 @@ from swarmnet_protocols.transport.sock_diag import TcpSocket, sockets_of, tcp_so
 
 _log = logging.getLogger(__name__)
 
-_PIDFD_GETFD = 438  # of asm-generic/unistd.h, on every processor that p2pd is built for
+# Of asm-generic/unistd.h, on every processor that p2pd is built for. A Python that was built on an old system has no os.pidfd_open.
+_PIDFD_OPEN, _PIDFD_GETFD = 434, 438
 _ROUND_TRIP = struct.Struct("=68xI")  # in microseconds, of struct tcp_info
 _MAPPED = bytes(10) + b"\xff\xff"
 _OVER_TCP = re.compile(r"(?:/ip6zone/[^/]+)?/ip([46])/([^/]+)/tcp/(\d+)")
@@ -115,7 +116,7 @@ def _listeners(pid: int) -> set[Listener]:
         if each.inode in own
     ]
     with contextlib.ExitStack() as stack:
-        pidfd = os.pidfd_open(pid)
+        pidfd = _open(pid)
         stack.callback(os.close, pidfd)
         for each in listening:
             stack.callback(os.close, _borrow(pidfd, own[each.inode]))
@@ -133,7 +134,7 @@ def _accepted(listeners: Iterable[Listener]) -> list[TcpSocket]:
 
 def _shut_down(pid: int, half_open: Iterable[TcpSocket]) -> None:
     own = sockets_of(pid)
-    pidfd = os.pidfd_open(pid)
+    pidfd = _open(pid)
     try:
         for each in half_open:
             if each.inode in own:
@@ -152,10 +153,20 @@ def _shut_down_one(descriptor: int, inode: int) -> None:
         os.close(descriptor)
 
 
+def _open(pid: int) -> int:
+    """A descriptor of a process. Raises ``OSError`` if it has ended, or the system forbids it."""
+    return _descriptor("pidfd_open", _PIDFD_OPEN, pid, 0)
+
+
 def _borrow(pidfd: int, descriptor: int) -> int:
     """A descriptor of ours for the same file. Raises ``OSError`` if the system forbids it."""
-    duplicate: int = _libc.syscall(_PIDFD_GETFD, pidfd, descriptor, 0)
-    if duplicate < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"pidfd_getfd: {os.strerror(number)}")
-    return duplicate
+    return _descriptor("pidfd_getfd", _PIDFD_GETFD, pidfd, descriptor, 0)
+
+
+def _descriptor(name: str, number: int, *arguments: int) -> int:
+    """What a call of the system gives."""
+    descriptor: int = _libc.syscall(number, *arguments)
+    if descriptor < 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"{name}: {os.strerror(error)}")
+    return descriptor
