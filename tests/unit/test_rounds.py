@@ -55,6 +55,8 @@ class Net:
         self.up: set[tuple[int, int]] = set()
         self._queue: list[tuple[float, int, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
+        self._missed: dict[int, list[Callable[[], None]]] = {}
+        """What a sleeper will find when it wakes, in order."""
         self._arrival: dict[tuple[int, int], float] = {}
         for me in order:
             for other in order:
@@ -128,11 +130,16 @@ class Net:
             self.later(member, TIMING.silence_s, partial(self.silence, member, victim))
 
         def wake() -> None:
-            self.asleep.discard(victim)
+            self.wake(victim)
             for member in others:
                 self.later(member, 0.1, partial(self.link, member, victim, True))
 
         self.later(-1, pause_s, wake)
+
+    def wake(self, sleeper: int) -> None:
+        self.asleep.discard(sleeper)
+        for action in self._missed.pop(sleeper, ()):
+            self.later(sleeper, 0.0, action)
 
     def silence(self, member: int, victim: int) -> None:
         if victim in self.asleep:
@@ -144,7 +151,7 @@ class Net:
             at, _, member, action = heapq.heappop(self._queue)
             self.now = max(self.now, at)
             if member in self.asleep:
-                self.later(member, 0.5, action)
+                self._missed.setdefault(member, []).append(action)
             elif member not in self.dead:
                 action()
 
@@ -199,7 +206,7 @@ def test_nobody_waits_longer_for_a_member_that_has_not_begun_than_for_a_contribu
 
     def wake() -> None:
         early.extend(net.finishes)
-        net.asleep.clear()
+        net.wake(absent)
 
     net.later(-1, TIMING.settle_s - 0.1, wake)
     net.run()
