@@ -6,6 +6,7 @@ import random
 import signal
 import socket
 import struct
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,20 @@ from .conftest import LOOPBACK, NOBODY, P2pdLab, peer_process
 pytestmark = pytest.mark.slow
 
 DEADLINE_S = 60.0
+
+
+def test_temporary_files_may_have_a_longer_path_than_sockets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+
+    async def main() -> None:
+        async with P2pdTransport.create(P2pdConfig(tmp_path / "identity", listen=LOOPBACK)) as transport:
+            assert peer_of(transport.addresses()[0]) == transport.peer_id
+
+    asyncio.run(main())
 
 
 def test_a_killed_process_ends_its_streams_and_its_p2pd(

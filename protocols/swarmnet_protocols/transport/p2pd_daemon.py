@@ -32,6 +32,10 @@ _log = logging.getLogger(__name__)
 OPEN_FILES = 2 * IN_ALL[Stock.STREAMS]
 """Every stream is a descriptor, here and in p2pd; the usual limit of 1024 is less than what peers may open."""
 
+_MAX_FOLDER_BYTES = 64
+"""With the names of a folder and a socket behind it, 31 bytes, a path is well below the 103 that macOS takes; Linux takes 107."""
+_SHORT_FOLDER = "/tmp"  # noqa: S108 - what we make there has a name that nobody knows, and is open to us alone
+
 _STARTUP_S = 20.0
 _SHUTDOWN_S = 5.0
 _IDLE_TIMEOUT = "60s"
@@ -252,7 +256,10 @@ async def run_p2pd(config: DaemonConfig) -> AsyncIterator[P2pd]:
     for address in config.listen:
         check_free(address)
     _allow_open_files()
-    with tempfile.TemporaryDirectory(prefix="swarmnet-") as directory:  # 0700
+    folder = tempfile.gettempdir()
+    if len(os.fsencode(folder)) > _MAX_FOLDER_BYTES:
+        folder = _SHORT_FOLDER
+    with tempfile.TemporaryDirectory(prefix="swarmnet-", dir=folder) as directory:  # 0700
         control_path = Path(directory, "p2pd.sock")
         process = await _spawn(config, control_path)
         output = asyncio.create_task(_log_output(process))
