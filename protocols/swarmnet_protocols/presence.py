@@ -1,8 +1,9 @@
 """Finds out that another process is on the network under our identity: two machines have copies of one key.
 
 Each process keeps saying in the directory that it is there, with a number of its own. Both records have the same signer and topic,
-so whoever looks finds the newer one, which should be its own. None of the two ends of itself: nobody can say which one is meant,
-and a thief of the key could end the rightful one. The owner is told.
+so whoever looks finds the newer one, which should be its own. Who has started, or finds another's word, looks and speaks more often
+for a while: the other sees it at its next look, and both are sure a few seconds later. None of the two ends of itself: nobody can say
+which one is meant, and a thief of the key could end the rightful one. The owner is told.
 """
 
 import asyncio
@@ -31,6 +32,10 @@ _log = logging.getLogger(__name__)
 PROCESS_BYTES = 16
 REMEMBERED_S = 600.0
 """A double that has not been heard of for so long is gone."""
+MORE_OFTEN = 12
+"""By how much whoever may have a double looks and speaks more often."""
+DOUBTS = 1.5
+"""For how many times ``Timing.presence_s`` it does: until a double that is there has looked, too."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +58,16 @@ class Double:
         self._last: Presence | None = None
         self._heard_at = -REMEMBERED_S
 
-    def look(self, found: Presence, now: float) -> None:
-        """Take note of the newest presence in our name, which is mostly our own."""
+    def look(self, found: Presence, now: float) -> bool:
+        """Take note of the newest presence in our name, which is mostly our own; whether it is another's first word, or a later one."""
         if found.process == self._process:
-            return
-        if self._last is not None and found.sequence > self._last.sequence:
+            return False
+        is_later = self._last is not None and found.sequence > self._last.sequence
+        is_news = self._last is None or is_later
+        if is_later:
             self._heard_at = now
         self._last = found
+        return is_news
 
     def at(self, now: float) -> Presence | None:
         """The last sign of a double that is there; None if none is."""
@@ -126,9 +134,12 @@ class Watch:
 
     async def _keep(self) -> NoReturn:
         was_there = False
+        seldom_s = self._timing.presence_s
+        doubts_until = self._now() + DOUBTS * seldom_s
         while True:
             with contextlib.suppress(SwarmnetError):  # the directory may answer the next time
-                await self._look()
+                if await self._look() and not was_there:
+                    doubts_until = self._now() + DOUBTS * seldom_s
             warning = self.warning()
             if warning and not was_there:
                 _log.warning("%s", warning)
@@ -137,16 +148,20 @@ class Watch:
             was_there = bool(warning)
             with contextlib.suppress(SwarmnetError):
                 await self._say()
-            await asyncio.sleep(self._timing.presence_s * self._rng.uniform(0.8, 1.0))
+            pause_s = seldom_s / MORE_OFTEN if self._now() < doubts_until else seldom_s
+            await asyncio.sleep(pause_s * self._rng.uniform(0.8, 1.0))
 
-    async def _look(self) -> None:
+    async def _look(self) -> bool:
+        """Whether there is word of a double."""
         peer = self._transport.peer_id
+        is_news = False
         for record in await self._directory.lookup(topic_of(peer)):
             if peer_id_of(record.signer) == peer:  # others may write there too
                 with contextlib.suppress(DecodeError):
                     said = pb.PresenceRecord.FromString(record.body)
                     found = Presence(said.process, tuple(said.addresses[:MAX_ADDRESSES]), record.sequence)
-                    self._double.look(found, self._now())
+                    is_news |= self._double.look(found, self._now())
+        return is_news
 
     async def _say(self) -> None:
         said = pb.PresenceRecord(

@@ -50,7 +50,7 @@ class Timing:
     announce_s: float = 15.0
     """Between two announcements by a host."""
     presence_s: float = 60.0
-    """Between two words of a process that it is there under its identity: of a copy of its key its owner is told within two of them."""
+    """Between two words of a process that it is there under its identity: of a copy of its key its owner is told within one and a half."""
     chunk_s: float = 30.0
     """For a chunk of a job's state, a part of a pass, or each MiB of any message: over the slowest line that is worth waiting for.
 

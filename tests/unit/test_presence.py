@@ -3,12 +3,13 @@
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import pairwise
 
 import pytest
 
 from swarmnet_protocols.directory import MemoryBoard, MemoryDirectory
 from swarmnet_protocols.identity import Identity
-from swarmnet_protocols.presence import REMEMBERED_S, Double, Presence, Watch, topic_of
+from swarmnet_protocols.presence import DOUBTS, REMEMBERED_S, Double, Presence, Watch, topic_of
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.transport import Transport
 from swarmnet_protocols.transport.memory import MemoryNetwork
@@ -93,6 +94,40 @@ def test_two_machines_with_one_key_find_each_other_and_say_what_to_do(
         await live(one, REMEMBERED_S + TWO_LOOKS_S)  # alone again
         assert not one.warning()
         assert [bool(told) for told in machines.told] == [True, True, True, False]
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("alone_s", [0.0, 1.0, 20.0, 70.0, 1000.0, 1033.0])
+def test_both_owners_are_told_soon_after_the_second_has_started(alone_s: float) -> None:
+    async def scenario(machines: Machines) -> None:
+        one, other = machines.watch(1), machines.watch(2)
+        first = asyncio.create_task(live(one, alone_s + DOUBTS * TIMING.presence_s))
+        await asyncio.sleep(alone_s)
+        await live(other, DOUBTS * TIMING.presence_s - 1.0)
+        assert one.warning()
+        assert other.warning()
+        await first
+
+    run(scenario)
+
+
+def test_who_has_no_double_looks_seldom_before_long() -> None:
+    async def scenario(machines: Machines) -> None:
+        watch = machines.watch(1)
+        looked: list[float] = []
+        look = watch._look
+
+        async def noted() -> bool:
+            looked.append(asyncio.get_running_loop().time())
+            return await look()
+
+        watch._look = noted  # type: ignore[method-assign]
+        await live(watch, 20 * TIMING.presence_s)
+        pauses = [later - earlier for earlier, later in pairwise(looked)]
+        assert max(pauses[:3]) < TIMING.presence_s / 5
+        assert min(pauses[-15:]) > 0.8 * TIMING.presence_s
+        assert len(looked) < 45
 
     run(scenario)
 
