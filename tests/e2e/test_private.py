@@ -68,6 +68,11 @@ class PrivateSwarm:
         )
         return self._stack.enter_context(model)
 
+    def clients(self) -> set[str]:
+        """Who may ask and no more."""
+        members = call("swarm", "members", self.swarm, "--data-dir", str(self.issuer.data_dir))["members"]
+        return {row["peer_id"] for row in members if row["roles"] == ["client"]}
+
     def revoke(self, peer_id: str) -> None:
         told = call("swarm", "revoke", peer_id, self.swarm, "--bootstrap", self.address)["told"]
         assert told == [self.issuer.ready["peer_id"]]
@@ -77,63 +82,25 @@ class PrivateSwarm:
         return self._stack.enter_context(NodeProcess((*arguments, *options), self.directory / name))
 
 
-@pytest.fixture
-def private(tmp_path: Path) -> Iterator[PrivateSwarm]:
-    with ExitStack() as stack:
-        yield PrivateSwarm(tmp_path, stack)
-
-
 @pytest.fixture(scope="module")
-def talkative(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrivateSwarm]:
-    """One whose nodes log all they can."""
+def private(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrivateSwarm]:
+    """Its nodes log all they can. The last of the tests that share it puts its host out."""
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
         patch.setenv("SWARMNET_LOG_LEVEL", "debug")
-        yield PrivateSwarm(tmp_path_factory.mktemp("talkative"), stack)
+        yield PrivateSwarm(tmp_path_factory.mktemp("private"), stack)
 
 
-def test_who_is_invited_is_in_and_who_is_revoked_is_out(private: PrivateSwarm) -> None:
-    wanted = private.reference.greedy(PROMPT[0].tolist(), TOKENS)
-
-    def answer(model: Any) -> list[int]:
-        tokens: list[int] = model.generate(PROMPT, max_new_tokens=TOKENS, do_sample=False)[0, 5:].tolist()
-        return tokens
-
-    invite = private.invite("client")
-    model = private.connect(invite, "alice")
-    # What is left of the session at its end is nobody's any more.
-    with contextlib.suppress(NotAuthorised), model.session(max_length=64):
-        assert answer(model) == wanted
-        assert [node.status.sessions for node in (private.issuer, private.host)] == [1, 1]
-        members = call("swarm", "members", private.swarm, "--data-dir", str(private.issuer.data_dir))
-        (member,) = (row for row in members["members"] if row["roles"] == ["client"])
-        started = time.monotonic()
-        private.revoke(member["peer_id"])
-        with pytest.raises(NotAuthorised, match="revoked"):
-            model._runtime._over.result(REVOKED_S)
-        print(f"metric=revoked_s value={time.monotonic() - started:.1f} goal={REVOKED_S:g}")
-    assert [node.status.sessions for node in (private.issuer, private.host)] == [0, 0]
-    with pytest.raises(NotAuthorised, match="revoked"):
-        private.connect(invite, "alice")
-
-    # Those who were not revoked go on; a revoked host stops by itself.
-    other = private.connect(private.invite("client"), "bob")
-    assert answer(other) == wanted
-    private.revoke(private.host.ready["peer_id"])
-    assert private.host.wait_for_end(timeout_s=REVOKED_S) == NOT_AUTHORISED
-    assert private.host.events[-1]["error"] == "not_authorised"
-
-
-def test_the_command_of_a_client_that_is_revoked_ends_as_documented(talkative: PrivateSwarm) -> None:
+def test_the_command_of_a_client_that_is_revoked_ends_as_documented(private: PrivateSwarm) -> None:
     where = (
         "--cache-dir",
-        str(talkative.directory / "cache"),
+        str(private.directory / "cache"),
         "--data-dir",
-        str(talkative.directory / "carol"),
+        str(private.directory / "carol"),
     )
-    run_it = ("run", talkative.model, "-n", "2", "--bootstrap", talkative.address, *where, "--swarm")
+    run_it = ("run", private.model, "-n", "2", "--bootstrap", private.address, *where, "--swarm")
     with RunningCommand(
-        (*run_it, talkative.invite("client"), "--chat"),
-        talkative.directory / "carol.log",
+        (*run_it, private.invite("client"), "--chat"),
+        private.directory / "carol.log",
         stdin=subprocess.PIPE,
     ) as chat:
         assert chat.process.stdin is not None
@@ -143,8 +110,8 @@ def test_the_command_of_a_client_that_is_revoked_ends_as_documented(talkative: P
             chat.wait_for_more(timeout_s=REVOKED_S)
             assert chat.process.poll() is None, chat.log.read_text()
         assert len(chat.events[0]["token_ids"]) == 2
-        members = call("swarm", "members", talkative.swarm, "--data-dir", str(talkative.issuer.data_dir))
-        talkative.revoke(next(row["peer_id"] for row in members["members"] if row["roles"] == ["client"]))
+        (carol,) = private.clients()
+        private.revoke(carol)
         chat.process.stdin.write("w21\n")
         chat.process.stdin.flush()
         assert chat.wait_for_end() == NOT_AUTHORISED
@@ -175,30 +142,30 @@ def sequences(ids: Sequence[int]) -> list[bytes]:
     return [text.encode() for text in texts] + packed
 
 
-def test_no_file_log_or_command_line_has_a_prompt_or_a_secret(talkative: PrivateSwarm) -> None:
+def test_no_file_log_or_command_line_has_a_prompt_or_a_secret(private: PrivateSwarm) -> None:
     """What is asked and answered stays in memory; keys stay in their files, and invites where they were put."""
-    invite = talkative.invite("client")
-    asker = talkative.connect(invite, "asker")
+    invite = private.invite("client")
+    asker = private.connect(invite, "asker")
     answer = asker.generate(torch.tensor([CANARY]), max_new_tokens=8, do_sample=False)[
         0, len(CANARY) :
     ].tolist()
-    nodes = (talkative.issuer, talkative.host)
+    nodes = (private.issuer, private.host)
     command_lines = [b" ".join(map(str.encode, each.cmdline())) for node in nodes for each in node.family]
     events = [json.dumps(event).encode() for node in nodes for event in node.events]
     for node in nodes:
         assert "DEBUG" in node.log.read_text().upper(), "the logs are on"
 
     assert len(set(answer)) > 3, "else it is found anywhere"
-    key = load_pem_private_key(talkative.authority_key.read_bytes(), password=None)
-    invites = (invite, talkative.invites.read_text())
+    key = load_pem_private_key(private.authority_key.read_bytes(), password=None)
+    invites = (invite, private.invites.read_text())
     secrets = [key.private_bytes_raw(), *(read_invite(text, now=0.0).seed for text in invites)]  # type: ignore[union-attr]
     canaries = [
         *sequences(CANARY),
         *sequences(answer),
         *(form for each in secrets for form in encodings(each)),
     ]
-    files = [path for path in talkative.directory.rglob("*") if path.is_file()]
-    at_home = {talkative.authority_key, talkative.invites}
+    files = [path for path in private.directory.rglob("*") if path.is_file()]
+    at_home = {private.authority_key, private.invites}
     places = {str(path): path.read_bytes() for path in files if path not in at_home}
     places |= {"command lines": b"\n".join(command_lines), "stdout": b"\n".join(events)}
     hits = [(place, canary) for place, content in places.items() for canary in canaries if canary in content]
@@ -208,33 +175,65 @@ def test_no_file_log_or_command_line_has_a_prompt_or_a_secret(talkative: Private
         assert any(canary in place.read_bytes() for canary in canaries), "what is looked for is found"
 
 
-def test_strangers_are_told_that_they_are_none_of_us(talkative: PrivateSwarm) -> None:
-    published = shutil.copy(Path(talkative.swarm, "swarm.toml"), talkative.directory / "published.toml")
+def test_strangers_are_told_that_they_are_none_of_us(private: PrivateSwarm) -> None:
+    published = shutil.copy(Path(private.swarm, "swarm.toml"), private.directory / "published.toml")
     arguments = (
         "run",
-        talkative.model,
+        private.model,
         "w5 w6",
         "--raw",
         "--swarm",
         str(published),
         "--bootstrap",
-        talkative.address,
+        private.address,
     )
-    where = ("--data-dir", str(talkative.directory / "stranger"), "--json")
+    where = ("--data-dir", str(private.directory / "stranger"), "--json")
     stranger = run(*arguments, *where)
     assert stranger.returncode == 4
     assert "members only" in stranger.stdout
     # A client's certificate does not make a host.
     mere_client = run(
         "join",
-        talkative.invite("client"),
+        private.invite("client"),
         "--model",
-        talkative.model,
+        private.model,
         "--data-dir",
-        str(talkative.directory / "client"),
+        str(private.directory / "client"),
         "--listen",
         "/ip4/127.0.0.1/tcp/0",
         "--json",
     )
     assert mere_client.returncode == 4
     assert "host" in mere_client.stdout
+
+
+def test_who_is_invited_is_in_and_who_is_revoked_is_out(private: PrivateSwarm) -> None:
+    wanted = private.reference.greedy(PROMPT[0].tolist(), TOKENS)
+
+    def answer(model: Any) -> list[int]:
+        tokens: list[int] = model.generate(PROMPT, max_new_tokens=TOKENS, do_sample=False)[0, 5:].tolist()
+        return tokens
+
+    before = private.clients()
+    invite = private.invite("client")
+    model = private.connect(invite, "alice")
+    # What is left of the session at its end is nobody's any more.
+    with contextlib.suppress(NotAuthorised), model.session(max_length=64):
+        assert answer(model) == wanted
+        assert [node.status.sessions for node in (private.issuer, private.host)] == [1, 1]
+        (alice,) = private.clients() - before
+        started = time.monotonic()
+        private.revoke(alice)
+        with pytest.raises(NotAuthorised, match="revoked"):
+            model._runtime._over.result(REVOKED_S)
+        print(f"metric=revoked_s value={time.monotonic() - started:.1f} goal={REVOKED_S:g}")
+    assert [node.status.sessions for node in (private.issuer, private.host)] == [0, 0]
+    with pytest.raises(NotAuthorised, match="revoked"):
+        private.connect(invite, "alice")
+
+    # Those who were not revoked go on; a revoked host stops by itself.
+    other = private.connect(private.invite("client"), "bob")
+    assert answer(other) == wanted
+    private.revoke(private.host.ready["peer_id"])
+    assert private.host.wait_for_end(timeout_s=REVOKED_S) == NOT_AUTHORISED
+    assert private.host.events[-1]["error"] == "not_authorised"
