@@ -1,6 +1,7 @@
 """Real training workers: processes, sockets, the DHT; one is killed in mid-run and one joins."""
 
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -86,24 +87,6 @@ def test_workers_train_while_one_is_killed_and_another_joins(tmp_path: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.alone
-def test_a_worker_whose_p2pd_dies_saves_and_says_what_to_do(tmp_path: Path) -> None:
-    job = create_job(tmp_path, write_job(tmp_path, "diloco", "sync_every = 20", rounds=ROUNDS))
-    with workers(tmp_path, job, "anna") as running:
-        worker = running["anna"]
-        done = worker.wait("round", round=2)["round"]
-        worker.send_signal(signal.SIGKILL, python=False)
-        assert worker.wait_for_end() == 1
-        error = worker.wait("error")
-        assert "p2pd died" in error["message"]
-        assert "start it again" in error["hint"]
-        assert "Traceback" not in worker.log.read_text()
-        saved = Checkpoints(job_folder(worker.data_dir, job)).load_newest(job)
-        assert saved is not None
-        assert saved.round > done
-
-
-@pytest.mark.slow
-@pytest.mark.alone
 def test_who_is_asked_to_leave_hands_over_what_it_owes(tmp_path: Path) -> None:
     exchange = 'min_workers = 2\ncodec = "topk"'
     job = create_job(tmp_path, write_job(tmp_path, "diloco", "sync_every = 20", exchange, rounds=ROUNDS))
@@ -119,27 +102,52 @@ def test_who_is_asked_to_leave_hands_over_what_it_owes(tmp_path: Path) -> None:
         assert not saved.outer[ERROR].any()
 
 
+@pytest.fixture(scope="module")
+def anna(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, WorkerProcess]]:
+    """A job, and the one who trains it. The last of the tests that share her ends her."""
+    folder = tmp_path_factory.mktemp("anna")
+    job = create_job(folder, write_job(folder, "diloco", "sync_every = 20", rounds=ROUNDS))
+    with workers(folder, job, "anna") as running:
+        yield job, running["anna"]
+
+
 @pytest.mark.slow
 @pytest.mark.alone
-def test_strangers_end_their_own_streams_and_nothing_else(tmp_path: Path) -> None:
-    job = create_job(tmp_path, write_job(tmp_path, "diloco", "sync_every = 20", rounds=ROUNDS))
-    with workers(tmp_path, job, "anna") as running:
-        worker = running["anna"]
-        before = worker.wait("round", round=1)
+def test_strangers_end_their_own_streams_and_nothing_else(
+    anna: tuple[str, WorkerProcess], tmp_path: Path
+) -> None:
+    _, worker = anna
+    before = worker.wait("round", round=1)
 
-        async def scenario(transport: P2pdTransport) -> None:
-            peer = PeerId(worker.wait("ready")["peer_id"])
-            for protocol in TRAINING:
-                await send_garbage(transport, peer, protocol)
-                for sizes in ((1 << 31, 0), (0, 1 << 31)):
-                    await send_oversized(transport, peer, protocol, sizes)
+    async def scenario(transport: P2pdTransport) -> None:
+        peer = PeerId(worker.wait("ready")["peer_id"])
+        for protocol in TRAINING:
+            await send_garbage(transport, peer, protocol)
+            for sizes in ((1 << 31, 0), (0, 1 << 31)):
+                await send_oversized(transport, peer, protocol, sizes)
 
-        size = psutil.Process(worker.process.pid).memory_info().rss
-        run_stranger(bootstrap(running), scenario, tmp_path)
-        assert psutil.Process(worker.process.pid).memory_info().rss - size < GROWTH_BYTES
-        now = max(worker.hashes())
-        assert now > before["round"]
-        assert worker.wait("round", round=now + 2)["committed"]
+    size = psutil.Process(worker.process.pid).memory_info().rss
+    run_stranger(bootstrap({"anna": worker}), scenario, tmp_path)
+    assert psutil.Process(worker.process.pid).memory_info().rss - size < GROWTH_BYTES
+    now = max(worker.hashes())
+    assert now > before["round"]
+    assert worker.wait("round", round=now + 2)["committed"]
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+def test_a_worker_whose_p2pd_dies_saves_and_says_what_to_do(anna: tuple[str, WorkerProcess]) -> None:
+    job, worker = anna
+    worker.wait("round", round=2)
+    worker.send_signal(signal.SIGKILL, python=False)
+    assert worker.wait_for_end() == 1
+    error = worker.wait("error")
+    assert "p2pd died" in error["message"]
+    assert "start it again" in error["hint"]
+    assert "Traceback" not in worker.log.read_text()
+    saved = Checkpoints(job_folder(worker.data_dir, job)).load_newest(job)
+    assert saved is not None
+    assert saved.round > max(worker.hashes())
 
 
 @pytest.mark.parametrize(
