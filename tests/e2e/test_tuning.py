@@ -209,12 +209,12 @@ def test_the_example_in_the_page_on_tuning(
 
 
 @pytest.mark.slow
-def test_the_real_model_trains_through_hosts_that_are_killed(tmp_path: Path) -> None:
+def test_the_real_model_trains_through_hosts_that_are_killed(tmp_path: Path, cache_dir: Path) -> None:
     """The host of the upper half is killed after the forward: another computes its gradients."""
     texts = [list(range(100 + row, 130 + row)) for row in range(5)]
     spans = ((0, 15), (15, 30), (15, 30))
-    with swarm(tmp_path / "lab", tmp_path / "cache", *spans) as lab, lab.connect() as model:
-        whole: Any = resolve(lab.model, cache_dir=tmp_path / "cache").load_whole(
+    with swarm(tmp_path / "lab", cache_dir, *spans) as lab, lab.connect() as model:
+        whole: Any = resolve(lab.model, cache_dir=cache_dir).load_whole(
             dtype=torch.float32, device=torch.device("cpu")
         )
         prompts, local_prompts = new_prompts(576), new_prompts(576)
