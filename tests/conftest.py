@@ -49,6 +49,10 @@ def pytest_runtest_setup() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A slow test waits for processes to start, as long as a busy machine needs; what hangs is ended."""
     for item in items:
+        if item.get_closest_marker("alone") and "e2e" not in item.path.parts:
+            raise pytest.UsageError(
+                f"{item.nodeid} is marked alone: `make test` looks for those in e2e/ only"
+            )
         is_slow = item.get_closest_marker("slow") or item.get_closest_marker("net")
         if is_slow and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(HANGS_AFTER_S))
