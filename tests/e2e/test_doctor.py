@@ -14,8 +14,7 @@ from swarmnet import cli
 from swarmnet.doctor import gather
 from tests.support.commands import RunningCommand, call
 
-# What a doctor finds out within seconds depends on what else the machine does.
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
