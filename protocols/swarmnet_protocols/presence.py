@@ -1,9 +1,9 @@
 """Finds out that another process is on the network under our identity: two machines have copies of one key.
 
 Each process keeps saying in the directory that it is there, with a number of its own. Both records have the same signer and topic,
-so whoever looks finds the newer one, which should be its own. Who has started, or finds another's word, looks and speaks more often
-for a while: the other sees it at its next look, and both are sure a few seconds later. None of the two ends of itself: nobody can say
-which one is meant, and a thief of the key could end the rightful one. The owner is told.
+so whoever looks finds the newer one, which should be its own. Who finds another's word looks and speaks more often for a while: the
+other sees it at its next look, and both are sure a few seconds later. So does who has just started, in case both have. None of the
+two ends of itself: nobody can say which one is meant, and a thief of the key could end the rightful one. The owner is told.
 """
 
 import asyncio
@@ -34,8 +34,8 @@ REMEMBERED_S = 600.0
 """A double that has not been heard of for so long is gone."""
 MORE_OFTEN = 12
 """By how much whoever may have a double looks and speaks more often."""
-DOUBTS = 1.5
-"""For how many times ``Timing.presence_s`` it does: until a double that is there has looked, too."""
+DOUBTS_AT_START, DOUBTS = 0.25, 1.5
+"""For how many times ``Timing.presence_s`` it does: until another who starts now, or after a double's word one who is there, has looked too."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Watch:
     async def _keep(self) -> NoReturn:
         was_there = False
         seldom_s = self._timing.presence_s
-        doubts_until = self._now() + DOUBTS * seldom_s
+        doubts_until = self._now() + DOUBTS_AT_START * seldom_s
         while True:
             with contextlib.suppress(SwarmnetError):  # the directory may answer the next time
                 if await self._look() and not was_there:
@@ -148,8 +148,11 @@ class Watch:
             was_there = bool(warning)
             with contextlib.suppress(SwarmnetError):
                 await self._say()
-            pause_s = seldom_s / MORE_OFTEN if self._now() < doubts_until else seldom_s
-            await asyncio.sleep(pause_s * self._rng.uniform(0.8, 1.0))
+            if self._now() < doubts_until:
+                # Unevenly: of two who look and speak in step one hears only itself.
+                await asyncio.sleep(self._rng.uniform(0.4, 1.0) * seldom_s / MORE_OFTEN)
+            else:
+                await asyncio.sleep(self._rng.uniform(0.8, 1.0) * seldom_s)
 
     async def _look(self) -> bool:
         """Whether there is word of a double."""

@@ -98,7 +98,7 @@ def test_two_machines_with_one_key_find_each_other_and_say_what_to_do(
     run(scenario)
 
 
-@pytest.mark.parametrize("alone_s", [0.0, 1.0, 20.0, 70.0, 1000.0, 1033.0])
+@pytest.mark.parametrize("alone_s", [0.0, 0.3, 0.5, 0.7, 1.0, 3.0, 12.0, 20.0, 70.0, 1000.0, 1033.0])
 def test_both_owners_are_told_soon_after_the_second_has_started(alone_s: float) -> None:
     async def scenario(machines: Machines) -> None:
         one, other = machines.watch(1), machines.watch(2)
@@ -126,8 +126,7 @@ def test_who_has_no_double_looks_seldom_before_long() -> None:
         await live(watch, 20 * TIMING.presence_s)
         pauses = [later - earlier for earlier, later in pairwise(looked)]
         assert max(pauses[:3]) < TIMING.presence_s / 5
-        assert min(pauses[-15:]) > 0.8 * TIMING.presence_s
-        assert len(looked) < 45
+        assert min(pauses[8:]) > 0.8 * TIMING.presence_s
 
     run(scenario)
 
