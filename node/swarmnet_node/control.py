@@ -24,13 +24,13 @@ from swarmnet_protocols.errors import (
     SwarmnetError,
     Unreachable,
 )
+from swarmnet_protocols.files import MAX_SOCKET_PATH_BYTES
 from swarmnet_protocols.wire import control_pb2
 
 SOCKET_NAME = "control.sock"
 MAX_GRACE_S = 24 * 3600.0
 _ANSWER_TIMEOUT_S = 5.0
 _MAX_MESSAGE_BYTES = 1 << 20
-_MAX_SOCKET_PATH_BYTES = 100  # the kernel takes 107, macOS 103
 _SERVICE: str = control_pb2.DESCRIPTOR.services_by_name["Control"].full_name
 _REFUSALS = {
     grpc.StatusCode.INVALID_ARGUMENT: ConfigError,
@@ -263,7 +263,7 @@ def _explain(error: Any, data_dir: Path, nobody: SwarmnetError) -> SwarmnetError
 def _bindable(data_dir: Path) -> Iterator[str]:
     """A name of ``data_dir`` that is short enough for the address of a unix socket."""
     path = str(data_dir.absolute())
-    if len(os.fsencode(path)) + 1 + len(SOCKET_NAME) <= _MAX_SOCKET_PATH_BYTES:
+    if len(os.fsencode(path)) + 1 + len(SOCKET_NAME) <= MAX_SOCKET_PATH_BYTES:
         yield path
         return
     if not Path("/proc/self/fd").is_dir():

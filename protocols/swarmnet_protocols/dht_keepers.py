@@ -43,7 +43,7 @@ class Keepers:
         now = self._clock()
         self._found = {topic: found for topic, found in self._found.items() if now < found.until}
         found = self._found.pop(record.topic, None)
-        if found is None or not _as_many(await self._put(found.places, record, sealed), found.places):
+        if found is None or not self._is_enough(await self._put(found.places, record, sealed), found.places):
             places = await self._find(dht_keys(record.swarm, record.topic))
             kept = await self._put(places, record, sealed)
             if not self._is_enough(kept, places):
@@ -84,11 +84,11 @@ class Keepers:
                 for key in keys:
                     keepers[key].append(peer)
 
-    def _is_enough(self, kept: _Places, found: _Places) -> bool:
-        """Whether as many keep it as there could be of those found, and not only we."""
+    def _is_enough(self, kept: _Places, asked: _Places) -> bool:
+        """Whether as many keep it as could of those asked, and not only we."""
         others = {peer for peers in kept.values() for peer in peers} - {self._node.peer_id}
         return bool(others) and all(
-            len(kept[key]) == min(REPLICAS, len(peers)) for key, peers in found.items()
+            len(kept[key]) == min(REPLICAS, len(peers)) for key, peers in asked.items()
         )
 
     async def _call(self, peer: PeerID, keys: Sequence[DHTID], record: Record, sealed: bytes) -> bool:
@@ -101,8 +101,3 @@ class Keepers:
             return True
         values, signers = [value] * len(keys), [record.signer] * len(keys)
         return await protocol.call_store(peer, keys, values, record.expires_at, signers) is not None
-
-
-def _as_many(kept: _Places, wanted: _Places) -> bool:
-    """Whether nobody of those asked was silent."""
-    return all(len(kept[key]) == len(peers) for key, peers in wanted.items())

@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+MAX_SOCKET_PATH_BYTES = 100
+"""Of a unix socket's path: Linux takes 107, macOS 103."""
+
 
 @contextmanager
 def replacing(path: Path, *, prefix: str = ".", mode: int = 0o600, durable: bool = True) -> Iterator[Path]:

@@ -9,6 +9,7 @@ two ends of itself: nobody can say which one is meant, and a thief of the key co
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ REMEMBERED_S = 600.0
 MORE_OFTEN = 12
 """By how much whoever may have a double looks and speaks more often."""
 DOUBTS_AT_START, DOUBTS = 0.25, 1.5
-"""For how many times ``Timing.presence_s`` it does: until another who starts now, or after a double's word one who is there, has looked too."""
+"""How long it does, in ``Timing.presence_s``: until another who starts now, or after a double's word one who is there, has looked too."""
 
 
 @dataclass(frozen=True)
@@ -53,25 +54,35 @@ class Double:
     One record that is not ours may be left of a process that ended. Only who goes on saying that it is there is there.
     """
 
-    def __init__(self, process: bytes) -> None:
+    def __init__(self, process: bytes, seldom_s: float, now: float) -> None:
+        """Of ``process``, which starts ``now`` and looks every ``seldom_s`` where there is nothing to doubt."""
         self._process = process
+        self._seldom_s = seldom_s
+        self._doubts_until = now + DOUBTS_AT_START * seldom_s
         self._last: Presence | None = None
-        self._heard_at = -REMEMBERED_S
+        self._heard_at = -math.inf
 
-    def look(self, found: Presence, now: float) -> bool:
-        """Take note of the newest presence in our name, which is mostly our own; whether it is another's first word, or a later one."""
+    def look(self, found: Presence, now: float) -> None:
+        """Take note of the newest presence in our name, which is mostly our own."""
         if found.process == self._process:
-            return False
+            return
         is_later = self._last is not None and found.sequence > self._last.sequence
-        is_news = self._last is None or is_later
+        if self.at(now) is None and (self._last is None or is_later):
+            self._doubts_until = now + DOUBTS * self._seldom_s
         if is_later:
             self._heard_at = now
         self._last = found
-        return is_news
 
     def at(self, now: float) -> Presence | None:
         """The last sign of a double that is there; None if none is."""
         return self._last if now < self._heard_at + REMEMBERED_S else None
+
+    def pause_s(self, now: float, rng: Random) -> float:
+        """Until the next look and word."""
+        if now < self._doubts_until:
+            # Unevenly: of two who look and speak in step one hears only itself.
+            return rng.uniform(0.4, 1.0) * self._seldom_s / MORE_OFTEN
+        return rng.uniform(0.8, 1.0) * self._seldom_s
 
 
 def topic_of(peer: PeerId) -> str:
@@ -96,7 +107,7 @@ class Watch:
         self._rng = rng
         self._timing = timing
         self._process = rng.randbytes(PROCESS_BYTES)
-        self._double = Double(self._process)
+        self._double = Double(self._process, timing.presence_s, self._now())
 
     @classmethod
     @asynccontextmanager
@@ -134,12 +145,9 @@ class Watch:
 
     async def _keep(self) -> NoReturn:
         was_there = False
-        seldom_s = self._timing.presence_s
-        doubts_until = self._now() + DOUBTS_AT_START * seldom_s
         while True:
             with contextlib.suppress(SwarmnetError):  # the directory may answer the next time
-                if await self._look() and not was_there:
-                    doubts_until = self._now() + DOUBTS * seldom_s
+                await self._look()
             warning = self.warning()
             if warning and not was_there:
                 _log.warning("%s", warning)
@@ -148,23 +156,16 @@ class Watch:
             was_there = bool(warning)
             with contextlib.suppress(SwarmnetError):
                 await self._say()
-            if self._now() < doubts_until:
-                # Unevenly: of two who look and speak in step one hears only itself.
-                await asyncio.sleep(self._rng.uniform(0.4, 1.0) * seldom_s / MORE_OFTEN)
-            else:
-                await asyncio.sleep(self._rng.uniform(0.8, 1.0) * seldom_s)
+            await asyncio.sleep(self._double.pause_s(self._now(), self._rng))
 
-    async def _look(self) -> bool:
-        """Whether there is word of a double."""
+    async def _look(self) -> None:
         peer = self._transport.peer_id
-        is_news = False
         for record in await self._directory.lookup(topic_of(peer)):
             if peer_id_of(record.signer) == peer:  # others may write there too
                 with contextlib.suppress(DecodeError):
                     said = pb.PresenceRecord.FromString(record.body)
                     found = Presence(said.process, tuple(said.addresses[:MAX_ADDRESSES]), record.sequence)
-                    is_news |= self._double.look(found, self._now())
-        return is_news
+                    self._double.look(found, self._now())
 
     async def _say(self) -> None:
         said = pb.PresenceRecord(

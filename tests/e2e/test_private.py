@@ -97,6 +97,7 @@ def test_the_command_of_a_client_that_is_revoked_ends_as_documented(private: Pri
         "--data-dir",
         str(private.directory / "carol"),
     )
+    before = private.clients()
     run_it = ("run", private.model, "-n", "2", "--bootstrap", private.address, *where, "--swarm")
     with RunningCommand(
         (*run_it, private.invite("client"), "--chat"),
@@ -110,7 +111,7 @@ def test_the_command_of_a_client_that_is_revoked_ends_as_documented(private: Pri
             chat.wait_for_more(timeout_s=REVOKED_S)
             assert chat.process.poll() is None, chat.log.read_text()
         assert len(chat.events[0]["token_ids"]) == 2
-        (carol,) = private.clients()
+        (carol,) = private.clients() - before
         private.revoke(carol)
         chat.process.stdin.write("w21\n")
         chat.process.stdin.flush()

@@ -10,6 +10,7 @@ import pytest
 from swarmnet_protocols.directory import MemoryBoard, MemoryDirectory
 from swarmnet_protocols.identity import Identity
 from swarmnet_protocols.presence import DOUBTS, REMEMBERED_S, Double, Presence, Watch, topic_of
+from swarmnet_protocols.records import Record
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.transport import Transport
 from swarmnet_protocols.transport.memory import MemoryNetwork
@@ -101,9 +102,10 @@ def test_two_machines_with_one_key_find_each_other_and_say_what_to_do(
 @pytest.mark.parametrize("alone_s", [0.0, 0.3, 0.5, 0.7, 1.0, 3.0, 12.0, 20.0, 70.0, 1000.0, 1033.0])
 def test_both_owners_are_told_soon_after_the_second_has_started(alone_s: float) -> None:
     async def scenario(machines: Machines) -> None:
-        one, other = machines.watch(1), machines.watch(2)
+        one = machines.watch(1)
         first = asyncio.create_task(live(one, alone_s + DOUBTS * TIMING.presence_s))
         await asyncio.sleep(alone_s)
+        other = machines.watch(2)
         await live(other, DOUBTS * TIMING.presence_s - 1.0)
         assert one.warning()
         assert other.warning()
@@ -114,16 +116,14 @@ def test_both_owners_are_told_soon_after_the_second_has_started(alone_s: float) 
 
 def test_who_has_no_double_looks_seldom_before_long() -> None:
     async def scenario(machines: Machines) -> None:
-        watch = machines.watch(1)
         looked: list[float] = []
-        look = watch._look
 
-        async def noted() -> bool:
-            looked.append(asyncio.get_running_loop().time())
-            return await look()
+        class Noting(MemoryDirectory):
+            async def lookup(self, topic: str) -> Sequence[Record]:
+                looked.append(asyncio.get_running_loop().time())
+                return await super().lookup(topic)
 
-        watch._look = noted  # type: ignore[method-assign]
-        await live(watch, 20 * TIMING.presence_s)
+        await live(machines.watch(1, Noting), 20 * TIMING.presence_s)
         pauses = [later - earlier for earlier, later in pairwise(looked)]
         assert max(pauses[:3]) < TIMING.presence_s / 5
         assert min(pauses[8:]) > 0.8 * TIMING.presence_s
@@ -170,7 +170,7 @@ def test_whoever_has_another_key_is_not_heard() -> None:
 
 
 def test_one_word_of_a_process_that_may_be_gone_is_not_enough() -> None:
-    double = Double(b"ours")
+    double = Double(b"ours", TIMING.presence_s, 0.0)
     for now in range(100):
         double.look(Presence(b"theirs", (), 7), float(now))
         double.look(Presence(b"ours", (), 8), float(now))

@@ -22,6 +22,7 @@ from typing import Any
 
 from swarmnet_protocols.aio import until
 from swarmnet_protocols.errors import ConfigError, IncompatibleVersion, PeerUnreachable, SwarmnetError
+from swarmnet_protocols.files import MAX_SOCKET_PATH_BYTES
 from swarmnet_protocols.lean_imports import prepare_package
 from swarmnet_protocols.resources import IN_ALL, Stock
 from swarmnet_protocols.transport import PeerId
@@ -32,9 +33,9 @@ _log = logging.getLogger(__name__)
 OPEN_FILES = 2 * IN_ALL[Stock.STREAMS]
 """Every stream is a descriptor, here and in p2pd; the usual limit of 1024 is less than what peers may open."""
 
-_MAX_FOLDER_BYTES = 64
-"""With the names of a folder and a socket behind it, 31 bytes, a path is well below the 103 that macOS takes; Linux takes 107."""
-_SHORT_FOLDER = "/tmp"  # noqa: S108 - what we make there has a name that nobody knows, and is open to us alone
+_LONGEST_SOCKET = "swarmnet-xxxxxxxx/streams.sock"
+"""In a folder for temporary files."""
+_SHORT_FOLDER = "/tmp"  # noqa: S108 - where hivemind has its sockets anyway; what we make there is open to us alone
 
 _STARTUP_S = 20.0
 _SHUTDOWN_S = 5.0
@@ -256,9 +257,9 @@ async def run_p2pd(config: DaemonConfig) -> AsyncIterator[P2pd]:
     for address in config.listen:
         check_free(address)
     _allow_open_files()
-    folder = tempfile.gettempdir()
-    if len(os.fsencode(folder)) > _MAX_FOLDER_BYTES:
-        folder = _SHORT_FOLDER
+    folder = Path(tempfile.gettempdir())
+    if len(bytes(folder / _LONGEST_SOCKET)) > MAX_SOCKET_PATH_BYTES:
+        folder = Path(_SHORT_FOLDER)
     with tempfile.TemporaryDirectory(prefix="swarmnet-", dir=folder) as directory:  # 0700
         control_path = Path(directory, "p2pd.sock")
         process = await _spawn(config, control_path)
