@@ -28,8 +28,8 @@ from swarmnet_protocols.models.cut import with_blocks
 
 FUSION_TRIAL_POSITIONS = 5
 FUSION_TOLERANCE_EPS = 100
-NATIVE_LANES = 16
-"""Native code reads weights as fast as memory gives them; with more lanes arithmetic counts, which torch does better."""
+NATIVE_LANES = 32
+"""Native code reads weights as fast as memory gives them; the more lanes there are, the more arithmetic counts, which torch does as well."""
 
 
 class Stage:

@@ -115,6 +115,16 @@ def test_lanes_of_different_lengths_step_together(shape: str, native: Native, tm
         assert (outputs[1] - outputs[0]).norm() < 1e-5 * outputs[0].norm()
 
 
+@pytest.mark.parametrize("shape", ["llama", "llama, odd sizes"])
+def test_a_lane_gets_the_same_bits_whoever_is_beside_it(shape: str, native: Native, tmp_path: Path) -> None:
+    stage = load(tmp_path, shape, native)
+    rows = inputs(stage, NATIVE_LANES)
+    alone = [stage.forward([(stage.new_lane(), row[None])])[0] for row in rows]
+    for count in range(2, NATIVE_LANES + 1):
+        together = stage.forward([(stage.new_lane(), row[None]) for row in rows[:count]])
+        assert torch.equal(torch.cat(together), torch.cat(alone[:count])), count
+
+
 def pairs_of(stage: Stage, paths: Sequence[str], rank: int) -> dict[str, torch.Tensor]:
     """For linear modules of all layers, by the names in which they are told apart there."""
     modules = [

@@ -59,6 +59,18 @@ typedef struct {
     int64_t first, end;
 } range;
 
+/* What one instruction multiplies, and the counts of outputs and rows whose sums fit into the processor's registers. */
+#if defined __AVX512F__
+enum { WIDTH = 16, OUTPUTS = 4, TILE_ROWS = 8 };
+#elif defined __AVX__
+enum { WIDTH = 8, OUTPUTS = 4, TILE_ROWS = 4 };
+#elif defined __aarch64__
+enum { WIDTH = 4, OUTPUTS = 4, TILE_ROWS = 8 };
+#else
+enum { WIDTH = 4, OUTPUTS = 4, TILE_ROWS = 4 };
+#endif
+typedef float floats __attribute__((vector_size(WIDTH * sizeof(float)), aligned(sizeof(float))));
+
 static range share(int64_t count) {
     int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
     return (range){count * thread / threads, count * (thread + 1) / threads};
@@ -71,29 +83,69 @@ static float dot(const float *a, const float *b, int64_t size) {
     return sum;
 }
 
-/* Four rows at once: one sum alone waits for the latency of its own additions. */
-static void four_dots(const float *rows, const float *x, int64_t size, float *out) {
-    const float *second = rows + size, *third = second + size, *fourth = third + size;
-    float a = 0, b = 0, c = 0, d = 0;
-#pragma omp simd reduction(+ : a, b, c, d)
-    for (int64_t i = 0; i < size; i++) {
-        a += rows[i] * x[i];
-        b += second[i] * x[i];
-        c += third[i] * x[i];
-        d += fourth[i] * x[i];
+static float sum_of(floats x) {
+    typedef float four __attribute__((vector_size(4 * sizeof(float))));
+    four parts[WIDTH / 4];
+    memcpy(parts, &x, sizeof x);
+    for (int i = 1; i < WIDTH / 4; i++) parts[0] += parts[i];
+    return (parts[0][0] + parts[0][1]) + (parts[0][2] + parts[0][3]);
+}
+
+/* Some outputs of some rows, at most OUTPUTS and TILE_ROWS, both known to the compiler: their sums stay in registers, and are
+ * enough that none waits for the latency of its own additions. An output's sum is the same whatever else is in its tile.
+ * The weights that lie so far ahead are fetched meanwhile, or none for 0: memory would wait for the arithmetic of several rows.
+ * (Fetching what lies behind the last of them does nothing.) */
+static inline __attribute__((always_inline)) void tile(const float *weights, int64_t ahead, const float *x, int64_t size,
+                                                       const int outputs, const int rows, float *out,
+                                                       int64_t stride) {
+    floats sums[TILE_ROWS][OUTPUTS] = {0};
+    int64_t i = 0;
+    for (; i + WIDTH <= size; i += WIDTH) {
+        floats of_outputs[OUTPUTS];
+        for (int o = 0; o < outputs; o++) {
+            if (ahead) __builtin_prefetch(weights + ahead + o * size + i);
+            of_outputs[o] = *(const floats *)(weights + o * size + i);
+        }
+        for (int r = 0; r < rows; r++) {
+            floats of_row = *(const floats *)(x + r * size + i);
+            for (int o = 0; o < outputs; o++) sums[r][o] += of_outputs[o] * of_row;
+        }
     }
-    out[0] = a, out[1] = b, out[2] = c, out[3] = d;
+    for (int r = 0; r < rows; r++)
+        for (int o = 0; o < outputs; o++) {
+            float sum = sum_of(sums[r][o]);
+            for (int64_t j = i; j < size; j++) sum += weights[o * size + j] * x[r * size + j];
+            out[r * stride + o] = sum;
+        }
+}
+
+static void tiles(const float *weights, int64_t ahead, const float *x, int64_t size, int64_t rows, float *out,
+                  int64_t stride) {
+#define CASE(n)                                                                                        \
+    case n:                                                                                            \
+        if (n <= TILE_ROWS / 2) {                                                                      \
+            tile(weights, ahead, x, size, OUTPUTS, n, out, stride);                                    \
+        } else {                                                                                       \
+            const int half = OUTPUTS / 2;                                                              \
+            tile(weights, ahead, x, size, half, n, out, stride);                                       \
+            tile(weights + half * size, ahead, x, size, half, n, out + half, stride);                  \
+        }                                                                                              \
+        break;
+    switch (rows) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) }
 }
 
 /* x [rows][inputs] to the outputs in mine of out [rows][stride]. Weights are read once for all rows. */
 static void product(linear of, const float *x, int64_t rows, range mine, float *out, int64_t stride) {
     int64_t output = mine.first, size = of.inputs;
-    for (; output + 4 <= mine.end; output += 4)
-        for (int64_t row = 0; row < rows; row++)
-            four_dots(of.weight + output * size, x + row * size, size, out + row * stride + output);
+    for (; output + OUTPUTS <= mine.end; output += OUTPUTS)
+        for (int64_t row = 0; row < rows; row += TILE_ROWS) {
+            int64_t left = rows - row, ahead = row ? 0 : OUTPUTS * size;
+            tiles(of.weight + output * size, ahead, x + row * size, size, left < TILE_ROWS ? left : TILE_ROWS,
+                  out + row * stride + output, stride);
+        }
     for (; output < mine.end; output++)
         for (int64_t row = 0; row < rows; row++)
-            out[row * stride + output] = dot(of.weight + output * size, x + row * size, size);
+            tile(of.weight + output * size, 0, x + row * size, size, 1, 1, out + row * stride + output, stride);
     for (int64_t row = 0; of.bias && row < rows; row++)
         for (output = mine.first; output < mine.end; output++) out[row * stride + output] += of.bias[output];
 }
