@@ -28,8 +28,8 @@ from swarmnet_protocols.models.cut import with_blocks
 
 FUSION_TRIAL_POSITIONS = 5
 FUSION_TOLERANCE_EPS = 100
-NATIVE_LANES = 32
-"""Native code reads weights as fast as memory gives them; the more lanes there are, the more arithmetic counts, which torch does as well."""
+NATIVE_POSITIONS = 128
+"""Native code reads weights as fast as memory gives them; the more positions there are, the more arithmetic counts, which torch does as well."""
 
 
 class Stage:
@@ -38,7 +38,7 @@ class Stage:
     def __init__(self, model: Any, hidden_size: int, native: decode.Native | None = None) -> None:
         """``model`` is a decoder stack as ``LocalModel.load_span`` gives it; it belongs to the stage from now on.
 
-        ``native`` computes single positions where it can.
+        ``native`` computes a few positions at once where it can.
         """
         register()
         self._model = model
@@ -85,7 +85,7 @@ class Stage:
 
     @property
     def is_native(self) -> bool:
-        """Whether single positions are computed by native code."""
+        """Whether a few positions at once are computed by native code."""
         return self._native is not None
 
     def part(self, start: int, end: int) -> "Stage":
@@ -136,15 +136,15 @@ class Stage:
         counts = [inputs.shape[0] for _, inputs in rows]
         for (lane, _), count in zip(rows, counts, strict=True):
             lane.reserve(lane.length + count)
-        singles = len(counts) <= NATIVE_LANES and set(counts) == {1}
-        if self._native is not None and singles:
-            single = torch.cat([inputs.to(self.device, self.dtype) for _, inputs in rows])
-            outputs = list(torch.split(self._native(single, [lane for lane, _ in rows]), counts))
+        packed = torch.cat([inputs.to(self.device, self.dtype) for _, inputs in rows])
+        lanes = [lane for lane, _ in rows]
+        if self._native is not None and len(packed) <= NATIVE_POSITIONS:
+            outputs = self._native(packed, lanes, counts)
         else:
-            outputs = self._forward_packed(rows, counts)
+            outputs = self._forward_packed(packed, lanes, counts)
         for (lane, _), count in zip(rows, counts, strict=True):
             lane.length += count
-        return outputs
+        return list(torch.split(outputs, counts))
 
     @torch.inference_mode()
     def run_sequences(
@@ -197,16 +197,14 @@ class Stage:
         return [prefix for prefix in own if prefix is not None]
 
     def _forward_packed(
-        self, rows: Sequence[tuple[LaneCache, torch.Tensor]], counts: list[int]
-    ) -> list[torch.Tensor]:
-        packed = torch.cat([inputs.to(self.device, self.dtype) for _, inputs in rows])
+        self, packed: torch.Tensor, lanes: Sequence[LaneCache], counts: list[int]
+    ) -> torch.Tensor:
         positions = torch.cat(
-            [torch.arange(lane.length, lane.length + n) for (lane, _), n in zip(rows, counts, strict=True)]
+            [torch.arange(lane.length, lane.length + n) for lane, n in zip(lanes, counts, strict=True)]
         )
-        batch = PackedBatch([lane for lane, _ in rows], counts, first_layer=self._first)
-        additions = Additions([lane.adapter for lane, _ in rows], counts)
-        outputs = self._run(packed, positions.to(self.device), batch, additions or None)
-        return list(torch.split(outputs.cpu(), counts))
+        batch = PackedBatch(lanes, counts, first_layer=self._first)
+        additions = Additions([lane.adapter for lane in lanes], counts)
+        return self._run(packed, positions.to(self.device), batch, additions or None).cpu()
 
     def _run(
         self,
@@ -249,7 +247,7 @@ class Stage:
         elif native is not None and decode.fits(self._fused, self.geometry):
             self._native = decode.NativeLayers(native, self._fused, self.geometry)
             lane = self.new_lane()
-            outputs = torch.cat([self.forward([(lane, row)])[0] for row in torch.split(inputs, 1)])
+            outputs = torch.cat([self.forward([(lane, part)])[0] for part in torch.split(inputs, 2)])
             if not self._agree(outputs, expected):
                 self._native = None
 

@@ -144,9 +144,9 @@ def test_single_positions_of_lanes_with_adapters_are_native(tmp_path: Path) -> N
     layers = native._native
     assert layers is not None
 
-    def counting(inputs: torch.Tensor, lanes: Sequence[LaneCache]) -> torch.Tensor:
+    def counting(inputs: torch.Tensor, lanes: Sequence[LaneCache], counts: Sequence[int]) -> torch.Tensor:
         calls.append(len(lanes))
-        return layers(inputs, lanes)
+        return layers(inputs, lanes, counts)
 
     native._native = counting  # type: ignore[assignment]
     lanes = {

@@ -1,5 +1,5 @@
-/* One new position of each of a few sequences through decoder layers of the Llama shape, in float32, each with its own
- * LoRA pairs or none.
+/* A few new positions of some sequences through decoder layers of the Llama shape, in float32, each with its sequence's LoRA
+ * pairs or none.
  *
  * The whole step is one parallel region. Each thread computes a share of the rows of every product, and a barrier stands
  * before every reader of what others wrote. The structures have twins in decode.py.
@@ -48,18 +48,20 @@ typedef struct {
 
 enum { QKV, OUTPUT, GATE_UP, DOWN, PRODUCTS };
 
+/* Where a row is. Those of one sequence are at positions one after another, and have the same caches. */
 typedef struct {
     int64_t position, capacity;
     const float *angles;  /* [2][head_size]: cosines and sines of the position */
     float *const *caches; /* keys and values [key_heads][capacity][head_size] of every layer */
     const addition *additions; /* [layers][PRODUCTS], or NULL */
-} lane;
+} place;
 
 typedef struct {
     int64_t first, end;
 } range;
 
-/* What one instruction multiplies, and the counts of outputs and rows whose sums fit into the processor's registers. */
+/* What one instruction multiplies, and the counts of outputs and rows whose sums fit into the processor's registers: all of one
+ * with half of the other. */
 #if defined __AVX512F__
 enum { WIDTH = 16, OUTPUTS = 4, TILE_ROWS = 8 };
 #elif defined __AVX__
@@ -69,7 +71,10 @@ enum { WIDTH = 4, OUTPUTS = 4, TILE_ROWS = 8 };
 #else
 enum { WIDTH = 4, OUTPUTS = 4, TILE_ROWS = 4 };
 #endif
+enum { QUERIES = TILE_ROWS / 2 };
 typedef float floats __attribute__((vector_size(WIDTH * sizeof(float)), aligned(sizeof(float))));
+
+static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 static range share(int64_t count) {
     int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
@@ -139,8 +144,8 @@ static void product(linear of, const float *x, int64_t rows, range mine, float *
     int64_t output = mine.first, size = of.inputs;
     for (; output + OUTPUTS <= mine.end; output += OUTPUTS)
         for (int64_t row = 0; row < rows; row += TILE_ROWS) {
-            int64_t left = rows - row, ahead = row ? 0 : OUTPUTS * size;
-            tiles(of.weight + output * size, ahead, x + row * size, size, left < TILE_ROWS ? left : TILE_ROWS,
+            int64_t ahead = row ? 0 : OUTPUTS * size;
+            tiles(of.weight + output * size, ahead, x + row * size, size, least(rows - row, TILE_ROWS),
                   out + row * stride + output, stride);
         }
     for (; output < mine.end; output++)
@@ -152,11 +157,11 @@ static void product(linear of, const float *x, int64_t rows, range mine, float *
 
 /* What the downs of a product's additions make of x [rows][inputs], to low [rows][ranks]. Where there are any, all threads have it
  * afterwards. */
-static void lower(const step *s, const lane *lanes, int64_t which, const float *x, int64_t inputs, float *low) {
+static void lower(const step *s, const place *places, int64_t which, const float *x, int64_t inputs, float *low) {
     int any = 0;
     for (int64_t row = 0; row < s->rows; row++) {
-        if (!lanes[row].additions || !lanes[row].additions[which].pairs) continue;
-        const addition *of = lanes[row].additions + which;
+        if (!places[row].additions || !places[row].additions[which].pairs) continue;
+        const addition *of = places[row].additions + which;
         linear down = {of->down, NULL, inputs};
         product(down, x + row * inputs, 1, share(of->ranks), low + row * s->ranks, s->ranks);
         any = 1;
@@ -166,13 +171,13 @@ static void lower(const step *s, const lane *lanes, int64_t which, const float *
     }
 }
 
-/* As product, and what the lanes' additions to it come to, given what lower made of x. */
-static void adapted(const step *s, const lane *lanes, int64_t which, linear of, const float *x, const float *low,
+/* As product, and what the places' additions to it come to, given what lower made of x. */
+static void adapted(const step *s, const place *places, int64_t which, linear of, const float *x, const float *low,
                     range mine, float *out, int64_t stride) {
     product(of, x, s->rows, mine, out, stride);
     for (int64_t row = 0; row < s->rows; row++, low += s->ranks, out += stride) {
-        if (!lanes[row].additions) continue;
-        const addition *added = lanes[row].additions + which;
+        if (!places[row].additions) continue;
+        const addition *added = places[row].additions + which;
         for (const up *u = added->ups; u < added->ups + added->pairs; u++) {
             int64_t end = u->first + u->outputs < mine.end ? u->first + u->outputs : mine.end;
             for (int64_t output = u->first > mine.first ? u->first : mine.first; output < end; output++)
@@ -199,32 +204,77 @@ static void rotate(float *x, const float *cosines, const float *sines, int64_t s
     }
 }
 
-/* keys: a product that gives the scores of a query */
-static void attend(const float *query, linear keys, const float *values, int64_t count, float *scores,
-                   float *restrict out) {
-    int64_t size = keys.inputs;
+/* exp of at most 88, within two units in the last place, and for a loop over vectors, which that of libm is not (Cephes, expf).
+ * Below -87 it is 1e-38. */
+static inline float exponential(float x) {
+    const float rounds = 3 << 22; /* in a sum with it no bit is left for fractions */
+    uint32_t power, bits;
+    x = x < -87 ? -87 : x > 88 ? 88 : x;
+    float sum = x * 1.44269504f + rounds, whole = sum - rounds;
+    float y, left = x - whole * 0.693359375f + whole * 2.12194440e-4f;
+    y = 1.9875691500e-4f * left + 1.3981999507e-3f;
+    y = y * left + 8.3334519073e-3f;
+    y = y * left + 4.1665795894e-2f;
+    y = y * left + 1.6666665459e-1f;
+    y = y * left + 5.0000001201e-1f;
+    y = y * left * left + left + 1;
+    memcpy(&power, &sum, sizeof power);
+    memcpy(&bits, &y, sizeof bits);
+    bits += power << 23; /* times two to the whole */
+    memcpy(&y, &bits, sizeof y);
+    return y;
+}
+
+/* Scores to the weights that softmax makes of them. */
+static void soften(float *scores, int64_t count) {
     float highest = -INFINITY, total = 0;
-    product(keys, query, 1, (range){0, count}, scores, count);
 #pragma omp simd reduction(max : highest)
     for (int64_t p = 0; p < count; p++) highest = scores[p] > highest ? scores[p] : highest;
-    for (int64_t p = 0; p < count; p++) {
-        scores[p] = expf(scores[p] - highest);
-        total += scores[p];
+#pragma omp simd reduction(+ : total)
+    for (int64_t p = 0; p < count; p++) total += scores[p] = exponential(scores[p] - highest);
+    for (int64_t p = 0; p < count; p++) scores[p] /= total;
+}
+
+/* weights [queries][count] times values [count][size]; at most QUERIES, known to the compiler. */
+static inline __attribute__((always_inline)) void mix(const float *weights, const float *values, int64_t count,
+                                                      int64_t size, const int queries, float *restrict out) {
+    int64_t i = 0;
+    for (; i + OUTPUTS * WIDTH <= size; i += OUTPUTS * WIDTH) {
+        floats sums[QUERIES][OUTPUTS] = {0};
+        for (int64_t p = 0; p < count; p++)
+            for (int o = 0; o < OUTPUTS; o++) {
+                floats value = *(const floats *)(values + p * size + i + o * WIDTH);
+                for (int q = 0; q < queries; q++) sums[q][o] += weights[q * count + p] * value;
+            }
+        for (int q = 0; q < queries; q++) memcpy(out + q * size + i, sums[q], sizeof sums[q]);
     }
-    memset(out, 0, size * sizeof *out);
-    for (int64_t p = 0; p < count; p++) {
-        float weight = scores[p] / total;
-        for (int64_t i = 0; i < size; i++) out[i] += weight * values[p * size + i];
+    for (int q = 0; q < queries; q++) {
+        memset(out + q * size + i, 0, (size - i) * sizeof *out);
+        for (int64_t p = 0; p < count; p++)
+            for (int64_t j = i; j < size; j++) out[q * size + j] += weights[q * count + p] * values[p * size + j];
+    }
+}
+
+/* What queries [queries][size] that share keys and values attend to. keys: a product that gives their scores. */
+static void attend(const float *query, int64_t queries, linear keys, const float *values, int64_t count, float *scores,
+                   float *out) {
+    product(keys, query, queries, (range){0, count}, scores, count);
+    for (int64_t q = 0; q < queries; q++) soften(scores + q * count, count);
+    switch (queries) {
+    case 1: mix(scores, values, count, keys.inputs, 1, out); break;
+    case 2: mix(scores, values, count, keys.inputs, 2, out); break;
+    case 3: mix(scores, values, count, keys.inputs, 3, out); break;
+    case 4: mix(scores, values, count, keys.inputs, 4, out); break;
     }
 }
 
 /* Heads to their final form, queries scaled, and the new keys and values into the caches. states: [rows][heads of all
  * kinds][head_size]. */
-static void place_heads(const step *s, const layer *l, const lane *lanes, int64_t index, float *states) {
+static void place_heads(const step *s, const layer *l, const place *places, int64_t index, float *states) {
     int64_t size = s->head_size, keys = l->heads, values = keys + l->key_heads, all = values + l->key_heads;
     range mine = share(s->rows * all);
     for (int64_t i = mine.first; i < mine.end; i++) {
-        const lane *of = lanes + i / all;
+        const place *of = places + i / all;
         int64_t head = i % all;
         float *x = states + i * size;
         if (head < values) {
@@ -242,45 +292,48 @@ static void place_heads(const step *s, const layer *l, const lane *lanes, int64_
 }
 
 /* What the queries in states attend to, right behind states: [rows][heads][head_size]. */
-static void attention(const step *s, const layer *l, const lane *lanes, int64_t index, float *states,
+static void attention(const step *s, const layer *l, const place *places, int64_t index, float *states,
                       float *scores) {
     int64_t size = s->head_size, all = l->heads + 2 * l->key_heads, sharers = l->heads / l->key_heads;
     float *out = states + s->rows * all * size;
     range mine = share(s->rows * l->heads);
-    for (int64_t i = mine.first; i < mine.end; i++) {
-        const lane *of = lanes + i / l->heads;
+    for (int64_t i = mine.first, queries; i < mine.end; i += queries) {
+        const place *of = places + i / l->heads;
         int64_t head = i % l->heads, from = head / sharers * of->capacity * size;
+        queries = least(sharers - head % sharers, least(mine.end - i, QUERIES));
         linear keys = {of->caches[2 * index] + from, NULL, size};
         const float *query = states + (i / l->heads * all + head) * size;
-        attend(query, keys, of->caches[2 * index + 1] + from, of->position + 1, scores, out + i * size);
+        attend(query, queries, keys, of->caches[2 * index + 1] + from, of->position + 1, scores, out + i * size);
     }
 }
 
 /* out [rows][inner] */
-static void gated(const step *s, const layer *l, const lane *lanes, int64_t index, const float *x, float *low,
+static void gated(const step *s, const layer *l, const place *places, int64_t index, const float *x, float *low,
                   float *gates_ups, float *out) {
     range gates = share(l->inner), ups = {gates.first + l->inner, gates.end + l->inner};
     int64_t which = index * PRODUCTS + GATE_UP;
-    lower(s, lanes, which, x, s->hidden_size, low);
-    adapted(s, lanes, which, l->gate_up, x, low, gates, gates_ups, 2 * l->inner);
-    adapted(s, lanes, which, l->gate_up, x, low, ups, gates_ups, 2 * l->inner);
-    for (int64_t row = 0; row < s->rows; row++, gates_ups += 2 * l->inner, out += l->inner)
+    lower(s, places, which, x, s->hidden_size, low);
+    adapted(s, places, which, l->gate_up, x, low, gates, gates_ups, 2 * l->inner);
+    adapted(s, places, which, l->gate_up, x, low, ups, gates_ups, 2 * l->inner);
+    for (int64_t row = 0; row < s->rows; row++, gates_ups += 2 * l->inner, out += l->inner) {
+#pragma omp simd
         for (int64_t i = gates.first; i < gates.end; i++)
-            out[i] = gates_ups[i] / (1 + expf(-gates_ups[i])) * gates_ups[i + l->inner];
+            out[i] = gates_ups[i] / (1 + exponential(-gates_ups[i])) * gates_ups[i + l->inner];
+    }
 }
 
-static void add_product(const step *s, const lane *lanes, int64_t which, linear of, const float *x, float *low,
+static void add_product(const step *s, const place *places, int64_t which, linear of, const float *x, float *low,
                         float *scratch, float *hidden) {
     range mine = share(s->hidden_size);
-    lower(s, lanes, which, x, of.inputs, low);
-    adapted(s, lanes, which, of, x, low, mine, scratch, s->hidden_size);
+    lower(s, places, which, x, of.inputs, low);
+    adapted(s, places, which, of, x, low, mine, scratch, s->hidden_size);
     for (int64_t row = 0; row < s->rows; row++, scratch += s->hidden_size, hidden += s->hidden_size)
         for (int64_t i = mine.first; i < mine.end; i++) hidden[i] += scratch[i];
 }
 
-/* hidden [rows][hidden_size] becomes the output, a row for each of lanes [rows], whose caches are written at their
- * positions. A thread's scratch holds [rows][hidden_size] and the longest [position + 1]. */
-void decode(const step *s, const layer *layers, const lane *lanes, float *scratch, float *hidden) {
+/* hidden [rows][hidden_size] becomes the output, a row for each of places [rows], whose caches are written at their
+ * positions. A thread's scratch holds [rows][hidden_size] and [QUERIES][the last position + 1]. */
+void decode(const step *s, const layer *layers, const place *places, float *scratch, float *hidden) {
 #pragma omp parallel num_threads(s->threads)
     {
         float *normed = scratch + s->shared_floats + omp_get_thread_num() * s->thread_floats;
@@ -293,19 +346,19 @@ void decode(const step *s, const layer *layers, const lane *lanes, float *scratc
             float *added = inner + s->rows * l->inner, *low = added + s->rows * s->hidden_size;
             int64_t first = index * PRODUCTS;
             normalise(l->before_attention, hidden, s->hidden_size, normed, s->rows);
-            lower(s, lanes, first + QKV, normed, s->hidden_size, low);
-            adapted(s, lanes, first + QKV, l->qkv, normed, low, share(states_width), states, states_width);
+            lower(s, places, first + QKV, normed, s->hidden_size, low);
+            adapted(s, places, first + QKV, l->qkv, normed, low, share(states_width), states, states_width);
 #pragma omp barrier
-            place_heads(s, l, lanes, index, states);
+            place_heads(s, l, places, index, states);
 #pragma omp barrier
-            attention(s, l, lanes, index, states, scores);
+            attention(s, l, places, index, states, scores);
 #pragma omp barrier
-            add_product(s, lanes, first + OUTPUT, l->output, attended, low, added, hidden);
+            add_product(s, places, first + OUTPUT, l->output, attended, low, added, hidden);
 #pragma omp barrier
             normalise(l->before_mlp, hidden, s->hidden_size, normed, s->rows);
-            gated(s, l, lanes, index, normed, low, gates_ups, inner);
+            gated(s, l, places, index, normed, low, gates_ups, inner);
 #pragma omp barrier
-            add_product(s, lanes, first + DOWN, l->down, inner, low, added, hidden);
+            add_product(s, places, first + DOWN, l->down, inner, low, added, hidden);
 #pragma omp barrier
         }
     }

@@ -1,4 +1,4 @@
-"""Fused layers in one native call, for the step that decoding is made of: one new position of each lane."""
+"""Fused layers in one native call, for the steps that decoding is made of: a few new positions of some lanes."""
 
 import ctypes
 from collections.abc import Mapping, Sequence
@@ -16,8 +16,10 @@ from swarmnet_protocols import native_code
 
 SOURCE = Path(__file__).with_name("decode.c")
 CACHE_LINE_FLOATS = 16
+QUERIES = 4
+"""At most so many heads are scored at once."""
 ANGLES_POSITIONS = 64
-"""Rotary angles are computed for so many positions at once."""
+"""Rotary angles are computed for a block of so many positions at once."""
 
 
 class _Linear(Structure):
@@ -58,7 +60,7 @@ class _Addition(Structure):
     _fields_ = (("down", c_void_p), ("ups", c_void_p), ("ranks", c_int64), ("pairs", c_int64))
 
 
-class _Lane(Structure):
+class _Place(Structure):
     _fields_ = (
         *(("position", c_int64), ("capacity", c_int64)),
         *(("angles", c_void_p), ("caches", c_void_p), ("additions", c_void_p)),
@@ -111,7 +113,7 @@ class Native:
 
 
 class NativeLayers:
-    """What ``FusedLayers`` computes, for one new position of each of a few lanes, with their adapters."""
+    """What ``FusedLayers`` computes, for a few new positions of some lanes, with their adapters."""
 
     def __init__(self, native: Native, fused: FusedLayers, geometry: KVGeometry, first: int = 0) -> None:
         """``fits`` holds for ``fused``, whose memory is used where it is; ``geometry`` is that of their lanes.
@@ -125,41 +127,44 @@ class NativeLayers:
         self._additions: WeakKeyDictionary[StageAdapter, _Additions | None] = WeakKeyDictionary()
         self._hidden_size, self._head_size = _sizes(fused)
         self._layers = (_Layer * len(fused.layers))(*map(_native_layer, fused.layers))
-        self._angles_start = 0
-        self._angles = _angles(fused, torch.arange(ANGLES_POSITIONS))
+        self._angles: dict[int, torch.Tensor] = {}
+        """Of positions that lanes have had, by blocks: a small part of what the cache of one lane takes."""
         self._shared_floats = _whole_lines(max(map(_shared_floats, fused.layers)))
 
     def part(self, start: int, end: int, geometry: KVGeometry) -> "NativeLayers":
         """Layers [start, end) of these, whose lanes have ``geometry``."""
         return NativeLayers(self._native, self._fused.part(start, end), geometry, self._first + start)
 
-    def __call__(self, inputs: torch.Tensor, lanes: Sequence[LaneCache]) -> torch.Tensor:
-        """Hidden states [rows, D] of the next position of each lane, in and out.
+    def __call__(
+        self, inputs: torch.Tensor, lanes: Sequence[LaneCache], counts: Sequence[int]
+    ) -> torch.Tensor:
+        """Hidden states [N, D] of the next positions, ``counts`` of each lane, in and out.
 
-        Lanes have room for it; their keys and values are written and ``length`` is left as it is.
+        Lanes have room for them; their keys and values are written and ``length`` is left as it is.
         """
-        if inputs.shape != (len(lanes), self._hidden_size) or inputs.dtype != torch.float32:
-            raise ValueError(f"native layers take one position for each of {len(lanes)} lanes")
-        caches = [self._caches(lane) for lane in lanes]
-        angles = [self._angles_at(lane.length) for lane in lanes]
+        positions = sum(counts)
+        if inputs.shape != (positions, self._hidden_size) or inputs.dtype != torch.float32:
+            raise ValueError(f"native layers take {positions} positions of {self._hidden_size} float32")
+        caches = [self._caches(lane, count) for lane, count in zip(lanes, counts, strict=True)]
         additions = [self._additions_of(lane.adapter) for lane in lanes]
-        rows = (_Lane * len(lanes))(
+        places = (_Place * positions)(
             *(
-                _Lane(
-                    *(lane.length, capacity, address.data_ptr(), ctypes.addressof(pointers)),
+                _Place(
+                    *(position, capacity, self._angles_at(position), ctypes.addressof(pointers)),
                     None if added is None else ctypes.addressof(added.array),
                 )
-                for lane, (capacity, pointers), address, added in zip(
-                    lanes, caches, angles, additions, strict=True
+                for lane, count, (capacity, pointers), added in zip(
+                    lanes, counts, caches, additions, strict=True
                 )
+                for position in range(lane.length, lane.length + count)
             )
         )
         hidden = inputs.clone(memory_format=torch.contiguous_format)
         threads = torch.get_num_threads()
-        longest = max(lane.length for lane in lanes) + 1
+        longest = max(place.position for place in places) + 1
         ranks = max((added.ranks for added in additions if added is not None), default=0)
-        shared_floats = len(lanes) * self._shared_floats + _whole_lines(len(lanes) * ranks)
-        thread_floats = _whole_lines(len(lanes) * self._hidden_size + longest)
+        shared_floats = positions * self._shared_floats + _whole_lines(positions * ranks)
+        thread_floats = _whole_lines(positions * self._hidden_size + QUERIES * longest)
         scratch = torch.empty(shared_floats + threads * thread_floats)
         step = _Step(
             layers=len(self._layers),
@@ -167,11 +172,11 @@ class NativeLayers:
             head_size=self._head_size,
             shared_floats=shared_floats,
             thread_floats=thread_floats,
-            rows=len(lanes),
+            rows=positions,
             threads=threads,
             ranks=ranks,
         )
-        self._native.decode(ctypes.byref(step), self._layers, rows, scratch.data_ptr(), hidden.data_ptr())
+        self._native.decode(ctypes.byref(step), self._layers, places, scratch.data_ptr(), hidden.data_ptr())
         return hidden
 
     def _additions_of(self, adapter: StageAdapter | None) -> _Additions | None:
@@ -183,24 +188,24 @@ class NativeLayers:
             self._additions[adapter] = _Additions(layers) if any(layers) else None
         return self._additions[adapter]
 
-    def _caches(self, lane: LaneCache) -> tuple[int, ctypes.Array[c_void_p]]:
+    def _caches(self, lane: LaneCache, count: int) -> tuple[int, ctypes.Array[c_void_p]]:
         """Capacity, and the addresses of keys and values of every layer."""
         if lane.geometry != self._geometry:
             raise ValueError("native layers take lanes of their own")
         buffers = [buffer for index in range(len(self._layers)) for buffer in lane.layer(index)]
         capacity = buffers[0].shape[2]
-        if not lane.length < capacity:
-            raise ValueError(f"no room for another position in a lane of {capacity}")
+        if lane.length + count > capacity:
+            raise ValueError(f"no room for {lane.length + count} positions in a lane of {capacity}")
         return capacity, (c_void_p * len(buffers))(*(buffer.data_ptr() for buffer in buffers))
 
-    def _angles_at(self, position: int) -> torch.Tensor:
-        """Cosines and sines, [2, head size]."""
-        offset = position % ANGLES_POSITIONS
-        if position - offset != self._angles_start:
-            self._angles_start = position - offset
-            positions = torch.arange(self._angles_start, self._angles_start + ANGLES_POSITIONS)
-            self._angles = _angles(self._fused, positions)
-        return self._angles[offset]
+    def _angles_at(self, position: int) -> int:
+        """The address of cosines and sines, [2, head size]."""
+        block, offset = divmod(position, ANGLES_POSITIONS)
+        if block not in self._angles:
+            start = block * ANGLES_POSITIONS
+            self._angles[block] = _angles(self._fused, torch.arange(start, start + ANGLES_POSITIONS))
+        angles = self._angles[block]
+        return angles.data_ptr() + offset * angles.stride(0) * angles.element_size()
 
 
 def _angles(fused: FusedLayers, positions: torch.Tensor) -> torch.Tensor:
