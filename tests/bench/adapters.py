@@ -3,7 +3,7 @@
     python -m tests.bench.adapters [--blocks 10] [--rounds 15] [--rank 8] [--threads 2]
 
 Medians in milliseconds of a forward, with one thread of the time it computes, whatever else the machine does: one new position of 1 or 8 lanes, of which all, one or none have an adapter of their own, and a prompt of 128 positions.
-``native`` and ``fused`` are how single positions are computed: by native code, or by layers of torch. Prints JSON.
+``native`` and ``fused`` are how few positions are computed: by native code, or by layers of torch. Prints JSON.
 """
 
 import argparse

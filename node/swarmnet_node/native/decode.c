@@ -97,9 +97,10 @@ static float sum_of(floats x) {
 }
 
 /* Some outputs of some rows, at most OUTPUTS and TILE_ROWS, both known to the compiler: their sums stay in registers, and are
- * enough that none waits for the latency of its own additions. An output's sum is the same whatever else is in its tile.
- * The weights that lie so far ahead are fetched meanwhile, or none for 0: memory would wait for the arithmetic of several rows.
- * (Fetching what lies behind the last of them does nothing.) */
+ * enough that none waits for the latency of its own additions. A sum is the same whatever else is in its tile.
+ *
+ * The weights that lie so far ahead, or none for 0, are fetched meanwhile: otherwise memory would wait for the arithmetic of
+ * several rows. To fetch what lies behind the last of them does nothing. */
 static inline __attribute__((always_inline)) void tile(const float *weights, int64_t ahead, const float *x, int64_t size,
                                                        const int outputs, const int rows, float *out,
                                                        int64_t stride) {
@@ -155,8 +156,8 @@ static void product(linear of, const float *x, int64_t rows, range mine, float *
         for (output = mine.first; output < mine.end; output++) out[row * stride + output] += of.bias[output];
 }
 
-/* What the downs of a product's additions make of x [rows][inputs], to low [rows][ranks]. Where there are any, all threads have it
- * afterwards. */
+/* What the downs of a product's additions make of x [rows][inputs], to low [rows][ranks]. Where there are any, all threads have
+ * it afterwards. */
 static void lower(const step *s, const place *places, int64_t which, const float *x, int64_t inputs, float *low) {
     int any = 0;
     for (int64_t row = 0; row < s->rows; row++) {
@@ -179,7 +180,7 @@ static void adapted(const step *s, const place *places, int64_t which, linear of
         if (!places[row].additions) continue;
         const addition *added = places[row].additions + which;
         for (const up *u = added->ups; u < added->ups + added->pairs; u++) {
-            int64_t end = u->first + u->outputs < mine.end ? u->first + u->outputs : mine.end;
+            int64_t end = least(u->first + u->outputs, mine.end);
             for (int64_t output = u->first > mine.first ? u->first : mine.first; output < end; output++)
                 out[output] += dot(u->weight + (output - u->first) * u->ranks, low + u->first_rank, u->ranks);
         }

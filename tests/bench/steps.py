@@ -1,0 +1,84 @@
+"""What a forward of few positions takes by native code and by layers of torch: one stage of SmolLM2-135M in this process, in turn.
+
+    python -m tests.bench.steps [--blocks 10] [--rounds 9] [--threads 2] [--contexts 64 2048]
+
+Medians in milliseconds. ``lanes``: one new position of so many lanes; ``chunk``: so many positions of one lane. All lanes hold a
+context of so many positions before. Between two forwards other memory is read, as nodes that share a machine do. Prints JSON, a line
+for each context.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as `swarmnet run` does
+
+import torch
+
+from swarmnet_node.native.decode import Native
+from swarmnet_node.stage import Stage
+from swarmnet_protocols.models import resolve
+
+LANES = (1, 2, 4, 8, 16, 32)
+CHUNKS = (2, 8, 32, 64, 128)
+OTHERS_BYTES = 160 << 20
+
+
+def measure(stages: dict[str, Stage], context: int, rounds: int) -> dict[str, dict[str, float]]:
+    others = torch.zeros(OTHERS_BYTES // 4)
+    times: dict[str, dict[str, list[float]]] = {}
+    filled = {name: [stage.new_lane() for _ in range(max(LANES))] for name, stage in stages.items()}
+    for name, stage in stages.items():
+        for lane in filled[name]:
+            stage.forward([(lane, torch.randn(context, stage.hidden_size))])
+    cases = [(f"lanes {count}", count, 1) for count in LANES]
+    cases += [(f"chunk {count}", 1, count) for count in CHUNKS]
+    for _ in range(rounds + 1):
+        for case, lanes, positions in cases:
+            for name, stage in stages.items():
+                inputs = torch.randn(positions, stage.hidden_size)
+                rows = [(lane, inputs) for lane in filled[name][:lanes]]
+                others.sum()
+                started = time.perf_counter()
+                stage.forward(rows)
+                took_s = time.perf_counter() - started
+                times.setdefault(case, {}).setdefault(name, []).append(1e3 * took_s)
+                for lane, _ in rows:
+                    lane.truncate(context)
+    return {
+        case: {name: round(statistics.median(each[1:]), 2) for name, each in by_name.items()}
+        for case, by_name in times.items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--blocks", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--contexts", type=int, nargs="+", default=[64, 2048])
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        model = resolve("smollm2-135m-instruct", cache_dir=Path(folder))
+        native = Native.load(Path(folder))
+        if native is None:
+            raise SystemExit("there is no C compiler here, so nothing to compare")
+        stages = {
+            name: Stage.load(
+                model, 0, arguments.blocks, dtype=torch.float32, device=torch.device("cpu"), native=code
+            )
+            for name, code in (("native", native), ("torch", None))
+        }
+        for context in arguments.contexts:
+            about = {"bench": "steps", "blocks": arguments.blocks, "threads": arguments.threads}
+            figures = measure(stages, context, arguments.rounds)
+            print(json.dumps(about | {"context": context, "ms": figures}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
