@@ -93,17 +93,13 @@ class Turns:
                 status = folder.lstat()
                 if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
                     raise PermissionError("it belongs to somebody else")
-                door, room, last = (
-                    stack.enter_context((folder / name).open("w+")) for name in ("door", "room", "last")
-                )
+                door, room = (stack.enter_context(_Lock.open(folder / name)) for name in ("door", "room"))
+                last = stack.enter_context((folder / "last").open("w+"))
             except OSError as error:
                 raise ConfigError(
                     f"cannot use {folder}: {error}", hint="set TMPDIR to a folder of yours"
                 ) from None
-            locks = _Lock(door), _Lock(room)
-            for lock in locks:
-                stack.callback(lock.close)
-            yield cls(*locks, last.fileno())
+            yield cls(door, room, last.fileno())
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
@@ -149,18 +145,30 @@ class Turns:
 
 
 class _Lock:
-    """The lock on an open file. Whoever holds it gives signs of life, which the file's time of change shows the others."""
+    """The lock on a file. Whoever holds it gives signs of life, which the file's time of change shows the others."""
 
-    def __init__(self, file: IO[str]) -> None:
+    def __init__(self, file: IO[str], waiting: "_Waiting") -> None:
         self._file = file
-        self._waiting = _Waiting(file)
+        self._waiting = waiting
         self._in_vain = 0
         """The last sign of the holder that we gave up waiting for."""
+
+    @classmethod
+    @contextmanager
+    def open(cls, path: Path) -> Iterator["_Lock"]:
+        """The lock on ``path``. Raises ``OSError``."""
+        with path.open("w+") as file:
+            waiting = _Waiting(path.open("w+"))
+            try:
+                yield cls(file, waiting)
+            finally:
+                waiting.close()
 
     @asynccontextmanager
     async def held(self, kind: int = fcntl.LOCK_EX) -> AsyncIterator[bool]:
         """Hold the lock while the context is open; False if its holder is not waited for, the second time at once."""
-        if not await self._take(kind):
+        locked = await self._take(kind)
+        if locked is None:
             yield False
             return
         self._sign()
@@ -168,36 +176,33 @@ class _Lock:
             yield True
         finally:
             self._signing.cancel()
-            fcntl.flock(self._file, fcntl.LOCK_UN)
+            fcntl.flock(locked, fcntl.LOCK_UN)
 
     @contextmanager
     def shared(self) -> Iterator[None]:
         """Share the lock while the context is open, or go without it where that takes too long."""
-        is_held = _try(self._file, fcntl.LOCK_SH)
-        if not is_held:
+        locked: IO[str] | None = self._file
+        if not _try(self._file, fcntl.LOCK_SH):
             wish = self._waiting.wish(fcntl.LOCK_SH)
             with suppress(TimeoutError):
                 wish.result(SHARING_PATIENCE_S)
-            is_held = not wish.cancel()
-        if is_held:
-            os.utime(self._file.fileno())
+            locked = None if wish.cancel() else self._waiting.file
+        if locked is not None:
+            os.utime(locked.fileno())
         try:
             yield
         finally:
-            if is_held:
-                fcntl.flock(self._file, fcntl.LOCK_UN)
-
-    def close(self) -> None:
-        """Leave no thread behind."""
-        self._waiting.close()
+            if locked is not None:
+                fcntl.flock(locked, fcntl.LOCK_UN)
 
     def _sign(self) -> None:
         os.utime(self._file.fileno())
         self._signing = asyncio.get_running_loop().call_later(SIGN_S, self._sign)
 
-    async def _take(self, kind: int) -> bool:
+    async def _take(self, kind: int) -> IO[str] | None:
+        """The file that is locked then; None if its holder is not waited for."""
         if _try(self._file, kind):
-            return True
+            return self._file
         loop = asyncio.get_running_loop()
         came = asyncio.Event()
         wish = self._waiting.wish(kind)
@@ -216,9 +221,9 @@ class _Lock:
                         await came.wait()
         except asyncio.CancelledError:
             if not wish.cancel():
-                fcntl.flock(self._file, fcntl.LOCK_UN)
+                fcntl.flock(self._waiting.file, fcntl.LOCK_UN)
             raise
-        return not wish.cancel()
+        return None if wish.cancel() else self._waiting.file
 
 
 class _Waiting:
@@ -228,12 +233,13 @@ class _Waiting:
     """
 
     def __init__(self, file: IO[str]) -> None:
-        self._file = file
+        """``file`` is ours, and opened for us alone: the lock that a wish gave up may come when its owner holds it already."""
+        self.file = file
         self._wishes: SimpleQueue[tuple[int, Future[None]] | None] = SimpleQueue()
         self._thread: Thread | None = None
 
     def wish(self, kind: int) -> "Future[None]":
-        """Done when we hold the lock. If it can be cancelled, we do not hold it and will not."""
+        """Done when ``file`` is locked. If it can be cancelled, it is not and will not be."""
         wish: Future[None] = Future()
         self._wishes.put((kind, wish))
         if self._thread is None:
@@ -243,24 +249,27 @@ class _Waiting:
         return wish
 
     def close(self) -> None:
-        """End the thread, as soon as the kernel lets it go."""
-        self._wishes.put(None)
+        """End the thread, and with it the file, as soon as the kernel lets it go."""
+        if self._thread is None:
+            self.file.close()
+        else:
+            self._wishes.put(None)
 
     def _wait(self) -> None:
-        while (asked := self._wishes.get()) is not None:
-            kind, wish = asked
-            if wish.cancelled():
-                continue
-            try:
-                fcntl.flock(self._file, kind)
-            except (OSError, ValueError):  # a file system without locks; the file was closed
-                wish.cancel()
-                continue
-            if wish.set_running_or_notify_cancel():
-                wish.set_result(None)
-            else:
-                with suppress(ValueError):
-                    fcntl.flock(self._file, fcntl.LOCK_UN)
+        with self.file:
+            while (asked := self._wishes.get()) is not None:
+                kind, wish = asked
+                if wish.cancelled():
+                    continue
+                try:
+                    fcntl.flock(self.file, kind)
+                except OSError:  # a file system without locks
+                    wish.cancel()
+                    continue
+                if wish.set_running_or_notify_cancel():
+                    wish.set_result(None)
+                else:
+                    fcntl.flock(self.file, fcntl.LOCK_UN)
 
 
 def _try(file: IO[str], kind: int) -> bool:

@@ -1,6 +1,7 @@
 """Nodes of one machine compute one after the other, or knowing of each other, and nobody can keep the others from computing."""
 
 import asyncio
+import fcntl
 import subprocess
 import sys
 import threading
@@ -224,6 +225,37 @@ def test_who_is_cancelled_while_it_waits_does_not_get_the_room_later(
 
     with ExitStack() as stack:
         asyncio.run(main(*(stack.enter_context(Turns.open(tmp_path / "t")) for _ in range(3))))
+
+
+def test_a_lock_that_comes_too_late_does_not_end_one_that_was_taken_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns, "SHARING_PATIENCE_S", 0.01)
+    with Turns.open(tmp_path / "t") as mine, (tmp_path / "t" / "room").open("w+") as theirs:
+        for _ in range(50):
+            fcntl.flock(theirs, fcntl.LOCK_EX)
+            with mine.share():  # the wish that it gives up is in the kernel
+                pass
+            fcntl.flock(theirs, fcntl.LOCK_UN)
+            with mine.share():
+                time.sleep(0.002)
+                with pytest.raises(BlockingIOError):
+                    fcntl.flock(theirs, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_a_lock_that_comes_when_all_is_closed_harms_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns, "SHARING_PATIENCE_S", 0.01)
+    (tmp_path / "t").mkdir(mode=0o700)
+    with (tmp_path / "t" / "room").open("w+") as theirs:
+        fcntl.flock(theirs, fcntl.LOCK_EX)
+        with Turns.open(tmp_path / "t") as mine, mine.share():
+            pass
+        (thread,) = (thread for thread in threading.enumerate() if thread.name == "turns")
+        fcntl.flock(theirs, fcntl.LOCK_UN)
+        thread.join(50)  # what it raised would be a warning
+        fcntl.flock(theirs, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def test_no_thread_is_left_behind(tmp_path: Path) -> None:
