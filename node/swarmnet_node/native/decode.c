@@ -72,6 +72,7 @@ enum { WIDTH = 4, OUTPUTS = 4, TILE_ROWS = 8 };
 enum { WIDTH = 4, OUTPUTS = 4, TILE_ROWS = 4 };
 #endif
 enum { QUERIES = TILE_ROWS / 2 };
+_Static_assert(QUERIES <= 4, "decode.py has room for the scores of four");
 typedef float floats __attribute__((vector_size(WIDTH * sizeof(float)), aligned(sizeof(float))));
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
