@@ -1,6 +1,7 @@
 """A few positions by native code against the same layers by torch."""
 
 import logging
+import platform
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -159,8 +160,25 @@ def test_a_lane_gets_the_same_bits_whoever_is_beside_it(shape: str, native: Nati
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_several_positions_of_lanes_are_what_torch_gives(shape: str, native: Native, tmp_path: Path) -> None:
+    check_several_positions(shape, native, tmp_path)
+
+
+@pytest.mark.parametrize("missing", [["avx512f"], ["avx512f", "avx2", "avx", "fma"]])
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="these are instructions of x86")
+def test_processors_with_smaller_vectors_compute_the_same(
+    missing: list[str], native: Native, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native_code, "COMPILE", (*native_code.COMPILE, *(f"-mno-{each}" for each in missing)))
+    narrow = Native.load(tmp_path / "narrow")
+    assert narrow is not None
+    for number, shape in enumerate(SHAPES):
+        check_several_positions(shape, narrow, tmp_path / str(number))
+
+
+def check_several_positions(shape: str, native: Native, tmp_path: Path) -> None:
     """Chunks, single positions and the beginnings of others in one step, of lanes that grow on the way."""
     expected, got = load(tmp_path, shape, None), load(tmp_path, shape, native)
+    assert got.is_native
     outputs: list[list[torch.Tensor]] = []
     for stage in (expected, got):
         lanes = [stage.new_lane() for _ in range(4)]

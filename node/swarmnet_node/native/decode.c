@@ -128,17 +128,17 @@ static inline __attribute__((always_inline)) void tile(const float *weights, int
 
 static void tiles(const float *weights, int64_t ahead, const float *x, int64_t size, int64_t rows, float *out,
                   int64_t stride) {
-#define CASE(n)                                                                                        \
+#define TILES(n)                                                                                       \
     case n:                                                                                            \
         if (n <= TILE_ROWS / 2) {                                                                      \
             tile(weights, ahead, x, size, OUTPUTS, n, out, stride);                                    \
-        } else {                                                                                       \
+        } else if (n <= TILE_ROWS) {                                                                   \
             const int half = OUTPUTS / 2;                                                              \
             tile(weights, ahead, x, size, half, n, out, stride);                                       \
             tile(weights + half * size, ahead, x, size, half, n, out + half, stride);                  \
         }                                                                                              \
         break;
-    switch (rows) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) }
+    switch (rows) { TILES(1) TILES(2) TILES(3) TILES(4) TILES(5) TILES(6) TILES(7) TILES(8) }
 }
 
 /* x [rows][inputs] to the outputs in mine of out [rows][stride]. Weights are read once for all rows. */
@@ -262,12 +262,11 @@ static void attend(const float *query, int64_t queries, linear keys, const float
                    float *out) {
     product(keys, query, queries, (range){0, count}, scores, count);
     for (int64_t q = 0; q < queries; q++) soften(scores + q * count, count);
-    switch (queries) {
-    case 1: mix(scores, values, count, keys.inputs, 1, out); break;
-    case 2: mix(scores, values, count, keys.inputs, 2, out); break;
-    case 3: mix(scores, values, count, keys.inputs, 3, out); break;
-    case 4: mix(scores, values, count, keys.inputs, 4, out); break;
-    }
+#define MIX(n)                                                             \
+    case n:                                                                \
+        if (n <= QUERIES) mix(scores, values, count, keys.inputs, n, out); \
+        break;
+    switch (queries) { MIX(1) MIX(2) MIX(3) MIX(4) }
 }
 
 /* Heads to their final form, queries scaled, and the new keys and values into the caches. states: [rows][heads of all
