@@ -1,8 +1,6 @@
 """A few positions by native code against the same layers by torch."""
 
-import logging
 import platform
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from swarmnet_node import stage as stages
 from swarmnet_node.kv import GROWTH_POSITIONS, LaneCache
 from swarmnet_node.native import decode
 from swarmnet_node.native.decode import Native
@@ -93,8 +92,11 @@ def one_by_one(stage: Stage, lane: LaneCache, rows: torch.Tensor) -> torch.Tenso
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_native_layers_give_what_torch_gives(shape: str, native: Native, tmp_path: Path) -> None:
+def test_native_layers_give_what_torch_gives(
+    shape: str, native: Native, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A prompt by torch, then single positions until the buffers of the lane have grown."""
+    monkeypatch.setattr(stages, "NATIVE_POSITIONS", 6)
     expected, got = load(tmp_path, shape, None), load(tmp_path, shape, native)
     assert (expected.is_native, got.is_native) == (False, True)
     prompt, rows = inputs(got, 7), inputs(got, GROWTH_POSITIONS + 1, 1)
@@ -284,8 +286,11 @@ def test_any_number_of_threads_gives_the_same(threads: int, native: Native, tmp_
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_parts_and_packed_batches_share_lanes(native: Native, tmp_path: Path) -> None:
-    """Positions of one lane may come alone, in chunks and beside another lane; parts have lanes of their own."""
+def test_parts_and_packed_batches_share_lanes(
+    native: Native, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Positions of one lane may come alone, in chunks of each size and beside another lane; parts have lanes of their own."""
+    monkeypatch.setattr(stages, "NATIVE_POSITIONS", 3)
     stage = load(tmp_path, "llama", native)
     rows = inputs(stage, 12)
     [expected] = stage.forward([(stage.new_lane(), rows)])
@@ -294,7 +299,7 @@ def test_parts_and_packed_batches_share_lanes(native: Native, tmp_path: Path) ->
     lanes, others = ([part.new_lane() for part in parts] for _ in range(2))
 
     outputs = []
-    for chunk in rows.split([1, 3, 1, 1, 6]):
+    for chunk in rows.split([1, 3, 2, 1, 5]):
         states, beside = chunk, rows[:1]
         for part, lane, other in zip(parts, lanes, others, strict=True):
             if len(chunk) == 3:
@@ -362,69 +367,6 @@ def test_inputs_of_another_width_are_refused(native: Native, tmp_path: Path) -> 
 
     with pytest.raises(ValueError, match="float32"):
         stage._native(torch.zeros(1, stage.hidden_size - 1), [lane], [1])
-
-
-def test_code_is_compiled_once(native: Native, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: str) -> None:
-        raise OSError("compiled again")
-
-    before = sorted((cache / "native").iterdir())
-    monkeypatch.setattr(native_code, "_run", fail)
-    assert Native.load(cache) is not None
-    assert sorted((cache / "native").iterdir()) == before
-    assert [path.suffix for path in before] == [".so"]
-
-
-def test_damaged_code_is_compiled_again(native: Native, cache: Path, tmp_path: Path) -> None:
-    shutil.copytree(cache / "native", tmp_path / "native")
-    (library,) = (tmp_path / "native").glob("*.so")
-    library.write_bytes(library.read_bytes() + b"\0")  # the system would load it all the same
-    damaged = library.read_bytes()
-    assert Native.load(tmp_path) is not None
-    (library,) = (tmp_path / "native").glob("*.so")
-    assert library.read_bytes() != damaged
-
-
-def test_other_flags_make_other_code(
-    native: Native, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(native_code, "COMPILE", (*native_code.COMPILE, "-fno-such-flag"))
-    assert Native.load(cache) is None
-    assert "no-such-flag" in caplog.text
-
-
-@pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
-def test_without_a_compiler_torch_computes(
-    compiler: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    if compiler == "false" and shutil.which("false") is None:
-        pytest.skip("no program that fails")
-    with caplog.at_level(logging.WARNING):
-        assert native_code.load(decode.SOURCE, tmp_path, compiler=compiler) is None
-    assert caplog.text.count("without native code") == 1
-    assert list(tmp_path.rglob("*.so")) == []
-
-    stage = load(tmp_path, "llama", None)
-    assert one_by_one(stage, stage.new_lane(), inputs(stage, 2)).shape == (2, stage.hidden_size)
-
-
-def test_code_that_others_may_have_written_is_not_loaded(
-    native: Native, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "native").mkdir()
-    (tmp_path / "native").chmod(0o777)
-    assert native_code.load(decode.SOURCE, tmp_path) is None
-    assert "others may write" in caplog.text
-
-
-def test_the_threads_are_those_of_torch(native: Native) -> None:
-    """A second OpenMP library in the process would bring threads of its own."""
-    loaded = {
-        line.split(maxsplit=5)[5].strip()
-        for line in Path("/proc/self/maps").read_text().splitlines()
-        if "libgomp" in line
-    }
-    assert loaded == {str(native_code._openmp_of_torch().resolve())}
 
 
 def test_the_sizes_of_heads_must_divide(native: Native, tmp_path: Path) -> None:

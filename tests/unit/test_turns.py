@@ -238,7 +238,7 @@ def test_a_lock_that_comes_too_late_does_not_end_one_that_was_taken_since(
                 pass
             fcntl.flock(theirs, fcntl.LOCK_UN)
             with mine.share():
-                time.sleep(0.002)
+                time.sleep(0.002)  # the lock that was given up comes
                 with pytest.raises(BlockingIOError):
                     fcntl.flock(theirs, fcntl.LOCK_EX | fcntl.LOCK_NB)
 

@@ -1,0 +1,80 @@
+"""Code of ours is compiled by the machine's compiler once, and loaded only if nobody else can have touched it."""
+
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+
+from swarmnet_node.native import decode
+from swarmnet_node.native.decode import Native
+from swarmnet_protocols import native_code
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With what was compiled there."""
+    path = tmp_path_factory.mktemp("native")
+    if Native.load(path) is None:
+        pytest.skip("no compiler, or torch has no libgomp of its own")
+    return path
+
+
+def test_code_is_compiled_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: str) -> None:
+        raise OSError("compiled again")
+
+    before = sorted((cache / "native").iterdir())
+    monkeypatch.setattr(native_code, "_run", fail)
+    assert Native.load(cache) is not None
+    assert sorted((cache / "native").iterdir()) == before
+    assert [path.suffix for path in before] == [".so"]
+
+
+def test_damaged_code_is_compiled_again(cache: Path, tmp_path: Path) -> None:
+    shutil.copytree(cache / "native", tmp_path / "native")
+    (library,) = (tmp_path / "native").glob("*.so")
+    library.write_bytes(library.read_bytes() + b"\0")  # the system would load it all the same
+    damaged = library.read_bytes()
+    assert Native.load(tmp_path) is not None
+    (library,) = (tmp_path / "native").glob("*.so")
+    assert library.read_bytes() != damaged
+
+
+def test_other_flags_make_other_code(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(native_code, "COMPILE", (*native_code.COMPILE, "-fno-such-flag"))
+    assert Native.load(cache) is None
+    assert "no-such-flag" in caplog.text
+
+
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
+def test_without_a_compiler_there_is_none(
+    compiler: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    if compiler == "false" and shutil.which("false") is None:
+        pytest.skip("no program that fails")
+    with caplog.at_level(logging.WARNING):
+        assert native_code.load(decode.SOURCE, tmp_path, compiler=compiler) is None
+    assert caplog.text.count("without native code") == 1
+    assert list(tmp_path.rglob("*.so")) == []
+
+
+def test_code_that_others_may_have_written_is_not_loaded(
+    cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "native").mkdir()
+    (tmp_path / "native").chmod(0o777)
+    assert native_code.load(decode.SOURCE, tmp_path) is None
+    assert "others may write" in caplog.text
+
+
+def test_the_threads_are_those_of_torch(cache: Path) -> None:
+    """A second OpenMP library in the process would bring threads of its own."""
+    loaded = {
+        line.split(maxsplit=5)[5].strip()
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if "libgomp" in line
+    }
+    assert loaded == {str(native_code._openmp_of_torch().resolve())}
