@@ -13,8 +13,9 @@ from tests.flood_defences import FLOODS
 from tests.limit_defences import LIMITS
 from tests.support.virtual_time import DeadlockError
 from tests.web_defences import WEB
+from tests.word_defences import WORDS
 
-DEFENCES = (*DOOR, *ISSUER, *FILES, *IDENTITY, *STATEMENTS, *HASHES, *LIMITS, *FLOODS, *WEB)
+DEFENCES = (*DOOR, *ISSUER, *FILES, *IDENTITY, *STATEMENTS, *HASHES, *LIMITS, *FLOODS, *WEB, *WORDS)
 
 FAILURES = (AssertionError, pytest.fail.Exception, SwarmnetError, TimeoutError, DeadlockError)
 """How the tests fail. Any other error is one of the table itself."""

@@ -3,8 +3,6 @@
 import asyncio
 from typing import TYPE_CHECKING
 
-import typer
-
 from swarmnet.addresses import usual_listen, write_addresses
 from swarmnet.cli.interrupts import Interrupts, run_until_stopped
 from swarmnet.cli.options import (
@@ -16,7 +14,7 @@ from swarmnet.cli.options import (
     ListenOption,
     SwarmArgument,
 )
-from swarmnet.cli.output import note, print_json
+from swarmnet.cli.output import note, print_json, print_text
 from swarmnet.entering import enter
 from swarmnet.paths import default_data_dir, locked_data_dir
 from swarmnet.supervision import notify_ready, notify_stopping
@@ -77,5 +75,5 @@ def _announce(transport: "Transport", data_dir: "Path", *, as_json: bool) -> Non
         return
     note("others start from here with one of")
     for address in addresses:
-        typer.echo(f"  --bootstrap {address}")
+        print_text(f"  --bootstrap {address}")
     note("stop with Ctrl-C")

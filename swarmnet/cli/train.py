@@ -25,7 +25,7 @@ from swarmnet.cli.options import (
     check_job_id,
     device_option,
 )
-from swarmnet.cli.output import note, note_if_first, print_json, progress
+from swarmnet.cli.output import note, note_if_first, print_json, print_text, progress
 from swarmnet.cli.training_words import tell
 from swarmnet.entering import enter
 from swarmnet.paths import default_cache_dir, default_data_dir, locked_data_dir
@@ -52,7 +52,7 @@ def template(
     """Print a commented job file for a small task that runs as it is."""
     from swarmnet_protocols.training.templates import template as template_of
 
-    typer.echo(template_of(method), nl=False)
+    print_text(template_of(method), end="")
 
 
 @app.command("create")
@@ -84,7 +84,7 @@ def create(
     if as_json:
         print_json({"job": made.id})
         return
-    typer.echo(made.id)
+    print_text(made.id)
     if not entry.bootstrap:
         note("kept on this machine; a worker that starts from the same --data-dir publishes it")
     here = "" if data_dir is None else f" --data-dir {shlex.quote(str(data_dir))}"
@@ -180,7 +180,7 @@ def export(
     if as_json:
         print_json({"job": job, "path": str(out), "tokenizer": tokenizer})
         return
-    typer.echo(f"the model is in {out}")
+    print_text(f"the model is in {out}")
     if tokenizer == BYTES:
         note("it reads bytes: token N is byte N, and 0 ends a document")
 
@@ -208,4 +208,4 @@ def plot(
     if as_json:
         print_json({"job": job, "paths": [str(path) for path in paths]})
     else:
-        typer.echo("\n".join(str(path) for path in paths))
+        print_text("\n".join(str(path) for path in paths))
