@@ -12,7 +12,7 @@ QUICK := --quiet --no-compile --constraint constraints.txt
 OR_NONE = || test $$? -eq 5
 
 .DEFAULT_GOAL := test
-.PHONY: install browser lint test defences audit demo bench proto
+.PHONY: install browser lint test defences fuzz audit demo bench proto
 
 install: $(INSTALLED)
 
@@ -50,6 +50,11 @@ test: lint browser
 # Each test of a defence, seen to fail with the defence switched off.
 defences: $(INSTALLED)
 	$(BIN)/python -m pytest tests/test_defences.py --verbose --no-header $(PYTEST_ARGS) $(OR_NONE)
+
+# Every decoder of what others send, fed by a fuzzer for an hour, or for SECONDS. Corpora and findings: .pytest_cache/fuzz
+SECONDS ?= 3600
+fuzz: $(INSTALLED)
+	$(BIN)/python -W ignore -m tests.fuzz --seconds $(SECONDS)
 
 # Known vulnerabilities of what we stand on. Asks pypi.org, so it is no part of the tests.
 audit: $(INSTALLED)

@@ -11,6 +11,8 @@ import sys
 from functools import cached_property
 from typing import Any, Literal
 
+from swarmnet.terminal import shown
+
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -53,7 +55,7 @@ class _Stderr(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         with contextlib.suppress(BrokenPipeError):  # whoever read it is gone
-            sys.stderr.write(f"{self.format(record)}\n")
+            sys.stderr.write(f"{shown(self.format(record))}\n")
 
 
 class Throttle(logging.Filter):

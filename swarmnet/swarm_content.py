@@ -30,7 +30,7 @@ class Rotation:
 
     keys: tuple[bytes, ...]
     previous_until: datetime
-    """What the keys before signed (certificates, invites, revocations) counts until then."""
+    """What the keys before signed (certificates, invites, revocations) counts until then; at Unix time 0, never."""
     signature: bytes
 
 

@@ -166,7 +166,9 @@ def disallow(path: Path, peer: PeerId, *, now: float) -> SwarmFile:
 def rotate_key(path: Path, *, now: float, overlap_s: float) -> "tuple[SwarmFile, Identity]":
     """Put a new authority key in the place of all keys before it; the old key file is kept beside it.
 
-    What the keys before signed counts for another ``overlap_s``: with 0, members need new certificates at once.
+    What the keys before signed counts for another ``overlap_s``, and memberships that were renewed by then go on. With 0 the keys
+    before never counted, as if they were stolen: members whom they let in need new certificates at once, and so do those whose certificates
+    other issuers have renewed since.
     """
     path = file_in(path)
     file, key_path = load(path), path.parent / KEY_NAME
@@ -182,7 +184,7 @@ def rotate_key(path: Path, *, now: float, overlap_s: float) -> "tuple[SwarmFile,
         old = load_key(key_path)
         if old.public_key not in file.authority.keys:
             raise _foreign(path)
-        rotation = Rotation((new.public_key,), _time(now + overlap_s), b"")
+        rotation = Rotation((new.public_key,), _time(now + overlap_s if overlap_s else 0), b"")
         rotation = replace(rotation, signature=old.sign(rotation_bytes(file.swarm_id, number, rotation)))
         _, document = _open(path)
         _add_rotation(document, rotation)

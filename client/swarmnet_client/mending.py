@@ -28,6 +28,7 @@ from swarmnet_protocols.errors import (
 from swarmnet_protocols.routing import Hop
 from swarmnet_protocols.session.link import Feeder, Refused, Target
 from swarmnet_protocols.transport import Message
+from swarmnet_protocols.transport.refusing import printable
 from swarmnet_protocols.transport.talking import parse, receive_within
 from swarmnet_protocols.wire import session_pb2 as pb
 
@@ -284,7 +285,7 @@ class Mender:
                 self._take(live, reply.output, message)
             case "link_lost":
                 if live.link is not None and reply.link_lost.epoch == live.epoch:
-                    await self._link_lost(live, live.link, Unreachable(reply.link_lost.reason[:500]))
+                    await self._link_lost(live, live.link, Unreachable(printable(reply.link_lost.reason)))
             case "leaving":
                 live.leaving = True
                 self._trouble.set()

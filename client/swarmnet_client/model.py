@@ -32,7 +32,7 @@ from swarmnet_protocols.errors import ConfigError, Unreachable
 from swarmnet_protocols.models import LocalModel, resolve
 from swarmnet_protocols.network import Network
 from swarmnet_protocols.session.adapters import Adapter
-from swarmnet_protocols.turns import ALONE, Alone, Turns, default_folder
+from swarmnet_protocols.turns import ALONE, Alone, Turns, take_turns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -204,7 +204,7 @@ def load(name: str, *, network: Network, cache_dir: Path, form: Form) -> SwarmMo
     try:
         model = wrap(local, runtime, form)
         if form.device.type == "cpu":
-            model.turns = model._closing.enter_context(Turns.open(default_folder()))
+            model.turns = model._closing.enter_context(take_turns())
         return model
     except BaseException:
         runtime.close()

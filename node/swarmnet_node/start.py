@@ -86,7 +86,7 @@ async def start(config: NodeConfig, *, progress: "Progress | None" = None) -> As
         from swarmnet_protocols.presence import Watch
         from swarmnet_protocols.threads import compute_on, use_cores
         from swarmnet_protocols.timing import Timing
-        from swarmnet_protocols.turns import Turns, default_folder
+        from swarmnet_protocols.turns import take_turns
 
         every_core = await compute_on(executor, threads=config.limits.cores)
         watch = await stack.enter_async_context(
@@ -94,8 +94,7 @@ async def start(config: NodeConfig, *, progress: "Progress | None" = None) -> As
         )
         world = World(transport, directory, executor, random.Random(), warning=watch.warning)
         if loaded.device.type == "cpu":
-            turns = stack.enter_context(Turns.open(default_folder()))
-            world = replace(world, turns=turns)
+            world = replace(world, turns=stack.enter_context(take_turns()))
 
         def limit_computing(limits: Limits) -> None:
             use_cores(executor, limits.cores or every_core)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from swarmnet_protocols.clock import Clock
+from swarmnet_protocols.records import MAX_LIFETIME_S
 from swarmnet_protocols.resources import Exhausted, Hold, Scope, Stock
 
 if TYPE_CHECKING:
@@ -65,7 +66,10 @@ class BoundedStorage:
         self._expire(now)
         old = self._records.get(key, {}).get(subkey)
         grown_bytes = len(value) - (len(old.value) if old else 0)
-        if expiration_time <= now or (old and old.expires_at >= expiration_time):
+        if expiration_time <= now:
+            return False
+        # A record that outlives what is accepted was kept while our clock was ahead: it does not keep its successor out.
+        if old and expiration_time <= old.expires_at <= now + MAX_LIFETIME_S:
             return False
         if self._key_bytes[key] + grown_bytes > self._limits.key_bytes:
             return False

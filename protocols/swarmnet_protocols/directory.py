@@ -6,7 +6,7 @@ from typing import Protocol
 
 from swarmnet_protocols.clock import Clock
 from swarmnet_protocols.identity import Identity
-from swarmnet_protocols.records import Record, newest, open_valid, seal
+from swarmnet_protocols.records import MAX_LIFETIME_S, Record, newest, open_valid, seal
 from swarmnet_protocols.transport.memory import MemoryNetwork
 
 
@@ -28,7 +28,7 @@ class Directory(Protocol):
 
 
 class Publisher:
-    """Seals one peer's records. Sequences and expiries only grow, also across restarts, as the clock does."""
+    """Seals one peer's records. Sequences grow with every record; expiries grow too, unless the clock was set back by more than a day."""
 
     def __init__(self, identity: Identity, swarm: bytes, clock: Clock) -> None:
         self._identity = identity
@@ -42,8 +42,10 @@ class Publisher:
         sequence, expires_at = int(now * 1000), now + lifetime_s
         if last := self._last.get(topic):
             sequence = max(sequence, last.sequence + 1)
-            # Holders of the old record take a new one only if it expires later.
-            expires_at = max(expires_at, last.expires_at + 0.001)
+            # Holders of the old record take a new one only if it expires later. A record that outlives what they accept was sealed while
+            # our clock was ahead: they have refused it, and would refuse its successor too.
+            if last.expires_at < now + MAX_LIFETIME_S:
+                expires_at = max(expires_at, last.expires_at + 0.001)
         record = Record(self.swarm, topic, self._identity.public_key, sequence, round(expires_at, 3), body)
         sealed = seal(self._identity, record)
         self._last[topic] = record

@@ -7,11 +7,12 @@ fewer cores.
 
 import asyncio
 import fcntl
+import logging
 import os
 import secrets
+import socket
 import stat
 import struct
-import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future
@@ -30,7 +31,11 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import IO
 
+import platformdirs
+
 from swarmnet_protocols.errors import ConfigError
+
+_log = logging.getLogger(__name__)
 
 PATIENCE_S = 0.2
 """A holder that gives no sign for so long is stopped, and is not waited for."""
@@ -45,8 +50,9 @@ _ENTRY = struct.Struct("8sd")
 
 
 def default_folder() -> Path:
-    """Where the nodes of this user meet."""
-    return Path(tempfile.gettempdir()) / f"swarmnet-{os.getuid()}"
+    """Where the nodes of this user on this machine meet: in the user's own cache, where no other user could make it first."""
+    cache = platformdirs.user_cache_path("swarmnet", appauthor=False)
+    return cache / f"turns-{socket.gethostname()}"
 
 
 class Alone:
@@ -89,6 +95,7 @@ class Turns:
         """Turns of all who open the same folder. Raises ``ConfigError`` unless it is, or can be made, ours."""
         with ExitStack() as stack:
             try:
+                folder.parent.mkdir(parents=True, exist_ok=True)
                 folder.mkdir(mode=0o700, exist_ok=True)
                 status = folder.lstat()
                 if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
@@ -97,7 +104,7 @@ class Turns:
                 last = stack.enter_context((folder / "last").open("w+"))
             except OSError as error:
                 raise ConfigError(
-                    f"cannot use {folder}: {error}", hint="set TMPDIR to a folder of yours"
+                    f"cannot use {folder}: {error}", hint="set XDG_CACHE_HOME to a folder of yours"
                 ) from None
             yield cls(door, room, last.fileno())
 
@@ -142,6 +149,20 @@ class Turns:
                 self._others_at = at
         with suppress(OSError):  # where the disk is full, the others do not learn of us
             os.pwrite(self._last, _ENTRY.pack(self._name, time.monotonic()), 0)
+
+
+@contextmanager
+def take_turns(folder: Path | None = None) -> Iterator["Turns | Alone"]:
+    """Turns with the other processes of this user. Without a usable folder for them, which only costs speed, this process takes none."""
+    with ExitStack() as stack:
+        turns: Turns | Alone = ALONE
+        try:
+            turns = stack.enter_context(Turns.open(folder or default_folder()))
+        except ConfigError as error:
+            _log.warning(
+                "nodes of this machine will compute at the same time, more slowly: %s (%s)", error, error.hint
+            )
+        yield turns
 
 
 class _Lock:

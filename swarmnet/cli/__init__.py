@@ -12,6 +12,7 @@ import typer
 
 from swarmnet.cli.failures import EXIT_INTERRUPTED, explain
 from swarmnet.cli.lazy import LazyCommand, LazyGroup
+from swarmnet.cli.output import print_text
 from swarmnet.logs import LogFormat, LogLevel, configure
 
 TRY, USE, SHARE, OWN, TRAIN = "Try it", "Use a model", "Share this machine", "A swarm", "Train"
@@ -59,7 +60,7 @@ def _print_version(wanted: bool) -> None:
     if wanted:
         from importlib.metadata import version
 
-        typer.echo(f"swarmnet {version('swarmnet-p2p')}")
+        print_text(f"swarmnet {version('swarmnet-p2p')}")
         raise typer.Exit
 
 

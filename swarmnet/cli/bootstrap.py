@@ -4,8 +4,6 @@ import asyncio
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import typer
-
 from swarmnet.addresses import usual_listen, write_addresses
 from swarmnet.cli.interrupts import Interrupts, run_until_stopped
 from swarmnet.cli.options import (
@@ -19,7 +17,7 @@ from swarmnet.cli.options import (
     SwarmArgument,
     parse_p2pd_bytes,
 )
-from swarmnet.cli.output import note, print_json
+from swarmnet.cli.output import note, print_json, print_text
 from swarmnet.entering import enter
 from swarmnet.paths import default_data_dir, locked_data_dir
 from swarmnet.supervision import notify_ready, notify_stopping
@@ -83,5 +81,5 @@ def _announce(transport: "Transport", data_dir: "Path", *, as_json: bool) -> Non
         return
     note("others start from here with one of")
     for address in addresses:
-        typer.echo(f"  --bootstrap {address}")
+        print_text(f"  --bootstrap {address}")
     note("stop with Ctrl-C")

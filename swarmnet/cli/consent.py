@@ -1,8 +1,9 @@
-"""The first time a machine is shared: what will be used is shown, and its owner is asked once."""
+"""The first time a machine is shared, or trains a job: what will be used is shown, and its owner is asked once."""
 
 import shutil
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import typer
@@ -12,7 +13,38 @@ from swarmnet.cli.output import folded, note, print_json
 AGREED_NAME = "agreed"
 
 
-def ask_once(data_dir: Path, facts: Mapping[str, str], *, asking: bool, as_json: bool = False) -> None:
+@dataclass(frozen=True)
+class Question:
+    """What is asked, between what is said before and after the facts. ``event`` is its name as JSON."""
+
+    before: str
+    asked: str
+    after: str
+    event: str
+
+
+SHARING = Question(
+    "this machine is about to be shared; the node will use",
+    "share it?",
+    "change any of it at any time with `swarmnet limits`; `swarmnet pause` gives the memory back",
+    "sharing",
+)
+TRAINING = Question(
+    "this machine is about to train a job that another peer may have written",
+    "train it?",
+    "Ctrl-C ends it in good order at any time",
+    "training",
+)
+
+
+def ask_once(
+    data_dir: Path,
+    facts: Mapping[str, str],
+    question: Question = SHARING,
+    *,
+    asking: bool,
+    as_json: bool = False,
+) -> None:
     """Show ``facts`` unless they were agreed to in ``data_dir`` before; where ``asking``, a person at a terminal decides.
 
     Without a terminal nobody can be asked: whoever wrote the script has decided. As JSON the facts are an event and nothing is
@@ -26,21 +58,22 @@ def ask_once(data_dir: Path, facts: Mapping[str, str], *, asking: bool, as_json:
     if as_json:
         if must_agree:
             raise typer.BadParameter(
-                "nothing is asked, and this machine was not shared before: add --yes, or leave out --json",
+                "nothing is asked, and nobody agreed to it on this machine before: add --yes, or leave out --json",
                 param_hint="'--json'",
             )
-        print_json({"event": "sharing", "uses": dict(facts)})
+        print_json({"event": question.event, "uses": dict(facts)})
     else:
-        _show(facts)
-        if must_agree and not typer.confirm("share it?", default=True, err=True):
+        _show(facts, question)
+        if must_agree and not typer.confirm(question.asked, default=True, err=True):
             raise typer.Abort
+    agreed.parent.mkdir(parents=True, exist_ok=True)
     agreed.touch(mode=0o600)
 
 
-def _show(facts: Mapping[str, str]) -> None:
-    note("this machine is about to be shared; the node will use")
+def _show(facts: Mapping[str, str], question: Question) -> None:
+    note(question.before)
     width = max(map(len, facts)) + 4
     room = shutil.get_terminal_size().columns - width if sys.stderr.isatty() else None
     for name, fact in facts.items():
         note(f"  {name}".ljust(width) + f"\n{' ' * width}".join(folded(fact, room)))
-    note("change any of it at any time with `swarmnet limits`; `swarmnet pause` gives the memory back")
+    note(question.after)

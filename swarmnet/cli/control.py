@@ -6,7 +6,7 @@ import typer
 
 from swarmnet.cli.limits import rows
 from swarmnet.cli.options import DataDirOption, JsonFlag, check_at_least_zero
-from swarmnet.cli.output import print_json, print_table
+from swarmnet.cli.output import print_json, print_table, print_text
 from swarmnet.paths import default_data_dir
 from swarmnet.units import counted, show_duration, show_size
 
@@ -44,7 +44,7 @@ def finish(
     if as_json:
         print_json({"finishing": True, "grace_s": grace_s})
     else:
-        typer.echo(f"the node takes no new sessions and stops within {grace_s:g} s")
+        print_text(f"the node takes no new sessions and stops within {grace_s:g} s")
 
 
 def _fields(node: "NodeStatus") -> dict[str, object]:

@@ -17,7 +17,7 @@ from swarmnet.cli.options import (
     PortOption,
     SwarmOption,
 )
-from swarmnet.cli.output import note, print_json, progress, say
+from swarmnet.cli.output import note, print_json, print_text, progress, say
 from swarmnet.entering import Entry, enter
 from swarmnet.paths import default_data_dir, locked_data_dir
 from swarmnet.supervision import notify_ready, notify_stopping
@@ -109,7 +109,7 @@ async def _show(entry: Entry, directory: Path, place: "Place", *, as_json: bool)
         if as_json:
             print_json({"event": "ready", "url": endpoint.url})
         else:
-            typer.echo(f"the swarm {entry.file.name}: {endpoint.url}")
+            print_text(f"the swarm {entry.file.name}: {endpoint.url}")
             note("stop with Ctrl-C")
         await race(stop.wait(), transport.died(), endpoint.broke())
         notify_stopping()

@@ -17,7 +17,7 @@ import typer
 from swarmnet import swarm_file, swarm_writer
 from swarmnet.cli.interrupts import Interrupts
 from swarmnet.cli.options import CacheDirOption, JsonFlag
-from swarmnet.cli.output import print_json, print_table, progress
+from swarmnet.cli.output import print_json, print_table, print_text, progress
 from swarmnet.paths import default_cache_dir
 from swarmnet.swarm_writer import NewSwarm
 from swarmnet.units import counted
@@ -94,7 +94,7 @@ async def _demo(demo: _Demo, count: int) -> None:
         with progress(quiet=demo.as_json) as report:
             address = await _start_swarm(demo, running, spans, report)
         if not demo.as_json:
-            typer.echo(f"> {QUESTION}")
+            print_text(f"> {QUESTION}")
         answer = await _ask(demo, running, address)
         if not demo.as_json:
             _print_summary(answer)
@@ -184,15 +184,14 @@ async def _serve(demo: _Demo, running: list[Process], address: str) -> "_Child":
             if event.get("event") == "ready":
                 demo.event(event | {"event": "serving", "swarm": demo.swarm, "bootstrap": address})
                 if not demo.as_json:
-                    typer.echo(_HOW_TO_USE.format(url=event["url"], swarm=demo.swarm, address=address))
+                    print_text(_HOW_TO_USE.format(url=event["url"], swarm=demo.swarm, address=address))
                 return child
     raise child.failure()
 
 
 def _show(text: str, demo: _Demo) -> None:
     if not demo.as_json:
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        print_text(text, end="")
 
 
 def _print_summary(answer: Mapping[str, Any]) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from swarmnet.cli.output import note, plain_lines, print_json
+from swarmnet.terminal import shown
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -52,8 +53,8 @@ def display(*, as_json: bool) -> Iterator[Display]:
     if not console.is_terminal:
         yield Lines()
         return
-    with bars(console) as shown:
-        yield shown
+    with bars(console) as with_bars:
+        yield with_bars
 
 
 class JsonLines:
@@ -95,7 +96,7 @@ def bars(console: "Console") -> Iterator[Display]:
         def get_renderables(self) -> Iterable[RenderableType]:
             yield self.make_tasks_table(self.tasks)
             if self.summary:
-                yield Text(self.summary, overflow="fold")
+                yield Text(shown(self.summary), overflow="fold")
 
         def show(self, event: Fields, telling: Telling) -> None:
             if telling.bar is not None:
@@ -103,9 +104,10 @@ def bars(console: "Console") -> Iterator[Display]:
             if telling.summary is not None:
                 self.summary = telling.summary
             if telling.is_news:
-                self.console.print(Text(telling.sentence))
+                self.console.print(Text(shown(telling.sentence)))
 
         def progress(self, description: str, done: int, total: int | None) -> None:
+            description = shown(description)
             found = next((task.id for task in self.tasks if task.description == description), None)
             if found is None:
                 found = self.add_task(description, total=total)
@@ -119,11 +121,13 @@ def bars(console: "Console") -> Iterator[Display]:
             self.update(self.run, completed=bar.done)
 
     columns = (
-        rich_progress.TextColumn("{task.description}", table_column=Column(max_width=40, no_wrap=True)),
+        rich_progress.TextColumn(
+            "{task.description}", markup=False, table_column=Column(max_width=40, no_wrap=True)
+        ),
         rich_progress.BarColumn(bar_width=24),
         rich_progress.TaskProgressColumn(show_speed=False),
         rich_progress.TimeRemainingColumn(elapsed_when_finished=True),
     )
     # The time left is told from the last hour: a round or a step may take minutes.
-    with Bars(*columns, console=console, speed_estimate_period=3600.0) as shown:
-        yield shown
+    with Bars(*columns, console=console, speed_estimate_period=3600.0) as display:
+        yield display

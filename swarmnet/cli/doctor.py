@@ -15,6 +15,7 @@ from swarmnet.cli.options import (
 )
 from swarmnet.cli.output import folded, print_json, progress
 from swarmnet.paths import default_cache_dir, default_data_dir
+from swarmnet.terminal import shown
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -77,7 +78,7 @@ def _print(findings: "Sequence[Finding]") -> None:
         mark, style = _MARKS[finding.level]
         line = Text.assemble((f"{mark} {finding.level:<4} ", style), (f"{finding.check:<11} ", "bold"))
         room = console.width - len(line) if console.is_terminal else None
-        text = f"\n{' ' * len(line)}".join(folded(finding.text, room))
+        text = f"\n{' ' * len(line)}".join(folded(shown(finding.text), room))
         console.print(line.append(text), soft_wrap=True)
         if finding.fix:
-            console.print(Text(f"                   mend it: {finding.fix}"), soft_wrap=True)
+            console.print(Text(shown(f"                   mend it: {finding.fix}")), soft_wrap=True)

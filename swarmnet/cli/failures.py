@@ -1,12 +1,12 @@
 """What went wrong, as an exit code and as words."""
 
 import errno
-import json
 import sys
 from dataclasses import dataclass
 
 import typer
 
+from swarmnet.cli.output import note, print_json
 from swarmnet_protocols import errors
 
 EXIT_FAILED = 1
@@ -40,10 +40,10 @@ class Failure:
         """Print to stderr, or with ``as_json`` one line to stdout."""
         if as_json:
             event = {"event": "error", "error": self.kind, "message": self.message, "hint": self.hint}
-            typer.echo(json.dumps(event | {"exit_code": self.exit_code}))
+            print_json(event | {"exit_code": self.exit_code})
         else:
             sys.stdout.flush()
-            typer.echo(f"error: {self.message}\nhint: {self.hint}", err=True)
+            note(f"error: {self.message}\nhint: {self.hint}")
 
 
 def explain(error: BaseException) -> Failure:

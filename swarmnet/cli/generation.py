@@ -1,6 +1,5 @@
 """One answer of a model, shown as it comes and measured."""
 
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -8,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from swarmnet.cli.output import note, print_json
+from swarmnet.cli.output import note, print_json, print_text
 from swarmnet.units import counted
 
 if TYPE_CHECKING:
@@ -59,8 +58,7 @@ class Screen:
 
     def show(self, piece: str) -> None:
         if not self.as_json:
-            sys.stdout.write(piece)
-            sys.stdout.flush()
+            print_text(piece, end="")
         elif self.pieces:
             print_json({"event": "token", "text": piece})
 
@@ -69,7 +67,7 @@ class Screen:
         if self.as_json:
             print_json(answer.to_json())
             return
-        typer.echo()
+        print_text()
         hops = " -> ".join(f"{hop.start}:{hop.end}" for hop in answer.route)
         speed = f"{answer.tokens_per_s:.1f}/s, first after {answer.first_token_s:.2f} s"
         note(f"{counted(len(answer.token_ids), 'token')}, {speed}, {hops}")

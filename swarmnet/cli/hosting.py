@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-import typer
-
 from swarmnet.addresses import write_addresses
 from swarmnet.cli.control import DEFAULT_GRACE_S
 from swarmnet.cli.interrupts import Interrupts, run_until_stopped
-from swarmnet.cli.output import note, print_json, progress, say
+from swarmnet.cli.output import note, print_json, print_text, progress, say
 from swarmnet.supervision import notify_ready, notify_status, notify_stopping
+from swarmnet.terminal import shown
 from swarmnet_protocols.models import Progress
 
 if TYPE_CHECKING:
@@ -145,14 +144,14 @@ class Foreground:
         )
         Console().print(
             Panel(
-                Text(summary),
-                title=f"{'paused' if status.reason else 'serving'} in the swarm {status.swarm}",
+                Text(shown(summary)),
+                title=Text(shown(f"{'paused' if status.reason else 'serving'} in the swarm {status.swarm}")),
                 expand=False,
             )
         )
-        typer.echo("others reach this node with one of")
+        print_text("others reach this node with one of")
         for address in addresses:
-            typer.echo(f"  --bootstrap {address}")
+            print_text(f"  --bootstrap {address}")
         note("stop with Ctrl-C, or with `swarmnet finish` from another terminal")
 
     def _say(self, event: dict[str, object], text: str) -> None:

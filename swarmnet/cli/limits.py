@@ -9,7 +9,7 @@ import typer
 
 from swarmnet import units
 from swarmnet.cli.options import DataDirOption, JsonFlag
-from swarmnet.cli.output import print_json, print_table
+from swarmnet.cli.output import print_json, print_table, print_text
 from swarmnet.paths import default_data_dir
 from swarmnet_node.limits import Limits
 
@@ -175,7 +175,7 @@ def pause(*, data_dir: DataDirOption = None, as_json: JsonFlag = False) -> None:
     if as_json:
         print_json({"pausing": True})
     else:
-        typer.echo(
+        print_text(
             "the node asks its sessions to move and frees its memory; `swarmnet resume` brings it back"
         )
 
@@ -189,4 +189,4 @@ def resume(*, data_dir: DataDirOption = None, as_json: JsonFlag = False) -> None
     if as_json:
         print_json({"resuming": True})
     else:
-        typer.echo("the node serves again as soon as its limits let it; see `swarmnet status`")
+        print_text("the node serves again as soon as its limits let it; see `swarmnet status`")

@@ -7,7 +7,7 @@ import typer
 
 from swarmnet.cli.lazy import command_group
 from swarmnet.cli.options import CacheDirOption, JsonFlag
-from swarmnet.cli.output import print_json, print_table, progress
+from swarmnet.cli.output import print_json, print_table, print_text, progress
 from swarmnet.paths import default_cache_dir
 from swarmnet.units import counted, show_size
 from swarmnet_protocols.models import DEFAULT_MODEL
@@ -27,7 +27,7 @@ def list_models(*, as_json: JsonFlag = False) -> None:
         print_json({"models": models})
         return
     for model in models:
-        typer.echo(f"{model['name']}{'  (the default)' if model['default'] else ''}")
+        print_text(f"{model['name']}{'  (the default)' if model['default'] else ''}")
 
 
 @app.command("pull")
@@ -39,7 +39,7 @@ def pull(
     if as_json:
         print_json(_summary(local))
     else:
-        typer.echo(f"{local.name} is at {local.path}")
+        print_text(f"{local.name} is at {local.path}")
 
 
 @app.command("show")
@@ -74,7 +74,7 @@ def verify(
         print_json({"name": local.name, "manifest": local.manifest.hash.hex(), "valid": True})
     else:
         count = counted(len(local.manifest.files), "file")
-        typer.echo(f"{local.name}: {count} read, as the manifest says")
+        print_text(f"{local.name}: {count} read, as the manifest says")
 
 
 def _hub_models() -> list[dict[str, object]]:

@@ -1,4 +1,7 @@
-"""What the commands print: JSON and answers on stdout, everything about progress on stderr."""
+"""What the commands print: JSON and answers on stdout, everything about progress on stderr.
+
+Much of what is printed was written by other peers: answers, refusals, names. So all text goes through ``shown`` here, and JSON escapes it.
+"""
 
 import json
 import shutil
@@ -9,12 +12,19 @@ from contextlib import contextmanager, suppress
 
 import typer
 
+from swarmnet.terminal import shown
 from swarmnet_protocols.models import Progress
 
 INDENT = 2
 """Of the second line of what was folded."""
 MIN_ROOM = 20
 """Characters beside the names of a table, below which its values are not folded."""
+
+
+def print_text(text: str = "", *, end: str = "\n") -> None:
+    """Text on stdout, seen at once."""
+    typer.echo(shown(text) + end, nl=False)
+    sys.stdout.flush()
 
 
 def print_json(fields: Mapping[str, object]) -> None:
@@ -25,7 +35,7 @@ def print_json(fields: Mapping[str, object]) -> None:
 
 def note(text: str) -> None:
     """A line for the person in front of the terminal."""
-    typer.echo(text, err=True)
+    typer.echo(shown(text), err=True)
 
 
 def note_if_first(bootstrap: Sequence[str], *, as_json: bool) -> None:
@@ -61,7 +71,7 @@ def progress(*, quiet: bool) -> Iterator[Progress]:
         return
     columns = (
         rich_progress.SpinnerColumn(),
-        rich_progress.TextColumn("{task.description}"),
+        rich_progress.TextColumn("{task.description}", markup=False),
         rich_progress.BarColumn(),
         rich_progress.TimeElapsedColumn(),
     )
@@ -69,6 +79,7 @@ def progress(*, quiet: bool) -> Iterator[Progress]:
         tasks: dict[str, rich_progress.TaskID] = {}
 
         def report(description: str, done: int, total: int | None) -> None:
+            description = shown(description)
             if description not in tasks:
                 tasks[description] = bars.add_task(description, total=total)
             bars.update(tasks[description], completed=done, total=total)
@@ -111,20 +122,20 @@ def print_table(title: str, rows: Mapping[str, object]) -> None:
 
     console = Console(soft_wrap=True)
     if title:
-        console.print(Text(title, style="italic"))
+        console.print(Text(shown(title), style="italic"))
     width = max((len(name) for name in rows), default=0) + 2
     room = console.width - width if console.is_terminal else None
     for name, value in rows.items():
-        first, *others = folded(str(value), room)
+        first, *others = folded(shown(str(value)), room)
         console.print(Text.assemble((name.ljust(width), "bold"), first))
         for line in others:
             console.print(Text(" " * width + line))
 
 
-def print_folded(line: str) -> None:
+def print_folded(text: str) -> None:
     """A line on stdout, which on a terminal goes on indented in the next."""
     room = shutil.get_terminal_size().columns - INDENT if sys.stdout.isatty() else None
-    typer.echo(f"\n{' ' * INDENT}".join(folded(line, room)))
+    print_text(f"\n{' ' * INDENT}".join(folded(text, room)))
 
 
 def folded(text: str, room: int | None) -> list[str]:

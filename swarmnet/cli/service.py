@@ -6,7 +6,7 @@ import typer
 
 from swarmnet.cli.lazy import command_group
 from swarmnet.cli.options import JsonFlag
-from swarmnet.cli.output import note, print_json, print_table
+from swarmnet.cli.output import note, print_json, print_table, print_text
 from swarmnet.cli.parsing import check_arguments
 from swarmnet.systemd import Service, unit_text
 from swarmnet_protocols.errors import ConfigError
@@ -42,14 +42,14 @@ def install(
     service = Service(name, is_system)
     text = unit_text(command, is_system=is_system)
     if dry_run:
-        typer.echo(text, nl=False)
+        print_text(text, end="")
         return
     service.install(text)
     if as_json:
         print_json({"unit": service.unit, "path": str(service.path)})
         return
     scope = "" if is_system else "--user "
-    typer.echo(
+    print_text(
         f"{service.path}\n  see it:  systemctl {scope}status {name}\n  its log: journalctl {scope}-u {name} -f"
     )
     if not is_system:
@@ -66,7 +66,7 @@ def uninstall(
     if as_json:
         print_json({"removed": str(service.path)})
     else:
-        typer.echo(f"removed {service.path}")
+        print_text(f"removed {service.path}")
 
 
 @app.command("status")

@@ -10,7 +10,7 @@ from swarmnet import swarm_file
 from swarmnet.cli import swarm_members
 from swarmnet.cli.lazy import command_group
 from swarmnet.cli.options import BootstrapOption, JsonFlag, OwnSwarm, SwarmPath, parse_duration
-from swarmnet.cli.output import note, print_json, print_table
+from swarmnet.cli.output import note, print_json, print_table, print_text
 from swarmnet.key_files import KEY_NAME
 from swarmnet.swarm_content import SwarmFile
 from swarmnet.swarm_writer import NewSwarm
@@ -77,15 +77,15 @@ def create(  # noqa: PLR0913 - a command line, not an interface
     if as_json:
         print_json(_summary(file) | {"path": str(path)})
         return
-    typer.echo(f"wrote {path}: give it to everybody who takes part")
+    print_text(f"wrote {path}: give it to everybody who takes part")
     if file.authority is not None:
-        typer.echo(f"wrote {out / KEY_NAME}: keep it secret, and keep a copy")
-    typer.echo(f"who takes part: {WHO_IS_IN[file.admission]}")
-    typer.echo(f"what that does not protect: {WHAT_IT_DOES_NOT_DO}")
+        print_text(f"wrote {out / KEY_NAME}: keep it secret, and keep a copy")
+    print_text(f"who takes part: {WHO_IS_IN[file.admission]}")
+    print_text(f"what that does not protect: {WHAT_IT_DOES_NOT_DO}")
     if file.admission is Admission.CERTIFICATE:
-        typer.echo(f"next: swarmnet join {path} --issuer {out / KEY_NAME}")
+        print_text(f"next: swarmnet join {path} --issuer {out / KEY_NAME}")
     else:
-        typer.echo(f"next: swarmnet join {path}")
+        print_text(f"next: swarmnet join {path}")
 
 
 app.command("invite")(swarm_members.invite)
@@ -130,7 +130,7 @@ def verify(swarm: SwarmPath, *, as_json: JsonFlag = False) -> None:
     how = (
         "signed by its authority" if file.authority else "no authority: only its bootstrap list may be edited"
     )
-    typer.echo(f"{file.name} is valid ({how}); who takes part: {WHO_IS_IN[file.admission]}")
+    print_text(f"{file.name} is valid ({how}); who takes part: {WHO_IS_IN[file.admission]}")
 
 
 @app.command("sign")
@@ -152,7 +152,7 @@ def sign(
         print_json(_summary(file))
         return
     signed = f"{file.name} is signed, serial {file.serial}" if file.authority else f"{file.name} is written"
-    typer.echo(f"{signed}: give the file out again")
+    print_text(f"{signed}: give the file out again")
 
 
 @app.command("new-key")
@@ -168,7 +168,7 @@ def new_key(
     if as_json:
         print_json({"path": str(path), "public_key": public})
         return
-    typer.echo(public)
+    print_text(public)
     note(
         f"wrote {path}: keep it secret. Whoever has it lets members in, once swarm.toml lists it under issuers"
     )
@@ -201,7 +201,7 @@ def rotate_key(
     if as_json:
         print_json(_summary(file))
     else:
-        typer.echo(f"{file.name} has a new authority key, serial {file.serial}: give the file out again")
+        print_text(f"{file.name} has a new authority key, serial {file.serial}: give the file out again")
         note("give issuers the new file now: members take it from them when they renew their certificates")
         if overlap_s:
             note(

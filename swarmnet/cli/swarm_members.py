@@ -18,7 +18,7 @@ from swarmnet.cli.options import (
     check_peer_id,
     parse_duration,
 )
-from swarmnet.cli.output import note, print_folded, print_json
+from swarmnet.cli.output import note, print_folded, print_json, print_text
 from swarmnet.key_files import KEY_NAME, load_key
 from swarmnet.paths import default_data_dir
 from swarmnet.swarm_content import SwarmFile
@@ -104,7 +104,7 @@ def approve(  # noqa: PLR0913 - a command line, not an interface
     if as_json:
         print_json({"peer_id": who, "roles": sorted(file.allow[who]), "serial": file.serial})
     else:
-        typer.echo(f"{who} is {name_roles(file.allow[who])}: give the file out again, serial {file.serial}")
+        print_text(f"{who} is {name_roles(file.allow[who])}: give the file out again, serial {file.serial}")
 
 
 def revoke(
@@ -141,7 +141,7 @@ def revoke(
     if as_json:
         print_json({"revoked": identity.hex() if identity else who, "serial": serial, "told": told})
         return
-    typer.echo(f"revoked, serial {serial} of the list; told {counted(len(told), 'peer')}")
+    print_text(f"revoked, serial {serial} of the list; told {counted(len(told), 'peer')}")
     note("they tell everybody they are connected to, who tell the others")
 
 
@@ -219,7 +219,7 @@ def _print_invite(
         }
         print_json(fields | {"expires": _iso(terms.not_after)})
         return
-    typer.echo(text)
+    print_text(text)
     whom = f"peer {terms.peer}" if terms.peer else counted(terms.uses, "peer")
     secret = "worth nothing to another" if terms.peer else "keep it secret: whoever has it can use it"
     note(f"lets in {whom} as {name_roles(terms.roles)} until {_iso(terms.not_after)}; {secret}")

@@ -10,6 +10,7 @@ import typer
 
 from swarmnet.addresses import usual_listen, write_addresses
 from swarmnet.cli import train_status
+from swarmnet.cli.consent import TRAINING, ask_once
 from swarmnet.cli.displays import Display, display
 from swarmnet.cli.interrupts import Interrupts, run_until_stopped
 from swarmnet.cli.lazy import command_group
@@ -25,8 +26,8 @@ from swarmnet.cli.options import (
     check_job_id,
     device_option,
 )
-from swarmnet.cli.output import note, note_if_first, print_json, progress
-from swarmnet.cli.training_words import tell
+from swarmnet.cli.output import note, note_if_first, print_json, print_text, progress
+from swarmnet.cli.training_words import facts_of, tell
 from swarmnet.entering import enter
 from swarmnet.paths import default_cache_dir, default_data_dir, locked_data_dir
 from swarmnet.training_record import TrainingRecord, newest_job, read_history
@@ -52,7 +53,7 @@ def template(
     """Print a commented job file for a small task that runs as it is."""
     from swarmnet_protocols.training.templates import template as template_of
 
-    typer.echo(template_of(method), nl=False)
+    print_text(template_of(method), end="")
 
 
 @app.command("create")
@@ -68,7 +69,7 @@ def create(
     """Check a job and its data, sign it with this machine's key, and publish it under the hash of its content."""
     entry = enter(swarm, data_dir or default_data_dir(), bootstrap)
 
-    from swarmnet_node.training.start import check_job, keep_job
+    from swarmnet_node.training.start import LocalFiles, check_job, keep_files, keep_job
     from swarmnet_protocols.identity import Identity
     from swarmnet_protocols.training.jobs import load_job, open_job, seal_job
 
@@ -79,12 +80,13 @@ def create(
         sealed = seal_job(checked, Identity.load_or_create(directory / "identity.key"))
         made = open_job(sealed)
         keep_job(directory, made, sealed)
+        keep_files(directory, made.id, LocalFiles.named_in(written.job))
         if entry.bootstrap:
             asyncio.run(_publish(entry.network(LOOPBACK), sealed))
     if as_json:
         print_json({"job": made.id})
         return
-    typer.echo(made.id)
+    print_text(made.id)
     if not entry.bootstrap:
         note("kept on this machine; a worker that starts from the same --data-dir publishes it")
     here = "" if data_dir is None else f" --data-dir {shlex.quote(str(data_dir))}"
@@ -112,21 +114,69 @@ def join(  # noqa: PLR0913 - a command line, not an interface
     threads: Annotated[
         int | None, typer.Option("--threads", metavar="N", min=1, max=1024, help="Cores to compute with.")
     ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            "--data",
+            metavar="PATH",
+            help="Your copy of the job's data, where its owner gives them out as files. Remembered.",
+        ),
+    ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            "--model", metavar="PATH", help="Your copy of the model that the job begins with. Remembered."
+        ),
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask whether to train this job.")] = False,
     issuer: IssuerOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Train a job until its rounds are done, or Ctrl-C. Come and go as you like: what was committed is kept."""
+    """Train a job until its rounds are done, or Ctrl-C. Come and go as you like: what was committed is kept.
+
+    The first time it says what the job reads, sends and uses on this machine, and asks.
+    """
     check_job_id(job)
     entry = enter(swarm, data_dir or default_data_dir(), bootstrap)
     note_if_first(entry.bootstrap, as_json=as_json)
-    with locked_data_dir(data_dir or default_data_dir()) as directory, display(as_json=as_json) as shown:
-        shown.progress("looking for the job", 0, None)
-        from swarmnet_node.training.start import WorkerConfig, job_folder
+    with locked_data_dir(data_dir or default_data_dir()) as directory:
+        with progress(quiet=as_json) as report:
+            report("looking for the job", 0, None)
+            from swarmnet_node.training.start import (
+                LocalFiles,
+                WorkerConfig,
+                job_folder,
+                keep_files,
+                kept_files,
+                kept_job,
+            )
 
+            asyncio.run(_fetch(entry.network(LOOPBACK), directory, job))
+        sealed, _ = kept_job(directory, job)
+        before = kept_files(directory, job)
+        files = LocalFiles(data or before.data, model or before.model)
+        local = files.given_to(sealed.job)
+        facts = facts_of(local, device=device, threads=threads, disk=job_folder(directory, job))
+        ask_once(job_folder(directory, job), facts, TRAINING, asking=not yes, as_json=as_json)
+        keep_files(directory, job, files)
         network = entry.network(listen or usual_listen(directory), announce, issuer)
-        config = WorkerConfig(job, network, directory, cache_dir or default_cache_dir(), device, threads)
-        record = TrainingRecord(job_folder(directory, job), job, wall_clock)
-        run_until_stopped(_work(config, record, shown))
+        config = WorkerConfig(
+            job, network, directory, cache_dir or default_cache_dir(), device, threads, files
+        )
+        with display(as_json=as_json) as shown:
+            record = TrainingRecord(job_folder(directory, job), job, wall_clock)
+            run_until_stopped(_work(config, record, shown))
+
+
+async def _fetch(network: Network, data_dir: Path, job: str) -> None:
+    """Have the job here: it is kept already, or the swarm has it."""
+    from swarmnet_node.training.start import has_job, keep_job
+    from swarmnet_protocols.training.board import find_job
+
+    if has_job(data_dir, job):
+        return
+    async with connect(network, client_mode=True) as (_, directory):
+        keep_job(data_dir, *await find_job(directory, job))
 
 
 async def _work(config: "WorkerConfig", record: TrainingRecord, shown: Display) -> None:
@@ -180,7 +230,7 @@ def export(
     if as_json:
         print_json({"job": job, "path": str(out), "tokenizer": tokenizer})
         return
-    typer.echo(f"the model is in {out}")
+    print_text(f"the model is in {out}")
     if tokenizer == BYTES:
         note("it reads bytes: token N is byte N, and 0 ends a document")
 
@@ -208,4 +258,4 @@ def plot(
     if as_json:
         print_json({"job": job, "paths": [str(path) for path in paths]})
     else:
-        typer.echo("\n".join(str(path) for path in paths))
+        print_text("\n".join(str(path) for path in paths))

@@ -1,7 +1,36 @@
 """What ``train join`` says of its events, and where a worker stands."""
 
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 from swarmnet.cli.displays import Bar, Fields, Telling
 from swarmnet.units import counted, show_size
+
+if TYPE_CHECKING:
+    from swarmnet_protocols.training.jobs import Job
+
+
+def facts_of(job: "Job", *, device: str, threads: int | None, disk: Path) -> dict[str, str]:
+    """What a job reads, sends and uses on this machine; its paths are those that the user of this machine gave."""
+    from swarmnet_protocols.training.jobs import PYTHON_STDLIB
+
+    if job.data.hub is not None:
+        read = f"the dataset {job.data.hub} of the hub"
+    elif job.data.path == PYTHON_STDLIB:
+        read = "the source of this Python's standard library"
+    else:
+        read = f"{job.data.path}, because you said so"
+    if job.data.size_bytes is not None:
+        read += f": {show_size(job.data.size_bytes)} at most, if their hash is the job's"
+    begins = f"the checkpoint {job.model.checkpoint}" if job.model.is_checkpoint else "a new model"
+    return {
+        "job": f"{job.job.name}, {counted(job.job.rounds, 'round')} of {job.method.name}",
+        "reads": read,
+        "begins with": begins,
+        "sends": "changes of the model's weights, to the other workers; parts of the data can be read back from these",
+        "computes on": f"{device}, {'every core' if threads is None else counted(threads, 'core')}",
+        "keeps": f"checkpoints in {disk}",
+    }
 
 
 def tell(event: Fields, status: Fields) -> Telling:

@@ -17,12 +17,17 @@ def mutations(whole: bytes, count: int) -> Iterator[bytes]:
     """
     for bit in range(8 * len(whole)):
         yield _flipped(whole, [bit])
+    yield from mutated(whole, count)
+
+
+def mutated(whole: bytes, count: int) -> Iterator[bytes]:
+    """``count`` times ``whole`` with a few bits flipped or bytes exchanged, the same in every run."""
     chance = random.Random(len(whole))
     while count > 0:
-        mutated = _mutated(whole, chance)
-        if mutated != whole:
+        changed = _mutated(whole, chance)
+        if changed != whole:
             count -= 1
-            yield mutated
+            yield changed
 
 
 def taken(

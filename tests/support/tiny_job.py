@@ -38,6 +38,11 @@ def tiny_job(folder: Path, **changes: dict[str, Any]) -> Job:
     return Job.model_validate({name: section | changes.get(name, {}) for name, section in sections.items()})
 
 
+def for_others(job: Job, manifest: bytes | None = None) -> Job:
+    """``job`` as it travels, of data that nobody has."""
+    return job.about("00" * 32, 1, manifest)
+
+
 def tiny_trainer(folder: Path, progress: Progress = lambda *_: None, **changes: dict[str, Any]) -> Trainer:
     return Trainer.open(
         tiny_job(folder, **changes),

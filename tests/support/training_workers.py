@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from swarmnet_node.training.checkpoint import Checkpoints
+from swarmnet_node.training.start import LocalFiles, check_job
 from swarmnet_node.training.trainer import Trainer
 from swarmnet_node.training.worker import Worker
 from swarmnet_node.training.world import Hosted, WorkerWorld
@@ -95,7 +96,10 @@ class WorkerLab:
     observer: Callable[[str, dict[str, Any]], None] = lambda name, event: None
 
     def __post_init__(self) -> None:
-        self.sealed = seal_job(parse_job(self.toml.encode()).job, Identity.from_seed(b"owner"))
+        written = parse_job(self.toml.encode()).job
+        checked = check_job(written, self.folder / "cache", lambda *_: None)
+        self.files = LocalFiles.named_in(written)
+        self.sealed = seal_job(checked, Identity.from_seed(b"owner"))
         self.events: dict[str, list[dict[str, Any]]] = {}
         self.board = MemoryBoard(self.network, lambda: EPOCH + asyncio.get_running_loop().time())
         self.tasks: dict[str, asyncio.Task[None]] = {}
@@ -143,7 +147,7 @@ class WorkerLab:
 
     async def _live(self, name: str) -> None:
         identity = Identity.from_seed(name.encode())
-        job = open_job(self.sealed).job
+        job = self.files.given_to(open_job(self.sealed).job)
         async with self.network.transport(identity.peer_id) as transport:
             directory = MemoryDirectory(self.board, identity, SWARM)
             trainer = Trainer.open(

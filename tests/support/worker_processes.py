@@ -19,6 +19,8 @@ class WorkerProcess(RunningCommand):
         arguments = ["train", "join", job, "--swarm", str(folder / "swarm.toml"), "--threads", "1"]
         arguments += ["--data-dir", str(self.data_dir), "--cache-dir", str(folder / "cache")]
         arguments += ["--listen", f"/ip4/{place.ip}/tcp/0"]
+        if (folder / "data").exists():
+            arguments += ["--data", str(folder / "data")]
         for address in bootstrap:
             arguments += ["--bootstrap", address]
         super().__init__(arguments, folder / f"{name}.log", place)

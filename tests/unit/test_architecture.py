@@ -55,6 +55,19 @@ def test_no_module_is_too_long() -> None:
     assert long == {}
 
 
+def test_text_reaches_the_terminal_through_one_module() -> None:
+    """It takes out what would steer the terminal."""
+    printing = {"typer.echo", "typer.secho", "sys.stdout.write", "print"}
+    cli = [path for _, path in sources() if path.parent.name == "cli" and path.name != "output.py"]
+    assert cli
+    assert not [
+        f"{path.name}:{node.lineno}"
+        for path in cli
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and dotted(node.func) in printing
+    ]
+
+
 def test_deploy_has_no_code_of_ours() -> None:
     texts = [path.read_text() for path in (ROOT / "deploy").rglob("*.py")]
     assert not [

@@ -87,6 +87,11 @@ def test_a_reason_of_a_newer_version_is_a_refusal_all_the_same() -> None:
     assert Refused.from_wire(said).reason == pb.REASON_UNSPECIFIED
 
 
+def test_a_refusal_cannot_steer_the_terminal_that_shows_it() -> None:
+    said = pb.Refused(reason=pb.REASON_INTERNAL, detail="\x1b]52;c;cm0gLXJm\x07no room\x9b2J")
+    assert str(Refused.from_wire(said)).isprintable()
+
+
 @pytest.mark.parametrize("idle", [True, False])
 def test_a_chain_that_nobody_uses_may_break_now_and_then(idle: bool) -> None:
     patience = Patience(recover_s=1.0)

@@ -21,7 +21,7 @@ LICENCES = {
     "Zlib",
 }  # fmt: skip
 """Permissive ones, and the MPL, which asks nothing of code beside its own."""
-NOT_SAID = {"axe-playwright-python": "MIT"}
+NOT_SAID = {"atheris": "Apache-2.0", "axe-playwright-python": "MIT"}
 """What the project's own site says where the distribution is silent."""
 
 

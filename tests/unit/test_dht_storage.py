@@ -3,6 +3,7 @@ from typing import Any
 import pytest
 
 from swarmnet_protocols.dht_storage import BoundedStorage, StorageLimits
+from swarmnet_protocols.records import MAX_LIFETIME_S
 from swarmnet_protocols.resources import ResourceManager, Stock
 
 
@@ -56,6 +57,17 @@ def test_a_record_is_not_replaced_by_one_that_expires_earlier(clock: Time) -> No
     assert not store.store_subkey(1, b"a", b"older", 1009.0)
     assert not store.store_subkey(1, b"a", b"again", 1010.0)
     assert held(store, 1) == {b"a": b"newer"}
+
+
+def test_a_record_that_was_kept_while_the_clock_was_ahead_does_not_keep_its_successor_out(
+    clock: Time,
+) -> None:
+    store = storage(clock)
+    clock.now = 1000.0 + 2 * MAX_LIFETIME_S
+    assert store.store_subkey(1, b"alice", b"ahead", clock.now + 45.0)
+    clock.now = 1000.0
+    assert store.store_subkey(1, b"alice", b"back", 1045.0)
+    assert held(store, 1) == {b"alice": b"back"}
 
 
 def test_an_expired_record_and_one_without_a_signer_are_not_kept(clock: Time) -> None:

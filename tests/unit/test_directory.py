@@ -2,8 +2,11 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable
 
+import pytest
+
 from swarmnet_protocols.directory import MemoryBoard, MemoryDirectory, Publisher
 from swarmnet_protocols.identity import Identity
+from swarmnet_protocols.records import open_record
 from swarmnet_protocols.transport.memory import MemoryNetwork
 from tests.support import virtual_time
 
@@ -96,3 +99,16 @@ def test_expiries_grow_as_holders_only_replace_what_expires_earlier() -> None:
         publisher.seal("topic", b"", lifetime_s=lifetime_s)[0].expires_at for lifetime_s in (60.0, 5.0, 5.0)
     ]
     assert expiries == sorted(set(expiries))
+
+
+@pytest.mark.parametrize("ahead_s", [3600.0, 2 * 86400.0])
+def test_a_clock_that_ran_ahead_and_came_back_silences_nobody(ahead_s: float) -> None:
+    now = EPOCH
+    publisher = Publisher(ALICE, SWARM, lambda: now)
+    publisher.seal("topic", b"", lifetime_s=45.0)
+    now = EPOCH + ahead_s
+    ahead, _ = publisher.seal("topic", b"", lifetime_s=45.0)
+    now = EPOCH + 1.0
+    record, sealed = publisher.seal("topic", b"", lifetime_s=45.0)
+    assert open_record(sealed, swarm=SWARM, now=now) == record
+    assert record.sequence > ahead.sequence

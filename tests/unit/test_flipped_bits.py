@@ -28,7 +28,7 @@ from swarmnet_protocols.membership.roles import Role
 from swarmnet_protocols.models import resolve
 from swarmnet_protocols.training.jobs import DataSection, open_job, seal_job
 from tests.support.private_swarm import AUTHORITY, EPOCH, PrivateSwarm, identity_of
-from tests.support.tiny_job import tiny_job
+from tests.support.tiny_job import for_others, tiny_job
 from tests.support.tiny_models import save_tiny, write_gguf
 from tests.support.torn_writes import JOB, checkpoint_of, plain_model
 
@@ -144,7 +144,7 @@ def revocations(folder: Path) -> Kept:
 
 
 def job(folder: Path) -> Kept:
-    sealed = seal_job(tiny_job(folder), AUTHORITY)
+    sealed = seal_job(for_others(tiny_job(folder)), AUTHORITY)
     opened = open_job(sealed)
     keep_job(folder, opened, sealed)
     return Kept(folder / "jobs" / f"{opened.id}.job", lambda: kept_job(folder, opened.id)[0].id)

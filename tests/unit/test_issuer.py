@@ -230,6 +230,85 @@ def test_another_issuer_renews_what_the_first_one_issued(tmp_path: Path, issuer:
     assert open_certificate(renewed, rules=rules, now=NOW).issuer == other.public_key
 
 
+STOLEN = Identity.from_seed(b"stolen")
+HONEST = Identity.from_seed(b"honest")
+BOTH = replace(RULES, keys={STOLEN.public_key: math.inf, HONEST.public_key: math.inf})
+
+
+def certificate_by(key: Identity, peer: PeerId = ALICE) -> bytes:
+    admittance = Admittance(peer, TERMS.roles)
+    return issue(admittance, swarm=SWARM, key=key, now=NOW, lifetime_s=24 * HOUR_S)
+
+
+def renewed_by(key: Identity, sealed: bytes, folder: Path, *, rules: Rules = BOTH, now: float = NOW) -> bytes:
+    (home := folder / f"{key.public_key.hex()}-{now}").mkdir()
+    with Ledger.open(home) as ledger:
+        return Issuer(key, rules, ledger, now=now).renew(sealed, ALICE, NOBODY_OUT, now)
+
+
+def test_a_membership_that_a_stolen_key_made_up_ends_with_the_key_whoever_renewed_it(tmp_path: Path) -> None:
+    renewed = certificate_by(STOLEN)
+    for week in range(5):
+        renewed = renewed_by(HONEST, renewed, tmp_path, now=NOW + week * HOUR_S)
+    assert open_certificate(renewed, rules=BOTH, now=NOW + 5 * HOUR_S).peer == ALICE
+    without = replace(RULES, keys={HONEST.public_key: math.inf})
+    with pytest.raises(NotAuthorised, match="does not trust any more"):
+        open_certificate(renewed, rules=without, now=NOW + 5 * HOUR_S)
+    with pytest.raises(NotAuthorised, match="does not trust any more"):
+        renewed_by(HONEST, renewed, tmp_path, rules=without, now=NOW + 5 * HOUR_S)
+
+
+def test_so_does_one_whose_invite_it_signed(tmp_path: Path) -> None:
+    with Ledger.open(tmp_path) as ledger:
+        issuer = Issuer(HONEST, BOTH, ledger, now=NOW)
+        sealed = issuer.redeem(redemption(invite(key=STOLEN), ALICE), ALICE, NOBODY_OUT, NOW)
+    assert open_certificate(sealed, rules=BOTH, now=NOW).issuer == HONEST.public_key
+    with pytest.raises(NotAuthorised, match="does not trust any more"):
+        open_certificate(sealed, rules=replace(RULES, keys={HONEST.public_key: math.inf}), now=NOW)
+
+
+def test_who_was_let_in_by_another_key_stays_though_the_stolen_one_renewed_it(tmp_path: Path) -> None:
+    renewed = renewed_by(STOLEN, certificate_by(HONEST), tmp_path)
+    renewed = renewed_by(HONEST, renewed, tmp_path)
+    without = replace(RULES, keys={HONEST.public_key: math.inf})
+    assert open_certificate(renewed, rules=without, now=NOW).issuer == HONEST.public_key
+
+
+def test_a_key_that_ended_as_planned_leaves_its_members_in(tmp_path: Path) -> None:
+    overlap = replace(RULES, keys={STOLEN.public_key: NOW + HOUR_S, HONEST.public_key: math.inf})
+    renewed = renewed_by(HONEST, certificate_by(STOLEN), tmp_path, rules=overlap)
+    assert open_certificate(renewed, rules=overlap, now=NOW + 2 * HOUR_S).peer == ALICE
+
+
+def renewal_by_hand() -> bytes:
+    admittance = Admittance(ALICE, TERMS.roles, first=certificate_by(HONEST))
+    return issue(admittance, swarm=SWARM, key=HONEST, now=NOW, lifetime_s=24 * HOUR_S)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"peer": BOB},
+        {"invite": bytes(16)},
+        {"roles": frozenset(Role)},
+        {"grant_signer": HONEST.public_key},
+        {"first": renewal_by_hand()},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_a_renewal_says_nothing_that_the_first_certificate_did_not(changed: dict[str, object]) -> None:
+    honest = Admittance(ALICE, TERMS.roles, first=certificate_by(HONEST))
+    sealed = issue(
+        replace(honest, **changed),  # type: ignore[arg-type]
+        swarm=SWARM,
+        key=HONEST,
+        now=NOW,
+        lifetime_s=24 * HOUR_S,
+    )
+    with pytest.raises(IntegrityError, match="does not renew"):
+        open_certificate(sealed, rules=BOTH, now=NOW)
+
+
 def test_a_certificate_made_by_hand_is_renewed_too(issuer: Issuer) -> None:
     sealed = issue(
         Admittance(ALICE, TERMS.roles), swarm=SWARM, key=AUTHORITY, now=NOW, lifetime_s=24 * HOUR_S

@@ -1,11 +1,18 @@
 """What commands print for people."""
 
+import logging
 import re
 import sys
 
 import pytest
+from rich.console import Console
 
-from swarmnet.cli.output import clear_terminal, note_if_first, print_table
+from swarmnet.cli.displays import Lines, Telling, bars
+from swarmnet.cli.failures import explain
+from swarmnet.cli.generation import Screen
+from swarmnet.cli.output import clear_terminal, note, note_if_first, print_folded, print_table, print_text
+from swarmnet.logs import configure
+from swarmnet_protocols.errors import SwarmnetError
 
 
 def test_a_long_value_stays_on_one_line(
@@ -56,3 +63,39 @@ def test_who_has_nobody_to_start_from_reads_that_it_is_the_first(capsys: pytest.
     assert capsys.readouterr() == ("", "")
     note_if_first([], as_json=False)
     assert "the first of its swarm" in capsys.readouterr().err
+
+
+HOSTILE = "a\x1b]0;owned\x07\x1b]52;c;cm0gLXJm\x07\x1b[2J\x9b2J\r\u202eb\tc\nd"
+
+
+def print_everywhere(text: str) -> None:
+    """Through everything that prints what peers may have written."""
+    Screen().show(text)
+    explain(SwarmnetError(text, hint=text)).show(as_json=False)
+    explain(SwarmnetError(text, hint=text)).show(as_json=True)
+    for printing in (note, print_folded, print_text):
+        printing(text)
+    print_table(text, {"name": text})
+    Lines().progress(text, 0, None)
+    with bars(Console(stderr=True)) as display:
+        display.progress(text, 0, None)
+        display.show({}, Telling(text, summary=text, is_news=True))
+    configure(log_format="text", level="warning")
+    logging.getLogger("peer").warning("%s", text)
+
+
+def test_nothing_that_a_peer_wrote_steers_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    print_everywhere(HOSTILE)
+    out, err = capsys.readouterr()
+    assert not re.findall(r"[^\n\t\x20-\x7e\u00a0-\u2029\u202f-\u2065\u206a-\U0010ffff]", out + err)
+    assert "a\u241b]0;owned\u2407" in out
+    assert "b\tc\nd" in out
+    assert "a\u241b]0;owned\u2407" in err
+
+
+def test_letters_and_emoji_of_all_languages_are_printed_as_they_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = "नमस्ते می‌خواهم 👩‍👩‍👧 e\u0301 \u200f\u200e"
+    Screen().show(text)
+    assert capsys.readouterr().out == text

@@ -136,6 +136,14 @@ def test_the_cache_is_used_again_until_the_content_changes(
     assert isinstance(first.train.tokens, np.memmap)
 
 
+def test_no_more_is_read_than_the_job_is_about(tmp_path: Path) -> None:
+    size = sum(map(len, _write_texts(tmp_path / "texts")))
+    assert open_corpus(_section(tmp_path / "texts", size_bytes=size), tmp_path / "cache").size_bytes == size
+    (tmp_path / "texts" / "999.txt").write_bytes(b"x" * 10)
+    with pytest.raises(JobError, match=f"size_bytes.* is {size}"):
+        open_corpus(_section(tmp_path / "texts", size_bytes=size), tmp_path / "cache")
+
+
 @pytest.mark.parametrize(("path", "hint"), [("texts", "very files"), ("python-stdlib", "the Python")])
 def test_other_data_than_the_jobs_is_refused_with_both_digests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, hint: str
@@ -255,7 +263,7 @@ def test_data_that_is_too_short_is_said_for_each_part(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "package"), [({"format": "parquet"}, "pyarrow"), ({"hub": "a/b"}, "datasets")]
+    ("settings", "package"), [({"format": "parquet"}, "pyarrow"), ({"hub": f"a/b@{40 * '0'}"}, "datasets")]
 )
 def test_an_optional_package_that_is_not_there_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], package: str

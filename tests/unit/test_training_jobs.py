@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,7 @@ from swarmnet_protocols.identity import Identity
 from swarmnet_protocols.training import jobs, methods
 from swarmnet_protocols.training.jobs import JobError, open_job, parse_job, seal_job
 from swarmnet_protocols.training.templates import METHODS, template
+from tests.support.tiny_job import for_others
 
 OWNER = Identity.from_seed(b"owner")
 DILOCO = template("diloco")
@@ -119,7 +121,7 @@ def test_an_error_found_later_is_given_its_line() -> None:
 
 
 def test_a_sealed_job_gives_back_the_job_and_its_owner() -> None:
-    job = parse_job(DILOCO.encode()).job
+    job = for_others(parse_job(DILOCO.encode()).job)
     sealed = open_job(seal_job(job, OWNER))
     assert sealed.job == job
     assert sealed.owner == OWNER.public_key
@@ -127,7 +129,7 @@ def test_a_sealed_job_gives_back_the_job_and_its_owner() -> None:
 
 def test_the_id_is_of_the_content_and_the_owner() -> None:
     def id_of(text: str, owner: Identity) -> str:
-        return open_job(seal_job(parse_job(text.encode()).job, owner)).id
+        return open_job(seal_job(for_others(parse_job(text.encode()).job), owner)).id
 
     plain = id_of(DILOCO, OWNER)
     assert id_of(DILOCO.replace("seed = 0", "seed   =   0 # the same"), OWNER) == plain
@@ -152,30 +154,105 @@ CHANGES: dict[str, Callable[[dict[str, object]], object]] = {
     "signature": lambda sealed: sealed.update(signature="00" * 64),
     "no signature": lambda sealed: sealed.pop("signature"),
     "more": lambda sealed: sealed.update(more=1),
-    "format": lambda sealed: sealed.update(format=2),
+    "format": lambda sealed: sealed.update(format=jobs.FORMAT + 1),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_sealed_job_that_was_changed_is_refused(change: str) -> None:
-    sealed = json.loads(seal_job(parse_job(DILOCO.encode()).job, OWNER))
+    sealed = json.loads(seal_job(for_others(parse_job(DILOCO.encode()).job), OWNER))
     CHANGES[change](sealed)
     with pytest.raises(IntegrityError):
         open_job(_canonical(sealed))
 
 
 def test_a_signature_does_not_make_a_bad_job_good() -> None:
-    sealed = json.loads(seal_job(parse_job(DILOCO.encode()).job, OWNER))
+    sealed = json.loads(seal_job(for_others(parse_job(DILOCO.encode()).job), OWNER))
     sealed["job"]["job"]["rounds"] = 0
     with pytest.raises(JobError, match="rounds"):
         open_job(_resigned(sealed))
 
 
 def test_a_job_that_leaves_out_a_default_has_no_second_id() -> None:
-    sealed = json.loads(seal_job(parse_job(DILOCO.encode()).job, OWNER))
+    sealed = json.loads(seal_job(for_others(parse_job(DILOCO.encode()).job), OWNER))
     del sealed["job"]["eval"]
     with pytest.raises(IntegrityError):
         open_job(_resigned(sealed))
+
+
+REVISION = "0123456789" * 4
+HOSTILE: list[tuple[str, str, object]] = [
+    *(("data", "path", path) for path in ("~/.ssh/*", "/etc/passwd", "texts", "python-stdlib/../x")),
+    ("data", "digest", None),
+    ("data", "size_bytes", None),
+    *(
+        ("data", "hub", hub)
+        for hub in ("org/name", "org/name@main", f"../name@{REVISION}", f"/etc@{REVISION}")
+    ),
+    *(("data", "tokenizer", name) for name in ("~/model", "org/name", f"a/b/c@{REVISION}", "model", ".")),
+    *(
+        ("model", "checkpoint", name)
+        for name in ("/models/mine", "~/m.gguf", "org/name", "org/name@main", "..")
+    ),
+    *(("data", "split", split) for split in ("../../x", "a/b", "*", "")),
+]
+
+
+def hostile(section: str, key: str, value: object) -> bytes:
+    """A job that is signed and well-formed but for one value."""
+    sealed = json.loads(seal_job(for_others(parse_job(DILOCO.encode()).job), OWNER))
+    job = sealed["job"]
+    job[section][key] = value
+    if key == "hub":
+        job["data"]["path"] = None
+    if key == "checkpoint":
+        job["model"] |= {"config": None, "manifest": "00" * 32}
+    return _resigned(sealed)
+
+
+@pytest.mark.parametrize(("section", "key", "value"), HOSTILE, ids=lambda each: str(each)[:24])
+def test_a_job_of_another_peer_names_no_file_of_this_machine(section: str, key: str, value: object) -> None:
+    with pytest.raises(JobError, match=key):
+        open_job(hostile(section, key, value))
+
+
+def test_a_checkpoint_is_known_by_its_manifest() -> None:
+    named = json.loads(hostile("model", "checkpoint", "smollm2-135m-instruct"))
+    assert open_job(_resigned(dict(named))).job.model.is_checkpoint
+    named["job"]["model"]["manifest"] = None
+    with pytest.raises(JobError, match="manifest"):
+        open_job(_resigned(named))
+
+
+def test_paths_stay_on_the_machine_that_gave_them(tmp_path: Path) -> None:
+    text = DILOCO.replace('path = "python-stdlib"', f'path = "{tmp_path}"')
+    job = for_others(parse_job(text.encode()).job)
+    assert str(tmp_path) not in seal_job(job, OWNER).decode()
+    assert job.with_files(data=tmp_path).data.path == str(tmp_path)
+    with pytest.raises(ConfigError) as missing:
+        job.with_files()
+    assert "--data PATH" in missing.value.hint
+
+
+@pytest.mark.parametrize(("option", "path"), [("data", "d"), ("model", "m")])
+def test_a_path_that_the_job_has_no_use_for_is_refused(option: str, path: str) -> None:
+    job = for_others(parse_job(DILOCO.encode()).job)
+    with pytest.raises(ConfigError) as refused:
+        job.with_files(**{option: Path(path)})
+    assert f"--{option}" in refused.value.hint
+
+
+def test_the_tokenizer_of_model_files_travels_as_such(tmp_path: Path) -> None:
+    written = parse_job(DILOCO.encode()).job
+    model = written.model.model_copy(update={"config": None, "checkpoint": str(tmp_path)})
+    data = written.data.model_copy(update={"tokenizer": str(tmp_path)})
+    job = for_others(written.model_copy(update={"model": model, "data": data}), bytes(32))
+    assert (job.model.checkpoint, job.data.tokenizer) == (None, jobs.OF_THE_MODEL)
+    here = job.with_files(model=tmp_path)
+    assert here.model.checkpoint == here.data.tokenizer == str(tmp_path)
+    with pytest.raises(ConfigError) as missing:
+        job.with_files()
+    assert "--model PATH" in missing.value.hint
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"{}", b"[" * 10_000, b"\xff", b" " * (jobs.MAX_JOB_BYTES + 1)])
@@ -185,7 +262,7 @@ def test_what_is_no_sealed_job_is_refused(data: bytes) -> None:
 
 
 def test_a_job_that_is_too_large_to_travel_is_refused() -> None:
-    job = parse_job(DILOCO.encode()).job
+    job = for_others(parse_job(DILOCO.encode()).job)
     config = {**(job.model.config or {}), "more": "x" * jobs.MAX_JOB_BYTES}
     with pytest.raises(ConfigError, match="larger"):
         seal_job(job.model_copy(update={"model": job.model.model_copy(update={"config": config})}), OWNER)

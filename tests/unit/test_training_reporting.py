@@ -11,7 +11,7 @@ from swarmnet_protocols.identity import Identity
 from swarmnet_protocols.reports import MAX_CONTRIBUTIONS, check
 from swarmnet_protocols.training.jobs import open_job, seal_job
 from swarmnet_protocols.wire import report_pb2
-from tests.support.tiny_job import tiny_job
+from tests.support.tiny_job import for_others, tiny_job
 
 ME, OTHER = (Identity.from_seed(name).peer_id for name in (b"me", b"other"))
 READY = {"event": "ready", "round": 2}
@@ -32,7 +32,7 @@ def told(tmp_path: Path, *events: dict[str, Any]) -> report_pb2.WorkerReport:
 
     async def run() -> report_pb2.WorkerReport:
         handed_on: list[dict[str, Any]] = []
-        sealed = open_job(seal_job(tiny_job(tmp_path).about("00" * 32), Identity.from_seed(b"owner")))
+        sealed = open_job(seal_job(for_others(tiny_job(tmp_path)), Identity.from_seed(b"owner")))
         numbers = WorkerNumbers(sealed, "0.1.0", handed_on.append)
         for event in events:
             numbers.take(event)

@@ -2,7 +2,8 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+import sys
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,16 @@ from swarmnet.cli.training_words import sentence
 from swarmnet_node.training import start as start_module
 from swarmnet_node.training.checkpoint import Checkpoint, Checkpoints
 from swarmnet_node.training.export import export_model
-from swarmnet_node.training.start import WorkerConfig, check_job, find_sealed, job_folder, keep_job, start
+from swarmnet_node.training.start import (
+    LocalFiles,
+    WorkerConfig,
+    check_job,
+    find_sealed,
+    job_folder,
+    keep_files,
+    keep_job,
+    start,
+)
 from swarmnet_protocols import timing
 from swarmnet_protocols.aio import cancel
 from swarmnet_protocols.clock import wall_clock
@@ -29,12 +39,14 @@ from swarmnet_protocols.membership.rules import Admission, Rules
 from swarmnet_protocols.network import Network
 from swarmnet_protocols.presence import Watch
 from swarmnet_protocols.timing import Timing
-from swarmnet_protocols.training.board import publish_job
+from swarmnet_protocols.training.board import _job_topic, publish_job
 from swarmnet_protocols.training.jobs import Job, SealedJob, open_job, parse_job, seal_job
 from swarmnet_protocols.transport.memory import LinkProfile, MemoryNetwork, MemoryTransport
-from tests.support.tiny_job import CONFIG, tiny_job, tiny_trainer
+from swarmnet_protocols.wire import workers_pb2
+from tests.support.tiny_job import CONFIG, for_others, tiny_job, tiny_trainer
 from tests.support.tiny_models import save_tiny
 from tests.support.training_workers import SWARM, write_job
+from tests.unit.test_training_jobs import hostile
 
 OWNER = Identity.from_seed(b"owner")
 PATIENCE_S = 60.0
@@ -45,7 +57,8 @@ def quiet(description: str, done: int, total: int | None) -> None:
 
 
 def kept(folder: Path, job: Job) -> SealedJob:
-    sealed = seal_job(job, OWNER)
+    sealed = seal_job(check_job(job, folder / "cache", quiet), OWNER)
+    keep_files(folder, open_job(sealed).id, LocalFiles.named_in(job))
     keep_job(folder, open_job(sealed), sealed)
     return open_job(sealed)
 
@@ -74,6 +87,7 @@ class Stepping:
             folder / "cache",
             "cpu",
             threads=1,
+            files=LocalFiles.named_in(job),
         )
         monkeypatch.setattr(start_module, "connect", self._connected)
 
@@ -152,7 +166,7 @@ def test_a_worker_whose_p2pd_dies_saves_and_says_what_to_do(
 def test_a_job_is_checked_with_its_data_and_model(tmp_path: Path) -> None:
     job = check_job(tiny_job(tmp_path), tmp_path / "cache", quiet)
     assert job.data.digest is not None
-    assert job == tiny_job(tmp_path).about(job.data.digest)
+    assert job == tiny_job(tmp_path).about(job.data.digest, (tmp_path / "text.txt").stat().st_size, None)
     too_large = {"hidden_size": 1 << 20, "intermediate_size": 1 << 20, "num_hidden_layers": 8}
     with pytest.raises(ConfigError, match=r"\[model\] has [\d,]+ parameters: training takes .* GiB"):
         check_job(tiny_job(tmp_path, model={"config": CONFIG | too_large}), tmp_path / "cache", quiet)
@@ -166,7 +180,7 @@ def test_a_model_of_absurdly_many_layers_is_refused_before_it_is_counted(tmp_pat
 
 def test_a_job_from_the_swarm_is_kept(tmp_path: Path) -> None:
     async def scenario() -> None:
-        sealed = seal_job(tiny_job(tmp_path), OWNER)
+        sealed = seal_job(for_others(tiny_job(tmp_path)), OWNER)
         job_id = open_job(sealed).id
         async with memory_directory() as directory:
             with pytest.raises(Unreachable):
@@ -177,6 +191,53 @@ def test_a_job_from_the_swarm_is_kept(tmp_path: Path) -> None:
             assert await find_sealed(tmp_path, another_swarm, job_id) == sealed
 
     asyncio.run(scenario())
+
+
+def test_a_worker_opens_nothing_that_a_job_of_another_peer_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job is signed and says where a private key is; without that name it would train."""
+    secret = tmp_path / "secrets" / "id_ed25519"
+    secret.parent.mkdir()
+    secret.write_text("secret " * 500)
+    sealed = hostile("data", "path", str(secret.parent / "*"))
+    worker = Stepping(tmp_path, monkeypatch)
+    path = tmp_path / "jobs" / f"{worker.job.id}.job"
+
+    async def scenario() -> None:
+        record = workers_pb2.JobRecord(sealed=sealed).SerializeToString()
+        async with memory_directory() as directory:
+            await directory.publish(_job_topic(worker.job.id), record, lifetime_s=60.0)
+            path.unlink()
+            with pytest.raises(ConfigError, match="names no files of this machine"):
+                await find_sealed(tmp_path, directory, worker.job.id)
+        path.write_bytes(sealed)
+        with pytest.raises(ConfigError, match="names no files of this machine"):
+            async with worker.run():
+                pass
+
+    heard: list[str] = []
+    stop = hear_of_files(heard)
+    asyncio.run(scenario())
+    stop()
+    assert heard
+    assert not [each for each in heard if "secrets" in each]
+
+
+def hear_of_files(heard: list[str]) -> Callable[[], None]:
+    """Note every file that is opened, and every folder that is listed, until what is returned is called."""
+    listening = True
+
+    def hear(event: str, arguments: tuple[object, ...]) -> None:
+        if listening and event in {"open", "os.listdir", "os.scandir", "glob.glob"}:
+            heard.append(str(arguments[0]))
+
+    def stop() -> None:
+        nonlocal listening
+        listening = False
+
+    sys.addaudithook(hear)
+    return stop
 
 
 def test_a_kept_job_that_was_changed_is_refused_with_its_file(tmp_path: Path) -> None:
@@ -197,10 +258,10 @@ def test_a_kept_job_that_was_changed_is_refused_with_its_file(tmp_path: Path) ->
         assert str(path) in str(caught.value)
 
 
-def trained(folder: Path, **data: str) -> str:
+def trained(folder: Path, **changes: dict[str, Any]) -> str:
     """A job with one checkpoint in ``folder``; its id."""
     trainer = tiny_trainer(folder)
-    job = kept(folder, tiny_job(folder, data=data))
+    job = kept(folder, tiny_job(folder, **changes))
     checkpoint = Checkpoint(job.id, 1, 1, trainer.parameters(), {}, {})
     Checkpoints(job_folder(folder, job.id)).save(checkpoint, trainer.write)
     return job.id
@@ -225,7 +286,11 @@ def test_a_model_is_exported_with_its_tokenizer(tmp_path: Path) -> None:
     checkpoint = save_tiny("llama-tied", tmp_path / "checkpoint")
     words = WordLevel({"<unk>": 0, "hello": 1, "world": 2}, unk_token="<unk>")
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), unk_token="<unk>").save_pretrained(checkpoint)
-    job, out = trained(tmp_path, tokenizer=str(checkpoint)), tmp_path / "out"
+    of_files = {"config": None, "checkpoint": str(checkpoint)}
+    job, out = (
+        trained(tmp_path, model=of_files, data={"tokenizer": str(checkpoint), "sequence_length": 2}),
+        tmp_path / "out",
+    )
     name = export_model(tmp_path, job, out, cache_dir=tmp_path / "cache", overwrite=False, progress=quiet)
     assert name == str(checkpoint)
     assert AutoTokenizer.from_pretrained(out).convert_tokens_to_ids(["world", "hello"]) == [2, 1]

@@ -9,8 +9,9 @@ import pytest
 from rich.console import Console
 
 from swarmnet.cli.displays import Lines, bars, display
-from swarmnet.cli.training_words import sentence, summary, tell
+from swarmnet.cli.training_words import facts_of, sentence, summary, tell
 from swarmnet.training_record import TrainingRecord
+from tests.support.tiny_job import tiny_job
 from tests.unit.test_training_record import READY, eval_event, every_second, round_event
 
 
@@ -139,3 +140,22 @@ def test_who_leaves_reads_how_to_go_on_and_who_is_done_how_to_get_the_model() ->
     done = {"event": "done", "rounds": 3, "revision": 2}
     assert "the same command goes on" in sentence(done | {"round": 2})
     assert "swarmnet train export" in sentence(done | {"round": 3})
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ({"path": "python-stdlib"}, "standard library"),
+        ({"path": "/home/ada/texts"}, "/home/ada/texts, because you said so"),
+        ({"path": None, "hub": f"org/name@{40 * '0'}"}, "dataset org/name@"),
+    ],
+)
+def test_a_job_says_what_it_reads_sends_and_uses_before_it_trains(
+    data: dict[str, str | None], said: str, tmp_path: Path
+) -> None:
+    job = tiny_job(tmp_path, data=data | {"digest": "00" * 32, "size_bytes": 3_100_000})
+    facts = facts_of(job, device="cpu", threads=2, disk=tmp_path)
+    assert said in facts["reads"]
+    assert "3.1 MB at most" in facts["reads"]
+    assert "read back" in facts["sends"]
+    assert "2 cores" in facts["computes on"]

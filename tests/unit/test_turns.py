@@ -2,6 +2,8 @@
 
 import asyncio
 import fcntl
+import os
+import stat
 import subprocess
 import sys
 import threading
@@ -14,7 +16,7 @@ import pytest
 
 from swarmnet_protocols import turns
 from swarmnet_protocols.errors import ConfigError
-from swarmnet_protocols.turns import Turns
+from swarmnet_protocols.turns import ALONE, Turns, default_folder, take_turns
 
 HOLD = "import fcntl, sys; room = open(sys.argv[1], 'w'); fcntl.flock(room, fcntl.LOCK_EX); print(flush=True); input()"
 
@@ -320,3 +322,18 @@ def test_a_folder_that_somebody_else_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="exists"), Turns.open(tmp_path / "file"):
         pass
+
+
+def test_a_folder_that_cannot_be_used_costs_no_more_than_the_turns(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    with take_turns(tmp_path / "file") as none:
+        assert none is ALONE
+    assert "more slowly" in caplog.text
+
+
+def test_no_other_user_can_make_the_folder_first() -> None:
+    home = default_folder().parent.parent
+    assert home.stat().st_uid == os.getuid()
+    assert not home.stat().st_mode & stat.S_IWOTH

@@ -251,7 +251,13 @@ def membership_messages() -> Iterator[Protobuf]:
         not_after=1_800_604_800,
         id=_SESSION,
         invite=_SESSION[::-1],
+        grant_signer=Identity.from_seed(b"another authority").public_key,
     )
+    first = signed.seal(b"swarmnet-certificate-1", certificate, authority)
+    renewal = pb.Certificate()
+    renewal.CopyFrom(certificate)
+    renewal.MergeFrom(pb.Certificate(first=first))
+    renewal.ClearField("grant_signer")
     grant = pb.Grant(
         swarm=_MANIFEST,
         id=_SESSION[::-1],
@@ -270,9 +276,10 @@ def membership_messages() -> Iterator[Protobuf]:
         since=[1_799_000_000, 1_799_500_000, 1_800_000_000],
     )
     yield certificate
+    yield renewal
     yield grant
     yield revocations
-    yield pb.Signed.FromString(signed.seal(b"swarmnet-certificate-1", certificate, authority))
+    yield pb.Signed.FromString(signed.seal(b"swarmnet-certificate-1", renewal, authority))
     sealed_grant = signed.seal(b"swarmnet-grant-1", grant, authority)
     yield pb.Signed.FromString(sealed_grant)
     yield pb.Signed.FromString(signed.seal(b"swarmnet-revocations-1", revocations, authority))

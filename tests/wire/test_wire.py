@@ -16,6 +16,7 @@ from grpc_tools import protoc  # type: ignore[import-untyped]
 
 from swarmnet_protocols import protocol_ids
 from swarmnet_protocols.errors import StreamEnded, StreamRefused
+from swarmnet_protocols.identity import Identity
 from swarmnet_protocols.lean_imports import prepare_package
 from swarmnet_protocols.membership.certificates import open_certificate
 from swarmnet_protocols.membership.revocations import open_list
@@ -125,7 +126,8 @@ def test_the_signed_certificate_verifies() -> None:
     ]
     authority = membership_pb2.Signed.FromString(sealed[0]).signer
     swarm = membership_pb2.Certificate.FromString(membership_pb2.Signed.FromString(sealed[0]).body).swarm
-    rules = Rules(swarm, Admission.CERTIFICATE, {authority: math.inf})
+    inviter = Identity.from_seed(b"another authority").public_key
+    rules = Rules(swarm, Admission.CERTIFICATE, {authority: math.inf, inviter: math.inf})
     certificate = open_certificate(sealed[0], rules=rules, now=1_800_000_000.0)
     assert certificate.roles == {Role.CLIENT, Role.HOST}
     assert open_list(sealed[2], rules=rules, now=1_800_000_000.0).named.peers == {certificate.peer}

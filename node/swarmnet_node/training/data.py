@@ -18,7 +18,7 @@ from swarmnet_node.training.documents import documents, files_of
 from swarmnet_protocols.errors import ConfigError, IntegrityError, OutOfResources
 from swarmnet_protocols.models import Progress, resolve
 from swarmnet_protocols.models.checkpoint import sha256_of
-from swarmnet_protocols.training.jobs import BYTES, PYTHON_STDLIB, DataSection, JobError
+from swarmnet_protocols.training.jobs import BYTES, PYTHON_STDLIB, DataSection, JobError, is_published
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _ABOUT = "corpus.json"
 _MAX_ABOUT_BYTES = 4096
 _PARTS = ("train", "validation")
-_VERSION = 1
+_VERSION = 2
 _DIFFERS = "get the very files that the job was created with, or create a job of your own"
 _DIFFERS_STDLIB = "use the Python that the job was created with, or give the job's data as files"
 
@@ -93,27 +93,30 @@ class Corpus:
     validation: Sequences
     vocab_size: int
     digest: str
+    size_bytes: int
+    """Of all documents together."""
 
 
 def open_corpus(data: DataSection, cache_dir: Path, progress: Progress = lambda *_: None) -> Corpus:
     """Tokenise the job's data, or take the tokens from the cache, which is keyed by the content of the files.
 
     A document belongs to the validation part if the hash of its bytes says so: everywhere the same, whatever else is there.
-    Raises ``JobError`` for data that is missing, unreadable, not what the job's digest says, or too short for one sequence
-    of each part, and ``OutOfResources`` if the cache cannot be written.
+    Raises ``JobError`` for data that is missing, unreadable, larger than the job says, not what its digest says, or too short for one
+    sequence of each part, and ``OutOfResources`` if the cache cannot be written.
     """
     files = files_of(data)
     tokenizer = _tokenizer(data.tokenizer, cache_dir, progress)
     folder = cache_dir / "tokens" / _cache_key(data, files, tokenizer, progress)
-    digest = _kept_digest(folder)
-    if digest is None:
-        source = _counted(documents(data, files), _size_bytes(data, files), progress)
+    kept = _kept(folder)
+    if kept is None:
+        source = _counted(documents(data, files), data, _size_bytes(data, files), progress)
         try:
-            digest = _write_cache(folder, source, tokenizer, data.validation)
+            kept = _write_cache(folder, source, tokenizer, data.validation)
         except OSError as error:
             raise OutOfResources(
                 f"cannot keep the tokens in {folder.parent}: {error.strerror}", hint="make room on the disk"
             ) from error
+    digest, size_bytes = kept
     if data.digest not in (None, digest):
         raise JobError(
             "data",
@@ -132,7 +135,7 @@ def open_corpus(data: DataSection, cache_dir: Path, progress: Progress = lambda 
                 f"is wrong: its {part} part has {len(sequences.tokens)} tokens, and a sequence needs {data.sequence_length + 1}",
                 hint="give more data, shorter sequences or another 'validation'",
             )
-    return Corpus(train, validation, tokenizer.vocab_size, digest)
+    return Corpus(train, validation, tokenizer.vocab_size, digest, size_bytes)
 
 
 def _size_bytes(data: DataSection, files: tuple[Path, ...]) -> int | None:
@@ -142,12 +145,21 @@ def _size_bytes(data: DataSection, files: tuple[Path, ...]) -> int | None:
     return sum(path.stat().st_size for path in files)
 
 
-def _counted(source: Iterator[bytes], total: int | None, progress: Progress) -> Iterator[bytes]:
+def _counted(
+    source: Iterator[bytes], data: DataSection, total: int | None, progress: Progress
+) -> Iterator[bytes]:
     done = 0
     for document in source:
         progress("tokenising the data", done, total)
         yield document
         done += len(document)
+        if data.size_bytes is not None and done > data.size_bytes:
+            raise JobError(
+                "data",
+                "size_bytes",
+                f"is {data.size_bytes}: what is here is more, so it is not the data of the job",
+                hint=_DIFFERS_STDLIB if data.path == PYTHON_STDLIB else _DIFFERS,
+            )
     progress("tokenising the data", done, done)
 
 
@@ -155,7 +167,8 @@ def _tokenizer(name: str, cache_dir: Path, progress: Progress) -> Tokenizer:
     if name == BYTES:
         return ByteTokenizer()
     try:
-        return ModelTokenizer(name, resolve(name, cache_dir=cache_dir, progress=progress).tokenizer())
+        model = resolve(name, cache_dir=cache_dir, progress=progress, published=is_published(name))
+        return ModelTokenizer(name, model.tokenizer())
     except ConfigError as error:
         raise JobError(
             "data", "tokenizer", f"is wrong: {error}", hint=f'"{BYTES}", or a model: {error.hint}'
@@ -179,44 +192,54 @@ def _is_validation(document: bytes, share: float) -> bool:
     return int.from_bytes(hashlib.sha256(document).digest()[:8], "big") < share * 2**64
 
 
-def _kept_digest(folder: Path) -> str | None:
-    """The digest of the tokens kept in ``folder``; None, and they are gone, if they are not as they were written."""
+def _kept(folder: Path) -> tuple[str, int] | None:
+    """Digest of the tokens kept in ``folder`` and size of their documents; None, and they are gone, if they are not as they were written."""
     if not folder.exists():
         return None
     try:
         with (folder / _ABOUT).open("rb") as stream:
             kept = json.loads(stream.read(_MAX_ABOUT_BYTES))
         digest = _digest([sha256_of(folder / f"{part}.bin", None) for part in _PARTS])
-        if kept == {"sha256": digest}:
-            return digest
-    except (OSError, ValueError, IntegrityError):
+        if kept == _about(digest, kept["size_bytes"]):
+            return digest, int(kept["size_bytes"])
+    except (OSError, ValueError, KeyError, TypeError, IntegrityError):
         pass
     shutil.rmtree(folder)
     return None
+
+
+def _about(digest: str, size_bytes: int) -> dict[str, str | int]:
+    check = hashlib.sha256(f"{digest} {size_bytes}".encode()).hexdigest()
+    return {"sha256": digest, "size_bytes": size_bytes, "check": check}
 
 
 def _digest(hashes: Sequence[bytes]) -> str:
     return hashlib.sha256(b"".join(hashes)).hexdigest()
 
 
-def _write_cache(folder: Path, source: Iterator[bytes], tokenizer: Tokenizer, validation: float) -> str:
+def _write_cache(
+    folder: Path, source: Iterator[bytes], tokenizer: Tokenizer, validation: float
+) -> tuple[str, int]:
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".new-"))
     try:
-        digest = _tokenise(temporary, source, tokenizer, validation)
-        (temporary / _ABOUT).write_text(json.dumps({"sha256": digest}))
+        digest, size_bytes = _tokenise(temporary, source, tokenizer, validation)
+        (temporary / _ABOUT).write_text(json.dumps(_about(digest, size_bytes)))
         try:
             os.rename(temporary, folder)
         except OSError:
             if not folder.exists():  # else another process was quicker
                 raise
-        return digest
+        return digest, size_bytes
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _tokenise(folder: Path, source: Iterator[bytes], tokenizer: Tokenizer, validation: float) -> str:
-    """Write both parts; returns the hash of both."""
+def _tokenise(
+    folder: Path, source: Iterator[bytes], tokenizer: Tokenizer, validation: float
+) -> tuple[str, int]:
+    """Write both parts; returns the hash of both, and the size of the documents."""
+    size_bytes = 0
     hashes = [hashlib.sha256(), hashlib.sha256()]
     dtype = _dtype(tokenizer)
     with (folder / "train.bin").open("wb") as train, (folder / "validation.bin").open("wb") as held_out:
@@ -224,11 +247,12 @@ def _tokenise(folder: Path, source: Iterator[bytes], tokenizer: Tokenizer, valid
             part = _is_validation(document, validation)
             tokens = tokenizer.encode(document).astype(dtype).tobytes()
             hashes[part].update(tokens)
+            size_bytes += len(document)
             (held_out if part else train).write(tokens)
         for stream in (train, held_out):
             stream.flush()
             os.fsync(stream.fileno())
-    return _digest([each.digest() for each in hashes])
+    return _digest([each.digest() for each in hashes]), size_bytes
 
 
 def _mapped(path: Path, dtype: np.dtype[np.unsignedinteger]) -> NDArray[np.unsignedinteger]:

@@ -14,12 +14,16 @@ from swarmnet_protocols.training.jobs import PYTHON_STDLIB, DataSection, JobErro
 MAX_LINE_BYTES = 16 << 20
 TEXT_DOCUMENT_BYTES = 16 << 10
 _SUFFIXES = {"text": "*.txt", "jsonl": "*.jsonl", "parquet": "*.parquet"}
+_HUB = "hf://datasets/"
 _INSTALL = "pip install 'swarmnet-p2p[data]'"
 _NOT_STDLIB = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
 
 
 def files_of(data: DataSection) -> tuple[Path, ...]:
-    """The local files the data names, in an order that is the same on every machine. Raises ``JobError`` if there are none."""
+    """The local files the data names, in an order that is the same on every machine. Raises ``JobError`` if there are none.
+
+    A path comes from the user of this machine: no job of another peer has one (``Job.check_published``).
+    """
     if data.path is None:
         return ()
     if data.path == PYTHON_STDLIB:
@@ -43,7 +47,7 @@ def files_of(data: DataSection) -> tuple[Path, ...]:
 
 
 def documents(data: DataSection, files: tuple[Path, ...]) -> Iterator[bytes]:
-    """Every document, never more than one in memory.
+    """Every document, never more than one in memory. Of a dataset of the hub, those in the files whose names begin with the split's.
 
     A text file longer than ``TEXT_DOCUMENT_BYTES`` is several documents, cut at ends of lines. Raises ``JobError`` naming
     what cannot be read.
@@ -115,12 +119,18 @@ def _hub_rows(data: DataSection, name: str) -> Iterator[bytes]:
             "data", "hub", "needs the datasets package to stream from the hub", hint=_INSTALL
         ) from error
     try:
-        for row in load_dataset(name, split=data.split, streaming=True):
+        # By the name alone, a folder of that name would be read instead; and what a repository says of itself may name files of this machine.
+        files = f"{_HUB}{name}/**/{data.split}*{Path(_SUFFIXES[data.format]).suffix}"
+        kind = {"jsonl": "json"}.get(data.format, data.format)
+        by_document = {"sample_by": "document"} if data.format == "text" else {}
+        for row in load_dataset(kind, data_files=files, split="train", streaming=True, **by_document):
             yield _field_of(row, data.field, name)
     except (DatasetsError, FileNotFoundError, ValueError) as error:
         raise JobError("data", "hub", f"is wrong: cannot stream {name!r}: {error}") from error
-    except OSError as error:
-        raise Unreachable(f"the hub does not answer for {name}", hint="try again later") from error
+    except JobError:
+        raise
+    except Exception as error:
+        raise Unreachable(f"the hub does not answer for {name}: {error}", hint="try again later") from error
 
 
 def _field_of(row: Any, field: str, where: str) -> bytes:

@@ -9,10 +9,10 @@ from typing import Any
 
 from swarmnet_node.training.checkpoint import Checkpoints
 from swarmnet_node.training.data import END_OF_DOCUMENT
-from swarmnet_node.training.start import job_folder, kept_job
+from swarmnet_node.training.start import job_folder, kept_files, kept_job
 from swarmnet_protocols.errors import ConfigError, OutOfResources
 from swarmnet_protocols.models import Progress, resolve
-from swarmnet_protocols.training.jobs import BYTES
+from swarmnet_protocols.training.jobs import BYTES, is_published
 
 
 def export_model(
@@ -30,7 +30,7 @@ def export_model(
             f"{target} is not the folder of a model: it is not replaced", hint="choose another --out"
         )
     job, _ = kept_job(data_dir, job_id)
-    tokenizer = job.job.data.tokenizer
+    tokenizer = kept_files(data_dir, job_id).given_to(job.job).data.tokenizer
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".export-") as scratch:
@@ -39,7 +39,10 @@ def export_model(
             if tokenizer == BYTES:
                 _read_bytes(made)
             else:
-                resolve(tokenizer, cache_dir=cache_dir, progress=progress).tokenizer().save_pretrained(made)
+                model = resolve(
+                    tokenizer, cache_dir=cache_dir, progress=progress, published=is_published(tokenizer)
+                )
+                model.tokenizer().save_pretrained(made)
             if target.exists():
                 shutil.rmtree(target)
             os.rename(made, target)

@@ -13,11 +13,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError
-from swarmnet_protocols.models import Progress, resolve
+from swarmnet_protocols.models import LocalModel, Progress, resolve
 from swarmnet_protocols.models.checkpoint import CONFIG_FAULTS
 from swarmnet_protocols.models.cut import build_whole, causal_class
 from swarmnet_protocols.models.safetensors_file import SafetensorsCheckpoint
-from swarmnet_protocols.training.jobs import Job, JobError, ModelSection
+from swarmnet_protocols.training.jobs import Job, JobError, ModelSection, is_published
 
 _KEPT_BYTES = 5 * 4
 """A parameter in float32, AdamW's two moments, the agreed parameter and the outer momentum."""
@@ -33,15 +33,29 @@ _MAX_LAYERS = 4096
 """Of a model that is counted: an empty layer takes memory too."""
 
 
+def checkpoint_of(section: ModelSection, cache_dir: Path, progress: Progress | None = None) -> LocalModel:
+    """The checkpoint that the job begins with. Raises ``JobError`` for a name that means nothing, and for other files than the job's."""
+    name = str(section.checkpoint)
+    try:
+        local = resolve(name, cache_dir=cache_dir, progress=progress, published=is_published(name))
+    except ConfigError as error:
+        raise JobError("model", "checkpoint", f"is wrong: {error}", hint=error.hint) from error
+    if section.manifest not in (None, local.manifest.hash.hex()):
+        raise JobError(
+            "model",
+            "manifest",
+            f"is {section.manifest}: the job begins with other files than {name}, whose manifest is {local.manifest.hash.hex()}",
+            hint="get the very files that the job was created with",
+        )
+    return local
+
+
 def model_config(section: ModelSection, cache_dir: Path) -> PretrainedConfig:
     """The transformers config of the job's model. Raises ``JobError`` for one that transformers does not know."""
     from huggingface_hub.errors import StrictDataclassError
 
     if section.checkpoint is not None:
-        try:
-            return resolve(section.checkpoint, cache_dir=cache_dir).config
-        except ConfigError as error:
-            raise JobError("model", "checkpoint", f"is wrong: {error}", hint=error.hint) from error
+        return checkpoint_of(section, cache_dir).config
     settings = dict(section.config or {})
     kind = str(settings.pop("model_type"))
     if kind not in CONFIG_MAPPING:
@@ -97,7 +111,7 @@ def check_model(job: Job, *, vocab_size: int, available_bytes: int, cache_dir: P
     weights alone where no gradient is taken.
     """
     config = model_config(job.model, cache_dir)
-    where = "config" if job.model.checkpoint is None else "checkpoint"
+    where = "checkpoint" if job.model.is_checkpoint else "config"
     if config.vocab_size < vocab_size:
         raise JobError(
             "model",
@@ -137,7 +151,7 @@ def build_model(
     """
     model: Any
     if section.checkpoint is not None:
-        local = resolve(section.checkpoint, cache_dir=cache_dir, progress=progress)
+        local = checkpoint_of(section, cache_dir, progress)
         progress(f"loading {section.checkpoint}", 0, None)
         model = local.load_whole(dtype=torch.float32, device=torch.device("cpu"))
     else:

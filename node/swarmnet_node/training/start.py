@@ -1,6 +1,7 @@
 """Starting a real worker, and keeping jobs: identity, libp2p, the DHT, the job, its data and model."""
 
 import asyncio
+import json
 import os
 import random
 import threading
@@ -28,6 +29,29 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class LocalFiles:
+    """Where the user of this machine says that the data and the model of a job are. A job of another peer names no files itself."""
+
+    data: Path | None = None
+    model: Path | None = None
+
+    @classmethod
+    def named_in(cls, job: "Job") -> "LocalFiles":
+        """Those that the file of a job names on its owner's machine."""
+        from swarmnet_protocols.training.jobs import PYTHON_STDLIB, is_published
+
+        data, model = job.data.path, job.model.checkpoint
+        return cls(
+            None if data in (None, PYTHON_STDLIB) else Path(data).expanduser(),
+            None if model is None or is_published(model) else Path(model).expanduser(),
+        )
+
+    def given_to(self, job: "Job") -> "Job":
+        """``job`` as it is trained here. Raises ``ConfigError`` where a path is missing, or of no use."""
+        return job.with_files(self.data, self.model)
+
+
+@dataclass(frozen=True)
 class WorkerConfig:
     """What a person says of a worker. ``job`` is an id of 64 hexadecimal digits."""
 
@@ -37,6 +61,7 @@ class WorkerConfig:
     cache_dir: Path
     device: str = "auto"
     threads: int | None = None
+    files: LocalFiles = LocalFiles()
 
 
 @asynccontextmanager
@@ -134,7 +159,7 @@ def _open_trainer(config: WorkerConfig, sealed: bytes, progress: "Progress") -> 
     opened = open_job(sealed)
     with opened.naming_job():
         return Trainer.open(
-            opened.job,
+            config.files.given_to(opened.job),
             cache_dir=config.cache_dir,
             available_bytes=psutil.virtual_memory().available,
             device=pick_device(config.device),
@@ -143,14 +168,14 @@ def _open_trainer(config: WorkerConfig, sealed: bytes, progress: "Progress") -> 
 
 
 def check_job(job: "Job", cache_dir: Path, progress: "Progress") -> "Job":
-    """The job with the digest of its data, which is read and tokenised for that.
+    """The job as it travels: with the hashes of its data and checkpoint, which are read for that, and without paths of this machine.
 
-    Raises ``JobError`` for data or a model that this machine could not train with.
+    Raises ``JobError`` for data or a model that this machine could not train with, or that others could not have.
     """
     import psutil
 
     from swarmnet_node.training.data import open_corpus
-    from swarmnet_node.training.model import check_model
+    from swarmnet_node.training.model import check_model, checkpoint_of
 
     corpus = open_corpus(job.data, cache_dir, progress)
     check_model(
@@ -159,7 +184,8 @@ def check_job(job: "Job", cache_dir: Path, progress: "Progress") -> "Job":
         available_bytes=psutil.virtual_memory().total,
         cache_dir=cache_dir,
     )
-    return job.about(corpus.digest)
+    manifest = checkpoint_of(job.model, cache_dir).manifest.hash if job.model.is_checkpoint else None
+    return job.about(corpus.digest, corpus.size_bytes, manifest)
 
 
 def job_folder(data_dir: Path, job_id: str) -> Path:
@@ -167,9 +193,39 @@ def job_folder(data_dir: Path, job_id: str) -> Path:
     return data_dir / "training" / job_id
 
 
+def has_job(data_dir: Path, job_id: str) -> bool:
+    """Whether a job is kept in the data directory."""
+    return _job_path(data_dir, job_id).exists()
+
+
 def keep_job(data_dir: Path, job: "SealedJob", sealed: bytes) -> None:
     """Keep a sealed job in the data directory, for workers that start here."""
     write_whole(_job_path(data_dir, job.id), sealed)
+
+
+def keep_files(data_dir: Path, job_id: str, files: LocalFiles) -> None:
+    """Remember where the files of a job are on this machine."""
+    paths = {"data": files.data, "model": files.model}
+    said = {name: str(path.absolute()) for name, path in paths.items() if path is not None}
+    write_whole(_files_path(data_dir, job_id), json.dumps(said).encode())
+
+
+def kept_files(data_dir: Path, job_id: str) -> LocalFiles:
+    """Where they are, as far as that was said before. Raises ``ConfigError`` for a damaged note of it."""
+    path = _files_path(data_dir, job_id)
+    try:
+        said = json.loads(path.read_bytes())
+        return LocalFiles(**{name: Path(said[name]) for name in ("data", "model") if name in said})
+    except FileNotFoundError:
+        return LocalFiles()
+    except (ValueError, TypeError) as error:
+        raise ConfigError(
+            f"{path} is damaged", hint="remove it, and give --data and --model again"
+        ) from error
+
+
+def _files_path(data_dir: Path, job_id: str) -> Path:
+    return data_dir / "jobs" / f"{job_id}.files"
 
 
 async def find_sealed(data_dir: Path, directory: "Directory", job_id: str) -> bytes:
@@ -179,7 +235,7 @@ async def find_sealed(data_dir: Path, directory: "Directory", job_id: str) -> by
     """
     from swarmnet_protocols.training.board import find_job
 
-    if _job_path(data_dir, job_id).exists():
+    if has_job(data_dir, job_id):
         return kept_job(data_dir, job_id)[1]
     job, sealed = await find_job(directory, job_id)
     keep_job(data_dir, job, sealed)

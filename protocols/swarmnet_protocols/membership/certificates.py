@@ -2,13 +2,17 @@
 
 A certificate names the peer it is for, and libp2p proves that id on every connection: shown by anybody else, or again by
 whoever overheard it, it is worth nothing.
+
+A renewal carries the certificate that first admitted its peer. It counts only while the keys behind that admission do, whichever
+issuers renewed it since: when a stolen key is taken out of the swarm file, every membership that it made up ends with it.
 """
 
 import secrets
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from swarmnet_protocols.errors import IntegrityError
+from swarmnet_protocols.identity import KEY_BYTES
 from swarmnet_protocols.membership.roles import Role
 from swarmnet_protocols.membership.rules import MAX_LIFETIME_S, MIN_LIFETIME_S, Rules, check_current
 from swarmnet_protocols.membership.signed import Signer, seal, unseal
@@ -38,6 +42,12 @@ class Certificate:
     """The id of the invite it goes back to; empty without one."""
     issuer: bytes
     """The key that signed it."""
+    admitted_by: tuple[bytes, ...] = ()
+    """The keys that its membership goes back to: of the issuer that admitted the peer, and of the signer of its invite."""
+    admitted_at: float = 0.0
+    """When they did, Unix time."""
+    first: bytes = b""
+    """Of a renewal: the sealed certificate that admitted the peer."""
 
     @property
     def renew_at(self) -> float:
@@ -52,6 +62,10 @@ class Admittance:
     peer: PeerId
     roles: frozenset[Role]
     invite: bytes = b""
+    grant_signer: bytes = b""
+    """The key that signed the invite."""
+    first: bytes = b""
+    """Of a renewal: the sealed certificate that admitted the peer."""
 
 
 def issue(admittance: Admittance, *, swarm: bytes, key: Signer, now: float, lifetime_s: float) -> bytes:
@@ -71,6 +85,8 @@ def issue(admittance: Admittance, *, swarm: bytes, key: Signer, now: float, life
         not_after=int(now + lifetime_s),
         id=secrets.token_bytes(ID_BYTES),
         invite=admittance.invite,
+        grant_signer=admittance.grant_signer,
+        first=admittance.first,
     )
     return seal(_KIND, message, key)
 
@@ -81,11 +97,18 @@ def open_certificate(data: bytes, *, rules: Rules, now: float) -> Certificate:
     Raises ``IntegrityError`` for one that is not in the one accepted encoding or not signed by the key it names, and
     ``NotAuthorised`` for one of another swarm, signed by nobody whom ``rules`` believe, not valid yet, or expired.
     """
+    certificate = _open(data)
+    check_current(certificate, rules=rules, now=now)
+    return certificate
+
+
+def _open(data: bytes) -> Certificate:
+    """The certificate in ``data``, with the one in it that admitted the peer, whoever signed them and however old they are."""
     message, issuer = unseal(_KIND, pb.Certificate, data, max_body_bytes=MAX_CERTIFICATE_BYTES)
     roles = from_wire(message.roles)
     if not 0 < len(message.peer) <= MAX_PEER_CHARS or len(message.id) != ID_BYTES:
         raise IntegrityError("the certificate has no peer or no id")
-    if len(message.invite) not in {0, ID_BYTES}:
+    if len(message.invite) not in {0, ID_BYTES} or len(message.grant_signer) not in {0, KEY_BYTES}:
         raise IntegrityError("the certificate names no invite as it should")
     if not 0 < message.not_after - message.not_before <= MAX_LIFETIME_S + CLOCK_SKEW_S:
         raise IntegrityError("the certificate is valid for longer than is allowed")
@@ -98,9 +121,18 @@ def open_certificate(data: bytes, *, rules: Rules, now: float) -> Certificate:
         id=message.id,
         invite=message.invite,
         issuer=issuer,
+        admitted_by=(issuer, message.grant_signer or issuer),
+        admitted_at=message.not_before + CLOCK_SKEW_S,
     )
-    check_current(certificate, rules=rules, now=now)
-    return certificate
+    if not message.first:
+        return certificate
+    first = _open(message.first)
+    same = (first.swarm, first.peer, first.invite) == (message.swarm, message.peer, message.invite)
+    if first.first or message.grant_signer or not same or not roles <= first.roles:
+        raise IntegrityError("the certificate does not renew the one it goes back to")
+    return replace(
+        certificate, admitted_by=first.admitted_by, admitted_at=first.admitted_at, first=message.first
+    )
 
 
 def to_wire(roles: Iterable[Role]) -> list[str]:

@@ -145,13 +145,14 @@ class Issuer:
             raise NotAuthorised("this invite was revoked", hint="ask for a new one")
         if why := revocations.why_out(peer, None):
             raise NotAuthorised(why, hint="ask whoever runs the swarm")
-        return self._certify(Admittance(peer, grant.terms.roles, grant.id), now, grant)
+        return self._certify(Admittance(peer, grant.terms.roles, grant.id, grant.signer), now, grant)
 
     def renew(self, sealed: bytes, peer: PeerId, revocations: Revocations, now: float) -> bytes:
         """The successor of a certificate of ``peer`` that is still valid. Raises ``NotAuthorised`` or ``IntegrityError``."""
         certificate = open_certificate(sealed, rules=self._rules, now=now)
         admit(self._rules, certificate, peer, ANY_ROLE, revocations, now)
-        return self._certify(Admittance(peer, certificate.roles, certificate.invite), now, None)
+        renewal = Admittance(peer, certificate.roles, certificate.invite, first=certificate.first or sealed)
+        return self._certify(renewal, now, None)
 
     def _certify(self, admittance: Admittance, now: float, grant: Grant | None) -> bytes:
         last = self._ledger.find(admittance.peer, admittance.invite)

@@ -71,7 +71,10 @@ class Rules:
         return self.admission is Admission.CERTIFICATE
 
     def believe(self, key: bytes, now: float) -> bool:
-        """Whether what ``key`` signs counts at ``now``."""
+        """Whether the signature of ``key`` counts at Unix time ``now``.
+
+        A key that is listed with an end counted until then. A key that is not listed never counted: it was stolen, or belongs to a stranger.
+        """
         return now < self.keys.get(key, -math.inf)
 
 
@@ -91,6 +94,10 @@ def check_current(certificate: "Certificate", *, rules: Rules, now: float) -> No
         raise NotAuthorised("the certificate is of another swarm", hint=_ASK)
     if not rules.believe(certificate.issuer, now):
         raise NotAuthorised("the certificate was signed by nobody who may", hint=_ASK)
+    if not all(rules.believe(key, certificate.admitted_at) for key in certificate.admitted_by):
+        raise NotAuthorised(
+            "the certificate goes back to a key that the swarm does not trust any more", hint=_ASK
+        )
     if now < certificate.not_before:
         raise NotAuthorised(
             f"the certificate begins in {certificate.not_before - now:.0f} s",

@@ -33,23 +33,25 @@ _DOWNLOAD_TIMEOUT_S = 1800.0
 _HUB_NAME = re.compile(r"^([\w.-]{1,96}/[\w.-]{1,96})(?:@([\w./-]{1,200}))?$")
 
 
-def resolve(name: str, *, cache_dir: Path, progress: Progress | None = None) -> LocalModel:
+def resolve(
+    name: str, *, cache_dir: Path, progress: Progress | None = None, published: bool = False
+) -> LocalModel:
     """Find ``name`` and, where it is not on this machine yet, fetch it.
 
     ``name`` is ``smollm2-135m-instruct``, a directory in Hugging Face layout, a .gguf file, or ``org/name[@revision]``
-    on the hub. Raises ``ConfigError`` for a name that means nothing, ``IntegrityError`` naming the file that is not sound,
+    on the hub; with ``published``, because another peer chose it, no path of this machine. Raises ``ConfigError`` for a name that means nothing, ``IntegrityError`` naming the file that is not sound,
     ``Unreachable`` when it cannot be fetched.
     """
     cache_dir.mkdir(parents=True, exist_ok=True)
-    path = _locate(name, cache_dir, progress)
+    path = _locate(name, cache_dir, progress, published=published)
     return _open(name, path, cache_dir, progress)
 
 
-def _locate(name: str, cache_dir: Path, progress: Progress | None) -> Path:
+def _locate(name: str, cache_dir: Path, progress: Progress | None, *, published: bool) -> Path:
     if name == DEFAULT_MODEL:
         return _default_model(cache_dir, progress)
     path = Path(name).expanduser()
-    if (name and path.is_dir()) or (path.is_file() and path.suffix == ".gguf"):
+    if not published and ((name and path.is_dir()) or (path.is_file() and path.suffix == ".gguf")):
         return path.resolve()
     match = _HUB_NAME.match(name)
     if match and not name.startswith(".") and path.suffix != ".gguf":

@@ -16,6 +16,7 @@ from swarmnet_protocols.session.log import ActivationLog, Cursor
 from swarmnet_protocols.session.steps import Step, encode_step
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.transport import Message, PeerId, Stream, Transport
+from swarmnet_protocols.transport.refusing import printable
 from swarmnet_protocols.transport.talking import parse, receive_within
 from swarmnet_protocols.wire import session_pb2 as pb
 
@@ -43,7 +44,7 @@ class Refused(SwarmnetError):
         """What came from a peer, which may say anything."""
         reason = refused.reason if refused.reason in pb.Reason.values() else pb.REASON_UNSPECIFIED
         wait_s = refused.retry_after_s
-        return cls(reason, refused.detail, wait_s if 0 <= wait_s <= MAX_RETRY_AFTER_S else 0.0)
+        return cls(reason, printable(refused.detail), wait_s if 0 <= wait_s <= MAX_RETRY_AFTER_S else 0.0)
 
     def to_wire(self) -> pb.Refused:
         return pb.Refused(reason=self.reason, detail=self.detail, retry_after_s=self.retry_after_s)

@@ -47,15 +47,21 @@ async def publish_job(directory: Directory, sealed: bytes) -> None:
 
 
 async def find_job(directory: Directory, job_id: str) -> tuple[SealedJob, bytes]:
-    """The job with this id, and its sealed form. Raises ``Unreachable`` if nobody has it."""
+    """The job with this id, and its sealed form. Raises ``Unreachable`` if nobody has it, ``ConfigError`` if what is there is refused."""
+    refused: ConfigError | None = None
     for record in await directory.lookup(_job_topic(job_id)):
         try:
             sealed = pb.JobRecord.FromString(record.body).sealed
             job = open_job(sealed)
+        except ConfigError as error:
+            refused = error
+            continue
         except (DecodeError, SwarmnetError):
             continue
         if job.id == job_id:
             return job, sealed
+    if refused is not None:
+        raise refused
     raise Unreachable(
         f"nobody in this swarm knows the job {job_id[:16]}…",
         hint="check the id and the bootstrap address; a job is kept by its workers, and for a day after `train create`",

@@ -28,6 +28,7 @@ from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.training.rosters import Candidate
 from swarmnet_protocols.training.state_transfer import Source, StateDownload
 from swarmnet_protocols.transport import Message, PeerId, Stream, Transport
+from swarmnet_protocols.transport.refusing import printable
 from swarmnet_protocols.transport.talking import parse, receive_within, send_within
 from swarmnet_protocols.wire import workers_pb2 as pb
 
@@ -144,7 +145,7 @@ class Handover:
         message = await receive_within(stream, self._deadline_s)
         reply = parse(pb.HandOverReply, message.header)
         if reply.HasField("refused"):
-            raise NotAuthorised(reply.refused.reason[:_REASON_CHARS])
+            raise NotAuthorised(printable(reply.refused.reason[:_REASON_CHARS]))
         if reply.WhichOneof("kind") != expected:
             raise ProtocolViolation("not an answer of an heir")
 

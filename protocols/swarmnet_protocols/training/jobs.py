@@ -3,6 +3,9 @@
 A person writes TOML (``load_job``). What travels is the sealed job: canonical JSON with the owner's Ed25519 key and
 signature (``seal_job``, ``open_job``). The id of a job is a hash of its content and its owner, so whoever fetches a job
 by its id knows whose it is.
+
+The file may name files of its owner's machine. A sealed job names none: it says by a hash which data and which model files it is about, and each
+worker's user says where its copies are (``Job.with_files``).
 """
 
 import hashlib
@@ -25,14 +28,21 @@ from swarmnet_protocols.toml_lines import line_of
 if TYPE_CHECKING:
     from swarmnet_protocols.training.methods import Method
 
-FORMAT = 1
+FORMAT = 2
 MAX_JOB_BYTES = 64 << 10
 PYTHON_STDLIB = "python-stdlib"
 BYTES = "bytes"
+OF_THE_MODEL = "model"
+"""The tokenizer that comes with the files of the model."""
+BUILT_IN_MODEL = "smollm2-135m-instruct"
 _ID_DOMAIN = b"swarmnet-training-job-id-1\0"
 _SIGNATURE_DOMAIN = b"swarmnet-training-job-1\0"
 
+_PUBLISHED = re.compile(r"[A-Za-z0-9_][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}@[0-9a-f]{40}", re.ASCII)
+_FIX = 'write it as "org/name@REVISION", with the 40 hexadecimal digits of a commit'
+
 Name = Annotated[str, Field(min_length=1, max_length=512)]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class JobError(ConfigError):
@@ -55,14 +65,24 @@ class JobSection(_Section):
 
 
 class ModelSection(_Section):
-    """Exactly one of a transformers config, for a model that is initialised from the seed, and a checkpoint's name."""
+    """Either a transformers config, for a model that is initialised from the seed, or a checkpoint.
+
+    ``checkpoint`` is its name; in a sealed job ``manifest`` says which files are meant, and without a name each worker's user gives them.
+    """
 
     config: dict[str, JsonValue] | None = None
     checkpoint: Name | None = None
+    manifest: Digest | None = None
+    """SHA-256 of the checkpoint's manifest; `train create` fills it in."""
+
+    @property
+    def is_checkpoint(self) -> bool:
+        """Whether training begins with the weights of a checkpoint."""
+        return self.config is None
 
     @model_validator(mode="after")
     def _check(self) -> "ModelSection":
-        if (self.config is None) == (self.checkpoint is None):
+        if (self.config is None) == (self.checkpoint is None and self.manifest is None):
             raise JobError("model", "", "needs one of 'config' and 'checkpoint'")
         if self.config is not None:
             try:
@@ -75,24 +95,32 @@ class ModelSection(_Section):
 
 
 class DataSection(_Section):
-    """Local files (``path``: a file, a directory, a glob, or ``python-stdlib``) or a dataset of the hub."""
+    """Local files (``path``: a file, a directory, a glob, or ``python-stdlib``) or a dataset of the hub, ``org/name@REVISION``.
+
+    In a sealed job ``path`` is ``python-stdlib`` or missing; without ``hub`` each worker's user says where the files are.
+    """
 
     format: Literal["text", "jsonl", "parquet"] = "text"
     path: Name | None = None
     hub: Name | None = None
-    split: Name = "train"
+    split: str = Field(default="train", pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}$")
+    """How the names of a dataset's files begin."""
     field: Name = "text"
     tokenizer: Name = BYTES
     sequence_length: int = Field(ge=2, le=1 << 20)
     validation: float = Field(default=0.02, gt=0, le=0.5)
     max_documents: int | None = Field(default=None, ge=1)
-    digest: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
-    """Of the tokens; `train create` fills it in. Whoever has other data is told so instead of training on it."""
+    digest: Digest | None = None
+    """SHA-256 of the tokens; `train create` fills it in. A worker that has other data does not train on it."""
+    size_bytes: int | None = Field(default=None, ge=1, lt=1 << 50)
+    """Of all documents together; `train create` fills it in. No worker reads more."""
 
     @model_validator(mode="after")
     def _check(self) -> "DataSection":
-        if (self.path is None) == (self.hub is None):
-            raise JobError("data", "", "needs one of 'path' and 'hub'")
+        if self.path is not None and self.hub is not None:
+            raise JobError("data", "hub", "and 'path' exclude each other")
+        if self.hub is not None and not _PUBLISHED.fullmatch(self.hub):
+            raise JobError("data", "hub", "is no dataset at a fixed revision", hint=_FIX)
         return self
 
 
@@ -166,9 +194,99 @@ class Job(_Section):
             named = (key for key in self.method.settings if re.search(rf"\b{re.escape(key)}\b", str(error)))
             raise JobError("method", next(named, "name"), f"is wrong: {error}", hint=error.hint) from error
 
-    def about(self, digest: str) -> "Job":
-        """This job, of the data with this digest and no other."""
-        return self.model_copy(update={"data": self.data.model_copy(update={"digest": digest})})
+    def about(self, digest: str, size_bytes: int, manifest: bytes | None) -> "Job":
+        """This job of the data, and with the checkpoint, that have these hashes, without the paths of this machine.
+
+        Raises ``JobError`` for a tokenizer that others could not have.
+        """
+        data, model = self.data, self.model
+        tokenizer = data.tokenizer
+        if tokenizer != BYTES and tokenizer == model.checkpoint and not is_published(tokenizer):
+            tokenizer = OF_THE_MODEL
+        own_path = data.path != PYTHON_STDLIB
+        named = model.checkpoint is not None and is_published(model.checkpoint)
+        job = self.model_copy(
+            update={
+                "data": data.model_copy(
+                    update={
+                        "path": None if own_path else data.path,
+                        "tokenizer": tokenizer,
+                        "digest": digest,
+                        "size_bytes": size_bytes,
+                    }
+                ),
+                "model": model.model_copy(
+                    update={
+                        "checkpoint": model.checkpoint if named else None,
+                        "manifest": None if manifest is None else manifest.hex(),
+                    }
+                ),
+            }
+        )
+        job.check_published()
+        return job
+
+    def check_published(self) -> None:
+        """Raise ``JobError`` unless this job is one for others: it names no file of any machine, and says by hash what it is about."""
+        data, model = self.data, self.model
+        if data.path not in (None, PYTHON_STDLIB):
+            raise JobError(
+                "data",
+                "path",
+                "is a path: a job of another peer names no files of this machine",
+                hint="its owner makes it with `train create`; you give your copy of the data with --data",
+            )
+        if data.digest is None or data.size_bytes is None:
+            raise JobError(
+                "data", "digest", "or 'size_bytes' is missing", hint="make the job with `train create`"
+            )
+        if data.tokenizer not in (BYTES, OF_THE_MODEL) and not is_published(data.tokenizer):
+            raise JobError(
+                "data",
+                "tokenizer",
+                f'is neither "{BYTES}", nor that of the model, nor published',
+                hint=f"use one of these, or a name of the hub: {_FIX}",
+            )
+        if data.tokenizer == OF_THE_MODEL and not model.is_checkpoint:
+            raise JobError("data", "tokenizer", "is that of the model, which is none with files")
+        if model.checkpoint is not None and not is_published(model.checkpoint):
+            raise JobError(
+                "model",
+                "checkpoint",
+                "is no published model: a job of another peer names no files of this machine",
+                hint=_FIX,
+            )
+        if model.is_checkpoint and model.manifest is None:
+            raise JobError("model", "manifest", "is missing", hint="make the job with `train create`")
+
+    def with_files(self, data: Path | None = None, model: Path | None = None) -> "Job":
+        """This job, its data and its model read from these paths, which the user of this machine gave.
+
+        Raises ``ConfigError`` for one that is missing, or that the job has no use for.
+        """
+        job = self
+        if self.data.path is None and self.data.hub is None:
+            if data is None:
+                raise ConfigError(
+                    "the data of this job are files that its owner gave to its workers by another way",
+                    hint="say where your copy is: --data PATH",
+                )
+            job = job.model_copy(update={"data": job.data.model_copy(update={"path": str(data)})})
+        elif data is not None:
+            raise ConfigError("this job says itself where its data are", hint="leave out --data")
+        if model is not None:
+            if not self.model.is_checkpoint:
+                raise ConfigError("this job begins with a new model", hint="leave out --model")
+            job = job.model_copy(update={"model": job.model.model_copy(update={"checkpoint": str(model)})})
+        elif self.model.is_checkpoint and self.model.checkpoint is None:
+            raise ConfigError(
+                "the model of this job is files that its owner gave to its workers by another way",
+                hint="say where your copy is: --model PATH",
+            )
+        if job.data.tokenizer == OF_THE_MODEL:
+            tokenizer = {"tokenizer": job.model.checkpoint}
+            job = job.model_copy(update={"data": job.data.model_copy(update=tokenizer)})
+        return job
 
     def check(self) -> None:
         """Raise ``JobError`` where the method or the codec is unknown or refuses its settings."""
@@ -181,6 +299,11 @@ class Job(_Section):
             get_codec(self.exchange.codec)
         except ConfigError as error:
             raise JobError("exchange", "codec", f"is wrong: {error}", hint=error.hint) from error
+
+
+def is_published(name: str) -> bool:
+    """Whether ``name`` is a model that every machine can fetch, and that no file of a machine can stand in for."""
+    return name == BUILT_IN_MODEL or _PUBLISHED.fullmatch(name) is not None
 
 
 @dataclass(frozen=True)
@@ -249,6 +372,8 @@ def parse_job(data: bytes, *, source: str = "job.toml") -> JobFile:
             document["method"]["name"] = method["name"]
     try:
         job = _validate(document)
+        if job.data.path is None and job.data.hub is None:
+            raise JobError("data", "", "needs one of 'path' and 'hub'")
         job.check()
     except JobError as error:
         raise _located(error, text, source) from error
@@ -256,7 +381,11 @@ def parse_job(data: bytes, *, source: str = "job.toml") -> JobFile:
 
 
 def seal_job(job: Job, owner: Identity) -> bytes:
-    """The job as it travels: at most ``MAX_JOB_BYTES`` bytes, signed. Raises ``ConfigError`` for one that is larger."""
+    """The job as it travels: at most ``MAX_JOB_BYTES`` bytes, signed.
+
+    Raises ``ConfigError`` for one that is larger, or that is not for others (``Job.check_published``).
+    """
+    job.check_published()
     fields = _signed_fields(job, owner.public_key)
     signature = owner.sign(_SIGNATURE_DOMAIN + fields)
     sealed = _canonical({**json.loads(fields), "signature": signature.hex()})
@@ -293,6 +422,7 @@ def open_job(data: bytes) -> SealedJob:
     if document["format"] != FORMAT:
         raise ConfigError("this job was made by another version of swarmnet", hint="update swarmnet")
     job = _validate(content)
+    job.check_published()
     job.check()
     if _signed_fields(job, owner) != canonical:  # otherwise one job would have two ids
         raise broken

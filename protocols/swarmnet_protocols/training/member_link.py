@@ -11,6 +11,7 @@ from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.protocol_ids import EXCHANGE
 from swarmnet_protocols.training.round_events import RoundTiming
 from swarmnet_protocols.transport import Message, PeerId, Stream, Transport
+from swarmnet_protocols.transport.refusing import printable
 from swarmnet_protocols.transport.talking import parse, receive_within
 from swarmnet_protocols.wire import training_pb2 as pb
 
@@ -125,4 +126,4 @@ class MemberLink:
             message = await receive_within(stream, self._dial.timing.silence_s)
             reply = parse(pb.ExchangeReply, message.header)
             if reply.HasField("refusal"):
-                raise TurnedAway(f"{stream.peer}: {reply.refusal.detail[:500]}")
+                raise TurnedAway(f"{stream.peer}: {printable(reply.refusal.detail)}")

@@ -17,6 +17,7 @@ from swarmnet_protocols.protocol_ids import STATE
 from swarmnet_protocols.resources import Stock
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.transport import Buffer, Message, PeerId, Stream, Transport
+from swarmnet_protocols.transport.refusing import printable
 from swarmnet_protocols.transport.talking import parse, receive_within, send_within
 from swarmnet_protocols.wire import workers_pb2 as pb
 
@@ -272,5 +273,5 @@ class StateDownload:
         message = await receive_within(stream, timing.chunk_s)
         reply = parse(pb.StateReply, message.header)
         if reply.HasField("refused"):
-            raise Unreachable(reply.refused.reason[:500])
+            raise Unreachable(printable(reply.refused.reason))
         return message, reply

@@ -18,7 +18,7 @@ class _Template:
 
 
 _SMALL_LLAMA = """\
-# Initialised from the seed. For fine-tuning: checkpoint = "smollm2-135m-instruct", a directory, or "org/name" of the hub.
+# Initialised from the seed. For fine-tuning: checkpoint = "smollm2-135m-instruct", "org/name@REVISION" of the hub, or a directory of yours.
 [model.config]
 model_type = "llama"
 vocab_size = 256
@@ -33,7 +33,7 @@ tie_word_embeddings = true
 
 _SMOLLM2 = """\
 [model]
-checkpoint = "smollm2-135m-instruct"   # fine-tuned; or a directory in Hugging Face layout, or "org/name" of the hub
+checkpoint = "smollm2-135m-instruct"   # fine-tuned; or "org/name@REVISION" of the hub, or a directory in Hugging Face layout
 """
 
 _TEXT = """\
@@ -47,7 +47,8 @@ seed = 0                               # of the first weights and of the order o
 {model}
 [data]
 format = "text"                        # or "jsonl", "parquet"; then `field` names what holds the text
-path = "python-stdlib"                 # the source of this very Python's standard library; or a file, a directory, a glob
+path = "python-stdlib"                 # the source of this very Python's standard library; or a file, a directory or a glob, of which every
+                                       # worker needs a copy; or instead of it: hub = "org/name@REVISION"
 tokenizer = {tokenizer}
 sequence_length = {sequence_length}
 validation = 0.02                      # share of the documents that is held out

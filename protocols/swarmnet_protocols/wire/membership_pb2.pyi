@@ -33,7 +33,7 @@ class Signed(_message.Message):
     def __init__(self, body: _Optional[bytes] = ..., signer: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class Certificate(_message.Message):
-    __slots__ = ("swarm", "peer", "roles", "not_before", "not_after", "id", "invite")
+    __slots__ = ("swarm", "peer", "roles", "not_before", "not_after", "id", "invite", "grant_signer", "first")
     SWARM_FIELD_NUMBER: _ClassVar[int]
     PEER_FIELD_NUMBER: _ClassVar[int]
     ROLES_FIELD_NUMBER: _ClassVar[int]
@@ -41,6 +41,8 @@ class Certificate(_message.Message):
     NOT_AFTER_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
     INVITE_FIELD_NUMBER: _ClassVar[int]
+    GRANT_SIGNER_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
     swarm: bytes
     peer: str
     roles: _containers.RepeatedScalarFieldContainer[Role]
@@ -48,7 +50,9 @@ class Certificate(_message.Message):
     not_after: int
     id: bytes
     invite: bytes
-    def __init__(self, swarm: _Optional[bytes] = ..., peer: _Optional[str] = ..., roles: _Optional[_Iterable[_Union[Role, str]]] = ..., not_before: _Optional[int] = ..., not_after: _Optional[int] = ..., id: _Optional[bytes] = ..., invite: _Optional[bytes] = ...) -> None: ...
+    grant_signer: bytes
+    first: bytes
+    def __init__(self, swarm: _Optional[bytes] = ..., peer: _Optional[str] = ..., roles: _Optional[_Iterable[_Union[Role, str]]] = ..., not_before: _Optional[int] = ..., not_after: _Optional[int] = ..., id: _Optional[bytes] = ..., invite: _Optional[bytes] = ..., grant_signer: _Optional[bytes] = ..., first: _Optional[bytes] = ...) -> None: ...
 
 class Grant(_message.Message):
     __slots__ = ("swarm", "id", "roles", "not_after", "uses", "key", "peer")

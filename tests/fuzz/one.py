@@ -1,0 +1,29 @@
+"""One target under atheris, in a process of its own: ``python -m tests.fuzz.one TARGET [flags of libFuzzer] CORPUS``."""
+
+import sys
+
+import atheris
+
+with atheris.instrument_imports(
+    include=["swarmnet", "swarmnet_node", "swarmnet_client", "swarmnet_protocols"]
+):
+    from tests.fuzz.targets import PLANTED, TARGETS, believe_signatures
+
+
+def main() -> None:
+    """Does not return."""
+    name = sys.argv.pop(1)
+    target = (TARGETS | PLANTED)[name]
+    believe_signatures(setattr)
+
+    def read(data: bytes) -> None:
+        try:
+            target.read(data)
+        except target.refusals:
+            return
+
+    atheris.Setup(sys.argv, read)
+    atheris.Fuzz()
+
+
+main()

@@ -1,0 +1,450 @@
+"""Every decoder of what other peers, files and callers send, with inputs to begin from.
+
+A decoder returns, or raises one of our own errors. Anything else is a finding: another exception, more memory than ``MAX_RSS_MIB``, or one input that
+takes longer than ``MAX_INPUT_S``. Signatures count as valid here, so that what comes behind them is reached.
+"""
+
+import asyncio
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
+from pathlib import Path
+
+import torch
+from google.protobuf.message import DecodeError
+from google.protobuf.message import Message as Protobuf
+
+from swarmnet import swarm_file, swarm_writer
+from swarmnet_node.training import state
+from swarmnet_protocols import catalog, records, reports
+from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
+from swarmnet_protocols.identity import Identity
+from swarmnet_protocols.membership import certificates, invites, revocations, signed
+from swarmnet_protocols.membership.roles import ANY_ROLE
+from swarmnet_protocols.membership.rules import Admission, Rules
+from swarmnet_protocols.models import gguf_file, safetensors_file
+from swarmnet_protocols.models.manifest import Manifest, ManifestFile
+from swarmnet_protocols.session import adapters, steps
+from swarmnet_protocols.training import jobs, messages, rosters, transfers
+from swarmnet_protocols.training.codecs import get_codec
+from swarmnet_protocols.transport import Message, ProtocolSpec, refusing, talking
+from swarmnet_protocols.transport.framing import FrameReader, encode
+from swarmnet_protocols.transport.p2pd_daemon import prepare_hivemind, unpack_multiaddr
+from swarmnet_protocols.transport.pacing import Line, PacedReader
+from swarmnet_protocols.wire import (
+    door_pb2,
+    membership_pb2,
+    probe_pb2,
+    records_pb2,
+    report_pb2,
+    session_pb2,
+    training_pb2,
+    workers_pb2,
+)
+from tests.defences import yes
+from tests.support.meters import a_meter
+from tests.support.source_code import ROOT
+from tests.support.tiny_models import FAMILIES, save_tiny, write_gguf
+
+MAX_RSS_MIB = 3000
+"""Of the whole process, torch and the fuzzer's corpus included."""
+MAX_INPUT_S = 5
+HIDDEN = 8
+NOW = 1_800_000_000.0
+SCHEMAS = (
+    door_pb2,
+    membership_pb2,
+    probe_pb2,
+    records_pb2,
+    report_pb2,
+    session_pb2,
+    training_pb2,
+    workers_pb2,
+)
+SHAPE = messages.Shape(members=4, slices=3)
+CODECS = ("float32", "bfloat16", "float16", "int8", "int4", "fp4", "topk")
+SPEC = ProtocolSpec("/test/1", max_header_bytes=1 << 12, max_payload_bytes=1 << 16)
+
+
+@dataclass(frozen=True)
+class Target:
+    """``read`` takes what the fuzzer makes of ``seeds``. ``covers`` names the functions of ours that it is there for."""
+
+    read: Callable[[bytes], object]
+    seeds: Callable[[], Sequence[bytes]]
+    covers: tuple[str, ...]
+    max_bytes: int = 1 << 16
+    refusals: tuple[type[Exception], ...] = field(default=(SwarmnetError,))
+
+
+@cache
+def vectors() -> dict[str, list[bytes]]:
+    """The golden examples of every message, by its full name."""
+    found: dict[str, list[bytes]] = {}
+    for path in sorted((ROOT / "proto" / "vectors").glob("*.json")):
+        listed = json.loads(path.read_text())
+        for each in listed if isinstance(listed, list) else []:
+            found.setdefault(each["message"], []).append(bytes.fromhex(each["hex"]))
+    return found
+
+
+def examples(kind: type[Protobuf]) -> Callable[[], list[bytes]]:
+    """Of this message, wherever it stands in an example."""
+    return lambda: list(dict.fromkeys(seed for each in MESSAGES for seed in _found(kind, each)))
+
+
+def _found(kind: type[Protobuf], within: type[Protobuf]) -> Iterator[bytes]:
+    for seed in vectors().get(within.DESCRIPTOR.full_name, []):
+        pending: list[Protobuf] = [within.FromString(seed)]
+        while pending:
+            message = pending.pop()
+            if isinstance(message, kind):
+                yield message.SerializeToString(deterministic=True)
+            for of, value in message.ListFields():
+                if of.message_type:
+                    pending += value if of.is_repeated else [value]
+
+
+def two(head: bytes, tail: bytes) -> bytes:
+    """One input of two parts."""
+    return len(head).to_bytes(2, "big") + head + tail
+
+
+def halves(data: bytes) -> tuple[bytes, bytes]:
+    size = int.from_bytes(data[:2], "big")
+    return data[2 : 2 + size], data[2 + size :]
+
+
+# ---- frames and messages ---------------------------------------------------------------------------------
+
+
+def read_frames(data: bytes) -> None:
+    async def main() -> None:
+        reader = asyncio.StreamReader()
+        reader.feed_data(data)
+        reader.feed_eof()
+        frames = FrameReader(PacedReader(reader, Line()), SPEC, a_meter())
+        while True:
+            await frames.read()
+
+    asyncio.run(main())
+
+
+def frame_seeds() -> list[bytes]:
+    head, payload = encode(Message(b"header", bytes(64)), SPEC)
+    return [head + bytes(payload), refusing.encode_refusal(refusing.Refusal("no", 1.0)), refusing.ENDED]
+
+
+MESSAGES: tuple[type[Protobuf], ...] = tuple(
+    getattr(schema, name) for schema in SCHEMAS for name in schema.DESCRIPTOR.message_types_by_name
+)
+
+
+def read_message(data: bytes) -> None:
+    """The first byte says which message is expected."""
+    if data:
+        talking.parse(MESSAGES[data[0] % len(MESSAGES)], data[1:])
+
+
+def message_seeds() -> list[bytes]:
+    return [
+        bytes([number]) + seed
+        for number, kind in enumerate(MESSAGES)
+        for seed in vectors().get(kind.DESCRIPTOR.full_name, [])
+    ]
+
+
+# ---- sessions --------------------------------------------------------------------------------------------
+
+
+def read_tensor(data: bytes) -> None:
+    head, payload = halves(data)
+    header = talking.parse(session_pb2.Tensor, head)
+    steps.decode_tensor(header, payload, positions=2, hidden_size=HIDDEN)
+
+
+def read_step(data: bytes) -> None:
+    head, payload = halves(data)
+    steps.decode_step(talking.parse(session_pb2.Step, head), payload, hidden_size=HIDDEN)
+
+
+def step_seeds() -> list[bytes]:
+    rows = (steps.Row(0, 0, 2, 1, 0, False),)
+    step = steps.Step(seq=1, rows=rows, values=torch.zeros(2, HIDDEN), acked=0, replay=False)
+    header, payload = steps.encode_step(step, torch.float32)
+    return [two(header.SerializeToString(), bytes(payload))]
+
+
+def tensor_seeds() -> list[bytes]:
+    header = session_pb2.Tensor(dtype=session_pb2.DTYPE_FLOAT32, shape=[2, HIDDEN])
+    return [two(header.SerializeToString(), bytes(8 * HIDDEN))]
+
+
+def adapter_seeds() -> list[bytes]:
+    from safetensors.torch import save
+
+    name = "0.self_attn.q_proj"
+    pair = {f"{name}.down": torch.zeros(2, HIDDEN), f"{name}.up": torch.zeros(HIDDEN, 2)}
+    prefix = {"0.prefix.key": torch.zeros(1, 2, 4), "0.prefix.value": torch.zeros(1, 2, 4)}
+    return [save(pair), save(prefix)]
+
+
+def read_refusal(data: bytes) -> None:
+    refusal = refusing.decode_refusal(data)
+    assert refusing.printable(refusal.reason).isprintable() or not refusal.reason
+
+
+# ---- directory and membership ----------------------------------------------------------------------------
+
+SWARM = bytes(range(32))
+_PEER = Identity.from_seed(b"a peer").peer_id
+
+
+class AnyKey(dict[bytes, float]):
+    """Believes every key for ever."""
+
+    def get(self, key: bytes, default: float | None = None) -> float:
+        return float("inf")
+
+
+RULES = Rules(SWARM, Admission.CERTIFICATE, AnyKey())
+
+
+def statement(kind: str) -> list[bytes]:
+    """The signed examples whose body is of this kind."""
+    body = membership_pb2.Signed.FromString
+    wanted = vectors()[f"swarmnet.membership.v1.{kind}"]
+    found = vectors()["swarmnet.membership.v1.Signed"]
+    return [each for each in found if body(each).body in wanted] or found
+
+
+def read_record(data: bytes) -> None:
+    record = records.open_record(data, swarm=SWARM, now=NOW)
+    catalog.merge([record.body])
+    for kind in (records_pb2.HostRecord, records_pb2.PresenceRecord):
+        try:
+            kind.FromString(record.body)
+        except DecodeError as error:
+            raise ProtocolViolation("no record") from error
+
+
+def record_seeds() -> list[bytes]:
+    found = []
+    for seed in vectors()["swarmnet.records.v1.SignedRecord"]:
+        message = records_pb2.SignedRecord.FromString(seed)
+        message.swarm = SWARM
+        message.expires_at_ms = round((NOW + 60) * 1000)
+        found.append(message.SerializeToString(deterministic=True))
+    return found
+
+
+def read_certificate(data: bytes) -> None:
+    certificates.open_certificate(data, rules=RULES, now=NOW)
+
+
+def read_redemption(data: bytes) -> None:
+    request = talking.parse(membership_pb2.Redeem, data)
+    invites.open_redemption(request, _PEER, rules=RULES, now=NOW)
+
+
+def read_revocations(data: bytes) -> None:
+    revocations.open_list(data, rules=RULES, now=NOW)
+
+
+def read_invite(data: bytes) -> None:
+    invites.read_invite(data.decode("utf-8", "replace"), now=NOW)
+
+
+def invite_seeds() -> list[bytes]:
+    terms = invites.Terms(ANY_ROLE, int(NOW) + 60)
+    return [invites.make_invite(terms, swarm=SWARM, key=Identity.from_seed(b"a"), bootstrap=[]).encode()]
+
+
+def redemption_seeds() -> list[bytes]:
+    invite = invites.read_invite(invite_seeds()[0].decode(), now=NOW)
+    return [invites.redemption(invite, _PEER).SerializeToString()]
+
+
+def swarm_file_seeds() -> list[bytes]:
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        for is_open in (True, False):
+            new = swarm_writer.NewSwarm("lab", is_open=is_open)
+            swarm_writer.create(Path(folder) / str(is_open), new, now=NOW)
+            found.append((Path(folder) / str(is_open) / "swarm.toml").read_bytes())
+    return found
+
+
+def read_report(data: bytes) -> None:
+    reports.check(talking.parse(report_pb2.NodeReport, data))
+
+
+# ---- training --------------------------------------------------------------------------------------------
+
+
+def read_control(data: bytes) -> None:
+    messages.decode_control(talking.parse(training_pb2.ExchangeRequest, data), SHAPE)
+
+
+def read_roster(data: bytes) -> None:
+    me = rosters.Candidate(_PEER, ())
+    wire = talking.parse(workers_pb2.Roster, data)
+    rosters.roster_from_wire(wire, round=wire.round, me=me)
+
+
+def roster_seeds() -> list[bytes]:
+    exchange = rosters.next_exchange(7, 0)
+    roster = rosters.Roster(7, exchange, (rosters.Candidate(_PEER, ("/ip4/203.0.113.5/tcp/4001",)),))
+    return [rosters.roster_to_wire(roster).SerializeToString()]
+
+
+def read_measured(data: bytes) -> None:
+    rosters.measured_from_wire([talking.parse(workers_pb2.Measured, data)])
+
+
+def read_summary(data: bytes) -> None:
+    terms = transfers.SliceTerms(round=7, index=1, count=64, codec=get_codec("int8"))
+    transfers.read_summary(terms, 4, data)
+
+
+def read_values(name: str, data: bytes) -> None:
+    get_codec(name).decode(data, 300)
+
+
+def codec_seeds(name: str) -> list[bytes]:
+    return [bytes(get_codec(name).encode(torch.linspace(-1, 1, 300)))]
+
+
+def read_state(data: bytes) -> None:
+    state.SharedState.unpack(bytearray(data))
+
+
+def state_seeds() -> list[bytes]:
+    shared = state.SharedState(3, torch.zeros(8), {"momentum": torch.zeros(8)}, {})
+    return [b"".join(bytes(part) for part in shared.pack())]
+
+
+def job_seeds() -> list[bytes]:
+    from swarmnet_protocols.training.templates import METHODS, template
+
+    return [template(method).encode() for method in METHODS]
+
+
+def sealed_job_seeds() -> list[bytes]:
+    job = jobs.parse_job(job_seeds()[0]).job.about("00" * 32, 1, None)
+    return [jobs.seal_job(job, Identity.from_seed(b"owner"))]
+
+
+# ---- models ----------------------------------------------------------------------------------------------
+
+
+def from_file(read: Callable[[Path], object], suffix: str, data: bytes) -> None:
+    with tempfile.NamedTemporaryFile(suffix=suffix, dir="/dev/shm") as file:
+        file.write(data)
+        file.flush()
+        read(Path(file.name))
+
+
+@cache
+def tiny_model(suffix: str) -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        if suffix == ".gguf":
+            return write_gguf(Path(folder) / "model.gguf", "llama").read_bytes()
+        return next(save_tiny(next(iter(FAMILIES)), Path(folder)).glob("*.safetensors")).read_bytes()
+
+
+def read_manifest(data: bytes) -> None:
+    Manifest.from_json(data)
+
+
+def manifest_seeds() -> list[bytes]:
+    file = ManifestFile("model.safetensors", 1 << 20, bytes(32))
+    manifest = Manifest("LlamaForCausalLM", 1, 64, (file,), {"edges": ("embed",), 0: ("q", "k")})
+    return [manifest.to_json().encode()]
+
+
+def read_multiaddr(data: bytes) -> None:
+    prepare_hivemind()
+    try:
+        unpack_multiaddr(data)
+    except ValueError as error:
+        raise ProtocolViolation("no multiaddr") from error
+
+
+PROTOCOLS = "swarmnet_protocols"
+TARGETS: dict[str, Target] = {
+    "frames": Target(read_frames, frame_seeds, ("transport.framing.FrameReader",)),
+    "messages": Target(read_message, message_seeds, ("transport.talking.parse",)),
+    "refusal": Target(
+        read_refusal, examples(door_pb2.Refused), ("transport.refusing.decode_refusal",), max_bytes=4096
+    ),
+    "multiaddr": Target(
+        read_multiaddr,
+        lambda: [bytes([4, 127, 0, 0, 1, 6, 0, 80])],
+        ("transport.p2pd_daemon.unpack_multiaddr",),
+    ),
+    "tensor": Target(read_tensor, tensor_seeds, ("session.steps.decode_tensor",)),
+    "step": Target(read_step, step_seeds, ("session.steps.decode_step",)),
+    "adapter": Target(adapters.read_part, adapter_seeds, ("session.adapters.read_part",)),
+    "record": Target(
+        read_record, record_seeds, ("records.open_record", "records.open_valid", "catalog.merge")
+    ),
+    "certificate": Target(
+        read_certificate,
+        lambda: statement("Certificate"),
+        ("membership.certificates.open_certificate", "membership.signed.unseal", "membership.signed.decode"),
+    ),
+    "redemption": Target(read_redemption, redemption_seeds, ("membership.invites.open_redemption",)),
+    "revocations": Target(
+        read_revocations, lambda: statement("RevocationList"), ("membership.revocations.open_list",)
+    ),
+    "invite": Target(read_invite, invite_seeds, ("membership.invites.read_invite",)),
+    "swarm file": Target(swarm_file.parse, swarm_file_seeds, ()),
+    "report": Target(read_report, examples(report_pb2.NodeReport), ()),
+    "control": Target(
+        read_control, examples(training_pb2.ExchangeRequest), ("training.messages.decode_control",)
+    ),
+    "roster": Target(
+        read_roster,
+        roster_seeds,
+        ("training.rosters.roster_from_wire", "training.rosters.member_from_wire"),
+    ),
+    "measured": Target(
+        read_measured, examples(workers_pb2.Measured), ("training.rosters.measured_from_wire",)
+    ),
+    "summary": Target(read_summary, examples(training_pb2.Summary), ("training.transfers.read_summary",)),
+    **{
+        f"codec {name}": Target(
+            partial(read_values, name), partial(codec_seeds, name), ("training.codecs.payload.read",)
+        )
+        for name in CODECS
+    },
+    "state": Target(read_state, state_seeds, ()),
+    "job file": Target(jobs.parse_job, job_seeds, ("training.jobs.parse_job",)),
+    "sealed job": Target(jobs.open_job, sealed_job_seeds, ("training.jobs.open_job",)),
+    "manifest": Target(read_manifest, manifest_seeds, ()),
+    "gguf": Target(
+        partial(from_file, gguf_file.read_header, ".gguf"),
+        lambda: [tiny_model(".gguf")],
+        ("models.gguf_file.read_header",),
+        max_bytes=1 << 19,
+    ),
+    "safetensors": Target(
+        partial(from_file, safetensors_file.read_header, ".safetensors"),
+        lambda: [tiny_model(".safetensors")],
+        ("models.safetensors_file.read_header",),
+        max_bytes=1 << 21,
+    ),
+}
+
+PLANTED = {"planted": Target(lambda data: 1 // (data[:1] != b"!"), lambda: [b"?"], ())}
+"""A defect, to see that the fuzzer finds one."""
+
+
+def believe_signatures(set_attribute: Callable[[object, str, object], None]) -> None:
+    """Count every signature as valid, from now on or for as long as ``set_attribute`` lets it."""
+    for module in (records, signed, invites, jobs):
+        if hasattr(module, "verify"):
+            set_attribute(module, "verify", yes)
