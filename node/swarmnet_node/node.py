@@ -27,7 +27,7 @@ from swarmnet_protocols.aio import cancel
 from swarmnet_protocols.catalog import CatalogModel, keep_model_announced
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.errors import SwarmnetError, Unreachable
-from swarmnet_protocols.hosts import MAX_ADDRESSES, PROTOCOL, hosts_topic, read_records
+from swarmnet_protocols.hosts import PROTOCOL, hosts_topic, listed, read_records
 from swarmnet_protocols.placement import Claim, choose_start, settle
 from swarmnet_protocols.protocol_ids import REPORT
 from swarmnet_protocols.reports import clean
@@ -309,7 +309,7 @@ class Node:
 
 def _best(addresses: Sequence[str]) -> list[str]:
     """As many addresses as others read, those that reach farthest first."""
-    return sorted(addresses, key=lambda address: "/127." in address or "/::1/" in address)[:MAX_ADDRESSES]
+    return listed(sorted(addresses, key=lambda address: "/127." in address or "/::1/" in address))
 
 
 def _measure(stage: Stage, now: Callable[[], float]) -> float:

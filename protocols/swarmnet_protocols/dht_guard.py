@@ -13,8 +13,9 @@ from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.membership.door import Door
 from swarmnet_protocols.protocol_ids import DHT_FIND, DHT_PING, DHT_STORE, DIRECTORY
 from swarmnet_protocols.resources import Flow, ResourceManager, Scope, Stock
-from swarmnet_protocols.transport import PeerId
+from swarmnet_protocols.transport import PeerId, Stream
 from swarmnet_protocols.transport.calls import Calls
+from swarmnet_protocols.transport.crowds import origin_of
 from swarmnet_protocols.transport.meter import MAX_OWED_S
 from swarmnet_protocols.transport.talking import parse
 
@@ -22,6 +23,10 @@ _ENTER_S = 5.0
 """Longer than a call may take: whoever is met for the first time is there for the next one."""
 MAX_REQUEST_BYTES = {DHT_PING.id: 4 << 10, DHT_FIND.id: 16 << 10, DHT_STORE.id: 512 << 10}
 """hivemind answers a call in one go: every key that is asked for and every signature that is checked keeps everybody waiting."""
+MAX_KEYS = 16
+"""In one call to find: as many as hivemind asks one peer for at once."""
+BUCKET_SIZE = 20
+"""Peers of a bucket of the routing table, and the most that an answer names for a key."""
 BYTES_PER_FRAME = 1024
 """A call, and its answer, cost as many messages as they have of these."""
 
@@ -40,6 +45,7 @@ class GuardedP2P:
         self._door = door
         self._resources = resources
         self._contacts = contacts
+        self._origin = ""
         self._is_called = False
         """Whether others call us, and so must know where we are."""
         self._protocols = {protocol.id: protocol for protocol in DIRECTORY}
@@ -55,8 +61,9 @@ class GuardedP2P:
         protocol = self._protocols[name]
         self._is_called = True
 
-        async def guarded(request: bytes, peer: PeerId) -> bytes:
+        async def guarded(request: bytes, stream: Stream) -> bytes:
             clock = asyncio.get_running_loop().time
+            peer = stream.peer
             scope = self._resources.peer(peer, clock())
             scope.check(Flow.FRAMES, MAX_OWED_S, clock())
             scope.use(Flow.FRAMES, 1 + len(request) / BYTES_PER_FRAME, clock())
@@ -72,13 +79,15 @@ class GuardedP2P:
                 context = P2PContext(
                     handle_name=name, local_id=self.peer_id, remote_id=PeerID.from_base58(peer)
                 )
+                self._origin = origin_of(stream.address) or peer
                 try:
                     reply = await handler(call, context)
                 except Exception as error:  # hivemind finds out as it goes along that a call makes no sense
                     raise ProtocolViolation(f"{name}: {error!r}") from error
                 contacts = [self._contacts.mine(), *self._contacts.of(_named_in(reply))]
                 answer = with_contacts(reply.SerializeToString(), contacts)
-            scope.use(Flow.FRAMES, len(answer) / BYTES_PER_FRAME, clock())
+            if not isinstance(reply, dht_pb2.FindResponse):  # those are charged before they are made
+                scope.use(Flow.FRAMES, len(answer) / BYTES_PER_FRAME, clock())
             return answer
 
         await self._calls.serve(protocol, guarded)
@@ -86,6 +95,11 @@ class GuardedP2P:
     def scope_of(self, peer: PeerID) -> Scope:
         """What a peer holds and uses here."""
         return self._resources.peer(peer.to_base58(), asyncio.get_running_loop().time())
+
+    @property
+    def origin(self) -> str:
+        """The subnet that the call comes from which is answered now. Handlers read it before they wait for anything."""
+        return self._origin
 
     async def remove_protobuf_handler(self, _name: str, **_options: object) -> None:
         """Nothing to do: what is served ends with the transport."""
@@ -100,8 +114,19 @@ class GuardedP2P:
         call = with_contacts(request.SerializeToString(), mine)
         answer = await self._calls.call(peer_id, protocol, call, addresses=addresses)
         reply = parse(output_type, answer)
+        if isinstance(reply, dht_pb2.FindResponse):
+            _check_found(reply)
         self._contacts.learn(contacts_in(answer))
         return reply
+
+
+def _check_found(reply: dht_pb2.FindResponse) -> None:
+    """Raise ``ProtocolViolation`` for an answer that would keep us busy: no honest peer names more peers than a bucket has."""
+    if len(reply.results) > MAX_KEYS:
+        raise ProtocolViolation(f"an answer about {len(reply.results)} keys")
+    for result in reply.results:
+        if len(result.nearest_peer_ids) > BUCKET_SIZE or len(result.nearest_node_ids) > BUCKET_SIZE:
+            raise ProtocolViolation(f"an answer that names {len(result.nearest_peer_ids)} peers for a key")
 
 
 def _named_in(reply: Protobuf) -> list[PeerId]:

@@ -4,6 +4,7 @@ hivemind's own ``store_many`` asks for every key by itself, and by asking fetche
 """
 
 import asyncio
+import logging
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from hivemind.p2p import PeerID
 
 from swarmnet_protocols.clock import Clock
 from swarmnet_protocols.records import Record, dht_keys
+
+_log = logging.getLogger(__name__)
 
 REPLICAS = 5
 """Peers that keep a record under each of its keys."""
@@ -37,6 +40,8 @@ class Keepers:
         self._node = node
         self._clock = clock
         self._found: dict[str, _Found] = {}
+        self._hidden: set[str] = set()
+        """Topics whose records no other peer keeps."""
 
     async def store(self, record: Record, sealed: bytes) -> None:
         """Have ``record`` kept in the place of the one before it."""
@@ -46,10 +51,24 @@ class Keepers:
         if found is None or not self._is_enough(await self._put(found.places, record, sealed), found.places):
             places = await self._find(dht_keys(record.swarm, record.topic))
             kept = await self._put(places, record, sealed)
+            self._tell(record.topic, kept)
             if not self._is_enough(kept, places):
-                return  # whoever was silent, or not found, may be there the next time
+                return  # a peer that was silent, full or not found may keep it the next time
             found = _Found(now + FOUND_S, kept)
         self._found[record.topic] = found
+
+    def _tell(self, topic: str, kept: _Places) -> None:
+        """Log once that others cannot find a record of this topic, and once that they can again."""
+        others = {peer for peers in kept.values() for peer in peers} - {self._node.peer_id}
+        is_hidden = not others and bool(self._node.protocol.routing_table.uid_to_peer_id)
+        if is_hidden and topic not in self._hidden:
+            _log.warning(
+                "no other peer of the directory keeps our record of %s: others do not find us there", topic
+            )
+            self._hidden.add(topic)
+        elif not is_hidden and topic in self._hidden:
+            _log.warning("our record of %s is kept in the directory again", topic)
+            self._hidden.discard(topic)
 
     async def _find(self, keys: Sequence[bytes]) -> _Places:
         """The peers nearest to each key, ourselves among them."""
@@ -59,7 +78,7 @@ class Keepers:
         return {beside[key]: list(peers.values()) for key, peers in nearest.items()}
 
     async def _put(self, places: _Places, record: Record, sealed: bytes) -> _Places:
-        """Store under each key with the first ``REPLICAS`` of its peers that answer: these."""
+        """Store under each key with the first ``REPLICAS`` of its peers that keep the record: these."""
         waiting = {key: deque(peers) for key, peers in places.items()}
         keepers: dict[DHTID, list[PeerID]] = {key: [] for key in places}
         silent = set[PeerID]()
@@ -77,12 +96,13 @@ class Keepers:
             answers = await asyncio.gather(
                 *(self._call(peer, keys, record, sealed) for peer, keys in calls.items())
             )
-            for (peer, keys), answered in zip(calls.items(), answers, strict=True):
-                if not answered:
+            for (peer, keys), kept in zip(calls.items(), answers, strict=True):
+                if kept is None:
                     silent.add(peer)
                     continue
-                for key in keys:
-                    keepers[key].append(peer)
+                for key, is_kept in zip(keys, kept, strict=True):
+                    if is_kept:  # else it has no room for us, and the next nearest is asked
+                        keepers[key].append(peer)
 
     def _is_enough(self, kept: _Places, asked: _Places) -> bool:
         """Whether as many keep it as could of those asked, and not only we."""
@@ -91,13 +111,16 @@ class Keepers:
             len(kept[key]) == min(REPLICAS, len(peers)) for key, peers in asked.items()
         )
 
-    async def _call(self, peer: PeerID, keys: Sequence[DHTID], record: Record, sealed: bytes) -> bool:
-        """Whether ``peer`` answered."""
+    async def _call(
+        self, peer: PeerID, keys: Sequence[DHTID], record: Record, sealed: bytes
+    ) -> list[bool] | None:
+        """Whether ``peer`` keeps the record under each key; None if it did not answer."""
         protocol = self._node.protocol
         value = protocol.serializer.dumps(sealed)
         if peer == self._node.peer_id:
-            for key in keys:
-                protocol.storage.store(key, value, record.expires_at, subkey=record.signer)
-            return True
+            return [
+                protocol.storage.store(key, value, record.expires_at, subkey=record.signer) for key in keys
+            ]
         values, signers = [value] * len(keys), [record.signer] * len(keys)
-        return await protocol.call_store(peer, keys, values, record.expires_at, signers) is not None
+        kept = await protocol.call_store(peer, keys, values, record.expires_at, signers)
+        return None if kept is None or len(kept) != len(keys) else list(kept)

@@ -1,5 +1,6 @@
 """hivemind's ``DHTNode``, hardened. Importing this module imports hivemind; :mod:`.dht` does so when it must."""
 
+import asyncio
 from typing import Any
 
 import msgpack  # type: ignore[import-untyped]
@@ -12,17 +13,20 @@ from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import dht_pb2
 
 from swarmnet_protocols.clock import Clock
-from swarmnet_protocols.dht_guard import GuardedP2P
+from swarmnet_protocols.dht_guard import BUCKET_SIZE, BYTES_PER_FRAME, MAX_KEYS, GuardedP2P
 from swarmnet_protocols.dht_keepers import REPLICAS
 from swarmnet_protocols.dht_storage import BoundedStorage, StorageLimits
-from swarmnet_protocols.errors import IntegrityError, NotAuthorised
+from swarmnet_protocols.errors import IntegrityError, NotAuthorised, ProtocolViolation
 from swarmnet_protocols.records import MAX_RECORD_BYTES, dht_keys, open_record
+from swarmnet_protocols.resources import Flow, Stock
 
 _WAIT_S = 1.5
-_BUCKET_SIZE = 20
+MAX_ANSWER_BYTES = 3 << 20
+"""Of the records in one answer. Those of further keys are left to the other peers that keep them."""
+_SERIALIZED = 3
+"""How often an answer is in memory while it is made: its records, packed by key, and as one message."""
 _DEPTH_MODULO = 5
 _PARALLEL_RPC = 64
-_CACHE_BYTES = 4 << 20
 
 
 def node_id_of(peer: PeerID) -> DHTID:
@@ -68,8 +72,25 @@ class SwarmDirectoryV1(DHTProtocol):  # type: ignore[misc]
 
     async def rpc_store(self, request: dht_pb2.StoreRequest, context: P2PContext) -> dht_pb2.StoreResponse:
         scope = self.p2p.scope_of(context.remote_id)
-        with self.storage.stored_by(scope), self.cache.stored_by(scope):
+        with self.storage.stored_by(scope, self.p2p.origin):
             return await super().rpc_store(request, context)  # which awaits nothing
+
+    async def rpc_find(self, request: dht_pb2.FindRequest, context: P2PContext) -> dht_pb2.FindResponse:
+        """What is kept under each key, as far as ``MAX_ANSWER_BYTES`` go. Its size is charged to the caller before any of it is copied."""
+        keys = list(dict.fromkeys(request.keys))
+        if len(keys) != len(request.keys) or len(keys) > MAX_KEYS:
+            raise ProtocolViolation(f"a call names up to {MAX_KEYS} keys, each once")
+        scope, now = self.p2p.scope_of(context.remote_id), asyncio.get_running_loop().time()
+        size, known = 0, set[DHTID]()
+        for key in map(DHTID.from_bytes, keys):
+            size += self.storage.key_bytes(key)
+            if size > MAX_ANSWER_BYTES:
+                break
+            known.add(key)
+        size = min(size, MAX_ANSWER_BYTES)
+        scope.use(Flow.FRAMES, size / BYTES_PER_FRAME, now)
+        with scope.hold(Stock.MEMORY, _SERIALIZED * size), self.storage.showing(known):
+            return await super().rpc_find(request, context)  # which awaits nothing
 
     async def update_routing_table(
         self, node_id: DHTID | None, peer_id: PeerID, responded: bool = True
@@ -101,7 +122,7 @@ async def create_node(p2p: GuardedP2P, swarm: bytes, *, client_mode: bool, clock
     """A node that knows nobody yet."""
     node_id = node_id_of(p2p.peer_id)
     settings: dict[str, Any] = {
-        "bucket_size": _BUCKET_SIZE,
+        "bucket_size": BUCKET_SIZE,
         "depth_modulo": _DEPTH_MODULO,
         "num_replicas": REPLICAS,
         "parallel_rpc": _PARALLEL_RPC,
@@ -119,5 +140,6 @@ async def create_node(p2p: GuardedP2P, swarm: bytes, *, client_mode: bool, clock
     node = await _Node.create(p2p, node_id, client_mode=True, **no_cache, **settings)
     node.protocol = await SwarmDirectoryV1.create(p2p, node_id, client_mode=client_mode, **settings)
     node.protocol.storage = BoundedStorage(StorageLimits(), clock)
-    node.protocol.cache = BoundedStorage(StorageLimits(total_bytes=_CACHE_BYTES), clock)
+    # hivemind answers from the cache alone where that has what expires latest: one record in it would hide all others.
+    node.protocol.cache = BoundedStorage(StorageLimits(total_bytes=0, key_bytes=0), clock)
     return node

@@ -13,9 +13,20 @@ from swarmnet_protocols.wire import records_pb2 as pb
 
 MAX_ADDRESSES = 16
 """Of these many each is dialled when need be; the rest of a longer list is not looked at."""
+MAX_ADDRESSES_BYTES = 2048
+"""Of all addresses in one record."""
 MAX_STEP_S = 3600.0
 PROTOCOL = 1
 """Version of session.proto that this software speaks."""
+
+
+def listed(addresses: Sequence[str]) -> list[str]:
+    """As many of ``addresses`` as a record may hold, the first ones."""
+    kept: list[str] = []
+    for address in addresses[:MAX_ADDRESSES]:
+        if sum(map(len, kept)) + len(address) <= MAX_ADDRESSES_BYTES:
+            kept.append(address)
+    return kept
 
 
 def hosts_topic(manifest: bytes) -> str:

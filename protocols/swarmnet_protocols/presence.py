@@ -21,7 +21,7 @@ from google.protobuf.message import DecodeError
 from swarmnet_protocols.aio import cancel
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.errors import SwarmnetError
-from swarmnet_protocols.hosts import MAX_ADDRESSES
+from swarmnet_protocols.hosts import MAX_ADDRESSES, listed
 from swarmnet_protocols.identity import peer_id_of
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.transport import PeerId, Transport
@@ -168,9 +168,7 @@ class Watch:
                     self._double.look(found, self._now())
 
     async def _say(self) -> None:
-        said = pb.PresenceRecord(
-            process=self._process, addresses=list(self._transport.addresses())[:MAX_ADDRESSES]
-        )
+        said = pb.PresenceRecord(process=self._process, addresses=listed(self._transport.addresses()))
         await self._directory.publish(
             topic_of(self._transport.peer_id),
             said.SerializeToString(),

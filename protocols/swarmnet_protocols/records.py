@@ -14,6 +14,9 @@ from swarmnet_protocols.transport import PeerId
 from swarmnet_protocols.wire import records_pb2 as pb
 
 MAX_RECORD_BYTES = 16 << 10
+MAX_STATEMENT_BYTES = 4 << 10
+"""Of a record under one of ``_STATEMENTS``: many peers publish there, and all of them are read together."""
+_STATEMENTS = ("hosts/", "train/", "presence/")
 MAX_TOPIC_CHARS = 128
 MAX_LIFETIME_S = 24 * 3600.0
 SWARM_BYTES = 32
@@ -60,9 +63,14 @@ def seal(identity: Identity, record: Record) -> bytes:
     )
     message.signature = identity.sign(_signed_bytes(message))
     data = message.SerializeToString(deterministic=True)
-    if len(data) > MAX_RECORD_BYTES:
-        raise ValueError(f"the record has {len(data)} bytes, {MAX_RECORD_BYTES} are allowed")
+    if len(data) > max_bytes(record.topic):
+        raise ValueError(f"the record has {len(data)} bytes, {max_bytes(record.topic)} are allowed")
     return data
+
+
+def max_bytes(topic: str) -> int:
+    """The size of a sealed record under ``topic``, at most."""
+    return MAX_STATEMENT_BYTES if topic.startswith(_STATEMENTS) else MAX_RECORD_BYTES
 
 
 def open_record(data: bytes, *, swarm: bytes, now: float) -> Record:
@@ -85,6 +93,8 @@ def open_record(data: bytes, *, swarm: bytes, now: float) -> Record:
         raise NotAuthorised("the record belongs to another swarm")
     if len(message.topic) > MAX_TOPIC_CHARS:
         raise IntegrityError(f"the topic has more than {MAX_TOPIC_CHARS} characters")
+    if len(data) > max_bytes(message.topic):
+        raise IntegrityError(f"the record has {len(data)} bytes, {max_bytes(message.topic)} are allowed here")
     expires_at = message.expires_at_ms / 1000
     if expires_at <= now:
         raise IntegrityError("the record has expired")

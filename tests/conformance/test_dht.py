@@ -13,13 +13,16 @@ import pytest
 
 from swarmnet_protocols.clock import wall_clock
 from swarmnet_protocols.dht import DhtDirectory
+from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.identity import Identity
 from swarmnet_protocols.membership.certificates import Admittance, issue
 from swarmnet_protocols.membership.door import Door
 from swarmnet_protocols.membership.membership import Membership
 from swarmnet_protocols.membership.roles import ANY_ROLE, Role
 from swarmnet_protocols.membership.rules import Admission, Rules
+from swarmnet_protocols.protocol_ids import DHT_FIND
 from swarmnet_protocols.records import MAX_RECORD_BYTES, Record, dht_keys, seal
+from swarmnet_protocols.resources import Stock
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.transport import PeerId
 from swarmnet_protocols.transport.p2pd import P2pdConfig, P2pdTransport
@@ -392,3 +395,47 @@ def test_hivemind_does_not_write_to_the_terminal(five: Five, capfd: pytest.Captu
     five.run(scenario)
     out, err = capfd.readouterr()
     assert (out, err) == ("", "")
+
+
+def fill(peer: Peer, keys: int) -> list[bytes]:
+    """Records of strangers up to the limit under each of so many keys, put into the storage of ``peer``."""
+    from hivemind.dht.routing import DHTID
+
+    storage, expires_at = peer.node.protocol.storage, wall_clock() + 600
+    made = [DHTID.generate(source=b"full %d" % number) for number in range(keys)]
+    for key in made:
+        for signer in range(200):
+            value = msgpack.packb(bytes(10_000))
+            with storage.stored_by(peer.transport.resources.peer(f"{key}-{signer}", 0.0), f"{signer % 50}"):
+                storage.store_subkey(key, b"%d" % signer, value, expires_at)
+    return [key.to_bytes() for key in made]
+
+
+def test_one_small_call_has_no_large_answer_and_leaves_nothing_behind(five: Five) -> None:
+    from hivemind.proto import dht_pb2
+
+    from swarmnet_protocols.dht_node import MAX_ANSWER_BYTES
+
+    async def scenario(peers: list[Peer]) -> None:
+        victim, caller = peers[0], peers[1]
+        keys = fill(victim, 16)
+        call = caller.node.protocol.p2p.call_protobuf_handler
+
+        async def find(asked: list[bytes]) -> Any:
+            request = dht_pb2.FindRequest(
+                keys=asked, peer=dht_pb2.NodeInfo(node_id=caller.node.node_id.to_bytes())
+            )
+            return await call(hivemind_id(victim), DHT_FIND.id, request, dht_pb2.FindResponse)
+
+        for too_many in ([keys[0]] * 200, [keys[0]] * 2, [bytes([n]) * 20 for n in range(17)]):
+            with pytest.raises(SwarmnetError):
+                await find(too_many)
+        answer = await find(keys)
+        assert len(answer.results) == 16
+        assert 1 << 20 < answer.ByteSize() < MAX_ANSWER_BYTES + (64 << 10)
+        assert any(not result.value for result in answer.results)
+        used = victim.transport.resources.in_all.used
+        assert used[Stock.CALLS] == 0
+        assert used[Stock.MEMORY] < 1 << 20
+
+    five.run(scenario)

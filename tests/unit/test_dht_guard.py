@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any, Protocol, cast
 
 import pytest
@@ -71,7 +72,9 @@ def with_guard(talk: Callable[[Call, SlowDoor, ResourceManager], Awaitable[None]
         await guard.add_protobuf_handler(DHT_FIND.id, answer, dht_pb2.FindRequest)
 
         async def call(request: bytes, caller: PeerId = CALLER) -> bytes:
-            answer: bytes = await handed.answers[DHT_FIND.id](request, caller)
+            answer: bytes = await handed.answers[DHT_FIND.id](
+                request, SimpleNamespace(peer=caller, address="/ip4/203.0.113.9/tcp/1")
+            )
             return answer
 
         await talk(call, door, resources)
@@ -154,3 +157,21 @@ def test_what_a_stranger_sends_is_not_parsed() -> None:
             await call(b"\xff" * 100)
 
     with_guard(talk)
+
+
+@pytest.mark.parametrize("results", [[0] * 17, [21]], ids=["keys", "peers"])
+def test_an_answer_that_would_keep_us_busy_is_refused(results: list[int]) -> None:
+    from swarmnet_protocols.transport.p2pd_daemon import prepare_hivemind
+
+    prepare_hivemind()
+    from hivemind.proto import dht_pb2
+
+    from swarmnet_protocols.dht_guard import _check_found
+
+    _check_found(dht_pb2.FindResponse(results=[dht_pb2.FindResult(nearest_peer_ids=[b"x"] * 20)] * 16))
+    with pytest.raises(ProtocolViolation):
+        _check_found(
+            dht_pb2.FindResponse(
+                results=[dht_pb2.FindResult(nearest_peer_ids=[b"x"] * count) for count in results]
+            )
+        )

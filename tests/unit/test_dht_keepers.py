@@ -2,7 +2,10 @@
 
 from collections.abc import Awaitable, Callable
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from swarmnet_protocols.directory import Publisher
 from swarmnet_protocols.identity import Identity
@@ -30,6 +33,8 @@ class Neighbourhood:
         self.serializer = MSGPackSerializer
         self.searches = 0
         self.silent = set[int]()
+        self.full = set[int]()
+        self.routing_table = SimpleNamespace(uid_to_peer_id=dict(enumerate(self.ids)))
         self.calls: list[tuple[int, tuple[Any, ...]]] = []
         """Who was asked, and to store under which keys."""
 
@@ -40,9 +45,10 @@ class Neighbourhood:
     def nearest(self, key: Any) -> list[int]:
         return sorted(self.ids, key=lambda peer: key.xor_distance(self.ids[peer]))
 
-    def store(self, key: Any, value: bytes, expires_at: float, *, subkey: bytes) -> None:
+    def store(self, key: Any, value: bytes, expires_at: float, *, subkey: bytes) -> bool:
         assert subkey == ALICE.public_key
         self.calls.append((self.peer_id, (key,)))
+        return True
 
     async def call_store(
         self, peer: int, keys: list[Any], values: list[bytes], expires_at: float, subkeys: list[bytes]
@@ -50,14 +56,14 @@ class Neighbourhood:
         assert len(keys) == len(values) == len(subkeys)
         assert set(subkeys) == {ALICE.public_key}
         self.calls.append((peer, tuple(keys)))
-        return None if peer in self.silent else [True] * len(keys)
+        return None if peer in self.silent else [peer not in self.full] * len(keys)
 
     def kept(self) -> dict[Any, set[int]]:
         """Who has been asked to store under each key, and answered, since the last time."""
         kept: dict[Any, set[int]] = {}
         for peer, keys in self.calls:
             for key in keys:
-                kept.setdefault(key, set()).update({peer} - self.silent)
+                kept.setdefault(key, set()).update({peer} - self.silent - self.full)
         self.calls.clear()
         return kept
 
@@ -82,7 +88,11 @@ class Keeping:
 
         keys = [DHTID.generate(source=key) for key in dht_keys(SWARM, "topic")]
         return {
-            key: set([peer for peer in self.near.nearest(key) if peer not in self.near.silent][:replicas])
+            key: set(
+                [peer for peer in self.near.nearest(key) if peer not in self.near.silent | self.near.full][
+                    :replicas
+                ]
+            )
             for key in keys
         }
 
@@ -198,3 +208,27 @@ def test_topics_of_long_ago_are_forgotten() -> None:
         assert len(keeping._keepers._found) <= 5
 
     with_peers(3, scenario)
+
+
+def test_a_peer_that_has_no_room_is_passed_over() -> None:
+    async def scenario(keeping: Keeping) -> None:
+        keeping.near.full = set(range(0, 30, 2)) - {keeping.near.peer_id}
+        await keeping.publish()
+        assert keeping.near.kept() == keeping.wanted()
+
+    with_peers(30, scenario)
+
+
+def test_who_cannot_be_found_reads_why(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(keeping: Keeping) -> None:
+        keeping.near.full = set(range(1, 30))
+        for _ in range(3):
+            await keeping.publish()
+        assert [record.message for record in caplog.records] == [
+            "no other peer of the directory keeps our record of topic: others do not find us there"
+        ]
+        keeping.near.full = set()
+        await keeping.publish()
+        assert "again" in caplog.records[-1].message
+
+    with_peers(30, scenario)

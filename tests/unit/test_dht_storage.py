@@ -1,3 +1,4 @@
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -138,10 +139,10 @@ def test_what_one_peer_stores_is_bounded_whoever_signed_it_and_counts_until_it_i
     resources.limit(Stock.RECORDS, each_peer=3)
     resources.limit(Stock.RECORD_BYTES, each_peer=10)
     store, mallory, bob = storage(clock), resources.peer("mallory", 0.0), resources.peer("bob", 0.0)
-    with store.stored_by(mallory):
+    with store.stored_by(mallory, "here"):
         assert all(store.store_subkey(1, bytes([signer]), b"abc", 1010.0) for signer in range(3))
         assert not store.store_subkey(1, b"another", b"a", 1010.0)
-    with store.stored_by(bob):
+    with store.stored_by(bob, "there"):
         assert store.store_subkey(1, b"bob", b"0123456789", 1020.0)
         assert not store.store_subkey(1, b"more", b"a", 1020.0)
     assert store.store_subkey(1, b"our own", bytes(100), 1020.0)
@@ -149,3 +150,63 @@ def test_what_one_peer_stores_is_bounded_whoever_signed_it_and_counts_until_it_i
     assert store.get(1) is not None
     assert (mallory.used[Stock.RECORDS], mallory.used[Stock.RECORD_BYTES]) == (0, 0)
     assert (bob.used[Stock.RECORDS], bob.used[Stock.RECORD_BYTES]) == (1, 10)
+
+
+def from_origin(
+    store: Any, origin: str, signers: range, *, size: int, key: int = 1, expires_at: float = 1010.0
+) -> int:
+    """How many of these signers' records are kept."""
+    scope = ResourceManager().peer(origin, 0.0)
+    with store.stored_by(scope, origin):
+        return sum(
+            store.store_subkey(key, b"%s %d" % (origin.encode(), signer), bytes(size), expires_at)
+            for signer in signers
+        )
+
+
+def by_origin(store: Any, key: int = 1) -> dict[str, int]:
+    return Counter(signer.decode().partition(" ")[0] for signer in held(store, key))
+
+
+def test_a_key_that_one_subnet_has_filled_has_room_for_others(clock: Time) -> None:
+    store = storage(clock, key_bytes=1000)
+    assert from_origin(store, "mallory", range(200), size=10, expires_at=9000.0) == 100
+    assert from_origin(store, "alice", range(5), size=50) == 5
+    assert by_origin(store) == {"mallory": 75, "alice": 5}
+    assert from_origin(store, "mallory", range(200, 300), size=10, expires_at=9000.0) == 0
+    assert from_origin(store, "bob", range(60), size=10) == 37
+    assert by_origin(store) == {"mallory": 38, "alice": 5, "bob": 37}
+    assert store.key_bytes(1) == 1000
+
+
+def test_a_record_is_replaced_also_where_its_key_is_full(clock: Time) -> None:
+    store = storage(clock, key_bytes=100)
+    from_origin(store, "mallory", range(10), size=10)
+    clock.now = 1001.0
+    assert from_origin(store, "mallory", range(10), size=10, expires_at=1011.0) == 10
+
+
+def test_records_that_live_long_do_not_drive_out_those_of_other_subnets(clock: Time) -> None:
+    store = storage(clock, total_bytes=1000)
+    assert from_origin(store, "alice", range(5), size=20, key=1) == 5
+    for key in range(2, 30):
+        from_origin(store, "mallory", range(10), size=10, key=key, expires_at=9000.0)
+    assert by_origin(store) == {"alice": 5}
+    assert store.total_bytes <= 1000
+
+
+def test_only_what_is_to_be_shown_is_found(clock: Time) -> None:
+    store = storage(clock)
+    for key in (1, 2):
+        store.store_subkey(key, b"alice", b"x", 1010.0)
+    with store.showing({2}):
+        assert (held(store, 1), held(store, 2)) == ({}, {b"alice": b"x"})
+    assert held(store, 1) == {b"alice": b"x"}
+
+
+def test_queues_do_not_grow_with_what_is_replaced(clock: Time) -> None:
+    store = storage(clock)
+    for number in range(1000):
+        from_origin(store, "alice", range(1), size=10, expires_at=1010.0 + number)
+    assert len(store._expiries) < 100
+    assert len(store._expiries_of["alice"]) < 100

@@ -87,6 +87,7 @@ def test_nothing_can_be_added_around_the_signature() -> None:
 
 
 def test_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "_STATEMENTS", ("small",))
     largest = replace(RECORD, body=bytes(16_000))
     assert opened(seal(ALICE, largest)) == largest
     oversized = replace(RECORD, body=bytes(17_000))
@@ -96,6 +97,20 @@ def test_size(monkeypatch: pytest.MonkeyPatch) -> None:
         lax.setattr(records, "MAX_RECORD_BYTES", 1 << 20)
         data = seal(ALICE, oversized)
     with pytest.raises(IntegrityError, match="16384"):
+        opened(data)
+
+
+@pytest.mark.parametrize("topic", ["hosts/00", "train/00", "presence/00"])
+def test_what_many_publish_side_by_side_is_smaller(topic: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    largest = replace(RECORD, topic=topic, body=bytes(3900))
+    assert opened(seal(ALICE, largest)) == largest
+    oversized = replace(largest, body=bytes(4096))
+    with pytest.raises(ValueError, match="4096"):
+        seal(ALICE, oversized)
+    with monkeypatch.context() as lax:
+        lax.setattr(records, "_STATEMENTS", ("else",))
+        data = seal(ALICE, oversized)
+    with pytest.raises(IntegrityError, match="4096"):
         opened(data)
 
 

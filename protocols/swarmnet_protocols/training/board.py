@@ -6,6 +6,7 @@ from google.protobuf.message import DecodeError
 
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.errors import ConfigError, SwarmnetError, Unreachable
+from swarmnet_protocols.hosts import listed
 from swarmnet_protocols.identity import peer_id_of
 from swarmnet_protocols.training.jobs import SealedJob, open_job
 from swarmnet_protocols.training.rosters import MAX_ADDRESSES, Candidate
@@ -73,7 +74,7 @@ async def publish_worker(directory: Directory, job_id: str, info: WorkerInfo) ->
         job=bytes.fromhex(job_id),
         round=info.round,
         state=info.state,
-        addresses=info.addresses[:MAX_ADDRESSES],
+        addresses=listed(info.addresses),
         protocol=PROTOCOL,
     )
     topic = f"train/{job_id}"

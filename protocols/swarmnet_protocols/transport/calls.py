@@ -4,12 +4,13 @@ import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 
 from swarmnet_protocols.errors import NotAuthorised
+from swarmnet_protocols.resources import Stock
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.transport import Message, PeerId, ProtocolSpec, Refusal, Stream, Transport
 from swarmnet_protocols.transport.talking import receive_within, send_within
 
-Answer = Callable[[bytes, PeerId], Awaitable[bytes]]
-"""From a request and its caller to the reply. May raise ``NotAuthorised``, ``Exhausted`` and ``ProtocolViolation``."""
+Answer = Callable[[bytes, Stream], Awaitable[bytes]]
+"""From a request, and the stream on which its caller waits, to the reply. May raise ``NotAuthorised``, ``Exhausted`` and ``ProtocolViolation``."""
 
 
 class Calls:
@@ -25,11 +26,12 @@ class Calls:
         async def handle(stream: Stream) -> None:
             request = (await stream.receive()).header
             try:
-                reply = await answer(request, stream.peer)
+                reply = await answer(request, stream)
             except NotAuthorised as error:
                 stream.refuse(Refusal(str(error)))
                 raise
-            await send_within(stream, Message(reply), self._timing.reply_s)
+            with stream.scope.hold(Stock.MEMORY, len(reply)):
+                await send_within(stream, Message(reply), self._timing.reply_s)
 
         await self._transport.serve(protocol, handle)
 

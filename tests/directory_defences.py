@@ -1,0 +1,81 @@
+"""The defences of the directory: what a key is full of, what a record may weigh, who notices that it was refused."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from swarmnet_protocols import records
+from swarmnet_protocols.dht_storage import BoundedStorage
+from tests.defences import Defence, Patch, nothing, replacing
+from tests.unit import test_dht_guard, test_dht_keepers, test_dht_storage
+
+
+def one_origin(patch: Patch) -> None:
+    """All records count as of one subnet."""
+    stored_by = BoundedStorage.stored_by
+    patch.setattr(BoundedStorage, "stored_by", lambda self, scope, _: stored_by(self, scope, "everywhere"))
+
+
+def of_a_storage(test: Callable[[test_dht_storage.Time], None]) -> Callable[[Path], None]:
+    return lambda _: test(test_dht_storage.Time())
+
+
+def check_nothing(patch: Patch) -> None:
+    from swarmnet_protocols.transport.p2pd_daemon import prepare_hivemind
+
+    prepare_hivemind()
+    from swarmnet_protocols import dht_guard
+
+    patch.setattr(dht_guard, "_check_found", nothing)
+
+
+def believe_all_is_kept(patch: Patch) -> None:
+    from swarmnet_protocols.transport.p2pd_daemon import prepare_hivemind
+
+    prepare_hivemind()
+    from swarmnet_protocols.dht_keepers import Keepers
+
+    call = Keepers._call
+
+    async def kept(self: Keepers, peer: object, keys: list[object], *rest: object) -> list[bool]:
+        await call(self, peer, keys, *rest)  # type: ignore[arg-type]
+        return [True] * len(keys)
+
+    patch.setattr(Keepers, "_call", kept)
+
+
+DIRECTORY = (
+    Defence(
+        "one subnet does not fill a key",
+        one_origin,
+        of_a_storage(test_dht_storage.test_a_key_that_one_subnet_has_filled_has_room_for_others),
+    ),
+    Defence(
+        "nor all of a keeper",
+        one_origin,
+        of_a_storage(test_dht_storage.test_records_that_live_long_do_not_drive_out_those_of_other_subnets),
+    ),
+    Defence(
+        "a statement is small",
+        replacing(records, "_STATEMENTS", ("none",)),
+        lambda _: a_small_record_of("hosts/00"),
+    ),
+    Defence(
+        "an answer keeps nobody busy",
+        check_nothing,
+        lambda _: test_dht_guard.test_an_answer_that_would_keep_us_busy_is_refused([21]),
+    ),
+    Defence(
+        "a full peer is passed over",
+        believe_all_is_kept,
+        lambda _: test_dht_keepers.test_a_peer_that_has_no_room_is_passed_over(),
+    ),
+)
+
+
+def a_small_record_of(topic: str) -> None:
+    import pytest
+
+    from tests.unit import test_records
+
+    with pytest.MonkeyPatch.context() as patch:
+        test_records.test_what_many_publish_side_by_side_is_smaller(topic, patch)
