@@ -76,10 +76,13 @@ def pack_multiaddr(address: str) -> bytes:
 
 
 def unpack_multiaddr(packed: bytes) -> str:
-    """A multiaddr as p2pd gives it, in text."""
+    """A multiaddr as p2pd gives it, in text. Raises ``ValueError`` for what is none."""
     from hivemind.utils.multiaddr import Multiaddr
 
-    return str(Multiaddr(packed))
+    try:
+        return str(Multiaddr(packed))
+    except (TypeError, LookupError, EOFError) as error:  # of bytes that end too early, among others
+        raise ValueError(f"not a multiaddr: {error}") from error
 
 
 def pack_peer(peer: PeerId) -> bytes:
