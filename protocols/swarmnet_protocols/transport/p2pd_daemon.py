@@ -81,7 +81,12 @@ def unpack_multiaddr(packed: bytes) -> str:
 
     try:
         return str(Multiaddr(packed))
-    except (TypeError, LookupError, EOFError) as error:  # of bytes that end too early, among others
+    except (
+        TypeError,
+        LookupError,
+        ArithmeticError,
+        EOFError,
+    ) as error:  # lengths of which the bytes fall short
         raise ValueError(f"not a multiaddr: {error}") from error
 
 
