@@ -11,10 +11,11 @@ from tests.door_defences import DOOR, ISSUER
 from tests.file_defences import FILES, HASHES, IDENTITY, STATEMENTS
 from tests.flood_defences import FLOODS
 from tests.limit_defences import LIMITS
+from tests.p2pd_defences import P2PD
 from tests.support.virtual_time import DeadlockError
 from tests.web_defences import WEB
 
-DEFENCES = (*DOOR, *ISSUER, *FILES, *IDENTITY, *STATEMENTS, *HASHES, *LIMITS, *FLOODS, *WEB)
+DEFENCES = (*DOOR, *ISSUER, *FILES, *IDENTITY, *STATEMENTS, *HASHES, *LIMITS, *FLOODS, *P2PD, *WEB)
 
 FAILURES = (AssertionError, pytest.fail.Exception, SwarmnetError, TimeoutError, DeadlockError)
 """How the tests fail. Any other error is one of the table itself."""
