@@ -13,11 +13,12 @@ from tests.file_defences import FILES, HASHES, IDENTITY, STATEMENTS
 from tests.flood_defences import FLOODS
 from tests.job_defences import JOBS
 from tests.limit_defences import LIMITS
+from tests.p2pd_defences import P2PD
 from tests.support.virtual_time import DeadlockError
 from tests.web_defences import WEB
 from tests.word_defences import WORDS
 
-DEFENCES = (
+DEFENCES = (*DOOR, *ISSUER, *FILES, *IDENTITY, *STATEMENTS, *HASHES, *LIMITS, *FLOODS, *WEB, *WORDS, *JOBS, *DIRECTORY, *P2PD)
     *DOOR,
     *ISSUER,
     *FILES,
