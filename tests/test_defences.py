@@ -18,7 +18,7 @@ from tests.support.virtual_time import DeadlockError
 from tests.web_defences import WEB
 from tests.word_defences import WORDS
 
-DEFENCES = (*DOOR, *ISSUER, *FILES, *IDENTITY, *STATEMENTS, *HASHES, *LIMITS, *FLOODS, *WEB, *WORDS, *JOBS, *DIRECTORY, *P2PD)
+DEFENCES = (
     *DOOR,
     *ISSUER,
     *FILES,
@@ -31,6 +31,7 @@ DEFENCES = (*DOOR, *ISSUER, *FILES, *IDENTITY, *STATEMENTS, *HASHES, *LIMITS, *F
     *WORDS,
     *JOBS,
     *DIRECTORY,
+    *P2PD,
 )
 
 FAILURES = (AssertionError, pytest.fail.Exception, SwarmnetError, TimeoutError, DeadlockError)
