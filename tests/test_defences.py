@@ -7,6 +7,7 @@ import pytest
 
 from swarmnet_protocols.errors import SwarmnetError
 from tests.defences import Defence
+from tests.dial_defences import DIALS
 from tests.directory_defences import DIRECTORY
 from tests.door_defences import DOOR, ISSUER
 from tests.file_defences import FILES, HASHES, IDENTITY, STATEMENTS
@@ -32,6 +33,7 @@ DEFENCES = (
     *JOBS,
     *DIRECTORY,
     *P2PD,
+    *DIALS,
 )
 
 FAILURES = (AssertionError, pytest.fail.Exception, SwarmnetError, TimeoutError, DeadlockError)
