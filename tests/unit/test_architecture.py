@@ -13,7 +13,6 @@ MAY_IMPORT = {
     "swarmnet_client": {"swarmnet_client", "swarmnet_protocols"},
     "swarmnet_protocols": {"swarmnet_protocols"},
 }
-MAX_LINES = 400
 
 
 def violations(package: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -44,15 +43,6 @@ def test_every_module_keeps_the_rules() -> None:
         for line, what in violations(package, ast.parse(path.read_text()))
     ]
     assert found == []
-
-
-def test_no_module_is_too_long() -> None:
-    long = {
-        str(path.relative_to(ROOT)): n
-        for _, path in sources()
-        if (n := len(path.read_text().splitlines())) > MAX_LINES
-    }
-    assert long == {}
 
 
 def test_text_reaches_the_terminal_through_one_module() -> None:
