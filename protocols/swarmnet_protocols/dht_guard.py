@@ -1,12 +1,14 @@
 """The door before the DHT: its calls do not go through ``Transport``, but through hivemind's ``P2P``."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from google.protobuf.message import Message as Protobuf
 from hivemind.p2p import P2P, P2PContext, PeerID
+from hivemind.proto import dht_pb2
 
+from swarmnet_protocols.dht_contacts import Contacts, contacts_in, with_contacts
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.membership.door import Door
 from swarmnet_protocols.protocol_ids import DHT_FIND, DHT_PING, DHT_STORE, DIRECTORY
@@ -25,7 +27,19 @@ BYTES_PER_FRAME = 1024
 class GuardedP2P:
     """What the DHT uses of ``P2P``. Calls are made to members only, and parsed when they come from one."""
 
-    def __init__(self, p2p: P2P, door: Door, resources: ResourceManager) -> None:
+    def __init__(
+        self,
+        p2p: P2P,
+        door: Door,
+        resources: ResourceManager,
+        contacts: Contacts,
+        dial: Callable[[PeerId, Sequence[str]], Awaitable[None]],
+    ) -> None:
+        """``dial`` connects to a peer at addresses, unless it is connected."""
+        self._contacts = contacts
+        self._dial = dial
+        self._is_called = False
+        """Whether others call us, and so must know where we are."""
         self.peer_id: PeerID = p2p.peer_id
         self._resources = resources
         self._p2p = p2p
@@ -41,6 +55,7 @@ class GuardedP2P:
     ) -> None:
         """Answer calls of ``name``: bytes from somebody who may not make them are not looked at."""
         protocol = self._protocols[name]
+        self._is_called = True
 
         async def guarded(request: bytes, caller: PeerID) -> bytes:
             clock = asyncio.get_running_loop().time
@@ -54,8 +69,11 @@ class GuardedP2P:
             with scope.hold(Stock.CALLS), scope.hold(Stock.MEMORY, len(request)):
                 await self._door.settled(peer)
                 self._door.check(peer, protocol)
+                self._contacts.learn(contacts_in(request)[:1], only=peer)
                 context = P2PContext(handle_name=name, local_id=self.peer_id, remote_id=caller)
-                answer = (await handler(input_type.FromString(request), context)).SerializeToString()
+                reply = await handler(input_type.FromString(request), context)
+                contacts = [self._contacts.mine(), *self._contacts.of(_named_in(reply))]
+                answer = with_contacts(reply.SerializeToString(), contacts)
             scope.use(Flow.FRAMES, len(answer) / BYTES_PER_FRAME, clock())
             return answer
 
@@ -71,6 +89,20 @@ class GuardedP2P:
     async def call_protobuf_handler(
         self, peer: PeerID, name: str, request: Protobuf, output_type: type[Protobuf]
     ) -> Protobuf:
-        await self._door.enter(PeerId(peer.to_base58()), self._protocols[name], deadline_s=_ENTER_S)
-        answer: Protobuf = await self._p2p.call_protobuf_handler(peer, name, request, output_type)
-        return answer
+        peer_id = PeerId(peer.to_base58())
+        if addresses := self._contacts.addresses_of(peer_id):
+            await self._dial(peer_id, addresses)
+        await self._door.enter(peer_id, self._protocols[name], deadline_s=_ENTER_S)
+        mine = [self._contacts.mine()] if self._is_called else []
+        call = with_contacts(request.SerializeToString(), mine)
+        answer = await self._p2p._client.call_unary_handler(peer, name, call)
+        self._contacts.learn(contacts_in(answer))
+        return output_type.FromString(answer)
+
+
+def _named_in(reply: Protobuf) -> list[PeerId]:
+    """The peers that an answer sends its caller to."""
+    if not isinstance(reply, dht_pb2.FindResponse):
+        return []
+    packed = dict.fromkeys(peer for result in reply.results for peer in result.nearest_peer_ids)
+    return [PeerId(PeerID(peer).to_base58()) for peer in packed]

@@ -348,6 +348,10 @@ class ResourceManager:
             self._peers[peer] = Scope(peer, self._each_peer, self._rates_each_peer, self.in_all)
         return self._peers[peer]
 
+    def find(self, peer: str) -> Scope | None:
+        """The scope of a peer, if anything has been held or used in it lately."""
+        return self._peers.get(peer)
+
     def limit(self, stock: Stock, *, in_all: int | None = None, each_peer: int | None = None) -> None:
         """Change limits from now on; None leaves one as it is. What is held stays, even if it is more."""
         if in_all is not None:

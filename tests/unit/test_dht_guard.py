@@ -6,6 +6,9 @@ from typing import Any, Protocol, cast
 
 import pytest
 
+from swarmnet_protocols.clock import wall_clock
+from swarmnet_protocols.dht_contacts import Contacts
+from swarmnet_protocols.directory import Publisher
 from swarmnet_protocols.errors import NotAuthorised, ProtocolViolation
 from swarmnet_protocols.identity import Identity
 from swarmnet_protocols.protocol_ids import DHT_FIND
@@ -61,7 +64,10 @@ def with_guard(talk: Callable[[Call, SlowDoor, ResourceManager], Awaitable[None]
         from swarmnet_protocols.dht_guard import GuardedP2P
 
         daemon, door, resources = Daemon(), SlowDoor(), ResourceManager()
-        guard = GuardedP2P(cast(Any, daemon), cast(Any, door), resources)
+        publisher = Publisher(Identity.from_seed(b"answerer"), bytes(32), wall_clock)
+        guard = GuardedP2P(
+            cast(Any, daemon), cast(Any, door), resources, Contacts(publisher, tuple), cast(Any, None)
+        )
 
         async def answer(_request: Any, _context: Any) -> Any:
             return dht_pb2.FindResponse()

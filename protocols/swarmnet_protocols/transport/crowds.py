@@ -59,3 +59,11 @@ def origin_of(address: str) -> str:
             with suppress(ValueError):
                 return str(ipaddress.ip_network(f"{host}/{_PREFIX_BITS[family]}", strict=False))
     return ""
+
+
+def host_of(address: str) -> str:
+    """The IP address of a multiaddr; empty for one without. Through a relay, it is the relay's."""
+    match address.split("/"):
+        case ["", "ip4" | "ip6", host, *_]:
+            return host
+    return ""

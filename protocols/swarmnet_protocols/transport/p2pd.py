@@ -4,12 +4,20 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swarmnet_protocols.errors import ConfigError, IncompatibleVersion, PeerUnreachable, Unreachable
+from swarmnet_protocols.aio import cancel
+from swarmnet_protocols.errors import (
+    ConfigError,
+    IncompatibleVersion,
+    PeerUnreachable,
+    SwarmnetError,
+    Unreachable,
+)
 from swarmnet_protocols.identity import Identity
 from swarmnet_protocols.identity_lock import identity_in_use
 from swarmnet_protocols.resources import Exhausted, ResourceManager
@@ -20,12 +28,15 @@ from swarmnet_protocols.transport.half_open import end_half_open
 from swarmnet_protocols.transport.handling import supervise
 from swarmnet_protocols.transport.meter import Meter
 from swarmnet_protocols.transport.p2pd_daemon import (
+    MAX_MEMORY_BYTES,
     DaemonConfig,
     P2pd,
     prepare_hivemind,
+    reconnect,
     run_p2pd,
     unpack_multiaddr,
 )
+from swarmnet_protocols.transport.p2pd_guard import ConnectionLimits, Guard
 from swarmnet_protocols.transport.p2pd_pipe import Pipe
 from swarmnet_protocols.transport.p2pd_stream import P2pdStream
 from swarmnet_protocols.transport.pacing import Pace
@@ -65,6 +76,11 @@ class P2pdConfig:
     only_dials: bool = False
     """Nobody dials us: several processes of this machine may then be on the network under one identity."""
     timing: Timing = field(default_factory=Timing)
+    max_daemon_bytes: int = MAX_MEMORY_BYTES
+    """p2pd is restarted when it holds more memory than this although no stranger is connected."""
+    connections: ConnectionLimits = field(default_factory=ConnectionLimits)
+    step_aside: Callable[[], AbstractAsyncContextManager[object]] = contextlib.nullcontext
+    """Entered before p2pd is restarted, and left when it is back: what is served to others moves away first."""
 
 
 def peer_of(address: str) -> PeerId:
@@ -78,11 +94,32 @@ def peer_of(address: str) -> PeerId:
     return PeerId(peer)
 
 
+def listening_at(listen: str, addresses: Sequence[str]) -> str:
+    """``listen`` with the port that was chosen where it leaves that open, as ``addresses`` tell."""
+    match listen.split("/"):
+        case ["", family, host, kind, "0", *rest]:
+            for address in addresses:
+                match address.split("/"):
+                    case ["", other_family, _, other_kind, port, *others] if (
+                        (family, kind) == (other_family, other_kind)
+                        and "p2p-circuit" not in others
+                        and others[: len(rest)] == rest
+                    ):
+                        return "/".join(["", family, host, kind, port, *rest])
+    return listen
+
+
 class P2pdTransport:
     """Made by :meth:`create`."""
 
     def __init__(
-        self, peer_id: PeerId, daemon: P2pd, p2p: "P2P", socket_path: Path, config: P2pdConfig
+        self,
+        peer_id: PeerId,
+        daemon: P2pd,
+        p2p: "P2P",
+        socket_path: Path,
+        config: P2pdConfig,
+        daemon_config: DaemonConfig,
     ) -> None:
         self.p2p = p2p
         """hivemind's handle on the same p2pd, for the DHT."""
@@ -91,6 +128,8 @@ class P2pdTransport:
         self._crowds = Crowds(self.resources, self._timing)
         self._peer_id = peer_id
         self._daemon = daemon
+        self._daemon_config = daemon_config
+        self._config = config
         self._socket_path = socket_path
         self._pace = config.pace
         self._addresses: tuple[str, ...] = ()
@@ -100,6 +139,7 @@ class P2pdTransport:
         self._turned_away: set[asyncio.Task[None]] = set()
         self._streams: set[P2pdStream] = set()
         self._checking: set[PeerId] = set()
+        self._guard = Guard(daemon, self.resources, config.connections, config.max_daemon_bytes)
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -115,21 +155,23 @@ class P2pdTransport:
         from hivemind.utils.multiaddr import Multiaddr
 
         daemon_config = DaemonConfig(
-            config.identity_path, config.listen, config.announce, relays=config.bootstrap
+            config.identity_path,
+            config.listen,
+            config.announce,
+            relays=config.bootstrap,
+            max_memory_bytes=config.max_daemon_bytes,
         )
         async with contextlib.AsyncExitStack() as stack:
             stack.enter_context(identity_in_use(config.identity_path, alone=not config.only_dials))
             daemon = await stack.enter_async_context(run_p2pd(daemon_config))
             p2p = await P2P.replicate(Multiaddr(f"/unix{daemon.control_path}"))
             socket_path = daemon.control_path.with_name("streams.sock")
-            transport = cls(identity.peer_id, daemon, p2p, socket_path, config)
+            transport = cls(identity.peer_id, daemon, p2p, socket_path, config, daemon_config)
             loop = asyncio.get_running_loop()
             server = await loop.create_unix_server(lambda: Pipe(transport._accept), str(socket_path))
             try:
                 await transport._refresh_addresses()
-                transport._own(transport._keep_addresses_fresh(), transport._tasks)
-                transport._own(transport._settle(), transport._tasks)
-                transport._own(end_half_open(daemon, config.timing.handshake_s), transport._tasks)
+                transport._own(transport._live(), transport._tasks)
                 await transport._bootstrap(config)
                 yield transport
             finally:
@@ -149,7 +191,7 @@ class P2pdTransport:
 
     async def died(self) -> None:
         """Return once p2pd has ended, whoever ended it."""
-        await self._daemon.process.wait()
+        await self._daemon.ended()
 
     async def serve(self, protocol: ProtocolSpec, handler: Handler) -> None:
         is_new = protocol.id not in self._handlers
@@ -184,8 +226,10 @@ class P2pdTransport:
             with contextlib.suppress(PeerUnreachable, TimeoutError):
                 async with asyncio.timeout(deadline_s / 2):
                     await self._daemon.connect(peer, tcp, deadline_s=deadline_s / 2)
+                    self._guard.dialled(peer)
                     return
         await self._daemon.connect(peer, addresses, deadline_s=deadline_s)
+        self._guard.dialled(peer)
 
     async def _check(self, peer: PeerId) -> None:
         """Close the connection to ``peer`` if it carries nothing.
@@ -238,6 +282,47 @@ class P2pdTransport:
             )
         for address, why in silent.items():
             _log.warning("bootstrap peer %s does not answer: %s", address, why)
+
+    # ---- p2pd ---------------------------------------------------------------------------------------------
+
+    async def _live(self) -> None:
+        """Look after p2pd until it ends of itself, and restart it when it must be."""
+        loop = asyncio.get_running_loop()
+        while True:
+            beside = [
+                loop.create_task(each)
+                for each in (
+                    self._keep_addresses_fresh(),
+                    self._settle(),
+                    end_half_open(self._daemon, self._timing.handshake_s),
+                )
+            ]
+            try:
+                is_worn = await self._guard.keep()
+            finally:
+                await cancel(*beside)
+            if not is_worn:
+                return
+            try:
+                await self.restart_daemon()
+            except SwarmnetError as error:  # whoever waits for ``died`` is told
+                _log.error("p2pd does not start again: %s", error)
+                return
+
+    async def restart_daemon(self) -> None:
+        """End p2pd and start it anew at the same ports, once what is served to others has moved away.
+
+        Every connection and stream ends. Raises ``ConfigError`` when it does not start.
+        """
+        async with self._config.step_aside():
+            _log.warning("p2pd is restarted: it holds %d MiB", self._daemon.memory_bytes() >> 20)
+            listen = tuple(listening_at(each, self._addresses) for each in self._daemon_config.listen)
+            await self._daemon.restart(replace(self._daemon_config, listen=listen))
+            await reconnect(self.p2p)
+            for protocol, _ in self._handlers.values():
+                await self._daemon.handle_streams(protocol.id, self._socket_path)
+            await self._refresh_addresses()
+            await self._bootstrap(replace(self._config, require_bootstrap=False))
 
     def _accept(self, pipe: Pipe) -> None:
         self._own(self._handle(pipe), self._tasks)

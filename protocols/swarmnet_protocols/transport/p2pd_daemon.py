@@ -18,15 +18,18 @@ import warnings
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from swarmnet_protocols.aio import until
+from swarmnet_protocols.aio import cancel, until
 from swarmnet_protocols.errors import ConfigError, IncompatibleVersion, PeerUnreachable, SwarmnetError
 from swarmnet_protocols.files import MAX_SOCKET_PATH_BYTES
 from swarmnet_protocols.lean_imports import prepare_package
 from swarmnet_protocols.resources import IN_ALL, Stock
 from swarmnet_protocols.transport import PeerId
 from swarmnet_protocols.transport.p2pd_pipe import Pipe
+
+if TYPE_CHECKING:
+    from hivemind.p2p import P2P
 
 _log = logging.getLogger(__name__)
 
@@ -40,6 +43,15 @@ _SHORT_FOLDER = "/tmp"  # noqa: S108 - where hivemind has its sockets anyway; wh
 _STARTUP_S = 20.0
 _SHUTDOWN_S = 5.0
 _IDLE_TIMEOUT = "60s"
+_DISCONNECTS_AT_ONCE = 8
+MAX_MEMORY_BYTES = 256 << 20
+"""p2pd takes 40 to 60 MB at work. What it keeps of peers that have left, up to an hour, has no other bound than a restart."""
+_GO_SHARE = 0.5
+"""Of the limit, from which on Go's garbage collector works harder, so that only what is really held reaches the limit."""
+RELAY_RESERVATIONS, RELAY_CIRCUITS, RELAY_BUFFER_BYTES = 64, 8, 16 << 10
+"""A relay buffers so much each way of a circuit, and each peer takes part in so many: 16 MiB in all. p2pd's own defaults add up to 64 GiB."""
+MAX_CALL_BYTES = 4 << 20
+"""p2pd allocates what a caller says a call has, before it comes."""
 _PING, _PING_BYTES = "/ipfs/ping/1.0.0", 32  # of libp2p: whatever comes is sent back
 _P2P_CODE = b"\xa5\x03"  # of multiaddr's table
 
@@ -50,6 +62,7 @@ class DaemonConfig:
     listen: tuple[str, ...]
     announce: tuple[str, ...]
     relays: tuple[str, ...]
+    max_memory_bytes: int = MAX_MEMORY_BYTES
 
 
 def prepare_hivemind() -> None:
@@ -61,6 +74,25 @@ def prepare_hivemind() -> None:
 
     use_hivemind_log_handler("nowhere")
     logging.getLogger("hivemind").setLevel(logging.ERROR)
+
+
+async def reconnect(p2p: "P2P") -> None:
+    """Have hivemind's handle on a p2pd go on with the one that was started in its place: what it answers, and what it asks.
+
+    Calls that are under way fail.
+    """
+    from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
+
+    control = p2p._client.control
+    await cancel(control._read_task, control._write_task)
+    for call in control._pending_calls.values():
+        if not call.done():
+            call.set_exception(P2PDaemonError("p2pd was restarted"))
+    handlers, control.unary_handlers = control.unary_handlers, {}
+    control._pending_messages = asyncio.Queue()
+    await control._ensure_persistent_conn()
+    for name, handler in handlers.items():
+        await control.add_unary_handler(name, handler)
 
 
 def pack_multiaddr(address: str) -> bytes:
@@ -107,12 +139,67 @@ def pack_peer(peer: PeerId) -> bytes:
     return packed
 
 
+def unpack_peer(packed: bytes) -> PeerId:
+    """A peer id as p2pd gives it, in base58."""
+    from hivemind.p2p import PeerID
+
+    return PeerId(PeerID(packed).to_base58())
+
+
 class P2pd:
     """A running p2pd. Made by :func:`run_p2pd`."""
 
     def __init__(self, control_path: Path, process: asyncio.subprocess.Process) -> None:
         self.control_path = control_path
         self.process = process
+        self._output: asyncio.Task[None] | None = None
+        self._is_up = asyncio.Event()
+        self._is_up.set()
+
+    def log_output(self) -> None:
+        """Have what the process prints logged, so that it never waits for a reader."""
+        self._output = asyncio.create_task(_log_output(self.process))
+
+    async def ended(self) -> None:
+        """Return once p2pd has ended and is not started again."""
+        process = None
+        while process is not self.process:
+            process = self.process
+            await process.wait()
+            await self._is_up.wait()
+
+    async def restart(self, config: DaemonConfig) -> None:
+        """End it and start it anew. Calls wait meanwhile; every connection and stream ends. Raises as :func:`run_p2pd` does."""
+        self._is_up.clear()
+        try:
+            await self.stop()
+            self.control_path.unlink(missing_ok=True)
+            self.process = await _spawn(config, self.control_path)
+            self.log_output()
+        finally:
+            self._is_up.set()
+
+    async def stop(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.terminate()
+        try:
+            async with asyncio.timeout(_SHUTDOWN_S):
+                await self.process.wait()
+        except TimeoutError:
+            self.process.kill()
+            await self.process.wait()
+        if self._output is not None:
+            await self._output
+
+    def memory_bytes(self) -> int:
+        """Resident memory; 0 when it has ended."""
+        import psutil
+
+        try:
+            rss: int = psutil.Process(self.process.pid).memory_info().rss
+        except psutil.Error:
+            return 0
+        return rss
 
     async def identify(self) -> list[str]:
         """The addresses at which this peer can be dialled, without its id."""
@@ -123,16 +210,17 @@ class P2pd:
 
     async def connections(self) -> dict[PeerId, list[str]]:
         """Who is connected, each with the multiaddrs it is connected from."""
-        from hivemind.p2p import PeerID
+        found: dict[PeerId, list[str]] = {}
+        for peer, address in await self.packed_connections():
+            found.setdefault(unpack_peer(peer), []).append(unpack_multiaddr(address))
+        return found
+
+    async def packed_connections(self) -> list[tuple[bytes, bytes]]:
+        """Peer and multiaddr of every connection, as p2pd gives them; a peer may have several."""
         from hivemind.proto import p2pd_pb2 as pb
 
         response = await self._call(pb.Request(type=pb.Request.LIST_PEERS))
-        found: dict[PeerId, list[str]] = {}
-        for info in response.peers:  # one of every connection, though a peer has two
-            found.setdefault(PeerId(PeerID(info.id).to_base58()), []).extend(
-                map(unpack_multiaddr, info.addrs)
-            )
-        return found
+        return [(info.id, address) for info in response.peers for address in info.addrs]
 
     async def connect(self, peer: PeerId, addresses: Sequence[str], *, deadline_s: float) -> None:
         """Connect to ``peer`` unless it is connected. Raises ``PeerUnreachable``, or ``ConfigError`` for a bad address."""
@@ -192,10 +280,23 @@ class P2pd:
 
     async def disconnect(self, peer: PeerId) -> None:
         """Close the connections to ``peer``, if there are any, with all streams over them."""
+        await self.disconnect_all([pack_peer(peer)])
+
+    async def disconnect_all(self, packed_peers: Sequence[bytes]) -> None:
+        """As ``disconnect``, some at once: p2pd takes a while for one that does not read."""
         from hivemind.proto import p2pd_pb2 as pb
 
-        request = pb.DisconnectRequest(peer=pack_peer(peer))
-        await self._call(pb.Request(type=pb.Request.DISCONNECT, disconnect=request))
+        async def disconnect(share: Sequence[bytes]) -> None:
+            pipe = await self._dial()
+            try:
+                for peer in share:
+                    request = pb.DisconnectRequest(peer=peer)
+                    await self._exchange(pb.Request(type=pb.Request.DISCONNECT, disconnect=request), pipe)
+            finally:
+                pipe.writer.close()
+
+        shares = (packed_peers[number::_DISCONNECTS_AT_ONCE] for number in range(_DISCONNECTS_AT_ONCE))
+        await asyncio.gather(*(disconnect(share) for share in shares if share))
 
     async def handle_streams(self, protocol_id: str, socket_path: Path) -> None:
         """Have p2pd connect to ``socket_path`` for every incoming stream under ``protocol_id``."""
@@ -211,6 +312,7 @@ class P2pd:
         )
 
     async def _dial(self) -> Pipe:
+        await self._is_up.wait()
         loop = asyncio.get_running_loop()
         dialling = loop.create_task(loop.create_unix_connection(Pipe, str(self.control_path)))
         try:
@@ -262,20 +364,12 @@ async def run_p2pd(config: DaemonConfig) -> AsyncIterator[P2pd]:
         folder = Path(_SHORT_FOLDER)
     with tempfile.TemporaryDirectory(prefix="swarmnet-", dir=folder) as directory:  # 0700
         control_path = Path(directory, "p2pd.sock")
-        process = await _spawn(config, control_path)
-        output = asyncio.create_task(_log_output(process))
+        daemon = P2pd(control_path, await _spawn(config, control_path))
+        daemon.log_output()
         try:
-            yield P2pd(control_path, process)
+            yield daemon
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                process.terminate()
-            try:
-                async with asyncio.timeout(_SHUTDOWN_S):
-                    await process.wait()
-            except TimeoutError:
-                process.kill()
-                await process.wait()
-            await output
+            await daemon.stop()
 
 
 def _allow_open_files() -> None:
@@ -327,11 +421,15 @@ async def _spawn(config: DaemonConfig, control_path: Path) -> asyncio.subprocess
         "hostAddrs": ",".join(config.listen),
         "announceAddrs": ",".join(config.announce),
         "trustedRelays": ",".join(relays),
-        "dhtServer": 1,
-        "connManager": 1,
+        # No dht: libp2p's own Kademlia keeps whatever an outsider stores. No connManager: it ends connections at work (p2pd_guard.py).
         "relay": 1,
+        "relayMaxReservations": RELAY_RESERVATIONS,
+        "relayMaxCircuits": RELAY_CIRCUITS,
+        "relayBufferSize": RELAY_BUFFER_BYTES,
+        "relayDiscovery": 0,  # it would ask the Kademlia
         "autonat": int(not loopback),
         "autoRelay": int(bool(relays)),
+        "persistentConnMaxMsgSize": MAX_CALL_BYTES,
         "natPortMap": int(not loopback),
         "idleTimeout": _IDLE_TIMEOUT,
     }
@@ -343,7 +441,8 @@ async def _spawn(config: DaemonConfig, control_path: Path) -> asyncio.subprocess
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            env=os.environ | {"GOLOG_LOG_LEVEL": "error"},
+            env=os.environ
+            | {"GOLOG_LOG_LEVEL": "error", "GOMEMLIMIT": str(int(config.max_memory_bytes * _GO_SHARE))},
             start_new_session=True,  # Ctrl-C is for us: we close streams first, then p2pd
         )
     except OSError as error:

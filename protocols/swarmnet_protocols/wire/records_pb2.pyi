@@ -99,3 +99,15 @@ class PresenceRecord(_message.Message):
     process: bytes
     addresses: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, process: _Optional[bytes] = ..., addresses: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ContactRecord(_message.Message):
+    __slots__ = ("addresses",)
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    addresses: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, addresses: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class WithContacts(_message.Message):
+    __slots__ = ("contacts",)
+    CONTACTS_FIELD_NUMBER: _ClassVar[int]
+    contacts: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, contacts: _Optional[_Iterable[bytes]] = ...) -> None: ...
