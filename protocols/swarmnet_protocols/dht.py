@@ -16,7 +16,8 @@ from swarmnet_protocols.identity import Identity
 from swarmnet_protocols.membership.door import Door
 from swarmnet_protocols.protocol_ids import DHT_PING
 from swarmnet_protocols.records import Record, dht_keys, newest, open_valid
-from swarmnet_protocols.transport import PeerId
+from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.transport.calls import Calls
 from swarmnet_protocols.transport.p2pd import P2pdTransport, peer_of
 
 if TYPE_CHECKING:
@@ -72,17 +73,16 @@ class DhtDirectory:
 
         Raises ``NotAuthorised`` when we or they are not let in and there is nobody else, now and in each later call.
         """
+        from hivemind.p2p import PeerID
+
         from swarmnet_protocols.dht_contacts import Contacts
         from swarmnet_protocols.dht_guard import GuardedP2P
         from swarmnet_protocols.dht_node import create_node
 
         swarm, clock = door.membership.rules.swarm, door.membership.clock
         contacts = Contacts(Publisher(identity, swarm, clock), transport.addresses)
-
-        async def dial(peer: PeerId, addresses: Sequence[str]) -> None:
-            await transport.connect(peer, addresses, deadline_s=_BOOTSTRAP_S)
-
-        p2p = GuardedP2P(transport.p2p, door, transport.resources, contacts, dial)
+        calls = Calls(transport, Timing())
+        p2p = GuardedP2P(PeerID.from_base58(transport.peer_id), calls, door, transport.resources, contacts)
         node = await create_node(p2p, swarm, client_mode=client_mode, clock=clock)
         directory = cls(transport, door, node, bootstrap, Publisher(identity, swarm, clock))
         try:

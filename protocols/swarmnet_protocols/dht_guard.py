@@ -1,11 +1,11 @@
-"""The door before the DHT: its calls do not go through ``Transport``, but through hivemind's ``P2P``."""
+"""The door before the DHT: hivemind's calls, over streams of ours, to members only and from members only."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from google.protobuf.message import Message as Protobuf
-from hivemind.p2p import P2P, P2PContext, PeerID
+from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import dht_pb2
 
 from swarmnet_protocols.dht_contacts import Contacts, contacts_in, with_contacts
@@ -14,7 +14,9 @@ from swarmnet_protocols.membership.door import Door
 from swarmnet_protocols.protocol_ids import DHT_FIND, DHT_PING, DHT_STORE, DIRECTORY
 from swarmnet_protocols.resources import Flow, ResourceManager, Scope, Stock
 from swarmnet_protocols.transport import PeerId
+from swarmnet_protocols.transport.calls import Calls
 from swarmnet_protocols.transport.meter import MAX_OWED_S
+from swarmnet_protocols.transport.talking import parse
 
 _ENTER_S = 5.0
 """Longer than a call may take: whoever is met for the first time is there for the next one."""
@@ -25,25 +27,21 @@ BYTES_PER_FRAME = 1024
 
 
 class GuardedP2P:
-    """What the DHT uses of ``P2P``. Calls are made to members only, and parsed when they come from one."""
+    """What the DHT uses of ``P2P``. Calls are made to members only, and parsed when they come from one.
+
+    They go over streams of ours: p2pd's own calls allocate what a caller says they have, before any of it comes.
+    """
 
     def __init__(
-        self,
-        p2p: P2P,
-        door: Door,
-        resources: ResourceManager,
-        contacts: Contacts,
-        dial: Callable[[PeerId, Sequence[str]], Awaitable[None]],
+        self, peer_id: PeerID, calls: Calls, door: Door, resources: ResourceManager, contacts: Contacts
     ) -> None:
-        """``dial`` connects to a peer at addresses, unless it is connected."""
+        self.peer_id = peer_id
+        self._calls = calls
+        self._door = door
+        self._resources = resources
         self._contacts = contacts
-        self._dial = dial
         self._is_called = False
         """Whether others call us, and so must know where we are."""
-        self.peer_id: PeerID = p2p.peer_id
-        self._resources = resources
-        self._p2p = p2p
-        self._door = door
         self._protocols = {protocol.id: protocol for protocol in DIRECTORY}
 
     async def add_protobuf_handler(
@@ -57,9 +55,9 @@ class GuardedP2P:
         protocol = self._protocols[name]
         self._is_called = True
 
-        async def guarded(request: bytes, caller: PeerID) -> bytes:
+        async def guarded(request: bytes, peer: PeerId) -> bytes:
             clock = asyncio.get_running_loop().time
-            scope, peer = self.scope_of(caller), PeerId(caller.to_base58())
+            scope = self._resources.peer(peer, clock())
             scope.check(Flow.FRAMES, MAX_OWED_S, clock())
             scope.use(Flow.FRAMES, 1 + len(request) / BYTES_PER_FRAME, clock())
             if len(request) > MAX_REQUEST_BYTES[name]:
@@ -69,35 +67,41 @@ class GuardedP2P:
             with scope.hold(Stock.CALLS), scope.hold(Stock.MEMORY, len(request)):
                 await self._door.settled(peer)
                 self._door.check(peer, protocol)
+                call = parse(input_type, request)
                 self._contacts.learn(contacts_in(request)[:1], only=peer)
-                context = P2PContext(handle_name=name, local_id=self.peer_id, remote_id=caller)
-                reply = await handler(input_type.FromString(request), context)
+                context = P2PContext(
+                    handle_name=name, local_id=self.peer_id, remote_id=PeerID.from_base58(peer)
+                )
+                try:
+                    reply = await handler(call, context)
+                except Exception as error:  # hivemind finds out as it goes along that a call makes no sense
+                    raise ProtocolViolation(f"{name}: {error!r}") from error
                 contacts = [self._contacts.mine(), *self._contacts.of(_named_in(reply))]
                 answer = with_contacts(reply.SerializeToString(), contacts)
             scope.use(Flow.FRAMES, len(answer) / BYTES_PER_FRAME, clock())
             return answer
 
-        await self._p2p._client.add_unary_handler(name, guarded)
+        await self._calls.serve(protocol, guarded)
 
     def scope_of(self, peer: PeerID) -> Scope:
         """What a peer holds and uses here."""
         return self._resources.peer(peer.to_base58(), asyncio.get_running_loop().time())
 
-    async def remove_protobuf_handler(self, name: str, **_options: object) -> None:
-        await self._p2p.remove_protobuf_handler(name)
+    async def remove_protobuf_handler(self, _name: str, **_options: object) -> None:
+        """Nothing to do: what is served ends with the transport."""
 
     async def call_protobuf_handler(
         self, peer: PeerID, name: str, request: Protobuf, output_type: type[Protobuf]
     ) -> Protobuf:
-        peer_id = PeerId(peer.to_base58())
-        if addresses := self._contacts.addresses_of(peer_id):
-            await self._dial(peer_id, addresses)
-        await self._door.enter(peer_id, self._protocols[name], deadline_s=_ENTER_S)
+        peer_id, protocol = PeerId(peer.to_base58()), self._protocols[name]
+        addresses = self._contacts.addresses_of(peer_id)
+        await self._door.enter(peer_id, protocol, addresses=addresses, deadline_s=_ENTER_S)
         mine = [self._contacts.mine()] if self._is_called else []
         call = with_contacts(request.SerializeToString(), mine)
-        answer = await self._p2p._client.call_unary_handler(peer, name, call)
+        answer = await self._calls.call(peer_id, protocol, call, addresses=addresses)
+        reply = parse(output_type, answer)
         self._contacts.learn(contacts_in(answer))
-        return output_type.FromString(answer)
+        return reply
 
 
 def _named_in(reply: Protobuf) -> list[PeerId]:

@@ -92,7 +92,7 @@ def secrets(data_dir: Path) -> list[facts.SecretFile]:
 
 def listening(addresses: Sequence[str]) -> list[facts.Listening]:
     """Whether a node could listen on each of the addresses."""
-    from swarmnet_protocols.transport.p2pd_daemon import check_free
+    from swarmnet_protocols.transport.p2pd_process import check_free
 
     found = []
     for address in addresses:

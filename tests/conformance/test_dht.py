@@ -45,6 +45,12 @@ class Peer:
         return self.directory._node
 
 
+def hivemind_id(peer: Peer) -> Any:
+    from hivemind.p2p import PeerID
+
+    return PeerID.from_base58(peer.identity.peer_id)
+
+
 OPEN = Rules(SWARM, Admission.OPEN)
 PRIVATE = Rules(SWARM, Admission.CERTIFICATE, keys={AUTHORITY.public_key: inf})
 
@@ -170,7 +176,7 @@ def test_whoever_publishes_fetches_nothing_and_tells_each_peer_once(
         found = [answer for name, _, answer in answers if name == "find"]
         assert found
         assert not any(result.value for answer in found for result in answer.results)
-        others = {peer.transport.p2p.peer_id for peer in peers} - {peers[1].transport.p2p.peer_id}
+        others = {hivemind_id(peer) for peer in peers} - {hivemind_id(peers[1])}
         stored = {peer: list(answer.store_ok) for name, peer, answer in answers if name == "store"}
         assert stored == dict.fromkeys(others, [True] * 3)
         answers.clear()
@@ -246,7 +252,7 @@ async def raw_store(sender: Peer, target: Peer, store: RawStore) -> list[bool] |
     from hivemind.dht.routing import DHTID
 
     answer: list[bool] | None = await sender.node.protocol.call_store(
-        target.transport.p2p.peer_id,
+        hivemind_id(target),
         [DHTID.generate(source=store.key)],
         [msgpack.packb(store.sealed)],
         store.expires_at,
@@ -325,14 +331,14 @@ def test_a_node_that_claims_a_place_not_its_own_is_not_used(
 
         liar, victim = peers[1], peers[2]
         wanted = DHTID.generate(source=dht_keys(SWARM, "censored")[0])
-        honest_id = victim.node.protocol.routing_table.get(peer_id=liar.transport.p2p.peer_id)
+        honest_id = victim.node.protocol.routing_table.get(peer_id=hivemind_id(liar))
         monkeypatch.setattr(liar.node.protocol, "node_info", dht_pb2.NodeInfo(node_id=wanted.to_bytes()))
-        await liar.node.protocol.call_ping(victim.transport.p2p.peer_id)
-        await victim.node.protocol.call_ping(liar.transport.p2p.peer_id)
+        await liar.node.protocol.call_ping(hivemind_id(victim))
+        await victim.node.protocol.call_ping(hivemind_id(liar))
         await asyncio.sleep(0)
         assert wanted not in victim.node.protocol.routing_table
-        assert victim.node.protocol.routing_table.get(peer_id=liar.transport.p2p.peer_id) == honest_id
-        assert victim.node._filter_blacklisted({wanted: liar.transport.p2p.peer_id}) == {}
+        assert victim.node.protocol.routing_table.get(peer_id=hivemind_id(liar)) == honest_id
+        assert victim.node._filter_blacklisted({wanted: hivemind_id(liar)}) == {}
 
     five.run(scenario)
 
@@ -381,9 +387,7 @@ def test_a_dead_bootstrap_peer_is_named_once_and_in_one_line(
 
 def test_hivemind_does_not_write_to_the_terminal(five: Five, capfd: pytest.CaptureFixture[str]) -> None:
     async def scenario(peers: list[Peer]) -> None:
-        await peers[0].node.protocol.call_ping(
-            type(peers[0].transport.p2p.peer_id).from_base58(MALLORY.peer_id)
-        )
+        await peers[0].node.protocol.call_ping(type(hivemind_id(peers[0])).from_base58(MALLORY.peer_id))
 
     five.run(scenario)
     out, err = capfd.readouterr()

@@ -13,7 +13,7 @@ from swarmnet_protocols.errors import NotAuthorised, ProtocolViolation
 from swarmnet_protocols.identity import Identity
 from swarmnet_protocols.protocol_ids import DHT_FIND
 from swarmnet_protocols.resources import EACH_PEER, IN_ALL, Exhausted, ResourceManager, Stock
-from swarmnet_protocols.transport import PeerId
+from swarmnet_protocols.transport import PeerId, ProtocolSpec
 from tests.support.virtual_time import run
 
 CALLER = Identity.from_seed(b"caller").peer_id
@@ -23,17 +23,14 @@ class Call(Protocol):
     async def __call__(self, request: bytes, caller: PeerId = CALLER) -> bytes: ...
 
 
-class Daemon:
-    """As much of hivemind's ``P2P`` as is needed to hand calls over."""
-
-    peer_id = None
+class Handed:
+    """As much of ``Calls`` as is needed to hand calls over."""
 
     def __init__(self) -> None:
-        self._client = self
-        self.handlers: dict[str, Any] = {}
+        self.answers: dict[str, Any] = {}
 
-    async def add_unary_handler(self, name: str, handler: Any) -> None:
-        self.handlers[name] = handler
+    async def serve(self, protocol: ProtocolSpec, answer: Any) -> None:
+        self.answers[protocol.id] = answer
 
 
 class SlowDoor:
@@ -63,11 +60,10 @@ def with_guard(talk: Callable[[Call, SlowDoor, ResourceManager], Awaitable[None]
 
         from swarmnet_protocols.dht_guard import GuardedP2P
 
-        daemon, door, resources = Daemon(), SlowDoor(), ResourceManager()
-        publisher = Publisher(Identity.from_seed(b"answerer"), bytes(32), wall_clock)
-        guard = GuardedP2P(
-            cast(Any, daemon), cast(Any, door), resources, Contacts(publisher, tuple), cast(Any, None)
-        )
+        handed, door, resources = Handed(), SlowDoor(), ResourceManager()
+        contacts = Contacts(Publisher(Identity.from_seed(b"answerer"), bytes(32), wall_clock), tuple)
+        me = PeerID.from_base58(Identity.from_seed(b"answerer").peer_id)
+        guard = GuardedP2P(me, cast(Any, handed), cast(Any, door), resources, contacts)
 
         async def answer(_request: Any, _context: Any) -> Any:
             return dht_pb2.FindResponse()
@@ -75,7 +71,7 @@ def with_guard(talk: Callable[[Call, SlowDoor, ResourceManager], Awaitable[None]
         await guard.add_protobuf_handler(DHT_FIND.id, answer, dht_pb2.FindRequest)
 
         async def call(request: bytes, caller: PeerId = CALLER) -> bytes:
-            answer: bytes = await daemon.handlers[DHT_FIND.id](request, PeerID.from_base58(caller))
+            answer: bytes = await handed.answers[DHT_FIND.id](request, caller)
             return answer
 
         await talk(call, door, resources)

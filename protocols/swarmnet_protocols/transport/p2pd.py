@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from swarmnet_protocols.aio import cancel
 from swarmnet_protocols.errors import (
@@ -27,24 +27,14 @@ from swarmnet_protocols.transport.crowds import Crowds
 from swarmnet_protocols.transport.half_open import end_half_open
 from swarmnet_protocols.transport.handling import supervise
 from swarmnet_protocols.transport.meter import Meter
-from swarmnet_protocols.transport.p2pd_daemon import (
-    MAX_MEMORY_BYTES,
-    DaemonConfig,
-    P2pd,
-    prepare_hivemind,
-    reconnect,
-    run_p2pd,
-    unpack_multiaddr,
-)
+from swarmnet_protocols.transport.p2pd_daemon import P2pd, prepare_hivemind, run_p2pd, unpack_multiaddr
 from swarmnet_protocols.transport.p2pd_guard import ConnectionLimits, Guard
 from swarmnet_protocols.transport.p2pd_pipe import Pipe
+from swarmnet_protocols.transport.p2pd_process import MAX_MEMORY_BYTES, DaemonConfig, listening_at
 from swarmnet_protocols.transport.p2pd_stream import P2pdStream
 from swarmnet_protocols.transport.pacing import Pace
 from swarmnet_protocols.transport.refusing import LINGER_S, encode_refusal, no_room
 from swarmnet_protocols.transport.wire_meter import WireMeter
-
-if TYPE_CHECKING:
-    from hivemind.p2p import P2P
 
 _log = logging.getLogger(__name__)
 
@@ -94,21 +84,6 @@ def peer_of(address: str) -> PeerId:
     return PeerId(peer)
 
 
-def listening_at(listen: str, addresses: Sequence[str]) -> str:
-    """``listen`` with the port that was chosen where it leaves that open, as ``addresses`` tell."""
-    match listen.split("/"):
-        case ["", family, host, kind, "0", *rest]:
-            for address in addresses:
-                match address.split("/"):
-                    case ["", other_family, _, other_kind, port, *others] if (
-                        (family, kind) == (other_family, other_kind)
-                        and "p2p-circuit" not in others
-                        and others[: len(rest)] == rest
-                    ):
-                        return "/".join(["", family, host, kind, port, *rest])
-    return listen
-
-
 class P2pdTransport:
     """Made by :meth:`create`."""
 
@@ -116,13 +91,10 @@ class P2pdTransport:
         self,
         peer_id: PeerId,
         daemon: P2pd,
-        p2p: "P2P",
         socket_path: Path,
         config: P2pdConfig,
         daemon_config: DaemonConfig,
     ) -> None:
-        self.p2p = p2p
-        """hivemind's handle on the same p2pd, for the DHT."""
         self.resources = ResourceManager()
         self._timing = config.timing
         self._crowds = Crowds(self.resources, self._timing)
@@ -151,9 +123,6 @@ class P2pdTransport:
         """
         identity = Identity.load_or_create(config.identity_path)
         prepare_hivemind()
-        from hivemind.p2p import P2P
-        from hivemind.utils.multiaddr import Multiaddr
-
         daemon_config = DaemonConfig(
             config.identity_path,
             config.listen,
@@ -164,9 +133,8 @@ class P2pdTransport:
         async with contextlib.AsyncExitStack() as stack:
             stack.enter_context(identity_in_use(config.identity_path, alone=not config.only_dials))
             daemon = await stack.enter_async_context(run_p2pd(daemon_config))
-            p2p = await P2P.replicate(Multiaddr(f"/unix{daemon.control_path}"))
             socket_path = daemon.control_path.with_name("streams.sock")
-            transport = cls(identity.peer_id, daemon, p2p, socket_path, config, daemon_config)
+            transport = cls(identity.peer_id, daemon, socket_path, config, daemon_config)
             loop = asyncio.get_running_loop()
             server = await loop.create_unix_server(lambda: Pipe(transport._accept), str(socket_path))
             try:
@@ -177,10 +145,6 @@ class P2pdTransport:
             finally:
                 server.close()
                 await transport._close()
-                await p2p.shutdown()
-                # hivemind leaves these two to the garbage collector, with an error if p2pd died.
-                control = p2p._client.control
-                await asyncio.gather(control._read_task, control._write_task, return_exceptions=True)
 
     @property
     def peer_id(self) -> PeerId:
@@ -318,7 +282,6 @@ class P2pdTransport:
             _log.warning("p2pd is restarted: it holds %d MiB", self._daemon.memory_bytes() >> 20)
             listen = tuple(listening_at(each, self._addresses) for each in self._daemon_config.listen)
             await self._daemon.restart(replace(self._daemon_config, listen=listen))
-            await reconnect(self.p2p)
             for protocol, _ in self._handlers.values():
                 await self._daemon.handle_streams(protocol.id, self._socket_path)
             await self._refresh_addresses()

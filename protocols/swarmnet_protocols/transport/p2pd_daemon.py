@@ -6,63 +6,39 @@ killed; before that connection stands, ``-idleTimeout`` does the same.
 
 import asyncio
 import contextlib
-import errno
-import importlib.resources
 import logging
 import math
 import os
-import resource
-import socket
 import tempfile
 import warnings
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from swarmnet_protocols.aio import cancel, until
-from swarmnet_protocols.errors import ConfigError, IncompatibleVersion, PeerUnreachable, SwarmnetError
+from swarmnet_protocols.aio import until
+from swarmnet_protocols.errors import ConfigError, IncompatibleVersion, PeerUnreachable
 from swarmnet_protocols.files import MAX_SOCKET_PATH_BYTES
 from swarmnet_protocols.lean_imports import prepare_package
-from swarmnet_protocols.resources import IN_ALL, Stock
 from swarmnet_protocols.transport import PeerId
 from swarmnet_protocols.transport.p2pd_pipe import Pipe
-
-if TYPE_CHECKING:
-    from hivemind.p2p import P2P
+from swarmnet_protocols.transport.p2pd_process import (
+    DaemonConfig,
+    allow_open_files,
+    check_free,
+    log_output,
+    spawn,
+)
 
 _log = logging.getLogger(__name__)
-
-OPEN_FILES = 2 * IN_ALL[Stock.STREAMS]
-"""Every stream is a descriptor, here and in p2pd; the usual limit of 1024 is less than what peers may open."""
 
 _LONGEST_SOCKET = "swarmnet-xxxxxxxx/streams.sock"
 """In a folder for temporary files."""
 _SHORT_FOLDER = "/tmp"  # noqa: S108 - where hivemind has its sockets anyway; what we make there is open to us alone
 
-_STARTUP_S = 20.0
 _SHUTDOWN_S = 5.0
-_IDLE_TIMEOUT = "60s"
 _DISCONNECTS_AT_ONCE = 8
-MAX_MEMORY_BYTES = 256 << 20
-"""p2pd takes 40 to 60 MB at work. What it keeps of peers that have left, up to an hour, has no other bound than a restart."""
-_GO_SHARE = 0.5
-"""Of the limit, from which on Go's garbage collector works harder, so that only what is really held reaches the limit."""
-RELAY_RESERVATIONS, RELAY_CIRCUITS, RELAY_BUFFER_BYTES = 64, 8, 16 << 10
-"""A relay buffers so much each way of a circuit, and each peer takes part in so many: 16 MiB in all. p2pd's own defaults add up to 64 GiB."""
-MAX_CALL_BYTES = 4 << 20
-"""p2pd allocates what a caller says a call has, before it comes."""
 _PING, _PING_BYTES = "/ipfs/ping/1.0.0", 32  # of libp2p: whatever comes is sent back
 _P2P_CODE = b"\xa5\x03"  # of multiaddr's table
-
-
-@dataclass(frozen=True)
-class DaemonConfig:
-    identity_path: Path
-    listen: tuple[str, ...]
-    announce: tuple[str, ...]
-    relays: tuple[str, ...]
-    max_memory_bytes: int = MAX_MEMORY_BYTES
 
 
 def prepare_hivemind() -> None:
@@ -74,25 +50,6 @@ def prepare_hivemind() -> None:
 
     use_hivemind_log_handler("nowhere")
     logging.getLogger("hivemind").setLevel(logging.ERROR)
-
-
-async def reconnect(p2p: "P2P") -> None:
-    """Have hivemind's handle on a p2pd go on with the one that was started in its place: what it answers, and what it asks.
-
-    Calls that are under way fail.
-    """
-    from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
-
-    control = p2p._client.control
-    await cancel(control._read_task, control._write_task)
-    for call in control._pending_calls.values():
-        if not call.done():
-            call.set_exception(P2PDaemonError("p2pd was restarted"))
-    handlers, control.unary_handlers = control.unary_handlers, {}
-    control._pending_messages = asyncio.Queue()
-    await control._ensure_persistent_conn()
-    for name, handler in handlers.items():
-        await control.add_unary_handler(name, handler)
 
 
 def pack_multiaddr(address: str) -> bytes:
@@ -153,12 +110,17 @@ class P2pd:
         self.control_path = control_path
         self.process = process
         self._output: asyncio.Task[None] | None = None
+        self._lifeline: Pipe | None = None
         self._is_up = asyncio.Event()
         self._is_up.set()
 
-    def log_output(self) -> None:
-        """Have what the process prints logged, so that it never waits for a reader."""
-        self._output = asyncio.create_task(_log_output(self.process))
+    async def attend(self) -> None:
+        """Have the process live as long as we do, and what it prints logged, so that it never waits for a reader."""
+        from hivemind.proto import p2pd_pb2 as pb
+
+        self._output = asyncio.create_task(log_output(self.process))
+        self._lifeline = await self._dial()
+        await self._exchange(pb.Request(type=pb.Request.PERSISTENT_CONN_UPGRADE), self._lifeline)
 
     async def ended(self) -> None:
         """Return once p2pd has ended and is not started again."""
@@ -174,12 +136,14 @@ class P2pd:
         try:
             await self.stop()
             self.control_path.unlink(missing_ok=True)
-            self.process = await _spawn(config, self.control_path)
-            self.log_output()
+            self.process = await spawn(config, self.control_path)
         finally:
             self._is_up.set()
+        await self.attend()
 
     async def stop(self) -> None:
+        if self._lifeline is not None:
+            self._lifeline.writer.close()
         with contextlib.suppress(ProcessLookupError):
             self.process.terminate()
         try:
@@ -358,121 +322,15 @@ async def run_p2pd(config: DaemonConfig) -> AsyncIterator[P2pd]:
         pack_multiaddr(address)
     for address in config.listen:
         check_free(address)
-    _allow_open_files()
+    allow_open_files()
     folder = Path(tempfile.gettempdir())
     if len(bytes(folder / _LONGEST_SOCKET)) > MAX_SOCKET_PATH_BYTES:
         folder = Path(_SHORT_FOLDER)
     with tempfile.TemporaryDirectory(prefix="swarmnet-", dir=folder) as directory:  # 0700
         control_path = Path(directory, "p2pd.sock")
-        daemon = P2pd(control_path, await _spawn(config, control_path))
-        daemon.log_output()
+        daemon = P2pd(control_path, await spawn(config, control_path))
         try:
+            await daemon.attend()
             yield daemon
         finally:
             await daemon.stop()
-
-
-def _allow_open_files() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def check_free(address: str) -> None:
-    """Raise ``ConfigError`` unless p2pd could listen on ``address`` alone.
-
-    p2pd itself would share a port with another p2pd (SO_REUSEPORT), and connections would reach either.
-    """
-    match address.split("/"):
-        case ["", ("ip4" | "ip6") as family, host, ("tcp" | "udp") as kind, port, *_] if (
-            port.isdigit() and port != "0"
-        ):
-            pass
-        case _:
-            return
-    with socket.socket(
-        socket.AF_INET if family == "ip4" else socket.AF_INET6,
-        socket.SOCK_STREAM if kind == "tcp" else socket.SOCK_DGRAM,
-    ) as probe:
-        if kind == "tcp":
-            # Connections in TIME_WAIT do not matter.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == "ip6":
-            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        try:
-            probe.bind((host, int(port)))
-        except (OSError, OverflowError) as error:
-            in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
-            hint = f"is another node running? choose another port: --listen /{family}/{host}/{kind}/0"
-            raise ConfigError(
-                f"cannot listen on {address}: {'port ' + port + ' is in use' if in_use else error}", hint=hint
-            ) from error
-
-
-async def _spawn(config: DaemonConfig, control_path: Path) -> asyncio.subprocess.Process:
-    import hivemind.hivemind_cli
-
-    loopback = all("/127.0.0.1/" in address or "/::1/" in address for address in config.listen)
-    relays = () if loopback else config.relays
-    arguments = {
-        "listen": f"/unix{control_path}",
-        "id": config.identity_path,
-        "hostAddrs": ",".join(config.listen),
-        "announceAddrs": ",".join(config.announce),
-        "trustedRelays": ",".join(relays),
-        # No dht: libp2p's own Kademlia keeps whatever an outsider stores. No connManager: it ends connections at work (p2pd_guard.py).
-        "relay": 1,
-        "relayMaxReservations": RELAY_RESERVATIONS,
-        "relayMaxCircuits": RELAY_CIRCUITS,
-        "relayBufferSize": RELAY_BUFFER_BYTES,
-        "relayDiscovery": 0,  # it would ask the Kademlia
-        "autonat": int(not loopback),
-        "autoRelay": int(bool(relays)),
-        "persistentConnMaxMsgSize": MAX_CALL_BYTES,
-        "natPortMap": int(not loopback),
-        "idleTimeout": _IDLE_TIMEOUT,
-    }
-    binary = importlib.resources.files(hivemind.hivemind_cli) / "p2pd"
-    try:
-        process = await asyncio.create_subprocess_exec(
-            str(binary),
-            *(f"-{name}={value}" for name, value in arguments.items() if value != ""),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env=os.environ
-            | {"GOLOG_LOG_LEVEL": "error", "GOMEMLIMIT": str(int(config.max_memory_bytes * _GO_SHARE))},
-            start_new_session=True,  # Ctrl-C is for us: we close streams first, then p2pd
-        )
-    except OSError as error:
-        raise SwarmnetError(
-            f"cannot start {binary}: {error.strerror}", hint="pip install --force-reinstall hivemind"
-        ) from error
-    try:
-        async with asyncio.timeout(_STARTUP_S):
-            await _wait_ready(process)
-    except BaseException:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
-        raise
-    return process
-
-
-async def _wait_ready(process: asyncio.subprocess.Process) -> None:
-    assert process.stdout is not None  # noqa: S101 - a pipe was asked for
-    reason = ""
-    while line := await process.stdout.readline():
-        text = line.decode(errors="replace").strip()
-        if text.startswith("Peer ID:"):
-            return
-        if not reason.startswith("panic:"):
-            reason = text[:500]
-    raise ConfigError(f"p2pd did not start: {reason}", hint="check --listen and --announce")
-
-
-async def _log_output(process: asyncio.subprocess.Process) -> None:
-    assert process.stdout is not None  # noqa: S101 - a pipe was asked for
-    while chunk := await process.stdout.read(1 << 16):
-        _log.debug("p2pd: %s", chunk.decode(errors="replace").rstrip())
