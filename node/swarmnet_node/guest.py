@@ -67,6 +67,9 @@ class Guest:
         self._node = Node(world, hosting)
         self._is_loading = False
         self._paused_by_owner = False
+        self._aside = ""
+        """Why it must not run for a moment, whatever its owner says."""
+        self._resting = asyncio.Event()
         self._reason = ""
         self._finishing_s: float | None = None
         self._observed: tuple[Limits, Observed] | None = None
@@ -156,6 +159,20 @@ class Guest:
         self._paused_by_owner = False
         self._look.set()
 
+    @asynccontextmanager
+    async def step_aside(self, reason: str) -> AsyncIterator[None]:
+        """Paused while the context is open, which begins when sessions have moved away, or had the time to."""
+        self._aside = reason
+        self._look.set()
+        try:
+            with contextlib.suppress(TimeoutError, SwarmnetError):  # of a node that ends anyway
+                async with asyncio.timeout(2 * PAUSE_GRACE_S):
+                    await race(self._resting.wait(), self.finished())
+            yield
+        finally:
+            self._aside = ""
+            self._look.set()
+
     def finish(self, grace_s: float) -> None:
         """Take no new sessions and ask clients to move; ``finished`` when they have, or after ``grace_s``."""
         self._finishing_s = grace_s
@@ -174,6 +191,8 @@ class Guest:
 
     def _pause_now(self) -> Pause | None:
         """Why the node must not run now, or None."""
+        if self._aside:
+            return Pause(self._aside)
         if self._observed is None:
             return None
         decision = decide(*self._observed, self._machine.usage(), paused_by_owner=self._paused_by_owner)
@@ -225,6 +244,7 @@ class Guest:
 
     async def _rest(self) -> None:
         """Stay away until the node may run again, or is to end."""
+        self._resting.set()
         # Blocks that are not chosen yet are nobody's news.
         announcing = asyncio.create_task(self._node.rest()) if self._hosting.blocks is not None else None
         try:
@@ -233,6 +253,7 @@ class Guest:
                 self._say_changed(pause.reason)
                 await self._until(partial(self._is_other_than, pause))
         finally:
+            self._resting.clear()
             await cancel(announcing)
 
     @property

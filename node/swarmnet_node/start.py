@@ -2,9 +2,9 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -61,11 +61,20 @@ async def start(config: NodeConfig, *, progress: "Progress | None" = None) -> As
         pace = Pace()
         pace.up.set_rate(config.limits.up_bytes_per_s)
         pace.down.set_rate(config.limits.down_bytes_per_s)
+        asides: list[Callable[[str], AbstractAsyncContextManager[None]]] = []
+
+        @asynccontextmanager
+        async def step_aside() -> AsyncIterator[None]:
+            async with AsyncExitStack() as aside:
+                for each in asides:
+                    await aside.enter_async_context(each("p2pd is restarted"))
+                yield
+
         # Reading the model and dialling the swarm both take a second: neither waits for the other.
         loading = loop.run_in_executor(executor, _Loaded.of, config, progress)
         try:
             transport, directory = await stack.enter_async_context(
-                connect(replace(config.network, pace=pace))
+                connect(replace(config.network, pace=pace, step_aside=step_aside))
             )
         finally:
             loaded = await loading
@@ -95,6 +104,7 @@ async def start(config: NodeConfig, *, progress: "Progress | None" = None) -> As
         stack.callback(machine.save_usage)
         hosting = loaded.hosting(config)
         node = await stack.enter_async_context(Guest.run(world, hosting, machine, config.limits))
+        asides.append(node.step_aside)
         release_memory()  # what loading took on its way
         watching = asyncio.create_task(_fail_with_p2pd(transport, node), name="p2pd")
         stack.push_async_callback(cancel, watching)

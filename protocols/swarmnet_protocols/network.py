@@ -1,13 +1,14 @@
 """A place on the network: libp2p and the DHT of one swarm, under one identity, behind a door."""
 
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from swarmnet_protocols.membership.rules import Rules
+from swarmnet_protocols.transport.p2pd_process import MAX_MEMORY_BYTES
 
 if TYPE_CHECKING:
     from swarmnet_protocols.directory import Directory
@@ -40,6 +41,9 @@ class Network:
     """What makes this peer let others in."""
     pace: "Pace | None" = None
     """Counts what goes over the network, and holds it back to the rates it is set to."""
+    max_p2pd_bytes: int = MAX_MEMORY_BYTES
+    """See ``P2pdConfig``, as for ``step_aside``."""
+    step_aside: Callable[[], AbstractAsyncContextManager[object]] = nullcontext
 
 
 @asynccontextmanager
@@ -86,6 +90,8 @@ async def connect(
             require_bootstrap=bool(others) and others == network.bootstrap,
             pace=network.pace or Pace(),
             only_dials=client_mode,
+            max_daemon_bytes=network.max_p2pd_bytes,
+            step_aside=network.step_aside,
         )
         raw = await stack.enter_async_context(P2pdTransport.create(config))
         door = await stack.enter_async_context(Door.run(raw, membership, Timing()))

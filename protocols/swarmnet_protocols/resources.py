@@ -352,6 +352,14 @@ class ResourceManager:
         """The scope of a peer, if anything has been held or used in it lately."""
         return self._peers.get(peer)
 
+    def streams_of_known(self) -> int:
+        """How many streams there are with peers that we know."""
+        return sum(
+            scope.used[Stock.STREAMS] + scope.used[Stock.OWN_STREAMS]
+            for scope in self._peers.values()
+            if not scope.is_stranger
+        )
+
     def limit(self, stock: Stock, *, in_all: int | None = None, each_peer: int | None = None) -> None:
         """Change limits from now on; None leaves one as it is. What is held stays, even if it is more."""
         if in_all is not None:

@@ -1,6 +1,7 @@
 """``swarmnet bootstrap``: a peer that hosts nothing and is always there to start from."""
 
 import asyncio
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from swarmnet.addresses import usual_listen, write_addresses
@@ -12,7 +13,9 @@ from swarmnet.cli.options import (
     IssuerOption,
     JsonFlag,
     ListenOption,
+    MaxP2pdOption,
     SwarmArgument,
+    parse_p2pd_bytes,
 )
 from swarmnet.cli.output import note, print_json, print_text
 from swarmnet.entering import enter
@@ -34,12 +37,15 @@ def bootstrap(  # noqa: PLR0913 - a command line, not an interface
     announce: AnnounceOption = [],  # noqa: B006
     data_dir: DataDirOption = None,
     issuer: IssuerOption = None,
+    max_p2pd: MaxP2pdOption = "256MiB",
     as_json: JsonFlag = False,
 ) -> None:
     """Keep a part of the swarm's directory, and be there for newcomers to start from, until Ctrl-C. Needs no model and little memory."""
+    max_p2pd_bytes = parse_p2pd_bytes(max_p2pd)
     entry = enter(swarm, data_dir or default_data_dir(), bootstrap)
     with locked_data_dir(data_dir or default_data_dir()) as directory:
         network = entry.network(listen or usual_listen(directory), announce, issuer)
+        network = replace(network, max_p2pd_bytes=max_p2pd_bytes)
         run_until_stopped(_serve(network, directory, as_json=as_json))
 
 

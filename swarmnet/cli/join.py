@@ -20,11 +20,13 @@ from swarmnet.cli.options import (
     IssuerOption,
     JsonFlag,
     ListenOption,
+    MaxP2pdOption,
     MetricsOption,
     ModelOption,
     SwarmArgument,
     device_option,
     parse_blocks,
+    parse_p2pd_bytes,
     parse_size_bytes,
 )
 from swarmnet.cli.output import note_if_first
@@ -62,6 +64,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
             "--max-cache", metavar="SIZE", help="Memory for the sessions of others, beside the weights."
         ),
     ] = "1GiB",
+    max_p2pd: MaxP2pdOption = "256MiB",
     max_ram: limiting.MaxRam = None,  # these, down to the cores, are read from the context
     max_gpu_mem: limiting.MaxGpuMem = None,
     up: limiting.Up = None,
@@ -115,6 +118,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
         raise typer.BadParameter("give either --blocks or --num-blocks", param_hint="'--num-blocks'")
     span = parse_blocks(blocks) if blocks is not None else None
     max_cache_bytes = parse_size_bytes(max_cache, option="--max-cache")
+    max_p2pd_bytes = parse_p2pd_bytes(max_p2pd)
     if len(public_name) > 64 or not public_name.isprintable():
         raise typer.BadParameter("use at most 64 printable characters", param_hint="'--name'")
     if priority not in {"low", "normal"}:
@@ -137,7 +141,10 @@ def join(  # noqa: PLR0913 - a command line, not an interface
             yield_to_others()
         config = NodeConfig(
             model=model,
-            network=entry.network(listen or usual_listen(directory), announce, issuer),
+            network=replace(
+                entry.network(listen or usual_listen(directory), announce, issuer),
+                max_p2pd_bytes=max_p2pd_bytes,
+            ),
             swarm_name=entry.file.name,
             cache_dir=cache_dir,
             blocks=span,

@@ -11,6 +11,7 @@ import typer
 from swarmnet import units
 from swarmnet.addresses import PEER_ID, check_listen_address, check_peer_address
 from swarmnet_protocols.transport import PeerId
+from swarmnet_protocols.transport.p2pd_process import MIN_MEMORY_BYTES
 
 
 def _each(check: Callable[[str], None]) -> Callable[[list[str]], list[str]]:
@@ -84,6 +85,15 @@ ListenOption = Annotated[
         callback=_each(check_listen_address),
     ),
 ]
+MaxP2pdOption = Annotated[
+    str,
+    typer.Option(
+        "--max-p2pd",
+        metavar="SIZE",
+        help="Memory from which p2pd, which speaks libp2p for us, is restarted.",
+        show_default="256MiB",
+    ),
+]
 AnnounceOption = Annotated[
     list[str],
     typer.Option(
@@ -142,6 +152,17 @@ def parse_blocks(text: str) -> tuple[int, int]:
             f"{text!r} is not a span: give two numbers A:B with A < B, such as 0:10", param_hint="'--blocks'"
         )
     return int(match[1]), int(match[2])
+
+
+def parse_p2pd_bytes(text: str) -> int:
+    """What ``--max-p2pd`` says."""
+    size_bytes = parse_size_bytes(text, option="--max-p2pd")
+    if size_bytes < MIN_MEMORY_BYTES:
+        raise typer.BadParameter(
+            f"p2pd takes {units.show_memory(MIN_MEMORY_BYTES)} at work: allow more",
+            param_hint="'--max-p2pd'",
+        )
+    return size_bytes
 
 
 def parse_size_bytes(text: str, *, option: str) -> int:

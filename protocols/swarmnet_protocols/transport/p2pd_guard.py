@@ -27,6 +27,10 @@ RELIEF_S = 3.0
 """Above its limit of memory, p2pd is given so long without strangers before it is restarted."""
 
 
+STREAM_BYTES = 96 << 10
+"""What p2pd takes for a stream: buffers of 32 KiB each way, and its own of each."""
+
+
 class Worth(IntEnum):
     """What a connection is to us: the least goes first."""
 
@@ -155,14 +159,12 @@ class Guard:
         connections = self._connections.see(await self._daemon.packed_connections(), now)
         there = {each.peer_id for each in connections}
         self._dialled = {peer: at for peer, at in self._dialled.items() if peer in there or at >= now}
-        is_above = self._daemon.memory_bytes() > self._max_memory_bytes
-        if not is_above:
+        limit_bytes = self._max_memory_bytes + STREAM_BYTES * self._resources.streams_of_known()
+        if self._daemon.memory_bytes() <= limit_bytes:
             self._above_since = None
         elif self._above_since is None:
             self._above_since = now
-            _log.warning(
-                "p2pd holds more than %d MiB: strangers are disconnected", self._max_memory_bytes >> 20
-            )
+            _log.warning("p2pd holds more than %d MiB: strangers are disconnected", limit_bytes >> 20)
 
         def worth(each: Connection) -> Worth:
             return self._worth(each, now)

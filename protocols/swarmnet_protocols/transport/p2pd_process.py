@@ -24,10 +24,20 @@ _STARTUP_S = 20.0
 _IDLE_TIMEOUT = "60s"
 MAX_MEMORY_BYTES = 256 << 20
 """p2pd takes 40 to 60 MB at work. What it keeps of peers that have left, up to an hour, has no other bound than a restart."""
+MIN_MEMORY_BYTES = 128 << 20
 _GO_SHARE = 3 / 8
 """Of the limit, from which on Go's garbage collector works harder, so that only what is really held reaches the limit."""
 RELAY_RESERVATIONS, RELAY_CIRCUITS, RELAY_BUFFER_BYTES = 64, 8, 16 << 10
 """A relay buffers so much each way of a circuit, and each peer takes part in so many: 16 MiB in all. p2pd's own defaults add up to 64 GiB."""
+FLAGS: dict[str, object] = {
+    "relay": 1,
+    "relayMaxReservations": RELAY_RESERVATIONS,
+    "relayMaxCircuits": RELAY_CIRCUITS,
+    "relayBufferSize": RELAY_BUFFER_BYTES,
+    "relayDiscovery": 0,  # it would ask the Kademlia
+    "idleTimeout": _IDLE_TIMEOUT,
+}
+"""No ``dht``: libp2p's own Kademlia keeps whatever an outsider stores. No ``connManager``: it ends connections at work (``p2pd_guard.py``)."""
 
 
 @dataclass(frozen=True)
@@ -84,22 +94,15 @@ async def spawn(config: DaemonConfig, control_path: Path) -> asyncio.subprocess.
 
     loopback = all("/127.0.0.1/" in address or "/::1/" in address for address in config.listen)
     relays = () if loopback else config.relays
-    arguments = {
+    arguments = FLAGS | {
         "listen": f"/unix{control_path}",
         "id": config.identity_path,
         "hostAddrs": ",".join(config.listen),
         "announceAddrs": ",".join(config.announce),
         "trustedRelays": ",".join(relays),
-        # No dht: libp2p's own Kademlia keeps whatever an outsider stores. No connManager: it ends connections at work (p2pd_guard.py).
-        "relay": 1,
-        "relayMaxReservations": RELAY_RESERVATIONS,
-        "relayMaxCircuits": RELAY_CIRCUITS,
-        "relayBufferSize": RELAY_BUFFER_BYTES,
-        "relayDiscovery": 0,  # it would ask the Kademlia
         "autonat": int(not loopback),
         "autoRelay": int(bool(relays)),
         "natPortMap": int(not loopback),
-        "idleTimeout": _IDLE_TIMEOUT,
     }
     binary = importlib.resources.files(hivemind.hivemind_cli) / "p2pd"
     try:
