@@ -7,12 +7,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import torch
 
 from swarmnet_node.guest import GOVERN_S, LOOK_S, PAUSE_GRACE_S, Guest
 from swarmnet_node.limits import Limits, Usage
 from swarmnet_node.stage import Stage
 from swarmnet_protocols.errors import IntegrityError
 from swarmnet_protocols.hosts import read_records
+from swarmnet_protocols.session.steps import Row
 from swarmnet_protocols.wire import records_pb2 as pb
 from tests.support.guest_machine import MONDAY_NOON, FakeMachine
 from tests.support.swarm_lab import SWARM, Lab, MemoryDirectory, Reference, peer, simulate
@@ -65,6 +67,44 @@ def test_sessions_move_away_from_a_node_that_pauses_and_it_serves_again(referenc
             assert guest.span == (0, 2)
             async with lab.client("third") as swarm, lab.chain(swarm) as chain:
                 assert await lab.generate(chain, PROMPT, TOKENS) == reference.greedy(PROMPT, TOKENS)
+
+    simulate(reference, scenario)
+
+
+def test_sessions_move_away_from_a_node_that_steps_aside_and_it_comes_back(reference: Reference) -> None:
+    async def scenario(lab: Lab) -> None:
+        await lab.start("rest", lab.hosting((2, 6)))
+        async with lab.guest("guest", lab.hosting((0, 2)), FakeMachine(), Limits()) as guest:
+            begun, is_aside = asyncio.Event(), asyncio.Event()
+
+            async def answer() -> list[int]:
+                async with lab.client() as swarm, lab.chain(swarm) as chain:
+                    await chain.forward((Row(0, 0, 1, 1, 0),), torch.tensor(PROMPT[:1]))
+                    begun.set()
+                    await is_aside.wait()
+                    hidden = await chain.forward((Row(0, 1, 3, 1, 0),), torch.tensor(PROMPT[1:]))
+                    return [reference.next_token(hidden)]
+
+            answering = asyncio.create_task(answer())
+            await begun.wait()
+            await lab.start("replica", lab.hosting((0, 2)))
+            async with guest.step_aside("p2pd is restarted"):
+                assert (guest.status().reason, guest.host) == ("p2pd is restarted", None)
+                is_aside.set()
+                assert await answering == reference.greedy(PROMPT, 1)
+            await turns(guest, "online")
+
+    simulate(reference, scenario)
+
+
+def test_a_node_that_has_ended_steps_aside_at_once(reference: Reference) -> None:
+    async def scenario(lab: Lab) -> None:
+        async with lab.guest("guest", lab.hosting((0, 6)), FakeMachine(), Limits()) as guest:
+            guest.finish(1.0)
+            await guest.finished()
+            began = asyncio.get_running_loop().time()
+            async with guest.step_aside("p2pd is restarted"):
+                assert asyncio.get_running_loop().time() == began
 
     simulate(reference, scenario)
 

@@ -8,7 +8,7 @@ import pytest
 from swarmnet_protocols.resources import Exhausted, Flow, ResourceManager, Stock
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.transport import PeerId
-from swarmnet_protocols.transport.crowds import Crowds
+from swarmnet_protocols.transport.crowds import Crowds, host_of
 from swarmnet_protocols.transport.meter import Meter
 from tests.support.virtual_time import run
 
@@ -114,3 +114,12 @@ def test_nothing_is_kept_of_streams_that_ended() -> None:
         await asyncio.sleep(0)
 
     in_a_room(scenario)
+
+
+def test_a_host_of_ipv6_has_a_whole_64() -> None:
+    one, another, neighbour = (
+        host_of(f"/ip6/{host}/tcp/1") for host in ("2001:db8::1", "2001:db8::ffff:1", "2001:db8:0:1::1")
+    )
+    assert one == another != neighbour
+    assert host_of("/ip4/203.0.113.1/tcp/1") != host_of("/ip4/203.0.113.2/udp/1/quic-v1")
+    assert host_of("/dns4/example.org/tcp/1") == ""

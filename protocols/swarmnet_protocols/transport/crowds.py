@@ -2,6 +2,7 @@
 
 import asyncio
 import ipaddress
+from collections.abc import Mapping
 from contextlib import suppress
 
 from swarmnet_protocols.resources import Flow, ResourceManager, Stock
@@ -11,6 +12,7 @@ from swarmnet_protocols.transport.meter import MAX_OWED_S, Meter
 
 _PREFIX_BITS = {"ip4": 24, "ip6": 48}
 """What one customer of a provider has at most: in it, addresses cost as little as identities."""
+_HOST_BITS = {"ip4": 32, "ip6": 64}
 
 
 class Crowds:
@@ -54,16 +56,17 @@ class Crowds:
 
 def origin_of(address: str) -> str:
     """The part of the network that a multiaddr lies in; empty for one without an IP address. Through a relay, it is the relay's."""
-    match address.split("/"):
-        case ["", "ip4" | "ip6" as family, host, *_]:
-            with suppress(ValueError):
-                return str(ipaddress.ip_network(f"{host}/{_PREFIX_BITS[family]}", strict=False))
-    return ""
+    return _network_of(address, _PREFIX_BITS)
 
 
 def host_of(address: str) -> str:
-    """The IP address of a multiaddr; empty for one without. Through a relay, it is the relay's."""
+    """As ``origin_of``, of one host: of IPv6 a /64, in which a host may have any address."""
+    return _network_of(address, _HOST_BITS)
+
+
+def _network_of(address: str, prefix_bits: Mapping[str, int]) -> str:
     match address.split("/"):
-        case ["", "ip4" | "ip6", host, *_]:
-            return host
+        case ["", "ip4" | "ip6" as family, host, *_]:
+            with suppress(ValueError):
+                return str(ipaddress.ip_network(f"{host}/{prefix_bits[family]}", strict=False))
     return ""

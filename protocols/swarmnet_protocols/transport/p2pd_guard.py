@@ -48,7 +48,7 @@ class Connection:
     """Packed, as p2pd takes it."""
     peer_id: PeerId
     host: str
-    """IP address."""
+    """As of ``host_of``."""
     subnet: str
     """As of ``origin_of``."""
     since: float

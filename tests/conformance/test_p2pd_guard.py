@@ -1,0 +1,153 @@
+"""What outsiders may hold of a real p2pd: connections, records of libp2p's own Kademlia, memory; and a restart in its place."""
+
+import asyncio
+import contextlib
+import math
+from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+
+from swarmnet_protocols.membership.roles import ANY_ROLE
+from swarmnet_protocols.transport import Message, ProtocolSpec, Stream, p2pd_guard
+from swarmnet_protocols.transport.p2pd import P2pdConfig, P2pdTransport
+from swarmnet_protocols.transport.p2pd_guard import ConnectionLimits
+from tests.support.conversations import dial, echo
+from tests.support.outsider import MULTISTREAM, Outsider, field, line, outsiders, varint
+
+from .conftest import LOOPBACK
+
+pytestmark = pytest.mark.slow
+
+ECHO = ProtocolSpec("/test/echo", max_header_bytes=1 << 10, roles=ANY_ROLE, served_by=ANY_ROLE)
+KADEMLIA = "/ipfs/kad/1.0.0"
+PING = "/ipfs/ping/1.0.0"
+LIMITS = ConnectionLimits()
+DEADLINE_S = 20.0
+
+
+@contextlib.asynccontextmanager
+async def peer(identity_path: Path, **changes: Any) -> AsyncIterator[P2pdTransport]:
+    """One that echoes."""
+    async with P2pdTransport.create(P2pdConfig(identity_path, listen=LOOPBACK, **changes)) as transport:
+        await transport.serve(ECHO, echo)
+        yield transport
+
+
+async def echoes(stream: Stream) -> None:
+    await stream.send(Message(b"still"))
+    async with asyncio.timeout(DEADLINE_S):
+        assert (await stream.receive()).header == b"still"
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            if holds():
+                return
+            await asyncio.sleep(0.05)
+
+
+def connected(there: list[Outsider]) -> int:
+    return sum(each.is_connected for each in there)
+
+
+def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as nodes do
+        runner.run(main())
+
+
+def test_one_address_has_so_many_connections_and_those_at_work_stay(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with peer(tmp_path / "a") as a, peer(tmp_path / "b") as b, peer(tmp_path / "c") as c:
+            accepted, dialled = await dial(b, a, ECHO), await dial(a, c, ECHO)
+            for stream in accepted, dialled:
+                await echoes(stream)
+            async with outsiders(a.addresses()[0], LIMITS.each_host + 36) as crowd:
+                assert len(crowd) == LIMITS.each_host + 36
+                await until(lambda: connected(crowd) <= LIMITS.each_host)
+                assert len(await a.addresses_of(b.peer_id)) == 1
+                for stream in accepted, dialled:
+                    await echoes(stream)
+
+    run(main)
+
+
+def test_many_addresses_keep_no_newcomer_out(tmp_path: Path) -> None:
+    """Of a crowd in a few subnets some go, and somebody in another one stays."""
+    limits = ConnectionLimits(each_host=4, each_subnet=8, in_all=20)
+    crowd_sources = tuple(f"127.0.{net}.{host}" for net in (1, 2, 3) for host in (1, 2, 3, 4))
+
+    async def main() -> None:
+        async with (
+            peer(tmp_path / "a", connections=limits) as a,
+            outsiders(a.addresses()[0], 6, sources=crowd_sources) as crowd,
+        ):
+            await until(lambda: connected(crowd) <= limits.in_all)
+            async with (
+                outsiders(a.addresses()[0], 1, sources=("127.0.9.1",)) as [newcomer],
+                outsiders(a.addresses()[0], 2, sources=crowd_sources) as more,
+            ):
+                await until(lambda: connected(crowd) + connected(more) < limits.in_all)
+                assert newcomer.is_connected
+
+    run(main)
+
+
+def test_an_outsider_leaves_nothing_in_libp2ps_own_kademlia(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with peer(tmp_path / "a") as a, outsiders(a.addresses()[0], 1) as [outsider]:
+            record = b"\x08\x02" + field(2, b"\x12\x20" + bytes(32)) + field(9, field(1, outsider.id))
+            kademlia = await outsider.open(KADEMLIA, varint(len(record)) + record)
+            ping = await outsider.open(PING, bytes(32))
+            await outsider.until_heard(ping, bytes(32))
+            async with asyncio.timeout(DEADLINE_S):
+                await outsider.until_heard(kademlia, line(MULTISTREAM) + b"\x03na\n")
+
+    run(main)
+
+
+def test_a_p2pd_that_holds_too_much_is_restarted_in_its_place(tmp_path: Path) -> None:
+    """At its old address, under its identity, with what it serves; whoever is served has moved away before."""
+    said: list[str] = []
+
+    @contextlib.asynccontextmanager
+    async def aside() -> AsyncIterator[None]:
+        said.append("away")
+        yield
+        said.append("back")
+
+    async def main() -> None:
+        async with peer(tmp_path / "b") as b, peer(tmp_path / "a", step_aside=aside) as a:
+            died = asyncio.create_task(a.died())
+            addresses, before = a.addresses(), a._daemon.process
+            stream = await dial(b, a, ECHO)
+            await echoes(stream)
+            a._guard._max_memory_bytes = -(1 << 40)
+            await until(lambda: said == ["away"])
+            a._guard._max_memory_bytes = 1 << 40
+            await until(lambda: said == ["away", "back"])
+            assert a._daemon.process is not before
+            assert a.addresses() == addresses
+            again = await b.open(a.peer_id, ECHO, addresses=addresses, deadline_s=DEADLINE_S)
+            await echoes(again)
+            await echoes(await dial(a, b, ECHO))
+            assert not died.done()
+            a._daemon.process.kill()
+            await died
+
+    run(main)
+
+
+def test_where_p2pd_holds_too_much_strangers_go_first(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with peer(tmp_path / "a") as a, outsiders(a.addresses()[0], 8) as crowd:
+            assert connected(crowd) == 8
+            a._guard._max_memory_bytes = -(1 << 40)
+            await until(lambda: connected(crowd) == 0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(p2pd_guard, "RELIEF_S", math.inf)  # it is not restarted
+        run(main)

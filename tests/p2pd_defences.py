@@ -1,0 +1,114 @@
+"""The defences of p2pd against outsiders, as in ``defences.py``."""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import pytest
+
+from swarmnet_protocols import dht_contacts
+from swarmnet_protocols.dht_contacts import Contacts
+from swarmnet_protocols.records import Record
+from swarmnet_protocols.transport import crowds, p2pd_guard, p2pd_process
+from swarmnet_protocols.transport.p2pd_guard import Connection, ConnectionLimits, Guard, Worth
+from swarmnet_protocols.wire import records_pb2 as pb
+from tests.conformance import test_p2pd_guard
+from tests.defences import Defence, replacing
+from tests.flood_defences import take_what_can_be_read
+from tests.unit import test_crowds, test_dht_contacts
+from tests.unit import test_p2pd_guard as test_excess
+
+
+def close_none(*_: object) -> list[Connection]:
+    return []
+
+
+def believe(sealed: Iterable[bytes], **_: object) -> Iterator[Record]:
+    """What is said, whoever has signed it."""
+    for data in sealed:
+        message = take_what_can_be_read(pb.SignedRecord, data)
+        if message.signer:
+            yield Record(
+                message.swarm,
+                message.topic,
+                message.signer,
+                message.sequence,
+                message.expires_at_ms / 1000,
+                message.body,
+            )
+
+
+def have_a_kademlia(patch: pytest.MonkeyPatch) -> None:
+    patch.setitem(p2pd_process.FLAGS, "dhtServer", 1)
+
+
+def learn_of_anybody(patch: pytest.MonkeyPatch) -> None:
+    learn = Contacts.learn
+    patch.setattr(Contacts, "learn", lambda self, contacts, **_: learn(self, contacts))
+
+
+def all_alike(patch: pytest.MonkeyPatch) -> None:
+    """Whatever a connection is to us."""
+    excess = p2pd_guard.excess
+
+    def blind(there: Iterable[Connection], _worth: object, limits: ConnectionLimits) -> Sequence[Connection]:
+        return excess(there, lambda _: Worth.IDLE, limits)
+
+    patch.setattr(p2pd_guard, "excess", blind)
+
+
+P2PD = (
+    Defence(
+        "libp2p's own Kademlia keeps nothing for outsiders",
+        have_a_kademlia,
+        test_p2pd_guard.test_an_outsider_leaves_nothing_in_libp2ps_own_kademlia,
+    ),
+    Defence(
+        "one address has so many connections",
+        replacing(p2pd_guard, "excess", close_none),
+        test_p2pd_guard.test_one_address_has_so_many_connections_and_those_at_work_stay,
+    ),
+    Defence(
+        "a subnet has so many",
+        replacing(p2pd_guard, "_subnet", lambda each: each.peer),
+        lambda _: test_excess.test_a_subnet_has_its_share(),
+    ),
+    Defence(
+        "a crowd in a few subnets displaces its own",
+        replacing(crowds, "_PREFIX_BITS", {"ip4": 0, "ip6": 0}),
+        lambda _: test_excess.test_in_all_those_from_where_most_come_from_go_first(),
+    ),
+    Defence(
+        "an IPv6 host has a /64",
+        replacing(crowds, "_HOST_BITS", {"ip4": 32, "ip6": 128}),
+        lambda _: test_crowds.test_a_host_of_ipv6_has_a_whole_64(),
+    ),
+    Defence(
+        "those at work behind an attacker's address stay",
+        all_alike,
+        lambda _: test_excess.test_those_at_work_behind_the_address_of_an_attacker_stay(),
+    ),
+    Defence(
+        "where p2pd holds too much strangers go",
+        replacing(Guard, "_worth", lambda *_: Worth.KNOWN),
+        test_p2pd_guard.test_where_p2pd_holds_too_much_strangers_go_first,
+    ),
+    Defence(
+        "and it is restarted",
+        replacing(Guard, "_is_worn", lambda _: False),
+        test_p2pd_guard.test_a_p2pd_that_holds_too_much_is_restarted_in_its_place,
+    ),
+    Defence(
+        "nobody else says where a peer is",
+        replacing(dht_contacts, "open_valid", believe),
+        lambda _: test_dht_contacts.test_nobody_else_can_say_where_a_peer_is(),
+    ),
+    Defence(
+        "a caller says where it is itself, and nobody else",
+        learn_of_anybody,
+        lambda _: test_dht_contacts.test_a_caller_speaks_for_itself_only(),
+    ),
+    Defence(
+        "an answer brings so many contacts",
+        replacing(dht_contacts, "MAX_CONTACTS", 1 << 30),
+        lambda _: test_dht_contacts.test_an_answer_has_so_many_and_none_is_too_large(),
+    ),
+)

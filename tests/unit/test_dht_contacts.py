@@ -1,0 +1,127 @@
+"""Whose word on where a peer is counts, and how many are kept."""
+
+import pytest
+
+from swarmnet_protocols import dht_contacts
+from swarmnet_protocols.dht_contacts import (
+    LIFETIME_S,
+    MAX_CONTACT_BYTES,
+    MAX_CONTACTS,
+    TOPIC,
+    Contacts,
+    contacts_in,
+    with_contacts,
+)
+from swarmnet_protocols.directory import Publisher
+from swarmnet_protocols.identity import Identity
+from swarmnet_protocols.wire import records_pb2 as pb
+
+SWARM = bytes(32)
+ALICE, BOB, MALLORY = (Identity.from_seed(name) for name in (b"alice", b"bob", b"mallory"))
+
+
+class Clock:
+    now = 1_800_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class World:
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.reached_at = ["/ip4/198.51.100.1/tcp/4001"]
+
+    def contacts(self, identity: Identity, swarm: bytes = SWARM) -> Contacts:
+        return Contacts(Publisher(identity, swarm, self.clock), lambda: self.reached_at)
+
+
+def test_what_a_peer_says_of_itself_is_known_and_passed_on() -> None:
+    world = World()
+    alice, bob, third = (world.contacts(each) for each in (ALICE, BOB, MALLORY))
+    bob.learn([alice.mine()], only=ALICE.peer_id)
+    assert bob.addresses_of(ALICE.peer_id) == tuple(world.reached_at)
+    third.learn(bob.of([ALICE.peer_id, BOB.peer_id]))
+    assert third.addresses_of(ALICE.peer_id) == tuple(world.reached_at)
+    assert third.addresses_of(BOB.peer_id) == ()
+
+
+def test_a_contact_is_sealed_anew_only_when_it_must_be() -> None:
+    world = World()
+    alice, bob = world.contacts(ALICE), world.contacts(BOB)
+    first = alice.mine()
+    assert alice.mine() == first
+    world.clock.now += 0.6 * LIFETIME_S
+    assert alice.mine() != first
+    world.reached_at = ["/ip4/198.51.100.9/tcp/4001"]
+    for sealed in alice.mine(), first:  # an older one changes nothing
+        bob.learn([sealed])
+        assert bob.addresses_of(ALICE.peer_id) == ("/ip4/198.51.100.9/tcp/4001",)
+    world.clock.now += 2 * LIFETIME_S
+    assert bob.of([ALICE.peer_id]) == []
+
+
+def tampered(sealed: bytes) -> bytes:
+    return sealed[:-1] + bytes([sealed[-1] ^ 1])
+
+
+def test_nobody_else_can_say_where_a_peer_is() -> None:
+    world = World()
+    bob = world.contacts(BOB)
+    bob.learn(
+        [tampered(world.contacts(ALICE).mine()), world.contacts(ALICE, bytes([1]) * 32).mine(), b"", b"\xff"]
+    )
+    assert bob.addresses_of(ALICE.peer_id) == ()
+
+
+def test_a_caller_speaks_for_itself_only() -> None:
+    world = World()
+    bob = world.contacts(BOB)
+    bob.learn([world.contacts(ALICE).mine()], only=MALLORY.peer_id)
+    assert bob.addresses_of(ALICE.peer_id) == ()
+
+
+def test_a_record_of_something_else_is_no_contact() -> None:
+    world = World()
+    body = pb.ContactRecord(addresses=world.reached_at).SerializeToString()
+    _, sealed = Publisher(ALICE, SWARM, world.clock).seal("presence/", body, lifetime_s=60.0)
+    bob = world.contacts(BOB)
+    bob.learn([sealed])
+    assert bob.addresses_of(ALICE.peer_id) == ()
+
+
+def test_an_answer_has_so_many_and_none_is_too_large() -> None:
+    world = World()
+    bob = world.contacts(BOB)
+    crowd = [Identity.from_seed(bytes([number])) for number in range(MAX_CONTACTS + 2)]
+    bob.learn([world.contacts(each).mine() for each in crowd])
+    assert [bool(bob.addresses_of(each.peer_id)) for each in crowd] == [True] * MAX_CONTACTS + [False] * 2
+    body = pb.ContactRecord(addresses=["x" * MAX_CONTACT_BYTES]).SerializeToString()
+    _, sealed = Publisher(ALICE, SWARM, world.clock).seal(TOPIC, body, lifetime_s=60.0)
+    bob.learn([sealed])
+    assert bob.addresses_of(ALICE.peer_id) == ()
+
+
+def test_those_that_were_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dht_contacts, "MAX_KNOWN", 2)
+    world = World()
+    reader = world.contacts(Identity.from_seed(b"reader"))
+    reader.learn([world.contacts(ALICE).mine()])
+    reader.learn([world.contacts(BOB).mine()])
+    assert reader.addresses_of(ALICE.peer_id)
+    reader.learn([world.contacts(MALLORY).mine()])
+    known = [bool(reader.addresses_of(each.peer_id)) for each in (ALICE, BOB, MALLORY)]
+    assert known == [True, False, True]
+
+
+def test_contacts_travel_beside_a_message_of_hivemind() -> None:
+    from swarmnet_protocols.transport.p2pd_daemon import prepare_hivemind
+
+    prepare_hivemind()
+    from hivemind.proto import dht_pb2
+
+    call = dht_pb2.FindRequest(keys=[bytes(20)], peer=dht_pb2.NodeInfo(node_id=bytes(20)))
+    data = with_contacts(call.SerializeToString(), [b"one", b"another"])
+    assert contacts_in(data) == [b"one", b"another"]
+    read = dht_pb2.FindRequest.FromString(data)
+    assert (list(read.keys), read.peer) == (list(call.keys), call.peer)

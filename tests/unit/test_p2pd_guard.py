@@ -1,0 +1,92 @@
+"""Which connections at p2pd are closed where there are too many."""
+
+import random
+
+import pytest
+
+from swarmnet_protocols.identity import Identity
+from swarmnet_protocols.transport import p2pd_guard
+from swarmnet_protocols.transport.crowds import origin_of
+from swarmnet_protocols.transport.p2pd_guard import Connection, ConnectionLimits, Worth
+from swarmnet_protocols.transport.p2pd_process import listening_at
+
+PEER = Identity.from_seed(b"somebody").peer_id
+LIMITS = ConnectionLimits(each_host=4, each_subnet=8, in_all=16)
+
+
+def connections(host: str, number: int, since: float = 0.0) -> list[Connection]:
+    return [
+        Connection(f"{host} {since + age}".encode(), PEER, host, origin_of(f"/ip4/{host}"), since + age)
+        for age in range(number)
+    ]
+
+
+def kept(there: list[Connection], known: list[Connection] | None = None) -> set[bytes]:
+    """The peers that stay, of those in any order."""
+    shuffled = random.Random(0).sample(there, len(there))
+
+    def worth(each: Connection) -> Worth:
+        return Worth.KNOWN if each in (known or []) else Worth.IDLE
+
+    closed = p2pd_guard.excess(shuffled, worth, LIMITS)
+    assert len(set(closed)) == len(closed)
+    return {each.peer for each in there} - {each.peer for each in closed}
+
+
+def peers(there: list[Connection]) -> set[bytes]:
+    return {each.peer for each in there}
+
+
+def test_within_the_limits_nothing_is_closed() -> None:
+    there = [*connections("198.51.100.1", 4), *connections("198.51.100.2", 4), *connections("203.0.113.1", 4)]
+    assert kept(there) == peers(there)
+
+
+def test_of_one_address_the_newest_go() -> None:
+    there = connections("198.51.100.1", 9)
+    assert kept(there) == peers(there[:4])
+
+
+def test_those_at_work_behind_the_address_of_an_attacker_stay() -> None:
+    attacker, honest = connections("198.51.100.1", 9), connections("198.51.100.1", 4, since=100.0)
+    assert kept([*attacker, *honest], known=honest) == peers(honest)
+
+
+def test_a_subnet_has_its_share() -> None:
+    crowd = [each for host in range(9) for each in connections(f"198.51.100.{host}", 3)]
+    alone = connections("203.0.113.1", 2, since=100.0)
+    left = kept([*crowd, *alone])
+    assert peers(alone) <= left
+    assert len(left) == 8 + 2
+
+
+def test_in_all_those_from_where_most_come_from_go_first() -> None:
+    crowds = [each for net in (1, 2, 3) for host in (1, 2) for each in connections(f"10.0.{net}.{host}", 4)]
+    alone = [each for net in range(4) for each in connections(f"203.0.{net}.1", 1, since=100.0)]
+    left = kept([*crowds, *alone])
+    assert peers(alone) <= left
+    assert len(left) == 16
+
+
+def test_in_all_those_at_work_stay() -> None:
+    known = [each for net in range(4) for each in connections(f"10.1.{net}.1", 4, since=100.0)]
+    strangers = [each for net in range(40) for each in connections(f"203.0.{net}.1", 1)]
+    assert kept([*strangers, *known], known=known) == peers(known)
+
+
+@pytest.mark.parametrize(
+    ("listen", "expected"),
+    [
+        ("/ip4/0.0.0.0/tcp/0", "/ip4/0.0.0.0/tcp/4001"),
+        ("/ip4/0.0.0.0/udp/0/quic-v1", "/ip4/0.0.0.0/udp/4002/quic-v1"),
+        ("/ip4/0.0.0.0/tcp/31337", "/ip4/0.0.0.0/tcp/31337"),
+        ("/ip6/::/tcp/0", "/ip6/::/tcp/0"),
+    ],
+)
+def test_a_port_that_was_chosen_is_taken_again(listen: str, expected: str) -> None:
+    addresses = [
+        "/ip4/198.51.100.1/tcp/9/p2p/RELAY/p2p-circuit",
+        "/ip4/127.0.0.1/tcp/4001/p2p/ME",
+        "/ip4/127.0.0.1/udp/4002/quic-v1/p2p/ME",
+    ]
+    assert listening_at(listen, addresses) == expected
