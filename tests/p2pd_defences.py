@@ -97,6 +97,11 @@ P2PD = (
         test_p2pd_guard.test_a_p2pd_that_holds_too_much_is_restarted_in_its_place,
     ),
     Defence(
+        "a relay buffers little",
+        lambda patch: patch.setitem(p2pd_process.FLAGS, "relayBufferSize", 1 << 24),
+        lambda _: test_excess.test_what_a_relay_may_buffer_is_a_small_part_of_the_memory_that_p2pd_may_hold(),
+    ),
+    Defence(
         "nobody else says where a peer is",
         replacing(dht_contacts, "open_valid", believe),
         lambda _: test_dht_contacts.test_nobody_else_can_say_where_a_peer_is(),

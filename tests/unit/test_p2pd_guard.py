@@ -5,7 +5,7 @@ import random
 import pytest
 
 from swarmnet_protocols.identity import Identity
-from swarmnet_protocols.transport import p2pd_guard
+from swarmnet_protocols.transport import p2pd_guard, p2pd_process
 from swarmnet_protocols.transport.crowds import origin_of
 from swarmnet_protocols.transport.p2pd_guard import Connection, ConnectionLimits, Worth
 from swarmnet_protocols.transport.p2pd_process import listening_at
@@ -90,3 +90,14 @@ def test_a_port_that_was_chosen_is_taken_again(listen: str, expected: str) -> No
         "/ip4/127.0.0.1/udp/4002/quic-v1/p2p/ME",
     ]
     assert listening_at(listen, addresses) == expected
+
+
+def test_what_a_relay_may_buffer_is_a_small_part_of_the_memory_that_p2pd_may_hold() -> None:
+    flags = p2pd_process.FLAGS
+    assert (flags["relayMaxReservations"], flags["relayMaxCircuits"], flags["relayBufferSize"]) == (
+        p2pd_process.RELAY_RESERVATIONS,
+        p2pd_process.RELAY_CIRCUITS,
+        p2pd_process.RELAY_BUFFER_BYTES,
+    )
+    circuits = p2pd_process.RELAY_RESERVATIONS * p2pd_process.RELAY_CIRCUITS
+    assert 2 * circuits * p2pd_process.RELAY_BUFFER_BYTES <= p2pd_process.MAX_MEMORY_BYTES / 16
