@@ -34,7 +34,10 @@ def lab(tmp_path_factory: pytest.TempPathFactory, cache_dir: Path) -> Iterator[S
 
 @pytest.fixture(scope="module")
 def gateway(lab: Swarm) -> Iterator[GatewayProcess]:
-    with GatewayProcess(lab, "--api-key", KEY) as process:
+    file = lab.directory / "api.key"
+    file.write_text(KEY)
+    file.chmod(0o600)
+    with GatewayProcess(lab, "--api-key-file", str(file)) as process:
         yield process
 
 
