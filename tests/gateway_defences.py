@@ -31,7 +31,7 @@ def checking_to_the_end(patch: pytest.MonkeyPatch) -> None:
             left.extend(part.values())
         elif isinstance(part, list | tuple):
             left.extend(part)
-    patch.setattr(CompletionRequest, "__pydantic_validator__", SchemaValidator(schema))
+    patch.setattr(CompletionRequest, "__pydantic_validator__", SchemaValidator(schema, _use_prebuilt=False))
 
 
 def in_our_process(patch: pytest.MonkeyPatch) -> None:
@@ -44,8 +44,11 @@ def in_our_process(patch: pytest.MonkeyPatch) -> None:
 
 
 def with_our_environment(patch: pytest.MonkeyPatch) -> None:
-    popen = chat_template.subprocess.Popen
-    patch.setattr(chat_template.subprocess, "Popen", lambda *args, env, **rest: popen(*args, **rest))
+    def popen(*arguments: Any, **options: Any) -> Any:
+        return started(*arguments, **options | {"env": None})
+
+    started = chat_template.subprocess.Popen
+    patch.setattr(chat_template.subprocess, "Popen", popen)
 
 
 def reading(name: str, size: str) -> Any:
@@ -55,7 +58,9 @@ def reading(name: str, size: str) -> Any:
 def timed(folder: Path) -> None:
     del folder
     with pytest.MonkeyPatch.context() as patch:
-        test_chat_template.test_a_template_takes_no_more_time_than_it_may("RENDER_S", 0.1, patch)
+        test_chat_template.test_a_template_takes_no_more_time_than_it_may(
+            "RENDER_S", 0.1, test_chat_template.loops(3000), patch
+        )
 
 
 def without_secrets(folder: Path) -> None:
@@ -70,7 +75,9 @@ GATEWAY = (
         replacing(BodyBounds, "_check_values", nothing),
         reading("objects", "most"),
     ),
-    Defence("a list is checked to its first wrong item", checking_to_the_end, reading("wrong tokens", "some")),
+    Defence(
+        "a list is checked to its first wrong item", checking_to_the_end, reading("wrong tokens", "some")
+    ),
     Defence(
         "a key's quota comes before its body",
         replacing(Quotas, "check", nothing),

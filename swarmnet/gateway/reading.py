@@ -101,4 +101,3 @@ def is_json(content_type: str) -> bool:
     """Whether a header says so. Web pages can send anything else without asking first."""
     kind = content_type.partition(";")[0].strip().lower()
     return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
-

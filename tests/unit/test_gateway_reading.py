@@ -35,18 +35,28 @@ ATTACKS: dict[str, tuple[Callable[[int], bytes], type[Strict]]] = {
     "wrong tokens": (lambda size: filled(COMPLETION + b"[[", b"-1", b"]]}", size), CompletionRequest),
     "texts": (lambda size: filled(COMPLETION + b"[", b'""', b"]}", size), CompletionRequest),
     "long numbers": (lambda size: filled(COMPLETION + b"[", b"9" * 4000, b"]}", size), CompletionRequest),
-    "depth": (lambda size: COMPLETION + b"[" * (size // 2) + b"]" * (size // 2 - 40) + b"}", CompletionRequest),
+    "depth": (
+        lambda size: COMPLETION + b"[" * (size // 2) + b"]" * (size // 2 - 40) + b"}",
+        CompletionRequest,
+    ),
     "unknown fields": (lambda size: b'{"model":"m",' + names(size) + b"}", CompletionRequest),
     "biases": (lambda size: COMPLETION + b'"x","logit_bias":{' + names(size) + b"}}", CompletionRequest),
     "stops": (lambda size: filled(COMPLETION + b'"x","stop":[', b'"a"', b"]}", size), CompletionRequest),
     "tools": (lambda size: filled(COMPLETION + b'"x","tools":[', b'{"a":1}', b"]}", size), CompletionRequest),
+    "parts": (
+        lambda size: filled(CHAT + b'[{"role":"user","content":[', b"{}", b"]}]}", size),
+        ChatRequest,
+    ),
     "messages": (lambda size: filled(CHAT + b"[", b'{"role":"x"}', b"]}", size), ChatRequest),
     "one token": (lambda size: filled(b'{"tokens":[', b"-1", b"]}", size), DetokenizeRequest),
     "NaN": (lambda size: COMPLETION + b'"x","temperature":NaN}', CompletionRequest),
     "half a character": (lambda size: COMPLETION + b'"\\ud800"}', CompletionRequest),
     "not UTF-8": (lambda size: COMPLETION + b'"\xff"}', CompletionRequest),
     "a long name": (lambda size: COMPLETION + b'"x","' + b"a" * (size - 60) + b'":1}', CompletionRequest),
-    "a long bias": (lambda size: COMPLETION + b'"x","logit_bias":{"' + b"a" * (size - 60) + b'":1}}', CompletionRequest),
+    "a long bias": (
+        lambda size: COMPLETION + b'"x","logit_bias":{"' + b"a" * (size - 60) + b'":1}}',
+        CompletionRequest,
+    ),
 }
 
 
@@ -111,4 +121,6 @@ def test_a_long_conversation_is_taken() -> None:
 
 def test_what_is_in_texts_is_not_counted() -> None:
     for text in ('"' * 10_000, "\\" * 10_001 + '"[{', "{[,:" * 10_000, "9" * 10_000):
-        assert SMALL.read(json.dumps({"prompt": text, "model": "m"}).encode(), CompletionRequest).prompt == [text]
+        assert SMALL.read(json.dumps({"prompt": text, "model": "m"}).encode(), CompletionRequest).prompt == [
+            text
+        ]

@@ -67,7 +67,9 @@ def render_chat(
         "max_chars": max_chars,
         "cpu_s": CPU_S,
     }
-    answer = _renderer.ask(json.dumps(request, default=str).encode(), max_chars * _ESCAPED_BYTES + _PART_BYTES)
+    answer = _renderer.ask(
+        json.dumps(request, default=str).encode(), max_chars * _ESCAPED_BYTES + _PART_BYTES
+    )
     if "refused" in answer:
         raise TemplateRefused(f"the model's chat template refuses these messages: {answer['refused']}")
     if "text" not in answer:
@@ -116,7 +118,6 @@ class _Renderer:
             "OPENBLAS_NUM_THREADS": "1",
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
-            **{name: os.environ[name] for name in ("TZ", "HOME", "LD_LIBRARY_PATH") if name in os.environ},
         }
         self._is_ready = False
         self._process = subprocess.Popen(
