@@ -1,4 +1,4 @@
-"""Key files of authorities and issuers: Ed25519 in PEM, for their owner's eyes only."""
+"""Files of secrets, which only their owner may read: keys of authorities and issuers (Ed25519 in PEM), and API keys."""
 
 import os
 import stat
@@ -12,7 +12,11 @@ if TYPE_CHECKING:
     from swarmnet_protocols.identity import Identity
 
 KEY_NAME = "authority.key"
+API_KEY = "SWARMNET_API_KEY"
+"""The environment variable with the key that an endpoint asks for. Command lines are no place for it: every user reads them in ``ps``."""
 _MAX_KEY_BYTES = 4096
+_MOUNTED = Path("/run/secrets")
+"""Where container engines mount secrets. Their modes are those of another machine's users, and the container has one user."""
 
 
 def create_key(path: Path) -> "Identity":
@@ -55,3 +59,23 @@ def load_key(path: Path) -> "Identity":
     if not isinstance(key, Ed25519PrivateKey):
         raise ConfigError(f"{path} is not an Ed25519 key", hint="restore it from your backup")
     return Identity(key)
+
+
+def read_secret(path: Path, max_bytes: int) -> str:
+    """The text in ``path``. Raises ``ConfigError`` for a file that every user of this machine can read, or that is longer."""
+    try:
+        with path.open("rb") as stream:
+            mode = os.fstat(stream.fileno()).st_mode
+            text = stream.read(max_bytes + 1)
+        if len(text) > max_bytes:
+            raise ConfigError(f"{path} has more than {max_bytes} bytes", hint="give a text file with a key")
+        # A group is let pass: systemd shows the access list of a service's credentials as one.
+        if stat.S_IMODE(mode) & stat.S_IRWXO and not path.resolve().is_relative_to(_MOUNTED):
+            raise ConfigError(
+                f"the key in {path} can be read by every user of this machine", hint=f"chmod 600 {path}"
+            )
+        return text.decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"cannot read the key in {path}: {error}", hint="give a text file with a key"
+        ) from error

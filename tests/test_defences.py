@@ -12,6 +12,7 @@ from tests.directory_defences import DIRECTORY
 from tests.door_defences import DOOR, ISSUER
 from tests.file_defences import FILES, HASHES, IDENTITY, STATEMENTS
 from tests.flood_defences import FLOODS
+from tests.gateway_defences import GATEWAY
 from tests.job_defences import JOBS
 from tests.limit_defences import LIMITS
 from tests.p2pd_defences import P2PD
@@ -34,6 +35,7 @@ DEFENCES = (
     *DIRECTORY,
     *P2PD,
     *DIALS,
+    *GATEWAY,
 )
 
 FAILURES = (AssertionError, pytest.fail.Exception, SwarmnetError, TimeoutError, DeadlockError)

@@ -67,15 +67,11 @@ class Conversation:
         return told if not self.turns or self.turns[-1].answer else told[:-1]
 
     def _as_dialogue(self) -> str:
-        from jinja2 import TemplateError
+        from swarmnet_protocols.models.chat_template import TemplateFailed, render_chat
 
         try:
-            text: str = self.tokenizer.apply_chat_template(
-                self.messages(), add_generation_prompt=True, tokenize=False
-            )
-        except TemplateError as error:
+            return render_chat(self.tokenizer, self.messages(), add_generation_prompt=True)
+        except TemplateFailed as error:
             raise ConfigError(
-                f"the model's chat template refuses this conversation: {error}",
-                hint="leave out the system text, or use --raw",
+                str(error), hint=error.hint or "leave out the system text, or use --raw"
             ) from error
-        return text

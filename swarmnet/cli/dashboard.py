@@ -1,6 +1,7 @@
 """``swarmnet dashboard``: what a swarm does, on a page; and the same page served by a node."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from swarmnet.cli.options import (
 )
 from swarmnet.cli.output import note, print_json, print_text, progress, say
 from swarmnet.entering import Entry, enter
+from swarmnet.key_files import API_KEY, read_secret
 from swarmnet.paths import default_data_dir, locked_data_dir
 from swarmnet.supervision import notify_ready, notify_stopping
 from swarmnet_protocols.errors import ConfigError, SwarmnetError
@@ -40,12 +42,13 @@ def dashboard(  # noqa: PLR0913 - a command line, not an interface
     bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
     host: HostOption = "127.0.0.1",
     port: PortOption = 8080,
-    api_key: Annotated[
-        str | None,
-        typer.Option("--api-key", metavar="KEY", help="Ask for this key; browsers ask for it as a password."),
-    ] = None,
     api_key_file: Annotated[
-        Path | None, typer.Option("--api-key-file", metavar="FILE", help="Ask for the key in this file.")
+        Path | None,
+        typer.Option(
+            "--api-key-file",
+            metavar="FILE",
+            help=f"Ask for the key in this file, or in ${API_KEY}; browsers ask for it as a password.",
+        ),
     ] = None,
     allow_host: Annotated[
         list[str], typer.Option("--allow-host", metavar="NAME", help="A name it is reached by; repeatable.")
@@ -59,7 +62,8 @@ def dashboard(  # noqa: PLR0913 - a command line, not an interface
     """
     from swarmnet.dashboard.server import Place
 
-    place = Place(host, port, api_key or _key_in(api_key_file), tuple(allow_host))
+    key = _key_in(api_key_file) or os.environ.get(API_KEY)
+    place = Place(host, port, key, tuple(allow_host))
     _check(place)
     # Another peer than the node or the client of this machine: both may run.
     own_dir = (data_dir or default_data_dir()) / "dashboard"
@@ -72,13 +76,7 @@ def dashboard(  # noqa: PLR0913 - a command line, not an interface
 def _key_in(path: Path | None) -> str | None:
     if path is None:
         return None
-    try:
-        with path.open(encoding="utf-8") as stream:
-            key = stream.read(MAX_KEY_BYTES).strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"cannot read the key in {path}: {error}", hint="give a text file with a key"
-        ) from error
+    key = read_secret(path, MAX_KEY_BYTES).strip()
     if not key:
         raise ConfigError(f"there is no key in {path}", hint="write one into it")
     return key
@@ -146,7 +144,7 @@ async def dashboard_of(
         yield endpoint.url
 
 
-def _check(place: "Place", *, key_option: str = "--api-key KEY", port_option: str = "--port") -> None:
+def _check(place: "Place", *, key_option: str = "--api-key-file FILE", port_option: str = "--port") -> None:
     """Say so now, and not when the swarm has been found."""
     from swarmnet.web.serving import listen
 

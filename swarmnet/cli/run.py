@@ -27,6 +27,7 @@ from swarmnet.entering import client_network
 from swarmnet.paths import default_cache_dir, default_history
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.lean_imports import import_transformers
+from swarmnet_protocols.models.chat_template import prepare_rendering
 from swarmnet_protocols.network import Network
 
 if TYPE_CHECKING:
@@ -109,6 +110,8 @@ def run(  # noqa: PLR0913 - a command line, not an interface
     if adapter is not None:
         _check_adapter(adapter, model, cache_dir)
     network = client_network(swarm, bootstrap, data_dir)
+    if not raw:
+        prepare_rendering()
     with (
         _open(model, network, dtype, cache_dir, quiet=as_json) as opened,
         _adapted(opened, adapter) as answering,

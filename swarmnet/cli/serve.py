@@ -1,6 +1,7 @@
 """``swarmnet serve``: an OpenAI-compatible endpoint over a swarm."""
 
 import asyncio
+import os
 import resource
 import sys
 from collections.abc import Sequence
@@ -26,11 +27,13 @@ from swarmnet.cli.options import (
 )
 from swarmnet.cli.output import note, print_json, progress, say
 from swarmnet.entering import client_network
+from swarmnet.key_files import API_KEY, read_secret
 from swarmnet.paths import default_cache_dir
 from swarmnet.supervision import notify_ready, notify_stopping
 from swarmnet_protocols.errors import ConfigError, SwarmnetError
 from swarmnet_protocols.lean_imports import import_transformers
 from swarmnet_protocols.models import DEFAULT_MODEL, LocalModel, resolve
+from swarmnet_protocols.models.chat_template import prepare_rendering
 from swarmnet_protocols.network import Network
 
 if TYPE_CHECKING:
@@ -65,13 +68,12 @@ def serve(  # noqa: PLR0913 - a command line, not an interface
     bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
     host: HostOption = "127.0.0.1",
     port: PortOption = 8000,
-    api_key: Annotated[
-        list[str], typer.Option("--api-key", metavar="KEY", help="Ask for this key; repeatable.")
-    ] = [],  # noqa: B006
     api_key_file: Annotated[
         list[Path],
         typer.Option(
-            "--api-key-file", metavar="FILE", help="Ask for one of its keys, a line each: KEY or NAME:KEY."
+            "--api-key-file",
+            metavar="FILE",
+            help=f"Ask for one of its keys, a line each: KEY or NAME:KEY; or for the key in ${API_KEY}.",
         ),
     ] = [],  # noqa: B006
     cors: Annotated[
@@ -118,7 +120,7 @@ def serve(  # noqa: PLR0913 - a command line, not an interface
     from swarmnet.web.guards import Access, check_exposed
     from swarmnet.web.serving import listen
 
-    keys = _keys(api_key, api_key_file)
+    keys = _keys(api_key_file)
     check_exposed(host, keys)
     listen(host, port).close()  # say so now, and not when the swarm has been found
     access = Access(keys, [host, *allow_host], [check_origin(each) for each in cors], ["/health"])
@@ -128,6 +130,7 @@ def serve(  # noqa: PLR0913 - a command line, not an interface
         import_transformers()
         local = resolve(model, cache_dir=cache_dir or default_cache_dir(), progress=report)
     serving = _Serving(host, port, access, quota, max_concurrent, dtype, device, as_json, stop_on_eof)
+    prepare_rendering()
     _allow_many_connections()
     run_until_stopped(_serve(local, network, serving))
 
@@ -147,19 +150,13 @@ def check_origin(text: str) -> str:
     return text
 
 
-def _keys(given: Sequence[str], files: Sequence[Path]) -> "ApiKeys":
-    """The keys of the command line, ``key-1`` and so on, and those of files, by their names or lines."""
+def _keys(files: Sequence[Path]) -> "ApiKeys":
+    """The key of the environment, and those of files, by their names or lines."""
     from swarmnet.web.guards import ApiKeys
 
-    keys = {f"key-{number}": key for number, key in enumerate(given, 1)}
+    keys = {API_KEY: key} if (key := os.environ.get(API_KEY)) else {}
     for path in files:
-        try:
-            with path.open(encoding="utf-8") as stream:
-                lines = stream.read(MAX_KEY_FILE_BYTES).splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                f"cannot read the keys in {path}: {error}", hint="give a text file with a key on each line"
-            ) from error
+        lines = read_secret(path, MAX_KEY_FILE_BYTES).splitlines()
         named = [
             _named(line, f"{path.name}:{number}") for number, line in enumerate(lines, 1) if _is_key(line)
         ]
@@ -212,7 +209,7 @@ async def _serve(local: LocalModel, network: Network, serving: _Serving) -> None
         engine = await stack.enter_async_context(open_engine(local, swarm, form, limits))
         gateway = Gateway(engine, serving.quota)
         stack.callback(gateway.close)
-        app = guarded(gateway.app(), serving.access)
+        app = guarded(gateway.app(), serving.access, max_body_bytes=gateway.bounds.max_bytes)
         endpoint = await stack.enter_async_context(serving_http(app, serving.host, serving.port))
         interrupts.first = stop.set
         _announce(endpoint.url, gateway.model, serving)

@@ -97,7 +97,3 @@ def _check(command: list[str]) -> None:
             "an invite is a secret, and a unit is not",
             hint="redeem it once with `swarmnet join INVITE`, then install the service with the swarm's name",
         )
-    if any(argument.partition("=")[0] == "--api-key" for argument in command):
-        raise ConfigError(
-            "a key is a secret, and a unit is not", hint="write it to a file, and give --api-key-file FILE"
-        )

@@ -36,7 +36,7 @@ class Place:
     names: tuple[str, ...] = ()
     """By which it is known, besides addresses and localhost."""
 
-    def check(self, key_option: str = "--api-key KEY") -> ApiKeys:
+    def check(self, key_option: str = "--api-key-file FILE") -> ApiKeys:
         """Its keys. Raises ``ConfigError`` where others could reach it without one."""
         keys = ApiKeys({"dashboard": self.key} if self.key else {})
         check_exposed(self.host, keys, option=key_option)

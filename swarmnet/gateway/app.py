@@ -8,12 +8,10 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
-from jinja2 import TemplateError
 from starlette.exceptions import HTTPException
 
 from swarmnet.gateway.answers import ChatForm, EventStream, Form, chunks, collect
@@ -21,6 +19,7 @@ from swarmnet.gateway.failures import RETRY_S, ApiError, explain
 from swarmnet.gateway.generation import Generation
 from swarmnet.gateway.metrics import Meter
 from swarmnet.gateway.quotas import Quota, Quotas
+from swarmnet.gateway.reading import BodyBounds, is_json
 from swarmnet.gateway.schemas import (
     MAX_CHOICES,
     ChatMessage,
@@ -28,6 +27,7 @@ from swarmnet.gateway.schemas import (
     Common,
     CompletionRequest,
     DetokenizeRequest,
+    Strict,
     TokenizeRequest,
 )
 from swarmnet.web.guards import KEY_NAME
@@ -37,13 +37,19 @@ from swarmnet_client.sampling import Sampling
 from swarmnet_protocols.aio import race
 from swarmnet_protocols.clock import Clock, wall_clock
 from swarmnet_protocols.errors import SwarmnetError
+from swarmnet_protocols.models.chat_template import TemplateFailed, TemplateRefused, render_chat
 
 FIRST_S = 5.0
 """What fails within this is told by the status of an answer; later, in the stream."""
 CHARS_PER_TOKEN = 64
 """Text with more than this for each position of the model is not even tokenized."""
+PART_CHARS = 1 << 14
+"""Longer texts are first tokenized in parts of so much, up to the one that does not fit: a token takes a hundred bytes on the way."""
+CUT_TOKENS = 16
+"""A cut between two parts makes no more additional tokens than this."""
 CLIENT_LEFT = 499
 """Nobody reads it; logs do."""
+R = TypeVar("R", bound=Strict)
 
 
 @dataclass(frozen=True)
@@ -69,6 +75,7 @@ class Gateway:
 
     def __post_init__(self) -> None:
         self.model = model_id(self.engine.local.name)
+        self.bounds = BodyBounds(self.engine.max_length)
         self.meter = Meter(self.model, self.engine.batcher)
         self._quotas = Quotas(self.quota)
         self._started = int(self.clock())
@@ -92,7 +99,7 @@ class Gateway:
         app.add_api_route("/health", self.health)
         app.add_api_route("/version", self.version)
         app.add_api_route("/metrics", self.metrics)
-        for kind in (ApiError, SwarmnetError, RequestValidationError, HTTPException, Exception):
+        for kind in (ApiError, SwarmnetError, HTTPException, Exception):
             app.add_exception_handler(kind, self._failed)
         return app
 
@@ -114,7 +121,9 @@ class Gateway:
         self._check_model(name)
         return self._described()
 
-    async def chat(self, body: ChatRequest, request: Request) -> Response:
+    async def chat(self, request: Request) -> Response:
+        body = await self._read(request, ChatRequest)
+
         async def prepare() -> Wanted:
             form = ChatForm(*self._form_arguments())
             ids = await self._in_thread(self._chat_ids, body.messages, True)
@@ -122,7 +131,9 @@ class Gateway:
 
         return await self._respond(request, body, prepare)
 
-    async def complete(self, body: CompletionRequest, request: Request) -> Response:
+    async def complete(self, request: Request) -> Response:
+        body = await self._read(request, CompletionRequest)
+
         async def prepare() -> Wanted:
             form = Form(*self._form_arguments())
             ids = [
@@ -133,7 +144,8 @@ class Gateway:
 
         return await self._respond(request, body, prepare)
 
-    async def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
+    async def tokenize(self, request: Request) -> dict[str, Any]:
+        body = await self._read(request, TokenizeRequest)
         self._check_model(body.model or self.model)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "give either prompt or messages", "invalid_value", param="prompt")
@@ -143,7 +155,8 @@ class Gateway:
             ids = await self._in_thread(self._ids, body.prompt, body.add_special_tokens)
         return {"count": len(ids), "max_model_len": self.engine.max_length, "tokens": ids}
 
-    async def detokenize(self, body: DetokenizeRequest) -> dict[str, Any]:
+    async def detokenize(self, request: Request) -> dict[str, Any]:
+        body = await self._read(request, DetokenizeRequest)
         self._check_model(body.model or self.model)
         if len(body.tokens) > self.engine.max_length:
             message = f"this model has no more than {self.engine.max_length} tokens at a time"
@@ -165,6 +178,19 @@ class Gateway:
         return Response(self.meter.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     # ---- a request --------------------------------------------------------------------------------------
+
+    async def _read(self, request: Request, kind: type[R]) -> R:
+        """The fields of a request, of which nothing is read if its key may have no answer now. Raises ``ApiError``."""
+        key = request.scope.get(KEY_NAME, "")
+        self._quotas.check(key, asyncio.get_running_loop().time())
+        if not is_json(request.headers.get("content-type", "")):
+            message = "the body is not a JSON object, sent with the header content-type: application/json"
+            raise ApiError(400, message, "invalid_json")
+        try:
+            return self.bounds.read(await request.body(), kind)
+        except ApiError:
+            self._quotas.count_wrong(key)
+            raise
 
     async def _respond(self, request: Request, body: Common, prepare: Callable[[], Any]) -> Response:
         """Admit, prepare, generate. Whatever the caller is charged or given ends with the response."""
@@ -256,27 +282,44 @@ class Gateway:
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work, *arguments)
 
     def _ids(self, text: str, special: bool) -> list[int]:
-        if len(text) > CHARS_PER_TOKEN * self.engine.max_length:
+        if len(text) > self._max_chars or self._is_too_long(text):
             raise ApiError(
                 400, f"{len(text)} characters do not fit into this model", "context_length_exceeded"
             )
         ids: list[int] = self.engine.tokenizer(text, add_special_tokens=special).input_ids
         return ids
 
+    def _is_too_long(self, text: str) -> bool:
+        """Whether parts of a long text have more tokens than fit, and some more, for a cut between them makes few."""
+        if len(text) <= PART_CHARS:
+            return False
+        count = 0
+        for start in range(0, len(text), PART_CHARS):
+            part = text[start : start + PART_CHARS]
+            count += len(self.engine.tokenizer(part, add_special_tokens=False).input_ids) - CUT_TOKENS
+            if count > self.engine.max_length:
+                return True
+        return False
+
+    @property
+    def _max_chars(self) -> int:
+        return CHARS_PER_TOKEN * self.engine.max_length
+
     def _chat_ids(self, messages: Sequence[ChatMessage], generation_prompt: bool) -> list[int]:
         tokenizer = self.engine.tokenizer
         if not tokenizer.chat_template:
             raise ApiError(400, "this model has no chat template: use /v1/completions", "no_chat_template")
         try:
-            text = tokenizer.apply_chat_template(
+            text = render_chat(
+                tokenizer,
                 [message.for_template() for message in messages],
                 add_generation_prompt=generation_prompt,
-                tokenize=False,
+                max_chars=self._max_chars,
             )
-        except TemplateError as error:
-            raise ApiError(
-                400, f"the chat template refuses: {error}", "invalid_value", param="messages"
-            ) from error
+        except TemplateRefused as error:
+            raise ApiError(400, str(error), "invalid_value", param="messages") from error
+        except TemplateFailed as error:
+            raise ApiError(500, str(error), "chat_template_failed", "server_error") from error
         return self._ids(text, False)
 
     def _check_ids(self, ids: Collection[int], param: str) -> None:

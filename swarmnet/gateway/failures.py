@@ -1,11 +1,10 @@
 """What went wrong, as OpenAI's clients read it."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from swarmnet_client.batching import Busy
@@ -15,6 +14,10 @@ from swarmnet_protocols.resources import Exhausted
 RETRY_S = 5
 """When to try again where nobody knows: the swarm looks at its directory that often."""
 
+UNSUPPORTED = "unsupported"
+"""The type of pydantic's error for a parameter that is not known; its context has the ``name``."""
+MAX_NAME_CHARS = 64
+MAX_SAID_CHARS = 400
 _HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 408: "body_too_slow", 413: "body_too_large"}
 _NO_PATH = "there is nothing at this path: try /v1/models, /v1/chat/completions or /v1/completions"
 
@@ -44,8 +47,6 @@ def explain(error: Exception) -> ApiError:
             return error
         case errors.SwarmnetError():
             return of_swarm(error)
-        case RequestValidationError():
-            return _of_validation(error.errors())
         case HTTPException():
             code = _HTTP_CODES.get(error.status_code, "invalid_request")
             said = _NO_PATH if error.status_code == 404 else str(error.detail)
@@ -67,18 +68,13 @@ def of_swarm(error: errors.SwarmnetError) -> ApiError:
     return ApiError(500, said, "internal_error", "server_error")
 
 
-def _of_validation(problems: Sequence[Any]) -> ApiError:
-    """What a caller is told of a request that is wrong: the first thing that is, by its name."""
-    problem = problems[0]
-    where = [str(part) for part in problem.get("loc", ()) if part != "body"]
-    if problem["type"] == "extra_forbidden":
-        path = ".".join(where)
+def of_validation(error: ValidationError) -> ApiError:
+    """What a caller is told of a request that is wrong: the first thing that is, by its name; of its values nothing."""
+    problem = error.errors(include_url=False, include_context=True, include_input=False)[0]
+    where = [str(part)[:MAX_NAME_CHARS] for part in problem["loc"]]
+    if problem["type"] == UNSUPPORTED:
+        path = ".".join([*where, str(problem["ctx"]["name"])[:MAX_NAME_CHARS]])
         return ApiError(400, f"Unsupported parameter: '{path}'", "unsupported_parameter", param=path)
-    if problem["type"] == "json_invalid":
-        return ApiError(400, "the body is not JSON", "invalid_json")
-    if not where:  # as when curl is not told otherwise
-        message = "the body is not a JSON object, sent with the header content-type: application/json"
-        return ApiError(400, message, "invalid_json")
-    message = f"{'.'.join(where)}: {problem['msg']}"
+    message = f"{'.'.join(where)}: {problem['msg']}"[:MAX_SAID_CHARS]
     code = "missing_required_parameter" if problem["type"] == "missing" else "invalid_value"
-    return ApiError(400, message, code, param=where[0])
+    return ApiError(400, message, code, param=where[0] if where else None)

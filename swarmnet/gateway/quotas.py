@@ -62,6 +62,22 @@ class Quotas:
         if answers > self._quota.most_at_once:
             message = f"this key may have {self._quota.most_at_once:g} answers at once, not {answers}"
             raise ApiError(400, message, "invalid_value", param="n")
+        account = self._check(key, answers, now)
+        if account.requests:
+            account.requests.take(answers)
+        account.running += answers
+
+    def check(self, key: str, now: float) -> None:
+        """Raise ``ApiError`` as ``enter`` would for a single answer. For requests whose body is not read yet."""
+        self._check(key, 1, now)
+
+    def count_wrong(self, key: str) -> None:
+        """Count a request that was read and is wrong, as one answer: to find that out was work too."""
+        account = self._accounts[key]
+        if account.requests:
+            account.requests.take(1)
+
+    def _check(self, key: str, answers: int, now: float) -> _Account:
         account = self._accounts[key]
         limit = self._quota.concurrent
         if limit is not None and account.running + answers > limit:
@@ -73,9 +89,7 @@ class Quotas:
         if account.tokens and (wait_s := account.tokens.wait_s(1.0, now)) > 0:
             limit = self._quota.tokens_per_minute
             raise _refusal(f"this key may use {limit} tokens a minute", "rate_limit_exceeded", wait_s)
-        if account.requests:
-            account.requests.take(answers)
-        account.running += answers
+        return account
 
     def use(self, key: str, tokens: int) -> None:
         """Count tokens of prompts and answers."""

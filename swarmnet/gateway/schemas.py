@@ -1,12 +1,20 @@
-"""The requests that the gateway takes. A parameter that would change the answer and that it does not know is refused by name."""
+"""The requests that the gateway takes. A parameter that would change the answer and that it does not know is refused by name.
+
+Each list and each object is checked up to the first thing that is wrong: an error for every value would cost more than the values.
+"""
 
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from swarmnet.gateway.failures import UNSUPPORTED
 
 MAX_CHOICES = 16
 MAX_STOPS = 8
 MAX_MESSAGES = 4096
+MAX_PARTS = 256
+"""Of one message."""
 MAX_STOP_CHARS = 256
 MAX_BIASES = 1024
 
@@ -34,8 +42,19 @@ def _as_list(value: Any) -> Any:
     return [value] if is_one else value
 
 
+def _at_most(count: int) -> BeforeValidator:
+    """Of a list or an object, before anything in it is looked at."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, list | dict) and len(value) > count:
+            raise PydanticCustomError("too_long", "there are more than {count}", {"count": count})
+        return value
+
+    return BeforeValidator(check)
+
+
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
-Tokens = list[Annotated[int, Field(ge=0, lt=1 << 31, strict=True)]]
+Tokens = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31, strict=True)]], Field(fail_fast=True)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 BiasedToken = Annotated[int, Field(ge=0, lt=1 << 31)]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
@@ -51,11 +70,14 @@ class Strict(BaseModel):
     def _drop_what_asks_nothing(cls, fields: Any) -> Any:
         if not isinstance(fields, dict):
             return fields
-        return {
-            name: value
-            for name, value in fields.items()
-            if value is not None and name not in LABELS and not (name in NEUTRAL and value in NEUTRAL[name])
-        }
+        asked: dict[str, Any] = {}
+        for name, value in fields.items():
+            if value is None or name in LABELS or (name in NEUTRAL and value in NEUTRAL[name]):
+                continue
+            if name not in cls.model_fields:
+                raise PydanticCustomError(UNSUPPORTED, "Unsupported parameter", {"name": name})
+            asked[name] = value
+        return asked
 
 
 class StreamOptions(Strict):
@@ -72,11 +94,11 @@ class Common(Strict):
     temperature: float = Field(1.0, ge=0, le=2, allow_inf_nan=False)
     top_p: float = Field(1.0, gt=0, le=1, allow_inf_nan=False)
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
-    stop: Annotated[list[Stop], BeforeValidator(_as_list)] = Field([], max_length=MAX_STOPS)
+    stop: Annotated[list[Stop], Field(fail_fast=True), _at_most(MAX_STOPS), BeforeValidator(_as_list)] = []
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
-    logit_bias: dict[BiasedToken, Bias] = Field({}, max_length=MAX_BIASES)
+    logit_bias: Annotated[dict[BiasedToken, Bias], _at_most(MAX_BIASES)] = {}
     """By token ids, which JSON has as text."""
     ignore_eos: bool = False
     """vLLM's: go on to ``max_tokens`` whatever comes."""
@@ -94,7 +116,7 @@ class TextPart(Strict):
 
 class ChatMessage(Strict):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart] = ""
+    content: str | Annotated[list[TextPart], Field(fail_fast=True), _at_most(MAX_PARTS)] = ""
     name: str | None = None
 
     def for_template(self) -> dict[str, str]:
@@ -105,7 +127,7 @@ class ChatMessage(Strict):
         return {"role": "system" if self.role == "developer" else self.role, "content": content}
 
 
-Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+Messages = Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1), _at_most(MAX_MESSAGES)]
 
 
 class ChatRequest(Common):
@@ -127,7 +149,12 @@ class ChatRequest(Common):
 
 
 class CompletionRequest(Common):
-    prompt: Annotated[list[str | Tokens], BeforeValidator(_as_list)] = Field(min_length=1)
+    prompt: Annotated[
+        list[str | Tokens],
+        Field(fail_fast=True, min_length=1),
+        _at_most(MAX_CHOICES),
+        BeforeValidator(_as_list),
+    ]
     max_tokens: int = Field(16, ge=1)
     logprobs: int | None = Field(None, ge=0, le=5)
 

@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from swarmnet_protocols.errors import ConfigError
 
 MAX_BODY_BYTES = 8 << 20
-MAX_HELD_BODY_BYTES = 64 << 20
+MAX_HELD_BODY_BYTES = 16 << 20
 """Bodies of all requests that are being answered."""
 BODY_S = 30.0
 """A request's body has to arrive within this."""
@@ -79,7 +79,7 @@ class Access:
     asks_browsers: bool = False
 
 
-def check_exposed(host: str, keys: ApiKeys, *, option: str = "--api-key KEY") -> None:
+def check_exposed(host: str, keys: ApiKeys, *, option: str = "--api-key-file FILE") -> None:
     """Raise ``ConfigError`` where others could reach an endpoint that asks nobody for a key."""
     if not keys and not is_loopback(host):
         raise ConfigError(

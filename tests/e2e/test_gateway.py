@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import openai
+import psutil
 import pytest
 
 from tests.support.faults import kill
@@ -34,7 +35,10 @@ def lab(tmp_path_factory: pytest.TempPathFactory, cache_dir: Path) -> Iterator[S
 
 @pytest.fixture(scope="module")
 def gateway(lab: Swarm) -> Iterator[GatewayProcess]:
-    with GatewayProcess(lab, "--api-key", KEY) as process:
+    file = lab.directory / "api.key"
+    file.write_text(KEY)
+    file.chmod(0o600)
+    with GatewayProcess(lab, "--api-key-file", str(file)) as process:
         yield process
 
 
@@ -111,6 +115,27 @@ def test_a_node_killed_in_mid_answer_is_not_noticed(lab: Swarm, client: Any, gat
     assert text == undisturbed
     metrics = httpx.get(f"{gateway.url}/metrics", headers={"authorization": f"Bearer {KEY}"}).text
     assert f'swarmnet_gateway_failovers{{model_name="{MODEL}"}} 1.0' in metrics
+
+
+def test_costly_bodies_leave_answers_and_memory_alone(client: Any, gateway: GatewayProcess) -> None:
+    undisturbed = client.chat.completions.create(**STORY).choices[0].message.content
+    process = psutil.Process(gateway.pid)
+    before = process.memory_info().rss
+    headers = {"authorization": f"Bearer {KEY}", "content-type": "application/json"}
+    head = f'{{"model":"{MODEL}","prompt":['.encode()
+    bodies = [
+        head + item * (size // len(item)) for item in (b"{},", b"-1,", b"[],") for size in (1 << 16, 8 << 20)
+    ]
+    text, statuses = "", []
+    for chunk in client.chat.completions.create(**STORY, stream=True):
+        text += chunk.choices[0].delta.content or ""
+        if text and bodies:
+            answer = httpx.post(f"{gateway.url}/v1/completions", content=bodies.pop(), headers=headers)
+            statuses.append(answer.status_code)
+    assert text == undisturbed
+    assert len(statuses) == 6
+    assert set(statuses) <= {400, 413}
+    assert process.memory_info().rss - before < 64 << 20
 
 
 def test_a_gateway_that_is_told_to_stop_finishes_the_answer_that_runs(

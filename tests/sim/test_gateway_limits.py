@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from swarmnet.gateway.app import PART_CHARS
 from swarmnet.gateway.quotas import Quota
 from swarmnet_client.batching import Limits
 from tests.support.gateway import Caller, chat_body, completion_body, refused, served
@@ -121,6 +122,7 @@ def test_every_choice_counts(tiny: Reference, quota: Quota, code: str) -> None:
         assert refused(await caller.chat(n=2, max_tokens=1)) == (429, None, code)
         assert (await caller.chat(max_tokens=1)).status_code == 200
         assert (await first).status_code == 200
+        await asyncio.sleep(60)  # a key that has used up what it may is told that, before its request is read
         never = await caller.chat(n=4, max_tokens=1)
         assert refused(never) == (400, "n", "invalid_value")
         assert "3 answers at once" in never.json()["error"]["message"]
@@ -168,3 +170,39 @@ def test_who_has_no_key_gets_nothing_but_health(tiny: Reference) -> None:
         assert (await caller.http.get("/health")).status_code == 200
 
     served(tiny, scenario, keys={"alice": "alices-key"})
+
+
+def test_of_a_key_that_used_up_its_quota_nothing_is_read(tiny: Reference) -> None:
+    async def scenario(_lab: Lab, caller: Caller) -> None:
+        assert (await caller.complete(max_tokens=1)).status_code == 200
+        wrong = await caller.complete(prompt={"any": "thing"})
+        assert refused(wrong) == (429, None, "rate_limit_exceeded")
+
+    served(tiny, scenario, quota=Quota(requests_per_minute=1))
+
+
+def test_wrong_requests_use_up_a_quota_too(tiny: Reference) -> None:
+    async def scenario(_lab: Lab, caller: Caller) -> list[int]:
+        answers = [await caller.complete(nothing=1), await caller.post("/tokenize", [])]
+        return [answer.status_code for answer in [*answers, await caller.complete(max_tokens=1)]]
+
+    assert served(tiny, scenario, quota=Quota(requests_per_minute=2)) == [400, 400, 429]
+
+
+def test_a_text_that_does_not_fit_is_tokenized_in_part(tiny: Reference) -> None:
+    """Ten thousand tokens, of which 511 fit: what is tokenized is the beginning."""
+
+    async def scenario(_lab: Lab, caller: Caller) -> None:
+        asked: list[int] = []
+        tokenizer = caller.gateway.engine.tokenizer
+
+        def counting(text: str, **options: Any) -> Any:
+            asked.append(len(text))
+            return tokenizer(text, **options)
+
+        object.__setattr__(caller.gateway.engine, "tokenizer", counting)
+        answer = await caller.complete("w5 " * 10_000)
+        assert refused(answer) == (400, None, "context_length_exceeded")
+        assert asked == [PART_CHARS]
+
+    served(tiny, scenario)

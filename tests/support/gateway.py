@@ -135,7 +135,8 @@ async def gateway(
         engine.tokenizer.chat_template = TEMPLATE
         served = Gateway(engine, quota or Quota(), clock=lambda: EPOCH + asyncio.get_running_loop().time())
         stack.callback(served.close)
-        app = guarded(served.app(), Access(ApiKeys(keys or {}), open_paths=["/health"]))
+        access = Access(ApiKeys(keys or {}), open_paths=["/health"])
+        app = guarded(served.app(), access, max_body_bytes=served.bounds.max_bytes)
         http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1")
         await stack.enter_async_context(http)
         await asyncio.sleep(swarm.timing.refresh_s + 1)  # by then the nodes' announcements have been read

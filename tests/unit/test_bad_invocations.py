@@ -55,7 +55,8 @@ BAD = [
     (f"{RUN} --bootstrap {P}", 5, "no bootstrap peer answers", "--bootstrap"),
     (f"{SERVE} --port 70000", 2, "--port", "serve --help"),
     (f"{SERVE} --max-concurrent 0", 2, "--max-concurrent", "serve --help"),
-    (f"{SERVE} --host 0.0.0.0", 3, "key", "--api-key"),
+    (f"{SERVE} --host 0.0.0.0", 3, "key", "--api-key-file"),
+    (f"{SERVE} --api-key secret", 2, "--api-key", "serve --help"),
     (SERVE, 5, "nobody to ask", "--bootstrap"),
     ("model show nosuchmodel", 3, "nosuchmodel", "org/name"),
     ("model pull org/name@", 3, "org/name@", "org/name"),
@@ -104,7 +105,8 @@ BAD = [
     ("demo --nodes two", 2, "--nodes", "demo --help"),
     # Swarms
     ("dashboard --swarm open --port 0", 5, "nobody to ask", "--bootstrap"),
-    ("dashboard --swarm open --api-key-file file", 3, "no key in file", "write one"),
+    ("dashboard --swarm open --api-key-file file", 3, "file can be read by every user", "chmod 600"),
+    ("dashboard --swarm open --api-key-file blank", 3, "no key in blank", "write one"),
     ("swarm create", 2, "NAME", "create --help"),
     ("swarm create a/b --out out", 3, "a/b", "letters"),
     ("swarm create x --out lab", 3, "already exists", "--force"),
@@ -181,6 +183,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (there / "rows.jsonl").write_text('{"prompt": 1}\n')
     (there / "job.toml").write_text("x = \n")
     (there / "file").touch()
+    (there / "blank").touch(mode=0o600)
     (there / "binary").write_bytes(b"\xff\xfe\x00")
     return there
 

@@ -29,7 +29,7 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> None:
     @asynccontextmanager
     async def engine(*_: object) -> AsyncIterator[Any]:
         local = SimpleNamespace(name="model", manifest=SimpleNamespace(hash=bytes(32)))
-        yield SimpleNamespace(local=local, batcher=None)
+        yield SimpleNamespace(local=local, batcher=None, max_length=512)
 
     monkeypatch.setattr("swarmnet_client.swarm.Swarm.visit", swarm)
     monkeypatch.setattr("swarmnet_client.engine.open_engine", engine)
@@ -66,8 +66,26 @@ def test_no_key_takes_the_place_of_another_of_its_name(tmp_path: Path) -> None:
     files = [tmp_path / "one", tmp_path / "other"]
     files[0].write_text("alice:correct-horse\n# nobody\nbattery-staple\n")
     files[1].write_text("alice:correct-horse\n")
-    keys = serve._keys([], files)
+    for file in files:
+        file.chmod(0o600)
+    keys = serve._keys(files)
     assert [keys.name_of(key) for key in ("correct-horse", "battery-staple")] == ["alice", "one:3"]
     files[1].write_text("alice:another-horse\n")
     with pytest.raises(ConfigError, match="alice"):
-        serve._keys([], files)
+        serve._keys(files)
+
+
+def test_a_key_that_everybody_can_read_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("correct-horse\n")
+    file.chmod(0o644)
+    with pytest.raises(ConfigError, match="every user") as caught:
+        serve._keys([file])
+    assert "chmod 600" in caught.value.hint
+    file.chmod(0o640)  # as systemd shows the credentials of a service
+    assert serve._keys([file]).name_of("correct-horse") == "keys:1"
+
+
+def test_a_key_may_be_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWARMNET_API_KEY", "correct-horse")
+    assert serve._keys([]).name_of("correct-horse") == "SWARMNET_API_KEY"

@@ -86,7 +86,7 @@ def test_a_dry_run_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture
         (["no-such-command"], 2, "does not run for long"),
         (["join", "swn1" + "a" * 40], 3, "secret"),
         (["serve", "--swarm=swn1" + "a" * 40], 3, "secret"),
-        (["serve", "--swarm", "lab", "--api-key", "k"], 3, "--api-key-file"),
+        (["serve", "--swarm", "lab", "--api-key", "k"], 2, "--api-key"),
         (["join", "lab\nExecStartPre=evil"], 3, "line break"),
         (["--name", "../x", *JOIN], 3, "name"),
     ],

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.models.chat_template import TemplateRefused, render_chat
 
 MAX_ROWS = 1_000_000
 MAX_LINE_BYTES = 4 << 20
@@ -161,17 +162,12 @@ class Encoder:
             raise BadRow('no message has the role "assistant": there is nothing to learn')
 
     def _render(self, messages: list[dict[str, str]], *, add_generation_prompt: bool = False) -> str:
-        from jinja2 import TemplateError
-
         if not self._tokenizer.chat_template:
             raise BadRow('the model has no chat template: write {"prompt", "completion"} instead of messages')
         try:
-            text: str = self._tokenizer.apply_chat_template(
-                messages, add_generation_prompt=add_generation_prompt, tokenize=False
-            )
-        except TemplateError as error:
-            raise BadRow(f"the model's chat template refuses these messages: {error}") from error
-        return text
+            return render_chat(self._tokenizer, messages, add_generation_prompt=add_generation_prompt)
+        except TemplateRefused as error:
+            raise BadRow(str(error)) from error
 
 
 _PLAIN: tuple[tuple[str, ...], ...] = (("text",), ("prompt", "completion"), ("messages",))

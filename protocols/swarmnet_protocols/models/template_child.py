@@ -1,0 +1,73 @@
+"""The process in which chat templates are rendered, for ``chat_template.py``. It reads requests from stdin and answers on stdout.
+
+A template is a program of whoever published the model. Jinja's sandbox keeps it from our files and objects, and bounds neither
+its time nor its memory: the limits of this process do. It imports nothing of ours.
+"""
+
+import json
+import math
+import resource
+import signal
+import struct
+import sys
+from pathlib import Path
+from typing import Any
+
+LENGTH = struct.Struct(">I")
+MEMORY_BYTES = 64 << 20
+"""What one rendering may take beside what the process has at rest, and beside ``BYTES_PER_BYTE`` for each byte of its request."""
+BYTES_PER_BYTE = 16
+MAX_SAID_CHARS = 500
+_PAGE_BYTES = resource.getpagesize()
+
+
+def main() -> None:
+    from jinja2 import TemplateError
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    def render(request: dict[str, Any]) -> dict[str, str]:
+        try:
+            (text,), _ = render_jinja_template(
+                conversations=[request["messages"]],
+                chat_template=request["template"],
+                add_generation_prompt=request["add_generation_prompt"],
+                **request["special_tokens"],
+            )
+        except MemoryError:
+            return {"failed": f"it takes more than {MEMORY_BYTES >> 20} MiB of memory"}
+        except TemplateError as error:
+            return {"refused": _printable(str(error))}
+        except Exception as error:  # noqa: BLE001 - the template may raise whatever an expression of it raises
+            return {"refused": _printable(f"{type(error).__name__}: {error}")}
+        if len(text) > request["max_chars"]:
+            return {"failed": f"it writes more than {request['max_chars']} characters"}
+        return {"text": text}
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for kind in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):
+        resource.setrlimit(kind, (0, 0))
+    _send({})
+    at_rest = int(Path("/proc/self/statm").read_text().split()[0]) * _PAGE_BYTES
+    while head := sys.stdin.buffer.read(LENGTH.size):
+        (size,) = LENGTH.unpack(head)
+        request = json.loads(sys.stdin.buffer.read(size))
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        cpu_s = math.ceil(used.ru_utime + used.ru_stime) + request["cpu_s"]
+        resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, resource.RLIM_INFINITY))
+        memory = at_rest + MEMORY_BYTES + BYTES_PER_BYTE * size
+        resource.setrlimit(resource.RLIMIT_AS, (memory, resource.RLIM_INFINITY))
+        _send(render(request))
+
+
+def _printable(text: str) -> str:
+    return "".join(letter if letter.isprintable() else " " for letter in text[:MAX_SAID_CHARS])
+
+
+def _send(answer: dict[str, str]) -> None:
+    body = json.dumps(answer).encode()
+    sys.stdout.buffer.write(LENGTH.pack(len(body)) + body)
+    sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""Chat templates are rendered as transformers does, and none takes more than it may."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from swarmnet_protocols.models import chat_template
+from swarmnet_protocols.models.chat_template import TemplateFailed, TemplateRefused, render_chat
+
+SAID = [{"role": "user", "content": "w5 \N{GRINNING FACE} \ud800"}, {"role": "assistant", "content": '"w6"'}]
+TEMPLATES = [
+    "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m['content'] | trim }}\n{% endfor %}",
+    "{%- for m in messages %}\n  {{ m | tojson }}\n{%- endfor %}{% if add_generation_prompt %}go{% endif %}",
+    "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% continue %}{% endfor %}{{ ns.n }}",
+    "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
+]
+
+
+def of(template: str) -> Any:
+    return SimpleNamespace(get_chat_template=lambda: template, special_tokens_map={"bos_token": "<s>"})
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("add_generation_prompt", [False, True])
+def test_a_template_writes_what_it_writes_in_transformers(template: str, add_generation_prompt: bool) -> None:
+    usual, _ = render_jinja_template(
+        [SAID], chat_template=template, add_generation_prompt=add_generation_prompt, bos_token="<s>"
+    )
+    assert [render_chat(of(template), SAID, add_generation_prompt=add_generation_prompt)] == usual
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ("{{ raise_exception('no \x1b[2J system') }}", r"no  \[2J system"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("{% if %}", "Expected an expression"),
+    ],
+)
+def test_a_template_that_refuses_says_why(template: str, why: str) -> None:
+    with pytest.raises(TemplateRefused, match=why):
+        render_chat(of(template), SAID, add_generation_prompt=True)
+
+
+def test_a_template_takes_no_more_memory_than_it_may() -> None:
+    with pytest.raises(TemplateFailed, match="memory"):
+        render_chat(of("{% set x = 'a' * 200000000 %}{{ x | length }}"), SAID, add_generation_prompt=True)
+    assert render_chat(of("again"), SAID, add_generation_prompt=True) == "again"
+
+
+def test_a_template_writes_no_more_than_it_may() -> None:
+    with pytest.raises(TemplateFailed, match="1000 characters"):
+        render_chat(of("{{ 'a' * 1001 }}"), SAID, add_generation_prompt=True, max_chars=1000)
+
+
+def loops(count: int) -> str:
+    return f"{{% for a in range({count}) %}}{{% for b in range({count}) %}}{{% endfor %}}{{% endfor %}}"
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "template"), [("CPU_S", 0, loops(90_000)), ("RENDER_S", 0.1, loops(3000))]
+)
+def test_a_template_takes_no_more_time_than_it_may(
+    limit: str, value: float, template: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    render_chat(of("started"), SAID, add_generation_prompt=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(chat_template, limit, value)
+        with pytest.raises(TemplateFailed, match="cannot be rendered"):
+            render_chat(of(template), SAID, add_generation_prompt=True)
+    assert render_chat(of("again"), SAID, add_generation_prompt=True) == "again"
+
+
+def test_no_secret_of_ours_is_where_templates_are_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWARMNET_API_KEY", "correct-horse")
+    renderer = chat_template._Renderer()
+    try:
+        renderer.prepare()
+        assert renderer._process is not None
+        assert b"correct-horse" not in Path(f"/proc/{renderer._process.pid}/environ").read_bytes()
+    finally:
+        renderer.end()
+
+
+def test_a_process_that_was_taken_over_is_not_believed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    script = tmp_path / "child.py"
+    for says in (b"\xff\xff\xff\xff", b"\0\0\0\2[]", b'\0\0\0\7{"a":1}', b"\0\0\0\2{}{}", b""):
+        script.write_text(f"import sys\nsys.stdout.buffer.write({says!r})\n")
+        monkeypatch.setattr(chat_template, "_CHILD", script)
+        renderer = chat_template._Renderer()
+        with pytest.raises(TemplateFailed, match="did not start"):
+            renderer.ask(b"{}", 100)
