@@ -1,0 +1,40 @@
+"""The defences of the choice of chains, as in ``defences.py``."""
+
+from swarmnet_client.guards import Guards
+from swarmnet_protocols import routing
+from swarmnet_protocols.transport import PeerId
+from tests.defences import Defence, Patch, nothing, replacing
+from tests.unit import test_claimed_speed as test
+
+THIRTY = 30
+
+
+def ordered_by_id(patch: Patch) -> None:
+    def shortlist(view, hosts, span, stretch):  # type: ignore[no-untyped-def]
+        return sorted(hosts, key=lambda host: PeerId(host.peer))[: routing.CANDIDATES_PER_BLOCK]
+
+    patch.setattr(routing, "_shortlist", shortlist)
+
+
+ROUTING = (
+    Defence(
+        "an unmeasured host counts as the median at best",
+        replacing(routing, "believed", lambda view: view),
+        lambda _: test.test_a_liar_has_few_more_chains_than_a_truthful_host(THIRTY, 1.0, test.LIE_S),
+    ),
+    Defence(
+        "a claim of no queue counts as the median",
+        replacing(routing, "believed", lambda view: view),
+        lambda _: test.test_a_claim_of_no_queue_gains_nothing(),
+    ),
+    Defence(
+        "no peer id is ahead of others",
+        ordered_by_id,
+        lambda _: test.test_a_liar_has_few_more_chains_than_a_truthful_host(THIRTY, 1.0, test.LIE_S),
+    ),
+    Defence(
+        "first and last hop are kept",
+        replacing(Guards, "used", nothing),
+        test.test_a_client_keeps_its_first_and_last_hops,
+    ),
+)
