@@ -1,7 +1,11 @@
 """The defences of the choice of chains, as in ``defences.py``."""
 
+from collections.abc import Sequence
+from typing import Any
+
 from swarmnet_client.guards import Guards
 from swarmnet_protocols import routing
+from swarmnet_protocols.routing import HostInfo
 from swarmnet_protocols.transport import PeerId
 from tests.defences import Defence, Patch, nothing, replacing
 from tests.unit import test_claimed_speed as test
@@ -10,7 +14,7 @@ THIRTY = 30
 
 
 def ordered_by_id(patch: Patch) -> None:
-    def shortlist(view, hosts, span, stretch):  # type: ignore[no-untyped-def]
+    def shortlist(view: Any, hosts: Sequence[HostInfo], span: Any, stretch: Any) -> list[HostInfo]:
         return sorted(hosts, key=lambda host: PeerId(host.peer))[: routing.CANDIDATES_PER_BLOCK]
 
     patch.setattr(routing, "_shortlist", shortlist)
@@ -20,7 +24,7 @@ ROUTING = (
     Defence(
         "an unmeasured host counts as the median at best",
         replacing(routing, "believed", lambda view: view),
-        lambda _: test.test_a_liar_has_few_more_chains_than_a_truthful_host(THIRTY, 1.0, test.LIE_S),
+        lambda _: test.test_a_liar_has_few_more_chains_than_a_truthful_host(THIRTY, 1.0),
     ),
     Defence(
         "a claim of no queue counts as the median",
@@ -30,7 +34,7 @@ ROUTING = (
     Defence(
         "no peer id is ahead of others",
         ordered_by_id,
-        lambda _: test.test_a_liar_has_few_more_chains_than_a_truthful_host(THIRTY, 1.0, test.LIE_S),
+        lambda _: test.test_a_liar_has_few_more_chains_than_a_truthful_host(THIRTY, 1.0),
     ),
     Defence(
         "first and last hop are kept",

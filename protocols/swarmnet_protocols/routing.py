@@ -23,6 +23,8 @@ CANDIDATES_PER_BLOCK = 8
 """Cheapest hosts of each block that are considered: bounds the search in a swarm of any size."""
 MARGIN = 0.1
 """A chain may cost this much more than the best: room for clients to spread over equals."""
+ENOUGH_MEASURED = 3
+"""Measured hosts whose median counts without announcements: one or two may be slow by chance."""
 GUARD_MARGIN = 1.5
 """Another host than a guard is the first or last hop only where a guard would cost this many times as much."""
 BAN_S = 15.0
@@ -94,26 +96,23 @@ def believed(view: View) -> View:
     """``view`` with the speeds and queues that its client may believe in place of those that hosts claim.
 
     A measured host counts as measured. An unmeasured host counts as what it announces, but at best as the median: of the measured
-    hosts, or, where none is measured, of all announcements. It has no reason to claim to be slower than it is, so that is believed.
+    hosts, or, where fewer than ``ENOUGH_MEASURED`` are, of all hosts. It has no reason to claim to be slower than it is, so that is believed.
     Its queue, too, counts at least as the median of all claims; a false claim of a measured host is part of what was measured.
     """
-    online = [host for host in view.hosts if host.online]
-    known = [view.block_s[host.peer] for host in online if host.peer in view.block_s]
-    speeds = known or [host.block_s for host in online]
-    if not speeds:
+    announced = {host.peer: host.step_s / (host.end - host.start) for host in view.hosts if host.online}
+    if not announced:
         return view
-    floor_s = min(speeds) if view.explore and known else median_high(speeds)
-    claimed = [view.queue_s[host.peer] for host in online if host.peer in view.queue_s]
-    wait_s = median_high(claimed) if claimed else 0.0
-    hosts, queue_s = [], {}
-    for host in online:
-        block_s = view.block_s.get(host.peer)
-        queue = view.queue_s.get(host.peer, 0.0)
-        if block_s is None:
-            block_s, queue = max(host.block_s, floor_s), max(queue, wait_s)
-        queue_s[host.peer] = queue
-        hosts.append(replace(host, step_s=block_s * (host.end - host.start)))
-    return replace(view, hosts=hosts, queue_s=queue_s)
+    known = {peer: block_s for peer, block_s in view.block_s.items() if peer in announced}
+    is_enough = len(known) >= ENOUGH_MEASURED
+    speeds = known if is_enough else announced | known
+    floor_s = min(known.values()) if view.explore and is_enough else median_high(speeds.values())
+    block_s = {peer: step_s if step_s > floor_s else floor_s for peer, step_s in announced.items()} | known
+    queue_s = view.queue_s
+    if queue_s:
+        wait_s = median_high(queue_s.values())
+        queue_s = {peer: max(queue_s.get(peer, 0.0), wait_s) for peer in announced if peer not in known}
+        queue_s |= {peer: view.queue_s.get(peer, 0.0) for peer in known}
+    return replace(view, block_s=block_s, queue_s=queue_s)
 
 
 def pair_of(one: PeerId, other: PeerId) -> tuple[PeerId, PeerId]:
@@ -183,7 +182,9 @@ def _shortlist(
     """The hosts that are among the cheapest for some block, under stretched costs: of equals no peer id is ahead of others."""
 
     def price(host: HostInfo) -> float:
-        cost_s = host.block_s + view.queue_s.get(host.peer, 0.0) + view.delay_between(None, host.peer)
+        cost_s = (
+            view.block_s[host.peer] + view.queue_s.get(host.peer, 0.0) + view.delay_between(None, host.peer)
+        )
         return stretch[host.peer] * cost_s
 
     cheapest = sorted(hosts, key=price)
@@ -230,7 +231,7 @@ def _search(
             entry = view.delay_between(last, host.peer) + view.queue_s.get(host.peer, 0.0)
             for leave in boundaries:
                 if reached < leave <= min(host.end, span[1]):
-                    price = stretch[host.peer] * (entry + host.block_s * (leave - reached))
+                    price = stretch[host.peer] * (entry + view.block_s[host.peer] * (leave - reached))
                     is_end = (last is None and not hops) or (leave == span[1] and sink is None)
                     if is_end and view.guards and host.peer not in view.guards:
                         price *= GUARD_MARGIN

@@ -30,19 +30,18 @@ class Speeds:
 
         ``view`` holds what ``at`` gave for ``now``, as ``believed`` returns it. A host it does not know is given none of the time.
         """
-        announced = {host.peer: host for host in view.hosts}
-        hops = [hop for hop in chain if hop.peer in announced]
+        hops = [hop for hop in chain if hop.peer in view.block_s]
         if not hops or not 0 <= step_s < math.inf:
             return
         ends = [None, *(hop.peer for hop in chain), None]
         expected_s = sum(view.delay_between(one, other) for one, other in pairwise(ends))
         for hop in hops:
             expected_s += view.queue_s.get(hop.peer, 0.0)
-            expected_s += announced[hop.peer].block_s * (hop.end - hop.start)
+            expected_s += view.block_s[hop.peer] * (hop.end - hop.start)
         norm = sum((hop.end - hop.start) ** 2 for hop in hops)
         for hop in hops:
             correction = GAIN * (step_s - expected_s) * (hop.end - hop.start) / norm
-            block_s = announced[hop.peer].block_s + correction
+            block_s = view.block_s[hop.peer] + correction
             self._measured[hop.peer] = min(max(block_s, 0.0), MAX_BLOCK_S), now
 
     def at(self, hosts: Mapping[PeerId, HostInfo], now: float) -> dict[PeerId, float]:

@@ -37,11 +37,10 @@ def views(draw: st.DrawFn) -> View:
 
 
 def cost(view: View, chain: list[Hop], source: PeerId | None, sink: PeerId | None) -> float:
-    by_peer = {host.peer: host for host in view.hosts}
     total, last = 0.0, source
     for hop in chain:
         total += view.delay_between(last, hop.peer) + view.queue_s.get(hop.peer, 0.0)
-        total += by_peer[hop.peer].block_s * (hop.end - hop.start)
+        total += view.block_s[hop.peer] * (hop.end - hop.start)
         last = hop.peer
     return total + view.delay_between(last, sink)
 

@@ -18,13 +18,13 @@ BLOCK_S, DELAY_S, LIE_S = 0.05 / 30, 0.005, 1e-9
 EXPLORE = 0.05
 
 
-def swarm(span: int, *, lie_s: float = LIE_S) -> dict[PeerId, HostInfo]:
+def swarm(span: int) -> dict[PeerId, HostInfo]:
     """Honest hosts and liars, each with ``span`` of 30 blocks."""
     hosts = {}
     for kind, count in (("honest", HONEST), ("liar", LIARS)):
         for number in range(count):
             start = span * (number % (30 // span))
-            step_s = BLOCK_S * span if kind == "honest" else lie_s
+            step_s = BLOCK_S * span if kind == "honest" else LIE_S
             # The ids of liars sort before all others.
             peer = PeerId(f"{'a' if kind == 'liar' else 'h'}-{kind}{number:02}")
             hosts[peer] = HostInfo(peer, start, start + span, step_s)
@@ -68,14 +68,12 @@ def excess(chains: list[list[Hop]]) -> float:
 
 @pytest.mark.parametrize("span", [30, 15])
 @pytest.mark.parametrize("slower", [1.0, 3.0])
-@pytest.mark.parametrize("lie_s", [LIE_S, 0.0])
-def test_a_liar_has_few_more_chains_than_a_truthful_host(span: int, slower: float, lie_s: float) -> None:
+def test_a_liar_has_few_more_chains_than_a_truthful_host(span: int, slower: float) -> None:
     rng = random.Random(f"{span}/{slower}")
-    hosts = swarm(span, lie_s=lie_s)
+    hosts = swarm(span)
     true_s = {peer: BLOCK_S * (slower if "liar" in peer else 1.0) for peer in hosts}
     fresh = [chain for _ in range(600) for chain in live(hosts, true_s, rng, chains=1)]
-    lasting = [chain for _ in range(20) for chain in live(hosts, true_s, rng, chains=120)[30:]]
-    print(f"span {span}, truth x{slower}: fresh {excess(fresh):.2f}, lasting {excess(lasting):.2f}")
+    lasting = [chain for _ in range(5) for chain in live(hosts, true_s, rng, chains=120)[30:]]
     assert excess(fresh) <= MOST_OF_A_TRUTHFUL_HOST
     assert excess(lasting) <= MOST_OF_A_TRUTHFUL_HOST
 
@@ -99,7 +97,7 @@ def test_hosts_that_are_truly_faster_get_the_chains_once_measured() -> None:
         for number in range(10)
     }
     true_s = {peer: host.block_s for peer, host in hosts.items()}
-    chains = [chain for _ in range(20) for chain in live(hosts, true_s, rng, chains=200)[100:]]
+    chains = [chain for _ in range(5) for chain in live(hosts, true_s, rng, chains=200)[100:]]
     fast = sum(chain[0].peer in {"h0", "h1", "h2"} for chain in chains) / len(chains)
     assert fast > 0.85
 
@@ -107,7 +105,7 @@ def test_hosts_that_are_truly_faster_get_the_chains_once_measured() -> None:
 def test_a_measurement_is_forgotten_and_gone_hosts_with_it() -> None:
     hosts = {PeerId("a"): HostInfo(PeerId("a"), 0, 4, 0.4)}
     speeds = Speeds()
-    speeds.measured(View(list(hosts.values())), [Hop(PeerId("a"), 0, 4)], 1.3, 0.0)
+    speeds.measured(believed(View(list(hosts.values()))), [Hop(PeerId("a"), 0, 4)], 1.3, 0.0)
     assert speeds.at(hosts, MEMORY_S - 1) == pytest.approx({"a": 0.175})
     assert speeds.at({}, 1.0) == {}
     assert speeds.at(hosts, MEMORY_S) == {}
@@ -120,14 +118,13 @@ PEERS = [PeerId(f"p{number}") for number in range(20)]
 
 def test_a_client_keeps_its_first_and_last_hops(tmp_path: Path) -> None:
     hosts = [HostInfo(peer, 0, 30, 0.05) for peer in PEERS]
-    delay_s, ends, clock = dict.fromkeys(PEERS, DELAY_S), set(), 1e9
+    delay_s, ends = dict.fromkeys(PEERS, DELAY_S), set[PeerId]()
     for seed in range(100):
         rng = random.Random(seed)
-        guards = Guards(tmp_path / "guards" / "x.json", rng, lambda: clock)  # another process each time
+        guards = Guards(tmp_path / "guards" / "x.json", rng, lambda now=1e9 + 3600.0 * seed: now)
         chain = find_chain(View(hosts, delay_s, guards=guards.peers()), (0, 30), rng)
         guards.used(chain[0].peer, chain[-1].peer, PEERS)
         ends |= {chain[0].peer, chain[-1].peer}
-        clock += 3600.0
     assert len(ends) <= WANTED
 
 
