@@ -23,12 +23,12 @@ def ordered_by_id(patch: Patch) -> None:
 ROUTING = (
     Defence(
         "an unmeasured host counts as the median at best",
-        replacing(routing, "believed", lambda view: view),
+        replacing(routing, "median_high", min),
         lambda _: test.test_a_liar_has_few_more_chains_than_a_truthful_host(THIRTY, 1.0),
     ),
     Defence(
         "a claim of no queue counts as the median",
-        replacing(routing, "believed", lambda view: view),
+        replacing(routing, "median_high", min),
         lambda _: test.test_a_claim_of_no_queue_gains_nothing(),
     ),
     Defence(
