@@ -10,6 +10,7 @@ from pathlib import Path
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.files import write_whole
 from swarmnet_protocols.network import ANY_PORT
+from swarmnet_protocols.transport import PeerId
 
 ADDRESSES_NAME = "addresses"
 MAX_ADDRESSES = 64
@@ -21,6 +22,17 @@ _OWN_PORT = re.compile(r"/ip4/127\.0\.0\.1/(tcp|udp)/([0-9]{1,5})/")
 """What listens everywhere is on this machine's own address, too; ports of relays and routers are not."""
 _PART = re.compile(r"[A-Za-z0-9._:%-]+")
 _EXAMPLE = "an address looks like /ip4/203.0.113.7/tcp/31337"
+
+
+def parse_hosts(text: str) -> tuple[PeerId, ...]:
+    """Peer ids with commas between them. Raises ``ConfigError`` for what is none."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if not PEER_ID.fullmatch(name):
+            raise ConfigError(
+                f"{name!r} is not a peer id", hint="`swarmnet status --swarm SWARM` lists the hosts' peer ids"
+            )
+    return tuple(PeerId(name) for name in names)
 
 
 def write_addresses(data_dir: Path, addresses: Sequence[str]) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swarmnet.addresses import check_peer_address
+from swarmnet.addresses import check_peer_address, parse_hosts
 from swarmnet.entering import client_network
 from swarmnet.paths import default_cache_dir
 
@@ -24,6 +24,7 @@ class AutoSwarmModelForCausalLM:
         *,
         swarm: str | Path,
         bootstrap: Sequence[str] = (),
+        hosts: Sequence[str] = (),
         dtype: str = "auto",
         device: str = "auto",
         cache_dir: str | Path | None = None,
@@ -31,12 +32,12 @@ class AutoSwarmModelForCausalLM:
     ) -> "SwarmModel":
         """A transformers model that runs on the swarm of the file or invite ``swarm``.
 
-        ``bootstrap`` adds addresses of peers to those in the file; ``device`` is where embeddings and head are. ``data_dir`` keeps
+        ``bootstrap`` adds addresses of peers to those in the file; with ``hosts``, peer ids, only these hosts are used; ``device`` is where embeddings and head are. ``data_dir`` keeps
         who we are in swarms with members. Use the model as a context manager, or ``close`` it.
         """
         from swarmnet_client.edges import Form
 
-        return _open(name, _network(swarm, bootstrap, data_dir), cache_dir, Form.picked(dtype, device))
+        return _open(name, _network(swarm, bootstrap, data_dir, hosts), cache_dir, Form.picked(dtype, device))
 
 
 class AutoSwarmModelForSequenceClassification:
@@ -50,6 +51,7 @@ class AutoSwarmModelForSequenceClassification:
         num_labels: int,
         swarm: str | Path,
         bootstrap: Sequence[str] = (),
+        hosts: Sequence[str] = (),
         dtype: str = "auto",
         device: str = "auto",
         cache_dir: str | Path | None = None,
@@ -62,14 +64,21 @@ class AutoSwarmModelForSequenceClassification:
         from swarmnet_client.edges import Form
 
         return _open(
-            name, _network(swarm, bootstrap, data_dir), cache_dir, Form.picked(dtype, device, num_labels)
+            name,
+            _network(swarm, bootstrap, data_dir, hosts),
+            cache_dir,
+            Form.picked(dtype, device, num_labels),
         )
 
 
-def _network(swarm: str | Path, bootstrap: Sequence[str], data_dir: str | Path | None) -> "Network":
+def _network(
+    swarm: str | Path, bootstrap: Sequence[str], data_dir: str | Path | None, hosts: Sequence[str]
+) -> "Network":
     for address in bootstrap:
         check_peer_address(address)
-    return client_network(str(swarm), bootstrap, Path(data_dir) if data_dir else None)
+    return client_network(
+        str(swarm), bootstrap, Path(data_dir) if data_dir else None, parse_hosts(",".join(hosts))
+    )
 
 
 def _open(name: str, network: "Network", cache_dir: str | Path | None, form: "Form") -> "SwarmModel":

@@ -16,7 +16,8 @@ from swarmnet.swarm_folder import find, folder_of, remember
 from swarmnet_protocols.clock import wall_clock
 from swarmnet_protocols.errors import ConfigError, IntegrityError, NotAuthorised, Unreachable
 from swarmnet_protocols.membership.rules import Rules
-from swarmnet_protocols.network import LOOPBACK, Network
+from swarmnet_protocols.network import LOOPBACK, Network, Trust
+from swarmnet_protocols.transport import PeerId
 
 if TYPE_CHECKING:
     from swarmnet_protocols.membership.admission import IssuerConfig
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 IDENTITY_NAME = "identity.key"
+GUARDS_NAME = "guards"
 
 
 @dataclass(frozen=True)
@@ -105,15 +107,23 @@ def enter(swarm: str, data_dir: Path, bootstrap: Sequence[str] = ()) -> Entry:
     return _entry(file, bootstrap, data_dir)
 
 
-def client_network(swarm: str, bootstrap: Sequence[str], data_dir: Path | None = None) -> Network:
+def client_network(
+    swarm: str, bootstrap: Sequence[str], data_dir: Path | None = None, hosts: Sequence[PeerId] = ()
+) -> Network:
     """For those who dial and are never dialled: another peer than a node of the same data directory, which may be running.
+
+    With ``hosts`` only these are used, in place of those that the swarm file trusts.
 
     Where nobody is asked who they are, they are somebody new each time. Raises what ``enter`` raises, and ``Unreachable``
     where no peer is known to start from.
     """
-    entry = enter(swarm, (data_dir or default_data_dir()) / "client", bootstrap)
+    folder = (data_dir or default_data_dir()) / "client"
+    entry = enter(swarm, folder, bootstrap)
     entry.check_bootstrap()
-    network = entry.network(LOOPBACK)
+    trust = Trust(
+        frozenset(hosts or entry.file.hosts), frozenset(entry.file.first_and_last), folder / GUARDS_NAME
+    )
+    network = replace(entry.network(LOOPBACK), trust=trust)
     return network if entry.folder else replace(network, identity_path=None)
 
 

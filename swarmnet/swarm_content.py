@@ -107,6 +107,10 @@ class SwarmFile:
     allow: Mapping[PeerId, frozenset[Role]] = field(default_factory=dict)
     models: tuple[ListedModel, ...] = ()
     policy: Policy = Policy()
+    hosts: tuple[PeerId, ...] = ()
+    """The only hosts that clients use; none: all."""
+    first_and_last: tuple[PeerId, ...] = ()
+    """Hosts that clients prefer at the ends of a chain; none: guards that each client picks itself."""
 
     @property
     def is_open(self) -> bool:
@@ -158,7 +162,9 @@ class SwarmFile:
 
     def _fields(self) -> dict[str, object]:
         authority = self.authority
+        trust = {"hosts": list(self.hosts), "first_and_last": list(self.first_and_last)}
         return {
+            **({"trust": trust} if any(trust.values()) else {}),
             "format": FORMAT,
             "name": self.name,
             "serial": self.serial,

@@ -22,6 +22,8 @@ MAX_FILE_BYTES = 64 << 10
 MAX_BOOTSTRAPS = 64
 MAX_MEMBERS = 1024
 MAX_MODELS = 64
+MAX_TRUSTED = 256
+"""Hosts in each list of [trust]."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 KEY = r"ed25519:[0-9a-f]{64}"
 
@@ -72,10 +74,16 @@ class Reader:
             allow=self._allow(admission),
             models=self._models(),
             policy=self._policy(),
+            hosts=self._trusted("hosts"),
+            first_and_last=self._trusted("first_and_last"),
         )
         known = {"format", "name", "swarm_id", "serial", "created", "not_after", "admission"}
-        sections = {"network", "roles", "allow", "models", "policy", "authority", "rotation", "signature"}
-        top.only(known | (sections if has_authority else {"nonce", "network", "roles", "models", "policy"}))
+        sections = {"network", "roles", "allow", "models", "policy", "trust"}
+        sections |= {"authority", "rotation", "signature"}
+        top.only(
+            known
+            | (sections if has_authority else {"nonce", "network", "roles", "models", "policy", "trust"})
+        )
         return file
 
     def swarm_id(self) -> bytes:
@@ -145,6 +153,16 @@ class Reader:
                 raise each.wrong("name", f"must be 1 to {_MAX_MODEL_NAME_CHARS} printable characters")
             models.append(ListedModel(name, each.digits("manifest", "sha256:", 32)))
         return tuple(models)
+
+    def _trusted(self, key: str) -> tuple[PeerId, ...]:
+        if "trust" not in self._top:
+            return ()
+        table = self._top.table("trust")
+        table.only({"hosts", "first_and_last"})
+        peers = table.strings(key, MAX_TRUSTED) if key in table else ()
+        if len(set(peers)) < len(peers) or not all(PEER_ID.fullmatch(peer) for peer in peers):
+            raise table.wrong(key, "must list peer ids, each once")
+        return tuple(map(PeerId, peers))
 
     def _policy(self) -> Policy:
         if "policy" not in self._top:

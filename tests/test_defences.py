@@ -16,6 +16,7 @@ from tests.gateway_defences import GATEWAY
 from tests.job_defences import JOBS
 from tests.limit_defences import LIMITS
 from tests.p2pd_defences import P2PD
+from tests.routing_defences import ROUTING
 from tests.support.virtual_time import DeadlockError
 from tests.web_defences import WEB
 from tests.word_defences import WORDS
@@ -36,6 +37,7 @@ DEFENCES = (
     *P2PD,
     *DIALS,
     *GATEWAY,
+    *ROUTING,
 )
 
 FAILURES = (AssertionError, pytest.fail.Exception, SwarmnetError, TimeoutError, DeadlockError)

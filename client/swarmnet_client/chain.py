@@ -6,6 +6,7 @@ Steps are sent and awaited here (``flight``); hops that fail are replaced meanwh
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from statistics import median
 
 import torch
 
@@ -16,7 +17,11 @@ from swarmnet_client.mending import Mender
 from swarmnet_client.swarm import Swarm
 from swarmnet_protocols.aio import cancel
 from swarmnet_protocols.errors import OutOfResources, SwarmnetError
+from swarmnet_protocols.routing import Hop
 from swarmnet_protocols.session.steps import Row
+
+MEASURED_STEPS = 8
+"""Steps of which the median time is one measurement of a chain's hosts."""
 
 
 class Chain:
@@ -24,7 +29,9 @@ class Chain:
 
     def __init__(self, swarm: Swarm, spec: ChainSpec, embed: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.report = ChainReport()
+        self._swarm = swarm
         self._spec = spec
+        self._steps_s: list[float] = []
         self._flight = Flight(spec.log_bytes, spec.hidden_size)
         self._mender = Mender(swarm, spec, self._flight, self.report, embed)
 
@@ -78,11 +85,21 @@ class Chain:
     async def _step(self, rows: tuple[Row, ...], values: torch.Tensor) -> torch.Tensor:
         clock = asyncio.get_running_loop().time
         before, started = self.report.failovers, clock()
+        is_alone, route = self._flight.is_idle, self.report.route
         output = await self._flight.send(rows, values)
+        if is_alone and sum(row.count for row in rows) == 1 and self.report.route is route:
+            self._measure(clock() - started)
         is_single = sum(row.count for row in rows) == len(rows)
         if is_single or self.report.failovers > before:
             self.report.longest_stall_s = max(self.report.longest_stall_s, clock() - started)
         return output
+
+    def _measure(self, step_s: float) -> None:
+        """A step of one token, with no other on its way, took ``step_s``. Of several the median counts: one may have met a pause."""
+        self._steps_s.append(step_s)
+        if len(self._steps_s) == MEASURED_STEPS and self.report.route:
+            self._swarm.measured([Hop(*each) for each in self.report.route], median(self._steps_s))
+            self._steps_s.clear()
 
     async def _keep(self) -> None:
         """Keep the chain whole. What cannot be mended fails every step that waits, now and later."""

@@ -108,6 +108,7 @@ class Mender:
         except TimeoutError:
             raise self._verdict(self._gaps()) from self._why
         self._report.route = [(live.hop.peer, live.hop.start, live.hop.end) for live in self._hops]
+        self._swarm.built(self._hops[0].hop.peer, self._hops[-1].hop.peer)
 
     def _extend(self) -> None:
         """A host has taken some of our adapter: it is worth waiting for."""
@@ -116,9 +117,9 @@ class Mender:
 
     def _verdict(self, missing: list[tuple[int, int]]) -> SwarmnetError:
         """Why the chain cannot be mended, as far as we know."""
-        told = verdict(self._why or NoRoute(missing))
+        told = verdict(self._why or self._swarm.no_route(missing))
         nobody = isinstance(self._why, Unreachable) or not self._swarm.hosts
-        return NoRoute(missing) if nobody and type(told) is Unreachable else told
+        return self._swarm.no_route(missing) if nobody and type(told) is Unreachable else told
 
     def _drop_stuck(self) -> None:
         """Give up on a hop that has had its input for long and beats, but does not compute."""

@@ -7,15 +7,18 @@ import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
+from swarmnet_client.guards import Guards
 from swarmnet_client.traffic import CountingTransport, Traffic
 from swarmnet_protocols.aio import cancel
+from swarmnet_protocols.clock import wall_clock
 from swarmnet_protocols.directory import Directory
-from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
+from swarmnet_protocols.errors import NoRoute, ProtocolViolation, SwarmnetError
 from swarmnet_protocols.hosts import read_hosts
 from swarmnet_protocols.models import LocalModel
-from swarmnet_protocols.network import Network, connect
+from swarmnet_protocols.network import Network, Trust, connect
 from swarmnet_protocols.protocol_ids import PING
-from swarmnet_protocols.routing import Bans, Hop, HostInfo, View, find_chain, pair_of, uncovered
+from swarmnet_protocols.routing import Bans, Hop, HostInfo, View, believed, find_chain, pair_of, uncovered
+from swarmnet_protocols.speeds import Speeds
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.transport import Message, PeerId, Stream, Transport
 from swarmnet_protocols.transport.talking import parse, receive_within
@@ -27,15 +30,30 @@ PARTED_S = 60.0
 """How long two hosts that do not reach each other are not made neighbours."""
 SMOOTHING = 0.3
 """Weight of the newest ping in the running mean of a host's delay."""
+EXPLORE = 0.05
+"""Share of the chains in which an unmeasured host may count as being as fast as the fastest measured one."""
 
 
 class Swarm:
     """The hosts of one model as one client sees them. Feeds the router; is fed by the directory, pings and failures."""
 
     def __init__(
-        self, transport: Transport, directory: Directory, manifest: bytes, rng: random.Random, timing: Timing
+        self,
+        transport: Transport,
+        directory: Directory,
+        manifest: bytes,
+        rng: random.Random,
+        timing: Timing,
+        trust: Trust = Trust(),  # noqa: B008 - it is frozen
     ) -> None:
         """Session ids are drawn from ``rng``: outside of simulations it is a ``SystemRandom``."""
+        self._trust = trust
+        path = None
+        if trust.guards_folder is not None:
+            name = f"{directory.swarm.hex()[:32]}-{manifest.hex()[:32]}.json"
+            path = trust.guards_folder / name
+        self._guards = Guards(path, rng, wall_clock)
+        self._speeds = Speeds()
         self.traffic = Traffic()
         self.transport: Transport = CountingTransport(transport, self.traffic)
         self.timing = timing
@@ -60,9 +78,10 @@ class Swarm:
         *,
         rng: random.Random,
         timing: Timing,
+        trust: Trust = Trust(),  # noqa: B008 - it is frozen
     ) -> AsyncIterator["Swarm"]:
         """A view that refreshes itself for as long as the context."""
-        swarm = cls(transport, directory, manifest, rng, timing)
+        swarm = cls(transport, directory, manifest, rng, timing, trust)
         watching = asyncio.create_task(swarm._watch(), name="swarm")
         try:
             yield swarm
@@ -80,7 +99,14 @@ class Swarm:
         network.rules.check_model(local.name, manifest)
         async with (
             connect(network, client_mode=True) as (transport, directory),
-            cls.watch(transport, directory, manifest, rng=random.SystemRandom(), timing=Timing()) as swarm,
+            cls.watch(
+                transport,
+                directory,
+                manifest,
+                rng=random.SystemRandom(),
+                timing=Timing(),
+                trust=network.trust,
+            ) as swarm,
         ):
             yield swarm
 
@@ -88,7 +114,25 @@ class Swarm:
         self, span: tuple[int, int], *, source: PeerId | None = None, sink: PeerId | None = None
     ) -> list[Hop]:
         """Hosts for the blocks of ``span``, by what is known now. Raises ``NoRoute``."""
-        return find_chain(self._view(), span, self._rng, source=source, sink=sink)
+        view = self._view(explore=self._rng.random() < EXPLORE)
+        try:
+            return find_chain(view, span, self._rng, source=source, sink=sink)
+        except NoRoute as error:
+            raise self.no_route(error.missing) from error
+
+    def no_route(self, missing: Sequence[tuple[int, int]]) -> NoRoute:
+        """The error for blocks that no host serves which this client may use."""
+        return NoRoute(missing, among_trusted=bool(self._trust.hosts))
+
+    def measured(self, chain: Sequence[Hop], step_s: float) -> None:
+        """Note that a step of one token took ``step_s`` through ``chain``, from the client and back to it."""
+        now = self._now()
+        self._speeds.measured(believed(self._view()), chain, step_s, now)
+
+    def built(self, first: PeerId, last: PeerId) -> None:
+        """Note that a chain with these ends is whole."""
+        if not self._trust.first_and_last:
+            self._guards.used(first, last, self._hosts)
 
     def can_replace(self, hop: Hop) -> bool:
         """Whether others are known to host all blocks of ``hop``."""
@@ -140,13 +184,23 @@ class Swarm:
         async with self._refreshing:
             found = await read_hosts(self._directory, self.manifest)
             if found:
-                self._hosts = {host.peer: host for host in found}
+                allowed = self._trust.hosts
+                self._hosts = {host.peer: host for host in found if not allowed or host.peer in allowed}
             self._ping_hosts()
 
-    def _view(self) -> View:
+    def _view(self, *, explore: bool = False) -> View:
         now = self._now()
         parted = frozenset(pair for pair, until in self._parted.items() if until > now)
-        return View(tuple(self._hosts.values()), self._delay_s, self._queue_s, self._bans.at(now), parted)
+        return View(
+            tuple(self._hosts.values()),
+            self._delay_s,
+            self._queue_s,
+            self._bans.at(now),
+            parted,
+            block_s=self._speeds.at(self._hosts, now),
+            guards=self._trust.first_and_last or self._guards.peers(),
+            explore=explore,
+        )
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

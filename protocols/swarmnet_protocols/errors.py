@@ -34,10 +34,15 @@ class PeerUnreachable(Unreachable):
 class NoRoute(Unreachable):
     """No live peer hosts some blocks of the model."""
 
-    def __init__(self, missing: Sequence[tuple[int, int]], *, hint: str = "") -> None:
+    def __init__(
+        self, missing: Sequence[tuple[int, int]], *, hint: str = "", among_trusted: bool = False
+    ) -> None:
+        """``among_trusted``: others than the hosts that the user or the swarm file names may host them."""
         spans = ", ".join(f"{start}:{end}" for start, end in missing)
+        if among_trusted:
+            hint = hint or "name more hosts with --hosts, or start a trusted node for these blocks"
         super().__init__(
-            f"nobody hosts blocks {spans}",
+            f"no trusted host serves blocks {spans}" if among_trusted else f"nobody hosts blocks {spans}",
             hint=hint
             or f"start a node for them: swarmnet join SWARM --blocks {missing[0][0]}:{missing[0][1]}",
         )

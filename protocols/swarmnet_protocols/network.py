@@ -8,6 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from swarmnet_protocols.membership.rules import Rules
+from swarmnet_protocols.transport import PeerId
 from swarmnet_protocols.transport.p2pd_process import MAX_MEMORY_BYTES
 
 if TYPE_CHECKING:
@@ -19,6 +20,18 @@ if TYPE_CHECKING:
 ANY_PORT = ("/ip4/0.0.0.0/tcp/0", "/ip4/0.0.0.0/udp/0/quic-v1")
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 """For those who dial and are never dialled."""
+
+
+@dataclass(frozen=True)
+class Trust:
+    """Which hosts a client uses, as its user or the swarm file names them."""
+
+    hosts: frozenset[PeerId] = frozenset()
+    """No others are used; none named: all are."""
+    first_and_last: frozenset[PeerId] = frozenset()
+    """Preferred at the ends of a chain, where prompt and answer can be read; none named: guards that the client picks itself."""
+    guards_folder: Path | None = None
+    """Where the client keeps these; without it, they last as long as the process."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +52,7 @@ class Network:
     """Reads the newest one that is kept: see ``Membership.swarm_file``."""
     issuer: "IssuerConfig | None" = None
     """What makes this peer let others in."""
+    trust: Trust = Trust()
     pace: "Pace | None" = None
     """Counts what goes over the network, and holds it back to the rates it is set to."""
     max_p2pd_bytes: int = MAX_MEMORY_BYTES

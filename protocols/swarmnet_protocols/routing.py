@@ -8,8 +8,9 @@ import heapq
 import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
+from statistics import median_high
 
 from swarmnet_protocols.errors import NoRoute
 from swarmnet_protocols.transport import PeerId
@@ -22,6 +23,10 @@ CANDIDATES_PER_BLOCK = 8
 """Cheapest hosts of each block that are considered: bounds the search in a swarm of any size."""
 MARGIN = 0.1
 """A chain may cost this much more than the best: room for clients to spread over equals."""
+ENOUGH_MEASURED = 3
+"""Measured hosts whose median counts without announcements: one or two may be slow by chance."""
+GUARD_MARGIN = 1.5
+"""Another host than a guard is the first or last hop only where a guard would cost this many times as much."""
 BAN_S = 15.0
 """How long a peer is avoided after its first failure."""
 BAN_MAX_S = 240.0
@@ -70,6 +75,12 @@ class View:
     banned: Sequence[PeerId] = ()
     parted: frozenset[tuple[PeerId, PeerId]] = frozenset()
     """Pairs, as ``pair_of`` gives them, that did not reach each other lately."""
+    block_s: Mapping[PeerId, float] = field(default_factory=dict)
+    """Seconds per block that the client measured."""
+    guards: frozenset[PeerId] = frozenset()
+    """Hosts that the client prefers as first and last hop, which see its text."""
+    explore: bool = False
+    """Whether unmeasured hosts may count as being as fast as the fastest measured one, if they announce it."""
 
     def delay_between(self, one: PeerId | None, other: PeerId | None) -> float:
         """One-way seconds between two peers (None: the client). Two hosts are no farther apart than through us."""
@@ -81,6 +92,29 @@ class View:
         return parted_s + sum(
             self.delay_s.get(peer, UNKNOWN_DELAY_S) for peer in (one, other) if peer is not None
         )
+
+
+def believed(view: View) -> View:
+    """``view`` with the speeds and queues that its client may believe in place of those that hosts claim.
+
+    A measured host counts as measured. An unmeasured host counts as what it announces, but at best as the median: of the measured
+    hosts, or, where fewer than ``ENOUGH_MEASURED`` are, of all hosts. It has no reason to claim to be slower than it is, so that is believed.
+    Its queue, too, counts at least as the median of all claims; a false claim of a measured host is part of what was measured.
+    """
+    announced = {host.peer: host.step_s / (host.end - host.start) for host in view.hosts if host.online}
+    if not announced:
+        return view
+    known = {peer: block_s for peer, block_s in view.block_s.items() if peer in announced}
+    is_enough = len(known) >= ENOUGH_MEASURED
+    speeds = known if is_enough else announced | known
+    floor_s = min(known.values()) if view.explore and is_enough else median_high(speeds.values())
+    block_s = {peer: step_s if step_s > floor_s else floor_s for peer, step_s in announced.items()} | known
+    queue_s = view.queue_s
+    if queue_s:
+        wait_s = median_high(queue_s.values())
+        queue_s = {peer: max(queue_s.get(peer, 0.0), wait_s) for peer in announced if peer not in known}
+        queue_s |= {peer: view.queue_s.get(peer, 0.0) for peer in known}
+    return replace(view, block_s=block_s, queue_s=queue_s)
 
 
 def pair_of(one: PeerId, other: PeerId) -> tuple[PeerId, PeerId]:
@@ -100,12 +134,16 @@ def find_chain(
 
     A chain changes hosts where the span of some host begins or ends. It costs at most ``1 + MARGIN`` times the best of these, and
     is drawn at random among such: every cost is stretched by a random factor in [1, 1 + MARGIN], and the cheapest chain
-    under stretched costs cannot be truly dearer than that. Banned hosts are used only where nobody else will do. Raises ``NoRoute`` with the blocks nobody hosts.
+    under stretched costs cannot be truly dearer than that. Where there are guards, a first or last hop that is none counts as
+    ``GUARD_MARGIN`` times as dear. Speeds and queues are those that ``believed`` gives. Banned hosts are used only where nobody else
+    will do. Raises ``NoRoute`` with the blocks nobody hosts.
     """
+    view = believed(view)
     allowed, missing = _allowed(view, span)
     if missing:
         raise NoRoute(missing)
-    return _search(_shortlist(view, allowed, span), view, span, rng, (source, sink))
+    stretch = {host.peer: 1 + MARGIN * rng.random() for host in allowed}
+    return _search(_shortlist(view, allowed, span, stretch), view, span, stretch, (source, sink))
 
 
 def _allowed(view: View, span: tuple[int, int]) -> tuple[list[HostInfo], list[tuple[int, int]]]:
@@ -140,21 +178,23 @@ def uncovered(hosts: Iterable[HostInfo], span: tuple[int, int]) -> list[tuple[in
     return gaps
 
 
-def _shortlist(view: View, hosts: Sequence[HostInfo], span: tuple[int, int]) -> list[HostInfo]:
-    """The hosts that are among the cheapest for some block."""
+def _shortlist(
+    view: View, hosts: Sequence[HostInfo], span: tuple[int, int], stretch: Mapping[PeerId, float]
+) -> list[HostInfo]:
+    """The hosts that are among the cheapest for some block, under stretched costs: of equals no peer id is ahead of others."""
 
-    def price(host: HostInfo) -> tuple[float, PeerId]:
-        return (
-            host.block_s + view.queue_s.get(host.peer, 0.0) + view.delay_between(None, host.peer),
-            host.peer,
+    def price(host: HostInfo) -> float:
+        cost_s = (
+            view.block_s[host.peer] + view.queue_s.get(host.peer, 0.0) + view.delay_between(None, host.peer)
         )
+        return stretch[host.peer] * cost_s
 
     cheapest = sorted(hosts, key=price)
     taken = [0] * (span[1] - span[0])
     kept: list[HostInfo] = []
     for host in cheapest:
         blocks = range(max(host.start, span[0]) - span[0], min(host.end, span[1]) - span[0])
-        if any(taken[block] < CANDIDATES_PER_BLOCK for block in blocks):
+        if host.peer in view.guards or any(taken[block] < CANDIDATES_PER_BLOCK for block in blocks):
             kept.append(host)
             for block in blocks:
                 taken[block] += 1
@@ -165,12 +205,11 @@ def _search(
     hosts: Sequence[HostInfo],
     view: View,
     span: tuple[int, int],
-    rng: random.Random,
+    stretch: Mapping[PeerId, float],
     ends: tuple[PeerId | None, PeerId | None],
 ) -> list[Hop]:
     """Dijkstra's algorithm over (covered up to, last host), with stretched costs."""
     source, sink = ends
-    stretch = {host.peer: 1 + MARGIN * rng.random() for host in hosts}
     boundaries = sorted({span[1], *(host.start for host in hosts), *(host.end for host in hosts)})
     order = count()
     queue: list[tuple[float, int, int, PeerId | None, tuple[Hop, ...]]] = [
@@ -194,7 +233,10 @@ def _search(
             entry = view.delay_between(last, host.peer) + view.queue_s.get(host.peer, 0.0)
             for leave in boundaries:
                 if reached < leave <= min(host.end, span[1]):
-                    price = stretch[host.peer] * (entry + host.block_s * (leave - reached))
+                    price = stretch[host.peer] * (entry + view.block_s[host.peer] * (leave - reached))
+                    is_end = (last is None and not hops) or (leave == span[1] and sink is None)
+                    if is_end and view.guards and host.peer not in view.guards:
+                        price *= GUARD_MARGIN
                     hop = Hop(host.peer, reached, leave, host.addresses)
                     heapq.heappush(queue, (cost + price, next(order), leave, host.peer, (*hops, hop)))
     raise NoRoute(uncovered(hosts, span))

@@ -66,6 +66,15 @@ BootstrapOption = Annotated[
         callback=_each(check_peer_address),
     ),
 ]
+HostsOption = Annotated[
+    str,
+    typer.Option(
+        "--hosts",
+        metavar="PEER,PEER",
+        help="Use these hosts only.",
+        show_default="those the swarm file trusts, or all",
+    ),
+]
 DataDirOption = Annotated[
     Path | None,
     typer.Option(

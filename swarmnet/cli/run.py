@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from swarmnet.addresses import parse_hosts
 from swarmnet.cli.chat import Chat
 from swarmnet.cli.conversation import Conversation, Turn
 from swarmnet.cli.generation import Sampling, Screen, generate
@@ -17,6 +18,7 @@ from swarmnet.cli.options import (
     CacheDirOption,
     DataDirOption,
     DtypeOption,
+    HostsOption,
     JsonFlag,
     SwarmOption,
     check_at_least_zero,
@@ -43,6 +45,7 @@ def run(  # noqa: PLR0913 - a command line, not an interface
     *,
     swarm: SwarmOption,
     bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
+    hosts: HostsOption = "",
     max_new_tokens: Annotated[
         int,
         typer.Option("--max-new-tokens", "-n", metavar="N", min=1, help="The most tokens to answer with."),
@@ -109,7 +112,7 @@ def run(  # noqa: PLR0913 - a command line, not an interface
     screen = Screen(as_json, stream)
     if adapter is not None:
         _check_adapter(adapter, model, cache_dir)
-    network = client_network(swarm, bootstrap, data_dir)
+    network = client_network(swarm, bootstrap, data_dir, parse_hosts(hosts))
     if not raw:
         prepare_rendering()
     with (

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from swarmnet.addresses import parse_hosts
 from swarmnet.cli.interrupts import Interrupts, run_until_stopped
 from swarmnet.cli.options import (
     BootstrapOption,
@@ -19,6 +20,7 @@ from swarmnet.cli.options import (
     DataDirOption,
     DtypeOption,
     HostOption,
+    HostsOption,
     JsonFlag,
     ModelOption,
     PortOption,
@@ -66,6 +68,7 @@ def serve(  # noqa: PLR0913 - a command line, not an interface
     swarm: SwarmOption,
     model: ModelOption = DEFAULT_MODEL,
     bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
+    hosts: HostsOption = "",
     host: HostOption = "127.0.0.1",
     port: PortOption = 8000,
     api_key_file: Annotated[
@@ -125,7 +128,7 @@ def serve(  # noqa: PLR0913 - a command line, not an interface
     listen(host, port).close()  # say so now, and not when the swarm has been found
     access = Access(keys, [host, *allow_host], [check_origin(each) for each in cors], ["/health"])
     quota = Quota(requests_per_minute, tokens_per_minute, concurrent)
-    network = client_network(swarm, bootstrap, data_dir)
+    network = client_network(swarm, bootstrap, data_dir, parse_hosts(hosts))
     with progress(quiet=as_json) as report:
         import_transformers()
         local = resolve(model, cache_dir=cache_dir or default_cache_dir(), progress=report)

@@ -107,6 +107,8 @@ def show(swarm: SwarmPath, *, as_json: JsonFlag = False) -> None:
             rows[key] = "never"
         elif isinstance(value, dict):
             rows[key] = "\n".join(f"{name}: {each}" for name, each in value.items()) or "none"
+        elif key in {"trusted_hosts", "first_and_last"}:
+            rows[key] = "\n".join(map(str, value)) or "any"  # type: ignore[call-overload]
         elif isinstance(value, list):
             rows[key] = "\n".join(map(str, value)) or "none"
         else:
@@ -225,6 +227,8 @@ def _summary(file: SwarmFile) -> dict[str, object]:
         "anyone": sorted(file.anyone),
         "members": {peer: sorted(roles) for peer, roles in file.allow.items()},
         "models": {model.name: f"sha256:{model.manifest.hex()}" for model in file.models},
+        "trusted_hosts": list(file.hosts),
+        "first_and_last": list(file.first_and_last),
         "certificate_lifetime_s": file.policy.certificate_lifetime_s,
         "revocation_refresh_s": file.policy.revocation_refresh_s,
         "quotas": {name: limit for name, limit in file.policy.quotas.to_dict().items() if limit is not None},

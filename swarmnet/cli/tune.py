@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from swarmnet.addresses import parse_hosts
 from swarmnet.cli.displays import Fields, display
 from swarmnet.cli.options import (
     BootstrapOption,
     CacheDirOption,
     DataDirOption,
     DtypeOption,
+    HostsOption,
     JsonFlag,
     ModelOption,
     SwarmOption,
@@ -40,6 +42,7 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
     model: ModelOption = DEFAULT_MODEL,
     swarm: SwarmOption,
     bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
+    hosts: HostsOption = "",
     data: Annotated[Path, typer.Option("--data", metavar="FILE.jsonl", help="The rows to learn from.")],
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the adapter goes.")],
     method: Annotated[Method, typer.Option("--method", help="What learns.")] = Method.LORA,
@@ -142,7 +145,7 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
         stack.enter_context(alone(out))
         folder = RunDir(out, about | settings.to_json(), force=force)
         shown.progress("finding the swarm", 0, None)
-        network = client_network(swarm, bootstrap, data_dir)
+        network = client_network(swarm, bootstrap, data_dir, parse_hosts(hosts))
         form = Form.picked(dtype, device, len(dataset.labels) or None)
         opened = stack.enter_context(load(model, network=network, cache_dir=cache_dir, form=form))
         tuned = attach(opened, model, settings)

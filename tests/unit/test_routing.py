@@ -14,6 +14,8 @@ from swarmnet_protocols.routing import (
     Hop,
     HostInfo,
     View,
+    _shortlist,
+    believed,
     find_chain,
     pair_of,
 )
@@ -81,8 +83,10 @@ def test_clients_spread_over_equals() -> None:
 
 def test_the_search_is_bounded_in_a_large_swarm() -> None:
     hosts = [HostInfo(PeerId(f"p{index:03}"), index % 4, index % 4 + 1, 0.1) for index in range(400)]
+    equal = dict.fromkeys((host.peer for host in hosts), 1.0)
+    assert len(_shortlist(believed(View(hosts)), hosts, (0, 4), equal)) <= 4 * CANDIDATES_PER_BLOCK
     firsts = {chain(View(hosts), seed=seed)[0].peer for seed in range(100)}
-    assert len(firsts) <= CANDIDATES_PER_BLOCK
+    assert len(firsts) > CANDIDATES_PER_BLOCK, "some peer ids are ahead of others"
 
 
 def test_who_fails_after_a_ban_is_banned_for_twice_as_long_and_service_forgets_it() -> None:

@@ -249,3 +249,14 @@ def test_an_expired_file_may_be_shown_but_not_used(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="expired"):
         swarm_file.load_valid(tmp_path, NOW + 60)
     assert swarm_file.load(tmp_path).not_after == end
+
+
+def test_trusted_hosts_are_signed_with_the_file(tmp_path: Path) -> None:
+    made = _create(tmp_path)
+    path, peer = tmp_path / "swarm.toml", "1" * 40
+    trust = f'[trust]\nhosts = ["{peer}"]\n\n[signature]'
+    path.write_text(path.read_text().replace("[signature]", trust))
+    with pytest.raises(IntegrityError):
+        swarm_file.load(tmp_path)
+    assert swarm_writer.sign(tmp_path, now=1.8e9).hosts == (peer,)
+    assert swarm_file.load(tmp_path).swarm_id == made.swarm_id

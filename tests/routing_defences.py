@@ -1,0 +1,44 @@
+"""The defences of the choice of chains, as in ``defences.py``."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from swarmnet_client.guards import Guards
+from swarmnet_protocols import routing
+from swarmnet_protocols.routing import HostInfo
+from swarmnet_protocols.transport import PeerId
+from tests.defences import Defence, Patch, nothing, replacing
+from tests.unit import test_claimed_speed as test
+
+THIRTY = 30
+
+
+def ordered_by_id(patch: Patch) -> None:
+    def shortlist(view: Any, hosts: Sequence[HostInfo], span: Any, stretch: Any) -> list[HostInfo]:
+        return sorted(hosts, key=lambda host: PeerId(host.peer))[: routing.CANDIDATES_PER_BLOCK]
+
+    patch.setattr(routing, "_shortlist", shortlist)
+
+
+ROUTING = (
+    Defence(
+        "an unmeasured host counts as the median at best",
+        replacing(routing, "median_high", min),
+        lambda _: test.test_a_liar_has_few_more_chains_than_a_truthful_host(THIRTY, 1.0),
+    ),
+    Defence(
+        "a claim of no queue counts as the median",
+        replacing(routing, "median_high", min),
+        lambda _: test.test_a_claim_of_no_queue_gains_nothing(),
+    ),
+    Defence(
+        "no peer id is ahead of others",
+        ordered_by_id,
+        lambda _: test.test_a_liar_has_few_more_chains_than_a_truthful_host(THIRTY, 1.0),
+    ),
+    Defence(
+        "first and last hop are kept",
+        replacing(Guards, "used", nothing),
+        test.test_a_client_keeps_its_first_and_last_hops,
+    ),
+)
