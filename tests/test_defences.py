@@ -7,6 +7,7 @@ import pytest
 
 from swarmnet_protocols.errors import SwarmnetError
 from tests.defences import Defence
+from tests.dial_defences import DIALS
 from tests.door_defences import DOOR, ISSUER
 from tests.file_defences import FILES, HASHES, IDENTITY, STATEMENTS
 from tests.flood_defences import FLOODS
@@ -16,7 +17,7 @@ from tests.support.virtual_time import DeadlockError
 from tests.web_defences import WEB
 from tests.word_defences import WORDS
 
-DEFENCES = (*DOOR, *ISSUER, *FILES, *IDENTITY, *STATEMENTS, *HASHES, *LIMITS, *FLOODS, *WEB, *WORDS, *JOBS)
+DEFENCES = (*DOOR, *ISSUER, *FILES, *IDENTITY, *STATEMENTS, *HASHES, *LIMITS, *FLOODS, *WEB, *WORDS, *JOBS, *DIALS)
 
 FAILURES = (AssertionError, pytest.fail.Exception, SwarmnetError, TimeoutError, DeadlockError)
 """How the tests fail. Any other error is one of the table itself."""

@@ -79,9 +79,9 @@ class LiveHop:
                 await asyncio.sleep(period_s)
                 await self.stream.send(beat)
 
-    async def relink(self, target: Target) -> None:
-        """Have the hop feed ``target`` from now on."""
-        relink = pb.Relink(epoch=target.epoch, next=_peer(target))
+    async def relink(self, target: Target, record: bytes) -> None:
+        """Have the hop feed ``target``, whose announcement is ``record``, from now on."""
+        relink = pb.Relink(epoch=target.epoch, next=_peer(target, record))
         with contextlib.suppress(SwarmnetError):  # whoever listens to the hop sees the same end
             await self.stream.send(Message(pb.SessionRequest(relink=relink).SerializeToString()))
 
@@ -128,7 +128,7 @@ async def open_hop(
         swarm=placement.swarm.id,
         manifest=placement.swarm.manifest,
         span=pb.Span(start=hop.start, end=hop.end),
-        next=_peer(target) if target else None,
+        next=_peer(target, placement.swarm.record_of(target.peer)) if target else None,
         wire=wire_code(spec.wire),
         max_length=spec.max_length,
     )
@@ -158,5 +158,5 @@ async def _open(placement: Placement, hop: Hop, request: pb.Open) -> LiveHop:
     return LiveHop(hop, request.session, stream, heard=now, moved=now)
 
 
-def _peer(target: Target) -> pb.Peer:
-    return pb.Peer(id=target.peer, addresses=target.addresses, session=target.session)
+def _peer(target: Target, record: bytes) -> pb.Peer:
+    return pb.Peer(id=target.peer, record=record, session=target.session)

@@ -211,7 +211,7 @@ class Mender:
                 continue
             self._epoch += 1
             live.link, live.epoch = successor, self._epoch
-            await live.relink(successor.target(self._epoch))
+            await live.relink(successor.target(self._epoch), self._swarm.record_of(successor.hop.peer))
 
     async def _feed(self, live: LiveHop, epoch: int) -> None:
         try:
@@ -285,7 +285,7 @@ class Mender:
                 self._take(live, reply.output, message)
             case "link_lost":
                 if live.link is not None and reply.link_lost.epoch == live.epoch:
-                    await self._link_lost(live, live.link, Unreachable(printable(reply.link_lost.reason)))
+                    await self._link_lost(live, live.link, Unreachable("a host does not reach the next one"))
             case "leaving":
                 live.leaving = True
                 self._trouble.set()

@@ -124,6 +124,11 @@ class Swarm:
     def hosts(self) -> Sequence[HostInfo]:
         return tuple(self._hosts.values())
 
+    def record_of(self, peer: PeerId) -> bytes:
+        """The newest announcement of a host, as it signed it; empty if none is known."""
+        info = self._hosts.get(peer)
+        return info.record if info else b""
+
     async def refresh(self) -> None:
         """Read the directory now. Callers at the same time share one look.
 

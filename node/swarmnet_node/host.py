@@ -22,13 +22,16 @@ from swarmnet_node.passes import HostedPass
 from swarmnet_node.reports import HostNumbers
 from swarmnet_node.session import HostedSession
 from swarmnet_protocols.aio import race
+from swarmnet_protocols.clock import Clock, wall_clock
 from swarmnet_protocols.errors import DeadlineExceeded, OutOfResources, ProtocolViolation, StreamEnded
+from swarmnet_protocols.hosts import signed_addresses
 from swarmnet_protocols.protocol_ids import ADAPTER, LINK, PASS, PING, SESSION
 from swarmnet_protocols.resources import Exhausted, Flow, Rate, ResourceManager, Stock
-from swarmnet_protocols.session.link import Refused
+from swarmnet_protocols.session.link import Refused, Target
 from swarmnet_protocols.session.log import REPLAY_POSITIONS
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.transport import Message, PeerId, Stream, Transport
+from swarmnet_protocols.transport.dialling import Introductions
 from swarmnet_protocols.transport.talking import parse, receive_within, send_within
 from swarmnet_protocols.wire import session_pb2 as pb
 
@@ -110,6 +113,7 @@ class Host:
         *,
         timing: Timing,
         limits: HostLimits,
+        clock: Clock = wall_clock,
     ) -> None:
         self.engine = engine
         self.start = offer.start
@@ -117,6 +121,7 @@ class Host:
         self.timing = timing
         self.limits = limits
         self.transport = transport
+        self.introductions = Introductions(transport)
         self.leaving = False
         self.numbers = HostNumbers()
         self._in_all = transport.resources.in_all
@@ -124,6 +129,7 @@ class Host:
         largest_step_bytes = REPLAY_POSITIONS * engine.stage.hidden_size * torch.float32.itemsize
         limits.set_on(transport.resources, largest_step_bytes)
         self._offer = offer
+        self._clock = clock
         self._sessions: dict[bytes, HostedSession] = {}
         self._changed = asyncio.Condition()
 
@@ -138,6 +144,12 @@ class Host:
     @property
     def sessions(self) -> Sequence[HostedSession]:
         return tuple(self._sessions.values())
+
+    def target(self, next: pb.Peer, epoch: int) -> Target:
+        """The next hop as a client names it, at the addresses that this hop itself has signed, if any."""
+        peer, offer = PeerId(next.id), self._offer
+        addresses = signed_addresses(next.record, peer, offer.manifest, swarm=offer.swarm, now=self._clock())
+        return Target(peer, addresses, next.session, epoch)
 
     def shed(self) -> None:
         """End the session that holds the most, if there is one: its client goes on elsewhere."""

@@ -25,6 +25,7 @@ from swarmnet_node.services import Services
 from swarmnet_node.stage import Stage
 from swarmnet_protocols.aio import cancel
 from swarmnet_protocols.catalog import CatalogModel, keep_model_announced
+from swarmnet_protocols.clock import Clock, wall_clock
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.errors import SwarmnetError, Unreachable
 from swarmnet_protocols.hosts import MAX_ADDRESSES, PROTOCOL, hosts_topic, read_records
@@ -58,6 +59,8 @@ class World:
     """What forwards are timed by. The loop's own clock stands still while the loop does."""
     turns: Turns | Alone = ALONE
     """To compute in, where nodes share the cores of a machine."""
+    clock: Clock = wall_clock
+    """By which records expire."""
     warning: Callable[[], str] = str
     """What the owner of the node should see to; empty if nothing."""
 
@@ -127,6 +130,7 @@ class Node:
                 Offer(world.directory.swarm, hosting.manifest, node._span[0]),
                 timing=world.timing,
                 limits=hosting.limits,
+                clock=world.clock,
             )
             node._host = host
             await host.serve()

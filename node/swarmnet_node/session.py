@@ -26,7 +26,7 @@ from swarmnet_protocols.resources import RETRY_S, Exhausted, Flow, Hold, Stock
 from swarmnet_protocols.session.link import Feeder, Outbox, Refused, Target
 from swarmnet_protocols.session.log import ActivationLog, LogGone
 from swarmnet_protocols.session.steps import Row, Step, decode_step, encode_tensor, wire_dtype
-from swarmnet_protocols.transport import Message, PeerId, Stream
+from swarmnet_protocols.transport import Message, Stream
 from swarmnet_protocols.transport.talking import parse, receive_within, send_within
 from swarmnet_protocols.wire import session_pb2 as pb
 
@@ -57,12 +57,14 @@ class HostedSession:
         self._prefix_positions = adapter.prefix_positions if adapter else 0
         self._max_length = wanted.max_length
         self._is_last = not wanted.HasField("next")
-        self._target = None if self._is_last else _target(wanted.next, wanted.epoch)
+        self._target = None if self._is_last else host.target(wanted.next, wanted.epoch)
         self._scope = stream.scope.within("this session", {Stock.LOG: host.limits.log_bytes})
         self._log_room = self._scope.hold(Stock.LOG, 0)
         self._lanes: dict[int, LaneCache] = {}
         self._outbox = Outbox(self._new_log(), asyncio.Event())
-        self._feeder = Feeder(host.transport, self._outbox, wire_dtype(wanted.wire), host.timing)
+        self._feeder = Feeder(
+            host.introductions.by(stream.scope), self._outbox, wire_dtype(wanted.wire), host.timing
+        )
         self._feeding: asyncio.Task[None] | None = None
         self._switching = asyncio.Lock()
         self._over = False
@@ -132,7 +134,7 @@ class HostedSession:
             if request.HasField("relink"):
                 if self._is_last:
                     raise ProtocolViolation("the last hop has no next hop to replace")
-                self._target = _target(request.relink.next, request.relink.epoch)
+                self._target = self._host.target(request.relink.next, request.relink.epoch)
                 await self._feed_anew()
             elif not request.HasField("beat"):
                 raise ProtocolViolation("a session is opened once")
@@ -169,7 +171,7 @@ class HostedSession:
         except SwarmnetError as error:
             self._numbers.links_lost += 1
             _log.info("next hop lost", extra={"peer": target.peer, "reason": str(error)[:200]})
-            lost = pb.LinkLost(epoch=target.epoch, peer=target.peer, reason=str(error)[:500])
+            lost = pb.LinkLost(epoch=target.epoch, peer=target.peer)
             with contextlib.suppress(StreamEnded, DeadlineExceeded):
                 await self._reply(pb.SessionReply(link_lost=lost))
 
@@ -316,7 +318,3 @@ class HostedSession:
     def _release(self, lanes: Iterable[LaneCache]) -> None:
         for lane in lanes:
             self._engine.release(lane)
-
-
-def _target(peer: pb.Peer, epoch: int) -> Target:
-    return Target(PeerId(peer.id), tuple(peer.addresses), peer.session, epoch)

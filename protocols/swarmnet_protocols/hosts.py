@@ -2,13 +2,16 @@
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 
 from google.protobuf.message import DecodeError
 
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.identity import peer_id_of
 from swarmnet_protocols.models.manifest import MAX_BLOCKS
+from swarmnet_protocols.records import open_valid
 from swarmnet_protocols.routing import HostInfo
+from swarmnet_protocols.transport import PeerId
 from swarmnet_protocols.wire import records_pb2 as pb
 
 MAX_ADDRESSES = 16
@@ -50,6 +53,7 @@ async def read_numbered(directory: Directory, manifest: bytes) -> list[tuple[Hos
                 step_s=body.step_s,
                 addresses=tuple(body.addresses[:MAX_ADDRESSES]),
                 online=body.state == pb.HOST_STATE_ONLINE,
+                record=record.sealed,
             )
             found.append((info, body, record.sequence))
     return sorted(found, key=lambda each: each[0].peer)
@@ -58,3 +62,17 @@ async def read_numbered(directory: Directory, manifest: bytes) -> list[tuple[Hos
 async def read_hosts(directory: Directory, manifest: bytes) -> Sequence[HostInfo]:
     """The hosts of a model that are online."""
     return [info for info, _ in await read_records(directory, manifest) if info.online]
+
+
+def signed_addresses(
+    record: bytes, peer: PeerId, manifest: bytes, *, swarm: bytes, now: float
+) -> tuple[str, ...]:
+    """Where ``peer`` may be dialled by its own word: the addresses in its sealed announcement as a host of a model.
+
+    None where ``record`` is something else: of another peer, model or swarm, expired, or not signed.
+    """
+    for opened in open_valid([record], swarm=swarm, now=now):
+        with suppress(DecodeError):
+            if opened.peer_id == peer and opened.topic == hosts_topic(manifest):
+                return tuple(pb.HostRecord.FromString(opened.body).addresses[:MAX_ADDRESSES])
+    return ()

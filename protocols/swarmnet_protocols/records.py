@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import struct
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from google.protobuf.message import DecodeError
 
@@ -36,6 +36,8 @@ class Record:
     expires_at: float
     """Unix time, kept to the millisecond."""
     body: bytes
+    sealed: bytes = field(default=b"", compare=False, repr=False)
+    """All of it with its signature, as it came; empty for one that did not come from anywhere."""
 
     @property
     def peer_id(self) -> PeerId:
@@ -92,7 +94,9 @@ def open_record(data: bytes, *, swarm: bytes, now: float) -> Record:
         raise IntegrityError("the record is valid for longer than a day")
     if not verify(message.signer, message.signature, _signed_bytes(message)):
         raise IntegrityError("the signature is wrong")
-    return Record(message.swarm, message.topic, message.signer, message.sequence, expires_at, message.body)
+    return Record(
+        message.swarm, message.topic, message.signer, message.sequence, expires_at, message.body, data
+    )
 
 
 def open_valid(sealed: Iterable[bytes], *, swarm: bytes, now: float) -> Iterator[Record]:

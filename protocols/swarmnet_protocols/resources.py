@@ -81,6 +81,8 @@ class Flow(StrEnum):
     POSITIONS = "positions"
     """Tokens that are computed, of each block that is here at once."""
     REPORTS_TOLD = "reports_told"
+    DIALS = "dials"
+    """Attempts to connect to peers that others named."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,9 @@ FRAMES_IN_ALL = Rate(4000.0, 8000.0)
 FRAMES_EACH_PEER = Rate(1000.0, 4000.0)
 """An eager client of a fast host sends some hundred a second, and a relay of many sessions as many for each of them."""
 REPORTS_EACH_PEER = Rate(2.0, 1.0)
+DIALS_IN_ALL = Rate(2.0, 128.0)
+DIALS_EACH_PEER = Rate(0.2, 16.0)
+"""Connections between hosts stay, so a client needs one attempt for each pair of neighbours in its chains, not for each chain."""
 
 
 class Exhausted(OutOfResources):
@@ -330,10 +335,14 @@ class ResourceManager:
     def __init__(self) -> None:
         self._in_all: dict[Stock, int] = dict(IN_ALL)
         self._each_peer: dict[Stock, int] = dict(EACH_PEER)
-        self._rates_in_all: dict[Flow, Rate] = {Flow.FRAMES: FRAMES_IN_ALL}
+        self._rates_in_all: dict[Flow, Rate] = {
+            Flow.FRAMES: FRAMES_IN_ALL,
+            Flow.DIALS: DIALS_IN_ALL,
+        }
         self._rates_each_peer: dict[Flow, Rate] = {
             Flow.FRAMES: FRAMES_EACH_PEER,
             Flow.REPORTS_TOLD: REPORTS_EACH_PEER,
+            Flow.DIALS: DIALS_EACH_PEER,
         }
         self.in_all = Scope("all peers", self._in_all, self._rates_in_all)
         self._peers: dict[str, Scope] = {}

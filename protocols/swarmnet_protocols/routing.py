@@ -38,6 +38,8 @@ class HostInfo:
     step_s: float
     addresses: tuple[str, ...] = ()
     online: bool = True
+    record: bytes = field(default=b"", compare=False, repr=False)
+    """The signed announcement that this is from."""
 
     @property
     def block_s(self) -> float:

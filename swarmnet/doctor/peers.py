@@ -46,7 +46,9 @@ async def _connected(entry: "Entry", listen: Sequence[str]) -> "AsyncIterator[Tr
     peer = Identity.load_or_create(entry.identity_path).peer_id
     membership = Membership(entry.file.rules(), peer, wall_clock, folder=entry.folder)
     # What is asked to dial our ports says hello to whoever is there: for that, a client may run beside us.
-    config = P2pdConfig(entry.identity_path, listen=tuple(listen), only_dials=True)
+    config = P2pdConfig(
+        entry.identity_path, listen=tuple(listen), named=tuple(entry.bootstrap), only_dials=True
+    )
     async with (
         P2pdTransport.create(config) as raw,
         Door.run(raw, membership, Timing()) as door,

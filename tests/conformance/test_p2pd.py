@@ -21,9 +21,9 @@ from swarmnet_protocols.errors import (
     StreamEnded,
     Unreachable,
 )
-from swarmnet_protocols.protocol_ids import ADMISSION, ALL
+from swarmnet_protocols.protocol_ids import ADMISSION, ALL, PING
 from swarmnet_protocols.resources import IN_ALL, Stock
-from swarmnet_protocols.transport import Message, PeerId, ProtocolSpec, Refusal, Stream
+from swarmnet_protocols.transport import Message, PeerId, ProtocolSpec, Refusal, Stream, p2pd
 from swarmnet_protocols.transport.p2pd import P2pdConfig, P2pdTransport, peer_of
 
 from .conftest import LOOPBACK, NOBODY, P2pdLab, peer_process
@@ -224,6 +224,38 @@ def test_a_live_bootstrap_peer_is_connected(
             assert (await stream.receive()).header == b"hello"
 
     p2pd_lab.run(scenario)
+
+
+def test_what_a_peer_names_is_not_dialled_where_it_has_no_business(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name, and loopback of a machine that is on a network; what the owner named is dialled all the same."""
+    monkeypatch.setattr(p2pd, "own_interfaces", lambda: [("192.168.7.20", "255.255.255.0")])
+
+    async def scenario() -> None:
+        connected = asyncio.Event()
+
+        async def accept(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            connected.set()
+            writer.close()
+
+        async with await asyncio.start_server(accept, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            named = f"/ip4/127.0.0.1/tcp/{port}/p2p/{NOBODY}"
+            public = "/ip4/93.184.216.34/tcp/1"
+            for owners, addresses in [
+                ((public,), (named, f"/dns4/localhost/tcp/{port}")),
+                ((public, named), (named,)),
+            ]:
+                config = P2pdConfig(tmp_path / "id", listen=LOOPBACK, named=owners, only_dials=True)
+                async with P2pdTransport.create(config) as transport:
+                    assert not connected.is_set()
+                    with pytest.raises(PeerUnreachable):
+                        await transport.open(NOBODY, PING, addresses=addresses, deadline_s=DEADLINE_S)
+                    assert not await transport.is_connected(NOBODY)
+        assert connected.is_set()
+
+    asyncio.run(scenario())
 
 
 def start(config: P2pdConfig) -> None:

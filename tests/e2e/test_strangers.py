@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import random
+import socket
 import struct
 import subprocess
 import sys
@@ -19,16 +20,23 @@ import pytest
 from swarmnet.swarm_file import load_valid
 from swarmnet_protocols.clock import wall_clock
 from swarmnet_protocols.errors import IncompatibleVersion
+from swarmnet_protocols.hosts import hosts_topic
+from swarmnet_protocols.identity import Identity
 from swarmnet_protocols.protocol_ids import INFERENCE, LINK, PASS, PING, SESSION
+from swarmnet_protocols.records import Record, seal
 from swarmnet_protocols.resources import EACH_PEER, Stock
 from swarmnet_protocols.session.passes import MAX_POSITIONS
+from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.transport import Message, PeerId, ProtocolSpec, Stream
+from swarmnet_protocols.transport.dialling import MAX_DIALLED
 from swarmnet_protocols.transport.p2pd import MAX_LINGERING, P2pdTransport
 from swarmnet_protocols.transport.refusing import REFUSED
 from swarmnet_protocols.transport.talking import parse
+from swarmnet_protocols.wire import records_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.support.generation import greedy
 from tests.support.half_open import drip, say_nothing
+from tests.support.ports import Ports
 from tests.support.processes import NodeProcess, Swarm
 from tests.support.strangers import (
     DEADLINE_S,
@@ -47,6 +55,7 @@ from tests.support.tiny_swarm import load_tiny
 pytestmark = pytest.mark.slow
 
 PROMPT = [5, 6, 7, 8]
+NEXT_HOP = Identity.from_seed(b"the next hop")
 P2PD_ENDS_AFTER_S = 15.0
 """What finishes no handshake, if nobody else does."""
 
@@ -81,6 +90,13 @@ class Victim:
             "swarm": load_valid(self.lab.file, wall_clock()).swarm_id,
         }
         return Message(pb.SessionRequest(open=pb.Open(**good | changes)).SerializeToString())
+
+    def announced(self, addresses: list[str]) -> bytes:
+        """What ``NEXT_HOP`` has signed: that it hosts the model, at these addresses."""
+        swarm, manifest = load_valid(self.lab.file, wall_clock()).swarm_id, self.reference.local.manifest.hash
+        body = records_pb2.HostRecord(manifest=manifest, addresses=addresses).SerializeToString()
+        record = Record(swarm, hosts_topic(manifest), NEXT_HOP.public_key, 1, wall_clock() + 60, body)
+        return seal(NEXT_HOP, record)
 
     def check(self) -> None:
         """The honest client is served as ever."""
@@ -120,6 +136,49 @@ async def refusal(stream: Stream) -> pb.Refused:
             reply = parse(pb.SessionReply, (await stream.receive()).header)
             if reply.HasField("refused"):
                 return reply.refused
+
+
+def test_a_host_is_no_scanner(victim: Victim, tmp_path: Path) -> None:
+    """It dials few of many addresses that the next hop has signed, none that it has not, and does not say what is there."""
+    answers: list[tuple[pb.SessionReply, float]] = []
+
+    async def scenario(transport: P2pdTransport) -> None:
+        clock = asyncio.get_running_loop().time
+        with contextlib.ExitStack() as stack:
+            opened = Ports(stack, 100, b"SSH-2.0-OpenSSH_9.2p1\r\n")
+            with socket.create_server(("127.0.0.1", 0)) as closed:
+                closed_port = closed.getsockname()[1]
+            named = [
+                [f"/ip4/127.0.0.1/tcp/{port}" for port in opened.ports],
+                [f"/ip4/127.0.0.1/tcp/{closed_port}"],
+                [f"/dns4/localhost/tcp/{opened.ports[-1]}", f"/ip6/::ffff:127.0.0.1/tcp/{opened.ports[-1]}"],
+            ]
+            stream = await transport.open(victim.peer, SESSION, deadline_s=DEADLINE_S)
+            for epoch, addresses in enumerate(named, 1):
+                hop = pb.Peer(id=NEXT_HOP.peer_id, session=bytes(16), record=victim.announced(addresses))
+                began = clock()
+                if epoch == 1:
+                    await stream.send(victim.open(bytes([77] * 16), next=hop))
+                else:
+                    relink = pb.SessionRequest(relink=pb.Relink(epoch=epoch, next=hop))
+                    await stream.send(Message(relink.SerializeToString()))
+                answers.append((await link_lost(stream), clock() - began))
+            assert len(opened.connections) <= MAX_DIALLED
+            assert opened.ports[-1] not in opened.connections
+            stream.close()
+
+    attack(victim, scenario, tmp_path)
+    for epoch, (reply, _) in enumerate(answers, 1):
+        assert reply == pb.SessionReply(link_lost=pb.LinkLost(epoch=epoch, peer=NEXT_HOP.peer_id))
+    assert min(took_s for _, took_s in answers) >= Timing().open_s - 0.1
+
+
+async def link_lost(stream: Stream) -> pb.SessionReply:
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            reply = parse(pb.SessionReply, (await stream.receive()).header)
+            if reply.HasField("link_lost"):
+                return reply
 
 
 @pytest.mark.parametrize("protocol", INFERENCE, ids=lambda protocol: protocol.id)

@@ -166,7 +166,15 @@ class Lab:
             rng = random.Random(f"{self.seed}/{name}")
             # Virtual time runs what is given to an executor in place.
             stopwatch = asyncio.get_running_loop().time
-            yield World(transport, directory, ThreadPoolExecutor(1), rng, self.timing, stopwatch)
+            yield World(
+                transport,
+                directory,
+                ThreadPoolExecutor(1),
+                rng,
+                self.timing,
+                stopwatch,
+                clock=self.board.clock,
+            )
 
     async def _live(self, name: str, hosting: Hosting, serving: "asyncio.Future[Node]") -> None:
         try:

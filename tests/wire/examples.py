@@ -34,9 +34,10 @@ VECTORS = Path(__file__).parents[2] / "proto" / "vectors"
 
 _SESSION = bytes(range(16))
 _MANIFEST = bytes(range(32))
+_ADDRESSES = ["/ip4/203.0.113.5/tcp/4001"]
 _PEER = session_pb2.Peer(
     id="12D3KooWBtg3aaRMjxwedh83aGiUkwSxDwUZkzuJcfaqUmo7R3pq",
-    addresses=["/ip4/203.0.113.5/tcp/4001"],
+    record=b"a signed record",
     session=_SESSION[::-1],
 )
 _TENSOR = session_pb2.Tensor(dtype=session_pb2.DTYPE_BFLOAT16, shape=[5, 576])
@@ -61,7 +62,7 @@ def session_messages() -> Iterator[Protobuf]:
     yield pb.SessionReply(opened=pb.Opened())
     yield pb.SessionReply(output=pb.Output(step=300, tensor=_TENSOR))
     yield pb.SessionReply(beat=pb.Beat(applied=299))
-    yield pb.SessionReply(link_lost=pb.LinkLost(epoch=2, peer=_PEER.id, reason="no beat for 2 s"))
+    yield pb.SessionReply(link_lost=pb.LinkLost(epoch=2, peer=_PEER.id))
     yield pb.SessionReply(
         refused=pb.Refused(reason=pb.REASON_OUT_OF_MEMORY, detail="the cache is full", retry_after_s=2.5)
     )
@@ -127,7 +128,7 @@ def record_messages() -> Iterator[Protobuf]:
         token_s=0.001,
         cache_bytes_free=1 << 33,
         sessions=2,
-        addresses=list(_PEER.addresses),
+        addresses=_ADDRESSES,
         public_name="a volunteer",
     )
     yield host
@@ -147,7 +148,7 @@ def record_messages() -> Iterator[Protobuf]:
 
 def worker_messages() -> Iterator[Protobuf]:
     pb = workers_pb2
-    addresses = list(_PEER.addresses)
+    addresses = _ADDRESSES
     member = pb.Member(id=_PEER.id, addresses=addresses, weight=8192, exchanges=9)
     measured = pb.Measured(id=_PEER.id, bytes_per_s=2.5e6)
     yield pb.WorkerRecord(job=_MANIFEST, round=7, state=_MANIFEST[::-1], addresses=addresses, protocol=1)

@@ -356,7 +356,7 @@ async def redeem(invite: Invite, identity_path: Path, take: Callable[[pb.Admitte
 
     identity = Identity.load_or_create(identity_path)
     request = pb.AdmissionRequest(redeem=redemption(invite, identity.peer_id))
-    config = P2pdConfig(identity_path, listen=LOOPBACK, only_dials=True)
+    config = P2pdConfig(identity_path, listen=LOOPBACK, named=tuple(invite.bootstrap), only_dials=True)
     async with P2pdTransport.create(config) as transport:
         return await ask(transport, invite.bootstrap, request, take, wall_clock)
 

@@ -42,7 +42,9 @@ async def spread(
         membership.take_certificate(certificate)
         membership.take_revocations([sealed])
         async with (
-            P2pdTransport.create(P2pdConfig(identity_path, listen=LOOPBACK)) as transport,
+            P2pdTransport.create(
+                P2pdConfig(identity_path, listen=LOOPBACK, named=tuple(addresses))
+            ) as transport,
             Door.run(transport, membership, Timing()) as door,
         ):
             return await tell(door, addresses)

@@ -112,13 +112,18 @@ class Transport(Protocol):
     async def died(self) -> None:
         """Return once nothing can go through this transport any more, although nobody closed it."""
 
+    async def is_connected(self, peer: PeerId) -> bool:
+        """Whether a stream to ``peer`` needs no new connection, as far as is known."""
+
     async def serve(self, protocol: ProtocolSpec, handler: Handler) -> None:
         """Accept streams under ``protocol``, each in a task of its own, until the transport closes."""
 
     async def open(
         self, peer: PeerId, protocol: ProtocolSpec, *, addresses: Sequence[str] = (), deadline_s: float
     ) -> Stream:
-        """Open a stream to ``peer``, dialling ``addresses`` if it is not connected yet.
+        """Open a stream to ``peer``, dialling those of ``addresses`` that may be dialled if it is not connected yet.
+
+        Without addresses, whatever the network knows of ``peer`` is used.
 
         Raises ``PeerUnreachable`` within ``deadline_s``, or ``IncompatibleVersion`` when the peer is there but does not
         speak ``protocol``.

@@ -243,6 +243,9 @@ class MemoryTransport:
     def addresses(self) -> Sequence[str]:
         return (f"/memory/0/p2p/{self._peer_id}",)
 
+    async def is_connected(self, peer: PeerId) -> bool:
+        return any(stream.peer == peer for stream in self._streams)
+
     async def died(self) -> None:
         await self._left.wait()
 

@@ -16,6 +16,7 @@ from swarmnet_protocols.resources import Exhausted, ResourceManager
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.transport import Handler, PeerId, ProtocolSpec, sock_diag
 from swarmnet_protocols.transport.crowds import Crowds
+from swarmnet_protocols.transport.dialling import dialable, own_interfaces, shared_networks
 from swarmnet_protocols.transport.half_open import end_half_open
 from swarmnet_protocols.transport.handling import supervise
 from swarmnet_protocols.transport.meter import Meter
@@ -58,6 +59,8 @@ class P2pdConfig:
     """Published instead of the addresses found by p2pd."""
     bootstrap: tuple[str, ...] = ()
     """Peers to connect to at the start; they also relay for us if nobody can dial us."""
+    named: tuple[str, ...] = ()
+    """Other addresses that our owner named. They are dialled as they are, as those of ``bootstrap``."""
     require_bootstrap: bool = False
     """Fail with ``Unreachable`` when none of them answers."""
     pace: Pace = field(default_factory=Pace)
@@ -93,6 +96,8 @@ class P2pdTransport:
         self._daemon = daemon
         self._socket_path = socket_path
         self._pace = config.pace
+        self._named = frozenset((*config.bootstrap, *config.named))
+        self._places = (*self._named, *(() if config.only_dials else (*config.listen, *config.announce)))
         self._addresses: tuple[str, ...] = ()
         self._handlers: dict[str, tuple[ProtocolSpec, Handler]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -147,6 +152,9 @@ class P2pdTransport:
     def addresses(self) -> Sequence[str]:
         return self._addresses
 
+    async def is_connected(self, peer: PeerId) -> bool:
+        return peer in await self._daemon.connections()
+
     async def died(self) -> None:
         """Return once p2pd has ended, whoever ended it."""
         await self._daemon.process.wait()
@@ -160,7 +168,7 @@ class P2pdTransport:
     async def open(
         self, peer: PeerId, protocol: ProtocolSpec, *, addresses: Sequence[str] = (), deadline_s: float
     ) -> P2pdStream:
-        """As promised by ``Transport``; that a peer which was connected died unseen is found out by the first ``receive``.
+        """As promised by ``Transport``: what may be dialled is said by ``dialable``, and what our owner named. That a peer which was connected died unseen is found out by the first ``receive``.
 
         Where the connection died and not the peer, it is closed after ``alive_s``, and every stream over it ends: the next one is
         opened over a new connection.
@@ -168,7 +176,7 @@ class P2pdTransport:
         try:
             async with asyncio.timeout(deadline_s):
                 if addresses:
-                    await self.connect(peer, addresses, deadline_s=deadline_s)
+                    await self.connect(peer, await self._dialable(peer, addresses), deadline_s=deadline_s)
                 pipe = await self._daemon.open_stream(peer, protocol.id, deadline_s=deadline_s)
         except TimeoutError as error:
             raise PeerUnreachable(f"{peer} did not answer within {deadline_s:g} s") from error
@@ -176,8 +184,17 @@ class P2pdTransport:
         self._own(self._check(peer), self._tasks)
         return stream
 
+    async def _dialable(self, peer: PeerId, addresses: Sequence[str]) -> Sequence[str]:
+        named = [address for address in addresses if address in self._named]
+        if len(named) == len(addresses):
+            return named
+        found = [*named, *dialable(peer, addresses, shared_networks(own_interfaces(), self._places))]
+        if not found and not await self.is_connected(peer):
+            raise PeerUnreachable(f"no address of {peer} may be dialled from here")
+        return found
+
     async def connect(self, peer: PeerId, addresses: Sequence[str], *, deadline_s: float) -> None:
-        """Connect to ``peer`` unless it is connected. Raises ``PeerUnreachable`` within about ``deadline_s``."""
+        """Connect to ``peer`` unless it is connected. The addresses are dialled as they are. Raises ``PeerUnreachable`` within about ``deadline_s``."""
         # TCP first: a killed process ends its TCP connections at once, its QUIC connections after 30 s.
         tcp = [address for address in addresses if "/tcp/" in address and "/p2p-circuit" not in address]
         if tcp and len(tcp) < len(addresses):

@@ -58,6 +58,9 @@ class PassingTransport:
     async def died(self) -> None:
         await self._transport.died()
 
+    async def is_connected(self, peer: PeerId) -> bool:
+        return await self._transport.is_connected(peer)
+
     async def serve(self, protocol: ProtocolSpec, handler: Handler) -> None:
         await self._transport.serve(protocol, handler)
 

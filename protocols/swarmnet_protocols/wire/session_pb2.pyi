@@ -68,14 +68,14 @@ class Span(_message.Message):
     def __init__(self, start: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
 
 class Peer(_message.Message):
-    __slots__ = ("id", "addresses", "session")
+    __slots__ = ("id", "record", "session")
     ID_FIELD_NUMBER: _ClassVar[int]
-    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    RECORD_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     id: str
-    addresses: _containers.RepeatedScalarFieldContainer[str]
+    record: bytes
     session: bytes
-    def __init__(self, id: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., session: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, id: _Optional[str] = ..., record: _Optional[bytes] = ..., session: _Optional[bytes] = ...) -> None: ...
 
 class SessionRequest(_message.Message):
     __slots__ = ("open", "relink", "beat")
@@ -152,14 +152,12 @@ class Output(_message.Message):
     def __init__(self, step: _Optional[int] = ..., tensor: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
 
 class LinkLost(_message.Message):
-    __slots__ = ("epoch", "peer", "reason")
+    __slots__ = ("epoch", "peer")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PEER_FIELD_NUMBER: _ClassVar[int]
-    REASON_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     peer: str
-    reason: str
-    def __init__(self, epoch: _Optional[int] = ..., peer: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., peer: _Optional[str] = ...) -> None: ...
 
 class Leaving(_message.Message):
     __slots__ = ()

@@ -1,0 +1,168 @@
+"""Whom a host connects to for a client that names the next hop: those who signed where they are, and not too many."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+
+import pytest
+
+from swarmnet_protocols.errors import PeerUnreachable
+from swarmnet_protocols.hosts import hosts_topic, signed_addresses
+from swarmnet_protocols.identity import Identity
+from swarmnet_protocols.protocol_ids import LINK
+from swarmnet_protocols.records import Record, seal
+from swarmnet_protocols.resources import DIALS_EACH_PEER
+from swarmnet_protocols.transport import PeerId, ProtocolSpec, Stream, Transport
+from swarmnet_protocols.transport.dialling import Introductions
+from swarmnet_protocols.transport.passing import PassingTransport
+from swarmnet_protocols.wire import records_pb2
+from swarmnet_protocols.wire import session_pb2 as pb
+from tests.sim.test_host_defences import Stranger, session_reply, with_stranger
+from tests.support.swarm_lab import EPOCH, SWARM, Lab, Reference, peer, simulate
+
+ADDRESSES = ("/ip4/93.184.216.34/tcp/4001",)
+MANIFEST = bytes(range(32))
+DEADLINE_S = 2.5
+HOST = Identity.from_seed(b"host")
+GOOD = Record(SWARM, hosts_topic(MANIFEST), HOST.public_key, 1, EPOCH + 45, b"")
+
+
+def announced(record: Record = GOOD, signer: Identity = HOST, manifest: bytes = MANIFEST) -> bytes:
+    body = records_pb2.HostRecord(manifest=manifest, addresses=ADDRESSES).SerializeToString()
+    return seal(signer, replace(record, body=body, signer=signer.public_key))
+
+
+def read(record: bytes) -> tuple[str, ...]:
+    return signed_addresses(record, HOST.peer_id, MANIFEST, swarm=SWARM, now=EPOCH)
+
+
+def test_addresses_are_those_that_the_host_has_signed() -> None:
+    assert read(announced()) == ADDRESSES
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        b"",
+        b"\xff",
+        announced()[:-1] + b"x",
+        announced(signer=Identity.from_seed(b"mallory")),
+        announced(replace(GOOD, swarm=bytes([1] * 32))),
+        announced(replace(GOOD, topic=hosts_topic(bytes(32)))),
+        announced(replace(GOOD, topic="presence/x")),
+        announced(replace(GOOD, expires_at=EPOCH - 1)),
+        announced(replace(GOOD, expires_at=EPOCH + 48 * 3600)),
+    ],
+)
+def test_nothing_else_names_addresses(record: bytes) -> None:
+    assert read(record) == ()
+
+
+class Dialled(PassingTransport):
+    """Counts the attempts to connect; none succeeds."""
+
+    def __init__(self, transport: Transport) -> None:
+        super().__init__(transport)
+        self.attempts: list[PeerId] = []
+        self.fails_after_s = 0.0
+
+    async def open(
+        self, peer: PeerId, protocol: ProtocolSpec, *, addresses: Sequence[str] = (), deadline_s: float
+    ) -> Stream:
+        self.attempts.append(peer)
+        await asyncio.sleep(self.fails_after_s)
+        raise PeerUnreachable("connection refused")
+
+
+def with_dialled(reference: Reference, talk: Callable[[Dialled], Awaitable[None]]) -> None:
+    async def scenario(lab: Lab) -> None:
+        async with lab.network.transport(lab.peer_id("a")) as transport:
+            await talk(Dialled(transport))
+
+    simulate(reference, scenario, limit_s=7200)
+
+
+@pytest.mark.parametrize("addresses", [(), ADDRESSES])
+@pytest.mark.parametrize("fails_after_s", [0.0, 1.0, 100.0])
+def test_every_failure_looks_the_same_and_takes_as_long(
+    reference: Reference, addresses: tuple[str, ...], fails_after_s: float
+) -> None:
+    async def talk(dialled: Dialled) -> None:
+        dialled.fails_after_s = fails_after_s
+        clock = asyncio.get_running_loop().time
+        transport = Introductions(dialled).by(dialled.resources.peer("client", clock()))
+        began = clock()
+        with pytest.raises(PeerUnreachable) as caught:
+            await transport.open(HOST.peer_id, LINK, addresses=addresses, deadline_s=DEADLINE_S)
+        assert str(caught.value) == "the next hop is not reached"
+        assert clock() - began == pytest.approx(DEADLINE_S)
+        assert caught.value.__cause__ is None
+        assert len(dialled.attempts) == bool(addresses)
+
+    with_dialled(reference, talk)
+
+
+def test_a_client_causes_few_dials_and_takes_none_from_others(reference: Reference) -> None:
+    async def talk(dialled: Dialled) -> None:
+        clock = asyncio.get_running_loop().time
+        introductions = Introductions(dialled)
+
+        async def ask(asker: str, number: int) -> None:
+            transport = introductions.by(dialled.resources.peer(asker, clock()))
+            with pytest.raises(PeerUnreachable):
+                await transport.open(
+                    PeerId(f"{asker}{number}"), LINK, addresses=ADDRESSES, deadline_s=DEADLINE_S
+                )
+
+        async with asyncio.TaskGroup() as group:
+            for number in range(300):
+                group.create_task(ask("mallory", number))
+        assert DIALS_EACH_PEER.burst <= len(dialled.attempts) <= DIALS_EACH_PEER.burst + 1
+        await ask("alice", 1)
+        assert dialled.attempts[-1] == "alice1"
+        began, attempts = clock(), len(dialled.attempts)
+        while clock() - began < 60:
+            await ask("mallory", 1)
+        assert len(dialled.attempts) - attempts <= 60 * DIALS_EACH_PEER.per_s + 1
+
+    with_dialled(reference, talk)
+
+
+def test_one_peer_is_tried_by_one_at_a_time(reference: Reference) -> None:
+    async def talk(dialled: Dialled) -> None:
+        dialled.fails_after_s = 1.0
+        clock = asyncio.get_running_loop().time
+        introductions = Introductions(dialled)
+
+        async def ask(asker: str) -> None:
+            transport = introductions.by(dialled.resources.peer(asker, clock()))
+            with pytest.raises(PeerUnreachable):
+                await transport.open(HOST.peer_id, LINK, addresses=ADDRESSES, deadline_s=DEADLINE_S)
+
+        async with asyncio.TaskGroup() as group:
+            for number in range(50):
+                group.create_task(ask(f"client{number}"))
+        assert len(dialled.attempts) == 3
+
+    with_dialled(reference, talk)
+
+
+@pytest.mark.parametrize("next_hop", ["nobody", "dead", "elsewhere"])
+def test_a_client_learns_nothing_of_a_next_hop_that_is_not_reached(
+    reference: Reference, next_hop: str
+) -> None:
+    """A peer that does not exist, one that has signed where it was, and one that is there and has signed nothing."""
+
+    async def talk(stranger: Stranger) -> None:
+        identity = peer(next_hop)
+        signed = Record(SWARM, hosts_topic(stranger.lab.manifest), identity.public_key, 1, EPOCH + 45, b"")
+        record = announced(signed, identity, stranger.lab.manifest) if next_hop == "dead" else b""
+        async with stranger.lab.network.transport(peer("elsewhere").peer_id):
+            clock = asyncio.get_running_loop().time
+            began = clock()
+            hop = pb.Peer(id=identity.peer_id, record=record, session=bytes(range(16)))
+            lost = await session_reply(await stranger.send_open(next=hop))
+            assert lost == pb.SessionReply(link_lost=pb.LinkLost(epoch=1, peer=identity.peer_id))
+            assert clock() - began == pytest.approx(stranger.lab.timing.open_s, abs=0.2)
+
+    with_stranger(reference, talk)

@@ -1,0 +1,30 @@
+"""Ports that count who connects to them."""
+
+import asyncio
+import contextlib
+import socket
+from collections import Counter
+
+
+class Ports:
+    """Ports of this machine, and how often somebody connected to each."""
+
+    def __init__(self, stack: contextlib.ExitStack, count: int, banner: bytes) -> None:
+        self.connections: Counter[int] = Counter()
+        self._banner = banner
+        self._loop = asyncio.get_running_loop()
+        self.ports = [self._listen(stack) for _ in range(count)]
+
+    def _listen(self, stack: contextlib.ExitStack) -> int:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        listener.setblocking(False)
+        port: int = listener.getsockname()[1]
+        self._loop.add_reader(listener, self._accept, listener, port)
+        stack.callback(self._loop.remove_reader, listener)
+        return port
+
+    def _accept(self, listener: socket.socket, port: int) -> None:
+        self.connections[port] += 1
+        connection, _ = listener.accept()
+        with connection, contextlib.suppress(OSError):
+            connection.send(self._banner)
