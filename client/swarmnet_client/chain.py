@@ -78,6 +78,7 @@ class Chain:
     async def _step(self, rows: tuple[Row, ...], values: torch.Tensor) -> torch.Tensor:
         clock = asyncio.get_running_loop().time
         before, started = self.report.failovers, clock()
+        self._mender.wake()
         output = await self._flight.send(rows, values)
         is_single = sum(row.count for row in rows) == len(rows)
         if is_single or self.report.failovers > before:
