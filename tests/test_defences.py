@@ -18,7 +18,21 @@ from tests.support.virtual_time import DeadlockError
 from tests.web_defences import WEB
 from tests.word_defences import WORDS
 
-DEFENCES = (*DOOR, *ISSUER, *FILES, *IDENTITY, *STATEMENTS, *HASHES, *LIMITS, *FLOODS, *WEB, *WORDS, *JOBS, *DIALS, *EVICTIONS)
+DEFENCES = (
+    *DOOR,
+    *ISSUER,
+    *FILES,
+    *IDENTITY,
+    *STATEMENTS,
+    *HASHES,
+    *LIMITS,
+    *FLOODS,
+    *WEB,
+    *WORDS,
+    *JOBS,
+    *DIALS,
+    *EVICTIONS,
+)
 
 FAILURES = (AssertionError, pytest.fail.Exception, SwarmnetError, TimeoutError, DeadlockError)
 """How the tests fail. Any other error is one of the table itself."""

@@ -28,7 +28,6 @@ from swarmnet_protocols.errors import (
 from swarmnet_protocols.routing import Hop
 from swarmnet_protocols.session.link import Feeder, Refused, Target
 from swarmnet_protocols.transport import Message
-from swarmnet_protocols.transport.refusing import printable
 from swarmnet_protocols.transport.talking import parse, receive_within
 from swarmnet_protocols.wire import session_pb2 as pb
 
