@@ -17,6 +17,7 @@ from tests.job_defences import JOBS
 from tests.limit_defences import LIMITS
 from tests.p2pd_defences import P2PD
 from tests.routing_defences import ROUTING
+from tests.slot_defences import EVICTIONS
 from tests.support.virtual_time import DeadlockError
 from tests.web_defences import WEB
 from tests.word_defences import WORDS
@@ -38,6 +39,7 @@ DEFENCES = (
     *DIALS,
     *GATEWAY,
     *ROUTING,
+    *EVICTIONS,
 )
 
 FAILURES = (AssertionError, pytest.fail.Exception, SwarmnetError, TimeoutError, DeadlockError)

@@ -86,6 +86,7 @@ class Chain:
         clock = asyncio.get_running_loop().time
         before, started = self.report.failovers, clock()
         is_alone, route = self._flight.is_idle, self.report.route
+        self._mender.wake()
         output = await self._flight.send(rows, values)
         if is_alone and sum(row.count for row in rows) == 1 and self.report.route is route:
             self._measure(clock() - started)

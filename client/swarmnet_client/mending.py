@@ -69,6 +69,8 @@ class Mender:
         self._why: SwarmnetError | None = None
         self._patience = Patience(swarm.timing.recover_s)
         self._blame = Blame(swarm)
+        self._is_resting = False
+        """A host has ended a session that brought no work: another one is opened when there is some."""
         self._fault: asyncio.Queue[ConfigError] = asyncio.Queue()
 
     async def run(self) -> NoReturn:
@@ -91,7 +93,14 @@ class Mender:
             self._trouble.clear()
             self._drop_stuck()
             self._leave_the_leaving()
-            await self._mend()
+            if not (self._is_resting and self._flight.is_idle):
+                self._is_resting = False
+                await self._mend()
+
+    def wake(self) -> None:
+        """There is a step to send."""
+        if self._is_resting:
+            self._trouble.set()
 
     async def _mend(self) -> None:
         loop = asyncio.get_running_loop()
@@ -263,6 +272,10 @@ class Mender:
     def _refused(self, live: LiveHop, refusal: Refused) -> None:
         """A hop ended the session: for a reason of its own, or for what came to it from the hops before it, or from us."""
         if not live.alive:
+            return
+        if refusal.reason == pb.REASON_IDLE and self._flight.is_idle:
+            self._is_resting = True
+            live.alive = False
             return
         if refusal.reason == pb.REASON_LOG_GONE:
             self._drop(live, refusal)

@@ -86,6 +86,8 @@ class Engine:
     ) -> None:
         self.stage = stage
         self.max_cache_bytes = max_cache_bytes
+        self.client_cache_bytes: Callable[[int], int] = int
+        """What caches of one peer may take where those of all may take so much."""
         self._resources = resources
         self._in_all = resources.in_all
         self.forwards = 0
@@ -153,7 +155,7 @@ class Engine:
     def limit_caches(self, max_bytes: int) -> None:
         """Let caches, and graphs where they leave room, take so much from now on. Caches that take more stay as they are."""
         self.max_cache_bytes = max_bytes
-        self._resources.limit(Stock.CACHE, in_all=max_bytes)
+        self._resources.limit(Stock.CACHE, in_all=max_bytes, each_peer=self.client_cache_bytes(max_bytes))
         self._resources.limit(Stock.GRAPHS, each_peer=max_bytes // CLIENT_SHARE)
         self.graphs.shrink(max(0, self._room_bytes))
 

@@ -7,7 +7,7 @@ streams of their own, before the sessions and passes that name them.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -17,16 +17,18 @@ from google.protobuf.message import Message as Protobuf
 from swarmnet_node.adapter_store import AdapterStore
 from swarmnet_node.adapters import StageAdapter
 from swarmnet_node.engine import Engine
+from swarmnet_node.limits import ONE_CLIENT
 from swarmnet_node.offers import HostedOffer
 from swarmnet_node.passes import HostedPass
 from swarmnet_node.reports import HostNumbers
-from swarmnet_node.session import HostedSession
+from swarmnet_node.session import HostedSession, idle
+from swarmnet_node.slots import IDLE_S, Slot, Slots, who_gives_way
 from swarmnet_protocols.aio import race
 from swarmnet_protocols.clock import Clock, wall_clock
 from swarmnet_protocols.errors import DeadlineExceeded, OutOfResources, ProtocolViolation, StreamEnded
 from swarmnet_protocols.hosts import signed_addresses
 from swarmnet_protocols.protocol_ids import ADAPTER, LINK, PASS, PING, SESSION
-from swarmnet_protocols.resources import Exhausted, Flow, Rate, ResourceManager, Stock
+from swarmnet_protocols.resources import Exhausted, Flow, Rate, ResourceManager, Scope, Stock
 from swarmnet_protocols.session.link import Refused, Target
 from swarmnet_protocols.session.log import REPLAY_POSITIONS
 from swarmnet_protocols.timing import Timing
@@ -50,13 +52,17 @@ class HostLimits:
 
     sessions: int = 256
     sessions_per_client: int = 64
+    """By default a client has a quarter of the sessions, passes, logs and caches, also where it is alone."""
     early_links: int = 256
     early_links_per_client: int = 64
     log_bytes: int = 256 << 20
     """Of one session."""
-    log_bytes_per_client: int = 512 << 20
+    log_bytes_per_client: int = 256 << 20
     log_bytes_in_all: int = 1 << 30
+    cache_share_per_client: float = ONE_CLIENT
+    """Of the bytes for caches, which change with the memory that is free."""
     cache_bytes_per_client: int | None = None
+    """In place of that share."""
     positions_per_s: float | None = None
     """Of one client, on average."""
     bytes_per_s: float | None = None
@@ -69,6 +75,12 @@ class HostLimits:
     adapter_bytes_per_client: int = 128 << 20
     adapter_idle_s: float = 1800.0
 
+    def client_cache_bytes(self, max_cache_bytes: int) -> int:
+        """What the caches of one client may take where those of all may take ``max_cache_bytes``."""
+        if self.cache_bytes_per_client is not None:
+            return self.cache_bytes_per_client
+        return int(max_cache_bytes * self.cache_share_per_client)
+
     def set_on(self, resources: ResourceManager, largest_step_bytes: int) -> None:
         """Have them hold. ``largest_step_bytes``: what a message with as many positions as a client sends at once has."""
         each_bytes = max(MIN_MESSAGES_BYTES, MESSAGES_PER_CLIENT * largest_step_bytes)
@@ -76,7 +88,6 @@ class HostLimits:
         resources.limit(Stock.SESSIONS, in_all=self.sessions, each_peer=self.sessions_per_client)
         resources.limit(Stock.EARLY_LINKS, in_all=self.early_links, each_peer=self.early_links_per_client)
         resources.limit(Stock.LOG, in_all=self.log_bytes_in_all, each_peer=self.log_bytes_per_client)
-        resources.limit(Stock.CACHE, each_peer=self.cache_bytes_per_client)
         resources.limit(Stock.PASSES, in_all=self.passes, each_peer=self.passes_per_client)
         resources.limit(Stock.ADAPTERS, in_all=self.adapters, each_peer=self.adapters_per_client)
         resources.limit(
@@ -128,9 +139,14 @@ class Host:
         self.adapters = AdapterStore(self._in_all, idle_s=limits.adapter_idle_s)
         largest_step_bytes = REPLAY_POSITIONS * engine.stage.hidden_size * torch.float32.itemsize
         limits.set_on(transport.resources, largest_step_bytes)
+        engine.client_cache_bytes = limits.client_cache_bytes
+        engine.limit_caches(engine.max_cache_bytes)
         self._offer = offer
         self._clock = clock
         self._sessions: dict[bytes, HostedSession] = {}
+        self._session_slots = Slots(self._in_all, Stock.SESSIONS)
+        self._pass_slots = Slots(self._in_all, Stock.PASSES, new_s=IDLE_S)
+        self._early_slots = Slots(self._in_all, Stock.EARLY_LINKS)
         self._changed = asyncio.Condition()
 
     async def serve(self) -> None:
@@ -194,14 +210,26 @@ class Host:
         if len(wanted.session) != SESSION_ID_BYTES or wanted.session in self._sessions:
             raise ProtocolViolation("a session id is 16 fresh bytes")
         self._check_offered(wanted)
-        self._hold(held, stream, Stock.SESSIONS)
-        return HostedSession(self, wanted, stream, self._use_adapter(wanted, stream.peer, held))
+        session = HostedSession(self, wanted, stream, self._use_adapter(wanted, stream.peer, held))
+        session.slot = self._take(held, self._session_slots, stream, session.give_way)
+        return session
 
-    def _hold(self, held: ExitStack, stream: Stream, stock: Stock) -> None:
+    def _take(self, held: ExitStack, slots: Slots, stream: Stream, give_way: Callable[[], None]) -> Slot:
         try:
-            held.enter_context(stream.scope.hold(stock))
+            return held.enter_context(slots.take(stream, give_way))
         except Exhausted as error:
             raise Refused.no_room(error) from error
+
+    async def make_room(self, scope: Scope, cache_bytes: int) -> None:
+        """Have idle sessions make way for so many more bytes of caches in ``scope``, if that is what it takes."""
+        while self._in_all.spare(Stock.CACHE) < cache_bytes <= scope.spare(Stock.CACHE):
+            held = {session.slot: session for session in self.sessions if session.slot is not None}
+            amounts = {slot: session.cache_bytes for slot, session in held.items()}
+            leaving = who_gives_way(held, asyncio.get_running_loop().time(), amounts.__getitem__)
+            if leaving is None:
+                return
+            leaving.give_way()
+            await held[leaving].freed.wait()
 
     async def _refuse(
         self,
@@ -257,9 +285,11 @@ class Host:
         stage = self.engine.stage.part(wanted.span.start - self.start, wanted.span.end - self.start)
         try:
             with ExitStack() as held:
-                self._hold(held, stream, Stock.PASSES)
+                going: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+                slot = self._take(held, self._pass_slots, stream, lambda: give_way(going))
                 adapter = self._use_adapter(wanted, stream.peer, held)
-                await HostedPass(wanted, stage, self.engine, stream, self.timing, adapter).run()
+                hosted = HostedPass(wanted, stage, self.engine, stream, self.timing, adapter)
+                await race(hosted.run(slot), _value(going))
         finally:
             await self._say_changed()
 
@@ -307,13 +337,18 @@ class Host:
         if session is not None:
             return session
         with ExitStack() as held:
-            self._hold(held, stream, Stock.EARLY_LINKS)
+            going: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._take(held, self._early_slots, stream, lambda: give_way(going))
             try:
-                async with asyncio.timeout(self.timing.link_wait_s), self._changed:
-                    await self._changed.wait_for(lambda: session_id in self._sessions)
+                async with asyncio.timeout(self.timing.link_wait_s):
+                    await race(self._come(session_id), _value(going))
                     return self._sessions[session_id]
             except TimeoutError:
                 raise Refused(pb.REASON_UNKNOWN_SESSION, "no such session") from None
+
+    async def _come(self, session_id: bytes) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: session_id in self._sessions)
 
     async def _ping(self, stream: Stream) -> None:
         """Answer pings until the other side closes."""
@@ -324,3 +359,13 @@ class Host:
                 return
             ping = parse(pb.Ping, message.header)
             await self._send(stream, pb.Pong(nonce=ping.nonce, queue_s=self.engine.queue_s))
+
+
+def give_way(going: "asyncio.Future[None]") -> None:
+    """End what waits for ``going``: it brings no work, and others need its place."""
+    if not going.done():
+        going.set_exception(idle())
+
+
+async def _value(future: "asyncio.Future[None]") -> None:
+    await future

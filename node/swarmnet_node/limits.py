@@ -16,6 +16,8 @@ MAX_BYTES = 1 << 50
 MAX_CORES = 4096
 MAX_IDLE_S = 24 * 3600.0
 IDLE_AFTER_S = 180.0
+ONE_CLIENT = 0.25
+"""The share of what a host has for clients that one of them may take, if its owner does not say otherwise."""
 
 
 @dataclass(frozen=True)

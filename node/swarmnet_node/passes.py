@@ -10,6 +10,7 @@ import torch
 from swarmnet_node.adapters import StageAdapter
 from swarmnet_node.engine import Engine
 from swarmnet_node.graphs import Graph, GraphName
+from swarmnet_node.slots import Slot
 from swarmnet_node.stage import Stage
 from swarmnet_protocols.aio import race
 from swarmnet_protocols.errors import ProtocolViolation
@@ -58,19 +59,21 @@ class HostedPass:
         if self._backward and self._graph is not None and self._graph not in engine.graphs:
             raise _graph_gone()
 
-    async def run(self) -> None:
-        """Take the tensors, compute when sessions leave room, answer; beat meanwhile.
+    async def run(self, slot: Slot) -> None:
+        """In ``slot``: take the tensors, compute when sessions leave room, answer; beat meanwhile.
 
         Raises ``StreamEnded`` when the client is gone, ``DeadlineExceeded`` when it is too slow, ``ProtocolViolation``
         for tensors that are not what was announced, ``Refused`` when the graph has made way for something else meanwhile or
         the answer has infinity or NaN in it, ``OutOfResources`` when there is no memory to compute in.
         """
+        self._slot = slot
         await race(self._answer(), self._beat())
 
     async def _answer(self) -> None:
         for tensor in await (self._gradients() if self._backward else self._outputs()):
             for part, payload in cut(tensor):
                 await self._send(pb.PassReply(part=part), payload)
+                self._slot.moved(len(payload))
 
     async def _outputs(self) -> list[torch.Tensor]:
         arguments = await self._receive(), self._counts, self._adapter
@@ -106,7 +109,13 @@ class HostedPass:
         return finite(values.to(self._wire))
 
     async def _compute(self, start: Callable[[], Callable[[], T]]) -> T:
-        return await self._engine.compute_behind(start, self._positions, yields_s=self._timing.overtaken_s)
+        self._slot.at_work = True
+        computed = await self._engine.compute_behind(
+            start, self._positions, yields_s=self._timing.overtaken_s
+        )
+        self._slot.at_work = False
+        self._slot.worked()
+        return computed
 
     def _take(self) -> Graph:
         graph = self._engine.graphs.take(self._graph) if self._graph is not None else None
@@ -129,6 +138,7 @@ class HostedPass:
         request = parse(pb.PassRequest, message.header)
         if not request.HasField("part"):
             raise ProtocolViolation("a pass begins once")
+        self._slot.moved(len(message.payload))
         return request.part, message.payload
 
     async def _send(self, reply: pb.PassReply, payload: memoryview | bytes = b"") -> None:

@@ -13,6 +13,7 @@ from swarmnet_node.adapters import StageAdapter
 from swarmnet_node.kv import LaneCache
 from swarmnet_node.passes import finite
 from swarmnet_node.reports import LaneTimes, Pair
+from swarmnet_node.slots import Slot
 from swarmnet_protocols.aio import cancel, race
 from swarmnet_protocols.errors import (
     DeadlineExceeded,
@@ -50,6 +51,9 @@ class HostedSession:
     ) -> None:
         self.id = wanted.session
         self.stream = stream
+        self.slot: Slot | None = None
+        self.freed = asyncio.Event()
+        """Nothing is held any more."""
         self._host = host
         self._engine = host.engine
         self._stage = host.engine.stage.part(wanted.span.start - host.start, wanted.span.end - host.start)
@@ -93,6 +97,14 @@ class HostedSession:
         """Of caches and log."""
         return self._scope.used[Stock.CACHE] + self._scope.used[Stock.LOG]
 
+    @property
+    def cache_bytes(self) -> int:
+        return self._scope.used[Stock.CACHE]
+
+    def give_way(self) -> None:
+        """End, since the session brings no work and others need its place."""
+        self._fail(idle())
+
     def shed(self) -> None:
         """End, since the owner's memory is needed."""
         self._fail(Refused(pb.REASON_OUT_OF_MEMORY, "this host is over its owner's limit", RETRY_S))
@@ -104,23 +116,29 @@ class HostedSession:
         try:
             await self._reply(pb.SessionReply(opened=pb.Opened()))
             await self._feed_anew()
-            await race(self._listen(), self._beat(), self._failure())
+            await race(self._listen(), self._beat(), self._failure(), self._first_step())
         except Refused as refusal:
+            self._free()  # whoever needs the room does not wait until the client has read why
             self._numbers.refuse(refusal, self.stream.peer)
             with contextlib.suppress(SwarmnetError, TimeoutError):
                 async with asyncio.timeout(self._host.timing.reply_s):
                     await self._reply(pb.SessionReply(refused=refusal.to_wire()))
         finally:
             # All that must happen comes before the first await: a second cancellation may end us there.
-            self._over = True
+            self._free()
             self._failed.cancel()
-            self._release(self._lanes.values())
-            self._lanes = {}
-            self._log_room.release()
             if self._link is not None:
                 self._link.close()
             self.stream.close()
             await cancel(self._feeding)
+
+    def _free(self) -> None:
+        """Hold nothing from now on. Idempotent."""
+        self._over = True
+        self._release(self._lanes.values())
+        self._lanes = {}
+        self._log_room.release()
+        self.freed.set()
 
     async def say_leaving(self) -> None:
         """Ask the client to move to another host. A client that is gone has moved already."""
@@ -143,6 +161,12 @@ class HostedSession:
         while True:
             await self._reply(pb.SessionReply(beat=pb.Beat(applied=self._outbox.log.last)))
             await asyncio.sleep(self._host.timing.beat_s)
+
+    async def _first_step(self) -> None:
+        await asyncio.sleep(self._host.timing.first_step_s)
+        if self.slot is not None and not self.slot.has_worked:
+            raise idle()
+        await self._failure()
 
     async def _failure(self) -> None:
         await asyncio.shield(self._failed)
@@ -270,10 +294,19 @@ class HostedSession:
         longest = self._prefix_positions + max(row.end for row in step.rows)
         if longest > self._max_length:
             raise Refused(pb.REASON_TOO_LONG, f"position {longest} of {self._max_length}")
+        if self.slot is not None:
+            self.slot.worked()
+        await self._host.make_room(self._scope, self._new_bytes(step))
         await self._place(step.rows)
         rows = [(self._lanes[row.lane], values) for row, values in zip(step.rows, step.split(), strict=True)]
         outputs = torch.cat(await self._engine.compute(self._stage, rows))
         return finite(outputs.to(self._feeder.wire))
+
+    def _new_bytes(self, step: Step) -> int:
+        """At most, of caches that a step makes longer."""
+        geometry = self._stage.geometry
+        longest = [geometry.bytes_for(self._prefix_positions + row.end) for row in step.rows]
+        return max(0, sum(longest) - sum(lane.nbytes for lane in self._lanes.values()))
 
     async def _place(self, rows: tuple[Row, ...]) -> None:
         """Give every row the cache it starts from. A cache nobody else starts from is moved, not copied."""
@@ -318,3 +351,8 @@ class HostedSession:
     def _release(self, lanes: Iterable[LaneCache]) -> None:
         for lane in lanes:
             self._engine.release(lane)
+
+
+def idle() -> Refused:
+    """What is told to a client whose session, pass or link brings no work."""
+    return Refused(pb.REASON_IDLE, "nothing came for long, and others need the place")

@@ -1,6 +1,7 @@
 """Starting a real node: identity, libp2p, the DHT and the model, brought up side by side."""
 
 import asyncio
+import math
 import random
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swarmnet_node.limits import Limits
+from swarmnet_node.limits import ONE_CLIENT, Limits
 from swarmnet_protocols.aio import cancel
 from swarmnet_protocols.errors import ConfigError, NotAuthorised, OutOfResources, SwarmnetError
 from swarmnet_protocols.network import Network, connect
@@ -44,6 +45,8 @@ class NodeConfig:
     device: str = "auto"
     dtype: str = "auto"
     max_cache_bytes: int = 1 << 30
+    client_share: float = ONE_CLIENT
+    """Of sessions, passes, adapters, logs and caches, what one client may take, unless the swarm says so."""
     public_name: str = ""
     limits: Limits = field(default_factory=Limits)
 
@@ -206,7 +209,7 @@ class _Loaded:
             swarm_name=config.swarm_name,
             public_name=config.public_name,
             version=version("swarmnet-p2p"),
-            limits=_limits(config.network.rules.quotas),
+            limits=_limits(config.network.rules.quotas, config.client_share),
         )
 
     def _load(self, start: int, end: int) -> "Stage":
@@ -227,18 +230,21 @@ class _Loaded:
             ) from error
 
 
-def _limits(quotas: "Quotas") -> "HostLimits":
+def _limits(quotas: "Quotas", share: float) -> "HostLimits":
     """What strangers may take of this host, less what the swarm allows each of them."""
     from swarmnet_node.host import HostLimits
 
     limits = HostLimits()
     return replace(
         limits,
-        sessions_per_client=min(limits.sessions, quotas.sessions or limits.sessions_per_client),
-        passes_per_client=min(limits.passes, quotas.passes or limits.passes_per_client),
+        sessions_per_client=min(limits.sessions, quotas.sessions or math.ceil(limits.sessions * share)),
+        passes_per_client=min(limits.passes, quotas.passes or math.ceil(limits.passes * share)),
+        early_links_per_client=math.ceil(limits.early_links * share),
         adapter_bytes_per_client=min(
-            limits.adapter_bytes, quotas.adapter_bytes or limits.adapter_bytes_per_client
+            limits.adapter_bytes, quotas.adapter_bytes or int(limits.adapter_bytes * share)
         ),
+        log_bytes_per_client=int(limits.log_bytes_in_all * share),
+        cache_share_per_client=share,
         cache_bytes_per_client=quotas.cache_bytes,
         positions_per_s=quotas.positions_per_s,
         bytes_per_s=quotas.bytes_per_s,

@@ -33,6 +33,8 @@ class Timing:
     """A link may arrive this much before the session it belongs to."""
     client_silence_s: float = 30.0
     """A host frees the session of a client that was silent for this long."""
+    first_step_s: float = 300.0
+    """A host ends a session whose first step has not come for so long. Its client opens another one when it has a step."""
     stall_s: float = 60.0
     """A hop that has its input and beats but computes nothing for this long is taken for broken."""
     overtaken_s: float = 2.5
@@ -82,5 +84,9 @@ class Timing:
             raise ConfigError("recover_s must leave room to notice a dead replacement and try another")
         if self.stall_s < 20 * self.overtaken_s:
             raise ConfigError("stall_s must outlast a queue of passes, or a host that is busy looks broken")
+        if self.first_step_s < 2 * self.stall_s:
+            raise ConfigError(
+                "first_step_s must leave the hosts before one the time to compute the first step"
+            )
         if self.client_silence_s < 2 * self.silence_s:
             raise ConfigError("a host must be more patient with a client than a client with a host")

@@ -65,6 +65,16 @@ def join(  # noqa: PLR0913 - a command line, not an interface
         ),
     ] = "1GiB",
     max_p2pd: MaxP2pdOption = "256MiB",
+    client_share: Annotated[
+        int,
+        typer.Option(
+            "--client-share",
+            metavar="PERCENT",
+            min=1,
+            max=100,
+            help="What one client, such as a gateway, may take of that memory and of the sessions.",
+        ),
+    ] = 25,
     max_ram: limiting.MaxRam = None,  # these, down to the cores, are read from the context
     max_gpu_mem: limiting.MaxGpuMem = None,
     up: limiting.Up = None,
@@ -152,6 +162,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
             device=device,
             dtype=dtype,
             max_cache_bytes=max_cache_bytes,
+            client_share=client_share / 100,
             public_name=public_name,
             folder=directory,
             limits=limits,

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import os
 import random
 import socket
 import struct
@@ -18,6 +19,8 @@ import psutil
 import pytest
 
 from swarmnet.swarm_file import load_valid
+from swarmnet_node.host import HostLimits
+from swarmnet_node.slots import NEW_S
 from swarmnet_protocols.clock import wall_clock
 from swarmnet_protocols.errors import IncompatibleVersion
 from swarmnet_protocols.hosts import hosts_topic
@@ -29,7 +32,7 @@ from swarmnet_protocols.session.passes import MAX_POSITIONS
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.transport import Message, PeerId, ProtocolSpec, Stream
 from swarmnet_protocols.transport.dialling import MAX_DIALLED
-from swarmnet_protocols.transport.p2pd import MAX_LINGERING, P2pdTransport
+from swarmnet_protocols.transport.p2pd import MAX_LINGERING, P2pdConfig, P2pdTransport
 from swarmnet_protocols.transport.refusing import REFUSED
 from swarmnet_protocols.transport.talking import parse
 from swarmnet_protocols.wire import records_pb2
@@ -171,6 +174,41 @@ def test_a_host_is_no_scanner(victim: Victim, tmp_path: Path) -> None:
     for epoch, (reply, _) in enumerate(answers, 1):
         assert reply == pb.SessionReply(link_lost=pb.LinkLost(epoch=epoch, peer=NEXT_HOP.peer_id))
     assert min(took_s for _, took_s in answers) >= Timing().open_s - 0.1
+
+
+def test_empty_sessions_keep_nobody_out(victim: Victim, tmp_path: Path) -> None:
+    """Four strangers open all sessions there are, compute nothing, and beat; an honest client comes from the same network."""
+    held: list[int] = []
+
+    async def scenario(first: P2pdTransport) -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            strangers = [first]
+            for number in range(3):
+                config = P2pdConfig(
+                    tmp_path / f"id{number}",
+                    listen=("/ip4/127.0.0.1/tcp/0",),
+                    bootstrap=tuple(victim.node.ready["addresses"]),
+                )
+                strangers.append(await stack.enter_async_context(P2pdTransport.create(config)))
+            for transport in strangers:
+                for _ in range(HostLimits().sessions_per_client):
+                    stream = await transport.open(victim.peer, SESSION, deadline_s=DEADLINE_S)
+                    stack.callback(stream.close)
+                    await stream.send(victim.open(os.urandom(16)))
+                    held.append(parse(pb.SessionReply, (await stream.receive()).header).HasField("opened"))
+            await asyncio.sleep(NEW_S)
+            began = time.monotonic()
+            await asyncio.to_thread(serve_a_newcomer, victim)
+            print(f"served_s={time.monotonic() - began:.2f} goal=5")
+
+    attack(victim, scenario, tmp_path)
+    assert sum(held) >= HostLimits().sessions - 1  # the fixture's client may have one
+
+
+def serve_a_newcomer(victim: Victim) -> None:
+    """A client that has never been there is served."""
+    with victim.lab.connect() as model:
+        assert greedy(model, [PROMPT], 4) == [victim.reference.greedy(PROMPT, 4)]
 
 
 async def link_lost(stream: Stream) -> pb.SessionReply:

@@ -147,7 +147,7 @@ def test_a_hop_that_feeds_the_next_one_nonsense_is_replaced(
 
 def test_a_host_without_room_is_left_for_one_that_has(reference: Reference) -> None:
     async def scenario(lab: Lab) -> list[int]:
-        await lab.start("small", lab.hosting((0, 6), max_cache_bytes=70_000))
+        await lab.start("small", lab.hosting((0, 6), max_cache_bytes=280_000))
         async with lab.client() as swarm:
             await asyncio.sleep(1.0)
             async with lab.chain(swarm) as chain:
@@ -170,7 +170,7 @@ def test_a_host_without_room_is_left_for_one_that_has(reference: Reference) -> N
 
 def test_no_room_anywhere_is_an_error_of_its_own(reference: Reference) -> None:
     async def scenario(lab: Lab) -> float:
-        await lab.start("small", lab.hosting((0, 6), max_cache_bytes=70_000))
+        await lab.start("small", lab.hosting((0, 6), max_cache_bytes=280_000))
         await asyncio.sleep(1.0)
         async with lab.client() as swarm, lab.chain(swarm) as chain:
             began = asyncio.get_running_loop().time()

@@ -300,7 +300,7 @@ def test_a_cache_over_its_budget_is_refused_before_it_is_allocated(reference: Re
         assert (await session_reply(session)).refused.reason == pb.REASON_OUT_OF_MEMORY
         assert stranger.lab.cache_bytes().get("a", 0) <= held
 
-    with_stranger(reference, talk, max_cache_bytes=20_000)
+    with_stranger(reference, talk, max_cache_bytes=80_000)
 
 
 def test_a_client_that_does_not_read_does_not_keep_its_session(reference: Reference) -> None:

@@ -159,9 +159,10 @@ def test_one_client_has_no_more_of_the_caches_than_its_share() -> None:
 
     async def main() -> None:
         stage, resources = cast(Stage, Doubling()), ResourceManager()
-        resources.limit(Stock.CACHE, each_peer=2 * lane_bytes)
         with ThreadPoolExecutor(1) as executor:
             async with Engine.run(stage, executor, resources, max_cache_bytes=8 * lane_bytes) as engine:
+                engine.client_cache_bytes = lambda max_bytes: max_bytes // 4
+                engine.limit_caches(engine.max_cache_bytes)
                 greedy, modest = resources.peer("greedy", 0.0), resources.peer("modest", 0.0)
                 lanes = [engine.adopt(stage.new_lane(), greedy) for _ in range(3)]
                 await engine.compute(stage, [(lane, torch.zeros(1, 3)) for lane in lanes[:2]])

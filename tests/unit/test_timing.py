@@ -15,6 +15,7 @@ from swarmnet_protocols.timing import Timing
         {"recover_s": 4.4},
         {"client_silence_s": 3.9},
         {"overtaken_s": 3.1},
+        {"first_step_s": 119.0},
     ],
     ids=str,
 )

@@ -1,12 +1,11 @@
 """Where those wait who have opened a stream and not yet said who they are, or what they want."""
 
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from swarmnet_protocols.resources import Hold, Scope, Stock
 from swarmnet_protocols.transport import Stream
-from swarmnet_protocols.transport.crowds import origin_of
+from swarmnet_protocols.transport.crowds import Place, first_to_go, origin_of
 
 
 class WaitingRoom:
@@ -24,8 +23,10 @@ class WaitingRoom:
     @contextmanager
     def enter(self, stream: Stream) -> Iterator[None]:
         """A place while the context is open. Raises ``Exhausted`` for a peer that has its share of them."""
-        while self._waiting and self._in_all.spare(self._stock) < 1 <= stream.scope.spare(self._stock):
-            slowest = self._slowest()
+        while (
+            self._in_all.spare(self._stock) < 1 <= stream.scope.spare(self._stock)
+            and (slowest := self._slowest()) is not None
+        ):
             self._waiting.pop(slowest)[0].release()
             slowest.close()
         hold = stream.scope.hold(self._stock)
@@ -40,7 +41,10 @@ class WaitingRoom:
         """Whether it has its place still."""
         return stream in self._waiting
 
-    def _slowest(self) -> Stream:
+    def _slowest(self) -> Stream | None:
         """Of the largest crowd, the first that came."""
-        crowds = Counter(origin for _, origin in self._waiting.values())
-        return max(self._waiting, key=lambda stream: crowds[self._waiting[stream][1]])  # the first of several
+        places = [
+            Place(origin, stream.peer, 1, (number,), stream)
+            for number, (stream, (_, origin)) in enumerate(self._waiting.items())
+        ]
+        return first_to_go(places, lambda _: True)

@@ -2,8 +2,11 @@
 
 import asyncio
 import ipaddress
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from swarmnet_protocols.resources import Flow, ResourceManager, Stock
 from swarmnet_protocols.timing import Timing
@@ -13,6 +16,36 @@ from swarmnet_protocols.transport.meter import MAX_OWED_S, Meter
 _PREFIX_BITS = {"ip4": 24, "ip6": 48}
 """What one customer of a provider has at most: in it, addresses cost as little as identities."""
 _HOST_BITS = {"ip4": 32, "ip6": 64}
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Place(Generic[T]):
+    """What ``holder`` holds: so much, of the part ``origin`` of the network, for ``peer``. The lowest ``rank`` goes first."""
+
+    origin: str
+    peer: PeerId
+    amount: int
+    rank: tuple[float, ...]
+    holder: T
+
+
+def first_to_go(places: Sequence[Place[T]], may_go: Callable[[T], bool]) -> T | None:
+    """Who is to give way, of those who may, so that somebody else has room; None if nobody may.
+
+    It is of the origin that holds the most, and there of the peer that holds the most: who has many identities in one place displaces
+    its own, and who has one place keeps it.
+    """
+    of_origin, of_peer = Counter[str](), Counter[PeerId]()
+    for place in places:
+        of_origin[place.origin] += place.amount
+        of_peer[place.peer] += place.amount
+    going = [place for place in places if may_go(place.holder)]
+    if not going:
+        return None
+    return min(going, key=lambda place: (-of_origin[place.origin], -of_peer[place.peer], place.rank)).holder
 
 
 class Crowds:

@@ -30,6 +30,7 @@ class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REASON_WRONG_SWARM: _ClassVar[Reason]
     REASON_UNKNOWN_ADAPTER: _ClassVar[Reason]
     REASON_GRAPH_GONE: _ClassVar[Reason]
+    REASON_IDLE: _ClassVar[Reason]
     REASON_NOT_FINITE: _ClassVar[Reason]
 DTYPE_UNSPECIFIED: DType
 DTYPE_FLOAT32: DType
@@ -49,6 +50,7 @@ REASON_INTERNAL: Reason
 REASON_WRONG_SWARM: Reason
 REASON_UNKNOWN_ADAPTER: Reason
 REASON_GRAPH_GONE: Reason
+REASON_IDLE: Reason
 REASON_NOT_FINITE: Reason
 
 class Tensor(_message.Message):

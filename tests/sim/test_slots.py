@@ -1,0 +1,251 @@
+"""Places held without work go to those who have some."""
+
+import asyncio
+from contextlib import AsyncExitStack
+
+import pytest
+import torch
+
+from swarmnet_node.host import HostLimits
+from swarmnet_node.slots import NEW_S
+from swarmnet_protocols.errors import StreamEnded
+from swarmnet_protocols.protocol_ids import PASS
+from swarmnet_protocols.session.steps import Row
+from swarmnet_protocols.transport import Message, PeerId, Stream
+from swarmnet_protocols.wire import session_pb2 as pb
+from tests.sim.test_host_defences import Stranger, a_step, link_reply, session_reply
+from tests.support.swarm_lab import SWARM, Lab, Reference, simulate
+
+PROMPT = [5, 6, 7]
+TOKENS = 4
+SERVED_S = 5.0
+
+
+class Crowd:
+    """Identities of one attacker, who holds what it can get."""
+
+    def __init__(self, lab: Lab, stack: AsyncExitStack) -> None:
+        self.lab = lab
+        self._stack = stack
+        self._numbers = 0
+
+    async def stranger(self) -> Stranger:
+        self._numbers += 1
+        peer = self.lab.peer_id(f"mallory{self._numbers}")
+        return Stranger(self.lab, await self._stack.enter_async_context(self.lab.network.transport(peer)))
+
+    def drain(self, stream: Stream) -> "asyncio.Task[pb.Refused | None]":
+        """Read, and beat, until the stream ends; what it was refused with."""
+
+        async def read() -> pb.Refused | None:
+            try:
+                reply = await session_reply(stream)
+            except StreamEnded:
+                return None
+            return reply.refused if reply.HasField("refused") else None
+
+        return asyncio.create_task(read())
+
+    async def fill_sessions(
+        self, peers: int, each: int, *, positions: int = 0
+    ) -> list["asyncio.Task[pb.Refused | None]"]:
+        """Open sessions; with ``positions``, each has brought one step of so many."""
+        ends = []
+        for _ in range(peers):
+            stranger = await self.stranger()
+            for number in range(each):
+                session = bytes([self._numbers, number]) * 8
+                stream = await stranger.send_open(
+                    session=session, span=pb.Span(start=0, end=6), max_length=4096
+                )
+                if positions:
+                    link = await stranger.link(session=session)
+                    await link_reply(link)
+                    await stranger.step(link, a_step(1, 0, positions))
+                    assert (await session_reply(stream)).HasField("output")
+                ends.append(self.drain(stream))
+        await asyncio.sleep(0.5)
+        return ends
+
+
+async def be_served(lab: Lab, name: str = "client") -> None:
+    """An honest client is, and soon."""
+    clock = asyncio.get_running_loop().time
+    async with lab.client(name) as swarm:
+        await swarm.refresh()
+        began = clock()
+        async with lab.chain(swarm) as chain:
+            assert await lab.generate(chain, PROMPT, TOKENS) == lab.reference.greedy(PROMPT, TOKENS)
+        assert clock() - began < SERVED_S
+
+
+def test_empty_sessions_make_way_for_a_client_with_work(reference: Reference) -> None:
+    async def scenario(lab: Lab) -> None:
+        await lab.start("a", lab.hosting((0, 6), limits=HostLimits(sessions=16, sessions_per_client=4)))
+        async with AsyncExitStack() as stack:
+            ends = await Crowd(lab, stack).fill_sessions(4, 4)
+            assert lab.sessions() == {"a": 16}
+            await asyncio.sleep(4.0)
+            await be_served(lab)
+            told = [end.result() for end in ends if end.done()]
+            assert [refused.reason for refused in told if refused] == [pb.REASON_IDLE] * len(told)
+            assert len(told) == 1
+
+    simulate(reference, scenario)
+
+
+def test_so_do_sessions_that_once_brought_some(reference: Reference) -> None:
+    async def scenario(lab: Lab) -> None:
+        await lab.start("a", lab.hosting((0, 6), limits=HostLimits(sessions=4, sessions_per_client=2)))
+        async with AsyncExitStack() as stack:
+            await Crowd(lab, stack).fill_sessions(2, 2, positions=1)
+            await asyncio.sleep(10.0)
+            await be_served(lab)
+
+    simulate(reference, scenario)
+
+
+def test_caches_of_idle_sessions_make_way(reference: Reference) -> None:
+    lane_bytes = reference.stage(0, 6).geometry.bytes_for(64)
+
+    async def scenario(lab: Lab) -> None:
+        limits = HostLimits(cache_share_per_client=0.5)
+        await lab.start("a", lab.hosting((0, 6), limits=limits, max_cache_bytes=4 * lane_bytes))
+        async with AsyncExitStack() as stack:
+            await Crowd(lab, stack).fill_sessions(2, 2, positions=3)
+            assert lab.cache_bytes() == {"a": 4 * lane_bytes}
+            await asyncio.sleep(10.0)
+            await be_served(lab)
+
+    simulate(reference, scenario)
+
+
+def test_one_client_has_a_quarter_of_the_caches(reference: Reference) -> None:
+    lane_bytes = reference.stage(0, 6).geometry.bytes_for(64)
+
+    async def scenario(lab: Lab) -> None:
+        await lab.start("a", lab.hosting((0, 6), max_cache_bytes=4 * lane_bytes))
+        async with AsyncExitStack() as stack:
+            stranger = await Crowd(lab, stack).stranger()
+            answers = []
+            for number in range(2):
+                session = bytes([number]) * 16
+                stream = await stranger.send_open(session=session, span=pb.Span(start=0, end=6))
+                link = await stranger.link(session=session)
+                await link_reply(link)
+                await stranger.step(link, a_step(1, 0))
+                answers.append(await session_reply(stream))
+            assert answers[0].HasField("output")
+            assert answers[1].refused.reason == pb.REASON_OUT_OF_MEMORY
+
+    simulate(reference, scenario)
+
+
+def test_a_session_without_a_first_step_ends_where_there_is_room(reference: Reference) -> None:
+    async def scenario(lab: Lab) -> None:
+        await lab.start("a", lab.hosting((0, 6)))
+        async with AsyncExitStack() as stack:
+            stranger = await Crowd(lab, stack).stranger()
+            stream = await stranger.send_open()
+
+            async def beat() -> None:
+                while True:
+                    await stream.send(Message(pb.SessionRequest(beat=pb.Beat()).SerializeToString()))
+                    await asyncio.sleep(10.0)
+
+            beating = asyncio.create_task(beat())
+            clock = asyncio.get_running_loop().time
+            began = clock()
+            assert (await session_reply(stream)).refused.reason == pb.REASON_IDLE
+            assert clock() - began == pytest.approx(lab.timing.first_step_s, abs=1.0)
+            beating.cancel()
+
+    simulate(reference, scenario, limit_s=400)
+
+
+def test_a_client_whose_session_made_way_goes_on_when_it_has_a_step(reference: Reference) -> None:
+    """It opens no other session before that: it would take the place of somebody else."""
+
+    async def scenario(lab: Lab) -> None:
+        await lab.start("a", lab.hosting((0, 3), limits=HostLimits(sessions=1)))
+        await lab.start("b", lab.hosting((3, 6)))
+        expected = reference.greedy(PROMPT, 2 * TOKENS)
+        async with lab.client("reader") as swarm, lab.chain(swarm) as chain:
+            assert await lab.generate(chain, PROMPT, TOKENS) == expected[:TOKENS]
+            await asyncio.sleep(30.0)
+            async with lab.client("other") as other, lab.chain(other) as second:
+                assert await lab.generate(second, PROMPT, 1) == expected[:1]
+                await asyncio.sleep(60.0)
+                assert lab.sessions()["a"] == 1
+            values = torch.tensor([expected[TOKENS - 1]])
+            fed = len(PROMPT) + TOKENS - 1
+            hidden = await chain.forward((Row(0, fed, 1, 1, 0),), values)
+            assert reference.next_token(hidden) == expected[TOKENS]
+
+    simulate(reference, scenario, limit_s=400)
+
+
+def test_a_client_that_waits_before_its_first_step_notices_nothing(reference: Reference) -> None:
+    async def scenario(lab: Lab) -> None:
+        await lab.start("a", lab.hosting((0, 6)))
+        async with lab.client() as swarm, lab.chain(swarm) as chain:
+            await asyncio.sleep(2 * lab.timing.first_step_s)
+            assert lab.sessions() == {}
+            assert await lab.generate(chain, PROMPT, TOKENS) == reference.greedy(PROMPT, TOKENS)
+
+    simulate(reference, scenario, limit_s=1000)
+
+
+def test_passes_that_bring_nothing_make_way(reference: Reference) -> None:
+    async def scenario(lab: Lab) -> None:
+        await lab.start("a", lab.hosting((0, 6), limits=HostLimits(passes=4, passes_per_client=2)))
+        begin = pb.Begin(
+            swarm=SWARM,
+            manifest=lab.manifest,
+            span=pb.Span(start=0, end=6),
+            counts=[4],
+            wire=pb.DTYPE_FLOAT32,
+        )
+
+        async def start(stranger: Stranger) -> Stream:
+            stream = await stranger.transport.open(PeerId(lab.peer_id("a")), PASS, deadline_s=1.0)
+            await stream.send(Message(pb.PassRequest(begin=begin).SerializeToString()))
+            return stream
+
+        async with AsyncExitStack() as stack:
+            crowd = Crowd(lab, stack)
+            held = [
+                await start(each)
+                for each in [await crowd.stranger(), await crowd.stranger()]
+                for _ in range(2)
+            ]
+            await asyncio.sleep(6.0)
+            honest = await start(await crowd.stranger())
+            assert pb.PassReply.FromString((await honest.receive()).header).HasField("beat")
+            replies = []
+            for stream in held:
+                while (reply := pb.PassReply.FromString((await stream.receive()).header)).HasField("beat"):
+                    if replies:
+                        break
+                replies.append(reply)
+            assert [reply.refused.reason for reply in replies].count(pb.REASON_IDLE) == 1
+
+    simulate(reference, scenario)
+
+
+def test_links_to_sessions_that_never_come_make_way(reference: Reference) -> None:
+    async def scenario(lab: Lab) -> None:
+        limits = HostLimits(early_links=2, early_links_per_client=2)
+        await lab.start("a", lab.hosting((0, 6), limits=limits))
+        async with AsyncExitStack() as stack:
+            crowd = Crowd(lab, stack)
+            mallory, honest = await crowd.stranger(), await crowd.stranger()
+            for number in range(2):
+                await mallory.link(session=bytes([number]) * 16)
+            await asyncio.sleep(NEW_S)
+            link = await honest.link(session=b"h" * 16)
+            await asyncio.sleep(0.5)
+            await honest.send_open(session=b"h" * 16)
+            assert (await link_reply(link)).HasField("linked")
+
+    simulate(reference, scenario)

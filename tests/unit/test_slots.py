@@ -1,0 +1,93 @@
+"""Who gives way on a host where all places are taken."""
+
+import asyncio
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarmnet_node.slots import IDLE_S, NEW_S, SLOW_BYTES_PER_S, Slot, who_gives_way
+from swarmnet_protocols.transport import PeerId
+from tests.support.virtual_time import run
+
+NOW = 1000.0
+
+
+def slot(peer: str = "a", origin: str = "", since: float = 0.0, **fields: bool) -> Slot:
+    return Slot(PeerId(peer), origin or peer, since, lambda: None, **fields)
+
+
+def leaving(*slots: Slot) -> Slot | None:
+    return who_gives_way(slots, NOW, lambda _: 1)
+
+
+slots = st.lists(
+    st.builds(
+        slot,
+        st.sampled_from("abcd"),
+        st.sampled_from(["10.0.0.0/24", "10.0.1.0/24"]),
+        st.floats(NOW - 20, NOW),
+        has_worked=st.booleans(),
+        at_work=st.booleans(),
+    ),
+    max_size=12,
+)
+
+
+@given(slots)
+def test_nobody_who_brings_work_gives_way_and_somebody_else_does(given: list[Slot]) -> None:
+    found = leaving(*given)
+    idle = [each for each in given if each.is_idle(NOW)]
+    assert (found in idle) if idle else (found is None)
+
+
+@given(slots)
+def test_it_is_of_the_network_and_there_of_the_peer_that_hold_the_most(given: list[Slot]) -> None:
+    found = leaving(*given)
+    if found is not None:
+        idle = [each for each in given if each.is_idle(NOW)]
+        most = max(sum(other.origin == each.origin for other in given) for each in idle)
+        assert sum(each.origin == found.origin for each in given) == most
+        there = [each for each in idle if sum(other.origin == each.origin for other in given) == most]
+        assert sum(each.peer == found.peer for each in given) == max(
+            sum(other.peer == each.peer for other in given) for each in there
+        )
+
+
+def test_what_never_brought_work_goes_before_what_has() -> None:
+    used, empty = slot("a", "n", NOW - 100, has_worked=True), slot("b", "n", NOW - NEW_S)
+    assert leaving(used, empty) is empty
+
+
+def test_the_longest_idle_goes_first() -> None:
+    early, late = slot("a", "n", NOW - 9, has_worked=True), slot("b", "n", NOW - 8, has_worked=True)
+    assert leaving(late, early) is early
+
+
+def test_one_place_of_a_peer_is_safe_from_another_who_has_many_in_the_same_network() -> None:
+    honest = slot("honest", "n", NOW - 50)
+    others = [slot("greedy", "n", NOW - number) for number in range(4, 8)]
+    found = leaving(honest, *others)
+    assert found is others[-1]
+
+
+def test_what_was_just_taken_or_used_or_waits_for_us_stays() -> None:
+    assert leaving(slot(since=NOW - NEW_S / 2)) is None
+    assert leaving(slot(since=NOW - IDLE_S / 2, has_worked=True)) is None
+    assert leaving(slot(at_work=True)) is None
+
+
+def test_who_holds_nothing_of_what_is_needed_stays() -> None:
+    empty, full = slot("a"), slot("b", since=NOW - 6)
+    assert who_gives_way([empty, full], NOW, {empty: 0, full: 9}.__getitem__) is full
+
+
+def test_what_comes_too_slowly_is_no_work() -> None:
+    async def scenario() -> None:
+        await asyncio.sleep(100.0)
+        dripping, flowing = slot(since=90.0), slot(since=90.0)
+        dripping.moved(100)
+        flowing.moved(int(20 * SLOW_BYTES_PER_S))
+        assert (dripping.is_idle(100.0), flowing.is_idle(100.0)) == (True, False)
+        assert flowing.since == 100.0  # no more than that is ever owed to it
+
+    run(scenario())
