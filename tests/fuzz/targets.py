@@ -19,6 +19,8 @@ from google.protobuf.message import Message as Protobuf
 from swarmnet import swarm_file, swarm_writer
 from swarmnet_node.training import state
 from swarmnet_protocols import catalog, records, reports
+from swarmnet_protocols.dht_contacts import Contacts, contacts_in, with_contacts
+from swarmnet_protocols.directory import Publisher
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
 from swarmnet_protocols.identity import Identity
 from swarmnet_protocols.membership import certificates, invites, revocations, signed
@@ -31,7 +33,7 @@ from swarmnet_protocols.training import jobs, messages, rosters, transfers
 from swarmnet_protocols.training.codecs import get_codec
 from swarmnet_protocols.transport import Message, ProtocolSpec, refusing, talking
 from swarmnet_protocols.transport.framing import FrameReader, encode
-from swarmnet_protocols.transport.p2pd_daemon import prepare_hivemind, unpack_multiaddr
+from swarmnet_protocols.transport.p2pd_daemon import prepare_hivemind, unpack_multiaddr, unpack_peer
 from swarmnet_protocols.transport.pacing import Line, PacedReader
 from swarmnet_protocols.wire import (
     door_pb2,
@@ -373,7 +375,32 @@ def read_multiaddr(data: bytes) -> None:
         raise ProtocolViolation("no multiaddr") from error
 
 
-PROTOCOLS = "swarmnet_protocols"
+def read_peer(data: bytes) -> None:
+    prepare_hivemind()
+    try:
+        unpack_peer(data)
+    except ValueError as error:
+        raise ProtocolViolation("no peer id") from error
+
+
+def read_contacts(data: bytes) -> None:
+    known = Contacts(Publisher(Identity.from_seed(b"me"), SWARM, lambda: NOW), tuple)
+    try:
+        known.learn(contacts_in(data))
+    except DecodeError as error:
+        raise ProtocolViolation("no contacts") from error
+    for peer in list(known._known):
+        known.addresses_of(peer)
+
+
+def contact_seeds() -> list[bytes]:
+    contact = records_pb2.ContactRecord(addresses=["/ip4/203.0.113.5/tcp/4001"]).SerializeToString()
+    _, sealed = Publisher(Identity.from_seed(b"a"), SWARM, lambda: NOW).seal(
+        "contact", contact, lifetime_s=60
+    )
+    return [with_contacts(b"", [sealed])]
+
+
 TARGETS: dict[str, Target] = {
     "frames": Target(read_frames, frame_seeds, ("transport.framing.FrameReader",)),
     "messages": Target(read_message, message_seeds, ("transport.talking.parse",)),
@@ -385,6 +412,8 @@ TARGETS: dict[str, Target] = {
         lambda: [bytes([4, 127, 0, 0, 1, 6, 0, 80])],
         ("transport.p2pd_daemon.unpack_multiaddr",),
     ),
+    "peer id": Target(read_peer, lambda: [b"\x00\x24" + bytes(36)], ("transport.p2pd_daemon.unpack_peer",)),
+    "contacts": Target(read_contacts, contact_seeds, ()),
     "tensor": Target(read_tensor, tensor_seeds, ("session.steps.decode_tensor",)),
     "step": Target(read_step, step_seeds, ("session.steps.decode_step",)),
     "adapter": Target(adapters.read_part, adapter_seeds, ("session.adapters.read_part",)),
