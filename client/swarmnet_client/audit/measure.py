@@ -1,0 +1,19 @@
+"""How far apart two computations of the same outputs are, and how far honest ones may be."""
+
+import torch
+
+TOLERANCE = 0.25
+
+
+def relative_errors(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """The relative error of every position [P], of two tensors [P, D] of finite numbers.
+
+    Every channel counts by its own size or, where that is small, by the median size of the position's channels: transformers have
+    a few channels that are thousands of times larger than the rest, and in a plain norm a lie in all others would vanish beside them.
+    No channel counts more than as wholly wrong.
+    """
+    one, other = one.double(), other.double()
+    sizes = torch.maximum(one.abs(), other.abs())
+    typical = sizes.median(dim=1, keepdim=True).values
+    scale = torch.maximum(sizes, typical).clamp_min(torch.finfo(torch.float32).tiny)
+    return ((one - other).abs() / scale).clamp_max(1.0).square().mean(dim=1).sqrt()
