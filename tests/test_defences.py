@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from swarmnet_protocols.errors import SwarmnetError
+from tests.audit_defences import AUDITS
 from tests.defences import Defence
 from tests.door_defences import DOOR, ISSUER
 from tests.file_defences import FILES, HASHES, IDENTITY, STATEMENTS
@@ -16,7 +17,20 @@ from tests.support.virtual_time import DeadlockError
 from tests.web_defences import WEB
 from tests.word_defences import WORDS
 
-DEFENCES = (*DOOR, *ISSUER, *FILES, *IDENTITY, *STATEMENTS, *HASHES, *LIMITS, *FLOODS, *WEB, *WORDS, *JOBS)
+DEFENCES = (
+    *DOOR,
+    *ISSUER,
+    *FILES,
+    *IDENTITY,
+    *STATEMENTS,
+    *HASHES,
+    *LIMITS,
+    *FLOODS,
+    *WEB,
+    *WORDS,
+    *JOBS,
+    *AUDITS,
+)
 
 FAILURES = (AssertionError, pytest.fail.Exception, SwarmnetError, TimeoutError, DeadlockError)
 """How the tests fail. Any other error is one of the table itself."""

@@ -2,12 +2,18 @@
 
 import asyncio
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from swarmnet_client.audit.auditor import Auditor
 from swarmnet_client.chain import Chain
+from swarmnet_client.hops import ChainReport, ChainSpec
 from swarmnet_client.swarm import Swarm
+from swarmnet_protocols.session.log import ActivationLog
+from swarmnet_protocols.session.steps import Row
 from swarmnet_protocols.session.testimony import Received
 from tests.support.lying_hosts import THREE_OF_EACH, start
 from tests.support.swarm_lab import Lab, Reference, simulate
@@ -76,6 +82,15 @@ def test_a_host_of_a_chain_that_gives_wrong_outputs_is_found_within_200_steps(
     simulate(reference, scenario)
 
 
+def test_outputs_of_first_positions_are_asked_for() -> None:
+    """Those of the last hop, which none but the client gets: a prompt wants no output but its last one."""
+    spec = ChainSpec(6, 32, 512, torch.float32)
+    swarm: Any = SimpleNamespace(ledger=None)
+    auditor = Auditor(swarm, spec, swarm, ChainReport(), lambda values: values)
+    rows = (Row(0, 0, 40, 1, 0), Row(1, 0, 2, 1, 1), Row(2, 9, 40, 1, 2))
+    assert [row.first for row in auditor.asking(rows)] == [4, 1, 0]
+
+
 def test_a_convicted_host_is_not_used_even_where_nobody_else_is(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         await start(lab, {"a1": (0, 6), "a2": (0, 6)})
@@ -129,16 +144,12 @@ def test_a_neighbour_that_lies_about_what_went_between_does_not_convict(
 ) -> None:
     async def scenario(lab: Lab) -> list[int]:
         await start(lab, THREE_OF_EACH)
-        rooms: list[object] = []
         digest = Received.digest
         liar = lab.nodes[framing]
 
         def lie(received: Received, lane: int, count: int) -> bytes:
             mine = [session._received for session in liar._host.sessions]
-            rooms.append(received)
             return bytes(32) if received in mine else digest(received, lane, count)
-
-        from swarmnet_protocols.session.log import ActivationLog
 
         values = ActivationLog.values
 

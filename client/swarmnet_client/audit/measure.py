@@ -3,6 +3,12 @@
 import torch
 
 TOLERANCE = 0.25
+"""The largest relative error of a position that two honest hosts may have, whatever each computes in: a host does not prove its precision,
+so the coarsest decides. ``tests.bench.audit`` measured, over ten blocks of SmolLM2-135M, at most 2e-6 within float32 (native code, torch,
+passes, sessions), 0.0031 with float16 and 0.0191 with bfloat16, on any element type of the wire; the logarithms of the latter spread by
+0.20 around that of 0.013. The tolerance is 13 times the largest, and 14 such spreads above the middle. Quantised weights need a look of
+their own.
+"""
 
 
 def relative_errors(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
