@@ -61,7 +61,8 @@ class HostedSession:
         self._target = None if self._is_last else _target(wanted.next, wanted.epoch)
         self._scope = stream.scope.within("this session", {Stock.LOG: host.limits.log_bytes})
         self._log_room = self._scope.hold(Stock.LOG, 0)
-        self._received_room = self._scope.hold(Stock.LOG, 0)
+        # Of the client's room for logs, not of this session's: what must be sent on comes first there.
+        self._received_room = stream.scope.hold(Stock.LOG, 0)
         self._received = Received(self._received_room)
         self._lanes: dict[int, LaneCache] = {}
         self._outbox = Outbox(self._new_log(), asyncio.Event())
