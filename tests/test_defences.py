@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from swarmnet_protocols.errors import SwarmnetError
+from tests.audit_defences import AUDITS
 from tests.defences import Defence
 from tests.dial_defences import DIALS
 from tests.directory_defences import DIRECTORY
@@ -40,6 +41,7 @@ DEFENCES = (
     *GATEWAY,
     *ROUTING,
     *EVICTIONS,
+    *AUDITS,
 )
 
 FAILURES = (AssertionError, pytest.fail.Exception, SwarmnetError, TimeoutError, DeadlockError)

@@ -90,6 +90,7 @@ class Batcher:
         self._room = math.inf
         self._answer_s = 1.0
         self._past_failovers = 0
+        self._past_wrong_hosts = 0
 
     @classmethod
     @asynccontextmanager
@@ -116,6 +117,11 @@ class Batcher:
     def failovers(self) -> int:
         """Times a chain lost hops and was mended."""
         return self._past_failovers + sum(group.report.failovers for group in self._groups)
+
+    @property
+    def wrong_hosts(self) -> int:
+        """Hosts that were found to give wrong outputs."""
+        return self._past_wrong_hosts + sum(len(group.report.wrong) for group in self._groups)
 
     def check_room(self, answers: int = 1) -> None:
         """Raise ``Busy`` when so many more may not even wait."""
@@ -169,6 +175,7 @@ class Batcher:
             why = SwarmnetError(f"this should not have happened: {type(error).__name__}: {error}")
         del self._groups[group]
         self._past_failovers += group.report.failovers
+        self._past_wrong_hosts += len(group.report.wrong)
         left = group.answers
         if isinstance(why, OutOfResources):
             self._room = max(1.0, len(left) // 2)

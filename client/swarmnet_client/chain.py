@@ -10,6 +10,7 @@ from statistics import median
 
 import torch
 
+from swarmnet_client.audit.auditor import Auditor
 from swarmnet_client.chunks import cut, cut_values
 from swarmnet_client.flight import Flight
 from swarmnet_client.hops import ChainReport, ChainSpec
@@ -34,6 +35,7 @@ class Chain:
         self._steps_s: list[float] = []
         self._flight = Flight(spec.log_bytes, spec.hidden_size)
         self._mender = Mender(swarm, spec, self._flight, self.report, embed)
+        self._auditor = Auditor(swarm, spec, self._mender, self.report, embed)
 
     @classmethod
     @asynccontextmanager
@@ -43,10 +45,11 @@ class Chain:
         """A chain that is built at once and mended for as long as the context."""
         chain = cls(swarm, spec, embed)
         keeper = asyncio.create_task(chain._keep(), name="chain")
+        auditing = asyncio.create_task(chain._auditor.run(), name="audits")
         try:
             yield chain
         finally:
-            await cancel(keeper)
+            await cancel(keeper, auditing)
             await chain._mender.close()
 
     @property
@@ -85,11 +88,14 @@ class Chain:
     async def _step(self, rows: tuple[Row, ...], values: torch.Tensor) -> torch.Tensor:
         clock = asyncio.get_running_loop().time
         before, started = self.report.failovers, clock()
+        rows = self._auditor.asking(rows)
+        mark = self._auditor.sent(rows)
         is_alone, route = self._flight.is_idle, self.report.route
         self._mender.wake()
-        output = await self._flight.send(rows, values)
+        came = await self._flight.send(rows, values)
         if is_alone and sum(row.count for row in rows) == 1 and self.report.route is route:
             self._measure(clock() - started)
+        output = self._auditor.came(mark, rows, values, came)
         is_single = sum(row.count for row in rows) == len(rows)
         if is_single or self.report.failovers > before:
             self.report.longest_stall_s = max(self.report.longest_stall_s, clock() - started)

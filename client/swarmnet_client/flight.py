@@ -56,7 +56,7 @@ class Flight:
         is_awaited = waiting is not None and not waiting[1].done()
         if waiting is not None and is_awaited:
             step, future = waiting
-            wanted = sum(row.outputs for row in step.rows)
+            wanted = sum(row.wanted for row in step.rows)
             values = decode_tensor(
                 output.tensor, message.payload, positions=wanted, hidden_size=self._hidden_size
             )

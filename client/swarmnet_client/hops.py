@@ -13,8 +13,9 @@ from swarmnet_protocols.protocol_ids import SESSION
 from swarmnet_protocols.routing import Hop
 from swarmnet_protocols.session.adapters import Adapter
 from swarmnet_protocols.session.link import Refused, Target
-from swarmnet_protocols.session.steps import wire_code
-from swarmnet_protocols.transport import Message, PeerId, Stream
+from swarmnet_protocols.session.steps import decode_tensor, wire_code
+from swarmnet_protocols.session.testimony import DIGEST_BYTES
+from swarmnet_protocols.transport import Buffer, Message, PeerId, Stream
 from swarmnet_protocols.transport.talking import parse, receive_within
 from swarmnet_protocols.wire import session_pb2 as pb
 
@@ -46,6 +47,43 @@ class ChainReport:
     failovers: int = 0
     longest_stall_s: float = 0.0
     route: list[tuple[PeerId, int, int]] = field(default_factory=list)
+    audits: int = 0
+    """Times what a host sent on was computed again by another one."""
+    wrong: list[PeerId] = field(default_factory=list)
+    """Hosts that gave wrong outputs, as two others say. What came of the chain before each was replaced may be wrong."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What a hop says it received and sent on for the first positions of a lane: a digest, and values."""
+
+    received: bytes
+    sent: torch.Tensor | None
+
+    @classmethod
+    def read(cls, shown: pb.Shown, payload: Buffer) -> "Shown":
+        """Raises ``ProtocolViolation`` for what cannot be an answer."""
+        if not shown.HasField("sent"):
+            return cls(shown.received, None)
+        if len(shown.sent.shape) != 2:
+            raise ProtocolViolation("a hop shows [positions, hidden size]")
+        positions, hidden_size = shown.sent.shape
+        return cls(
+            shown.received,
+            decode_tensor(shown.sent, payload, positions=positions, hidden_size=hidden_size),
+        )
+
+    def checked(self, count: int, spec: ChainSpec | None) -> "Shown":
+        """It, if it is of ``count`` positions; ``spec`` says what is sent on, None: nothing. Raises ``ProtocolViolation``."""
+        if len(self.received) != DIGEST_BYTES:
+            raise ProtocolViolation("a hop does not say what it received")
+        if spec is not None:
+            sent = self.sent
+            if sent is None or sent.shape != (count, spec.hidden_size) or sent.dtype != spec.wire:
+                raise ProtocolViolation("a hop shows other values than it was asked for")
+            if not torch.isfinite(sent).all():
+                raise ProtocolViolation("a hop shows values that are not finite")
+        return self
 
 
 @dataclass(eq=False)
@@ -66,6 +104,26 @@ class LiveHop:
     alive: bool = True
     leaving: bool = False
     applied: int = 0
+    showing: "asyncio.Future[Shown] | None" = None
+
+    async def show(self, lane: int, count: int, *, within_s: float) -> Shown:
+        """What it received and sent on for the first ``count`` positions of a lane; one question at a time.
+
+        Raises what sending raises, ``TimeoutError``, or the error for which the hop is dropped meanwhile.
+        """
+        self.showing = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(within_s):
+                show = pb.Show(lane=lane, count=count)
+                await self.stream.send(Message(pb.SessionRequest(show=show).SerializeToString()))
+                return await self.showing
+        finally:
+            self.showing = None
+
+    def shows(self, shown: pb.Shown, message: Message) -> None:
+        """It has said something; what was not asked for, or no longer, is dropped. Raises ``ProtocolViolation`` for what is no answer."""
+        if self.showing is not None and not self.showing.done():
+            self.showing.set_result(Shown.read(shown, message.payload))
 
     def target(self, epoch: int) -> Target:
         """This hop as the next one of its upstream."""

@@ -6,6 +6,7 @@ the hop's death, and one feeder that sends steps to the first. Building a chain 
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -16,7 +17,7 @@ from swarmnet_client.blame import Blame
 from swarmnet_client.flight import Flight
 from swarmnet_client.hops import ChainReport, ChainSpec, Head, LiveHop, gaps, open_hop, upstream
 from swarmnet_client.patience import PAUSE_S, Patience, verdict
-from swarmnet_client.swarm import Swarm
+from swarmnet_client.swarm import CONVICTED_S, Swarm
 from swarmnet_protocols.aio import all_of, cancel, race
 from swarmnet_protocols.errors import (
     ConfigError,
@@ -30,6 +31,8 @@ from swarmnet_protocols.session.link import Feeder, Refused, Target
 from swarmnet_protocols.transport import Message
 from swarmnet_protocols.transport.talking import parse, receive_within
 from swarmnet_protocols.wire import session_pb2 as pb
+
+_log = logging.getLogger(__name__)
 
 NOTICE_S = 0.1
 """A lost link is news of a dead hop more often than of a broken path: its own death notice is given this long."""
@@ -249,8 +252,45 @@ class Mender:
 
     def _drop(self, live: LiveHop, error: SwarmnetError) -> None:
         live.alive = False
+        if live.showing is not None and not live.showing.done():
+            live.showing.set_exception(error)
         self._why = error
         self._trouble.set()
+
+    # ---- what audits find -------------------------------------------------------------------------------
+
+    @property
+    def hops(self) -> tuple[LiveHop, ...]:
+        """The chain as it is now, if it is whole; else nothing."""
+        whole = not gaps(self._hops, self._spec.blocks) and all(live.alive for live in self._hops)
+        return tuple(self._hops) if whole else ()
+
+    def give_up(self, live: LiveHop, error: SwarmnetError) -> None:
+        """Replace a hop that does not do what it must, without saying that its outputs are wrong."""
+        self._lost(live, error)
+
+    def part(self, one: LiveHop, other: LiveHop, error: SwarmnetError) -> None:
+        """Replace two neighbours one of which lies about what went between them, nobody knows which."""
+        self._swarm.parted(one.hop.peer, other.hop.peer)
+        self._lost(one, error)
+        self._lost(other, error)
+
+    def convict(self, live: LiveHop) -> None:
+        """Replace a hop whose outputs are wrong for good, and what the hops behind it made of them."""
+        error = Unreachable(f"{live.hop.peer} gave wrong outputs")
+        self._swarm.convict(live.hop.peer)
+        self._report.wrong.append(live.hop.peer)
+        _log.warning(
+            "host %s gave wrong outputs for blocks %d:%d, as two other hosts say: it is replaced and not used again for %g hours. "
+            "What was answered so far may be wrong: ask again",
+            live.hop.peer,
+            live.hop.start,
+            live.hop.end,
+            CONVICTED_S / 3600,
+        )
+        for each in self._hops:
+            if each.hop.start >= live.hop.start:
+                self._drop(each, error)
 
     # ---- what hops say ----------------------------------------------------------------------------------
 
@@ -308,6 +348,8 @@ class Mender:
                 # Until there is something to compute, a hop that stands still is where it should be.
                 if reply.beat.applied != live.applied or self._flight.is_idle:
                     live.applied, live.moved = reply.beat.applied, asyncio.get_running_loop().time()
+            case "shown":
+                live.shows(reply.shown, message)
             case _:
                 raise ProtocolViolation("an unexpected message on a session")
 

@@ -82,7 +82,7 @@ class Hosts:
 
         async def question(adapter: bytes) -> torch.Tensor:
             begin = self._begin(leg, adapter, backward=False)
-            (outputs,) = await _ask(self._swarm, leg.hop, begin, (leg.inputs,), [leg.inputs.shape])
+            (outputs,) = await ask_pass(self._swarm, leg.hop, begin, (leg.inputs,), [leg.inputs.shape])
             return outputs
 
         return await self._answer(leg.hop, question, leg.before)
@@ -103,7 +103,7 @@ class Hosts:
 
         async def question(adapter: bytes) -> list[torch.Tensor]:
             begin = self._begin(leg, adapter, backward=True)
-            return await _ask(self._swarm, leg.hop, begin, tensors, shapes)
+            return await ask_pass(self._swarm, leg.hop, begin, tensors, shapes)
 
         made_by = [*leg.before, *(hop for each in after for hop in (*each.before, each.hop))]
         gradients, *column = await self._answer(leg.hop, question, made_by)
@@ -146,7 +146,7 @@ class Hosts:
         return answer
 
 
-async def _ask(
+async def ask_pass(
     swarm: Swarm, hop: Hop, begin: pb.Begin, tensors: Sequence[torch.Tensor], shapes: Sequence[torch.Size]
 ) -> list[torch.Tensor]:
     """Have ``hop`` compute the pass ``begin`` from ``tensors``; the tensors of its answer have these ``shapes``.

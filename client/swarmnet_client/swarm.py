@@ -7,6 +7,7 @@ import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
+from swarmnet_client.audit.plan import Ledger
 from swarmnet_client.guards import Guards
 from swarmnet_client.traffic import CountingTransport, Traffic
 from swarmnet_protocols.aio import cancel
@@ -28,6 +29,8 @@ PINGED_HOSTS = 24
 """Hosts a client keeps a ping stream to. Beyond these a swarm is large enough to route by announcements."""
 PARTED_S = 60.0
 """How long two hosts that do not reach each other are not made neighbours."""
+CONVICTED_S = 6 * 3600.0
+"""How long a host that gave wrong outputs is not used."""
 SMOOTHING = 0.3
 """Weight of the newest ping in the running mean of a host's delay."""
 EXPLORE = 0.05
@@ -64,6 +67,8 @@ class Swarm:
         self._delay_s: dict[PeerId, float] = {}
         self._queue_s: dict[PeerId, float] = {}
         self._bans = Bans()
+        self._convicted: dict[PeerId, float] = {}
+        self.ledger = Ledger(rng)
         self._parted: dict[tuple[PeerId, PeerId], float] = {}
         self._pings: dict[PeerId, asyncio.Task[None]] = {}
         self._refreshing = asyncio.Lock()
@@ -155,6 +160,18 @@ class Swarm:
         """Note that a peer let us down."""
         self._bans.failed(peer, self._now())
 
+    def convict(self, peer: PeerId) -> None:
+        """Note that a peer gave wrong outputs: it is not used for ``CONVICTED_S``, even where nobody else hosts its blocks."""
+        now = self._now()
+        self._convicted = {each: until for each, until in self._convicted.items() if until > now}
+        self._convicted[peer] = now + CONVICTED_S
+        self._hosts.pop(peer, None)
+
+    @property
+    def banned(self) -> Sequence[PeerId]:
+        """Peers that failed us lately."""
+        return self._bans.at(self._now())
+
     def served(self, peer: PeerId) -> None:
         """Note that a peer did what it was asked."""
         self._bans.served(peer)
@@ -184,8 +201,13 @@ class Swarm:
         async with self._refreshing:
             found = await read_hosts(self._directory, self.manifest)
             if found:
-                allowed = self._trust.hosts
-                self._hosts = {host.peer: host for host in found if not allowed or host.peer in allowed}
+                now, allowed = self._now(), self._trust.hosts
+                self._hosts = {
+                    host.peer: host
+                    for host in found
+                    if (not allowed or host.peer in allowed)
+                    and self._convicted.get(host.peer, -math.inf) <= now
+                }
             self._ping_hosts()
 
     def _view(self, *, explore: bool = False) -> View:

@@ -27,6 +27,7 @@ from swarmnet_protocols.resources import RETRY_S, Exhausted, Flow, Hold, Stock
 from swarmnet_protocols.session.link import Feeder, Outbox, Refused, Target
 from swarmnet_protocols.session.log import ActivationLog, LogGone
 from swarmnet_protocols.session.steps import Row, Step, decode_step, encode_tensor, wire_dtype
+from swarmnet_protocols.session.testimony import MAX_SHOWN, Received
 from swarmnet_protocols.transport import Message, Stream
 from swarmnet_protocols.transport.talking import parse, receive_within, send_within
 from swarmnet_protocols.wire import session_pb2 as pb
@@ -64,6 +65,9 @@ class HostedSession:
         self._target = None if self._is_last else host.target(wanted.next, wanted.epoch)
         self._scope = stream.scope.within("this session", {Stock.LOG: host.limits.log_bytes})
         self._log_room = self._scope.hold(Stock.LOG, 0)
+        # Of the client's room for logs, not of this session's: what must be sent on comes first there.
+        self._received_room = stream.scope.hold(Stock.LOG, 0)
+        self._received = Received(self._received_room)
         self._lanes: dict[int, LaneCache] = {}
         self._outbox = Outbox(self._new_log(), asyncio.Event())
         self._feeder = Feeder(
@@ -138,6 +142,7 @@ class HostedSession:
         self._release(self._lanes.values())
         self._lanes = {}
         self._log_room.release()
+        self._received_room.release()
         self.freed.set()
 
     async def say_leaving(self) -> None:
@@ -154,8 +159,30 @@ class HostedSession:
                     raise ProtocolViolation("the last hop has no next hop to replace")
                 self._target = self._host.target(request.relink.next, request.relink.epoch)
                 await self._feed_anew()
+            elif request.HasField("show"):
+                await self._show(request.show)
             elif not request.HasField("beat"):
                 raise ProtocolViolation("a session is opened once")
+
+    async def _show(self, asked: pb.Show) -> None:
+        """Say what came in and went out for the first positions of a lane."""
+        if not 1 <= asked.count <= MAX_SHOWN:
+            raise ProtocolViolation(f"asked for {asked.count} positions, {MAX_SHOWN} are shown at most")
+        received = self._received.digest(asked.lane, asked.count)
+        if self._is_last or not received:
+            await self._reply(pb.SessionReply(shown=pb.Shown(received=received)))
+            return
+        with self._scope.hold(Stock.MEMORY, 0) as room:
+            try:
+                await room.grow(asked.count * self._stage.hidden_size * torch.float32.itemsize)
+            except Exhausted as error:
+                raise Refused.no_room(error) from error
+            sent = self._outbox.log.values(asked.lane, asked.count)
+            if sent is None:
+                await self._reply(pb.SessionReply(shown=pb.Shown()))
+                return
+            tensor, payload = encode_tensor(sent)
+            await self._reply(pb.SessionReply(shown=pb.Shown(received=received, sent=tensor)), payload)
 
     async def _beat(self) -> None:
         while True:
@@ -225,6 +252,7 @@ class HostedSession:
             return
         self._release(self._lanes.values())
         self._lanes = {}
+        self._received.forget()
         await self._feed_anew(self._new_log())
 
     async def _read(self, stream: Stream, queue: _Queue, room: Hold) -> None:
@@ -267,6 +295,7 @@ class HostedSession:
                 is_rebuilt = step.replay and not self._lanes
                 computed = step.with_values(await self._compute(step))
                 self._outbox.append(computed)
+                self._received.add(step)
                 self._count(step, is_rebuilt=is_rebuilt)
                 if self._is_last and not step.replay:
                     await self._answer(computed)

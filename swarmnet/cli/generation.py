@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -33,7 +33,10 @@ class Hop:
 
 @dataclass(frozen=True)
 class Answer:
-    """What ``run --json`` prints. ``token_ids`` are the new tokens."""
+    """What ``run --json`` prints. ``token_ids`` are the new tokens.
+
+    ``audited``: times that outputs of a host were computed again by another one; ``wrong_hosts``: who was found to give wrong ones.
+    """
 
     text: str
     token_ids: list[int]
@@ -44,6 +47,8 @@ class Answer:
     route: list[Hop]
     failovers: int
     longest_stall_s: float
+    audited: int = 0
+    wrong_hosts: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, object]:
         return asdict(self)
@@ -68,6 +73,8 @@ class Screen:
             print_json(answer.to_json())
             return
         print_text()
+        for peer in answer.wrong_hosts:
+            note(f"host {peer} gave wrong outputs and was replaced: this answer may be wrong, ask again")
         hops = " -> ".join(f"{hop.start}:{hop.end}" for hop in answer.route)
         speed = f"{answer.tokens_per_s:.1f}/s, first after {answer.first_token_s:.2f} s"
         note(f"{counted(len(answer.token_ids), 'token')}, {speed}, {hops}")
@@ -109,6 +116,7 @@ def generate(
             choice["top_p"] = sampling.top_p
     # In a session it goes on counting from answer to answer.
     model.last_run.failovers, model.last_run.longest_stall_s = 0, 0.0
+    model.last_run.audits, model.last_run.wrong = 0, []
     try:
         model.generate(
             input_ids, max_new_tokens=min(sampling.max_new_tokens, room), streamer=streamer, **choice
@@ -162,6 +170,8 @@ class _Streamer:
             route=[Hop(*hop) for hop in run.route],
             failovers=run.failovers,
             longest_stall_s=run.longest_stall_s,
+            audited=run.audits,
+            wrong_hosts=list(run.wrong),
         )
 
     def _line(self) -> str:

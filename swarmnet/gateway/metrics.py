@@ -22,6 +22,11 @@ class Meter:
             "vllm:num_requests_waiting", "Answers that wait for a lane.", lambda: batcher.load.waiting
         )
         self._gauge("swarmnet_gateway_failovers", "Times a chain was mended.", lambda: batcher.failovers)
+        self._gauge(
+            "swarmnet_gateway_wrong_hosts",
+            "Hosts found to give wrong outputs.",
+            lambda: batcher.wrong_hosts,
+        )
         self.prompt_tokens = self._counter("vllm:prompt_tokens", "Tokens of prompts.")
         self.cached_tokens = self._counter(
             "vllm:prefix_cache_hits", "Tokens of prompts that hosts still had."

@@ -97,6 +97,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
 
 class _NoAnswers:
     failovers = 0
+    wrong_hosts = 0
 
     class load:  # noqa: N801 - stands in for an attribute
         active = 0

@@ -27,7 +27,9 @@ class _Model:
     config = SimpleNamespace(max_position_embeddings=20)
 
     def __init__(self, reply: str = "") -> None:
-        self.last_run = SimpleNamespace(route=[], failovers=7, longest_stall_s=7.0)
+        self.last_run = SimpleNamespace(
+            route=[], failovers=7, longest_stall_s=7.0, audits=7, wrong=["the one before"]
+        )
         self._reply = reply.encode()
         self.asked: dict[str, Any] = {}
 
@@ -62,6 +64,8 @@ def test_an_answer_says_everything_that_run_prints() -> None:
         "route": [{"peer_id": "a", "start": 0, "end": 10}, {"peer_id": "b", "start": 10, "end": 30}],
         "failovers": 1,
         "longest_stall_s": 0.5,
+        "audited": 0,
+        "wrong_hosts": [],
     }
 
 

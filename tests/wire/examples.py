@@ -74,7 +74,7 @@ def session_messages() -> Iterator[Protobuf]:
             acked=299,
             replay=True,
             rows=[
-                pb.Row(lane=1, start=40, count=4, outputs=2, source=3, rewrite=True),
+                pb.Row(lane=1, start=40, count=4, outputs=2, source=3, rewrite=True, first=1),
                 pb.Row(lane=2, start=0, count=1, outputs=1, source=2),
             ],
             tensor=_TENSOR,
@@ -109,6 +109,8 @@ def session_messages() -> Iterator[Protobuf]:
     yield pb.AdapterReply(wanted=pb.Wanted())
     yield pb.AdapterReply(beat=pb.Beat())
     yield pb.AdapterReply(stored=pb.Stored())
+    yield pb.SessionRequest(show=pb.Show(lane=1, count=40))
+    yield pb.SessionReply(shown=pb.Shown(received=_MANIFEST, sent=_TENSOR))
     yield pb.AdapterReply(refused=pb.Refused(reason=pb.REASON_PROTOCOL, detail="a rank of 1000000"))
     yield pb.Ping(nonce=(1 << 64) - 1)
     yield pb.Pong(nonce=1, queue_s=0.25)

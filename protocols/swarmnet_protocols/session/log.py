@@ -146,6 +146,29 @@ class ActivationLog:
             self._pending_bytes -= step.values.nbytes
             self._fold(step)
 
+    def values(self, lane: int, count: int) -> torch.Tensor | None:
+        """The first ``count`` positions of a lane, as it is after the newest step. None where they are not here, or no longer."""
+        if not 0 < count <= self._lengths.get(lane, 0):
+            return None
+        pieces: list[torch.Tensor] = []
+        for _, step in reversed(self._pending):
+            row, values = next(
+                ((row, part) for row, part in zip(step.rows, step.split(), strict=True) if row.lane == lane),
+                (None, step.values),
+            )
+            if row is None:
+                continue
+            if row.start < count:
+                pieces.append(values[: count - row.start])
+                count = row.start
+            lane = row.source
+            if not count:
+                return torch.cat(pieces[::-1])
+        folded = None if self._lanes is None else self._lanes.get(lane)
+        if folded is None or folded.length < count:
+            return None
+        return torch.cat([folded.values(count), *pieces[::-1]])
+
     def attach(self, applied: int) -> Cursor:
         """Start feeding a downstream hop that has computed steps up to ``applied`` (0: it is fresh).
 

@@ -29,7 +29,8 @@ class Row:
     """New positions [start, start + count) of one lane.
 
     The lane is first set to the first ``start`` positions of ``source``, as they were before the step. Where that drops positions or
-    takes them from another lane, ``rewrite`` must say so. The client wants the outputs of the last ``outputs`` positions.
+    takes them from another lane, ``rewrite`` must say so. The client wants the outputs of the last ``outputs`` positions, and of the
+    ``first`` ones.
     """
 
     lane: int
@@ -38,6 +39,12 @@ class Row:
     outputs: int
     source: int
     rewrite: bool = False
+    first: int = 0
+
+    @property
+    def wanted(self) -> int:
+        """How many outputs the client wants."""
+        return self.first + self.outputs
 
     @property
     def end(self) -> int:
@@ -67,7 +74,9 @@ class Step:
 
     def wanted(self) -> torch.Tensor:
         """The values of the positions the client wants back, row after row."""
-        parts = [part[row.count - row.outputs :] for row, part in zip(self.rows, self.split(), strict=True)]
+        parts = []
+        for row, part in zip(self.rows, self.split(), strict=True):
+            parts += [part[: row.first], part[row.count - row.outputs :]]
         return torch.cat(parts)
 
 
@@ -142,6 +151,7 @@ def encode_step(step: Step, dtype: torch.dtype) -> tuple[pb.Step, memoryview]:
             outputs=row.outputs,
             source=row.source,
             rewrite=row.rewrite,
+            first=row.first,
         )
         for row in step.rows
     ]
@@ -153,14 +163,15 @@ def decode_step(message: pb.Step, payload: Buffer, *, hidden_size: int) -> Step:
     if not 1 <= len(message.rows) <= MAX_ROWS:
         raise ProtocolViolation(f"a step of {len(message.rows)} rows")
     rows = tuple(
-        Row(row.lane, row.start, row.count, row.outputs, row.source, row.rewrite) for row in message.rows
+        Row(row.lane, row.start, row.count, row.outputs, row.source, row.rewrite, row.first)
+        for row in message.rows
     )
     for row in rows:
         if row.lane > MAX_LANE or row.source > MAX_LANE:
             raise ProtocolViolation(f"lane {max(row.lane, row.source)} is out of range")
-        if row.count < 1 or row.end > MAX_POSITION or row.outputs > row.count:
-            raise ProtocolViolation(f"a row of {row.count} positions from {row.start}, {row.outputs} wanted")
-    if message.replay and any(row.outputs for row in rows):
+        if row.count < 1 or row.end > MAX_POSITION or row.wanted > row.count:
+            raise ProtocolViolation(f"a row of {row.count} positions from {row.start}, {row.wanted} wanted")
+    if message.replay and any(row.wanted for row in rows):
         raise ProtocolViolation("a replay wants no outputs")
     positions = sum(row.count for row in rows)
     values = decode_tensor(message.tensor, payload, positions=positions, hidden_size=hidden_size)

@@ -80,14 +80,16 @@ class Peer(_message.Message):
     def __init__(self, id: _Optional[str] = ..., record: _Optional[bytes] = ..., session: _Optional[bytes] = ...) -> None: ...
 
 class SessionRequest(_message.Message):
-    __slots__ = ("open", "relink", "beat")
+    __slots__ = ("open", "relink", "beat", "show")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     RELINK_FIELD_NUMBER: _ClassVar[int]
     BEAT_FIELD_NUMBER: _ClassVar[int]
+    SHOW_FIELD_NUMBER: _ClassVar[int]
     open: Open
     relink: Relink
     beat: Beat
-    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., relink: _Optional[_Union[Relink, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ...) -> None: ...
+    show: Show
+    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., relink: _Optional[_Union[Relink, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., show: _Optional[_Union[Show, _Mapping]] = ...) -> None: ...
 
 class Open(_message.Message):
     __slots__ = ("session", "epoch", "manifest", "span", "next", "wire", "max_length", "swarm", "adapter")
@@ -125,21 +127,31 @@ class Beat(_message.Message):
     applied: int
     def __init__(self, applied: _Optional[int] = ...) -> None: ...
 
+class Show(_message.Message):
+    __slots__ = ("lane", "count")
+    LANE_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    lane: int
+    count: int
+    def __init__(self, lane: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
+
 class SessionReply(_message.Message):
-    __slots__ = ("opened", "output", "beat", "link_lost", "refused", "leaving")
+    __slots__ = ("opened", "output", "beat", "link_lost", "refused", "leaving", "shown")
     OPENED_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
     BEAT_FIELD_NUMBER: _ClassVar[int]
     LINK_LOST_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
+    SHOWN_FIELD_NUMBER: _ClassVar[int]
     opened: Opened
     output: Output
     beat: Beat
     link_lost: LinkLost
     refused: Refused
     leaving: Leaving
-    def __init__(self, opened: _Optional[_Union[Opened, _Mapping]] = ..., output: _Optional[_Union[Output, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., link_lost: _Optional[_Union[LinkLost, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ...) -> None: ...
+    shown: Shown
+    def __init__(self, opened: _Optional[_Union[Opened, _Mapping]] = ..., output: _Optional[_Union[Output, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., link_lost: _Optional[_Union[LinkLost, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ..., shown: _Optional[_Union[Shown, _Mapping]] = ...) -> None: ...
 
 class Opened(_message.Message):
     __slots__ = ()
@@ -152,6 +164,14 @@ class Output(_message.Message):
     step: int
     tensor: Tensor
     def __init__(self, step: _Optional[int] = ..., tensor: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
+
+class Shown(_message.Message):
+    __slots__ = ("received", "sent")
+    RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    SENT_FIELD_NUMBER: _ClassVar[int]
+    received: bytes
+    sent: Tensor
+    def __init__(self, received: _Optional[bytes] = ..., sent: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
 
 class LinkLost(_message.Message):
     __slots__ = ("epoch", "peer")
@@ -222,20 +242,22 @@ class Step(_message.Message):
     def __init__(self, seq: _Optional[int] = ..., acked: _Optional[int] = ..., replay: _Optional[bool] = ..., rows: _Optional[_Iterable[_Union[Row, _Mapping]]] = ..., tensor: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
 
 class Row(_message.Message):
-    __slots__ = ("lane", "start", "count", "outputs", "source", "rewrite")
+    __slots__ = ("lane", "start", "count", "outputs", "source", "rewrite", "first")
     LANE_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     COUNT_FIELD_NUMBER: _ClassVar[int]
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     REWRITE_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
     lane: int
     start: int
     count: int
     outputs: int
     source: int
     rewrite: bool
-    def __init__(self, lane: _Optional[int] = ..., start: _Optional[int] = ..., count: _Optional[int] = ..., outputs: _Optional[int] = ..., source: _Optional[int] = ..., rewrite: _Optional[bool] = ...) -> None: ...
+    first: int
+    def __init__(self, lane: _Optional[int] = ..., start: _Optional[int] = ..., count: _Optional[int] = ..., outputs: _Optional[int] = ..., source: _Optional[int] = ..., rewrite: _Optional[bool] = ..., first: _Optional[int] = ...) -> None: ...
 
 class PassRequest(_message.Message):
     __slots__ = ("begin", "part")

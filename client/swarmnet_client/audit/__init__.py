@@ -1,0 +1,1 @@
+"""Wrong outputs of hosts are found: a small random share of blocks is computed again by others."""

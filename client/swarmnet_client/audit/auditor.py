@@ -1,0 +1,263 @@
+"""Audits of one chain, beside its steps: what a hop sent on is computed again by another host, and a third decides a mismatch.
+
+The hop's inputs are what the hop before it says it sent, and its outputs what it says it sent itself; both are compared with the
+digests of what the receivers say they got. So no neighbour can have a host convicted by lying about what went between them: they
+only disagree, and are kept apart. The client is the first hop's upstream and the last hop's downstream.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from swarmnet_client.audit.plan import NEWCOMER_POSITIONS, Plan, witnesses
+from swarmnet_client.audit.verdict import Verdict, judge
+from swarmnet_client.audit.watched import Watched
+from swarmnet_client.hops import ChainReport, ChainSpec, LiveHop, Shown
+from swarmnet_client.mending import Mender
+from swarmnet_client.pass_calls import ask_pass
+from swarmnet_client.swarm import Swarm
+from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError, Unreachable
+from swarmnet_protocols.routing import Hop
+from swarmnet_protocols.session.steps import Row, wire_code
+from swarmnet_protocols.session.testimony import digest
+from swarmnet_protocols.transport import PeerId
+from swarmnet_protocols.wire import session_pb2 as pb
+
+_log = logging.getLogger(__name__)
+
+MAX_LANES_BYTES = 64 << 20
+"""Hosts keep so much of what they sent on; in larger sessions they need not have what they are asked for."""
+
+Mark = tuple[Watched, int] | None
+"""What was watched when a step was sent, and how often that had changed."""
+
+
+@dataclass(frozen=True)
+class _Evidence:
+    """What a hop was sent, and what it sent on at the positions ``at``."""
+
+    inputs: torch.Tensor
+    at: list[int]
+    outputs: torch.Tensor
+
+
+class Auditor:
+    """Sessions with an adapter are not audited: witnesses would have to be brought it first."""
+
+    def __init__(
+        self,
+        swarm: Swarm,
+        spec: ChainSpec,
+        mender: Mender,
+        report: ChainReport,
+        embed: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        self._swarm = swarm
+        self._ledger = swarm.ledger
+        self._spec = spec
+        self._mender = mender
+        self._report = report
+        self._embed = embed
+        self._lengths: dict[int, int] = {}
+        self._watched: Watched | None = None
+        self._news = asyncio.Event()
+
+    # ---- what goes through the chain --------------------------------------------------------------------
+
+    def asking(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
+        """The rows, with the outputs that an audit of the last hop needs: some of the first positions of each lane."""
+        if self._spec.adapter is not None:
+            return rows
+        return tuple(
+            replace(row, first=min(NEWCOMER_POSITIONS, row.count - row.outputs)) if row.start == 0 else row
+            for row in rows
+        )
+
+    def sent(self, rows: tuple[Row, ...]) -> Mark:
+        """Note that a step is about to be sent; what this returns belongs to ``came``."""
+        for row in rows:
+            self._lengths[row.lane] = row.end
+            watched = self._watched
+            is_mine = watched is not None and watched.lane == row.lane
+            if row.start == 0:
+                if watched is None or is_mine or self._ledger.rng.random() < 1 / len(self._lengths):
+                    self._watched = Watched(row.lane, self._report.failovers)
+            elif watched is not None and is_mine and row.rewrite:
+                if row.source == row.lane:
+                    watched.cut(row.start)
+                else:
+                    self._watched = None
+        return None if self._watched is None else (self._watched, self._watched.changes)
+
+    def came(
+        self, mark: Mark, rows: tuple[Row, ...], values: torch.Tensor, outputs: torch.Tensor
+    ) -> torch.Tensor:
+        """Note what came of a step. Returns the outputs without those that only the audit wanted."""
+        self._ledger.earn(sum(row.count for row in rows) * self._spec.blocks)
+        inputs = torch.split(values, [row.count for row in rows])
+        parts = torch.split(outputs, [row.wanted for row in rows])
+        watched = self._watched
+        if watched is not None and mark == (watched, watched.changes):
+            for row, given, part in zip(rows, inputs, parts, strict=True):
+                if row.lane == watched.lane and row.start == watched.length:
+                    watched.add(row, given, part)
+            self._news.set()
+        if not any(row.first for row in rows):
+            return outputs
+        return torch.cat([part[row.first :] for row, part in zip(rows, parts, strict=True)])
+
+    # ---- audits -----------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Audit, one hop at a time, for as long as there is something to audit and the means."""
+        if self._spec.adapter is not None:
+            return
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            try:
+                if self._watched is not None:
+                    await self._look(self._watched)
+            except (
+                SwarmnetError
+            ) as error:  # somebody was out of reach: the next audit finds out whether they still are
+                _log.debug("an audit came to nothing", extra={"reason": str(error)[:200]})
+            except Exception:  # noqa: BLE001 - audits are beside the answer, which must not end with them
+                _log.exception("an audit broke")
+
+    async def _look(self, watched: Watched) -> None:
+        hops = self._mender.hops
+        if watched.failovers != self._report.failovers or self._is_large():
+            return
+        plan = watched.plan
+        if plan is None or plan.hop not in [live.hop for live in hops]:
+            able = [live.hop for live in hops if self._witnesses(live.hop, ())]
+            if not able:
+                return
+            plan = watched.plan = self._ledger.plan(able)
+        if watched.length < plan.positions or not self._ledger.may_spend(plan.cost):
+            return
+        index = next(index for index, live in enumerate(hops) if live.hop == plan.hop)
+        watched.plan = None
+        evidence = await self._evidence(watched, index, hops, plan.positions)
+        if evidence is not None:
+            await self._judge(plan, hops[index], evidence)
+
+    def _is_large(self) -> bool:
+        each_bytes = self._spec.hidden_size * self._spec.wire.itemsize
+        return sum(self._lengths.values()) * each_bytes > MAX_LANES_BYTES
+
+    async def _evidence(
+        self, watched: Watched, index: int, hops: tuple[LiveHop, ...], count: int
+    ) -> _Evidence | None:
+        """What a hop and its neighbours say, if they agree; those who do not are replaced."""
+        changes = watched.changes
+        live = hops[index]
+        before = hops[index - 1] if index else None
+        after = hops[index + 1] if index + 1 < len(hops) else None
+        asked = [each for each in (before, live, after) if each is not None]
+        told = dict(
+            zip(
+                asked,
+                await asyncio.gather(*(self._show(each, watched, count) for each in asked)),
+                strict=True,
+            )
+        )
+        is_past = self._watched is not watched or watched.changes != changes
+        if is_past or watched.failovers != self._report.failovers or hops != self._mender.hops:
+            return None
+        if any(answer is None for answer in told.values()):
+            for each in asked:
+                if told[each] is None:
+                    self._mender.give_up(each, Unreachable(f"{each.hop.peer} does not show what it computed"))
+            return None
+        inputs = self._embed(watched.inputs(count)).to(self._spec.wire)
+        own = told[live]
+        if own is None:
+            return None
+        if before is not None:
+            upstream = told[before]
+            inputs = inputs if upstream is None or upstream.sent is None else upstream.sent
+        if own.received != digest(inputs):
+            self._disagree(before, live)
+            return None
+        if after is None:
+            return _Evidence(inputs, *watched.outputs(count))
+        downstream = told[after]
+        if own.sent is None or downstream is None or downstream.received != digest(own.sent):
+            self._disagree(live, after)
+            return None
+        return _Evidence(inputs, list(range(count)), own.sent)
+
+    async def _show(self, live: LiveHop, watched: Watched, count: int) -> Shown | None:
+        """What a hop says of a lane. None when it does not say it."""
+        is_last = live.hop.end == self._spec.blocks
+        try:
+            shown = await live.show(watched.lane, count, within_s=self._swarm.timing.chunk_s)
+            return shown.checked(count, None if is_last else self._spec)
+        except (SwarmnetError, TimeoutError):
+            return None
+
+    def _disagree(self, one: LiveHop | None, other: LiveHop) -> None:
+        error = ProtocolViolation("neighbours do not agree on what went between them")
+        if one is None:
+            self._mender.give_up(other, error)
+        else:
+            self._mender.part(one, other, error)
+
+    async def _judge(self, plan: Plan, live: LiveHop, evidence: _Evidence) -> None:
+        second, asked = await self._recompute(plan, evidence, ())
+        if second is None:
+            return
+        self._report.audits += 1
+        verdict = judge(evidence.outputs, second)
+        if verdict is Verdict.OPEN:
+            third, _ = await self._recompute(plan, evidence, asked)
+            if third is None:
+                return
+            verdict = judge(evidence.outputs, second, third)
+        if verdict is Verdict.WRONG:
+            self._mender.convict(live)
+        elif verdict is Verdict.RIGHT:
+            self._ledger.passed(live.hop.peer)
+        elif verdict is Verdict.DOUBTED_WITNESS:
+            self._ledger.doubted.update(asked)
+
+    async def _recompute(
+        self, plan: Plan, evidence: _Evidence, asked: tuple[PeerId, ...]
+    ) -> tuple[torch.Tensor | None, tuple[PeerId, ...]]:
+        """What other hosts than those ``asked`` make of the same inputs, and who they are. None where nobody else can say."""
+        tried: tuple[PeerId, ...] = asked
+        while path := self._witnesses(plan.hop, tried):
+            tried = (*tried, *(hop.peer for hop in path))
+            values = evidence.inputs
+            self._ledger.charge(plan.cost)
+            try:
+                for hop in path:
+                    values = await self._pass(hop, values)
+            except SwarmnetError as error:
+                self._ledger.charge(-plan.cost)
+                _log.debug("a witness did not answer", extra={"reason": str(error)[:200]})
+                continue
+            return values[evidence.at], tuple(hop.peer for hop in path)
+        return None, ()
+
+    async def _pass(self, hop: Hop, values: torch.Tensor) -> torch.Tensor:
+        begin = pb.Begin(
+            swarm=self._swarm.id,
+            manifest=self._swarm.manifest,
+            span=pb.Span(start=hop.start, end=hop.end),
+            counts=[len(values)],
+            wire=wire_code(self._spec.wire),
+        )
+        (outputs,) = await ask_pass(self._swarm, hop, begin, (values,), [values.shape])
+        return outputs
+
+    def _witnesses(self, hop: Hop, tried: tuple[PeerId, ...]) -> list[Hop]:
+        """Nobody of the chain: who is audited may not answer for itself or for those it works with."""
+        in_chain = {live.hop.peer for live in self._mender.hops}
+        without = frozenset({*in_chain, *tried, *self._ledger.doubted, *self._swarm.banned})
+        return witnesses(self._swarm.hosts, (hop.start, hop.end), without, self._ledger.rng)

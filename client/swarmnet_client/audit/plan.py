@@ -1,0 +1,87 @@
+"""Which hop is audited next, over how many positions, and whether that may be afforded. Pure but for the random source.
+
+An audit of ``m`` positions finds a host whose outputs are wrong from position ``x`` on if ``m >= x``, and costs ``m`` positions of the
+host's blocks, because all positions before it are needed to compute one. So ``m`` is drawn with P(m >= x) = 1 / x: a lie that begins at
+``x`` is found in one of ``x`` audits, and an audit costs 1 + ln(MAX_SHOWN) positions on average.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from swarmnet_protocols.routing import Hop, HostInfo
+from swarmnet_protocols.session.testimony import MAX_SHOWN
+from swarmnet_protocols.transport import PeerId
+
+SHARE = 0.03
+"""Of the work that hosts do for a client, so much more is done to audit them: positions times blocks count, at most."""
+NEWCOMER_POSITIONS = 4
+"""Positions of the first audit of a host at most, so that every host of a chain is audited within 200 positions."""
+MAX_REMEMBERED = 4096
+
+
+@dataclass(frozen=True)
+class Plan:
+    """To audit ``hop`` over its first ``positions`` positions of a lane."""
+
+    hop: Hop
+    positions: int
+
+    @property
+    def cost(self) -> int:
+        """Positions times blocks."""
+        return self.positions * (self.hop.end - self.hop.start)
+
+
+class Ledger:
+    """What a client may spend on audits, and whom it has audited: one for all its chains."""
+
+    def __init__(self, rng: random.Random) -> None:
+        """Hosts must not be able to predict ``rng``."""
+        self.rng = rng
+        self.doubted: set[PeerId] = set()
+        """Hosts whose recomputation another host contradicted: they are not asked for one again."""
+        self._credit = 0.0
+        self._audited: dict[PeerId, None] = {}
+
+    def earn(self, work: int) -> None:
+        """Hosts have computed so many positions times blocks."""
+        self._credit += SHARE * work
+
+    def may_spend(self, cost: int) -> bool:
+        return cost <= self._credit
+
+    def charge(self, cost: int) -> None:
+        """Spend on an audit; a negative cost is given back. A mismatch is decided at once, on credit where need be."""
+        self._credit -= cost
+
+    def plan(self, hops: Sequence[Hop]) -> Plan:
+        """The next audit: of a host that was never audited, if there is one among ``hops``."""
+        new = [hop for hop in hops if hop.peer not in self._audited]
+        hop = self.rng.choice(new or list(hops))
+        return Plan(hop, min(int(1 / (1 - self.rng.random())), NEWCOMER_POSITIONS if new else MAX_SHOWN))
+
+    def passed(self, peer: PeerId) -> None:
+        """A host was audited and found right."""
+        self._audited.pop(peer, None)
+        self._audited[peer] = None
+        if len(self._audited) > MAX_REMEMBERED:
+            del self._audited[next(iter(self._audited))]
+
+
+def witnesses(
+    hosts: Sequence[HostInfo], span: tuple[int, int], without: frozenset[PeerId], rng: random.Random
+) -> list[Hop]:
+    """Random hosts, none of them in ``without``, that have the blocks of ``span`` between them. Empty where there are none."""
+    able = [host for host in hosts if host.online and host.peer not in without]
+    found: list[Hop] = []
+    reached = span[0]
+    while reached < span[1]:
+        next_hosts = [host for host in able if host.start <= reached < host.end]
+        if not next_hosts:
+            return []
+        whole = [host for host in next_hosts if host.end >= span[1]]
+        host = rng.choice(whole or next_hosts)
+        found.append(Hop(host.peer, reached, min(host.end, span[1]), host.addresses))
+        reached = host.end
+    return found

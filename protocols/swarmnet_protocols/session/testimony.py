@@ -1,0 +1,65 @@
+"""What a hop can say of the positions it received: digests that show whether it is what its upstream sent. No I/O.
+
+The first positions of every lane are enough: what a hop computes at a position depends on none that come after it.
+"""
+
+import hashlib
+
+import torch
+
+from swarmnet_protocols.resources import Exhausted, Hold
+from swarmnet_protocols.session.steps import Step, encode_tensor
+
+MAX_SHOWN = 256
+"""Positions of a lane that a hop is asked for at most."""
+DIGEST_BYTES = hashlib.sha256().digest_size
+
+
+def digest(values: torch.Tensor) -> bytes:
+    """What stands for a CPU tensor [P, D] as it goes over the wire: 32 bytes."""
+    return hashlib.sha256(_each(values)).digest()
+
+
+def _each(values: torch.Tensor) -> bytes:
+    _, payload = encode_tensor(values)
+    size = len(payload) // max(1, len(values))
+    return b"".join(
+        hashlib.sha256(payload[start : start + size]).digest() for start in range(0, len(payload), size)
+    )
+
+
+class Received:
+    """Digests of the first positions of every lane, ``MAX_SHOWN`` at most. Their bytes are held in ``room``; without room it has none."""
+
+    def __init__(self, room: Hold) -> None:
+        self._room = room
+        self._lanes: dict[int, bytes] | None = {}
+
+    def add(self, step: Step) -> None:
+        """Note a step that was applied."""
+        if self._lanes is None:
+            return
+        before = dict(self._lanes)
+        for row, values in zip(step.rows, step.split(), strict=True):
+            if row.start < MAX_SHOWN:
+                kept = before.get(row.source, b"")[: row.start * DIGEST_BYTES]
+                self._lanes[row.lane] = kept + _each(values[: MAX_SHOWN - row.start])
+            elif row.source != row.lane:
+                self._lanes[row.lane] = before.get(row.source, b"")
+        try:
+            self._room.resize(sum(map(len, self._lanes.values())))
+        except Exhausted:
+            self._lanes = None
+            self._room.resize(0)
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self._lanes = {}
+        self._room.resize(0)
+
+    def digest(self, lane: int, count: int) -> bytes:
+        """Of the first ``count`` positions of a lane, as ``digest`` has it. Empty where they are not here."""
+        known = (self._lanes or {}).get(lane, b"")[: count * DIGEST_BYTES]
+        if count < 1 or len(known) < count * DIGEST_BYTES:
+            return b""
+        return hashlib.sha256(known).digest()

@@ -1,0 +1,98 @@
+"""The defences against hosts that give wrong outputs, as in ``defences.py``."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from swarmnet_client import mending
+from swarmnet_client.audit import auditor, plan, verdict
+from swarmnet_client.audit.auditor import Auditor
+from swarmnet_client.audit.verdict import Verdict
+from swarmnet_client.swarm import Swarm
+from tests.defences import Defence, nothing, replacing, yes
+from tests.properties import test_audit as decisions
+from tests.sim import test_audit
+from tests.support.swarm_lab import Reference, load_reference
+
+
+def of_a_swarm(test: Callable[[Reference], object]) -> Callable[[Path], object]:
+    return lambda folder: test(load_reference(folder / "model", folder / "cache"))
+
+
+def plain_norm(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return (one - other).norm(dim=1) / other.norm(dim=1)
+
+
+def believe_the_second(said: torch.Tensor, second: torch.Tensor, third: Any = None) -> Verdict:
+    return Verdict.RIGHT if verdict.agree(said, second) else Verdict.WRONG
+
+
+def patched(test: Callable[..., object], *arguments: object) -> Callable[[Path], object]:
+    """A test that patches something itself."""
+
+    def fails(folder: Path) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            test(load_reference(folder / "model", folder / "cache"), *arguments, patch)
+
+    return fails
+
+
+async def never(self: object) -> None:
+    """Audit nothing."""
+
+
+def found(liar: str) -> Callable[[Path], object]:
+    return of_a_swarm(
+        lambda reference: (
+            test_audit.test_a_host_of_a_chain_that_gives_wrong_outputs_is_found_within_200_steps(
+                reference, liar
+            )
+        )
+    )
+
+
+AUDITS = (
+    Defence("what hosts send on is computed again", replacing(Auditor, "run", never), found("b1")),
+    Defence(
+        "the last hop shows outputs nobody else wants",
+        replacing(Auditor, "asking", lambda _, rows: rows),
+        lambda _: test_audit.test_outputs_of_first_positions_are_asked_for(),
+    ),
+    Defence(
+        "a third host decides",
+        replacing(auditor, "judge", believe_the_second),
+        of_a_swarm(
+            lambda reference: test_audit.test_a_witness_that_lies_accuses_nobody(
+                reference, liar="b2", number=0
+            )
+        ),
+    ),
+    Defence(
+        "a convicted host is not used",
+        replacing(Swarm, "convict", nothing),
+        of_a_swarm(test_audit.test_a_convicted_host_is_not_used_even_where_nobody_else_is),
+    ),
+    Defence(
+        "a huge channel hides no lie in the others",
+        replacing(verdict, "relative_errors", plain_norm),
+        lambda _: decisions.test_a_lie_in_ordinary_channels_is_not_hidden_by_a_huge_one(),
+    ),
+    Defence(
+        "audits spend what was earned",
+        replacing(plan.Ledger, "may_spend", yes),
+        lambda _: decisions.test_audits_cost_three_percent_at_most_and_accuse_nobody_in_100_000_steps(),
+    ),
+    Defence(
+        "neighbours have to agree on what went between them",
+        replacing(Auditor, "_disagree", nothing),
+        patched(test_audit.test_a_neighbour_that_lies_about_what_went_between_does_not_convict, "c1"),
+    ),
+    Defence(
+        "who says nothing is replaced",
+        replacing(mending.Mender, "give_up", nothing),
+        patched(test_audit.test_a_host_that_says_nothing_of_what_it_computed_is_replaced),
+    ),
+)

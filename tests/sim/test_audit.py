@@ -1,0 +1,211 @@
+"""Hosts that give wrong outputs, finite ones, in a swarm of real nodes: they are found and replaced, and no honest host is accused."""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from swarmnet_client.audit.auditor import Auditor
+from swarmnet_client.chain import Chain
+from swarmnet_client.hops import ChainReport, ChainSpec
+from swarmnet_client.swarm import Swarm
+from swarmnet_protocols.session.log import ActivationLog
+from swarmnet_protocols.session.steps import Row
+from swarmnet_protocols.session.testimony import Received
+from tests.support.lying_hosts import THREE_OF_EACH, start
+from tests.support.swarm_lab import Lab, Reference, simulate
+
+PROMPT = [2, 7, 1, 8]
+STEPS = 200
+POSITIONS = STEPS + len(PROMPT)
+
+
+def names(lab: Lab, peers: Iterable[str]) -> list[str]:
+    known = {lab.peer_id(name): name for name in lab.nodes}
+    return [known[peer] for peer in peers]
+
+
+def prefer(swarm: Swarm, first: Iterable[str]) -> None:
+    """Route through these hosts as long as they may be used, so that a test need not wait for chance."""
+    route = swarm.route
+    wanted = set(first)
+
+    def preferring(span: tuple[int, int], **ends: Any) -> Any:
+        known = dict(swarm._hosts)
+        banned = set(swarm.banned)
+        others = {
+            peer: host
+            for peer, host in known.items()
+            if peer in wanted - banned
+            or not any(other in wanted - banned and known[other].start == host.start for other in known)
+        }
+        swarm._hosts = others
+        try:
+            return route(span, **ends)
+        finally:
+            swarm._hosts = known
+
+    swarm.route = preferring  # type: ignore[method-assign]
+
+
+async def used(
+    lab: Lab, liars: Iterable[str], look: Callable[[Swarm, Chain], None], prompt: list[int] = PROMPT
+) -> list[int]:
+    """An answer of ``STEPS`` steps through ``liars`` first, after which ``look`` looks."""
+    await asyncio.sleep(1.0)
+    async with lab.client() as swarm:
+        await asyncio.sleep(1.0)
+        prefer(swarm, [lab.peer_id(name) for name in liars])
+        async with lab.chain(swarm) as chain:
+            tokens = await lab.generate(chain, prompt, STEPS)
+            look(swarm, chain)
+            return tokens
+
+
+@pytest.mark.parametrize("liar", ["a1", "b1", "c1"], ids=["first", "middle", "last"])
+def test_a_host_of_a_chain_that_gives_wrong_outputs_is_found_within_200_steps(
+    reference: Reference, liar: str
+) -> None:
+    async def scenario(lab: Lab) -> None:
+        await start(lab, THREE_OF_EACH, [liar])
+
+        def look(swarm: Swarm, chain: Chain) -> None:
+            assert names(lab, chain.report.wrong) == [liar]
+            assert lab.peer_id(liar) not in [host.peer for host in swarm.hosts]
+            assert lab.peer_id(liar) not in [peer for peer, _, _ in chain.report.route]
+
+        await used(lab, [liar], look)
+
+    simulate(reference, scenario)
+
+
+def test_outputs_of_first_positions_are_asked_for() -> None:
+    """Those of the last hop, which none but the client gets: a prompt wants no output but its last one."""
+    spec = ChainSpec(6, 32, 512, torch.float32)
+    swarm: Any = SimpleNamespace(ledger=None)
+    auditor = Auditor(swarm, spec, swarm, ChainReport(), lambda values: values)
+    rows = (Row(0, 0, 40, 1, 0), Row(1, 0, 2, 1, 1), Row(2, 9, 40, 1, 2))
+    assert [row.first for row in auditor.asking(rows)] == [4, 1, 0]
+
+
+def test_a_convicted_host_is_not_used_even_where_nobody_else_is(reference: Reference) -> None:
+    async def scenario(lab: Lab) -> None:
+        await start(lab, {"a1": (0, 6), "a2": (0, 6)})
+        await asyncio.sleep(1.0)
+        async with lab.client() as swarm:
+            await asyncio.sleep(1.0)
+            for name in "a1", "a2":
+                swarm.convict(lab.peer_id(name))
+            await swarm.refresh()
+            assert not swarm.hosts
+
+    simulate(reference, scenario)
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_honest_hosts_are_audited_and_not_accused(reference: Reference, number: int) -> None:
+    async def scenario(lab: Lab) -> list[int]:
+        await start(lab, THREE_OF_EACH)
+
+        def look(swarm: Swarm, chain: Chain) -> None:
+            assert chain.report.audits >= 3
+            assert not chain.report.wrong
+            assert chain.report.failovers == 0
+            assert not swarm.banned
+            assert swarm.ledger._credit >= 0
+
+        return await used(lab, (), look)
+
+    assert simulate(reference, scenario, seed=number) == reference.greedy(PROMPT, STEPS)
+
+
+@pytest.mark.parametrize("liar", ["a2", "b2", "c2"])
+@pytest.mark.parametrize("number", range(2))
+def test_a_witness_that_lies_accuses_nobody(reference: Reference, liar: str, number: int) -> None:
+    async def scenario(lab: Lab) -> list[int]:
+        await start(lab, THREE_OF_EACH, [liar])
+
+        def look(swarm: Swarm, chain: Chain) -> None:
+            assert chain.report.audits
+            assert not chain.report.wrong
+            assert not swarm.banned
+
+        return await used(lab, ["a1", "b1", "c1"], look)
+
+    assert simulate(reference, scenario, seed=number) == reference.greedy(PROMPT, STEPS)
+
+
+@pytest.mark.parametrize("framing", ["a1", "c1"], ids=["upstream", "downstream"])
+def test_a_neighbour_that_lies_about_what_went_between_does_not_convict(
+    reference: Reference, framing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(lab: Lab) -> list[int]:
+        await start(lab, THREE_OF_EACH)
+        digest = Received.digest
+        liar = lab.nodes[framing]
+
+        def lie(received: Received, lane: int, count: int) -> bytes:
+            mine = [session._received for session in liar._host.sessions]
+            return bytes(32) if received in mine else digest(received, lane, count)
+
+        values = ActivationLog.values
+
+        def forge(log: ActivationLog, lane: int, count: int) -> Any:
+            found = values(log, lane, count)
+            mine = [session._outbox.log for session in liar._host.sessions]
+            return found + 1 if log in mine and found is not None else found
+
+        if framing == "c1":
+            monkeypatch.setattr(Received, "digest", lie)
+        else:
+            monkeypatch.setattr(ActivationLog, "values", forge)
+
+        def look(swarm: Swarm, chain: Chain) -> None:
+            assert not chain.report.wrong
+            assert chain.report.failovers  # neither goes on beside the other
+
+        return await used(lab, ["a1", "b1", "c1"], look)
+
+    assert simulate(reference, scenario) == reference.greedy(PROMPT, STEPS)
+
+
+def test_without_another_host_nothing_is_audited_and_nothing_fails(reference: Reference) -> None:
+    async def scenario(lab: Lab) -> list[int]:
+        await start(lab, {"a1": (0, 2), "b1": (2, 4), "c1": (4, 6)})
+
+        def look(swarm: Swarm, chain: Chain) -> None:
+            assert chain.report.audits == 0
+            assert chain.report.failovers == 0
+
+        return await used(lab, (), look)
+
+    assert simulate(reference, scenario) == reference.greedy(PROMPT, STEPS)
+
+
+def test_a_host_that_says_nothing_of_what_it_computed_is_replaced(
+    reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(lab: Lab) -> list[int]:
+        await start(lab, THREE_OF_EACH)
+        digest = Received.digest
+        silent = lab.nodes["b1"]
+        monkeypatch.setattr(
+            Received,
+            "digest",
+            lambda received, lane, count: (
+                b""
+                if received in [session._received for session in silent._host.sessions]
+                else digest(received, lane, count)
+            ),
+        )
+
+        def look(swarm: Swarm, chain: Chain) -> None:
+            assert not chain.report.wrong
+            assert "b1" not in names(lab, [peer for peer, _, _ in chain.report.route])
+
+        return await used(lab, ["a1", "b1", "c1"], look)
+
+    assert simulate(reference, scenario) == reference.greedy(PROMPT, STEPS)
