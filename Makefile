@@ -72,6 +72,7 @@ bench: $(INSTALLED)
 	$(BIN)/python -m tests.bench.tuning
 	$(BIN)/python -m tests.bench.adapters
 	$(BIN)/python -m tests.bench.steps
+	$(BIN)/python -m tests.bench.audit
 	$(BIN)/python -m tests.bench.head
 	$(BIN)/python -m tests.bench.dashboard_page
 	$(BIN)/python -m tests.bench.gateway
