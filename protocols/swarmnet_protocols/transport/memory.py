@@ -222,6 +222,8 @@ class MemoryTransport:
         self._handlers: dict[str, tuple[ProtocolSpec, Handler]] = {}
         # A dict, not a set: closing follows the order of opening.
         self._streams: dict[MemoryStream, None] = {}
+        self._connected: dict[PeerId, MemoryTransport] = {}
+        """With whom there was a stream: as in libp2p, a connection outlasts its streams, until either side leaves."""
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._open = False
         self._left = asyncio.Event()
@@ -244,7 +246,7 @@ class MemoryTransport:
         return (f"/memory/0/p2p/{self._peer_id}",)
 
     async def is_connected(self, peer: PeerId) -> bool:
-        return any(stream.peer == peer for stream in self._streams)
+        return peer in self._connected and self.network.find(peer) is self._connected[peer]
 
     async def died(self) -> None:
         await self._left.wait()
@@ -266,6 +268,8 @@ class MemoryTransport:
                 refusal = await answer
             if refusal is not None:
                 raise refusal
+            if (target := self.network.find(peer)) is not None:
+                self._connected[peer] = target
         except BaseException as error:
             stream.close()
             if isinstance(error, TimeoutError):
@@ -322,6 +326,8 @@ class MemoryTransport:
         stream = MemoryStream(self, peer, served, meter)
         stream.connect(client)
         self._streams[stream] = None
+        if (opener := self.network.find(peer)) is not None:
+            self._connected[peer] = opener
         task = asyncio.get_running_loop().create_task(supervise(handler, stream, served))
         self._tasks[task] = None
         task.add_done_callback(self._tasks.pop)
