@@ -66,7 +66,7 @@ def test_whoever_is_a_peer_stays_whichever_side_dialled(tmp_path: Path) -> None:
 
 def test_of_two_connections_of_one_peer_both_are_known(tmp_path: Path) -> None:
     async def main() -> None:
-        twin = P2pdConfig(tmp_path / "b", listen=LOOPBACK, only_dials=True)
+        twin = P2pdConfig(tmp_path / "b", listen=LOOPBACK, only_dials=True, named=LOOPBACK)
         async with (
             peer(tmp_path / "a") as a,
             P2pdTransport.create(twin) as b,

@@ -37,7 +37,7 @@ FLAGS: dict[str, object] = {
     "relayDiscovery": 0,  # it would ask the Kademlia
     "idleTimeout": _IDLE_TIMEOUT,
 }
-"""No ``dht``: libp2p's own Kademlia keeps whatever an outsider stores. No ``connManager``: it ends connections at work (``p2pd_guard.py``)."""
+"""No ``dht`` but as a client: libp2p's own Kademlia keeps whatever an outsider stores. No ``connManager``: it ends connections at work (``p2pd_guard.py``)."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +102,9 @@ async def spawn(config: DaemonConfig, control_path: Path) -> asyncio.subprocess.
         "trustedRelays": ",".join(relays),
         "autonat": int(not loopback),
         "autoRelay": int(bool(relays)),
+        "dhtClient": int(
+            bool(relays)
+        ),  # p2pd has no autoRelay without it. A client of the Kademlia stores nothing
         "natPortMap": int(not loopback),
     }
     binary = importlib.resources.files(hivemind.hivemind_cli) / "p2pd"
