@@ -1,12 +1,19 @@
 """The defences of those who train a job that another peer wrote."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from swarmnet_protocols.models import cut, safetensors_file
 from swarmnet_protocols.training.jobs import Job
-from tests.defences import Defence, nothing, replacing
-from tests.unit import test_training_data, test_training_jobs, test_training_start
+from tests.defences import Defence, nothing, replacing, yes
+from tests.unit import (
+    test_published_models,
+    test_training_data,
+    test_training_jobs,
+    test_training_start,
+)
 
 
 def opens_nothing(folder: Path) -> None:
@@ -33,5 +40,21 @@ JOBS = (
         "no more is read than the job is about",
         replacing(test_training_data.data_module, "_counted", lambda source, *_: source),
         test_training_data.test_no_more_is_read_than_the_job_is_about,
+    ),
+    *(
+        Defence(
+            f"a published tokenizer opens no file by {case}",
+            replacing(safetensors_file, "_is_no_path", yes),
+            partial(test_published_models.test_a_tokenizer_names_no_file_of_this_machine, case),
+        )
+        for case in test_published_models.NAMING
+    ),
+    Defence(
+        "a job does not choose which code computes its model",
+        replacing(cut, "_check_implementations", nothing),
+        partial(
+            test_published_models.test_neither_a_job_nor_a_checkpoint_chooses_code,
+            *test_published_models.FOREIGN[0],
+        ),
     ),
 )

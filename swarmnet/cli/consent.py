@@ -15,12 +15,16 @@ AGREED_NAME = "agreed"
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked, between what is said before and after the facts. ``event`` is its name as JSON."""
+    """What is asked, between what is said before and after the facts. ``event`` is its name as JSON.
+
+    ``of_scripts``: without a terminal it has to be answered too, by ``--yes``.
+    """
 
     before: str
     asked: str
     after: str
     event: str
+    of_scripts: bool = False
 
 
 SHARING = Question(
@@ -34,6 +38,7 @@ TRAINING = Question(
     "train it?",
     "Ctrl-C ends it in good order at any time",
     "training",
+    of_scripts=True,
 )
 
 
@@ -47,23 +52,29 @@ def ask_once(
 ) -> None:
     """Show ``facts`` unless they were agreed to in ``data_dir`` before; where ``asking``, a person at a terminal decides.
 
-    Without a terminal nobody can be asked: whoever wrote the script has decided. As JSON the facts are an event and nothing is
-    asked, so a person who is at a terminal has to have agreed already. Raises ``Abort`` for a no, ``BadParameter`` where it is
-    missing.
+    Without a terminal no question can be answered: the author of the script has decided, with ``--yes`` where the question is
+    ``of_scripts``. As JSON the facts are an event and nothing is asked, so a person who is at a terminal has to have agreed
+    already. Raises ``Abort`` for a no, ``BadParameter`` where an answer is missing.
     """
     agreed = data_dir / AGREED_NAME
     if agreed.exists():
         return
-    must_agree = asking and sys.stdin.isatty()
+    at_terminal = sys.stdin.isatty()
+    must_agree = asking and (at_terminal or question.of_scripts)
+    if must_agree and as_json:
+        raise typer.BadParameter(
+            "nothing is asked, and nobody agreed to it on this machine before: add --yes, or leave out --json",
+            param_hint="'--json'",
+        )
     if as_json:
-        if must_agree:
-            raise typer.BadParameter(
-                "nothing is asked, and nobody agreed to it on this machine before: add --yes, or leave out --json",
-                param_hint="'--json'",
-            )
         print_json({"event": question.event, "uses": dict(facts)})
     else:
         _show(facts, question)
+        if must_agree and not at_terminal:
+            raise typer.BadParameter(
+                "nothing can be asked without a terminal, and nobody agreed to it on this machine before: add --yes",
+                param_hint="'--yes'",
+            )
         if must_agree and not typer.confirm(question.asked, default=True, err=True):
             raise typer.Abort
     agreed.parent.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ class WorkerProcess(RunningCommand):
     ) -> None:
         self.name = name
         self.data_dir = folder / name
-        arguments = ["train", "join", job, "--swarm", str(folder / "swarm.toml"), "--threads", "1"]
+        arguments = ["train", "join", job, "--swarm", str(folder / "swarm.toml"), "--threads", "1", "--yes"]
         arguments += ["--data-dir", str(self.data_dir), "--cache-dir", str(folder / "cache")]
         arguments += ["--listen", f"/ip4/{place.ip}/tcp/0"]
         if (folder / "data").exists():

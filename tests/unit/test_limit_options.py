@@ -8,7 +8,7 @@ import pytest
 import typer
 
 from swarmnet import units
-from swarmnet.cli.consent import AGREED_NAME, ask_once
+from swarmnet.cli.consent import AGREED_NAME, TRAINING, ask_once
 from swarmnet.cli.limits import lifted, read_options, rows
 from swarmnet_node.limits import Limits
 from swarmnet_protocols.errors import ConfigError
@@ -106,6 +106,20 @@ def test_without_a_terminal_or_with_yes_nobody_is_asked(
     monkeypatch.setattr(typer, "confirm", lambda *_, **__: pytest.fail("asked"))
     ask_once(tmp_path, {"memory": "8 GB"}, asking=asking)
     assert (tmp_path / AGREED_NAME).exists()
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_a_script_that_trains_a_job_has_to_say_yes_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], *, as_json: bool
+) -> None:
+    folder = tmp_path / "training" / "job"
+    with pytest.raises(typer.BadParameter, match="--yes"):
+        ask_once(folder, {"reads": "texts"}, TRAINING, asking=True, as_json=as_json)
+    assert not folder.exists()
+    assert ("reads" in capsys.readouterr().err) is not as_json
+    for asking in (False, True):
+        ask_once(folder, {"reads": "texts"}, TRAINING, asking=asking, as_json=as_json)
+    assert (folder / AGREED_NAME).exists()
 
 
 @pytest.mark.parametrize("asking", [True, False])

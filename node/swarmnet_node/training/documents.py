@@ -4,9 +4,10 @@ import glob
 import json
 import sysconfig
 from collections.abc import Iterator
+from io import BufferedReader
 from itertools import islice
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO, cast
 
 from swarmnet_protocols.errors import Unreachable
 from swarmnet_protocols.training.jobs import PYTHON_STDLIB, DataSection, JobError
@@ -14,7 +15,6 @@ from swarmnet_protocols.training.jobs import PYTHON_STDLIB, DataSection, JobErro
 MAX_LINE_BYTES = 16 << 20
 TEXT_DOCUMENT_BYTES = 16 << 10
 _SUFFIXES = {"text": "*.txt", "jsonl": "*.jsonl", "parquet": "*.parquet"}
-_HUB = "hf://datasets/"
 _INSTALL = "pip install 'swarmnet-p2p[data]'"
 _NOT_STDLIB = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
 
@@ -57,80 +57,93 @@ def documents(data: DataSection, files: tuple[Path, ...]) -> Iterator[bytes]:
 
 def _all_documents(data: DataSection, files: tuple[Path, ...]) -> Iterator[bytes]:
     if data.hub is not None:
-        yield from _hub_rows(data, data.hub)
+        yield from _of_hub(data, data.hub)
     for path in files:
         try:
-            if data.format == "text":
-                yield from _text(path)
-            elif data.format == "jsonl":
-                yield from _json_lines(path, data.field)
-            else:
-                yield from _parquet_rows(path, data.field)
+            with path.open("rb") as stream:
+                yield from _of_file(stream, str(path), data)
         except OSError as error:
             raise JobError("data", "path", f"is wrong: cannot read {path}: {error.strerror}") from error
 
 
-def _text(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as stream:
-        while part := stream.read(TEXT_DOCUMENT_BYTES):
-            yield part + stream.readline(TEXT_DOCUMENT_BYTES)
+def _of_file(stream: BinaryIO, where: str, data: DataSection) -> Iterator[bytes]:
+    if data.format == "text":
+        yield from _text(stream)
+    elif data.format == "jsonl":
+        yield from _json_lines(stream, where, data.field)
+    else:
+        yield from _parquet_rows(stream, where, data.field)
 
 
-def _json_lines(path: Path, field: str) -> Iterator[bytes]:
-    with path.open("rb") as stream:
-        for number in range(1, 1 << 62):
-            line = stream.readline(MAX_LINE_BYTES + 1)
-            if not line:
-                return
-            if not line.strip():
-                continue
-            where = f"{path}:{number}"
-            if len(line) > MAX_LINE_BYTES:
-                raise JobError("data", "path", f"is wrong: {where} is longer than {MAX_LINE_BYTES} bytes")
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise JobError("data", "path", f"is wrong: {where} is not JSON") from error
-            yield _field_of(row, field, where)
+def _text(stream: BinaryIO) -> Iterator[bytes]:
+    while part := stream.read(TEXT_DOCUMENT_BYTES):
+        yield part + stream.readline(TEXT_DOCUMENT_BYTES)
 
 
-def _parquet_rows(path: Path, field: str) -> Iterator[bytes]:
+def _json_lines(stream: BinaryIO, name: str, field: str) -> Iterator[bytes]:
+    for number in range(1, 1 << 62):
+        line = stream.readline(MAX_LINE_BYTES + 1)
+        if not line:
+            return
+        if not line.strip():
+            continue
+        where = f"{name}:{number}"
+        if len(line) > MAX_LINE_BYTES:
+            raise JobError("data", "path", f"is wrong: {where} is longer than {MAX_LINE_BYTES} bytes")
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise JobError("data", "path", f"is wrong: {where} is not JSON") from error
+        yield _field_of(row, field, where)
+
+
+def _parquet_rows(stream: BinaryIO, name: str, field: str) -> Iterator[bytes]:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
         raise JobError("data", "format", "needs pyarrow to read parquet", hint=_INSTALL) from error
     try:
-        file = parquet.ParquetFile(path)
+        file = parquet.ParquetFile(stream)
         if field not in file.schema_arrow.names:
-            raise JobError("data", "field", f"is wrong: {path} has no column {field!r}")
+            raise JobError("data", "field", f"is wrong: {name} has no column {field!r}")
         for batch in file.iter_batches(batch_size=64, columns=[field]):
             for value in batch.column(0).to_pylist():
-                yield _field_of({field: value}, field, str(path))
+                yield _field_of({field: value}, field, name)
     except ArrowException as error:
-        raise JobError("data", "path", f"is wrong: {path} is not a parquet file") from error
+        raise JobError("data", "path", f"is wrong: {name} is not a parquet file") from error
 
 
-def _hub_rows(data: DataSection, name: str) -> Iterator[bytes]:
+def _of_hub(data: DataSection, name: str) -> Iterator[bytes]:
+    """What is in the files of a dataset, streamed. Nothing else in the repository is read: scripts and settings in it have no effect."""
+    from huggingface_hub import HfFileSystem
+    from huggingface_hub.errors import HfHubHTTPError
+
+    # OSError, and the root of what the HTTP library raises, which is another one from version to version of huggingface_hub.
+    no_answer = cast("tuple[type[Exception], ...]", HfHubHTTPError.__bases__)
+    hub = HfFileSystem(skip_instance_cache=True, use_listings_cache=False)
+    suffix = Path(_SUFFIXES[data.format]).suffix
     try:
-        from datasets import load_dataset
-        from datasets.exceptions import DatasetsError
-    except ImportError as error:
-        raise JobError(
-            "data", "hub", "needs the datasets package to stream from the hub", hint=_INSTALL
-        ) from error
-    try:
-        # By the name alone, a folder of that name would be read instead; and what a repository says of itself may name files of this machine.
-        files = f"{_HUB}{name}/**/{data.split}*{Path(_SUFFIXES[data.format]).suffix}"
-        kind = {"jsonl": "json"}.get(data.format, data.format)
-        by_document = {"sample_by": "document"} if data.format == "text" else {}
-        for row in load_dataset(kind, data_files=files, split="train", streaming=True, **by_document):
-            yield _field_of(row, data.field, name)
-    except (DatasetsError, FileNotFoundError, ValueError) as error:
-        raise JobError("data", "hub", f"is wrong: cannot stream {name!r}: {error}") from error
-    except JobError:
-        raise
-    except Exception as error:
+        paths = [
+            path
+            for path in sorted(hub.find(f"datasets/{name}"))
+            if PurePosixPath(path).name.startswith(data.split) and path.endswith(suffix)
+        ]
+        for path in paths:
+            with BufferedReader(
+                hub.open(path, "rb")
+            ) as stream:  # whose lines are bounded, unlike those of the hub's own
+                yield from _of_file(stream, path, data)
+    except FileNotFoundError as error:
+        raise JobError("data", "hub", f"is wrong: the hub has no dataset {name}: {error}") from error
+    except no_answer as error:
         raise Unreachable(f"the hub does not answer for {name}: {error}", hint="try again later") from error
+    if not paths:
+        raise JobError(
+            "data",
+            "split",
+            f"is wrong: {name} has no file whose name begins with {data.split!r} and ends with {suffix!r}",
+            hint="name the beginning of its files' names, and their format",
+        )
 
 
 def _field_of(row: Any, field: str, where: str) -> bytes:

@@ -57,6 +57,8 @@ def model_config(section: ModelSection, cache_dir: Path) -> PretrainedConfig:
     if section.checkpoint is not None:
         return checkpoint_of(section, cache_dir).config
     settings = dict(section.config or {})
+    if private := [key for key in settings if key.startswith("_")]:
+        raise JobError("model.config", private[0], "is transformers' own", hint="remove it")
     kind = str(settings.pop("model_type"))
     if kind not in CONFIG_MAPPING:
         raise JobError(

@@ -17,10 +17,16 @@ if TYPE_CHECKING:
 
 StateDict = dict[str, Any]
 
+_OWN_ATTENTION = (None, "eager", "sdpa")
+_OWN_EXPERTS = (None, "eager", "batched_mm", "grouped_mm")
+"""What transformers computes with code of its own and torch's; anything else is code that it fetches from the hub, or finds installed."""
+
 
 def causal_class(config: "PretrainedConfig") -> type:
-    """The CausalLM class of an architecture; raises ``ConfigError`` where there is none."""
+    """The CausalLM class of an architecture; raises ``ConfigError`` where there is none, or the config asks for foreign code."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    _check_implementations(config)
 
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(
@@ -29,6 +35,20 @@ def causal_class(config: "PretrainedConfig") -> type:
         )
     found: type = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     return found
+
+
+def _check_implementations(config: "PretrainedConfig") -> None:
+    """A config may come from another peer: it does not choose which code runs here."""
+    for known, name in ((_OWN_ATTENTION, "_attn_implementation"), (_OWN_EXPERTS, "_experts_implementation")):
+        asked = getattr(config, name, None)
+        if asked not in known:
+            raise ConfigError(
+                f"the config asks for {name.strip('_')} {str(asked)[:100]!r}, which is code from elsewhere",
+                hint=f"remove it, or use {' or '.join(sorted(filter(None, known)))}",
+            )
+    for part in config.sub_configs:
+        if (inner := getattr(config, part, None)) is not None:
+            _check_implementations(inner)
 
 
 def architecture_of(config: "PretrainedConfig") -> str:

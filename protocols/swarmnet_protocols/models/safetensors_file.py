@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,8 @@ METADATA_PATTERNS = (
     "merges.txt",
     "chat_template.jinja",
 )
+TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
+"""transformers passes what is in these to the tokenizer's class as arguments, some of which are paths that the class opens."""
 HUB_PATTERNS = (*METADATA_PATTERNS, INDEX_NAME, SINGLE_NAME, "model-*.safetensors")
 
 MAX_DIMS = 8
@@ -36,6 +39,10 @@ _BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "U16": 16, "I16": 16, "F16": 16, "BF16": 16,
     "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64,
 }  # fmt: skip
+_WORDS = re.compile(
+    r"\w+_tokens?|added_tokens_decoder|chat_template|tokenizer_class|(padding|truncation)_side|model_input_names"
+)
+"""Settings whose text is a token, a template or the name of something in transformers, and never opened."""
 _NAMING = BlockNaming(re.compile(r"^((?:model\.)?layers\.)(\d+)(\..+)$"))
 
 
@@ -97,6 +104,10 @@ def _span(name: str, entry: object, path: Path) -> tuple[int, int]:
     raise IntegrityError(f"{path}: the header entry of tensor {name[:200]!r} is not sound")
 
 
+def _is_no_path(key: str, value: object) -> bool:
+    return value is None or isinstance(value, bool | int | float) or _WORDS.fullmatch(key) is not None
+
+
 class SafetensorsCheckpoint:
     """A model in a directory. Raises ``IntegrityError`` when a file is missing or not sound."""
 
@@ -126,7 +137,9 @@ class SafetensorsCheckpoint:
         from transformers.models.auto.configuration_auto import AutoConfig
 
         path = self.root / "config.json"
-        _read_json(path, MAX_CONFIG_BYTES)
+        settings = _read_json(path, MAX_CONFIG_BYTES)
+        if "configuration_files" in settings:  # transformers would read those instead
+            raise ConfigError(f"{path} refers to other files", hint="remove its configuration_files")
         try:
             config = AutoConfig.from_pretrained(self.root, trust_remote_code=False, local_files_only=True)
         except (*CONFIG_FAULTS, OSError, StrictDataclassError) as error:
@@ -153,7 +166,34 @@ class SafetensorsCheckpoint:
             )
         from transformers.models.auto.tokenization_auto import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(self.root, trust_remote_code=False, local_files_only=True)
+        with tempfile.TemporaryDirectory(prefix="swarmnet-tokenizer-") as folder:
+            self._lay_out_tokenizer(Path(folder))
+            try:
+                tokenizer = AutoTokenizer.from_pretrained(
+                    folder, trust_remote_code=False, local_files_only=True
+                )
+            except (*CONFIG_FAULTS, OSError, ImportError) as error:
+                raise ConfigError(
+                    f"{self.root} has a tokenizer that transformers does not read: {error}",
+                    hint="put its tokenizer.json there",
+                ) from error
+        tokenizer.name_or_path = tokenizer.init_kwargs["name_or_path"] = str(self.root)
+        if vocabulary := getattr(tokenizer, "vocab_file", None):  # copied where the tokenizer is saved
+            tokenizer.vocab_file = str(self.root / Path(vocabulary).name)
+        return tokenizer
+
+    def _lay_out_tokenizer(self, folder: Path) -> None:
+        """Fill ``folder`` with what the tokenizer is made of, without the settings that may name other files of this machine."""
+        for name in METADATA_PATTERNS:
+            path = self.root / name
+            if not path.is_file():
+                continue
+            if name in TOKENIZER_SETTINGS:
+                settings = _read_json(path, MAX_CONFIG_BYTES)
+                kept = {key: value for key, value in settings.items() if _is_no_path(key, value)}
+                (folder / name).write_text(json.dumps(kept))
+            else:
+                (folder / name).symlink_to(path.absolute())
 
     def state_dict(self, names: Sequence[str], first_block: int, model: "PreTrainedModel") -> dict[str, Any]:
         """Lazy slices: transformers reads each one when it places it, so that a span is never held twice."""
