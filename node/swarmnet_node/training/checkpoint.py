@@ -49,6 +49,10 @@ class Checkpoint:
     outer: Mapping[str, Tensor]
 
 
+MAX_SET_ASIDE = 3
+"""Checkpoints from before a worker took the state of others that are kept."""
+
+
 class Checkpoints:
     """The checkpoints of one job in ``root``, of which the newest ``keep`` stay. One worker at a time writes there."""
 
@@ -80,6 +84,18 @@ class Checkpoints:
             for old in self._folders()[self._keep :]:
                 shutil.rmtree(old)
         return target
+
+    def set_aside(self) -> None:
+        """Keep the newest checkpoint for good, out of the way of later ones: what comes next was fetched from others."""
+        found = self._newest_whole()
+        if found is None:
+            return
+        kept = self._root / f"before-catch-up-{found[1]['round']:08d}"
+        with _disk_errors(self._root):
+            if not kept.exists():
+                shutil.copytree(found[0], kept)
+            for old in sorted(self._root.glob("before-catch-up-*"))[:-MAX_SET_ASIDE]:
+                shutil.rmtree(old)
 
     def load_newest(self, job_id: str) -> Checkpoint | None:
         """The newest checkpoint that is whole; None if there is none.

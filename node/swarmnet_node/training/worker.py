@@ -31,6 +31,7 @@ from swarmnet_protocols.aio import cancel, race
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.training.averaging import Exchange, RoundTiming
 from swarmnet_protocols.training.board import WorkerInfo, publish_job, publish_worker
+from swarmnet_protocols.training.catching_up import Place, Stay, catch_up
 from swarmnet_protocols.training.codecs import get_codec
 from swarmnet_protocols.training.gathering import Elsewhere, Gathering
 from swarmnet_protocols.training.handover import Handover
@@ -44,6 +45,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 ANNOUNCE_S = 20.0
+UNDECIDED_S = 1.0
+"""Before the witnesses are asked again, when they were between two rounds."""
 HEAL_S = 5.0
 """Before another try to fetch a state, when nobody gave it."""
 
@@ -326,28 +329,44 @@ class Worker:
         await self._share_state()
 
     async def _heal(self, elsewhere: Elsewhere) -> None:
-        """Fetch the state that the others start from, and stand where they stand."""
+        """Fetch the state that the others start from, and stand where they stand: where the witnesses are, whoever sent us away."""
         began = self._now()
         await self._others.look(now=True)
+        said = await self._gathering.places(self._others.witnesses())
+        if not said:  # all of them are gone
+            said = await self._gathering.places(self._others.known())
+        mine = Place(self.round, self._state)
+        verdict = catch_up(mine, said, same_state=self._method.shares_weights)
+        if isinstance(verdict, Stay):
+            reason = f"{elsewhere}, and most workers of the last roster do not say so"
+            self._report({"event": "heal_failed", "round": elsewhere.round, "reason": reason})
+            if verdict.is_settled and elsewhere.round > self.round + 1:
+                self._others.doubt(elsewhere.peer)
+            else:
+                await asyncio.sleep(UNDECIDED_S)
+            return
+        if self.round and verdict.place.round > self.round + 2:
+            await self._save()
+            await self._compute(self._checkpoints.set_aside)
         download = StateDownload(
             bytes.fromhex(self.job_id),
-            elsewhere.state,
+            verdict.place.state,
             max_bytes=max_state_bytes(self._replica.trainer.parameter_count),
         )
         try:
             data = await download.run(
                 self._world.transport,
-                self._others.sources(elsewhere.peer, only=not self._method.shares_weights),
+                self._others.sources(verdict.peers, only=not self._method.shares_weights),
                 self._world.timing,
                 partial(self._world.progress, "fetching the state"),
             )
         except SwarmnetError as error:
             # A state may be gone by the time we ask for it; the next gathering says which is the one now.
-            self._report({"event": "heal_failed", "round": elsewhere.round, "reason": str(error)})
+            self._report({"event": "heal_failed", "round": verdict.place.round, "reason": str(error)})
             await asyncio.sleep(HEAL_S)
             return
         await self._compute(self._replica.take, data)
-        self.round, self._slot, self._pending = elsewhere.round, None, None
+        self.round, self._slot, self._pending = verdict.place.round, None, None
         await self._share_state()
         self._report(
             {

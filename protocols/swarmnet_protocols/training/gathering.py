@@ -13,6 +13,7 @@ from swarmnet_protocols.aio import cancel, race
 from swarmnet_protocols.errors import ProtocolViolation, StreamEnded, SwarmnetError
 from swarmnet_protocols.protocol_ids import GATHER
 from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.training.catching_up import Place
 from swarmnet_protocols.training.rates import Measured
 from swarmnet_protocols.training.rosters import (
     MAX_AHEAD,
@@ -156,6 +157,11 @@ class Gathering:
             except SwarmnetError:
                 continue
         return None
+
+    async def places(self, members: Sequence[Candidate]) -> dict[PeerId, Place]:
+        """Where each of ``members`` says it is; those that do not answer are left out."""
+        said = await asyncio.gather(*(self._place_of(member) for member in members[:MAX_MEMBERS]))
+        return {each.peer: Place(each.round, each.state) for each in said if each is not None}
 
     # ---- as a guest -------------------------------------------------------------------------------------
 

@@ -1,0 +1,93 @@
+"""Workers that claim to be rounds ahead, with weights of their own making, replace nobody's; a worker that was really away catches up."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from swarmnet_node.training.checkpoint import Checkpoints
+from swarmnet_node.training.trainer import Trainer
+from swarmnet_protocols.training.jobs import open_job
+from tests.support.training_workers import WorkerLab, train, write_job
+from tests.support.virtual_time import run
+
+FORGED, CLAIMED, ENOUGH = 0.0666, 300, 9
+HONEST = ("anna", "boris", "clara", "dora", "emma")
+
+
+def forge(lab: WorkerLab, victim: str, name: str) -> None:
+    """Give ``name`` the newest checkpoint of ``victim`` with other weights and a later round."""
+    job = open_job(lab.sealed)
+    saved = Checkpoints(lab.folder / victim).load_newest(job.id)
+    assert saved is not None
+    trainer = Trainer.open(
+        lab.files.given_to(job.job),
+        cache_dir=lab.folder / "cache",
+        available_bytes=1 << 33,
+        device=torch.device("cpu"),
+    )
+    weights = torch.full_like(saved.parameters, FORGED)
+    forged = dataclasses.replace(saved, round=CLAIMED, revision=CLAIMED, parameters=weights)
+    Checkpoints(lab.folder / name).save(forged, trainer.write)
+
+
+def attacked(
+    folder: Path, honest: tuple[str, ...], attackers: tuple[str, ...], method: str = "diloco"
+) -> WorkerLab:
+    """A job of honest workers, which attackers join with a forged checkpoint after a few rounds."""
+    exchange = f'min_workers = 2\naggregate = "centered-clip"\nmax_workers = {len(honest) + len(attackers)}'
+    toml = write_job(folder, method, "sync_every = 2", exchange, rounds=CLAIMED + 1000)
+    toml = toml.replace("max_workers = 8\n", "")
+    lab = WorkerLab(folder, toml)
+
+    def watch(name: str, event: dict[str, Any]) -> None:
+        if event["event"] != "round" or name in attackers:
+            return
+        if name == honest[0] and event["round"] == 3:
+            for each in attackers:
+                forge(lab, name, each)
+                lab.start(each)
+        if event["round"] >= ENOUGH:
+            lab.workers[name].stop()
+            if all(max(lab.rounds(each), default=0) >= ENOUGH for each in honest):
+                for each in attackers:
+                    lab.workers[each].stop()
+
+    lab.observer = watch
+    run(train(lab, *honest))
+    return lab
+
+
+@pytest.mark.parametrize(("honest", "attackers"), [(3, 1), (5, 3)], ids=["1 of 4", "3 of 8"])
+def test_nobody_takes_the_weights_of_workers_that_claim_a_later_round(
+    honest: int, attackers: int, tmp_path: Path
+) -> None:
+    liars = tuple(f"mallory-{number}" for number in range(attackers))
+    lab = attacked(tmp_path, HONEST[:honest], liars)
+    for name in HONEST[:honest]:
+        healed = [event for event in lab.events[name] if event["event"] == "healed"]
+        assert not [event for event in healed if event["round"] >= CLAIMED]
+        assert max(lab.rounds(name)) < CLAIMED
+        saved = Checkpoints(lab.folder / name).load_newest(open_job(lab.sealed).id)
+        assert saved is not None
+        assert abs(float(saved.parameters.mean()) - FORGED) > FORGED / 2
+
+
+def test_a_worker_that_was_away_for_long_catches_up_and_keeps_what_it_had(tmp_path: Path) -> None:
+    lab = WorkerLab(tmp_path, write_job(tmp_path, "diloco", "sync_every = 2", "min_workers = 2", rounds=14))
+
+    def watch(name: str, event: dict[str, Any]) -> None:
+        if name == "anna" and event["event"] == "round":
+            if event["round"] == 4:
+                lab.crash("clara")
+            elif event["round"] == 9:
+                lab.start("clara")
+
+    lab.observer = watch
+    run(train(lab, *HONEST[:3]))
+    lab.check_equal()
+    assert max(lab.rounds("clara")) == 13
+    aside = [path.name for path in (tmp_path / "clara").glob("before-catch-up-*")]
+    assert len(aside) == 1

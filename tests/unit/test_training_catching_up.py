@@ -1,0 +1,56 @@
+"""Whose word moves a worker to another round."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarmnet_protocols.training.catching_up import Jump, Place, Stay, catch_up, continued
+from swarmnet_protocols.transport import PeerId
+
+MINE = Place(5, b"mine")
+LATER = Place(9, b"later")
+places = st.builds(Place, st.integers(0, 20), st.sampled_from([b"a", b"b", b"mine"]))
+
+
+def said(*each: Place) -> dict[PeerId, Place]:
+    return {PeerId(f"p{number}"): place for number, place in enumerate(each)}
+
+
+def test_more_than_half_of_those_who_answer_move_a_worker() -> None:
+    assert catch_up(MINE, said(LATER, LATER, MINE), same_state=True) == Jump(
+        LATER, (PeerId("p0"), PeerId("p1"))
+    )
+    assert catch_up(MINE, said(LATER, LATER, MINE, MINE), same_state=True) == Stay(is_settled=False)
+    assert catch_up(MINE, said(LATER, MINE, MINE), same_state=True) == Stay(is_settled=True)
+    assert catch_up(MINE, said(LATER, Place(9, b"else")), same_state=True) == Stay(is_settled=False)
+    assert catch_up(MINE, {}, same_state=True) == Stay(is_settled=False)
+
+
+def test_of_two_halves_of_a_round_one_follows_the_other() -> None:
+    other = Place(5, b"other")
+    assert isinstance(catch_up(MINE, said(MINE, other, other), same_state=True), Jump)
+    assert isinstance(catch_up(other, said(other, MINE, MINE), same_state=True), Stay)
+
+
+def test_where_states_differ_anyway_the_median_of_rounds_counts() -> None:
+    verdict = catch_up(MINE, said(Place(300, b"x"), Place(6, b"a"), Place(6, b"b")), same_state=False)
+    assert verdict == Jump(Place(6, b"a"), (PeerId("p1"),))
+    assert isinstance(
+        catch_up(MINE, said(Place(300, b"x"), Place(5, b"a"), Place(5, b"b")), same_state=False), Stay
+    )
+
+
+@given(st.lists(places, max_size=6), st.lists(places, max_size=6), st.booleans())
+def test_fewer_than_half_move_a_worker_nowhere(honest: list[Place], liars: list[Place], same: bool) -> None:
+    """Honest witnesses are where we are, or in the round before it."""
+    here = [MINE if same or place.round % 2 else Place(4, place.state) for place in honest]
+    liars = liars[: max(0, len(here) - 1)]
+    verdict = catch_up(MINE, said(*here, *liars), same_state=same)
+    assert isinstance(verdict, Stay) or verdict.place.round == MINE.round
+
+
+def test_a_crowd_of_strangers_and_a_part_that_was_cut_off_do_not_continue_a_roster() -> None:
+    before = [PeerId(name) for name in "abcd"]
+    assert continued([], {PeerId("x"): 0})
+    assert continued(before, dict.fromkeys(map(PeerId, "abcx"), 0))
+    assert not continued(before, dict.fromkeys(map(PeerId, "ab"), 0))
+    assert not continued(before, dict.fromkeys(map(PeerId, "abvwxyz"), 0))
