@@ -8,9 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from swarmnet_protocols.errors import ConfigError
-from swarmnet_protocols.files import write_whole
-from swarmnet_protocols.network import ANY_PORT
-from swarmnet_protocols.transport import PeerId
+from swarmnet_protocols.joining.network import ANY_PORT
+from swarmnet_protocols.machine.files import write_whole
+from swarmnet_protocols.net import PeerId
 
 ADDRESSES_NAME = "addresses"
 MAX_ADDRESSES = 64

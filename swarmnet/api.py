@@ -9,9 +9,9 @@ from swarmnet.entering import client_network
 from swarmnet.paths import default_cache_dir
 
 if TYPE_CHECKING:
-    from swarmnet_client.edges import Form
-    from swarmnet_client.model import SwarmModel
-    from swarmnet_protocols.network import Network
+    from swarmnet_client.model.local_layers import Form
+    from swarmnet_client.model.model import SwarmModel
+    from swarmnet_protocols.joining.network import Network
 
 
 class AutoSwarmModelForCausalLM:
@@ -35,7 +35,7 @@ class AutoSwarmModelForCausalLM:
         ``bootstrap`` adds addresses of peers to those in the file; with ``hosts``, peer ids, only these hosts are used; ``device`` is where embeddings and head are. ``data_dir`` keeps
         who we are in swarms with members. Use the model as a context manager, or ``close`` it.
         """
-        from swarmnet_client.edges import Form
+        from swarmnet_client.model.local_layers import Form
 
         return _open(name, _network(swarm, bootstrap, data_dir, hosts), cache_dir, Form.picked(dtype, device))
 
@@ -61,7 +61,7 @@ class AutoSwarmModelForSequenceClassification:
 
         The other arguments are those of ``AutoSwarmModelForCausalLM.from_pretrained``.
         """
-        from swarmnet_client.edges import Form
+        from swarmnet_client.model.local_layers import Form
 
         return _open(
             name,
@@ -82,7 +82,7 @@ def _network(
 
 
 def _open(name: str, network: "Network", cache_dir: str | Path | None, form: "Form") -> "SwarmModel":
-    from swarmnet_client import model
+    from swarmnet_client.model import model
 
     opened: SwarmModel = model.load(
         name,

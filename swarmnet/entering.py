@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from swarmnet import swarm_file
-from swarmnet.key_files import KEY_NAME, load_key
 from swarmnet.paths import default_data_dir
-from swarmnet.swarm_content import SwarmFile
-from swarmnet.swarm_folder import find, folder_of, remember
-from swarmnet_protocols.clock import wall_clock
+from swarmnet.swarm_file.content import SwarmFile
+from swarmnet.swarm_file.folder import find, folder_of, remember
+from swarmnet.swarm_file.keys import KEY_NAME, load_key
 from swarmnet_protocols.errors import ConfigError, IntegrityError, NotAuthorised, Unreachable
+from swarmnet_protocols.joining.network import LOOPBACK, Network, Trust
+from swarmnet_protocols.machine.clock import wall_clock
 from swarmnet_protocols.membership.rules import Rules
-from swarmnet_protocols.network import LOOPBACK, Network, Trust
-from swarmnet_protocols.transport import PeerId
+from swarmnet_protocols.net import PeerId
 
 if TYPE_CHECKING:
-    from swarmnet_protocols.membership.admission import IssuerConfig
+    from swarmnet_protocols.joining.admission import IssuerConfig
     from swarmnet_protocols.membership.invites import Invite
     from swarmnet_protocols.wire.membership_pb2 import Admitted
 
@@ -68,7 +68,7 @@ class Entry:
         return remember(self.identity_path.parent, data, source="an issuer's swarm file").rules()
 
     def _issuer(self, key_path: Path) -> "IssuerConfig":
-        from swarmnet_protocols.membership.admission import IssuerConfig
+        from swarmnet_protocols.joining.admission import IssuerConfig
 
         if self.folder is None:
             raise ConfigError(
@@ -137,9 +137,9 @@ def _certify_owner(file: SwarmFile, key_path: Path, data_dir: Path) -> None:
     """Whoever has the authority's key beside the swarm file is a member by it, in all roles, without an invite."""
     if not key_path.exists():
         return
-    from swarmnet_protocols.identity import Identity
-    from swarmnet_protocols.membership.admission import IssuerConfig
+    from swarmnet_protocols.joining.admission import IssuerConfig
     from swarmnet_protocols.membership.membership import Membership
+    from swarmnet_protocols.net.identity import Identity
 
     key = load_key(key_path)
     if not file.rules().believe(key.public_key, wall_clock()):
@@ -171,7 +171,7 @@ def _enter_by_invite(text: str, data_dir: Path, bootstrap: Sequence[str]) -> Ent
 
 
 def _redeem(text: str, data_dir: Path, bootstrap: tuple[str, ...]) -> Entry:
-    from swarmnet_protocols.membership.admission import redeem
+    from swarmnet_protocols.joining.admission import redeem
     from swarmnet_protocols.membership.invites import read_invite
 
     invite = replace(read_invite(text, now=wall_clock()), bootstrap=bootstrap)
@@ -180,8 +180,8 @@ def _redeem(text: str, data_dir: Path, bootstrap: tuple[str, ...]) -> Entry:
 
 
 def _take(admitted: "Admitted", invite: "Invite", data_dir: Path) -> Entry:
-    from swarmnet_protocols.identity import Identity
     from swarmnet_protocols.membership.membership import Membership
+    from swarmnet_protocols.net.identity import Identity
 
     source = "the swarm file that came with the certificate"
     file = swarm_file.parse(admitted.swarm_file, source=source)

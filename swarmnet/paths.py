@@ -9,7 +9,7 @@ from pathlib import Path
 import platformdirs
 
 from swarmnet_protocols.errors import ConfigError
-from swarmnet_protocols.files import make_private
+from swarmnet_protocols.machine.files import make_private
 
 _APP = "swarmnet"
 

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from swarmnet_node.training import worker
+from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.training.catching_up import Jump, Place
-from swarmnet_protocols.transport import PeerId
 from tests.defences import Defence, Patch, replacing, yes
 from tests.sim import test_training_takeover
 from tests.unit import test_training_catching_up

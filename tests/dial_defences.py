@@ -6,11 +6,12 @@ from weakref import WeakValueDictionary
 
 import pytest
 
-from swarmnet_protocols import hosts
-from swarmnet_protocols.records import Record
-from swarmnet_protocols.transport import dialling, p2pd
-from swarmnet_protocols.transport.dialling import IntroducedTransport, Introductions
-from swarmnet_protocols.transport.passing import PassingTransport
+from swarmnet_protocols.directory import hosts
+from swarmnet_protocols.directory.records import Record
+from swarmnet_protocols.net import dialling
+from swarmnet_protocols.net.dialling import IntroducedTransport, Introductions
+from swarmnet_protocols.net.p2pd import transport as p2pd
+from swarmnet_protocols.net.wrappers import PassingTransport
 from swarmnet_protocols.wire import records_pb2
 from tests.conformance import test_p2pd
 from tests.defences import Defence, Patch, nothing, replacing, yes

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from swarmnet_protocols import records
-from swarmnet_protocols.dht_storage import BoundedStorage
+from swarmnet_protocols.directory import records
+from swarmnet_protocols.directory.dht_storage import BoundedStorage
 from tests.defences import Defence, Patch, nothing, replacing
 from tests.unit import test_dht_guard, test_dht_keepers, test_dht_storage
 
@@ -20,19 +20,19 @@ def of_a_storage(test: Callable[[test_dht_storage.Time], None]) -> Callable[[Pat
 
 
 def check_nothing(patch: Patch) -> None:
-    from swarmnet_protocols.transport.p2pd_daemon import prepare_hivemind
+    from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind
 
     prepare_hivemind()
-    from swarmnet_protocols import dht_guard
+    from swarmnet_protocols.directory import dht_calls as dht_guard
 
     patch.setattr(dht_guard, "_check_found", nothing)
 
 
 def believe_all_is_kept(patch: Patch) -> None:
-    from swarmnet_protocols.transport.p2pd_daemon import prepare_hivemind
+    from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind
 
     prepare_hivemind()
-    from swarmnet_protocols.dht_keepers import Keepers
+    from swarmnet_protocols.directory.dht_replication import Keepers
 
     call = Keepers._call
 

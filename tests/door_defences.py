@@ -5,14 +5,15 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-from swarmnet_protocols.membership import certificates, door, invites, membership, rules, signed
-from swarmnet_protocols.membership.door import Door
-from swarmnet_protocols.membership.guests import Guest
+from swarmnet_protocols.membership import certificates, invites, membership, rules, signed
+from swarmnet_protocols.membership import handshake as door
+from swarmnet_protocols.membership.admitted import Guest
+from swarmnet_protocols.membership.handshake import Door
 from swarmnet_protocols.membership.issuer import Issuer, Ledger
 from swarmnet_protocols.membership.revocations import Revocations
-from swarmnet_protocols.membership.roles import ANY_ROLE
 from swarmnet_protocols.membership.rules import Member, Rules
-from swarmnet_protocols.protocol_ids import LINK, SESSION
+from swarmnet_protocols.net.protocol_ids import LINK, SESSION
+from swarmnet_protocols.wire.roles import ANY_ROLE
 from tests.defences import Defence, Patch, nothing, replacing, yes
 from tests.sim import test_door, test_door_leaving
 from tests.unit import test_issuer

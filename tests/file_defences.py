@@ -4,17 +4,18 @@ import fcntl
 from collections.abc import Callable
 from pathlib import Path
 
-from swarmnet import swarm_folder
-from swarmnet.swarm_content import Authority, SwarmFile
+from swarmnet.swarm_file import folder as swarm_folder
+from swarmnet.swarm_file.content import Authority, SwarmFile
 from swarmnet_client.tuning import adapter_dir
 from swarmnet_client.tuning import checkpoint as tune_checkpoint
 from swarmnet_node.training import checkpoint as training_checkpoint
 from swarmnet_node.training import data
-from swarmnet_protocols import presence, records
+from swarmnet_protocols.directory import duplicate_identity as presence
+from swarmnet_protocols.directory import records
+from swarmnet_protocols.directory.duplicate_identity import Double
 from swarmnet_protocols.membership import invites, signed
 from swarmnet_protocols.models import sources
 from swarmnet_protocols.models.local import LocalModel
-from swarmnet_protocols.presence import Double
 from swarmnet_protocols.training import jobs
 from tests.defences import Defence, nothing, replacing, yes
 from tests.properties import test_membership as mutations

@@ -6,17 +6,20 @@ import pytest
 from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as Protobuf
 
-from swarmnet_node import engine
-from swarmnet_protocols import resources
-from swarmnet_protocols.membership import door, revocations, waiting_room
-from swarmnet_protocols.protocol_ids import DHT_FIND
-from swarmnet_protocols.resources import Scope
+from swarmnet_node.engine.engine import engine
+from swarmnet_protocols.membership import handshake as door
+from swarmnet_protocols.membership import pending_handshakes as waiting_room
+from swarmnet_protocols.membership import revocations
+from swarmnet_protocols.net import messages as talking
+from swarmnet_protocols.net import resources
+from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind
+from swarmnet_protocols.net.protocol_ids import DHT_FIND
+from swarmnet_protocols.net.resources import Scope
+from swarmnet_protocols.net.subnets import Crowds
 from swarmnet_protocols.session import steps
-from swarmnet_protocols.training import gathering, rosters
+from swarmnet_protocols.training import matchmaking as gathering
+from swarmnet_protocols.training import rosters
 from swarmnet_protocols.training.rosters import EXCHANGES_A_ROUND
-from swarmnet_protocols.transport import talking
-from swarmnet_protocols.transport.crowds import Crowds
-from swarmnet_protocols.transport.p2pd_daemon import prepare_hivemind
 from swarmnet_protocols.wire import session_pb2, workers_pb2
 from tests.defences import Defence, nothing, replacing
 from tests.limit_defences import count_only, of_a_host, wait_for_ever
@@ -43,7 +46,7 @@ def take_what_can_be_read(kind: type[Protobuf], header: bytes) -> Protobuf:
 
 def allow_large_calls(patch: pytest.MonkeyPatch) -> None:
     prepare_hivemind()
-    from swarmnet_protocols import dht_guard
+    from swarmnet_protocols.directory import dht_calls as dht_guard
 
     patch.setitem(dht_guard.MAX_REQUEST_BYTES, DHT_FIND.id, 1 << 30)
 

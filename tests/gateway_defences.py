@@ -8,11 +8,11 @@ import pytest
 from pydantic_core import SchemaValidator
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from swarmnet import key_files
 from swarmnet.gateway.app import Gateway
 from swarmnet.gateway.quotas import Quotas
 from swarmnet.gateway.reading import BodyBounds
 from swarmnet.gateway.schemas import CompletionRequest
+from swarmnet.swarm_file import keys as key_files
 from swarmnet_protocols.models import chat_template
 from tests.defences import Defence, nothing, replacing
 from tests.sim import test_gateway_limits

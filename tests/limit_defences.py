@@ -7,16 +7,19 @@ from typing import Any
 
 import pytest
 
-from swarmnet_client.blame import Blame, Suspects
-from swarmnet_client.mending import Mender
+from swarmnet_client.chain.blame import Blame, Suspects
+from swarmnet_client.chain.supervisor import Mender
 from swarmnet_protocols.errors import ProtocolViolation
-from swarmnet_protocols.membership import door
-from swarmnet_protocols.resources import Scope, Stock
+from swarmnet_protocols.membership import handshake as door
+from swarmnet_protocols.net import Message, framing
+from swarmnet_protocols.net.flow_control import Allowance, Grants
+from swarmnet_protocols.net.meter import Meter
+from swarmnet_protocols.net.p2pd import pipe as p2pd_pipe
+from swarmnet_protocols.net.p2pd import stream as p2pd_stream
+from swarmnet_protocols.net.p2pd import transport as p2pd
+from swarmnet_protocols.net.p2pd.half_open import Newcomers
+from swarmnet_protocols.net.resources import Scope, Stock
 from swarmnet_protocols.session import steps
-from swarmnet_protocols.transport import Message, framing, p2pd, p2pd_pipe, p2pd_stream
-from swarmnet_protocols.transport.granting import Allowance, Grants
-from swarmnet_protocols.transport.half_open import Newcomers
-from swarmnet_protocols.transport.meter import Meter
 from tests.conformance import test_p2pd_half_open
 from tests.defences import Defence, Patch, nothing, replacing
 from tests.properties import test_framing

@@ -4,11 +4,13 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import pytest
 
-from swarmnet_protocols import dht_contacts
-from swarmnet_protocols.dht_contacts import Contacts
-from swarmnet_protocols.records import Record
-from swarmnet_protocols.transport import crowds, p2pd_guard, p2pd_process
-from swarmnet_protocols.transport.p2pd_guard import Connection, ConnectionLimits, Guard, Worth
+from swarmnet_protocols.directory import dht_contacts
+from swarmnet_protocols.directory.dht_contacts import Contacts
+from swarmnet_protocols.directory.records import Record
+from swarmnet_protocols.net import subnets as crowds
+from swarmnet_protocols.net.p2pd import connection_limits as p2pd_guard
+from swarmnet_protocols.net.p2pd import process as p2pd_process
+from swarmnet_protocols.net.p2pd.connection_limits import Connection, ConnectionLimits, Guard, Worth
 from swarmnet_protocols.wire import records_pb2 as pb
 from tests.conformance import test_p2pd_guard
 from tests.defences import Defence, replacing

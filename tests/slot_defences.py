@@ -1,11 +1,11 @@
 """The defences against places that are held without work, as in ``defences.py``."""
 
-from swarmnet_client.mending import Mender
-from swarmnet_node import slots
-from swarmnet_node.host import Host, HostLimits
-from swarmnet_node.session import HostedSession
-from swarmnet_node.slots import Slot
-from swarmnet_protocols.transport import crowds
+from swarmnet_client.chain.supervisor import Mender
+from swarmnet_node.hosting import slots
+from swarmnet_node.hosting.host import Host, HostLimits
+from swarmnet_node.hosting.session import HostedSession
+from swarmnet_node.hosting.slots import Slot
+from swarmnet_protocols.net import subnets as crowds
 from tests.defences import Defence, Patch, nothing, replacing, yes
 from tests.limit_defences import of_a_host
 from tests.sim import test_slots

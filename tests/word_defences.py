@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from swarmnet import logs
-from swarmnet.cli import displays, output
-from swarmnet_protocols import dht_storage, directory
+from swarmnet.cli import output
+from swarmnet.cli.progress import displays
+from swarmnet_protocols import directory
+from swarmnet_protocols.directory import dht_storage
 from swarmnet_protocols.membership import certificates
 from swarmnet_protocols.session import link
 from tests.defences import Defence, Patch, replacing

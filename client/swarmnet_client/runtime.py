@@ -10,9 +10,9 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from swarmnet_client.swarm import Swarm
-from swarmnet_protocols.aio import race
 from swarmnet_protocols.errors import NotAuthorised, SwarmnetError
-from swarmnet_protocols.threads import stay_serial
+from swarmnet_protocols.machine.aio import race
+from swarmnet_protocols.machine.threads import stay_serial
 
 T = TypeVar("T")
 Connect = Callable[[], AbstractAsyncContextManager[Swarm]]

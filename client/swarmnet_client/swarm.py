@@ -8,21 +8,30 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from swarmnet_client.audit.plan import Ledger
-from swarmnet_client.guards import Guards
-from swarmnet_client.traffic import CountingTransport, Traffic
-from swarmnet_protocols.aio import cancel
-from swarmnet_protocols.clock import wall_clock
+from swarmnet_client.chain.entry_guards import Guards
+from swarmnet_client.chain.traffic import CountingTransport, Traffic
 from swarmnet_protocols.directory import Directory
+from swarmnet_protocols.directory.hosts import read_hosts
 from swarmnet_protocols.errors import NoRoute, ProtocolViolation, SwarmnetError
-from swarmnet_protocols.hosts import read_hosts
+from swarmnet_protocols.joining.network import Network, Trust, connect
+from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.machine.clock import wall_clock
 from swarmnet_protocols.models import LocalModel
-from swarmnet_protocols.network import Network, Trust, connect
-from swarmnet_protocols.protocol_ids import PING
-from swarmnet_protocols.routing import Bans, Hop, HostInfo, View, believed, find_chain, pair_of, uncovered
-from swarmnet_protocols.speeds import Speeds
+from swarmnet_protocols.net import Message, PeerId, Stream, Transport
+from swarmnet_protocols.net.messages import parse, receive_within
+from swarmnet_protocols.net.protocol_ids import PING
+from swarmnet_protocols.routing.cost import (
+    Bans,
+    Hop,
+    HostInfo,
+    View,
+    believed,
+    find_chain,
+    pair_of,
+    uncovered,
+)
+from swarmnet_protocols.routing.measured_speed import Speeds
 from swarmnet_protocols.timing import Timing
-from swarmnet_protocols.transport import Message, PeerId, Stream, Transport
-from swarmnet_protocols.transport.talking import parse, receive_within
 from swarmnet_protocols.wire import session_pb2 as pb
 
 PINGED_HOSTS = 24

@@ -14,14 +14,14 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from swarmnet_node.control import NodeStatus
-from swarmnet_node.tally import Histogram
-from swarmnet_protocols.resources import Flow, Snapshot
+from swarmnet_node.engine.counters import Histogram
+from swarmnet_node.owner.control import NodeStatus
+from swarmnet_protocols.net.resources import Flow, Snapshot
 from swarmnet_protocols.wire import session_pb2 as pb
 
 if TYPE_CHECKING:
-    from swarmnet_node.engine import Engine
-    from swarmnet_node.host import Host
+    from swarmnet_node.engine.engine import Engine
+    from swarmnet_node.hosting.host import Host
 
 F = TypeVar("F", GaugeMetricFamily, CounterMetricFamily)
 

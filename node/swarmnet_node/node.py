@@ -17,24 +17,24 @@ from typing import NoReturn
 
 import torch
 
-from swarmnet_node.control import NodeStatus
-from swarmnet_node.engine import Engine
-from swarmnet_node.host import Host, HostLimits, Offer
-from swarmnet_node.reports import Reporter, describe_host
-from swarmnet_node.services import Services
-from swarmnet_node.stage import Stage
-from swarmnet_protocols.aio import cancel
-from swarmnet_protocols.catalog import CatalogModel, keep_model_announced
-from swarmnet_protocols.clock import Clock, wall_clock
+from swarmnet_node.engine.engine import Engine
+from swarmnet_node.engine.stage import Stage
+from swarmnet_node.hosting.host import Host, HostLimits, Offer
+from swarmnet_node.hosting.reports import Reporter, describe_host
+from swarmnet_node.hosting.services import Services
+from swarmnet_node.owner.control import NodeStatus
 from swarmnet_protocols.directory import Directory
+from swarmnet_protocols.directory.catalog import CatalogModel, keep_model_announced
+from swarmnet_protocols.directory.hosts import PROTOCOL, hosts_topic, listed, read_records
+from swarmnet_protocols.directory.reports import clean
 from swarmnet_protocols.errors import SwarmnetError, Unreachable
-from swarmnet_protocols.hosts import PROTOCOL, hosts_topic, listed, read_records
-from swarmnet_protocols.placement import Claim, choose_start, settle
-from swarmnet_protocols.protocol_ids import REPORT
-from swarmnet_protocols.reports import clean
+from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.machine.clock import Clock, wall_clock
+from swarmnet_protocols.machine.core_lock import ALONE, Alone, Turns
+from swarmnet_protocols.net import Transport
+from swarmnet_protocols.net.protocol_ids import REPORT
+from swarmnet_protocols.routing.placement import Claim, choose_start, settle
 from swarmnet_protocols.timing import Timing
-from swarmnet_protocols.transport import Transport
-from swarmnet_protocols.turns import ALONE, Alone, Turns
 from swarmnet_protocols.wire import records_pb2 as pb
 from swarmnet_protocols.wire import report_pb2
 

@@ -10,24 +10,24 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swarmnet_node.limits import ONE_CLIENT, Limits
-from swarmnet_protocols.aio import cancel
+from swarmnet_node.owner.limits import ONE_CLIENT, Limits
 from swarmnet_protocols.errors import ConfigError, NotAuthorised, OutOfResources, SwarmnetError
-from swarmnet_protocols.network import Network, connect
-from swarmnet_protocols.transport.pacing import Pace
+from swarmnet_protocols.joining.network import Network, connect
+from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.net.rate_limit import Pace
 
 if TYPE_CHECKING:
     import torch
 
-    from swarmnet_node.guest import Guest
-    from swarmnet_node.host import HostLimits
-    from swarmnet_node.memory import Footprint
-    from swarmnet_node.native.decode import Native
+    from swarmnet_node.engine.kernels.decode import Native
+    from swarmnet_node.engine.memory_account import Footprint
+    from swarmnet_node.engine.stage import Stage
+    from swarmnet_node.hosting.host import HostLimits
     from swarmnet_node.node import Hosting
-    from swarmnet_node.stage import Stage
+    from swarmnet_node.owner.supervisor import Guest
     from swarmnet_protocols.membership.quotas import Quotas
     from swarmnet_protocols.models import LocalModel, Progress
-    from swarmnet_protocols.transport import Transport
+    from swarmnet_protocols.net import Transport
 
 
 @dataclass(frozen=True)
@@ -81,15 +81,15 @@ async def start(config: NodeConfig, *, progress: "Progress | None" = None) -> As
             )
         finally:
             loaded = await loading
-        from swarmnet_node.guest import Guest
-        from swarmnet_node.machine import OwnersMachine, release_memory
         from swarmnet_node.node import World
-        from swarmnet_protocols.clock import wall_clock
-        from swarmnet_protocols.devices import limit_memory
-        from swarmnet_protocols.presence import Watch
-        from swarmnet_protocols.threads import compute_on, use_cores
+        from swarmnet_node.owner.machine import OwnersMachine, release_memory
+        from swarmnet_node.owner.supervisor import Guest
+        from swarmnet_protocols.directory.duplicate_identity import Watch
+        from swarmnet_protocols.machine.clock import wall_clock
+        from swarmnet_protocols.machine.core_lock import take_turns
+        from swarmnet_protocols.machine.devices import limit_memory
+        from swarmnet_protocols.machine.threads import compute_on, use_cores
         from swarmnet_protocols.timing import Timing
-        from swarmnet_protocols.turns import take_turns
 
         every_core = await compute_on(executor, threads=config.limits.cores)
         watch = await stack.enter_async_context(
@@ -142,11 +142,11 @@ class _Loaded:
 
     @classmethod
     def of(cls, config: NodeConfig, progress: "Progress | None") -> "_Loaded":
-        from swarmnet_protocols.lean_imports import import_transformers
+        from swarmnet_protocols.machine.lean_imports import import_transformers
 
         import_transformers()
-        from swarmnet_node.native.decode import Native
-        from swarmnet_protocols.devices import limit_memory, pick_device, pick_dtype
+        from swarmnet_node.engine.kernels.decode import Native
+        from swarmnet_protocols.machine.devices import limit_memory, pick_device, pick_dtype
         from swarmnet_protocols.models import resolve
 
         device = pick_device(config.device)
@@ -176,8 +176,8 @@ class _Loaded:
         """With its footprint, and fewer blocks if they do not fit and nobody said how many there are to be."""
         import psutil
 
-        from swarmnet_node.machine import release_memory
-        from swarmnet_node.memory import Footprint
+        from swarmnet_node.engine.memory_account import Footprint
+        from swarmnet_node.owner.machine import release_memory
 
         first = self.blocks[0] if self.blocks is not None else 0
         block_bytes = self._load(first, first + 1).weight_bytes
@@ -215,7 +215,7 @@ class _Loaded:
     def _load(self, start: int, end: int) -> "Stage":
         import torch
 
-        from swarmnet_node.stage import Stage
+        from swarmnet_node.engine.stage import Stage
 
         if self.early:
             return self.early.pop()
@@ -232,7 +232,7 @@ class _Loaded:
 
 def _limits(quotas: "Quotas", share: float) -> "HostLimits":
     """What strangers may take of this host, less what the swarm allows each of them."""
-    from swarmnet_node.host import HostLimits
+    from swarmnet_node.hosting.host import HostLimits
 
     limits = HostLimits()
     return replace(

@@ -23,28 +23,52 @@ class Commands(LazyGroup):
 
     lazy = (
         LazyCommand(
-            "demo", "swarmnet.cli.demo:demo", TRY, "A whole swarm on this machine, asked a question."
+            "demo", "swarmnet.cli.commands.demo:demo", TRY, "A whole swarm on this machine, asked a question."
         ),
-        LazyCommand("run", "swarmnet.cli.run:run", USE, "Answer one prompt, or chat."),
+        LazyCommand("run", "swarmnet.cli.commands.run:run", USE, "Answer one prompt, or chat."),
         LazyCommand(
-            "serve", "swarmnet.cli.serve:serve", USE, "An endpoint for OpenAI's clients, on the swarm."
+            "serve",
+            "swarmnet.cli.commands.serve:serve",
+            USE,
+            "An endpoint for OpenAI's clients, on the swarm.",
         ),
-        LazyCommand("model", "swarmnet.cli.model:app", USE, "Fetch and check model files."),
-        LazyCommand("join", "swarmnet.cli.join:join", SHARE, "Host a part of a model."),
-        LazyCommand("status", "swarmnet.cli.control:status", SHARE, "What the node on this machine does."),
-        LazyCommand("limits", "swarmnet.cli.limits:limits", SHARE, "What the node may take, and when."),
-        LazyCommand("pause", "swarmnet.cli.limits:pause", SHARE, "Give the memory back for a while."),
-        LazyCommand("resume", "swarmnet.cli.limits:resume", SHARE, "Serve again."),
-        LazyCommand("finish", "swarmnet.cli.control:finish", SHARE, "Stop it without hurting anybody."),
+        LazyCommand("model", "swarmnet.cli.commands.model:app", USE, "Fetch and check model files."),
+        LazyCommand("join", "swarmnet.cli.commands.join:join", SHARE, "Host a part of a model."),
         LazyCommand(
-            "bootstrap", "swarmnet.cli.bootstrap:bootstrap", SHARE, "Be there for newcomers to start from."
+            "status", "swarmnet.cli.commands.control:status", SHARE, "What the node on this machine does."
         ),
-        LazyCommand("service", "swarmnet.cli.service:app", SHARE, "Start with the machine, under systemd."),
-        LazyCommand("doctor", "swarmnet.cli.doctor:doctor", SHARE, "What is wrong here, and what mends it."),
-        LazyCommand("swarm", "swarmnet.cli.swarm:app", OWN, "Create swarms, and say who is in them."),
-        LazyCommand("dashboard", "swarmnet.cli.dashboard:dashboard", OWN, "What a swarm does, on a page."),
-        LazyCommand("tune", "swarmnet.cli.tune:tune", TRAIN, "Fine-tune a model that runs on the swarm."),
-        LazyCommand("train", "swarmnet.cli.train:app", TRAIN, "Train a model together with others."),
+        LazyCommand(
+            "limits", "swarmnet.cli.commands.limits:limits", SHARE, "What the node may take, and when."
+        ),
+        LazyCommand(
+            "pause", "swarmnet.cli.commands.limits:pause", SHARE, "Give the memory back for a while."
+        ),
+        LazyCommand("resume", "swarmnet.cli.commands.limits:resume", SHARE, "Serve again."),
+        LazyCommand(
+            "finish", "swarmnet.cli.commands.control:finish", SHARE, "Stop it without hurting anybody."
+        ),
+        LazyCommand(
+            "bootstrap",
+            "swarmnet.cli.commands.bootstrap:bootstrap",
+            SHARE,
+            "Be there for newcomers to start from.",
+        ),
+        LazyCommand(
+            "service", "swarmnet.cli.commands.service:app", SHARE, "Start with the machine, under systemd."
+        ),
+        LazyCommand(
+            "doctor", "swarmnet.cli.commands.doctor:doctor", SHARE, "What is wrong here, and what mends it."
+        ),
+        LazyCommand(
+            "swarm", "swarmnet.cli.commands.swarm:app", OWN, "Create swarms, and say who is in them."
+        ),
+        LazyCommand(
+            "dashboard", "swarmnet.cli.commands.dashboard:dashboard", OWN, "What a swarm does, on a page."
+        ),
+        LazyCommand(
+            "tune", "swarmnet.cli.commands.tune:tune", TRAIN, "Fine-tune a model that runs on the swarm."
+        ),
+        LazyCommand("train", "swarmnet.cli.commands.train:app", TRAIN, "Train a model together with others."),
     )
 
 

@@ -10,8 +10,8 @@ import typer
 
 from swarmnet import units
 from swarmnet.addresses import PEER_ID, check_listen_address, check_peer_address
-from swarmnet_protocols.transport import PeerId
-from swarmnet_protocols.transport.p2pd_process import MIN_MEMORY_BYTES
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.p2pd.process import MIN_MEMORY_BYTES
 
 
 def _each(check: Callable[[str], None]) -> Callable[[list[str]], list[str]]:

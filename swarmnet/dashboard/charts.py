@@ -12,7 +12,7 @@ from swarmnet.dashboard.history import (
     JobPoint,
     PeerSample,
 )
-from swarmnet.dashboard.tally import quantile
+from swarmnet.dashboard.observing.tally import quantile
 
 WINDOWS_S = {"24h": DAY_S, "30d": MONTH_S}
 MAX_ROUNDS = 100

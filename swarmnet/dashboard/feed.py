@@ -14,11 +14,11 @@ from itertools import count
 from typing import Any, Protocol
 
 from swarmnet.dashboard.history import DAY_S, History
+from swarmnet.dashboard.observing.sightings import Look
 from swarmnet.dashboard.sampling import Sampler
-from swarmnet.dashboard.sightings import Look
-from swarmnet.dashboard.state import State, derive, merge_patch
-from swarmnet_protocols.aio import cancel
+from swarmnet.dashboard.state.state import State, derive, merge_patch
 from swarmnet_protocols.errors import OutOfResources
+from swarmnet_protocols.machine.aio import cancel
 
 TICK_S = 2.0
 MAX_VIEWERS = 64

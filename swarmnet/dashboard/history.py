@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from swarmnet.dashboard.tally import NO_TIMES, Counts
-from swarmnet_protocols.transport import PeerId
+from swarmnet.dashboard.observing.tally import NO_TIMES, Counts
+from swarmnet_protocols.net import PeerId
 
 FILE_NAME = "history.sqlite"
 MAX_BYTES = 192 << 20

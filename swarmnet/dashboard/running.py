@@ -7,13 +7,13 @@ from pathlib import Path
 
 from swarmnet.dashboard.feed import Feed
 from swarmnet.dashboard.history import History
-from swarmnet.dashboard.observer import Observer, Vantage
+from swarmnet.dashboard.observing.observer import Observer, Vantage
+from swarmnet.dashboard.observing.sightings import SwarmAbout
 from swarmnet.dashboard.server import Place, serve
-from swarmnet.dashboard.sightings import SwarmAbout
-from swarmnet.swarm_content import SwarmFile
+from swarmnet.swarm_file.content import SwarmFile
 from swarmnet.web.serving import Endpoint
 from swarmnet_protocols.errors import ConfigError
-from swarmnet_protocols.transport import PeerId
+from swarmnet_protocols.net import PeerId
 
 INVITE = "INVITE"
 ADDRESS = "ADDR"

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from swarmnet.dashboard.history import MODELS, PEERS, JobPoint, ModelSample, PeerSample
-from swarmnet.dashboard.sightings import Look
-from swarmnet.dashboard.tally import Counts
-from swarmnet_protocols.transport import PeerId
+from swarmnet.dashboard.observing.sightings import Look
+from swarmnet.dashboard.observing.tally import Counts
+from swarmnet_protocols.net import PeerId
 
 RECENT_S = 300.0
 """The times that answers took are shown over so long."""

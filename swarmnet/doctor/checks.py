@@ -12,7 +12,7 @@ from packaging.version import InvalidVersion
 
 from swarmnet.doctor.facts import Disk, Facts, Peer, SecretFile
 from swarmnet.units import show_duration
-from swarmnet_protocols.clock import MAX_CLOCK_ERROR_S, SET_CLOCK
+from swarmnet_protocols.machine.clock import MAX_CLOCK_ERROR_S, SET_CLOCK
 
 PYTHON = ((3, 11), (3, 13))
 """The oldest and the newest that are tested."""

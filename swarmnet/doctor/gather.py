@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, TypeVar
 
 from swarmnet.doctor import facts, local, peers
 from swarmnet.doctor.checks import TESTED
-from swarmnet_protocols.clock import wall_clock
 from swarmnet_protocols.errors import SwarmnetError
-from swarmnet_protocols.network import ANY_PORT, LOOPBACK
+from swarmnet_protocols.joining.network import ANY_PORT, LOOPBACK
+from swarmnet_protocols.machine.clock import wall_clock
 
 if TYPE_CHECKING:
     from swarmnet.entering import Entry
-    from swarmnet_node.control import NodeStatus
+    from swarmnet_node.owner.control import NodeStatus
 
 T = TypeVar("T")
 D = TypeVar("D")

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 import psutil
 
 from swarmnet.doctor import facts
-from swarmnet_protocols.clock import wall_clock
 from swarmnet_protocols.errors import ConfigError, NotAuthorised, SwarmnetError, Unreachable
+from swarmnet_protocols.machine.clock import wall_clock
 
 if TYPE_CHECKING:
     from swarmnet.entering import Entry
-    from swarmnet_node.control import NodeStatus
+    from swarmnet_node.owner.control import NodeStatus
 
 DRIVER_S = 5.0
 """The driver of a GPU may hang."""
@@ -27,7 +27,7 @@ MAX_KEY_FILES = 100
 
 def node_in(data_dir: Path) -> "NodeStatus | None":
     """The node that runs there now."""
-    from swarmnet_node import control
+    from swarmnet_node.owner import control
 
     with suppress(Unreachable):
         return control.status(data_dir)
@@ -92,7 +92,7 @@ def secrets(data_dir: Path) -> list[facts.SecretFile]:
 
 def listening(addresses: Sequence[str]) -> list[facts.Listening]:
     """Whether a node could listen on each of the addresses."""
-    from swarmnet_protocols.transport.p2pd_process import check_free
+    from swarmnet_protocols.net.p2pd.process import check_free
 
     found = []
     for address in addresses:
@@ -130,8 +130,8 @@ def enter(
 
 def _certificate(entry: "Entry") -> tuple[str, float | None]:
     """Why we are no member, or until when we are."""
-    from swarmnet_protocols.identity import Identity
     from swarmnet_protocols.membership.membership import Membership
+    from swarmnet_protocols.net.identity import Identity
 
     if not entry.identity_path.exists():
         return "this machine has no key yet, and so no certificate", None

@@ -6,12 +6,12 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from swarmnet.doctor import facts
-from swarmnet_protocols.clock import wall_clock
 from swarmnet_protocols.errors import SwarmnetError
+from swarmnet_protocols.machine.clock import wall_clock
 
 if TYPE_CHECKING:
     from swarmnet.entering import Entry
-    from swarmnet_protocols.transport import Transport
+    from swarmnet_protocols.net import Transport
 
 OPEN_S = 3.0
 MAX_PEERS = 8
@@ -36,12 +36,12 @@ async def _connected(entry: "Entry", listen: Sequence[str]) -> "AsyncIterator[Tr
     """On the network as a node of the entry's identity, without a part in the directory."""
     # The import of libp2p's bindings takes seconds on a slow machine: others' deadlines go on meanwhile.
     await asyncio.to_thread(_import_transport)
-    from swarmnet_protocols.identity import Identity
-    from swarmnet_protocols.membership.door import Door
-    from swarmnet_protocols.membership.guard import GuardedTransport
+    from swarmnet_protocols.membership.guarded_transport import GuardedTransport
+    from swarmnet_protocols.membership.handshake import Door
     from swarmnet_protocols.membership.membership import Membership
+    from swarmnet_protocols.net.identity import Identity
+    from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
     from swarmnet_protocols.timing import Timing
-    from swarmnet_protocols.transport.p2pd import P2pdConfig, P2pdTransport
 
     peer = Identity.load_or_create(entry.identity_path).peer_id
     membership = Membership(entry.file.rules(), peer, wall_clock, folder=entry.folder)
@@ -57,17 +57,16 @@ async def _connected(entry: "Entry", listen: Sequence[str]) -> "AsyncIterator[Tr
 
 
 def _import_transport() -> None:
-    from swarmnet_protocols.membership import door  # noqa: F401
-    from swarmnet_protocols.transport.p2pd_daemon import prepare_hivemind
+    from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind
 
     prepare_hivemind()
     import hivemind.p2p  # noqa: F401
 
 
 async def _ask(transport: "Transport", address: str, ports: Sequence[int]) -> facts.Peer:
-    from swarmnet_protocols.probes import probe
-    from swarmnet_protocols.protocol_ids import PROBE
-    from swarmnet_protocols.transport.p2pd import peer_of
+    from swarmnet_protocols.net.p2pd.transport import peer_of
+    from swarmnet_protocols.net.probes import probe
+    from swarmnet_protocols.net.protocol_ids import PROBE
 
     try:
         stream = await transport.open(peer_of(address), PROBE, addresses=[address], deadline_s=OPEN_S)

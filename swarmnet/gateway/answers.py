@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from swarmnet.gateway.failures import of_swarm
 from swarmnet.gateway.generation import Generation, Piece
-from swarmnet_client.sampling import Token
+from swarmnet_client.model.sampling import Token
 from swarmnet_protocols.errors import SwarmnetError
 
 KEEP_ALIVE_S = 10.0

@@ -31,12 +31,12 @@ from swarmnet.gateway.schemas import (
     TokenizeRequest,
 )
 from swarmnet.web.guards import KEY_NAME
-from swarmnet_client import lanes
-from swarmnet_client.engine import Engine
-from swarmnet_client.sampling import Sampling
-from swarmnet_protocols.aio import race
-from swarmnet_protocols.clock import Clock, wall_clock
+from swarmnet_client.batching import sequences as lanes
+from swarmnet_client.batching.engine import Engine
+from swarmnet_client.model.sampling import Sampling
 from swarmnet_protocols.errors import SwarmnetError
+from swarmnet_protocols.machine.aio import race
+from swarmnet_protocols.machine.clock import Clock, wall_clock
 from swarmnet_protocols.models.chat_template import TemplateFailed, TemplateRefused, render_chat
 
 FIRST_S = 5.0

@@ -7,9 +7,9 @@ from typing import Any
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
-from swarmnet_client.batching import Busy
+from swarmnet_client.batching.continuous_batching import Busy
 from swarmnet_protocols import errors
-from swarmnet_protocols.resources import Exhausted
+from swarmnet_protocols.net.resources import Exhausted
 
 RETRY_S = 5
 """When to try again where nobody knows: the swarm looks at its directory that often."""

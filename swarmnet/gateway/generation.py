@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from swarmnet.gateway.metrics import Meter
 from swarmnet.gateway.text import Detokenizer, StopStrings
-from swarmnet_client.engine import Engine
-from swarmnet_client.lanes import Request
-from swarmnet_client.sampling import Token
-from swarmnet_protocols.aio import cancel
+from swarmnet_client.batching.engine import Engine
+from swarmnet_client.batching.sequences import Request
+from swarmnet_client.model.sampling import Token
 from swarmnet_protocols.errors import SwarmnetError
+from swarmnet_protocols.machine.aio import cancel
 
 
 @dataclass(frozen=True)

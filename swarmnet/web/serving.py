@@ -12,8 +12,8 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from swarmnet_protocols.aio import cancel
 from swarmnet_protocols.errors import ConfigError, SwarmnetError
+from swarmnet_protocols.machine.aio import cancel
 
 BACKLOG = 2048
 MAX_CONNECTIONS = 4096

@@ -19,8 +19,8 @@ os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as `swarmnet run` does
 
 import torch
 
-from swarmnet_node.native.decode import Native
-from swarmnet_node.stage import Stage
+from swarmnet_node.engine.kernels.decode import Native
+from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.models import resolve
 from tests.support.peft_oracle import random_tensors
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 
 from swarmnet_client.audit.measure import relative_errors
-from swarmnet_node.native.decode import Native
-from swarmnet_node.stage import Stage
+from swarmnet_node.engine.kernels.decode import Native
+from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.models import resolve
 from tests.bench.exactness import prompts
 

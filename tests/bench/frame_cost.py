@@ -15,13 +15,13 @@ from collections.abc import Awaitable, Callable
 
 import uvloop
 
-from swarmnet_protocols.protocol_ids import LINK
-from swarmnet_protocols.resources import Flow, Rate, ResourceManager
+from swarmnet_protocols.net import Message, PeerId
+from swarmnet_protocols.net.framing import FrameReader
+from swarmnet_protocols.net.meter import Meter
+from swarmnet_protocols.net.protocol_ids import LINK
+from swarmnet_protocols.net.rate_limit import Line, PacedReader
+from swarmnet_protocols.net.resources import Flow, Rate, ResourceManager
 from swarmnet_protocols.timing import Timing
-from swarmnet_protocols.transport import Message, PeerId
-from swarmnet_protocols.transport.framing import FrameReader
-from swarmnet_protocols.transport.meter import Meter
-from swarmnet_protocols.transport.pacing import Line, PacedReader
 
 FRAME = struct.pack(">II", 60, 2304) + bytes(60 + 2304)  # a step of one position of SmolLM2-135M
 

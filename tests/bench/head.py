@@ -13,8 +13,8 @@ import time
 import torch
 
 from swarmnet.paths import default_cache_dir
-from swarmnet_client.edges import Form, load_edges
-from swarmnet_client.packed import MAX_ROWS, PackedLinear
+from swarmnet_client.model.local_layers import Form, load_edges
+from swarmnet_client.model.packed import MAX_ROWS, PackedLinear
 from swarmnet_protocols.models import resolve
 
 MODEL = "smollm2-135m-instruct"

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from swarmnet.paths import default_cache_dir
-from swarmnet_node import control
+from swarmnet_node.owner import control
 from tests.support.commands import Place, family
 from tests.support.processes import NodeProcess, Swarm
 from tests.support.wan import Uplink, wan

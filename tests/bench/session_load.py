@@ -15,11 +15,11 @@ from pathlib import Path
 import torch
 
 from swarmnet.entering import enter
-from swarmnet_client.chain import Chain
-from swarmnet_client.hops import ChainSpec
+from swarmnet_client.chain.chain import Chain
+from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_client.swarm import Swarm
 from swarmnet_protocols.errors import SwarmnetError
-from swarmnet_protocols.network import LOOPBACK, connect
+from swarmnet_protocols.joining.network import LOOPBACK, connect
 from swarmnet_protocols.session.steps import Row
 from swarmnet_protocols.timing import Timing
 

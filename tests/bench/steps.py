@@ -19,8 +19,8 @@ os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as `swarmnet run` does
 
 import torch
 
-from swarmnet_node.native.decode import Native
-from swarmnet_node.stage import Stage
+from swarmnet_node.engine.kernels.decode import Native
+from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.models import resolve
 
 LANES = (1, 2, 4, 8, 16, 32)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from swarmnet_protocols.training.averaging import Rules
+from swarmnet_protocols.training.rounds.averaging import Rules
 from tests.support.training_attacks import ATTACKS, attack_job, sign_flip, train
 from tests.support.training_workers import copy_sources
 

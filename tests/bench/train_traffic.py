@@ -15,12 +15,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from swarmnet_protocols.protocol_ids import EXCHANGE
+from swarmnet_protocols.net.memory import Delivery, LinkProfile, MemoryNetwork
+from swarmnet_protocols.net.protocol_ids import EXCHANGE
+from swarmnet_protocols.net.refusal import SIZES
 from swarmnet_protocols.training.codecs import get_codec
 from swarmnet_protocols.training.jobs import parse_job
-from swarmnet_protocols.training.terms import MAX_MEMBERS
-from swarmnet_protocols.transport.memory import Delivery, LinkProfile, MemoryNetwork
-from swarmnet_protocols.transport.refusing import SIZES
+from swarmnet_protocols.training.rounds.terms import MAX_MEMBERS
 from swarmnet_protocols.wire import training_pb2 as pb
 from tests.support.training_workers import WorkerLab, train, write_job
 from tests.support.virtual_time import run

@@ -17,11 +17,11 @@ from swarmnet_node.training.data import Corpus, open_corpus
 from swarmnet_node.training.model import build_model
 from swarmnet_node.training.trainer import Trainer
 from swarmnet_protocols.errors import ConfigError
-from swarmnet_protocols.training.aggregate import aggregate
 from swarmnet_protocols.training.codecs import Codec, ErrorFeedback, get_codec, result_codec
 from swarmnet_protocols.training.jobs import Job
 from swarmnet_protocols.training.methods import Average, Method
 from swarmnet_protocols.training.methods.base import OWN
+from swarmnet_protocols.training.rounds.aggregate import aggregate
 
 MEGABIT = 1e6 / 8
 

@@ -14,12 +14,12 @@ from typing import Protocol
 import pytest
 import uvloop
 
-from swarmnet_protocols.identity import Identity
-from swarmnet_protocols.membership.roles import ANY_ROLE
-from swarmnet_protocols.transport import PeerId, ProtocolSpec, Transport
-from swarmnet_protocols.transport.memory import LinkProfile, MemoryNetwork
-from swarmnet_protocols.transport.p2pd import P2pdConfig, P2pdTransport
-from swarmnet_protocols.transport.pacing import Pace
+from swarmnet_protocols.net import PeerId, ProtocolSpec, Transport
+from swarmnet_protocols.net.identity import Identity
+from swarmnet_protocols.net.memory import LinkProfile, MemoryNetwork
+from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
+from swarmnet_protocols.net.rate_limit import Pace
+from swarmnet_protocols.wire.roles import ANY_ROLE
 from tests.support import virtual_time
 from tests.support.private_swarm import PrivateSwarm
 

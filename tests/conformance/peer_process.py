@@ -4,8 +4,8 @@ import asyncio
 import sys
 from pathlib import Path
 
-from swarmnet_protocols.transport import ProtocolSpec, Stream
-from swarmnet_protocols.transport.p2pd import P2pdConfig, P2pdTransport
+from swarmnet_protocols.net import ProtocolSpec, Stream
+from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
 
 
 async def main(directory: str, protocol_id: str) -> None:

@@ -8,9 +8,9 @@ import pytest
 import torch
 import uvloop
 
-from swarmnet_protocols.training.averaging import Exchange, Member, Outcome, RoundTiming
+from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
 from swarmnet_protocols.training.codecs import get_codec
-from swarmnet_protocols.transport.p2pd import P2pdConfig, P2pdTransport
+from swarmnet_protocols.training.rounds.averaging import Exchange, Member, Outcome, RoundTiming
 from tests.support.training_lab import JOB
 
 from .conftest import LOOPBACK

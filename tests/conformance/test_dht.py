@@ -11,21 +11,21 @@ from typing import Any
 import msgpack  # type: ignore[import-untyped]
 import pytest
 
-from swarmnet_protocols.clock import wall_clock
-from swarmnet_protocols.dht import DhtDirectory
+from swarmnet_protocols.directory.dht import DhtDirectory
+from swarmnet_protocols.directory.records import MAX_RECORD_BYTES, Record, dht_keys, seal
 from swarmnet_protocols.errors import SwarmnetError
-from swarmnet_protocols.identity import Identity
+from swarmnet_protocols.machine.clock import wall_clock
 from swarmnet_protocols.membership.certificates import Admittance, issue
-from swarmnet_protocols.membership.door import Door
+from swarmnet_protocols.membership.handshake import Door
 from swarmnet_protocols.membership.membership import Membership
-from swarmnet_protocols.membership.roles import ANY_ROLE, Role
 from swarmnet_protocols.membership.rules import Admission, Rules
-from swarmnet_protocols.protocol_ids import DHT_FIND
-from swarmnet_protocols.records import MAX_RECORD_BYTES, Record, dht_keys, seal
-from swarmnet_protocols.resources import Stock
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.identity import Identity
+from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
+from swarmnet_protocols.net.protocol_ids import DHT_FIND
+from swarmnet_protocols.net.resources import Stock
 from swarmnet_protocols.timing import Timing
-from swarmnet_protocols.transport import PeerId
-from swarmnet_protocols.transport.p2pd import P2pdConfig, P2pdTransport
+from swarmnet_protocols.wire.roles import ANY_ROLE, Role
 
 from .conftest import LOOPBACK
 
@@ -383,7 +383,9 @@ def test_a_dead_bootstrap_peer_is_named_once_and_in_one_line(
                 assert await bodies(alone, "anything") == set()
 
     asyncio.run(main())
-    (said,) = [each.getMessage() for each in caplog.records if each.name == "swarmnet_protocols.dht"]
+    (said,) = [
+        each.getMessage() for each in caplog.records if each.name == "swarmnet_protocols.directory.dht"
+    ]
     assert "does not answer" in said
     assert "\n" not in said
 
@@ -414,7 +416,7 @@ def fill(peer: Peer, keys: int) -> list[bytes]:
 def test_one_small_call_has_no_large_answer_and_leaves_nothing_behind(five: Five) -> None:
     from hivemind.proto import dht_pb2
 
-    from swarmnet_protocols.dht_node import MAX_ANSWER_BYTES
+    from swarmnet_protocols.directory.dht_node import MAX_ANSWER_BYTES
 
     async def scenario(peers: list[Peer]) -> None:
         victim, caller = peers[0], peers[1]

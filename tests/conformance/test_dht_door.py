@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from swarmnet_protocols.clock import wall_clock
 from swarmnet_protocols.errors import NotAuthorised, StreamEnded, StreamRefused
+from swarmnet_protocols.machine.clock import wall_clock
 from swarmnet_protocols.membership.revocations import Named, sign_list
-from swarmnet_protocols.membership.roles import Role
-from swarmnet_protocols.protocol_ids import DHT_PING, DHT_STORE, DIRECTORY
+from swarmnet_protocols.net import ProtocolSpec
+from swarmnet_protocols.net.calls import Calls
+from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
+from swarmnet_protocols.net.protocol_ids import DHT_PING, DHT_STORE, DIRECTORY
 from swarmnet_protocols.timing import Timing
-from swarmnet_protocols.transport import ProtocolSpec
-from swarmnet_protocols.transport.calls import Calls
-from swarmnet_protocols.transport.p2pd import P2pdConfig, P2pdTransport
+from swarmnet_protocols.wire.roles import Role
 
 from .conftest import LOOPBACK
 from .test_dht import AUTHORITY, OPEN, PRIVATE, SWARM, Peer, RawStore, bodies, join, mallorys, raw_store

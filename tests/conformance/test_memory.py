@@ -10,8 +10,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from swarmnet_protocols.errors import PeerUnreachable, StreamEnded
-from swarmnet_protocols.transport import Message, PeerId, ProtocolSpec, Stream
-from swarmnet_protocols.transport.memory import Delivery, LinkProfile, MemoryNetwork, MemoryTransport
+from swarmnet_protocols.net import Message, PeerId, ProtocolSpec, Stream
+from swarmnet_protocols.net.memory import Delivery, LinkProfile, MemoryNetwork, MemoryTransport
 from tests.support import virtual_time
 from tests.support.conversations import echo
 
@@ -197,8 +197,8 @@ def test_a_dial_that_times_out_leaves_no_stream_behind() -> None:
 CHURN = """
 import asyncio, random
 from swarmnet_protocols.errors import StreamEnded, PeerUnreachable
-from swarmnet_protocols.transport import Message, PeerId, ProtocolSpec
-from swarmnet_protocols.transport.memory import LinkProfile, MemoryNetwork
+from swarmnet_protocols.net import Message, PeerId, ProtocolSpec
+from swarmnet_protocols.net.memory import LinkProfile, MemoryNetwork
 from tests.support import virtual_time
 from tests.support.conversations import echo
 

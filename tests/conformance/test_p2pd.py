@@ -21,10 +21,11 @@ from swarmnet_protocols.errors import (
     StreamEnded,
     Unreachable,
 )
-from swarmnet_protocols.protocol_ids import ADMISSION, ALL, PING
-from swarmnet_protocols.resources import IN_ALL, Stock
-from swarmnet_protocols.transport import Message, PeerId, ProtocolSpec, Refusal, Stream, p2pd
-from swarmnet_protocols.transport.p2pd import P2pdConfig, P2pdTransport, peer_of
+from swarmnet_protocols.net import Message, PeerId, ProtocolSpec, Refusal, Stream
+from swarmnet_protocols.net.p2pd import transport as p2pd
+from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport, peer_of
+from swarmnet_protocols.net.protocol_ids import ADMISSION, ALL, PING
+from swarmnet_protocols.net.resources import IN_ALL, Stock
 
 from .conftest import LOOPBACK, NOBODY, P2pdLab, peer_process
 

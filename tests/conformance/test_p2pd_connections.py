@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from swarmnet_protocols.errors import StreamEnded
+from swarmnet_protocols.net import Message, ProtocolSpec, Stream
+from swarmnet_protocols.net.p2pd.transport import P2pdTransport, peer_of
 from swarmnet_protocols.timing import Timing
-from swarmnet_protocols.transport import Message, ProtocolSpec, Stream
-from swarmnet_protocols.transport.p2pd import P2pdTransport, peer_of
 from tests.support.detour import Detour
 
 from .conftest import P2pdLab, peer_process

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import uvloop
 
-from swarmnet_protocols.membership.roles import ANY_ROLE
-from swarmnet_protocols.transport import Message, ProtocolSpec, Stream, p2pd_guard
-from swarmnet_protocols.transport.p2pd import P2pdConfig, P2pdTransport
-from swarmnet_protocols.transport.p2pd_guard import ConnectionLimits
+from swarmnet_protocols.net import Message, ProtocolSpec, Stream
+from swarmnet_protocols.net.p2pd import connection_limits as p2pd_guard
+from swarmnet_protocols.net.p2pd.connection_limits import ConnectionLimits
+from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
+from swarmnet_protocols.wire.roles import ANY_ROLE
 from tests.support.conversations import dial, echo
 from tests.support.outsider import MULTISTREAM, Outsider, field, line, outsiders, varint
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import uvloop
 
-from swarmnet_protocols.membership.roles import ANY_ROLE
+from swarmnet_protocols.net import Message, ProtocolSpec, Stream
+from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
 from swarmnet_protocols.timing import Timing
-from swarmnet_protocols.transport import Message, ProtocolSpec, Stream
-from swarmnet_protocols.transport.p2pd import P2pdConfig, P2pdTransport
+from swarmnet_protocols.wire.roles import ANY_ROLE
 from tests.support.conversations import DEADLINE_S, dial, echo
 from tests.support.half_open import drip, say_nothing
 

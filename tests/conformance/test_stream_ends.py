@@ -6,8 +6,8 @@ import contextlib
 import pytest
 
 from swarmnet_protocols.errors import IncompatibleVersion, PeerUnreachable, StreamEnded, StreamRefused
-from swarmnet_protocols.identity import Identity
-from swarmnet_protocols.transport import Message, ProtocolSpec, Refusal, Stream, Transport
+from swarmnet_protocols.net import Message, ProtocolSpec, Refusal, Stream, Transport
+from swarmnet_protocols.net.identity import Identity
 from tests.support.conversations import DEADLINE_S, collect, dial, drain, echo
 
 from .conftest import NOBODY, Lab

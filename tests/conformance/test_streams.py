@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from swarmnet_protocols.errors import ProtocolViolation, StreamEnded
-from swarmnet_protocols.transport import Message, ProtocolSpec, Stream, Transport
+from swarmnet_protocols.net import Message, ProtocolSpec, Stream, Transport
 from tests.support.conversations import DEADLINE_S, collect, dial, drain, echo
 
 from .conftest import Lab

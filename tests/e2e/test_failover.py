@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from swarmnet_client.mending import Mender
-from swarmnet_node import control
+from swarmnet_client.chain.supervisor import Mender
+from swarmnet_node.owner import control
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.models import LocalModel, resolve
 from tests.support.commands import PATIENCE_S

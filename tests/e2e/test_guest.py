@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from swarmnet_node import control
-from swarmnet_node.limits import Limits
+from swarmnet_node.owner import control
+from swarmnet_node.owner.limits import Limits
 from swarmnet_protocols.errors import OutOfResources
 from tests.support.commands import call, family, run
 from tests.support.processes import NodeProcess, Swarm, swarm

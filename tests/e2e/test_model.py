@@ -14,10 +14,10 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
 
 from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.machine.core_lock import Turns
 from swarmnet_protocols.models import resolve
-from swarmnet_protocols.protocol_ids import LINK
-from swarmnet_protocols.transport.memory import Delivery
-from swarmnet_protocols.turns import Turns
+from swarmnet_protocols.net.memory import Delivery
+from swarmnet_protocols.net.protocol_ids import LINK
 from tests.support.generation import padded
 from tests.support.processes import Swarm, swarm
 from tests.support.tiny_swarm import TinySwarm, load_tiny, tiny_swarm

@@ -28,7 +28,7 @@ from transformers import (
 
 from swarmnet import AutoSwarmModelForCausalLM
 from swarmnet_protocols.errors import ConfigError
-from swarmnet_protocols.protocol_ids import PING
+from swarmnet_protocols.net.protocol_ids import PING
 from tests.support.generation import padded
 from tests.support.swarm_lab import Reference
 from tests.support.tiny_swarm import TinySwarm, load_tiny, tiny_swarm

@@ -17,7 +17,7 @@ import torch
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from swarmnet import AutoSwarmModelForCausalLM
-from swarmnet_client.model import SwarmModel
+from swarmnet_client.model.model import SwarmModel
 from swarmnet_protocols.errors import NotAuthorised
 from swarmnet_protocols.membership.invites import read_invite
 from tests.support.commands import RunningCommand, call, run

@@ -19,22 +19,22 @@ import psutil
 import pytest
 
 from swarmnet.swarm_file import load_valid
-from swarmnet_node.host import HostLimits
-from swarmnet_node.slots import NEW_S
-from swarmnet_protocols.clock import wall_clock
+from swarmnet_node.hosting.host import HostLimits
+from swarmnet_node.hosting.slots import NEW_S
+from swarmnet_protocols.directory.hosts import hosts_topic
+from swarmnet_protocols.directory.records import Record, seal
 from swarmnet_protocols.errors import IncompatibleVersion
-from swarmnet_protocols.hosts import hosts_topic
-from swarmnet_protocols.identity import Identity
-from swarmnet_protocols.protocol_ids import INFERENCE, LINK, PASS, PING, SESSION
-from swarmnet_protocols.records import Record, seal
-from swarmnet_protocols.resources import EACH_PEER, Stock
+from swarmnet_protocols.machine.clock import wall_clock
+from swarmnet_protocols.net import Message, PeerId, ProtocolSpec, Stream
+from swarmnet_protocols.net.dialling import MAX_DIALLED
+from swarmnet_protocols.net.identity import Identity
+from swarmnet_protocols.net.messages import parse
+from swarmnet_protocols.net.p2pd.transport import MAX_LINGERING, P2pdConfig, P2pdTransport
+from swarmnet_protocols.net.protocol_ids import INFERENCE, LINK, PASS, PING, SESSION
+from swarmnet_protocols.net.refusal import REFUSED
+from swarmnet_protocols.net.resources import EACH_PEER, Stock
 from swarmnet_protocols.session.passes import MAX_POSITIONS
 from swarmnet_protocols.timing import Timing
-from swarmnet_protocols.transport import Message, PeerId, ProtocolSpec, Stream
-from swarmnet_protocols.transport.dialling import MAX_DIALLED
-from swarmnet_protocols.transport.p2pd import MAX_LINGERING, P2pdConfig, P2pdTransport
-from swarmnet_protocols.transport.refusing import REFUSED
-from swarmnet_protocols.transport.talking import parse
 from swarmnet_protocols.wire import records_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.support.generation import greedy

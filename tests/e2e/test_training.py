@@ -13,9 +13,9 @@ from swarmnet.cli import execute
 from swarmnet_node.training.checkpoint import Checkpoints
 from swarmnet_node.training.replica import ERROR
 from swarmnet_node.training.start import job_folder
-from swarmnet_protocols.protocol_ids import TRAINING
-from swarmnet_protocols.transport import PeerId
-from swarmnet_protocols.transport.p2pd import P2pdTransport
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.p2pd.transport import P2pdTransport
+from swarmnet_protocols.net.protocol_ids import TRAINING
 from tests.support.commands import call
 from tests.support.strangers import GROWTH_BYTES, run_stranger, send_garbage, send_oversized
 from tests.support.training_workers import write_job

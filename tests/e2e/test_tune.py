@@ -15,16 +15,16 @@ from transformers import AutoModelForSequenceClassification
 
 from swarmnet import cli
 from swarmnet.cli.failures import EXIT_INTERRUPTED
-from swarmnet_client import model as client_model
-from swarmnet_client.edges import Form
-from swarmnet_client.passes import RemoteBatch
+from swarmnet_client.chain.passes import RemoteBatch
+from swarmnet_client.model import model as client_model
+from swarmnet_client.model.local_layers import Form
 from swarmnet_client.tuning.adapter_dir import load_adapter
 from swarmnet_client.tuning.checkpoint import CHECKPOINT_FILE
 from swarmnet_client.tuning.methods import quiet_peft
 from swarmnet_client.tuning.trainer import Tuner
 from swarmnet_protocols.errors import NoRoute
-from swarmnet_protocols.protocol_ids import PASS
-from swarmnet_protocols.transport.memory import Delivery
+from swarmnet_protocols.net.memory import Delivery
+from swarmnet_protocols.net.protocol_ids import PASS
 from tests.support.generation import greedy, padded
 from tests.support.swarm_lab import Lab, Reference
 from tests.support.tiny_swarm import SPANS, TinySwarm, load_tiny, tiny_swarm

@@ -12,9 +12,9 @@ import torch
 from swarmnet import AutoSwarmModelForCausalLM
 from swarmnet_protocols.errors import OutOfResources
 from swarmnet_protocols.models import resolve
-from swarmnet_protocols.protocol_ids import PASS, PING
+from swarmnet_protocols.net.memory import Delivery
+from swarmnet_protocols.net.protocol_ids import PASS, PING
 from swarmnet_protocols.session.passes import MAX_POSITIONS
-from swarmnet_protocols.transport.memory import Delivery
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.support import faults
 from tests.support.generation import greedy, padded

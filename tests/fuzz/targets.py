@@ -16,25 +16,27 @@ import torch
 from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as Protobuf
 
-from swarmnet import swarm_file, swarm_writer
+from swarmnet import swarm_file
+from swarmnet.swarm_file import writer as swarm_writer
 from swarmnet_node.training import state
-from swarmnet_protocols import catalog, records, reports
-from swarmnet_protocols.dht_contacts import Contacts, contacts_in, with_contacts
-from swarmnet_protocols.directory import Publisher
+from swarmnet_protocols.directory import Publisher, catalog, records, reports
+from swarmnet_protocols.directory.dht_contacts import Contacts, contacts_in, with_contacts
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
-from swarmnet_protocols.identity import Identity
 from swarmnet_protocols.membership import certificates, invites, revocations, signed
-from swarmnet_protocols.membership.roles import ANY_ROLE
 from swarmnet_protocols.membership.rules import Admission, Rules
 from swarmnet_protocols.models import gguf_file, safetensors_file
 from swarmnet_protocols.models.manifest import Manifest, ManifestFile
+from swarmnet_protocols.net import Message, ProtocolSpec
+from swarmnet_protocols.net import messages as talking
+from swarmnet_protocols.net import refusal as refusing
+from swarmnet_protocols.net.framing import FrameReader, encode
+from swarmnet_protocols.net.identity import Identity
+from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind, unpack_multiaddr, unpack_peer
+from swarmnet_protocols.net.rate_limit import Line, PacedReader
 from swarmnet_protocols.session import adapters, steps
-from swarmnet_protocols.training import jobs, messages, rosters, transfers
+from swarmnet_protocols.training import jobs, rosters
 from swarmnet_protocols.training.codecs import get_codec
-from swarmnet_protocols.transport import Message, ProtocolSpec, refusing, talking
-from swarmnet_protocols.transport.framing import FrameReader, encode
-from swarmnet_protocols.transport.p2pd_daemon import prepare_hivemind, unpack_multiaddr, unpack_peer
-from swarmnet_protocols.transport.pacing import Line, PacedReader
+from swarmnet_protocols.training.rounds import messages, transfers
 from swarmnet_protocols.wire import (
     door_pb2,
     membership_pb2,
@@ -45,6 +47,7 @@ from swarmnet_protocols.wire import (
     training_pb2,
     workers_pb2,
 )
+from swarmnet_protocols.wire.roles import ANY_ROLE
 from tests.defences import yes
 from tests.support.meters import a_meter
 from tests.support.source_code import ROOT

@@ -13,12 +13,12 @@ from swarmnet_client.audit import verdict
 from swarmnet_client.audit.measure import TOLERANCE, relative_errors
 from swarmnet_client.audit.plan import SHARE, Ledger, witnesses
 from swarmnet_client.audit.verdict import Verdict, judge
-from swarmnet_protocols.resources import Scope, Stock
-from swarmnet_protocols.routing import Hop, HostInfo
-from swarmnet_protocols.session.log import ActivationLog
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.resources import Scope, Stock
+from swarmnet_protocols.routing.cost import Hop, HostInfo
+from swarmnet_protocols.session.activation_log import ActivationLog
 from swarmnet_protocols.session.steps import Row, Step
 from swarmnet_protocols.session.testimony import MAX_SHOWN, Received, digest
-from swarmnet_protocols.transport import PeerId
 
 BLOCKS = 30
 CUTS = (0, 10, 20, 30)

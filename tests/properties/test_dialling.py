@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmnet_protocols.transport import PeerId
-from swarmnet_protocols.transport.dialling import (
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.dialling import (
     LOOPBACK_NETWORKS,
     MAX_DIALLED,
     Network,

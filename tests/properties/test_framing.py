@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmnet_protocols.errors import ProtocolViolation, StreamEnded, StreamRefused
-from swarmnet_protocols.protocol_ids import ALL
-from swarmnet_protocols.transport import Message, ProtocolSpec, Refusal
-from swarmnet_protocols.transport.framing import FrameReader, encode
-from swarmnet_protocols.transport.granting import GRANT, WAIT, WAITS, Allowance, Grants
-from swarmnet_protocols.transport.pacing import Line, PacedReader
-from swarmnet_protocols.transport.refusing import (
+from swarmnet_protocols.net import Message, ProtocolSpec, Refusal
+from swarmnet_protocols.net.flow_control import GRANT, WAIT, WAITS, Allowance, Grants
+from swarmnet_protocols.net.framing import FrameReader, encode
+from swarmnet_protocols.net.protocol_ids import ALL
+from swarmnet_protocols.net.rate_limit import Line, PacedReader
+from swarmnet_protocols.net.refusal import (
     ENDED,
     MAX_REASON_CHARS,
     MAX_REFUSAL_BYTES,

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarmnet_protocols.session.log import ActivationLog, Cursor, LeftBehind
+from swarmnet_protocols.session.activation_log import ActivationLog, Cursor, LeftBehind
 from swarmnet_protocols.session.steps import Row, Step, check_rows
 from tests.support.logs import a_log
 
@@ -20,7 +20,7 @@ Lanes = dict[int, list[int]]
 @pytest.fixture(scope="module", autouse=True)
 def short_replays() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("swarmnet_protocols.session.log.REPLAY_POSITIONS", REPLAY_POSITIONS)
+        patch.setattr("swarmnet_protocols.session.activation_log.REPLAY_POSITIONS", REPLAY_POSITIONS)
         yield
 
 

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError, NotAuthorised
-from swarmnet_protocols.identity import Identity
 from swarmnet_protocols.membership.certificates import Admittance, issue, open_certificate
 from swarmnet_protocols.membership.invites import Terms, make_invite, open_redemption, read_invite, redemption
 from swarmnet_protocols.membership.revocations import KEPT_S, Named, Revocations, open_list, sign_list
-from swarmnet_protocols.membership.roles import Role
 from swarmnet_protocols.membership.rules import MAX_LIFETIME_S, Admission, Rules, admit
+from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.wire import membership_pb2 as pb
+from swarmnet_protocols.wire.roles import Role
 from tests.support.mutations import mutations, taken
 
 NOW = 1_800_000_000.0

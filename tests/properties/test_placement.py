@@ -5,8 +5,8 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmnet_protocols.placement import Claim, choose_start, settle
-from swarmnet_protocols.transport import PeerId
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.routing.placement import Claim, choose_start, settle
 
 BLOCKS = 8
 

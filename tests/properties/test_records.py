@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from swarmnet_protocols.directory.records import Record, open_record, seal
 from swarmnet_protocols.errors import IntegrityError, NotAuthorised
-from swarmnet_protocols.identity import Identity
-from swarmnet_protocols.records import Record, open_record, seal
+from swarmnet_protocols.net.identity import Identity
 from tests.support.mutations import mutations, taken
 
 NOW = 1_800_000_000.0

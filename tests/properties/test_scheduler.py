@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmnet_node.scheduler import PATIENCE_S, PREFILL_SHARE, Waiting, schedule, worth_waiting_s
+from swarmnet_node.engine.scheduler import PATIENCE_S, PREFILL_SHARE, Waiting, schedule, worth_waiting_s
 
 BUDGETS = st.integers(PREFILL_SHARE, 64)
 WAITING = st.lists(

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmnet import swarm_file, swarm_writer
-from swarmnet.swarm_content import SwarmFile
-from swarmnet.swarm_writer import NewSwarm
+from swarmnet import swarm_file
+from swarmnet.swarm_file import writer as swarm_writer
+from swarmnet.swarm_file.content import SwarmFile
+from swarmnet.swarm_file.writer import NewSwarm
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 
 PEER = "/ip4/203.0.113.7/tcp/31337/p2p/12D3KooWNvSZnPi3RrhrTwEY4LuuBeB6K6facKUCJcyWG1aoDd2p"

@@ -9,15 +9,15 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from swarmnet_client.adapters import place
-from swarmnet_client.chain import Chain
-from swarmnet_client.hops import ChainSpec
-from swarmnet_node.adapter_store import AdapterStore
-from swarmnet_node.host import HostLimits
-from swarmnet_protocols.protocol_ids import ADAPTER, SESSION
-from swarmnet_protocols.routing import Hop
+from swarmnet_client.chain.adapter_upload import place
+from swarmnet_client.chain.chain import Chain
+from swarmnet_client.chain.hops import ChainSpec
+from swarmnet_node.hosting.adapter_store import AdapterStore
+from swarmnet_node.hosting.host import HostLimits
+from swarmnet_protocols.net import Message, Stream, Transport
+from swarmnet_protocols.net.protocol_ids import ADAPTER, SESSION
+from swarmnet_protocols.routing.cost import Hop
 from swarmnet_protocols.session.adapters import Adapter
-from swarmnet_protocols.transport import Message, Stream, Transport
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.support.peft_oracle import random_tensors
 from tests.support.swarm_lab import SWARM, Lab, Reference, simulate

@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from swarmnet_protocols.aio import cancel
 from swarmnet_protocols.directory import MemoryDirectory
 from swarmnet_protocols.errors import NotAuthorised, StreamEnded, Unreachable
-from swarmnet_protocols.membership.admission import AGAIN_S, ISSUERS_TOPIC, ask
+from swarmnet_protocols.joining.admission import AGAIN_S, ISSUERS_TOPIC, ask
+from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.membership.certificates import open_certificate
 from swarmnet_protocols.membership.invites import redemption
-from swarmnet_protocols.membership.roles import Role
 from swarmnet_protocols.membership.signed import seal
-from swarmnet_protocols.protocol_ids import ADMISSION
-from swarmnet_protocols.resources import Stock
-from swarmnet_protocols.transport import Message, Stream
-from swarmnet_protocols.transport.crowds import origin_of
+from swarmnet_protocols.net import Message, Stream
+from swarmnet_protocols.net.protocol_ids import ADMISSION
+from swarmnet_protocols.net.resources import Stock
+from swarmnet_protocols.net.subnets import origin_of
 from swarmnet_protocols.wire import membership_pb2 as pb
+from swarmnet_protocols.wire.roles import Role
 from tests.support.admission_world import World, address, redeem, run
 from tests.support.private_swarm import AUTHORITY, EPOCH, identity_of, virtual_clock
 

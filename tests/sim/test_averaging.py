@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from swarmnet_protocols.training.averaging import RoundTiming
-from swarmnet_protocols.training.member_link import Dial, MemberLink
-from swarmnet_protocols.transport import Message
-from swarmnet_protocols.transport.memory import Delivery, LinkProfile
+from swarmnet_protocols.net import Message
+from swarmnet_protocols.net.memory import Delivery, LinkProfile
+from swarmnet_protocols.training.rounds.averaging import RoundTiming
+from swarmnet_protocols.training.rounds.member_link import Dial, MemberLink
 from tests.support.training_lab import (
     TIMING,
     Outcomes,

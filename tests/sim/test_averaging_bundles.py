@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from swarmnet_protocols.errors import ProtocolViolation
-from swarmnet_protocols.protocol_ids import EXCHANGE
-from swarmnet_protocols.training.averaging import Rules
+from swarmnet_protocols.net.memory import Delivery
+from swarmnet_protocols.net.protocol_ids import EXCHANGE
 from swarmnet_protocols.training.codecs import get_codec
-from swarmnet_protocols.training.transfers import (
+from swarmnet_protocols.training.rounds.averaging import Rules
+from swarmnet_protocols.training.rounds.transfers import (
     Payload,
     Reader,
     Result,
@@ -18,7 +19,6 @@ from swarmnet_protocols.training.transfers import (
     reduce_slice,
     result_hash,
 )
-from swarmnet_protocols.transport.memory import Delivery
 from swarmnet_protocols.wire import training_pb2 as pb
 from tests.sim.test_averaging import simulate
 from tests.support.training_lab import TrainingLab, Work

@@ -7,20 +7,20 @@ import pytest
 import torch
 
 from swarmnet_protocols.errors import ConfigError, ProtocolViolation
-from swarmnet_protocols.protocol_ids import EXCHANGE
-from swarmnet_protocols.resources import Stock
-from swarmnet_protocols.training.averaging import Member, Outcome, Rules
+from swarmnet_protocols.net import Message, PeerId, memory_stream
+from swarmnet_protocols.net.memory import LinkProfile
+from swarmnet_protocols.net.protocol_ids import EXCHANGE
+from swarmnet_protocols.net.resources import Stock
 from swarmnet_protocols.training.codecs import get_codec
-from swarmnet_protocols.training.terms import Terms
-from swarmnet_protocols.training.transfers import (
+from swarmnet_protocols.training.rounds.averaging import Member, Outcome, Rules
+from swarmnet_protocols.training.rounds.terms import Terms
+from swarmnet_protocols.training.rounds.transfers import (
     Payload,
     Reader,
     SliceTerms,
     read_summary,
     reduce_slice,
 )
-from swarmnet_protocols.transport import Message, PeerId, memory_stream
-from swarmnet_protocols.transport.memory import LinkProfile
 from swarmnet_protocols.wire import training_pb2 as pb
 from tests.sim.test_averaging import averaged, random_round, simulate
 from tests.support.training_lab import JOB, PEERS, TIMING, TrainingLab, Work, check_agreement

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from swarmnet_client.batching import Batcher, Busy, Limits
-from swarmnet_client.lanes import IDLE_S, MIN_SHARED, Answer
+from swarmnet_client.batching.continuous_batching import Batcher, Busy, Limits
+from swarmnet_client.batching.sequences import IDLE_S, MIN_SHARED, Answer
 from swarmnet_protocols.errors import NoRoute, OutOfResources, SwarmnetError, Unreachable
 from tests.support.batching import all_answered, answered, batcher, head_of, request
 from tests.support.swarm_lab import Lab, Reference, simulate

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from swarmnet_protocols.directory import MemoryDirectory
+from swarmnet_protocols.directory.hosts import hosts_topic, read_hosts
 from swarmnet_protocols.errors import OutOfResources
-from swarmnet_protocols.hosts import hosts_topic, read_hosts
-from swarmnet_protocols.protocol_ids import LINK, SESSION
+from swarmnet_protocols.net import Message
+from swarmnet_protocols.net.memory_stream import MemoryStream
+from swarmnet_protocols.net.protocol_ids import LINK, SESSION
 from swarmnet_protocols.session.steps import Row, encode_tensor
-from swarmnet_protocols.transport import Message
-from swarmnet_protocols.transport.memory_stream import MemoryStream
 from swarmnet_protocols.wire import records_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.support.swarm_lab import SWARM, Lab, Reference, peer, simulate

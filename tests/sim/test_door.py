@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 import pytest
 
 from swarmnet_protocols.errors import NotAuthorised, PeerUnreachable, StreamEnded, StreamRefused
-from swarmnet_protocols.membership.roles import ANY_ROLE, Role
 from swarmnet_protocols.membership.rules import Admission
-from swarmnet_protocols.protocol_ids import DOOR, LINK, PING, PROBE, REVOCATIONS, SESSION
-from swarmnet_protocols.transport import Message, ProtocolSpec
-from swarmnet_protocols.transport.memory import Delivery
+from swarmnet_protocols.net import Message, ProtocolSpec
+from swarmnet_protocols.net.memory import Delivery
+from swarmnet_protocols.net.protocol_ids import DOOR, LINK, PING, PROBE, REVOCATIONS, SESSION
+from swarmnet_protocols.wire.roles import ANY_ROLE, Role
 from tests.support.door_world import (
     DEADLINE_S,
     DELAY_S,

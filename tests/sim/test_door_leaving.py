@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 import pytest
 
 from swarmnet_protocols.errors import NotAuthorised, StreamRefused
-from swarmnet_protocols.identity import Identity
 from swarmnet_protocols.membership.revocations import Named, sign_list
-from swarmnet_protocols.membership.roles import ANY_ROLE, Role
 from swarmnet_protocols.membership.rules import Admission, Rules
-from swarmnet_protocols.protocol_ids import DOOR, GATHER, REVOCATIONS, SESSION
-from swarmnet_protocols.transport import Message, Stream
+from swarmnet_protocols.net import Message, Stream
+from swarmnet_protocols.net.identity import Identity
+from swarmnet_protocols.net.protocol_ids import DOOR, GATHER, REVOCATIONS, SESSION
 from swarmnet_protocols.wire import door_pb2 as pb
+from swarmnet_protocols.wire.roles import ANY_ROLE, Role
 from tests.support.door_world import (
     DEADLINE_S,
     DELAY_S,

@@ -5,11 +5,11 @@ import asyncio
 import pytest
 
 from swarmnet_protocols.errors import StreamEnded, StreamRefused
-from swarmnet_protocols.membership import door as door_module
-from swarmnet_protocols.membership.door import MAX_DOORS_EACH
-from swarmnet_protocols.protocol_ids import DOOR, REVOCATIONS, SESSION
-from swarmnet_protocols.resources import RETRY_S, Stock
-from swarmnet_protocols.transport import Message, Stream
+from swarmnet_protocols.membership import handshake as door_module
+from swarmnet_protocols.membership.handshake import MAX_DOORS_EACH
+from swarmnet_protocols.net import Message, Stream
+from swarmnet_protocols.net.protocol_ids import DOOR, REVOCATIONS, SESSION
+from swarmnet_protocols.net.resources import RETRY_S, Stock
 from swarmnet_protocols.wire import door_pb2 as pb
 from tests.support.door_world import (
     DEADLINE_S,

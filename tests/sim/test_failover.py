@@ -8,11 +8,11 @@ from itertools import pairwise
 import pytest
 import torch
 
-from swarmnet_client.chain import Chain
-from swarmnet_protocols.protocol_ids import LINK, SESSION
+from swarmnet_client.chain.chain import Chain
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.memory import Delivery, LinkProfile
+from swarmnet_protocols.net.protocol_ids import LINK, SESSION
 from swarmnet_protocols.timing import Timing
-from swarmnet_protocols.transport import PeerId
-from swarmnet_protocols.transport.memory import Delivery, LinkProfile
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.support.swarm_lab import Lab, Reference, simulate
 

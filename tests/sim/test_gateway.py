@@ -11,7 +11,7 @@ import torch
 
 from swarmnet.gateway.answers import KEEP_ALIVE_S
 from swarmnet.gateway.app import FIRST_S
-from swarmnet_client.batching import Limits
+from swarmnet_client.batching.continuous_batching import Limits
 from swarmnet_protocols.timing import Timing
 from tests.support.gateway import (
     SPANS,

@@ -7,7 +7,7 @@ import pytest
 
 from swarmnet.gateway.app import PART_CHARS
 from swarmnet.gateway.quotas import Quota
-from swarmnet_client.batching import Limits
+from swarmnet_client.batching.continuous_batching import Limits
 from tests.support.gateway import Caller, chat_body, completion_body, refused, served
 from tests.support.swarm_lab import Lab, Reference
 

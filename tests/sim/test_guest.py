@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from swarmnet_node.guest import GOVERN_S, LOOK_S, PAUSE_GRACE_S, Guest
-from swarmnet_node.limits import Limits, Usage
-from swarmnet_node.stage import Stage
+from swarmnet_node.engine.stage import Stage
+from swarmnet_node.owner.limits import Limits, Usage
+from swarmnet_node.owner.supervisor import GOVERN_S, LOOK_S, PAUSE_GRACE_S, Guest
+from swarmnet_protocols.directory.hosts import read_records
 from swarmnet_protocols.errors import IntegrityError
-from swarmnet_protocols.hosts import read_records
 from swarmnet_protocols.session.steps import Row
 from swarmnet_protocols.wire import records_pb2 as pb
 from tests.support.guest_machine import MONDAY_NOON, FakeMachine

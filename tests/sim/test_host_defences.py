@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from swarmnet_node.host import HostLimits
+from swarmnet_node.hosting.host import HostLimits
 from swarmnet_protocols.errors import StreamEnded
-from swarmnet_protocols.protocol_ids import LINK, SESSION
-from swarmnet_protocols.resources import Stock
+from swarmnet_protocols.net import Message, Stream, Transport
+from swarmnet_protocols.net.protocol_ids import LINK, SESSION
+from swarmnet_protocols.net.resources import Stock
 from swarmnet_protocols.session.steps import Row, Step, encode_step
-from swarmnet_protocols.transport import Message, Stream, Transport
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.support.swarm_lab import SWARM, Lab, Reference, simulate
 

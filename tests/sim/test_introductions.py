@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
+from swarmnet_protocols.directory.hosts import hosts_topic, signed_addresses
+from swarmnet_protocols.directory.records import Record, seal
 from swarmnet_protocols.errors import PeerUnreachable
-from swarmnet_protocols.hosts import hosts_topic, signed_addresses
-from swarmnet_protocols.identity import Identity
-from swarmnet_protocols.protocol_ids import LINK
-from swarmnet_protocols.records import Record, seal
-from swarmnet_protocols.resources import DIALS_EACH_PEER
-from swarmnet_protocols.transport import PeerId, ProtocolSpec, Stream, Transport
-from swarmnet_protocols.transport.dialling import Introductions
-from swarmnet_protocols.transport.passing import PassingTransport
+from swarmnet_protocols.net import PeerId, ProtocolSpec, Stream, Transport
+from swarmnet_protocols.net.dialling import Introductions
+from swarmnet_protocols.net.identity import Identity
+from swarmnet_protocols.net.protocol_ids import LINK
+from swarmnet_protocols.net.resources import DIALS_EACH_PEER
+from swarmnet_protocols.net.wrappers import PassingTransport
 from swarmnet_protocols.wire import records_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.sim.test_host_defences import Stranger, session_reply, with_stranger

@@ -6,14 +6,14 @@ from collections.abc import Awaitable, Callable, Iterator
 import pytest
 import torch
 
-from swarmnet_client.hops import ChainSpec
-from swarmnet_client.passes import RemoteBatch
-from swarmnet_protocols.resources import Flow
+from swarmnet_client.chain.hops import ChainSpec
+from swarmnet_client.chain.passes import RemoteBatch
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.memory_stream import MemoryStream
+from swarmnet_protocols.net.meter import VIOLATION_FRAMES
+from swarmnet_protocols.net.resources import Flow
 from swarmnet_protocols.session.adapters import Adapter
 from swarmnet_protocols.session.steps import Row
-from swarmnet_protocols.transport import PeerId
-from swarmnet_protocols.transport.memory_stream import MemoryStream
-from swarmnet_protocols.transport.meter import VIOLATION_FRAMES
 from tests.sim.test_host_defences import Stranger, a_step, assert_ends, link_reply
 from tests.support.swarm_lab import Lab, Reference, simulate
 

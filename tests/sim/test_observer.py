@@ -9,18 +9,17 @@ from typing import Any
 
 import pytest
 
-from swarmnet.dashboard import observer as observers
 from swarmnet.dashboard.feed import Feed
 from swarmnet.dashboard.history import History
-from swarmnet.dashboard.observer import Observer, Vantage
-from swarmnet.dashboard.sightings import SwarmAbout
-from swarmnet_protocols import catalog
-from swarmnet_protocols.directory import MemoryDirectory, Publisher
+from swarmnet.dashboard.observing import observer as observers
+from swarmnet.dashboard.observing.observer import Observer, Vantage
+from swarmnet.dashboard.observing.sightings import SwarmAbout
+from swarmnet_protocols.directory import MemoryDirectory, Publisher, catalog
+from swarmnet_protocols.directory.hosts import PROTOCOL, hosts_topic
 from swarmnet_protocols.errors import Unreachable
-from swarmnet_protocols.hosts import PROTOCOL, hosts_topic
-from swarmnet_protocols.membership.roles import Role
-from swarmnet_protocols.transport.memory import LinkProfile
+from swarmnet_protocols.net.memory import LinkProfile
 from swarmnet_protocols.wire import records_pb2
+from swarmnet_protocols.wire.roles import Role
 from tests.support.private_swarm import PrivateSwarm, virtual_clock
 from tests.support.swarm_lab import SWARM, Lab, Reference, peer, simulate
 

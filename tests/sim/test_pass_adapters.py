@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from swarmnet_client.adapters import place
-from swarmnet_client.hops import ChainSpec
-from swarmnet_client.passes import RemoteBatch, split
+from swarmnet_client.chain.adapter_upload import place
+from swarmnet_client.chain.hops import ChainSpec
+from swarmnet_client.chain.passes import RemoteBatch, split
 from swarmnet_protocols.errors import OutOfResources
-from swarmnet_protocols.protocol_ids import ADAPTER, PASS
+from swarmnet_protocols.net import Message, Transport
+from swarmnet_protocols.net.memory import Delivery
+from swarmnet_protocols.net.memory_stream import MemoryStream
+from swarmnet_protocols.net.protocol_ids import ADAPTER, PASS
 from swarmnet_protocols.session.adapters import Adapter
 from swarmnet_protocols.session.passes import MAX_POSITIONS, as_column, cut
-from swarmnet_protocols.transport import Message, Transport
-from swarmnet_protocols.transport.memory import Delivery
-from swarmnet_protocols.transport.memory_stream import MemoryStream
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.support.pass_oracle import LocalPass, assert_same, lora_pass, prefix_pass
 from tests.support.swarm_lab import SWARM, Lab, Reference, peer, simulate

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from swarmnet_client.hops import ChainSpec
-from swarmnet_client.passes import RemoteBatch
+from swarmnet_client.chain.hops import ChainSpec
+from swarmnet_client.chain.passes import RemoteBatch
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models import resolve
-from swarmnet_protocols.protocol_ids import PASS
-from swarmnet_protocols.transport import PeerId
-from swarmnet_protocols.transport.memory import Delivery, LinkProfile
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.memory import Delivery, LinkProfile
+from swarmnet_protocols.net.protocol_ids import PASS
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.support.faulty_adapters import HIDDEN, HUGE, pair, unknown_module
 from tests.support.swarm_lab import Lab, Reference, simulate

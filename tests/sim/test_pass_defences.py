@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from swarmnet_client.hops import ChainSpec
-from swarmnet_client.passes import RemoteBatch
-from swarmnet_node.host import HostLimits
+from swarmnet_client.chain.hops import ChainSpec
+from swarmnet_client.chain.passes import RemoteBatch
+from swarmnet_node.hosting.host import HostLimits
 from swarmnet_protocols.errors import StreamEnded
-from swarmnet_protocols.protocol_ids import PASS
+from swarmnet_protocols.net import Message, Stream, Transport, memory_stream
+from swarmnet_protocols.net.protocol_ids import PASS
 from swarmnet_protocols.session.passes import MAX_POSITIONS, MAX_SEQUENCES
 from swarmnet_protocols.session.steps import encode_tensor
-from swarmnet_protocols.transport import Message, Stream, Transport, memory_stream
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.support.swarm_lab import SWARM, Lab, Reference, simulate
 

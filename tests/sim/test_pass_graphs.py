@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from swarmnet_client.hops import ChainSpec
-from swarmnet_client.passes import RemoteBatch
-from swarmnet_node.engine import CLIENT_SHARE, Engine
-from swarmnet_protocols.protocol_ids import PASS
+from swarmnet_client.chain.hops import ChainSpec
+from swarmnet_client.chain.passes import RemoteBatch
+from swarmnet_node.engine.engine import CLIENT_SHARE, Engine
+from swarmnet_protocols.net import Message, Stream, Transport
+from swarmnet_protocols.net.memory import Delivery
+from swarmnet_protocols.net.protocol_ids import PASS
 from swarmnet_protocols.session.passes import cut
-from swarmnet_protocols.transport import Message, Stream, Transport
-from swarmnet_protocols.transport.memory import Delivery
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.support.swarm_lab import SWARM, Lab, Reference, simulate
 

@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from swarmnet_client.blame import OURS
-from swarmnet_client.hops import ChainSpec
-from swarmnet_client.pass_calls import PASSES_PER_HOST
-from swarmnet_client.passes import RemoteBatch, split
-from swarmnet_node.host import HostLimits
+from swarmnet_client.chain.blame import OURS
+from swarmnet_client.chain.hops import ChainSpec
+from swarmnet_client.chain.pass_calls import PASSES_PER_HOST
+from swarmnet_client.chain.passes import RemoteBatch, split
+from swarmnet_node.hosting.host import HostLimits
 from swarmnet_protocols.errors import ConfigError, NoRoute, OutOfResources
-from swarmnet_protocols.protocol_ids import PASS
+from swarmnet_protocols.net import Message, PeerId
+from swarmnet_protocols.net.memory import Delivery, LinkProfile
+from swarmnet_protocols.net.memory_stream import MemoryStream
+from swarmnet_protocols.net.protocol_ids import PASS
 from swarmnet_protocols.session.passes import MAX_POSITIONS
 from swarmnet_protocols.session.steps import encode_tensor
-from swarmnet_protocols.transport import Message, PeerId
-from swarmnet_protocols.transport.memory import Delivery, LinkProfile
-from swarmnet_protocols.transport.memory_stream import MemoryStream
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.support.swarm_lab import Lab, Reference, peer, simulate
 

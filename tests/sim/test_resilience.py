@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from swarmnet_protocols.directory import MemoryDirectory
+from swarmnet_protocols.directory.hosts import PROTOCOL, hosts_topic
 from swarmnet_protocols.errors import NoRoute
-from swarmnet_protocols.hosts import PROTOCOL, hosts_topic
+from swarmnet_protocols.net.memory import LinkProfile
 from swarmnet_protocols.session.steps import Row
-from swarmnet_protocols.transport.memory import LinkProfile
 from swarmnet_protocols.wire import records_pb2
 from tests.sim.churn import request
 from tests.support.swarm_lab import SWARM, Lab, Reference, load_reference, peer, simulate

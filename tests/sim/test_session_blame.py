@@ -6,8 +6,8 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from swarmnet_client.chain import Chain
-from swarmnet_client.hops import ChainSpec
+from swarmnet_client.chain.chain import Chain
+from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_client.swarm import Swarm
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.session.adapters import Adapter

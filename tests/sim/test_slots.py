@@ -6,12 +6,12 @@ from contextlib import AsyncExitStack
 import pytest
 import torch
 
-from swarmnet_node.host import HostLimits
-from swarmnet_node.slots import NEW_S
+from swarmnet_node.hosting.host import HostLimits
+from swarmnet_node.hosting.slots import NEW_S
 from swarmnet_protocols.errors import StreamEnded
-from swarmnet_protocols.protocol_ids import PASS
+from swarmnet_protocols.net import Message, PeerId, Stream
+from swarmnet_protocols.net.protocol_ids import PASS
 from swarmnet_protocols.session.steps import Row
-from swarmnet_protocols.transport import Message, PeerId, Stream
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.sim.test_host_defences import Stranger, a_step, link_reply, session_reply
 from tests.support.swarm_lab import SWARM, Lab, Reference, simulate

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from swarmnet_protocols.net.memory import MemoryNetwork
 from swarmnet_protocols.training.rosters import EXCHANGES_A_ROUND, MAX_AHEAD
-from swarmnet_protocols.transport.memory import MemoryNetwork
 from tests.support.training_peers import Worker, simulate
 
 FIRST = 3 * EXCHANGES_A_ROUND

@@ -11,9 +11,9 @@ import torch
 from swarmnet_node.training.checkpoint import Checkpoint, Checkpoints
 from swarmnet_node.training.replica import ERROR, Replica
 from swarmnet_node.training.state import unpack
-from swarmnet_protocols.protocol_ids import EXCHANGE, HANDOVER, STATE
+from swarmnet_protocols.net.memory import Delivery
+from swarmnet_protocols.net.protocol_ids import EXCHANGE, HANDOVER, STATE
 from swarmnet_protocols.training.jobs import open_job
-from swarmnet_protocols.transport.memory import Delivery
 from swarmnet_protocols.wire import workers_pb2 as pb
 from tests.support.deliveries import once
 from tests.support.training_workers import WorkerLab, write_job

@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from swarmnet_protocols.aio import cancel
 from swarmnet_protocols.errors import IntegrityError, StreamEnded, SwarmnetError, Unreachable
-from swarmnet_protocols.identity import Identity
-from swarmnet_protocols.protocol_ids import HANDOVER
+from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.net import Message, PeerId, Transport
+from swarmnet_protocols.net.identity import Identity
+from swarmnet_protocols.net.memory import LinkProfile, MemoryNetwork
+from swarmnet_protocols.net.protocol_ids import HANDOVER
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.training.handover import Handover
 from swarmnet_protocols.training.rosters import Candidate
 from swarmnet_protocols.training.state_transfer import PackedState, StateServer
-from swarmnet_protocols.transport import Message, PeerId, Transport
-from swarmnet_protocols.transport.memory import LinkProfile, MemoryNetwork
 from swarmnet_protocols.wire import workers_pb2 as pb
 from tests.support.virtual_time import run
 

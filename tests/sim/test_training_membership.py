@@ -6,9 +6,11 @@ from dataclasses import replace
 import pytest
 
 from swarmnet_protocols.errors import ProtocolViolation, StreamEnded
-from swarmnet_protocols.protocol_ids import GATHER
-from swarmnet_protocols.training import gathering
-from swarmnet_protocols.training.gathering import Elsewhere
+from swarmnet_protocols.net import Message, PeerId
+from swarmnet_protocols.net.memory import Delivery, MemoryNetwork
+from swarmnet_protocols.net.protocol_ids import GATHER
+from swarmnet_protocols.training import matchmaking as gathering
+from swarmnet_protocols.training.matchmaking import Elsewhere
 from swarmnet_protocols.training.rosters import (
     EXCHANGES_A_ROUND,
     MAX_LEAP,
@@ -19,8 +21,6 @@ from swarmnet_protocols.training.rosters import (
     roster_from_wire,
     roster_to_wire,
 )
-from swarmnet_protocols.transport import Message, PeerId
-from swarmnet_protocols.transport.memory import Delivery, MemoryNetwork
 from swarmnet_protocols.wire import workers_pb2 as pb
 from tests.support.training_peers import JOB, PATIENCE_S, START, TIMING, Worker, simulate
 

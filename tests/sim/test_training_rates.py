@@ -6,14 +6,14 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.memory import LinkProfile, MemoryNetwork
 from swarmnet_protocols.timing import Timing
-from swarmnet_protocols.training.averaging import Outcome
+from swarmnet_protocols.training.bandwidth import ArrivalRates
 from swarmnet_protocols.training.codecs import ALIGNMENT
-from swarmnet_protocols.training.gathering import Gathering
-from swarmnet_protocols.training.rates import ArrivalRates
+from swarmnet_protocols.training.matchmaking import Gathering
 from swarmnet_protocols.training.rosters import Candidate, Roster
-from swarmnet_protocols.transport import PeerId
-from swarmnet_protocols.transport.memory import LinkProfile, MemoryNetwork
+from swarmnet_protocols.training.rounds.averaging import Outcome
 from tests.support.training_lab import JOB, TrainingLab, Work, check_agreement
 from tests.support.virtual_time import run
 

@@ -8,7 +8,9 @@ from itertools import pairwise
 import pytest
 
 from swarmnet_protocols.errors import IntegrityError, SwarmnetError, Unreachable
-from swarmnet_protocols.protocol_ids import STATE
+from swarmnet_protocols.net import Message, PeerId
+from swarmnet_protocols.net.memory import Delivery, LinkProfile, MemoryNetwork
+from swarmnet_protocols.net.protocol_ids import STATE
 from swarmnet_protocols.training.state_transfer import (
     ASKED_AHEAD,
     CHUNK_BYTES,
@@ -16,8 +18,6 @@ from swarmnet_protocols.training.state_transfer import (
     Source,
     StateDownload,
 )
-from swarmnet_protocols.transport import Message, PeerId
-from swarmnet_protocols.transport.memory import Delivery, LinkProfile, MemoryNetwork
 from swarmnet_protocols.wire import workers_pb2 as pb
 from tests.support.training_peers import JOB, TIMING, Worker, simulate
 

@@ -8,9 +8,9 @@ import pytest
 
 from swarmnet_node.training.checkpoint import Checkpoint, Checkpoints, params_hash
 from swarmnet_node.training.replica import ERROR
-from swarmnet_protocols.protocol_ids import EXCHANGE, GATHER
+from swarmnet_protocols.net.memory import Delivery, LinkProfile
+from swarmnet_protocols.net.protocol_ids import EXCHANGE, GATHER
 from swarmnet_protocols.training.jobs import open_job
-from swarmnet_protocols.transport.memory import Delivery, LinkProfile
 from swarmnet_protocols.wire import workers_pb2 as pb
 from tests.support.training_workers import ROUNDS, WorkerLab, train, write_job
 from tests.support.virtual_time import run

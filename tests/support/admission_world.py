@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from swarmnet_protocols.directory import MemoryBoard, MemoryDirectory
-from swarmnet_protocols.membership.admission import Admissions, IssuerConfig, ask
+from swarmnet_protocols.joining.admission import Admissions, IssuerConfig, ask
 from swarmnet_protocols.membership.invites import Invite, Terms, make_invite, read_invite, redemption
-from swarmnet_protocols.membership.roles import Role
-from swarmnet_protocols.transport import PeerId
-from swarmnet_protocols.transport.memory import LinkProfile, MemoryNetwork, MemoryTransport
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.memory import LinkProfile, MemoryNetwork, MemoryTransport
 from swarmnet_protocols.wire import membership_pb2 as pb
+from swarmnet_protocols.wire.roles import Role
 from tests.support import virtual_time
 from tests.support.private_swarm import AUTHORITY, EPOCH, PrivateSwarm, Someone, identity_of, virtual_clock
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from swarmnet_client.batching import Batcher, Limits
-from swarmnet_client.edges import Edges, Form, Head
-from swarmnet_client.lanes import Answer, Request
-from swarmnet_client.sampling import Sampling
+from swarmnet_client.batching.continuous_batching import Batcher, Limits
+from swarmnet_client.batching.sequences import Answer, Request
+from swarmnet_client.model.local_layers import Edges, Form, Head
+from swarmnet_client.model.sampling import Sampling
 from swarmnet_client.swarm import Swarm
 from swarmnet_protocols.models import LocalModel
 from tests.support.swarm_lab import Lab

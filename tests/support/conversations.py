@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 
 from swarmnet_protocols.errors import StreamEnded
-from swarmnet_protocols.transport import Message, ProtocolSpec, Stream, Transport
+from swarmnet_protocols.net import Message, ProtocolSpec, Stream, Transport
 
 DEADLINE_S = 60.0
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from swarmnet_protocols.transport.memory import Delivery, MemoryNetwork
+from swarmnet_protocols.net.memory import Delivery, MemoryNetwork
 
 
 def once(

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Self
 
-from swarmnet_protocols.aio import cancel, race
+from swarmnet_protocols.machine.aio import cancel, race
 
 
 class Detour:

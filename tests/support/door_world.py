@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import pytest
 
 from swarmnet_protocols.errors import StreamEnded
-from swarmnet_protocols.membership.roles import ANY_ROLE, Role
-from swarmnet_protocols.protocol_ids import ALL, DOOR, ENTRANCE, SESSION
-from swarmnet_protocols.transport import Message, ProtocolSpec, Stream, Transport
-from swarmnet_protocols.transport.memory import LinkProfile, MemoryNetwork, MemoryTransport
+from swarmnet_protocols.net import Message, ProtocolSpec, Stream, Transport
+from swarmnet_protocols.net.memory import LinkProfile, MemoryNetwork, MemoryTransport
+from swarmnet_protocols.net.protocol_ids import ALL, DOOR, ENTRANCE, SESSION
 from swarmnet_protocols.wire import door_pb2 as pb
+from swarmnet_protocols.wire.roles import ANY_ROLE, Role
 from tests.support import virtual_time
 from tests.support.private_swarm import PrivateSwarm, Someone, identity_of
 

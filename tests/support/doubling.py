@@ -7,10 +7,10 @@ from typing import Any, cast
 
 import torch
 
-from swarmnet_node.engine import Engine
-from swarmnet_node.kv import KVGeometry, LaneCache, LayerShape
-from swarmnet_node.stage import Stage
-from swarmnet_protocols.resources import ResourceManager
+from swarmnet_node.engine.engine import Engine
+from swarmnet_node.engine.kv_cache import KVGeometry, LaneCache, LayerShape
+from swarmnet_node.engine.stage import Stage
+from swarmnet_protocols.net.resources import ResourceManager
 
 GEOMETRY = KVGeometry((LayerShape(1, 4, 4),), torch.float32, torch.device("cpu"))
 Rows = Sequence[tuple[LaneCache, torch.Tensor]]

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from swarmnet_node.control import NodeStatus
-from swarmnet_node.limits import Limits
+from swarmnet_node.owner.control import NodeStatus
+from swarmnet_node.owner.limits import Limits
 from swarmnet_protocols.errors import ConfigError
 
 NO_CORES = 4096

@@ -12,10 +12,10 @@ import httpx
 from swarmnet.gateway.app import Gateway
 from swarmnet.gateway.quotas import Quota
 from swarmnet.web.guards import Access, ApiKeys, guarded
-from swarmnet_client.batching import Limits
-from swarmnet_client.edges import Form
-from swarmnet_client.engine import open_engine
-from swarmnet_protocols.aio import cancel
+from swarmnet_client.batching.continuous_batching import Limits
+from swarmnet_client.batching.engine import open_engine
+from swarmnet_client.model.local_layers import Form
+from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.timing import Timing
 from tests.support.swarm_lab import EPOCH, Lab, Reference, simulate
 

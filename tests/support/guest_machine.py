@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 
-from swarmnet_node.limits import Limits, Observed, Usage
+from swarmnet_node.owner.limits import Limits, Observed, Usage
 
 MONDAY_NOON = datetime(2026, 11, 23, 12, 0)  # noqa: DTZ001 - as an owner's clock shows it
 

@@ -9,8 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
 from swarmnet_protocols.timing import Timing
-from swarmnet_protocols.transport.p2pd import P2pdConfig, P2pdTransport
 
 HANDSHAKE_S = 0.3
 HELLO = b"\x13/multistream/1.0.0\n\x07/noise\n"

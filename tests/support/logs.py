@@ -1,7 +1,7 @@
 """An activation log with room of its own."""
 
-from swarmnet_protocols.resources import Scope, Stock
-from swarmnet_protocols.session.log import ActivationLog
+from swarmnet_protocols.net.resources import Scope, Stock
+from swarmnet_protocols.session.activation_log import ActivationLog
 
 
 def a_log(max_bytes: int = 1 << 30) -> ActivationLog:

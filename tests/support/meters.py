@@ -1,9 +1,9 @@
 """The account of a stream, for tests of what lies below it."""
 
-from swarmnet_protocols.resources import ResourceManager
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.meter import Meter
+from swarmnet_protocols.net.resources import ResourceManager
 from swarmnet_protocols.timing import Timing
-from swarmnet_protocols.transport import PeerId
-from swarmnet_protocols.transport.meter import Meter
 
 
 def a_meter(resources: ResourceManager | None = None) -> Meter:

@@ -6,17 +6,17 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from math import inf
 
-from swarmnet_protocols.identity import Identity
 from swarmnet_protocols.membership.certificates import Admittance, issue
-from swarmnet_protocols.membership.door import Door
-from swarmnet_protocols.membership.guard import GuardedTransport
+from swarmnet_protocols.membership.guarded_transport import GuardedTransport
+from swarmnet_protocols.membership.handshake import Door
 from swarmnet_protocols.membership.membership import Membership
 from swarmnet_protocols.membership.revocations import Named, sign_list
-from swarmnet_protocols.membership.roles import Role
 from swarmnet_protocols.membership.rules import Admission, Rules
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.identity import Identity
+from swarmnet_protocols.net.memory import MemoryNetwork, MemoryTransport
 from swarmnet_protocols.timing import Timing
-from swarmnet_protocols.transport import PeerId
-from swarmnet_protocols.transport.memory import MemoryNetwork, MemoryTransport
+from swarmnet_protocols.wire.roles import Role
 
 EPOCH = 1_800_000_000.0
 AUTHORITY = Identity.from_seed(b"authority")

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from swarmnet_node import control
-from swarmnet_node.control import NodeStatus
+from swarmnet_node.owner import control
+from swarmnet_node.owner.control import NodeStatus
 from tests.support.commands import LOOPBACK, Place, RunningCommand, call
 
 

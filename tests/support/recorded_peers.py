@@ -5,12 +5,12 @@ import math
 import random
 from dataclasses import dataclass, field
 
-from swarmnet.dashboard.sightings import Announced, JobSighting, Reported, Sighting
-from swarmnet_node.tally import Histogram
-from swarmnet_protocols.catalog import CatalogModel
-from swarmnet_protocols.identity import Identity
-from swarmnet_protocols.reports import BOUNDS_S, check
-from swarmnet_protocols.transport import PeerId
+from swarmnet.dashboard.observing.sightings import Announced, JobSighting, Reported, Sighting
+from swarmnet_node.engine.counters import Histogram
+from swarmnet_protocols.directory.catalog import CatalogModel
+from swarmnet_protocols.directory.reports import BOUNDS_S, check
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.wire import report_pb2
 
 SCRIPTS = (

@@ -26,14 +26,14 @@ from swarmnet.dashboard.history import (
     ModelSample,
     PeerSample,
 )
-from swarmnet.dashboard.sightings import Look, Sighting, SwarmAbout
-from swarmnet.dashboard.tally import Counts, Tallies
-from swarmnet_node.tally import Histogram
-from swarmnet_protocols.catalog import CatalogModel
-from swarmnet_protocols.clock import Clock, wall_clock
-from swarmnet_protocols.identity import Identity
-from swarmnet_protocols.reports import BOUNDS_S
-from swarmnet_protocols.transport import PeerId
+from swarmnet.dashboard.observing.sightings import Look, Sighting, SwarmAbout
+from swarmnet.dashboard.observing.tally import Counts, Tallies
+from swarmnet_node.engine.counters import Histogram
+from swarmnet_protocols.directory.catalog import CatalogModel
+from swarmnet_protocols.directory.reports import BOUNDS_S
+from swarmnet_protocols.machine.clock import Clock, wall_clock
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.identity import Identity
 from tests.support.recorded_peers import SCRIPTS, Chain, Host, hash_of, loss_after, training
 
 KINDS = ("full", "empty", "broken", "large")

@@ -5,14 +5,14 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from swarmnet_protocols.protocol_ids import LINK
-from swarmnet_protocols.resources import ResourceManager, Stock
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.meter import Meter
+from swarmnet_protocols.net.p2pd.pipe import Pipe
+from swarmnet_protocols.net.p2pd.stream import P2pdStream
+from swarmnet_protocols.net.protocol_ids import LINK
+from swarmnet_protocols.net.rate_limit import Pace
+from swarmnet_protocols.net.resources import ResourceManager, Stock
 from swarmnet_protocols.timing import Timing
-from swarmnet_protocols.transport import PeerId
-from swarmnet_protocols.transport.meter import Meter
-from swarmnet_protocols.transport.p2pd_pipe import Pipe
-from swarmnet_protocols.transport.p2pd_stream import P2pdStream
-from swarmnet_protocols.transport.pacing import Pace
 from tests.support.meters import a_meter
 
 

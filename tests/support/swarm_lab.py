@@ -11,24 +11,24 @@ from typing import Any, TypeVar
 
 import torch
 
-from swarmnet_client.chain import Chain
-from swarmnet_client.hops import ChainSpec
+from swarmnet_client.chain.chain import Chain
+from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_client.swarm import Swarm
-from swarmnet_node.guest import Guest
-from swarmnet_node.limits import Limits
+from swarmnet_node.engine.stage import Stage
 from swarmnet_node.node import Hosting, Node, World
-from swarmnet_node.stage import Stage
+from swarmnet_node.owner.limits import Limits
+from swarmnet_node.owner.supervisor import Guest
 from swarmnet_protocols.directory import MemoryBoard, MemoryDirectory
-from swarmnet_protocols.identity import Identity
-from swarmnet_protocols.membership.door import Door
-from swarmnet_protocols.membership.guard import GuardedTransport
+from swarmnet_protocols.membership.guarded_transport import GuardedTransport
+from swarmnet_protocols.membership.handshake import Door
 from swarmnet_protocols.membership.membership import Membership
-from swarmnet_protocols.membership.roles import Role
 from swarmnet_protocols.models import LocalModel
+from swarmnet_protocols.net import PeerId, Transport
+from swarmnet_protocols.net.identity import Identity
+from swarmnet_protocols.net.memory import Delivery, LinkProfile, MemoryNetwork
 from swarmnet_protocols.session.steps import Row
 from swarmnet_protocols.timing import Timing
-from swarmnet_protocols.transport import PeerId, Transport
-from swarmnet_protocols.transport.memory import Delivery, LinkProfile, MemoryNetwork
+from swarmnet_protocols.wire.roles import Role
 from tests.support.deliveries import once
 from tests.support.generation import greedy
 from tests.support.guest_machine import FakeMachine

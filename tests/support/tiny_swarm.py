@@ -13,12 +13,12 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
-from swarmnet_client.edges import Form
-from swarmnet_client.model import wrap
+from swarmnet_client.model.local_layers import Form
+from swarmnet_client.model.model import wrap
 from swarmnet_client.runtime import Runtime
 from swarmnet_client.swarm import Swarm
-from swarmnet_node.control import NodeStatus
-from swarmnet_protocols.transport.memory import LinkProfile
+from swarmnet_node.owner.control import NodeStatus
+from swarmnet_protocols.net.memory import LinkProfile
 from tests.support.swarm_lab import Lab, Reference, load_reference
 from tests.support.tiny import VOCABULARY
 

@@ -17,13 +17,13 @@ from swarmnet_node.training.model import build_model
 from swarmnet_node.training.outcomes import averaging_rules
 from swarmnet_node.training.replica import Replica
 from swarmnet_node.training.trainer import Trainer
-from swarmnet_protocols.training.averaging import Outcome
+from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.training.codecs import get_codec
 from swarmnet_protocols.training.codecs.floats import FloatCodec
 from swarmnet_protocols.training.jobs import Job, parse_job
 from swarmnet_protocols.training.methods import Average
-from swarmnet_protocols.training.transfers import Rules
-from swarmnet_protocols.transport import PeerId
+from swarmnet_protocols.training.rounds.averaging import Outcome
+from swarmnet_protocols.training.rounds.transfers import Rules
 from tests.support.training_lab import TrainingLab
 from tests.support.training_workers import write_job
 from tests.support.virtual_time import run

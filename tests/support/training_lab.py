@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from swarmnet_protocols.aio import cancel
-from swarmnet_protocols.identity import Identity
-from swarmnet_protocols.protocol_ids import EXCHANGE
-from swarmnet_protocols.training.aggregate import weighted_mean
-from swarmnet_protocols.training.averaging import Exchange, Member, Outcome, RoundTiming, Rules
+from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.identity import Identity
+from swarmnet_protocols.net.memory import Delivery, LinkProfile, MemoryNetwork, MemoryTransport
+from swarmnet_protocols.net.protocol_ids import EXCHANGE
 from swarmnet_protocols.training.codecs import Codec, get_codec, result_codec
-from swarmnet_protocols.transport import PeerId
-from swarmnet_protocols.transport.memory import Delivery, LinkProfile, MemoryNetwork, MemoryTransport
+from swarmnet_protocols.training.rounds.aggregate import weighted_mean
+from swarmnet_protocols.training.rounds.averaging import Exchange, Member, Outcome, RoundTiming, Rules
 from swarmnet_protocols.wire import training_pb2 as pb
 from tests.support.deliveries import once
 

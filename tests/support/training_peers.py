@@ -6,16 +6,16 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from swarmnet_protocols.aio import cancel
-from swarmnet_protocols.identity import Identity
+from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.net import PeerId, Transport
+from swarmnet_protocols.net.identity import Identity
+from swarmnet_protocols.net.memory import LinkProfile, MemoryNetwork
 from swarmnet_protocols.timing import Timing
-from swarmnet_protocols.training.gathering import Gathering
+from swarmnet_protocols.training.matchmaking import Gathering
 from swarmnet_protocols.training.rosters import Candidate, Roster
 from swarmnet_protocols.training.state_transfer import (
     StateServer,
 )
-from swarmnet_protocols.transport import PeerId, Transport
-from swarmnet_protocols.transport.memory import LinkProfile, MemoryNetwork
 from tests.support.virtual_time import run
 
 T = TypeVar("T")

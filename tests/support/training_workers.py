@@ -12,16 +12,16 @@ from typing import Any
 import torch
 
 from swarmnet_node.training.checkpoint import Checkpoints
+from swarmnet_node.training.dependencies import Hosted, WorkerWorld
 from swarmnet_node.training.start import LocalFiles, check_job
 from swarmnet_node.training.trainer import Trainer
 from swarmnet_node.training.worker import Worker
-from swarmnet_node.training.world import Hosted, WorkerWorld
-from swarmnet_protocols.aio import cancel
 from swarmnet_protocols.directory import MemoryBoard, MemoryDirectory
-from swarmnet_protocols.identity import Identity
+from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.identity import Identity
+from swarmnet_protocols.net.memory import LinkProfile, MemoryNetwork
 from swarmnet_protocols.training.jobs import open_job, parse_job, seal_job
-from swarmnet_protocols.transport import PeerId
-from swarmnet_protocols.transport.memory import LinkProfile, MemoryNetwork
 from tests.support.virtual_time import TimedExecutor
 
 SWARM = bytes(32)

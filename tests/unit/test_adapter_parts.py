@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from swarmnet_node.stage import Stage
+from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.errors import ConfigError, ProtocolViolation
 from swarmnet_protocols.models import resolve
 from swarmnet_protocols.session.adapters import (

@@ -7,12 +7,12 @@ from collections.abc import Awaitable, Callable
 import pytest
 import torch
 
-from swarmnet_node.adapter_store import AdapterStore
-from swarmnet_node.adapters import StageAdapter
+from swarmnet_node.hosting.adapter_store import AdapterStore
+from swarmnet_node.hosting.adapters import StageAdapter
 from swarmnet_protocols.errors import ProtocolViolation
-from swarmnet_protocols.resources import ResourceManager, Scope, Stock
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.resources import ResourceManager, Scope, Stock
 from swarmnet_protocols.session.link import Refused
-from swarmnet_protocols.transport import PeerId
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.support.virtual_time import run
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from swarmnet.addresses import check_listen_address, check_peer_address, usual_listen, write_addresses
 from swarmnet_protocols.errors import ConfigError
-from swarmnet_protocols.network import ANY_PORT
+from swarmnet_protocols.joining.network import ANY_PORT
 
 PEER_ID = "12D3KooWNvSZnPi3RrhrTwEY4LuuBeB6K6facKUCJcyWG1aoDd2p"
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from swarmnet_protocols.aio import until
+from swarmnet_protocols.machine.aio import until
 from tests.support.virtual_time import VirtualLoop, run
 
 

@@ -220,7 +220,7 @@ def test_what_is_wrong_is_said_with_a_next_step_and_nothing_is_done(
 
 
 def test_nobody_to_ask_is_said_before_anything_heavy_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "swarmnet_client.model", None)
+    monkeypatch.setitem(sys.modules, "swarmnet_client.model.model", None)
     assert cli.execute(shlex.split(RUN)) == 5
 
 

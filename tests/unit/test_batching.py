@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from swarmnet_client.batching import Limits, Load, may_start, may_wait, retry_after_s
-from swarmnet_client.lanes import MIN_SHARED, Answer, Lane, Request, pick_lane, share
-from swarmnet_client.sampling import NUCLEUS, Draw, Sampling, Token, choose
+from swarmnet_client.batching.continuous_batching import Limits, Load, may_start, may_wait, retry_after_s
+from swarmnet_client.batching.sequences import MIN_SHARED, Answer, Lane, Request, pick_lane, share
+from swarmnet_client.model.sampling import NUCLEUS, Draw, Sampling, Token, choose
 
 LIMITS = Limits(active=4, waiting=2, positions=1000)
 LONG = tuple(range(2, 2 + 2 * MIN_SHARED))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import rms_norm, silu
 
-from swarmnet_node.between import gated, normed, rotated
+from swarmnet_node.engine.kernels.fused_ops import gated, normed, rotated
 
 HEADS, POSITIONS, SIZE = 3, 5, 8
 

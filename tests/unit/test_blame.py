@@ -1,7 +1,7 @@
 """Of hosts that say it is the client's own fault: who may still be lying, all on its own."""
 
-from swarmnet_client.blame import Suspects
-from swarmnet_protocols.transport import PeerId
+from swarmnet_client.chain.blame import Suspects
+from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.wire import session_pb2 as pb
 
 ONE, TWO, THREE = PeerId("one"), PeerId("two"), PeerId("three")

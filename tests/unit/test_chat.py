@@ -14,9 +14,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
-from swarmnet.cli.chat import Chat, changed
-from swarmnet.cli.conversation import Conversation, Turn
-from swarmnet.cli.generation import Sampling, Screen
+from swarmnet.cli.chat.conversation import Conversation, Turn
+from swarmnet.cli.chat.generation import Sampling, Screen
+from swarmnet.cli.chat.loop import Chat, changed
 from swarmnet_protocols.errors import ConfigError, NoRoute
 from tests.support.swarm_lab import Reference
 from tests.support.tiny import VOCABULARY

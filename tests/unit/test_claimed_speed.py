@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from swarmnet_client.guards import LIFETIME_S, MOST, WANTED, Guards
-from swarmnet_protocols.routing import Hop, HostInfo, View, believed, find_chain
-from swarmnet_protocols.speeds import MEMORY_S, Speeds
-from swarmnet_protocols.transport import PeerId
+from swarmnet_client.chain.entry_guards import LIFETIME_S, MOST, WANTED, Guards
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.routing.cost import Hop, HostInfo, View, believed, find_chain
+from swarmnet_protocols.routing.measured_speed import MEMORY_S, Speeds
 
 MOST_OF_A_TRUTHFUL_HOST = 1.5
 HONEST, LIARS = 12, 4

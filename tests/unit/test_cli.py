@@ -231,7 +231,7 @@ def test_a_data_directory_that_cannot_be_used_is_refused(
 def test_a_prompt_of_any_size_is_not_read_into_memory(
     swarm: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("swarmnet.cli.run.MAX_MESSAGE_CHARS", 10)
+    monkeypatch.setattr("swarmnet.cli.commands.run.MAX_MESSAGE_CHARS", 10)
     stdin = io.StringIO("x" * 100)
     monkeypatch.setattr("sys.stdin", stdin)
     assert cli.execute(["run", "m", "--swarm", swarm]) == 2

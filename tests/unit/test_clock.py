@@ -2,7 +2,7 @@
 
 import pytest
 
-from swarmnet_protocols.clock import SET_CLOCK, clock_advice
+from swarmnet_protocols.machine.clock import SET_CLOCK, clock_advice
 
 
 @pytest.mark.parametrize("behind_s", [0.0, 299.0, -300.0, 300.0])

@@ -9,9 +9,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from swarmnet_node import control
-from swarmnet_node.control import NodeStatus
-from swarmnet_node.limits import Limits
+from swarmnet_node.owner import control
+from swarmnet_node.owner.control import NodeStatus
+from swarmnet_node.owner.limits import Limits
 from swarmnet_protocols.errors import ConfigError, Unreachable
 from swarmnet_protocols.wire import control_pb2
 from tests.support.fake_node import NO_CORES, STATUS, FakeNode

@@ -5,11 +5,11 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from swarmnet_protocols.resources import Exhausted, Flow, ResourceManager, Stock
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.meter import Meter
+from swarmnet_protocols.net.resources import Exhausted, Flow, ResourceManager, Stock
+from swarmnet_protocols.net.subnets import Crowds, host_of
 from swarmnet_protocols.timing import Timing
-from swarmnet_protocols.transport import PeerId
-from swarmnet_protocols.transport.crowds import Crowds, host_of
-from swarmnet_protocols.transport.meter import Meter
 from tests.support.virtual_time import run
 
 PLACES = 16

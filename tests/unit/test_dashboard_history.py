@@ -18,8 +18,8 @@ from swarmnet.dashboard.history import (
     ModelSample,
     PeerSample,
 )
-from swarmnet.dashboard.tally import NO_TIMES, Counts
-from swarmnet_protocols.transport import PeerId
+from swarmnet.dashboard.observing.tally import NO_TIMES, Counts
+from swarmnet_protocols.net import PeerId
 
 NOW_S = 1_800_000_000
 

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from swarmnet.dashboard.seats import UNKNOWN_SHARE, Candidate, networks_of, seated
-from swarmnet_protocols.transport import PeerId
+from swarmnet.dashboard.observing.seats import UNKNOWN_SHARE, Candidate, networks_of, seated
+from swarmnet_protocols.net import PeerId
 
 SALT = b"nobody knows this"
 SEATS = 80

@@ -6,14 +6,21 @@ from typing import Any
 
 import pytest
 
-from swarmnet.dashboard.coverage import advice, quantiles, replicas_of
-from swarmnet.dashboard.sightings import Announced, JobSighting, Look, Reported, Sighting, SwarmAbout
-from swarmnet.dashboard.state import State, derive, merge_patch
-from swarmnet.dashboard.tally import MAX_PER_SECOND, NO_TIMES, Tallies, between, quantile
-from swarmnet_protocols.catalog import CatalogModel
-from swarmnet_protocols.identity import Identity
-from swarmnet_protocols.reports import MAX_NUMBER
-from swarmnet_protocols.transport import PeerId
+from swarmnet.dashboard.observing.sightings import (
+    Announced,
+    JobSighting,
+    Look,
+    Reported,
+    Sighting,
+    SwarmAbout,
+)
+from swarmnet.dashboard.observing.tally import MAX_PER_SECOND, NO_TIMES, Tallies, between, quantile
+from swarmnet.dashboard.state.coverage import advice, quantiles, replicas_of
+from swarmnet.dashboard.state.state import State, derive, merge_patch
+from swarmnet_protocols.directory.catalog import CatalogModel
+from swarmnet_protocols.directory.reports import MAX_NUMBER
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.wire import report_pb2
 from tests.support.merge_patches import merged, without_nulls
 from tests.support.recorded_swarm import RecordedSwarm

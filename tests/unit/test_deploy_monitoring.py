@@ -11,7 +11,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from swarmnet.gateway.metrics import Meter
-from swarmnet_client.batching import Batcher
+from swarmnet_client.batching.continuous_batching import Batcher
 from tests.support.deployment import DEPLOY, compose
 from tests.support.swarm_lab import Lab, load_reference, simulate
 

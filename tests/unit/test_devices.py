@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from swarmnet_protocols.devices import limit_memory
+from swarmnet_protocols.machine.devices import limit_memory
 
 GIB = 1 << 30
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from swarmnet_protocols import dht_contacts
-from swarmnet_protocols.dht_contacts import (
+from swarmnet_protocols.directory import Publisher, dht_contacts
+from swarmnet_protocols.directory.dht_contacts import (
     LIFETIME_S,
     MAX_CONTACT_BYTES,
     MAX_CONTACTS,
@@ -12,8 +12,7 @@ from swarmnet_protocols.dht_contacts import (
     contacts_in,
     with_contacts,
 )
-from swarmnet_protocols.directory import Publisher
-from swarmnet_protocols.identity import Identity
+from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.wire import records_pb2 as pb
 
 SWARM = bytes(32)
@@ -115,7 +114,7 @@ def test_those_that_were_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_contacts_travel_beside_a_message_of_hivemind() -> None:
-    from swarmnet_protocols.transport.p2pd_daemon import prepare_hivemind
+    from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind
 
     prepare_hivemind()
     from hivemind.proto import dht_pb2

@@ -7,14 +7,14 @@ from typing import Any, Protocol, cast
 
 import pytest
 
-from swarmnet_protocols.clock import wall_clock
-from swarmnet_protocols.dht_contacts import Contacts
 from swarmnet_protocols.directory import Publisher
+from swarmnet_protocols.directory.dht_contacts import Contacts
 from swarmnet_protocols.errors import NotAuthorised, ProtocolViolation
-from swarmnet_protocols.identity import Identity
-from swarmnet_protocols.protocol_ids import DHT_FIND
-from swarmnet_protocols.resources import EACH_PEER, IN_ALL, Exhausted, ResourceManager, Stock
-from swarmnet_protocols.transport import PeerId, ProtocolSpec
+from swarmnet_protocols.machine.clock import wall_clock
+from swarmnet_protocols.net import PeerId, ProtocolSpec
+from swarmnet_protocols.net.identity import Identity
+from swarmnet_protocols.net.protocol_ids import DHT_FIND
+from swarmnet_protocols.net.resources import EACH_PEER, IN_ALL, Exhausted, ResourceManager, Stock
 from tests.support.virtual_time import run
 
 CALLER = Identity.from_seed(b"caller").peer_id
@@ -53,13 +53,13 @@ def with_guard(talk: Callable[[Call, SlowDoor, ResourceManager], Awaitable[None]
     """In virtual time: however slow the machine is, calls of one moment are many a second."""
 
     async def main() -> None:
-        from swarmnet_protocols.transport.p2pd_daemon import prepare_hivemind
+        from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind
 
         prepare_hivemind()
         from hivemind.p2p import PeerID
         from hivemind.proto import dht_pb2
 
-        from swarmnet_protocols.dht_guard import GuardedP2P
+        from swarmnet_protocols.directory.dht_calls import GuardedP2P
 
         handed, door, resources = Handed(), SlowDoor(), ResourceManager()
         contacts = Contacts(Publisher(Identity.from_seed(b"answerer"), bytes(32), wall_clock), tuple)
@@ -161,12 +161,12 @@ def test_what_a_stranger_sends_is_not_parsed() -> None:
 
 @pytest.mark.parametrize("results", [[0] * 17, [21]], ids=["keys", "peers"])
 def test_an_answer_that_would_keep_us_busy_is_refused(results: list[int]) -> None:
-    from swarmnet_protocols.transport.p2pd_daemon import prepare_hivemind
+    from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind
 
     prepare_hivemind()
     from hivemind.proto import dht_pb2
 
-    from swarmnet_protocols.dht_guard import _check_found
+    from swarmnet_protocols.directory.dht_calls import _check_found
 
     _check_found(dht_pb2.FindResponse(results=[dht_pb2.FindResult(nearest_peer_ids=[b"x"] * 20)] * 16))
     with pytest.raises(ProtocolViolation):

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from swarmnet_protocols.directory import Publisher
-from swarmnet_protocols.identity import Identity
-from swarmnet_protocols.records import dht_keys
+from swarmnet_protocols.directory.records import dht_keys
+from swarmnet_protocols.net.identity import Identity
 from tests.support.virtual_time import run
 
 SWARM = bytes(32)
@@ -72,7 +72,7 @@ class Keeping:
     """Alice's records and her neighbourhood."""
 
     def __init__(self, size: int) -> None:
-        from swarmnet_protocols.dht_keepers import Keepers
+        from swarmnet_protocols.directory.dht_replication import Keepers
 
         self.near = Neighbourhood(size)
         self.now = EPOCH
@@ -98,7 +98,7 @@ class Keeping:
 
 
 def with_peers(size: int, scenario: Callable[[Keeping], Awaitable[None]]) -> None:
-    from swarmnet_protocols.transport.p2pd_daemon import prepare_hivemind
+    from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind
 
     prepare_hivemind()
     run(scenario(Keeping(size)))
@@ -145,7 +145,7 @@ def test_the_next_nearest_keep_it_in_place_of_those_who_are_silent() -> None:
 
 
 def test_they_are_looked_for_once_a_minute_while_all_of_them_answer() -> None:
-    from swarmnet_protocols.dht_keepers import FOUND_S
+    from swarmnet_protocols.directory.dht_replication import FOUND_S
 
     async def scenario(keeping: Keeping) -> None:
         kept, searches = [], []

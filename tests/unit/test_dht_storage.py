@@ -3,9 +3,9 @@ from typing import Any
 
 import pytest
 
-from swarmnet_protocols.dht_storage import BoundedStorage, StorageLimits
-from swarmnet_protocols.records import MAX_LIFETIME_S
-from swarmnet_protocols.resources import ResourceManager, Stock
+from swarmnet_protocols.directory.dht_storage import BoundedStorage, StorageLimits
+from swarmnet_protocols.directory.records import MAX_LIFETIME_S
+from swarmnet_protocols.net.resources import ResourceManager, Stock
 
 
 class Time:
@@ -32,7 +32,7 @@ def held(store: Any, key: int) -> dict[bytes, bytes]:
 
 @pytest.fixture(autouse=True)
 def _hivemind_clock(monkeypatch: pytest.MonkeyPatch, clock: Time) -> None:
-    from swarmnet_protocols.transport.p2pd_daemon import prepare_hivemind
+    from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind
 
     prepare_hivemind()
     monkeypatch.setattr("hivemind.utils.timed_storage.get_dht_time", clock)

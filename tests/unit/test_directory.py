@@ -5,9 +5,9 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from swarmnet_protocols.directory import MemoryBoard, MemoryDirectory, Publisher
-from swarmnet_protocols.identity import Identity
-from swarmnet_protocols.records import open_record
-from swarmnet_protocols.transport.memory import MemoryNetwork
+from swarmnet_protocols.directory.records import open_record
+from swarmnet_protocols.net.identity import Identity
+from swarmnet_protocols.net.memory import MemoryNetwork
 from tests.support import virtual_time
 
 EPOCH = 1_800_000_000.0

@@ -14,8 +14,8 @@ from swarmnet.doctor import facts
 from swarmnet.doctor.checks import GIB, PYTHON, TESTED, Finding, Level, examine, worst
 from swarmnet.doctor.local import disk, secrets
 from swarmnet.doctor.peers import tcp_ports
-from swarmnet_protocols.probes import Probed
-from swarmnet_protocols.transport import PeerId
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.probes import Probed
 
 PEER = PeerId("12D3KooWNvSZnPi3RrhrTwEY4LuuBeB6K6facKUCJcyWG1aoDd2p")
 ADDRESS = f"/ip4/203.0.113.7/tcp/31337/p2p/{PEER}"

@@ -8,12 +8,12 @@ from typing import Any, cast
 import pytest
 import torch
 
-from swarmnet_node.engine import BUDGET_TOKENS, LATELY_S, Engine
-from swarmnet_node.kv import LaneCache
-from swarmnet_node.scheduler import worth_waiting_s
-from swarmnet_node.stage import Stage
+from swarmnet_node.engine.engine import BUDGET_TOKENS, LATELY_S, Engine
+from swarmnet_node.engine.kv_cache import LaneCache
+from swarmnet_node.engine.scheduler import worth_waiting_s
+from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.errors import OutOfResources, Unreachable
-from swarmnet_protocols.resources import ResourceManager
+from swarmnet_protocols.net.resources import ResourceManager
 from tests.support.doubling import GEOMETRY, Doubling, lane_of, with_engine
 from tests.support.virtual_time import TimedExecutor, run
 

@@ -13,14 +13,14 @@ from typing import cast
 import pytest
 import torch
 
-from swarmnet_node.engine import BUDGET_TOKENS, CLIENT_SHARE, Engine
-from swarmnet_node.graphs import Graph, GraphName, record
-from swarmnet_node.stage import Stage
+from swarmnet_node.engine.engine import BUDGET_TOKENS, CLIENT_SHARE, Engine
+from swarmnet_node.engine.graphs import Graph, GraphName, record
+from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.errors import OutOfResources, Unreachable
-from swarmnet_protocols.resources import Exhausted, ResourceManager, Stock
+from swarmnet_protocols.machine.core_lock import Alone
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.resources import Exhausted, ResourceManager, Stock
 from swarmnet_protocols.timing import Timing
-from swarmnet_protocols.transport import PeerId
-from swarmnet_protocols.turns import Alone
 from tests.support.doubling import GEOMETRY, Doubling, lane_of, with_engine
 from tests.support.virtual_time import TimedExecutor, run
 

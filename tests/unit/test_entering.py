@@ -7,13 +7,13 @@ import pytest
 
 from swarmnet import swarm_file
 from swarmnet.entering import Entry, enter
-from swarmnet.key_files import KEY_NAME, create_key
 from swarmnet.swarm_file import FILE_NAME
-from swarmnet.swarm_writer import NewSwarm, create
-from swarmnet_protocols.clock import wall_clock
+from swarmnet.swarm_file.keys import KEY_NAME, create_key
+from swarmnet.swarm_file.writer import NewSwarm, create
 from swarmnet_protocols.errors import ConfigError, NotAuthorised
-from swarmnet_protocols.identity import Identity
+from swarmnet_protocols.machine.clock import wall_clock
 from swarmnet_protocols.membership.membership import Membership
+from swarmnet_protocols.net.identity import Identity
 
 
 @pytest.fixture

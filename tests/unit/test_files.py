@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from swarmnet_protocols.files import make_private, replacing, write_whole
+from swarmnet_protocols.machine.files import make_private, replacing, write_whole
 
 
 def test_what_fails_leaves_the_old_file_and_nothing_else(

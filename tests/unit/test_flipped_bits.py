@@ -14,9 +14,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from swarmnet import swarm_writer
-from swarmnet.swarm_folder import folder_of, remember
-from swarmnet.swarm_writer import NewSwarm
+from swarmnet.swarm_file import writer as swarm_writer
+from swarmnet.swarm_file.folder import folder_of, remember
+from swarmnet.swarm_file.writer import NewSwarm
 from swarmnet_client.tuning.adapter_dir import check_adapter, hashes_of
 from swarmnet_client.tuning.checkpoint import Checkpoint as TuneCheckpoint
 from swarmnet_node.training.checkpoint import Checkpoints
@@ -24,9 +24,9 @@ from swarmnet_node.training.data import open_corpus
 from swarmnet_node.training.start import keep_job, kept_job
 from swarmnet_protocols.errors import ConfigError, IntegrityError, NotAuthorised
 from swarmnet_protocols.membership.membership import Membership
-from swarmnet_protocols.membership.roles import Role
 from swarmnet_protocols.models import resolve
 from swarmnet_protocols.training.jobs import DataSection, open_job, seal_job
+from swarmnet_protocols.wire.roles import Role
 from tests.support.private_swarm import AUTHORITY, EPOCH, PrivateSwarm, identity_of
 from tests.support.tiny_job import for_others, tiny_job
 from tests.support.tiny_models import save_tiny, write_gguf

@@ -9,11 +9,11 @@ from typing import Any, cast
 import pytest
 import torch
 
-from swarmnet_node.engine import Engine
-from swarmnet_node.kv import GROWTH_POSITIONS, KVGeometry, LaneCache, LayerShape
-from swarmnet_node.stage import Stage
+from swarmnet_node.engine.engine import Engine
+from swarmnet_node.engine.kv_cache import GROWTH_POSITIONS, KVGeometry, LaneCache, LayerShape
+from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.errors import OutOfResources
-from swarmnet_protocols.resources import ResourceManager, Stock
+from swarmnet_protocols.net.resources import ResourceManager, Stock
 
 GEOMETRY = KVGeometry((LayerShape(1, 4, 4),), torch.float32, torch.device("cpu"))
 LANE_BYTES = GEOMETRY.bytes_for(GROWTH_POSITIONS)

@@ -3,9 +3,9 @@
 import pytest
 
 from swarmnet.gateway.failures import RETRY_S, explain
-from swarmnet_client.batching import Busy
+from swarmnet_client.batching.continuous_batching import Busy
 from swarmnet_protocols.errors import NoRoute, OutOfResources, SwarmnetError
-from swarmnet_protocols.resources import Exhausted
+from swarmnet_protocols.net.resources import Exhausted
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 import typer
 
-from swarmnet.cli.generation import Sampling, generate
+from swarmnet.cli.chat.generation import Sampling, generate
 
 GREEDY = Sampling(max_new_tokens=8, temperature=0.0, seed=None)
 

@@ -3,10 +3,10 @@
 from types import SimpleNamespace
 from typing import cast
 
-from swarmnet_node.engine import Engine
-from swarmnet_node.governor import Governor
+from swarmnet_node.engine.engine import Engine
 from swarmnet_node.node import Hosting
-from swarmnet_protocols.resources import ResourceManager, Stock
+from swarmnet_node.owner.governor import Governor
+from swarmnet_protocols.net.resources import ResourceManager, Stock
 
 GIB = 1 << 30
 

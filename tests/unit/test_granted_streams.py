@@ -5,10 +5,10 @@ import asyncio
 import pytest
 
 from swarmnet_protocols.errors import DeadlineExceeded, ProtocolViolation, StreamEnded
+from swarmnet_protocols.net import Message
+from swarmnet_protocols.net.flow_control import MIN_BYTES
+from swarmnet_protocols.net.rate_limit import Pace
 from swarmnet_protocols.timing import Timing
-from swarmnet_protocols.transport import Message
-from swarmnet_protocols.transport.granting import MIN_BYTES
-from swarmnet_protocols.transport.pacing import Pace
 from tests.support.stream_ends import End, a_stream_to, connected, two_ends
 from tests.support.virtual_time import run
 

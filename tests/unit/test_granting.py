@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmnet_protocols.errors import ProtocolViolation, StreamEnded
-from swarmnet_protocols.transport import Message, PeerId, ProtocolSpec, Stream
-from swarmnet_protocols.transport.granting import (
+from swarmnet_protocols.net import Message, PeerId, ProtocolSpec, Stream
+from swarmnet_protocols.net.flow_control import (
     AHEAD_S,
     GRANT,
     GRANT_S,
@@ -22,8 +22,8 @@ from swarmnet_protocols.transport.granting import (
     Grants,
     due_bytes,
 )
-from swarmnet_protocols.transport.memory import LinkProfile, MemoryNetwork
-from swarmnet_protocols.transport.pacing import BURST_S, WIRE_FACTOR, Line
+from swarmnet_protocols.net.memory import LinkProfile, MemoryNetwork
+from swarmnet_protocols.net.rate_limit import BURST_S, WIRE_FACTOR, Line
 from tests.support.virtual_time import run
 
 RATE = 5e5

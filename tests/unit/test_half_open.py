@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from swarmnet_protocols.transport import sock_diag
-from swarmnet_protocols.transport.half_open import FAR_US, Newcomers, endpoint_of
-from swarmnet_protocols.transport.sock_diag import TcpSocket
+from swarmnet_protocols.net.p2pd import sock_diag
+from swarmnet_protocols.net.p2pd.half_open import FAR_US, Newcomers, endpoint_of
+from swarmnet_protocols.net.p2pd.sock_diag import TcpSocket
 
 MAPPED = bytes(10) + b"\xff\xff"
 

@@ -10,14 +10,15 @@ import pytest
 from google.protobuf.message import Message as Protobuf
 
 from swarmnet_protocols.errors import DeadlineExceeded, ProtocolViolation
-from swarmnet_protocols.resources import Exhausted, Flow, Rate, ResourceManager, Stock
+from swarmnet_protocols.net import Message, PeerId, ProtocolSpec
+from swarmnet_protocols.net import messages as talking
+from swarmnet_protocols.net.framing import FrameReader
+from swarmnet_protocols.net.meter import MAX_OWED_S, OPENING_FRAMES, Meter
+from swarmnet_protocols.net.rate_limit import Line, PacedReader
+from swarmnet_protocols.net.resources import Exhausted, Flow, Rate, ResourceManager, Stock
 from swarmnet_protocols.session.adapters import read_part
 from swarmnet_protocols.session.steps import decode_tensor
 from swarmnet_protocols.timing import Timing
-from swarmnet_protocols.transport import Message, PeerId, ProtocolSpec, talking
-from swarmnet_protocols.transport.framing import FrameReader
-from swarmnet_protocols.transport.meter import MAX_OWED_S, OPENING_FRAMES, Meter
-from swarmnet_protocols.transport.pacing import Line, PacedReader
 from swarmnet_protocols.wire import (
     door_pb2,
     membership_pb2,

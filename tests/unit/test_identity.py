@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from swarmnet_protocols.errors import ConfigError
-from swarmnet_protocols.identity import Identity, peer_id_of, verify
+from swarmnet_protocols.net.identity import Identity, peer_id_of, verify
 
 
 def test_peer_id_as_libp2p_derives_it() -> None:

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from swarmnet_protocols import identity_lock
 from swarmnet_protocols.errors import ConfigError
-from swarmnet_protocols.identity import Identity
-from swarmnet_protocols.identity_lock import identity_in_use
+from swarmnet_protocols.machine import identity_lock
+from swarmnet_protocols.machine.identity_lock import identity_in_use
+from swarmnet_protocols.net.identity import Identity
 
 HOLD = """
 import sys
 from pathlib import Path
-from swarmnet_protocols.identity_lock import identity_in_use
+from swarmnet_protocols.machine.identity_lock import identity_in_use
 with identity_in_use(Path(sys.argv[1]), alone=sys.argv[2] == "alone"):
     print("held", flush=True)
     sys.stdin.read()

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError, NotAuthorised, OutOfResources
-from swarmnet_protocols.identity import Identity
 from swarmnet_protocols.membership.certificates import Admittance, Certificate, issue, open_certificate
 from swarmnet_protocols.membership.invites import (
     MAX_BOOTSTRAPS,
@@ -23,10 +22,11 @@ from swarmnet_protocols.membership.invites import (
 )
 from swarmnet_protocols.membership.issuer import LEDGER_NAME, Issuer, Ledger
 from swarmnet_protocols.membership.revocations import Named, Revocations, sign_list
-from swarmnet_protocols.membership.roles import Role
 from swarmnet_protocols.membership.rules import Admission, Rules
-from swarmnet_protocols.transport import PeerId
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.wire import membership_pb2 as pb
+from swarmnet_protocols.wire.roles import Role
 
 NOW = 1_800_000_000.0
 HOUR_S = 3600

@@ -12,13 +12,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from swarmnet.cli.keyboard import Keyboard
+from swarmnet.cli.chat.keyboard import Keyboard
 
 # A session of its own takes the terminal it opens: so Ctrl-C reaches it.
 READER = """
 import os, sys
 from pathlib import Path
-from swarmnet.cli.keyboard import keyboard
+from swarmnet.cli.chat.keyboard import keyboard
 if os.isatty(0):
     os.close(os.open(os.ttyname(0), os.O_RDWR))
 with keyboard(Path(sys.argv[1]) if sys.argv[1] else None, ["/route", "/retry", "/quit"]) as keys:
@@ -148,9 +148,9 @@ def test_without_a_terminal_each_line_is_a_message() -> None:
 
 
 def test_a_message_that_never_ends_is_not_read_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swarmnet.cli.keyboard.MAX_MESSAGE_CHARS", 100)
+    monkeypatch.setattr("swarmnet.cli.chat.keyboard.MAX_MESSAGE_CHARS", 100)
     lines = iter(['"""x' * 10] * 1000)
-    monkeypatch.setattr("swarmnet.cli.keyboard.Keyboard._line", lambda *_: next(lines))
+    monkeypatch.setattr("swarmnet.cli.chat.keyboard.Keyboard._line", lambda *_: next(lines))
     message = Keyboard(is_terminal=False).read()
     assert message is not None
     assert len(message) < 200

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from swarmnet_node.stage import Stage
+from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.models import resolve
 from tests.support.tiny_models import FAMILIES, save_tiny, write_gguf
 
@@ -34,13 +34,13 @@ def note(event, arguments):
     if event == "open" and str(arguments[0]).endswith(".py"):
         sources.add(str(arguments[0]))
 sys.addaudithook(note)
-from swarmnet_protocols.lean_imports import import_transformers
-from swarmnet_protocols.transport.p2pd_daemon import prepare_hivemind
+from swarmnet_protocols.machine.lean_imports import import_transformers
+from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind
 import_transformers()
 prepare_hivemind()
 import torch
 import hivemind.p2p
-from swarmnet_node.stage import Stage
+from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.models import resolve
 
 cache_dir, *models = sys.argv[1:]
@@ -58,7 +58,7 @@ MOST_SOURCES = 500
 
 KEPT = """
 import gc
-from swarmnet_protocols.lean_imports import import_transformers
+from swarmnet_protocols.machine.lean_imports import import_transformers
 full = []
 gc.callbacks.append(lambda phase, info: full.append(phase) if info["generation"] == 2 else None)
 import_transformers()
@@ -68,7 +68,7 @@ assert len(gc.get_objects()) < gc.get_freeze_count() / 10
 """
 
 REST = """
-from swarmnet_protocols.lean_imports import import_transformers
+from swarmnet_protocols.machine.lean_imports import import_transformers
 import_transformers()
 import accelerate, PIL, scipy, torch
 assert "eager" in torch._dynamo.list_backends(exclude_tags=())

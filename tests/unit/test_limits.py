@@ -5,11 +5,11 @@ from zoneinfo import ZoneInfo
 
 import pytest
 
-from swarmnet_node.limits import Limits, Observed, Pause, Run, Usage, decide
-from swarmnet_node.memory import MARGIN, MIB, Footprint, check_room, rooms
-from swarmnet_node.schedule import Schedule
+from swarmnet_node.engine.memory_account import MARGIN, MIB, Footprint, check_room, rooms
+from swarmnet_node.owner.limits import Limits, Observed, Pause, Run, Usage, decide
+from swarmnet_node.owner.schedule import Schedule
 from swarmnet_protocols.errors import ConfigError, OutOfResources
-from swarmnet_protocols.resources import Stock
+from swarmnet_protocols.net.resources import Stock
 
 MONDAY, TUESDAY, FRIDAY, SATURDAY, SUNDAY = 23, 24, 27, 28, 29
 """Of November 2026."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from swarmnet_protocols.errors import ProtocolViolation
-from swarmnet_protocols.session.log import REPLAY_POSITIONS, LeftBehind, LogGone
+from swarmnet_protocols.session.activation_log import REPLAY_POSITIONS, LeftBehind, LogGone
 from swarmnet_protocols.session.steps import Row, Step
 from tests.support.logs import a_log
 

@@ -15,9 +15,9 @@ from peft import (
 )
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from swarmnet_client import lora, prefix
-from swarmnet_client.own import AdapterMaker, Own
-from swarmnet_client.placeholders import stand_ins
+from swarmnet_client.model import lora, prefix
+from swarmnet_client.model.client_adapter import AdapterMaker, Own
+from swarmnet_client.model.placeholders import stand_ins
 from swarmnet_protocols.errors import ConfigError
 from tests.support.tiny_models import FAMILIES, save_tiny
 from tests.unit.test_models import load

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from swarmnet_node import machine as machine_module
-from swarmnet_node.idleness import idle_s
-from swarmnet_node.limits import Limits, Usage
-from swarmnet_node.machine import LIMITS_NAME, USAGE_NAME, OwnersMachine, load_limits
+from swarmnet_node.owner import machine as machine_module
+from swarmnet_node.owner.idleness import idle_s
+from swarmnet_node.owner.limits import Limits, Usage
+from swarmnet_node.owner.machine import LIMITS_NAME, USAGE_NAME, OwnersMachine, load_limits
 from swarmnet_protocols.errors import ConfigError
-from swarmnet_protocols.transport.pacing import Pace
+from swarmnet_protocols.net.rate_limit import Pace
 
 NOVEMBER = 1_795_000_000.0
 
@@ -87,15 +87,17 @@ def test_the_memory_of_children_counts(tmp_path: Path) -> None:
 
 
 def test_everybody_else_goes_first() -> None:
-    code = "import os; from swarmnet_node.machine import yield_to_others as y; y(); y(); print(os.nice(0))"
+    code = (
+        "import os; from swarmnet_node.owner.machine import yield_to_others as y; y(); y(); print(os.nice(0))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(done.stdout) == max(os.nice(0), 10)
 
 
 def _say(monkeypatch: pytest.MonkeyPatch, output: str) -> None:
-    monkeypatch.setattr("swarmnet_node.idleness._output_of", lambda *command: output)
-    monkeypatch.setattr("swarmnet_node.idleness._x_idle_s", lambda: None)
-    monkeypatch.setattr("swarmnet_node.idleness._TERMINALS", ())
+    monkeypatch.setattr("swarmnet_node.owner.idleness._output_of", lambda *command: output)
+    monkeypatch.setattr("swarmnet_node.owner.idleness._x_idle_s", lambda: None)
+    monkeypatch.setattr("swarmnet_node.owner.idleness._TERMINALS", ())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks logind")
@@ -122,7 +124,7 @@ def test_whoever_typed_last_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     for name, ago in (("1", 500), ("2", 60)):
         (terminals / name).touch()
         os.utime(terminals / name, (NOVEMBER - ago, NOVEMBER))
-    monkeypatch.setattr("swarmnet_node.idleness._TERMINALS", (f"{terminals}/[0-9]*",))
+    monkeypatch.setattr("swarmnet_node.owner.idleness._TERMINALS", (f"{terminals}/[0-9]*",))
     assert idle_s(lambda: NOVEMBER) == 60.0
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from swarmnet_protocols.errors import IntegrityError, NotAuthorised
-from swarmnet_protocols.identity import Identity
 from swarmnet_protocols.membership.certificates import (
     CLOCK_SKEW_S,
     Admittance,
@@ -24,11 +23,12 @@ from swarmnet_protocols.membership.revocations import (
     open_list,
     sign_list,
 )
-from swarmnet_protocols.membership.roles import ANY_ROLE, Role
 from swarmnet_protocols.membership.rules import MAX_LIFETIME_S, MIN_LIFETIME_S, Admission, Rules, admit
 from swarmnet_protocols.membership.signed import seal
-from swarmnet_protocols.transport import PeerId
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.wire import membership_pb2 as pb
+from swarmnet_protocols.wire.roles import ANY_ROLE, Role
 
 NOW = 1_800_000_000.0
 DAY_S = 24 * 3600.0

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from swarmnet_protocols.errors import NotAuthorised, OutOfResources
-from swarmnet_protocols.identity import Identity
 from swarmnet_protocols.membership.membership import Membership
 from swarmnet_protocols.membership.revocations import Named, sign_list
-from swarmnet_protocols.membership.roles import Role
 from swarmnet_protocols.membership.rules import MAX_KEYS, Rules
+from swarmnet_protocols.net.identity import Identity
+from swarmnet_protocols.wire.roles import Role
 from tests.support.private_swarm import AUTHORITY, EPOCH, PrivateSwarm, identity_of
 
 SWARM = PrivateSwarm()

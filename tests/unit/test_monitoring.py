@@ -13,9 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from swarmnet.addresses import parse_endpoint
 from swarmnet.monitoring import Monitor
-from swarmnet_node.control import NodeStatus
+from swarmnet_node.engine.counters import Histogram
 from swarmnet_node.metrics import Measured, registry_of
-from swarmnet_node.tally import Histogram
+from swarmnet_node.owner.control import NodeStatus
 from swarmnet_protocols.errors import ConfigError, Unreachable
 from tests.support.fake_node import STATUS, FakeNode
 from tests.support.swarm_lab import Lab, load_reference, simulate

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from swarmnet_node import stage as stages
-from swarmnet_node.kv import GROWTH_POSITIONS, LaneCache
-from swarmnet_node.native import decode
-from swarmnet_node.native.decode import Native
-from swarmnet_node.stage import NATIVE_POSITIONS, Stage
-from swarmnet_protocols import native_code
+from swarmnet_node.engine import stage as stages
+from swarmnet_node.engine.kernels import decode
+from swarmnet_node.engine.kernels.decode import Native
+from swarmnet_node.engine.kv_cache import GROWTH_POSITIONS, LaneCache
+from swarmnet_node.engine.stage import NATIVE_POSITIONS, Stage
+from swarmnet_protocols.machine import native_code
 from swarmnet_protocols.models import resolve
 from tests.support.peft_oracle import random_tensors
 from tests.support.tiny_models import save_tiny

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from swarmnet_node.native import decode
-from swarmnet_node.native.decode import Native
-from swarmnet_protocols import native_code
+from swarmnet_node.engine.kernels import decode
+from swarmnet_node.engine.kernels.decode import Native
+from swarmnet_protocols.machine import native_code
 
 
 @pytest.fixture(scope="module")

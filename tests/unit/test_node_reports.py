@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import pytest
 
-from swarmnet_node import reports
-from swarmnet_node.reports import (
+from swarmnet_node.hosting import reports
+from swarmnet_node.hosting.reports import (
     EVERY_S,
     IDLE_S,
     MAX_PAIRS,
@@ -19,15 +19,15 @@ from swarmnet_node.reports import (
     Pair,
     Reporter,
 )
-from swarmnet_protocols.catalog import MAX_MODELS, CatalogModel, merge
+from swarmnet_protocols.directory.catalog import MAX_MODELS, CatalogModel, merge
+from swarmnet_protocols.directory.reports import MAX_FLOWS, MAX_NUMBER, ask, check, clean
 from swarmnet_protocols.errors import ProtocolViolation, StreamEnded, StreamRefused
-from swarmnet_protocols.identity import Identity
-from swarmnet_protocols.protocol_ids import REPORT
-from swarmnet_protocols.reports import MAX_FLOWS, MAX_NUMBER, ask, check, clean
-from swarmnet_protocols.resources import EACH_PEER, ResourceManager, Stock
+from swarmnet_protocols.net import Message, Stream
+from swarmnet_protocols.net.identity import Identity
+from swarmnet_protocols.net.memory import LinkProfile, MemoryNetwork
+from swarmnet_protocols.net.protocol_ids import REPORT
+from swarmnet_protocols.net.resources import EACH_PEER, ResourceManager, Stock
 from swarmnet_protocols.session.steps import Row
-from swarmnet_protocols.transport import Message, Stream
-from swarmnet_protocols.transport.memory import LinkProfile, MemoryNetwork
 from swarmnet_protocols.wire import records_pb2, report_pb2
 from tests.support.virtual_time import run
 from tests.wire.examples import report_messages

@@ -7,10 +7,10 @@ import sys
 import pytest
 from rich.console import Console
 
-from swarmnet.cli.displays import Lines, Telling, bars
+from swarmnet.cli.chat.generation import Screen
 from swarmnet.cli.failures import explain
-from swarmnet.cli.generation import Screen
 from swarmnet.cli.output import clear_terminal, note, note_if_first, print_folded, print_table, print_text
+from swarmnet.cli.progress.displays import Lines, Telling, bars
 from swarmnet.logs import configure
 from swarmnet_protocols.errors import SwarmnetError
 

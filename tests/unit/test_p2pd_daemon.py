@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from swarmnet_protocols.transport.p2pd_daemon import P2pd
+from swarmnet_protocols.net.p2pd.daemon import P2pd
 
 
 @pytest.mark.parametrize("cancelled_after", range(6))

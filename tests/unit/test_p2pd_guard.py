@@ -4,11 +4,12 @@ import random
 
 import pytest
 
-from swarmnet_protocols.identity import Identity
-from swarmnet_protocols.transport import p2pd_guard, p2pd_process
-from swarmnet_protocols.transport.crowds import origin_of
-from swarmnet_protocols.transport.p2pd_guard import Connection, ConnectionLimits, Worth
-from swarmnet_protocols.transport.p2pd_process import listening_at
+from swarmnet_protocols.net.identity import Identity
+from swarmnet_protocols.net.p2pd import connection_limits as p2pd_guard
+from swarmnet_protocols.net.p2pd import process as p2pd_process
+from swarmnet_protocols.net.p2pd.connection_limits import Connection, ConnectionLimits, Worth
+from swarmnet_protocols.net.p2pd.process import listening_at
+from swarmnet_protocols.net.subnets import origin_of
 
 PEER = Identity.from_seed(b"somebody").peer_id
 LIMITS = ConnectionLimits(each_host=4, each_subnet=8, in_all=16)

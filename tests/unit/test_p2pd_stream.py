@@ -5,10 +5,10 @@ import asyncio
 import pytest
 
 from swarmnet_protocols.errors import StreamEnded, StreamRefused
+from swarmnet_protocols.net import Message, Refusal
+from swarmnet_protocols.net.p2pd.pipe import LINGER_BYTES
+from swarmnet_protocols.net.rate_limit import Pace
 from swarmnet_protocols.timing import Timing
-from swarmnet_protocols.transport import Message, Refusal
-from swarmnet_protocols.transport.p2pd_pipe import LINGER_BYTES
-from swarmnet_protocols.transport.pacing import Pace
 from tests.support.stream_ends import a_stream_to, two_ends
 from tests.support.virtual_time import run
 

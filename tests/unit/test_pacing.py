@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmnet_protocols.transport.pacing import (
+from swarmnet_protocols.net.rate_limit import (
     AHEAD_BYTES,
     BURST_S,
     PIECE_BYTES,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from swarmnet_client.packed import BLOCK, MAX_ROWS, Native, PackedLinear, PackedWeight, pack_head
+from swarmnet_client.model.packed import BLOCK, MAX_ROWS, Native, PackedLinear, PackedWeight, pack_head
 
 INPUTS, OUTPUTS = 3 * BLOCK, 37
 

@@ -1,8 +1,8 @@
 """What a person is told when a chain cannot be mended."""
 
-from swarmnet_client.patience import verdict
+from swarmnet_client.chain.retry_policy import verdict
 from swarmnet_protocols.errors import IncompatibleVersion, NotAuthorised, StreamRefused
-from swarmnet_protocols.resources import Exhausted
+from swarmnet_protocols.net.resources import Exhausted
 
 
 def test_a_person_is_told_what_hosts_refuse_their_streams_for() -> None:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from swarmnet_protocols.placement import Claim, choose_start, settle
-from swarmnet_protocols.transport import PeerId
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.routing.placement import Claim, choose_start, settle
 
 A, B, C = (PeerId(name) for name in "abc")
 

@@ -8,13 +8,20 @@ from itertools import pairwise
 import pytest
 
 from swarmnet_protocols.directory import MemoryBoard, MemoryDirectory
-from swarmnet_protocols.identity import Identity
-from swarmnet_protocols.presence import DOUBTS, REMEMBERED_S, Double, Presence, Watch, topic_of
-from swarmnet_protocols.records import Record
+from swarmnet_protocols.directory.duplicate_identity import (
+    DOUBTS,
+    REMEMBERED_S,
+    Double,
+    Presence,
+    Watch,
+    topic_of,
+)
+from swarmnet_protocols.directory.records import Record
+from swarmnet_protocols.net import Transport
+from swarmnet_protocols.net.identity import Identity
+from swarmnet_protocols.net.memory import MemoryNetwork
+from swarmnet_protocols.net.wrappers import PassingTransport
 from swarmnet_protocols.timing import Timing
-from swarmnet_protocols.transport import Transport
-from swarmnet_protocols.transport.memory import MemoryNetwork
-from swarmnet_protocols.transport.passing import PassingTransport
 from swarmnet_protocols.wire import records_pb2 as pb
 from tests.support import virtual_time
 

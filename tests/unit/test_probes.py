@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from swarmnet_protocols.errors import ProtocolViolation, StreamEnded
-from swarmnet_protocols.probes import HELLO, MAX_PORTS, Probed, Probes, direct_ip, probe, speaks_libp2p
-from swarmnet_protocols.protocol_ids import PROBE
-from swarmnet_protocols.resources import EACH_PEER, IN_ALL, Stock
-from swarmnet_protocols.transport import PeerId
-from swarmnet_protocols.transport.memory import LinkProfile, MemoryNetwork
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.memory import LinkProfile, MemoryNetwork
+from swarmnet_protocols.net.probes import HELLO, MAX_PORTS, Probed, Probes, direct_ip, probe, speaks_libp2p
+from swarmnet_protocols.net.protocol_ids import PROBE
+from swarmnet_protocols.net.resources import EACH_PEER, IN_ALL, Stock
 from tests.support import virtual_time
 
 ASKER, ANSWERER = PeerId("asker"), PeerId("answerer")
@@ -92,7 +92,7 @@ def test_ports_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
         dialled.append((host, port))
         return port == 4002
 
-    monkeypatch.setattr("swarmnet_protocols.probes.speaks_libp2p", speaks)
+    monkeypatch.setattr("swarmnet_protocols.net.probes.speaks_libp2p", speaks)
     said = probed(["/ip4/203.0.113.5/tcp/60000"], [4001, 4002, 4001])
     assert said.observed_ip == "203.0.113.5"
     assert said.reached == (4002,)
@@ -135,7 +135,7 @@ def test_one_asker_and_all_of_them_are_dialled_so_often_at_once() -> None:
 
 @pytest.mark.parametrize("ports", [[0], [70_000], list(range(1, MAX_PORTS + 2))])
 def test_a_request_that_cannot_be_is_not_answered(ports: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    from swarmnet_protocols.transport import Message
+    from swarmnet_protocols.net import Message
     from swarmnet_protocols.wire import probe_pb2
 
     class Asking:

@@ -3,10 +3,10 @@ from typing import Any
 
 import pytest
 
-from swarmnet_protocols import records
+from swarmnet_protocols.directory import records
+from swarmnet_protocols.directory.records import Record, dht_keys, newest, open_record, open_valid, seal
 from swarmnet_protocols.errors import IntegrityError, NotAuthorised
-from swarmnet_protocols.identity import Identity
-from swarmnet_protocols.records import Record, dht_keys, newest, open_record, open_valid, seal
+from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.wire import records_pb2 as pb
 
 NOW = 1_800_000_000.0

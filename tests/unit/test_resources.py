@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmnet_protocols.resources import MIN_SWEEP, Exhausted, Flow, Hold, Rate, ResourceManager, Scope, Stock
+from swarmnet_protocols.net.resources import (
+    MIN_SWEEP,
+    Exhausted,
+    Flow,
+    Hold,
+    Rate,
+    ResourceManager,
+    Scope,
+    Stock,
+)
 from tests.support.virtual_time import run
 
 

@@ -1,9 +1,9 @@
 """Who is in a round, of those who came."""
 
-from swarmnet_protocols.training.rates import Measured
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.training.bandwidth import Measured
 from swarmnet_protocols.training.rosters import EXCHANGES_A_ROUND, Candidate, Guest, Roster
-from swarmnet_protocols.training.terms import UNMEASURED_BYTES_PER_S
-from swarmnet_protocols.transport import PeerId
+from swarmnet_protocols.training.rounds.terms import UNMEASURED_BYTES_PER_S
 
 A, B, C, D = map(PeerId, "abcd")
 

@@ -11,8 +11,7 @@ import pytest
 
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.training.codecs import ALIGNMENT
-from swarmnet_protocols.training.messages import DISCARD, Prepare, Report, Slot, Vote
-from swarmnet_protocols.training.round_events import (
+from swarmnet_protocols.training.rounds.events import (
     Began,
     Contributed,
     Effect,
@@ -29,8 +28,9 @@ from swarmnet_protocols.training.round_events import (
     SendResult,
     Tick,
 )
-from swarmnet_protocols.training.rounds import Round
-from swarmnet_protocols.training.shares import MAX_SHARE, shares
+from swarmnet_protocols.training.rounds.messages import DISCARD, Prepare, Report, Slot, Vote
+from swarmnet_protocols.training.rounds.round_state import Round
+from swarmnet_protocols.training.rounds.shares import MAX_SHARE, shares
 
 TIMING = RoundTiming(contribution_s=6.0, settle_s=12.0, deadline_s=18.0)
 ROUNDS_PER_SEED = 6

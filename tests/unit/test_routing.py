@@ -6,7 +6,8 @@ from collections import Counter
 import pytest
 
 from swarmnet_protocols.errors import NoRoute
-from swarmnet_protocols.routing import (
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.routing.cost import (
     BAN_MAX_S,
     BAN_S,
     CANDIDATES_PER_BLOCK,
@@ -19,7 +20,6 @@ from swarmnet_protocols.routing import (
     find_chain,
     pair_of,
 )
-from swarmnet_protocols.transport import PeerId
 
 A, B, C, D = (PeerId(name) for name in "abcd")
 

@@ -6,8 +6,8 @@ import threading
 import pytest
 
 from swarmnet_protocols.errors import SwarmnetError
-from swarmnet_protocols.protocol_ids import LINK
-from swarmnet_protocols.transport.memory import Delivery
+from swarmnet_protocols.net.memory import Delivery
+from swarmnet_protocols.net.protocol_ids import LINK
 from tests.support.generation import greedy
 from tests.support.swarm_lab import Reference
 from tests.support.tiny_swarm import load_tiny, tiny_swarm

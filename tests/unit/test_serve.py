@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from swarmnet.cli import serve
+from swarmnet.cli.commands import serve
 from swarmnet.cli.interrupts import run_until_stopped
 from swarmnet.gateway.quotas import Quota
 from swarmnet.web.guards import Access
@@ -32,7 +32,7 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> None:
         yield SimpleNamespace(local=local, batcher=None, max_length=512)
 
     monkeypatch.setattr("swarmnet_client.swarm.Swarm.visit", swarm)
-    monkeypatch.setattr("swarmnet_client.engine.open_engine", engine)
+    monkeypatch.setattr("swarmnet_client.batching.engine.open_engine", engine)
 
 
 @pytest.mark.usefixtures("idle")

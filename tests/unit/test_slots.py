@@ -5,8 +5,8 @@ import asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmnet_node.slots import IDLE_S, NEW_S, SLOW_BYTES_PER_S, Slot, who_gives_way
-from swarmnet_protocols.transport import PeerId
+from swarmnet_node.hosting.slots import IDLE_S, NEW_S, SLOW_BYTES_PER_S, Slot, who_gives_way
+from swarmnet_protocols.net import PeerId
 from tests.support.virtual_time import run
 
 NOW = 1000.0

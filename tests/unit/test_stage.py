@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from swarmnet_node.fused import fits
-from swarmnet_node.kv import GROWTH_POSITIONS, LaneCache
-from swarmnet_node.stage import Stage
+from swarmnet_node.engine.kernels.fused_layers import fits
+from swarmnet_node.engine.kv_cache import GROWTH_POSITIONS, LaneCache
+from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models import LocalModel, resolve
 from swarmnet_protocols.session.adapters import block_of

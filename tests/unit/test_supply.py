@@ -22,7 +22,9 @@ EXCEPT = {
     "protocols/swarmnet_protocols/models/sources.py": {
         "zipfile"
     },  # the one file of a wheel, up to its known size
-    "protocols/swarmnet_protocols/lean_imports.py": {"<computed>"},  # parts of a package that we import
+    "protocols/swarmnet_protocols/machine/lean_imports.py": {
+        "<computed>"
+    },  # parts of a package that we import
     "swarmnet/cli/lazy.py": {"<computed>"},  # commands of ours, by the table in cli/__init__.py
     "swarmnet/dashboard/feed.py": {"gzip"},  # packs only
     "swarmnet/dashboard/files.py": {"gzip"},

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from swarmnet import cli, swarm_file
-from swarmnet.key_files import load_key
-from swarmnet.swarm_folder import folder_of
-from swarmnet_protocols.clock import wall_clock
-from swarmnet_protocols.identity import Identity
+from swarmnet.swarm_file.folder import folder_of
+from swarmnet.swarm_file.keys import load_key
+from swarmnet_protocols.machine.clock import wall_clock
 from swarmnet_protocols.membership.invites import read_invite, redemption
 from swarmnet_protocols.membership.issuer import Issuer, Ledger
 from swarmnet_protocols.membership.revocations import KEPT_S, Revocations, open_list
-from swarmnet_protocols.transport import PeerId
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.identity import Identity
 
 ALICE = Identity.from_seed(b"alice").peer_id
 ADDRESS = f"/ip4/203.0.113.7/tcp/31337/p2p/{ALICE}"
@@ -122,7 +122,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
         lists.append(sealed)
         return [ALICE]
 
-    monkeypatch.setattr("swarmnet_protocols.membership.spreading.spread", spread)
+    monkeypatch.setattr("swarmnet_protocols.joining.revocation_push.spread", spread)
     return lists
 
 
@@ -155,7 +155,7 @@ def test_what_was_revoked_long_ago_leaves_the_list_at_the_next_revocation(
     bob = Identity.from_seed(b"bob").peer_id
     owner.swarm("revoke", ALICE)
     owner.swarm("revoke", "ab" * 16)
-    monkeypatch.setattr("swarmnet.cli.swarm_members.wall_clock", lambda: wall_clock() + KEPT_S)
+    monkeypatch.setattr("swarmnet.cli.commands.swarm_members.wall_clock", lambda: wall_clock() + KEPT_S)
     owner.swarm("revoke", bob)
     owner.swarm("revoke", ALICE)
     file = swarm_file.load(owner.directory)
@@ -189,7 +189,7 @@ def test_nobody_told_is_an_error_that_says_so(owner: Owner, monkeypatch: pytest.
     async def spread(*_: object, **__: object) -> list[str]:
         return []
 
-    monkeypatch.setattr("swarmnet_protocols.membership.spreading.spread", spread)
+    monkeypatch.setattr("swarmnet_protocols.joining.revocation_push.spread", spread)
     failed = owner.swarm("revoke", ALICE, code=5)
     assert "no peer of the swarm could be told" in failed["message"]
     assert (owner.directory / "revocations").exists()
@@ -203,7 +203,7 @@ def test_whoever_is_approved_again_gets_an_invite_though_nobody_can_be_told(
     async def spread(*_: object, **__: object) -> list[str]:
         return []
 
-    monkeypatch.setattr("swarmnet_protocols.membership.spreading.spread", spread)
+    monkeypatch.setattr("swarmnet_protocols.joining.revocation_push.spread", spread)
     assert owner.swarm("approve", ALICE)["peer_id"] == ALICE
     rules, sealed = swarm_file.load(owner.directory).rules(), (owner.directory / "revocations").read_bytes()
     assert open_list(sealed, rules=rules, now=wall_clock()).named.peers == set()

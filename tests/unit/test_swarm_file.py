@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from swarmnet import swarm_file, swarm_writer
-from swarmnet.swarm_content import SwarmFile
-from swarmnet.swarm_reader import MAX_BOOTSTRAPS, MAX_FILE_BYTES
-from swarmnet.swarm_writer import NewSwarm
+from swarmnet import swarm_file
+from swarmnet.swarm_file import writer as swarm_writer
+from swarmnet.swarm_file.content import SwarmFile
+from swarmnet.swarm_file.reader import MAX_BOOTSTRAPS, MAX_FILE_BYTES
+from swarmnet.swarm_file.writer import NewSwarm
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 
 NOW = 1_800_000_000.0

@@ -7,16 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from swarmnet import swarm_file, swarm_writer
-from swarmnet.key_files import create_key, load_key
-from swarmnet.swarm_content import SwarmFile
-from swarmnet.swarm_folder import find, folder_of, remember
-from swarmnet.swarm_reader import Reader
-from swarmnet.swarm_writer import NewSwarm
+from swarmnet import swarm_file
+from swarmnet.swarm_file import writer as swarm_writer
+from swarmnet.swarm_file.content import SwarmFile
+from swarmnet.swarm_file.folder import find, folder_of, remember
+from swarmnet.swarm_file.keys import create_key, load_key
+from swarmnet.swarm_file.reader import Reader
+from swarmnet.swarm_file.writer import NewSwarm
 from swarmnet_protocols.errors import ConfigError, IntegrityError
-from swarmnet_protocols.identity import Identity
-from swarmnet_protocols.membership.roles import Role
 from swarmnet_protocols.membership.rules import Admission
+from swarmnet_protocols.net.identity import Identity
+from swarmnet_protocols.wire.roles import Role
 
 NOW = 1_800_000_000.0
 PEER = "/ip4/203.0.113.7/tcp/31337/p2p/12D3KooWNvSZnPi3RrhrTwEY4LuuBeB6K6facKUCJcyWG1aoDd2p"

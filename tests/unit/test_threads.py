@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from swarmnet_protocols.threads import compute_on
+from swarmnet_protocols.machine.threads import compute_on
 
 
 @pytest.mark.parametrize(("wanted", "given"), [(5, 5), (None, 3)])

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from swarmnet_protocols.errors import ConfigError
-from swarmnet_protocols.training import aggregate as module
-from swarmnet_protocols.training.aggregate import (
+from swarmnet_protocols.training.rounds import aggregate as module
+from swarmnet_protocols.training.rounds.aggregate import (
     AGGREGATORS,
     aggregate,
     centered_clip,

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.training.catching_up import Jump, Place, Stay, catch_up, continued
-from swarmnet_protocols.transport import PeerId
 
 MINE = Place(5, b"mine")
 LATER = Place(9, b"later")

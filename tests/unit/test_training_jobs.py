@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError
-from swarmnet_protocols.identity import Identity
+from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.training import jobs, methods
 from swarmnet_protocols.training.jobs import JobError, open_job, parse_job, seal_job
 from swarmnet_protocols.training.templates import METHODS, template

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swarmnet_protocols.net import Message
 from swarmnet_protocols.training.codecs import get_codec
 from swarmnet_protocols.training.methods.streaming import StreamingSettings
-from swarmnet_protocols.training.pacing import (
+from swarmnet_protocols.training.rounds.deadlines import (
     BY_DEADLINE,
     MAX_PART_BYTES,
     MIN_PART_BYTES,
@@ -17,8 +18,8 @@ from swarmnet_protocols.training.pacing import (
     Pace,
     Spread,
 )
-from swarmnet_protocols.training.round_events import RoundTiming
-from swarmnet_protocols.training.transfers import (
+from swarmnet_protocols.training.rounds.events import RoundTiming
+from swarmnet_protocols.training.rounds.transfers import (
     Part,
     Payload,
     Result,
@@ -27,7 +28,6 @@ from swarmnet_protocols.training.transfers import (
     parts,
     result_messages,
 )
-from swarmnet_protocols.transport import Message
 
 TIMING = RoundTiming(contribution_s=20.0, settle_s=40.0, deadline_s=60.0)
 SECONDS = st.floats(0.0, 100.0)

@@ -9,7 +9,7 @@ import torch
 
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.training.codecs.log8 import Log8Codec
-from swarmnet_protocols.training.randomness import add_signs, philox4x32
+from swarmnet_protocols.training.shared_randomness import add_signs, philox4x32
 from tests.support import training_reference as reference
 
 ONES = 0xFFFFFFFF

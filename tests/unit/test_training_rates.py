@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.training.bandwidth import MAX_PEERS, MIN_BYTES, Arrival, ArrivalRates, agreed_rates
 from swarmnet_protocols.training.codecs import ALIGNMENT
-from swarmnet_protocols.training.rates import MAX_PEERS, MIN_BYTES, Arrival, ArrivalRates, agreed_rates
-from swarmnet_protocols.training.shares import shares
-from swarmnet_protocols.training.terms import UNMEASURED_BYTES_PER_S
-from swarmnet_protocols.training.transfers import Assembly
-from swarmnet_protocols.transport import PeerId
+from swarmnet_protocols.training.rounds.shares import shares
+from swarmnet_protocols.training.rounds.terms import UNMEASURED_BYTES_PER_S
+from swarmnet_protocols.training.rounds.transfers import Assembly
 
 RATES = st.floats(min_value=1e3, max_value=1e9)
 ANYTHING = st.floats(min_value=1e-300, max_value=1e12)

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from swarmnet import training_plots, training_record
-from swarmnet.training_plots import plot_history
-from swarmnet.training_record import HISTORY_FILE, TrainingRecord, newest_job, read_history, read_status
-from swarmnet_protocols.clock import Clock
+from swarmnet.cli.progress import plots as training_plots
+from swarmnet.cli.progress import record as training_record
+from swarmnet.cli.progress.plots import plot_history
+from swarmnet.cli.progress.record import HISTORY_FILE, TrainingRecord, newest_job, read_history, read_status
 from swarmnet_protocols.errors import ConfigError, IntegrityError
+from swarmnet_protocols.machine.clock import Clock
 
 READY = {"event": "ready", "peer_id": "me", "addresses": [], "name": "tiny", "round": 0, "rounds": 9}
 

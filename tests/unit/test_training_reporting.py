@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from swarmnet_node.training.reporting import WorkerNumbers
-from swarmnet_protocols.identity import Identity
-from swarmnet_protocols.reports import MAX_CONTRIBUTIONS, check
+from swarmnet_protocols.directory.reports import MAX_CONTRIBUTIONS, check
+from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.training.jobs import open_job, seal_job
 from swarmnet_protocols.wire import report_pb2
 from tests.support.tiny_job import for_others, tiny_job

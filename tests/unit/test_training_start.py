@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from swarmnet.cli.training_words import sentence
+from swarmnet.cli.progress.training import sentence
 from swarmnet_node.training import start as start_module
 from swarmnet_node.training.checkpoint import Checkpoint, Checkpoints
 from swarmnet_node.training.export import export_model
@@ -30,18 +30,18 @@ from swarmnet_node.training.start import (
     start,
 )
 from swarmnet_protocols import timing
-from swarmnet_protocols.aio import cancel
-from swarmnet_protocols.clock import wall_clock
 from swarmnet_protocols.directory import Directory, MemoryBoard, MemoryDirectory
+from swarmnet_protocols.directory.duplicate_identity import Watch
 from swarmnet_protocols.errors import ConfigError, IntegrityError, SwarmnetError, Unreachable
-from swarmnet_protocols.identity import Identity
+from swarmnet_protocols.joining.network import Network
+from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.machine.clock import wall_clock
 from swarmnet_protocols.membership.rules import Admission, Rules
-from swarmnet_protocols.network import Network
-from swarmnet_protocols.presence import Watch
+from swarmnet_protocols.net.identity import Identity
+from swarmnet_protocols.net.memory import LinkProfile, MemoryNetwork, MemoryTransport
 from swarmnet_protocols.timing import Timing
-from swarmnet_protocols.training.board import _job_topic, publish_job
 from swarmnet_protocols.training.jobs import Job, SealedJob, open_job, parse_job, seal_job
-from swarmnet_protocols.transport.memory import LinkProfile, MemoryNetwork, MemoryTransport
+from swarmnet_protocols.training.worker_board import _job_topic, publish_job
 from swarmnet_protocols.wire import workers_pb2
 from tests.support.tiny_job import CONFIG, for_others, tiny_job, tiny_trainer
 from tests.support.tiny_models import save_tiny

@@ -1,8 +1,8 @@
 """Who owns which slice of a round's vector."""
 
+from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.training.codecs import get_codec
-from swarmnet_protocols.training.terms import Member, Terms
-from swarmnet_protocols.transport import PeerId
+from swarmnet_protocols.training.rounds.terms import Member, Terms
 
 COUNT = 100_000
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from swarmnet.cli.displays import Lines, bars, display
-from swarmnet.cli.training_words import facts_of, sentence, summary, tell
-from swarmnet.training_record import TrainingRecord
+from swarmnet.cli.progress.displays import Lines, bars, display
+from swarmnet.cli.progress.record import TrainingRecord
+from swarmnet.cli.progress.training import facts_of, sentence, summary, tell
 from tests.support.tiny_job import tiny_job
 from tests.unit.test_training_record import READY, eval_event, every_second, round_event
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from swarmnet.cli.displays import Lines, bars
-from swarmnet.cli.tuning_words import Words
+from swarmnet.cli.progress.displays import Lines, bars
+from swarmnet.cli.progress.tuning import Words
 
 BEGIN = {
     "event": "begin",

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from swarmnet_protocols import turns
 from swarmnet_protocols.errors import ConfigError
-from swarmnet_protocols.turns import ALONE, Turns, default_folder, take_turns
+from swarmnet_protocols.machine import core_lock as turns
+from swarmnet_protocols.machine.core_lock import ALONE, Turns, default_folder, take_turns
 
 HOLD = "import fcntl, sys; room = open(sys.argv[1], 'w'); fcntl.flock(room, fcntl.LOCK_EX); print(flush=True); input()"
 

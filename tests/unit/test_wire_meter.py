@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from swarmnet_protocols.transport.wire_meter import WireMeter
+from swarmnet_protocols.net.p2pd.wire_meter import WireMeter
 
 
 class KernelWithout:

@@ -11,14 +11,14 @@ from typing import Any
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message as Protobuf
 
-from swarmnet_protocols.identity import Identity
+from swarmnet_protocols.directory.records import Record, seal
 from swarmnet_protocols.membership import signed
-from swarmnet_protocols.protocol_ids import LINK
-from swarmnet_protocols.records import Record, seal
-from swarmnet_protocols.transport import Message, Refusal
-from swarmnet_protocols.transport.framing import encode
-from swarmnet_protocols.transport.granting import GRANT, WAIT
-from swarmnet_protocols.transport.refusing import ENDED, SIZES, encode_refusal
+from swarmnet_protocols.net import Message, Refusal
+from swarmnet_protocols.net.flow_control import GRANT, WAIT
+from swarmnet_protocols.net.framing import encode
+from swarmnet_protocols.net.identity import Identity
+from swarmnet_protocols.net.protocol_ids import LINK
+from swarmnet_protocols.net.refusal import ENDED, SIZES, encode_refusal
 from swarmnet_protocols.wire import (
     door_pb2,
     membership_pb2,

@@ -14,20 +14,18 @@ from google.protobuf.json_format import MessageToDict, ParseDict
 from google.protobuf.message import Message as Protobuf
 from grpc_tools import protoc  # type: ignore[import-untyped]
 
-from swarmnet_protocols import protocol_ids
+from swarmnet_protocols.directory.records import open_record
 from swarmnet_protocols.errors import StreamEnded, StreamRefused
-from swarmnet_protocols.identity import Identity
-from swarmnet_protocols.lean_imports import prepare_package
+from swarmnet_protocols.machine.lean_imports import prepare_package
 from swarmnet_protocols.membership.certificates import open_certificate
 from swarmnet_protocols.membership.revocations import open_list
-from swarmnet_protocols.membership.roles import Role
 from swarmnet_protocols.membership.rules import Admission, Rules
-from swarmnet_protocols.records import open_record
-from swarmnet_protocols.transport import Message
-from swarmnet_protocols.transport.framing import FrameReader, encode
-from swarmnet_protocols.transport.granting import Allowance, Grants
-from swarmnet_protocols.transport.pacing import Line, PacedReader
-from swarmnet_protocols.transport.refusing import SIZES
+from swarmnet_protocols.net import Message, protocol_ids
+from swarmnet_protocols.net.flow_control import Allowance, Grants
+from swarmnet_protocols.net.framing import FrameReader, encode
+from swarmnet_protocols.net.identity import Identity
+from swarmnet_protocols.net.rate_limit import Line, PacedReader
+from swarmnet_protocols.net.refusal import SIZES
 from swarmnet_protocols.wire import (
     door_pb2,
     membership_pb2,
@@ -38,6 +36,7 @@ from swarmnet_protocols.wire import (
     training_pb2,
     workers_pb2,
 )
+from swarmnet_protocols.wire.roles import Role
 from tests.support.meters import a_meter
 
 ROOT = Path(__file__).parents[2]

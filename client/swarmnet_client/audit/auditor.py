@@ -15,15 +15,15 @@ import torch
 from swarmnet_client.audit.plan import NEWCOMER_POSITIONS, Plan, witnesses
 from swarmnet_client.audit.verdict import Verdict, judge
 from swarmnet_client.audit.watched import Watched
-from swarmnet_client.hops import ChainReport, ChainSpec, LiveHop, Shown
-from swarmnet_client.mending import Mender
-from swarmnet_client.pass_calls import ask_pass
+from swarmnet_client.chain.hops import ChainReport, ChainSpec, LiveHop, Shown
+from swarmnet_client.chain.pass_calls import ask_pass
+from swarmnet_client.chain.supervisor import Mender
 from swarmnet_client.swarm import Swarm
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError, Unreachable
-from swarmnet_protocols.routing import Hop
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.routing.cost import Hop
 from swarmnet_protocols.session.steps import Row, wire_code
 from swarmnet_protocols.session.testimony import digest
-from swarmnet_protocols.transport import PeerId
 from swarmnet_protocols.wire import session_pb2 as pb
 
 _log = logging.getLogger(__name__)

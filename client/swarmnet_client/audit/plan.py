@@ -9,9 +9,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from swarmnet_protocols.routing import Hop, HostInfo
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.routing.cost import Hop, HostInfo
 from swarmnet_protocols.session.testimony import MAX_SHOWN
-from swarmnet_protocols.transport import PeerId
 
 SHARE = 0.03
 """Of the work that hosts do for a client, so much more is done to audit them: positions times blocks count, at most."""

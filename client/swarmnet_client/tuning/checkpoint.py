@@ -12,8 +12,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from swarmnet_protocols import files
 from swarmnet_protocols.errors import IntegrityError, OutOfResources
+from swarmnet_protocols.machine import files
 
 HISTORY = "history"
 """A tensor [points, 4] of a checkpoint: the curves; some values are not known (NaN)."""

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from swarmnet_node.training.model import read_model
 from swarmnet_protocols.errors import ConfigError, IntegrityError, OutOfResources
-from swarmnet_protocols.files import sync
+from swarmnet_protocols.machine.files import sync
 from swarmnet_protocols.models.checkpoint import sha256_of
 
 _PROGRESS = "progress.json"

@@ -6,12 +6,12 @@ from concurrent.futures import Executor
 
 from torch import Tensor
 
+from swarmnet_node.training.dependencies import Report
 from swarmnet_node.training.replica import Replica
-from swarmnet_node.training.world import Report
 from swarmnet_protocols.errors import SwarmnetError
+from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.training.handover import Handover
 from swarmnet_protocols.training.state_transfer import PackedState, StateServer
-from swarmnet_protocols.transport import PeerId
 
 
 class Debts:

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from swarmnet_node.training.trainer import StepReport
-from swarmnet_protocols.training.aggregate import aggregate, clip_to_median_norm_, outliers
-from swarmnet_protocols.training.averaging import Outcome, Rules
+from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.training.jobs import Job
-from swarmnet_protocols.training.shares import Share
-from swarmnet_protocols.transport import PeerId
+from swarmnet_protocols.training.rounds.aggregate import aggregate, clip_to_median_norm_, outliers
+from swarmnet_protocols.training.rounds.averaging import Outcome, Rules
+from swarmnet_protocols.training.rounds.shares import Share
 
 
 @dataclass

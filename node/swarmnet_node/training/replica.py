@@ -13,11 +13,11 @@ from swarmnet_node.training.checkpoint import Checkpoint, params_hash
 from swarmnet_node.training.state import SharedState, max_state_bytes, pack, unpack
 from swarmnet_node.training.trainer import StepReport, Trainer
 from swarmnet_protocols.errors import IntegrityError
+from swarmnet_protocols.net import Buffer
 from swarmnet_protocols.training.codecs import ErrorFeedback, get_codec
 from swarmnet_protocols.training.jobs import Job
 from swarmnet_protocols.training.methods import OWN, Average, ZeroOrder
-from swarmnet_protocols.training.shares import Share
-from swarmnet_protocols.transport import Buffer
+from swarmnet_protocols.training.rounds.shares import Share
 
 NOTHING_DONE = StepReport(0.0, 0, 0.0)
 ERROR = f"{OWN}error"

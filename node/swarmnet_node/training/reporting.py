@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from swarmnet_node.training.world import Report
-from swarmnet_protocols.reports import MAX_CONTRIBUTIONS
+from swarmnet_node.training.dependencies import Report
+from swarmnet_protocols.directory.reports import MAX_CONTRIBUTIONS
 from swarmnet_protocols.training.jobs import SealedJob
 from swarmnet_protocols.wire import report_pb2 as pb
 

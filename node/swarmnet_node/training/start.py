@@ -13,19 +13,19 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swarmnet_protocols.aio import cancel
 from swarmnet_protocols.errors import ConfigError, IntegrityError, NotAuthorised, SwarmnetError
-from swarmnet_protocols.files import write_whole
-from swarmnet_protocols.network import Network, connect
+from swarmnet_protocols.joining.network import Network, connect
+from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.machine.files import write_whole
 
 if TYPE_CHECKING:
+    from swarmnet_node.training.dependencies import Report
     from swarmnet_node.training.trainer import Trainer
     from swarmnet_node.training.worker import Worker
-    from swarmnet_node.training.world import Report
     from swarmnet_protocols.directory import Directory
     from swarmnet_protocols.models import Progress
+    from swarmnet_protocols.net import Transport
     from swarmnet_protocols.training.jobs import Job, SealedJob
-    from swarmnet_protocols.transport import Transport
 
 
 @dataclass(frozen=True)
@@ -87,15 +87,15 @@ async def start(
         stack.callback(left.set)
         sealed = await find_sealed(config.data_dir, directory, config.job)
 
-        from swarmnet_node.reports import Reporter
+        from swarmnet_node.hosting.reports import Reporter
         from swarmnet_node.training.checkpoint import Checkpoints
+        from swarmnet_node.training.dependencies import Hosted, WorkerWorld
         from swarmnet_node.training.reporting import WorkerNumbers
         from swarmnet_node.training.worker import Worker
-        from swarmnet_node.training.world import Hosted, WorkerWorld
-        from swarmnet_protocols.catalog import keep_job_announced
-        from swarmnet_protocols.presence import Watch
-        from swarmnet_protocols.protocol_ids import REPORT
-        from swarmnet_protocols.threads import compute_on
+        from swarmnet_protocols.directory.catalog import keep_job_announced
+        from swarmnet_protocols.directory.duplicate_identity import Watch
+        from swarmnet_protocols.machine.threads import compute_on
+        from swarmnet_protocols.net.protocol_ids import REPORT
         from swarmnet_protocols.timing import Timing
         from swarmnet_protocols.training.jobs import open_job
 
@@ -153,7 +153,7 @@ def _open_trainer(config: WorkerConfig, sealed: bytes, progress: "Progress") -> 
     import psutil
 
     from swarmnet_node.training.trainer import Trainer
-    from swarmnet_protocols.devices import pick_device
+    from swarmnet_protocols.machine.devices import pick_device
     from swarmnet_protocols.training.jobs import open_job
 
     opened = open_job(sealed)
@@ -233,7 +233,7 @@ async def find_sealed(data_dir: Path, directory: "Directory", job_id: str) -> by
 
     Raises ``Unreachable`` if nobody has it.
     """
-    from swarmnet_protocols.training.board import find_job
+    from swarmnet_protocols.training.worker_board import find_job
 
     if has_job(data_dir, job_id):
         return kept_job(data_dir, job_id)[1]

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from swarmnet_protocols.errors import IntegrityError
+from swarmnet_protocols.net import Buffer
 from swarmnet_protocols.training.methods.base import OWN
-from swarmnet_protocols.transport import Buffer
 
 AGREED = "agreed"
 REVISION = "revision"

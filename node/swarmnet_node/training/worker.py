@@ -14,6 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from swarmnet_node.training.debts import Debts
+from swarmnet_node.training.dependencies import Hosted, Report, WorkerWorld
 from swarmnet_node.training.neighbours import LOOK_S, Neighbours
 from swarmnet_node.training.outcomes import (
     Pending,
@@ -26,20 +27,19 @@ from swarmnet_node.training.outcomes import (
 from swarmnet_node.training.replica import NOTHING_DONE, Replica, together
 from swarmnet_node.training.state import max_state_bytes
 from swarmnet_node.training.trainer import StepReport
-from swarmnet_node.training.world import Hosted, Report, WorkerWorld
-from swarmnet_protocols.aio import cancel, race
 from swarmnet_protocols.errors import SwarmnetError
-from swarmnet_protocols.training.averaging import Exchange, RoundTiming
-from swarmnet_protocols.training.board import WorkerInfo, publish_job, publish_worker
+from swarmnet_protocols.machine.aio import cancel, race
+from swarmnet_protocols.training.bandwidth import ArrivalRates
 from swarmnet_protocols.training.catching_up import Place, Stay, catch_up
 from swarmnet_protocols.training.codecs import get_codec
-from swarmnet_protocols.training.gathering import Elsewhere, Gathering
 from swarmnet_protocols.training.handover import Handover
 from swarmnet_protocols.training.jobs import open_job
+from swarmnet_protocols.training.matchmaking import Elsewhere, Gathering
 from swarmnet_protocols.training.methods import Average
-from swarmnet_protocols.training.rates import ArrivalRates
 from swarmnet_protocols.training.rosters import Candidate, Roster
+from swarmnet_protocols.training.rounds.averaging import Exchange, RoundTiming
 from swarmnet_protocols.training.state_transfer import PackedState, StateDownload, StateServer
+from swarmnet_protocols.training.worker_board import WorkerInfo, publish_job, publish_worker
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -12,12 +12,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from swarmnet_protocols.errors import IntegrityError
-from swarmnet_protocols.identity import KEY_BYTES
-from swarmnet_protocols.membership.roles import Role
 from swarmnet_protocols.membership.rules import MAX_LIFETIME_S, MIN_LIFETIME_S, Rules, check_current
 from swarmnet_protocols.membership.signed import Signer, seal, unseal
-from swarmnet_protocols.transport import PeerId
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.identity import KEY_BYTES
 from swarmnet_protocols.wire import membership_pb2 as pb
+from swarmnet_protocols.wire.roles import Role
 
 ID_BYTES = 16
 MAX_PEER_CHARS = 128

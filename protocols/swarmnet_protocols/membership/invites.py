@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError, NotAuthorised
-from swarmnet_protocols.identity import KEY_BYTES, Identity, verify
 from swarmnet_protocols.membership.certificates import ID_BYTES, MAX_PEER_CHARS, from_wire, to_wire
-from swarmnet_protocols.membership.roles import Role
 from swarmnet_protocols.membership.rules import MAX_LIFETIME_S, Rules
 from swarmnet_protocols.membership.signed import Signer, decode, seal, unseal
-from swarmnet_protocols.transport import PeerId
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.identity import KEY_BYTES, Identity, verify
 from swarmnet_protocols.wire import membership_pb2 as pb
+from swarmnet_protocols.wire.roles import Role
 
 PREFIX = "swn1"
 MAX_USES = 10_000

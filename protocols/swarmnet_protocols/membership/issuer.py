@@ -11,11 +11,11 @@ from swarmnet_protocols.errors import ConfigError, NotAuthorised, OutOfResources
 from swarmnet_protocols.membership.certificates import Admittance, issue, open_certificate
 from swarmnet_protocols.membership.invites import Grant, open_redemption
 from swarmnet_protocols.membership.revocations import Revocations
-from swarmnet_protocols.membership.roles import ANY_ROLE, Role
 from swarmnet_protocols.membership.rules import Rules, admit
 from swarmnet_protocols.membership.signed import Signer
-from swarmnet_protocols.transport import PeerId
+from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.wire import membership_pb2 as pb
+from swarmnet_protocols.wire.roles import ANY_ROLE, Role
 
 LEDGER_NAME = "issued.sqlite"
 

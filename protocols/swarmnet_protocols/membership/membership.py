@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NoReturn
 
-from swarmnet_protocols.clock import Clock
 from swarmnet_protocols.errors import ConfigError, IntegrityError, NotAuthorised, OutOfResources
-from swarmnet_protocols.files import write_whole
+from swarmnet_protocols.machine.clock import Clock
+from swarmnet_protocols.machine.files import write_whole
 from swarmnet_protocols.membership.certificates import MAX_CERTIFICATE_BYTES, Certificate, open_certificate
 from swarmnet_protocols.membership.revocations import MAX_LIST_BYTES, Revocations
-from swarmnet_protocols.membership.roles import ANY_ROLE
 from swarmnet_protocols.membership.rules import Admission, Member, Rules, admit
-from swarmnet_protocols.transport import PeerId
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.wire.roles import ANY_ROLE
 
 _log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from swarmnet_protocols.membership.certificates import (
 )
 from swarmnet_protocols.membership.rules import MAX_KEYS, MAX_LIFETIME_S, Rules
 from swarmnet_protocols.membership.signed import Signer, seal, unseal
-from swarmnet_protocols.transport import PeerId
+from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.wire import membership_pb2 as pb
 
 MAX_ENTRIES = 4096

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from swarmnet_protocols.errors import NotAuthorised
 from swarmnet_protocols.membership.quotas import Quotas
-from swarmnet_protocols.membership.roles import ANY_ROLE, Role, name_roles
-from swarmnet_protocols.transport import PeerId
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.wire.roles import ANY_ROLE, Role, name_roles
 
 if TYPE_CHECKING:
     from swarmnet_protocols.membership.certificates import Certificate

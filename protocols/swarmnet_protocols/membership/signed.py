@@ -5,7 +5,7 @@ from typing import Protocol, TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from swarmnet_protocols.errors import IntegrityError
-from swarmnet_protocols.identity import verify
+from swarmnet_protocols.net.identity import verify
 from swarmnet_protocols.wire import membership_pb2 as pb
 
 M = TypeVar("M", bound=Message)

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError, Unreachable
-from swarmnet_protocols.files import write_whole
+from swarmnet_protocols.machine.files import write_whole
 from swarmnet_protocols.models.checkpoint import Checkpoint, Progress, sha256_of
 from swarmnet_protocols.models.gguf_file import GgufCheckpoint
 from swarmnet_protocols.models.local import LocalModel, describe

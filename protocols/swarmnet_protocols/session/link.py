@@ -8,16 +8,16 @@ from typing import NoReturn
 
 import torch
 
-from swarmnet_protocols.aio import race
 from swarmnet_protocols.errors import OutOfResources, ProtocolViolation, StreamEnded, SwarmnetError
-from swarmnet_protocols.protocol_ids import LINK
-from swarmnet_protocols.resources import Exhausted
-from swarmnet_protocols.session.log import ActivationLog, Cursor
+from swarmnet_protocols.machine.aio import race
+from swarmnet_protocols.net import Message, PeerId, Stream, Transport
+from swarmnet_protocols.net.messages import parse, receive_within
+from swarmnet_protocols.net.protocol_ids import LINK
+from swarmnet_protocols.net.refusal import printable
+from swarmnet_protocols.net.resources import Exhausted
+from swarmnet_protocols.session.activation_log import ActivationLog, Cursor
 from swarmnet_protocols.session.steps import Step, encode_step
 from swarmnet_protocols.timing import Timing
-from swarmnet_protocols.transport import Message, PeerId, Stream, Transport
-from swarmnet_protocols.transport.refusing import printable
-from swarmnet_protocols.transport.talking import parse, receive_within
 from swarmnet_protocols.wire import session_pb2 as pb
 
 MAX_RETRY_AFTER_S = 60.0

@@ -8,9 +8,9 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 import torch
 
 from swarmnet_protocols.errors import ProtocolViolation
-from swarmnet_protocols.protocol_ids import PASS
+from swarmnet_protocols.net import Buffer
+from swarmnet_protocols.net.protocol_ids import PASS
 from swarmnet_protocols.session.steps import decode_tensor, encode_tensor, wire_dtype
-from swarmnet_protocols.transport import Buffer
 from swarmnet_protocols.wire import session_pb2 as pb
 
 MAX_POSITIONS = 1024

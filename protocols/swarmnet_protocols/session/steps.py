@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from swarmnet_protocols.errors import ProtocolViolation
-from swarmnet_protocols.transport import Buffer
+from swarmnet_protocols.net import Buffer
 from swarmnet_protocols.wire import session_pb2 as pb
 
 MAX_ROWS = 256

@@ -7,7 +7,7 @@ import hashlib
 
 import torch
 
-from swarmnet_protocols.resources import Exhausted, Hold
+from swarmnet_protocols.net.resources import Exhausted, Hold
 from swarmnet_protocols.session.steps import Step, encode_tensor
 
 MAX_SHOWN = 256

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import median_low
 from typing import TypeVar
 
-from swarmnet_protocols.transport import PeerId
+from swarmnet_protocols.net import PeerId
 
 T = TypeVar("T")
 

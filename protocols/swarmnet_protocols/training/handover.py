@@ -23,13 +23,13 @@ from swarmnet_protocols.errors import (
     SwarmnetError,
     Unreachable,
 )
-from swarmnet_protocols.protocol_ids import HANDOVER
+from swarmnet_protocols.net import Message, PeerId, Stream, Transport
+from swarmnet_protocols.net.messages import parse, receive_within, send_within
+from swarmnet_protocols.net.protocol_ids import HANDOVER
+from swarmnet_protocols.net.refusal import printable
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.training.rosters import Candidate
 from swarmnet_protocols.training.state_transfer import Source, StateDownload
-from swarmnet_protocols.transport import Message, PeerId, Stream, Transport
-from swarmnet_protocols.transport.refusing import printable
-from swarmnet_protocols.transport.talking import parse, receive_within, send_within
 from swarmnet_protocols.wire import workers_pb2 as pb
 
 ROSTERS = 2

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError
-from swarmnet_protocols.identity import KEY_BYTES, SIGNATURE_BYTES, Identity, verify
-from swarmnet_protocols.toml_lines import line_of
+from swarmnet_protocols.machine.toml_lines import line_of
+from swarmnet_protocols.net.identity import KEY_BYTES, SIGNATURE_BYTES, Identity, verify
 
 if TYPE_CHECKING:
     from swarmnet_protocols.training.methods import Method

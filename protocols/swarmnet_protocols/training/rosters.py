@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from swarmnet_protocols.errors import ProtocolViolation
-from swarmnet_protocols.training.rates import Measured, agreed_rates
-from swarmnet_protocols.training.terms import MAX_MEMBERS, Member
-from swarmnet_protocols.transport import PeerId
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.training.bandwidth import Measured, agreed_rates
+from swarmnet_protocols.training.rounds.terms import MAX_MEMBERS, Member
 from swarmnet_protocols.wire import workers_pb2 as pb
 
 MAX_ADDRESSES = 16

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from swarmnet_protocols.errors import IntegrityError, ProtocolViolation, SwarmnetError, Unreachable
-from swarmnet_protocols.protocol_ids import STATE
-from swarmnet_protocols.resources import Stock
+from swarmnet_protocols.net import Buffer, Message, PeerId, Stream, Transport
+from swarmnet_protocols.net.messages import parse, receive_within, send_within
+from swarmnet_protocols.net.protocol_ids import STATE
+from swarmnet_protocols.net.refusal import printable
+from swarmnet_protocols.net.resources import Stock
 from swarmnet_protocols.timing import Timing
-from swarmnet_protocols.transport import Buffer, Message, PeerId, Stream, Transport
-from swarmnet_protocols.transport.refusing import printable
-from swarmnet_protocols.transport.talking import parse, receive_within, send_within
 from swarmnet_protocols.wire import workers_pb2 as pb
 
 CHUNK_BYTES = 1 << 20

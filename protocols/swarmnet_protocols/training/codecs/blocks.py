@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from swarmnet_protocols.errors import ProtocolViolation
+from swarmnet_protocols.net import Buffer
 from swarmnet_protocols.training.codecs.payload import (
     SCALE_BYTES,
     check_scales,
@@ -20,7 +21,6 @@ from swarmnet_protocols.training.codecs.payload import (
     round_up_scales,
     write,
 )
-from swarmnet_protocols.transport import Buffer
 
 _VALUES_AT_ONCE = 1 << 14
 """Computed together, a multiple of every block: enough to be fast, few enough for the cache and for torch to use one thread."""

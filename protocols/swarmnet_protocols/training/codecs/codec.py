@@ -4,7 +4,7 @@ from typing import Protocol
 
 import torch
 
-from swarmnet_protocols.transport import Buffer
+from swarmnet_protocols.net import Buffer
 
 
 class Codec(Protocol):

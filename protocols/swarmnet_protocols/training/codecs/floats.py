@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 
 from swarmnet_protocols.errors import ProtocolViolation
+from swarmnet_protocols.net import Buffer
 from swarmnet_protocols.training.codecs.payload import all_finite, check_size, read, write
-from swarmnet_protocols.transport import Buffer
 
 
 @dataclass(frozen=True)

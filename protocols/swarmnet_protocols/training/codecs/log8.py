@@ -3,7 +3,7 @@
 import torch
 
 from swarmnet_protocols.errors import ProtocolViolation
-from swarmnet_protocols.transport import Buffer
+from swarmnet_protocols.net import Buffer
 
 _SIXTHS = (1.0, 1.1224621, 1.2599211, 1.4142135, 1.5874011, 1.7817974)
 """2 ** (j / 6) as float32, written out: the last bit of a computed power differs between machines."""

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from swarmnet_protocols.errors import ProtocolViolation
-from swarmnet_protocols.transport import Buffer
+from swarmnet_protocols.net import Buffer
 
 MAX_SCALE = 2.0**99
 """The largest scale or bucket mean on the wire: 127 of them, summed over thousands of workers, are still finite."""

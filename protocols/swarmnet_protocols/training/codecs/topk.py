@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from swarmnet_protocols.errors import ProtocolViolation
+from swarmnet_protocols.net import Buffer
 from swarmnet_protocols.training.codecs.payload import (
     MAX_SCALE,
     MIN_SCALE,
@@ -22,7 +23,6 @@ from swarmnet_protocols.training.codecs.payload import (
     read,
     write,
 )
-from swarmnet_protocols.transport import Buffer
 
 CHUNK = 4096
 

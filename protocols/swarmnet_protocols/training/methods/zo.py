@@ -17,7 +17,7 @@ from pydantic import Field
 
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.training.methods.base import Average, Kind, Settings, WholeSwarm
-from swarmnet_protocols.training.randomness import add_signs
+from swarmnet_protocols.training.shared_randomness import add_signs
 
 _CHUNK = 1 << 20
 """Values of the parameters at a time when a history is replayed: its directions are never held whole."""

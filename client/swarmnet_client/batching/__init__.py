@@ -1,0 +1,1 @@
+"""Continuous batching of several sequences over one chain."""

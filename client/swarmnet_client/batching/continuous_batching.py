@@ -1,0 +1,201 @@
+"""Many answers at once through one process: its head, and a few chains whose lanes they share."""
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+
+from swarmnet_client.batching.sequences import Answer, LaneGroup, Request
+from swarmnet_client.chain.chain import Chain
+from swarmnet_client.model.local_layers import Head
+from swarmnet_protocols.errors import ConfigError, NoRoute, NotAuthorised, OutOfResources, SwarmnetError
+from swarmnet_protocols.machine.aio import cancel
+
+LANES_PER_CHAIN = 32
+RETRIES = 2
+"""Times an answer is moved to another chain without a new token in between."""
+EXPECTED_TOKENS = 1024
+"""An answer that may be longer hardly ever is: more than this is not kept free for it."""
+SMOOTHING = 0.2
+"""Weight of the newest answer in the running mean of how long one takes."""
+
+
+class Busy(OutOfResources):
+    """Too many answers are under way. It is worth trying again in ``retry_after_s``."""
+
+    def __init__(self, retry_after_s: int) -> None:
+        super().__init__("too many requests are being answered", hint=f"try again in {retry_after_s} s")
+        self.retry_after_s = retry_after_s
+
+
+@dataclass(frozen=True)
+class Limits:
+    """``active``: answers computed at a time; ``waiting``: how many more may wait for their turn.
+
+    ``positions``: what the prompts and answers under way are expected to come to, all together.
+    """
+
+    active: int = 32
+    waiting: int = 32
+    positions: int = 1 << 18
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is under way. ``room``: answers that hosts had caches for lately; ``answer_s``: how long one takes."""
+
+    active: int = 0
+    waiting: int = 0
+    positions: int = 0
+    room: float = math.inf
+    answer_s: float = 1.0
+
+
+def may_start(load: Load, limits: Limits, positions: int) -> bool:
+    """Whether an answer of so many positions may start now. One always may where none is under way."""
+    return load.active == 0 or (
+        load.active < min(limits.active, load.room) and load.positions + positions <= limits.positions
+    )
+
+
+def may_wait(load: Load, limits: Limits, answers: int = 1) -> bool:
+    """Whether so many more may wait for their turn, but for those that find a free lane."""
+    free = max(0, min(limits.active, load.room) - load.active - load.waiting)
+    return load.waiting + max(1, answers - free) <= limits.waiting
+
+
+def retry_after_s(load: Load) -> int:
+    """When somebody who is refused now may be lucky: half of those who are here have left."""
+    turns = (load.active + load.waiting) / max(1, load.active)
+    return max(1, min(60, math.ceil(turns * load.answer_s / 2)))
+
+
+class Batcher:
+    """Answers requests. What starts first is what came first; chains that break give their answers to others."""
+
+    def __init__(
+        self,
+        head: Head,
+        open_chain: Callable[[], AbstractAsyncContextManager[Chain]],
+        limits: Limits,
+    ) -> None:
+        """``open_chain`` gives chains whose lanes are long enough for every request."""
+        self.limits = limits
+        self._head = head
+        self._open_chain = open_chain
+        self._waiting: deque[Answer] = deque()
+        self._groups: dict[LaneGroup, asyncio.Task[None]] = {}
+        self._room = math.inf
+        self._answer_s = 1.0
+        self._past_failovers = 0
+        self._past_wrong_hosts = 0
+
+    @classmethod
+    @asynccontextmanager
+    async def run(
+        cls,
+        head: Head,
+        open_chain: Callable[[], AbstractAsyncContextManager[Chain]],
+        limits: Limits,
+    ) -> AsyncIterator["Batcher"]:
+        """Answers while the context is open."""
+        batcher = cls(head, open_chain, limits)
+        try:
+            yield batcher
+        finally:
+            await cancel(*batcher._groups.values())
+
+    @property
+    def load(self) -> Load:
+        under_way = [answer.request for group in self._groups for answer in group.answers]
+        positions = sum(_positions(request) for request in under_way)
+        return Load(len(under_way), len(self._waiting), positions, self._room, self._answer_s)
+
+    @property
+    def failovers(self) -> int:
+        """Times a chain lost hops and was mended."""
+        return self._past_failovers + sum(group.report.failovers for group in self._groups)
+
+    @property
+    def wrong_hosts(self) -> int:
+        """Hosts that were found to give wrong outputs."""
+        return self._past_wrong_hosts + sum(len(group.report.wrong) for group in self._groups)
+
+    def check_room(self, answers: int = 1) -> None:
+        """Raise ``Busy`` when so many more may not even wait."""
+        load = self.load
+        if not may_wait(load, self.limits, answers):
+            raise Busy(retry_after_s(load))
+
+    @asynccontextmanager
+    async def answer(self, request: Request) -> AsyncIterator[Answer]:
+        """The answer to a request, which is given up with the context. Raises ``Busy``."""
+        self.check_room()
+        answer = Answer(request)
+        started = asyncio.get_running_loop().time()
+        self._waiting.append(answer)
+        self._start_waiting()
+        try:
+            yield answer
+            if answer.finish_reason is not None:
+                took_s = asyncio.get_running_loop().time() - started
+                self._answer_s += SMOOTHING * (took_s - self._answer_s)
+                self._room += 1
+        finally:
+            if answer in self._waiting:
+                self._waiting.remove(answer)
+            for group in self._groups:
+                group.leave(answer)
+            self._start_waiting()
+
+    def _start_waiting(self) -> None:
+        """Give lanes to those who wait, as far as there are any."""
+        while self._waiting and may_start(self.load, self.limits, _positions(self._waiting[0].request)):
+            answer = self._waiting.popleft()
+            self._group_for(answer.request).join(answer)
+
+    def _group_for(self, request: Request) -> LaneGroup:
+        free = [group for group in self._groups if group.free]
+        if free:
+            return max(free, key=lambda group: (group.shared(request), group.free))
+        group = LaneGroup(min(self.limits.active, LANES_PER_CHAIN), self._head, self._open_chain)
+        self._groups[group] = asyncio.create_task(self._keep(group), name="lanes")
+        return group
+
+    async def _keep(self, group: LaneGroup) -> None:
+        """Run a group to its end; then whatever it has not answered goes on elsewhere."""
+        why = SwarmnetError("the chain was closed")
+        try:
+            await group.run()
+        except SwarmnetError as error:
+            why = error
+        except Exception as error:  # noqa: BLE001 - the supervisor: an answer must end, whatever broke
+            why = SwarmnetError(f"this should not have happened: {type(error).__name__}: {error}")
+        del self._groups[group]
+        self._past_failovers += group.report.failovers
+        self._past_wrong_hosts += len(group.report.wrong)
+        left = group.answers
+        if isinstance(why, OutOfResources):
+            self._room = max(1.0, len(left) // 2)
+        for answer in reversed(left):
+            if _goes_on(answer, why):
+                self._waiting.appendleft(answer)
+            else:
+                answer.fail(why)
+        self._start_waiting()
+
+
+def _positions(request: Request) -> int:
+    return len(request.ids) + min(request.max_tokens, EXPECTED_TOKENS)
+
+
+def _goes_on(answer: Answer, why: SwarmnetError) -> bool:
+    """Whether it is worth trying again after this, and note that it is."""
+    if isinstance(why, NoRoute | NotAuthorised | ConfigError):
+        return False
+    if len(answer.ids) > answer.ids_at_retry:
+        answer.retries, answer.ids_at_retry = 0, len(answer.ids)
+    answer.retries += 1
+    return answer.retries <= RETRIES

@@ -1,0 +1,63 @@
+"""A model on a swarm, opened for many callers in one loop: its tokenizer, its head, its chains."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from swarmnet_client.batching.continuous_batching import Batcher, Limits
+from swarmnet_client.chain.chain import Chain
+from swarmnet_client.chain.hops import ChainSpec
+from swarmnet_client.model.local_layers import Edges, Form, Head
+from swarmnet_client.swarm import Swarm
+from swarmnet_protocols.machine.threads import compute_on
+from swarmnet_protocols.models import LocalModel
+from swarmnet_protocols.routing.cost import uncovered
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One model for many callers. ``end_ids`` end an answer; ``max_length`` positions are all that a prompt and its answer have."""
+
+    local: LocalModel
+    tokenizer: Any
+    batcher: Batcher
+    swarm: Swarm
+    max_length: int
+    end_ids: frozenset[int]
+
+    @property
+    def missing(self) -> list[tuple[int, int]]:
+        """Blocks that nobody is known to host now."""
+        online = [host for host in self.swarm.hosts if host.online]
+        return uncovered(online, (0, self.local.manifest.blocks))
+
+
+@asynccontextmanager
+async def open_engine(local: LocalModel, swarm: Swarm, form: Form, limits: Limits) -> AsyncIterator[Engine]:
+    """``local``'s CausalLM over ``swarm``, while the context is open."""
+    computing = ThreadPoolExecutor(1, thread_name_prefix="head")
+    try:
+        await compute_on(computing, threads=None)
+        loop = asyncio.get_running_loop()
+        edges = await loop.run_in_executor(computing, Edges, local, form)
+        spec = ChainSpec(local.manifest.blocks, local.manifest.hidden_size, local.max_positions, form.dtype)
+        tokenizer = local.tokenizer()
+        await swarm.refresh()
+        async with Batcher.run(
+            Head(edges, computing), lambda: Chain.open(swarm, spec, edges.embed), limits
+        ) as batcher:
+            ends = _end_ids(edges.generation_config, tokenizer)
+            yield Engine(local, tokenizer, batcher, swarm, local.max_positions, ends)
+    finally:
+        computing.shutdown(wait=False)
+
+
+def _end_ids(generation_config: Any, tokenizer: Any) -> frozenset[int]:
+    """The tokens that end an answer, as the checkpoint or else its tokenizer has them."""
+    named = generation_config.eos_token_id
+    if named is None:
+        named = tokenizer.eos_token_id
+    return frozenset([] if named is None else named if isinstance(named, list) else [named])

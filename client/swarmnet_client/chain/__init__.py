@@ -1,0 +1,1 @@
+"""A chain of hosts: opening hops, steps in flight, and replacing a host that failed."""

@@ -1,0 +1,117 @@
+"""Bringing an adapter to the hosts that are to apply it."""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from swarmnet_client.swarm import Swarm
+from swarmnet_protocols.errors import DeadlineExceeded, ProtocolViolation
+from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.net import Message, PeerId, Stream
+from swarmnet_protocols.net.messages import parse, receive_within
+from swarmnet_protocols.net.protocol_ids import ADAPTER
+from swarmnet_protocols.routing.cost import Hop
+from swarmnet_protocols.session.adapters import Adapter, Part
+from swarmnet_protocols.session.link import Refused
+from swarmnet_protocols.wire import session_pb2 as pb
+
+T = TypeVar("T")
+_Place = tuple[PeerId, int, int]
+"""A host and a span of blocks."""
+
+ATTEMPTS = 3
+"""Times a host is brought a part that it says it does not have. One that forgets faster is no use."""
+
+
+class Placement:
+    """Where the parts of one adapter, or of none, have been brought to."""
+
+    def __init__(
+        self, swarm: Swarm, adapter: Adapter | None, moved: Callable[[], None] = lambda: None
+    ) -> None:
+        """``moved`` is called whenever a host has taken some of the bytes."""
+        self.swarm = swarm
+        self._adapter = adapter
+        self._moved = moved
+        self._hashes: dict[_Place, bytes] = {}
+        self._placing: defaultdict[_Place, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    async def ask(self, hop: Hop, question: Callable[[bytes], Awaitable[T]]) -> T:
+        """What ``question`` answers, given what to name as the adapter to ``hop``, which has it by then.
+
+        A host that has lost it is brought it again. Raises what ``place`` and ``question`` raise.
+        """
+        for _ in range(ATTEMPTS - 1):
+            try:
+                return await question(await self._at(hop))
+            except Refused as refusal:
+                if refusal.reason != pb.REASON_UNKNOWN_ADAPTER:
+                    raise
+                self._hashes.pop((hop.peer, hop.start, hop.end), None)
+        return await question(await self._at(hop))
+
+    async def _at(self, hop: Hop) -> bytes:
+        """Those who ask at the same time share one journey."""
+        where = hop.peer, hop.start, hop.end
+        async with self._placing[where]:
+            if where not in self._hashes:
+                self._hashes[where] = await place(self.swarm, hop, self._adapter, self._moved)
+            return self._hashes[where]
+
+
+async def place(
+    swarm: Swarm, hop: Hop, adapter: Adapter | None, moved: Callable[[], None] = lambda: None
+) -> bytes:
+    """See to it that a host has the part for its blocks; returns what to name it by, nothing for nothing.
+
+    Raises ``ConfigError`` for a prefix that some of the blocks lack, what opening a stream raises, ``Refused``,
+    ``StreamEnded`` or ``DeadlineExceeded``.
+    """
+    part = await asyncio.to_thread(adapter.part, hop.start, hop.end) if adapter is not None else None
+    if part is None:
+        return b""
+    offer = pb.Offer(
+        swarm=swarm.id,
+        manifest=swarm.manifest,
+        span=pb.Span(start=hop.start, end=hop.end),
+        adapter=part.hash,
+        size_bytes=len(part.data),
+    )
+    timing = swarm.timing
+    stream = await swarm.transport.open(hop.peer, ADAPTER, addresses=hop.addresses, deadline_s=timing.open_s)
+    sending: asyncio.Task[None] | None = None
+    try:
+        async with asyncio.timeout(timing.stall_s) as limit:
+
+            def progress() -> None:
+                limit.reschedule(asyncio.get_running_loop().time() + timing.stall_s)
+                moved()
+
+            await stream.send(Message(pb.AdapterRequest(offer=offer).SerializeToString()))
+            while True:
+                reply = parse(pb.AdapterReply, (await receive_within(stream, timing.silence_s)).header)
+                match reply.WhichOneof("kind"):
+                    case "stored":
+                        return part.hash
+                    case "refused":
+                        raise Refused.from_wire(reply.refused)
+                    case "wanted" if sending is None:
+                        sending = asyncio.create_task(_send(stream, part, progress))
+                    case "beat":
+                        pass
+                    case _:
+                        raise ProtocolViolation("an unexpected message on an adapter")
+    except TimeoutError as error:
+        raise DeadlineExceeded(f"{hop.peer} takes no adapter") from error
+    finally:
+        await cancel(sending)  # what stopped it, whoever listens has seen as well
+        stream.close()
+
+
+async def _send(stream: Stream, part: Part, moved: Callable[[], None]) -> None:
+    data = memoryview(part.data)
+    chunk = Message(pb.AdapterRequest(chunk=pb.Chunk()).SerializeToString())
+    for start in range(0, len(data), ADAPTER.max_payload_bytes):
+        await stream.send(Message(chunk.header, data[start : start + ADAPTER.max_payload_bytes]))
+        moved()

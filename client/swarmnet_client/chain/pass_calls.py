@@ -1,0 +1,212 @@
+"""Passes as their client asks hosts for them."""
+
+import asyncio
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+
+from swarmnet_client.chain.adapter_upload import Placement
+from swarmnet_client.chain.blame import Blame
+from swarmnet_client.chain.hops import ChainReport, ChainSpec
+from swarmnet_client.swarm import Swarm
+from swarmnet_protocols.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    PeerUnreachable,
+    ProtocolViolation,
+    SwarmnetError,
+)
+from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.net import Buffer, Message, PeerId, Stream
+from swarmnet_protocols.net.messages import parse, receive_within
+from swarmnet_protocols.net.protocol_ids import PASS
+from swarmnet_protocols.routing.cost import Hop
+from swarmnet_protocols.session.adapters import block_of
+from swarmnet_protocols.session.link import Refused
+from swarmnet_protocols.session.passes import cut, from_column, receive_tensor
+from swarmnet_protocols.session.steps import wire_code
+from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.wire import session_pb2 as pb
+
+PASSES_PER_HOST = 2
+"""At once: one is computed while the tensors of the other travel."""
+
+T = TypeVar("T")
+
+
+class GraphGone(SwarmnetError):
+    """The host does not have, or no longer has, the graph that a backward pass was to use."""
+
+
+class InDoubt(SwarmnetError):
+    """What other hosts have made of the same sequences may be why a host fails: all of it is to be computed anew."""
+
+
+@dataclass(frozen=True)
+class Leg:
+    """One host's share of the forward of some sequences, and what it was sent [P, D].
+
+    ``before`` are the hosts whose outputs led to ``inputs``. ``graph`` is the name under which the host may have kept the graph,
+    empty for none.
+    """
+
+    hop: Hop
+    before: tuple[Hop, ...]
+    counts: tuple[int, ...]
+    inputs: torch.Tensor
+    graph: bytes
+
+
+class Hosts:
+    """The hosts as the passes of one batch ask them: some at a time, and whoever fails is not asked by those who waited."""
+
+    def __init__(self, swarm: Swarm, spec: ChainSpec, report: ChainReport) -> None:
+        self._swarm = swarm
+        self._spec = spec
+        self._report = report
+        self._placement = Placement(swarm, spec.adapter)
+        self._rooms: defaultdict[PeerId, asyncio.Semaphore] = defaultdict(
+            lambda: asyncio.Semaphore(PASSES_PER_HOST)
+        )
+        self._failures: Counter[PeerId] = Counter()
+        self._blame = Blame(swarm)
+
+    async def forward(self, leg: Leg) -> torch.Tensor:
+        """The outputs [P, D] of a leg. Raises ``SwarmnetError`` when the host does not give them, ``ConfigError`` when none will.
+
+        Of these ``InDoubt`` is that of a host which cannot compute with what those before it made.
+        """
+
+        async def question(adapter: bytes) -> torch.Tensor:
+            begin = self._begin(leg, adapter, backward=False)
+            (outputs,) = await ask_pass(self._swarm, leg.hop, begin, (leg.inputs,), [leg.inputs.shape])
+            return outputs
+
+        return await self._answer(leg.hop, question, leg.before)
+
+    async def backward(
+        self, leg: Leg, grad_outputs: torch.Tensor, after: Sequence[Leg]
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """What gradients of a leg's outputs come to at its inputs, and at the adapter's tensors for its blocks.
+
+        They have come back along the legs ``after`` it. Raises ``GraphGone`` for a leg with a graph that is not there,
+        ``SwarmnetError`` as ``forward`` does.
+        """
+        own = self._own(leg.hop)
+        shapes = [leg.inputs.shape]
+        if own:
+            shapes.append(torch.Size((sum(tensor.numel() for tensor in own.values()), 1)))
+        tensors = (grad_outputs,) if leg.graph else (leg.inputs, grad_outputs)
+
+        async def question(adapter: bytes) -> list[torch.Tensor]:
+            begin = self._begin(leg, adapter, backward=True)
+            return await ask_pass(self._swarm, leg.hop, begin, tensors, shapes)
+
+        made_by = [*leg.before, *(hop for each in after for hop in (*each.before, each.hop))]
+        gradients, *column = await self._answer(leg.hop, question, made_by)
+        return gradients, from_column(column[0], own) if column else {}
+
+    def _own(self, hop: Hop) -> Mapping[str, torch.Tensor]:
+        tensors = self._spec.adapter.tensors if self._spec.adapter is not None else {}
+        return {name: tensor for name, tensor in tensors.items() if hop.start <= block_of(name) < hop.end}
+
+    def _begin(self, leg: Leg, adapter: bytes, *, backward: bool) -> pb.Begin:
+        return pb.Begin(
+            swarm=self._swarm.id,
+            manifest=self._swarm.manifest,
+            span=pb.Span(start=leg.hop.start, end=leg.hop.end),
+            counts=leg.counts,
+            backward=backward,
+            wire=wire_code(self._spec.wire),
+            adapter=adapter,
+            graph=leg.graph,
+        )
+
+    async def _answer(self, hop: Hop, question: Callable[[bytes], Awaitable[T]], made_by: Sequence[Hop]) -> T:
+        failures = self._failures[hop.peer]
+        async with self._rooms[hop.peer]:
+            if self._failures[hop.peer] > failures:
+                raise PeerUnreachable(f"{hop.peer} has failed others while we waited for it")
+            try:
+                answer = await self._placement.ask(hop, question)
+            except (GraphGone, ConfigError):
+                raise
+            except SwarmnetError as error:
+                self._report.failovers += 1
+                suspects = self._blame.settle(error, hop, made_by=made_by)
+                self._failures.update(each.peer for each in suspects)
+                if suspects != [hop]:
+                    raise InDoubt(str(error)) from error
+                raise
+        if self._failures[hop.peer] == failures:  # else it has come under suspicion meanwhile
+            self._swarm.served(hop.peer)
+        return answer
+
+
+async def ask_pass(
+    swarm: Swarm, hop: Hop, begin: pb.Begin, tensors: Sequence[torch.Tensor], shapes: Sequence[torch.Size]
+) -> list[torch.Tensor]:
+    """Have ``hop`` compute the pass ``begin`` from ``tensors``; the tensors of its answer have these ``shapes``.
+
+    Raises ``GraphGone``, what opening a stream raises, ``Refused``, ``DeadlineExceeded``, ``StreamEnded`` or ``ProtocolViolation``.
+    """
+    timing = swarm.timing
+    stream = await swarm.transport.open(hop.peer, PASS, addresses=hop.addresses, deadline_s=timing.open_s)
+    try:
+        async with asyncio.timeout(timing.stall_s) as limit:
+            conversation = _Conversation(stream, timing, limit)
+            sending = asyncio.create_task(conversation.send(begin, tensors))
+            try:
+                return [
+                    await receive_tensor(conversation.next_part, positions=rows, hidden_size=width)
+                    for rows, width in shapes
+                ]
+            finally:
+                await cancel(sending)  # what stopped it, whoever listens has seen as well
+    except Refused as refusal:
+        if refusal.reason == pb.REASON_GRAPH_GONE and begin.backward and begin.graph:
+            raise GraphGone(str(refusal)) from refusal
+        raise
+    except TimeoutError as error:
+        raise DeadlineExceeded(f"{hop.peer} has not computed for {timing.stall_s:g} s") from error
+    finally:
+        stream.close()
+
+
+@dataclass(frozen=True)
+class _Conversation:
+    """The client's side of one pass. Every part that goes or comes moves ``limit``; none goes before ``admitted``."""
+
+    stream: Stream
+    timing: Timing
+    limit: asyncio.Timeout
+    admitted: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def send(self, begin: pb.Begin, tensors: Sequence[torch.Tensor]) -> None:
+        await self.stream.send(Message(pb.PassRequest(begin=begin).SerializeToString()))
+        await self.admitted.wait()
+        for tensor in tensors:
+            for part, payload in cut(tensor):
+                await self.stream.send(Message(pb.PassRequest(part=part).SerializeToString(), payload))
+                self._moved()
+
+    async def next_part(self) -> tuple[pb.Part, Buffer]:
+        while True:
+            message = await receive_within(self.stream, self.timing.silence_s)
+            reply = parse(pb.PassReply, message.header)
+            match reply.WhichOneof("kind"):
+                case "part":
+                    self._moved()
+                    return reply.part, message.payload
+                case "refused":
+                    raise Refused.from_wire(reply.refused)
+                case "beat":
+                    self.admitted.set()
+                case _:
+                    raise ProtocolViolation("an unexpected message on a pass")
+
+    def _moved(self) -> None:
+        self.limit.reschedule(asyncio.get_running_loop().time() + self.timing.stall_s)

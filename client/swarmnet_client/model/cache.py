@@ -1,0 +1,207 @@
+"""The KV cache as transformers sees it: it lives in the swarm, here is only which positions are there."""
+
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.cache_utils import Cache
+
+from swarmnet_client.chain.chain import Chain
+from swarmnet_client.chain.hops import ChainReport
+from swarmnet_client.model import lora
+from swarmnet_client.model.client_adapter import Own
+from swarmnet_protocols.session.adapters import Adapter
+from swarmnet_protocols.session.steps import Row
+
+if TYPE_CHECKING:
+    from swarmnet_client.model.model import SwarmModel
+
+
+@dataclass(frozen=True)
+class NewPositions:
+    """What one forward adds, in padded columns: [first, end) of each row that hold tokens, and how many outputs are wanted."""
+
+    columns: list[tuple[int, int]]
+    outputs: int
+
+
+class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
+    """Lanes of one session in the swarm: one lane a row of the batch, left padding never sent.
+
+    Supports what ``generate`` asks of a cache: its length, beam reordering, cropping. A prefix is no part of its columns.
+    """
+
+    def __init__(self, model: "SwarmModel", *, max_length: int) -> None:
+        super().__init__(layers=[])
+        self._model = model
+        self._max_length = max_length
+        self._stack = AsyncExitStack()
+        self._chain: Chain | None = None
+        self._length = 0
+        self._lanes: list[int] = []
+        self._firsts: list[int] = []
+        self._own: Own | None = None
+        self._version: tuple[object, ...] = ()
+        self._adapter: Adapter | None = None
+        self._is_checked = False
+        self._are_ids = True
+        self.tokens: torch.Tensor | None = None
+
+    # ---- what transformers asks -------------------------------------------------------------------------
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns held, padding included."""
+        return self._length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self._length + query_length, 0
+
+    @property
+    def max_cache_len(self) -> int:
+        return self._max_length
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Row i continues from what row ``beam_idx[i]`` was."""
+        order = beam_idx.tolist()
+        self._lanes = [self._lanes[index] for index in order]
+        self._firsts = [self._firsts[index] for index in order]
+        if self.tokens is not None:
+            self.tokens = self.tokens[beam_idx]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last ``-tokens_to_remove`` columns. Raises ``ValueError`` for a positive number, as transformers does."""
+        if tokens_to_remove > 0:
+            raise ValueError("how many tokens to remove is given as a negative number")
+        self.rewind(self._length + tokens_to_remove)
+
+    def rewind(self, length: int) -> None:
+        """Go back to the first ``length`` columns."""
+        if not 0 <= length <= self._length:
+            raise ValueError(f"cannot go to position {length} of {self._length}")
+        self._length = length
+        self.unsettle()
+        if self.tokens is not None:
+            self.tokens = self.tokens[:, :length]
+
+    @property
+    def batch_size(self) -> int:
+        return len(self._lanes) or -1
+
+    # ---- the swarm --------------------------------------------------------------------------------------
+
+    @property
+    def takes_embeddings(self) -> bool:
+        """Whether it goes on with embeddings, because it began so."""
+        return self._length > 0 and not self._are_ids
+
+    def unsettle(self) -> None:
+        """Look closely at what the next columns are to be computed with."""
+        self._is_checked = False
+
+    @property
+    def settled(self) -> Own | None:
+        """What its lanes are computed with, once that is known to be what the columns to come are to be computed with."""
+        return self._own if self._is_checked else None
+
+    @property
+    def prefix_positions(self) -> int:
+        """Positions that every lane begins with, before the first column."""
+        return self._adapter.prefix_positions if self._adapter is not None else 0
+
+    @property
+    def report(self) -> ChainReport:
+        return self._chain.report if self._chain is not None else ChainReport()
+
+    def extend(self, inputs: torch.Tensor, new: NewPositions, own: Own) -> torch.Tensor:
+        """Send the columns [B, n] (ids) or [B, n, D] (embeddings) on; hidden states [B, n, D].
+
+        Only the last ``new.outputs`` columns are filled in; what is padding or not wanted is zero. Raises ``ValueError`` when
+        ``own`` is not what the columns held were computed with, or when some of all columns are ids and some are not. A change
+        that autograd does not count (fused optimizers) is noticed when more than one column comes, or after ``rewind``.
+        """
+        batch, width = inputs.shape[:2]
+        self._settle(own, are_ids=inputs.dim() == 2, is_token=width == 1)
+        if not self._lanes:
+            self._lanes = list(range(batch))
+        if self._length == 0:
+            self._firsts = [first for first, _ in new.columns]
+        if batch != len(self._lanes):
+            raise ValueError(f"{batch} rows in a session of {len(self._lanes)}")
+        held = self._chain.lengths if self._chain is not None else {}
+        rows, values, places = [], [], []
+        for index, (first, end) in enumerate(new.columns):
+            begin = max(first, self._length)
+            if end <= begin:
+                continue
+            start = begin - self._firsts[index]
+            wanted = max(0, min(end - begin, end - (self._length + width - new.outputs)))
+            source = self._lanes[index]
+            rewrite = source != index or start != held.get(index, 0)
+            rows.append(Row(index, start, end - begin, wanted, source, rewrite))
+            values.append(inputs[index, begin - self._length : end - self._length])
+            places.append((index, end - self._length - wanted, end - self._length))
+        if rows:
+            hidden = self._model.run(self._send(tuple(rows), torch.cat(values)))
+        else:  # padding, and nothing else
+            hidden = torch.zeros(0, self._model.hidden_size)
+        self._lanes = list(range(batch))
+        self._remember(inputs)
+        self._length += width
+        filled = torch.zeros(batch, width, hidden.shape[-1], dtype=hidden.dtype)
+        taken = 0
+        for index, begin, end in places:
+            filled[index, begin:end] = hidden[taken : taken + end - begin]
+            taken += end - begin
+        return filled
+
+    def close(self) -> None:
+        """Free the caches in the swarm; idempotent."""
+        self._model.run(self._stack.aclose())
+
+    def _settle(self, own: Own, *, are_ids: bool, is_token: bool) -> None:
+        """See to it that the lanes are for inputs of this kind and computed with ``own``. Those that hold nothing may become so."""
+        if own is self._own and self._is_checked and self._are_ids == are_ids:
+            return
+        if self._own is not None:
+            is_same = self._is_in_use(own, is_token=is_token)
+            if is_same and self._are_ids == are_ids:
+                return
+            if self._length:
+                raise ValueError(
+                    "the adapter has changed since this session began: begin another one"
+                    if not is_same
+                    else "a session goes on with ids, or with embeddings, as it began"
+                )
+            self.close()
+            self._chain, self._lanes = None, []
+        self._own, self._are_ids, self._version = own, are_ids, lora.version_of(own.pairs)
+        self._adapter, self._is_checked = self._model.adapter(own), True
+
+    def _is_in_use(self, own: Own, *, is_token: bool) -> bool:
+        """Whether the lanes are computed with ``own``; a prefix is named only where it begins. For one token a quick look must do."""
+        if own.prefix or (self.prefix_positions and not self._length):
+            return False
+        if lora.version_of(own.pairs) != self._version:
+            return False
+        if not (is_token and self._is_checked):
+            self._is_checked = Own(own.pairs, self._own.prefix if self._own else {}).is_in(self._adapter)
+        return self._is_checked
+
+    def _remember(self, inputs: torch.Tensor) -> None:
+        """Keep the tokens of all columns, as long as all columns are tokens."""
+        known = inputs[:, :0] if self._length == 0 else self.tokens
+        self.tokens = torch.cat([known, inputs], dim=1) if inputs.dim() == 2 and known is not None else None
+
+    async def _send(self, rows: tuple[Row, ...], values: torch.Tensor) -> torch.Tensor:
+        if self._chain is None:
+            self._chain = await self._stack.enter_async_context(
+                self._model.open_chain(self._max_length, self._adapter)
+            )
+        return await self._chain.forward(rows, values)
+
+    def __enter__(self) -> "SwarmCache":
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self.close()

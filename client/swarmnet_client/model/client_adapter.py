@@ -1,0 +1,72 @@
+"""What of a client's own lies in the blocks: LoRA pairs and a prefix, as one forward finds them."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from swarmnet_client.model import lora
+from swarmnet_client.model.placeholders import Placeholder
+from swarmnet_protocols.session.adapters import Adapter
+
+
+@dataclass(frozen=True)
+class Own:
+    """Parameters that hosts apply to this client's tokens. ``prefix``: what ``prefix.tensors_of`` gives, or nothing."""
+
+    pairs: lora.Pairs = field(default_factory=dict)
+    prefix: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def found(cls, layers: Iterable[Placeholder], prefix: Mapping[str, torch.Tensor]) -> "Own":
+        """What is active now. Raises ``ConfigError`` for what hosts cannot do."""
+        return cls(lora.active_pairs(layers), prefix)
+
+    @property
+    def learns(self) -> bool:
+        """Whether any of it wants gradients."""
+        return any(
+            tensor.requires_grad
+            for tensor in (
+                *self.prefix.values(),
+                *(
+                    tensor
+                    for parts in self.pairs.values()
+                    for part in parts
+                    for tensor in (part.down, part.up)
+                ),
+            )
+        )
+
+    @property
+    def prefix_positions(self) -> int:
+        return next((tensor.shape[1] for tensor in self.prefix.values()), 0)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All of it as an adapter's tensors, in the graph of the parameters they come from."""
+        return {**lora.tensors_of(self.pairs), **self.prefix}
+
+    @torch.no_grad()
+    def is_in(self, adapter: Adapter | None) -> bool:
+        """Whether ``adapter`` is all of it, as it is now."""
+        tensors = self.tensors()
+        known = {} if adapter is None else adapter.tensors
+        return tensors.keys() == known.keys() and all(
+            torch.equal(tensors[name], known[name]) for name in tensors
+        )
+
+
+class AdapterMaker:
+    """Makes adapters, and keeps the last one: while nothing changes, what hosts get of it is hashed once."""
+
+    def __init__(self) -> None:
+        self._last: Adapter | None = None
+
+    @torch.no_grad()
+    def adapter(self, own: Own) -> Adapter | None:
+        """The adapter for ``own`` as it is now; None when there is nothing in it. Raises what ``Adapter`` raises."""
+        if not own.pairs and not own.prefix:
+            return None
+        if self._last is None or not own.is_in(self._last):
+            self._last = Adapter(own.tensors())
+        return self._last

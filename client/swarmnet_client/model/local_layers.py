@@ -1,0 +1,104 @@
+"""What a client has of a model itself: embeddings before the blocks, norm and head after them."""
+
+import asyncio
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.masking_utils import AttentionMaskInterface
+
+from swarmnet_client.model.packed import pack_head
+from swarmnet_client.model.placeholders import stand_ins
+from swarmnet_client.model.sampling import Draw, Token, choose
+from swarmnet_protocols.machine.devices import pick_device, pick_dtype
+from swarmnet_protocols.models import LocalModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+IMPLEMENTATION = "swarmnet_remote"
+"""The name under which transformers is told to build no attention mask: the hosts know what attends to what."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """What is made of a checkpoint: its CausalLM, or with ``labels`` its classifier of so many classes."""
+
+    dtype: torch.dtype
+    device: torch.device
+    labels: int | None = None
+
+    @classmethod
+    def picked(cls, dtype: str = "auto", device: str = "auto", labels: int | None = None) -> "Form":
+        """From what a person typed. Raises ``ConfigError`` for a device or a precision there is not."""
+        place = pick_device(device)
+        return cls(pick_dtype(dtype, place), place, labels)
+
+
+def load_edges(local: LocalModel, form: Form) -> "PreTrainedModel":
+    """The architecture's class, with placeholders for its blocks and a head that is packed where that can be.
+
+    Its ``forward`` takes ``swarm_call``, which gets the embedded inputs and gives what comes out of the blocks.
+    """
+    AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)
+    model = local.load_edges(
+        lambda layers: stand_ins(layers, form.device),
+        dtype=form.dtype,
+        device=form.device,
+        labels=form.labels,
+    )
+    model.config._attn_implementation = IMPLEMENTATION
+    pack_head(model, local.cache_dir)
+    return model
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    return None
+
+
+class Edges:
+    """Embeddings and head of one model, for many answers at once."""
+
+    def __init__(self, local: LocalModel, form: Form) -> None:
+        self._model: Any = load_edges(local, form)
+        self._device = form.device
+
+    @property
+    def generation_config(self) -> Any:
+        """What the checkpoint says about generating."""
+        return self._model.generation_config
+
+    @torch.inference_mode()
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """Token ids [P] as the first hop takes them: [P, D]."""
+        embedded: torch.Tensor = self._model.get_input_embeddings()(ids.to(self._device))
+        return embedded.cpu()
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Scores [N, V], float32, of what follows hidden states [N, D] that came out of the blocks."""
+        states = hidden.to(self._device, self._model.dtype)[:, None]
+        output = self._model(
+            inputs_embeds=states, use_cache=False, return_dict=True, swarm_call=lambda _: states
+        )
+        scores: torch.Tensor = output.logits[:, 0].float()
+        return scores
+
+
+class Head:
+    """Chooses next tokens on the one thread that computes."""
+
+    def __init__(self, edges: Edges, computing: Executor) -> None:
+        self._edges = edges
+        self._computing = computing
+
+    async def choose(self, hidden: torch.Tensor, draws: list[Draw]) -> list[Token]:
+        """The token that follows each of hidden states [N, D], one draw for each."""
+        work = partial(self._choose, hidden, draws)
+        return await asyncio.get_running_loop().run_in_executor(self._computing, work)
+
+    @torch.inference_mode()
+    def _choose(self, hidden: torch.Tensor, draws: list[Draw]) -> list[Token]:
+        return choose(self._edges.logits(hidden), draws)

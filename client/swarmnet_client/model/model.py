@@ -1,0 +1,339 @@
+"""A transformers model whose blocks run in the swarm.
+
+It is the architecture's own CausalLM with embeddings, norm and head from the checkpoint; its layers are the swarm. So
+``generate()`` with its samplers, beams, streamers and stopping criteria, the scaling of embeddings, soft caps on logits
+and the loss are transformers' own code.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.cache_utils import Cache
+
+from swarmnet_client.chain.chain import Chain
+from swarmnet_client.chain.hops import ChainReport, ChainSpec
+from swarmnet_client.chain.passes import RemoteBatch
+from swarmnet_client.chain.traffic import Traffic
+from swarmnet_client.model.autograd import run_blocks
+from swarmnet_client.model.cache import NewPositions, SwarmCache
+from swarmnet_client.model.client_adapter import AdapterMaker, Own
+from swarmnet_client.model.local_layers import Form, load_edges
+from swarmnet_client.model.padding import Squeezed, check_positions, read_mask
+from swarmnet_client.model.prefix import tensors_of as prefix_tensors
+from swarmnet_client.runtime import Runtime
+from swarmnet_client.swarm import Swarm
+from swarmnet_protocols.errors import ConfigError, Unreachable
+from swarmnet_protocols.joining.network import Network
+from swarmnet_protocols.machine.core_lock import ALONE, Alone, Turns, take_turns
+from swarmnet_protocols.models import LocalModel, resolve
+from swarmnet_protocols.session.adapters import Adapter
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass
+class _Call:
+    """One forward, as far as the blocks are concerned: what block 0 does with hidden states.
+
+    ``is_alone``: nothing came before in this cache and nothing will come after. ``is_training``: it is a training step, even
+    if nothing that is known to learn comes before the head. ``head`` is closed when the head is through.
+    """
+
+    model: "SwarmModel"
+    cache: SwarmCache
+    own: Own
+    ids: torch.Tensor | None
+    new: NewPositions
+    squeezed: Squeezed | None
+    is_alone: bool
+    is_training: bool
+    head: ExitStack
+
+    def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Hidden states [B, n, D] through all blocks."""
+        if self.squeezed is None:
+            return self._compute(hidden_states)
+        return self.squeezed.open(self._compute(self.squeezed.close(hidden_states)))
+
+    def _compute(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled() and (hidden_states.requires_grad or self.is_training or self.own.learns):
+            if not self.is_alone:
+                raise ValueError("gradients do not flow through a session: leave out past_key_values")
+            return run_blocks(self.model, hidden_states, self.new.columns, self.own.tensors())
+        inputs = hidden_states if self.ids is None or self.cache.takes_embeddings else self.ids
+        between = self.model._between
+        if between is not None:
+            between.close()
+        output = self.cache.extend(inputs, self.new, self.own)
+        self.model.last_run = self.cache.report
+        (self.head if between is None else between).enter_context(self.model.turns.share())
+        return output.to(hidden_states)
+
+
+class SwarmModel:
+    """What a swarm model has besides what its architecture has in transformers. Made by ``wrap``."""
+
+    tokenizer: Any
+    config: Any
+    generate: Any
+    _runtime: Runtime
+    _spec: ChainSpec
+    _session: SwarmCache | None
+    _generating: SwarmCache | None
+    _between: ExitStack | None
+    """While ``generate`` runs: closed when what it computes from one step's output to the next step is computed."""
+    _adapters: AdapterMaker
+    _closing: ExitStack
+    last_run: ChainReport
+    turns: Turns | Alone
+    """Of the machine's nodes, where its head shares their cores."""
+
+    def run(self, conversation: Any) -> Any:
+        """Run a coroutine on the client's loop."""
+        return self._runtime.run(conversation)
+
+    @property
+    def hidden_size(self) -> int:
+        """Of what goes from block to block."""
+        return self._spec.hidden_size
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes that went to and came from hosts since the model was opened."""
+        return self._runtime.swarm.traffic
+
+    def adapter(self, own: Own) -> Adapter | None:
+        """What hosts are to be told of ``own`` as it is now."""
+        return self._adapters.adapter(own)
+
+    def open_chain(self, max_length: int, adapter: Adapter | None) -> AbstractAsyncContextManager[Chain]:
+        """A chain whose lanes may reach ``max_length`` positions, and whose hosts apply ``adapter`` to them."""
+        spec = dataclasses.replace(self._spec, max_length=max_length, adapter=adapter)
+        return Chain.open(self._runtime.swarm, spec, self._embed)
+
+    def remote_batch(self, counts: Sequence[int], adapter: Adapter | None) -> RemoteBatch:
+        """A batch of sequences of these lengths that gradients are wanted of. ``last_run`` tells from now on what happens to it."""
+        batch = RemoteBatch(self._runtime.swarm, dataclasses.replace(self._spec, adapter=adapter), counts)
+        self.last_run = batch.report
+        return batch
+
+    @contextmanager
+    def session(self, *, max_length: int | None = None) -> Iterator[SwarmCache]:
+        """Keep the KV caches in the swarm between calls.
+
+        Inside, ``generate`` takes whole conversations: what it shares with the one before is not computed again. ``max_length``
+        is the longest a row may get (default: the model's context).
+        """
+        if self._session is not None:
+            raise ConfigError("sessions do not nest", hint="end the outer session first")
+        with SwarmCache(self, max_length=max_length or self._spec.max_length) as cache:
+            self._session = cache
+            try:
+                yield cache
+            finally:
+                self._session = None
+
+    def close(self) -> None:
+        """Leave the swarm; idempotent."""
+        self._closing.close()
+
+    def __enter__(self) -> "SwarmModel":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @torch.inference_mode()
+    def _embed(self, values: torch.Tensor) -> torch.Tensor:
+        """Logged inputs as the first hop takes them: ids [P] are looked up, embeddings [P, D] are themselves."""
+        if values.is_floating_point():
+            return values
+        model: Any = self
+        embedded: torch.Tensor = model.get_input_embeddings()(values.to(model.device))
+        return embedded.cpu()
+
+
+def wrap(local: LocalModel, runtime: Runtime, form: Form) -> SwarmModel:
+    """The swarm model over ``local``'s embeddings and head: an instance of its architecture's class.
+
+    A classifier's head is fresh where none is stored.
+    """
+    model: Any = load_edges(local, form)
+    model.__class__ = _swarm_class(type(model))
+    model.tokenizer = local.tokenizer()
+    if model.tokenizer.pad_token_id is None:
+        model.tokenizer.pad_token_id = model.tokenizer.eos_token_id
+    model.tokenizer.padding_side = "left"
+    if model.config.pad_token_id is None:  # a classifier looks for the last token that is not padding
+        model.config.pad_token_id = model.tokenizer.pad_token_id
+    model._runtime = runtime
+    model._spec = ChainSpec(
+        local.manifest.blocks, local.manifest.hidden_size, local.max_positions, form.dtype
+    )
+    model._session = None
+    model._generating = None
+    model._between = None
+    model._adapters = AdapterMaker()
+    model.last_run = ChainReport()
+    model._closing = ExitStack()
+    model._closing.callback(runtime.close)
+    model.turns = ALONE
+    wrapped: SwarmModel = model
+    return wrapped
+
+
+def load(name: str, *, network: Network, cache_dir: Path, form: Form) -> SwarmModel:
+    """The model ``name`` on the swarm that ``network`` leads to.
+
+    Raises ``ConfigError`` or ``IntegrityError`` for a model that will not do, ``Unreachable`` when no bootstrap is given or
+    answers, and ``NotAuthorised`` when the swarm does not let us in.
+    """
+    if not network.bootstrap:
+        raise Unreachable(
+            "nobody to ask where the swarm is", hint="give the address that a node prints: --bootstrap ADDR"
+        )
+    local = resolve(name, cache_dir=cache_dir)
+    runtime = Runtime(lambda: Swarm.visit(local, network))
+    try:
+        model = wrap(local, runtime, form)
+        if form.device.type == "cpu":
+            model.turns = model._closing.enter_context(take_turns())
+        return model
+    except BaseException:
+        runtime.close()
+        raise
+
+
+def _swarm_class(base: "type[PreTrainedModel]") -> type:
+    """The architecture's class with our ``forward`` and, where it has one, ``generate`` in front of its own."""
+    architecture: Any = base
+
+    @functools.wraps(architecture.forward)
+    def forward(
+        self: Any,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        given = input_ids if input_ids is not None else inputs_embeds
+        if given is None:
+            raise ValueError("give input_ids or inputs_embeds")
+        batch, width = given.shape[:2]
+        wanted = kwargs.get("logits_to_keep")
+        keep = wanted if isinstance(wanted, int) and wanted else width
+        is_training = self.training and kwargs.get("labels") is not None
+        kwargs.pop("use_cache", None)
+        wants_dict = kwargs.pop("return_dict", None)
+        prefix: dict[str, torch.Tensor] = {}
+        if past_key_values is not None and not isinstance(past_key_values, SwarmCache):
+            prefix = prefix_tensors(past_key_values, self.config)
+            past_key_values = self._generating
+        is_alone = past_key_values is None
+        # While ``generate`` runs, nobody changes the adapter: looking once is enough.
+        own = past_key_values.settled if past_key_values is self._generating and not is_alone else None
+        if own is None or prefix:
+            own = Own.found(self.base_model.layers, prefix)
+        with ExitStack() as stack:
+            cache = past_key_values
+            if cache is None:
+                cache = stack.enter_context(SwarmCache(self, max_length=self._spec.max_length))
+            held = cache.get_seq_length()
+            mask = _without_prefix(attention_mask, own.prefix_positions or cache.prefix_positions)
+            columns = read_mask(mask, batch, held, width)
+            if kwargs.get("position_ids") is not None:
+                check_positions(kwargs["position_ids"], columns, held)
+            call = _Call(
+                model=self,
+                cache=cache,
+                own=own,
+                ids=input_ids.cpu() if input_ids is not None else None,
+                new=NewPositions(columns, min(keep, width)),
+                squeezed=Squeezed.needed(mask, columns, held, width, are_ids=input_ids is not None),
+                is_alone=is_alone,
+                is_training=is_training,
+                head=stack,
+            )
+            output = architecture.forward(
+                self,
+                input_ids=input_ids,
+                past_key_values=cache,
+                inputs_embeds=inputs_embeds,
+                use_cache=True,
+                return_dict=True,
+                swarm_call=call,
+                **kwargs,
+            )
+        if is_alone:
+            output = type(output)(
+                **{name: value for name, value in output.items() if name != "past_key_values"}
+            )
+        if wants_dict is None:
+            wants_dict = self.config.return_dict
+        return output if wants_dict else output.to_tuple()
+
+    namespace = {"forward": forward, "__module__": __name__}
+    if hasattr(architecture, "generate"):
+        namespace["generate"] = _generate(architecture)
+    return type(f"Swarm{base.__name__}", (SwarmModel, base), namespace)
+
+
+def _generate(architecture: Any) -> Callable[..., Any]:
+    """``generate`` of an architecture, with the caches in the swarm."""
+
+    @functools.wraps(architecture.generate)
+    def generate(self: Any, inputs: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:
+            cache = kwargs.pop("past_key_values", None)
+            if cache is None and self._session is not None:
+                cache = self._session
+                ids = inputs if inputs is not None else kwargs.get("input_ids")
+                # Whoever puts prompts before the tokens has to begin with them.
+                is_prompted = cache.prefix_positions or _is_prompted(self)
+                cache.rewind(0 if is_prompted else _shared(cache, ids))
+            if cache is None:
+                cache = stack.enter_context(SwarmCache(self, max_length=self._spec.max_length))
+            if not isinstance(cache, SwarmCache):
+                raise ValueError("generate() continues only what a cache of model.session() holds")
+            cache.unsettle()
+            self._generating = cache
+            stack.callback(setattr, self, "_generating", None)
+            if kwargs.get("streamer") is None:  # a streamer may take its time
+                self._between = stack.enter_context(ExitStack())
+                stack.callback(setattr, self, "_between", None)
+            return architecture.generate(self, inputs, *args, past_key_values=cache, **kwargs)
+
+    return generate
+
+
+def _without_prefix(mask: torch.Tensor | None, positions: int) -> torch.Tensor | None:
+    """A mask [B, positions + n] for columns behind a prefix: [B, n]. Raises ``ValueError`` when it hides some of the prefix."""
+    if mask is None or not positions:
+        return mask
+    if not bool(mask[:, :positions].all()):
+        raise ValueError(
+            f"the attention mask must begin with ones for the {positions} positions of the prefix"
+        )
+    return mask[:, positions:]
+
+
+def _is_prompted(model: Any) -> bool:
+    """Whether PEFT prepares the inputs of ``generate``, as it does to put prompts before them."""
+    return getattr(model.prepare_inputs_for_generation, "__self__", model) is not model
+
+
+def _shared(cache: SwarmCache, ids: torch.Tensor | None) -> int:
+    """How many columns of ids [B, n], short of its last, are what the session holds."""
+    if ids is None or cache.tokens is None or len(ids) != len(cache.tokens):
+        return 0
+    width = min(ids.shape[1] - 1, cache.tokens.shape[1])
+    differ = (ids[:, :width].cpu() != cache.tokens[:, :width]).any(dim=0).nonzero()
+    return int(differ[0]) if len(differ) else width

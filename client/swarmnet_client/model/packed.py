@@ -1,0 +1,152 @@
+"""A head that reads its weight as the checkpoint stores it: the same float32 values from a half or a quarter of the bytes.
+
+Memory bounds the product of one hidden state and the head's weight, and that is most of what a client computes for a token.
+"""
+
+import ctypes
+from ctypes import Structure, c_int64, c_void_p
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from swarmnet_protocols.machine import native_code
+
+SOURCE = Path(__file__).with_name("packed.c")
+BLOCK = 32
+MAX_ROWS = 4
+"""With more of them arithmetic counts, which torch does better."""
+
+
+class _Form(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("blocks", "scales", "halves")),
+        *((name, c_int64) for name in ("outputs", "inputs")),
+    )
+
+
+class Native:
+    """The compiled code."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.pack_blocks = library.pack_blocks
+        self.pack_blocks.argtypes = [c_void_p, c_int64, c_void_p, c_void_p]
+        self.pack_halves = library.pack_halves
+        self.pack_halves.argtypes = [c_void_p, c_int64, c_void_p]
+        self.times = library.times
+        self.times.restype = None
+        self.times.argtypes = [c_void_p, c_void_p, c_int64, c_int64, c_void_p]
+
+    @classmethod
+    def load(cls, cache_dir: Path) -> "Native | None":
+        """Compile, or find in ``cache_dir`` what was compiled before; None where this machine cannot."""
+        library = native_code.load(SOURCE, cache_dir)
+        return None if library is None else cls(library)
+
+
+class PackedWeight:
+    """The values of a weight in other memory."""
+
+    def __init__(self, native: Native, **parts: torch.Tensor) -> None:
+        self._native = native
+        self._parts = parts
+        self._outputs, inputs = next(iter(parts.values())).shape
+        addresses = {name: part.data_ptr() for name, part in parts.items()}
+        self._form = _Form(outputs=self._outputs, inputs=inputs, **addresses)
+
+    @classmethod
+    def of(cls, weight: torch.Tensor, native: Native) -> "PackedWeight | None":
+        """None if these values need all of float32."""
+        outputs, inputs = weight.shape
+        blocks = torch.empty(outputs, inputs, dtype=torch.int8)
+        scales = torch.empty(outputs, inputs // BLOCK)
+        if native.pack_blocks(weight.data_ptr(), scales.numel(), blocks.data_ptr(), scales.data_ptr()):
+            return cls(native, blocks=blocks, scales=scales)
+        halves = torch.empty(outputs, inputs, dtype=torch.int16)
+        if native.pack_halves(weight.data_ptr(), halves.numel(), halves.data_ptr()):
+            return cls(native, halves=halves)
+        return None
+
+    def times(self, rows: torch.Tensor) -> torch.Tensor:
+        """Of rows [N, inputs], float32: [N, outputs]."""
+        rows = rows.contiguous()
+        output = torch.empty(len(rows), self._outputs)
+        threads = torch.get_num_threads()
+        self._native.times(ctypes.byref(self._form), rows.data_ptr(), len(rows), threads, output.data_ptr())
+        return output
+
+
+class Watched(nn.Parameter):
+    """A weight that knows whether somebody may have changed its values in a way that its version does not tell."""
+
+    is_touched = False
+
+    @property
+    def data(self) -> torch.Tensor:
+        self.is_touched = True
+        values: torch.Tensor = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        return values
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        self.is_touched = True
+        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+
+
+class PackedLinear(nn.Linear):
+    """A linear layer that multiplies few rows by a packed weight, until somebody changes the weight itself."""
+
+    def __init__(self, weight: nn.Parameter, packed: PackedWeight) -> None:
+        """``packed`` has the values of ``weight``, which is watched from here on, wherever else it is used."""
+        outputs, inputs = weight.shape
+        super().__init__(inputs, outputs, bias=False, device="meta")
+        weight.__class__ = Watched
+        self.weight = weight
+        self._packed = packed
+        self._seen = weight, weight._version
+        """In a tuple: a module takes every other weight for a parameter of its own."""
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the weight still has the values that were packed."""
+        seen, version = self._seen
+        return (
+            self.weight is seen
+            and isinstance(seen, Watched)
+            and not seen.is_touched
+            and seen._version == version
+        )
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """[..., inputs] to [..., outputs]."""
+        rows = input.numel() // self.in_features
+        learns = torch.is_grad_enabled() and (input.requires_grad or self.weight.requires_grad)
+        if learns or not 1 <= rows <= MAX_ROWS or input.dtype != torch.float32 or not self.is_packed:
+            return super().forward(input)
+        return self._packed.times(input.reshape(rows, -1)).view(*input.shape[:-1], -1)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Linear:
+        """A plain layer: whoever asks for a copy means to change it."""
+        copy = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
+        copy.weight = nn.Parameter(self.weight.detach().clone(), requires_grad=self.weight.requires_grad)
+        return copy.train(self.training)
+
+
+def pack_head(model: Any, cache_dir: Path) -> None:
+    """Let a CausalLM read its head's weight as the checkpoint stores it, if this machine and the values allow it.
+
+    The weight itself stays, for the embeddings that share it, for many rows, and for whoever trains it.
+    """
+    head = model.get_output_embeddings()
+    if type(head) is not nn.Linear or head.bias is not None:
+        return
+    weight = head.weight
+    if weight.dtype != torch.float32 or weight.device.type != "cpu" or weight.shape[1] % BLOCK:
+        return
+    if weight.is_inference():  # it has no version, so nobody could tell whether it was changed
+        return
+    native = Native.load(cache_dir)
+    packed = None if native is None else PackedWeight.of(weight, native)
+    if packed is not None:
+        model.set_output_embeddings(PackedLinear(weight, packed).train(head.training))

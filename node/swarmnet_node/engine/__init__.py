@@ -1,0 +1,1 @@
+"""Computes blocks: continuous batching, the KV cache, attention and the kernels."""

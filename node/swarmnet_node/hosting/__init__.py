@@ -1,0 +1,1 @@
+"""Serves clients: sessions, training passes, adapters, reports."""

@@ -1,0 +1,80 @@
+"""Taking in one part of a client's adapter: announced, counted, hashed and checked before it is kept."""
+
+import asyncio
+import hashlib
+from dataclasses import dataclass
+from typing import NoReturn
+
+from swarmnet_node.engine.engine import Engine
+from swarmnet_node.hosting.adapter_store import HASH_BYTES, AdapterStore
+from swarmnet_node.hosting.adapters import StageAdapter
+from swarmnet_protocols.errors import ProtocolViolation
+from swarmnet_protocols.machine.aio import race
+from swarmnet_protocols.net import Buffer, Message, Stream
+from swarmnet_protocols.net.messages import parse, receive_within, send_within
+from swarmnet_protocols.net.protocol_ids import ADAPTER
+from swarmnet_protocols.session.adapters import read_part
+from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.wire import session_pb2 as pb
+
+
+@dataclass(frozen=True)
+class HostedOffer:
+    """An offer for blocks that are here; ``start`` is the first block of the engine's stage."""
+
+    offer: pb.Offer
+    store: AdapterStore
+    engine: Engine
+    start: int
+    stream: Stream
+    timing: Timing
+
+    async def run(self) -> None:
+        """Take the part unless it is here, and say so; beat meanwhile.
+
+        Raises ``Refused`` when there is no room, ``ProtocolViolation`` for a part that is not what was announced or does not fit
+        the blocks, ``StreamEnded`` or ``DeadlineExceeded`` when the client is gone or too slow.
+        """
+        owner, scope, digest = self.stream.peer, self.stream.scope, self.offer.adapter
+        if len(digest) != HASH_BYTES or self.offer.size_bytes < 1:
+            raise ProtocolViolation("an offer names a hash of 32 bytes, and how many bytes there are")
+        if not self.store.renew(owner, digest):
+            with self.store.room(scope, self.offer.size_bytes):
+                adapter = await race(self._take(), self._beat())
+            self.store.put(owner, scope, digest, adapter)
+        await self._reply(pb.AdapterReply(stored=pb.Stored()))
+
+    async def _take(self) -> StageAdapter:
+        await self._reply(pb.AdapterReply(wanted=pb.Wanted()))
+        chunks: list[Buffer] = []
+        left = self.offer.size_bytes
+        while left:
+            message = await receive_within(self.stream, self.timing.chunk_s)
+            request = parse(pb.AdapterRequest, message.header)
+            wanted = min(left, ADAPTER.max_payload_bytes)
+            if not request.HasField("chunk") or len(message.payload) != wanted:
+                raise ProtocolViolation(f"a chunk of {wanted} bytes was due")
+            chunks.append(message.payload)
+            left -= wanted
+        data = await asyncio.to_thread(self._checked, chunks)
+        return await self.engine.aside(lambda: self._adapt(data))
+
+    def _checked(self, chunks: list[Buffer]) -> bytes:
+        data = b"".join(chunks)
+        chunks.clear()
+        if hashlib.sha256(data).digest() != self.offer.adapter:
+            raise ProtocolViolation("the bytes of an adapter do not have its hash")
+        return data
+
+    def _adapt(self, data: bytes) -> StageAdapter:
+        adapter = self.engine.stage.adapt(read_part(data), self.start)
+        adapter.check_span(self.offer.span.start, self.offer.span.end)
+        return adapter
+
+    async def _beat(self) -> NoReturn:
+        while True:
+            await asyncio.sleep(self.timing.beat_s)
+            await self._reply(pb.AdapterReply(beat=pb.Beat()))
+
+    async def _reply(self, reply: pb.AdapterReply) -> None:
+        await send_within(self.stream, Message(reply.SerializeToString()), self.timing.chunk_s)

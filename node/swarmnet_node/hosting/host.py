@@ -1,0 +1,371 @@
+"""Hosting: the host's side of sessions, links, passes and adapters.
+
+A client opens a session; the hop before us opens a link to it and sends steps; each step is computed once, logged, and
+sent on by the session's feeder, or home to the client when we are the last hop. The session, with its caches, ends
+with the client's stream. A pass, for somebody who trains, is a stream of its own that leaves nothing behind. Adapters come on
+streams of their own, before the sessions and passes that name them.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+from google.protobuf.message import Message as Protobuf
+
+from swarmnet_node.engine.engine import Engine
+from swarmnet_node.hosting.adapter_store import AdapterStore
+from swarmnet_node.hosting.adapter_upload import HostedOffer
+from swarmnet_node.hosting.adapters import StageAdapter
+from swarmnet_node.hosting.passes import HostedPass
+from swarmnet_node.hosting.reports import HostNumbers
+from swarmnet_node.hosting.session import HostedSession, idle
+from swarmnet_node.hosting.slots import IDLE_S, Slot, Slots, who_gives_way
+from swarmnet_node.owner.limits import ONE_CLIENT
+from swarmnet_protocols.directory.hosts import signed_addresses
+from swarmnet_protocols.errors import DeadlineExceeded, OutOfResources, ProtocolViolation, StreamEnded
+from swarmnet_protocols.machine.aio import race
+from swarmnet_protocols.machine.clock import Clock, wall_clock
+from swarmnet_protocols.net import Message, PeerId, Stream, Transport
+from swarmnet_protocols.net.dialling import Introductions
+from swarmnet_protocols.net.messages import parse, receive_within, send_within
+from swarmnet_protocols.net.protocol_ids import ADAPTER, LINK, PASS, PING, SESSION
+from swarmnet_protocols.net.resources import Exhausted, Flow, Rate, ResourceManager, Scope, Stock
+from swarmnet_protocols.session.activation_log import REPLAY_POSITIONS
+from swarmnet_protocols.session.link import Refused, Target
+from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.wire import session_pb2 as pb
+
+SESSION_ID_BYTES = 16
+MIN_MESSAGES_BYTES = 8 << 20
+MESSAGES_PER_CLIENT = 8
+"""So many of the largest steps of one client may be in memory at once; the others wait where they come from."""
+CLIENTS_AT_ONCE = 6
+BURST_S = 4.0
+"""Whoever was quiet may use what this many seconds of its rate come to at once."""
+
+
+@dataclass(frozen=True)
+class HostLimits:
+    """What strangers may take of a host, besides the caches of all, which the engine bounds. None: no limit of its own."""
+
+    sessions: int = 256
+    sessions_per_client: int = 64
+    """By default a client has a quarter of the sessions, passes, logs and caches, also where it is alone."""
+    early_links: int = 256
+    early_links_per_client: int = 64
+    log_bytes: int = 256 << 20
+    """Of one session."""
+    log_bytes_per_client: int = 256 << 20
+    log_bytes_in_all: int = 1 << 30
+    cache_share_per_client: float = ONE_CLIENT
+    """Of the bytes for caches, which change with the memory that is free."""
+    cache_bytes_per_client: int | None = None
+    """In place of that share."""
+    positions_per_s: float | None = None
+    """Of one client, on average."""
+    bytes_per_s: float | None = None
+    """From one peer, and to one peer, on average."""
+    passes: int = 16
+    passes_per_client: int = 4
+    adapters: int = 256
+    adapters_per_client: int = 16
+    adapter_bytes: int = 512 << 20
+    adapter_bytes_per_client: int = 128 << 20
+    adapter_idle_s: float = 1800.0
+
+    def client_cache_bytes(self, max_cache_bytes: int) -> int:
+        """What the caches of one client may take where those of all may take ``max_cache_bytes``."""
+        if self.cache_bytes_per_client is not None:
+            return self.cache_bytes_per_client
+        return int(max_cache_bytes * self.cache_share_per_client)
+
+    def set_on(self, resources: ResourceManager, largest_step_bytes: int) -> None:
+        """Have them hold. ``largest_step_bytes``: what a message with as many positions as a client sends at once has."""
+        each_bytes = max(MIN_MESSAGES_BYTES, MESSAGES_PER_CLIENT * largest_step_bytes)
+        resources.limit(Stock.MEMORY, in_all=CLIENTS_AT_ONCE * each_bytes, each_peer=each_bytes)
+        resources.limit(Stock.SESSIONS, in_all=self.sessions, each_peer=self.sessions_per_client)
+        resources.limit(Stock.EARLY_LINKS, in_all=self.early_links, each_peer=self.early_links_per_client)
+        resources.limit(Stock.LOG, in_all=self.log_bytes_in_all, each_peer=self.log_bytes_per_client)
+        resources.limit(Stock.PASSES, in_all=self.passes, each_peer=self.passes_per_client)
+        resources.limit(Stock.ADAPTERS, in_all=self.adapters, each_peer=self.adapters_per_client)
+        resources.limit(
+            Stock.ADAPTER_BYTES, in_all=self.adapter_bytes, each_peer=self.adapter_bytes_per_client
+        )
+        if self.positions_per_s is not None:
+            resources.limit_rate(Flow.POSITIONS, each_peer=_rate(self.positions_per_s))
+        if self.bytes_per_s is not None:
+            for flow in (Flow.BYTES_IN, Flow.BYTES_OUT):
+                resources.limit_rate(flow, each_peer=_rate(self.bytes_per_s))
+
+
+def _rate(per_s: float) -> Rate:
+    return Rate(per_s, BURST_S * per_s)
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a host serves, and to whom: blocks from ``start`` on of the model ``manifest``, to clients of ``swarm``."""
+
+    swarm: bytes
+    manifest: bytes
+    start: int
+
+
+class Host:
+    """Serves the sessions of one engine. Blocks are numbered as in the whole model."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        engine: Engine,
+        offer: Offer,
+        *,
+        timing: Timing,
+        limits: HostLimits,
+        clock: Clock = wall_clock,
+    ) -> None:
+        self.engine = engine
+        self.start = offer.start
+        self.end = offer.start + engine.stage.blocks
+        self.timing = timing
+        self.limits = limits
+        self.transport = transport
+        self.introductions = Introductions(transport)
+        self.leaving = False
+        self.numbers = HostNumbers()
+        self._in_all = transport.resources.in_all
+        self.adapters = AdapterStore(self._in_all, idle_s=limits.adapter_idle_s)
+        largest_step_bytes = REPLAY_POSITIONS * engine.stage.hidden_size * torch.float32.itemsize
+        limits.set_on(transport.resources, largest_step_bytes)
+        engine.client_cache_bytes = limits.client_cache_bytes
+        engine.limit_caches(engine.max_cache_bytes)
+        self._offer = offer
+        self._clock = clock
+        self._sessions: dict[bytes, HostedSession] = {}
+        self._session_slots = Slots(self._in_all, Stock.SESSIONS)
+        self._pass_slots = Slots(self._in_all, Stock.PASSES, new_s=IDLE_S)
+        self._early_slots = Slots(self._in_all, Stock.EARLY_LINKS)
+        self._changed = asyncio.Condition()
+
+    async def serve(self) -> None:
+        """Accept sessions, links, passes, adapters and pings until the transport closes."""
+        await self.transport.serve(SESSION, self._session)
+        await self.transport.serve(LINK, self._link)
+        await self.transport.serve(PASS, self._pass)
+        await self.transport.serve(ADAPTER, self._adapter)
+        await self.transport.serve(PING, self._ping)
+
+    @property
+    def sessions(self) -> Sequence[HostedSession]:
+        return tuple(self._sessions.values())
+
+    def target(self, next: pb.Peer, epoch: int) -> Target:
+        """The next hop as a client names it, at the addresses that this hop itself has signed, if any."""
+        peer, offer = PeerId(next.id), self._offer
+        addresses = signed_addresses(next.record, peer, offer.manifest, swarm=offer.swarm, now=self._clock())
+        return Target(peer, addresses, next.session, epoch)
+
+    def shed(self) -> None:
+        """End the session that holds the most, if there is one: its client goes on elsewhere."""
+        if self._sessions:
+            max(self._sessions.values(), key=lambda session: session.held_bytes).shed()
+
+    async def leave(self) -> None:
+        """Refuse new sessions and passes, ask the clients of sessions to move, and return when none is left of either."""
+        self.leaving = True
+        await asyncio.gather(*(session.say_leaving() for session in self.sessions))
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._sessions and not self._in_all.used[Stock.PASSES])
+
+    async def _session(self, stream: Stream) -> None:
+        message = await stream.receive()
+        request = parse(pb.SessionRequest, message.header)
+        with ExitStack() as held:
+            try:
+                session = self._admit(request, stream, held)
+            except Refused as refusal:
+                await self._refuse(stream, pb.SessionReply, refusal)
+                return
+            self._sessions[session.id] = session
+            await self._say_changed()
+            try:
+                await session.run()
+            except DeadlineExceeded:
+                self.numbers.clients_lost += 1
+                raise
+            finally:
+                del self._sessions[session.id]
+                await self._say_changed()
+
+    async def _say_changed(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    def _admit(self, request: pb.SessionRequest, stream: Stream, held: ExitStack) -> HostedSession:
+        if not request.HasField("open"):
+            raise ProtocolViolation("a session begins with Open")
+        wanted = request.open
+        if len(wanted.session) != SESSION_ID_BYTES or wanted.session in self._sessions:
+            raise ProtocolViolation("a session id is 16 fresh bytes")
+        self._check_offered(wanted)
+        session = HostedSession(self, wanted, stream, self._use_adapter(wanted, stream.peer, held))
+        session.slot = self._take(held, self._session_slots, stream, session.give_way)
+        return session
+
+    def _take(self, held: ExitStack, slots: Slots, stream: Stream, give_way: Callable[[], None]) -> Slot:
+        try:
+            return held.enter_context(slots.take(stream, give_way))
+        except Exhausted as error:
+            raise Refused.no_room(error) from error
+
+    async def make_room(self, scope: Scope, cache_bytes: int) -> None:
+        """Have idle sessions make way for so many more bytes of caches in ``scope``, if that is what it takes."""
+        while self._in_all.spare(Stock.CACHE) < cache_bytes <= scope.spare(Stock.CACHE):
+            held = {session.slot: session for session in self.sessions if session.slot is not None}
+            amounts = {slot: session.cache_bytes for slot, session in held.items()}
+            leaving = who_gives_way(held, asyncio.get_running_loop().time(), amounts.__getitem__)
+            if leaving is None:
+                return
+            leaving.give_way()
+            await held[leaving].freed.wait()
+
+    async def _refuse(
+        self,
+        stream: Stream,
+        kind: type[pb.SessionReply | pb.PassReply | pb.AdapterReply | pb.LinkReply],
+        refusal: Refused,
+    ) -> None:
+        self.numbers.refuse(refusal, stream.peer)
+        await self._send(stream, kind(refused=refusal.to_wire()))
+
+    async def _send(self, stream: Stream, reply: Protobuf) -> None:
+        await send_within(stream, Message(reply.SerializeToString()), self.timing.chunk_s)
+
+    def _use_adapter(
+        self, wanted: pb.Open | pb.Begin, client: PeerId, adapters: ExitStack
+    ) -> StageAdapter | None:
+        """What the client means by its adapter, which stays for as long as ``adapters`` is open."""
+        adapter = adapters.enter_context(self.adapters.use(client, wanted.adapter))
+        if adapter is not None:
+            try:
+                adapter.check_span(wanted.span.start, wanted.span.end)
+            except ProtocolViolation as error:
+                raise Refused(pb.REASON_PROTOCOL, str(error)) from error
+        return adapter
+
+    def _check_offered(self, wanted: pb.Open | pb.Begin | pb.Offer) -> None:
+        if self.leaving:
+            raise Refused(pb.REASON_LEAVING, "this host is about to stop")
+        if wanted.swarm != self._offer.swarm:
+            raise Refused(pb.REASON_WRONG_SWARM, "this host belongs to another swarm")
+        if wanted.manifest != self._offer.manifest:
+            raise Refused(pb.REASON_WRONG_MODEL, f"this host serves {self._offer.manifest.hex()[:16]}")
+        if not self.start <= wanted.span.start < wanted.span.end <= self.end:
+            raise Refused(pb.REASON_WRONG_SPAN, f"this host serves blocks {self.start}:{self.end}")
+
+    async def _pass(self, stream: Stream) -> None:
+        message = await stream.receive()
+        request = parse(pb.PassRequest, message.header)
+        if not request.HasField("begin"):
+            raise ProtocolViolation("a pass begins with Begin")
+        try:
+            await self._run_pass(request.begin, stream)
+        except ProtocolViolation as error:
+            refusal = Refused(pb.REASON_PROTOCOL, str(error))
+            await self._refuse(stream, pb.PassReply, refusal)
+        except OutOfResources as error:
+            await self._refuse(stream, pb.PassReply, Refused.no_room(error))
+        except Refused as refusal:
+            await self._refuse(stream, pb.PassReply, refusal)
+
+    async def _run_pass(self, wanted: pb.Begin, stream: Stream) -> None:
+        self._check_offered(wanted)
+        stage = self.engine.stage.part(wanted.span.start - self.start, wanted.span.end - self.start)
+        try:
+            with ExitStack() as held:
+                going: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+                slot = self._take(held, self._pass_slots, stream, lambda: give_way(going))
+                adapter = self._use_adapter(wanted, stream.peer, held)
+                hosted = HostedPass(wanted, stage, self.engine, stream, self.timing, adapter)
+                await race(hosted.run(slot), _value(going))
+        finally:
+            await self._say_changed()
+
+    async def _adapter(self, stream: Stream) -> None:
+        message = await stream.receive()
+        request = parse(pb.AdapterRequest, message.header)
+        if not request.HasField("offer"):
+            raise ProtocolViolation("an adapter begins with Offer")
+        try:
+            self._check_offered(request.offer)
+            offer = HostedOffer(request.offer, self.adapters, self.engine, self.start, stream, self.timing)
+            await offer.run()
+        except ProtocolViolation as error:
+            refusal = Refused(pb.REASON_PROTOCOL, str(error))
+            await self._refuse(stream, pb.AdapterReply, refusal)
+        except OutOfResources as error:
+            await self._refuse(stream, pb.AdapterReply, Refused.no_room(error))
+        except Refused as refusal:
+            await self._refuse(stream, pb.AdapterReply, refusal)
+
+    async def _link(self, stream: Stream) -> None:
+        message = await stream.receive()
+        request = parse(pb.LinkRequest, message.header)
+        if not request.HasField("link") or len(request.link.session) != SESSION_ID_BYTES:
+            raise ProtocolViolation("a link begins with Link")
+        try:
+            await race(self._linked(stream, request.link), self._beats(stream))
+        except Refused as refusal:
+            await self._refuse(stream, pb.LinkReply, refusal)
+
+    async def _linked(self, stream: Stream, link: pb.Link) -> None:
+        session = await self._find(link.session, stream)
+        with stream.scope.hold(Stock.LINKS):
+            await session.accept(stream, link.epoch)
+
+    async def _beats(self, stream: Stream) -> None:
+        beat = pb.LinkReply(beat=pb.Beat())
+        while True:
+            await self._send(stream, beat)
+            await asyncio.sleep(self.timing.beat_s)
+
+    async def _find(self, session_id: bytes, stream: Stream) -> HostedSession:
+        """The session of a link, which may be a little ahead of it."""
+        session = self._sessions.get(session_id)
+        if session is not None:
+            return session
+        with ExitStack() as held:
+            going: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._take(held, self._early_slots, stream, lambda: give_way(going))
+            try:
+                async with asyncio.timeout(self.timing.link_wait_s):
+                    await race(self._come(session_id), _value(going))
+                    return self._sessions[session_id]
+            except TimeoutError:
+                raise Refused(pb.REASON_UNKNOWN_SESSION, "no such session") from None
+
+    async def _come(self, session_id: bytes) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: session_id in self._sessions)
+
+    async def _ping(self, stream: Stream) -> None:
+        """Answer pings until the other side closes."""
+        while True:
+            try:
+                message = await receive_within(stream, self.timing.client_silence_s)
+            except StreamEnded:
+                return
+            ping = parse(pb.Ping, message.header)
+            await self._send(stream, pb.Pong(nonce=ping.nonce, queue_s=self.engine.queue_s))
+
+
+def give_way(going: "asyncio.Future[None]") -> None:
+    """End what waits for ``going``: it brings no work, and others need its place."""
+    if not going.done():
+        going.set_exception(idle())
+
+
+async def _value(future: "asyncio.Future[None]") -> None:
+    await future

@@ -1,0 +1,167 @@
+"""One pass on one host: whole sequences through some blocks, forward or backward, for a client that trains."""
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+import torch
+
+from swarmnet_node.engine.engine import Engine
+from swarmnet_node.engine.graphs import Graph, GraphName
+from swarmnet_node.engine.stage import Stage
+from swarmnet_node.hosting.adapters import StageAdapter
+from swarmnet_node.hosting.slots import Slot
+from swarmnet_protocols.errors import ProtocolViolation
+from swarmnet_protocols.machine.aio import race
+from swarmnet_protocols.net import Buffer, Message, PeerId, Stream
+from swarmnet_protocols.net.messages import parse, receive_within, send_within
+from swarmnet_protocols.session.link import Refused
+from swarmnet_protocols.session.passes import MAX_POSITIONS, as_column, check_counts, cut, receive_tensor
+from swarmnet_protocols.session.steps import wire_dtype
+from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.wire import session_pb2 as pb
+
+GRAPH_ID_BYTES = 16
+
+T = TypeVar("T")
+
+
+class HostedPass:
+    """A pass that was admitted. It needs nothing of passes before it; what a forward leaves may save its backward work."""
+
+    def __init__(
+        self,
+        wanted: pb.Begin,
+        stage: Stage,
+        engine: Engine,
+        stream: Stream,
+        timing: Timing,
+        adapter: StageAdapter | None = None,
+    ) -> None:
+        """Raises ``ProtocolViolation`` for lengths that make no sense, ``Refused`` for too many positions, or for a graph that
+        is not here."""
+        check_counts(wanted.counts)
+        self._counts = tuple(wanted.counts)
+        self._positions = sum(self._counts)
+        prefix = adapter.prefix_positions if adapter else 0
+        attended = self._positions + prefix * len(self._counts)
+        if attended > MAX_POSITIONS:
+            raise Refused(pb.REASON_TOO_LONG, f"{attended} positions, {MAX_POSITIONS} is the most")
+        self._adapter = adapter
+        self._backward = wanted.backward
+        self._wire = wire_dtype(wanted.wire)
+        self._stage = stage
+        self._engine = engine
+        self._stream = stream
+        self._timing = timing
+        self._graph = graph_name(wanted, stream.peer)
+        if self._backward and self._graph is not None and self._graph not in engine.graphs:
+            raise _graph_gone()
+
+    async def run(self, slot: Slot) -> None:
+        """In ``slot``: take the tensors, compute when sessions leave room, answer; beat meanwhile.
+
+        Raises ``StreamEnded`` when the client is gone, ``DeadlineExceeded`` when it is too slow, ``ProtocolViolation``
+        for tensors that are not what was announced, ``Refused`` when the graph has made way for something else meanwhile or
+        the answer has infinity or NaN in it, ``OutOfResources`` when there is no memory to compute in.
+        """
+        self._slot = slot
+        await race(self._answer(), self._beat())
+
+    async def _answer(self) -> None:
+        for tensor in await (self._gradients() if self._backward else self._outputs()):
+            for part, payload in cut(tensor):
+                await self._send(pb.PassReply(part=part), payload)
+                self._slot.moved(len(payload))
+
+    async def _outputs(self) -> list[torch.Tensor]:
+        arguments = await self._receive(), self._counts, self._adapter
+        if self._graph is None:
+            return [await self._compute(lambda: lambda: self._sent(self._stage.run_sequences(*arguments)))]
+
+        def compute() -> tuple[torch.Tensor, Graph]:
+            outputs, graph = self._stage.record_sequences(*arguments)
+            return self._sent(outputs), graph
+
+        outputs, graph = await self._compute(lambda: compute)
+        self._engine.keep(self._graph, graph, for_s=self._timing.graph_s)
+        return [outputs]
+
+    async def _gradients(self) -> list[torch.Tensor]:
+        """Those of the inputs and, with an adapter, of all its numbers."""
+        if self._graph is not None:
+            grad_outputs = await self._receive()
+            return await self._compute(lambda: partial(self._differentiate, self._take(), grad_outputs))
+        inputs, grad_outputs = await self._receive(), await self._receive()
+
+        def compute() -> list[torch.Tensor]:
+            _, graph = self._stage.record_sequences(inputs, self._counts, self._adapter)
+            return self._differentiate(graph, grad_outputs)
+
+        return await self._compute(lambda: compute)
+
+    def _differentiate(self, graph: Graph, grad_outputs: torch.Tensor) -> list[torch.Tensor]:
+        gradients, own = self._stage.gradients(graph, grad_outputs)
+        return [self._sent(gradients), *([finite(as_column(own))] if own else [])]
+
+    def _sent(self, values: torch.Tensor) -> torch.Tensor:
+        return finite(values.to(self._wire))
+
+    async def _compute(self, start: Callable[[], Callable[[], T]]) -> T:
+        self._slot.at_work = True
+        computed = await self._engine.compute_behind(
+            start, self._positions, yields_s=self._timing.overtaken_s
+        )
+        self._slot.at_work = False
+        self._slot.worked()
+        return computed
+
+    def _take(self) -> Graph:
+        graph = self._engine.graphs.take(self._graph) if self._graph is not None else None
+        if graph is None:
+            raise _graph_gone()
+        return graph
+
+    async def _beat(self) -> None:
+        while True:
+            await self._send(pb.PassReply(beat=pb.Beat()))
+            await asyncio.sleep(self._timing.beat_s)
+
+    async def _receive(self) -> torch.Tensor:
+        return await receive_tensor(
+            self._next_part, positions=self._positions, hidden_size=self._stage.hidden_size
+        )
+
+    async def _next_part(self) -> tuple[pb.Part, Buffer]:
+        message = await receive_within(self._stream, self._timing.chunk_s)
+        request = parse(pb.PassRequest, message.header)
+        if not request.HasField("part"):
+            raise ProtocolViolation("a pass begins once")
+        self._slot.moved(len(message.payload))
+        return request.part, message.payload
+
+    async def _send(self, reply: pb.PassReply, payload: memoryview | bytes = b"") -> None:
+        message = Message(reply.SerializeToString(), payload)
+        await send_within(self._stream, message, self._timing.chunk_s)
+
+
+def graph_name(wanted: pb.Begin, client: PeerId) -> GraphName | None:
+    """Which graph a pass leaves or uses, if any. Raises ``ProtocolViolation`` for an id of the wrong size."""
+    if not wanted.graph:
+        return None
+    if len(wanted.graph) != GRAPH_ID_BYTES:
+        raise ProtocolViolation("a graph's id is 16 bytes")
+    span = wanted.span.start, wanted.span.end
+    return GraphName(client, wanted.graph, span, tuple(wanted.counts), wanted.adapter)
+
+
+def finite(values: torch.Tensor) -> torch.Tensor:
+    """The values. Raises ``Refused`` for infinity or NaN: those who would get them could not tell where it began."""
+    if not torch.isfinite(values).all():
+        raise Refused(pb.REASON_NOT_FINITE, "what these blocks, and your adapter, make of this is not finite")
+    return values
+
+
+def _graph_gone() -> Refused:
+    return Refused(pb.REASON_GRAPH_GONE, "what the forward pass left is not here: send its inputs")

@@ -1,0 +1,387 @@
+"""One session on one host: its lanes, its log, the link that feeds it and the feeder that sends on."""
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+
+from swarmnet_node.engine.kv_cache import LaneCache
+from swarmnet_node.hosting.adapters import StageAdapter
+from swarmnet_node.hosting.passes import finite
+from swarmnet_node.hosting.reports import LaneTimes, Pair
+from swarmnet_node.hosting.slots import Slot
+from swarmnet_protocols.directory.reports import is_peer_id
+from swarmnet_protocols.errors import (
+    DeadlineExceeded,
+    OutOfResources,
+    ProtocolViolation,
+    StreamEnded,
+    SwarmnetError,
+)
+from swarmnet_protocols.machine.aio import cancel, race
+from swarmnet_protocols.net import Message, Stream
+from swarmnet_protocols.net.messages import parse, receive_within, send_within
+from swarmnet_protocols.net.resources import RETRY_S, Exhausted, Flow, Hold, Stock
+from swarmnet_protocols.session.activation_log import ActivationLog, LogGone
+from swarmnet_protocols.session.link import Feeder, Outbox, Refused, Target
+from swarmnet_protocols.session.steps import Row, Step, decode_step, encode_tensor, wire_dtype
+from swarmnet_protocols.session.testimony import MAX_SHOWN, Received
+from swarmnet_protocols.wire import session_pb2 as pb
+
+if TYPE_CHECKING:
+    from swarmnet_node.hosting.host import Host
+
+_log = logging.getLogger(__name__)
+
+QUEUED_STEPS = 4
+"""Steps a link may have in memory before the upstream is made to wait."""
+
+_Queue = asyncio.Queue[tuple[Step, int]]
+"""Steps, with the bytes that are held for each."""
+
+
+class HostedSession:
+    """The state of one client's session here. Steps are applied one at a time, each exactly once."""
+
+    def __init__(
+        self, host: "Host", wanted: pb.Open, stream: Stream, adapter: StageAdapter | None = None
+    ) -> None:
+        self.id = wanted.session
+        self.stream = stream
+        self.slot: Slot | None = None
+        self.freed = asyncio.Event()
+        """Nothing is held any more."""
+        self._host = host
+        self._engine = host.engine
+        self._stage = host.engine.stage.part(wanted.span.start - host.start, wanted.span.end - host.start)
+        self._adapter = adapter
+        self._prefix_positions = adapter.prefix_positions if adapter else 0
+        self._max_length = wanted.max_length
+        self._is_last = not wanted.HasField("next")
+        self._target = None if self._is_last else host.target(wanted.next, wanted.epoch)
+        self._scope = stream.scope.within("this session", {Stock.LOG: host.limits.log_bytes})
+        self._log_room = self._scope.hold(Stock.LOG, 0)
+        # Of the client's room for logs, not of this session's: what must be sent on comes first there.
+        self._received_room = stream.scope.hold(Stock.LOG, 0)
+        self._received = Received(self._received_room)
+        self._lanes: dict[int, LaneCache] = {}
+        self._outbox = Outbox(self._new_log(), asyncio.Event())
+        self._feeder = Feeder(
+            host.introductions.by(stream.scope), self._outbox, wire_dtype(wanted.wire), host.timing
+        )
+        self._feeding: asyncio.Task[None] | None = None
+        self._switching = asyncio.Lock()
+        self._over = False
+        self._link_epoch = 0
+        self._link: Stream | None = None
+        self._applying = asyncio.Lock()
+        self._numbers = host.numbers
+        self._times = LaneTimes(host.numbers)
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def _new_log(self) -> ActivationLog:
+        # The last hop sends to the client, which never needs a replay: it keeps positions, not values.
+        self._log_room.release()
+        return ActivationLog(self._log_room, keep_values=not self._is_last)
+
+    @property
+    def pair(self) -> Pair | None:
+        """Who sends to this session and to whom it sends on; None before somebody does, or where the client names nobody."""
+        downstream = self._target.peer if self._target else ""
+        if self._link is None or (downstream and not is_peer_id(downstream)):
+            return None
+        return Pair("" if self._link.peer == self.stream.peer else self._link.peer, downstream)
+
+    @property
+    def held_bytes(self) -> int:
+        """Of caches and log."""
+        return self._scope.used[Stock.CACHE] + self._scope.used[Stock.LOG]
+
+    @property
+    def cache_bytes(self) -> int:
+        return self._scope.used[Stock.CACHE]
+
+    def give_way(self) -> None:
+        """End, since the session brings no work and others need its place."""
+        self._fail(idle())
+
+    def shed(self) -> None:
+        """End, since the owner's memory is needed."""
+        self._fail(Refused(pb.REASON_OUT_OF_MEMORY, "this host is over its owner's limit", RETRY_S))
+
+    # ---- the client's stream ----------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Serve until the client's stream ends or the session fails; then free everything."""
+        try:
+            await self._reply(pb.SessionReply(opened=pb.Opened()))
+            await self._feed_anew()
+            await race(self._listen(), self._beat(), self._failure(), self._first_step())
+        except Refused as refusal:
+            self._free()  # whoever needs the room does not wait until the client has read why
+            self._numbers.refuse(refusal, self.stream.peer)
+            with contextlib.suppress(SwarmnetError, TimeoutError):
+                async with asyncio.timeout(self._host.timing.reply_s):
+                    await self._reply(pb.SessionReply(refused=refusal.to_wire()))
+        finally:
+            # All that must happen comes before the first await: a second cancellation may end us there.
+            self._free()
+            self._failed.cancel()
+            if self._link is not None:
+                self._link.close()
+            self.stream.close()
+            await cancel(self._feeding)
+
+    def _free(self) -> None:
+        """Hold nothing from now on. Idempotent."""
+        self._over = True
+        self._release(self._lanes.values())
+        self._lanes = {}
+        self._log_room.release()
+        self._received_room.release()
+        self.freed.set()
+
+    async def say_leaving(self) -> None:
+        """Ask the client to move to another host. A client that is gone has moved already."""
+        with contextlib.suppress(StreamEnded, DeadlineExceeded):
+            await self._reply(pb.SessionReply(leaving=pb.Leaving()))
+
+    async def _listen(self) -> None:
+        while True:
+            message = await receive_within(self.stream, self._host.timing.client_silence_s)
+            request = parse(pb.SessionRequest, message.header)
+            if request.HasField("relink"):
+                if self._is_last:
+                    raise ProtocolViolation("the last hop has no next hop to replace")
+                self._target = self._host.target(request.relink.next, request.relink.epoch)
+                await self._feed_anew()
+            elif request.HasField("show"):
+                await self._show(request.show)
+            elif not request.HasField("beat"):
+                raise ProtocolViolation("a session is opened once")
+
+    async def _show(self, asked: pb.Show) -> None:
+        """Say what came in and went out for the first positions of a lane."""
+        if not 1 <= asked.count <= MAX_SHOWN:
+            raise ProtocolViolation(f"asked for {asked.count} positions, {MAX_SHOWN} are shown at most")
+        received = self._received.digest(asked.lane, asked.count)
+        if self._is_last or not received:
+            await self._reply(pb.SessionReply(shown=pb.Shown(received=received)))
+            return
+        with self._scope.hold(Stock.MEMORY, 0) as room:
+            try:
+                await room.grow(asked.count * self._stage.hidden_size * torch.float32.itemsize)
+            except Exhausted as error:
+                raise Refused.no_room(error) from error
+            sent = self._outbox.log.values(asked.lane, asked.count)
+            if sent is None:
+                await self._reply(pb.SessionReply(shown=pb.Shown()))
+                return
+            tensor, payload = encode_tensor(sent)
+            await self._reply(pb.SessionReply(shown=pb.Shown(received=received, sent=tensor)), payload)
+
+    async def _beat(self) -> None:
+        while True:
+            await self._reply(pb.SessionReply(beat=pb.Beat(applied=self._outbox.log.last)))
+            await asyncio.sleep(self._host.timing.beat_s)
+
+    async def _first_step(self) -> None:
+        await asyncio.sleep(self._host.timing.first_step_s)
+        if self.slot is not None and not self.slot.has_worked:
+            raise idle()
+        await self._failure()
+
+    async def _failure(self) -> None:
+        await asyncio.shield(self._failed)
+
+    async def _reply(self, reply: pb.SessionReply, payload: memoryview | bytes = b"") -> None:
+        message = Message(reply.SerializeToString(), payload)
+        await send_within(self.stream, message, self._host.timing.chunk_s)
+
+    # ---- downstream -------------------------------------------------------------------------------------
+
+    async def _feed_anew(self, log: ActivationLog | None = None) -> None:
+        """Feed whoever is next now, from ``log`` if given, in place of whoever was fed before."""
+        async with self._switching:
+            await cancel(self._feeding)
+            if log is not None:
+                self._outbox.log = log
+            if self._target is not None and not self._over:
+                self._feeding = asyncio.create_task(self._feed(self._target))
+
+    async def _feed(self, target: Target) -> None:
+        """Feed the next hop until that ends, then tell the client, who decides what comes next."""
+        try:
+            await self._feeder.run(target)
+        except LogGone as error:
+            self._fail(Refused(pb.REASON_LOG_GONE, str(error)))
+        except SwarmnetError as error:
+            self._numbers.links_lost += 1
+            _log.info("next hop lost", extra={"peer": target.peer, "reason": str(error)[:200]})
+            lost = pb.LinkLost(epoch=target.epoch, peer=target.peer)
+            with contextlib.suppress(StreamEnded, DeadlineExceeded):
+                await self._reply(pb.SessionReply(link_lost=lost))
+
+    # ---- upstream ---------------------------------------------------------------------------------------
+
+    async def accept(self, stream: Stream, epoch: int) -> None:
+        """Take steps from this link until it ends or a link of a later epoch takes its place."""
+        if epoch < self._link_epoch:
+            raise Refused(pb.REASON_STALE_EPOCH, f"epoch {epoch} after {self._link_epoch}")
+        self._link_epoch = epoch
+        if self._link is not None:
+            self._link.close()
+        self._link = stream
+        async with self._applying:
+            if self._outbox.log.last == 0:
+                await self._reset()
+            applied = self._outbox.log.last
+        linked = pb.LinkReply(linked=pb.Linked(applied=applied))
+        await send_within(stream, Message(linked.SerializeToString()), self._host.timing.chunk_s)
+        queue: _Queue = asyncio.Queue(QUEUED_STEPS)
+        with self._scope.hold(Stock.MEMORY, 0) as room:
+            await race(self._read(stream, queue, room), self._work(stream, queue, room))
+
+    async def _reset(self) -> None:
+        """Forget a replay that was broken off, here and in the hops it had already reached."""
+        if not self._lanes:
+            return
+        self._release(self._lanes.values())
+        self._lanes = {}
+        self._received.forget()
+        await self._feed_anew(self._new_log())
+
+    async def _read(self, stream: Stream, queue: _Queue, room: Hold) -> None:
+        clock = asyncio.get_running_loop().time
+        while True:
+            message = await stream.receive()
+            request = parse(pb.LinkRequest, message.header)
+            if not request.HasField("step"):
+                raise ProtocolViolation("a link carries steps")
+            step = decode_step(request.step, message.payload, hidden_size=self._stage.hidden_size)
+            if stream.peer == self.stream.peer and not step.replay:
+                self._times.arrived(step.rows, clock())
+            if wait_s := self._scope.use(Flow.POSITIONS, step.positions, clock()):
+                await asyncio.sleep(wait_s)
+            size_bytes = len(message.payload)
+            try:
+                room.resize(room.amount + size_bytes)
+            except Exhausted:
+                # Its stream holds the memory of this one as long as the next is not asked for.
+                await queue.put((step, 0))
+                await queue.join()
+            else:
+                await queue.put((step, size_bytes))
+
+    async def _work(self, stream: Stream, queue: _Queue, room: Hold) -> None:
+        while True:
+            step, size_bytes = await queue.get()
+            # A step that has begun is finished even if its link is replaced meanwhile: half a step has no position.
+            await asyncio.shield(asyncio.ensure_future(self._apply(stream, step)))
+            room.resize(room.amount - size_bytes)
+            queue.task_done()
+
+    async def _apply(self, stream: Stream, step: Step) -> None:
+        """Compute one step, log it, send its outputs on. What fails here ends the session and is told to the client."""
+        async with self._applying:
+            if stream is not self._link or self._failed.done() or self._over:
+                return
+            try:
+                self._outbox.log.check(step)
+                is_rebuilt = step.replay and not self._lanes
+                computed = step.with_values(await self._compute(step))
+                self._outbox.append(computed)
+                self._received.add(step)
+                self._count(step, is_rebuilt=is_rebuilt)
+                if self._is_last and not step.replay:
+                    await self._answer(computed)
+            except (StreamEnded, DeadlineExceeded):
+                return  # the client is gone, or does not read: its stream ends the session
+            except ProtocolViolation as error:
+                self._fail(Refused(pb.REASON_PROTOCOL, str(error)))
+            except OutOfResources as error:
+                self._fail(Refused.no_room(error))
+            except Refused as refusal:
+                self._fail(refusal)
+            except Exception as error:  # noqa: BLE001 - whatever broke inside the model breaks this session only
+                _log.exception("a step could not be computed")
+                self._fail(Refused(pb.REASON_INTERNAL, f"{type(error).__name__}: {error}"))
+
+    def _count(self, step: Step, *, is_rebuilt: bool) -> None:
+        self._numbers.rebuilt += is_rebuilt
+        pair = self.pair
+        if pair is not None and not step.replay:
+            self._numbers.passed(pair, sum(row.count for row in step.rows))
+            if self._is_last:
+                self._numbers.answered += sum(row.outputs for row in step.rows)
+
+    async def _compute(self, step: Step) -> torch.Tensor:
+        longest = self._prefix_positions + max(row.end for row in step.rows)
+        if longest > self._max_length:
+            raise Refused(pb.REASON_TOO_LONG, f"position {longest} of {self._max_length}")
+        if self.slot is not None:
+            self.slot.worked()
+        await self._host.make_room(self._scope, self._new_bytes(step))
+        await self._place(step.rows)
+        rows = [(self._lanes[row.lane], values) for row, values in zip(step.rows, step.split(), strict=True)]
+        outputs = torch.cat(await self._engine.compute(self._stage, rows))
+        return finite(outputs.to(self._feeder.wire))
+
+    def _new_bytes(self, step: Step) -> int:
+        """At most, of caches that a step makes longer."""
+        geometry = self._stage.geometry
+        longest = [geometry.bytes_for(self._prefix_positions + row.end) for row in step.rows]
+        return max(0, sum(longest) - sum(lane.nbytes for lane in self._lanes.values()))
+
+    async def _place(self, rows: tuple[Row, ...]) -> None:
+        """Give every row the cache it starts from. A cache nobody else starts from is moved, not copied."""
+        before = dict(self._lanes)
+        uses = Counter(row.source for row in rows)
+        overwritten = {row.lane for row in rows}
+        copied = [
+            row.lane
+            for row in rows
+            if row.lane != row.source
+            and row.source in before
+            and (uses[row.source] > 1 or row.source not in overwritten)
+        ]
+        after: dict[int, LaneCache] = {}
+        if copied:
+            sources = [before[row.source] for row in rows if row.lane in copied]
+            after = dict(zip(copied, await self._engine.fork(sources, self._scope), strict=True))
+        if self._over:  # meanwhile: what was there is freed
+            self._release(after.values())
+            raise StreamEnded("the session has ended")
+        for row in rows:
+            if row.source not in before:
+                after[row.lane] = self._engine.adopt(self._stage.new_lane(self._adapter), self._scope)
+            elif row.lane not in after:
+                after[row.lane] = before[row.source]
+        self._lanes.update(after)
+        kept = {id(cache) for cache in self._lanes.values()}
+        self._release(cache for cache in before.values() if id(cache) not in kept)
+        for row in rows:
+            start = self._prefix_positions + row.start
+            if self._lanes[row.lane].length > start:
+                self._lanes[row.lane].truncate(start)
+
+    async def _answer(self, step: Step) -> None:
+        tensor, payload = encode_tensor(step.wanted())
+        await self._reply(pb.SessionReply(output=pb.Output(step=step.seq, tensor=tensor)), payload)
+
+    def _fail(self, refusal: Refused) -> None:
+        if not self._failed.done():
+            self._failed.set_exception(refusal)
+
+    def _release(self, lanes: Iterable[LaneCache]) -> None:
+        for lane in lanes:
+            self._engine.release(lane)
+
+
+def idle() -> Refused:
+    """What is told to a client whose session, pass or link brings no work."""
+    return Refused(pb.REASON_IDLE, "nothing came for long, and others need the place")

@@ -1,0 +1,91 @@
+"""Places that clients hold on a host, and who gives way where all are taken: who brings no work, in the network that holds the most."""
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from swarmnet_protocols.net import PeerId, Stream
+from swarmnet_protocols.net.resources import Hold, Scope, Stock
+from swarmnet_protocols.net.subnets import Place, first_to_go, origin_of
+
+NEW_S = 3.0
+"""The first work for a slot may be on its way for so long: the hosts before this one compute it first."""
+IDLE_S = 5.0
+"""Between two pieces of work a client may pause for so long: between two tokens over far links, or before a part of a pass over a slow line."""
+SLOW_BYTES_PER_S = 64_000.0
+"""What comes more slowly than this, on average, is no work."""
+
+
+@dataclass(eq=False)
+class Slot:
+    """What one client holds. ``give_way`` ends it, and tells the client to come again."""
+
+    peer: PeerId
+    origin: str
+    since: float
+    """When it was taken or, if that is later, last brought work."""
+    give_way: Callable[[], None]
+    has_worked: bool = False
+    at_work: bool = False
+    """It waits for us now, and never gives way."""
+    hold: Hold | None = None
+    new_s: float = NEW_S
+
+    def worked(self) -> None:
+        """It has brought work now."""
+        self.has_worked, self.since = True, asyncio.get_running_loop().time()
+
+    def moved(self, size_bytes: int) -> None:
+        """So much of some work has come or gone."""
+        now = asyncio.get_running_loop().time()
+        self.since = min(now, self.since + size_bytes / SLOW_BYTES_PER_S)
+
+    def is_idle(self, now: float) -> bool:
+        """Whether it may be ended in favour of somebody else."""
+        return not self.at_work and now - self.since >= (IDLE_S if self.has_worked else self.new_s)
+
+
+def who_gives_way(slots: Iterable[Slot], now: float, amount: Callable[[Slot], int]) -> Slot | None:
+    """The slot to end so that somebody else gets its ``amount``; None where all are in use. Pure.
+
+    Of the network (a /24, a /48) that holds the most, of the peer there that holds the most: first what has never brought work, then
+    what has brought none for longest.
+    """
+    places = [
+        Place(slot.origin, slot.peer, held, (slot.has_worked, slot.since), slot)
+        for slot in slots
+        if (held := amount(slot))
+    ]
+    return first_to_go(places, lambda slot: slot.is_idle(now))
+
+
+class Slots:
+    """The slots of one kind, as many as ``in_all`` has of ``stock``."""
+
+    def __init__(self, in_all: Scope, stock: Stock, *, new_s: float = NEW_S) -> None:
+        self._in_all = in_all
+        self._stock = stock
+        self._new_s = new_s
+        self._slots: dict[Slot, None] = {}
+
+    @contextmanager
+    def take(self, stream: Stream, give_way: Callable[[], None]) -> Iterator[Slot]:
+        """A slot for the peer of ``stream`` while the context is open. Raises ``Exhausted``.
+
+        Where all are taken and the peer has not its own share, another one gives way that brings no work.
+        """
+        now = asyncio.get_running_loop().time()
+        if self._in_all.spare(self._stock) < 1 <= stream.scope.spare(self._stock):
+            leaving = who_gives_way(self._slots, now, lambda _: 1)
+            if leaving is not None and leaving.hold is not None:
+                del self._slots[leaving]
+                leaving.hold.release()
+                leaving.give_way()
+        slot = Slot(stream.peer, origin_of(stream.address) or stream.peer, now, give_way, new_s=self._new_s)
+        with stream.scope.hold(self._stock) as slot.hold:
+            self._slots[slot] = None
+            try:
+                yield slot
+            finally:
+                self._slots.pop(slot, None)

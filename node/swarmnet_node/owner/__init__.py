@@ -1,0 +1,1 @@
+"""What the computer's owner decides: limits, schedule, pauses, and the control socket."""

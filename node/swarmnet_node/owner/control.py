@@ -1,0 +1,278 @@
+"""Control of a node by its owner: gRPC on a unix socket in the node's data directory.
+
+Whoever may write into the directory may control the node; nothing else is asked.
+"""
+
+import asyncio
+import json
+import math
+import os
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Protocol
+
+import grpc
+
+from swarmnet_node.owner.limits import Limits, Usage
+from swarmnet_protocols.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    IncompatibleVersion,
+    OutOfResources,
+    SwarmnetError,
+    Unreachable,
+)
+from swarmnet_protocols.machine.files import MAX_SOCKET_PATH_BYTES
+from swarmnet_protocols.wire import control_pb2
+
+SOCKET_NAME = "control.sock"
+MAX_GRACE_S = 24 * 3600.0
+_ANSWER_TIMEOUT_S = 5.0
+_MAX_MESSAGE_BYTES = 1 << 20
+_SERVICE: str = control_pb2.DESCRIPTOR.services_by_name["Control"].full_name
+_REFUSALS = {
+    grpc.StatusCode.INVALID_ARGUMENT: ConfigError,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: OutOfResources,
+}
+_OPTIONS = (
+    ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+    ("grpc.use_local_subchannel_pool", 1),  # else a call finds what an earlier one found: nobody there
+)
+
+
+@dataclass(frozen=True)
+class NodeStatus:
+    """What a node is doing: the fields of ``NodeStatus`` in proto/control.proto."""
+
+    peer_id: str
+    state: str
+    model: str
+    manifest: bytes
+    start: int
+    end: int
+    total_blocks: int
+    addresses: tuple[str, ...]
+    uptime_s: float
+    sessions: int
+    cache_bytes: int
+    cache_bytes_limit: int
+    weight_bytes: int
+    tokens: int
+    forwards: int
+    version: str
+    swarm: str
+    reason: str = ""
+    limits: Limits = field(default_factory=Limits)
+    usage: Usage = field(default_factory=Usage)
+    ram_bytes: int = 0
+    warning: str = ""
+
+
+class Controlled(Protocol):
+    """The node, as its owner sees it."""
+
+    def status(self) -> NodeStatus: ...
+
+    def finish(self, grace_s: float) -> None: ...
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+    def limits(self) -> Limits: ...
+
+    def set_limits(self, limits: Limits) -> None:
+        """Raises ``SwarmnetError`` for limits that cannot be kept; then nothing has changed."""
+
+
+@asynccontextmanager
+async def serve(node: Controlled, data_dir: Path) -> AsyncIterator[None]:
+    """Answer for ``node`` until the block ends.
+
+    The caller owns ``data_dir`` alone, so a socket that lies there is left over and is replaced.
+    """
+
+    async def answer_status(_request: control_pb2.StatusRequest, _context: object) -> control_pb2.NodeStatus:
+        return control_pb2.NodeStatus(**asdict(node.status()))
+
+    async def answer_finish(request: control_pb2.FinishRequest, context: Any) -> control_pb2.FinishReply:
+        if not _is_grace(request.grace_s):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, json.dumps(["grace_s is out of range", ""]))
+        node.finish(request.grace_s)
+        return control_pb2.FinishReply()
+
+    async def answer_pause(_request: control_pb2.PauseRequest, _context: object) -> control_pb2.PauseReply:
+        node.pause()
+        return control_pb2.PauseReply()
+
+    async def answer_resume(_request: control_pb2.ResumeRequest, _context: object) -> control_pb2.ResumeReply:
+        node.resume()
+        return control_pb2.ResumeReply()
+
+    async def answer_limits(_request: control_pb2.GetLimitsRequest, _context: object) -> control_pb2.Limits:
+        return control_pb2.Limits(**asdict(node.limits()))
+
+    async def answer_set_limits(request: control_pb2.Limits, context: Any) -> control_pb2.Limits:
+        try:
+            node.set_limits(_limits_of(request))
+        except SwarmnetError as error:
+            code = grpc.StatusCode.INVALID_ARGUMENT
+            if isinstance(error, OutOfResources):
+                code = grpc.StatusCode.RESOURCE_EXHAUSTED
+            await context.abort(code, json.dumps([str(error), error.hint]))
+        return control_pb2.Limits(**asdict(node.limits()))
+
+    server = grpc.aio.server(options=_OPTIONS)
+    methods = {
+        "Status": _method(answer_status, control_pb2.StatusRequest),
+        "Finish": _method(answer_finish, control_pb2.FinishRequest),
+        "Pause": _method(answer_pause, control_pb2.PauseRequest),
+        "Resume": _method(answer_resume, control_pb2.ResumeRequest),
+        "GetLimits": _method(answer_limits, control_pb2.GetLimitsRequest),
+        "SetLimits": _method(answer_set_limits, control_pb2.Limits),
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, methods),))
+    socket = data_dir / SOCKET_NAME
+    with _bindable(data_dir) as directory:
+        socket.unlink(missing_ok=True)
+        previous = os.umask(0o177)
+        try:
+            server.add_insecure_port(f"unix:{directory}/{SOCKET_NAME}")
+        except RuntimeError as error:
+            raise ConfigError(
+                f"cannot create {socket}", hint="choose a --data-dir on a local disk"
+            ) from error
+        finally:
+            os.umask(previous)
+        await server.start()
+        try:
+            yield
+        finally:
+            # Answers already under way, such as the one to `finish` itself, still reach their callers.
+            await asyncio.shield(server.stop(grace=1.0))
+            socket.unlink(missing_ok=True)
+
+
+def status(data_dir: Path) -> NodeStatus:
+    """The status of the node that runs in ``data_dir``. Raises ``Unreachable`` when there is none."""
+    reply = _call(data_dir, "Status", control_pb2.StatusRequest(), control_pb2.NodeStatus)
+    values = {each.name: getattr(reply, each.name) for each in fields(NodeStatus)}
+    nested = {
+        "addresses": tuple(reply.addresses),
+        "limits": _limits_of(reply.limits) if reply.HasField("limits") else Limits(),
+        "usage": Usage(reply.usage.month, reply.usage.up_bytes, reply.usage.down_bytes),
+    }
+    return NodeStatus(**values | nested)
+
+
+def finish(data_dir: Path, grace_s: float) -> None:
+    """Tell the node in ``data_dir`` to stop within ``grace_s``; returns at once. Raises ``Unreachable`` when there is none."""
+    if not _is_grace(grace_s):
+        raise ConfigError(
+            f"a grace of {grace_s} s is not possible", hint=f"choose 0 to {MAX_GRACE_S:.0f} seconds"
+        )
+    _call(data_dir, "Finish", control_pb2.FinishRequest(grace_s=grace_s), control_pb2.FinishReply)
+
+
+def pause(data_dir: Path) -> None:
+    """Have the node in ``data_dir`` free its memory; returns at once. Raises ``Unreachable`` when there is none."""
+    _call(data_dir, "Pause", control_pb2.PauseRequest(), control_pb2.PauseReply)
+
+
+def resume(data_dir: Path) -> None:
+    """Take ``pause`` back; returns at once. Raises ``Unreachable`` when there is no node."""
+    _call(data_dir, "Resume", control_pb2.ResumeRequest(), control_pb2.ResumeReply)
+
+
+def get_limits(data_dir: Path) -> Limits:
+    """The limits of the node in ``data_dir``. Raises ``Unreachable`` when there is none."""
+    return _limits_of(_call(data_dir, "GetLimits", control_pb2.GetLimitsRequest(), control_pb2.Limits))
+
+
+def set_limits(data_dir: Path, limits: Limits) -> Limits:
+    """Replace all limits of the node in ``data_dir``, now and after restarts; those that hold now.
+
+    Raises ``ConfigError`` or ``OutOfResources`` when it cannot keep them, and then keeps the old ones; ``Unreachable`` when
+    there is no node.
+    """
+    return _limits_of(_call(data_dir, "SetLimits", control_pb2.Limits(**asdict(limits)), control_pb2.Limits))
+
+
+def _limits_of(message: control_pb2.Limits) -> Limits:
+    """Raises ``ConfigError`` for limits that make no sense."""
+    return Limits.from_fields({each.name: value for each, value in message.ListFields()})
+
+
+def _is_grace(grace_s: float) -> bool:
+    return math.isfinite(grace_s) and 0 <= grace_s <= MAX_GRACE_S
+
+
+def _method(answer: Callable[..., Any], request: Any) -> Any:
+    return grpc.unary_unary_rpc_method_handler(
+        answer,
+        request_deserializer=request.FromString,
+        response_serializer=lambda reply: reply.SerializeToString(),
+    )
+
+
+def _call(data_dir: Path, method: str, request: Any, reply: Any) -> Any:
+    nobody = Unreachable(
+        f"no node is running in {data_dir}",
+        hint="start one with `swarmnet join SWARM`, or name its directory with --data-dir",
+    )
+    if not (data_dir / SOCKET_NAME).is_socket():
+        raise nobody
+    with (
+        _bindable(data_dir) as directory,
+        grpc.insecure_channel(f"unix:{directory}/{SOCKET_NAME}", options=_OPTIONS) as channel,
+    ):
+        call = channel.unary_unary(
+            f"/{_SERVICE}/{method}",
+            request_serializer=lambda message: message.SerializeToString(),
+            response_deserializer=reply.FromString,
+        )
+        try:
+            return call(request, timeout=_ANSWER_TIMEOUT_S)
+        except grpc.RpcError as error:
+            raise _explain(error, data_dir, nobody) from error
+
+
+def _explain(error: Any, data_dir: Path, nobody: SwarmnetError) -> SwarmnetError:
+    code = error.code()
+    if code is grpc.StatusCode.UNAVAILABLE:
+        return nobody
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return DeadlineExceeded(
+            f"the node in {data_dir} does not answer",
+            hint="it may be overloaded or stopped: try again, or end its process",
+        )
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return IncompatibleVersion(
+            f"the node in {data_dir} runs another version of swarmnet",
+            hint="use the version that the node was started with",
+        )
+    if code in _REFUSALS:
+        message, hint = json.loads(error.details())
+        return _REFUSALS[code](message, hint=hint)
+    return SwarmnetError(f"the node in {data_dir} refused: {error.details()}")
+
+
+@contextmanager
+def _bindable(data_dir: Path) -> Iterator[str]:
+    """A name of ``data_dir`` that is short enough for the address of a unix socket."""
+    path = str(data_dir.absolute())
+    if len(os.fsencode(path)) + 1 + len(SOCKET_NAME) <= MAX_SOCKET_PATH_BYTES:
+        yield path
+        return
+    if not Path("/proc/self/fd").is_dir():
+        raise ConfigError(
+            f"the path of the data directory {path} is too long for a socket",
+            hint="choose a shorter --data-dir",
+        )
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{descriptor}"
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,101 @@
+"""How long nobody has touched this machine, as well as it can be told."""
+
+import ctypes
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from swarmnet_protocols.machine.clock import Clock
+
+_ASK_S = 2.0
+_TERMINALS = ("/dev/pts/[0-9]*", "/dev/tty[0-9]*")
+
+
+def idle_s(clock: Clock) -> float | None:
+    """Seconds since the last touch of a keyboard or mouse here; None when nothing tells. May take a while.
+
+    Linux: the least of what logind says of sessions, X of its keyboard and mouse, and when terminals were last typed in.
+    macOS: what the input system says.
+    """
+    if sys.platform == "darwin":
+        return _hid_idle_s()
+    known = [
+        seconds
+        for seconds in (_logind_idle_s(clock), _x_idle_s(), _terminals_idle_s(clock))
+        if seconds is not None
+    ]
+    return min(known, default=None)
+
+
+def _output_of(*command: str) -> str:
+    """What a command prints, or nothing if there is none such or it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout
+
+
+def _hid_idle_s() -> float | None:
+    match = re.search(r'"HIDIdleTime" = ([0-9]+)', _output_of("ioreg", "-c", "IOHIDSystem", "-d", "4"))
+    return int(match[1]) / 1e9 if match else None
+
+
+def _logind_idle_s(clock: Clock) -> float | None:
+    """What logind makes of all sessions: desktops tell it, of terminals it sees for itself."""
+    shown = _output_of("loginctl", "show", "-p", "IdleHint", "-p", "IdleSinceHint")
+    fields = dict(line.split("=", 1) for line in shown.splitlines() if "=" in line)
+    since = fields.get("IdleSinceHint", "")
+    if fields.get("IdleHint") == "no":
+        return 0.0
+    if fields.get("IdleHint") != "yes" or not since.isdigit() or int(since) == 0:
+        return None
+    return max(0.0, clock() - int(since) / 1e6)
+
+
+def _terminals_idle_s(clock: Clock) -> float | None:
+    """Reading what was typed is what changes a terminal's access time."""
+    times = []
+    for pattern in _TERMINALS:
+        for path in Path("/").glob(pattern.lstrip("/")):
+            try:
+                status = path.stat()
+            except OSError:
+                continue
+            if status.st_uid != 0 or path.parent.name == "pts":  # consoles nobody is logged in at are root's
+                times.append(status.st_atime)
+    return max(0.0, clock() - max(times)) if times else None
+
+
+class _ScreenSaverInfo(ctypes.Structure):
+    _fields_ = (
+        ("window", ctypes.c_ulong),
+        ("state", ctypes.c_int),
+        ("kind", ctypes.c_int),
+        ("til_or_since", ctypes.c_ulong),
+        ("idle_ms", ctypes.c_ulong),
+        ("event_mask", ctypes.c_ulong),
+    )
+
+
+def _x_idle_s() -> float | None:
+    """What the X server of this session says; under Wayland it only hears of X programs, so logind counts there too."""
+    try:  # by name: ``find_library`` runs two processes at each look
+        x11, xss = ctypes.CDLL("libX11.so.6"), ctypes.CDLL("libXss.so.1")
+    except OSError:
+        return None
+    x11.XOpenDisplay.restype = ctypes.c_void_p
+    x11.XDefaultRootWindow.restype = ctypes.c_ulong
+    x11.XDefaultRootWindow.argtypes = [ctypes.c_void_p]
+    x11.XCloseDisplay.argtypes = [ctypes.c_void_p]
+    xss.XScreenSaverQueryInfo.argtypes = [ctypes.c_void_p, ctypes.c_ulong, ctypes.POINTER(_ScreenSaverInfo)]
+    display = x11.XOpenDisplay(None)
+    if not display:
+        return None
+    try:
+        info = _ScreenSaverInfo()
+        asked = xss.XScreenSaverQueryInfo(display, x11.XDefaultRootWindow(display), ctypes.byref(info))
+        return float(info.idle_ms) / 1000 if asked else None
+    finally:
+        x11.XCloseDisplay(display)

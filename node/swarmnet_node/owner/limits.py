@@ -1,0 +1,183 @@
+"""What the owner of a machine allows a node, and what follows from it: run, or pause and why. Pure."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime
+from typing import Any
+
+from swarmnet_node.owner.schedule import Schedule
+from swarmnet_protocols.errors import ConfigError
+
+MIN_RATE_BYTES_PER_S = 64_000.0
+"""Less would hold up large messages for longer than their senders wait."""
+MAX_BYTES = 1 << 50
+MAX_CORES = 4096
+MAX_IDLE_S = 24 * 3600.0
+IDLE_AFTER_S = 180.0
+ONE_CLIENT = 0.25
+"""The share of what a host has for clients that one of them may take, if its owner does not say otherwise."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a node may take of its machine, and when. None: no limit."""
+
+    max_ram_bytes: int | None = None
+    """Of the node and p2pd together."""
+    max_gpu_mem: float | None = None
+    """A share of the device's memory up to 1; bytes above."""
+    up_bytes_per_s: float | None = None
+    down_bytes_per_s: float | None = None
+    monthly_bytes: int | None = None
+    """Both ways together, in a month of the calendar."""
+    schedule: str | None = None
+    idle_only: bool = False
+    idle_after_s: float = IDLE_AFTER_S
+    """Nobody has touched keyboard or mouse for this long: the machine is idle."""
+    no_battery: bool = False
+    cores: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ``ConfigError`` for what no node can keep."""
+        _check("max_ram", self.max_ram_bytes, 1, MAX_BYTES)
+        _check("max_gpu_mem", self.max_gpu_mem, 0.01, MAX_BYTES)
+        _check_rate("up", self.up_bytes_per_s)
+        _check_rate("down", self.down_bytes_per_s)
+        _check("monthly", self.monthly_bytes, 1, MAX_BYTES)
+        _check("idle_after", self.idle_after_s, 1.0, MAX_IDLE_S)
+        _check("cores", self.cores, 1, MAX_CORES)
+        if self.schedule is not None:
+            try:
+                Schedule.parse(self.schedule)
+            except ValueError as error:
+                raise ConfigError(
+                    f"the schedule {self.schedule[:80]!r} is not one", hint=str(error)
+                ) from error
+
+    @property
+    def are_conditional(self) -> bool:
+        """Whether a node may have to pause without being told to."""
+        return bool(self.monthly_bytes or self.schedule or self.idle_only or self.no_battery)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Limits":
+        """Raises ``ConfigError`` for what is not the JSON of limits."""
+        try:
+            fields = json.loads(text)
+        except (ValueError, RecursionError):
+            fields = None
+        if not isinstance(fields, dict):
+            raise ConfigError("the limits are not a JSON object")
+        return cls.from_fields(fields)
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> "Limits":
+        """From names and values as ``asdict`` gives them. Raises ``ConfigError`` for others."""
+        defaults = asdict(cls())
+        for name, value in fields.items():
+            if name not in defaults:
+                raise ConfigError(f"there is no limit {name[:40]!r}")
+            if not _fits(name, value):
+                raise ConfigError(f"{name} cannot be {str(value)[:40]!r}")
+        return cls(**fields)
+
+
+_KINDS: Mapping[str, type | tuple[type, ...]] = {
+    "max_ram_bytes": int,
+    "max_gpu_mem": (int, float),
+    "up_bytes_per_s": (int, float),
+    "down_bytes_per_s": (int, float),
+    "monthly_bytes": int,
+    "schedule": str,
+    "idle_only": bool,
+    "idle_after_s": (int, float),
+    "no_battery": bool,
+    "cores": int,
+}
+_ALWAYS = {"idle_only", "idle_after_s", "no_battery"}
+
+
+def _fits(name: str, value: object) -> bool:
+    if value is None:
+        return name not in _ALWAYS
+    if isinstance(value, bool):
+        return _KINDS[name] is bool
+    return isinstance(value, _KINDS[name])
+
+
+def _check(name: str, value: float | None, least: float, most: float, unit: str = "") -> None:
+    if value is not None and not (math.isfinite(value) and least <= value <= most):
+        bound = f"{most:g}{unit} or less" if value > most else f"{least:g}{unit} or more"
+        raise ConfigError(f"a limit {name} of {value:g}{unit} is out of range", hint=f"choose {bound}")
+
+
+def _check_rate(name: str, bytes_per_s: float | None) -> None:
+    kbit = 8 / 1000  # as it is typed
+    rate = None if bytes_per_s is None else bytes_per_s * kbit
+    _check(name, rate, MIN_RATE_BYTES_PER_S * kbit, MAX_BYTES * kbit, " kbit/s")
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Bytes that went over the network in ``month``, such as 2026-11."""
+
+    month: str = ""
+    up_bytes: int = 0
+    down_bytes: int = 0
+
+    def plus(self, month: str, up_bytes: int, down_bytes: int) -> "Usage":
+        """With so many more, seen in ``month``: another month begins with nothing."""
+        before = self if self.month == month else Usage(month)
+        return replace(before, up_bytes=before.up_bytes + up_bytes, down_bytes=before.down_bytes + down_bytes)
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What is known of the machine at a moment. None: it cannot be told, or was not asked."""
+
+    now: datetime
+    """Local time."""
+    idle_s: float | None
+    """Since somebody last touched keyboard or mouse."""
+    on_battery: bool
+
+
+@dataclass(frozen=True)
+class Run:
+    """The node may run."""
+
+
+@dataclass(frozen=True)
+class Pause:
+    """The node must not run, because of ``reason``."""
+
+    reason: str
+
+
+def decide(limits: Limits, observed: Observed, usage: Usage, *, paused_by_owner: bool) -> Run | Pause:
+    """Whether a node may run now; where several things forbid it, the first of them is the reason."""
+    if paused_by_owner:
+        return Pause("its owner paused it")
+    month = month_of(observed.now)
+    used = usage.up_bytes + usage.down_bytes if usage.month == month else 0
+    if limits.monthly_bytes is not None and used >= limits.monthly_bytes:
+        return Pause(f"the bytes for {month} are used up")
+    if limits.schedule is not None and not Schedule.parse(limits.schedule).allows(observed.now):
+        return Pause(f"outside its hours: {limits.schedule}")
+    if limits.no_battery and observed.on_battery:
+        return Pause("the machine runs on battery")
+    if limits.idle_only:
+        if observed.idle_s is None:
+            return Pause("it cannot be told whether somebody uses this machine")
+        if observed.idle_s < limits.idle_after_s:
+            return Pause("somebody uses this machine")
+    return Run()
+
+
+def month_of(now: datetime) -> str:
+    return f"{now.year:04d}-{now.month:02d}"

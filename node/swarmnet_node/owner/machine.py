@@ -1,0 +1,156 @@
+"""The owner's machine, as a node sees it: what it observes, what it holds itself to, what it remembers in its folder."""
+
+import contextlib
+import ctypes
+import gc
+import json
+import sys
+import threading
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+
+import psutil
+
+from swarmnet_node.owner.idleness import idle_s
+from swarmnet_node.owner.limits import Limits, Observed, Usage, month_of
+from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.machine.clock import Clock
+from swarmnet_protocols.machine.files import write_whole
+from swarmnet_protocols.net.rate_limit import Pace
+
+LIMITS_NAME = "limits.json"
+USAGE_NAME = "usage.json"
+MAX_FILE_BYTES = 1 << 16
+USAGE_EVERY_S = 60.0
+CHILDREN_EVERY_S = 30.0
+_LOW_NICENESS = 10
+
+
+def yield_to_others() -> None:
+    """Have everything else on this machine go first: its processors and, where the system can, its disks."""
+    process = psutil.Process()
+    with contextlib.suppress(OSError, psutil.Error):
+        process.nice(max(_LOW_NICENESS, process.nice()))
+    with contextlib.suppress(OSError, psutil.Error, AttributeError, ValueError):
+        process.ionice(psutil.IOPRIO_CLASS_IDLE)
+
+
+def load_limits(folder: Path) -> Limits:
+    """The limits that were set last for the node in ``folder``. Raises ``ConfigError`` for a damaged file."""
+    path = folder / LIMITS_NAME
+    text = _read(path)
+    if text is None:
+        return Limits()
+    try:
+        return Limits.from_json(text)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}", hint=f"correct it, or delete it: {path}") from error
+
+
+class OwnersMachine:
+    """The ``Machine`` of a real node. Its limits and what it used in the month are kept in ``folder``."""
+
+    def __init__(
+        self, folder: Path, pace: Pace, clock: Clock, limit_computing: Callable[[Limits], None]
+    ) -> None:
+        """``limit_computing`` has whatever computes keep to its cores and to its part of the device's memory."""
+        self._folder = folder
+        self._pace = pace
+        self._clock = clock
+        self._limit_computing = limit_computing
+        self._process = psutil.Process()
+        self._children: list[psutil.Process] = []
+        self._children_at = -CHILDREN_EVERY_S
+        self._usage = _load_usage(folder)
+        self._counted = (0, 0)
+        self._counting = threading.Lock()
+        self._saved_at = clock()
+
+    def observe(self, limits: Limits) -> Observed:
+        now = self._clock()
+        if now - self._saved_at >= USAGE_EVERY_S:
+            self.save_usage()
+        # To ask logind who is there takes a process.
+        return Observed(
+            now=datetime.fromtimestamp(now),  # noqa: DTZ006 - the clock on the owner's wall
+            idle_s=idle_s(self._clock) if limits.idle_only else None,
+            on_battery=limits.no_battery and _on_battery(),
+        )
+
+    def usage(self) -> Usage:
+        month = month_of(datetime.fromtimestamp(self._clock()))  # noqa: DTZ006
+        with self._counting:  # ``observe`` asks on another thread
+            up, down = int(self._pace.up.total_bytes), int(self._pace.down.total_bytes)
+            self._usage = self._usage.plus(month, up - self._counted[0], down - self._counted[1])
+            self._counted = (up, down)
+            return self._usage
+
+    def save_usage(self) -> None:
+        """Remember what was used so far."""
+        usage = self.usage()
+        self._saved_at = self._clock()
+        write_whole(self._folder / USAGE_NAME, json.dumps(vars(usage)).encode())
+
+    def ram_bytes(self) -> int:
+        # To find children is to look at every process of the machine.
+        if self._clock() - self._children_at >= CHILDREN_EVERY_S:
+            self._children_at = self._clock()
+            with contextlib.suppress(psutil.Error):
+                self._children = self._process.children(recursive=True)
+        return sum(map(_rss_bytes, (self._process, *self._children)))
+
+    def enforce(self, limits: Limits) -> None:
+        try:
+            write_whole(self._folder / LIMITS_NAME, limits.to_json().encode())
+        except OSError as error:
+            raise ConfigError(
+                f"the limits cannot be kept in {self._folder}: {error.strerror}", hint="make room on its disk"
+            ) from error
+        self._pace.up.set_rate(limits.up_bytes_per_s)
+        self._pace.down.set_rate(limits.down_bytes_per_s)
+        self._limit_computing(limits)
+
+    def release(self) -> None:
+        release_memory()
+
+
+def _on_battery() -> bool:
+    battery = psutil.sensors_battery() if hasattr(psutil, "sensors_battery") else None
+    return battery is not None and not battery.power_plugged
+
+
+def _rss_bytes(process: psutil.Process) -> int:
+    try:
+        return int(process.memory_info().rss)
+    except psutil.Error:  # it has ended
+        return 0
+
+
+def release_memory() -> None:
+    """Give the system what memory was freed."""
+    gc.collect()
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):  # another C library
+            ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+def _load_usage(folder: Path) -> Usage:
+    """What was remembered; a file that makes no sense counts for nothing, since a new one follows within a minute."""
+    try:
+        fields = json.loads(_read(folder / USAGE_NAME) or "{}")
+        month, up, down = fields["month"], fields["up_bytes"], fields["down_bytes"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return Usage()
+    if not (isinstance(month, str) and all(type(each) is int and each >= 0 for each in (up, down))):
+        return Usage()
+    return Usage(month, up, down)
+
+
+def _read(path: Path) -> str | None:
+    """A small text file, or None where there is none."""
+    try:
+        with path.open("rb") as file:
+            return file.read(MAX_FILE_BYTES).decode(errors="replace")
+    except FileNotFoundError:
+        return None

@@ -1,0 +1,296 @@
+"""A node as a guest on its owner's machine: it runs when it may, pauses when it must not, and says why.
+
+The transport and the directory stay while it is paused; blocks, caches and sessions do not.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
+from typing import NoReturn, Protocol
+
+from swarmnet_node.engine.engine import Engine
+from swarmnet_node.engine.memory_account import check_room
+from swarmnet_node.hosting.host import Host
+from swarmnet_node.node import Hosting, Node, World
+from swarmnet_node.owner.control import NodeStatus
+from swarmnet_node.owner.governor import Governor
+from swarmnet_node.owner.limits import Limits, Observed, Pause, Run, Usage, decide
+from swarmnet_protocols.errors import SwarmnetError
+from swarmnet_protocols.machine.aio import cancel, race
+from swarmnet_protocols.wire import report_pb2
+
+GOVERN_S = 0.5
+RELEASE_ABOVE = 0.97
+"""Of the limit: what was freed and is still kept goes back to the system from here on."""
+LOOK_S = 5.0
+"""Between two looks at the clock, the battery and whether somebody is there."""
+PAUSE_GRACE_S = 2.5
+"""Sessions may take so long to move away before the memory is freed, which has to be within 5 s."""
+
+
+class Machine(Protocol):
+    """The machine that a node is a guest on."""
+
+    def observe(self, limits: Limits) -> Observed:
+        """What ``limits`` ask after, as it is now. May take a while: called on a thread of its own."""
+
+    def usage(self) -> Usage: ...
+
+    def ram_bytes(self) -> int:
+        """Resident memory of the node and p2pd."""
+
+    def enforce(self, limits: Limits) -> None:
+        """Have limits hold from now on, and after a restart."""
+
+    def release(self) -> None:
+        """Give the system what memory has been freed. May take a while."""
+
+
+class Guest:
+    """A node that is run and paused as its owner's limits say. Made by ``run``; what a ``Node`` can be asked, it can."""
+
+    def __init__(
+        self,
+        world: World,
+        hosting: Hosting,
+        machine: Machine,
+        limits: Limits,
+    ) -> None:
+        self._listeners: list[Callable[[NodeStatus], None]] = []
+        self._world = world
+        self._hosting = hosting
+        self._machine = machine
+        self._limits = limits
+        self._node = Node(world, hosting)
+        self._is_loading = False
+        self._paused_by_owner = False
+        self._aside = ""
+        """Why it must not run for a moment, whatever its owner says."""
+        self._resting = asyncio.Event()
+        self._reason = ""
+        self._finishing_s: float | None = None
+        self._observed: tuple[Limits, Observed] | None = None
+        self._limits_changed = asyncio.Event()
+        self._look = asyncio.Event()
+        self._settled = asyncio.Event()
+        self._started = asyncio.get_running_loop().time()
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    @classmethod
+    @asynccontextmanager
+    async def run(
+        cls,
+        world: World,
+        hosting: Hosting,
+        machine: Machine,
+        limits: Limits,
+    ) -> AsyncIterator["Guest"]:
+        """A guest for as long as the context is open; it serves, or has found that it must not. Raises what loading raises."""
+        guest = cls(world, hosting, machine, limits)
+        await guest._observe()
+        living = asyncio.create_task(guest._live(), name="guest")
+        watching = asyncio.create_task(guest._watch(), name="watch")
+        try:
+            await race(guest._settled.wait(), guest.finished())
+            yield guest
+        finally:
+            await cancel(living, watching)
+
+    @property
+    def engine(self) -> Engine | None:
+        """None while the node is paused."""
+        return self._node.engine
+
+    @property
+    def host(self) -> Host | None:
+        """None while the node is paused."""
+        return self._node.host
+
+    @property
+    def span(self) -> tuple[int, int]:
+        return self._node.span
+
+    @property
+    def world(self) -> World:
+        return self._world
+
+    def report(self) -> report_pb2.NodeReport:
+        """What whoever watches the swarm is told. Raises ``Unreachable`` while the node is paused."""
+        return self._node.report()
+
+    def status(self) -> NodeStatus:
+        """What the node is doing now."""
+        return replace(
+            self._node.status(),
+            state="paused" if self._reason else self._node.status().state,
+            uptime_s=asyncio.get_running_loop().time() - self._started,
+            reason=self._reason,
+            limits=self._limits,
+            usage=self._machine.usage(),
+            ram_bytes=self._machine.ram_bytes(),
+        )
+
+    def on_change(self, listener: Callable[[NodeStatus], None]) -> None:
+        """Have ``listener`` called whenever the node has begun to pause, or to serve again."""
+        self._listeners.append(listener)
+
+    def limits(self) -> Limits:
+        return self._limits
+
+    def set_limits(self, limits: Limits) -> None:
+        """Keep other limits from now on. Raises ``ConfigError``, and keeps the old ones, when that cannot be."""
+        if limits.max_ram_bytes is not None and limits.max_ram_bytes != self._limits.max_ram_bytes:
+            held = self._node.engine.cache_bytes if self._node.engine is not None else 0
+            check_room(limits.max_ram_bytes, self._machine.ram_bytes() - held)
+        self._machine.enforce(limits)
+        self._limits = limits
+        self._limits_changed.set()
+
+    def pause(self) -> None:
+        """Free memory until ``resume``; sessions are asked to move away first."""
+        self._paused_by_owner = True
+        self._look.set()
+
+    def resume(self) -> None:
+        """Take ``pause`` back."""
+        self._paused_by_owner = False
+        self._look.set()
+
+    @asynccontextmanager
+    async def step_aside(self, reason: str) -> AsyncIterator[None]:
+        """Paused while the context is open, which begins when sessions have moved away, or had the time to."""
+        self._aside = reason
+        self._look.set()
+        try:
+            with contextlib.suppress(TimeoutError, SwarmnetError):  # of a node that ends anyway
+                async with asyncio.timeout(2 * PAUSE_GRACE_S):
+                    await race(self._resting.wait(), self.finished())
+            yield
+        finally:
+            self._aside = ""
+            self._look.set()
+
+    def finish(self, grace_s: float) -> None:
+        """Take no new sessions and ask clients to move; ``finished`` when they have, or after ``grace_s``."""
+        self._finishing_s = grace_s
+        self._look.set()
+
+    async def finished(self) -> None:
+        """Return once ``finish`` has run its course; raise what the node failed with."""
+        await asyncio.shield(self._ended)
+
+    def fail(self, error: SwarmnetError) -> None:
+        """The node cannot go on: ``finished`` raises ``error``."""
+        if not self._ended.done():
+            self._ended.set_exception(error)
+
+    # ---- running and pausing ----------------------------------------------------------------------------
+
+    def _pause_now(self) -> Pause | None:
+        """Why the node must not run now, or None."""
+        if self._aside:
+            return Pause(self._aside)
+        if self._observed is None:
+            return None
+        decision = decide(*self._observed, self._machine.usage(), paused_by_owner=self._paused_by_owner)
+        return None if isinstance(decision, Run) else decision
+
+    async def _live(self) -> None:
+        try:
+            while not self._is_finishing:
+                if self._pause_now() is None:
+                    # What is still being loaded when the owner says pause is not waited for.
+                    await race(self._serve(), self._until_given_up())
+                else:
+                    await self._rest()
+        except Exception as error:  # noqa: BLE001 - the supervisor: whoever waits for the end is told
+            if not self._ended.done():
+                self._ended.set_exception(error)
+        else:
+            if not self._ended.done():
+                self._ended.set_result(None)
+
+    async def _serve(self) -> None:
+        self._is_loading = True
+        async with Node.run(self._world, self._hosting) as node:
+            self._is_loading = False
+            self._node = node
+            self._hosting = replace(self._hosting, blocks=node.span)  # the same ones after a pause
+            governing = asyncio.create_task(self._govern(node), name="govern")
+            self._say_changed("")
+            try:
+                await self._until(self._must_stop)
+                node.finish(PAUSE_GRACE_S if self._finishing_s is None else self._finishing_s)
+                await node.finished()
+            finally:
+                await cancel(governing)
+
+    async def _govern(self, node: Node) -> NoReturn:
+        """Have others take no more memory than is left for them, as long as ``node`` runs; one session a look goes where they do."""
+        governor = Governor(self._world.transport.resources, self._hosting, self._machine.ram_bytes())
+        while True:
+            limit_bytes = self._limits.max_ram_bytes
+            rss_bytes = 0 if limit_bytes is None else self._machine.ram_bytes()
+            if node.engine is not None:
+                governor.look(node.engine, limit_bytes, rss_bytes)
+            if limit_bytes is not None and rss_bytes > limit_bytes * RELEASE_ABOVE:
+                await asyncio.get_running_loop().run_in_executor(None, self._machine.release)
+                if self._machine.ram_bytes() > limit_bytes and node.host is not None:
+                    node.host.shed()
+            await asyncio.sleep(LOOK_S if limit_bytes is None else GOVERN_S)
+
+    async def _rest(self) -> None:
+        """Stay away until the node may run again, or is to end."""
+        self._resting.set()
+        # Blocks that are not chosen yet are nobody's news.
+        announcing = asyncio.create_task(self._node.rest()) if self._hosting.blocks is not None else None
+        try:
+            await asyncio.get_running_loop().run_in_executor(None, self._machine.release)
+            while (pause := self._pause_now()) is not None and not self._is_finishing:
+                self._say_changed(pause.reason)
+                await self._until(partial(self._is_other_than, pause))
+        finally:
+            self._resting.clear()
+            await cancel(announcing)
+
+    @property
+    def _is_finishing(self) -> bool:
+        return self._finishing_s is not None
+
+    def _is_other_than(self, pause: Pause) -> bool:
+        return self._is_finishing or self._pause_now() != pause
+
+    def _must_stop(self) -> bool:
+        return self._is_finishing or self._pause_now() is not None
+
+    async def _until_given_up(self) -> None:
+        await self._until(lambda: self._is_loading and self._must_stop())
+
+    async def _until(self, holds: Callable[[], bool]) -> None:
+        """Return when ``holds`` does; it is asked whenever something was said or seen."""
+        while not holds():
+            self._look.clear()
+            await self._look.wait()
+
+    async def _watch(self) -> NoReturn:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await self._limits_changed.wait()
+            self._limits_changed.clear()
+            await self._observe()
+
+    async def _observe(self) -> None:
+        limits, loop = self._limits, asyncio.get_running_loop()
+        with contextlib.suppress(OSError):  # what was seen before still counts
+            self._observed = limits, await loop.run_in_executor(None, self._machine.observe, limits)
+        self._look.set()
+
+    def _say_changed(self, reason: str) -> None:
+        self._reason = reason
+        self._settled.set()
+        for listener in self._listeners:
+            listener(self.status())

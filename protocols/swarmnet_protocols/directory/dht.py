@@ -1,0 +1,145 @@
+"""The directory of real nodes: signed records in hivemind's Kademlia DHT.
+
+hivemind's DHT believes what it is told. Here a node's id follows from its peer id and is checked before the node is
+used, only records that their signers signed are stored or read, and storage is bounded.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING
+
+from swarmnet_protocols.directory import Publisher
+from swarmnet_protocols.directory.records import Record, dht_keys, newest, open_valid
+from swarmnet_protocols.errors import NotAuthorised, PeerUnreachable, StreamRefused
+from swarmnet_protocols.membership.handshake import Door
+from swarmnet_protocols.net.calls import Calls
+from swarmnet_protocols.net.identity import Identity
+from swarmnet_protocols.net.p2pd.transport import P2pdTransport, peer_of
+from swarmnet_protocols.net.protocol_ids import DHT_PING
+from swarmnet_protocols.timing import Timing
+
+if TYPE_CHECKING:
+    from hivemind.dht.node import DHTNode
+
+_log = logging.getLogger(__name__)
+
+_BOOTSTRAP_S = 5.0
+_SHUTDOWN_S = 2.0
+
+
+class DhtDirectory:
+    """Made by :meth:`create`."""
+
+    def __init__(
+        self,
+        transport: P2pdTransport,
+        door: Door,
+        node: "DHTNode",
+        bootstrap: Sequence[str],
+        publisher: Publisher,
+    ) -> None:
+        from swarmnet_protocols.directory.dht_replication import Keepers
+
+        self._transport = transport
+        self._door = door
+        self._node = node
+        self._bootstrap = tuple(bootstrap)
+        self._publisher = publisher
+        self._keepers = Keepers(node, publisher.clock)
+        self._silent: set[str] = set()
+        """Bootstrap peers that did not answer when they were asked last."""
+
+    @property
+    def swarm(self) -> bytes:
+        return self._publisher.swarm
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def create(
+        cls,
+        transport: P2pdTransport,
+        door: Door,
+        identity: Identity,
+        *,
+        bootstrap: Sequence[str] = (),
+        client_mode: bool = False,
+    ) -> AsyncIterator["DhtDirectory"]:
+        """A directory of the swarm that ``door`` guards, which takes part in the DHT while the context is open.
+
+        ``bootstrap`` are multiaddrs, with ``/p2p/ID``, of peers to ask first and whenever no other peer is left; it is
+        no error if they are dead. In client mode no records are kept for others.
+
+        Raises ``NotAuthorised`` when we or they are not let in and there is nobody else, now and in each later call.
+        """
+        from hivemind.p2p import PeerID
+
+        from swarmnet_protocols.directory.dht_calls import GuardedP2P
+        from swarmnet_protocols.directory.dht_contacts import Contacts
+        from swarmnet_protocols.directory.dht_node import create_node
+
+        swarm, clock = door.membership.rules.swarm, door.membership.clock
+        contacts = Contacts(Publisher(identity, swarm, clock), transport.addresses)
+        calls = Calls(transport, Timing())
+        p2p = GuardedP2P(PeerID.from_base58(transport.peer_id), calls, door, transport.resources, contacts)
+        node = await create_node(p2p, swarm, client_mode=client_mode, clock=clock)
+        directory = cls(transport, door, node, bootstrap, Publisher(identity, swarm, clock))
+        try:
+            await directory._join()
+            yield directory
+        finally:
+            # If p2pd has died, hivemind waits for its answers for ever.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_SHUTDOWN_S):
+                    await node.shutdown()
+
+    async def publish(self, topic: str, body: bytes, *, lifetime_s: float) -> None:
+        record, sealed = self._publisher.seal(topic, body, lifetime_s=lifetime_s)
+        await self._join()
+        await self._keepers.store(record, sealed)
+
+    async def lookup(self, topic: str) -> Sequence[Record]:
+        await self._join()
+        found = await self._node.get_many(
+            dht_keys(self._publisher.swarm, topic), sufficient_expiration_time=float("inf")
+        )
+        sealed = [
+            item.value for value in found.values() if value is not None for item in value.value.values()
+        ]
+        return newest(open_valid(sealed, swarm=self._publisher.swarm, now=self._publisher.clock()))
+
+    async def _join(self) -> None:
+        """Meet the bootstrap peers, unless some peer is known. Raises ``NotAuthorised`` if we are no member any more."""
+        self._door.membership.check()
+        if self._node.protocol.routing_table.uid_to_peer_id:
+            return
+        refusals: list[NotAuthorised] = []
+        met = await asyncio.gather(*(self._meet(address, refusals) for address in self._bootstrap))
+        if any(met):
+            await self._node.find_nearest_nodes([self._node.node_id])
+        elif refusals:
+            raise refusals[0]
+
+    async def _meet(self, address: str, refusals: list[NotAuthorised]) -> bool:
+        from hivemind.p2p import PeerID
+
+        peer = peer_of(address)
+        if peer == self._transport.peer_id:
+            return False
+        try:
+            async with asyncio.timeout(_BOOTSTRAP_S):
+                await self._transport.connect(peer, [address], deadline_s=_BOOTSTRAP_S)
+                await self._door.enter(peer, DHT_PING, deadline_s=_BOOTSTRAP_S)
+        except NotAuthorised as error:
+            _log.warning("bootstrap peer %s: %s", address, error)
+            refusals.append(error)
+            return False
+        except (PeerUnreachable, StreamRefused, TimeoutError) as error:
+            if address not in self._silent:  # said once, for every look-up asks again
+                self._silent.add(address)
+                why = str(error).partition("\n")[0] or f"nothing within {_BOOTSTRAP_S:g} s"
+                _log.warning("bootstrap peer %s does not answer: %s", address, why)
+            return False
+        self._silent.discard(address)
+        return await self._node.protocol.call_ping(PeerID.from_base58(peer)) is not None

@@ -1,0 +1,137 @@
+"""The door before the DHT: hivemind's calls, over streams of ours, to members only and from members only."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from google.protobuf.message import Message as Protobuf
+from hivemind.p2p import P2PContext, PeerID
+from hivemind.proto import dht_pb2
+
+from swarmnet_protocols.directory.dht_contacts import Contacts, contacts_in, with_contacts
+from swarmnet_protocols.errors import ProtocolViolation
+from swarmnet_protocols.membership.handshake import Door
+from swarmnet_protocols.net import PeerId, Stream
+from swarmnet_protocols.net.calls import Calls
+from swarmnet_protocols.net.messages import parse
+from swarmnet_protocols.net.meter import MAX_OWED_S
+from swarmnet_protocols.net.protocol_ids import DHT_FIND, DHT_PING, DHT_STORE, DIRECTORY
+from swarmnet_protocols.net.resources import Flow, ResourceManager, Scope, Stock
+from swarmnet_protocols.net.subnets import origin_of
+
+_ENTER_S = 5.0
+"""Longer than a call may take: whoever is met for the first time is there for the next one."""
+MAX_REQUEST_BYTES = {DHT_PING.id: 4 << 10, DHT_FIND.id: 16 << 10, DHT_STORE.id: 512 << 10}
+"""hivemind answers a call in one go: every key that is asked for and every signature that is checked keeps everybody waiting."""
+MAX_KEYS = 16
+"""In one call to find: as many as hivemind asks one peer for at once."""
+BUCKET_SIZE = 20
+"""Peers of a bucket of the routing table, and the most that an answer names for a key."""
+BYTES_PER_FRAME = 1024
+"""A call, and its answer, cost as many messages as they have of these."""
+
+
+class GuardedP2P:
+    """What the DHT uses of ``P2P``. Calls are made to members only, and parsed when they come from one.
+
+    They go over streams of ours: p2pd's own calls allocate what a caller says they have, before any of it comes.
+    """
+
+    def __init__(
+        self, peer_id: PeerID, calls: Calls, door: Door, resources: ResourceManager, contacts: Contacts
+    ) -> None:
+        self.peer_id = peer_id
+        self._calls = calls
+        self._door = door
+        self._resources = resources
+        self._contacts = contacts
+        self._origin = ""
+        self._is_called = False
+        """Whether others call us, and so must know where we are."""
+        self._protocols = {protocol.id: protocol for protocol in DIRECTORY}
+
+    async def add_protobuf_handler(
+        self,
+        name: str,
+        handler: Callable[[Any, P2PContext], Awaitable[Protobuf]],
+        input_type: type[Protobuf],
+        **_options: object,
+    ) -> None:
+        """Answer calls of ``name``: bytes from somebody who may not make them are not looked at."""
+        protocol = self._protocols[name]
+        self._is_called = True
+
+        async def guarded(request: bytes, stream: Stream) -> bytes:
+            clock = asyncio.get_running_loop().time
+            peer = stream.peer
+            scope = self._resources.peer(peer, clock())
+            scope.check(Flow.FRAMES, MAX_OWED_S, clock())
+            scope.use(Flow.FRAMES, 1 + len(request) / BYTES_PER_FRAME, clock())
+            if len(request) > MAX_REQUEST_BYTES[name]:
+                raise ProtocolViolation(
+                    f"{name}: {len(request)} bytes, {MAX_REQUEST_BYTES[name]} are the most"
+                )
+            with scope.hold(Stock.CALLS), scope.hold(Stock.MEMORY, len(request)):
+                await self._door.settled(peer)
+                self._door.check(peer, protocol)
+                call = parse(input_type, request)
+                self._contacts.learn(contacts_in(request)[:1], only=peer)
+                context = P2PContext(
+                    handle_name=name, local_id=self.peer_id, remote_id=PeerID.from_base58(peer)
+                )
+                self._origin = origin_of(stream.address) or peer
+                try:
+                    reply = await handler(call, context)
+                except Exception as error:  # hivemind finds out as it goes along that a call makes no sense
+                    raise ProtocolViolation(f"{name}: {error!r}") from error
+                contacts = [self._contacts.mine(), *self._contacts.of(_named_in(reply))]
+                answer = with_contacts(reply.SerializeToString(), contacts)
+            if not isinstance(reply, dht_pb2.FindResponse):  # those are charged before they are made
+                scope.use(Flow.FRAMES, len(answer) / BYTES_PER_FRAME, clock())
+            return answer
+
+        await self._calls.serve(protocol, guarded)
+
+    def scope_of(self, peer: PeerID) -> Scope:
+        """What a peer holds and uses here."""
+        return self._resources.peer(peer.to_base58(), asyncio.get_running_loop().time())
+
+    @property
+    def origin(self) -> str:
+        """The subnet that the call comes from which is answered now. Handlers read it before they wait for anything."""
+        return self._origin
+
+    async def remove_protobuf_handler(self, _name: str, **_options: object) -> None:
+        """Nothing to do: what is served ends with the transport."""
+
+    async def call_protobuf_handler(
+        self, peer: PeerID, name: str, request: Protobuf, output_type: type[Protobuf]
+    ) -> Protobuf:
+        peer_id, protocol = PeerId(peer.to_base58()), self._protocols[name]
+        addresses = self._contacts.addresses_of(peer_id)
+        await self._door.enter(peer_id, protocol, addresses=addresses, deadline_s=_ENTER_S)
+        mine = [self._contacts.mine()] if self._is_called else []
+        call = with_contacts(request.SerializeToString(), mine)
+        answer = await self._calls.call(peer_id, protocol, call, addresses=addresses)
+        reply = parse(output_type, answer)
+        if isinstance(reply, dht_pb2.FindResponse):
+            _check_found(reply)
+        self._contacts.learn(contacts_in(answer))
+        return reply
+
+
+def _check_found(reply: dht_pb2.FindResponse) -> None:
+    """Raise ``ProtocolViolation`` for an answer that would keep us busy: no honest peer names more peers than a bucket has."""
+    if len(reply.results) > MAX_KEYS:
+        raise ProtocolViolation(f"an answer about {len(reply.results)} keys")
+    for result in reply.results:
+        if len(result.nearest_peer_ids) > BUCKET_SIZE or len(result.nearest_node_ids) > BUCKET_SIZE:
+            raise ProtocolViolation(f"an answer that names {len(result.nearest_peer_ids)} peers for a key")
+
+
+def _named_in(reply: Protobuf) -> list[PeerId]:
+    """The peers that an answer sends its caller to."""
+    if not isinstance(reply, dht_pb2.FindResponse):
+        return []
+    packed = dict.fromkeys(peer for result in reply.results for peer in result.nearest_peer_ids)
+    return [PeerId(PeerID(peer).to_base58()) for peer in packed]

@@ -1,0 +1,92 @@
+"""Where the peers of the DHT are: signed addresses that travel with its calls and answers.
+
+hivemind's DHT names peers by their ids and leaves it to libp2p's Kademlia to find them. That one keeps whatever an outsider stores
+in it, so p2pd runs without it. A peer puts its own contact beside each of its calls; an answer that names peers brings theirs.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+
+from google.protobuf.message import DecodeError
+
+from swarmnet_protocols.directory import Publisher
+from swarmnet_protocols.directory.hosts import MAX_ADDRESSES
+from swarmnet_protocols.directory.records import Record, open_valid
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.wire import records_pb2 as pb
+
+TOPIC = "contact"
+LIFETIME_S = 3600.0
+MAX_CONTACT_BYTES = 2048
+MAX_CONTACTS = 64
+"""In one answer."""
+MAX_KNOWN = 4096
+"""The contacts that were used last are kept: at most 8 MiB."""
+
+
+class Contacts:
+    """The contacts of those we may have to dial, and our own."""
+
+    def __init__(self, publisher: Publisher, addresses: Callable[[], Sequence[str]]) -> None:
+        """``addresses`` are those at which we are reached now, with the peer id."""
+        self._publisher = publisher
+        self._addresses = addresses
+        self._mine: tuple[Record, bytes] | None = None
+        self._known: OrderedDict[PeerId, tuple[Record, bytes]] = OrderedDict()
+        self._sealed: set[bytes] = set()
+        """Those of them: their signatures need not be checked again."""
+
+    def mine(self) -> bytes:
+        """Our own, sealed: it is sealed anew when the addresses have changed, or half of its time is over."""
+        body = pb.ContactRecord(addresses=self._addresses()[:MAX_ADDRESSES]).SerializeToString()
+        expires_by = self._publisher.clock() + LIFETIME_S / 2
+        if self._mine is None or self._mine[0].body != body or self._mine[0].expires_at < expires_by:
+            self._mine = self._publisher.seal(TOPIC, body, lifetime_s=LIFETIME_S)
+        return self._mine[1]
+
+    def learn(self, contacts: Iterable[bytes], *, only: PeerId | None = None) -> None:
+        """Keep those that their peers have signed, or that one of ``only``."""
+        new = [each for each in contacts if len(each) <= MAX_CONTACT_BYTES and each not in self._sealed]
+        swarm, now = self._publisher.swarm, self._publisher.clock()
+        for sealed in new[:MAX_CONTACTS]:
+            for record in open_valid([sealed], swarm=swarm, now=now):
+                peer = record.peer_id
+                before = self._known.get(peer)
+                is_newer = before is None or before[0].sequence < record.sequence
+                if record.topic == TOPIC and is_newer and only in (None, peer):
+                    self._forget(peer)
+                    self._known[peer] = record, sealed
+                    self._sealed.add(sealed)
+        while len(self._known) > MAX_KNOWN:
+            self._forget(next(iter(self._known)))
+
+    def _forget(self, peer: PeerId) -> None:
+        if peer in self._known:
+            self._sealed.remove(self._known.pop(peer)[1])
+
+    def of(self, peers: Iterable[PeerId]) -> list[bytes]:
+        """The sealed contacts of ``peers``, as far as they are known and count."""
+        now = self._publisher.clock()
+        found = (self._known[peer] for peer in dict.fromkeys(peers) if peer in self._known)
+        return [sealed for record, sealed in found if record.expires_at > now][:MAX_CONTACTS]
+
+    def addresses_of(self, peer: PeerId) -> tuple[str, ...]:
+        """Where ``peer`` says it is; empty if it is not known."""
+        if peer not in self._known:
+            return ()
+        self._known.move_to_end(peer)
+        try:
+            contact = pb.ContactRecord.FromString(self._known[peer][0].body)
+        except DecodeError:
+            return ()
+        return tuple(contact.addresses[:MAX_ADDRESSES])
+
+
+def contacts_in(message: bytes) -> list[bytes]:
+    """Those that travel with a call or an answer. Raises ``DecodeError``."""
+    return list(pb.WithContacts.FromString(message).contacts)
+
+
+def with_contacts(message: bytes, contacts: Sequence[bytes]) -> bytes:
+    """A call or an answer of hivemind's, and contacts after it: hivemind's own fields have smaller numbers, and it passes over these."""
+    return message + pb.WithContacts(contacts=contacts).SerializeToString()

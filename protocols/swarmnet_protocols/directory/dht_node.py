@@ -1,0 +1,145 @@
+"""hivemind's ``DHTNode``, hardened. Importing this module imports hivemind; :mod:`.dht` does so when it must."""
+
+import asyncio
+from typing import Any
+
+import msgpack  # type: ignore[import-untyped]
+from hivemind.dht.node import DHTNode
+from hivemind.dht.protocol import DHTProtocol
+from hivemind.dht.routing import DHTID
+from hivemind.dht.storage import DictionaryDHTValue
+from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+from hivemind.p2p import P2PContext, PeerID
+from hivemind.proto import dht_pb2
+
+from swarmnet_protocols.directory.dht_calls import BUCKET_SIZE, BYTES_PER_FRAME, MAX_KEYS, GuardedP2P
+from swarmnet_protocols.directory.dht_replication import REPLICAS
+from swarmnet_protocols.directory.dht_storage import BoundedStorage, StorageLimits
+from swarmnet_protocols.directory.records import MAX_RECORD_BYTES, dht_keys, open_record
+from swarmnet_protocols.errors import IntegrityError, NotAuthorised, ProtocolViolation
+from swarmnet_protocols.machine.clock import Clock
+from swarmnet_protocols.net.resources import Flow, Stock
+
+_WAIT_S = 1.5
+MAX_ANSWER_BYTES = 3 << 20
+"""Of the records in one answer. Those of further keys are left to the other peers that keep them."""
+_SERIALIZED = 3
+"""How often an answer is in memory while it is made: its records, packed by key, and as one message."""
+_DEPTH_MODULO = 5
+_PARALLEL_RPC = 64
+
+
+def node_id_of(peer: PeerID) -> DHTID:
+    """The one place in the DHT that a peer may take."""
+    return DHTID.generate(source=peer.to_bytes())
+
+
+def _unpack(packed: bytes) -> object:
+    """A byte string of a record's size, or a scalar. Raises ``ValueError`` for anything larger."""
+    return msgpack.unpackb(
+        packed, max_bin_len=MAX_RECORD_BYTES, max_str_len=0, max_array_len=0, max_map_len=0, max_ext_len=0
+    )
+
+
+class SignedRecordValidator(RecordValidatorBase):  # type: ignore[misc]
+    """Accepts a value only where, by whom and for as long as its signature says."""
+
+    def __init__(self, swarm: bytes, clock: Clock) -> None:
+        self._swarm = swarm
+        self._clock = clock
+
+    def validate(self, record: DHTRecord) -> bool:
+        try:
+            sealed, subkey = _unpack(record.value), _unpack(record.subkey)
+        except (ValueError, msgpack.UnpackException):
+            return False
+        if not isinstance(sealed, bytes):
+            return False
+        try:
+            opened = open_record(sealed, swarm=self._swarm, now=self._clock())
+        except (IntegrityError, NotAuthorised):
+            return False
+        keys = (DHTID.generate(source=key).to_bytes() for key in dht_keys(opened.swarm, opened.topic))
+        return subkey == opened.signer and record.expiration_time == opened.expires_at and record.key in keys
+
+
+class SwarmDirectoryV1(DHTProtocol):  # type: ignore[misc]
+    """The name of this class is part of the names of its RPCs."""
+
+    _rpc_handlers = None  # not those of the parent, which carry its name
+    _stub_type = None
+    p2p: GuardedP2P
+
+    async def rpc_store(self, request: dht_pb2.StoreRequest, context: P2PContext) -> dht_pb2.StoreResponse:
+        scope = self.p2p.scope_of(context.remote_id)
+        with self.storage.stored_by(scope, self.p2p.origin):
+            return await super().rpc_store(request, context)  # which awaits nothing
+
+    async def rpc_find(self, request: dht_pb2.FindRequest, context: P2PContext) -> dht_pb2.FindResponse:
+        """What is kept under each key, as far as ``MAX_ANSWER_BYTES`` go. Its size is charged to the caller before any of it is copied."""
+        keys = list(dict.fromkeys(request.keys))
+        if len(keys) != len(request.keys) or len(keys) > MAX_KEYS:
+            raise ProtocolViolation(f"a call names up to {MAX_KEYS} keys, each once")
+        scope, now = self.p2p.scope_of(context.remote_id), asyncio.get_running_loop().time()
+        size, known = 0, set[DHTID]()
+        for key in map(DHTID.from_bytes, keys):
+            size += self.storage.key_bytes(key)
+            if size > MAX_ANSWER_BYTES:
+                break
+            known.add(key)
+        size = min(size, MAX_ANSWER_BYTES)
+        scope.use(Flow.FRAMES, size / BYTES_PER_FRAME, now)
+        with scope.hold(Stock.MEMORY, _SERIALIZED * size), self.storage.showing(known):
+            return await super().rpc_find(request, context)  # which awaits nothing
+
+    async def update_routing_table(
+        self, node_id: DHTID | None, peer_id: PeerID, responded: bool = True
+    ) -> None:
+        if not responded or node_id == node_id_of(peer_id):
+            await super().update_routing_table(node_id, peer_id, responded)
+
+    def _validate_dictionary(self, key_bytes: bytes, dictionary: DictionaryDHTValue) -> bool:
+        """Drops what is not valid, so that one bad record does not hide the good ones."""
+        if not isinstance(dictionary, DictionaryDHTValue):
+            return False
+        with dictionary.freeze():
+            for subkey, (value, expires_at) in list(dictionary.items()):
+                packed_subkey = self.serializer.dumps(subkey)
+                if not self._validate_record(key_bytes, packed_subkey, value, expires_at):
+                    del dictionary[subkey]
+        return bool(dictionary)
+
+
+class _Node(DHTNode):  # type: ignore[misc]
+    def _filter_blacklisted(self, peer_ids: dict[DHTID, PeerID]) -> dict[DHTID, PeerID]:
+        """Also drops neighbours that somebody placed where they do not belong."""
+        bound = {node_id: peer for node_id, peer in peer_ids.items() if node_id == node_id_of(peer)}
+        allowed: dict[DHTID, PeerID] = super()._filter_blacklisted(bound)
+        return allowed
+
+
+async def create_node(p2p: GuardedP2P, swarm: bytes, *, client_mode: bool, clock: Clock) -> DHTNode:
+    """A node that knows nobody yet."""
+    node_id = node_id_of(p2p.peer_id)
+    settings: dict[str, Any] = {
+        "bucket_size": BUCKET_SIZE,
+        "depth_modulo": _DEPTH_MODULO,
+        "num_replicas": REPLICAS,
+        "parallel_rpc": _PARALLEL_RPC,
+        "wait_timeout": _WAIT_S,
+        "record_validator": SignedRecordValidator(swarm, clock),
+    }
+    # Caches would answer with what was true a while ago.
+    no_cache = {
+        "cache_locally": False,
+        "cache_nearest": 0,
+        "cache_on_store": False,
+        "cache_refresh_before_expiry": 0,
+    }
+    # In client mode the node registers no handlers, so the protocol it makes for itself can be replaced by ours.
+    node = await _Node.create(p2p, node_id, client_mode=True, **no_cache, **settings)
+    node.protocol = await SwarmDirectoryV1.create(p2p, node_id, client_mode=client_mode, **settings)
+    node.protocol.storage = BoundedStorage(StorageLimits(), clock)
+    # hivemind answers from the cache alone where that has what expires latest: one record in it would hide all others.
+    node.protocol.cache = BoundedStorage(StorageLimits(total_bytes=0, key_bytes=0), clock)
+    return node

@@ -1,0 +1,216 @@
+"""What one DHT node keeps for others, within limits that hold whoever asks.
+
+The room under a key, and all room, is shared by origin, the subnet that a record was stored from: identities cost nothing, subnets do. Where there is
+no room, a record takes the place of one from the origin that has most.
+"""
+
+import heapq
+from collections import Counter
+from collections.abc import Iterator, Set
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from swarmnet_protocols.directory.records import MAX_LIFETIME_S
+from swarmnet_protocols.machine.clock import Clock
+from swarmnet_protocols.net.resources import Exhausted, Hold, Scope, Stock
+
+if TYPE_CHECKING:
+    from hivemind.dht.routing import DHTID
+    from hivemind.dht.storage import DictionaryDHTValue
+    from hivemind.utils.timed_storage import ValueWithExpiration
+
+
+@dataclass(frozen=True)
+class StorageLimits:
+    total_bytes: int = 64 << 20
+    """When this is used up, the records of the origin that has most go, those that expire soonest first."""
+    key_bytes: int = 2 << 20
+    """Under one key: all of it has to fit into one answer (``MAX_ANSWER_BYTES``)."""
+    signer_records: int = 256
+
+
+@dataclass(frozen=True)
+class _Kept:
+    value: bytes
+    expires_at: float
+    room: tuple[Hold, ...]
+    """In the scope of the peer that stored it here."""
+    origin: str
+    """The subnet of that peer; empty for this node's own."""
+
+
+class BoundedStorage:
+    """Stands in for hivemind's ``DHTLocalStorage``. Holds signed records only: values with the signer as their subkey."""
+
+    def __init__(self, limits: StorageLimits, clock: Clock) -> None:
+        self._limits = limits
+        self._clock = clock
+        self._records: dict[DHTID, dict[bytes, _Kept]] = {}
+        self._expiries: list[tuple[float, DHTID, bytes]] = []
+        self._key_bytes: Counter[DHTID] = Counter()
+        self._signer_records: Counter[bytes] = Counter()
+        self.total_bytes = 0
+        self._origin_bytes: Counter[tuple[DHTID | None, str]] = Counter()
+        """Under each key, and in all under None."""
+        self._expiries_of: dict[str, list[tuple[float, DHTID, bytes]]] = {}
+        self._storer: Scope | None = None
+        self._origin = ""
+        self._shown: Set[DHTID] | None = None
+
+    @contextmanager
+    def stored_by(self, scope: Scope, origin: str) -> Iterator[None]:
+        """What is stored while the context is open counts in ``scope``, and as stored from ``origin``, for as long as it is kept."""
+        self._storer, self._origin = scope, origin
+        try:
+            yield
+        finally:
+            self._storer, self._origin = None, ""
+
+    @contextmanager
+    def showing(self, keys: "Set[DHTID]") -> Iterator[None]:
+        """While the context is open, :meth:`get` finds records under these keys alone."""
+        self._shown = keys
+        try:
+            yield
+        finally:
+            self._shown = None
+
+    def key_bytes(self, key: "DHTID") -> int:
+        """The bytes of all records under ``key``."""
+        self._expire(self._clock())
+        return self._key_bytes.get(key, 0)
+
+    def store(self, key: "DHTID", value: bytes, expiration_time: float, subkey: bytes | None = None) -> bool:
+        """Whether the record was kept. A value without a signer never is."""
+        return subkey is not None and self.store_subkey(key, subkey, value, expiration_time)
+
+    def store_subkey(self, key: "DHTID", subkey: bytes, value: bytes, expiration_time: float) -> bool:
+        """Whether the record was kept: it is within the limits and outlives the one it would replace."""
+        now = self._clock()
+        self._expire(now)
+        old = self._records.get(key, {}).get(subkey)
+        grown_bytes = len(value) - (len(old.value) if old else 0)
+        if expiration_time <= now:
+            return False
+        # A record that outlives what is accepted was kept while our clock was ahead: it does not keep its successor out.
+        if old and expiration_time <= old.expires_at <= now + MAX_LIFETIME_S:
+            return False
+        if self._key_bytes[key] + grown_bytes > self._limits.key_bytes and not self._can_displace(
+            key, old, len(value)
+        ):
+            return False
+        if old is None and self._signer_records[subkey] >= self._limits.signer_records:
+            return False
+        try:
+            room = self._make_room(len(value))
+        except Exhausted:
+            return False
+        if old is not None:
+            self._forget(key, subkey)
+        while self._key_bytes[key] + len(value) > self._limits.key_bytes:
+            self._displace(key)
+        self._records.setdefault(key, {})[subkey] = _Kept(value, expiration_time, room, self._origin)
+        self._key_bytes[key] += len(value)
+        for where in (key, None):
+            self._origin_bytes[where, self._origin] += len(value)
+        self._signer_records[subkey] += 1
+        self.total_bytes += len(value)
+        for queue in (self._expiries, self._expiries_of.setdefault(self._origin, [])):
+            heapq.heappush(queue, (expiration_time, key, subkey))
+        if len(self._expiries) > 2 * self._signer_records.total() + 64:
+            self._drop_replaced()
+        while self.total_bytes > self._limits.total_bytes:
+            largest = max(self._expiries_of, key=lambda origin: self._origin_bytes.get((None, origin), 0))
+            self._drop_soonest(self._expiries_of[largest])
+        return subkey in self._records.get(key, {})
+
+    def get(self, key: "DHTID") -> "ValueWithExpiration[DictionaryDHTValue] | None":
+        """All records under ``key``, in a dictionary of the caller's own."""
+        self._expire(self._clock())
+        if key not in self._records or (self._shown is not None and key not in self._shown):
+            return None
+        return _as_dictionary(self._records[key])
+
+    def items(self) -> "Iterator[tuple[DHTID, ValueWithExpiration[DictionaryDHTValue]]]":
+        self._expire(self._clock())
+        return iter([(key, _as_dictionary(records)) for key, records in self._records.items()])
+
+    def __contains__(self, key: "DHTID") -> bool:
+        self._expire(self._clock())
+        return key in self._records
+
+    def _expire(self, now: float) -> None:
+        while self._expiries and self._expiries[0][0] <= now:
+            self._drop_soonest(self._expiries)
+
+    def _drop_soonest(self, queue: "list[tuple[float, DHTID, bytes]]") -> None:
+        """Drop the first of the queue, unless it stands for a record that has been replaced or dropped."""
+        expires_at, key, subkey = heapq.heappop(queue)
+        kept = self._records.get(key, {}).get(subkey)
+        if kept is not None and kept.expires_at == expires_at:
+            self._forget(key, subkey)
+
+    def _drop_replaced(self) -> None:
+        """Without this, a peer that replaces its record often would grow the queues."""
+        self._expiries, self._expiries_of = [], {}
+        for key, records in self._records.items():
+            for subkey, kept in records.items():
+                entry = kept.expires_at, key, subkey
+                self._expiries.append(entry)
+                self._expiries_of.setdefault(kept.origin, []).append(entry)
+        for queue in (self._expiries, *self._expiries_of.values()):
+            heapq.heapify(queue)
+
+    def _can_displace(self, key: "DHTID", old: _Kept | None, nbytes: int) -> bool:
+        """Whether other origins have more under a full key than the origin of a new record would: never so for a record larger than a key."""
+        mine_bytes = self._origin_bytes[key, self._origin] + nbytes
+        if old is not None and old.origin == self._origin:
+            mine_bytes -= len(old.value)
+        return self._key_bytes[key] > 0 and mine_bytes < self._origin_bytes[key, self._largest(key)]
+
+    def _displace(self, key: "DHTID") -> None:
+        """Drop the record that expires soonest of the origin that has most under ``key``."""
+        origin = self._largest(key)
+        theirs = {signer: kept for signer, kept in self._records[key].items() if kept.origin == origin}
+        self._forget(key, min(theirs, key=lambda signer: theirs[signer].expires_at))
+
+    def _largest(self, key: "DHTID") -> str:
+        origins = {kept.origin for kept in self._records[key].values()}
+        return max(sorted(origins), key=lambda origin: self._origin_bytes[key, origin])
+
+    def _make_room(self, nbytes: int) -> tuple[Hold, ...]:
+        if self._storer is None:
+            return ()
+        number = self._storer.hold(Stock.RECORDS)
+        try:
+            return number, self._storer.hold(Stock.RECORD_BYTES, nbytes)
+        except Exhausted:
+            number.release()
+            raise
+
+    def _forget(self, key: "DHTID", subkey: bytes) -> None:
+        kept = self._records[key].pop(subkey)
+        for hold in kept.room:
+            hold.release()
+        self.total_bytes -= len(kept.value)
+        self._key_bytes[key] -= len(kept.value)
+        for place in ((key, kept.origin), (None, kept.origin)):
+            self._origin_bytes[place] -= len(kept.value)
+            if not self._origin_bytes[place]:
+                del self._origin_bytes[place]
+        self._signer_records[subkey] -= 1
+        if not self._records[key]:
+            del self._records[key], self._key_bytes[key]
+        if not self._signer_records[subkey]:
+            del self._signer_records[subkey]
+
+
+def _as_dictionary(records: dict[bytes, _Kept]) -> "ValueWithExpiration[DictionaryDHTValue]":
+    from hivemind.dht.storage import DictionaryDHTValue
+    from hivemind.utils.timed_storage import ValueWithExpiration
+
+    dictionary = DictionaryDHTValue()
+    for subkey, kept in records.items():
+        dictionary.store(subkey, kept.value, kept.expires_at)
+    return ValueWithExpiration(dictionary, dictionary.latest_expiration_time)

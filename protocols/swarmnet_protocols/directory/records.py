@@ -1,0 +1,161 @@
+"""Signed records: what a peer publishes about itself, in a form that nobody else can make, change or prolong."""
+
+import contextlib
+import hashlib
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from google.protobuf.message import DecodeError
+
+from swarmnet_protocols.errors import IntegrityError, NotAuthorised
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.identity import Identity, peer_id_of, verify
+from swarmnet_protocols.wire import records_pb2 as pb
+
+MAX_RECORD_BYTES = 16 << 10
+MAX_STATEMENT_BYTES = 4 << 10
+"""Of a record under one of ``_STATEMENTS``: many peers publish there, and all of them are read together."""
+_STATEMENTS = ("hosts/", "train/", "presence/")
+MAX_TOPIC_CHARS = 128
+MAX_LIFETIME_S = 24 * 3600.0
+SWARM_BYTES = 32
+
+_SIGNATURE_CONTEXT = b"swarmnet-record-1"
+_KEY_CONTEXT = b"swarmnet-key-1"
+_KEY_SALTS = 3
+
+
+@dataclass(frozen=True)
+class Record:
+    """One publication by one signer."""
+
+    swarm: bytes
+    topic: str
+    signer: bytes
+    """Raw Ed25519 public key."""
+    sequence: int
+    """Grows with every publication of this topic by this signer."""
+    expires_at: float
+    """Unix time, kept to the millisecond."""
+    body: bytes
+    sealed: bytes = field(default=b"", compare=False, repr=False)
+    """All of it with its signature, as it came; empty for one that did not come from anywhere."""
+
+    @property
+    def peer_id(self) -> PeerId:
+        return peer_id_of(self.signer)
+
+
+def seal(identity: Identity, record: Record) -> bytes:
+    """``record`` with the signature of its signer. Raises ``ValueError`` if it is over the limits or not ``identity``'s."""
+    if record.signer != identity.public_key:
+        raise ValueError("a record can only be sealed by its signer")
+    if len(record.swarm) != SWARM_BYTES:
+        raise ValueError(f"a swarm has {SWARM_BYTES} bytes, not {len(record.swarm)}")
+    if len(record.topic) > MAX_TOPIC_CHARS:
+        raise ValueError(f"the topic has more than {MAX_TOPIC_CHARS} characters")
+    message = pb.SignedRecord(
+        swarm=record.swarm,
+        topic=record.topic,
+        signer=record.signer,
+        sequence=record.sequence,
+        expires_at_ms=round(record.expires_at * 1000),
+        body=record.body,
+    )
+    message.signature = identity.sign(_signed_bytes(message))
+    data = message.SerializeToString(deterministic=True)
+    if len(data) > max_bytes(record.topic):
+        raise ValueError(f"the record has {len(data)} bytes, {max_bytes(record.topic)} are allowed")
+    return data
+
+
+def max_bytes(topic: str) -> int:
+    """The size of a sealed record under ``topic``, at most."""
+    return MAX_STATEMENT_BYTES if topic.startswith(_STATEMENTS) else MAX_RECORD_BYTES
+
+
+def open_record(data: bytes, *, swarm: bytes, now: float) -> Record:
+    """The record in ``data``, once everything about it is checked.
+
+    Raises ``NotAuthorised`` for a record of another swarm, ``IntegrityError`` for one that is too large, not in the
+    one accepted encoding, not signed by its signer, expired, or valid for longer than is allowed.
+    """
+    if len(data) > MAX_RECORD_BYTES:
+        raise IntegrityError(f"the record has {len(data)} bytes, {MAX_RECORD_BYTES} are allowed")
+    message = pb.SignedRecord()
+    try:
+        message.ParseFromString(data)
+    except DecodeError as error:
+        raise IntegrityError("the record cannot be decoded") from error
+    # Protobuf has many encodings of one message; with only one accepted, nothing can be added around a signature.
+    if _canonical(message) != data:
+        raise IntegrityError("the record is not in canonical form")
+    if message.swarm != swarm:
+        raise NotAuthorised("the record belongs to another swarm")
+    if len(message.topic) > MAX_TOPIC_CHARS:
+        raise IntegrityError(f"the topic has more than {MAX_TOPIC_CHARS} characters")
+    if len(data) > max_bytes(message.topic):
+        raise IntegrityError(f"the record has {len(data)} bytes, {max_bytes(message.topic)} are allowed here")
+    expires_at = message.expires_at_ms / 1000
+    if expires_at <= now:
+        raise IntegrityError("the record has expired")
+    if expires_at > now + MAX_LIFETIME_S:
+        raise IntegrityError("the record is valid for longer than a day")
+    if not verify(message.signer, message.signature, _signed_bytes(message)):
+        raise IntegrityError("the signature is wrong")
+    return Record(
+        message.swarm, message.topic, message.signer, message.sequence, expires_at, message.body, data
+    )
+
+
+def open_valid(sealed: Iterable[bytes], *, swarm: bytes, now: float) -> Iterator[Record]:
+    """Those of ``sealed`` that :func:`open_record` accepts."""
+    for data in sealed:
+        with contextlib.suppress(IntegrityError, NotAuthorised):
+            yield open_record(data, swarm=swarm, now=now)
+
+
+def newest(records: Iterable[Record]) -> tuple[Record, ...]:
+    """Of every signer the record with the highest sequence, in the order of the signers' keys."""
+    best: dict[bytes, Record] = {}
+    for record in records:
+        if record.signer not in best or best[record.signer].sequence < record.sequence:
+            best[record.signer] = record
+    return tuple(best[signer] for signer in sorted(best))
+
+
+def dht_keys(swarm: bytes, topic: str) -> tuple[bytes, ...]:
+    """Where records of ``topic`` are kept: several places, so that whoever surrounds one of them hides nothing."""
+    return tuple(
+        hashlib.sha256(_with_sizes(_KEY_CONTEXT, bytes([salt]), swarm, topic.encode())).digest()
+        for salt in range(_KEY_SALTS)
+    )
+
+
+def _signed_bytes(message: pb.SignedRecord) -> bytes:
+    return _SIGNATURE_CONTEXT + _with_sizes(
+        message.swarm,
+        message.topic.encode(),
+        message.signer,
+        message.sequence.to_bytes(8, "big"),
+        message.expires_at_ms.to_bytes(8, "big"),
+        message.body,
+    )
+
+
+def _with_sizes(*parts: bytes) -> bytes:
+    return b"".join(struct.pack(">I", len(part)) + part for part in parts)
+
+
+def _canonical(message: pb.SignedRecord) -> bytes:
+    known = pb.SignedRecord(
+        swarm=message.swarm,
+        topic=message.topic,
+        signer=message.signer,
+        sequence=message.sequence,
+        expires_at_ms=message.expires_at_ms,
+        body=message.body,
+        signature=message.signature,
+    )
+    return known.SerializeToString(deterministic=True)

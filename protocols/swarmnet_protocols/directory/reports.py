@@ -1,0 +1,91 @@
+"""What nodes say of themselves (report.proto): asking for it, and what of it may be believed enough to be shown."""
+
+import math
+import re
+
+from swarmnet_protocols.errors import ProtocolViolation
+from swarmnet_protocols.models.manifest import MAX_BLOCKS
+from swarmnet_protocols.net import Message, Stream
+from swarmnet_protocols.net.messages import parse, receive_within
+from swarmnet_protocols.wire import report_pb2 as pb
+
+BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0)
+"""Upper bounds of the buckets of ``Times``; one more has all that took longer."""
+MAX_FLOWS = 64
+MAX_CONTRIBUTIONS = 256
+MAX_TEXT_CHARS = 128
+MAX_NAME_CHARS = 64
+"""Of the name that a peer gives itself."""
+MAX_NUMBER = 1 << 53
+"""Above this JSON's readers count in steps of two."""
+HOST_STATES = frozenset({"choosing", "joining", "online", "leaving", "paused"})
+_PEER = re.compile("[1-9A-HJ-NP-Za-km-z]{32,64}")
+
+
+def is_peer_id(text: str) -> bool:
+    """Whether ``text`` has the form of a peer id."""
+    return _PEER.fullmatch(text) is not None
+
+
+def clean(text: str) -> str:
+    """What a report may carry of a text: its end, without what cannot be printed."""
+    return "".join(filter(str.isprintable, text))[-MAX_TEXT_CHARS:]
+
+
+async def ask(stream: Stream, *, reply_s: float) -> pb.NodeReport:
+    """What the node at the other end of a REPORT stream says now.
+
+    Raises ``StreamEnded``, ``DeadlineExceeded`` when it is silent, ``ProtocolViolation`` for what :func:`check` refuses.
+    """
+    await stream.send(Message(pb.ReportRequest().SerializeToString()))
+    report = parse(pb.NodeReport, (await receive_within(stream, reply_s)).header)
+    check(report)
+    return report
+
+
+def check(report: pb.NodeReport) -> None:
+    """Raise ``ProtocolViolation`` unless every number is finite and in its range, and every text short and printable."""
+    _require(len(report.public_name) <= MAX_NAME_CHARS, "a long name")
+    texts = [report.version, report.public_name]
+    numbers = [report.uptime_s]
+    if report.HasField("host"):
+        host = report.host
+        texts += [host.model, host.dtype]
+        numbers += [host.step_s, host.token_s, host.queue_s, host.cache_bytes, host.cache_bytes_limit]
+        numbers += [host.sessions, host.forwards, host.positions, host.answered]
+        numbers += [host.rebuilt, host.links_lost, host.clients_lost]
+        for times in (host.first_tokens, host.token_times):
+            _require(len(times.counts) in {0, len(BOUNDS_S) + 1}, "a histogram has 14 counts")
+            _require(list(times.counts) == sorted(times.counts), "a histogram never decreases")
+            numbers += [times.total_s, *times.counts]
+        _require(len(host.flows) <= MAX_FLOWS, "too many flows")
+        for flow in host.flows:
+            _require(
+                all(not peer or is_peer_id(peer) for peer in (flow.upstream, flow.downstream)), "no peer"
+            )
+            numbers += [flow.sessions, flow.positions]
+        _require(len(host.manifest) == 32, "no manifest hash")
+        _require(host.state in HOST_STATES, "no state of a host")
+        _require(0 <= host.start < host.end <= host.total_blocks <= MAX_BLOCKS, "no span of a model")
+    elif report.HasField("worker"):
+        worker = report.worker
+        texts += [worker.name, worker.method, worker.state]
+        numbers += [worker.round, worker.rounds, worker.tokens, worker.bytes_sent, worker.bytes_received]
+        numbers += [abs(worker.loss), abs(worker.val_loss)]
+        _require(len(worker.job) == 32, "no id of a job")
+        _require(len(worker.contributions) <= MAX_CONTRIBUTIONS, "too many contributions")
+        for each in worker.contributions:
+            _require(is_peer_id(each.peer), "no peer")
+            numbers.append(each.rounds)
+    else:
+        raise ProtocolViolation("a report of nobody")
+    _require(all(len(text) <= MAX_TEXT_CHARS and text.isprintable() for text in texts), "a text is too long")
+    _require(
+        all(math.isfinite(number) and 0 <= number <= MAX_NUMBER for number in numbers),
+        "a number is out of range",
+    )
+
+
+def _require(condition: bool, what: str) -> None:
+    if not condition:
+        raise ProtocolViolation(f"a report that cannot be: {what}")

@@ -1,0 +1,1 @@
+"""Joining a swarm: the network connection, and admission to a private swarm."""

@@ -1,0 +1,1 @@
+"""What belongs to this machine and not to the network: files, clocks, devices, threads, compiled code."""

@@ -1,0 +1,50 @@
+"""Where those wait who have opened a stream and not yet said who they are, or what they want."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from swarmnet_protocols.net import Stream
+from swarmnet_protocols.net.resources import Hold, Scope, Stock
+from swarmnet_protocols.net.subnets import Place, first_to_go, origin_of
+
+
+class WaitingRoom:
+    """Has as many places as ``in_all`` has of ``stock``. Where they are taken somebody has to go: members speak at once.
+
+    It is the slowest of those who come from where most come from: who has many identities in one place displaces its own.
+    """
+
+    def __init__(self, in_all: Scope, stock: Stock) -> None:
+        self._in_all = in_all
+        self._stock = stock
+        self._waiting: dict[Stream, tuple[Hold, str]] = {}
+        """Each with its place, and where it comes from."""
+
+    @contextmanager
+    def enter(self, stream: Stream) -> Iterator[None]:
+        """A place while the context is open. Raises ``Exhausted`` for a peer that has its share of them."""
+        while (
+            self._in_all.spare(self._stock) < 1 <= stream.scope.spare(self._stock)
+            and (slowest := self._slowest()) is not None
+        ):
+            self._waiting.pop(slowest)[0].release()
+            slowest.close()
+        hold = stream.scope.hold(self._stock)
+        self._waiting[stream] = hold, origin_of(stream.address) or stream.peer
+        try:
+            yield
+        finally:
+            self._waiting.pop(stream, None)
+            hold.release()
+
+    def has(self, stream: Stream) -> bool:
+        """Whether it has its place still."""
+        return stream in self._waiting
+
+    def _slowest(self) -> Stream | None:
+        """Of the largest crowd, the first that came."""
+        places = [
+            Place(origin, stream.peer, 1, (number,), stream)
+            for number, (stream, (_, origin)) in enumerate(self._waiting.items())
+        ]
+        return first_to_go(places, lambda _: True)

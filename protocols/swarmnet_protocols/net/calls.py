@@ -1,0 +1,47 @@
+"""Calls: streams with one message each way."""
+
+import contextlib
+from collections.abc import Awaitable, Callable, Sequence
+
+from swarmnet_protocols.errors import NotAuthorised
+from swarmnet_protocols.net import Message, PeerId, ProtocolSpec, Refusal, Stream, Transport
+from swarmnet_protocols.net.messages import receive_within, send_within
+from swarmnet_protocols.net.resources import Stock
+from swarmnet_protocols.timing import Timing
+
+Answer = Callable[[bytes, Stream], Awaitable[bytes]]
+"""From a request, and the stream on which its caller waits, to the reply. May raise ``NotAuthorised``, ``Exhausted`` and ``ProtocolViolation``."""
+
+
+class Calls:
+    """Made and answered over a transport."""
+
+    def __init__(self, transport: Transport, timing: Timing) -> None:
+        self._transport = transport
+        self._timing = timing
+
+    async def serve(self, protocol: ProtocolSpec, answer: Answer) -> None:
+        """Answer calls under ``protocol``. A caller who may not call is told so."""
+
+        async def handle(stream: Stream) -> None:
+            request = (await stream.receive()).header
+            try:
+                reply = await answer(request, stream)
+            except NotAuthorised as error:
+                stream.refuse(Refusal(str(error)))
+                raise
+            with stream.scope.hold(Stock.MEMORY, len(reply)):
+                await send_within(stream, Message(reply), self._timing.reply_s)
+
+        await self._transport.serve(protocol, handle)
+
+    async def call(
+        self, peer: PeerId, protocol: ProtocolSpec, request: bytes, *, addresses: Sequence[str] = ()
+    ) -> bytes:
+        """The reply of ``peer``. Raises what ``Transport.open`` and ``Stream.receive`` do, and ``DeadlineExceeded``."""
+        stream = await self._transport.open(
+            peer, protocol, addresses=addresses, deadline_s=self._timing.open_s
+        )
+        with contextlib.closing(stream):
+            await stream.send(Message(request))
+            return (await receive_within(stream, self._timing.reply_s)).header

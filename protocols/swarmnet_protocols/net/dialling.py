@@ -1,0 +1,197 @@
+"""Which addresses a peer may give for itself that are dialled from here, and how much dialling one peer may ask of another.
+
+A signature shows who says that it is at an address, not that it is there. So a peer that names addresses could have others
+dial into networks that it cannot reach itself, or into the same victim from everywhere. The rules here hold for every address
+that came from the network; those that the owner of this machine named are dialled as they are.
+"""
+
+import asyncio
+import ipaddress
+import logging
+import re
+import socket
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from weakref import WeakValueDictionary
+
+from swarmnet_protocols.errors import PeerUnreachable, SwarmnetError
+from swarmnet_protocols.net import PeerId, ProtocolSpec, Stream, Transport
+from swarmnet_protocols.net.resources import Flow, Scope
+from swarmnet_protocols.net.wrappers import PassingTransport
+
+_log = logging.getLogger(__name__)
+
+MAX_DIALLED = 8
+"""Of the addresses of one peer, for one attempt to reach it."""
+
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+LOOPBACK_NETWORKS: tuple[Network, ...] = (
+    ipaddress.ip_network("127.0.0.0/8"),
+    ipaddress.ip_network("::1/128"),
+)
+_PRIVATE_NETWORKS: tuple[Network, ...] = (
+    *map(ipaddress.ip_network, ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10")),
+    ipaddress.ip_network("fc00::/7"),
+)
+_CARRIES_IPV4 = tuple(
+    map(
+        ipaddress.ip_network,
+        ("::ffff:0:0/96", "::/96", "64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32"),
+    )
+)
+"""IPv6 addresses that some router turns into an IPv4 address, which may be any."""
+_BROADCAST = ipaddress.ip_address("255.255.255.255")
+_PORT = re.compile(r"[0-9]{1,5}")
+_PEER_ID = re.compile(r"[1-9A-HJ-NP-Za-km-z]{32,128}")
+
+
+def dialable(peer: PeerId, addresses: Iterable[str], networks: Sequence[Network]) -> tuple[str, ...]:
+    """Those of ``addresses``, which came from the network, at which ``peer`` may be dialled: at most ``MAX_DIALLED``, in order.
+
+    An address has to be a public IP address, or one in ``networks``: the networks that are not public and that this peer is part of.
+    Names are never resolved. Only the address of a relay counts where one is in between.
+    """
+    found: dict[str, None] = {}
+    for address in addresses:
+        if len(found) == MAX_DIALLED:
+            break
+        if (clean := _clean(peer, address, networks)) is not None:
+            found[clean] = None
+    return tuple(found)
+
+
+def shared_networks(interfaces: Iterable[tuple[str, str]], named: Sequence[str]) -> tuple[Network, ...]:
+    """The networks that are not public and that a peer is part of.
+
+    ``interfaces`` are addresses of this machine with their netmasks, ``named`` the multiaddrs that its owner named: to listen
+    on, to announce, to begin with. A private network is shared where this machine has an address in it, or the owner named one.
+    Loopback is shared only where everything that the owner named is on loopback, or the machine has nothing else: then the
+    whole swarm is on this machine.
+    """
+    attached = [ip for address, netmask in interfaces if (ip := _interface(address, netmask)) is not None]
+    found = {each.network for each in attached if not _is_special(each.ip) and each.network.num_addresses > 1}
+    owners = [ip_of(each) for each in named]
+    if all(each.ip.is_loopback for each in attached) or (
+        owners and all(ip is not None and ip.is_loopback for ip in owners)
+    ):
+        found.update(LOOPBACK_NETWORKS)
+    found.update(
+        network for network in _PRIVATE_NETWORKS for ip in owners if ip is not None and ip in network
+    )
+    return tuple(sorted(found, key=str))
+
+
+def own_interfaces() -> list[tuple[str, str]]:
+    """The IP addresses of this machine, each with its netmask."""
+    import psutil
+
+    return [
+        (each.address, each.netmask or "")
+        for addresses in psutil.net_if_addrs().values()
+        for each in addresses
+        if each.family in (socket.AF_INET, socket.AF_INET6)
+    ]
+
+
+def ip_of(address: str) -> _Address | None:
+    """The IP address at the beginning of a multiaddr; None where there is none."""
+    match address.split("/"):
+        case ["", "ip4", host, *_]:
+            kind: type[_Address] = ipaddress.IPv4Address
+        case ["", "ip6", host, *_]:
+            kind = ipaddress.IPv6Address
+        case _:
+            return None
+    with suppress(ValueError):
+        return kind(host)
+    return None
+
+
+class Introductions:
+    """Opens streams to peers that other peers named. One attempt to reach a peer at a time, whoever named it."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._trying: WeakValueDictionary[PeerId, asyncio.Lock] = WeakValueDictionary()
+
+    def by(self, asker: Scope) -> "IntroducedTransport":
+        """A transport for what the peer of ``asker`` wants to be connected. What is dialled for it is charged to it."""
+        return IntroducedTransport(self._transport, asker, self._trying)
+
+
+class IntroducedTransport(PassingTransport):
+    """Opens streams, and says nothing of why one cannot be opened: the asker would learn what is at addresses out of its reach."""
+
+    def __init__(
+        self, transport: Transport, asker: Scope, trying: "WeakValueDictionary[PeerId, asyncio.Lock]"
+    ) -> None:
+        super().__init__(transport)
+        self._asker = asker
+        self._trying = trying
+
+    async def open(
+        self, peer: PeerId, protocol: ProtocolSpec, *, addresses: Sequence[str] = (), deadline_s: float
+    ) -> Stream:
+        """As promised by ``Transport``, over a connection that stands or one that is made to ``addresses``.
+
+        Every failure is the same ``PeerUnreachable``, raised after ``deadline_s`` and not before.
+        """
+        clock = asyncio.get_running_loop().time
+        when = clock() + deadline_s
+        try:
+            async with asyncio.timeout_at(when), self._trying.setdefault(peer, asyncio.Lock()):
+                if not await self.is_connected(peer):
+                    self._charge(addresses, clock())
+                return await super().open(peer, protocol, addresses=addresses, deadline_s=deadline_s)
+        except (SwarmnetError, TimeoutError) as error:
+            _log.info("%s, whom a peer named, is not reached: %s", peer, error)
+        await asyncio.sleep(when - clock())
+        raise PeerUnreachable("the next hop is not reached")
+
+    def _charge(self, addresses: Sequence[str], now: float) -> None:
+        if not addresses:
+            raise PeerUnreachable("it is not connected, and has signed no address")
+        self._asker.check(Flow.DIALS, 0.0, now)
+        self._asker.use(Flow.DIALS, 1, now)
+
+
+def _clean(peer: PeerId, address: str, networks: Sequence[Network]) -> str | None:
+    """``address`` without the id of ``peer``, if it may be dialled."""
+    match address.removesuffix(f"/p2p/{peer}").split("/"):
+        case ["", "ip4" | "ip6" as family, _, "tcp", port, *rest]:
+            base = f"tcp/{port}"
+        case ["", "ip4" | "ip6" as family, _, "udp", port, "quic-v1", *rest]:
+            base = f"udp/{port}/quic-v1"
+        case _:
+            return None
+    ip = ip_of(address)
+    if ip is None or not _may_dial(ip, networks) or not _PORT.fullmatch(port) or not 0 < int(port) < 1 << 16:
+        return None
+    match rest:
+        case []:
+            return f"/{family}/{ip}/{base}"
+        case ["p2p", relay, "p2p-circuit"] if _PEER_ID.fullmatch(relay) and relay != peer:
+            return f"/{family}/{ip}/{base}/p2p/{relay}/p2p-circuit"
+    return None
+
+
+def _may_dial(ip: _Address, networks: Sequence[Network]) -> bool:
+    if any(ip in network for network in networks):
+        return True
+    return ip.is_global and not _is_special(ip) and not any(ip in network for network in _CARRIES_IPV4)
+
+
+def _is_special(ip: _Address) -> bool:
+    """Whether no network makes this the address of another machine that may be dialled."""
+    return ip.is_loopback or ip.is_link_local or ip.is_multicast or ip.is_unspecified or ip == _BROADCAST
+
+
+def _interface(address: str, netmask: str) -> ipaddress.IPv4Interface | ipaddress.IPv6Interface | None:
+    """An address of this machine in its network; None for what is neither IPv4 nor IPv6."""
+    with suppress(ValueError):
+        ip = ipaddress.ip_address(address.partition("%")[0])
+        bits = int(ipaddress.ip_address(netmask)) if netmask else (1 << ip.max_prefixlen) - 1
+        return ipaddress.ip_interface((ip, bits.bit_count()))
+    return None

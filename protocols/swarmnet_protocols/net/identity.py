@@ -1,0 +1,122 @@
+"""Who a peer is: an Ed25519 key, and the libp2p peer id that contains it."""
+
+import hashlib
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+
+from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.machine.files import make_private
+from swarmnet_protocols.net import PeerId
+
+KEY_BYTES = 32
+SIGNATURE_BYTES = 64
+
+# libp2p's crypto.proto, {Type: Ed25519, Data: ...}. The data of a private key is the seed, then the public key.
+_PRIVATE_KEY_PREFIX = b"\x08\x01\x12\x40"
+_PUBLIC_KEY_PREFIX = b"\x08\x01\x12\x20"
+_IDENTITY_MULTIHASH_PREFIX = b"\x00\x24"
+_FILE_BYTES = len(_PRIVATE_KEY_PREFIX) + 2 * KEY_BYTES
+
+_BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
+
+
+class Identity:
+    """An Ed25519 key pair."""
+
+    def __init__(self, key: Ed25519PrivateKey) -> None:
+        self._key = key
+        self.public_key: bytes = key.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
+        self.peer_id: PeerId = peer_id_of(self.public_key)
+
+    @classmethod
+    def from_seed(cls, seed: bytes) -> "Identity":
+        """The same identity for the same seed of any length: for simulations and tests."""
+        return cls(Ed25519PrivateKey.from_private_bytes(hashlib.sha256(seed).digest()))
+
+    @classmethod
+    def load_or_create(cls, path: Path) -> "Identity":
+        """The identity kept in ``path``, which is made (0600, in the format p2pd reads) if it does not exist.
+
+        Raises ``ConfigError`` for a file that others can read, that is not such a key, or that cannot be written.
+        """
+        try:
+            if not path.exists():
+                _create_key_file(path)
+            return _read_key_file(path)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot use the identity file {path}: {error.strerror}", hint="choose another --data-dir"
+            ) from error
+
+    def sign(self, data: bytes) -> bytes:
+        return self._key.sign(data)
+
+
+def verify(public_key: bytes, signature: bytes, data: bytes) -> bool:
+    """Whether ``signature`` was made over ``data`` with the private half of ``public_key``."""
+    if len(public_key) != KEY_BYTES or len(signature) != SIGNATURE_BYTES:
+        return False
+    try:
+        Ed25519PublicKey.from_public_bytes(public_key).verify(signature, data)
+    except InvalidSignature:
+        return False
+    return True
+
+
+def peer_id_of(public_key: bytes) -> PeerId:
+    """The libp2p peer id of a raw Ed25519 public key. Raises ``ValueError`` for another size."""
+    if len(public_key) != KEY_BYTES:
+        raise ValueError(f"an Ed25519 public key has {KEY_BYTES} bytes, not {len(public_key)}")
+    return PeerId(_base58(_IDENTITY_MULTIHASH_PREFIX + _PUBLIC_KEY_PREFIX + public_key))
+
+
+def _base58(data: bytes) -> str:
+    number = int.from_bytes(data, "big")
+    digits = ""
+    while number:
+        number, digit = divmod(number, 58)
+        digits = _BASE58[digit] + digits
+    zeros = len(data) - len(data.lstrip(b"\0"))
+    return "1" * zeros + digits
+
+
+def _create_key_file(path: Path) -> None:
+    make_private(path.parent)
+    key = Ed25519PrivateKey.generate()
+    seed = key.private_bytes(Encoding.Raw, PrivateFormat.Raw, NoEncryption())
+    public = key.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent)  # 0600
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(_PRIVATE_KEY_PREFIX + seed + public)
+            file.flush()
+            os.fsync(file.fileno())
+        os.link(temporary, path)  # unlike a rename, never replaces a key made by somebody else meanwhile
+    except FileExistsError:
+        pass
+    finally:
+        os.unlink(temporary)
+
+
+def _read_key_file(path: Path) -> Identity:
+    with path.open("rb") as file:
+        mode = os.fstat(file.fileno()).st_mode
+        data = file.read(_FILE_BYTES + 1)
+    if stat.S_IMODE(mode) & 0o077:
+        raise ConfigError(f"the identity file {path} can be read by others", hint=f"chmod 600 {path}")
+    corrupt = ConfigError(
+        f"the identity file {path} is not an Ed25519 key", hint="move it away to get a new identity"
+    )
+    if len(data) != _FILE_BYTES or not data.startswith(_PRIVATE_KEY_PREFIX):
+        raise corrupt
+    seed, public = data[-2 * KEY_BYTES : -KEY_BYTES], data[-KEY_BYTES:]
+    identity = Identity(Ed25519PrivateKey.from_private_bytes(seed))
+    if identity.public_key != public:
+        raise corrupt
+    return identity

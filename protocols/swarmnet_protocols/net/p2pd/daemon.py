@@ -1,0 +1,344 @@
+"""The p2pd child process (go-libp2p, shipped in hivemind's wheel) and the calls on its control socket.
+
+p2pd ends by itself when its persistent control connection closes, so it outlives us by milliseconds even if we are
+killed; before that connection stands, ``-idleTimeout`` does the same.
+"""
+
+import asyncio
+import contextlib
+import logging
+import math
+import os
+import tempfile
+import warnings
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from swarmnet_protocols.errors import ConfigError, IncompatibleVersion, PeerUnreachable
+from swarmnet_protocols.machine.aio import until
+from swarmnet_protocols.machine.files import MAX_SOCKET_PATH_BYTES
+from swarmnet_protocols.machine.lean_imports import prepare_package
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.p2pd.pipe import Pipe
+from swarmnet_protocols.net.p2pd.process import (
+    DaemonConfig,
+    allow_open_files,
+    check_free,
+    log_output,
+    spawn,
+)
+
+_log = logging.getLogger(__name__)
+
+_LONGEST_SOCKET = "swarmnet-xxxxxxxx/streams.sock"
+"""In a folder for temporary files."""
+_SHORT_FOLDER = "/tmp"  # noqa: S108 - where hivemind has its sockets anyway; what we make there is open to us alone
+
+_SHUTDOWN_S = 5.0
+_DISCONNECTS_AT_ONCE = 8
+_PING, _PING_BYTES = "/ipfs/ping/1.0.0", 32  # of libp2p: whatever comes is sent back
+_P2P_CODE = b"\xa5\x03"  # of multiaddr's table
+
+
+def prepare_hivemind() -> None:
+    """Import what we need of hivemind without letting it write to the terminal."""
+    prepare_package("hivemind")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit, used at import
+        from hivemind.utils.logging import use_hivemind_log_handler
+
+    use_hivemind_log_handler("nowhere")
+    logging.getLogger("hivemind").setLevel(logging.ERROR)
+
+
+def pack_multiaddr(address: str) -> bytes:
+    """The binary form of a multiaddr. Raises ``ConfigError`` for a bad one.
+
+    hivemind's own packing writes peer ids as CIDs, which go-libp2p refuses.
+    """
+    from hivemind.utils.multiaddr import Multiaddr
+
+    try:
+        head, *rest = address.split("/p2p/")
+        packed: bytes = Multiaddr(head).to_bytes() if head else b""
+        for part in rest:
+            peer, _, tail = part.partition("/")
+            peer_bytes = pack_peer(PeerId(peer))
+            packed += _P2P_CODE + bytes([len(peer_bytes)]) + peer_bytes
+            packed += Multiaddr("/" + tail).to_bytes() if tail else b""
+    except ValueError as error:
+        raise ConfigError(
+            f"{address!r} is not a multiaddr: {error}",
+            hint="it should look like /ip4/203.0.113.5/tcp/4001/p2p/12D3...",
+        ) from error
+    return packed
+
+
+def unpack_multiaddr(packed: bytes) -> str:
+    """A multiaddr as p2pd gives it, in text. Raises ``ValueError`` for what is none."""
+    from hivemind.utils.multiaddr import Multiaddr
+
+    try:
+        return str(Multiaddr(packed))
+    except (
+        TypeError,
+        LookupError,
+        ArithmeticError,
+        EOFError,
+    ) as error:  # lengths of which the bytes fall short
+        raise ValueError(f"not a multiaddr: {error}") from error
+
+
+def pack_peer(peer: PeerId) -> bytes:
+    """The binary form of a peer id. Raises ``ConfigError`` for what is none."""
+    from hivemind.p2p import PeerID
+
+    try:
+        packed: bytes = PeerID.from_base58(peer).to_bytes()
+    except ValueError as error:
+        raise ConfigError(
+            f"{peer[:128]!r} is not a peer id: {error}",
+            hint="take the address a node prints when it is ready",
+        ) from error
+    return packed
+
+
+def unpack_peer(packed: bytes) -> PeerId:
+    """A peer id as p2pd gives it, in base58."""
+    from hivemind.p2p import PeerID
+
+    return PeerId(PeerID(packed).to_base58())
+
+
+class P2pd:
+    """A running p2pd. Made by :func:`run_p2pd`."""
+
+    def __init__(self, control_path: Path, process: asyncio.subprocess.Process) -> None:
+        self.control_path = control_path
+        self.process = process
+        self._output: asyncio.Task[None] | None = None
+        self._lifeline: Pipe | None = None
+        self._is_up = asyncio.Event()
+        self._is_up.set()
+
+    async def attend(self) -> None:
+        """Have the process live as long as we do, and what it prints logged, so that it never waits for a reader."""
+        from hivemind.proto import p2pd_pb2 as pb
+
+        self._output = asyncio.create_task(log_output(self.process))
+        self._lifeline = await self._dial()
+        await self._exchange(pb.Request(type=pb.Request.PERSISTENT_CONN_UPGRADE), self._lifeline)
+
+    async def ended(self) -> None:
+        """Return once p2pd has ended and is not started again."""
+        process = None
+        while process is not self.process:
+            process = self.process
+            await process.wait()
+            await self._is_up.wait()
+
+    async def restart(self, config: DaemonConfig) -> None:
+        """End it and start it anew. Calls wait meanwhile; every connection and stream ends. Raises as :func:`run_p2pd` does."""
+        self._is_up.clear()
+        try:
+            await self.stop()
+            self.control_path.unlink(missing_ok=True)
+            self.process = await spawn(config, self.control_path)
+        finally:
+            self._is_up.set()
+        await self.attend()
+
+    async def stop(self) -> None:
+        if self._lifeline is not None:
+            self._lifeline.writer.close()
+        with contextlib.suppress(ProcessLookupError):
+            self.process.terminate()
+        try:
+            async with asyncio.timeout(_SHUTDOWN_S):
+                await self.process.wait()
+        except TimeoutError:
+            self.process.kill()
+            await self.process.wait()
+        if self._output is not None:
+            await self._output
+
+    def memory_bytes(self) -> int:
+        """Resident memory; 0 when it has ended."""
+        import psutil
+
+        try:
+            rss: int = psutil.Process(self.process.pid).memory_info().rss
+        except psutil.Error:
+            return 0
+        return rss
+
+    async def identify(self) -> list[str]:
+        """The addresses at which this peer can be dialled, without its id."""
+        from hivemind.proto import p2pd_pb2 as pb
+
+        response = await self._call(pb.Request(type=pb.Request.IDENTIFY))
+        return [unpack_multiaddr(packed) for packed in response.identify.addrs]
+
+    async def connections(self) -> dict[PeerId, list[str]]:
+        """Who is connected, each with the multiaddrs it is connected from."""
+        found: dict[PeerId, list[str]] = {}
+        for peer, address in await self.packed_connections():
+            found.setdefault(unpack_peer(peer), []).append(unpack_multiaddr(address))
+        return found
+
+    async def packed_connections(self) -> list[tuple[bytes, bytes]]:
+        """Peer and multiaddr of every connection, as p2pd gives them; a peer may have several."""
+        from hivemind.proto import p2pd_pb2 as pb
+
+        response = await self._call(pb.Request(type=pb.Request.LIST_PEERS))
+        return [(info.id, address) for info in response.peers for address in info.addrs]
+
+    async def connect(self, peer: PeerId, addresses: Sequence[str], *, deadline_s: float) -> None:
+        """Connect to ``peer`` unless it is connected. Raises ``PeerUnreachable``, or ``ConfigError`` for a bad address."""
+        from hivemind.proto import p2pd_pb2 as pb
+
+        suffix = f"/p2p/{peer}"
+        await self._call(
+            pb.Request(
+                type=pb.Request.CONNECT,
+                connect=pb.ConnectRequest(
+                    peer=pack_peer(peer),
+                    addrs=[pack_multiaddr(address.removesuffix(suffix)) for address in addresses],
+                    timeout=math.ceil(deadline_s),
+                ),
+            )
+        )
+
+    async def open_stream(self, peer: PeerId, protocol_id: str, *, deadline_s: float) -> Pipe:
+        """A raw stream to ``peer``. Raises ``PeerUnreachable`` or ``IncompatibleVersion``."""
+        from hivemind.proto import p2pd_pb2 as pb
+
+        request = pb.Request(
+            type=pb.Request.STREAM_OPEN,
+            streamOpen=pb.StreamOpenRequest(
+                peer=pack_peer(peer), proto=[protocol_id], timeout=math.ceil(deadline_s)
+            ),
+        )
+        pipe = await self._dial()
+        try:
+            await self._exchange(request, pipe)
+        except BaseException:
+            pipe.writer.close()
+            raise
+        return pipe
+
+    async def answers(self, peer: PeerId, *, within_s: float) -> bool:
+        """Whether the connection to ``peer`` carries anything both ways, or has ended. Its p2pd answers, however busy its process is.
+
+        Raises ``PeerUnreachable`` or ``IncompatibleVersion``.
+        """
+        when = asyncio.get_running_loop().time() + within_s
+        try:
+            async with asyncio.timeout_at(when):
+                pipe = await self.open_stream(peer, _PING, deadline_s=within_s)
+        except TimeoutError:
+            return False
+        try:
+            pipe.writer.write(os.urandom(_PING_BYTES))
+            await until(when, lambda: pipe.reader.readexactly(_PING_BYTES))
+        except TimeoutError:
+            return False
+        except (OSError, asyncio.IncompleteReadError):
+            return True
+        finally:
+            pipe.writer.close()
+        return True
+
+    async def disconnect(self, peer: PeerId) -> None:
+        """Close the connections to ``peer``, if there are any, with all streams over them."""
+        await self.disconnect_all([pack_peer(peer)])
+
+    async def disconnect_all(self, packed_peers: Sequence[bytes]) -> None:
+        """As ``disconnect``, some at once: p2pd takes a while for one that does not read."""
+        from hivemind.proto import p2pd_pb2 as pb
+
+        async def disconnect(share: Sequence[bytes]) -> None:
+            pipe = await self._dial()
+            try:
+                for peer in share:
+                    request = pb.DisconnectRequest(peer=peer)
+                    await self._exchange(pb.Request(type=pb.Request.DISCONNECT, disconnect=request), pipe)
+            finally:
+                pipe.writer.close()
+
+        shares = (packed_peers[number::_DISCONNECTS_AT_ONCE] for number in range(_DISCONNECTS_AT_ONCE))
+        await asyncio.gather(*(disconnect(share) for share in shares if share))
+
+    async def handle_streams(self, protocol_id: str, socket_path: Path) -> None:
+        """Have p2pd connect to ``socket_path`` for every incoming stream under ``protocol_id``."""
+        from hivemind.proto import p2pd_pb2 as pb
+
+        await self._call(
+            pb.Request(
+                type=pb.Request.STREAM_HANDLER,
+                streamHandler=pb.StreamHandlerRequest(
+                    addr=pack_multiaddr(f"/unix{socket_path}"), proto=[protocol_id], balanced=False
+                ),
+            )
+        )
+
+    async def _dial(self) -> Pipe:
+        await self._is_up.wait()
+        loop = asyncio.get_running_loop()
+        dialling = loop.create_task(loop.create_unix_connection(Pipe, str(self.control_path)))
+        try:
+            _, pipe = await asyncio.shield(dialling)
+        except OSError as error:
+            raise PeerUnreachable("p2pd is not running", hint="restart this node") from error
+        except asyncio.CancelledError:
+            # It takes no time, and a connection that is cancelled while it is made has a writer that nobody closes.
+            with contextlib.suppress(OSError):
+                _, pipe = await dialling
+                pipe.writer.close()
+            raise
+        return pipe
+
+    async def _call(self, request: Any) -> Any:
+        pipe = await self._dial()
+        try:
+            return await self._exchange(request, pipe)
+        finally:
+            pipe.writer.close()
+
+    async def _exchange(self, request: Any, pipe: Pipe) -> Any:
+        from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe, write_pbmsg
+        from hivemind.proto import p2pd_pb2 as pb
+
+        response = pb.Response()
+        try:
+            await write_pbmsg(pipe.writer, request)
+            await read_pbmsg_safe(pipe.reader, response)
+        except (OSError, asyncio.IncompleteReadError) as error:
+            raise PeerUnreachable("p2pd is gone", hint="restart this node") from error
+        if response.type == pb.Response.ERROR:
+            if "protocols not supported" in response.error.msg:
+                raise IncompatibleVersion(response.error.msg)
+            raise PeerUnreachable(response.error.msg)
+        return response
+
+
+@contextlib.asynccontextmanager
+async def run_p2pd(config: DaemonConfig) -> AsyncIterator[P2pd]:
+    """A p2pd that runs while the context is open. Raises ``ConfigError`` when it cannot start as configured."""
+    for address in (*config.listen, *config.announce, *config.relays):
+        pack_multiaddr(address)
+    for address in config.listen:
+        check_free(address)
+    allow_open_files()
+    folder = Path(tempfile.gettempdir())
+    if len(bytes(folder / _LONGEST_SOCKET)) > MAX_SOCKET_PATH_BYTES:
+        folder = Path(_SHORT_FOLDER)
+    with tempfile.TemporaryDirectory(prefix="swarmnet-", dir=folder) as directory:  # 0700
+        control_path = Path(directory, "p2pd.sock")
+        daemon = P2pd(control_path, await spawn(config, control_path))
+        try:
+            await daemon.attend()
+            yield daemon
+        finally:
+            await daemon.stop()

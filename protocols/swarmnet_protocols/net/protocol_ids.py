@@ -1,0 +1,103 @@
+"""The protocol ids of this version, as registered in proto/PROTOCOLS.toml."""
+
+from swarmnet_protocols.net import ProtocolSpec
+from swarmnet_protocols.wire.roles import ANY_ROLE, Role
+
+_ACTIVATIONS_BYTES = 64 << 20
+_PART_BYTES = 256 << 10
+"""Of a tensor or an adapter: a dozen share a line of 1 mbit/s, and each arrives within ``Timing.chunk_s``."""
+_CLIENT = frozenset({Role.CLIENT})
+_HOST = frozenset({Role.HOST})
+_TRAINER = frozenset({Role.TRAINER})
+_KEEPERS = frozenset({Role.HOST, Role.TRAINER, Role.BOOTSTRAP})
+
+SESSION = ProtocolSpec(
+    "/swarmnet/session/1",
+    max_header_bytes=64 << 10,
+    max_payload_bytes=_ACTIVATIONS_BYTES,
+    roles=_CLIENT,
+    served_by=_HOST,
+)
+LINK = ProtocolSpec(
+    "/swarmnet/link/2",
+    max_header_bytes=64 << 10,
+    max_payload_bytes=_ACTIVATIONS_BYTES,
+    roles=_CLIENT | _HOST,
+    served_by=_HOST,
+    is_granted=True,
+)
+PASS = ProtocolSpec(
+    "/swarmnet/pass/2",
+    max_header_bytes=4096,
+    max_payload_bytes=_PART_BYTES,
+    roles=_CLIENT,
+    served_by=_HOST,
+    is_granted=True,
+)
+ADAPTER = ProtocolSpec(
+    "/swarmnet/adapter/2",
+    max_header_bytes=4096,
+    max_payload_bytes=_PART_BYTES,
+    roles=_CLIENT,
+    served_by=_HOST,
+    is_granted=True,
+)
+PING = ProtocolSpec("/swarmnet/ping/1", max_header_bytes=64, roles=ANY_ROLE, served_by=_HOST)
+
+REPORT = ProtocolSpec(
+    "/swarmnet/report/1",
+    max_header_bytes=64 << 10,
+    roles=frozenset({Role.OBSERVER, Role.CLIENT, Role.HOST, Role.TRAINER}),
+    served_by=_HOST | _TRAINER,
+)
+
+PROBE = ProtocolSpec("/swarmnet/probe/1", max_header_bytes=1024, roles=ANY_ROLE, served_by=_KEEPERS)
+
+GATHER = ProtocolSpec("/swarmnet/gather/2", max_header_bytes=1 << 20, roles=_TRAINER, served_by=_TRAINER)
+STATE = ProtocolSpec(
+    "/swarmnet/state/1",
+    max_header_bytes=1024,
+    max_payload_bytes=2 << 20,
+    roles=_TRAINER,
+    served_by=_TRAINER,
+)
+HANDOVER = ProtocolSpec("/swarmnet/handover/1", max_header_bytes=1024, roles=_TRAINER, served_by=_TRAINER)
+
+EXCHANGE = ProtocolSpec(
+    "/swarmnet/exchange/2",
+    max_header_bytes=64 << 10,
+    max_payload_bytes=1 << 20,
+    roles=_TRAINER,
+    served_by=_TRAINER,
+)
+
+_MAX_RPC_BYTES = 4 << 20
+DHT_PING = ProtocolSpec(
+    "SwarmDirectoryV1.rpc_ping", max_header_bytes=_MAX_RPC_BYTES, roles=ANY_ROLE, served_by=_KEEPERS
+)
+DHT_FIND = ProtocolSpec(
+    "SwarmDirectoryV1.rpc_find", max_header_bytes=_MAX_RPC_BYTES, roles=ANY_ROLE, served_by=_KEEPERS
+)
+DHT_STORE = ProtocolSpec(
+    "SwarmDirectoryV1.rpc_store", max_header_bytes=_MAX_RPC_BYTES, roles=_KEEPERS, served_by=_KEEPERS
+)
+
+REVOCATIONS = ProtocolSpec(
+    "/swarmnet/revocations/1",
+    max_header_bytes=4096,
+    max_payload_bytes=1 << 20,
+    roles=ANY_ROLE,
+    served_by=ANY_ROLE,
+)
+DOOR = ProtocolSpec("/swarmnet/door/1", max_header_bytes=4096, max_payload_bytes=320 << 10)
+ADMISSION = ProtocolSpec("/swarmnet/admission/1", max_header_bytes=128 << 10)
+
+INFERENCE = (SESSION, LINK, PASS, ADAPTER, PING)
+"""What a node serves, besides ``REPORT``."""
+TRAINING = (GATHER, STATE, HANDOVER, EXCHANGE)
+"""What a training worker serves, besides ``REPORT``."""
+DIRECTORY = (DHT_PING, DHT_FIND, DHT_STORE)
+"""What who keeps a part of the directory serves: calls of hivemind's, one message each way."""
+ENTRANCE = (DOOR, ADMISSION)
+"""What a peer may speak before it is known to be a member: these need no role."""
+ALL: tuple[ProtocolSpec, ...] = (*INFERENCE, REPORT, PROBE, *TRAINING, *DIRECTORY, REVOCATIONS, *ENTRANCE)

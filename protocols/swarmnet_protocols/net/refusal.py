@@ -1,0 +1,56 @@
+"""The last word on a stream, in place of a message: that it is refused, which the other side's ``receive`` raises, or that it ends."""
+
+import struct
+
+from swarmnet_protocols.errors import StreamRefused
+from swarmnet_protocols.net import Refusal
+from swarmnet_protocols.net.messages import parse
+from swarmnet_protocols.net.resources import Exhausted
+from swarmnet_protocols.wire import door_pb2 as pb
+
+SIZES = struct.Struct(">II")
+REFUSED = 0xFFFF_FFFF
+"""In place of the size of a header: a ``Refused`` of as many bytes as the second size says, and nothing after it."""
+ENDED = SIZES.pack(REFUSED, 0)
+"""The last word on a stream that is done with: everything has been said, and whoever has read it may close."""
+MAX_REFUSAL_BYTES = 2048
+MAX_REASON_CHARS = 300
+NO_REASON = "it does not say why"
+MAX_RETRY_S = 60.0
+LINGER_S = 5.0
+"""How long the other side has to hear that it is refused."""
+
+
+def printable(reason: str) -> str:
+    """What somebody else says, so that it can be shown to a person."""
+    return "".join(filter(str.isprintable, reason[:MAX_REASON_CHARS]))
+
+
+def no_room(error: Exhausted) -> Refusal:
+    """What a stream is refused with for ``error``. How much of what is taken is nobody's business."""
+    return Refusal("it has no room for more at the moment", error.retry_after_s)
+
+
+def encode_refusal(refusal: Refusal) -> bytes:
+    """The frame of ``refusal``, which always has something to say: one that has not is ``ENDED``."""
+    reason = refusal.reason[:MAX_REASON_CHARS] or NO_REASON
+    retry_ms = round(1000 * min(max(0.0, refusal.retry_after_s), MAX_RETRY_S))
+    said = pb.Refused(reason=reason, retry_ms=retry_ms).SerializeToString()
+    return SIZES.pack(REFUSED, len(said)) + said
+
+
+def decode_refusal(said: bytes) -> Refusal:
+    """What follows the sizes in a frame. Raises ``ProtocolViolation``."""
+    refused = parse(pb.Refused, said)
+    return Refusal(refused.reason, min(refused.retry_ms / 1000, MAX_RETRY_S))
+
+
+def refused_by(peer: str, refusal: Refusal) -> StreamRefused:
+    """The error of whoever was refused by ``peer``."""
+    if refusal.retry_after_s:
+        hint = f"try again in {refusal.retry_after_s:.0f} s"
+    else:
+        hint = "`swarmnet doctor --swarm SWARM` says whether we are a member, and in which roles; ask whoever runs the swarm"
+    return StreamRefused(
+        f"{peer} refuses us: {printable(refusal.reason)}", retry_after_s=refusal.retry_after_s, hint=hint
+    )

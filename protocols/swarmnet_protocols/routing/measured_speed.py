@@ -1,0 +1,58 @@
+"""How fast hosts are, as a client measured it: from the time that steps take through whole chains. Pure."""
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.routing.cost import Hop, HostInfo, View
+
+GAIN = 0.5
+"""Share of the difference between a measured time and the expected one by which a measurement corrects the hosts of a chain."""
+MEMORY_S = 600.0
+"""A measurement older than this is forgotten: a host that has become faster is tried again."""
+MAX_BLOCK_S = 3600.0
+
+
+class Speeds:
+    """Seconds per block of every host that took part in a measured step: normalised least mean squares (Kaczmarz's method).
+
+    A chain's time says how long its hops took together, and no hop's word is needed for it. What is more or less than expected is
+    shared by the hops in proportion to their blocks; chains of other hosts then tell them apart.
+    """
+
+    def __init__(self) -> None:
+        self._measured: dict[PeerId, tuple[float, float]] = {}
+        """Seconds per block, and when that was measured."""
+
+    def measured(self, view: View, chain: Sequence[Hop], step_s: float, now: float) -> None:
+        """A step of one token took ``step_s`` from the client through ``chain`` and back.
+
+        ``view`` holds what ``at`` gave for ``now``, as ``believed`` returns it. A host it does not know is given none of the time.
+        """
+        hops = [hop for hop in chain if hop.peer in view.block_s]
+        if not hops or not 0 <= step_s < math.inf:
+            return
+        ends = [None, *(hop.peer for hop in chain), None]
+        expected_s = sum(view.delay_between(one, other) for one, other in pairwise(ends))
+        for hop in hops:
+            expected_s += view.queue_s.get(hop.peer, 0.0)
+            expected_s += view.block_s[hop.peer] * (hop.end - hop.start)
+        norm = sum((hop.end - hop.start) ** 2 for hop in hops)
+        for hop in hops:
+            correction = GAIN * (step_s - expected_s) * (hop.end - hop.start) / norm
+            block_s = view.block_s[hop.peer] + correction
+            self._measured[hop.peer] = min(max(block_s, 0.0), MAX_BLOCK_S), now
+
+    def at(self, hosts: Mapping[PeerId, HostInfo], now: float) -> dict[PeerId, float]:
+        """Seconds per block of the measured ones among ``hosts``; those that are gone are forgotten once they are old."""
+        self._measured = {
+            peer: (block_s, at)
+            for peer, (block_s, at) in self._measured.items()
+            if peer in hosts or now - at < MEMORY_S
+        }
+        return {
+            peer: block_s
+            for peer, (block_s, at) in self._measured.items()
+            if peer in hosts and now - at < MEMORY_S
+        }

@@ -1,0 +1,1 @@
+"""One averaging round: its messages, its state machine, its transfers, and the task that runs it."""

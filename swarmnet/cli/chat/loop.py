@@ -1,0 +1,295 @@
+"""A chat with a model on the swarm: messages and commands in, answers out, until the person leaves."""
+
+import dataclasses
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import typer
+
+from swarmnet.cli.chat.conversation import Conversation, Turn
+from swarmnet.cli.chat.generation import Answer, Hop, Sampling, Screen, Stopped, generate
+from swarmnet.cli.chat.keyboard import QUOTES, keyboard
+from swarmnet.cli.failures import EXIT_INTERRUPTED, explain
+from swarmnet.cli.options import check_at_least_zero, check_share
+from swarmnet.cli.output import note
+from swarmnet.units import counted, show_size
+from swarmnet_protocols.errors import SwarmnetError
+
+COMMANDS = {
+    "/help": "this list",
+    "/route": "who computed the last answer",
+    "/set": "all settings; /set temperature 0.7 changes one: temperature, top_p, max_new_tokens, seed, system",
+    "/undo": "forget the last message and its answer",
+    "/retry": "answer the last message once more",
+    "/clear": "forget everything that was said",
+    "/save": "/save FILE writes the conversation, as text or, if FILE ends in .json, as messages of the OpenAI API",
+    "/stats": "tokens, speed, failures and traffic of this chat",
+    "/quit": "leave, as Ctrl-D does",
+}
+
+
+@dataclass
+class _Totals:
+    answers: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    failovers: int = 0
+    longest_stall_s: float = 0.0
+
+    def add(self, answer: Answer) -> None:
+        self.answers += 1
+        self.tokens += len(answer.token_ids)
+        self.seconds += answer.total_s
+        self.failovers += answer.failovers
+        self.longest_stall_s = max(self.longest_stall_s, answer.longest_stall_s)
+
+
+class Chat:
+    """Turns of a person and ``model``, whose caches stay in the swarm from one to the next."""
+
+    def __init__(
+        self,
+        model: Any,
+        open_session: Callable[[], AbstractContextManager[object]],
+        conversation: Conversation,
+        sampling: Sampling,
+        screen: Screen,
+    ) -> None:
+        self.conversation = conversation
+        self.sampling = sampling
+        self._model = model
+        self._open_session = open_session
+        self._session = ExitStack()
+        self._screen = screen
+        self._route: list[Hop] = []
+        self._totals = _Totals()
+        self._unanswered = ""
+
+    def run(self, history: Path | None) -> None:
+        """Talk until the person leaves; what is typed is kept in the file ``history``.
+
+        When nobody sits there, the first error ends it. Raises ``KeyboardInterrupt`` for Ctrl-C twice where no answer is due.
+        """
+        with (
+            _ended_by_sigterm(),
+            self._session,
+            keyboard(history, list(COMMANDS)) as keys,
+        ):
+            self._session.enter_context(self._open_session())
+            if keys.is_terminal:
+                self._greet()
+            while (text := keys.read()) is not None and text.strip() != "/quit":
+                try:
+                    self.take(text)
+                except (SwarmnetError, typer.BadParameter, KeyboardInterrupt) as error:
+                    if not keys.is_terminal:
+                        raise
+                    note(_what_happened(error))
+
+    def take(self, text: str) -> None:
+        """Do what a message says: run a command, or answer. Raises what is wrong with it, which is forgotten then."""
+        if text.startswith("//"):
+            self._ask(text[1:])
+        elif text.startswith("/"):
+            self._obey(text)
+        elif text.strip():
+            self._ask(text if self.conversation.is_plain else text.strip())
+
+    # ---- answers ----------------------------------------------------------------------------------------
+
+    def _ask(self, question: str) -> None:
+        self.conversation.turns.append(Turn(question))
+        self._answer()
+
+    def _answer(self) -> None:
+        turn = self.conversation.turns[-1]
+        turn.answer, self._unanswered = "", turn.question
+        try:
+            answer = self._generate()
+            turn.answer = answer.text
+            self._tell(answer)
+        except Stopped as stopped:
+            turn.answer = stopped.answer.text
+            self._tell(stopped.answer)
+            raise
+        except SwarmnetError:
+            # A chain that cannot be mended stays so.
+            self._session.close()
+            self._session.enter_context(self._open_session())
+            raise
+        finally:
+            if turn.answer:
+                self._unanswered = ""
+            else:
+                self.conversation.turns.pop()
+
+    def _generate(self) -> Answer:
+        prompt, dropped = self.conversation.prompt(self.sampling.max_new_tokens)
+        if dropped:
+            note(
+                f"{self.conversation.context} tokens are all it can read; forgotten: the oldest {counted(dropped, 'turn')}"
+            )
+        return generate(self._model, prompt, self.sampling, self._screen.show)
+
+    def _tell(self, answer: Answer) -> None:
+        self._totals.add(answer)
+        self._screen.end(answer)
+        if len(answer.token_ids) + answer.prompt_tokens >= self.conversation.context:
+            note("the answer ends here because the context is full")
+        if answer.failovers:
+            note(_mended(self._route, answer))
+        self._route = answer.route
+
+    # ---- commands ---------------------------------------------------------------------------------------
+
+    def _greet(self) -> None:
+        note(f'/help lists the commands; {QUOTES} begins and ends a message of several lines; "/quit" leaves')
+        if self.conversation.is_plain:
+            note("no chat template is used: the model just continues the text that you type")
+
+    def _obey(self, text: str) -> None:
+        name, _, argument = text.strip().partition(" ")
+        argument = argument.strip()
+        match name:
+            case "/help":
+                self._help()
+            case "/route":
+                self._show_route()
+            case "/set":
+                self._set(argument)
+            case "/undo":
+                note(f"forgotten: {self._last().question[:60]}")
+                self.conversation.turns.pop()
+            case "/retry" if self._unanswered:
+                self._ask(self._unanswered)
+            case "/retry":
+                self._last()
+                self._answer()
+            case "/clear":
+                self.conversation.turns.clear()
+                self._unanswered = ""
+                note("everything is forgotten")
+            case "/save":
+                self._save(argument)
+            case "/stats":
+                self._stats()
+            case _:
+                raise typer.BadParameter(
+                    f"there is no {name}: /help lists the commands, and // begins a message with a slash"
+                )
+
+    def _help(self) -> None:
+        for name, what in COMMANDS.items():
+            note(f"{name:8} {what}")
+        note(f"{QUOTES}      begins and ends a message of several lines; so does a \\ at the end of a line")
+        note("Ctrl-C   stops an answer")
+
+    def _set(self, argument: str) -> None:
+        name, _, value = argument.partition(" ")
+        if name == "system":
+            self.conversation.system = value.strip()
+        elif name:
+            self.sampling = changed(self.sampling, name, value.strip())
+        for each, now in (dataclasses.asdict(self.sampling) | {"system": self.conversation.system}).items():
+            if not name or each == name:
+                note(f"{each} = {'not set' if now in (None, '') else now}")
+
+    def _show_route(self) -> None:
+        if not self._route:
+            raise typer.BadParameter("nothing was answered yet")
+        for hop in self._route:
+            note(f"{hop.start:3}:{hop.end:<3} {hop.peer_id}")
+
+    def _save(self, argument: str) -> None:
+        if not argument:
+            raise typer.BadParameter("say where: /save FILE")
+        path = Path(argument).expanduser()
+        text = self._as_json() if path.suffix == ".json" else self._as_text()
+        try:
+            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(text)
+        except OSError as error:
+            raise typer.BadParameter(f"{path}: {error.strerror}; choose another name") from None
+        note(f"saved to {path}")
+
+    def _stats(self) -> None:
+        total = self._totals
+        speed = total.tokens / total.seconds if total.seconds else 0.0
+        note(f"{counted(total.answers, 'answer')}, {counted(total.tokens, 'token')}, {speed:.1f}/s")
+        note(f"{counted(total.failovers, 'host')} replaced, the longest pause {total.longest_stall_s:.1f} s")
+        traffic = self._model.traffic
+        note(f"{show_size(traffic.sent)} sent, {show_size(traffic.received)} received")
+        held = self.conversation.encode().shape[1] if self.conversation.turns else 0
+        note(f"{held} of {self.conversation.context} tokens of context in use")
+
+    def _last(self) -> Turn:
+        if not self.conversation.turns:
+            raise typer.BadParameter("nothing was said yet")
+        return self.conversation.turns[-1]
+
+    def _as_json(self) -> str:
+        return json.dumps({"messages": self.conversation.messages()}, indent=2, ensure_ascii=False) + "\n"
+
+    def _as_text(self) -> str:
+        return "\n\n".join(
+            f"**{message['role']}**\n\n{message['content']}" for message in self.conversation.messages()
+        )
+
+
+def _what_happened(error: BaseException) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        return "stopped: what was said so far is kept"
+    if isinstance(error, typer.BadParameter):
+        return f"error: {error.message}"
+    failure = explain(error)
+    return f"error: {failure.message}\nhint: {failure.hint}; then /retry"
+
+
+def changed(sampling: Sampling, name: str, value: str) -> Sampling:
+    """``sampling`` with one setting read from text; `default` takes it back. Raises ``typer.BadParameter``."""
+    fields = {field.name: field for field in dataclasses.fields(Sampling)}
+    if name not in fields:
+        known = ", ".join([*fields, "system"])
+        raise typer.BadParameter(f"there is no setting {name}: use one of {known}")
+    if value == "default":
+        usual: dict[str, Any] = {name: getattr(Sampling(), name)}
+        return dataclasses.replace(sampling, **usual)
+    try:
+        number: Any = float(value) if name in {"temperature", "top_p"} else int(value)
+    except ValueError:
+        raise typer.BadParameter(f"{name} takes a number, not {value!r}") from None
+    if name == "top_p":
+        check_share(number, option=name)
+    else:
+        check_at_least_zero(number, option=name)
+    if name == "max_new_tokens" and not number:
+        raise typer.BadParameter("an answer needs a token at least", param_hint=f"'{name}'")
+    return dataclasses.replace(sampling, **{name: number})
+
+
+def _mended(before: Sequence[Hop], answer: Answer) -> str:
+    """Who took over while an answer came, as a person reads it."""
+    newcomers = [hop for hop in answer.route if hop not in before]
+    names = ", ".join(f"…{hop.peer_id[-8:]} ({hop.start}:{hop.end})" for hop in newcomers)
+    return f"a host left; continued on {names or 'the others'} after {answer.longest_stall_s:.1f} s"
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Elsewhere SIGTERM is like Ctrl-C, which here ends no more than an answer."""
+
+    def leave(_signal: int, _frame: FrameType | None) -> NoReturn:
+        raise SystemExit(EXIT_INTERRUPTED)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

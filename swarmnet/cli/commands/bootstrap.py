@@ -1,0 +1,85 @@
+"""``swarmnet bootstrap``: a peer that hosts nothing and is always there to start from."""
+
+import asyncio
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from swarmnet.addresses import usual_listen, write_addresses
+from swarmnet.cli.interrupts import Interrupts, run_until_stopped
+from swarmnet.cli.options import (
+    AnnounceOption,
+    BootstrapOption,
+    DataDirOption,
+    IssuerOption,
+    JsonFlag,
+    ListenOption,
+    MaxP2pdOption,
+    SwarmArgument,
+    parse_p2pd_bytes,
+)
+from swarmnet.cli.output import note, print_json, print_text
+from swarmnet.entering import enter
+from swarmnet.paths import default_data_dir, locked_data_dir
+from swarmnet.supervision import notify_ready, notify_stopping
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from swarmnet_protocols.joining.network import Network
+    from swarmnet_protocols.net import Transport
+
+
+def bootstrap(  # noqa: PLR0913 - a command line, not an interface
+    swarm: SwarmArgument,
+    *,
+    bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
+    listen: ListenOption = [],  # noqa: B006
+    announce: AnnounceOption = [],  # noqa: B006
+    data_dir: DataDirOption = None,
+    issuer: IssuerOption = None,
+    max_p2pd: MaxP2pdOption = "256MiB",
+    as_json: JsonFlag = False,
+) -> None:
+    """Keep a part of the swarm's directory, and be there for newcomers to start from, until Ctrl-C. Needs no model and little memory."""
+    max_p2pd_bytes = parse_p2pd_bytes(max_p2pd)
+    entry = enter(swarm, data_dir or default_data_dir(), bootstrap)
+    with locked_data_dir(data_dir or default_data_dir()) as directory:
+        network = entry.network(listen or usual_listen(directory), announce, issuer)
+        network = replace(network, max_p2pd_bytes=max_p2pd_bytes)
+        run_until_stopped(_serve(network, directory, as_json=as_json))
+
+
+async def _serve(network: "Network", data_dir: "Path", *, as_json: bool) -> None:
+    from random import SystemRandom
+
+    from swarmnet_protocols.directory.duplicate_identity import Watch
+    from swarmnet_protocols.errors import SwarmnetError
+    from swarmnet_protocols.joining.network import connect
+    from swarmnet_protocols.machine.aio import race
+    from swarmnet_protocols.timing import Timing
+
+    interrupts = Interrupts.catch()
+    stop = asyncio.Event()
+    async with (
+        connect(network) as (transport, directory),
+        Watch.keep(transport, directory, SystemRandom(), Timing()),
+    ):
+        interrupts.first = stop.set
+        _announce(transport, data_dir, as_json=as_json)
+        await race(stop.wait(), transport.died())
+        notify_stopping()
+        if not stop.is_set():
+            raise SwarmnetError("p2pd died: nobody can start from here", hint="start it again")
+
+
+def _announce(transport: "Transport", data_dir: "Path", *, as_json: bool) -> None:
+    addresses = list(transport.addresses())
+    write_addresses(data_dir, addresses)
+    notify_ready(f"peer {transport.peer_id}")
+    if as_json:
+        print_json({"event": "ready", "peer_id": transport.peer_id, "addresses": addresses})
+        return
+    note("others start from here with one of")
+    for address in addresses:
+        print_text(f"  --bootstrap {address}")
+    note("stop with Ctrl-C")

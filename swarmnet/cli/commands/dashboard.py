@@ -1,0 +1,152 @@
+"""``swarmnet dashboard``: what a swarm does, on a page; and the same page served by a node."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from swarmnet.cli.interrupts import Interrupts, run_until_stopped
+from swarmnet.cli.options import (
+    BootstrapOption,
+    DataDirOption,
+    HostOption,
+    JsonFlag,
+    PortOption,
+    SwarmOption,
+)
+from swarmnet.cli.output import note, print_json, print_text, progress, say
+from swarmnet.entering import Entry, enter
+from swarmnet.paths import default_data_dir, locked_data_dir
+from swarmnet.supervision import notify_ready, notify_stopping
+from swarmnet.swarm_file.keys import API_KEY, read_secret
+from swarmnet_protocols.errors import ConfigError, SwarmnetError
+from swarmnet_protocols.joining.network import LOOPBACK
+
+if TYPE_CHECKING:
+    from swarmnet.cli.commands.hosting import HostedNode
+    from swarmnet.dashboard.server import Place
+    from swarmnet.swarm_file.content import SwarmFile
+
+HISTORY = "history"
+MAX_KEY_BYTES = 4096
+_RESTART = "start it again: swarmnet dashboard"
+
+
+def dashboard(  # noqa: PLR0913 - a command line, not an interface
+    *,
+    swarm: SwarmOption,
+    bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
+    host: HostOption = "127.0.0.1",
+    port: PortOption = 8080,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--api-key-file",
+            metavar="FILE",
+            help=f"Ask for the key in this file, or in ${API_KEY}; browsers ask for it as a password.",
+        ),
+    ] = None,
+    allow_host: Annotated[
+        list[str], typer.Option("--allow-host", metavar="NAME", help="A name it is reached by; repeatable.")
+    ] = [],  # noqa: B006
+    data_dir: DataDirOption = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Show a swarm on a page until Ctrl-C: who hosts what, how fast it answers, what trains, what to host next.
+
+    What it saw is kept for 30 days in the data directory.
+    """
+    from swarmnet.dashboard.server import Place
+
+    key = _key_in(api_key_file) or os.environ.get(API_KEY)
+    place = Place(host, port, key, tuple(allow_host))
+    _check(place)
+    # Another peer than the node or the client of this machine: both may run.
+    own_dir = (data_dir or default_data_dir()) / "dashboard"
+    entry = enter(swarm, own_dir, bootstrap)
+    entry.check_bootstrap()
+    with locked_data_dir(own_dir) as directory:
+        run_until_stopped(_show(entry, directory, place, as_json=as_json))
+
+
+def _key_in(path: Path | None) -> str | None:
+    if path is None:
+        return None
+    key = read_secret(path, MAX_KEY_BYTES).strip()
+    if not key:
+        raise ConfigError(f"there is no key in {path}", hint="write one into it")
+    return key
+
+
+async def _show(entry: Entry, directory: Path, place: "Place", *, as_json: bool) -> None:
+    from random import SystemRandom
+
+    from swarmnet.dashboard.observing.observer import Vantage
+    from swarmnet.dashboard.running import Watched, run_dashboard
+    from swarmnet_protocols.joining.network import connect
+    from swarmnet_protocols.machine.aio import race
+    from swarmnet_protocols.machine.clock import wall_clock
+
+    interrupts = Interrupts.catch()
+    stop = asyncio.Event()
+    async with AsyncExitStack() as stack:
+        with progress(quiet=as_json) as report:
+            report("finding the swarm", 0, None)
+            transport, known = await stack.enter_async_context(
+                connect(entry.network(LOOPBACK), client_mode=True)
+            )
+        vantage = Vantage(transport, known, wall_clock, SystemRandom())
+        watched = Watched(entry.file, directory / HISTORY)
+        endpoint = await stack.enter_async_context(run_dashboard(vantage, watched, place))
+        interrupts.first = stop.set
+        notify_ready(f"dashboard of {entry.file.name} on {endpoint.url}")
+        if as_json:
+            print_json({"event": "ready", "url": endpoint.url})
+        else:
+            print_text(f"the swarm {entry.file.name}: {endpoint.url}")
+            note("stop with Ctrl-C")
+        await race(stop.wait(), transport.died(), endpoint.broke())
+        notify_stopping()
+        if not stop.is_set():
+            raise SwarmnetError("p2pd died: this dashboard reaches nobody", hint=_RESTART)
+    say({"event": "stopped"}, "stopped", as_json=as_json)
+
+
+def parse_place(endpoint: tuple[str, int], key_file: Path | None) -> "Place":
+    """Where a node is to serve a dashboard. Raises ``ConfigError`` where it cannot."""
+    from swarmnet.dashboard.server import Place
+
+    place = Place(*endpoint, _key_in(key_file))
+    _check(place, key_option="--dashboard-key-file FILE", port_option="--dashboard")
+    return place
+
+
+@asynccontextmanager
+async def dashboard_of(
+    node: "HostedNode", file: "SwarmFile", data_dir: Path, place: "Place"
+) -> AsyncIterator[str]:
+    """A dashboard in the process of a node, with its eyes; its URL."""
+    from random import SystemRandom
+
+    from swarmnet.dashboard.observing.observer import Vantage
+    from swarmnet.dashboard.running import Watched, run_dashboard
+    from swarmnet_protocols.machine.clock import wall_clock
+
+    world = node.world
+    vantage = Vantage(
+        world.transport, world.directory, wall_clock, SystemRandom(), world.timing, own=node.report
+    )
+    async with run_dashboard(vantage, Watched(file, data_dir / HISTORY), place) as endpoint:
+        yield endpoint.url
+
+
+def _check(place: "Place", *, key_option: str = "--api-key-file FILE", port_option: str = "--port") -> None:
+    """Say so now, and not when the swarm has been found."""
+    from swarmnet.web.serving import listen
+
+    place.check(key_option)
+    listen(place.host, place.port, option=port_option).close()

@@ -1,0 +1,284 @@
+"""``swarmnet demo``: a whole swarm on this machine, one question answered, everything stopped again."""
+
+import asyncio
+import json
+import sys
+import tempfile
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from swarmnet import swarm_file
+from swarmnet.cli.interrupts import Interrupts
+from swarmnet.cli.options import CacheDirOption, JsonFlag
+from swarmnet.cli.output import print_json, print_table, print_text, progress
+from swarmnet.paths import default_cache_dir
+from swarmnet.swarm_file import writer as swarm_writer
+from swarmnet.swarm_file.writer import NewSwarm
+from swarmnet.units import counted
+from swarmnet_protocols.errors import DeadlineExceeded, SwarmnetError
+from swarmnet_protocols.machine.aio import race
+from swarmnet_protocols.machine.clock import wall_clock
+from swarmnet_protocols.models import DEFAULT_MODEL, Progress
+
+QUESTION = "What is the capital of France?"
+_HOW_TO_USE = """
+the swarm stays until Ctrl-C. From another terminal:
+
+  curl {url}/v1/chat/completions -H 'content-type: application/json' \\
+    -d '{{"model": "smollm2-135m-instruct", "messages": [{{"role": "user", "content": "Who are you?"}}]}}'
+
+  swarmnet run smollm2-135m-instruct --swarm {swarm} --bootstrap {address}
+"""
+_START_TIMEOUT_S = 120.0
+_ANSWER_TIMEOUT_S = 300.0
+_STOP_TIMEOUT_S = 5.0
+_MAX_LINE_BYTES = 1 << 20
+_STDERR_TAIL_CHARS = 2000
+
+
+@dataclass(frozen=True)
+class _Demo:
+    """Where the demo keeps its files, and how it reports."""
+
+    directory: Path
+    cache_dir: Path
+    as_json: bool
+    keep: bool
+
+    @property
+    def swarm(self) -> str:
+        return str(self.directory / swarm_file.FILE_NAME)
+
+    def event(self, fields: Mapping[str, object]) -> None:
+        if self.as_json:
+            print_json(fields)
+
+
+def demo(
+    *,
+    nodes: Annotated[
+        int, typer.Option("--nodes", metavar="N", min=1, max=16, help="How many nodes share the model.")
+    ] = 3,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Stay, with an endpoint for OpenAI's clients, until Ctrl-C.")
+    ] = False,
+    cache_dir: CacheDirOption = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Start a swarm of several nodes on this machine, ask it a question, and stop it again.
+
+    \b
+    Examples:
+      swarmnet demo
+      swarmnet demo --keep    then, from another terminal, use the endpoint it prints
+    """
+    with tempfile.TemporaryDirectory(prefix="swarmnet-demo-") as directory:
+        swarm_writer.create(Path(directory), NewSwarm("demo", is_open=True), now=wall_clock())
+        try:
+            asyncio.run(_demo(_Demo(Path(directory), cache_dir or default_cache_dir(), as_json, keep), nodes))
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
+
+
+async def _demo(demo: _Demo, count: int) -> None:
+    interrupts = Interrupts.catch()
+    with progress(quiet=demo.as_json) as report:
+        spans = _split(await asyncio.to_thread(_count_blocks, demo.cache_dir, report), count)
+    async with _processes() as running:
+        with progress(quiet=demo.as_json) as report:
+            address = await _start_swarm(demo, running, spans, report)
+        if not demo.as_json:
+            print_text(f"> {QUESTION}")
+        answer = await _ask(demo, running, address)
+        if not demo.as_json:
+            _print_summary(answer)
+        if demo.keep:
+            gateway = await _serve(demo, running, address)
+            stopping = asyncio.Event()
+            interrupts.first = stopping.set
+            await race(stopping.wait(), gateway.fail_at_end())
+    demo.event({"event": "stopped"})
+
+
+def _count_blocks(cache_dir: Path, report: Progress) -> int:
+    from swarmnet_protocols.models import resolve
+
+    return resolve(DEFAULT_MODEL, cache_dir=cache_dir, progress=report).manifest.blocks
+
+
+def _split(blocks: int, parts: int) -> list[tuple[int, int]]:
+    """Spans of as equal a size as possible that cover ``blocks``."""
+    if parts > blocks:
+        raise typer.BadParameter(
+            f"the model has {blocks} blocks: choose at most as many nodes", param_hint="'--nodes'"
+        )
+    edges = [blocks * part // parts for part in range(parts + 1)]
+    return list(pairwise(edges))
+
+
+async def _start_swarm(
+    demo: _Demo, running: list[Process], spans: Sequence[tuple[int, int]], report: Progress
+) -> str:
+    """Start a node for every span, the first one before the others; an address of the first."""
+    title = f"starting {counted(len(spans), 'node')}"
+    report(title, 0, len(spans))
+    address: str = (await _start_node(demo, running, spans[0], []))["addresses"][0]
+    done = 1
+    report(title, done, len(spans))
+    async with asyncio.TaskGroup() as group:
+        others = [
+            group.create_task(_start_node(demo, running, span, ["--bootstrap", address]))
+            for span in spans[1:]
+        ]
+        for other in asyncio.as_completed(others):
+            await other
+            done += 1
+            report(title, done, len(spans))
+    return address
+
+
+async def _start_node(
+    demo: _Demo, running: list[Process], span: tuple[int, int], options: Sequence[str]
+) -> dict[str, Any]:
+    name = f"node-{span[0]}-{span[1]}"
+    where = ["--data-dir", str(demo.directory / name), "--cache-dir", str(demo.cache_dir)]
+    what = ["--blocks", f"{span[0]}:{span[1]}", "--listen", "/ip4/127.0.0.1/tcp/0", "--stop-on-eof"]
+    child = await _spawn(demo, running, name, ["join", demo.swarm, *where, *what, *options])
+    async with _deadline(_START_TIMEOUT_S, f"{name} did not start"):
+        async for event in child.events():
+            if event.get("event") == "ready":
+                demo.event(event)
+                return event
+    raise child.failure()
+
+
+async def _ask(demo: _Demo, running: list[Process], address: str) -> dict[str, Any]:
+    arguments = ["run", DEFAULT_MODEL, QUESTION, "--swarm", demo.swarm, "--bootstrap", address]
+    child = await _spawn(
+        demo, running, "client", [*arguments, "--cache-dir", str(demo.cache_dir), "--stream", "-n", "48"]
+    )
+    async with _deadline(_ANSWER_TIMEOUT_S, "no answer came"):
+        async for event in child.events():
+            if event.get("event") == "token":
+                demo.event(event)
+                _show(event["text"], demo)
+            elif "token_ids" in event:
+                demo.event({"event": "answer"} | event)
+                _show("\n", demo)
+                return event
+    raise child.failure()
+
+
+async def _serve(demo: _Demo, running: list[Process], address: str) -> "_Child":
+    """Start a gateway to the swarm, and say how to use both."""
+    where = ["--swarm", demo.swarm, "--bootstrap", address, "--cache-dir", str(demo.cache_dir)]
+    child = await _spawn(demo, running, "gateway", ["serve", *where, "--port", "0", "--stop-on-eof"])
+    async with _deadline(_START_TIMEOUT_S, "the gateway did not start"):
+        async for event in child.events():
+            if event.get("event") == "ready":
+                demo.event(event | {"event": "serving", "swarm": demo.swarm, "bootstrap": address})
+                if not demo.as_json:
+                    print_text(_HOW_TO_USE.format(url=event["url"], swarm=demo.swarm, address=address))
+                return child
+    raise child.failure()
+
+
+def _show(text: str, demo: _Demo) -> None:
+    if not demo.as_json:
+        print_text(text, end="")
+
+
+def _print_summary(answer: Mapping[str, Any]) -> None:
+    hops = [f"{hop['start']}:{hop['end']} on {hop['peer_id']}" for hop in answer["route"]]
+    print_table(
+        "",
+        {
+            "route": "\n".join(hops),
+            "speed": f"{answer['tokens_per_s']:.1f} tokens/s, the first after {answer['first_token_s']:.2f} s",
+            "next": "swarmnet swarm create NAME --out DIR, then swarmnet join DIR/swarm.toml",
+        },
+    )
+
+
+@dataclass(frozen=True)
+class _Child:
+    """A swarmnet process that prints events."""
+
+    name: str
+    process: Process
+    log: Path
+
+    async def events(self) -> AsyncIterator[dict[str, Any]]:
+        """What it prints, until it ends. Raises ``SwarmnetError`` for an error that it reports."""
+        if self.process.stdout is None:
+            raise RuntimeError("started without a pipe")
+        async for line in self.process.stdout:
+            event: dict[str, Any] = json.loads(line)
+            if event.get("event") == "error":
+                raise SwarmnetError(f"{self.name}: {event['message']}", hint=event["hint"])
+            yield event
+
+    async def fail_at_end(self) -> NoReturn:
+        """Raise ``SwarmnetError`` when it has ended."""
+        await self.process.wait()
+        raise self.failure()
+
+    def failure(self) -> SwarmnetError:
+        tail = self.log.read_text(errors="replace")[-_STDERR_TAIL_CHARS:].strip()
+        return SwarmnetError(f"{self.name} ended unexpectedly: {tail or 'it printed nothing'}")
+
+
+async def _spawn(demo: _Demo, running: list[Process], name: str, arguments: Sequence[str]) -> _Child:
+    log = demo.directory / f"{name}.log"
+    with log.open("wb") as stderr:
+        # Nodes and gateway stop when their stdin ends: so they do not outlive a demo that was killed.
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "swarmnet", *arguments, "--json"),
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=stderr,
+            limit=_MAX_LINE_BYTES,
+            start_new_session=True,  # Ctrl-C is for the demo, which stops its nodes itself
+        )
+    running.append(process)
+    return _Child(name, process, log)
+
+
+@asynccontextmanager
+async def _processes() -> AsyncIterator[list[Process]]:
+    """A list of processes; those that still run at the end of the block are ended."""
+    running: list[Process] = []
+    try:
+        yield running
+    finally:
+        for process in running:
+            with suppress(ProcessLookupError):
+                process.terminate()
+        try:
+            async with asyncio.timeout(_STOP_TIMEOUT_S):
+                for process in running:
+                    await process.wait()
+        except TimeoutError:
+            pass
+        finally:
+            for process in running:
+                with suppress(ProcessLookupError):
+                    process.kill()
+
+
+@asynccontextmanager
+async def _deadline(seconds: float, what: str) -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError as error:
+        raise DeadlineExceeded(
+            f"{what} within {seconds:g} s", hint="free some memory and processor time, then try again"
+        ) from error

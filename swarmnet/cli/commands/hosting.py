@@ -1,0 +1,162 @@
+"""A node in the foreground: it reports, and ends in good order when it is told to."""
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from swarmnet.addresses import write_addresses
+from swarmnet.cli.commands.control import DEFAULT_GRACE_S
+from swarmnet.cli.interrupts import Interrupts, run_until_stopped
+from swarmnet.cli.output import note, print_json, print_text, progress, say
+from swarmnet.supervision import notify_ready, notify_status, notify_stopping
+from swarmnet.terminal import shown
+from swarmnet_protocols.models import Progress
+
+if TYPE_CHECKING:
+    from swarmnet.monitoring import Monitor
+    from swarmnet_node.engine.engine import Engine
+    from swarmnet_node.hosting.host import Host
+    from swarmnet_node.node import World
+    from swarmnet_node.owner.control import NodeStatus
+    from swarmnet_node.owner.limits import Limits
+    from swarmnet_protocols.wire.report_pb2 import NodeReport
+
+
+class HostedNode(Protocol):
+    """A node that serves."""
+
+    def status(self) -> "NodeStatus": ...
+
+    @property
+    def engine(self) -> "Engine | None": ...
+
+    @property
+    def host(self) -> "Host | None": ...
+
+    def finish(self, grace_s: float) -> None: ...
+
+    async def finished(self) -> None: ...
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+    def limits(self) -> "Limits": ...
+
+    def set_limits(self, limits: "Limits") -> None: ...
+
+    @property
+    def world(self) -> "World": ...
+
+    def report(self) -> "NodeReport":
+        """What whoever watches the swarm is told. Raises ``SwarmnetError`` while the node is paused."""
+
+    def on_change(self, listener: "Callable[[NodeStatus], None]") -> None:
+        """Have ``listener`` called whenever the node has begun to pause, or to serve again."""
+
+
+@dataclass(frozen=True)
+class Foreground:
+    """How a node runs in the foreground: ``start`` gives the serving node, ``data_dir`` gets its socket and addresses."""
+
+    start: Callable[[Progress], AbstractAsyncContextManager[HostedNode]]
+    data_dir: Path
+    as_json: bool
+    stop_on_eof: bool = False  # stop when stdin ends: with the process that started this one
+    metrics: tuple[str, int] | None = None  # where to serve metrics and probes
+    dashboard: Callable[[HostedNode], AbstractAsyncContextManager[str]] | None = None  # yields where it is
+
+    def run(self) -> None:
+        """Serve until the node has finished. Raises ``KeyboardInterrupt`` when it was stopped at once."""
+        run_until_stopped(self._serve())
+
+    async def _serve(self) -> None:
+        from swarmnet_node.owner import control
+
+        interrupts = Interrupts.catch()
+        if self.stop_on_eof:
+            interrupts.catch_end_of(sys.stdin)
+        async with AsyncExitStack() as stack:
+            monitor = await self._monitor(stack)
+            with progress(quiet=self.as_json) as report:
+                node = await stack.enter_async_context(self.start(report))
+            await stack.enter_async_context(control.serve(node, self.data_dir))
+            interrupts.first = lambda: self._finish(node)
+            if self.dashboard is not None:
+                url = await stack.enter_async_context(self.dashboard(node))
+                self._say({"event": "dashboard", "url": url}, f"dashboard: {url}")
+            if monitor is not None:
+                monitor.watch(node)
+            node.on_change(self._report)
+            self._announce(node.status())
+            await node.finished()
+        self._say({"event": "stopped"}, "stopped")
+
+    async def _monitor(self, stack: AsyncExitStack) -> "Monitor | None":
+        if self.metrics is None:
+            return None
+        from swarmnet.monitoring import Monitor
+
+        monitor = Monitor()
+        url = await stack.enter_async_context(monitor.serve(*self.metrics))
+        self._say({"event": "metrics", "url": f"{url}/metrics"}, f"metrics: {url}/metrics")
+        return monitor
+
+    def _report(self, status: "NodeStatus") -> None:
+        notify_status(_one_line(status))
+        if status.state == "paused":
+            self._say({"event": "paused", "reason": status.reason}, f"paused: {status.reason}")
+        else:
+            self._say({"event": "serving", "blocks": [status.start, status.end]}, "serving")
+
+    def _finish(self, node: HostedNode) -> None:
+        notify_stopping()
+        self._say(
+            {"event": "finishing", "grace_s": DEFAULT_GRACE_S},
+            f"stopping: sessions have {DEFAULT_GRACE_S:g} s to move away; press Ctrl-C again to stop at once",
+        )
+        node.finish(DEFAULT_GRACE_S)
+
+    def _announce(self, status: "NodeStatus") -> None:
+        if status.state == "paused":
+            self._report(status)
+        notify_ready(_one_line(status))
+        addresses = list(status.addresses)
+        write_addresses(self.data_dir, addresses)
+        if self.as_json:
+            event = {
+                "event": "ready",
+                "peer_id": status.peer_id,
+                "addresses": addresses,
+                "model": status.model,
+            }
+            print_json(event | {"blocks": [status.start, status.end]})
+            return
+        from rich.console import Console
+        from rich.panel import Panel
+        from rich.text import Text
+
+        summary = (
+            f"{status.model}, blocks {status.start}:{status.end} of {status.total_blocks}\n{status.peer_id}"
+        )
+        Console().print(
+            Panel(
+                Text(shown(summary)),
+                title=Text(shown(f"{'paused' if status.reason else 'serving'} in the swarm {status.swarm}")),
+                expand=False,
+            )
+        )
+        print_text("others reach this node with one of")
+        for address in addresses:
+            print_text(f"  --bootstrap {address}")
+        note("stop with Ctrl-C, or with `swarmnet finish` from another terminal")
+
+    def _say(self, event: dict[str, object], text: str) -> None:
+        say(event, text, as_json=self.as_json)
+
+
+def _one_line(status: "NodeStatus") -> str:
+    return f"{status.state}: {status.model}, blocks {status.start}:{status.end} of {status.total_blocks}"

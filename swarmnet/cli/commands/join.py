@@ -1,0 +1,188 @@
+"""``swarmnet join``: host a part of a model until told to stop."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from swarmnet.addresses import parse_endpoint, usual_listen
+from swarmnet.cli.commands import limits as limiting
+from swarmnet.cli.commands.dashboard import dashboard_of, parse_place
+from swarmnet.cli.commands.hosting import Foreground
+from swarmnet.cli.consent import ask_once
+from swarmnet.cli.options import (
+    AnnounceOption,
+    BootstrapOption,
+    CacheDirOption,
+    DataDirOption,
+    DtypeOption,
+    IssuerOption,
+    JsonFlag,
+    ListenOption,
+    MaxP2pdOption,
+    MetricsOption,
+    ModelOption,
+    SwarmArgument,
+    device_option,
+    parse_blocks,
+    parse_p2pd_bytes,
+    parse_size_bytes,
+)
+from swarmnet.cli.output import note_if_first
+from swarmnet.entering import enter
+from swarmnet.paths import default_cache_dir, default_data_dir, locked_data_dir
+from swarmnet_node.owner.limits import Limits
+from swarmnet_protocols.membership.rules import Admission, Rules
+from swarmnet_protocols.models import DEFAULT_MODEL
+
+
+def join(  # noqa: PLR0913 - a command line, not an interface
+    context: typer.Context,
+    swarm: SwarmArgument,
+    *,
+    model: ModelOption = DEFAULT_MODEL,
+    blocks: Annotated[
+        str | None, typer.Option("--blocks", metavar="A:B", help="Host exactly blocks [A, B).")
+    ] = None,
+    num_blocks: Annotated[
+        int | None,
+        typer.Option(
+            "--num-blocks", metavar="N", min=1, help="Host N blocks, where the swarm needs them most."
+        ),
+    ] = None,
+    bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
+    listen: ListenOption = [],  # noqa: B006
+    announce: AnnounceOption = [],  # noqa: B006
+    data_dir: DataDirOption = None,
+    cache_dir: CacheDirOption = None,
+    device: Annotated[str, device_option("Where to compute.")] = "auto",
+    dtype: DtypeOption = "auto",
+    max_cache: Annotated[
+        str,
+        typer.Option(
+            "--max-cache", metavar="SIZE", help="Memory for the sessions of others, beside the weights."
+        ),
+    ] = "1GiB",
+    max_p2pd: MaxP2pdOption = "256MiB",
+    client_share: Annotated[
+        int,
+        typer.Option(
+            "--client-share",
+            metavar="PERCENT",
+            min=1,
+            max=100,
+            help="What one client, such as a gateway, may take of that memory and of the sessions.",
+        ),
+    ] = 25,
+    max_ram: limiting.MaxRam = None,  # these, down to the cores, are read from the context
+    max_gpu_mem: limiting.MaxGpuMem = None,
+    up: limiting.Up = None,
+    down: limiting.Down = None,
+    monthly: limiting.Monthly = None,
+    schedule: limiting.ScheduleText = None,
+    idle_only: limiting.IdleOnly = None,
+    idle_after: limiting.IdleAfter = None,
+    no_battery: limiting.NoBattery = None,
+    cores: limiting.Cores = None,
+    priority: Annotated[
+        str,
+        typer.Option(
+            "--priority",
+            metavar="low|normal",
+            help="Whether everything else on this machine goes first.",
+            rich_help_panel=limiting.PANEL,
+        ),
+    ] = "low",
+    issuer: IssuerOption = None,
+    public_name: Annotated[
+        str, typer.Option("--public-name", "--name", metavar="NAME", help="A name that others see.")
+    ] = "",
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Share this machine without being asked.")] = False,
+    metrics: MetricsOption = None,
+    dashboard: Annotated[
+        str | None,
+        typer.Option(
+            "--dashboard",
+            metavar="[HOST:]PORT",
+            help="Show the swarm on a page there; port 0 takes a free one.",
+            show_default=False,
+        ),
+    ] = None,
+    dashboard_key_file: Annotated[
+        Path | None,
+        typer.Option("--dashboard-key-file", metavar="FILE", help="The page asks for the key in this file."),
+    ] = None,
+    as_json: JsonFlag = False,
+    stop_on_eof: Annotated[bool, typer.Option("--stop-on-eof", hidden=True)] = False,
+) -> None:
+    """Host a part of a model until `swarmnet finish` or Ctrl-C. A first node without --bootstrap starts the swarm.
+
+    \b
+    Examples:
+      swarmnet join lab/swarm.toml --num-blocks 10
+      swarmnet join swn1… --max-ram 8GiB --up 20mbit --schedule "mon-fri 19:00-07:00"
+      swarmnet join lab --issuer lab/authority.key    let members in, too
+    """
+    if blocks is not None and num_blocks is not None:
+        raise typer.BadParameter("give either --blocks or --num-blocks", param_hint="'--num-blocks'")
+    span = parse_blocks(blocks) if blocks is not None else None
+    max_cache_bytes = parse_size_bytes(max_cache, option="--max-cache")
+    max_p2pd_bytes = parse_p2pd_bytes(max_p2pd)
+    if len(public_name) > 64 or not public_name.isprintable():
+        raise typer.BadParameter("use at most 64 printable characters", param_hint="'--name'")
+    if priority not in {"low", "normal"}:
+        raise typer.BadParameter("use low or normal", param_hint="'--priority'")
+    changes = limiting.read_options(context.params)
+    endpoint = parse_endpoint(metrics) if metrics is not None else None
+    page = parse_place(parse_endpoint(dashboard), dashboard_key_file) if dashboard is not None else None
+    entry = enter(swarm, data_dir or default_data_dir(), bootstrap)
+    with locked_data_dir(data_dir or default_data_dir()) as directory:
+        limits = replace(limiting.remembered(directory), **changes)
+        cache_dir = cache_dir or default_cache_dir()
+        facts = _facts(entry.file.rules(), limits, f"{model} and its cache in {cache_dir}", public_name)
+        ask_once(directory, facts, asking=not yes, as_json=as_json)
+        note_if_first(entry.bootstrap, as_json=as_json)
+
+        from swarmnet_node.owner.machine import yield_to_others
+        from swarmnet_node.start import NodeConfig, start
+
+        if priority == "low":
+            yield_to_others()
+        config = NodeConfig(
+            model=model,
+            network=replace(
+                entry.network(listen or usual_listen(directory), announce, issuer),
+                max_p2pd_bytes=max_p2pd_bytes,
+            ),
+            swarm_name=entry.file.name,
+            cache_dir=cache_dir,
+            blocks=span,
+            num_blocks=num_blocks,
+            device=device,
+            dtype=dtype,
+            max_cache_bytes=max_cache_bytes,
+            client_share=client_share / 100,
+            public_name=public_name,
+            folder=directory,
+            limits=limits,
+        )
+        Foreground(
+            lambda report: start(config, progress=report),
+            directory,
+            as_json=as_json,
+            stop_on_eof=stop_on_eof,
+            metrics=endpoint,
+            dashboard=(lambda node: dashboard_of(node, entry.file, directory, page)) if page else None,
+        ).run()
+
+
+def _facts(rules: Rules, limits: Limits, disk: str, public_name: str) -> dict[str, str]:
+    """What the owner of a machine should know before it is shared."""
+    open_to_all = rules.admission is Admission.OPEN
+    return limiting.rows(limits) | {
+        "disk": disk,
+        "used by": "anybody who has the swarm file" if open_to_all else "members of the swarm",
+        "others see": "this machine's IP address, its peer id, the blocks it hosts and how fast they are"
+        + (f", and the name {public_name}" if public_name else ""),
+    }

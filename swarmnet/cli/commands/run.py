@@ -1,0 +1,185 @@
+"""``swarmnet run``: one prompt, or a chat."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from swarmnet.addresses import parse_hosts
+from swarmnet.cli.chat.conversation import Conversation, Turn
+from swarmnet.cli.chat.generation import Sampling, Screen, generate
+from swarmnet.cli.chat.keyboard import MAX_MESSAGE_CHARS
+from swarmnet.cli.chat.loop import Chat
+from swarmnet.cli.options import (
+    BootstrapOption,
+    CacheDirOption,
+    DataDirOption,
+    DtypeOption,
+    HostsOption,
+    JsonFlag,
+    SwarmOption,
+    check_at_least_zero,
+    check_share,
+)
+from swarmnet.cli.output import progress
+from swarmnet.entering import client_network
+from swarmnet.paths import default_cache_dir, default_history
+from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.joining.network import Network
+from swarmnet_protocols.machine.lean_imports import import_transformers
+from swarmnet_protocols.models.chat_template import prepare_rendering
+
+if TYPE_CHECKING:
+    from swarmnet_client.model.model import SwarmModel
+
+
+def run(  # noqa: PLR0913 - a command line, not an interface
+    model: Annotated[str, typer.Argument(metavar="M", help="The model, as for join.", show_default=False)],
+    prompt: Annotated[
+        str | None,
+        typer.Argument(metavar="[PROMPT]", help="Without it: a chat, or all of stdin.", show_default=False),
+    ] = None,
+    *,
+    swarm: SwarmOption,
+    bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
+    hosts: HostsOption = "",
+    max_new_tokens: Annotated[
+        int,
+        typer.Option("--max-new-tokens", "-n", metavar="N", min=1, help="The most tokens to answer with."),
+    ] = 256,
+    temperature: Annotated[
+        float, typer.Option("--temperature", metavar="T", help="0: the most likely token; above: sample.")
+    ] = 0.0,
+    seed: Annotated[
+        int | None, typer.Option("--seed", metavar="S", min=0, help="Makes sampling repeatable.")
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            "--top-p",
+            metavar="P",
+            help="Sample from the likeliest tokens that make up this share.",
+            show_default="the model's own",
+        ),
+    ] = None,
+    system: Annotated[
+        str,
+        typer.Option("--system", metavar="TEXT", help="What the model is told to be.", show_default=False),
+    ] = "",
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Send the prompt as it is, without the chat template.")
+    ] = False,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Chat also when stdin is no terminal: each line is a message.")
+    ] = False,
+    history: Annotated[
+        bool,
+        typer.Option(
+            "--history/--no-history", help="Keep what you type in a chat, for the arrow keys of the next."
+        ),
+    ] = True,
+    adapter: Annotated[
+        Path | None,
+        typer.Option("--adapter", metavar="DIR", help="What `tune`, or PEFT's LoRA or prompts, made."),
+    ] = None,
+    dtype: DtypeOption = "auto",
+    data_dir: DataDirOption = None,
+    cache_dir: CacheDirOption = None,
+    as_json: JsonFlag = False,
+    stream: Annotated[bool, typer.Option("--stream", hidden=True)] = False,
+) -> None:
+    """Answer a prompt, or chat, with a model that runs on the swarm.
+
+    Without PROMPT it reads all of stdin, or chats if that is a terminal: type /help there.
+
+    \b
+    Examples:
+      swarmnet run smollm2-135m-instruct "What is the capital of France?" --swarm lab/swarm.toml
+      swarmnet run smollm2-135m-instruct --swarm lab/swarm.toml --temperature 0.7
+      swarmnet run smollm2-135m-instruct --swarm lab < question.txt
+    """
+    check_at_least_zero(temperature, option="--temperature")
+    if top_p is not None:
+        check_share(top_p, option="--top-p")
+    is_chat = chat or (prompt is None and sys.stdin.isatty())
+    if is_chat and prompt is not None:
+        raise typer.BadParameter("a chat has no PROMPT: type it when asked", param_hint="'--chat'")
+    question = "" if is_chat else _question(prompt)
+    sampling = Sampling(max_new_tokens, temperature, seed, top_p)
+    screen = Screen(as_json, stream)
+    if adapter is not None:
+        _check_adapter(adapter, model, cache_dir)
+    network = client_network(swarm, bootstrap, data_dir, parse_hosts(hosts))
+    if not raw:
+        prepare_rendering()
+    with (
+        _open(model, network, dtype, cache_dir, quiet=as_json) as opened,
+        _adapted(opened, adapter) as answering,
+    ):
+        said = Conversation(opened.tokenizer, opened.config.max_position_embeddings, raw, system)
+        if is_chat:
+            talk = Chat(answering, opened.session, said, sampling, screen)
+            talk.run(default_history() if history else None)
+        else:
+            said.turns.append(Turn(question))
+            screen.end(generate(answering, said.encode(), sampling, screen.show))
+
+
+def _check_adapter(adapter: Path, model: str, cache_dir: Path | None) -> None:
+    """What can be said of an adapter before anybody is asked anything."""
+    import_transformers()
+    from swarmnet_client.tuning.adapter_dir import check_adapter, check_made_for
+    from swarmnet_protocols.models import resolve
+
+    config = check_adapter(adapter)
+    if config.get("task_type") not in {None, "CAUSAL_LM"}:
+        raise ConfigError(
+            f"the adapter in {adapter} is for {config['task_type']}, and does not write text",
+            hint="use it from Python: AutoSwarmModelForSequenceClassification",
+        )
+    local = resolve(model, cache_dir=cache_dir or default_cache_dir())
+    check_made_for(adapter, local.manifest.hash)
+
+
+@contextmanager
+def _adapted(model: "SwarmModel", adapter: Path | None) -> Iterator["SwarmModel"]:
+    """``model``, with the adapter in ``adapter`` if there is one."""
+    if adapter is None:
+        yield model
+        return
+    from swarmnet_client.tuning.adapter_dir import load_adapter
+    from swarmnet_client.tuning.methods import quiet_peft
+
+    with quiet_peft():
+        yield load_adapter(model, adapter)
+
+
+@contextmanager
+def _open(
+    name: str, network: Network, dtype: str, cache_dir: Path | None, *, quiet: bool
+) -> Iterator["SwarmModel"]:
+    with progress(quiet=quiet) as report:
+        report("finding the swarm", 0, None)
+        import_transformers()
+        from swarmnet_client.model.local_layers import Form
+        from swarmnet_client.model.model import load
+
+        form = Form.picked(dtype)
+        model = load(name, network=network, cache_dir=cache_dir or default_cache_dir(), form=form)
+    with model:
+        yield model
+
+
+def _question(prompt: str | None) -> str:
+    """The prompt; without one, all of stdin."""
+    text = sys.stdin.read(MAX_MESSAGE_CHARS + 1) if prompt is None else prompt
+    if not text.strip():
+        raise typer.BadParameter("the prompt is empty: give some text", param_hint="PROMPT")
+    if len(text) > MAX_MESSAGE_CHARS:
+        raise typer.BadParameter(
+            f"the prompt is longer than {MAX_MESSAGE_CHARS} characters", param_hint="PROMPT"
+        )
+    return text

@@ -1,0 +1,242 @@
+"""``swarmnet serve``: an OpenAI-compatible endpoint over a swarm."""
+
+import asyncio
+import os
+import resource
+import sys
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from swarmnet.addresses import parse_hosts
+from swarmnet.cli.interrupts import Interrupts, run_until_stopped
+from swarmnet.cli.options import (
+    BootstrapOption,
+    CacheDirOption,
+    DataDirOption,
+    DtypeOption,
+    HostOption,
+    HostsOption,
+    JsonFlag,
+    ModelOption,
+    PortOption,
+    SwarmOption,
+    device_option,
+)
+from swarmnet.cli.output import note, print_json, progress, say
+from swarmnet.entering import client_network
+from swarmnet.paths import default_cache_dir
+from swarmnet.supervision import notify_ready, notify_stopping
+from swarmnet.swarm_file.keys import API_KEY, read_secret
+from swarmnet_protocols.errors import ConfigError, SwarmnetError
+from swarmnet_protocols.joining.network import Network
+from swarmnet_protocols.machine.lean_imports import import_transformers
+from swarmnet_protocols.models import DEFAULT_MODEL, LocalModel, resolve
+from swarmnet_protocols.models.chat_template import prepare_rendering
+
+if TYPE_CHECKING:
+    from swarmnet.gateway.quotas import Quota
+    from swarmnet.web.guards import Access, ApiKeys
+
+DRAIN_S = 60.0
+"""What runs when the command is told to stop has this long to end."""
+MAX_KEY_FILE_BYTES = 1 << 20
+MAX_FILES = 65536
+
+
+@dataclass(frozen=True)
+class _Serving:
+    """All that a person may ask of an endpoint."""
+
+    host: str
+    port: int
+    access: "Access"
+    quota: "Quota"
+    max_concurrent: int
+    dtype: str
+    device: str
+    as_json: bool
+    stop_on_eof: bool = False
+
+
+def serve(  # noqa: PLR0913 - a command line, not an interface
+    *,
+    swarm: SwarmOption,
+    model: ModelOption = DEFAULT_MODEL,
+    bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
+    hosts: HostsOption = "",
+    host: HostOption = "127.0.0.1",
+    port: PortOption = 8000,
+    api_key_file: Annotated[
+        list[Path],
+        typer.Option(
+            "--api-key-file",
+            metavar="FILE",
+            help=f"Ask for one of its keys, a line each: KEY or NAME:KEY; or for the key in ${API_KEY}.",
+        ),
+    ] = [],  # noqa: B006
+    cors: Annotated[
+        list[str],
+        typer.Option("--cors", metavar="ORIGIN", help="A web page that may use it: https://example.org."),
+    ] = [],  # noqa: B006
+    allow_host: Annotated[
+        list[str], typer.Option("--allow-host", metavar="NAME", help="A name it is reached by; repeatable.")
+    ] = [],  # noqa: B006
+    max_concurrent: Annotated[
+        int,
+        typer.Option("--max-concurrent", metavar="N", min=1, max=1024, help="Answers computed at a time."),
+    ] = 32,
+    requests_per_minute: Annotated[
+        int | None,
+        typer.Option(
+            "--requests-per-minute", metavar="N", min=1, help="Of each key; n choices count as n requests."
+        ),
+    ] = None,
+    tokens_per_minute: Annotated[
+        int | None,
+        typer.Option(
+            "--tokens-per-minute",
+            metavar="N",
+            min=1,
+            help="Of each key: prompts of every choice, and answers.",
+        ),
+    ] = None,
+    concurrent: Annotated[
+        int | None, typer.Option("--concurrent", metavar="N", min=1, help="Answers of each key at a time.")
+    ] = None,
+    device: Annotated[str, device_option("Where embeddings and head are.")] = "auto",
+    dtype: DtypeOption = "auto",
+    data_dir: DataDirOption = None,
+    cache_dir: CacheDirOption = None,
+    as_json: JsonFlag = False,
+    stop_on_eof: Annotated[bool, typer.Option("--stop-on-eof", hidden=True)] = False,
+) -> None:
+    """Serve a model that runs on the swarm to OpenAI's clients, until Ctrl-C.
+
+    Everybody who can reach it shares one client of the swarm. On this machine alone it needs no key.
+    """
+    from swarmnet.gateway.quotas import Quota
+    from swarmnet.web.guards import Access, check_exposed
+    from swarmnet.web.serving import listen
+
+    keys = _keys(api_key_file)
+    check_exposed(host, keys)
+    listen(host, port).close()  # say so now, and not when the swarm has been found
+    access = Access(keys, [host, *allow_host], [check_origin(each) for each in cors], ["/health"])
+    quota = Quota(requests_per_minute, tokens_per_minute, concurrent)
+    network = client_network(swarm, bootstrap, data_dir, parse_hosts(hosts))
+    with progress(quiet=as_json) as report:
+        import_transformers()
+        local = resolve(model, cache_dir=cache_dir or default_cache_dir(), progress=report)
+    serving = _Serving(host, port, access, quota, max_concurrent, dtype, device, as_json, stop_on_eof)
+    prepare_rendering()
+    _allow_many_connections()
+    run_until_stopped(_serve(local, network, serving))
+
+
+def check_origin(text: str) -> str:
+    from urllib.parse import urlsplit
+
+    parts = urlsplit(text)
+    if (
+        parts.scheme not in {"http", "https"}
+        or not parts.netloc
+        or text != f"{parts.scheme}://{parts.netloc}"
+    ):
+        raise typer.BadParameter(
+            f"{text!r} is not an origin: it looks like https://example.org", param_hint="'--cors'"
+        )
+    return text
+
+
+def _keys(files: Sequence[Path]) -> "ApiKeys":
+    """The key of the environment, and those of files, by their names or lines."""
+    from swarmnet.web.guards import ApiKeys
+
+    keys = {API_KEY: key} if (key := os.environ.get(API_KEY)) else {}
+    for path in files:
+        lines = read_secret(path, MAX_KEY_FILE_BYTES).splitlines()
+        named = [
+            _named(line, f"{path.name}:{number}") for number, line in enumerate(lines, 1) if _is_key(line)
+        ]
+        if not named:
+            raise ConfigError(f"there is no key in {path}", hint="write one on each line: KEY or NAME:KEY")
+        for name, key in named:
+            if keys.setdefault(name, key) != key:
+                raise ConfigError(
+                    f"{path} has another key called {name}", hint="give every key a name of its own"
+                )
+    return ApiKeys(keys)
+
+
+def _is_key(line: str) -> bool:
+    return bool(line.strip()) and not line.lstrip().startswith("#")
+
+
+def _named(line: str, place: str) -> tuple[str, str]:
+    """The name and the key of a line, which is found at ``place``."""
+    name, colon, key = line.strip().partition(":")
+    return (name, key) if colon else (place, name)
+
+
+def _allow_many_connections() -> None:
+    """Idle connections cost a file descriptor each, and the usual limit is 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+async def _serve(local: LocalModel, network: Network, serving: _Serving) -> None:
+    from swarmnet.gateway.app import Gateway
+    from swarmnet.web.guards import guarded
+    from swarmnet.web.serving import serving as serving_http
+    from swarmnet_client.batching.continuous_batching import Limits
+    from swarmnet_client.batching.engine import open_engine
+    from swarmnet_client.model.local_layers import Form
+    from swarmnet_client.swarm import Swarm
+    from swarmnet_protocols.machine.aio import race
+
+    interrupts = Interrupts.catch()
+    if serving.stop_on_eof:
+        interrupts.catch_end_of(sys.stdin)
+    stop = asyncio.Event()
+    form = Form.picked(serving.dtype, serving.device)
+    limits = Limits(active=serving.max_concurrent, waiting=serving.max_concurrent)
+    async with AsyncExitStack() as stack:
+        swarm = await stack.enter_async_context(Swarm.visit(local, network))
+        engine = await stack.enter_async_context(open_engine(local, swarm, form, limits))
+        gateway = Gateway(engine, serving.quota)
+        stack.callback(gateway.close)
+        app = guarded(gateway.app(), serving.access, max_body_bytes=gateway.bounds.max_bytes)
+        endpoint = await stack.enter_async_context(serving_http(app, serving.host, serving.port))
+        interrupts.first = stop.set
+        _announce(endpoint.url, gateway.model, serving)
+        await race(stop.wait(), swarm.transport.died(), endpoint.broke())
+        notify_stopping()
+        if not stop.is_set():
+            raise SwarmnetError("p2pd died: this gateway reaches nobody", hint="start it again")
+        draining = "stopping: running answers are finished; Ctrl-C again stops at once"
+        say({"event": "draining"}, draining, as_json=serving.as_json)
+        try:
+            async with asyncio.timeout(DRAIN_S):
+                await gateway.drain()
+        except TimeoutError:
+            cut_off = f"answers still ran after {DRAIN_S:g} s; they are cut off"
+            say({"event": "cut_off"}, cut_off, as_json=serving.as_json)
+    say({"event": "stopped"}, "stopped", as_json=serving.as_json)
+
+
+def _announce(url: str, model: str, serving: _Serving) -> None:
+    notify_ready(f"{model} at {url}")
+    if serving.as_json:
+        print_json({"event": "ready", "url": url, "model": model})
+        return
+    asks = "" if serving.access.keys else ", for this machine only; no key is asked for"
+    note(f"serving {model} at {url}/v1{asks}")
+    note(f"  OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={'YOUR KEY' if serving.access.keys else 'none'}")
+    note("stop with Ctrl-C")

@@ -1,0 +1,235 @@
+"""``swarmnet swarm``: make a swarm, look at its file, change and sign it."""
+
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from swarmnet import swarm_file
+from swarmnet.cli.commands import swarm_members
+from swarmnet.cli.lazy import command_group
+from swarmnet.cli.options import BootstrapOption, JsonFlag, OwnSwarm, SwarmPath, parse_duration
+from swarmnet.cli.output import note, print_json, print_table, print_text
+from swarmnet.swarm_file.content import SwarmFile
+from swarmnet.swarm_file.keys import KEY_NAME
+from swarmnet.swarm_file.writer import NewSwarm
+from swarmnet_protocols.machine.clock import wall_clock
+from swarmnet_protocols.membership.rules import Admission
+from swarmnet_protocols.wire.roles import name_roles
+
+app = command_group("Create swarms, say who is in them, and look at their files.")
+
+WHO_IS_IN = {
+    Admission.OPEN: "whoever has the file",
+    Admission.CERTIFICATE: "whoever was invited, with a certificate that ends",
+    Admission.ALLOW_LIST: "the peers that the file lists",
+}
+WHAT_IT_DOES_NOT_DO = "whoever is in sees what passes through its machine: hosts see activations, which can be turned back into most of a prompt"
+
+
+@app.command("create")
+def create(  # noqa: PLR0913 - a command line, not an interface
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="What people call the swarm.", show_default=False)
+    ],
+    *,
+    out: Annotated[
+        Path, typer.Option("--out", metavar="DIR", help="Where the files go.", show_default=False)
+    ],
+    is_open: Annotated[
+        bool, typer.Option("--open", help="Everybody who has the file may take part; no authority, no key.")
+    ] = False,
+    like: Annotated[
+        Path | None,
+        typer.Option(
+            "--like", metavar="FILE", help="Take admission and policy from this file: see deploy/swarms."
+        ),
+    ] = None,
+    bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
+    days: Annotated[
+        int | None, typer.Option(min=1, max=36500, help="The file expires after so many days.")
+    ] = None,
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Replace swarm.toml, damaged or not. An authority key stays as it is."),
+    ] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Write DIR/swarm.toml, to publish, and DIR/authority.key, to keep secret (none with --open).
+
+    Without --open only members take part: `swarm invite` lets them in.
+
+    \b
+    Examples:
+      swarmnet swarm create lab --open --out lab
+      swarmnet swarm create lab --like deploy/swarms/lab.toml --out lab
+    """
+    if is_open and like is not None:
+        raise typer.BadParameter("give either --open or --like", param_hint="'--like'")
+    now = wall_clock()
+    not_after = datetime.fromtimestamp(int(now), UTC) + timedelta(days=days) if days else None
+    new = NewSwarm(name, tuple(bootstrap), not_after, is_open, like)
+    from swarmnet.swarm_file import writer as swarm_writer
+
+    file = swarm_writer.create(out, new, now=now, overwrite=force)
+    path = out / swarm_file.FILE_NAME
+    if as_json:
+        print_json(_summary(file) | {"path": str(path)})
+        return
+    print_text(f"wrote {path}: give it to everybody who takes part")
+    if file.authority is not None:
+        print_text(f"wrote {out / KEY_NAME}: keep it secret, and keep a copy")
+    print_text(f"who takes part: {WHO_IS_IN[file.admission]}")
+    print_text(f"what that does not protect: {WHAT_IT_DOES_NOT_DO}")
+    if file.admission is Admission.CERTIFICATE:
+        print_text(f"next: swarmnet join {path} --issuer {out / KEY_NAME}")
+    else:
+        print_text(f"next: swarmnet join {path}")
+
+
+app.command("invite")(swarm_members.invite)
+app.command("members")(swarm_members.members)
+app.command("approve")(swarm_members.approve)
+app.command("revoke")(swarm_members.revoke)
+
+
+@app.command("show")
+def show(swarm: SwarmPath, *, as_json: JsonFlag = False) -> None:
+    """Print what a swarm file says."""
+    file = swarm_file.load(swarm)
+    if as_json:
+        print_json(_summary(file))
+        return
+    rows: dict[str, object] = {}
+    for key, value in _summary(file).items():
+        if value is None:
+            rows[key] = "never"
+        elif isinstance(value, dict):
+            rows[key] = "\n".join(f"{name}: {each}" for name, each in value.items()) or "none"
+        elif key in {"trusted_hosts", "first_and_last"}:
+            rows[key] = "\n".join(map(str, value)) or "any"  # type: ignore[call-overload]
+        elif isinstance(value, list):
+            rows[key] = "\n".join(map(str, value)) or "none"
+        else:
+            rows[key] = value
+    rows["anyone"] = name_roles(file.anyone)
+    rows["members"] = (
+        "\n".join(f"{peer}: {name_roles(roles)}" for peer, roles in file.allow.items()) or "none"
+    )
+    rows["protects"] = f"against everybody but {WHO_IS_IN[file.admission]}"
+    rows["does not"] = WHAT_IT_DOES_NOT_DO
+    print_table(f"swarm {file.name}", rows)
+
+
+@app.command("verify")
+def verify(swarm: SwarmPath, *, as_json: JsonFlag = False) -> None:
+    """Check that a swarm file is unchanged and still valid."""
+    file = swarm_file.load_valid(swarm, wall_clock())
+    if as_json:
+        print_json(_summary(file) | {"valid": True})
+        return
+    how = (
+        "signed by its authority" if file.authority else "no authority: only its bootstrap list may be edited"
+    )
+    print_text(f"{file.name} is valid ({how}); who takes part: {WHO_IS_IN[file.admission]}")
+
+
+@app.command("sign")
+def sign(
+    swarm: OwnSwarm = Path(),
+    *,
+    bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
+    key: Annotated[
+        Path | None,
+        typer.Option("--key", metavar="FILE", help="The authority's key.", show_default="beside the file"),
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Sign a swarm file after it was edited; --bootstrap adds an address. Then give the file out again."""
+    from swarmnet.swarm_file import writer as swarm_writer
+
+    file = swarm_writer.sign(swarm, now=wall_clock(), key_path=key, bootstrap=bootstrap)
+    if as_json:
+        print_json(_summary(file))
+        return
+    signed = f"{file.name} is signed, serial {file.serial}" if file.authority else f"{file.name} is written"
+    print_text(f"{signed}: give the file out again")
+
+
+@app.command("new-key")
+def new_key(
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="Where the key goes.", show_default=False)],
+    *,
+    as_json: JsonFlag = False,
+) -> None:
+    """Make a key for an issuer. List the public key under `issuers` in swarm.toml, and sign that."""
+    from swarmnet.swarm_file.keys import create_key
+
+    public = f"ed25519:{create_key(path).public_key.hex()}"
+    if as_json:
+        print_json({"path": str(path), "public_key": public})
+        return
+    print_text(public)
+    note(
+        f"wrote {path}: keep it secret. Whoever has it lets members in, once swarm.toml lists it under issuers"
+    )
+
+
+@app.command("rotate-key")
+def rotate_key(
+    swarm: OwnSwarm = Path(),
+    *,
+    overlap: Annotated[
+        str,
+        typer.Option(
+            "--overlap",
+            metavar="TIME",
+            help="How long what the old keys signed still counts; `now` if a key was stolen.",
+            show_default="as long as certificates last",
+        ),
+    ] = "",
+    as_json: JsonFlag = False,
+) -> None:
+    """Put a new authority key in the place of the old ones. The swarm stays the same; give its file out again."""
+    from swarmnet.swarm_file import writer as swarm_writer
+
+    overlap_s: float = swarm_file.load(swarm).policy.certificate_lifetime_s
+    if overlap:
+        overlap_s = 0 if overlap == "now" else parse_duration(overlap, option="--overlap")
+    now = wall_clock()
+    file, key = swarm_writer.rotate_key(swarm, now=now, overlap_s=overlap_s)
+    swarm_members.sign_revocations_anew(swarm, file, key, now)
+    if as_json:
+        print_json(_summary(file))
+    else:
+        print_text(f"{file.name} has a new authority key, serial {file.serial}: give the file out again")
+        note("give issuers the new file now: members take it from them when they renew their certificates")
+        if overlap_s:
+            note(
+                "an issuer that ran with the old key keeps it (authority.*.old) until the overlap nears its end"
+            )
+
+
+def _summary(file: SwarmFile) -> dict[str, object]:
+    authority = file.authority
+    return {
+        "name": file.name,
+        "swarm_id": f"sha256:{file.swarm_id.hex()}",
+        "open": file.is_open,
+        "admission": str(file.admission),
+        "serial": file.serial,
+        "created": file.created.isoformat(),
+        "not_after": file.not_after.isoformat() if file.not_after else None,
+        "bootstrap": list(file.bootstrap),
+        "authority": [f"ed25519:{key.hex()}" for key in authority.keys] if authority else [],
+        "issuers": [f"ed25519:{key.hex()}" for key in authority.issuers] if authority else [],
+        "anyone": sorted(file.anyone),
+        "members": {peer: sorted(roles) for peer, roles in file.allow.items()},
+        "models": {model.name: f"sha256:{model.manifest.hex()}" for model in file.models},
+        "trusted_hosts": list(file.hosts),
+        "first_and_last": list(file.first_and_last),
+        "certificate_lifetime_s": file.policy.certificate_lifetime_s,
+        "revocation_refresh_s": file.policy.revocation_refresh_s,
+        "quotas": {name: limit for name, limit in file.policy.quotas.to_dict().items() if limit is not None},
+    }

@@ -1,0 +1,349 @@
+"""``swarmnet swarm invite``, ``members``, ``approve`` and ``revoke``: who is in a swarm."""
+
+import math
+import re
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from swarmnet import swarm_file
+from swarmnet.cli.options import (
+    BootstrapOption,
+    DataDirOption,
+    JsonFlag,
+    OwnSwarm,
+    check_peer_id,
+    parse_duration,
+)
+from swarmnet.cli.output import note, print_folded, print_json, print_text
+from swarmnet.paths import default_data_dir
+from swarmnet.swarm_file.content import SwarmFile
+from swarmnet.swarm_file.folder import folder_of
+from swarmnet.swarm_file.keys import KEY_NAME, load_key
+from swarmnet.units import counted
+from swarmnet_protocols.errors import ConfigError, IntegrityError, OutOfResources, Unreachable
+from swarmnet_protocols.machine.clock import wall_clock
+from swarmnet_protocols.machine.files import write_whole
+from swarmnet_protocols.membership.rules import Admission
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.wire.roles import Role, name_roles
+
+if TYPE_CHECKING:
+    from swarmnet_protocols.membership.invites import Terms
+    from swarmnet_protocols.membership.revocations import Named, RevocationList
+    from swarmnet_protocols.net.identity import Identity
+
+REVOCATIONS_NAME = "revocations"
+
+RoleOption = Annotated[
+    list[Role], typer.Option("--role", help="What they may be; repeatable.", show_default="client")
+]
+KeyOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--key", metavar="FILE", help="Key of the authority or an issuer.", show_default="beside the file"
+    ),
+]
+ExpiresOption = Annotated[
+    str,
+    typer.Option("--expires", metavar="TIME", help="How long it can be redeemed, up to 90d: 90s, 12h, 7d."),
+]
+_ONLY_CERTIFICATES = (
+    "members with an allow-list have no certificates: swarmnet swarm approve PEER --role ROLE"
+)
+
+
+def invite(  # noqa: PLR0913 - a command line, not an interface
+    swarm: OwnSwarm = Path(),
+    *,
+    role: RoleOption = [],  # noqa: B006 - typer copies it
+    expires: ExpiresOption = "7d",
+    uses: Annotated[int, typer.Option("--uses", min=1, max=10_000, help="How many peers it lets in.")] = 1,
+    bootstrap: BootstrapOption = [],  # noqa: B006
+    key: KeyOption = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Print an invite: one string that makes a member of whoever pastes it after `swarmnet join` or `run --swarm`."""
+    file = swarm_file.load_valid(swarm, wall_clock())
+    if file.admission is Admission.ALLOW_LIST:
+        raise ConfigError(f"{file.name} admits the peers its file lists", hint=_ONLY_CERTIFICATES)
+    terms = _terms(role, expires, uses=uses)
+    _print_invite(file, _key_for(swarm, file, key), terms, bootstrap, as_json=as_json)
+
+
+def approve(  # noqa: PLR0913 - a command line, not an interface
+    peer: Annotated[str, typer.Argument(metavar="PEER", help="A peer id.", show_default=False)],
+    swarm: OwnSwarm = Path(),
+    *,
+    role: RoleOption = [],  # noqa: B006 - typer copies it
+    expires: ExpiresOption = "7d",
+    bootstrap: BootstrapOption = [],  # noqa: B006
+    key: KeyOption = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Let one peer in, also after it was revoked: list it in the file, or print an invite only it can redeem."""
+    who = check_peer_id(peer)
+    file = swarm_file.load_valid(swarm, wall_clock())
+    signer = _key_for(swarm, file, key)
+    own = _own_list(swarm, file, signer)
+    if own is not None and who in own.named.peers:
+        _sign_list(swarm, file, signer, replace(own.named, peers=own.named.peers - {who}))
+        try:
+            _spread(swarm, file, signer, bootstrap)
+        except Unreachable as error:  # the newcomer is let in all the same, once the list is there
+            note(f"it is off the list of the revoked, but {error}: {error.hint}")
+    if file.admission is not Admission.ALLOW_LIST:
+        _print_invite(file, signer, _terms(role, expires, peer=who), bootstrap, as_json=as_json)
+        return
+    from swarmnet.swarm_file import writer as swarm_writer
+
+    file = swarm_writer.allow(swarm, who, role or [Role.CLIENT], now=wall_clock())
+    if as_json:
+        print_json({"peer_id": who, "roles": sorted(file.allow[who]), "serial": file.serial})
+    else:
+        print_text(f"{who} is {name_roles(file.allow[who])}: give the file out again, serial {file.serial}")
+
+
+def revoke(
+    who: Annotated[
+        str,
+        typer.Argument(metavar="PEER|INVITE", help="A peer id, an invite or its id.", show_default=False),
+    ],
+    swarm: OwnSwarm = Path(),
+    *,
+    bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
+    key: KeyOption = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Put a peer, or everybody an invite let in, out of the swarm before their certificates end."""
+    from swarmnet_protocols.membership.revocations import Named
+
+    now = wall_clock()
+    file = swarm_file.load_valid(swarm, now)
+    signer = _key_for(swarm, file, key)
+    own = _own_list(swarm, file, signer)
+    named = own.named if own is not None else Named()
+    if (identity := _invite_id(who)) is not None:
+        named = named.naming(invites=frozenset({identity}))
+    else:
+        peer = check_peer_id(who)
+        named = named.naming(peers=frozenset({peer}))
+        if peer in file.allow and file.authority and signer.public_key in file.authority.keys:
+            from swarmnet.swarm_file import writer as swarm_writer
+
+            file = swarm_writer.disallow(swarm, peer, now=now)
+            note(f"it is off the list of members: give the file out again, serial {file.serial}")
+    serial = _sign_list(swarm, file, signer, named)
+    told = _spread(swarm, file, signer, bootstrap)
+    if as_json:
+        print_json({"revoked": identity.hex() if identity else who, "serial": serial, "told": told})
+        return
+    print_text(f"revoked, serial {serial} of the list; told {counted(len(told), 'peer')}")
+    note("they tell everybody they are connected to, who tell the others")
+
+
+def _spread(swarm: Path, file: SwarmFile, signer: "Identity", bootstrap: list[str]) -> list[PeerId]:
+    """Bring the list to the swarm; the peers that have it now."""
+    import asyncio
+
+    from swarmnet_protocols.joining.revocation_push import spread
+
+    addresses = list(dict.fromkeys((*file.bootstrap, *bootstrap)))
+    sealed = _list_path(swarm).read_bytes()
+    told = asyncio.run(spread(sealed, addresses, rules=file.rules(), key=signer, clock=wall_clock))
+    if not told:
+        raise Unreachable(
+            "no peer of the swarm could be told of the new list",
+            hint="the list is kept: run this again when a peer of the file's bootstrap list is there, or add --bootstrap ADDR",
+        )
+    return told
+
+
+def members(swarm: OwnSwarm = Path(), *, data_dir: DataDirOption = None, as_json: JsonFlag = False) -> None:
+    """List the members: those the file names, or those the issuer with this --data-dir let in."""
+    file = swarm_file.load(swarm)
+    rows = _listed(file) if file.admission is Admission.ALLOW_LIST else _issued(file, swarm, data_dir)
+    if as_json:
+        print_json({"members": rows})
+        return
+    for row in rows:
+        invite = f"  invite {row['invite']}" if row["invite"] else ""
+        until = f"  until {row['until']}" if row["until"] else ""
+        print_folded(f"{row['peer_id']}  {row['state']}  {', '.join(row['roles'])}{until}{invite}")  # type: ignore[arg-type]
+    if not rows:
+        note("nobody yet")
+
+
+def sign_revocations_anew(swarm: Path, file: SwarmFile, key: "Identity", now: float) -> None:
+    """Keep what the authority has revoked in force under its new ``key``."""
+    path = _list_path(swarm)
+    if path.exists():
+        _sign_list(swarm, file, key, _read_list(path, file, now).named)
+
+
+def _terms(role: list[Role], expires: str, *, uses: int = 1, peer: PeerId | None = None) -> "Terms":
+    from swarmnet_protocols.membership.invites import MAX_VALID_S, Terms
+
+    valid_s = parse_duration(expires, option="--expires")
+    if valid_s > MAX_VALID_S:
+        raise typer.BadParameter(
+            f"an invite is valid for {MAX_VALID_S // 86_400}d at most", param_hint="'--expires'"
+        )
+    not_after = int(wall_clock()) + valid_s
+    return Terms(frozenset(role) or frozenset({Role.CLIENT}), not_after, uses, peer)
+
+
+def _print_invite(
+    file: SwarmFile,
+    signer: "Identity",
+    terms: "Terms",
+    bootstrap: list[str],
+    *,
+    as_json: bool,
+) -> None:
+    from swarmnet_protocols.membership.invites import make_invite, read_invite
+
+    known = (*bootstrap, *file.bootstrap)
+    text = make_invite(terms, swarm=file.swarm_id, key=signer, bootstrap=known)
+    if as_json:
+        identity = read_invite(text, now=0.0).grant.id.hex()
+        fields = {
+            "invite": text,
+            "id": identity,
+            "roles": sorted(terms.roles),
+            "uses": terms.uses,
+            "peer_id": terms.peer,
+        }
+        print_json(fields | {"expires": _iso(terms.not_after)})
+        return
+    print_text(text)
+    whom = f"peer {terms.peer}" if terms.peer else counted(terms.uses, "peer")
+    secret = "worth nothing to another" if terms.peer else "keep it secret: whoever has it can use it"
+    note(f"lets in {whom} as {name_roles(terms.roles)} until {_iso(terms.not_after)}; {secret}")
+    if not known:
+        note("it holds no address: the newcomer has to add --bootstrap ADDR")
+
+
+def _listed(file: SwarmFile) -> list[dict[str, object]]:
+    return [
+        {"peer_id": peer, "roles": sorted(roles), "state": "member", "until": None, "invite": None}
+        for peer, roles in file.allow.items()
+    ]
+
+
+def _issued(file: SwarmFile, swarm: Path, data_dir: Path | None) -> list[dict[str, object]]:
+    from swarmnet_protocols.errors import NotAuthorised
+    from swarmnet_protocols.membership.certificates import open_certificate
+    from swarmnet_protocols.membership.issuer import LEDGER_NAME, Ledger
+    from swarmnet_protocols.membership.revocations import Revocations
+
+    now, rules = wall_clock(), file.rules()
+    folder = folder_of(data_dir or default_data_dir(), file.swarm_id)
+    if not (folder / LEDGER_NAME).exists():
+        raise ConfigError(
+            f"nobody was let in from {folder}", hint="give the --data-dir of the node that runs with --issuer"
+        )
+    path = _list_path(swarm)
+    revoked = Revocations([_read_list(path, file, now)] if path.exists() else [])
+    rows: list[dict[str, object]] = []
+    with Ledger.open(folder) as ledger:
+        for issued in ledger.members():
+            until, state = None, "ended"
+            try:
+                certificate = open_certificate(issued.certificate, rules=rules, now=now)
+            except NotAuthorised:
+                certificate = None
+            if certificate is not None:
+                until = _iso(certificate.not_after)
+                state = "revoked" if revoked.why_out(issued.peer, certificate) else "member"
+            rows.append(
+                {
+                    "peer_id": issued.peer,
+                    "roles": sorted(issued.roles),
+                    "state": state,
+                    "until": until,
+                    "invite": issued.invite.hex() or None,
+                }
+            )
+    return rows
+
+
+def _key_for(swarm: Path, file: SwarmFile, path: Path | None) -> "Identity":
+    if file.authority is None:
+        raise ConfigError(
+            f"{file.name} has no authority: whoever has its file is in",
+            hint="for a swarm with members: swarmnet swarm create NAME --out DIR",
+        )
+    key = load_key(path or swarm_file.file_in(swarm).parent / KEY_NAME)
+    if not file.rules().believe(key.public_key, wall_clock()):
+        raise ConfigError(
+            "the key is neither of an authority nor of an issuer of this swarm",
+            hint="use authority.key, or list the key under issuers and sign the file",
+        )
+    return key
+
+
+def _invite_id(text: str) -> bytes | None:
+    from swarmnet_protocols.membership.invites import is_invite, read_invite
+
+    if re.fullmatch("[0-9a-f]{32}", text):
+        return bytes.fromhex(text)
+    # An invite that has ended may still have let somebody in.
+    return read_invite(text, now=0.0).grant.id if is_invite(text) else None
+
+
+def _list_path(swarm: Path) -> Path:
+    return swarm_file.file_in(swarm).parent / REVOCATIONS_NAME
+
+
+def _own_list(swarm: Path, file: SwarmFile, key: "Identity") -> "RevocationList | None":
+    path = _list_path(swarm)
+    if not path.exists():
+        return None
+    own = _read_list(path, file, wall_clock())
+    if own.signer != key.public_key and file.rules().believe(own.signer, wall_clock()):
+        raise ConfigError(
+            f"{path} was signed with another key", hint="keep one directory for each key that revokes"
+        )
+    return own
+
+
+def _read_list(path: Path, file: SwarmFile, now: float) -> "RevocationList":
+    """The list kept beside a swarm file, also when its signer has been rotated out since."""
+    from swarmnet_protocols.membership.revocations import MAX_LIST_BYTES, open_list
+
+    rules = file.rules()
+    with path.open("rb") as stream:
+        data = stream.read(MAX_LIST_BYTES + 1024)
+    try:
+        return open_list(data, rules=replace(rules, keys=dict.fromkeys(rules.keys, math.inf)), now=now)
+    except IntegrityError as error:
+        raise IntegrityError(f"{path}: {error}", hint="restore it from a backup") from error
+
+
+def _sign_list(swarm: Path, file: SwarmFile, key: "Identity", named: "Named") -> int:
+    """Write the list anew, with a higher serial and without what has ended by itself; that serial."""
+    from swarmnet_protocols.membership.revocations import sign_list
+
+    path, now = _list_path(swarm), wall_clock()
+    # The clock outgrows any count of revocations: a list that was lost is followed by a newer one all the same.
+    serial = int(now)
+    if path.exists():
+        serial = max(serial, _read_list(path, file, now).serial + 1)
+    named = named.still_needed(now, peers_for_ever=not file.rules().needs_certificate)
+    try:
+        sealed = sign_list(named, serial=serial, swarm=file.swarm_id, key=key)
+    except ValueError as error:
+        raise OutOfResources(
+            str(error),
+            hint="revoke invites rather than peers, or rotate the key: that ends every certificate",
+        ) from error
+    write_whole(path, sealed, mode=0o644)
+    return serial
+
+
+def _iso(time: float) -> str:
+    return datetime.fromtimestamp(time, UTC).isoformat()

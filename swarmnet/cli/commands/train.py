@@ -1,0 +1,261 @@
+"""``swarmnet train``: jobs that many machines train together."""
+
+import asyncio
+import shlex
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from swarmnet.addresses import usual_listen, write_addresses
+from swarmnet.cli.commands import train_status
+from swarmnet.cli.consent import TRAINING, ask_once
+from swarmnet.cli.interrupts import Interrupts, run_until_stopped
+from swarmnet.cli.lazy import command_group
+from swarmnet.cli.options import (
+    AnnounceOption,
+    BootstrapOption,
+    CacheDirOption,
+    DataDirOption,
+    IssuerOption,
+    JsonFlag,
+    ListenOption,
+    SwarmOption,
+    check_job_id,
+    device_option,
+)
+from swarmnet.cli.output import note, note_if_first, print_json, print_text, progress
+from swarmnet.cli.progress.displays import Display, display
+from swarmnet.cli.progress.record import TrainingRecord, newest_job, read_history
+from swarmnet.cli.progress.training import facts_of, tell
+from swarmnet.entering import enter
+from swarmnet.paths import default_cache_dir, default_data_dir, locked_data_dir
+from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.joining.network import LOOPBACK, Network, connect
+from swarmnet_protocols.machine.clock import wall_clock
+
+if TYPE_CHECKING:
+    from swarmnet_node.training.start import WorkerConfig
+
+app = command_group("Train a model together with others, over slow links.")
+app.command("status")(train_status.status)
+
+JobOption = Annotated[
+    str | None, typer.Option("--job", metavar="JOB", help="Which job.", show_default="the newest here")
+]
+
+
+@app.command("template")
+def template(
+    method: Annotated[str, typer.Argument(metavar="METHOD", help="diloco, streaming, noloco, ...")],
+) -> None:
+    """Print a commented job file for a small task that runs as it is."""
+    from swarmnet_protocols.training.templates import template as template_of
+
+    print_text(template_of(method), end="")
+
+
+@app.command("create")
+def create(
+    job: Annotated[Path, typer.Argument(metavar="JOB.toml", help="The job file.")],
+    *,
+    swarm: SwarmOption,
+    bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
+    data_dir: DataDirOption = None,
+    cache_dir: CacheDirOption = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Check a job and its data, sign it with this machine's key, and publish it under the hash of its content."""
+    entry = enter(swarm, data_dir or default_data_dir(), bootstrap)
+
+    from swarmnet_node.training.start import LocalFiles, check_job, keep_files, keep_job
+    from swarmnet_protocols.net.identity import Identity
+    from swarmnet_protocols.training.jobs import load_job, open_job, seal_job
+
+    written = load_job(job)
+    with locked_data_dir(data_dir or default_data_dir()) as directory:
+        with written.naming_lines(), progress(quiet=as_json) as report:
+            checked = check_job(written.job, cache_dir or default_cache_dir(), report)
+        sealed = seal_job(checked, Identity.load_or_create(directory / "identity.key"))
+        made = open_job(sealed)
+        keep_job(directory, made, sealed)
+        keep_files(directory, made.id, LocalFiles.named_in(written.job))
+        if entry.bootstrap:
+            asyncio.run(_publish(entry.network(LOOPBACK), sealed))
+    if as_json:
+        print_json({"job": made.id})
+        return
+    print_text(made.id)
+    if not entry.bootstrap:
+        note("kept on this machine; a worker that starts from the same --data-dir publishes it")
+    here = "" if data_dir is None else f" --data-dir {shlex.quote(str(data_dir))}"
+    note(f"train it here with: swarmnet train join {made.id} --swarm {shlex.quote(swarm)}{here}")
+
+
+async def _publish(network: Network, sealed: bytes) -> None:
+    from swarmnet_protocols.training.worker_board import publish_job
+
+    async with connect(network, client_mode=True) as (_, directory):
+        await publish_job(directory, sealed)
+
+
+@app.command("join")
+def join(  # noqa: PLR0913 - a command line, not an interface
+    job: Annotated[str, typer.Argument(metavar="JOB", help="The id that `train create` printed.")],
+    *,
+    swarm: SwarmOption,
+    bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
+    listen: ListenOption = [],  # noqa: B006
+    announce: AnnounceOption = [],  # noqa: B006
+    data_dir: DataDirOption = None,
+    cache_dir: CacheDirOption = None,
+    device: Annotated[str, device_option("Where to compute.")] = "auto",
+    threads: Annotated[
+        int | None, typer.Option("--threads", metavar="N", min=1, max=1024, help="Cores to compute with.")
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            "--data",
+            metavar="PATH",
+            help="Your copy of the job's data, where its owner gives them out as files. Remembered.",
+        ),
+    ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            "--model", metavar="PATH", help="Your copy of the model that the job begins with. Remembered."
+        ),
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask whether to train this job.")] = False,
+    issuer: IssuerOption = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Train a job until its rounds are done, or Ctrl-C. Come and go as you like: what was committed is kept.
+
+    The first time it says what the job reads, sends and uses on this machine, and asks.
+    """
+    check_job_id(job)
+    entry = enter(swarm, data_dir or default_data_dir(), bootstrap)
+    note_if_first(entry.bootstrap, as_json=as_json)
+    with locked_data_dir(data_dir or default_data_dir()) as directory:
+        with progress(quiet=as_json) as report:
+            report("looking for the job", 0, None)
+            from swarmnet_node.training.start import (
+                LocalFiles,
+                WorkerConfig,
+                job_folder,
+                keep_files,
+                kept_files,
+                kept_job,
+            )
+
+            asyncio.run(_fetch(entry.network(LOOPBACK), directory, job))
+        sealed, _ = kept_job(directory, job)
+        before = kept_files(directory, job)
+        files = LocalFiles(data or before.data, model or before.model)
+        local = files.given_to(sealed.job)
+        facts = facts_of(local, device=device, threads=threads, disk=job_folder(directory, job))
+        ask_once(job_folder(directory, job), facts, TRAINING, asking=not yes, as_json=as_json)
+        keep_files(directory, job, files)
+        network = entry.network(listen or usual_listen(directory), announce, issuer)
+        config = WorkerConfig(
+            job, network, directory, cache_dir or default_cache_dir(), device, threads, files
+        )
+        with display(as_json=as_json) as shown:
+            record = TrainingRecord(job_folder(directory, job), job, wall_clock)
+            run_until_stopped(_work(config, record, shown))
+
+
+async def _fetch(network: Network, data_dir: Path, job: str) -> None:
+    """Have the job here: it is kept already, or the swarm has it."""
+    from swarmnet_node.training.start import has_job, keep_job
+    from swarmnet_protocols.training.worker_board import find_job
+
+    if has_job(data_dir, job):
+        return
+    async with connect(network, client_mode=True) as (_, directory):
+        keep_job(data_dir, *await find_job(directory, job))
+
+
+async def _work(config: "WorkerConfig", record: TrainingRecord, shown: Display) -> None:
+    from swarmnet_node.training.start import start
+
+    interrupts = Interrupts.catch()
+
+    def report(event: dict[str, Any]) -> None:
+        if event["event"] == "ready":
+            with suppress(OSError):  # a full disk does not end the training
+                write_addresses(config.data_dir, event["addresses"])
+        record.take(event)
+        shown.show(event, tell(event, record.status))
+
+    async with start(config, report, shown.progress) as worker:
+
+        def leave() -> None:
+            worker.stop()
+            report({"event": "leaving"})
+
+        interrupts.first = leave
+        await worker.run()
+
+
+@app.command("export")
+def export(
+    *,
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="A new directory for the model.")],
+    job: JobOption = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a model that is there.")] = False,
+    data_dir: DataDirOption = None,
+    cache_dir: CacheDirOption = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Write the newest model of a job, with its tokenizer, in Hugging Face layout: plain transformers loads it."""
+    directory = data_dir or default_data_dir()
+    job = check_job_id(job) if job else newest_job(directory)
+
+    from swarmnet_node.training.export import export_model
+    from swarmnet_protocols.training.jobs import BYTES
+
+    with progress(quiet=as_json) as report:
+        tokenizer = export_model(
+            directory,
+            job,
+            out,
+            cache_dir=cache_dir or default_cache_dir(),
+            overwrite=force,
+            progress=report,
+        )
+    if as_json:
+        print_json({"job": job, "path": str(out), "tokenizer": tokenizer})
+        return
+    print_text(f"the model is in {out}")
+    if tokenizer == BYTES:
+        note("it reads bytes: token N is byte N, and 0 ends a document")
+
+
+@app.command("plot")
+def plot(
+    *,
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the PNG files go.")],
+    job: JobOption = None,
+    data_dir: DataDirOption = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Draw the loss of the worker on this machine against tokens, bytes sent and time."""
+    directory = data_dir or default_data_dir()
+    job = check_job_id(job) if job else newest_job(directory)
+    points = list(read_history(directory / "training" / job))
+    if not points:
+        raise ConfigError(
+            f"the worker of job {job[:16]}… has no round yet", hint="try again after its first round"
+        )
+
+    from swarmnet.cli.progress.plots import plot_history
+
+    paths = plot_history(points, out)
+    if as_json:
+        print_json({"job": job, "paths": [str(path) for path in paths]})
+    else:
+        print_text("\n".join(str(path) for path in paths))

@@ -1,0 +1,246 @@
+"""``swarmnet tune``: an adapter of one's own for a model in the swarm."""
+
+import importlib.util
+import math
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from swarmnet.addresses import parse_hosts
+from swarmnet.cli.options import (
+    BootstrapOption,
+    CacheDirOption,
+    DataDirOption,
+    DtypeOption,
+    HostsOption,
+    JsonFlag,
+    ModelOption,
+    SwarmOption,
+    device_option,
+)
+from swarmnet.cli.progress.displays import Fields, display
+from swarmnet.cli.progress.tuning import Words
+from swarmnet.entering import client_network
+from swarmnet.paths import default_cache_dir
+from swarmnet_client.tuning.methods import LEARNING_RATES, Method, Settings, attach, require_peft
+from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.models import DEFAULT_MODEL
+
+if TYPE_CHECKING:
+    from swarmnet_client.model.model import SwarmModel
+    from swarmnet_client.tuning.batches import Dataset
+    from swarmnet_client.tuning.run_dir import RunDir
+    from swarmnet_client.tuning.trainer import Tuner, Usage
+    from swarmnet_protocols.models import LocalModel
+
+
+def tune(  # noqa: PLR0913 - a command line, not an interface
+    *,
+    model: ModelOption = DEFAULT_MODEL,
+    swarm: SwarmOption,
+    bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
+    hosts: HostsOption = "",
+    data: Annotated[Path, typer.Option("--data", metavar="FILE.jsonl", help="The rows to learn from.")],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the adapter goes.")],
+    method: Annotated[Method, typer.Option("--method", help="What learns.")] = Method.LORA,
+    eval_data: Annotated[
+        Path | None,
+        typer.Option("--eval-data", metavar="FILE.jsonl", help="Rows to evaluate on, instead of a share."),
+    ] = None,
+    held_out: Annotated[
+        float, typer.Option("--held-out", metavar="SHARE", help="Of the rows, to evaluate on.")
+    ] = 0.1,
+    epochs: Annotated[int, typer.Option("--epochs", metavar="N", min=1, help="Times through the rows.")] = 3,
+    steps: Annotated[
+        int | None, typer.Option("--steps", metavar="N", min=1, help="Batches in all, instead of --epochs.")
+    ] = None,
+    batch_size: Annotated[
+        int, typer.Option("--batch-size", metavar="N", min=1, max=256, help="Rows a step.")
+    ] = 8,
+    learning_rate: Annotated[
+        float | None,
+        typer.Option(
+            "--learning-rate",
+            metavar="R",
+            help="The highest of the run: it rises at first and falls to the end.",
+            show_default="by method",
+        ),
+    ] = None,
+    max_length: Annotated[
+        int, typer.Option("--max-length", metavar="N", min=2, help="Tokens of a row; the rest is cut off.")
+    ] = 256,
+    rank: Annotated[int, typer.Option("--rank", metavar="N", min=1, help="Of LoRA.")] = 8,
+    alpha: Annotated[int, typer.Option("--alpha", metavar="N", min=1, help="Of LoRA.")] = 16,
+    target_modules: Annotated[
+        str, typer.Option("--target-modules", metavar="A,B", help="Of LoRA.", show_default="PEFT's choice")
+    ] = "",
+    virtual_tokens: Annotated[
+        int, typer.Option("--virtual-tokens", metavar="N", min=1, help="Of prompts, deep or not.")
+    ] = 16,
+    seed: Annotated[int, typer.Option("--seed", metavar="S", min=0, help="The same, the same result.")] = 0,
+    eval_every: Annotated[
+        int | None,
+        typer.Option(
+            "--eval-every",
+            metavar="N",
+            min=1,
+            help="Steps between evaluations.",
+            show_default="once an epoch",
+        ),
+    ] = None,
+    save_every: Annotated[
+        int, typer.Option("--save-every", metavar="N", min=1, help="Steps between checkpoints.")
+    ] = 20,
+    force: Annotated[bool, typer.Option("--force", help="Begin anew in a DIR that has a run.")] = False,
+    device: Annotated[str, device_option("Where embeddings, head and adapter are.")] = "auto",
+    dtype: DtypeOption = "auto",
+    data_dir: DataDirOption = None,
+    cache_dir: CacheDirOption = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Fine-tune a model that runs on the swarm: its weights stay as they are, what learns stays here.
+
+    Rows are {"text"}, {"prompt", "completion"}, {"messages"}, or for a classifier {"text", "label"}. A run that was interrupted goes
+    on when the same command is given again.
+    """
+    rate = LEARNING_RATES[method] if learning_rate is None else learning_rate
+    if not 0 < rate < math.inf:
+        raise typer.BadParameter(f"{rate} is not a learning rate", param_hint="'--learning-rate'")
+    if not 0 <= held_out < 1:
+        raise typer.BadParameter(f"{held_out} is not a share from 0 to 1", param_hint="'--held-out'")
+    for path in (data, eval_data):
+        if path is not None and not path.is_file():
+            raise ConfigError(f"there is no file {path}", hint="name a file with one JSON object a line")
+    require_peft()
+    settings = Settings(
+        method=method,
+        learning_rate=rate,
+        steps=steps,
+        epochs=epochs,
+        batch_size=batch_size,
+        max_length=max_length,
+        held_out=held_out,
+        seed=seed,
+        rank=rank,
+        alpha=alpha,
+        target_modules=tuple(name.strip() for name in target_modules.split(",") if name.strip()),
+        virtual_tokens=virtual_tokens,
+    )
+    with display(as_json=as_json) as shown, ExitStack() as stack:
+        from swarmnet_client.model.local_layers import Form
+        from swarmnet_client.model.model import load
+        from swarmnet_client.tuning.batches import Dataset
+        from swarmnet_client.tuning.run_dir import RunDir, alone
+        from swarmnet_client.tuning.trainer import Tuner
+        from swarmnet_protocols.models import resolve
+
+        cache_dir = cache_dir or default_cache_dir()
+        local = resolve(model, cache_dir=cache_dir, progress=shown.progress)
+        _check_sizes(local, settings)
+        dataset = Dataset.read(local.tokenizer(), data, eval_data, settings)
+        about = {"model": model, "manifest": local.manifest.hash.hex(), "data": list(dataset.sha256)}
+        stack.enter_context(alone(out))
+        folder = RunDir(out, about | settings.to_json(), force=force)
+        shown.progress("finding the swarm", 0, None)
+        network = client_network(swarm, bootstrap, data_dir, parse_hosts(hosts))
+        form = Form.picked(dtype, device, len(dataset.labels) or None)
+        opened = stack.enter_context(load(model, network=network, cache_dir=cache_dir, form=form))
+        tuned = attach(opened, model, settings)
+        tuner = Tuner(tuned, dataset, settings, lambda: _usage(opened))
+        if folder.unfinished is not None:
+            tuner.restore(folder.unfinished)
+        if force:
+            folder.save(tuner)  # should this run crash, the one that it replaces must not go on in its place
+        words = Words()
+
+        def show(event: Fields) -> None:
+            shown.show(event, words.tell(event))
+
+        show(_beginning(model, dataset, settings, tuner))
+        often = eval_every or dataset.steps_per_epoch
+        _train(tuner, folder, show, evaluate_every=often, save_every=save_every)
+        show(_finish(tuned, tuner, dataset, folder))
+
+
+def _check_sizes(local: "LocalModel", settings: Settings) -> None:
+    from swarmnet_protocols.session.adapters import MAX_PREFIX_POSITIONS, MAX_RANK
+    from swarmnet_protocols.session.passes import MAX_POSITIONS
+
+    if settings.rank > MAX_RANK:
+        raise typer.BadParameter(f"hosts take {MAX_RANK} at most", param_hint="'--rank'")
+    if settings.method == Method.DEEP_PROMPT and settings.virtual_tokens > MAX_PREFIX_POSITIONS:
+        raise typer.BadParameter(
+            f"hosts take {MAX_PREFIX_POSITIONS} at most", param_hint="'--virtual-tokens'"
+        )
+    longest = min(MAX_POSITIONS, local.max_positions) - settings.prefix_length
+    if settings.max_length > longest:
+        raise typer.BadParameter(
+            f"hosts take rows of {longest} tokens at most with this model and method",
+            param_hint="'--max-length'",
+        )
+
+
+def _usage(model: "SwarmModel") -> "Usage":
+    from swarmnet_client.tuning.trainer import Usage
+
+    return Usage(model.traffic.sent, model.traffic.received, model.last_run.failovers)
+
+
+def _beginning(model: str, dataset: "Dataset", settings: Settings, tuner: "Tuner") -> dict[str, Any]:
+    return {
+        "event": "begin",
+        "model": model,
+        "method": str(settings.method),
+        "rows": len(dataset.train),
+        "held_out": len(dataset.held_out),
+        "cut": dataset.cut,
+        "trained_parameters": tuner.trained_parameters,
+        "step": tuner.step,
+        "steps": tuner.steps,
+    }
+
+
+def _train(
+    tuner: "Tuner",
+    folder: "RunDir",
+    show: Callable[[Fields], None],
+    *,
+    evaluate_every: int,
+    save_every: int,
+) -> None:
+    """To the last step. Whatever ends it before, it is saved where it stands."""
+    saved, points = None, 0
+    try:
+        for event in tuner.run(evaluate_every=evaluate_every):
+            show(event)
+            if event["event"] == "step" and tuner.step % save_every == 0:
+                saved, points = _save(tuner, folder), len(tuner.history)
+                show(saved)
+    except BaseException:
+        if tuner.is_whole and tuner.step and len(tuner.history) > points:
+            saved = _save(tuner, folder)
+            show(saved)
+        if saved is not None:
+            show(saved | {"event": "stopped"})
+        raise
+
+
+def _save(tuner: "Tuner", folder: "RunDir") -> dict[str, Any]:
+    return {"event": "saved", "step": tuner.step, "path": str(folder.save(tuner))}
+
+
+def _finish(tuned: Any, tuner: "Tuner", dataset: "Dataset", folder: "RunDir") -> dict[str, Any]:
+    from swarmnet.cli.progress.plots import plot_tuning
+    from swarmnet_client.tuning.run_dir import CURVE_FILE
+
+    summary = tuner.summary() | {"labels": list(dataset.labels)}
+    folder.finish(tuned, summary)
+    has_curve = importlib.util.find_spec("matplotlib") is not None
+    if has_curve:
+        plot_tuning(summary["losses"], summary["evaluations"], folder.path / CURVE_FILE)
+    last = summary["evaluations"][-1:] or [{}]
+    about = {"path": str(folder.path), "curve": CURVE_FILE if has_curve else None}
+    return {"event": "done", "step": tuner.step, **last[0], **about}

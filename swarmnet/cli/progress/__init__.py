@@ -1,0 +1,1 @@
+"""Progress bars, tables and plots of training and fine-tuning."""

@@ -1,0 +1,125 @@
+"""What ``train join`` says of its events, and where a worker stands."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from swarmnet.cli.progress.displays import Bar, Fields, Telling
+from swarmnet.units import counted, show_size
+
+if TYPE_CHECKING:
+    from swarmnet_protocols.training.jobs import Job
+
+
+def facts_of(job: "Job", *, device: str, threads: int | None, disk: Path) -> dict[str, str]:
+    """What a job reads, sends and uses on this machine; its paths are those that the user of this machine gave."""
+    from swarmnet_protocols.training.jobs import PYTHON_STDLIB
+
+    if job.data.hub is not None:
+        read = f"the dataset {job.data.hub} of the hub"
+    elif job.data.path == PYTHON_STDLIB:
+        read = "the source of this Python's standard library"
+    else:
+        read = f"{job.data.path}, because you said so"
+    if job.data.size_bytes is not None:
+        read += f": {show_size(job.data.size_bytes)} at most, if their hash is the job's"
+    begins = f"the checkpoint {job.model.checkpoint}" if job.model.is_checkpoint else "a new model"
+    return {
+        "job": f"{job.job.name}, {counted(job.job.rounds, 'round')} of {job.method.name}",
+        "reads": read,
+        "begins with": begins,
+        "sends": "changes of the model's weights, to the other workers; parts of the data can be read back from these",
+        "computes on": f"{device}, {'every core' if threads is None else counted(threads, 'core')}",
+        "keeps": f"checkpoints in {disk}",
+    }
+
+
+def tell(event: Fields, status: Fields) -> Telling:
+    """An event of a worker, whose ``status`` is what ``TrainingRecord`` keeps."""
+    bar = Bar("rounds", status["round"], status["rounds"]) if "rounds" in status else None
+    return Telling(sentence(event), _is_news(event), summary(status), bar)
+
+
+def summary(status: Fields) -> str:
+    """Where a worker stands, in one line."""
+    parts = [f"round {status['round']} of {status['rounds']}"] if "rounds" in status else []
+    for name, label in (("loss", "loss"), ("val_loss", "validation")):
+        if status.get(name) is not None:
+            parts.append(f"{label} {status[name]:.4f}")
+    if "workers" in status:
+        parts.append(counted(status["workers"], "worker"))
+        parts.append(
+            f"{show_size(status['bytes_sent'])} sent, {show_size(status['bytes_received'])} received"
+        )
+    if "wait_share" in status:
+        parts.append(f"{status['wait_share']:.0%} waiting")
+    return ", ".join(parts)
+
+
+def sentence(event: Fields) -> str:
+    """An event in words."""
+    match event["event"]:
+        case "round":
+            outcome = "committed" if event["committed"] else f"discarded ({event['reason']})"
+            loss = "only listened" if event["loss"] is None else f"loss {event['loss']:.4f}"
+            sent, received = show_size(event["bytes_sent"]), show_size(event["bytes_received"])
+            text = (
+                f"round {event['round']} {outcome}: {loss}, {counted(event['workers'], 'worker')}, "
+                f"{sent} sent, {received} received, {event['wait_s']:.1f} s waited"
+            )
+            excluded = (f"  excluded {each['peer_id']}: {each['reason']}" for each in event["excluded"])
+            return "\n".join([text, *excluded])
+        case "eval":
+            return f"round {event['round']}: validation loss {event['val_loss']:.4f}"
+        case "ready":
+            text = f"training {event['name']} as {event['peer_id']}; others join with --bootstrap and one of"
+            return "\n".join([text, *(f"  {address}" for address in event["addresses"])])
+        case "waiting":
+            return f"round {event['round']}: waiting for more workers, {event['workers']} so far"
+        case "healed":
+            dropped = (f"; dropped {each['peer_id']}: {each['reason']}" for each in event["dropped"])
+            size = show_size(event["bytes"])
+            return (
+                f"fetched the state of round {event['round']}: {size} in {event['seconds']:.1f} s"
+                + "".join(dropped)
+            )
+        case "identity":
+            return str(event["warning"]) or "the other process under this identity is gone"
+        case "leaving":
+            return "leaving after this round; press Ctrl-C again to leave at once"
+        case "done" if event["round"] < event["rounds"]:
+            return f"left after {counted(event['round'], 'round')} of {event['rounds']}; the same command goes on from there"
+        case "done":
+            return (
+                f"trained: {counted(event['round'], 'round')}, {event['revision']} of them committed; "
+                "`swarmnet train export --out DIR` writes the model"
+            )
+        case "heal_failed":
+            return f"could not fetch the state of round {event['round']}, and tries again: {event['reason']}"
+        case "behind":
+            return f"round {event['round']} ended without this worker ({event['reason']}); it asks the others what became of it"
+        case "merge" if event["committed"]:
+            return f"all {event['workers']} replicas are one model, their average"
+        case "merge":
+            return f"the replicas were not averaged ({event['reason']}): this worker keeps its own"
+        case "handed_over":
+            return (
+                f"{event['to']} goes on with what this worker had not delivered, {show_size(event['bytes'])}"
+            )
+        case "not_handed_over":
+            return (
+                f"nobody took what this worker had not delivered ({event['reason']}): it is in the checkpoint"
+            )
+        case "inherited":
+            return f"goes on with what {event['from']} left without delivering it"
+        case "not_inherited":
+            return f"refused what {event['from']} left without delivering it: {event['reason']}"
+        case kind:
+            rest = ", ".join(f"{name} {value}" for name, value in event.items() if name != "event")
+            return f"{kind}: {rest}" if rest else str(kind)
+
+
+def _is_news(event: Fields) -> bool:
+    """Whether an event is more than the bars show."""
+    if event["event"] == "round":
+        return not event["committed"] or bool(event["excluded"])
+    return event["event"] not in {"eval", "waiting"}

@@ -1,0 +1,64 @@
+"""What ``tune`` says of its events."""
+
+from swarmnet.cli.progress.displays import Bar, Fields, Telling
+from swarmnet.units import counted, show_size
+
+
+class Words:
+    """Events as sentences; bytes are added up."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._sent = 0
+        self._received = 0
+
+    def tell(self, event: Fields) -> Telling:
+        """To be called with every event of a run, in order."""
+        sentence, kind = self._sentence(event), event["event"]
+        bar = Bar("steps", event["step"], self._steps) if kind in {"begin", "step"} else None
+        summary = sentence if kind == "step" else None
+        return Telling(sentence, kind not in {"step", "saved"}, summary, bar)
+
+    def _sentence(self, event: Fields) -> str:
+        self._sent += event.get("bytes_sent", 0)
+        self._received += event.get("bytes_received", 0)
+        match event["event"]:
+            case "begin":
+                return self._beginning(event)
+            case "step":
+                text = (
+                    f"step {event['step']} of {self._steps}: loss {event['loss']:.4f}, "
+                    f"{event['tokens_per_s']:.0f} tokens/s, "
+                    f"{show_size(self._sent)} sent, {show_size(self._received)} received"
+                )
+                lost = event["failovers"]
+                return text + (f", {counted(lost, 'host')} replaced" if lost else "")
+            case "eval":
+                return f"step {event['step']}: held-out {_scores(event)}"
+            case "saved":
+                return f"saved after step {event['step']}"
+            case "stopped":
+                return f"stopped; the same command goes on after step {event['step']}, which is saved"
+            case "done":
+                scores = f" Held-out {_scores(event)}." if "val_loss" in event else ""
+                curve = "" if event["curve"] else " No loss.png: pip install 'swarmnet-p2p[plots]'."
+                return f"done: the adapter is in {event['path']}.{scores}{curve}"
+            case kind:
+                raise ValueError(kind)
+
+    def _beginning(self, event: Fields) -> str:
+        self._steps = event["steps"]
+        parts = [
+            f"{event['method']}: {event['trained_parameters']:,} parameters learn from {counted(event['rows'], 'row')} "
+            f"in {counted(event['steps'], 'step')}; held out: {counted(event['held_out'], 'row')}"
+        ]
+        if event["cut"]:
+            parts.append(f"cut off at --max-length: {counted(event['cut'], 'row')}")
+        if event["step"]:
+            parts.append(f"going on after step {event['step']}")
+        return "\n".join(parts)
+
+
+def _scores(event: Fields) -> str:
+    accuracy = f", accuracy {event['accuracy']:.1%}" if "accuracy" in event else ""
+    return f"loss {event['val_loss']:.4f}{accuracy}"

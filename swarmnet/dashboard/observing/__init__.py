@@ -1,0 +1,1 @@
+"""Collects what the dashboard shows: the directory, and the reports of nodes."""

@@ -1,0 +1,1 @@
+"""What the dashboard shows, as JSON: pure functions of what was observed."""

@@ -1,0 +1,98 @@
+"""Models as the page shows them: who covers which blocks, how fast answers come, and what to host next. Pure."""
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from statistics import median_low
+from typing import Any
+
+from swarmnet.dashboard.observing.sightings import Look
+from swarmnet.dashboard.observing.tally import Counts, quantile
+from swarmnet_protocols.directory.catalog import CatalogModel
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.routing.placement import Claim, choose_start
+
+USUAL_SHARE = 3
+"""Where nobody hosts a model yet: one part in this many of its blocks is advised."""
+_TYPED_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/@-]*")
+
+Hosts = Sequence[tuple[str, Mapping[str, Any]]]
+
+
+def model_entry(
+    model: CatalogModel, look: Look, hosts: Hosts, answered_per_s: float, sessions: int
+) -> dict[str, Any]:
+    """The JSON of one model. ``hosts``: ids and entries of the peers that host it and are not gone."""
+    replicas = replicas_of(model.blocks, [entry for _, entry in hosts if entry["state"] == "online"])
+    weakest = min(range(model.blocks), key=lambda block: (replicas[block], block))
+    recent = look.recent.get(model.manifest, Counts())
+    return {
+        "name": model.name,
+        "blocks": model.blocks,
+        "replicas": replicas,
+        "weakest": {"block": weakest, "replicas": replicas[weakest]},
+        "healthy": replicas[weakest] > 0,
+        "peers": len(hosts),
+        "sessions": sessions,
+        "tokens_per_s": round(answered_per_s, 1),
+        "peak_sessions": look.peak_sessions.get(model.manifest),
+        "first_token_s": quantiles(recent.first_tokens),
+        "token_s": quantiles(recent.token_times),
+        "advice": advice(model, look.swarm.join, hosts, replicas),
+    }
+
+
+def replicas_of(blocks: int, online: Sequence[Mapping[str, Any]]) -> list[int]:
+    """How many of the entries ``online`` serve each block."""
+    steps = [0] * (blocks + 1)
+    for entry in online:
+        start, end = entry["blocks"]
+        steps[min(start, blocks)] += 1
+        steps[min(end, blocks)] -= 1
+    return list(accumulate(steps))[:blocks]
+
+
+def quantiles(times: tuple[int, ...]) -> dict[str, float] | None:
+    """Median and 95th percentile in seconds; None of no times."""
+    middle, high = quantile(times, 0.5), quantile(times, 0.95)
+    if middle is None or high is None:
+        return None
+    return {"p50": round(middle, 4), "p95": round(high, 4)}
+
+
+def advice(model: CatalogModel, join: Sequence[str], hosts: Hosts, replicas: Sequence[int]) -> dict[str, Any]:
+    """The blocks that a newcomer with a usual machine would help most with, by the rule that nodes place themselves by."""
+    lengths = [entry["blocks"][1] - entry["blocks"][0] for _, entry in hosts]
+    length = min(model.blocks, median_low(lengths) if lengths else -(-model.blocks // USUAL_SHARE))
+    claims = [
+        Claim(
+            PeerId(peer),
+            entry["blocks"][0],
+            entry["blocks"][1],
+            1 / entry["step_s"] if entry["step_s"] else 1.0,
+        )
+        for peer, entry in hosts
+        if entry["state"] in {"online", "joining"}
+    ]
+    start = choose_start(claims, blocks=model.blocks, length=length)
+    span = (start, start + length)
+    # A stranger chose the name, and whoever reads this is to paste it.
+    name = model.name if _TYPED_NAME.fullmatch(model.name) else "MODEL"
+    command = ["swarmnet", "join", *join, "--model", name, "--blocks", f"{span[0]}:{span[1]}"]
+    return {"blocks": list(span), "reason": _reason(span, replicas), "command": shlex.join(command)}
+
+
+def _reason(span: tuple[int, int], replicas: Sequence[int]) -> str:
+    least = min(replicas[span[0] : span[1]])
+    weak = [block for block in range(*span) if replicas[block] == least]
+    first, end = weak[0], weak[-1] + 1
+    is_one = len(weak) == 1
+    where = f"block {first}" if is_one else f"blocks {first}:{end}"
+    if end - first != len(weak):
+        where = f"{len(weak)} of blocks {first}:{end}"
+    if least == 0:
+        return f"nobody hosts {where}: the model cannot answer"
+    if least == 1:
+        return f"only one peer hosts {where}: when it leaves, the model cannot answer"
+    return f"{where} {'has' if is_one else 'have'} the fewest peers: {least}"

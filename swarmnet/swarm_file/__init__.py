@@ -1,0 +1,71 @@
+"""``swarm.toml``: what one has to know to enter a swarm, read and verified. It holds no secret and may be published."""
+
+from pathlib import Path
+
+from swarmnet.swarm_file.content import SwarmFile
+from swarmnet.swarm_file.reader import MAX_FILE_BYTES, Reader
+from swarmnet_protocols.errors import ConfigError, IntegrityError
+
+FILE_NAME = "swarm.toml"
+
+
+def load(path: Path) -> SwarmFile:
+    """Read and verify a swarm file, or the ``swarm.toml`` in a directory.
+
+    Raises ``ConfigError``, with the number of the line, for what is not a swarm file, and ``IntegrityError`` for one that
+    was changed after it was made or that nobody signed who may.
+    """
+    return parse(read(path), source=str(file_in(path)))
+
+
+def load_valid(path: Path, now: float) -> SwarmFile:
+    """``load``, and refuse a file that has expired at ``now`` (Unix seconds)."""
+    file = load(path)
+    file.check_not_expired(now)
+    return file
+
+
+def parse(data: bytes, *, source: str = FILE_NAME) -> SwarmFile:
+    """The verified content of a swarm file; errors as for ``load``, which name ``source``."""
+    reader = Reader(decode(data, source), source)
+    file = reader.content()
+    if reader.swarm_id() != file.swarm_id:
+        raise _changed(source)
+    if file.authority is not None:
+        signature = reader.signature()
+        if not file.authority.is_continuous(file.swarm_id) or not file.is_signed_by_authority(signature):
+            raise _changed(source)
+    return file
+
+
+def read(path: Path) -> bytes:
+    """The bytes of a swarm file, or of the one in a directory, up to one more than any may have."""
+    try:
+        with file_in(path).open("rb") as stream:
+            return stream.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read the swarm file {path}: {error.strerror}",
+            hint="create a swarm with `swarmnet swarm create NAME --out DIR`, or get the file from whoever runs it",
+        ) from error
+
+
+def decode(data: bytes, source: str) -> str:
+    """The text of a swarm file. Raises ``ConfigError`` for one that is too large or no text."""
+    if len(data) > MAX_FILE_BYTES:
+        raise ConfigError(f"{source} is larger than {MAX_FILE_BYTES} bytes", hint="this is not a swarm file")
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{source} is not a text file", hint="this is not a swarm file") from error
+
+
+def file_in(path: Path) -> Path:
+    return path / FILE_NAME if path.is_dir() else path
+
+
+def _changed(source: str) -> IntegrityError:
+    return IntegrityError(
+        f"{source} was changed after it was made",
+        hint="if you run the swarm: swarmnet swarm sign; if not, get the file again from whoever does",
+    )

@@ -1,0 +1,204 @@
+"""What a swarm file says, how its content names the swarm, and what its authority signs.
+
+A swarm with an authority is named by a hash of its name and of the keys it was founded with. So the file can be renewed (a
+higher ``serial``) and the keys replaced, each time by the word of a key that counted until then, without it becoming
+another swarm. A swarm without an authority has a random nonce; its id is a hash of everything but the bootstrap list.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.membership.quotas import Quotas
+from swarmnet_protocols.membership.rules import Admission, Rules
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.wire.roles import ANY_ROLE, Role
+
+FORMAT = 2
+_ID_DOMAIN = b"swarmnet-swarm-id-2\0"
+_FILE_DOMAIN = b"swarmnet-swarm-file-2\0"
+_ROTATION_DOMAIN = b"swarmnet-key-rotation-1\0"
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """New authority keys, by the word of one of the keys before them."""
+
+    keys: tuple[bytes, ...]
+    previous_until: datetime
+    """What the keys before signed (certificates, invites, revocations) counts until then; at Unix time 0, never."""
+    signature: bytes
+
+
+@dataclass(frozen=True)
+class Authority:
+    """Whose word counts in a swarm. Keys are raw Ed25519 public keys."""
+
+    founders: tuple[bytes, ...]
+    issuers: tuple[bytes, ...] = ()
+    rotations: tuple[Rotation, ...] = ()
+
+    @property
+    def keys(self) -> tuple[bytes, ...]:
+        """Of these any one signs the file."""
+        return self.rotations[-1].keys if self.rotations else self.founders
+
+    def is_continuous(self, swarm_id: bytes) -> bool:
+        """Whether every rotation was signed by a key that counted before it."""
+        from swarmnet_protocols.net.identity import verify
+
+        keys = self.founders
+        for number, rotation in enumerate(self.rotations):
+            signed = rotation_bytes(swarm_id, number, rotation)
+            if not any(verify(key, rotation.signature, signed) for key in keys):
+                return False
+            keys = rotation.keys
+        return True
+
+    def continues(self, other: "Authority") -> bool:
+        """Whether these are the keys of ``other``, or come after them."""
+        return self.founders == other.founders and self.rotations[: len(other.rotations)] == other.rotations
+
+    def believed(self) -> dict[bytes, float]:
+        """Every key that may certify, and until when (Unix time)."""
+        until: dict[bytes, float] = {}
+        keys = self.founders
+        for rotation in self.rotations:
+            end = rotation.previous_until.timestamp()
+            until |= dict.fromkeys(keys, end)
+            keys = rotation.keys
+        return until | dict.fromkeys((*keys, *self.issuers), math.inf)
+
+
+@dataclass(frozen=True)
+class ListedModel:
+    """A model the swarm is for."""
+
+    name: str
+    manifest: bytes
+    """SHA-256 that ``swarmnet model show`` prints."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    certificate_lifetime_s: int = 7 * 24 * 3600
+    revocation_refresh_s: int = 30
+    quotas: Quotas = field(default_factory=Quotas)
+
+
+@dataclass(frozen=True)
+class SwarmFile:
+    """The content of a swarm file. Exactly one of ``authority`` and ``nonce`` (16 bytes) is there."""
+
+    name: str
+    serial: int
+    created: datetime
+    not_after: datetime | None
+    bootstrap: tuple[str, ...]
+    nonce: bytes | None = None
+    authority: Authority | None = None
+    admission: Admission = Admission.OPEN
+    anyone: frozenset[Role] = ANY_ROLE
+    """With open admission: what a peer without a certificate may be."""
+    allow: Mapping[PeerId, frozenset[Role]] = field(default_factory=dict)
+    models: tuple[ListedModel, ...] = ()
+    policy: Policy = Policy()
+    hosts: tuple[PeerId, ...] = ()
+    """The only hosts that clients use; none: all."""
+    first_and_last: tuple[PeerId, ...] = ()
+    """Hosts that clients prefer at the ends of a chain; none: guards that each client picks itself."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether anybody who has the file may take part, in some role."""
+        return self.admission is Admission.OPEN
+
+    @property
+    def swarm_id(self) -> bytes:
+        """32 bytes that name the swarm."""
+        if self.authority is None:
+            fields = self._fields()
+            del fields["bootstrap"]
+        else:
+            fields = {"name": self.name, "founders": [key.hex() for key in self.authority.founders]}
+        return hashlib.sha256(_ID_DOMAIN + _canonical(fields)).digest()
+
+    def signed_bytes(self) -> bytes:
+        """What the authority signs: every field."""
+        return _FILE_DOMAIN + _canonical(self._fields())
+
+    def is_signed_by_authority(self, signature: bytes) -> bool:
+        from swarmnet_protocols.net.identity import verify
+
+        keys = self.authority.keys if self.authority else ()
+        return any(verify(key, signature, self.signed_bytes()) for key in keys)
+
+    def check_not_expired(self, now: float) -> None:
+        """Raise ``ConfigError`` when the file was not to be used any more at ``now`` (Unix seconds)."""
+        if self.not_after is not None and now >= self.not_after.timestamp():
+            raise ConfigError(
+                f"the swarm file of {self.name!r} expired on {self.not_after:%Y-%m-%d}",
+                hint="get the current swarm.toml from whoever runs the swarm, or check the clock of this machine",
+            )
+
+    def rules(self) -> Rules:
+        """Who is let in."""
+        return Rules(
+            swarm=self.swarm_id,
+            admission=self.admission,
+            keys=self.authority.believed() if self.authority else {},
+            anyone=self.anyone,
+            allow=self.allow,
+            certificate_lifetime_s=self.policy.certificate_lifetime_s,
+            revocation_refresh_s=self.policy.revocation_refresh_s,
+            quotas=self.policy.quotas,
+            serial=self.serial,
+            models=frozenset(model.manifest for model in self.models),
+        )
+
+    def _fields(self) -> dict[str, object]:
+        authority = self.authority
+        trust = {"hosts": list(self.hosts), "first_and_last": list(self.first_and_last)}
+        return {
+            **({"trust": trust} if any(trust.values()) else {}),
+            "format": FORMAT,
+            "name": self.name,
+            "serial": self.serial,
+            "created": self.created.isoformat(),
+            "not_after": self.not_after.isoformat() if self.not_after else None,
+            "bootstrap": list(self.bootstrap),
+            "nonce": self.nonce.hex() if self.nonce else None,
+            "founders": [key.hex() for key in authority.founders] if authority else [],
+            "issuers": [key.hex() for key in authority.issuers] if authority else [],
+            "rotations": [_rotation_fields(each) for each in authority.rotations] if authority else [],
+            "admission": self.admission,
+            "anyone": sorted(self.anyone),
+            "allow": {peer: sorted(roles) for peer, roles in self.allow.items()},
+            "models": [[model.name, model.manifest.hex()] for model in self.models],
+            "certificate_lifetime_s": self.policy.certificate_lifetime_s,
+            "revocation_refresh_s": self.policy.revocation_refresh_s,
+            "quotas": self.policy.quotas.to_dict(),
+        }
+
+
+def rotation_bytes(swarm_id: bytes, number: int, rotation: Rotation) -> bytes:
+    """What a key signs when others take its place as rotation ``number``, counted from 0."""
+    fields = {"swarm": swarm_id.hex(), "number": number} | _rotation_fields(rotation)
+    del fields["signature"]
+    return _ROTATION_DOMAIN + _canonical(fields)
+
+
+def _rotation_fields(rotation: Rotation) -> dict[str, object]:
+    return {
+        "keys": [key.hex() for key in rotation.keys],
+        "previous_until": rotation.previous_until.isoformat(),
+        "signature": rotation.signature.hex(),
+    }
+
+
+def _canonical(fields: Mapping[str, object]) -> bytes:
+    return json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()

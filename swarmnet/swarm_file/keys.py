@@ -1,0 +1,81 @@
+"""Files of secrets, which only their owner may read: keys of authorities and issuers (Ed25519 in PEM), and API keys."""
+
+import os
+import stat
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.machine.files import write_whole
+
+if TYPE_CHECKING:
+    from swarmnet_protocols.net.identity import Identity
+
+KEY_NAME = "authority.key"
+API_KEY = "SWARMNET_API_KEY"
+"""The environment variable with the key that an endpoint asks for. Command lines are no place for it: every user reads them in ``ps``."""
+_MAX_KEY_BYTES = 4096
+_MOUNTED = Path("/run/secrets")
+"""Where container engines mount secrets. Their modes are those of another machine's users, and the container has one user."""
+
+
+def create_key(path: Path) -> "Identity":
+    """Make a key and write it to ``path`` (0600). Raises ``ConfigError`` if there is something already."""
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    from swarmnet_protocols.net.identity import Identity
+
+    if path.exists():
+        raise ConfigError(f"{path} already exists", hint="choose another file; a key that is lost is gone")
+    key = Ed25519PrivateKey.generate()
+    pem = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    write_whole(path, pem, mode=0o600)
+    return Identity(key)
+
+
+def load_key(path: Path) -> "Identity":
+    """The key in ``path``. Raises ``ConfigError`` for a file that is none, or that others can read."""
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    from swarmnet_protocols.net.identity import Identity
+
+    try:
+        with path.open("rb") as stream:
+            mode = os.fstat(stream.fileno()).st_mode
+            pem = stream.read(_MAX_KEY_BYTES)
+        key = serialization.load_pem_private_key(pem, password=None)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read the key {path}: {error.strerror}", hint="restore it from your backup"
+        ) from error
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{path} is not a key", hint="restore it from your backup") from error
+    if stat.S_IMODE(mode) & 0o077:
+        raise ConfigError(f"the key {path} can be read by others", hint=f"chmod 600 {path}")
+    if not isinstance(key, Ed25519PrivateKey):
+        raise ConfigError(f"{path} is not an Ed25519 key", hint="restore it from your backup")
+    return Identity(key)
+
+
+def read_secret(path: Path, max_bytes: int) -> str:
+    """The text in ``path``. Raises ``ConfigError`` for a file that every user of this machine can read, or that is longer."""
+    try:
+        with path.open("rb") as stream:
+            mode = os.fstat(stream.fileno()).st_mode
+            text = stream.read(max_bytes + 1)
+        if len(text) > max_bytes:
+            raise ConfigError(f"{path} has more than {max_bytes} bytes", hint="give a text file with a key")
+        # A group is let pass: systemd shows the access list of a service's credentials as one.
+        if stat.S_IMODE(mode) & stat.S_IRWXO and not path.resolve().is_relative_to(_MOUNTED):
+            raise ConfigError(
+                f"the key in {path} can be read by every user of this machine", hint=f"chmod 600 {path}"
+            )
+        return text.decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"cannot read the key in {path}: {error}", hint="give a text file with a key"
+        ) from error
