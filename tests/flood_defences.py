@@ -6,7 +6,7 @@ import pytest
 from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as Protobuf
 
-from swarmnet_node.engine.engine import engine
+from swarmnet_node.engine import engine
 from swarmnet_protocols.membership import handshake as door
 from swarmnet_protocols.membership import pending_handshakes as waiting_room
 from swarmnet_protocols.membership import revocations

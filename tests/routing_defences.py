@@ -5,8 +5,8 @@ from typing import Any
 
 from swarmnet_client.chain.entry_guards import Guards
 from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.routing import cost as routing
 from swarmnet_protocols.routing.cost import HostInfo
-from swarmnet_protocols.routing.cost import cost as routing
 from tests.defences import Defence, Patch, nothing, replacing
 from tests.unit import test_claimed_speed as test
 

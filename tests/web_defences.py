@@ -10,7 +10,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from swarmnet.dashboard.observing import seats
 from swarmnet.gateway.quotas import Quotas
 from swarmnet.web import guards, serving
-from swarmnet_client.batching.continuous_batching import continuous_batching as batching
+from swarmnet_client.batching import continuous_batching as batching
 from swarmnet_client.batching.sequences import Lane, LaneGroup
 from tests.defences import Defence, nothing, replacing, yes
 from tests.sim import test_batching, test_gateway_limits
