@@ -92,7 +92,7 @@ AUDITS = (
     ),
     Defence(
         "who says nothing is replaced",
-        replacing(mending.Mender, "give_up", nothing),
+        replacing(mending.ChainSupervisor, "give_up", nothing),
         patched(test_audit.test_a_host_that_says_nothing_of_what_it_computed_is_replaced),
     ),
 )

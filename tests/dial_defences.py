@@ -11,7 +11,7 @@ from swarmnet_protocols.directory.records import Record
 from swarmnet_protocols.net import dialling
 from swarmnet_protocols.net.dialling import IntroducedTransport, Introductions
 from swarmnet_protocols.net.p2pd import transport as p2pd
-from swarmnet_protocols.net.wrappers import PassingTransport
+from swarmnet_protocols.net.wrappers import TransportWrapper
 from swarmnet_protocols.wire import records_pb2
 from tests.conformance import test_p2pd
 from tests.defences import Defence, Patch, nothing, replacing, yes
@@ -90,7 +90,7 @@ DIALS = (
     ),
     Defence(
         "why a next hop is not reached is not told, nor how soon that was known",
-        replacing(IntroducedTransport, "open", PassingTransport.open),
+        replacing(IntroducedTransport, "open", TransportWrapper.open),
         of_a_host(
             lambda reference: test_introductions.test_every_failure_looks_the_same_and_takes_as_long(
                 reference, ADDRESSES, 0.0

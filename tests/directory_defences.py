@@ -32,15 +32,15 @@ def believe_all_is_kept(patch: Patch) -> None:
     from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind
 
     prepare_hivemind()
-    from swarmnet_protocols.directory.dht_replication import Keepers
+    from swarmnet_protocols.directory.dht_replication import Replicator
 
-    call = Keepers._call
+    call = Replicator._call
 
-    async def kept(self: Keepers, peer: object, keys: list[object], *rest: object) -> list[bool]:
+    async def kept(self: Replicator, peer: object, keys: list[object], *rest: object) -> list[bool]:
         await call(self, peer, keys, *rest)  # type: ignore[arg-type]
         return [True] * len(keys)
 
-    patch.setattr(Keepers, "_call", kept)
+    patch.setattr(Replicator, "_call", kept)
 
 
 DIRECTORY = (

@@ -7,8 +7,8 @@ from typing import Any
 
 from swarmnet_protocols.membership import certificates, invites, membership, rules, signed
 from swarmnet_protocols.membership import handshake as door
-from swarmnet_protocols.membership.admitted import Guest
-from swarmnet_protocols.membership.handshake import Door
+from swarmnet_protocols.membership.admitted import AdmittedPeer
+from swarmnet_protocols.membership.handshake import Handshakes
 from swarmnet_protocols.membership.issuer import Issuer, Ledger
 from swarmnet_protocols.membership.revocations import Revocations
 from swarmnet_protocols.membership.rules import Member, Rules
@@ -41,24 +41,24 @@ def check_no_stream(patch: Patch) -> None:
     async def admitting(*_: Any) -> AsyncIterator[None]:
         yield
 
-    patch.setattr(Door, "admitting", admitting)
+    patch.setattr(Handshakes, "admitting", admitting)
 
 
 def review_nobody(patch: Patch) -> None:
-    patch.setattr(Door, "_review", nothing)
+    patch.setattr(Handshakes, "_review", nothing)
 
 
 def end_without_a_word(patch: Patch) -> None:
-    end = Guest.end
-    patch.setattr(Guest, "end", lambda guest, *_: end(guest))
+    end = AdmittedPeer.end
+    patch.setattr(AdmittedPeer, "end", lambda guest, *_: end(guest))
 
 
 def never_look_at_the_clock(patch: Patch) -> None:
-    async def keep_quiet(_: Door) -> None:
+    async def keep_quiet(_: Handshakes) -> None:
         """Say nothing that would make the other side look again."""
 
-    patch.setattr(Door, "_arm", nothing)
-    patch.setattr(Door, "_keep_comparing", keep_quiet)
+    patch.setattr(Handshakes, "_arm", nothing)
+    patch.setattr(Handshakes, "_keep_comparing", keep_quiet)
 
 
 def never_count(patch: Patch) -> None:

@@ -12,7 +12,7 @@ from swarmnet_node.training import checkpoint as training_checkpoint
 from swarmnet_node.training import data
 from swarmnet_protocols.directory import duplicate_identity as presence
 from swarmnet_protocols.directory import records
-from swarmnet_protocols.directory.duplicate_identity import Double
+from swarmnet_protocols.directory.duplicate_identity import Duplicate
 from swarmnet_protocols.membership import invites, signed
 from swarmnet_protocols.models import sources
 from swarmnet_protocols.models.local import LocalModel
@@ -69,7 +69,7 @@ FILES = (
 IDENTITY = (
     Defence(
         "a copied identity is found",
-        replacing(Double, "look", nothing),
+        replacing(Duplicate, "look", nothing),
         lambda _: test_presence.test_one_word_of_a_process_that_may_be_gone_is_not_enough(),
     ),
     Defence(

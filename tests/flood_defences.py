@@ -15,7 +15,7 @@ from swarmnet_protocols.net import resources
 from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind
 from swarmnet_protocols.net.protocol_ids import DHT_FIND
 from swarmnet_protocols.net.resources import Scope
-from swarmnet_protocols.net.subnets import Crowds
+from swarmnet_protocols.net.subnets import SubnetLimits
 from swarmnet_protocols.session import steps
 from swarmnet_protocols.training import matchmaking as gathering
 from swarmnet_protocols.training import rosters
@@ -108,7 +108,7 @@ FLOODS = (
     ),
     Defence(
         "nor does it take all streams",
-        replacing(Crowds, "_displace", nothing),
+        replacing(SubnetLimits, "_displace", nothing),
         lambda _: test_door_limits.test_sixteen_who_take_all_streams_keep_no_member_out(),
     ),
     Defence(

@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 
 from swarmnet_client.chain.blame import Blame, Suspects
-from swarmnet_client.chain.supervisor import Mender
+from swarmnet_client.chain.supervisor import ChainSupervisor
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.membership import handshake as door
 from swarmnet_protocols.net import Message, framing
-from swarmnet_protocols.net.flow_control import Allowance, Grants
+from swarmnet_protocols.net.flow_control import ReceiveWindow, SendWindow
 from swarmnet_protocols.net.meter import Meter
 from swarmnet_protocols.net.p2pd import pipe as p2pd_pipe
 from swarmnet_protocols.net.p2pd import stream as p2pd_stream
 from swarmnet_protocols.net.p2pd import transport as p2pd
 from swarmnet_protocols.net.p2pd.half_open import Newcomers
-from swarmnet_protocols.net.resources import Scope, Stock
+from swarmnet_protocols.net.resources import Resource, Scope
 from swarmnet_protocols.session import steps
 from tests.conformance import test_p2pd_half_open
 from tests.defences import Defence, Patch, nothing, replacing
@@ -65,9 +65,9 @@ def end_no_connection(patch: Patch) -> None:
 def count_only(patch: Patch) -> None:
     """Everybody gets whatever they want; it is noted."""
 
-    def change(scope: Scope, stock: Stock, amount: int) -> None:
+    def change(scope: Scope, resource: Resource, amount: int) -> None:
         for each in scope._path:
-            each.used[stock] += amount
+            each.used[resource] += amount
 
     patch.setattr(Scope, "change", change)
 
@@ -220,29 +220,29 @@ LIMITS = (
     ),
     Defence(
         "what a limited line cannot take is not sent",
-        replacing(Grants, "_have_wait", nothing),
+        replacing(ReceiveWindow, "_have_wait", nothing),
         of_a_host(prompts_for_a_limited_line),
     ),
     Defence(
         "who does not wait for grants is ended",
-        overlooking(Grants, "expect"),
+        overlooking(ReceiveWindow, "expect"),
         of_a_host(test_limited_line.test_a_feeder_that_does_not_wait_for_grants_is_ended_and_has_to_pay),
     ),
     Defence(
         "and so is who sends more than was granted",
-        overlooking(Grants, "take"),
+        overlooking(ReceiveWindow, "take"),
         lambda _: test_granted_streams.test_who_does_not_wait_for_grants_is_not_listened_to(True),
     ),
     Defence(
         "nobody grants more than is waited for, or too little",
-        overlooking(Allowance, "hear"),
+        overlooking(SendWindow, "hear"),
         lambda _: test_granting.test_grants_that_nobody_waits_for_or_that_are_not_worth_it_are_violations(
             (test_granting.MIN_BYTES - 1,)
         ),
     ),
     Defence(
         "who grants nothing is replaced",
-        replacing(Mender, "_drop_stuck", nothing),
+        replacing(ChainSupervisor, "_drop_stuck", nothing),
         of_a_host(a_host_that_grants_nothing),
     ),
 )

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from swarmnet_client.chain.entry_guards import Guards
+from swarmnet_client.chain.entry_guards import EntryGuards
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.routing import cost as routing
 from swarmnet_protocols.routing.cost import HostInfo
@@ -38,7 +38,7 @@ ROUTING = (
     ),
     Defence(
         "first and last hop are kept",
-        replacing(Guards, "used", nothing),
+        replacing(EntryGuards, "used", nothing),
         test.test_a_client_keeps_its_first_and_last_hops,
     ),
 )

@@ -1,6 +1,6 @@
 """The defences against places that are held without work, as in ``defences.py``."""
 
-from swarmnet_client.chain.supervisor import Mender
+from swarmnet_client.chain.supervisor import ChainSupervisor
 from swarmnet_node.hosting import slots
 from swarmnet_node.hosting.host import Host, HostLimits
 from swarmnet_node.hosting.session import HostedSession
@@ -29,7 +29,7 @@ def open_again_at_once(patch: Patch) -> None:
         def __set__(self, *_: object) -> None:
             pass
 
-    patch.setattr(Mender, "_is_resting", Restless(), raising=False)
+    patch.setattr(ChainSupervisor, "_is_resting", Restless(), raising=False)
 
 
 def count_networks_only(patch: Patch) -> None:

@@ -11,7 +11,7 @@ from swarmnet.dashboard.observing import seats
 from swarmnet.gateway.quotas import Quotas
 from swarmnet.web import guards, serving
 from swarmnet_client.batching import continuous_batching as batching
-from swarmnet_client.batching.sequences import Lane, LaneGroup
+from swarmnet_client.batching.sequences import RunningSequence, SequenceGroup
 from tests.defences import Defence, nothing, replacing, yes
 from tests.sim import test_batching, test_gateway_limits
 from tests.support.swarm_lab import Reference
@@ -37,13 +37,13 @@ def impatient(where: object, name: str, value: object) -> Callable[[pytest.Monke
 
 
 def whoever_owns_it(patch: pytest.MonkeyPatch) -> None:
-    shared = Lane.shared
+    shared = RunningSequence.shared
 
-    def of_anybody(lane: Lane, request: Any) -> int:
-        lane.owner = request.owner
-        return shared(lane, request)
+    def of_anybody(sequence: RunningSequence, request: Any) -> int:
+        sequence.owner = request.owner
+        return shared(sequence, request)
 
-    patch.setattr(Lane, "shared", of_anybody)
+    patch.setattr(RunningSequence, "shared", of_anybody)
 
 
 def over_nodes(test: Callable[[Reference], object]) -> Callable[[Path], object]:
@@ -118,7 +118,7 @@ WEB = (
     ),
     Defence(
         "who leaves costs nothing more",
-        replacing(LaneGroup, "leave", nothing),
+        replacing(SequenceGroup, "leave", nothing),
         over_nodes(test_gateway_limits.test_so_does_one_who_waits_for_a_whole_answer),
     ),
     Defence(

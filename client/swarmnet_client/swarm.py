@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from swarmnet_client.audit.plan import Ledger
-from swarmnet_client.chain.entry_guards import Guards
+from swarmnet_client.chain.entry_guards import EntryGuards
 from swarmnet_client.chain.traffic import CountingTransport, Traffic
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.directory.hosts import read_hosts
@@ -64,7 +64,7 @@ class Swarm:
         if trust.guards_folder is not None:
             name = f"{directory.swarm.hex()[:32]}-{manifest.hex()[:32]}.json"
             path = trust.guards_folder / name
-        self._guards = Guards(path, rng, wall_clock)
+        self._guards = EntryGuards(path, rng, wall_clock)
         self._speeds = Speeds()
         self.traffic = Traffic()
         self.transport: Transport = CountingTransport(transport, self.traffic)

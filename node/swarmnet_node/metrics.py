@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 
 from swarmnet_node.engine.counters import Histogram
 from swarmnet_node.owner.control import NodeStatus
-from swarmnet_protocols.net.resources import Flow, Snapshot
+from swarmnet_protocols.net.resources import Rate, Snapshot
 from swarmnet_protocols.wire import session_pb2 as pb
 
 if TYPE_CHECKING:
@@ -130,17 +130,17 @@ def _of_resources(seen: Snapshot) -> Iterator[Metric]:
     used = _labelled(GaugeMetricFamily, "resource_used", "What others hold here.", "resource")
     limit = _labelled(GaugeMetricFamily, "resource_limit", "What all of them may hold.", "resource")
     refused = _labelled(CounterMetricFamily, "resource_refusals", "How often it was not given.", "resource")
-    for stock, account in seen.stocks.items():
-        used.add_metric([stock], account.used)
-        refused.add_metric([stock], account.refused)
+    for resource, account in seen.resources.items():
+        used.add_metric([resource], account.used)
+        refused.add_metric([resource], account.refused)
         if account.in_all is not None:
-            limit.add_metric([stock], account.in_all)
+            limit.add_metric([resource], account.in_all)
     yield from (used, limit, refused)
     yield _gauge("peers", "Peers that hold something here or did lately.", seen.peers)
     for name, about, flow in (
-        ("frames", "Messages received.", Flow.FRAMES),
-        ("received_bytes", "Bytes of messages received.", Flow.BYTES_IN),
-        ("sent_bytes", "Bytes of messages sent.", Flow.BYTES_OUT),
+        ("frames", "Messages received.", Rate.FRAMES),
+        ("received_bytes", "Bytes of messages received.", Rate.BYTES_IN),
+        ("sent_bytes", "Bytes of messages sent.", Rate.BYTES_OUT),
     ):
         yield _counter(name, about, seen.spent.get(flow, 0.0))
 

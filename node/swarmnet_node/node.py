@@ -19,7 +19,7 @@ import torch
 
 from swarmnet_node.engine.engine import Engine
 from swarmnet_node.engine.stage import Stage
-from swarmnet_node.hosting.host import Host, HostLimits, Offer
+from swarmnet_node.hosting.host import Host, HostedModel, HostLimits
 from swarmnet_node.hosting.reports import Reporter, describe_host
 from swarmnet_node.hosting.services import Services
 from swarmnet_node.owner.control import NodeStatus
@@ -30,7 +30,7 @@ from swarmnet_protocols.directory.reports import clean
 from swarmnet_protocols.errors import SwarmnetError, Unreachable
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.machine.clock import Clock, wall_clock
-from swarmnet_protocols.machine.core_lock import ALONE, Alone, Turns
+from swarmnet_protocols.machine.core_lock import ALONE, CoreLock, NoCoreLock
 from swarmnet_protocols.net import Transport
 from swarmnet_protocols.net.protocol_ids import REPORT
 from swarmnet_protocols.routing.placement import Claim, choose_start, settle
@@ -47,7 +47,7 @@ SETTLE_ROUNDS = 5
 
 
 @dataclass(frozen=True)
-class World:
+class Dependencies:
     """The ports of a node: everything it knows of the outside."""
 
     transport: Transport
@@ -57,7 +57,7 @@ class World:
     timing: Timing = field(default_factory=Timing)
     stopwatch: Callable[[], float] = time.perf_counter
     """What forwards are timed by. The loop's own clock stands still while the loop does."""
-    turns: Turns | Alone = ALONE
+    turns: CoreLock | NoCoreLock = ALONE
     """To compute in, where nodes share the cores of a machine."""
     clock: Clock = wall_clock
     """By which records expire."""
@@ -88,8 +88,8 @@ class Hosting:
 class Node:
     """A running node. Made by ``run``."""
 
-    def __init__(self, world: World, hosting: Hosting) -> None:
-        self._world = world
+    def __init__(self, dependencies: Dependencies, hosting: Hosting) -> None:
+        self._dependencies = dependencies
         self._hosting = hosting
         self._state = pb.HOST_STATE_CHOOSING
         self._span = hosting.blocks or (0, hosting.num_blocks)
@@ -102,35 +102,37 @@ class Node:
 
     @classmethod
     @asynccontextmanager
-    async def run(cls, world: World, hosting: Hosting) -> AsyncIterator["Node"]:
+    async def run(cls, dependencies: Dependencies, hosting: Hosting) -> AsyncIterator["Node"]:
         """A node that serves while the context is open. Raises what loading raises."""
-        node = cls(world, hosting)
+        node = cls(dependencies, hosting)
         if hosting.blocks is None:
             await node._choose()
         node._state = pb.HOST_STATE_JOINING
         await node._announce()
         loop = asyncio.get_running_loop()
-        stage = await loop.run_in_executor(world.executor, hosting.load, *node._span)
-        node._step_s = await loop.run_in_executor(world.executor, _measure, stage, world.stopwatch)
+        stage = await loop.run_in_executor(dependencies.executor, hosting.load, *node._span)
+        node._step_s = await loop.run_in_executor(
+            dependencies.executor, _measure, stage, dependencies.stopwatch
+        )
         async with (
             Engine.run(
                 stage,
-                world.executor,
-                world.transport.resources,
+                dependencies.executor,
+                dependencies.transport.resources,
                 max_cache_bytes=hosting.max_cache_bytes,
-                turns=world.turns,
-                stopwatch=world.stopwatch,
+                turns=dependencies.turns,
+                stopwatch=dependencies.stopwatch,
             ) as engine,
-            Services.on(world.transport) as services,
+            Services.on(dependencies.transport) as services,
         ):
             node._engine = engine
             host = Host(
                 services,
                 engine,
-                Offer(world.directory.swarm, hosting.manifest, node._span[0]),
-                timing=world.timing,
+                HostedModel(dependencies.directory.swarm, hosting.manifest, node._span[0]),
+                timing=dependencies.timing,
                 limits=hosting.limits,
-                clock=world.clock,
+                clock=dependencies.clock,
             )
             node._host = host
             await host.serve()
@@ -140,7 +142,7 @@ class Node:
             node._log("online")
             announcing = asyncio.create_task(node._keep_announcing(), name="announce")
             model = CatalogModel(hosting.manifest, clean(hosting.model), hosting.total_blocks)
-            listing = asyncio.create_task(keep_model_announced(world.directory, model), name="catalog")
+            listing = asyncio.create_task(keep_model_announced(dependencies.directory, model), name="catalog")
             try:
                 yield node
             finally:
@@ -173,14 +175,14 @@ class Node:
         """What the node is doing now."""
         engine, host = self._engine, self._host
         return NodeStatus(
-            peer_id=self._world.transport.peer_id,
+            peer_id=self._dependencies.transport.peer_id,
             state=pb.HostState.Name(self._state).removeprefix("HOST_STATE_").lower(),
             model=self._hosting.model,
             manifest=self._hosting.manifest,
             start=self._span[0],
             end=self._span[1],
             total_blocks=self._hosting.total_blocks,
-            addresses=tuple(self._world.transport.addresses()),
+            addresses=tuple(self._dependencies.transport.addresses()),
             uptime_s=asyncio.get_running_loop().time() - self._started,
             sessions=len(host.sessions) if host else 0,
             cache_bytes=engine.cache_bytes if engine else 0,
@@ -190,7 +192,7 @@ class Node:
             forwards=engine.forwards if engine else 0,
             version=self._hosting.version,
             swarm=self._hosting.swarm_name,
-            warning=self._world.warning(),
+            warning=self._dependencies.warning(),
         )
 
     def finish(self, grace_s: float) -> None:
@@ -244,7 +246,7 @@ class Node:
     def _log(self, event: str) -> None:
         start, end = self._span
         fields = {
-            "peer": self._world.transport.peer_id,
+            "peer": self._dependencies.transport.peer_id,
             "model": self._hosting.model,
             "blocks": f"{start}:{end}",
         }
@@ -259,9 +261,9 @@ class Node:
         for _ in range(SETTLE_ROUNDS):
             self._span = (start, start + length)
             await self._announce()
-            await asyncio.sleep(self._world.timing.intent_s * self._world.rng.uniform(0.9, 1.1))
+            await asyncio.sleep(self._dependencies.timing.intent_s * self._dependencies.rng.uniform(0.9, 1.1))
             claims, usual = await self._claims()
-            mine = Claim(self._world.transport.peer_id, *self._span, usual, settled=False)
+            mine = Claim(self._dependencies.transport.peer_id, *self._span, usual, settled=False)
             wanted = settle(mine, claims, blocks=total).start
             if wanted == start:
                 return
@@ -272,8 +274,8 @@ class Node:
         """What others serve, and what they mean to; and the tokens per second to expect of a host not yet measured."""
         others = [
             (info, body.state != pb.HOST_STATE_CHOOSING)
-            for info, body in await read_records(self._world.directory, self._hosting.manifest)
-            if info.peer != self._world.transport.peer_id and body.state not in _GOING
+            for info, body in await read_records(self._dependencies.directory, self._hosting.manifest)
+            if info.peer != self._dependencies.transport.peer_id and body.state not in _GOING
         ]
         # Rivals that see the same records expect the same of each other.
         usual = median([1 / info.step_s for info, _ in others if info.step_s > 0] or [1.0])
@@ -284,7 +286,9 @@ class Node:
 
     async def _keep_announcing(self) -> NoReturn:
         while True:
-            await asyncio.sleep(self._world.timing.announce_s * self._world.rng.uniform(0.8, 1.0))
+            await asyncio.sleep(
+                self._dependencies.timing.announce_s * self._dependencies.rng.uniform(0.8, 1.0)
+            )
             with contextlib.suppress(SwarmnetError):  # the record outlives a missed announcement
                 await self._announce()
 
@@ -301,13 +305,13 @@ class Node:
             token_s=engine.token_s if engine else 0.0,
             cache_bytes_free=max(0, engine.max_cache_bytes - engine.cache_bytes) if engine else 0,
             sessions=len(host.sessions) if host else 0,
-            addresses=_best(self._world.transport.addresses()),
+            addresses=_best(self._dependencies.transport.addresses()),
             public_name=self._hosting.public_name,
         )
-        await self._world.directory.publish(
+        await self._dependencies.directory.publish(
             hosts_topic(self._hosting.manifest),
             record.SerializeToString(),
-            lifetime_s=self._world.timing.record_s,
+            lifetime_s=self._dependencies.timing.record_s,
         )
 
 
@@ -322,6 +326,6 @@ def _measure(stage: Stage, now: Callable[[], float]) -> float:
     times = []
     for _ in range(4):
         started = now()
-        stage.forward([(stage.new_lane(), inputs)])
+        stage.forward([(stage.new_sequence(), inputs)])
         times.append(now() - started)
     return max(min(times[1:]), MIN_STEP_S)

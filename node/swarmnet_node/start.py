@@ -14,7 +14,7 @@ from swarmnet_node.owner.limits import ONE_CLIENT, Limits
 from swarmnet_protocols.errors import ConfigError, NotAuthorised, OutOfResources, SwarmnetError
 from swarmnet_protocols.joining.network import Network, connect
 from swarmnet_protocols.machine.aio import cancel
-from swarmnet_protocols.net.rate_limit import Pace
+from swarmnet_protocols.net.rate_limit import LinkLimiter
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from swarmnet_node.engine.stage import Stage
     from swarmnet_node.hosting.host import HostLimits
     from swarmnet_node.node import Hosting
-    from swarmnet_node.owner.supervisor import Guest
+    from swarmnet_node.owner.supervisor import Supervisor
     from swarmnet_protocols.membership.quotas import Quotas
     from swarmnet_protocols.models import LocalModel, Progress
     from swarmnet_protocols.net import Transport
@@ -52,7 +52,7 @@ class NodeConfig:
 
 
 @asynccontextmanager
-async def start(config: NodeConfig, *, progress: "Progress | None" = None) -> AsyncIterator["Guest"]:
+async def start(config: NodeConfig, *, progress: "Progress | None" = None) -> AsyncIterator["Supervisor"]:
     """A node that serves, whenever its limits let it, while the context is open.
 
     Raises ``ConfigError`` for a model, span, device or address that will not do, ``IntegrityError`` for a damaged model,
@@ -61,7 +61,7 @@ async def start(config: NodeConfig, *, progress: "Progress | None" = None) -> As
     loop = asyncio.get_running_loop()
     async with AsyncExitStack() as stack:
         executor = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="torch"))
-        pace = Pace()
+        pace = LinkLimiter()
         pace.up.set_rate(config.limits.up_bytes_per_s)
         pace.down.set_rate(config.limits.down_bytes_per_s)
         asides: list[Callable[[str], AbstractAsyncContextManager[None]]] = []
@@ -81,10 +81,10 @@ async def start(config: NodeConfig, *, progress: "Progress | None" = None) -> As
             )
         finally:
             loaded = await loading
-        from swarmnet_node.node import World
+        from swarmnet_node.node import Dependencies
         from swarmnet_node.owner.machine import OwnersMachine, release_memory
-        from swarmnet_node.owner.supervisor import Guest
-        from swarmnet_protocols.directory.duplicate_identity import Watch
+        from swarmnet_node.owner.supervisor import Supervisor
+        from swarmnet_protocols.directory.duplicate_identity import DuplicateWatch
         from swarmnet_protocols.machine.clock import wall_clock
         from swarmnet_protocols.machine.core_lock import take_turns
         from swarmnet_protocols.machine.devices import limit_memory
@@ -93,11 +93,11 @@ async def start(config: NodeConfig, *, progress: "Progress | None" = None) -> As
 
         every_core = await compute_on(executor, threads=config.limits.cores)
         watch = await stack.enter_async_context(
-            Watch.keep(transport, directory, random.SystemRandom(), Timing())
+            DuplicateWatch.keep(transport, directory, random.SystemRandom(), Timing())
         )
-        world = World(transport, directory, executor, random.Random(), warning=watch.warning)
+        dependencies = Dependencies(transport, directory, executor, random.Random(), warning=watch.warning)
         if loaded.device.type == "cpu":
-            world = replace(world, turns=stack.enter_context(take_turns()))
+            dependencies = replace(dependencies, turns=stack.enter_context(take_turns()))
 
         def limit_computing(limits: Limits) -> None:
             use_cores(executor, limits.cores or every_core)
@@ -106,7 +106,7 @@ async def start(config: NodeConfig, *, progress: "Progress | None" = None) -> As
         machine = OwnersMachine(config.folder, pace, wall_clock, limit_computing)
         stack.callback(machine.save_usage)
         hosting = loaded.hosting(config)
-        node = await stack.enter_async_context(Guest.run(world, hosting, machine, config.limits))
+        node = await stack.enter_async_context(Supervisor.run(dependencies, hosting, machine, config.limits))
         asides.append(node.step_aside)
         release_memory()  # what loading took on its way
         watching = asyncio.create_task(_fail_with_p2pd(transport, node), name="p2pd")
@@ -114,7 +114,7 @@ async def start(config: NodeConfig, *, progress: "Progress | None" = None) -> As
         yield node
 
 
-async def _fail_with_p2pd(transport: "Transport", node: "Guest") -> None:
+async def _fail_with_p2pd(transport: "Transport", node: "Supervisor") -> None:
     try:
         await transport.died()
     except NotAuthorised as error:

@@ -13,7 +13,7 @@ class Timing:
     the worst wait for the next look (``beat_s / 2``), plus an open that may itself meet a dead peer.
     """
 
-    beat_s: float = 0.4
+    heartbeat_s: float = 0.4
     """Between two beats on a stream in use."""
     silence_s: float = 2.0
     """A peer that sent nothing, not even a beat, for this long is taken for gone."""
@@ -60,7 +60,7 @@ class Timing:
     """
     graph_s: float = 120.0
     """A host keeps what a forward pass left for its backward pass no longer than this."""
-    gather_beat_s: float = 2.0
+    gather_heartbeat_s: float = 2.0
     """Between two beats to a worker that waits for a round to begin: some wait long, and every beat is sent to all of them."""
     gather_silence_s: float = 8.0
     """A gatherer that sent nothing, not even a beat, for this long is taken for gone."""
@@ -70,11 +70,11 @@ class Timing:
     """How long a joining host waits for the intents of others before it settles on its blocks."""
 
     def __post_init__(self) -> None:
-        if self.silence_s < 3 * self.beat_s:
+        if self.silence_s < 3 * self.heartbeat_s:
             raise ConfigError("silence_s must be at least three beats, or one late packet looks like a death")
-        if self.silence_s < self.alive_s + 3 * self.beat_s:
+        if self.silence_s < self.alive_s + 3 * self.heartbeat_s:
             raise ConfigError("silence_s must leave room to find a dead connection, dial anew and be heard")
-        if self.gather_silence_s < 3 * self.gather_beat_s:
+        if self.gather_silence_s < 3 * self.gather_heartbeat_s:
             raise ConfigError(
                 "gather_silence_s must be at least three beats, or one late packet looks like a death"
             )

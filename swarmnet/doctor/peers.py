@@ -37,7 +37,7 @@ async def _connected(entry: "Entry", listen: Sequence[str]) -> "AsyncIterator[Tr
     # The import of libp2p's bindings takes seconds on a slow machine: others' deadlines go on meanwhile.
     await asyncio.to_thread(_import_transport)
     from swarmnet_protocols.membership.guarded_transport import GuardedTransport
-    from swarmnet_protocols.membership.handshake import Door
+    from swarmnet_protocols.membership.handshake import Handshakes
     from swarmnet_protocols.membership.membership import Membership
     from swarmnet_protocols.net.identity import Identity
     from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
@@ -51,7 +51,7 @@ async def _connected(entry: "Entry", listen: Sequence[str]) -> "AsyncIterator[Tr
     )
     async with (
         P2pdTransport.create(config) as raw,
-        Door.run(raw, membership, Timing()) as door,
+        Handshakes.run(raw, membership, Timing()) as door,
     ):
         yield GuardedTransport(raw, door)
 

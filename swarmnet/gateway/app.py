@@ -31,7 +31,7 @@ from swarmnet.gateway.schemas import (
     TokenizeRequest,
 )
 from swarmnet.web.guards import KEY_NAME
-from swarmnet_client.batching import sequences as lanes
+from swarmnet_client.batching import sequences
 from swarmnet_client.batching.engine import Engine
 from swarmnet_client.model.sampling import Sampling
 from swarmnet_protocols.errors import SwarmnetError
@@ -222,11 +222,11 @@ class Gateway:
             )
             return EventStream(events, stack.pop_all())
 
-    def _requests(self, wanted: Wanted, key: str) -> list[lanes.Request]:
+    def _requests(self, wanted: Wanted, key: str) -> list[sequences.Request]:
         """One for each choice of each prompt. Raises ``ApiError`` for prompts that do not fit."""
         body = wanted.body
         seed = secrets.randbits(63) if body.seed is None else body.seed
-        requests: list[lanes.Request] = []
+        requests: list[sequences.Request] = []
         self._check_ids(body.logit_bias, "logit_bias")
         biases = tuple(body.logit_bias.items())
         for prompt in wanted.prompts:
@@ -248,7 +248,7 @@ class Gateway:
                     biases=biases,
                 )
                 requests.append(
-                    lanes.Request(
+                    sequences.Request(
                         tuple(prompt),
                         min(room, wanted.max_tokens or room),
                         sampling,

@@ -34,22 +34,22 @@ Clock = Callable[[], float]
 
 
 def timed(
-    stage: Stage, lanes: int, count: int, adapted: list[dict[str, torch.Tensor]]
+    stage: Stage, sequences: int, count: int, adapted: list[dict[str, torch.Tensor]]
 ) -> Callable[[Clock], float]:
     """Seconds of one forward of ``count`` positions of each lane, the first with an adapter each, the others with none."""
-    adapters = [stage.adapt(tensors, 0) for tensors in adapted] + [None] * (lanes - len(adapted))
+    adapters = [stage.adapt(tensors, 0) for tensors in adapted] + [None] * (sequences - len(adapted))
     inputs = torch.randn(count, stage.hidden_size)
-    filled = [stage.new_lane(adapter) for adapter in adapters]
+    filled = [stage.new_sequence(adapter) for adapter in adapters]
     if count == 1:
-        stage.forward([(lane, torch.randn(CONTEXT, stage.hidden_size)) for lane in filled])
+        stage.forward([(sequence, torch.randn(CONTEXT, stage.hidden_size)) for sequence in filled])
     start, steps = filled[0].length, STEPS if count == 1 else 1
 
     def measure(clock: Clock) -> float:
-        for lane in filled:
-            lane.truncate(start)
+        for sequence in filled:
+            sequence.truncate(start)
         started = clock()
         for _ in range(steps):
-            stage.forward([(lane, inputs) for lane in filled])
+            stage.forward([(sequence, inputs) for sequence in filled])
         return (clock() - started) / steps
 
     return measure
@@ -76,8 +76,8 @@ def main() -> None:
             for seed in range(8)
         ]
         cases = {
-            f"decode of {lanes}, {adapted} loras, {name}": timed(stage, lanes, 1, pairs[:adapted])
-            for lanes, adapted in ((1, 0), (1, 1), (8, 0), (8, 1), (8, 8))
+            f"decode of {sequences}, {adapted} loras, {name}": timed(stage, sequences, 1, pairs[:adapted])
+            for sequences, adapted in ((1, 0), (1, 1), (8, 0), (8, 1), (8, 8))
             for name, stage in (("native", native), ("fused", fused))
         }
         cases |= {

@@ -29,10 +29,10 @@ def computed(stage: Stage, inputs: torch.Tensor, *, as_session: bool) -> torch.T
     """A prompt of half the positions and the rest one by one, as a session has them; or all at once, as a pass has them."""
     if not as_session:
         return stage.run_sequences(inputs, (len(inputs),))
-    lane = stage.new_lane()
+    sequence = stage.new_sequence()
     half = len(inputs) // 2
     parts = [inputs[:half], *inputs[half:].split(1)]
-    return torch.cat([stage.forward([(lane, part)])[0] for part in parts])
+    return torch.cat([stage.forward([(sequence, part)])[0] for part in parts])
 
 
 def main() -> None:

@@ -19,8 +19,8 @@ from swarmnet_protocols.net import Message, PeerId
 from swarmnet_protocols.net.framing import FrameReader
 from swarmnet_protocols.net.meter import Meter
 from swarmnet_protocols.net.protocol_ids import LINK
-from swarmnet_protocols.net.rate_limit import Line, PacedReader
-from swarmnet_protocols.net.resources import Flow, Rate, ResourceManager
+from swarmnet_protocols.net.rate_limit import LimitedReader, RateLimiter
+from swarmnet_protocols.net.resources import Rate, RateLimit, ResourceManager
 from swarmnet_protocols.timing import Timing
 
 FRAME = struct.pack(">II", 60, 2304) + bytes(60 + 2304)  # a step of one position of SmolLM2-135M
@@ -35,14 +35,16 @@ async def bare(reader: asyncio.StreamReader) -> Message:
 
 async def measure(frames: int, rounds: int) -> dict[str, float]:
     resources = ResourceManager()
-    resources.limit_rate(Flow.FRAMES, in_all=Rate(1e9, 1e9), each_peer=Rate(1e9, 1e9))  # nobody is to wait
+    resources.limit_rate(
+        Rate.FRAMES, in_all=RateLimit(1e9, 1e9), each_peer=RateLimit(1e9, 1e9)
+    )  # nobody is to wait
     meter = Meter.of_theirs(resources, PeerId("somebody"), Timing())
     times: dict[str, list[float]] = {"without": [], "with": []}
     for _ in range(rounds):
         for name, seconds in times.items():
             reader = asyncio.StreamReader(limit=1 << 30)
             reader.feed_data(FRAME * frames)
-            framed = FrameReader(PacedReader(reader, Line()), LINK, meter)
+            framed = FrameReader(LimitedReader(reader, RateLimiter()), LINK, meter)
 
             async def receive(framed: FrameReader = framed) -> Message:
                 return await meter.receive(framed.read)

@@ -23,7 +23,7 @@ from swarmnet_node.engine.kernels.decode import Native
 from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.models import resolve
 
-LANES = (1, 2, 4, 8, 16, 32)
+SEQUENCES = (1, 2, 4, 8, 16, 32)
 CHUNKS = (2, 8, 32, 64, 128)
 OTHERS_BYTES = 160 << 20
 
@@ -31,24 +31,24 @@ OTHERS_BYTES = 160 << 20
 def measure(stages: dict[str, Stage], context: int, rounds: int) -> dict[str, dict[str, float]]:
     others = torch.zeros(OTHERS_BYTES // 4)
     times: dict[str, dict[str, list[float]]] = {}
-    filled = {name: [stage.new_lane() for _ in range(max(LANES))] for name, stage in stages.items()}
+    filled = {name: [stage.new_sequence() for _ in range(max(SEQUENCES))] for name, stage in stages.items()}
     for name, stage in stages.items():
-        for lane in filled[name]:
-            stage.forward([(lane, torch.randn(context, stage.hidden_size))])
-    cases = [(f"lanes {count}", count, 1) for count in LANES]
+        for sequence in filled[name]:
+            stage.forward([(sequence, torch.randn(context, stage.hidden_size))])
+    cases = [(f"lanes {count}", count, 1) for count in SEQUENCES]
     cases += [(f"chunk {count}", 1, count) for count in CHUNKS]
     for _ in range(rounds + 1):
-        for case, lanes, positions in cases:
+        for case, sequences, positions in cases:
             for name, stage in stages.items():
                 inputs = torch.randn(positions, stage.hidden_size)
-                rows = [(lane, inputs) for lane in filled[name][:lanes]]
+                rows = [(sequence, inputs) for sequence in filled[name][:sequences]]
                 others.sum()
                 started = time.perf_counter()
                 stage.forward(rows)
                 took_s = time.perf_counter() - started
                 times.setdefault(case, {}).setdefault(name, []).append(1e3 * took_s)
-                for lane, _ in rows:
-                    lane.truncate(context)
+                for sequence, _ in rows:
+                    sequence.truncate(context)
     return {
         case: {name: round(statistics.median(each[1:]), 2) for name, each in by_name.items()}
         for case, by_name in times.items()

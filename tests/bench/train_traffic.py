@@ -54,8 +54,8 @@ def _kind(delivery: Delivery) -> str:
     protocol = delivery.protocol.id.split("/")[2]
     if delivery.protocol is not EXCHANGE:
         return protocol
-    if delivery.message.header == pb.ExchangeReply(beat=pb.Beat()).SerializeToString():
-        return "beat"
+    if delivery.message.header == pb.ExchangeReply(heartbeat=pb.Heartbeat()).SerializeToString():
+        return "heartbeat"
     return pb.ExchangeRequest.FromString(delivery.message.header).WhichOneof("kind") or protocol
 
 

@@ -18,7 +18,7 @@ from swarmnet_protocols.net import PeerId, ProtocolSpec, Transport
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.memory import LinkProfile, MemoryNetwork
 from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
-from swarmnet_protocols.net.rate_limit import Pace
+from swarmnet_protocols.net.rate_limit import LinkLimiter
 from swarmnet_protocols.wire.roles import ANY_ROLE
 from tests.support import virtual_time
 from tests.support.private_swarm import PrivateSwarm
@@ -30,7 +30,7 @@ Scenario = Callable[[Transport, Transport], Awaitable[None]]
 
 
 class Lab(Protocol):
-    pace: Pace
+    pace: LinkLimiter
     """Kept by the second of the two."""
 
     def run(self, scenario: Scenario) -> None:
@@ -39,7 +39,7 @@ class Lab(Protocol):
 
 class MemoryLab:
     def __init__(self) -> None:
-        self.pace = Pace()
+        self.pace = LinkLimiter()
 
     def run(self, scenario: Scenario) -> None:
         async def main() -> None:
@@ -58,7 +58,7 @@ class GuardedLab:
     """Two members of a private swarm. Whoever dials meets the other first."""
 
     def __init__(self) -> None:
-        self.pace = Pace()
+        self.pace = LinkLimiter()
 
     def run(self, scenario: Scenario) -> None:
         async def main() -> None:
@@ -80,20 +80,20 @@ class P2pdLab:
     """Its two p2pd processes serve all tests of a module."""
 
     def __init__(self, runner: asyncio.Runner, directory: Path, listen: tuple[str, ...] = LOOPBACK) -> None:
-        self.pace = Pace()
+        self.pace = LinkLimiter()
         self._runner = runner
         self._directory = directory
         self._listen = listen
         self._stack = contextlib.AsyncExitStack()
         self._pair: tuple[P2pdTransport, P2pdTransport] | None = None
 
-    async def _peer(self, name: str, pace: Pace) -> P2pdTransport:
+    async def _peer(self, name: str, pace: LinkLimiter) -> P2pdTransport:
         config = P2pdConfig(self._directory / name, listen=self._listen, pace=pace)
         return await self._stack.enter_async_context(P2pdTransport.create(config))
 
     async def pair(self) -> tuple[P2pdTransport, P2pdTransport]:
         if self._pair is None:
-            self._pair = (await self._peer("a", Pace()), await self._peer("b", self.pace))
+            self._pair = (await self._peer("a", LinkLimiter()), await self._peer("b", self.pace))
         return self._pair
 
     def run(self, scenario: Callable[[P2pdTransport, P2pdTransport], Awaitable[None]]) -> None:

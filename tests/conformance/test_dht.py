@@ -16,14 +16,14 @@ from swarmnet_protocols.directory.records import MAX_RECORD_BYTES, Record, dht_k
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.machine.clock import wall_clock
 from swarmnet_protocols.membership.certificates import Admittance, issue
-from swarmnet_protocols.membership.handshake import Door
+from swarmnet_protocols.membership.handshake import Handshakes
 from swarmnet_protocols.membership.membership import Membership
 from swarmnet_protocols.membership.rules import Admission, Rules
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
 from swarmnet_protocols.net.protocol_ids import DHT_FIND
-from swarmnet_protocols.net.resources import Stock
+from swarmnet_protocols.net.resources import Resource
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire.roles import ANY_ROLE, Role
 
@@ -75,7 +75,7 @@ async def join(
     config = P2pdConfig(path, listen=LOOPBACK, bootstrap=bootstrap)
     async with (
         P2pdTransport.create(config) as transport,
-        Door.run(transport, membership, Timing()) as door,
+        Handshakes.run(transport, membership, Timing()) as door,
         DhtDirectory.create(
             transport, door, identity, bootstrap=bootstrap, client_mode=client_mode
         ) as directory,
@@ -437,7 +437,7 @@ def test_one_small_call_has_no_large_answer_and_leaves_nothing_behind(five: Five
         assert 1 << 20 < answer.ByteSize() < MAX_ANSWER_BYTES + (64 << 10)
         assert any(not result.value for result in answer.results)
         used = victim.transport.resources.in_all.used
-        assert used[Stock.CALLS] == 0
-        assert used[Stock.MEMORY] < 1 << 20
+        assert used[Resource.CALLS] == 0
+        assert used[Resource.MEMORY] < 1 << 20
 
     five.run(scenario)

@@ -14,7 +14,7 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
 
 from swarmnet_protocols.errors import ConfigError
-from swarmnet_protocols.machine.core_lock import Turns
+from swarmnet_protocols.machine.core_lock import CoreLock
 from swarmnet_protocols.models import resolve
 from swarmnet_protocols.net.memory import Delivery
 from swarmnet_protocols.net.protocol_ids import LINK
@@ -82,7 +82,7 @@ def test_a_client_computes_between_turns_of_nodes(
 
     streamer = SimpleNamespace(put=lambda _: None, end=lambda: None) if is_streamed else None
     parts = {"embedding": tiny.model.get_input_embeddings(), "head": tiny.model.get_output_embeddings()}
-    with Turns.open(tmp_path / "t") as turns:
+    with CoreLock.open(tmp_path / "t") as turns:
         monkeypatch.setattr(tiny.model, "turns", turns)
         hooks = [part.register_forward_hook(partial(look, name)) for name, part in parts.items()]
         generate(tiny.model, PROMPTS[:1], max_new_tokens=2, logits_processor=[choose], streamer=streamer)

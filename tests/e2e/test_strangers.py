@@ -32,7 +32,7 @@ from swarmnet_protocols.net.messages import parse
 from swarmnet_protocols.net.p2pd.transport import MAX_LINGERING, P2pdConfig, P2pdTransport
 from swarmnet_protocols.net.protocol_ids import INFERENCE, LINK, PASS, PING, SESSION
 from swarmnet_protocols.net.refusal import REFUSED
-from swarmnet_protocols.net.resources import EACH_PEER, Stock
+from swarmnet_protocols.net.resources import EACH_PEER, Resource
 from swarmnet_protocols.session.passes import MAX_POSITIONS
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import records_pb2
@@ -320,7 +320,7 @@ def test_a_peer_may_not_take_all_passes(victim: Victim, tmp_path: Path) -> None:
 def _step(**changes: Any) -> pb.LinkRequest:
     good: dict[str, Any] = {
         "seq": 1,
-        "rows": [pb.Row(lane=0, start=0, count=1, outputs=1, source=0)],
+        "rows": [pb.Row(sequence=0, start=0, count=1, outputs=1, source=0)],
         "tensor": pb.Tensor(dtype=pb.DTYPE_FLOAT32, shape=[1, 32]),
     }
     return pb.LinkRequest(step=pb.Step(**good | changes))
@@ -332,8 +332,8 @@ def _step(**changes: Any) -> pb.LinkRequest:
         _step(seq=5),
         _step(tensor=pb.Tensor(dtype=pb.DTYPE_FLOAT32, shape=[1 << 30, 32])),
         _step(tensor=pb.Tensor(dtype=pb.DTYPE_FLOAT32, shape=[1, 33])),
-        _step(rows=[pb.Row(lane=0, start=0, count=1 << 30, outputs=1, source=0)]),
-        _step(rows=[pb.Row(lane=0, start=9, count=1, outputs=1, source=0)]),
+        _step(rows=[pb.Row(sequence=0, start=0, count=1 << 30, outputs=1, source=0)]),
+        _step(rows=[pb.Row(sequence=0, start=9, count=1, outputs=1, source=0)]),
     ],
     ids=["a gap", "a huge tensor", "another width", "a huge row", "a position out of nowhere"],
 )
@@ -377,7 +377,7 @@ def test_two_thousand_silent_streams_are_ended(victim: Victim, tmp_path: Path) -
             await transport._daemon.open_stream(victim.peer, PING.id, deadline_s=DEADLINE_S)
             for _ in range(2000)
         ]
-        most = EACH_PEER[Stock.STREAMS] + MAX_LINGERING + descriptors + 16
+        most = EACH_PEER[Resource.STREAMS] + MAX_LINGERING + descriptors + 16
         assert psutil.Process(victim.node.pid).num_fds() <= most
         async with asyncio.timeout(DEADLINE_S):
             for pipe in streams:
@@ -446,6 +446,6 @@ def test_ten_thousand_hostile_frames_a_second_cost_no_memory(victim: Victim) -> 
     assert len(sent) >= 3
     assert answered > 0
     assert growth < 64 << 20
-    most = descriptors + EACH_PEER[Stock.STREAMS] + MAX_LINGERING
+    most = descriptors + EACH_PEER[Resource.STREAMS] + MAX_LINGERING
     assert psutil.Process(victim.node.pid).num_fds() <= most
     victim.check()

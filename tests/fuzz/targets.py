@@ -32,7 +32,7 @@ from swarmnet_protocols.net import refusal as refusing
 from swarmnet_protocols.net.framing import FrameReader, encode
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind, unpack_multiaddr, unpack_peer
-from swarmnet_protocols.net.rate_limit import Line, PacedReader
+from swarmnet_protocols.net.rate_limit import LimitedReader, RateLimiter
 from swarmnet_protocols.session import adapters, steps
 from swarmnet_protocols.training import jobs, rosters
 from swarmnet_protocols.training.codecs import get_codec
@@ -130,7 +130,7 @@ def read_frames(data: bytes) -> None:
         reader = asyncio.StreamReader()
         reader.feed_data(data)
         reader.feed_eof()
-        frames = FrameReader(PacedReader(reader, Line()), SPEC, a_meter())
+        frames = FrameReader(LimitedReader(reader, RateLimiter()), SPEC, a_meter())
         while True:
             await frames.read()
 

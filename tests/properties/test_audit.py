@@ -14,7 +14,7 @@ from swarmnet_client.audit.measure import TOLERANCE, relative_errors
 from swarmnet_client.audit.plan import SHARE, Ledger, witnesses
 from swarmnet_client.audit.verdict import Verdict, judge
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.net.resources import Scope, Stock
+from swarmnet_protocols.net.resources import Resource, Scope
 from swarmnet_protocols.routing.cost import Hop, HostInfo
 from swarmnet_protocols.session.activation_log import ActivationLog
 from swarmnet_protocols.session.steps import Row, Step
@@ -135,13 +135,15 @@ def test_witnesses_cover_the_span_and_are_none_of_those_left_out(
         assert not set(range(2, 8)) <= covered
 
 
-LANES = 3
+SEQUENCES = 3
 Rows = list[tuple[int, int, int, int]]
 
 
 @given(
     st.lists(
-        st.tuples(st.integers(0, LANES - 1), st.integers(0, LANES - 1), st.floats(0, 1), st.integers(1, 5)),
+        st.tuples(
+            st.integers(0, SEQUENCES - 1), st.integers(0, SEQUENCES - 1), st.floats(0, 1), st.integers(1, 5)
+        ),
         max_size=20,
     ),
     st.integers(0, 3),
@@ -150,19 +152,19 @@ def test_a_log_shows_what_each_lane_holds_and_its_receiver_has_the_digest_of_it(
     rows: list[tuple[int, int, float, int]], behind: int
 ) -> None:
     scope = Scope("test", {}, {})
-    log, received = ActivationLog(scope.hold(Stock.LOG, 0)), Received(scope.hold(Stock.LOG, 0))
-    lanes: dict[int, torch.Tensor] = {}
-    for seq, (lane, source, share, count) in enumerate(rows, 1):
-        held = lanes.get(source, torch.empty(0, 2))
+    log, received = ActivationLog(scope.hold(Resource.LOG, 0)), Received(scope.hold(Resource.LOG, 0))
+    sequences: dict[int, torch.Tensor] = {}
+    for seq, (sequence, source, share, count) in enumerate(rows, 1):
+        held = sequences.get(source, torch.empty(0, 2))
         start = math.floor(share * len(held))
         values = torch.randn(count, 2)
-        lanes[lane] = torch.cat([held[:start], values])
+        sequences[sequence] = torch.cat([held[:start], values])
         step = Step(
-            seq, (Row(lane, start, count, 0, source, rewrite=True),), values, acked=max(0, seq - behind)
+            seq, (Row(sequence, start, count, 0, source, rewrite=True),), values, acked=max(0, seq - behind)
         )
         log.append(step)
         received.add(step)
-        for each, expected in lanes.items():
+        for each, expected in sequences.items():
             for end in {1, len(expected)}:
                 shown = log.values(each, end)
                 assert shown is not None

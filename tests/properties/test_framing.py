@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from swarmnet_protocols.errors import ProtocolViolation, StreamEnded, StreamRefused
 from swarmnet_protocols.net import Message, ProtocolSpec, Refusal
-from swarmnet_protocols.net.flow_control import GRANT, WAIT, WAITS, Allowance, Grants
+from swarmnet_protocols.net.flow_control import GRANT, WAIT, WAITS, ReceiveWindow, SendWindow
 from swarmnet_protocols.net.framing import FrameReader, encode
 from swarmnet_protocols.net.protocol_ids import ALL
-from swarmnet_protocols.net.rate_limit import Line, PacedReader
+from swarmnet_protocols.net.rate_limit import LimitedReader, RateLimiter
 from swarmnet_protocols.net.refusal import (
     ENDED,
     MAX_REASON_CHARS,
@@ -33,9 +33,9 @@ from tests.support.meters import a_meter
 SMALL = ProtocolSpec("/test/1", max_header_bytes=50, max_payload_bytes=200)
 
 messages = st.builds(Message, st.binary(max_size=50), st.binary(max_size=200))
-EDGES = (0, SMALL.max_header_bytes, SMALL.max_payload_bytes, MAX_REFUSAL_BYTES, WAITS, REFUSED)
+LOCAL_LAYERS = (0, SMALL.max_header_bytes, SMALL.max_payload_bytes, MAX_REFUSAL_BYTES, WAITS, REFUSED)
 sizes = st.integers(0, 2**32 - 1) | st.sampled_from(
-    [edge + by for edge in EDGES for by in (-1, 0, 1) if 0 <= edge + by < 2**32]
+    [edge + by for edge in LOCAL_LAYERS for by in (-1, 0, 1) if 0 <= edge + by < 2**32]
 )
 
 
@@ -48,10 +48,10 @@ def read_all(
     """What a reader makes of ``chunks``: messages, and how it ended. It may be one who waits for grants, or one who grants."""
 
     async def main() -> tuple[list[Message], Exception]:
-        reader, line = asyncio.StreamReader(), Line()
-        allowance = Allowance() if half == "waits" else None
-        grants = Grants(line, nothing) if half == "grants" else None
-        paced = PacedReader(reader, line, grants)
+        reader, line = asyncio.StreamReader(), RateLimiter()
+        allowance = SendWindow() if half == "waits" else None
+        grants = ReceiveWindow(line, nothing) if half == "grants" else None
+        paced = LimitedReader(reader, line, grants)
         frames = FrameReader(paced, protocol, a_meter(), allowance=allowance, grants=grants)
         received: list[Message] = []
 
@@ -159,7 +159,7 @@ def test_a_violation_stays_one() -> None:
     async def main() -> None:
         reader = asyncio.StreamReader()
         reader.feed_data(struct.pack(">II", 51, 0) + encoded(Message(b"fine")))
-        frames = FrameReader(PacedReader(reader, Line()), SMALL, a_meter())
+        frames = FrameReader(LimitedReader(reader, RateLimiter()), SMALL, a_meter())
         for _ in range(3):
             with pytest.raises(ProtocolViolation):
                 await frames.read()

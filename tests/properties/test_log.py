@@ -12,9 +12,9 @@ from swarmnet_protocols.session.activation_log import ActivationLog, Cursor, Lef
 from swarmnet_protocols.session.steps import Row, Step, check_rows
 from tests.support.logs import a_log
 
-LANES = 3
+SEQUENCES = 3
 REPLAY_POSITIONS = 5
-Lanes = dict[int, list[int]]
+Sequences = dict[int, list[int]]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -24,40 +24,40 @@ def short_replays() -> Iterator[None]:
         yield
 
 
-def apply(lanes: Lanes, step: Step) -> None:
+def apply(sequences: Sequences, step: Step) -> None:
     """What a hop does with a step, told in lists."""
-    before = {lane: list(values) for lane, values in lanes.items()}
+    before = {sequence: list(values) for sequence, values in sequences.items()}
     for row, values in zip(step.rows, step.split(), strict=True):
-        lanes[row.lane] = before.get(row.source, [])[: row.start] + values[:, 0].long().tolist()
+        sequences[row.sequence] = before.get(row.source, [])[: row.start] + values[:, 0].long().tolist()
 
 
 @dataclass
 class Downstream:
     """A hop fed from a log: refuses what a host would refuse."""
 
-    lanes: Lanes = field(default_factory=dict)
+    sequences: Sequences = field(default_factory=dict)
     log: ActivationLog = field(default_factory=a_log)
     seqs: list[int] = field(default_factory=list)
 
     def take(self, step: Step) -> None:
-        check_rows(step.rows, {lane: len(values) for lane, values in self.lanes.items()})
+        check_rows(step.rows, {sequence: len(values) for sequence, values in self.sequences.items()})
         self.log.append(step)
         if not step.replay:
             self.seqs.append(step.seq)
-        apply(self.lanes, step)
+        apply(self.sequences, step)
 
 
 @st.composite
-def rows(draw: st.DrawFn, lanes: Lanes) -> tuple[Row, ...]:
-    chosen = draw(st.lists(st.integers(0, LANES - 1), min_size=1, max_size=LANES, unique=True))
+def rows(draw: st.DrawFn, sequences: Sequences) -> tuple[Row, ...]:
+    chosen = draw(st.lists(st.integers(0, SEQUENCES - 1), min_size=1, max_size=SEQUENCES, unique=True))
     found = []
-    for lane in chosen:
-        source = draw(st.sampled_from([lane, *range(LANES)]))
-        held = len(lanes.get(source, []))
+    for sequence in chosen:
+        source = draw(st.sampled_from([sequence, *range(SEQUENCES)]))
+        held = len(sequences.get(source, []))
         start = draw(st.sampled_from([held, held, draw(st.integers(0, held))]))
-        rewrite = source != lane or start < held
+        rewrite = source != sequence or start < held
         found.append(
-            Row(lane, start, draw(st.sampled_from([1, 2, REPLAY_POSITIONS + 1])), 0, source, rewrite)
+            Row(sequence, start, draw(st.sampled_from([1, 2, REPLAY_POSITIONS + 1])), 0, source, rewrite)
         )
     return tuple(found)
 
@@ -71,9 +71,9 @@ def numbers() -> Iterator[int]:
 def test_any_hop_can_be_fed_from_the_log(data: st.DataObject) -> None:
     """Steps are appended, sent, acknowledged, and links broken, in any order; hops start fresh or survive."""
     log = a_log()
-    truth: Lanes = {}
+    truth: Sequences = {}
     number = numbers()
-    history: list[Lanes] = [{}]
+    history: list[Sequences] = [{}]
     hop, cursor = Downstream(), log.attach(0)
     acked = 0
     for _ in range(data.draw(st.integers(1, 14))):
@@ -84,7 +84,7 @@ def test_any_hop_can_be_fed_from_the_log(data: st.DataObject) -> None:
                 step = Step(log.last + 1, chosen, torch.tensor(values), acked)
                 log.append(step)
                 apply(truth, step)
-                history.append({lane: list(held) for lane, held in truth.items()})
+                history.append({sequence: list(held) for sequence, held in truth.items()})
             case "send":
                 if (step_out := log.next(cursor)) is not None:
                     hop.take(step_out)
@@ -102,9 +102,9 @@ def test_any_hop_can_be_fed_from_the_log(data: st.DataObject) -> None:
                 hop, cursor = Downstream(), log.attach(0)
     while (step_out := log.next(cursor)) is not None:
         hop.take(step_out)
-    assert hop.lanes == truth
+    assert hop.sequences == truth
     assert hop.log.last == log.last
-    assert dict(log.lengths) == {lane: len(values) for lane, values in truth.items()}
+    assert dict(log.lengths) == {sequence: len(values) for sequence, values in truth.items()}
     assert hop.seqs == sorted(set(hop.seqs)), "a step was computed twice"
 
 
@@ -171,6 +171,6 @@ def test_a_replacement_in_the_middle_feeds_the_survivor_exactly_what_it_lacks(da
         middle.take(fed)
     while pass_on():
         pass
-    assert middle.lanes == truth
-    assert survivor.lanes == truth
+    assert middle.sequences == truth
+    assert survivor.sequences == truth
     assert survivor.seqs == sorted(set(survivor.seqs)), "the survivor computed a step twice"

@@ -16,12 +16,12 @@ from swarmnet_protocols.training.codecs.payload import MAX_SCALE, MIN_SCALE
 
 CODECS = ("float32", "bfloat16", "float16", "int8", "int4", "fp4", "topk")
 FLOATS = CODECS[:3]
-EDGES = (0, 1, 2, 3, 63, 64, 65, 255, 256, 257, 4095, 4096, 4097)
+LOCAL_LAYERS = (0, 1, 2, 3, 63, 64, 65, 255, 256, 257, 4095, 4096, 4097)
 LARGEST = float(np.finfo(np.float32).max)
 SCALE_ROUNDING = 1 + 2.0**-7
 """A scale is rounded up to eight significant bits."""
 
-counts = st.sampled_from(EDGES) | st.integers(0, 10_000)
+counts = st.sampled_from(LOCAL_LAYERS) | st.integers(0, 10_000)
 
 
 @st.composite

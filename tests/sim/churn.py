@@ -25,36 +25,38 @@ class Writer:
 
     reference: Reference
     rng: random.Random
-    lanes: dict[int, list[int]] = field(default_factory=dict)
+    sequences: dict[int, list[int]] = field(default_factory=dict)
 
     async def write(self, chain: Chain, steps: int) -> None:
         """Raises what the chain raises; ``AssertionError`` for a wrong answer."""
         for _ in range(steps):
             rows, tokens = self._next()
-            before = dict(self.lanes)
+            before = dict(self.sequences)
             for row, new in zip(rows, tokens, strict=True):
-                self.lanes[row.lane] = before.get(row.source, [])[: row.start] + new
+                self.sequences[row.sequence] = before.get(row.source, [])[: row.start] + new
             answer = await chain.forward(rows, torch.tensor([token for new in tokens for token in new]))
             self._check(rows, answer)
-            assert chain.lengths == {lane: len(tokens) for lane, tokens in self.lanes.items()}
+            assert chain.lengths == {sequence: len(tokens) for sequence, tokens in self.sequences.items()}
 
     def _next(self) -> tuple[tuple[Row, ...], list[list[int]]]:
         rng = self.rng
-        kind = rng.choice(["extend", "extend", "extend", "reorder", "roll back"]) if self.lanes else "extend"
+        kind = (
+            rng.choice(["extend", "extend", "extend", "reorder", "roll back"]) if self.sequences else "extend"
+        )
         if kind == "reorder":
-            choices = [(lane, rng.choice(list(self.lanes))) for lane in list(self.lanes)]
+            choices = [(sequence, rng.choice(list(self.sequences))) for sequence in list(self.sequences)]
         else:
-            choices = [(lane, lane) for lane in rng.sample(range(4), rng.randint(1, 3))]
+            choices = [(sequence, sequence) for sequence in rng.sample(range(4), rng.randint(1, 3))]
         rows, tokens = [], []
-        for lane, source in choices:
-            held = len(self.lanes.get(source, []))
+        for sequence, source in choices:
+            held = len(self.sequences.get(source, []))
             start = rng.randint(0, held) if kind == "roll back" else held
             longest = 120 if rng.random() < 0.15 else 4
             count = min(rng.randint(1, longest), MAX_LENGTH - start)
             if count < 1:
                 start, count = MAX_LENGTH // 2, 1
-            rewrite = source != lane or start < held
-            rows.append(Row(lane, start, count, rng.randint(0, min(count, 3)), source, rewrite))
+            rewrite = source != sequence or start < held
+            rows.append(Row(sequence, start, count, rng.randint(0, min(count, 3)), source, rewrite))
             tokens.append([rng.randrange(VOCABULARY) for _ in range(count)])
         return tuple(rows), tokens
 
@@ -65,7 +67,7 @@ class Writer:
         for row, piece in zip(rows, pieces, strict=True):
             if not row.outputs:
                 continue
-            expected = model(torch.tensor([self.lanes[row.lane]])).logits[0, -row.outputs :]
+            expected = model(torch.tensor([self.sequences[row.sequence]])).logits[0, -row.outputs :]
             found = model.lm_head(model.model.norm(piece))
             torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=TOLERANCE)
 

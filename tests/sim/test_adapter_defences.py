@@ -90,7 +90,7 @@ async def next_reply(stream: Stream) -> pb.AdapterReply:
     """The next one that is not a beat."""
     while True:
         reply = pb.AdapterReply.FromString((await stream.receive()).header)
-        if not reply.HasField("beat"):
+        if not reply.HasField("heartbeat"):
             return reply
 
 

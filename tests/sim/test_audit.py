@@ -147,14 +147,14 @@ def test_a_neighbour_that_lies_about_what_went_between_does_not_convict(
         digest = Received.digest
         liar = lab.nodes[framing]
 
-        def lie(received: Received, lane: int, count: int) -> bytes:
+        def lie(received: Received, sequence: int, count: int) -> bytes:
             mine = [session._received for session in liar._host.sessions]
-            return bytes(32) if received in mine else digest(received, lane, count)
+            return bytes(32) if received in mine else digest(received, sequence, count)
 
         values = ActivationLog.values
 
-        def forge(log: ActivationLog, lane: int, count: int) -> Any:
-            found = values(log, lane, count)
+        def forge(log: ActivationLog, sequence: int, count: int) -> Any:
+            found = values(log, sequence, count)
             mine = [session._outbox.log for session in liar._host.sessions]
             return found + 1 if log in mine and found is not None else found
 
@@ -195,10 +195,10 @@ def test_a_host_that_says_nothing_of_what_it_computed_is_replaced(
         monkeypatch.setattr(
             Received,
             "digest",
-            lambda received, lane, count: (
+            lambda received, sequence, count: (
                 b""
                 if received in [session._received for session in silent._host.sessions]
-                else digest(received, lane, count)
+                else digest(received, sequence, count)
             ),
         )
 

@@ -10,7 +10,7 @@ from swarmnet_protocols.errors import ConfigError, ProtocolViolation
 from swarmnet_protocols.net import Message, PeerId, memory_stream
 from swarmnet_protocols.net.memory import LinkProfile
 from swarmnet_protocols.net.protocol_ids import EXCHANGE
-from swarmnet_protocols.net.resources import Stock
+from swarmnet_protocols.net.resources import Resource
 from swarmnet_protocols.training.codecs import get_codec
 from swarmnet_protocols.training.rounds.averaging import Member, Outcome, Rules
 from swarmnet_protocols.training.rounds.terms import Terms
@@ -251,9 +251,9 @@ def test_nobody_is_kept_waiting_by_who_does_not_read(monkeypatch: pytest.MonkeyP
         await stream.send(Message(hello.SerializeToString()))
         await asyncio.sleep(1.0)
         used = lab.transports[target].resources.peer(idle, asyncio.get_running_loop().time()).used
-        assert used[Stock.EARLY_ROUNDS] == 1
+        assert used[Resource.EARLY_ROUNDS] == 1
         await asyncio.sleep(3 * TIMING.silence_s)
-        assert used[Stock.EARLY_ROUNDS] == 0
+        assert used[Resource.EARLY_ROUNDS] == 0
         stream.close()
 
     simulate(scenario, lab)

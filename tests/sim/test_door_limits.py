@@ -9,7 +9,7 @@ from swarmnet_protocols.membership import handshake as door_module
 from swarmnet_protocols.membership.handshake import MAX_DOORS_EACH
 from swarmnet_protocols.net import Message, Stream
 from swarmnet_protocols.net.protocol_ids import DOOR, REVOCATIONS, SESSION
-from swarmnet_protocols.net.resources import RETRY_S, Stock
+from swarmnet_protocols.net.resources import RETRY_S, Resource
 from swarmnet_protocols.wire import door_pb2 as pb
 from tests.support.door_world import (
     DEADLINE_S,
@@ -37,7 +37,7 @@ def test_who_says_nothing_at_the_door_is_gone_in_time() -> None:
         ]
         async with asyncio.timeout(10.0):
             await asyncio.gather(*(seconds_until_the_end(stream) for stream in silent))
-        assert not server.raw.resources.in_all.used[Stock.STRANGERS]
+        assert not server.raw.resources.in_all.used[Resource.STRANGERS]
 
     run(scenario)
 
@@ -45,12 +45,12 @@ def test_who_says_nothing_at_the_door_is_gone_in_time() -> None:
 def test_silent_strangers_keep_no_member_out() -> None:
     async def scenario(world: World) -> None:
         server, client = await world.member("bob"), await world.member("alice")
-        server.raw.resources.limit(Stock.STRANGERS, in_all=8)
+        server.raw.resources.limit(Resource.STRANGERS, in_all=8)
         await server.transport.serve(SESSION, answer)
         for number in range(20):
             stranger = await world.stranger(f"stranger {number}")
             await stranger.open(server.peer_id, DOOR, deadline_s=DEADLINE_S)
-        assert server.raw.resources.in_all.used[Stock.STRANGERS] == 8
+        assert server.raw.resources.in_all.used[Resource.STRANGERS] == 8
         await converse(client, server)
 
     run(scenario)
@@ -61,7 +61,7 @@ def test_sixteen_who_take_all_streams_keep_no_member_out() -> None:
 
     async def scenario(world: World) -> None:
         server, client = await world.member("bob"), await world.member("alice")
-        server.raw.resources.limit(Stock.STREAMS, in_all=64)
+        server.raw.resources.limit(Resource.STREAMS, in_all=64)
         await server.transport.serve(SESSION, answer)
         world.network.move(client.peer_id, "/ip4/192.0.2.1/tcp/1")
         for number in range(16):
@@ -69,7 +69,7 @@ def test_sixteen_who_take_all_streams_keep_no_member_out() -> None:
             world.network.move(stranger.peer_id, f"/ip4/203.0.113.{number}/tcp/1")
             opening = (stranger.open(server.peer_id, DOOR, deadline_s=DEADLINE_S) for _ in range(4))
             await asyncio.gather(*opening)
-        assert server.raw.resources.in_all.used[Stock.STREAMS] == 48
+        assert server.raw.resources.in_all.used[Resource.STREAMS] == 48
         await converse(client, server)
 
     run(scenario)
@@ -78,15 +78,15 @@ def test_sixteen_who_take_all_streams_keep_no_member_out() -> None:
 def test_whoever_there_is_no_room_for_at_the_door_learns_so_and_when_to_come_again() -> None:
     async def scenario(world: World) -> None:
         server, client = await world.member("bob"), await world.member("alice")
-        server.raw.resources.limit(Stock.STRANGERS, each_peer=0)
+        server.raw.resources.limit(Resource.STRANGERS, each_peer=0)
         with pytest.raises(StreamRefused, match="has no room") as info:
             await client.door.enter(server.peer_id, SESSION, deadline_s=DEADLINE_S)
         assert info.value.retry_after_s == RETRY_S
-        server.raw.resources.limit(Stock.STREAMS, each_peer=0)
+        server.raw.resources.limit(Resource.STREAMS, each_peer=0)
         with pytest.raises(StreamRefused, match="has no room"):
             await client.door.enter(server.peer_id, SESSION, deadline_s=DEADLINE_S)
-        server.raw.resources.limit(Stock.STREAMS, each_peer=9)
-        server.raw.resources.limit(Stock.STRANGERS, each_peer=1)
+        server.raw.resources.limit(Resource.STREAMS, each_peer=9)
+        server.raw.resources.limit(Resource.STRANGERS, each_peer=1)
         await client.door.enter(server.peer_id, SESSION, deadline_s=DEADLINE_S)
 
     run(scenario)

@@ -11,7 +11,7 @@ import torch
 
 from swarmnet_node.engine.stage import Stage
 from swarmnet_node.owner.limits import Limits, Usage
-from swarmnet_node.owner.supervisor import GOVERN_S, LOOK_S, PAUSE_GRACE_S, Guest
+from swarmnet_node.owner.supervisor import GOVERN_S, LOOK_S, PAUSE_GRACE_S, Supervisor
 from swarmnet_protocols.directory.hosts import read_records
 from swarmnet_protocols.errors import IntegrityError
 from swarmnet_protocols.session.steps import Row
@@ -24,7 +24,7 @@ TOKENS = 12
 PAUSED_S = 5.0
 
 
-async def turns(guest: Guest, wanted: str) -> float:
+async def turns(guest: Supervisor, wanted: str) -> float:
     """When the node is said to be ``wanted``; at once if it is already."""
     loop = asyncio.get_running_loop()
     changed = asyncio.Event()

@@ -11,7 +11,7 @@ from swarmnet_node.hosting.host import HostLimits
 from swarmnet_protocols.errors import StreamEnded
 from swarmnet_protocols.net import Message, Stream, Transport
 from swarmnet_protocols.net.protocol_ids import LINK, SESSION
-from swarmnet_protocols.net.resources import Stock
+from swarmnet_protocols.net.resources import Resource
 from swarmnet_protocols.session.steps import Row, Step, encode_step
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.support.swarm_lab import SWARM, Lab, Reference, simulate
@@ -60,7 +60,7 @@ async def session_reply(stream: Stream) -> pb.SessionReply:
     """The next reply that is not a beat."""
     while True:
         reply = pb.SessionReply.FromString((await stream.receive()).header)
-        if reply.WhichOneof("kind") not in ("beat", "opened"):
+        if reply.WhichOneof("kind") not in ("heartbeat", "opened"):
             return reply
 
 
@@ -78,7 +78,7 @@ async def assert_ends(stream: Stream) -> None:
 async def link_reply(stream: Stream) -> pb.LinkReply:
     while True:
         reply = pb.LinkReply.FromString((await stream.receive()).header)
-        if reply.WhichOneof("kind") != "beat":
+        if reply.WhichOneof("kind") != "heartbeat":
             return reply
 
 
@@ -99,7 +99,9 @@ def with_stranger(reference: Reference, talk: Callable[[Stranger], Awaitable[Non
         assert lab.cache_bytes() == {}
         used = lab.nodes["a"]._world.transport.resources.in_all.used
         assert {
-            stock: amount for stock, amount in used.items() if amount and stock != Stock.OWN_STREAMS
+            resource: amount
+            for resource, amount in used.items()
+            if amount and resource != Resource.OWN_STREAMS
         } == {}
 
     simulate(reference, scenario)
@@ -200,12 +202,12 @@ def test_without_memory_for_a_queue_steps_are_read_one_at_a_time(reference: Refe
         await link_reply(link)
         resources = stranger.lab.nodes["a"]._world.transport.resources
         step_bytes = 16 * HIDDEN * 4
-        resources.limit(Stock.MEMORY, each_peer=step_bytes + 100)
+        resources.limit(Resource.MEMORY, each_peer=step_bytes + 100)
         for number in range(3):
             await stranger.step(link, a_step(number + 1, 16 * number, 16))
         for _ in range(3):
             assert (await session_reply(session)).HasField("output")
-        resources.limit(Stock.MEMORY, each_peer=step_bytes - 1)
+        resources.limit(Resource.MEMORY, each_peer=step_bytes - 1)
         await stranger.step(link, a_step(4, 48, 16))
         await assert_ends(link)
 

@@ -14,7 +14,7 @@ from swarmnet_protocols.net.dialling import Introductions
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.protocol_ids import LINK
 from swarmnet_protocols.net.resources import DIALS_EACH_PEER
-from swarmnet_protocols.net.wrappers import PassingTransport
+from swarmnet_protocols.net.wrappers import TransportWrapper
 from swarmnet_protocols.wire import records_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.sim.test_host_defences import Stranger, session_reply, with_stranger
@@ -58,7 +58,7 @@ def test_nothing_else_names_addresses(record: bytes) -> None:
     assert read(record) == ()
 
 
-class Dialled(PassingTransport):
+class Dialled(TransportWrapper):
     """Counts the attempts to connect; none succeeds."""
 
     def __init__(self, transport: Transport) -> None:

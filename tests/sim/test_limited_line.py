@@ -11,7 +11,7 @@ from swarmnet_client.chain.passes import RemoteBatch
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.memory_stream import MemoryStream
 from swarmnet_protocols.net.meter import VIOLATION_FRAMES
-from swarmnet_protocols.net.resources import Flow
+from swarmnet_protocols.net.resources import Rate
 from swarmnet_protocols.session.adapters import Adapter
 from swarmnet_protocols.session.steps import Row
 from tests.sim.test_host_defences import Stranger, a_step, assert_ends, link_reply
@@ -216,10 +216,10 @@ def test_a_feeder_that_does_not_wait_for_grants_is_ended_and_has_to_pay(referenc
             assert link._allowance is not None
             link._allowance.waits_over = 1e9
             host = lab.nodes["a"]._world.transport.resources.in_all
-            before = host.spent[Flow.FRAMES]
+            before = host.spent[Rate.FRAMES]
             await stranger.step(link, a_step(1, 0, 256))
             await assert_ends(link)
-            assert host.spent[Flow.FRAMES] >= before + VIOLATION_FRAMES
+            assert host.spent[Rate.FRAMES] >= before + VIOLATION_FRAMES
             session.close()
 
     simulate(reference, scenario)

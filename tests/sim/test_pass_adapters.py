@@ -217,10 +217,10 @@ async def ask(lab: Lab, transport: Transport, **begin: Any) -> pb.PassReply:
     stream = await transport.open(lab.peer_id("a"), PASS, deadline_s=1.0)
     request = pb.PassRequest(begin=pb.Begin(**wanted | begin))
     await stream.send(Message(request.SerializeToString()))
-    reply = pb.PassReply(beat=pb.Beat())
+    reply = pb.PassReply(heartbeat=pb.Heartbeat())
     for part, payload in cut(torch.zeros(sum(wanted["counts"]), HIDDEN)):
         await stream.send(Message(pb.PassRequest(part=part).SerializeToString(), payload))
-    while reply.HasField("beat"):
+    while reply.HasField("heartbeat"):
         reply = pb.PassReply.FromString((await stream.receive()).header)
     stream.close()
     return reply

@@ -64,7 +64,7 @@ async def reply(stream: Stream) -> pb.PassReply:
     """The next reply that is not a beat."""
     while True:
         message = pb.PassReply.FromString((await stream.receive()).header)
-        if message.WhichOneof("kind") != "beat":
+        if message.WhichOneof("kind") != "heartbeat":
             return message
 
 
@@ -231,7 +231,7 @@ def test_a_host_that_leaves_takes_no_new_pass_and_ends_those_it_has(reference: R
         async with lab.network.transport(lab.peer_id("client")) as transport:
             stranger = Stranger(lab, transport)
             before = await stranger.begin()
-            assert pb.PassReply.FromString((await before.receive()).header).HasField("beat")
+            assert pb.PassReply.FromString((await before.receive()).header).HasField("heartbeat")
             node.finish(grace_s=10.0)
             await assert_refused(await stranger.begin(), pb.REASON_LEAVING)
             await before.send(part(zeros()))

@@ -201,7 +201,7 @@ class Client:
             return reply
         for part, payload in cut(values):
             await stream.send(Message(pb.PassRequest(part=part).SerializeToString(), payload))
-        while reply.HasField("beat"):
+        while reply.HasField("heartbeat"):
             reply = await self._reply(stream)
         stream.close()
         return reply

@@ -106,14 +106,14 @@ def test_so_do_sessions_that_once_brought_some(reference: Reference) -> None:
 
 
 def test_caches_of_idle_sessions_make_way(reference: Reference) -> None:
-    lane_bytes = reference.stage(0, 6).geometry.bytes_for(64)
+    sequence_bytes = reference.stage(0, 6).geometry.bytes_for(64)
 
     async def scenario(lab: Lab) -> None:
         limits = HostLimits(cache_share_per_client=0.5)
-        await lab.start("a", lab.hosting((0, 6), limits=limits, max_cache_bytes=4 * lane_bytes))
+        await lab.start("a", lab.hosting((0, 6), limits=limits, max_cache_bytes=4 * sequence_bytes))
         async with AsyncExitStack() as stack:
             await Crowd(lab, stack).fill_sessions(2, 2, positions=3)
-            assert lab.cache_bytes() == {"a": 4 * lane_bytes}
+            assert lab.cache_bytes() == {"a": 4 * sequence_bytes}
             await asyncio.sleep(10.0)
             await be_served(lab)
 
@@ -121,10 +121,10 @@ def test_caches_of_idle_sessions_make_way(reference: Reference) -> None:
 
 
 def test_one_client_has_a_quarter_of_the_caches(reference: Reference) -> None:
-    lane_bytes = reference.stage(0, 6).geometry.bytes_for(64)
+    sequence_bytes = reference.stage(0, 6).geometry.bytes_for(64)
 
     async def scenario(lab: Lab) -> None:
-        await lab.start("a", lab.hosting((0, 6), max_cache_bytes=4 * lane_bytes))
+        await lab.start("a", lab.hosting((0, 6), max_cache_bytes=4 * sequence_bytes))
         async with AsyncExitStack() as stack:
             stranger = await Crowd(lab, stack).stranger()
             answers = []
@@ -148,17 +148,19 @@ def test_a_session_without_a_first_step_ends_where_there_is_room(reference: Refe
             stranger = await Crowd(lab, stack).stranger()
             stream = await stranger.send_open()
 
-            async def beat() -> None:
+            async def heartbeat() -> None:
                 while True:
-                    await stream.send(Message(pb.SessionRequest(beat=pb.Beat()).SerializeToString()))
+                    await stream.send(
+                        Message(pb.SessionRequest(heartbeat=pb.Heartbeat()).SerializeToString())
+                    )
                     await asyncio.sleep(10.0)
 
-            beating = asyncio.create_task(beat())
+            heartbeating = asyncio.create_task(heartbeat())
             clock = asyncio.get_running_loop().time
             began = clock()
             assert (await session_reply(stream)).refused.reason == pb.REASON_IDLE
             assert clock() - began == pytest.approx(lab.timing.first_step_s, abs=1.0)
-            beating.cancel()
+            heartbeating.cancel()
 
     simulate(reference, scenario, limit_s=400)
 
@@ -221,10 +223,12 @@ def test_passes_that_bring_nothing_make_way(reference: Reference) -> None:
             ]
             await asyncio.sleep(6.0)
             honest = await start(await crowd.stranger())
-            assert pb.PassReply.FromString((await honest.receive()).header).HasField("beat")
+            assert pb.PassReply.FromString((await honest.receive()).header).HasField("heartbeat")
             replies = []
             for stream in held:
-                while (reply := pb.PassReply.FromString((await stream.receive()).header)).HasField("beat"):
+                while (reply := pb.PassReply.FromString((await stream.receive()).header)).HasField(
+                    "heartbeat"
+                ):
                     if replies:
                         break
                 replies.append(reply)

@@ -233,8 +233,8 @@ def test_a_guest_of_a_guest_is_sent_on_to_the_gatherer() -> None:
     """Whoever comes back and is first in the order is a guest where it was told where the others are."""
 
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
-        back, gatherer, other = workers
-        for worker in (gatherer, other):
+        back, leader, other = workers
+        for worker in (leader, other):
             await worker.gathering.stand(3, START)
         with pytest.raises(Elsewhere):
             await back.gather(workers, round=0, state=b"0" * 32)
@@ -242,7 +242,7 @@ def test_a_guest_of_a_guest_is_sent_on_to_the_gatherer() -> None:
         await asyncio.sleep(1)  # the others are still at their inner steps
         asking.append(asyncio.create_task(other.gather(workers)))
         await asyncio.sleep(1)
-        asking.append(asyncio.create_task(gatherer.gather(workers)))
+        asking.append(asyncio.create_task(leader.gather(workers)))
         rosters = await asyncio.gather(*asking)
         assert [names(roster) for roster in rosters] == [[worker.member.peer for worker in workers]] * 3
         assert asyncio.get_running_loop().time() < PATIENCE_S

@@ -11,7 +11,7 @@ from swarmnet_protocols.net.memory import LinkProfile, MemoryNetwork
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.training.bandwidth import ArrivalRates
 from swarmnet_protocols.training.codecs import ALIGNMENT
-from swarmnet_protocols.training.matchmaking import Gathering
+from swarmnet_protocols.training.matchmaking import Matchmaking
 from swarmnet_protocols.training.rosters import Candidate, Roster
 from swarmnet_protocols.training.rounds.averaging import Outcome
 from tests.support.training_lab import JOB, TrainingLab, Work, check_agreement
@@ -55,7 +55,8 @@ class RatesLab(TrainingLab):
         work = Work.random(self, COUNT)
         rates = {peer: ArrivalRates() for peer in self.peers}
         gatherings = {
-            peer: Gathering(self.transports[peer], JOB, max_members=8, timing=Timing()) for peer in self.peers
+            peer: Matchmaking(self.transports[peer], JOB, max_members=8, timing=Timing())
+            for peer in self.peers
         }
         for gathering in gatherings.values():
             await gathering.serve()
@@ -71,7 +72,7 @@ class RatesLab(TrainingLab):
                 rates[peer].add(outcome.arrivals)
         return outcomes
 
-    async def _gather(self, gathering: Gathering, me: PeerId, number: int, rates: ArrivalRates) -> Roster:
+    async def _gather(self, gathering: Matchmaking, me: PeerId, number: int, rates: ArrivalRates) -> Roster:
         await gathering.stand(number, b"s" * 32)
         everybody = {peer: Candidate(peer, (), weight=1.0) for peer in self.peers}
         return await gathering.gather(

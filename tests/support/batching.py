@@ -10,7 +10,7 @@ import torch
 
 from swarmnet_client.batching.continuous_batching import Batcher, Limits
 from swarmnet_client.batching.sequences import Answer, Request
-from swarmnet_client.model.local_layers import Edges, Form, Head
+from swarmnet_client.model.local_layers import Form, Head, LocalLayers
 from swarmnet_client.model.sampling import Sampling
 from swarmnet_client.swarm import Swarm
 from swarmnet_protocols.models import LocalModel
@@ -18,8 +18,8 @@ from tests.support.swarm_lab import Lab
 
 
 def head_of(local: LocalModel) -> Head:
-    edges = Edges(local, Form(torch.float32, torch.device("cpu")))
-    return Head(edges, ThreadPoolExecutor(1))  # in virtual time what it is given runs in place
+    local_layers = LocalLayers(local, Form(torch.float32, torch.device("cpu")))
+    return Head(local_layers, ThreadPoolExecutor(1))  # in virtual time what it is given runs in place
 
 
 @asynccontextmanager

@@ -8,12 +8,12 @@ from typing import Any, cast
 import torch
 
 from swarmnet_node.engine.engine import Engine
-from swarmnet_node.engine.kv_cache import KVGeometry, LaneCache, LayerShape
+from swarmnet_node.engine.kv_cache import KVGeometry, LayerShape, SequenceCache
 from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.net.resources import ResourceManager
 
 GEOMETRY = KVGeometry((LayerShape(1, 4, 4),), torch.float32, torch.device("cpu"))
-Rows = Sequence[tuple[LaneCache, torch.Tensor]]
+Rows = Sequence[tuple[SequenceCache, torch.Tensor]]
 
 
 class Doubling:
@@ -25,15 +25,15 @@ class Doubling:
         self.batches: list[list[int]] = []
         self._before = before
 
-    def new_lane(self) -> LaneCache:
-        return LaneCache(self.geometry)
+    def new_sequence(self) -> SequenceCache:
+        return SequenceCache(self.geometry)
 
     def forward(self, rows: Rows) -> list[torch.Tensor]:
         self._before()
         self.batches.append([len(inputs) for _, inputs in rows])
-        for lane, inputs in rows:
-            lane.reserve(lane.length + len(inputs))
-            lane.length += len(inputs)
+        for sequence, inputs in rows:
+            sequence.reserve(sequence.length + len(inputs))
+            sequence.length += len(inputs)
         return [2 * inputs for _, inputs in rows]
 
 
@@ -51,5 +51,5 @@ def with_engine(
     return asyncio.run(main())
 
 
-def lane_of(engine: Engine) -> LaneCache:
-    return engine.adopt(engine.stage.new_lane(), engine._in_all)
+def sequence_of(engine: Engine) -> SequenceCache:
+    return engine.adopt(engine.stage.new_sequence(), engine._in_all)

@@ -1,8 +1,8 @@
 """An activation log with room of its own."""
 
-from swarmnet_protocols.net.resources import Scope, Stock
+from swarmnet_protocols.net.resources import Resource, Scope
 from swarmnet_protocols.session.activation_log import ActivationLog
 
 
 def a_log(max_bytes: int = 1 << 30) -> ActivationLog:
-    return ActivationLog(Scope("a test", {Stock.LOG: max_bytes}, {}).hold(Stock.LOG, 0))
+    return ActivationLog(Scope("a test", {Resource.LOG: max_bytes}, {}).hold(Resource.LOG, 0))

@@ -8,7 +8,7 @@ from math import inf
 
 from swarmnet_protocols.membership.certificates import Admittance, issue
 from swarmnet_protocols.membership.guarded_transport import GuardedTransport
-from swarmnet_protocols.membership.handshake import Door
+from swarmnet_protocols.membership.handshake import Handshakes
 from swarmnet_protocols.membership.membership import Membership
 from swarmnet_protocols.membership.revocations import Named, sign_list
 from swarmnet_protocols.membership.rules import Admission, Rules
@@ -39,7 +39,7 @@ class Someone:
     identity: Identity
     raw: MemoryTransport
     transport: GuardedTransport
-    door: Door
+    door: Handshakes
     membership: Membership
 
     @property
@@ -91,7 +91,7 @@ class PrivateSwarm:
         membership.certificate = certificate
         async with (
             network.transport(identity.peer_id) as raw,
-            Door.run(raw, membership, self.timing) as door,
+            Handshakes.run(raw, membership, self.timing) as door,
         ):
             yield Someone(identity, raw, GuardedTransport(raw, door), door, membership)
 

@@ -10,8 +10,8 @@ from swarmnet_protocols.net.meter import Meter
 from swarmnet_protocols.net.p2pd.pipe import Pipe
 from swarmnet_protocols.net.p2pd.stream import P2pdStream
 from swarmnet_protocols.net.protocol_ids import LINK
-from swarmnet_protocols.net.rate_limit import Pace
-from swarmnet_protocols.net.resources import ResourceManager, Stock
+from swarmnet_protocols.net.rate_limit import LinkLimiter
+from swarmnet_protocols.net.resources import Resource, ResourceManager
 from swarmnet_protocols.timing import Timing
 from tests.support.meters import a_meter
 
@@ -19,7 +19,7 @@ from tests.support.meters import a_meter
 class End:
     """A stream on one end of a pair of sockets, and what it takes."""
 
-    def __init__(self, pipe: Pipe, pace: Pace, *, is_ours: bool = False) -> None:
+    def __init__(self, pipe: Pipe, pace: LinkLimiter, *, is_ours: bool = False) -> None:
         self.resources = ResourceManager()
         self.pipe = pipe
         self.pace = pace
@@ -30,7 +30,7 @@ class End:
 
     @property
     def streams(self) -> int:
-        return self.resources.in_all.used[Stock.STREAMS]
+        return self.resources.in_all.used[Resource.STREAMS]
 
     def _closed(self, stream: P2pdStream) -> None:
         self.flushes.append(asyncio.get_running_loop().create_task(stream.flush()))
@@ -43,12 +43,12 @@ async def connected(end: socket.socket) -> Pipe:
 
 
 @asynccontextmanager
-async def a_stream_to(pace: Pace | None = None) -> AsyncIterator[tuple[End, socket.socket]]:
+async def a_stream_to(pace: LinkLimiter | None = None) -> AsyncIterator[tuple[End, socket.socket]]:
     """A stream, and the socket of whoever is on its other side."""
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
     with theirs:
-        end = End(await connected(ours), pace or Pace())
+        end = End(await connected(ours), pace or LinkLimiter())
         try:
             yield end, theirs
         finally:
@@ -57,10 +57,10 @@ async def a_stream_to(pace: Pace | None = None) -> AsyncIterator[tuple[End, sock
 
 
 @asynccontextmanager
-async def two_ends(pace: Pace | None = None) -> AsyncIterator[tuple[End, End]]:
+async def two_ends(pace: LinkLimiter | None = None) -> AsyncIterator[tuple[End, End]]:
     """The other one has opened the stream; the one keeps ``pace``."""
     async with a_stream_to(pace) as (one, theirs):
-        other = End(await connected(theirs.dup()), Pace(), is_ours=True)
+        other = End(await connected(theirs.dup()), LinkLimiter(), is_ours=True)
         theirs.close()
         try:
             yield one, other

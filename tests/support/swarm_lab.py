@@ -15,12 +15,12 @@ from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_client.swarm import Swarm
 from swarmnet_node.engine.stage import Stage
-from swarmnet_node.node import Hosting, Node, World
+from swarmnet_node.node import Dependencies, Hosting, Node
 from swarmnet_node.owner.limits import Limits
-from swarmnet_node.owner.supervisor import Guest
+from swarmnet_node.owner.supervisor import Supervisor
 from swarmnet_protocols.directory import MemoryBoard, MemoryDirectory
 from swarmnet_protocols.membership.guarded_transport import GuardedTransport
-from swarmnet_protocols.membership.handshake import Door
+from swarmnet_protocols.membership.handshake import Handshakes
 from swarmnet_protocols.membership.membership import Membership
 from swarmnet_protocols.models import LocalModel
 from swarmnet_protocols.net import PeerId, Transport
@@ -147,26 +147,26 @@ class Lab:
             membership = Membership(self.private.rules, identity.peer_id, virtual_clock)
             membership.take_certificate(self.private.certify(identity.peer_id, role))
             self.memberships[name] = membership
-            async with Door.run(raw, membership, self.timing) as door:
+            async with Handshakes.run(raw, membership, self.timing) as door:
                 yield GuardedTransport(raw, door)
 
     @asynccontextmanager
     async def guest(
         self, name: str, hosting: Hosting, machine: FakeMachine, limits: Limits
-    ) -> AsyncIterator[Guest]:
+    ) -> AsyncIterator[Supervisor]:
         """A node on somebody's machine."""
-        async with self._world(name) as world, Guest.run(world, hosting, machine, limits) as guest:
+        async with self._world(name) as world, Supervisor.run(world, hosting, machine, limits) as guest:
             yield guest
 
     @asynccontextmanager
-    async def _world(self, name: str) -> AsyncIterator[World]:
+    async def _world(self, name: str) -> AsyncIterator[Dependencies]:
         identity = peer(name)
         async with self._transport(name, identity, Role.HOST) as transport:
             directory = MemoryDirectory(self.board, identity, SWARM)
             rng = random.Random(f"{self.seed}/{name}")
             # Virtual time runs what is given to an executor in place.
             stopwatch = asyncio.get_running_loop().time
-            yield World(
+            yield Dependencies(
                 transport,
                 directory,
                 ThreadPoolExecutor(1),

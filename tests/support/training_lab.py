@@ -155,7 +155,7 @@ def check_agreement(work: Work, outcomes: Outcomes) -> None:
 
 def kind_of(delivery: Delivery) -> str:
     """The kind of message a delivery carries: "hello", "report", ...; "beat" for what the accepting side says."""
-    return pb.ExchangeRequest.FromString(delivery.message.header).WhichOneof("kind") or "beat"
+    return pb.ExchangeRequest.FromString(delivery.message.header).WhichOneof("kind") or "heartbeat"
 
 
 def on_delivery(

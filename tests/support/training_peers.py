@@ -11,7 +11,7 @@ from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.memory import LinkProfile, MemoryNetwork
 from swarmnet_protocols.timing import Timing
-from swarmnet_protocols.training.matchmaking import Gathering
+from swarmnet_protocols.training.matchmaking import Matchmaking
 from swarmnet_protocols.training.rosters import Candidate, Roster
 from swarmnet_protocols.training.state_transfer import (
     StateServer,
@@ -29,7 +29,7 @@ PATIENCE_S = 10.0
 class Worker:
     transport: Transport
     member: Candidate
-    gathering: Gathering
+    gathering: Matchmaking
     states: StateServer
     measured: dict[PeerId, float] = field(default_factory=dict)
 
@@ -46,7 +46,7 @@ async def start(network: MemoryNetwork, living: list[asyncio.Task[None]], seed: 
     async def live() -> None:
         async with network.transport(identity.peer_id) as transport:
             member = Candidate(identity.peer_id, (), weight=100.0)
-            gathering = Gathering(transport, JOB, max_members=8, timing=TIMING)
+            gathering = Matchmaking(transport, JOB, max_members=8, timing=TIMING)
             states = StateServer(transport, JOB, TIMING)
             await gathering.serve()
             await states.serve()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from swarmnet_node.training.checkpoint import Checkpoints
-from swarmnet_node.training.dependencies import Hosted, WorkerWorld
+from swarmnet_node.training.dependencies import Hosted, WorkerDependencies
 from swarmnet_node.training.start import LocalFiles, check_job
 from swarmnet_node.training.trainer import Trainer
 from swarmnet_node.training.worker import Worker
@@ -154,7 +154,7 @@ class WorkerLab:
                 job, cache_dir=self.folder / "cache", available_bytes=1 << 33, device=torch.device("cpu")
             )
             compute, codec = TimedExecutor(COMPUTE_S), TimedExecutor(0.0)
-            world = WorkerWorld(transport, directory, compute, codec, random.Random(name))
+            world = WorkerDependencies(transport, directory, compute, codec, random.Random(name))
             hosted = Hosted(self.sealed, trainer, Checkpoints(self.folder / name))
 
             def report(event: dict[str, Any]) -> None:

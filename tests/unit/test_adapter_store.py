@@ -11,7 +11,7 @@ from swarmnet_node.hosting.adapter_store import AdapterStore
 from swarmnet_node.hosting.adapters import StageAdapter
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.net.resources import ResourceManager, Scope, Stock
+from swarmnet_protocols.net.resources import Resource, ResourceManager, Scope
 from swarmnet_protocols.session.link import Refused
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.support.virtual_time import run
@@ -34,8 +34,8 @@ class BoundedStore(AdapterStore):
 
     def __init__(self) -> None:
         self.resources = ResourceManager()
-        self.resources.limit(Stock.ADAPTERS, in_all=7, each_peer=4)
-        self.resources.limit(Stock.ADAPTER_BYTES, in_all=8 * SIZE, each_peer=5 * SIZE)
+        self.resources.limit(Resource.ADAPTERS, in_all=7, each_peer=4)
+        self.resources.limit(Resource.ADAPTER_BYTES, in_all=8 * SIZE, each_peer=5 * SIZE)
         super().__init__(self.resources.in_all, idle_s=IDLE_S)
 
     def scope(self, owner: PeerId) -> Scope:

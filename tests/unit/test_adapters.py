@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from swarmnet_node.engine.kernels.decode import Native
-from swarmnet_node.engine.kv_cache import LaneCache
+from swarmnet_node.engine.kv_cache import SequenceCache
 from swarmnet_node.engine.stage import Stage
 from swarmnet_node.hosting.adapters import StageAdapter
 from swarmnet_protocols.models import LocalModel, resolve
@@ -58,9 +58,9 @@ class Chain:
     def __init__(self, model: LocalModel, tensors: list[dict[str, torch.Tensor]]) -> None:
         self.plain = whole(model)
         self.stages = [Stage.load(model, start, end, dtype=torch.float32, device=CPU) for start, end in SPANS]
-        self.lanes = [
+        self.sequences = [
             [
-                stage.new_lane(adapter_of(stage, start, each))
+                stage.new_sequence(adapter_of(stage, start, each))
                 for stage, (start, _) in zip(self.stages, SPANS, strict=True)
             ]
             for each in tensors
@@ -72,7 +72,7 @@ class Chain:
         rows = [self.plain.get_input_embeddings()(piece) for piece in pieces.values()]
         for index, stage in enumerate(self.stages):
             rows = stage.forward(
-                [(self.lanes[text][index], row) for text, row in zip(pieces, rows, strict=True)]
+                [(self.sequences[text][index], row) for text, row in zip(pieces, rows, strict=True)]
             )
         norm = self.plain.model.norm
         logits = [self.plain.lm_head(norm(row)) for row in rows]
@@ -144,21 +144,26 @@ def test_single_positions_of_lanes_with_adapters_are_native(tmp_path: Path) -> N
     layers = native._native
     assert layers is not None
 
-    def counting(inputs: torch.Tensor, lanes: Sequence[LaneCache], counts: Sequence[int]) -> torch.Tensor:
-        calls.append(len(lanes))
-        return layers(inputs, lanes, counts)
+    def counting(
+        inputs: torch.Tensor, sequences: Sequence[SequenceCache], counts: Sequence[int]
+    ) -> torch.Tensor:
+        calls.append(len(sequences))
+        return layers(inputs, sequences, counts)
 
     native._native = counting  # type: ignore[assignment]
-    lanes = {
+    sequences = {
         stage: [
-            stage.new_lane(stage.adapt(tensors, 0) if tensors else None) for tensors in (prefix, {}, pairs)
+            stage.new_sequence(stage.adapt(tensors, 0) if tensors else None)
+            for tensors in (prefix, {}, pairs)
         ]
         for stage in stages
     }
     for chosen in ([0, 1], [0, 1, 2], [2], [0]):
         inputs = torch.randn(len(chosen), 1, 32)
         ours, theirs = (
-            torch.cat(stage.forward([(lanes[stage][i], row) for i, row in zip(chosen, inputs, strict=True)]))
+            torch.cat(
+                stage.forward([(sequences[stage][i], row) for i, row in zip(chosen, inputs, strict=True)])
+            )
             for stage in stages
         )
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
@@ -172,7 +177,7 @@ def test_an_adapter_is_applied_in_the_element_type_of_its_stage(tmp_path: Path) 
         f"{block}.prefix.{kind}": torch.randn(2, 3, 8) for block in range(5) for kind in ("key", "value")
     }
     adapter = stage.adapt(tensors, 0)
-    (outputs,) = stage.forward([(stage.new_lane(adapter), torch.randn(4, 32))])
+    (outputs,) = stage.forward([(stage.new_sequence(adapter), torch.randn(4, 32))])
 
     assert outputs.dtype == torch.bfloat16
     assert {tensor.dtype for tensor in adapter.tensors.values()} == {torch.bfloat16}
@@ -193,8 +198,8 @@ def test_a_part_of_a_stage_applies_what_is_for_its_blocks(family: str, tmp_path:
     }
     inputs = torch.randn(9, 32)
     part = whole_stage.part(start, end)
-    (expected,) = alone.forward([(alone.new_lane(alone.adapt(tensors, start)), inputs)])
-    (outputs,) = part.forward([(part.new_lane(whole_stage.adapt(tensors, 0)), inputs)])
+    (expected,) = alone.forward([(alone.new_sequence(alone.adapt(tensors, start)), inputs)])
+    (outputs,) = part.forward([(part.new_sequence(whole_stage.adapt(tensors, 0)), inputs)])
 
     torch.testing.assert_close(outputs, expected, atol=1e-5, rtol=1e-4)
     assert not any(module._forward_hooks for module in whole_stage._model.modules())

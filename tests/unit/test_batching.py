@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from swarmnet_client.batching.continuous_batching import Limits, Load, may_start, may_wait, retry_after_s
-from swarmnet_client.batching.sequences import MIN_SHARED, Answer, Lane, Request, pick_lane, share
+from swarmnet_client.batching.sequences import (
+    MIN_SHARED,
+    Answer,
+    Request,
+    RunningSequence,
+    pick_sequence,
+    share,
+)
 from swarmnet_client.model.sampling import NUCLEUS, Draw, Sampling, Token, choose
 
 LIMITS = Limits(active=4, waiting=2, positions=1000)
@@ -43,15 +50,20 @@ def test_who_may_wait_and_when_to_come_again() -> None:
 
 
 def test_the_lane_that_holds_most_of_a_prompt_is_taken() -> None:
-    lanes = [Lane(0, used=3), Lane(1, list(LONG), used=9), Lane(2, list(LONG[:-4]), used=1), Lane(3, used=2)]
+    sequences = [
+        RunningSequence(0, used=3),
+        RunningSequence(1, list(LONG), used=9),
+        RunningSequence(2, list(LONG[:-4]), used=1),
+        RunningSequence(3, used=2),
+    ]
     wanted = Request((*LONG, 99), 5)
-    assert pick_lane(lanes, wanted).number == 1
-    lanes[1].answer = Answer(wanted)
-    assert pick_lane(lanes, wanted).number == 2
-    assert pick_lane(lanes, Request((1, 2, 3), 5)).number == 2  # the longest without use
-    assert pick_lane(lanes, Request((*LONG, 99), 5, owner="another")).number == 2
-    assert lanes[2].shared(Request((*LONG, 99), 5, owner="another")) == 0
-    assert lanes[1].shared(Request(LONG, 5)) == len(LONG) - 1  # something must be sent
+    assert pick_sequence(sequences, wanted).number == 1
+    sequences[1].answer = Answer(wanted)
+    assert pick_sequence(sequences, wanted).number == 2
+    assert pick_sequence(sequences, Request((1, 2, 3), 5)).number == 2  # the longest without use
+    assert pick_sequence(sequences, Request((*LONG, 99), 5, owner="another")).number == 2
+    assert sequences[2].shared(Request((*LONG, 99), 5, owner="another")) == 0
+    assert sequences[1].shared(Request(LONG, 5)) == len(LONG) - 1  # something must be sent
 
 
 def test_prompts_share_the_way_short_ones_first() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from swarmnet_client.chain.entry_guards import LIFETIME_S, MOST, WANTED, Guards
+from swarmnet_client.chain.entry_guards import LIFETIME_S, MOST, WANTED, EntryGuards
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.routing.cost import Hop, HostInfo, View, believed, find_chain
 from swarmnet_protocols.routing.measured_speed import MEMORY_S, Speeds
@@ -121,7 +121,7 @@ def test_a_client_keeps_its_first_and_last_hops(tmp_path: Path) -> None:
     delay_s, ends = dict.fromkeys(PEERS, DELAY_S), set[PeerId]()
     for seed in range(100):
         rng = random.Random(seed)
-        guards = Guards(tmp_path / "guards" / "x.json", rng, lambda now=1e9 + 3600.0 * seed: now)
+        guards = EntryGuards(tmp_path / "guards" / "x.json", rng, lambda now=1e9 + 3600.0 * seed: now)
         chain = find_chain(View(hosts, delay_s, guards=guards.peers()), (0, 30), rng)
         guards.used(chain[0].peer, chain[-1].peer, PEERS)
         ends |= {chain[0].peer, chain[-1].peer}
@@ -142,7 +142,7 @@ def test_another_host_stands_in_for_guards_that_are_gone_or_slow() -> None:
 def test_guards_end_and_are_few_and_need_no_folder(tmp_path: Path) -> None:
     clock = 1e9
     (tmp_path / "file").write_text("no folder")
-    guards = Guards(tmp_path / "file" / "x.json", random.Random(0), lambda: clock)
+    guards = EntryGuards(tmp_path / "file" / "x.json", random.Random(0), lambda: clock)
     for peer in PEERS:
         guards.used(peer, peer, [peer])
     assert len(guards.peers()) <= 2 * MOST
@@ -155,4 +155,4 @@ def test_guards_end_and_are_few_and_need_no_folder(tmp_path: Path) -> None:
 )
 def test_a_damaged_file_of_guards_is_as_good_as_none(tmp_path: Path, content: str) -> None:
     (tmp_path / "x.json").write_text(content)
-    assert Guards(tmp_path / "x.json", random.Random(0), lambda: 1e9).peers() == frozenset()
+    assert EntryGuards(tmp_path / "x.json", random.Random(0), lambda: 1e9).peers() == frozenset()

@@ -7,8 +7,8 @@ import pytest
 
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.meter import Meter
-from swarmnet_protocols.net.resources import Exhausted, Flow, ResourceManager, Stock
-from swarmnet_protocols.net.subnets import Crowds, host_of
+from swarmnet_protocols.net.resources import Exhausted, Rate, Resource, ResourceManager
+from swarmnet_protocols.net.subnets import SubnetLimits, host_of
 from swarmnet_protocols.timing import Timing
 from tests.support.virtual_time import run
 
@@ -20,8 +20,8 @@ STRANGERS = 12
 class Room:
     def __init__(self) -> None:
         self.resources = ResourceManager()
-        self.resources.limit(Stock.STREAMS, in_all=PLACES, each_peer=4)
-        self.crowds = Crowds(self.resources, Timing())
+        self.resources.limit(Resource.STREAMS, in_all=PLACES, each_peer=4)
+        self.crowds = SubnetLimits(self.resources, Timing())
         self.dropped: list[str] = []
 
     def open(self, peer: str, address: str = "") -> Meter:
@@ -55,7 +55,7 @@ def test_who_has_many_identities_in_one_place_displaces_its_own() -> None:
         assert room.dropped == [f"silent {number}" for number in range(50 - STRANGERS + 3)]
         honest = room.open("honest", "/ip4/192.0.2.1/tcp/1")
         assert room.dropped[-1] == f"silent {50 - STRANGERS + 3}"
-        assert room.resources.in_all.used[Stock.STREAMS] == STRANGERS
+        assert room.resources.in_all.used[Resource.STREAMS] == STRANGERS
         for meter in (*elsewhere, honest):
             meter.close()
         room.open("another", "/ip4/203.0.113.77/tcp/1")
@@ -68,7 +68,7 @@ def test_nobody_goes_whom_we_know() -> None:
     async def scenario(room: Room) -> None:
         resources = room.resources
         for number in range(PLACES):
-            resources.peer(f"known {number}", 0.0).hold(Stock.SESSIONS)
+            resources.peer(f"known {number}", 0.0).hold(Resource.SESSIONS)
             room.open(f"known {number}", "/ip4/203.0.113.1/tcp/1")
         with pytest.raises(Exhausted):
             room.open("stranger", "/ip4/192.0.2.1/tcp/1")
@@ -80,8 +80,8 @@ def test_nobody_goes_whom_we_know() -> None:
 def test_those_we_know_displace_strangers() -> None:
     async def scenario(room: Room) -> None:
         room.crowd()
-        room.resources.peer("known", 0.0).hold(Stock.SESSIONS)
-        room.resources.limit(Stock.STREAMS, each_peer=PLACES)
+        room.resources.peer("known", 0.0).hold(Resource.SESSIONS)
+        room.resources.limit(Resource.STREAMS, each_peer=PLACES)
         for _ in range(PLACES - STRANGERS + 1):
             room.open("known")
         assert room.dropped == ["silent 0"]
@@ -95,9 +95,9 @@ def test_who_may_not_have_one_more_displaces_nobody(why: str) -> None:
         room.crowd()
         before = list(room.dropped)
         if why == "it has its share":
-            room.resources.limit(Stock.STREAMS, each_peer=1)
+            room.resources.limit(Resource.STREAMS, each_peer=1)
         else:
-            room.resources.peer("silent 1", 0.0).use(Flow.FRAMES, 1e6, 0.0)
+            room.resources.peer("silent 1", 0.0).use(Rate.FRAMES, 1e6, 0.0)
         with pytest.raises(Exhausted):
             room.open("silent 1", "/ip4/203.0.113.1/tcp/1")
         assert room.dropped == before

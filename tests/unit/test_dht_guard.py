@@ -14,7 +14,7 @@ from swarmnet_protocols.machine.clock import wall_clock
 from swarmnet_protocols.net import PeerId, ProtocolSpec
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.protocol_ids import DHT_FIND
-from swarmnet_protocols.net.resources import EACH_PEER, IN_ALL, Exhausted, ResourceManager, Stock
+from swarmnet_protocols.net.resources import EACH_PEER, IN_ALL, Exhausted, Resource, ResourceManager
 from tests.support.virtual_time import run
 
 CALLER = Identity.from_seed(b"caller").peer_id
@@ -85,7 +85,7 @@ def with_guard(talk: Callable[[Call, SlowDoor, ResourceManager], Awaitable[None]
 
 def test_calls_that_wait_at_the_door_are_few() -> None:
     async def talk(call: Call, door: SlowDoor, resources: ResourceManager) -> None:
-        calls = [asyncio.ensure_future(call(b"")) for _ in range(EACH_PEER[Stock.CALLS] + 1)]
+        calls = [asyncio.ensure_future(call(b"")) for _ in range(EACH_PEER[Resource.CALLS] + 1)]
         await asyncio.sleep(0)
         waiting, refused = calls[:-1], calls[-1]
         assert refused.done()
@@ -102,21 +102,21 @@ def test_however_many_strangers_call_those_we_know_are_answered() -> None:
     async def talk(call: Call, door: SlowDoor, resources: ResourceManager) -> None:
         strangers = [
             Identity.from_seed(f"stranger {number}".encode()).peer_id
-            for number in range(IN_ALL[Stock.CALLS] // EACH_PEER[Stock.CALLS])
+            for number in range(IN_ALL[Resource.CALLS] // EACH_PEER[Resource.CALLS])
         ]
         waiting = [
             asyncio.ensure_future(call(b"", stranger))
             for stranger in strangers
-            for _ in range(EACH_PEER[Stock.CALLS])
+            for _ in range(EACH_PEER[Resource.CALLS])
         ]
         await asyncio.sleep(0)
-        with resources.peer(CALLER, 0.0).hold(Stock.GUESTS):
-            known = [asyncio.ensure_future(call(b"")) for _ in range(EACH_PEER[Stock.CALLS])]
+        with resources.peer(CALLER, 0.0).hold(Resource.GUESTS):
+            known = [asyncio.ensure_future(call(b"")) for _ in range(EACH_PEER[Resource.CALLS])]
             await asyncio.sleep(0)
             door.opens.set()
             await asyncio.gather(*known)
         outcomes = await asyncio.gather(*waiting, return_exceptions=True)
-        assert sum(isinstance(outcome, bytes) for outcome in outcomes) == 0.75 * IN_ALL[Stock.CALLS]
+        assert sum(isinstance(outcome, bytes) for outcome in outcomes) == 0.75 * IN_ALL[Resource.CALLS]
 
     with_guard(talk)
 

@@ -72,12 +72,12 @@ class Keeping:
     """Alice's records and her neighbourhood."""
 
     def __init__(self, size: int) -> None:
-        from swarmnet_protocols.directory.dht_replication import Keepers
+        from swarmnet_protocols.directory.dht_replication import Replicator
 
         self.near = Neighbourhood(size)
         self.now = EPOCH
         self._publisher = Publisher(ALICE, SWARM, lambda: self.now)
-        self._keepers = Keepers(self.near, lambda: self.now)
+        self._keepers = Replicator(self.near, lambda: self.now)
 
     async def publish(self, topic: str = "topic") -> None:
         await self._keepers.store(*self._publisher.seal(topic, b"", lifetime_s=60.0))

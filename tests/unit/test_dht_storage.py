@@ -5,7 +5,7 @@ import pytest
 
 from swarmnet_protocols.directory.dht_storage import BoundedStorage, StorageLimits
 from swarmnet_protocols.directory.records import MAX_LIFETIME_S
-from swarmnet_protocols.net.resources import ResourceManager, Stock
+from swarmnet_protocols.net.resources import Resource, ResourceManager
 
 
 class Time:
@@ -136,8 +136,8 @@ def test_what_a_reader_does_to_its_answer_does_not_change_the_storage(clock: Tim
 
 def test_what_one_peer_stores_is_bounded_whoever_signed_it_and_counts_until_it_is_gone(clock: Time) -> None:
     resources = ResourceManager()
-    resources.limit(Stock.RECORDS, each_peer=3)
-    resources.limit(Stock.RECORD_BYTES, each_peer=10)
+    resources.limit(Resource.RECORDS, each_peer=3)
+    resources.limit(Resource.RECORD_BYTES, each_peer=10)
     store, mallory, bob = storage(clock), resources.peer("mallory", 0.0), resources.peer("bob", 0.0)
     with store.stored_by(mallory, "here"):
         assert all(store.store_subkey(1, bytes([signer]), b"abc", 1010.0) for signer in range(3))
@@ -148,8 +148,8 @@ def test_what_one_peer_stores_is_bounded_whoever_signed_it_and_counts_until_it_i
     assert store.store_subkey(1, b"our own", bytes(100), 1020.0)
     clock.now = 1010.0
     assert store.get(1) is not None
-    assert (mallory.used[Stock.RECORDS], mallory.used[Stock.RECORD_BYTES]) == (0, 0)
-    assert (bob.used[Stock.RECORDS], bob.used[Stock.RECORD_BYTES]) == (1, 10)
+    assert (mallory.used[Resource.RECORDS], mallory.used[Resource.RECORD_BYTES]) == (0, 0)
+    assert (bob.used[Resource.RECORDS], bob.used[Resource.RECORD_BYTES]) == (1, 10)
 
 
 def from_origin(

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from swarmnet_node.engine.engine import BUDGET_TOKENS, LATELY_S, Engine
-from swarmnet_node.engine.kv_cache import LaneCache
+from swarmnet_node.engine.kv_cache import SequenceCache
 from swarmnet_node.engine.scheduler import worth_waiting_s
 from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.errors import OutOfResources, Unreachable
 from swarmnet_protocols.net.resources import ResourceManager
-from tests.support.doubling import GEOMETRY, Doubling, lane_of, with_engine
+from tests.support.doubling import GEOMETRY, Doubling, sequence_of, with_engine
 from tests.support.virtual_time import TimedExecutor, run
 
 
@@ -22,7 +22,9 @@ def test_work_that_waits_together_is_computed_together() -> None:
     stage = Doubling()
 
     async def use(engine: Engine, real: Stage) -> None:
-        works = [engine.compute(real, [(lane_of(engine), torch.full((1, 3), float(n)))]) for n in range(5)]
+        works = [
+            engine.compute(real, [(sequence_of(engine), torch.full((1, 3), float(n)))]) for n in range(5)
+        ]
         outputs = await asyncio.gather(*works)
         assert [float(output[0][0, 0]) for output in outputs] == [0.0, 2.0, 4.0, 6.0, 8.0]
 
@@ -45,10 +47,10 @@ def in_virtual_time(
         with TimedExecutor(FORWARD_S) as executor:
             running = Engine.run(real, executor, ResourceManager(), max_cache_bytes=1 << 30, stopwatch=clock)
             async with running as engine:
-                lane = lane_of(engine)
+                sequence = sequence_of(engine)
                 for _ in range(50):
-                    await engine.compute(real, [(lane, torch.zeros(1, 3))])
-                engine.release(lane)
+                    await engine.compute(real, [(sequence, torch.zeros(1, 3))])
+                engine.release(sequence)
                 stage.batches.clear()
                 await use(engine, real, clock)
 
@@ -58,11 +60,11 @@ def in_virtual_time(
 
 def test_lanes_that_come_right_behind_each_other_are_computed_together() -> None:
     async def use(engine: Engine, real: Stage, clock: Callable[[], float]) -> None:
-        lanes = [lane_of(engine) for _ in range(4)]
+        sequences = [sequence_of(engine) for _ in range(4)]
 
         async def step(number: int) -> None:
             for _ in range(5):
-                await engine.compute(real, [(lanes[number], torch.zeros(1, 3))])
+                await engine.compute(real, [(sequences[number], torch.zeros(1, 3))])
                 await asyncio.sleep(0.001 * number)  # one message after the other
 
         await asyncio.gather(*(step(number) for number in range(4)))
@@ -72,11 +74,11 @@ def test_lanes_that_come_right_behind_each_other_are_computed_together() -> None
 
 def test_only_lanes_that_had_work_lately_are_waited_for() -> None:
     async def use(engine: Engine, real: Stage, clock: Callable[[], float]) -> None:
-        stays, leaves = lane_of(engine), lane_of(engine)
+        stays, leaves = sequence_of(engine), sequence_of(engine)
 
-        async def kept_s(*lanes: LaneCache) -> float:
+        async def kept_s(*sequences: SequenceCache) -> float:
             began = clock()
-            await engine.compute(real, [(lane, torch.zeros(1, 3)) for lane in lanes])
+            await engine.compute(real, [(sequence, torch.zeros(1, 3)) for sequence in sequences])
             return pytest.approx(clock() - began - FORWARD_S, abs=1e-6)
 
         patience_s = worth_waiting_s(1, 2, FORWARD_S)
@@ -91,13 +93,13 @@ def test_only_lanes_that_had_work_lately_are_waited_for() -> None:
 
 def test_whoever_trickles_in_keeps_a_forward_no_longer_than_it_takes() -> None:
     async def use(engine: Engine, real: Stage, clock: Callable[[], float]) -> None:
-        lanes = [lane_of(engine) for _ in range(100)]
-        await engine.compute(real, [(lane, torch.zeros(1, 3)) for lane in lanes])
+        sequences = [sequence_of(engine) for _ in range(100)]
+        await engine.compute(real, [(sequence, torch.zeros(1, 3)) for sequence in sequences])
         began = clock()
 
         async def step(number: int) -> float:
             await asyncio.sleep(0.001 * number)
-            await engine.compute(real, [(lanes[number], torch.zeros(1, 3))])
+            await engine.compute(real, [(sequences[number], torch.zeros(1, 3))])
             return clock() - began
 
         ends = await asyncio.gather(*(step(number) for number in range(100)))
@@ -111,10 +113,10 @@ def test_long_work_is_cut_to_the_budget_and_put_together_again() -> None:
     inputs = torch.arange(2 * BUDGET_TOKENS + 10, dtype=torch.float32)[:, None]
 
     async def use(engine: Engine, real: Stage) -> None:
-        lane = lane_of(engine)
-        (output,) = await engine.compute(real, [(lane, inputs)])
+        sequence = sequence_of(engine)
+        (output,) = await engine.compute(real, [(sequence, inputs)])
         assert torch.equal(output, 2 * inputs)
-        assert lane.length == len(inputs)
+        assert sequence.length == len(inputs)
         assert engine.tokens == len(inputs)
 
     with_engine(stage, use)
@@ -123,13 +125,13 @@ def test_long_work_is_cut_to_the_budget_and_put_together_again() -> None:
 
 def test_caches_are_bounded_before_anything_is_allocated() -> None:
     async def use(engine: Engine, real: Stage) -> None:
-        lane = lane_of(engine)
+        sequence = sequence_of(engine)
         with pytest.raises(OutOfResources):
-            await engine.compute(real, [(lane, torch.zeros(65, 3))])
-        assert (lane.length, engine.cache_bytes) == (0, 0)
-        await engine.compute(real, [(lane, torch.zeros(64, 3))])
+            await engine.compute(real, [(sequence, torch.zeros(65, 3))])
+        assert (sequence.length, engine.cache_bytes) == (0, 0)
+        await engine.compute(real, [(sequence, torch.zeros(64, 3))])
         assert engine.cache_bytes == GEOMETRY.bytes_for(64)
-        engine.release(lane)
+        engine.release(sequence)
         assert engine.cache_bytes == 0
 
     with_engine(Doubling(), use, max_cache_bytes=GEOMETRY.bytes_for(64))
@@ -137,7 +139,7 @@ def test_caches_are_bounded_before_anything_is_allocated() -> None:
 
 def test_work_that_waits_counts_against_the_bound() -> None:
     async def use(engine: Engine, real: Stage) -> None:
-        works = [engine.compute(real, [(lane_of(engine), torch.zeros(64, 3))]) for _ in range(3)]
+        works = [engine.compute(real, [(sequence_of(engine), torch.zeros(64, 3))]) for _ in range(3)]
         results = await asyncio.gather(*works, return_exceptions=True)
         assert sum(isinstance(result, OutOfResources) for result in results) == 1
 
@@ -153,8 +155,8 @@ def test_a_forward_that_fails_fails_its_own_work_only() -> None:
 
     async def use(engine: Engine, real: Stage) -> None:
         with pytest.raises(RuntimeError, match="out of luck"):
-            await engine.compute(real, [(lane_of(engine), torch.zeros(1, 3))] * 2)
-        assert len(await engine.compute(real, [(lane_of(engine), torch.zeros(1, 3))])) == 1
+            await engine.compute(real, [(sequence_of(engine), torch.zeros(1, 3))] * 2)
+        assert len(await engine.compute(real, [(sequence_of(engine), torch.zeros(1, 3))])) == 1
 
     with_engine(Doubling(before), use)
 
@@ -164,7 +166,7 @@ def test_whoever_waits_when_the_engine_stops_is_told() -> None:
         real = cast(Stage, Doubling())
         with ThreadPoolExecutor(1) as executor:
             async with Engine.run(real, executor, ResourceManager(), max_cache_bytes=1 << 30) as engine:
-                row = (lane_of(engine), torch.zeros(1, 3))
+                row = (sequence_of(engine), torch.zeros(1, 3))
                 waiting = asyncio.ensure_future(engine.compute(real, [row]))
                 await asyncio.sleep(0)
             with pytest.raises(Unreachable):

@@ -17,11 +17,11 @@ from swarmnet_node.engine.engine import BUDGET_TOKENS, CLIENT_SHARE, Engine
 from swarmnet_node.engine.graphs import Graph, GraphName, record
 from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.errors import OutOfResources, Unreachable
-from swarmnet_protocols.machine.core_lock import Alone
+from swarmnet_protocols.machine.core_lock import NoCoreLock
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.net.resources import Exhausted, ResourceManager, Stock
+from swarmnet_protocols.net.resources import Exhausted, Resource, ResourceManager
 from swarmnet_protocols.timing import Timing
-from tests.support.doubling import GEOMETRY, Doubling, lane_of, with_engine
+from tests.support.doubling import GEOMETRY, Doubling, sequence_of, with_engine
 from tests.support.virtual_time import TimedExecutor, run
 
 
@@ -41,7 +41,9 @@ def test_a_pass_waits_until_no_session_has_work() -> None:
             return torch.zeros(1)
 
         def come() -> None:
-            late.append(asyncio.ensure_future(engine.compute(real, [(lane_of(engine), torch.zeros(1, 3))])))
+            late.append(
+                asyncio.ensure_future(engine.compute(real, [(sequence_of(engine), torch.zeros(1, 3))]))
+            )
             loop.call_soon(waits.set)
 
         def second() -> torch.Tensor:
@@ -49,7 +51,7 @@ def test_a_pass_waits_until_no_session_has_work() -> None:
             return torch.ones(1)
 
         passes = [engine.compute_behind(lambda compute=compute: compute, 100) for compute in (first, second)]
-        token = engine.compute(real, [(lane_of(engine), torch.zeros(1, 3))])
+        token = engine.compute(real, [(sequence_of(engine), torch.zeros(1, 3))])
         results = await asyncio.gather(*passes, token)
         await late[0]
         assert [float(result[0]) for result in results[:2]] == [0.0, 1.0]
@@ -137,42 +139,42 @@ def name_of(number: int, owner: str = "one") -> GraphName:
 
 
 def test_graphs_make_way_for_sessions_the_oldest_first() -> None:
-    lane_bytes = GEOMETRY.bytes_for(1)
+    sequence_bytes = GEOMETRY.bytes_for(1)
 
     async def use(engine: Engine, real: Stage) -> None:
         for number in range(3):
-            engine.keep(name_of(number), graph_of(lane_bytes // 2), for_s=60.0)
-        works = [(lane_of(engine), torch.zeros(1, 3)) for _ in range(4)]
+            engine.keep(name_of(number), graph_of(sequence_bytes // 2), for_s=60.0)
+        works = [(sequence_of(engine), torch.zeros(1, 3)) for _ in range(4)]
         await engine.compute(real, works[:2])
         assert len([number for number in range(3) if name_of(number) in engine.graphs]) == 3
         await engine.compute(real, works[2:3])
         assert [name_of(number) in engine.graphs for number in range(3)] == [False, True, True]
         with pytest.raises(OutOfResources):
             await engine.compute(real, [(works[3][0], torch.zeros(65, 3))])  # what is refused drops nothing
-        assert engine.graphs.nbytes == lane_bytes
+        assert engine.graphs.nbytes == sequence_bytes
 
-    with_engine(Doubling(), use, max_cache_bytes=4 * lane_bytes)
+    with_engine(Doubling(), use, max_cache_bytes=4 * sequence_bytes)
 
 
 def test_one_client_has_no_more_of_the_caches_than_its_share() -> None:
-    lane_bytes = GEOMETRY.bytes_for(1)
+    sequence_bytes = GEOMETRY.bytes_for(1)
 
     async def main() -> None:
         stage, resources = cast(Stage, Doubling()), ResourceManager()
         with ThreadPoolExecutor(1) as executor:
-            async with Engine.run(stage, executor, resources, max_cache_bytes=8 * lane_bytes) as engine:
+            async with Engine.run(stage, executor, resources, max_cache_bytes=8 * sequence_bytes) as engine:
                 engine.client_cache_bytes = lambda max_bytes: max_bytes // 4
                 engine.limit_caches(engine.max_cache_bytes)
                 greedy, modest = resources.peer("greedy", 0.0), resources.peer("modest", 0.0)
-                lanes = [engine.adopt(stage.new_lane(), greedy) for _ in range(3)]
-                await engine.compute(stage, [(lane, torch.zeros(1, 3)) for lane in lanes[:2]])
+                sequences = [engine.adopt(stage.new_sequence(), greedy) for _ in range(3)]
+                await engine.compute(stage, [(sequence, torch.zeros(1, 3)) for sequence in sequences[:2]])
                 with pytest.raises(OutOfResources, match="of greedy are taken"):
-                    await engine.compute(stage, [(lanes[2], torch.zeros(1, 3))])
-                await engine.compute(stage, [(engine.adopt(stage.new_lane(), modest), torch.zeros(1, 3))])
-                for lane in lanes:
-                    engine.release(lane)
-                assert greedy.used[Stock.CACHE] == 0
-                assert engine.cache_bytes == lane_bytes
+                    await engine.compute(stage, [(sequences[2], torch.zeros(1, 3))])
+                await engine.compute(stage, [(engine.adopt(stage.new_sequence(), modest), torch.zeros(1, 3))])
+                for sequence in sequences:
+                    engine.release(sequence)
+                assert greedy.used[Resource.CACHE] == 0
+                assert engine.cache_bytes == sequence_bytes
 
     asyncio.run(main())
 
@@ -180,9 +182,9 @@ def test_one_client_has_no_more_of_the_caches_than_its_share() -> None:
 def test_graphs_take_what_sessions_leave_and_a_client_its_share_of_all() -> None:
     async def use(engine: Engine, real: Stage) -> None:
         geometry = real.geometry
-        lane = lane_of(engine)
-        await engine.compute(real, [(lane, torch.zeros(1, 3))])
-        room = engine.max_cache_bytes - lane.nbytes
+        sequence = sequence_of(engine)
+        await engine.compute(real, [(sequence, torch.zeros(1, 3))])
+        room = engine.max_cache_bytes - sequence.nbytes
         share = engine.max_cache_bytes // CLIENT_SHARE
         assert room < engine.max_cache_bytes == 3 * geometry.bytes_for(1)
 
@@ -194,8 +196,8 @@ def test_graphs_take_what_sessions_leave_and_a_client_its_share_of_all() -> None
         assert name_of(0) not in engine.graphs
         assert name_of(2) in engine.graphs
 
-    lane_bytes = Doubling().geometry.bytes_for(1)
-    with_engine(Doubling(), use, max_cache_bytes=3 * lane_bytes)
+    sequence_bytes = Doubling().geometry.bytes_for(1)
+    with_engine(Doubling(), use, max_cache_bytes=3 * sequence_bytes)
 
 
 def test_an_engine_that_stops_keeps_no_graphs() -> None:
@@ -250,7 +252,7 @@ def test_sessions_overtake_each_pass_for_so_long_and_no_longer(forward_s: float)
                 # Longer than all passes may have to wait together.
                 forwards = round(passes * (Timing.overtaken_s / forward_s + 3)) + 1
                 text = torch.zeros(forwards * BUDGET_TOKENS, 1)
-                reading = asyncio.ensure_future(engine.compute(engine.stage, [(lane_of(engine), text)]))
+                reading = asyncio.ensure_future(engine.compute(engine.stage, [(sequence_of(engine), text)]))
                 await asyncio.sleep(0)
                 last = loop.time()
                 waiting = [engine.compute_behind(lambda: loop.time, 1) for _ in range(passes)]
@@ -264,15 +266,17 @@ def test_sessions_overtake_each_pass_for_so_long_and_no_longer(forward_s: float)
     run(main())
 
 
-class Crowded(Alone):
+class Crowded(NoCoreLock):
     """The turns of a node that shares its cores with others."""
 
     def beside(self) -> AbstractAsyncContextManager[bool]:
         return nullcontext(True)
 
 
-@pytest.mark.parametrize(("turns", "threads"), [(Alone(), 4), (Crowded(), 2)])
-def test_a_pass_is_computed_on_half_the_cores_where_other_nodes_compute(turns: Alone, threads: int) -> None:
+@pytest.mark.parametrize(("turns", "threads"), [(NoCoreLock(), 4), (Crowded(), 2)])
+def test_a_pass_is_computed_on_half_the_cores_where_other_nodes_compute(
+    turns: NoCoreLock, threads: int
+) -> None:
     async def main() -> None:
         stage = cast(Stage, Doubling())
         loop = asyncio.get_running_loop()
@@ -302,7 +306,7 @@ def test_a_device_without_memory_is_a_shortage_and_graphs_make_way() -> None:
 
     async def use(engine: Engine, real: Stage) -> None:
         for ask in (
-            lambda: engine.compute(real, [(lane_of(engine), torch.zeros(1, 3))]),
+            lambda: engine.compute(real, [(sequence_of(engine), torch.zeros(1, 3))]),
             lambda: engine.compute_behind(lambda: fill, 1),
             lambda: engine.aside(fill),
         ):

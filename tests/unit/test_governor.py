@@ -6,7 +6,7 @@ from typing import cast
 from swarmnet_node.engine.engine import Engine
 from swarmnet_node.node import Hosting
 from swarmnet_node.owner.governor import Governor
-from swarmnet_protocols.net.resources import ResourceManager, Stock
+from swarmnet_protocols.net.resources import Resource, ResourceManager
 
 GIB = 1 << 30
 
@@ -14,12 +14,12 @@ GIB = 1 << 30
 def test_everything_is_as_before_once_the_limit_is_taken_back() -> None:
     resources = ResourceManager()
     hosting = Hosting("model", bytes(32), 4, lambda start, end: NotImplemented)
-    for stock, most in (
-        (Stock.LOG, hosting.limits.log_bytes_in_all),
-        (Stock.ADAPTER_BYTES, hosting.limits.adapter_bytes),
-        (Stock.PASSES, hosting.limits.passes),
+    for resource, most in (
+        (Resource.LOG, hosting.limits.log_bytes_in_all),
+        (Resource.ADAPTER_BYTES, hosting.limits.adapter_bytes),
+        (Resource.PASSES, hosting.limits.passes),
     ):
-        resources.limit(stock, in_all=most)
+        resources.limit(resource, in_all=most)
     caches: list[int] = []
     stage = SimpleNamespace(blocks=4, weight_bytes=GIB // 4, hidden_size=1024)
     engine = cast(
@@ -27,15 +27,15 @@ def test_everything_is_as_before_once_the_limit_is_taken_back() -> None:
         SimpleNamespace(stage=stage, graphs=SimpleNamespace(nbytes=0), limit_caches=caches.append),
     )
 
-    def limits() -> dict[Stock, int | None]:
-        return {stock: account.in_all for stock, account in resources.snapshot().stocks.items()}
+    def limits() -> dict[Resource, int | None]:
+        return {resource: account.in_all for resource, account in resources.snapshot().resources.items()}
 
     before = limits()
     governor = Governor(resources, hosting, fixed_bytes=GIB // 2)
     governor.look(engine, GIB, GIB // 2)
     limited = limits()
-    for stock in (Stock.MEMORY, Stock.LOG, Stock.ADAPTER_BYTES):
-        assert cast("int", limited[stock]) < cast("int", before[stock])
+    for resource in (Resource.MEMORY, Resource.LOG, Resource.ADAPTER_BYTES):
+        assert cast("int", limited[resource]) < cast("int", before[resource])
     assert caches[-1] < hosting.max_cache_bytes
     governor.look(engine, None, GIB // 2)
     assert limits() == before

@@ -7,7 +7,7 @@ import pytest
 from swarmnet_protocols.errors import DeadlineExceeded, ProtocolViolation, StreamEnded
 from swarmnet_protocols.net import Message
 from swarmnet_protocols.net.flow_control import MIN_BYTES
-from swarmnet_protocols.net.rate_limit import Pace
+from swarmnet_protocols.net.rate_limit import LinkLimiter
 from swarmnet_protocols.timing import Timing
 from tests.support.stream_ends import End, a_stream_to, connected, two_ends
 from tests.support.virtual_time import run
@@ -16,8 +16,8 @@ SOON_S = 0.5
 RATE = 100_000.0
 
 
-def keeping(rate: float) -> Pace:
-    pace = Pace()
+def keeping(rate: float) -> LinkLimiter:
+    pace = LinkLimiter()
     pace.down.set_rate(rate)
     return pace
 
@@ -93,7 +93,7 @@ def test_who_is_granted_little_has_as_long_as_that_takes() -> None:
 
 def test_a_limit_that_is_set_holds_from_the_next_message_on_and_one_that_is_lifted_does_not() -> None:
     async def main() -> None:
-        pace, loop = Pace(), asyncio.get_running_loop()
+        pace, loop = LinkLimiter(), asyncio.get_running_loop()
         async with two_ends(pace) as (one, other):
             listening = asyncio.create_task(other.stream.receive())
             large = Message(b"", bytes(300_000))
@@ -174,7 +174,7 @@ def test_who_was_granted_some_and_sends_none_is_given_up() -> None:
 def test_who_grants_what_nobody_waits_for_is_not_listened_to() -> None:
     async def main() -> None:
         async with a_stream_to() as (end, theirs):
-            other = End(await connected(theirs.dup()), Pace(), is_ours=True)
+            other = End(await connected(theirs.dup()), LinkLimiter(), is_ours=True)
             end.pipe.writer.write(ASKED + FIRST)
             for _ in range(2):
                 with pytest.raises(ProtocolViolation, match="a grant of 16384 bytes where 0 wait"):

@@ -18,12 +18,12 @@ from swarmnet_protocols.net.flow_control import (
     MAX_UNASKED_BYTES,
     MIN_BYTES,
     WAIT,
-    Allowance,
-    Grants,
+    ReceiveWindow,
+    SendWindow,
     due_bytes,
 )
 from swarmnet_protocols.net.memory import LinkProfile, MemoryNetwork
-from swarmnet_protocols.net.rate_limit import BURST_S, WIRE_FACTOR, Line
+from swarmnet_protocols.net.rate_limit import BURST_S, WIRE_FACTOR, RateLimiter
 from tests.support.virtual_time import run
 
 RATE = 5e5
@@ -55,9 +55,9 @@ def test_every_payload_is_granted_to_its_end_in_grants_that_its_sender_accepts(
     payload_bytes: int, rate: float, arrivals: list[int]
 ) -> None:
     async def main() -> None:
-        line, allowance = Line(), Allowance()
+        line, allowance = RateLimiter(), SendWindow()
         line.set_rate(rate)
-        grants = Grants(line, allowance.hear)
+        grants = ReceiveWindow(line, allowance.hear)
         assert MIN_BYTES <= allowance.waits_over <= max(MIN_BYTES, rate * LARGE_S)
         allowance.begin(payload_bytes)
         grants.expect(HEADER_BYTES, payload_bytes, waits=True, here_bytes=0)
@@ -77,10 +77,10 @@ def test_every_payload_is_granted_to_its_end_in_grants_that_its_sender_accepts(
 
 
 def test_without_a_limit_nobody_is_asked_to_wait_until_there_is_one() -> None:
-    line, told = Line(), list[tuple[int, int]]()
+    line, told = RateLimiter(), list[tuple[int, int]]()
 
     async def main() -> None:
-        grants = Grants(line, lambda word, size_bytes: told.append((word, size_bytes)))
+        grants = ReceiveWindow(line, lambda word, size_bytes: told.append((word, size_bytes)))
         grants.expect(HEADER_BYTES, PAYLOAD_BYTES, waits=False, here_bytes=0)
         assert not told
         line.set_rate(RATE)
@@ -97,9 +97,9 @@ def test_without_a_limit_nobody_is_asked_to_wait_until_there_is_one() -> None:
 
 def test_who_was_asked_to_wait_and_does_not_is_found_out() -> None:
     async def main() -> None:
-        line = Line()
+        line = RateLimiter()
         line.set_rate(RATE)
-        grants = Grants(line, lambda *_: None)
+        grants = ReceiveWindow(line, lambda *_: None)
         grants.expect(HEADER_BYTES, MIN_BYTES, waits=False, here_bytes=0)
         with pytest.raises(ProtocolViolation, match="should have waited"):
             grants.expect(HEADER_BYTES, MIN_BYTES + 1, waits=False, here_bytes=0)
@@ -112,9 +112,9 @@ def test_who_was_asked_to_wait_and_does_not_is_found_out() -> None:
 )
 def test_what_a_line_takes_in_a_moment_need_not_wait(rate: float, waits_over: int) -> None:
     async def main() -> None:
-        line, allowance = Line(), Allowance()
+        line, allowance = RateLimiter(), SendWindow()
         line.set_rate(rate)
-        Grants(line, allowance.hear)
+        ReceiveWindow(line, allowance.hear)
         assert allowance.waits_over == waits_over
 
     run(main())
@@ -123,9 +123,9 @@ def test_what_a_line_takes_in_a_moment_need_not_wait(rate: float, waits_over: in
 @pytest.mark.parametrize("early_bytes", [0, 1])
 def test_who_sends_more_than_was_granted_is_found_out(early_bytes: int) -> None:
     async def main() -> None:
-        line = Line()
+        line = RateLimiter()
         line.set_rate(RATE)
-        grants = Grants(line, lambda *_: None)
+        grants = ReceiveWindow(line, lambda *_: None)
         grants.expect(HEADER_BYTES, PAYLOAD_BYTES, waits=True, here_bytes=HEADER_BYTES)
         granted_bytes = await grants.go_on()
         assert grants.most_bytes == granted_bytes + 1
@@ -142,8 +142,8 @@ def test_who_sends_more_than_was_granted_is_found_out(early_bytes: int) -> None:
 
 def test_what_came_before_it_was_granted_is_found_out_too() -> None:
     async def main() -> None:
-        line = Line()
-        grants = Grants(line, lambda *_: None)
+        line = RateLimiter()
+        grants = ReceiveWindow(line, lambda *_: None)
         for _ in range(2):
             with pytest.raises(ProtocolViolation, match="more of a payload came"):
                 grants.expect(HEADER_BYTES, PAYLOAD_BYTES, waits=True, here_bytes=HEADER_BYTES + 1)
@@ -157,7 +157,7 @@ def test_the_end_of_the_payload_is_the_most_that_may_come() -> None:
     """The byte after it belongs to the next message."""
 
     async def main() -> None:
-        grants = Grants(Line(), lambda *_: None)
+        grants = ReceiveWindow(RateLimiter(), lambda *_: None)
         grants.expect(HEADER_BYTES, PAYLOAD_BYTES, waits=True, here_bytes=0)
         await grants.go_on()
         assert grants.most_bytes == HEADER_BYTES + PAYLOAD_BYTES
@@ -182,7 +182,7 @@ def test_grants_that_nobody_waits_for_or_that_are_not_worth_it_are_violations(
     grants: tuple[int, ...],
 ) -> None:
     async def main() -> None:
-        allowance = Allowance()
+        allowance = SendWindow()
         allowance.begin(PAYLOAD_BYTES)
         for grant in grants[:-1]:
             allowance.hear(GRANT, grant)
@@ -194,7 +194,7 @@ def test_grants_that_nobody_waits_for_or_that_are_not_worth_it_are_violations(
 
 def test_so_are_those_where_nothing_is_sent_and_a_second_limit() -> None:
     async def main() -> None:
-        allowance = Allowance()
+        allowance = SendWindow()
         with pytest.raises(ProtocolViolation, match="a grant of"):
             allowance.hear(GRANT, MIN_BYTES)
         allowance.hear(WAIT, 0)
@@ -207,7 +207,7 @@ def test_so_are_those_where_nothing_is_sent_and_a_second_limit() -> None:
 
 def test_who_waits_for_a_grant_is_told_when_the_stream_is_closed() -> None:
     async def main() -> None:
-        allowance = Allowance()
+        allowance = SendWindow()
         allowance.begin(PAYLOAD_BYTES)
         waiting = asyncio.create_task(allowance.spend(PAYLOAD_BYTES))
         await asyncio.sleep(1)

@@ -14,8 +14,8 @@ from swarmnet_protocols.net import Message, PeerId, ProtocolSpec
 from swarmnet_protocols.net import messages as talking
 from swarmnet_protocols.net.framing import FrameReader
 from swarmnet_protocols.net.meter import MAX_OWED_S, OPENING_FRAMES, Meter
-from swarmnet_protocols.net.rate_limit import Line, PacedReader
-from swarmnet_protocols.net.resources import Exhausted, Flow, Rate, ResourceManager, Stock
+from swarmnet_protocols.net.rate_limit import LimitedReader, RateLimiter
+from swarmnet_protocols.net.resources import Exhausted, Rate, RateLimit, Resource, ResourceManager
 from swarmnet_protocols.session.adapters import read_part
 from swarmnet_protocols.session.steps import decode_tensor
 from swarmnet_protocols.timing import Timing
@@ -82,7 +82,7 @@ def with_frames(
     async def main() -> None:
         reader, resources = asyncio.StreamReader(), ResourceManager()
         meter = Meter.of_theirs(resources, PeerId("mallory"), Timing())
-        frames = FrameReader(PacedReader(reader, Line()), SPEC, meter)
+        frames = FrameReader(LimitedReader(reader, RateLimiter()), SPEC, meter)
         try:
             await talk(reader, lambda: meter.receive(frames.read), resources)
         finally:
@@ -134,7 +134,7 @@ def test_who_is_at_work_with_us_and_held_up_is_waited_for(why: str) -> None:
     ) -> None:
         scope = resources.peer("mallory", 0.0)
         if why == "it is served":
-            stack.enter_context(scope.hold(Stock.SESSIONS))
+            stack.enter_context(scope.hold(Resource.SESSIONS))
         else:
             reader.feed_data(struct.pack(">II", 1, 0) + b"1")
             await receive()
@@ -160,7 +160,7 @@ def test_a_large_message_has_to_go_on_coming() -> None:
         reader.feed_data(struct.pack(">II", 0, 4 * MIB))
         for number in range(4):
             await asyncio.sleep(0.9 * Timing().chunk_s)
-            assert resources.peer("mallory", 0.0).used[Stock.MEMORY] == 4 * MIB
+            assert resources.peer("mallory", 0.0).used[Resource.MEMORY] == 4 * MIB
             reader.feed_data(bytes([number]) * MIB)
         assert bytes((await receiving).payload) == b"".join(bytes([number]) * MIB for number in range(4))
 
@@ -171,9 +171,9 @@ def test_a_message_waits_for_room_and_is_refused_where_there_never_is_any() -> N
     async def talk(
         reader: asyncio.StreamReader, receive: Callable[[], Awaitable[Message]], resources: ResourceManager
     ) -> None:
-        resources.limit(Stock.MEMORY, in_all=4 * MIB, each_peer=3 * MIB // 2)
-        other = resources.peer("other", 0.0).hold(Stock.MEMORY, MIB)
-        third = resources.peer("third", 0.0).hold(Stock.MEMORY, 3 * MIB // 2)
+        resources.limit(Resource.MEMORY, in_all=4 * MIB, each_peer=3 * MIB // 2)
+        other = resources.peer("other", 0.0).hold(Resource.MEMORY, MIB)
+        third = resources.peer("third", 0.0).hold(Resource.MEMORY, 3 * MIB // 2)
         reader.feed_data(struct.pack(">II", 0, MIB) + bytes(MIB))
         receiving = asyncio.ensure_future(receive())
         await asyncio.sleep(1.0)
@@ -191,14 +191,14 @@ def test_a_message_waits_for_room_and_is_refused_where_there_never_is_any() -> N
 def test_frames_are_read_at_the_rate_of_their_peer_over_all_its_streams() -> None:
     async def main() -> None:
         resources = ResourceManager()
-        resources.limit_rate(Flow.FRAMES, each_peer=Rate(per_s=100.0, burst=60.0))
+        resources.limit_rate(Rate.FRAMES, each_peer=RateLimit(per_s=100.0, burst=60.0))
         loop = asyncio.get_running_loop()
 
         async def read_all(count: int) -> None:
             reader = asyncio.StreamReader()
             reader.feed_data((struct.pack(">II", 1, 0) + b"x") * count)
             meter = Meter.of_theirs(resources, PeerId("mallory"), Timing())
-            frames = FrameReader(PacedReader(reader, Line()), SPEC, meter)
+            frames = FrameReader(LimitedReader(reader, RateLimiter()), SPEC, meter)
             for _ in range(count):
                 await meter.receive(frames.read)
             meter.close()
@@ -213,7 +213,7 @@ def test_frames_are_read_at_the_rate_of_their_peer_over_all_its_streams() -> Non
 def test_streams_of_a_peer_that_owes_too_much_are_not_taken() -> None:
     async def main() -> None:
         resources = ResourceManager()
-        resources.limit_rate(Flow.FRAMES, each_peer=Rate(per_s=100.0, burst=100.0))
+        resources.limit_rate(Rate.FRAMES, each_peer=RateLimit(per_s=100.0, burst=100.0))
         for _ in range(int(100 + 100 * MAX_OWED_S) // OPENING_FRAMES + 1):
             Meter.of_theirs(resources, PeerId("mallory"), Timing())
         with pytest.raises(Exhausted) as caught:

@@ -100,7 +100,7 @@ def test_a_host_of_any_family_goes_without_compiler_algebra_and_clusters(tmp_pat
     for name in models:
         local = resolve(name, cache_dir=tmp_path / "cache")
         stage = Stage.load(local, 1, 3, dtype=torch.float32, device=torch.device("cpu"))
-        [answer] = stage.forward([(stage.new_lane(), torch.ones(4, local.manifest.hidden_size))])
+        [answer] = stage.forward([(stage.new_sequence(), torch.ones(4, local.manifest.hidden_size))])
         torch.testing.assert_close(torch.tensor(seen["outputs"][name]), answer)
 
 

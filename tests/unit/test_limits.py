@@ -9,7 +9,7 @@ from swarmnet_node.engine.memory_account import MARGIN, MIB, Footprint, check_ro
 from swarmnet_node.owner.limits import Limits, Observed, Pause, Run, Usage, decide
 from swarmnet_node.owner.schedule import Schedule
 from swarmnet_protocols.errors import ConfigError, OutOfResources
-from swarmnet_protocols.net.resources import Stock
+from swarmnet_protocols.net.resources import Resource
 
 MONDAY, TUESDAY, FRIDAY, SATURDAY, SUNDAY = 23, 24, 27, 28, 29
 """Of November 2026."""
@@ -140,23 +140,23 @@ def test_as_many_blocks_are_taken_as_fit_and_the_smallest_limit_is_named() -> No
 
 def test_what_others_may_hold_never_adds_up_to_more_than_is_left() -> None:
     limit, fixed = 1000 * MIB, 600 * MIB
-    held = {Stock.CACHE: 100 * MIB, Stock.LOG: 20 * MIB}
+    held = {Resource.CACHE: 100 * MIB, Resource.LOG: 20 * MIB}
     found = rooms(limit, fixed + 120 * MIB, held, FOOTPRINT, fixed)
     assert sum(found.values()) <= limit * (1 - MARGIN) - fixed - FOOTPRINT.work_bytes
-    assert all(found[stock] > amount for stock, amount in held.items())
+    assert all(found[resource] > amount for resource, amount in held.items())
 
 
 @pytest.mark.parametrize("rss_mib", [720, 900, 1200])
 def test_memory_that_nobody_accounts_for_makes_others_wait(rss_mib: int) -> None:
-    held = {Stock.CACHE: 100 * MIB}
+    held = {Resource.CACHE: 100 * MIB}
     found = rooms(1000 * MIB, rss_mib * MIB, held, FOOTPRINT, 600 * MIB)
     if rss_mib >= 980:
-        assert found[Stock.CACHE] == held[Stock.CACHE]
+        assert found[Resource.CACHE] == held[Resource.CACHE]
     assert sum(found.values()) + (rss_mib - 100) * MIB <= max(980, rss_mib) * MIB
 
 
 def test_memory_that_was_reserved_and_not_touched_is_not_given_away_twice() -> None:
-    held = {Stock.CACHE: 300 * MIB}
+    held = {Resource.CACHE: 300 * MIB}
     assert rooms(1000 * MIB, 600 * MIB, held, FOOTPRINT, 600 * MIB) == rooms(
         1000 * MIB, 900 * MIB, held, FOOTPRINT, 600 * MIB
     )

@@ -16,7 +16,7 @@ from peft import (
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from swarmnet_client.model import lora, prefix
-from swarmnet_client.model.client_adapter import AdapterMaker, Own
+from swarmnet_client.model.client_adapter import AdapterMaker, ClientAdapter
 from swarmnet_client.model.placeholders import stand_ins
 from swarmnet_protocols.errors import ConfigError
 from tests.support.tiny_models import FAMILIES, save_tiny
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 def hollow(directory: Path, family: str = "llama-untied") -> Any:
-    return load(save_tiny(family, directory / "model"), directory).load_edges(
+    return load(save_tiny(family, directory / "model"), directory).load_local_layers(
         lambda layers: stand_ins(layers, CPU), dtype=torch.float32, device=CPU
     )
 
@@ -204,7 +204,7 @@ def test_an_adapter_is_made_once_for_each_version_of_the_parameters(model: Any) 
     maker = AdapterMaker()
 
     def adapter() -> Any:
-        return maker.adapter(Own.found(model.model.layers, {}))
+        return maker.adapter(ClientAdapter.found(model.model.layers, {}))
 
     first = adapter()
     assert adapter() is first

@@ -14,20 +14,20 @@ from swarmnet_node.owner.idleness import idle_s
 from swarmnet_node.owner.limits import Limits, Usage
 from swarmnet_node.owner.machine import LIMITS_NAME, USAGE_NAME, OwnersMachine, load_limits
 from swarmnet_protocols.errors import ConfigError
-from swarmnet_protocols.net.rate_limit import Pace
+from swarmnet_protocols.net.rate_limit import LinkLimiter
 
 NOVEMBER = 1_795_000_000.0
 
 
-def _machine(folder: Path, pace: Pace | None = None, now: float = NOVEMBER) -> OwnersMachine:
-    return OwnersMachine(folder, pace or Pace(), lambda: now, lambda limits: None)
+def _machine(folder: Path, pace: LinkLimiter | None = None, now: float = NOVEMBER) -> OwnersMachine:
+    return OwnersMachine(folder, pace or LinkLimiter(), lambda: now, lambda limits: None)
 
 
 def test_limits_hold_after_a_restart(tmp_path: Path) -> None:
     limits = Limits(up_bytes_per_s=1e6, schedule="19:00-07:00", cores=2)
 
-    async def enforce() -> Pace:
-        pace, told = Pace(), list[Limits]()
+    async def enforce() -> LinkLimiter:
+        pace, told = LinkLimiter(), list[Limits]()
         OwnersMachine(tmp_path, pace, lambda: NOVEMBER, told.append).enforce(limits)
         assert told == [limits]
         return pace
@@ -52,7 +52,7 @@ def test_a_damaged_file_of_limits_is_named(tmp_path: Path, text: str) -> None:
 
 def test_the_bytes_of_a_month_survive_a_restart(tmp_path: Path) -> None:
     async def use(up: int, down: int) -> Usage:
-        pace = Pace()
+        pace = LinkLimiter()
         machine = _machine(tmp_path, pace)
         pace.up.settle(up, sees_all=True)
         pace.down.settle(down, sees_all=True)

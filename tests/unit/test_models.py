@@ -71,26 +71,30 @@ def test_the_edges_around_a_layer_are_the_reference_without_its_blocks(family: s
         def forward(self, hidden_states: torch.Tensor, **_: object) -> torch.Tensor:
             return hidden_states * 0.5 + 1
 
-    edges: Any = load(path, tmp_path).load_edges(lambda _: torch.nn.ModuleList([Blocks()]), **FLOAT32)
-    edges.config.num_hidden_layers = 1
+    local_layers: Any = load(path, tmp_path).load_local_layers(
+        lambda _: torch.nn.ModuleList([Blocks()]), **FLOAT32
+    )
+    local_layers.config.num_hidden_layers = 1
     ids = torch.arange(3, 13)[None]
     reference.model.layers = torch.nn.ModuleList([Blocks()])
     reference.config.num_hidden_layers = 1
     with torch.inference_mode():
-        torch.testing.assert_close(edges(ids, use_cache=False).logits, reference(ids, use_cache=False).logits)
-    assert type(edges) is type(reference)
-    tied = edges.lm_head.weight is edges.model.embed_tokens.weight
+        torch.testing.assert_close(
+            local_layers(ids, use_cache=False).logits, reference(ids, use_cache=False).logits
+        )
+    assert type(local_layers) is type(reference)
+    tied = local_layers.lm_head.weight is local_layers.model.embed_tokens.weight
     assert tied == (reference.lm_head.weight is reference.model.embed_tokens.weight)
-    assert edges.generation_config.to_dict() == reference.generation_config.to_dict()
+    assert local_layers.generation_config.to_dict() == reference.generation_config.to_dict()
 
 
 def test_generation_follows_the_checkpoints_own_config(tmp_path: Path) -> None:
     path = save_tiny("llama-tied", tmp_path / "model")
     GenerationConfig(eos_token_id=[5, 7], do_sample=True, temperature=0.3).save_pretrained(path)
 
-    edges = load(path, tmp_path).load_edges(lambda layers: layers, **FLOAT32)
-    assert edges.generation_config.eos_token_id == [5, 7]
-    assert edges.generation_config.temperature == 0.3
+    local_layers = load(path, tmp_path).load_local_layers(lambda layers: layers, **FLOAT32)
+    assert local_layers.generation_config.eos_token_id == [5, 7]
+    assert local_layers.generation_config.temperature == 0.3
 
 
 def test_the_whole_model_is_what_transformers_loads(model: LocalModel) -> None:
@@ -124,7 +128,7 @@ def test_a_span_reads_only_its_own_tensors(model: LocalModel, monkeypatch: pytes
     model.load_span(2, 4, **FLOAT32)
     assert sorted(read) == sorted([*model.manifest.tensors[2], *model.manifest.tensors[3]])
     read.clear()
-    model.load_edges(lambda layers: layers, **FLOAT32)
+    model.load_local_layers(lambda layers: layers, **FLOAT32)
     assert sorted(read) == ["lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"]
 
 

@@ -53,10 +53,10 @@ def assert_gguf_parts_are(
     assert seen == {
         name for name in expected if name.startswith(tuple(f"model.layers.{b}." for b in range(start, end)))
     }
-    edges: Any = model.load_edges(lambda layers: layers, **FLOAT32)
-    assert torch.equal(edges.model.embed_tokens.weight, expected["model.embed_tokens.weight"])
-    assert torch.equal(edges.model.norm.weight, expected["model.norm.weight"])
-    assert edges.lm_head.weight is edges.model.embed_tokens.weight
+    local_layers: Any = model.load_local_layers(lambda layers: layers, **FLOAT32)
+    assert torch.equal(local_layers.model.embed_tokens.weight, expected["model.embed_tokens.weight"])
+    assert torch.equal(local_layers.model.norm.weight, expected["model.norm.weight"])
+    assert local_layers.lm_head.weight is local_layers.model.embed_tokens.weight
 
 
 def test_a_gguf_span_dequantises_only_its_own_tensors(

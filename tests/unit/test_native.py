@@ -11,7 +11,7 @@ import torch
 from swarmnet_node.engine import stage as stages
 from swarmnet_node.engine.kernels import decode
 from swarmnet_node.engine.kernels.decode import Native
-from swarmnet_node.engine.kv_cache import GROWTH_POSITIONS, LaneCache
+from swarmnet_node.engine.kv_cache import GROWTH_POSITIONS, SequenceCache
 from swarmnet_node.engine.stage import NATIVE_POSITIONS, Stage
 from swarmnet_protocols.machine import native_code
 from swarmnet_protocols.models import resolve
@@ -87,8 +87,8 @@ def inputs(stage: Stage, count: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(count, stage.hidden_size, generator=torch.Generator().manual_seed(seed))
 
 
-def one_by_one(stage: Stage, lane: LaneCache, rows: torch.Tensor) -> torch.Tensor:
-    return torch.cat([stage.forward([(lane, row[None])])[0] for row in rows])
+def one_by_one(stage: Stage, sequence: SequenceCache, rows: torch.Tensor) -> torch.Tensor:
+    return torch.cat([stage.forward([(sequence, row[None])])[0] for row in rows])
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -100,15 +100,17 @@ def test_native_layers_give_what_torch_gives(
     expected, got = load(tmp_path, shape, None), load(tmp_path, shape, native)
     assert (expected.is_native, got.is_native) == (False, True)
     prompt, rows = inputs(got, 7), inputs(got, GROWTH_POSITIONS + 1, 1)
-    lanes = [stage.new_lane() for stage in (expected, got)]
-    for stage, lane in zip((expected, got), lanes, strict=True):
-        stage.forward([(lane, prompt)])
+    sequences = [stage.new_sequence() for stage in (expected, got)]
+    for stage, sequence in zip((expected, got), sequences, strict=True):
+        stage.forward([(sequence, prompt)])
 
-    outputs = [one_by_one(stage, lane, rows) for stage, lane in zip((expected, got), lanes, strict=True)]
+    outputs = [
+        one_by_one(stage, sequence, rows) for stage, sequence in zip((expected, got), sequences, strict=True)
+    ]
     assert (outputs[1] - outputs[0]).norm() < 1e-6 * outputs[0].norm()
-    length = lanes[1].length
+    length = sequences[1].length
     for index in range(got.blocks):
-        for mine, theirs in zip(lanes[1].layer(index), lanes[0].layer(index), strict=True):
+        for mine, theirs in zip(sequences[1].layer(index), sequences[0].layer(index), strict=True):
             torch.testing.assert_close(mine[:, :, :length], theirs[:, :, :length], atol=1e-4, rtol=1e-4)
 
 
@@ -118,12 +120,16 @@ def test_lanes_of_different_lengths_step_together(shape: str, native: Native, tm
     for count in (2, 21):
         outputs = []
         for stage in (expected, got):
-            lanes = [stage.new_lane() for _ in range(count)]
-            for index, lane in enumerate(lanes):
-                stage.forward([(lane, inputs(stage, 5 * (index + 1), index))])
+            sequences = [stage.new_sequence() for _ in range(count)]
+            for index, sequence in enumerate(sequences):
+                stage.forward([(sequence, inputs(stage, 5 * (index + 1), index))])
             rows = inputs(stage, count, 99)
-            parts = stage.forward([(lane, row[None]) for lane, row in zip(lanes, rows, strict=True)])
-            assert [lane.length for lane in lanes] == [5 * (index + 1) + 1 for index in range(count)]
+            parts = stage.forward(
+                [(sequence, row[None]) for sequence, row in zip(sequences, rows, strict=True)]
+            )
+            assert [sequence.length for sequence in sequences] == [
+                5 * (index + 1) + 1 for index in range(count)
+            ]
             outputs.append(torch.cat(parts))
         assert (outputs[1] - outputs[0]).norm() < 1e-6 * outputs[0].norm()
 
@@ -135,7 +141,7 @@ def test_gates_of_any_size_are_what_torch_gives(native: Native, tmp_path: Path) 
         stage = load(tmp_path, "llama", each)
         for layer in stage._fused.layers:
             layer.gate_up[0].mul_(1000)
-        outputs.append(one_by_one(stage, stage.new_lane(), inputs(stage, 3)))
+        outputs.append(one_by_one(stage, stage.new_sequence(), inputs(stage, 3)))
     assert (outputs[1] - outputs[0]).norm() < 1e-6 * outputs[0].norm()
 
 
@@ -144,7 +150,7 @@ def test_what_is_not_finite_does_not_become_so(wrong: float, native: Native, tmp
     stage = load(tmp_path, "llama", native)
     rows = inputs(stage, 3)
     rows[1, 7] = wrong
-    [outputs] = stage.forward([(stage.new_lane(), rows)])
+    [outputs] = stage.forward([(stage.new_sequence(), rows)])
     assert [row.isfinite().all().item() for row in outputs] == [True, False, False]
 
 
@@ -154,9 +160,9 @@ def test_what_is_not_finite_does_not_become_so(wrong: float, native: Native, tmp
 def test_a_lane_gets_the_same_bits_whoever_is_beside_it(shape: str, native: Native, tmp_path: Path) -> None:
     stage = load(tmp_path, shape, native)
     rows = inputs(stage, 20)
-    alone = [stage.forward([(stage.new_lane(), row[None])])[0] for row in rows]
+    alone = [stage.forward([(stage.new_sequence(), row[None])])[0] for row in rows]
     for count in range(2, len(rows) + 1):
-        together = stage.forward([(stage.new_lane(), row[None]) for row in rows[:count]])
+        together = stage.forward([(stage.new_sequence(), row[None]) for row in rows[:count]])
         assert torch.equal(torch.cat(together), torch.cat(alone[:count])), count
 
 
@@ -183,13 +189,13 @@ def check_several_positions(shape: str, native: Native, tmp_path: Path) -> None:
     assert got.is_native
     outputs: list[list[torch.Tensor]] = []
     for stage in (expected, got):
-        lanes = [stage.new_lane() for _ in range(4)]
+        sequences = [stage.new_sequence() for _ in range(4)]
         outputs.append([])
         for step, counts in enumerate(
             [(7, 1, 30, 2), (1, 9, 1, GROWTH_POSITIONS), (1, 1, 1, 1), (3, 1, 40, 1)]
         ):
             rows = inputs(stage, sum(counts), step)
-            outputs[-1] += stage.forward(list(zip(lanes, rows.split(counts), strict=True)))
+            outputs[-1] += stage.forward(list(zip(sequences, rows.split(counts), strict=True)))
     for theirs, mine in zip(*outputs, strict=True):
         assert (mine - theirs).norm() < 1e-6 * theirs.norm()
 
@@ -202,8 +208,8 @@ def test_a_chunk_gets_the_bits_of_its_positions_one_by_one(
 ) -> None:
     stage = load(tmp_path, shape, native)
     rows = inputs(stage, 40)
-    [chunk] = stage.forward([(stage.new_lane(), rows)])
-    assert torch.equal(chunk, one_by_one(stage, stage.new_lane(), rows))
+    [chunk] = stage.forward([(stage.new_sequence(), rows)])
+    assert torch.equal(chunk, one_by_one(stage, stage.new_sequence(), rows))
 
 
 def pairs_of(stage: Stage, paths: Sequence[str], rank: int) -> dict[str, torch.Tensor]:
@@ -242,13 +248,13 @@ def test_every_lane_has_its_own_adapter(shape: str, threads: int, native: Native
             adapters = [stage.adapt(pairs_of(stage, *each), 0) if each[1] else None for each in ADAPTERS]
             results = []
             for part in (stage, stage.part(2, 5)):
-                lanes = [part.new_lane(adapter) for adapter in adapters]
-                for number, lane in enumerate(lanes):
-                    part.forward([(lane, inputs(part, 3 + number, number))])
-                for chosen in (lanes, lanes[1:2], lanes[2:4], lanes[:1] + lanes[5:]):
+                sequences = [part.new_sequence(adapter) for adapter in adapters]
+                for number, sequence in enumerate(sequences):
+                    part.forward([(sequence, inputs(part, 3 + number, number))])
+                for chosen in (sequences, sequences[1:2], sequences[2:4], sequences[:1] + sequences[5:]):
                     rows = inputs(part, len(chosen), 99)
                     results += part.forward(
-                        [(lane, row[None]) for lane, row in zip(chosen, rows, strict=True)]
+                        [(sequence, row[None]) for sequence, row in zip(chosen, rows, strict=True)]
                     )
             outputs.append(results)
     finally:
@@ -264,7 +270,7 @@ def test_few_positions_are_computed_by_native_code(
     calls = []
     decode_step = native.decode
     monkeypatch.setattr(native, "decode", lambda *given: (calls.append(len(given)), decode_step(*given)))
-    one, other = stage.new_lane(), stage.new_lane()
+    one, other = stage.new_sequence(), stage.new_sequence()
 
     stage.forward([(one, inputs(stage, NATIVE_POSITIONS - 1)), (other, inputs(stage, 1))])
     assert len(calls) == 1
@@ -277,10 +283,10 @@ def test_any_number_of_threads_gives_the_same(threads: int, native: Native, tmp_
     """More of them than there are heads, too: then some have no rows of a product."""
     stage = load(tmp_path, "llama, odd sizes", native)
     rows = inputs(stage, 3)
-    expected = one_by_one(stage, stage.new_lane(), rows)
+    expected = one_by_one(stage, stage.new_sequence(), rows)
     torch.set_num_threads(threads)
     try:
-        got = one_by_one(stage, stage.new_lane(), rows)
+        got = one_by_one(stage, stage.new_sequence(), rows)
     finally:
         torch.set_num_threads(1)
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
@@ -293,19 +299,19 @@ def test_parts_and_packed_batches_share_lanes(
     monkeypatch.setattr(stages, "NATIVE_POSITIONS", 3)
     stage = load(tmp_path, "llama", native)
     rows = inputs(stage, 12)
-    [expected] = stage.forward([(stage.new_lane(), rows)])
+    [expected] = stage.forward([(stage.new_sequence(), rows)])
     parts = [stage.part(0, 2), stage.part(2, 5)]
     assert all(part.is_native for part in parts)
-    lanes, others = ([part.new_lane() for part in parts] for _ in range(2))
+    sequences, others = ([part.new_sequence() for part in parts] for _ in range(2))
 
     outputs = []
     for chunk in rows.split([1, 3, 2, 1, 5]):
         states, beside = chunk, rows[:1]
-        for part, lane, other in zip(parts, lanes, others, strict=True):
+        for part, sequence, other in zip(parts, sequences, others, strict=True):
             if len(chunk) == 3:
-                states, beside = part.forward([(lane, states), (other, beside)])
+                states, beside = part.forward([(sequence, states), (other, beside)])
             else:
-                [states] = part.forward([(lane, states)])
+                [states] = part.forward([(sequence, states)])
         outputs.append(states)
     torch.testing.assert_close(torch.cat(outputs), expected, atol=1e-5, rtol=1e-4)
 
@@ -314,7 +320,7 @@ def test_inputs_are_left_as_they_were(native: Native, tmp_path: Path) -> None:
     stage = load(tmp_path, "llama", native)
     row = inputs(stage, 1)
     kept = row.clone()
-    [output] = stage.forward([(stage.new_lane(), row)])
+    [output] = stage.forward([(stage.new_sequence(), row)])
 
     assert torch.equal(row, kept)
     assert not torch.equal(output, kept)
@@ -343,30 +349,30 @@ def test_native_code_that_computes_something_else_is_not_used(
 
 def test_positions_that_a_lane_has_no_room_for_are_refused(native: Native, tmp_path: Path) -> None:
     stage = load(tmp_path, "llama", native)
-    lane = stage.new_lane()
-    lane.reserve(GROWTH_POSITIONS)
-    lane.length = GROWTH_POSITIONS
+    sequence = stage.new_sequence()
+    sequence.reserve(GROWTH_POSITIONS)
+    sequence.length = GROWTH_POSITIONS
 
     with pytest.raises(ValueError, match="room"):
-        stage._native(inputs(stage, 1), [lane], [1])
+        stage._native(inputs(stage, 1), [sequence], [1])
 
 
 def test_lanes_of_another_stage_are_refused(native: Native, tmp_path: Path) -> None:
     stage = load(tmp_path, "llama", native)
-    lane = stage.part(0, 2).new_lane()
-    lane.reserve(1)
+    sequence = stage.part(0, 2).new_sequence()
+    sequence.reserve(1)
 
     with pytest.raises(ValueError, match="of their own"):
-        stage._native(inputs(stage, 1), [lane], [1])
+        stage._native(inputs(stage, 1), [sequence], [1])
 
 
 def test_inputs_of_another_width_are_refused(native: Native, tmp_path: Path) -> None:
     stage = load(tmp_path, "llama", native)
-    lane = stage.new_lane()
-    lane.reserve(1)
+    sequence = stage.new_sequence()
+    sequence.reserve(1)
 
     with pytest.raises(ValueError, match="float32"):
-        stage._native(torch.zeros(1, stage.hidden_size - 1), [lane], [1])
+        stage._native(torch.zeros(1, stage.hidden_size - 1), [sequence], [1])
 
 
 def test_the_sizes_of_heads_must_divide(native: Native, tmp_path: Path) -> None:

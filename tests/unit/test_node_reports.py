@@ -15,9 +15,9 @@ from swarmnet_node.hosting.reports import (
     IDLE_S,
     MAX_PAIRS,
     HostNumbers,
-    LaneTimes,
     Pair,
     Reporter,
+    TokenTimes,
 )
 from swarmnet_protocols.directory.catalog import MAX_MODELS, CatalogModel, merge
 from swarmnet_protocols.directory.reports import MAX_FLOWS, MAX_NUMBER, ask, check, clean
@@ -26,13 +26,13 @@ from swarmnet_protocols.net import Message, Stream
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.memory import LinkProfile, MemoryNetwork
 from swarmnet_protocols.net.protocol_ids import REPORT
-from swarmnet_protocols.net.resources import EACH_PEER, ResourceManager, Stock
+from swarmnet_protocols.net.resources import EACH_PEER, Resource, ResourceManager
 from swarmnet_protocols.session.steps import Row
 from swarmnet_protocols.wire import records_pb2, report_pb2
 from tests.support.virtual_time import run
 from tests.wire.examples import report_messages
 
-STREAMS_EACH = EACH_PEER[Stock.REPORTS]
+STREAMS_EACH = EACH_PEER[Resource.REPORTS]
 NODE, ASKER = (Identity.from_seed(name).peer_id for name in (b"node", b"asker"))
 
 
@@ -61,7 +61,7 @@ def test_the_busiest_pairs_are_told_and_all_are_bounded() -> None:
 def steps(*rows: tuple[float, int, int, int]) -> HostNumbers:
     """Steps of one lane: when, start, count, outputs."""
     numbers = HostNumbers()
-    times = LaneTimes(numbers)
+    times = TokenTimes(numbers)
     for at_s, start, count, outputs in rows:
         times.arrived([Row(0, start, count, outputs, 0)], at_s)
     return numbers
@@ -239,7 +239,7 @@ def test_who_never_reads_keeps_no_place() -> None:
     async def main() -> float:
         stream = Unread()
         await Reporter(host_report).handle(cast("Stream", stream))
-        assert not stream.scope.used[Stock.REPORTS]
+        assert not stream.scope.used[Resource.REPORTS]
         return asyncio.get_running_loop().time()
 
     assert run(main()) == IDLE_S

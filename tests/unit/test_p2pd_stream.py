@@ -7,7 +7,7 @@ import pytest
 from swarmnet_protocols.errors import StreamEnded, StreamRefused
 from swarmnet_protocols.net import Message, Refusal
 from swarmnet_protocols.net.p2pd.pipe import LINGER_BYTES
-from swarmnet_protocols.net.rate_limit import Pace
+from swarmnet_protocols.net.rate_limit import LinkLimiter
 from swarmnet_protocols.timing import Timing
 from tests.support.stream_ends import a_stream_to, two_ends
 from tests.support.virtual_time import run
@@ -96,7 +96,7 @@ def test_who_waits_for_a_message_is_told_at_once_that_the_stream_was_closed() ->
 
 def test_half_a_message_is_followed_by_nothing() -> None:
     async def main() -> None:
-        pace = Pace()
+        pace = LinkLimiter()
         pace.up.set_rate(100_000.0)
         async with a_stream_to(pace) as (end, theirs):
             sending = asyncio.create_task(end.stream.send(Message(b"", b"x" * 1_000_000)))

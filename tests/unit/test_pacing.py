@@ -14,9 +14,9 @@ from swarmnet_protocols.net.rate_limit import (
     PIECE_BYTES,
     TINY_BYTES,
     WIRE_FACTOR,
-    Bucket,
-    Line,
-    PacedReader,
+    LimitedReader,
+    RateLimiter,
+    TokenBucket,
 )
 from tests.support.virtual_time import run
 
@@ -46,7 +46,7 @@ def most_within(sent: Sequence[tuple[float, float]], window_s: float) -> float:
     )
 )
 def test_a_bucket_keeps_its_rate_over_any_ten_seconds(wishes: list[tuple[float, int]]) -> None:
-    bucket, now, sent = Bucket(), 0.0, []
+    bucket, now, sent = TokenBucket(), 0.0, []
     bucket.set_rate(RATE, now)
     for pause_s, size in wishes:
         now += pause_s
@@ -56,7 +56,7 @@ def test_a_bucket_keeps_its_rate_over_any_ten_seconds(wishes: list[tuple[float, 
     assert most_within(sent, WINDOW_S) <= RATE * (WINDOW_S + BURST_S) + PIECE_BYTES
 
 
-async def _send(line: Line, size: int, log: list[tuple[float, float]]) -> None:
+async def _send(line: RateLimiter, size: int, log: list[tuple[float, float]]) -> None:
     """One message, in pieces, as a stream sends it."""
     left = size
     while left:
@@ -69,7 +69,7 @@ async def _send(line: Line, size: int, log: list[tuple[float, float]]) -> None:
 @pytest.mark.parametrize("streams", [1, 64])
 def test_a_line_is_full_and_never_more(streams: int) -> None:
     async def main() -> list[tuple[float, float]]:
-        line, log = Line(), []
+        line, log = RateLimiter(), []
         line.set_rate(RATE)
         rng = random.Random(streams)
 
@@ -91,7 +91,7 @@ def test_a_line_is_full_and_never_more(streams: int) -> None:
 
 def test_beats_do_not_wait_and_are_paid_for_by_what_follows() -> None:
     async def main() -> tuple[float, float]:
-        line, loop = Line(), asyncio.get_running_loop()
+        line, loop = RateLimiter(), asyncio.get_running_loop()
         line.set_rate(RATE)
         bulk = asyncio.create_task(_send(line, 1_000_000, []))
         await asyncio.sleep(1)
@@ -109,7 +109,7 @@ def test_beats_do_not_wait_and_are_paid_for_by_what_follows() -> None:
 
 def test_a_decode_step_overtakes_prompts_and_prompts_go_on() -> None:
     async def main() -> tuple[float, int]:
-        line, loop = Line(), asyncio.get_running_loop()
+        line, loop = RateLimiter(), asyncio.get_running_loop()
         line.set_rate(RATE)
         pieces: list[tuple[float, float]] = []
         prompts = [asyncio.create_task(_send(line, 10_000_000, pieces)) for _ in range(32)]
@@ -139,7 +139,7 @@ def test_a_decode_step_overtakes_prompts_and_prompts_go_on() -> None:
 
 def test_small_messages_go_on_while_a_burst_is_made_up_for() -> None:
     async def main() -> tuple[float, float]:
-        line, loop = Line(), asyncio.get_running_loop()
+        line, loop = RateLimiter(), asyncio.get_running_loop()
         line.set_rate(RATE)
         line.settle(10 * RATE, sees_all=True)
         large = asyncio.create_task(_send(line, 2 * PIECE_BYTES, []))
@@ -156,7 +156,7 @@ def test_small_messages_go_on_while_a_burst_is_made_up_for() -> None:
 
 def test_who_gives_up_takes_nobody_elses_turn() -> None:
     async def main() -> float:
-        line, loop = Line(), asyncio.get_running_loop()
+        line, loop = RateLimiter(), asyncio.get_running_loop()
         line.set_rate(RATE)
         await _send(line, 100_000, [])
         gone = [asyncio.create_task(_send(line, 100_000, [])) for _ in range(10)]
@@ -174,7 +174,7 @@ def test_who_gives_up_takes_nobody_elses_turn() -> None:
 @pytest.mark.parametrize("sees_all", [False, True])
 def test_what_the_kernel_saw_beyond_our_own_is_charged(*, sees_all: bool) -> None:
     async def main() -> float:
-        line, loop = Line(), asyncio.get_running_loop()
+        line, loop = RateLimiter(), asyncio.get_running_loop()
         line.set_rate(RATE)
         line.settle(5 * RATE, sees_all=sees_all)  # the directory, say
         assert line.total_bytes == 5 * RATE
@@ -187,7 +187,7 @@ def test_what_the_kernel_saw_beyond_our_own_is_charged(*, sees_all: bool) -> Non
 
 def test_what_was_charged_and_is_seen_later_is_not_charged_twice() -> None:
     async def main() -> float:
-        line = Line()
+        line = RateLimiter()
         line.set_rate(1e7)
         line.count(1000)
         line.settle(0, sees_all=False)
@@ -202,7 +202,7 @@ def test_what_came_before_it_was_read_is_read_at_the_rate_all_the_same(sees_all:
     """Or many who send would be let go at once, to send as much again."""
 
     async def main() -> float:
-        line, loop = Line(), asyncio.get_running_loop()
+        line, loop = RateLimiter(), asyncio.get_running_loop()
         line.set_rate(RATE)
         line.settle(5 * RATE, sees_all=sees_all)
         await asyncio.sleep(5)
@@ -222,7 +222,7 @@ def test_what_came_before_it_was_read_is_read_at_the_rate_all_the_same(sees_all:
 
 def test_where_the_kernel_sees_all_it_is_right() -> None:
     async def main() -> float:
-        line = Line()
+        line = RateLimiter()
         line.set_rate(1e7)
         line.settle(5000, sees_all=True)  # came, and waits to be read
         line.count(5000)
@@ -236,7 +236,7 @@ def test_where_the_kernel_sees_all_it_is_right() -> None:
 
 def test_where_it_does_not_what_it_never_sees_is_charged_all_the_same() -> None:
     async def main() -> float:
-        line, loop = Line(), asyncio.get_running_loop()
+        line, loop = RateLimiter(), asyncio.get_running_loop()
         line.set_rate(RATE)
 
         async def settle() -> None:
@@ -254,7 +254,7 @@ def test_where_it_does_not_what_it_never_sees_is_charged_all_the_same() -> None:
 
 def test_a_rate_can_be_set_and_lifted_while_many_wait() -> None:
     async def main() -> float:
-        line, loop = Line(), asyncio.get_running_loop()
+        line, loop = RateLimiter(), asyncio.get_running_loop()
         line.set_rate(1000.0)
         waiting = [asyncio.create_task(_send(line, 1_000_000, [])) for _ in range(3)]
         await asyncio.sleep(2)
@@ -269,9 +269,9 @@ def test_who_sends_has_as_long_as_ever_when_it_is_us_who_read_slowly() -> None:
     """A message that is there takes as long as our rate says; one that is not is given up."""
 
     async def main() -> tuple[float, float]:
-        reader, line, loop = asyncio.StreamReader(), Line(), asyncio.get_running_loop()
+        reader, line, loop = asyncio.StreamReader(), RateLimiter(), asyncio.get_running_loop()
         line.set_rate(PIECE_BYTES * WIRE_FACTOR)  # a piece a second
-        paced = PacedReader(reader, line)
+        paced = LimitedReader(reader, line)
         reader.feed_data(bytes(10 * PIECE_BYTES))
         async with asyncio.timeout(2.0) as deadline:
             await paced.readexactly(10 * PIECE_BYTES, deadline)
@@ -288,7 +288,7 @@ def test_who_sends_has_as_long_as_ever_when_it_is_us_who_read_slowly() -> None:
 
 def test_without_a_rate_everything_is_counted_and_nothing_waits() -> None:
     async def main() -> tuple[float, float]:
-        line = Line()
+        line = RateLimiter()
         await _send(line, 1_000_000, [])
         return line.total_bytes, asyncio.get_running_loop().time()
 
@@ -297,8 +297,8 @@ def test_without_a_rate_everything_is_counted_and_nothing_waits() -> None:
 
 def test_a_paced_reader_reads_what_came_no_faster_than_its_line() -> None:
     async def main() -> tuple[bytes, float]:
-        reader, line = asyncio.StreamReader(), Line()
-        paced = PacedReader(reader, line)
+        reader, line = asyncio.StreamReader(), RateLimiter()
+        paced = LimitedReader(reader, line)
         line.set_rate(RATE)
         data = random.Random(0).randbytes(300_000)
         reader.feed_data(data)
@@ -317,8 +317,8 @@ def test_a_paced_reader_reads_what_came_no_faster_than_its_line() -> None:
 
 def test_a_paced_reader_has_what_came_with_what_it_read() -> None:
     async def main() -> None:
-        reader, line = asyncio.StreamReader(), Line()
-        paced = PacedReader(reader, line)
+        reader, line = asyncio.StreamReader(), RateLimiter()
+        paced = LimitedReader(reader, line)
         reader.feed_data(bytes(range(100)))
         assert paced.kept_bytes == 0
         assert await paced.readexactly(8) == bytes(range(8))
@@ -335,9 +335,9 @@ def test_a_paced_reader_has_what_came_with_what_it_read() -> None:
 @pytest.mark.parametrize("size", [10, 3000, AHEAD_BYTES + 10, 100_000])
 def test_a_paced_reader_says_when_a_stream_ends_too_early(size: int, rate: float | None) -> None:
     async def main() -> None:
-        reader, line = asyncio.StreamReader(), Line()
+        reader, line = asyncio.StreamReader(), RateLimiter()
         line.set_rate(rate)
-        paced = PacedReader(reader, line)
+        paced = LimitedReader(reader, line)
         reader.feed_data(bytes(range(8)) + bytes(size - 1))
         reader.feed_eof()
         assert await paced.readexactly(8) == bytes(range(8))

@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 def hollow(family: str, directory: Path) -> Any:
     """A model of the family whose layers are placeholders."""
-    return load(save_tiny(family, directory / "model"), directory).load_edges(
+    return load(save_tiny(family, directory / "model"), directory).load_local_layers(
         lambda layers: stand_ins(layers, CPU), dtype=torch.float32, device=CPU
     )
 

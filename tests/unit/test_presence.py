@@ -11,16 +11,16 @@ from swarmnet_protocols.directory import MemoryBoard, MemoryDirectory
 from swarmnet_protocols.directory.duplicate_identity import (
     DOUBTS,
     REMEMBERED_S,
-    Double,
+    Duplicate,
+    DuplicateWatch,
     Presence,
-    Watch,
     topic_of,
 )
 from swarmnet_protocols.directory.records import Record
 from swarmnet_protocols.net import Transport
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.memory import MemoryNetwork
-from swarmnet_protocols.net.wrappers import PassingTransport
+from swarmnet_protocols.net.wrappers import TransportWrapper
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import records_pb2 as pb
 from tests.support import virtual_time
@@ -32,7 +32,7 @@ TIMING = Timing()
 TWO_LOOKS_S = 2 * TIMING.presence_s
 
 
-class At(PassingTransport):
+class At(TransportWrapper):
     """``transport``, at an address of its own."""
 
     def __init__(self, transport: Transport, address: str) -> None:
@@ -61,11 +61,11 @@ class Machines:
         self.told: list[str] = []
         """What any of them was told, in order."""
 
-    def watch(self, machine: int, kind: type[MemoryDirectory] = MemoryDirectory) -> Watch:
+    def watch(self, machine: int, kind: type[MemoryDirectory] = MemoryDirectory) -> DuplicateWatch:
         self._processes += 1
         transport = At(self._transport, f"/ip4/203.0.113.{machine}/tcp/31337")
         directory = kind(self.board, ALICE, SWARM)
-        return Watch(transport, directory, random.Random(self._processes), TIMING, self.told.append)
+        return DuplicateWatch(transport, directory, random.Random(self._processes), TIMING, self.told.append)
 
 
 def run(scenario: Callable[[Machines], Awaitable[None]]) -> None:
@@ -79,7 +79,7 @@ def run(scenario: Callable[[Machines], Awaitable[None]]) -> None:
     virtual_time.run(main())
 
 
-async def live(watch: Watch, seconds: float) -> None:
+async def live(watch: DuplicateWatch, seconds: float) -> None:
     keeping = asyncio.create_task(watch._keep())
     done, _ = await asyncio.wait({keeping}, timeout=seconds)
     assert not done
@@ -177,7 +177,7 @@ def test_whoever_has_another_key_is_not_heard() -> None:
 
 
 def test_one_word_of_a_process_that_may_be_gone_is_not_enough() -> None:
-    double = Double(b"ours", TIMING.presence_s, 0.0)
+    double = Duplicate(b"ours", TIMING.presence_s, 0.0)
     for now in range(100):
         double.look(Presence(b"theirs", (), 7), float(now))
         double.look(Presence(b"ours", (), 8), float(now))

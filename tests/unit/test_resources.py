@@ -12,25 +12,25 @@ from hypothesis import strategies as st
 from swarmnet_protocols.net.resources import (
     MIN_SWEEP,
     Exhausted,
-    Flow,
-    Hold,
     Rate,
+    RateLimit,
+    Reservation,
+    Resource,
     ResourceManager,
     Scope,
-    Stock,
 )
 from tests.support.virtual_time import run
 
 
 def limited(in_all: int, each_peer: int) -> ResourceManager:
     resources = ResourceManager()
-    resources.limit(Stock.SESSIONS, in_all=in_all, each_peer=each_peer)
+    resources.limit(Resource.SESSIONS, in_all=in_all, each_peer=each_peer)
     return resources
 
 
-def paced(in_all: Rate | None, each_peer: Rate | None) -> ResourceManager:
+def paced(in_all: RateLimit | None, each_peer: RateLimit | None) -> ResourceManager:
     resources = ResourceManager()
-    resources.limit_rate(Flow.BYTES_IN, in_all=in_all, each_peer=each_peer)
+    resources.limit_rate(Rate.BYTES_IN, in_all=in_all, each_peer=each_peer)
     return resources
 
 
@@ -38,50 +38,50 @@ def test_what_is_held_counts_in_every_scope_and_is_given_back() -> None:
     resources = limited(10, 10)
     peer = resources.peer("alice", 0.0)
     session = peer.within("session", {})
-    with session.hold(Stock.SESSIONS, 3) as hold:
-        assert [scope.used[Stock.SESSIONS] for scope in (session, peer, resources.in_all)] == [3, 3, 3]
+    with session.hold(Resource.SESSIONS, 3) as hold:
+        assert [scope.used[Resource.SESSIONS] for scope in (session, peer, resources.in_all)] == [3, 3, 3]
         hold.resize(5)
-        assert peer.used[Stock.SESSIONS] == 5
+        assert peer.used[Resource.SESSIONS] == 5
     hold.release()
-    assert [scope.used[Stock.SESSIONS] for scope in (session, peer, resources.in_all)] == [0, 0, 0]
+    assert [scope.used[Resource.SESSIONS] for scope in (session, peer, resources.in_all)] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("where", ["session", "alice", "all peers"])
 def test_what_one_scope_refuses_is_held_in_none_and_says_where_and_for_how_long(where: str) -> None:
     resources = limited(2 if where == "all peers" else 9, 2 if where == "alice" else 9)
     peer = resources.peer("alice", 0.0)
-    session = peer.within("session", {Stock.SESSIONS: 2} if where == "session" else {})
-    hold = session.hold(Stock.SESSIONS, 2)
+    session = peer.within("session", {Resource.SESSIONS: 2} if where == "session" else {})
+    hold = session.hold(Resource.SESSIONS, 2)
     with pytest.raises(Exhausted, match=f"2 of 2 sessions of {where}") as caught:
         hold.resize(3)
     assert caught.value.retry_after_s > 0
     assert hold.amount == 2
-    assert [scope.used[Stock.SESSIONS] for scope in (session, peer, resources.in_all)] == [2, 2, 2]
-    assert resources.snapshot().stocks[Stock.SESSIONS].refused == 1
+    assert [scope.used[Resource.SESSIONS] for scope in (session, peer, resources.in_all)] == [2, 2, 2]
+    assert resources.snapshot().resources[Resource.SESSIONS].refused == 1
 
 
 def test_one_peer_at_its_limit_leaves_room_for_others() -> None:
     resources = limited(3, 2)
     alice, bob = resources.peer("alice", 0.0), resources.peer("bob", 0.0)
-    alice.hold(Stock.SESSIONS, 2)
+    alice.hold(Resource.SESSIONS, 2)
     with pytest.raises(Exhausted):
-        alice.hold(Stock.SESSIONS)
-    bob.hold(Stock.SESSIONS)
-    spare = [scope.spare(Stock.SESSIONS) for scope in (alice, bob, resources.in_all)]
+        alice.hold(Resource.SESSIONS)
+    bob.hold(Resource.SESSIONS)
+    spare = [scope.spare(Resource.SESSIONS) for scope in (alice, bob, resources.in_all)]
     assert spare == [0, 1, 0]
-    assert bob.spare(Stock.PASSES) == math.inf
+    assert bob.spare(Resource.PASSES) == math.inf
 
 
 def test_limits_change_under_what_is_held() -> None:
     resources = limited(9, 9)
     alice = resources.peer("alice", 0.0)
-    hold = alice.hold(Stock.SESSIONS, 5)
-    resources.limit(Stock.SESSIONS, each_peer=2)
+    hold = alice.hold(Resource.SESSIONS, 5)
+    resources.limit(Resource.SESSIONS, each_peer=2)
     with pytest.raises(Exhausted):
         hold.resize(6)
     hold.resize(1)
-    assert alice.spare(Stock.SESSIONS) == 1
-    account = resources.snapshot().stocks[Stock.SESSIONS]
+    assert alice.spare(Resource.SESSIONS) == 1
+    account = resources.snapshot().resources[Resource.SESSIONS]
     assert (account.used, account.in_all, account.each_peer) == (1, 9, 2)
 
 
@@ -89,67 +89,67 @@ def test_limits_change_under_what_is_held() -> None:
 def test_no_sequence_passes_a_limit_or_loses_count(steps: list[tuple[int, int, bool]]) -> None:
     resources = limited(8, 5)
     peers = [resources.peer(name, 0.0) for name in ("alice", "bob", "carol")]
-    held: list[list[Hold]] = [[] for _ in peers]
+    held: list[list[Reservation]] = [[] for _ in peers]
     for number, amount, take in steps:
         if not take and held[number]:
             held[number].pop().release()
             continue
         try:
-            held[number].append(peers[number].hold(Stock.SESSIONS, amount))
+            held[number].append(peers[number].hold(Resource.SESSIONS, amount))
         except Exhausted:
-            assert min(scope.spare(Stock.SESSIONS) for scope in (peers[number], resources.in_all)) < amount
+            assert min(scope.spare(Resource.SESSIONS) for scope in (peers[number], resources.in_all)) < amount
         sums = [sum(hold.amount for hold in each) for each in held]
-        assert [peer.used[Stock.SESSIONS] for peer in peers] == sums
-        assert resources.in_all.used[Stock.SESSIONS] == sum(sums) <= 8
+        assert [peer.used[Resource.SESSIONS] for peer in peers] == sums
+        assert resources.in_all.used[Resource.SESSIONS] == sum(sums) <= 8
         assert max(sums) <= 5
 
 
 def test_a_burst_is_free_and_what_is_owed_is_waited_for() -> None:
-    alice = paced(None, Rate(per_s=10.0, burst=20.0)).peer("alice", 0.0)
-    assert alice.use(Flow.BYTES_IN, 20, 0.0) == 0.0
-    assert alice.use(Flow.BYTES_IN, 5, 0.0) == pytest.approx(0.5)
-    assert alice.use(Flow.BYTES_IN, 5, 0.5) == pytest.approx(0.5)
-    assert alice.use(Flow.BYTES_IN, 0, 9.0) == 0.0
-    assert alice.use(Flow.BYTES_IN, 20, 100.0) == 0.0
-    alice.check(Flow.BYTES_IN, 1.0, 100.0)
-    alice.use(Flow.BYTES_IN, 11, 100.0)
+    alice = paced(None, RateLimit(per_s=10.0, burst=20.0)).peer("alice", 0.0)
+    assert alice.use(Rate.BYTES_IN, 20, 0.0) == 0.0
+    assert alice.use(Rate.BYTES_IN, 5, 0.0) == pytest.approx(0.5)
+    assert alice.use(Rate.BYTES_IN, 5, 0.5) == pytest.approx(0.5)
+    assert alice.use(Rate.BYTES_IN, 0, 9.0) == 0.0
+    assert alice.use(Rate.BYTES_IN, 20, 100.0) == 0.0
+    alice.check(Rate.BYTES_IN, 1.0, 100.0)
+    alice.use(Rate.BYTES_IN, 11, 100.0)
     with pytest.raises(Exhausted, match="bytes in of alice") as caught:
-        alice.check(Flow.BYTES_IN, 1.0, 100.0)
+        alice.check(Rate.BYTES_IN, 1.0, 100.0)
     assert caught.value.retry_after_s == pytest.approx(1.1)
 
 
 @given(st.lists(st.tuples(st.floats(0, 0.5), st.integers(0, 300)), min_size=1, max_size=50))
 def test_who_waits_as_told_never_gets_more_than_the_rate(uses: list[tuple[float, int]]) -> None:
-    rate = Rate(per_s=100.0, burst=50.0)
+    rate = RateLimit(per_s=100.0, burst=50.0)
     alice, now, used = paced(None, rate).peer("alice", 0.0), 0.0, 0.0
     for pause_s, amount in uses:
         now += pause_s
         assert used <= rate.burst + rate.per_s * now + 300 + 1e-6
-        now += alice.use(Flow.BYTES_IN, amount, now)
+        now += alice.use(Rate.BYTES_IN, amount, now)
         used += amount
     assert used <= rate.burst + rate.per_s * now + 1e-6
 
 
 def test_modest_peers_do_not_wait_for_greedy_ones() -> None:
-    resources = paced(Rate(100.0, 100.0), Rate(100.0, 100.0))
+    resources = paced(RateLimit(100.0, 100.0), RateLimit(100.0, 100.0))
     greedy, modest = resources.peer("greedy", 0.0), resources.peer("modest", 0.0)
-    assert greedy.use(Flow.BYTES_IN, 200, 0.0) == pytest.approx(1.0)
-    assert modest.use(Flow.BYTES_IN, 10, 0.0) == 0.0
-    assert modest.use(Flow.BYTES_IN, 50, 0.0) == pytest.approx(1.6)
+    assert greedy.use(Rate.BYTES_IN, 200, 0.0) == pytest.approx(1.0)
+    assert modest.use(Rate.BYTES_IN, 10, 0.0) == 0.0
+    assert modest.use(Rate.BYTES_IN, 50, 0.0) == pytest.approx(1.6)
 
 
 def test_without_limits_of_their_own_all_wait_for_what_all_used() -> None:
-    resources = paced(Rate(100.0, 100.0), None)
-    assert resources.peer("alice", 0.0).use(Flow.BYTES_IN, 150, 0.0) == pytest.approx(0.5)
-    assert resources.peer("bob", 0.0).use(Flow.BYTES_IN, 0, 0.0) == pytest.approx(0.5)
-    assert resources.snapshot().spent[Flow.BYTES_IN] == 150
+    resources = paced(RateLimit(100.0, 100.0), None)
+    assert resources.peer("alice", 0.0).use(Rate.BYTES_IN, 150, 0.0) == pytest.approx(0.5)
+    assert resources.peer("bob", 0.0).use(Rate.BYTES_IN, 0, 0.0) == pytest.approx(0.5)
+    assert resources.snapshot().spent[Rate.BYTES_IN] == 150
 
 
 def test_peers_without_anything_are_forgotten_and_others_are_not() -> None:
-    resources = paced(None, Rate(1.0, 10.0))
+    resources = paced(None, RateLimit(1.0, 10.0))
     holder, debtor = resources.peer("holder", 0.0), resources.peer("debtor", 0.0)
-    holder.hold(Stock.SESSIONS)
-    debtor.use(Flow.BYTES_IN, 10_000, 0.0)
+    holder.hold(Resource.SESSIONS)
+    debtor.use(Rate.BYTES_IN, 10_000, 0.0)
     idle: weakref.ref[Scope] = weakref.ref(resources.peer("idle", 0.0))
     for number in range(20 * MIN_SWEEP):
         resources.peer(f"passer-by {number}", 100.0)
@@ -162,37 +162,37 @@ def test_peers_without_anything_are_forgotten_and_others_are_not() -> None:
 
 def test_however_many_strangers_there_are_some_room_is_left_to_those_we_know() -> None:
     resources = ResourceManager()
-    resources.limit(Stock.MEMORY, in_all=100, each_peer=20)
+    resources.limit(Resource.MEMORY, in_all=100, each_peer=20)
     known, link = resources.peer("known", 0.0), resources.peer("link", 0.0)
-    known.hold(Stock.SESSIONS)
-    link.hold(Stock.LINKS)
+    known.hold(Resource.SESSIONS)
+    link.hold(Resource.LINKS)
     for number in range(7):
-        resources.peer(f"stranger {number}", 0.0).hold(Stock.MEMORY, 10)
+        resources.peer(f"stranger {number}", 0.0).hold(Resource.MEMORY, 10)
     with pytest.raises(Exhausted, match="70 of 75 memory bytes of all peers"):
-        resources.peer("another", 0.0).hold(Stock.MEMORY, 10)
-    assert not resources.peer("another", 0.0).can_ever_hold(Stock.MEMORY, 76)
-    known.within("its session", {}).hold(Stock.MEMORY, 20)
-    link.hold(Stock.MEMORY, 10)
+        resources.peer("another", 0.0).hold(Resource.MEMORY, 10)
+    assert not resources.peer("another", 0.0).can_ever_hold(Resource.MEMORY, 76)
+    known.within("its session", {}).hold(Resource.MEMORY, 20)
+    link.hold(Resource.MEMORY, 10)
     with pytest.raises(Exhausted, match="100 of 100"):
-        link.hold(Stock.MEMORY, 1)
+        link.hold(Resource.MEMORY, 1)
 
 
 @pytest.mark.parametrize("whose", ["in all", "its own"])
 def test_whoever_waits_goes_on_when_the_limit_is_raised(whose: str) -> None:
     async def main() -> None:
         resources = ResourceManager()
-        resources.limit(Stock.MEMORY, in_all=40, each_peer=40)
+        resources.limit(Resource.MEMORY, in_all=40, each_peer=40)
         alice, bob = resources.peer("alice", 0.0), resources.peer("bob", 0.0)
-        bob.hold(Stock.MEMORY, 20)
-        alice.hold(Stock.MEMORY, 10)
+        bob.hold(Resource.MEMORY, 20)
+        alice.hold(Resource.MEMORY, 10)
         if whose == "its own":
-            resources.limit(Stock.MEMORY, in_all=100, each_peer=20)
-        growing = asyncio.create_task(alice.hold(Stock.MEMORY, 0).grow(20))
+            resources.limit(Resource.MEMORY, in_all=100, each_peer=20)
+        growing = asyncio.create_task(alice.hold(Resource.MEMORY, 0).grow(20))
         await asyncio.sleep(0)
-        resources.limit(Stock.SESSIONS, in_all=100, each_peer=100)
+        resources.limit(Resource.SESSIONS, in_all=100, each_peer=100)
         await asyncio.sleep(0)
         assert not growing.done()
-        resources.limit(Stock.MEMORY, in_all=100, each_peer=40)
+        resources.limit(Resource.MEMORY, in_all=100, each_peer=40)
         await growing
 
     run(main())
@@ -203,22 +203,22 @@ def test_only_those_are_woken_for_whom_there_is_room() -> None:
 
     async def main() -> None:
         resources = ResourceManager()
-        resources.limit(Stock.MEMORY, in_all=100, each_peer=50)
+        resources.limit(Resource.MEMORY, in_all=100, each_peer=50)
         greedy, modest = resources.peer("greedy", 0.0), resources.peer("modest", 0.0)
         for peer in (greedy, modest):
-            peer.hold(Stock.SESSIONS)
-        own = greedy.hold(Stock.MEMORY, 50)
-        waiting = [greedy.hold(Stock.MEMORY, 0) for _ in range(10)]
+            peer.hold(Resource.SESSIONS)
+        own = greedy.hold(Resource.MEMORY, 50)
+        waiting = [greedy.hold(Resource.MEMORY, 0) for _ in range(10)]
         growing = [asyncio.create_task(hold.grow(40)) for hold in waiting]
         await asyncio.sleep(0)
-        refused = resources.in_all.refused[Stock.MEMORY]
+        refused = resources.in_all.refused[Resource.MEMORY]
         for _ in range(100):
-            modest.hold(Stock.MEMORY, 50).release()
-            greedy.hold(Stock.CALLS).release()
+            modest.hold(Resource.MEMORY, 50).release()
+            greedy.hold(Resource.CALLS).release()
             own.resize(45)
             own.resize(50)
             await asyncio.sleep(0)
-        assert resources.in_all.refused[Stock.MEMORY] == refused == len(waiting)
+        assert resources.in_all.refused[Resource.MEMORY] == refused == len(waiting)
         own.release()
         while growing:
             done, _pending = await asyncio.wait(growing, return_when=asyncio.FIRST_COMPLETED)
@@ -226,6 +226,6 @@ def test_only_those_are_woken_for_whom_there_is_room() -> None:
             waiting[growing.index(first)].release()
             waiting.pop(growing.index(first))
             growing.remove(first)
-        assert not resources.in_all.used[Stock.MEMORY]
+        assert not resources.in_all.used[Resource.MEMORY]
 
     asyncio.run(main())

@@ -70,7 +70,7 @@ class Net:
 
     def tick(self, member: int) -> None:
         self.feed(member, Tick())
-        self.later(member, TIMING.beat_s, lambda: self.tick(member))
+        self.later(member, TIMING.heartbeat_s, lambda: self.tick(member))
 
     def link(self, me: int, other: int, up: bool) -> None:
         up = up and other not in self.dead
@@ -290,7 +290,7 @@ def test_a_slice_of_a_dead_owner_goes_to_a_live_member_unless_somebody_has_its_r
         coordinator = machine(0)
         coordinator.handle(Received(1, Report(0, held, None)), 0.5)
         coordinator.handle(LinkDown(2), 1.0)
-        effects = coordinator.handle(Tick(), 1.0 + 2 * TIMING.beat_s)
+        effects = coordinator.handle(Tick(), 1.0 + 2 * TIMING.heartbeat_s)
         (plan,) = {
             effect.message
             for effect in effects
@@ -301,7 +301,7 @@ def test_a_slice_of_a_dead_owner_goes_to_a_live_member_unless_somebody_has_its_r
 
 @pytest.mark.parametrize(
     "timing",
-    [{"contribution_s": 50.0}, {"settle_s": 60.0}, {"contribution_s": 0.0}, {"beat_s": 1.0}],
+    [{"contribution_s": 50.0}, {"settle_s": 60.0}, {"contribution_s": 0.0}, {"heartbeat_s": 1.0}],
 )
 def test_deadlines_that_contradict_each_other_are_refused(timing: dict[str, float]) -> None:
     with pytest.raises(ConfigError):

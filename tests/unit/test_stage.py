@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from swarmnet_node.engine.kernels.fused_layers import fits
-from swarmnet_node.engine.kv_cache import GROWTH_POSITIONS, LaneCache
+from swarmnet_node.engine.kv_cache import GROWTH_POSITIONS, SequenceCache
 from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models import LocalModel, resolve
@@ -34,8 +34,8 @@ def inputs(count: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(count, 32, generator=torch.Generator().manual_seed(seed))
 
 
-def forward(stage: Stage, lane: LaneCache, rows: torch.Tensor) -> torch.Tensor:
-    (output,) = stage.forward([(lane, rows)])
+def forward(stage: Stage, sequence: SequenceCache, rows: torch.Tensor) -> torch.Tensor:
+    (output,) = stage.forward([(sequence, rows)])
     return output
 
 
@@ -47,9 +47,11 @@ def test_a_stage_on_a_gpu_gives_what_can_be_sent(tmp_path: Path) -> None:
         for device in ("cpu", "cuda")
     )
     rows = inputs(7)
-    outputs = forward(got, got.new_lane(), rows)
+    outputs = forward(got, got.new_sequence(), rows)
     encode_tensor(outputs)
-    torch.testing.assert_close(outputs, forward(expected, expected.new_lane(), rows), atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(
+        outputs, forward(expected, expected.new_sequence(), rows), atol=1e-3, rtol=1e-3
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -65,20 +67,20 @@ def test_packed_lanes_give_what_transformers_gives(family: str, tmp_path: Path) 
     ]
     texts = [reference.generate(p[None], max_new_tokens=NEW_TOKENS, do_sample=False)[0] for p in prompts]
     stages = [Stage.load(model, start, end, dtype=torch.float32, device=CPU) for start, end in SPANS]
-    lanes = [[stage.new_lane() for stage in stages] for _ in texts]
+    sequences = [[stage.new_sequence() for stage in stages] for _ in texts]
     outputs: list[list[torch.Tensor]] = [[] for _ in texts]
     chunk = random.Random(family)
 
     with torch.inference_mode():
-        while active := [i for i, text in enumerate(texts) if lanes[i][0].length < len(text)]:
+        while active := [i for i, text in enumerate(texts) if sequences[i][0].length < len(text)]:
             rows = []
             for i in active:
-                done = lanes[i][0].length
+                done = sequences[i][0].length
                 count = chunk.choice((1, 4, 7)) if done < PROMPT_LENGTHS[i] else 1
                 rows.append(reference.model.embed_tokens(texts[i][done : done + count]))
             for stage_index, stage in enumerate(stages):
                 rows = stage.forward(
-                    [(lanes[i][stage_index], row) for i, row in zip(active, rows, strict=True)]
+                    [(sequences[i][stage_index], row) for i, row in zip(active, rows, strict=True)]
                 )
             for i, row in zip(active, rows, strict=True):
                 outputs[i].append(reference.model.norm(row))
@@ -92,60 +94,60 @@ def test_packed_lanes_give_what_transformers_gives(family: str, tmp_path: Path) 
 
 def test_a_truncated_lane_continues_as_if_the_rest_had_never_been(tmp_path: Path) -> None:
     stage = load_stage(tmp_path, "gemma3")
-    lane, other = stage.new_lane(), stage.new_lane()
-    forward(stage, lane, inputs(20))
-    lane.truncate(9)
+    sequence, other = stage.new_sequence(), stage.new_sequence()
+    forward(stage, sequence, inputs(20))
+    sequence.truncate(9)
     forward(stage, other, inputs(20)[:9])
 
-    assert lane.length == 9
-    torch.testing.assert_close(forward(stage, lane, inputs(3, 1)), forward(stage, other, inputs(3, 1)))
+    assert sequence.length == 9
+    torch.testing.assert_close(forward(stage, sequence, inputs(3, 1)), forward(stage, other, inputs(3, 1)))
 
 
 @pytest.mark.parametrize("length", [-1, 6])
 def test_a_lane_cannot_be_cut_to_what_it_does_not_hold(length: int, tmp_path: Path) -> None:
     stage = load_stage(tmp_path)
-    lane = stage.new_lane()
-    forward(stage, lane, inputs(5))
+    sequence = stage.new_sequence()
+    forward(stage, sequence, inputs(5))
 
     with pytest.raises(ValueError, match="cannot cut"):
-        lane.truncate(length)
+        sequence.truncate(length)
 
 
 def test_a_fork_and_its_original_do_not_touch_each_other(tmp_path: Path) -> None:
     stage = load_stage(tmp_path)
-    lane, untouched = stage.new_lane(), stage.new_lane()
-    for each in (lane, untouched):
+    sequence, untouched = stage.new_sequence(), stage.new_sequence()
+    for each in (sequence, untouched):
         forward(stage, each, inputs(10))
-    twin = lane.fork()
+    twin = sequence.fork()
     assert twin.length == 10
 
-    forward(stage, lane, inputs(4, 1))
+    forward(stage, sequence, inputs(4, 1))
     torch.testing.assert_close(forward(stage, twin, inputs(4, 2)), forward(stage, untouched, inputs(4, 2)))
-    assert (lane.length, twin.length) == (14, 14)
+    assert (sequence.length, twin.length) == (14, 14)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_bytes_of_a_lane_are_those_of_its_buffers(dtype: torch.dtype, tmp_path: Path) -> None:
     stage = load_stage(tmp_path, dtype=dtype)
-    lane = stage.new_lane()
-    assert lane.nbytes == stage.geometry.bytes_for(0) == 0
+    sequence = stage.new_sequence()
+    assert sequence.nbytes == stage.geometry.bytes_for(0) == 0
 
     for count in (1, GROWTH_POSITIONS - 1, 1, 2 * GROWTH_POSITIONS):
-        forward(stage, lane, inputs(count))
-        buffers = [buffer for layer in range(stage.blocks) for buffer in lane.layer(layer)]
-        assert lane.nbytes == sum(b.untyped_storage().nbytes() for b in buffers)
-        assert lane.nbytes == stage.geometry.bytes_for(lane.length)
+        forward(stage, sequence, inputs(count))
+        buffers = [buffer for layer in range(stage.blocks) for buffer in sequence.layer(layer)]
+        assert sequence.nbytes == sum(b.untyped_storage().nbytes() for b in buffers)
+        assert sequence.nbytes == stage.geometry.bytes_for(sequence.length)
         assert all(b.dtype == dtype for b in buffers)
-    longest = lane.nbytes
-    lane.truncate(1)
-    assert lane.nbytes == longest
-    assert lane.fork().nbytes == stage.geometry.bytes_for(1)
+    longest = sequence.nbytes
+    sequence.truncate(1)
+    assert sequence.nbytes == longest
+    assert sequence.fork().nbytes == stage.geometry.bytes_for(1)
 
 
 def test_growing_keeps_what_a_lane_holds(tmp_path: Path) -> None:
     stage = load_stage(tmp_path)
     rows = inputs(GROWTH_POSITIONS + 5)
-    at_once, one_by_one = stage.new_lane(), stage.new_lane()
+    at_once, one_by_one = stage.new_sequence(), stage.new_sequence()
     expected = forward(stage, at_once, rows)
 
     got = torch.cat([forward(stage, one_by_one, row[None]) for row in rows])
@@ -154,21 +156,21 @@ def test_growing_keeps_what_a_lane_holds(tmp_path: Path) -> None:
 
 def test_a_lane_may_be_in_a_batch_only_once(tmp_path: Path) -> None:
     stage = load_stage(tmp_path)
-    lane = stage.new_lane()
+    sequence = stage.new_sequence()
 
     with pytest.raises(ValueError, match="twice"):
-        stage.forward([(lane, inputs(1)), (lane, inputs(1))])
-    assert lane.length == 0
+        stage.forward([(sequence, inputs(1)), (sequence, inputs(1))])
+    assert sequence.length == 0
 
 
 @pytest.mark.parametrize("shape", [(0, 32), (2, 31), (32,), (1, 1, 32)])
 def test_inputs_of_another_shape_are_refused(shape: tuple[int, ...], tmp_path: Path) -> None:
     stage = load_stage(tmp_path)
-    lane = stage.new_lane()
+    sequence = stage.new_sequence()
 
     with pytest.raises(ValueError, match="shape"):
-        stage.forward([(lane, torch.zeros(shape))])
-    assert lane.length == 0
+        stage.forward([(sequence, torch.zeros(shape))])
+    assert sequence.length == 0
 
 
 def test_an_empty_batch_has_no_outputs(tmp_path: Path) -> None:
@@ -177,7 +179,7 @@ def test_an_empty_batch_has_no_outputs(tmp_path: Path) -> None:
 
 def test_a_failed_forward_leaves_every_lane_as_long_as_it_was(tmp_path: Path) -> None:
     stage = load_stage(tmp_path, "gemma3")
-    first, second = stage.new_lane(), stage.new_lane()
+    first, second = stage.new_sequence(), stage.new_sequence()
     forward(stage, first, inputs(5))
     handle = stage._model.layers[2].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(MemoryError()))
 
@@ -186,7 +188,7 @@ def test_a_failed_forward_leaves_every_lane_as_long_as_it_was(tmp_path: Path) ->
     handle.remove()
     assert (first.length, second.length) == (5, 0)
 
-    fresh = stage.new_lane()
+    fresh = stage.new_sequence()
     expected = forward(stage, fresh, torch.cat([inputs(5), inputs(2, 1)]))[5:]
     torch.testing.assert_close(forward(stage, first, inputs(2, 1)), expected, atol=1e-5, rtol=1e-4)
 
@@ -238,16 +240,16 @@ def test_parts_of_a_stage_share_its_weights_and_make_up_the_whole(tmp_path: Path
     assert [part.blocks for part in parts] == [1, 2, 1, 1]
     assert stage.part(0, 5) is stage
 
-    expected = forward(stage, stage.new_lane(), inputs(20))
-    lanes = [part.new_lane() for part in parts]
+    expected = forward(stage, stage.new_sequence(), inputs(20))
+    sequences = [part.new_sequence() for part in parts]
     for chunk in inputs(20).split([12, 1, 7]):
         rows = chunk
-        for part, lane in zip(parts, lanes, strict=True):
-            rows = forward(part, lane, rows)
+        for part, sequence in zip(parts, sequences, strict=True):
+            rows = forward(part, sequence, rows)
         torch.testing.assert_close(
-            rows, expected[lanes[0].length - len(chunk) : lanes[0].length], atol=1e-5, rtol=1e-4
+            rows, expected[sequences[0].length - len(chunk) : sequences[0].length], atol=1e-5, rtol=1e-4
         )
-    assert sum(lane.nbytes for lane in lanes) == stage.geometry.bytes_for(20)
+    assert sum(sequence.nbytes for sequence in sequences) == stage.geometry.bytes_for(20)
     assert parts[1]._model.layers[0] is stage._model.layers[1]
 
 

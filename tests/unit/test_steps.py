@@ -7,9 +7,9 @@ import torch
 
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.session.steps import (
-    MAX_LANE,
     MAX_POSITION,
     MAX_ROWS,
+    MAX_SEQUENCE,
     Row,
     Step,
     check_rows,
@@ -53,7 +53,7 @@ def test_what_a_step_may_not_do(rows: tuple[Row, ...], what: str) -> None:
 
 
 def wire(**row: int) -> tuple[pb.Step, bytes]:
-    fields: dict[str, Any] = {"lane": 0, "start": 0, "count": 1, "outputs": 1, "source": 0}
+    fields: dict[str, Any] = {"sequence": 0, "start": 0, "count": 1, "outputs": 1, "source": 0}
     tensor = pb.Tensor(dtype=pb.DTYPE_FLOAT32, shape=[1, 2])
     return pb.Step(seq=1, rows=[pb.Row(**{**fields, **row})], tensor=tensor), bytes(8)
 
@@ -61,8 +61,8 @@ def wire(**row: int) -> tuple[pb.Step, bytes]:
 @pytest.mark.parametrize(
     "row",
     [
-        {"lane": MAX_LANE + 1},
-        {"source": MAX_LANE + 1},
+        {"sequence": MAX_SEQUENCE + 1},
+        {"source": MAX_SEQUENCE + 1},
         {"count": 0},
         {"start": MAX_POSITION},
         {"start": (1 << 32) - 1},

@@ -9,7 +9,7 @@ from swarmnet_protocols.timing import Timing
 @pytest.mark.parametrize(
     "change",
     [
-        {"beat_s": 0.7},
+        {"heartbeat_s": 0.7},
         {"alive_s": 0.9},
         {"announce_s": 23.0},
         {"recover_s": 4.4},
@@ -26,5 +26,5 @@ def test_deadlines_that_contradict_each_other_are_refused(change: dict[str, floa
 
 def test_a_dead_hop_is_noticed_and_replaced_within_three_seconds() -> None:
     timing = Timing()
-    assert timing.silence_s + timing.beat_s < 3.0
+    assert timing.silence_s + timing.heartbeat_s < 3.0
     assert timing.open_s < 3.0

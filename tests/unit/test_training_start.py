@@ -31,7 +31,7 @@ from swarmnet_node.training.start import (
 )
 from swarmnet_protocols import timing
 from swarmnet_protocols.directory import Directory, MemoryBoard, MemoryDirectory
-from swarmnet_protocols.directory.duplicate_identity import Watch
+from swarmnet_protocols.directory.duplicate_identity import DuplicateWatch
 from swarmnet_protocols.errors import ConfigError, IntegrityError, SwarmnetError, Unreachable
 from swarmnet_protocols.joining.network import Network
 from swarmnet_protocols.machine.aio import cancel
@@ -122,7 +122,7 @@ def test_the_owner_of_a_key_of_which_there_is_a_copy_is_told(
     async def scenario() -> None:
         async with worker.run():
             directory = MemoryDirectory(worker.board, OWNER, SWARM)
-            copy = Watch.keep(worker.transport, directory, random.Random(0), Timing(presence_s=0.05))
+            copy = DuplicateWatch.keep(worker.transport, directory, random.Random(0), Timing(presence_s=0.05))
             async with copy, asyncio.timeout(PATIENCE_S):
                 while (event := await worker.events.get())["event"] != "identity":
                     pass

@@ -16,7 +16,7 @@ import pytest
 
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.machine import core_lock as turns
-from swarmnet_protocols.machine.core_lock import ALONE, Turns, default_folder, take_turns
+from swarmnet_protocols.machine.core_lock import ALONE, CoreLock, default_folder, take_turns
 
 HOLD = "import fcntl, sys; room = open(sys.argv[1], 'w'); fcntl.flock(room, fcntl.LOCK_EX); print(flush=True); input()"
 
@@ -24,7 +24,7 @@ HOLD = "import fcntl, sys; room = open(sys.argv[1], 'w'); fcntl.flock(room, fcnt
 def test_turns_do_not_overlap_and_nobody_goes_twice_while_another_waits(tmp_path: Path) -> None:
     order: list[str] = []
 
-    async def compute(name: str, mine: Turns, busy: set[str]) -> None:
+    async def compute(name: str, mine: CoreLock, busy: set[str]) -> None:
         for _ in range(5):
             async with mine.turn():
                 busy.add(name)
@@ -35,7 +35,7 @@ def test_turns_do_not_overlap_and_nobody_goes_twice_while_another_waits(tmp_path
 
     async def main() -> None:
         busy: set[str] = set()
-        with Turns.open(tmp_path / "t") as first, Turns.open(tmp_path / "t") as second:
+        with CoreLock.open(tmp_path / "t") as first, CoreLock.open(tmp_path / "t") as second:
             async with asyncio.TaskGroup() as group:
                 group.create_task(compute("a", first, busy))
                 group.create_task(compute("b", second, busy))
@@ -48,11 +48,11 @@ def test_turns_do_not_overlap_and_nobody_goes_twice_while_another_waits(tmp_path
 def test_some_compute_beside_each_other_and_a_turn_waits_for_all_of_them(tmp_path: Path) -> None:
     order: list[str] = []
 
-    async def main(*mine: Turns) -> None:
+    async def main(*mine: CoreLock) -> None:
         inside: set[str] = set()
         met = asyncio.Event()
 
-        async def beside(one: Turns, name: str) -> None:
+        async def beside(one: CoreLock, name: str) -> None:
             async with one.beside():
                 order.append(name)
                 inside.add(name)
@@ -62,7 +62,7 @@ def test_some_compute_beside_each_other_and_a_turn_waits_for_all_of_them(tmp_pat
                 await asyncio.sleep(0.01)
                 inside.remove(name)
 
-        async def alone(one: Turns) -> None:
+        async def alone(one: CoreLock) -> None:
             async with one.turn():
                 assert not inside
                 order.append("alone")
@@ -76,16 +76,16 @@ def test_some_compute_beside_each_other_and_a_turn_waits_for_all_of_them(tmp_pat
             group.create_task(beside(mine[3], "late"))
 
     with ExitStack() as stack:
-        asyncio.run(main(*(stack.enter_context(Turns.open(tmp_path / "t")) for _ in range(4))))
+        asyncio.run(main(*(stack.enter_context(CoreLock.open(tmp_path / "t")) for _ in range(4))))
     assert (set(order[:2]), order[2:]) == ({"a", "b"}, ["alone", "late"])
 
 
 def test_who_computes_beside_others_knows_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def sees_others(mine: Turns) -> bool:
+    async def sees_others(mine: CoreLock) -> bool:
         async with mine.beside() as are_others:
             return are_others
 
-    async def main(first: Turns, second: Turns, third: Turns) -> None:
+    async def main(first: CoreLock, second: CoreLock, third: CoreLock) -> None:
         assert [await sees_others(first) for _ in range(3)] == [False] * 3
         assert await sees_others(second)
         assert [await sees_others(first) for _ in range(3)] == [True] * 3  # the other may come again
@@ -97,12 +97,12 @@ def test_who_computes_beside_others_knows_of_them(tmp_path: Path, monkeypatch: p
         assert await sees_others(first)
 
     with ExitStack() as stack:
-        asyncio.run(main(*(stack.enter_context(Turns.open(tmp_path / "t")) for _ in range(3))))
+        asyncio.run(main(*(stack.enter_context(CoreLock.open(tmp_path / "t")) for _ in range(3))))
 
 
 def test_clients_share_the_room_and_a_turn_waits_for_them(tmp_path: Path) -> None:
     with ExitStack() as stack:
-        first, second, node = (stack.enter_context(Turns.open(tmp_path / "t")) for _ in range(3))
+        first, second, node = (stack.enter_context(CoreLock.open(tmp_path / "t")) for _ in range(3))
         inside = []
 
         async def alone() -> None:
@@ -127,7 +127,7 @@ def test_a_client_waits_for_a_turn_but_not_for_a_long_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with ExitStack() as stack:
-        client, node = (stack.enter_context(Turns.open(tmp_path / "t")) for _ in range(2))
+        client, node = (stack.enter_context(CoreLock.open(tmp_path / "t")) for _ in range(2))
 
         def share() -> float:
             began = time.monotonic()
@@ -160,7 +160,7 @@ def silent_holder(room: Path) -> Iterator["subprocess.Popen[bytes]"]:
 def test_who_gives_no_sign_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     patience_s = turns.PATIENCE_S
 
-    async def main(mine: Turns) -> None:
+    async def main(mine: CoreLock) -> None:
         loop = asyncio.get_running_loop()
         with silent_holder(tmp_path / "t" / "room") as holder:
             began = loop.time()
@@ -181,14 +181,14 @@ def test_who_gives_no_sign_is_waited_for_once(tmp_path: Path, monkeypatch: pytes
                 assert loop.time() - began >= patience_s
             holder.kill()
 
-    with Turns.open(tmp_path / "t") as mine:
+    with CoreLock.open(tmp_path / "t") as mine:
         asyncio.run(main(mine))
 
 
 def test_who_gave_up_waiting_does_not_get_the_room_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main(impatient: Turns, other: Turns) -> None:
+    async def main(impatient: CoreLock, other: CoreLock) -> None:
         with silent_holder(tmp_path / "t" / "room") as holder:
             async with impatient.turn():
                 pass
@@ -201,7 +201,7 @@ def test_who_gave_up_waiting_does_not_get_the_room_later(
             async with asyncio.timeout(50), other.turn():
                 pass
 
-    with Turns.open(tmp_path / "t") as first, Turns.open(tmp_path / "t") as second:
+    with CoreLock.open(tmp_path / "t") as first, CoreLock.open(tmp_path / "t") as second:
         asyncio.run(main(first, second))
 
 
@@ -210,7 +210,7 @@ def test_who_is_cancelled_while_it_waits_does_not_get_the_room_later(
 ) -> None:
     monkeypatch.setattr(turns, "PATIENCE_S", 1000.0)
 
-    async def main(first: Turns, second: Turns, third: Turns) -> None:
+    async def main(first: CoreLock, second: CoreLock, third: CoreLock) -> None:
         async def take() -> None:
             async with second.turn():
                 raise AssertionError
@@ -226,14 +226,14 @@ def test_who_is_cancelled_while_it_waits_does_not_get_the_room_later(
                 pass
 
     with ExitStack() as stack:
-        asyncio.run(main(*(stack.enter_context(Turns.open(tmp_path / "t")) for _ in range(3))))
+        asyncio.run(main(*(stack.enter_context(CoreLock.open(tmp_path / "t")) for _ in range(3))))
 
 
 def test_a_lock_that_comes_too_late_does_not_end_one_that_was_taken_since(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(turns, "SHARING_PATIENCE_S", 0.01)
-    with Turns.open(tmp_path / "t") as mine, (tmp_path / "t" / "room").open("w+") as theirs:
+    with CoreLock.open(tmp_path / "t") as mine, (tmp_path / "t" / "room").open("w+") as theirs:
         for _ in range(50):
             fcntl.flock(theirs, fcntl.LOCK_EX)
             with mine.share():  # the wish that it gives up is in the kernel
@@ -252,7 +252,7 @@ def test_a_lock_that_comes_when_all_is_closed_harms_nobody(
     (tmp_path / "t").mkdir(mode=0o700)
     with (tmp_path / "t" / "room").open("w+") as theirs:
         fcntl.flock(theirs, fcntl.LOCK_EX)
-        with Turns.open(tmp_path / "t") as mine, mine.share():
+        with CoreLock.open(tmp_path / "t") as mine, mine.share():
             pass
         (thread,) = (thread for thread in threading.enumerate() if thread.name == "turns")
         fcntl.flock(theirs, fcntl.LOCK_UN)
@@ -261,7 +261,7 @@ def test_a_lock_that_comes_when_all_is_closed_harms_nobody(
 
 
 def test_no_thread_is_left_behind(tmp_path: Path) -> None:
-    async def main(first: Turns, second: Turns) -> None:
+    async def main(first: CoreLock, second: CoreLock) -> None:
         async def take() -> None:
             async with second.turn():
                 pass
@@ -271,7 +271,7 @@ def test_no_thread_is_left_behind(tmp_path: Path) -> None:
             await asyncio.sleep(0.02)
         await waiting
 
-    with Turns.open(tmp_path / "t") as first, Turns.open(tmp_path / "t") as second:
+    with CoreLock.open(tmp_path / "t") as first, CoreLock.open(tmp_path / "t") as second:
         asyncio.run(main(first, second))
         threads = [thread for thread in threading.enumerate() if thread.name == "turns"]
         assert threads
@@ -281,10 +281,10 @@ def test_no_thread_is_left_behind(tmp_path: Path) -> None:
 
 
 def test_who_goes_on_computing_is_waited_for(tmp_path: Path) -> None:
-    async def main(first: Turns, second: Turns, third: Turns) -> None:
+    async def main(first: CoreLock, second: CoreLock, third: CoreLock) -> None:
         held = 0
 
-        async def compute(mine: Turns) -> None:
+        async def compute(mine: CoreLock) -> None:
             nonlocal held
             async with mine.turn():
                 held += 1
@@ -297,12 +297,12 @@ def test_who_goes_on_computing_is_waited_for(tmp_path: Path) -> None:
                 group.create_task(compute(mine))
 
     with ExitStack() as stack:
-        asyncio.run(main(*(stack.enter_context(Turns.open(tmp_path / "t")) for _ in range(3))))
+        asyncio.run(main(*(stack.enter_context(CoreLock.open(tmp_path / "t")) for _ in range(3))))
 
 
 def test_the_turn_of_a_process_that_dies_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turns, "PATIENCE_S", 30.0)
-    with Turns.open(tmp_path / "t") as mine, silent_holder(tmp_path / "t" / "room") as holder:
+    with CoreLock.open(tmp_path / "t") as mine, silent_holder(tmp_path / "t" / "room") as holder:
 
         async def main() -> None:
             loop = asyncio.get_running_loop()
@@ -317,10 +317,10 @@ def test_the_turn_of_a_process_that_dies_is_over(tmp_path: Path, monkeypatch: py
 def test_a_folder_that_somebody_else_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "t").symlink_to(tmp_path / "real")
-    with pytest.raises(ConfigError, match="somebody else"), Turns.open(tmp_path / "t"):
+    with pytest.raises(ConfigError, match="somebody else"), CoreLock.open(tmp_path / "t"):
         pass
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="exists"), Turns.open(tmp_path / "file"):
+    with pytest.raises(ConfigError, match="exists"), CoreLock.open(tmp_path / "file"):
         pass
 
 

@@ -58,10 +58,10 @@ def session_messages() -> Iterator[Protobuf]:
         )
     )
     yield pb.SessionRequest(relink=pb.Relink(epoch=2, next=_PEER))
-    yield pb.SessionRequest(beat=pb.Beat())
+    yield pb.SessionRequest(heartbeat=pb.Heartbeat())
     yield pb.SessionReply(opened=pb.Opened())
     yield pb.SessionReply(output=pb.Output(step=300, tensor=_TENSOR))
-    yield pb.SessionReply(beat=pb.Beat(applied=299))
+    yield pb.SessionReply(heartbeat=pb.Heartbeat(applied=299))
     yield pb.SessionReply(link_lost=pb.LinkLost(epoch=2, peer=_PEER.id))
     yield pb.SessionReply(
         refused=pb.Refused(reason=pb.REASON_OUT_OF_MEMORY, detail="the cache is full", retry_after_s=2.5)
@@ -74,14 +74,14 @@ def session_messages() -> Iterator[Protobuf]:
             acked=299,
             replay=True,
             rows=[
-                pb.Row(lane=1, start=40, count=4, outputs=2, source=3, rewrite=True, first=1),
-                pb.Row(lane=2, start=0, count=1, outputs=1, source=2),
+                pb.Row(sequence=1, start=40, count=4, outputs=2, source=3, rewrite=True, first=1),
+                pb.Row(sequence=2, start=0, count=1, outputs=1, source=2),
             ],
             tensor=_TENSOR,
         )
     )
     yield pb.LinkReply(linked=pb.Linked(applied=1 << 40))
-    yield pb.LinkReply(beat=pb.Beat(applied=7))
+    yield pb.LinkReply(heartbeat=pb.Heartbeat(applied=7))
     yield pb.LinkReply(refused=pb.Refused(reason=pb.REASON_STALE_EPOCH))
     yield pb.PassRequest(
         begin=pb.Begin(
@@ -95,7 +95,7 @@ def session_messages() -> Iterator[Protobuf]:
     )
     yield pb.PassRequest(part=pb.Part(tensor=_TENSOR))
     yield pb.PassReply(part=pb.Part(tensor=_TENSOR))
-    yield pb.PassReply(beat=pb.Beat())
+    yield pb.PassReply(heartbeat=pb.Heartbeat())
     yield pb.PassReply(refused=pb.Refused(reason=pb.REASON_TOO_LONG, detail="2000 positions"))
     span = pb.Span(start=3, end=12)
     yield pb.SessionRequest(open=pb.Open(session=_SESSION, epoch=1, span=span, adapter=_MANIFEST))
@@ -107,9 +107,9 @@ def session_messages() -> Iterator[Protobuf]:
     )
     yield pb.AdapterRequest(chunk=pb.Chunk())
     yield pb.AdapterReply(wanted=pb.Wanted())
-    yield pb.AdapterReply(beat=pb.Beat())
+    yield pb.AdapterReply(heartbeat=pb.Heartbeat())
     yield pb.AdapterReply(stored=pb.Stored())
-    yield pb.SessionRequest(show=pb.Show(lane=1, count=40))
+    yield pb.SessionRequest(show=pb.Show(sequence=1, count=40))
     yield pb.SessionReply(shown=pb.Shown(received=_MANIFEST, sent=_TENSOR))
     yield pb.AdapterReply(refused=pb.Refused(reason=pb.REASON_PROTOCOL, detail="a rank of 1000000"))
     yield pb.Ping(nonce=(1 << 64) - 1)
@@ -158,9 +158,9 @@ def worker_messages() -> Iterator[Protobuf]:
     yield pb.WorkerRecord(job=_MANIFEST, round=7, state=_MANIFEST[::-1], addresses=addresses, protocol=1)
     yield pb.JobRecord(sealed=b"a sealed job")
     yield pb.GatherRequest(job=_MANIFEST, round=7, state=_MANIFEST[::-1], member=member, measured=[measured])
-    yield pb.GatherReply(beat=pb.GatherBeat())
-    gatherer = pb.Member(id=_PEER.id, addresses=addresses)
-    yield pb.GatherReply(beat=pb.GatherBeat(gatherer=gatherer))
+    yield pb.GatherReply(heartbeat=pb.GatherHeartbeat())
+    leader = pb.Member(id=_PEER.id, addresses=addresses)
+    yield pb.GatherReply(heartbeat=pb.GatherHeartbeat(leader=leader))
     yield pb.GatherReply(roster=pb.Roster(round=7, members=[member], exchange=10, bytes_per_s=[2.5e6]))
     yield pb.GatherRequest(
         job=_MANIFEST, state=_MANIFEST[::-1], member=pb.Member(weight=8192, exchanges=9), known=_MANIFEST[:16]
@@ -217,7 +217,7 @@ def training_messages() -> Iterator[Protobuf]:
     yield pb.ExchangeRequest(
         result=pb.Result(slice=1, size_bytes=1 << 33, offset=1 << 32, hash=_MANIFEST, paced=True)
     )
-    yield pb.ExchangeReply(beat=pb.Beat())
+    yield pb.ExchangeReply(heartbeat=pb.Heartbeat())
     yield pb.ExchangeReply(refusal=pb.Refusal(detail="this worker is in another job"))
     yield pb.Summary(
         round=7,

@@ -21,10 +21,10 @@ from swarmnet_protocols.membership.certificates import open_certificate
 from swarmnet_protocols.membership.revocations import open_list
 from swarmnet_protocols.membership.rules import Admission, Rules
 from swarmnet_protocols.net import Message, protocol_ids
-from swarmnet_protocols.net.flow_control import Allowance, Grants
+from swarmnet_protocols.net.flow_control import ReceiveWindow, SendWindow
 from swarmnet_protocols.net.framing import FrameReader, encode
 from swarmnet_protocols.net.identity import Identity
-from swarmnet_protocols.net.rate_limit import Line, PacedReader
+from swarmnet_protocols.net.rate_limit import LimitedReader, RateLimiter
 from swarmnet_protocols.net.refusal import SIZES
 from swarmnet_protocols.wire import (
     door_pb2,
@@ -141,7 +141,7 @@ def test_the_frame() -> None:
     async def read(frame: bytes) -> Message:
         reader = asyncio.StreamReader()
         reader.feed_data(frame)
-        return await FrameReader(PacedReader(reader, Line()), protocol_ids.LINK, a_meter()).read()
+        return await FrameReader(LimitedReader(reader, RateLimiter()), protocol_ids.LINK, a_meter()).read()
 
     assert asyncio.run(read(vector["frame"])) == message
     with pytest.raises(StreamRefused, match="it has no room for more at the moment") as refused:
@@ -157,9 +157,9 @@ def test_the_frames_of_grants() -> None:
 
     async def grant() -> None:
         """As whoever grants: what waits is read once it is granted."""
-        reader, line, told = asyncio.StreamReader(), Line(), asyncio.Queue[bytes]()
-        grants = Grants(line, lambda *sizes: told.put_nowait(SIZES.pack(*sizes)))
-        frames = FrameReader(PacedReader(reader, line, grants), protocol_ids.LINK, a_meter(), grants=grants)
+        reader, line, told = asyncio.StreamReader(), RateLimiter(), asyncio.Queue[bytes]()
+        grants = ReceiveWindow(line, lambda *sizes: told.put_nowait(SIZES.pack(*sizes)))
+        frames = FrameReader(LimitedReader(reader, line, grants), protocol_ids.LINK, a_meter(), grants=grants)
         reader.feed_data(vector["waiting"])
         reading = asyncio.create_task(frames.read())
         assert await told.get() == vector["grant"]
@@ -168,8 +168,10 @@ def test_the_frames_of_grants() -> None:
 
     async def wait() -> None:
         """As whoever waits."""
-        reader, allowance = asyncio.StreamReader(), Allowance()
-        frames = FrameReader(PacedReader(reader, Line()), protocol_ids.LINK, a_meter(), allowance=allowance)
+        reader, allowance = asyncio.StreamReader(), SendWindow()
+        frames = FrameReader(
+            LimitedReader(reader, RateLimiter()), protocol_ids.LINK, a_meter(), allowance=allowance
+        )
         reader.feed_data(vector["wait"] + vector["frame"])
         assert await frames.read() == message
         assert allowance.waits_over == 1 << 14

@@ -17,7 +17,7 @@ from swarmnet_client.audit.verdict import Verdict, judge
 from swarmnet_client.audit.watched import Watched
 from swarmnet_client.chain.hops import ChainReport, ChainSpec, LiveHop, Shown
 from swarmnet_client.chain.pass_calls import ask_pass
-from swarmnet_client.chain.supervisor import Mender
+from swarmnet_client.chain.supervisor import ChainSupervisor
 from swarmnet_client.swarm import Swarm
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError, Unreachable
 from swarmnet_protocols.net import PeerId
@@ -28,7 +28,7 @@ from swarmnet_protocols.wire import session_pb2 as pb
 
 _log = logging.getLogger(__name__)
 
-MAX_LANES_BYTES = 64 << 20
+MAX_SEQUENCES_BYTES = 64 << 20
 """Hosts keep so much of what they sent on; in larger sessions they need not have what they are asked for."""
 
 Mark = tuple[Watched, int] | None
@@ -51,14 +51,14 @@ class Auditor:
         self,
         swarm: Swarm,
         spec: ChainSpec,
-        mender: Mender,
+        supervisor: ChainSupervisor,
         report: ChainReport,
         embed: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         self._swarm = swarm
         self._ledger = swarm.ledger
         self._spec = spec
-        self._mender = mender
+        self._supervisor = supervisor
         self._report = report
         self._embed = embed
         self._lengths: dict[int, int] = {}
@@ -79,14 +79,14 @@ class Auditor:
     def sent(self, rows: tuple[Row, ...]) -> Mark:
         """Note that a step is about to be sent; what this returns belongs to ``came``."""
         for row in rows:
-            self._lengths[row.lane] = row.end
+            self._lengths[row.sequence] = row.end
             watched = self._watched
-            is_mine = watched is not None and watched.lane == row.lane
+            is_mine = watched is not None and watched.sequence == row.sequence
             if row.start == 0:
                 if watched is None or is_mine or self._ledger.rng.random() < 1 / len(self._lengths):
-                    self._watched = Watched(row.lane, self._report.failovers)
+                    self._watched = Watched(row.sequence, self._report.failovers)
             elif watched is not None and is_mine and row.rewrite:
-                if row.source == row.lane:
+                if row.source == row.sequence:
                     watched.cut(row.start)
                 else:
                     self._watched = None
@@ -102,7 +102,7 @@ class Auditor:
         watched = self._watched
         if watched is not None and mark == (watched, watched.changes):
             for row, given, part in zip(rows, inputs, parts, strict=True):
-                if row.lane == watched.lane and row.start == watched.length:
+                if row.sequence == watched.sequence and row.start == watched.length:
                     watched.add(row, given, part)
             self._news.set()
         if not any(row.first for row in rows):
@@ -129,7 +129,7 @@ class Auditor:
                 _log.exception("an audit broke")
 
     async def _look(self, watched: Watched) -> None:
-        hops = self._mender.hops
+        hops = self._supervisor.hops
         if watched.failovers != self._report.failovers or self._is_large():
             return
         plan = watched.plan
@@ -148,7 +148,7 @@ class Auditor:
 
     def _is_large(self) -> bool:
         each_bytes = self._spec.hidden_size * self._spec.wire.itemsize
-        return sum(self._lengths.values()) * each_bytes > MAX_LANES_BYTES
+        return sum(self._lengths.values()) * each_bytes > MAX_SEQUENCES_BYTES
 
     async def _evidence(
         self, watched: Watched, index: int, hops: tuple[LiveHop, ...], count: int
@@ -167,12 +167,14 @@ class Auditor:
             )
         )
         is_past = self._watched is not watched or watched.changes != changes
-        if is_past or watched.failovers != self._report.failovers or hops != self._mender.hops:
+        if is_past or watched.failovers != self._report.failovers or hops != self._supervisor.hops:
             return None
         if any(answer is None for answer in told.values()):
             for each in asked:
                 if told[each] is None:
-                    self._mender.give_up(each, Unreachable(f"{each.hop.peer} does not show what it computed"))
+                    self._supervisor.give_up(
+                        each, Unreachable(f"{each.hop.peer} does not show what it computed")
+                    )
             return None
         inputs = self._embed(watched.inputs(count)).to(self._spec.wire)
         own = told[live]
@@ -196,7 +198,7 @@ class Auditor:
         """What a hop says of a lane. None when it does not say it."""
         is_last = live.hop.end == self._spec.blocks
         try:
-            shown = await live.show(watched.lane, count, within_s=self._swarm.timing.chunk_s)
+            shown = await live.show(watched.sequence, count, within_s=self._swarm.timing.chunk_s)
             return shown.checked(count, None if is_last else self._spec)
         except (SwarmnetError, TimeoutError):
             return None
@@ -204,9 +206,9 @@ class Auditor:
     def _disagree(self, one: LiveHop | None, other: LiveHop) -> None:
         error = ProtocolViolation("neighbours do not agree on what went between them")
         if one is None:
-            self._mender.give_up(other, error)
+            self._supervisor.give_up(other, error)
         else:
-            self._mender.part(one, other, error)
+            self._supervisor.part(one, other, error)
 
     async def _judge(self, plan: Plan, live: LiveHop, evidence: _Evidence) -> None:
         second, asked = await self._recompute(plan, evidence, ())
@@ -220,7 +222,7 @@ class Auditor:
                 return
             verdict = judge(evidence.outputs, second, third)
         if verdict is Verdict.WRONG:
-            self._mender.convict(live)
+            self._supervisor.convict(live)
         elif verdict is Verdict.RIGHT:
             self._ledger.passed(live.hop.peer)
         elif verdict is Verdict.DOUBTED_WITNESS:
@@ -258,6 +260,6 @@ class Auditor:
 
     def _witnesses(self, hop: Hop, tried: tuple[PeerId, ...]) -> list[Hop]:
         """Nobody of the chain: who is audited may not answer for itself or for those it works with."""
-        in_chain = {live.hop.peer for live in self._mender.hops}
+        in_chain = {live.hop.peer for live in self._supervisor.hops}
         without = frozenset({*in_chain, *tried, *self._ledger.doubted, *self._swarm.banned})
         return witnesses(self._swarm.hosts, (hop.start, hop.end), without, self._ledger.rng)

@@ -16,7 +16,7 @@ class Watched:
     ``changes`` counts how often positions were dropped since: what was asked before such a change says nothing after it.
     """
 
-    lane: int
+    sequence: int
     failovers: int
     changes: int = 0
     length: int = 0

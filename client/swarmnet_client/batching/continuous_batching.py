@@ -7,13 +7,13 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 
-from swarmnet_client.batching.sequences import Answer, LaneGroup, Request
+from swarmnet_client.batching.sequences import Answer, Request, SequenceGroup
 from swarmnet_client.chain.chain import Chain
 from swarmnet_client.model.local_layers import Head
 from swarmnet_protocols.errors import ConfigError, NoRoute, NotAuthorised, OutOfResources, SwarmnetError
 from swarmnet_protocols.machine.aio import cancel
 
-LANES_PER_CHAIN = 32
+SEQUENCES_PER_CHAIN = 32
 RETRIES = 2
 """Times an answer is moved to another chain without a new token in between."""
 EXPECTED_TOKENS = 1024
@@ -86,7 +86,7 @@ class Batcher:
         self._head = head
         self._open_chain = open_chain
         self._waiting: deque[Answer] = deque()
-        self._groups: dict[LaneGroup, asyncio.Task[None]] = {}
+        self._groups: dict[SequenceGroup, asyncio.Task[None]] = {}
         self._room = math.inf
         self._answer_s = 1.0
         self._past_failovers = 0
@@ -156,15 +156,15 @@ class Batcher:
             answer = self._waiting.popleft()
             self._group_for(answer.request).join(answer)
 
-    def _group_for(self, request: Request) -> LaneGroup:
+    def _group_for(self, request: Request) -> SequenceGroup:
         free = [group for group in self._groups if group.free]
         if free:
             return max(free, key=lambda group: (group.shared(request), group.free))
-        group = LaneGroup(min(self.limits.active, LANES_PER_CHAIN), self._head, self._open_chain)
-        self._groups[group] = asyncio.create_task(self._keep(group), name="lanes")
+        group = SequenceGroup(min(self.limits.active, SEQUENCES_PER_CHAIN), self._head, self._open_chain)
+        self._groups[group] = asyncio.create_task(self._keep(group), name="sequences")
         return group
 
-    async def _keep(self, group: LaneGroup) -> None:
+    async def _keep(self, group: SequenceGroup) -> None:
         """Run a group to its end; then whatever it has not answered goes on elsewhere."""
         why = SwarmnetError("the chain was closed")
         try:

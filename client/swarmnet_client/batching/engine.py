@@ -10,7 +10,7 @@ from typing import Any
 from swarmnet_client.batching.continuous_batching import Batcher, Limits
 from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainSpec
-from swarmnet_client.model.local_layers import Edges, Form, Head
+from swarmnet_client.model.local_layers import Form, Head, LocalLayers
 from swarmnet_client.swarm import Swarm
 from swarmnet_protocols.machine.threads import compute_on
 from swarmnet_protocols.models import LocalModel
@@ -42,14 +42,14 @@ async def open_engine(local: LocalModel, swarm: Swarm, form: Form, limits: Limit
     try:
         await compute_on(computing, threads=None)
         loop = asyncio.get_running_loop()
-        edges = await loop.run_in_executor(computing, Edges, local, form)
+        local_layers = await loop.run_in_executor(computing, LocalLayers, local, form)
         spec = ChainSpec(local.manifest.blocks, local.manifest.hidden_size, local.max_positions, form.dtype)
         tokenizer = local.tokenizer()
         await swarm.refresh()
         async with Batcher.run(
-            Head(edges, computing), lambda: Chain.open(swarm, spec, edges.embed), limits
+            Head(local_layers, computing), lambda: Chain.open(swarm, spec, local_layers.embed), limits
         ) as batcher:
-            ends = _end_ids(edges.generation_config, tokenizer)
+            ends = _end_ids(local_layers.generation_config, tokenizer)
             yield Engine(local, tokenizer, batcher, swarm, local.max_positions, ends)
     finally:
         computing.shutdown(wait=False)

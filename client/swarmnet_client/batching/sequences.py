@@ -15,11 +15,11 @@ from swarmnet_client.model.local_layers import Head
 from swarmnet_client.model.sampling import Draw, Sampling, Token
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.machine.aio import race
-from swarmnet_protocols.session.steps import MAX_LANE, Row
+from swarmnet_protocols.session.steps import MAX_SEQUENCE, Row
 
 PREFILL = 2 * CHUNK
 """Positions of prompts that travel ahead of the next tokens of answers: more would keep those waiting, fewer leave hops idle."""
-FRESH = MAX_LANE
+FRESH = MAX_SEQUENCE
 """A lane that never holds anything: whoever starts from it gets new caches, and the old ones are freed."""
 MIN_SHARED = 16
 """A beginning shorter than this is not worth to keep the old caches for."""
@@ -87,7 +87,7 @@ class Answer:
 
 
 @dataclass(eq=False)
-class Lane:
+class RunningSequence:
     """One row of the chain's steps. ``held``: the ids whose caches the hosts have; ``todo``: those to send for ``answer``."""
 
     number: int
@@ -123,10 +123,10 @@ class Lane:
         return row, ids
 
 
-def pick_lane(lanes: Sequence[Lane], request: Request) -> Lane:
+def pick_sequence(sequences: Sequence[RunningSequence], request: Request) -> RunningSequence:
     """The free lane that holds most of the request; if none does, the one that was left longest ago."""
-    free = [lane for lane in lanes if lane.answer is None]
-    return max(free, key=lambda lane: (lane.shared(request), -lane.used))
+    free = [sequence for sequence in sequences if sequence.answer is None]
+    return max(free, key=lambda sequence: (sequence.shared(request), -sequence.used))
 
 
 def share(room: int, wanted: Sequence[int]) -> list[int]:
@@ -139,14 +139,14 @@ def share(room: int, wanted: Sequence[int]) -> list[int]:
     return given
 
 
-class LaneGroup:
+class SequenceGroup:
     """Some lanes, and the chain they are on. ``run`` it; the chain ends with that."""
 
     def __init__(
         self, size: int, head: Head, open_chain: Callable[[], AbstractAsyncContextManager[Chain]]
     ) -> None:
         self.report = ChainReport()
-        self._lanes = [Lane(number) for number in range(size)]
+        self._sequences = [RunningSequence(number) for number in range(size)]
         self._head = head
         self._open_chain = open_chain
         self._turn = 0
@@ -156,32 +156,32 @@ class LaneGroup:
 
     @property
     def free(self) -> int:
-        return sum(lane.answer is None for lane in self._lanes)
+        return sum(sequence.answer is None for sequence in self._sequences)
 
     @property
     def answers(self) -> list[Answer]:
-        return [lane.answer for lane in self._lanes if lane.answer is not None]
+        return [sequence.answer for sequence in self._sequences if sequence.answer is not None]
 
     def shared(self, request: Request) -> int:
         """The most of the request that a free lane holds."""
-        return pick_lane(self._lanes, request).shared(request)
+        return pick_sequence(self._sequences, request).shared(request)
 
     def join(self, answer: Answer) -> None:
         """Give an answer one of the free lanes."""
         request = answer.request
-        lane = pick_lane(self._lanes, request)
-        lane.start = lane.shared(request)
-        answer.reused = max(answer.reused, lane.start)
-        lane.owner = request.owner
-        lane.todo = [*request.ids, *answer.ids][lane.start :]
-        lane.answer = answer
+        sequence = pick_sequence(self._sequences, request)
+        sequence.start = sequence.shared(request)
+        answer.reused = max(answer.reused, sequence.start)
+        sequence.owner = request.owner
+        sequence.todo = [*request.ids, *answer.ids][sequence.start :]
+        sequence.answer = answer
         self._arrived.set()
 
     def leave(self, answer: Answer) -> None:
         """Free the lane of an answer that nobody wants any more; nothing more is computed for it."""
-        for lane in self._lanes:
-            if lane.answer is answer:
-                self._release(lane)
+        for sequence in self._sequences:
+            if sequence.answer is answer:
+                self._release(sequence)
 
     async def run(self) -> None:
         """Work until there was nothing to do for ``IDLE_S``. Raises what ``Chain.forward`` raises."""
@@ -192,56 +192,58 @@ class LaneGroup:
     async def _send_prompts(self, chain: Chain) -> None:
         while True:
             await self._arrived.wait()
-            coming = [lane for lane in self._lanes if lane.todo and not self._is_ready(lane)]
+            coming = [
+                sequence for sequence in self._sequences if sequence.todo and not self._is_ready(sequence)
+            ]
             if not coming:
                 self._arrived.clear()
                 continue
-            is_alone = all(lane in coming for lane in self._lanes if lane.answer is not None)
-            lengths = [len(lane.todo) for lane in coming]
+            is_alone = all(sequence in coming for sequence in self._sequences if sequence.answer is not None)
+            lengths = [len(sequence.todo) for sequence in coming]
             counts = lengths if is_alone else share(PREFILL, lengths)
             await self._step(
-                chain, [(lane, count) for lane, count in zip(coming, counts, strict=True) if count]
+                chain, [(sequence, count) for sequence, count in zip(coming, counts, strict=True) if count]
             )
 
     async def _send_tokens(self, chain: Chain) -> None:
         while True:
             await self._ready.wait()
-            turn = [(lane, 1) for lane in self._lanes if self._is_ready(lane)]
+            turn = [(sequence, 1) for sequence in self._sequences if self._is_ready(sequence)]
             if not turn:
                 self._ready.clear()
                 continue
             await self._step(chain, turn)
 
     @staticmethod
-    def _is_ready(lane: Lane) -> bool:
+    def _is_ready(sequence: RunningSequence) -> bool:
         """Whether it has a token to send that follows what it holds, and no more of a prompt."""
-        return lane.answer is not None and bool(lane.answer.ids) and len(lane.todo) == 1
+        return sequence.answer is not None and bool(sequence.answer.ids) and len(sequence.todo) == 1
 
-    async def _step(self, chain: Chain, parts: list[tuple[Lane, int]]) -> None:
+    async def _step(self, chain: Chain, parts: list[tuple[RunningSequence, int]]) -> None:
         """Send positions of these lanes, and give the answers that are not behind their next tokens."""
         rows, ids, asking = [], [], []
-        for lane, count in parts:
-            row, sent = lane.row(count)
+        for sequence, count in parts:
+            row, sent = sequence.row(count)
             rows.append(row)
             ids.extend(sent)
-            if row.outputs and lane.answer is not None:
-                asking.append((lane, lane.answer))
+            if row.outputs and sequence.answer is not None:
+                asking.append((sequence, sequence.answer))
         hidden = await chain.forward(tuple(rows), torch.tensor(ids))
         if not asking:
             return
         draws = [Draw(answer.request.sampling, len(answer.ids), answer.counts) for _, answer in asking]
-        for (lane, answer), token in zip(asking, await self._head.choose(hidden, draws), strict=True):
-            if lane.answer is not answer:
+        for (sequence, answer), token in zip(asking, await self._head.choose(hidden, draws), strict=True):
+            if sequence.answer is not answer:
                 continue  # it left meanwhile
             if answer.take(token):
-                lane.todo = [token.id]
+                sequence.todo = [token.id]
                 self._ready.set()
             else:
-                self._release(lane)
+                self._release(sequence)
 
-    def _release(self, lane: Lane) -> None:
+    def _release(self, sequence: RunningSequence) -> None:
         self._turn += 1
-        lane.answer, lane.todo, lane.used = None, [], self._turn
+        sequence.answer, sequence.todo, sequence.used = None, [], self._turn
         self._left.set()
 
     async def _idle(self) -> None:

@@ -98,7 +98,7 @@ async def place(
                         raise Refused.from_wire(reply.refused)
                     case "wanted" if sending is None:
                         sending = asyncio.create_task(_send(stream, part, progress))
-                    case "beat":
+                    case "heartbeat":
                         pass
                     case _:
                         raise ProtocolViolation("an unexpected message on an adapter")

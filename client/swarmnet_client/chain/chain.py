@@ -13,8 +13,8 @@ import torch
 from swarmnet_client.audit.auditor import Auditor
 from swarmnet_client.chain.chunks import cut, cut_values
 from swarmnet_client.chain.hops import ChainReport, ChainSpec
-from swarmnet_client.chain.inflight import Flight
-from swarmnet_client.chain.supervisor import Mender
+from swarmnet_client.chain.inflight import Inflight
+from swarmnet_client.chain.supervisor import ChainSupervisor
 from swarmnet_client.swarm import Swarm
 from swarmnet_protocols.errors import OutOfResources, SwarmnetError
 from swarmnet_protocols.machine.aio import cancel
@@ -33,9 +33,9 @@ class Chain:
         self._swarm = swarm
         self._spec = spec
         self._steps_s: list[float] = []
-        self._flight = Flight(spec.log_bytes, spec.hidden_size)
-        self._mender = Mender(swarm, spec, self._flight, self.report, embed)
-        self._auditor = Auditor(swarm, spec, self._mender, self.report, embed)
+        self._inflight = Inflight(spec.log_bytes, spec.hidden_size)
+        self._supervisor = ChainSupervisor(swarm, spec, self._inflight, self.report, embed)
+        self._auditor = Auditor(swarm, spec, self._supervisor, self.report, embed)
 
     @classmethod
     @asynccontextmanager
@@ -50,12 +50,12 @@ class Chain:
             yield chain
         finally:
             await cancel(keeper, auditing)
-            await chain._mender.close()
+            await chain._supervisor.close()
 
     @property
     def lengths(self) -> dict[int, int]:
         """Positions each lane holds."""
-        return dict(self._flight.outbox.log.lengths)
+        return dict(self._inflight.outbox.log.lengths)
 
     async def forward(self, rows: tuple[Row, ...], values: torch.Tensor) -> torch.Tensor:
         """Send new positions ([P] or [P, D]) through all blocks; the outputs the rows want, [wanted, D], row after row.
@@ -90,9 +90,9 @@ class Chain:
         before, started = self.report.failovers, clock()
         rows = self._auditor.asking(rows)
         mark = self._auditor.sent(rows)
-        is_alone, route = self._flight.is_idle, self.report.route
-        self._mender.wake()
-        came = await self._flight.send(rows, values)
+        is_alone, route = self._inflight.is_idle, self.report.route
+        self._supervisor.wake()
+        came = await self._inflight.send(rows, values)
         if is_alone and sum(row.count for row in rows) == 1 and self.report.route is route:
             self._measure(clock() - started)
         output = self._auditor.came(mark, rows, values, came)
@@ -111,8 +111,8 @@ class Chain:
     async def _keep(self) -> None:
         """Keep the chain whole. What cannot be mended fails every step that waits, now and later."""
         try:
-            await self._mender.run()
+            await self._supervisor.run()
         except SwarmnetError as error:
-            self._flight.fail(error)
+            self._inflight.fail(error)
         except Exception as error:  # noqa: BLE001 - the supervisor: a step must end, whatever broke
-            self._flight.fail(SwarmnetError(f"the chain broke: {type(error).__name__}: {error}"))
+            self._inflight.fail(SwarmnetError(f"the chain broke: {type(error).__name__}: {error}"))

@@ -20,7 +20,7 @@ def cut(rows: tuple[Row, ...]) -> list[Part]:
     """
     done = [0] * len(rows)
     parts: list[Part] = []
-    if any(row.source != row.lane for row in rows):
+    if any(row.source != row.sequence for row in rows):
         share = max(1, CHUNK // len(rows))
         done = [min(share, row.count) for row in rows]
         parts.append([(index, _piece(row, 0, done[index])) for index, row in enumerate(rows)])
@@ -61,5 +61,5 @@ def _piece(row: Row, done: int, count: int) -> Row:
     """``count`` positions of a row, after the first ``done``, which are in earlier steps."""
     left = row.count - done - count
     outputs = max(0, min(count, row.outputs - left))
-    source = row.lane if done else row.source
-    return Row(row.lane, row.start + done, count, outputs, source, row.rewrite and not done)
+    source = row.sequence if done else row.source
+    return Row(row.sequence, row.start + done, count, outputs, source, row.rewrite and not done)

@@ -35,7 +35,7 @@ class _Guard:
     seen: float
 
 
-class Guards:
+class EntryGuards:
     """The guards of one client for one model. With a ``path`` they outlast the process, if that file can be written."""
 
     def __init__(self, path: Path | None, rng: random.Random, wall_clock: Callable[[], float]) -> None:

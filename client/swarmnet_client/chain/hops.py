@@ -106,7 +106,7 @@ class LiveHop:
     applied: int = 0
     showing: "asyncio.Future[Shown] | None" = None
 
-    async def show(self, lane: int, count: int, *, within_s: float) -> Shown:
+    async def show(self, sequence: int, count: int, *, within_s: float) -> Shown:
         """What it received and sent on for the first ``count`` positions of a lane; one question at a time.
 
         Raises what sending raises, ``TimeoutError``, or the error for which the hop is dropped meanwhile.
@@ -114,7 +114,7 @@ class LiveHop:
         self.showing = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(within_s):
-                show = pb.Show(lane=lane, count=count)
+                show = pb.Show(sequence=sequence, count=count)
                 await self.stream.send(Message(pb.SessionRequest(show=show).SerializeToString()))
                 return await self.showing
         finally:
@@ -129,13 +129,13 @@ class LiveHop:
         """This hop as the next one of its upstream."""
         return Target(self.hop.peer, self.hop.addresses, self.session, epoch)
 
-    async def beat(self, period_s: float) -> None:
+    async def heartbeat(self, period_s: float) -> None:
         """Tell the hop, until it is gone, that its client is there."""
-        beat = Message(pb.SessionRequest(beat=pb.Beat()).SerializeToString())
+        heartbeat = Message(pb.SessionRequest(heartbeat=pb.Heartbeat()).SerializeToString())
         with contextlib.suppress(SwarmnetError):  # whoever listens to the hop sees the same end
             while True:
                 await asyncio.sleep(period_s)
-                await self.stream.send(beat)
+                await self.stream.send(heartbeat)
 
     async def relink(self, target: Target, record: bytes) -> None:
         """Have the hop feed ``target``, whose announcement is ``record``, from now on."""

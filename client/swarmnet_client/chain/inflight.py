@@ -6,19 +6,19 @@ import torch
 
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
 from swarmnet_protocols.net import Message
-from swarmnet_protocols.net.resources import Scope, Stock
+from swarmnet_protocols.net.resources import Resource, Scope
 from swarmnet_protocols.session.activation_log import ActivationLog
 from swarmnet_protocols.session.link import Outbox
 from swarmnet_protocols.session.steps import Row, Step, decode_tensor
 from swarmnet_protocols.wire import session_pb2 as pb
 
 
-class Flight:
+class Inflight:
     """Steps are numbered and logged in ``outbox``, and wait for their outputs, however often they are replayed meanwhile."""
 
     def __init__(self, log_bytes: int, hidden_size: int) -> None:
         """The log takes at most ``log_bytes``; outputs are [P, ``hidden_size``]."""
-        room = Scope("this chain", {Stock.LOG: log_bytes}, {}).hold(Stock.LOG, 0)
+        room = Scope("this chain", {Resource.LOG: log_bytes}, {}).hold(Resource.LOG, 0)
         self.outbox = Outbox(ActivationLog(room), asyncio.Event())
         self._hidden_size = hidden_size
         self._waiting: dict[int, tuple[Step, asyncio.Future[torch.Tensor]]] = {}

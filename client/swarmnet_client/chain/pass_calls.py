@@ -203,7 +203,7 @@ class _Conversation:
                     return reply.part, message.payload
                 case "refused":
                     raise Refused.from_wire(reply.refused)
-                case "beat":
+                case "heartbeat":
                     self.admitted.set()
                 case _:
                     raise ProtocolViolation("an unexpected message on a pass")

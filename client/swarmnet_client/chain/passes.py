@@ -13,7 +13,7 @@ import torch
 from swarmnet_client.chain.blame import OURS
 from swarmnet_client.chain.hops import ChainReport, ChainSpec
 from swarmnet_client.chain.pass_calls import GraphGone, Hosts, InDoubt, Leg
-from swarmnet_client.chain.retry_policy import Patience, verdict
+from swarmnet_client.chain.retry_policy import RetryPolicy, verdict
 from swarmnet_client.swarm import Swarm
 from swarmnet_protocols.errors import (
     ConfigError,
@@ -118,7 +118,7 @@ class RemoteBatch:
         self, values: torch.Tensor, counts: tuple[int, ...], *, keep_graphs: bool
     ) -> tuple[list[Leg], torch.Tensor]:
         """A microbatch through all blocks; from the start again whenever what hosts have made of it is in doubt."""
-        patience = Patience(self._swarm.timing.recover_s)
+        patience = RetryPolicy(self._swarm.timing.recover_s)
         while True:
             try:
                 return await self._walk((0, self._spec.blocks), values, counts, keep_graphs=keep_graphs)
@@ -137,7 +137,7 @@ class RemoteBatch:
         """From the outputs of ``before`` through the blocks of ``span``, by whoever hosts them now. Raises ``InDoubt``."""
         legs: list[Leg] = []
         reached = span[0]
-        patience = Patience(self._swarm.timing.recover_s)
+        patience = RetryPolicy(self._swarm.timing.recover_s)
         while reached < span[1]:
             try:
                 hop = self._swarm.route((reached, span[1]))[0]
@@ -157,7 +157,7 @@ class RemoteBatch:
         self, walked: Sequence[Leg], gradients: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Back along the legs; along others, walked anew, whenever what hosts have made of the microbatch is in doubt."""
-        patience = Patience(self._swarm.timing.recover_s)
+        patience = RetryPolicy(self._swarm.timing.recover_s)
         while True:
             try:
                 return await self._walk_back(walked, gradients)
@@ -171,7 +171,7 @@ class RemoteBatch:
         """Back along the legs. A leg whose host is gone is walked forward again by others, who then take its place."""
         legs, after = list(walked), list[Leg]()
         own: dict[str, torch.Tensor] = {}
-        patience = Patience(self._swarm.timing.recover_s)
+        patience = RetryPolicy(self._swarm.timing.recover_s)
         while legs:
             leg = legs[-1]
             try:
@@ -191,7 +191,7 @@ class RemoteBatch:
             after.append(legs.pop())
         return gradients, own
 
-    async def _recover(self, patience: Patience, error: SwarmnetError) -> None:
+    async def _recover(self, patience: RetryPolicy, error: SwarmnetError) -> None:
         """Pause before the next attempt, or raise what stands in the way of any."""
         if isinstance(error, ConfigError):
             raise error

@@ -18,7 +18,7 @@ ATTEMPTS = 10
 """Times a chain is mended without an answer in between before we ask whether there will ever be one."""
 
 
-class Patience:
+class RetryPolicy:
     """Counts how often a chain broke since it last answered."""
 
     def __init__(self, recover_s: float) -> None:

@@ -15,8 +15,8 @@ import torch
 from swarmnet_client.chain.adapter_upload import Placement
 from swarmnet_client.chain.blame import Blame
 from swarmnet_client.chain.hops import ChainReport, ChainSpec, Head, LiveHop, gaps, open_hop, upstream
-from swarmnet_client.chain.inflight import Flight
-from swarmnet_client.chain.retry_policy import PAUSE_S, Patience, verdict
+from swarmnet_client.chain.inflight import Inflight
+from swarmnet_client.chain.retry_policy import PAUSE_S, RetryPolicy, verdict
 from swarmnet_client.swarm import CONVICTED_S, Swarm
 from swarmnet_protocols.errors import (
     ConfigError,
@@ -38,27 +38,27 @@ NOTICE_S = 0.1
 """A lost link is news of a dead hop more often than of a broken path: its own death notice is given this long."""
 
 
-class Mender:
+class ChainSupervisor:
     """Has the steps of ``flight`` computed by hops that it finds, feeds and replaces. ``report`` says what happened."""
 
     def __init__(
         self,
         swarm: Swarm,
         spec: ChainSpec,
-        flight: Flight,
+        inflight: Inflight,
         report: ChainReport,
         embed: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         """``embed`` turns the values of logged steps into [P, D]."""
         self._swarm = swarm
         self._spec = spec
-        self._flight = flight
+        self._inflight = inflight
         self._report = report
         self._placement = Placement(swarm, spec.adapter, self._extend)
         self._mending: asyncio.Timeout | None = None
         self._feeder = Feeder(
             swarm.transport,
-            flight.outbox,
+            inflight.outbox,
             spec.wire,
             swarm.timing,
             render=lambda step: step.with_values(embed(step.values)),
@@ -70,7 +70,7 @@ class Mender:
         self._trouble.set()
         self._watches: dict[asyncio.Task[None], None] = {}
         self._why: SwarmnetError | None = None
-        self._patience = Patience(swarm.timing.recover_s)
+        self._patience = RetryPolicy(swarm.timing.recover_s)
         self._blame = Blame(swarm)
         self._is_resting = False
         """A host has ended a session that brought no work: another one is opened when there is some."""
@@ -96,7 +96,7 @@ class Mender:
             self._trouble.clear()
             self._drop_stuck()
             self._leave_the_leaving()
-            if not (self._is_resting and self._flight.is_idle):
+            if not (self._is_resting and self._inflight.is_idle):
                 self._is_resting = False
                 await self._mend()
 
@@ -111,7 +111,7 @@ class Mender:
             async with asyncio.timeout(self._swarm.timing.recover_s) as self._mending:
                 if missing := self._gaps():
                     self._report.failovers += bool(self._report.route)
-                    if self._patience.lost(loop.time(), idle=self._flight.is_idle):
+                    if self._patience.lost(loop.time(), idle=self._inflight.is_idle):
                         raise self._verdict(missing) from self._why
                     await asyncio.sleep(self._patience.pause_s(self._why))
                     await self._fill()
@@ -135,7 +135,7 @@ class Mender:
 
     def _drop_stuck(self) -> None:
         """Give up on a hop that has had its input for long and beats, but does not compute."""
-        fed = self._flight.outbox.log.last
+        fed = self._inflight.outbox.log.last
         now = asyncio.get_running_loop().time()
         stall_s = self._swarm.timing.stall_s
         for live in self._hops:
@@ -296,7 +296,7 @@ class Mender:
 
     async def _watch(self, live: LiveHop) -> None:
         """Listen to one hop until it is gone."""
-        beating = asyncio.create_task(live.beat(self._swarm.timing.client_silence_s / 4))
+        heartbeating = asyncio.create_task(live.heartbeat(self._swarm.timing.client_silence_s / 4))
         try:
             while True:
                 message = await receive_within(live.stream, self._swarm.timing.silence_s)
@@ -307,13 +307,13 @@ class Mender:
         except SwarmnetError as error:
             self._lost(live, error)
         finally:
-            await cancel(beating)
+            await cancel(heartbeating)
 
     def _refused(self, live: LiveHop, refusal: Refused) -> None:
         """A hop ended the session: for a reason of its own, or for what came to it from the hops before it, or from us."""
         if not live.alive:
             return
-        if refusal.reason == pb.REASON_IDLE and self._flight.is_idle:
+        if refusal.reason == pb.REASON_IDLE and self._inflight.is_idle:
             self._is_resting = True
             live.alive = False
             return
@@ -344,17 +344,17 @@ class Mender:
                 self._trouble.set()
             case "refused":
                 raise Refused.from_wire(reply.refused)
-            case "beat":
+            case "heartbeat":
                 # Until there is something to compute, a hop that stands still is where it should be.
-                if reply.beat.applied != live.applied or self._flight.is_idle:
-                    live.applied, live.moved = reply.beat.applied, asyncio.get_running_loop().time()
+                if reply.heartbeat.applied != live.applied or self._inflight.is_idle:
+                    live.applied, live.moved = reply.heartbeat.applied, asyncio.get_running_loop().time()
             case "shown":
                 live.shows(reply.shown, message)
             case _:
                 raise ProtocolViolation("an unexpected message on a session")
 
     def _take(self, live: LiveHop, output: pb.Output, message: Message) -> None:
-        if live.hop.end == self._spec.blocks and self._flight.take(output, message):
+        if live.hop.end == self._spec.blocks and self._inflight.take(output, message):
             self._swarm.served(live.hop.peer)
             self._patience.answered()
             self._blame = Blame(self._swarm)

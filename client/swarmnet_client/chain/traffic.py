@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from swarmnet_protocols.net import Message, PeerId, ProtocolSpec, Stream, Transport
-from swarmnet_protocols.net.wrappers import PassingStream, PassingTransport
+from swarmnet_protocols.net.wrappers import StreamWrapper, TransportWrapper
 
 
 @dataclass
@@ -15,7 +15,7 @@ class Traffic:
     received: int = 0
 
 
-class CountingTransport(PassingTransport):
+class CountingTransport(TransportWrapper):
     """``transport``, with what goes through streams that are opened here added to ``traffic``."""
 
     def __init__(self, transport: Transport, traffic: Traffic) -> None:
@@ -29,7 +29,7 @@ class CountingTransport(PassingTransport):
         return _CountingStream(stream, self._traffic)
 
 
-class _CountingStream(PassingStream):
+class _CountingStream(StreamWrapper):
     def __init__(self, stream: Stream, traffic: Traffic) -> None:
         super().__init__(stream)
         self._traffic = traffic

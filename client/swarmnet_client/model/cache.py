@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache
 from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainReport
 from swarmnet_client.model import lora
-from swarmnet_client.model.client_adapter import Own
+from swarmnet_client.model.client_adapter import ClientAdapter
 from swarmnet_protocols.session.adapters import Adapter
 from swarmnet_protocols.session.steps import Row
 
@@ -39,9 +39,9 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
         self._stack = AsyncExitStack()
         self._chain: Chain | None = None
         self._length = 0
-        self._lanes: list[int] = []
+        self._sequences: list[int] = []
         self._firsts: list[int] = []
-        self._own: Own | None = None
+        self._own: ClientAdapter | None = None
         self._version: tuple[object, ...] = ()
         self._adapter: Adapter | None = None
         self._is_checked = False
@@ -64,7 +64,7 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row i continues from what row ``beam_idx[i]`` was."""
         order = beam_idx.tolist()
-        self._lanes = [self._lanes[index] for index in order]
+        self._sequences = [self._sequences[index] for index in order]
         self._firsts = [self._firsts[index] for index in order]
         if self.tokens is not None:
             self.tokens = self.tokens[beam_idx]
@@ -86,7 +86,7 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
 
     @property
     def batch_size(self) -> int:
-        return len(self._lanes) or -1
+        return len(self._sequences) or -1
 
     # ---- the swarm --------------------------------------------------------------------------------------
 
@@ -100,7 +100,7 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
         self._is_checked = False
 
     @property
-    def settled(self) -> Own | None:
+    def settled(self) -> ClientAdapter | None:
         """What its lanes are computed with, once that is known to be what the columns to come are to be computed with."""
         return self._own if self._is_checked else None
 
@@ -113,7 +113,7 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
     def report(self) -> ChainReport:
         return self._chain.report if self._chain is not None else ChainReport()
 
-    def extend(self, inputs: torch.Tensor, new: NewPositions, own: Own) -> torch.Tensor:
+    def extend(self, inputs: torch.Tensor, new: NewPositions, own: ClientAdapter) -> torch.Tensor:
         """Send the columns [B, n] (ids) or [B, n, D] (embeddings) on; hidden states [B, n, D].
 
         Only the last ``new.outputs`` columns are filled in; what is padding or not wanted is zero. Raises ``ValueError`` when
@@ -122,12 +122,12 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
         """
         batch, width = inputs.shape[:2]
         self._settle(own, are_ids=inputs.dim() == 2, is_token=width == 1)
-        if not self._lanes:
-            self._lanes = list(range(batch))
+        if not self._sequences:
+            self._sequences = list(range(batch))
         if self._length == 0:
             self._firsts = [first for first, _ in new.columns]
-        if batch != len(self._lanes):
-            raise ValueError(f"{batch} rows in a session of {len(self._lanes)}")
+        if batch != len(self._sequences):
+            raise ValueError(f"{batch} rows in a session of {len(self._sequences)}")
         held = self._chain.lengths if self._chain is not None else {}
         rows, values, places = [], [], []
         for index, (first, end) in enumerate(new.columns):
@@ -136,7 +136,7 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
                 continue
             start = begin - self._firsts[index]
             wanted = max(0, min(end - begin, end - (self._length + width - new.outputs)))
-            source = self._lanes[index]
+            source = self._sequences[index]
             rewrite = source != index or start != held.get(index, 0)
             rows.append(Row(index, start, end - begin, wanted, source, rewrite))
             values.append(inputs[index, begin - self._length : end - self._length])
@@ -145,7 +145,7 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
             hidden = self._model.run(self._send(tuple(rows), torch.cat(values)))
         else:  # padding, and nothing else
             hidden = torch.zeros(0, self._model.hidden_size)
-        self._lanes = list(range(batch))
+        self._sequences = list(range(batch))
         self._remember(inputs)
         self._length += width
         filled = torch.zeros(batch, width, hidden.shape[-1], dtype=hidden.dtype)
@@ -159,7 +159,7 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
         """Free the caches in the swarm; idempotent."""
         self._model.run(self._stack.aclose())
 
-    def _settle(self, own: Own, *, are_ids: bool, is_token: bool) -> None:
+    def _settle(self, own: ClientAdapter, *, are_ids: bool, is_token: bool) -> None:
         """See to it that the lanes are for inputs of this kind and computed with ``own``. Those that hold nothing may become so."""
         if own is self._own and self._is_checked and self._are_ids == are_ids:
             return
@@ -174,18 +174,20 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
                     else "a session goes on with ids, or with embeddings, as it began"
                 )
             self.close()
-            self._chain, self._lanes = None, []
+            self._chain, self._sequences = None, []
         self._own, self._are_ids, self._version = own, are_ids, lora.version_of(own.pairs)
         self._adapter, self._is_checked = self._model.adapter(own), True
 
-    def _is_in_use(self, own: Own, *, is_token: bool) -> bool:
+    def _is_in_use(self, own: ClientAdapter, *, is_token: bool) -> bool:
         """Whether the lanes are computed with ``own``; a prefix is named only where it begins. For one token a quick look must do."""
         if own.prefix or (self.prefix_positions and not self._length):
             return False
         if lora.version_of(own.pairs) != self._version:
             return False
         if not (is_token and self._is_checked):
-            self._is_checked = Own(own.pairs, self._own.prefix if self._own else {}).is_in(self._adapter)
+            self._is_checked = ClientAdapter(own.pairs, self._own.prefix if self._own else {}).is_in(
+                self._adapter
+            )
         return self._is_checked
 
     def _remember(self, inputs: torch.Tensor) -> None:

@@ -11,14 +11,14 @@ from swarmnet_protocols.session.adapters import Adapter
 
 
 @dataclass(frozen=True)
-class Own:
+class ClientAdapter:
     """Parameters that hosts apply to this client's tokens. ``prefix``: what ``prefix.tensors_of`` gives, or nothing."""
 
     pairs: lora.Pairs = field(default_factory=dict)
     prefix: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
-    def found(cls, layers: Iterable[Placeholder], prefix: Mapping[str, torch.Tensor]) -> "Own":
+    def found(cls, layers: Iterable[Placeholder], prefix: Mapping[str, torch.Tensor]) -> "ClientAdapter":
         """What is active now. Raises ``ConfigError`` for what hosts cannot do."""
         return cls(lora.active_pairs(layers), prefix)
 
@@ -63,7 +63,7 @@ class AdapterMaker:
         self._last: Adapter | None = None
 
     @torch.no_grad()
-    def adapter(self, own: Own) -> Adapter | None:
+    def adapter(self, own: ClientAdapter) -> Adapter | None:
         """The adapter for ``own`` as it is now; None when there is nothing in it. Raises what ``Adapter`` raises."""
         if not own.pairs and not own.prefix:
             return None

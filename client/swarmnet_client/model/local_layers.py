@@ -37,13 +37,13 @@ class Form:
         return cls(pick_dtype(dtype, place), place, labels)
 
 
-def load_edges(local: LocalModel, form: Form) -> "PreTrainedModel":
+def load_local_layers(local: LocalModel, form: Form) -> "PreTrainedModel":
     """The architecture's class, with placeholders for its blocks and a head that is packed where that can be.
 
     Its ``forward`` takes ``swarm_call``, which gets the embedded inputs and gives what comes out of the blocks.
     """
     AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)
-    model = local.load_edges(
+    model = local.load_local_layers(
         lambda layers: stand_ins(layers, form.device),
         dtype=form.dtype,
         device=form.device,
@@ -58,11 +58,11 @@ def _no_mask(*_: Any, **__: Any) -> None:
     return None
 
 
-class Edges:
+class LocalLayers:
     """Embeddings and head of one model, for many answers at once."""
 
     def __init__(self, local: LocalModel, form: Form) -> None:
-        self._model: Any = load_edges(local, form)
+        self._model: Any = load_local_layers(local, form)
         self._device = form.device
 
     @property
@@ -90,8 +90,8 @@ class Edges:
 class Head:
     """Chooses next tokens on the one thread that computes."""
 
-    def __init__(self, edges: Edges, computing: Executor) -> None:
-        self._edges = edges
+    def __init__(self, local_layers: LocalLayers, computing: Executor) -> None:
+        self._local_layers = local_layers
         self._computing = computing
 
     async def choose(self, hidden: torch.Tensor, draws: list[Draw]) -> list[Token]:
@@ -101,4 +101,4 @@ class Head:
 
     @torch.inference_mode()
     def _choose(self, hidden: torch.Tensor, draws: list[Draw]) -> list[Token]:
-        return choose(self._edges.logits(hidden), draws)
+        return choose(self._local_layers.logits(hidden), draws)

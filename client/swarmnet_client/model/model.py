@@ -22,15 +22,15 @@ from swarmnet_client.chain.passes import RemoteBatch
 from swarmnet_client.chain.traffic import Traffic
 from swarmnet_client.model.autograd import run_blocks
 from swarmnet_client.model.cache import NewPositions, SwarmCache
-from swarmnet_client.model.client_adapter import AdapterMaker, Own
-from swarmnet_client.model.local_layers import Form, load_edges
-from swarmnet_client.model.padding import Squeezed, check_positions, read_mask
+from swarmnet_client.model.client_adapter import AdapterMaker, ClientAdapter
+from swarmnet_client.model.local_layers import Form, load_local_layers
+from swarmnet_client.model.padding import Unpadded, check_positions, read_mask
 from swarmnet_client.model.prefix import tensors_of as prefix_tensors
 from swarmnet_client.runtime import Runtime
 from swarmnet_client.swarm import Swarm
 from swarmnet_protocols.errors import ConfigError, Unreachable
 from swarmnet_protocols.joining.network import Network
-from swarmnet_protocols.machine.core_lock import ALONE, Alone, Turns, take_turns
+from swarmnet_protocols.machine.core_lock import ALONE, CoreLock, NoCoreLock, take_turns
 from swarmnet_protocols.models import LocalModel, resolve
 from swarmnet_protocols.session.adapters import Adapter
 
@@ -48,10 +48,10 @@ class _Call:
 
     model: "SwarmModel"
     cache: SwarmCache
-    own: Own
+    own: ClientAdapter
     ids: torch.Tensor | None
     new: NewPositions
-    squeezed: Squeezed | None
+    squeezed: Unpadded | None
     is_alone: bool
     is_training: bool
     head: ExitStack
@@ -92,7 +92,7 @@ class SwarmModel:
     _adapters: AdapterMaker
     _closing: ExitStack
     last_run: ChainReport
-    turns: Turns | Alone
+    turns: CoreLock | NoCoreLock
     """Of the machine's nodes, where its head shares their cores."""
 
     def run(self, conversation: Any) -> Any:
@@ -109,7 +109,7 @@ class SwarmModel:
         """Bytes that went to and came from hosts since the model was opened."""
         return self._runtime.swarm.traffic
 
-    def adapter(self, own: Own) -> Adapter | None:
+    def adapter(self, own: ClientAdapter) -> Adapter | None:
         """What hosts are to be told of ``own`` as it is now."""
         return self._adapters.adapter(own)
 
@@ -165,7 +165,7 @@ def wrap(local: LocalModel, runtime: Runtime, form: Form) -> SwarmModel:
 
     A classifier's head is fresh where none is stored.
     """
-    model: Any = load_edges(local, form)
+    model: Any = load_local_layers(local, form)
     model.__class__ = _swarm_class(type(model))
     model.tokenizer = local.tokenizer()
     if model.tokenizer.pad_token_id is None:
@@ -241,7 +241,7 @@ def _swarm_class(base: "type[PreTrainedModel]") -> type:
         # While ``generate`` runs, nobody changes the adapter: looking once is enough.
         own = past_key_values.settled if past_key_values is self._generating and not is_alone else None
         if own is None or prefix:
-            own = Own.found(self.base_model.layers, prefix)
+            own = ClientAdapter.found(self.base_model.layers, prefix)
         with ExitStack() as stack:
             cache = past_key_values
             if cache is None:
@@ -257,7 +257,7 @@ def _swarm_class(base: "type[PreTrainedModel]") -> type:
                 own=own,
                 ids=input_ids.cpu() if input_ids is not None else None,
                 new=NewPositions(columns, min(keep, width)),
-                squeezed=Squeezed.needed(mask, columns, held, width, are_ids=input_ids is not None),
+                squeezed=Unpadded.needed(mask, columns, held, width, are_ids=input_ids is not None),
                 is_alone=is_alone,
                 is_training=is_training,
                 head=stack,

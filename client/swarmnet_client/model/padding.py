@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 Columns = list[tuple[int, int]]
-"""For each row [first, end): the columns that hold its tokens, once ``Squeezed`` where there are holes."""
+"""For each row [first, end): the columns that hold its tokens, once ``Unpadded`` where there are holes."""
 
 
 def read_mask(mask: torch.Tensor | None, batch: int, held: int, width: int) -> Columns:
@@ -35,7 +35,7 @@ def check_positions(position_ids: torch.Tensor, columns: Columns, held: int) -> 
             raise ValueError("position_ids must number the tokens of a row one after another")
 
 
-class Squeezed:
+class Unpadded:
     """A batch whose rows have holes, as prompts in front of left padding leave them, and the same with none.
 
     A row's tokens become neighbours, in their order, up to its last one.
@@ -51,7 +51,7 @@ class Squeezed:
     @classmethod
     def needed(
         cls, mask: torch.Tensor | None, columns: Columns, held: int, width: int, *, are_ids: bool
-    ) -> "Squeezed | None":
+    ) -> "Unpadded | None":
         """None for a batch without holes. Raises ``ValueError`` for ids with holes: nobody says how they are numbered."""
         if mask is None or held:
             return None

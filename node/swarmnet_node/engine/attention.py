@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from swarmnet_node.engine.kv_cache import LaneCache, LayerShape, Prefix
+from swarmnet_node.engine.kv_cache import LayerShape, Prefix, SequenceCache
 
 IMPLEMENTATION = "swarmnet_packed"
 """The name transformers knows this attention by. It has no mask function, so transformers makes no masks for it."""
@@ -80,8 +80,10 @@ class PackedBatch:
     their keys and values and leaves ``length`` as it is.
     """
 
-    def __init__(self, lanes: Sequence[LaneCache], counts: Sequence[int], *, first_layer: int = 0) -> None:
-        self._lanes = lanes
+    def __init__(
+        self, sequences: Sequence[SequenceCache], counts: Sequence[int], *, first_layer: int = 0
+    ) -> None:
+        self._sequences = sequences
         self._first_layer = first_layer
         self._counts = list(counts)
         self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
@@ -89,19 +91,19 @@ class PackedBatch:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Rule
     ) -> torch.Tensor:
-        if len(self._lanes) == 1:
-            return self._attend_lane(0, layer, (query, key, value), rule).transpose(1, 2)
+        if len(self._sequences) == 1:
+            return self._attend_sequence(0, layer, (query, key, value), rule).transpose(1, 2)
         parts = zip(*(torch.split(states, self._counts, 2) for states in (query, key, value)), strict=True)
-        outputs = [self._attend_lane(row, layer, part, rule) for row, part in enumerate(parts)]
+        outputs = [self._attend_sequence(row, layer, part, rule) for row, part in enumerate(parts)]
         return torch.cat(outputs, 2).transpose(1, 2)
 
-    def _attend_lane(
+    def _attend_sequence(
         self, row: int, layer: int, states: tuple[torch.Tensor, torch.Tensor, torch.Tensor], rule: Rule
     ) -> torch.Tensor:
         query, key, value = states
-        lane, count = self._lanes[row], self._counts[row]
-        start, end = lane.length, lane.length + count
-        keys, values = lane.layer(layer - self._first_layer)
+        sequence, count = self._sequences[row], self._counts[row]
+        start, end = sequence.length, sequence.length + count
+        keys, values = sequence.layer(layer - self._first_layer)
         keys.narrow(2, start, count).copy_(key)
         values.narrow(2, start, count).copy_(value)
         first = 0 if rule.sliding_window is None else max(0, start + 1 - rule.sliding_window)
@@ -125,9 +127,9 @@ class PackedBatch:
     def _mask(self, row: int, sliding_window: int | None) -> torch.Tensor:
         """Which of the keys from the first visible one on each new position sees: [count, keys]."""
         if (row, sliding_window) not in self._masks:
-            lane, count = self._lanes[row], self._counts[row]
-            first = 0 if sliding_window is None else max(0, lane.length + 1 - sliding_window)
-            positions = torch.arange(first, lane.length + count, device=lane.geometry.device)
+            sequence, count = self._sequences[row], self._counts[row]
+            first = 0 if sliding_window is None else max(0, sequence.length + 1 - sliding_window)
+            positions = torch.arange(first, sequence.length + count, device=sequence.geometry.device)
             self._masks[row, sliding_window] = _causal(positions[-count:], positions, sliding_window)
         return self._masks[row, sliding_window]
 

@@ -39,7 +39,7 @@ def _positions() -> Histogram:
 
 
 @dataclass(frozen=True)
-class EngineTally:
+class EngineCounters:
     """What an engine has done."""
 
     forward_s: Histogram = field(default_factory=_seconds)

@@ -18,16 +18,16 @@ from typing import Any, TypeVar
 
 import torch
 
-from swarmnet_node.engine.counters import EngineTally
+from swarmnet_node.engine.counters import EngineCounters
 from swarmnet_node.engine.graphs import Graph, GraphName, Graphs
-from swarmnet_node.engine.kv_cache import LaneCache
+from swarmnet_node.engine.kv_cache import SequenceCache
 from swarmnet_node.engine.scheduler import Waiting, schedule, worth_waiting_s
 from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.errors import Unreachable
 from swarmnet_protocols.machine.aio import cancel
-from swarmnet_protocols.machine.core_lock import ALONE, Alone, Turns
+from swarmnet_protocols.machine.core_lock import ALONE, CoreLock, NoCoreLock
 from swarmnet_protocols.machine.threads import on_half_the_cores
-from swarmnet_protocols.net.resources import RETRY_S, Exhausted, Hold, ResourceManager, Scope, Stock
+from swarmnet_protocols.net.resources import RETRY_S, Exhausted, Reservation, Resource, ResourceManager, Scope
 from swarmnet_protocols.timing import Timing
 
 BUDGET_TOKENS = 512
@@ -46,7 +46,7 @@ T = TypeVar("T")
 class _Work:
     """One lane's inputs [count, D] on their way through the stage."""
 
-    lane: LaneCache
+    sequence: SequenceCache
     inputs: torch.Tensor
     priority: int
     stage: Stage
@@ -81,7 +81,7 @@ class Engine:
         resources: ResourceManager,
         *,
         max_cache_bytes: int,
-        turns: Turns | Alone,
+        turns: CoreLock | NoCoreLock,
         stopwatch: Callable[[], float],
     ) -> None:
         self.stage = stage
@@ -94,7 +94,7 @@ class Engine:
         self.tokens = 0
         self.token_s = 0.0
         self._forward_s = 0.0
-        self.tally = EngineTally()
+        self.tally = EngineCounters()
         self.graphs = Graphs(resources)
         self._pass_position_s = 0.0
         self._executor = executor
@@ -107,7 +107,7 @@ class Engine:
         self._stopped = False
         self._worked: dict[int, float] = {}
         """When a lane, by its id, last had work."""
-        self._holds: dict[int, tuple[LaneCache, Hold]] = {}
+        self._holds: dict[int, tuple[SequenceCache, Reservation]] = {}
         self.limit_caches(max_cache_bytes)
 
     @classmethod
@@ -119,7 +119,7 @@ class Engine:
         resources: ResourceManager,
         *,
         max_cache_bytes: int,
-        turns: Turns | Alone = ALONE,
+        turns: CoreLock | NoCoreLock = ALONE,
         stopwatch: Callable[[], float] = time.perf_counter,
     ) -> AsyncIterator["Engine"]:
         """An engine whose loop runs for as long as the context, and which caches of all peers may take ``max_cache_bytes`` of.
@@ -140,7 +140,7 @@ class Engine:
     @property
     def cache_bytes(self) -> int:
         """Bytes of all caches, those that are about to be allocated included."""
-        return self._in_all.used[Stock.CACHE]
+        return self._in_all.used[Resource.CACHE]
 
     @property
     def queue_s(self) -> float:
@@ -155,20 +155,20 @@ class Engine:
     def limit_caches(self, max_bytes: int) -> None:
         """Let caches, and graphs where they leave room, take so much from now on. Caches that take more stay as they are."""
         self.max_cache_bytes = max_bytes
-        self._resources.limit(Stock.CACHE, in_all=max_bytes, each_peer=self.client_cache_bytes(max_bytes))
-        self._resources.limit(Stock.GRAPHS, each_peer=max_bytes // CLIENT_SHARE)
+        self._resources.limit(Resource.CACHE, in_all=max_bytes, each_peer=self.client_cache_bytes(max_bytes))
+        self._resources.limit(Resource.GRAPHS, each_peer=max_bytes // CLIENT_SHARE)
         self.graphs.shrink(max(0, self._room_bytes))
 
-    def adopt(self, lane: LaneCache, scope: Scope) -> LaneCache:
+    def adopt(self, sequence: SequenceCache, scope: Scope) -> SequenceCache:
         """Count a lane's bytes in ``scope`` until ``release``. Raises ``OutOfResources`` when there is no room for what it has."""
-        self._holds[id(lane)] = lane, scope.hold(Stock.CACHE, lane.nbytes)
-        return lane
+        self._holds[id(sequence)] = sequence, scope.hold(Resource.CACHE, sequence.nbytes)
+        return sequence
 
-    def release(self, lane: LaneCache) -> None:
+    def release(self, sequence: SequenceCache) -> None:
         """Idempotent."""
-        self._worked.pop(id(lane), None)
-        if id(lane) in self._holds:
-            _, hold = self._holds.pop(id(lane))
+        self._worked.pop(id(sequence), None)
+        if id(sequence) in self._holds:
+            _, hold = self._holds.pop(id(sequence))
             hold.release()
 
     def keep(self, name: GraphName, graph: Graph, *, for_s: float) -> None:
@@ -184,39 +184,41 @@ class Engine:
         """Do something short on the torch thread, between two forwards. What it raises is raised."""
         return await self._call(work)
 
-    async def fork(self, lanes: Sequence[LaneCache], scope: Scope) -> list[LaneCache]:
+    async def fork(self, sequences: Sequence[SequenceCache], scope: Scope) -> list[SequenceCache]:
         """Copies of lanes, adopted. Raises ``OutOfResources``, before anything is copied, when there is no room for them."""
         with ExitStack() as holding:
             holds = [
-                holding.enter_context(scope.hold(Stock.CACHE, lane.geometry.bytes_for(lane.length)))
-                for lane in lanes
+                holding.enter_context(
+                    scope.hold(Resource.CACHE, sequence.geometry.bytes_for(sequence.length))
+                )
+                for sequence in sequences
             ]
             self.graphs.shrink(self._room_bytes)
-            twins = await self.aside(lambda: [lane.fork() for lane in lanes])
+            twins = await self.aside(lambda: [sequence.fork() for sequence in sequences])
             holding.pop_all()
         self._holds.update({id(twin): (twin, hold) for twin, hold in zip(twins, holds, strict=True)})
         return twins
 
     async def compute(
-        self, stage: Stage, rows: Sequence[tuple[LaneCache, torch.Tensor]], *, priority: int = 0
+        self, stage: Stage, rows: Sequence[tuple[SequenceCache, torch.Tensor]], *, priority: int = 0
     ) -> list[torch.Tensor]:
         """Run rows of (lane, inputs [count, D]) through our stage or a part of it; lanes grow by ``count``.
 
         Raises ``OutOfResources``, before anything is computed, when the caches may not grow so far. Graphs make way for them.
         """
-        for lane, inputs in rows:
-            _, hold = self._holds[id(lane)]
-            hold.resize(max(hold.amount, stage.geometry.bytes_for(lane.length + len(inputs))))
+        for sequence, inputs in rows:
+            _, hold = self._holds[id(sequence)]
+            hold.resize(max(hold.amount, stage.geometry.bytes_for(sequence.length + len(inputs))))
         self.graphs.shrink(self._room_bytes)
         if self._stopped:
             raise Unreachable("this host has stopped")
         loop = asyncio.get_running_loop()
         works = [
-            _Work(lane, inputs, priority, stage, loop.create_future(), self._stopwatch())
-            for lane, inputs in rows
+            _Work(sequence, inputs, priority, stage, loop.create_future(), self._stopwatch())
+            for sequence, inputs in rows
         ]
         self._waiting.extend(works)
-        self._worked.update((id(lane), loop.time()) for lane, _ in rows)
+        self._worked.update((id(sequence), loop.time()) for sequence, _ in rows)
         self._wake.set()
         return await asyncio.gather(*(work.done for work in works))
 
@@ -268,7 +270,7 @@ class Engine:
         """Let what comes right behind the work that waits join its forward."""
         clock = asyncio.get_running_loop().time
         until = clock() + self._forward_s
-        self._worked = {lane: at for lane, at in self._worked.items() if at > clock() - LATELY_S}
+        self._worked = {sequence: at for sequence, at in self._worked.items() if at > clock() - LATELY_S}
         while patience_s := worth_waiting_s(len(self._waiting), self._expected(clock()), self._forward_s):
             self._wake.clear()
             try:
@@ -292,7 +294,9 @@ class Engine:
         """One forward of what the scheduler picks among the sessions' work."""
         picked = schedule([work.waiting for work in self._waiting], BUDGET_TOKENS)
         batch = [(self._waiting[index], tokens) for index, tokens in picked]
-        rows = [(work.lane, work.inputs[work.computed : work.computed + tokens]) for work, tokens in batch]
+        rows = [
+            (work.sequence, work.inputs[work.computed : work.computed + tokens]) for work, tokens in batch
+        ]
         started = self._stopwatch()
         for work, _ in batch:
             if not work.computed:

@@ -10,7 +10,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.net.resources import Hold, ResourceManager, Stock
+from swarmnet_protocols.net.resources import Reservation, Resource, ResourceManager
 
 
 @dataclass(frozen=True)
@@ -73,11 +73,11 @@ class Graphs:
 
     def __init__(self, resources: ResourceManager) -> None:
         self._resources = resources
-        self._kept: dict[GraphName, tuple[Graph, Hold, asyncio.TimerHandle]] = {}
+        self._kept: dict[GraphName, tuple[Graph, Reservation, asyncio.TimerHandle]] = {}
 
     @property
     def nbytes(self) -> int:
-        return self._resources.in_all.used[Stock.GRAPHS]
+        return self._resources.in_all.used[Resource.GRAPHS]
 
     def __contains__(self, name: GraphName) -> bool:
         return name in self._kept
@@ -90,11 +90,11 @@ class Graphs:
         self.take(name)
         loop = asyncio.get_running_loop()
         scope = self._resources.peer(name.owner, loop.time())
-        if graph.nbytes > room_bytes or not scope.can_ever_hold(Stock.GRAPHS, graph.nbytes):
+        if graph.nbytes > room_bytes or not scope.can_ever_hold(Resource.GRAPHS, graph.nbytes):
             return
-        self._drop(graph.nbytes - scope.spare(Stock.GRAPHS), name.owner)
+        self._drop(graph.nbytes - scope.spare(Resource.GRAPHS), name.owner)
         self.shrink(room_bytes - graph.nbytes)
-        hold = scope.hold(Stock.GRAPHS, graph.nbytes)
+        hold = scope.hold(Resource.GRAPHS, graph.nbytes)
         self._kept[name] = graph, hold, loop.call_later(for_s, self.take, name)
 
     def take(self, name: GraphName) -> Graph | None:

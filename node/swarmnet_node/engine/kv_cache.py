@@ -47,7 +47,7 @@ def _capacity_for(length: int) -> int:
     return -(-length // GROWTH_POSITIONS) * GROWTH_POSITIONS
 
 
-class LaneCache:
+class SequenceCache:
     """The keys and values of one sequence, in buffers that grow with use.
 
     Each layer has ``keys`` [1, heads, capacity, key size] and ``values`` [1, heads, capacity, value size]; only the first
@@ -101,9 +101,9 @@ class LaneCache:
         self.length = length
 
     @torch.inference_mode()
-    def fork(self) -> "LaneCache":
+    def fork(self) -> "SequenceCache":
         """An independent copy, with buffers no larger than it needs."""
-        twin = LaneCache(self.geometry, self.adapter, self._prefix)
+        twin = SequenceCache(self.geometry, self.adapter, self._prefix)
         if self._layers:
             twin.reserve(self.length)
             twin._layers = [self._copy(index, fresh) for index, fresh in enumerate(twin._layers)]

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from swarmnet_protocols.errors import OutOfResources
-from swarmnet_protocols.net.resources import Stock
+from swarmnet_protocols.net.resources import Resource
 
 MIB = 1 << 20
 P2PD_BYTES = 96 * MIB
@@ -26,7 +26,7 @@ GRAPH_VALUES = 30
 MESSAGES = 4
 """Steps of the largest kind that may be in memory on their way in."""
 LEAST_MESSAGES_BYTES = 16 * MIB
-SHARES: Mapping[Stock, float] = {Stock.CACHE: 0.6, Stock.LOG: 0.3, Stock.ADAPTER_BYTES: 0.1}
+SHARES: Mapping[Resource, float] = {Resource.CACHE: 0.6, Resource.LOG: 0.3, Resource.ADAPTER_BYTES: 0.1}
 """Of what is free, how much each may take until the next look."""
 
 
@@ -86,15 +86,15 @@ def check_room(max_ram_bytes: int, fixed_bytes: int) -> None:
 
 
 def rooms(
-    max_ram_bytes: int, rss_bytes: int, held: Mapping[Stock, int], footprint: Footprint, fixed_bytes: int
-) -> dict[Stock, int]:
+    max_ram_bytes: int, rss_bytes: int, held: Mapping[Resource, int], footprint: Footprint, fixed_bytes: int
+) -> dict[Resource, int]:
     """What others may hold of each stock until the next look.
 
     ``held`` is what they hold now, of ``rss_bytes`` that are resident; ``fixed_bytes`` were resident when they held nothing.
     Memory that was reserved and not yet touched is not resident, so less than that is never taken for fixed.
     """
-    holding = {stock: held.get(stock, 0) for stock in SHARES}
+    holding = {resource: held.get(resource, 0) for resource in SHARES}
     total = sum(holding.values())
     fixed = max(fixed_bytes, rss_bytes - total)
     free = int(max_ram_bytes * (1 - MARGIN)) - footprint.work_bytes - fixed - total
-    return {stock: holding[stock] + int(max(0, free) * share) for stock, share in SHARES.items()}
+    return {resource: holding[resource] + int(max(0, free) * share) for resource, share in SHARES.items()}

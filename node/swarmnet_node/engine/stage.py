@@ -20,7 +20,7 @@ from swarmnet_node.engine.attention import (
 from swarmnet_node.engine.graphs import Graph, record
 from swarmnet_node.engine.kernels import decode
 from swarmnet_node.engine.kernels.fused_layers import PRODUCTS, FusedLayers, fits
-from swarmnet_node.engine.kv_cache import KVGeometry, LaneCache, Prefix
+from swarmnet_node.engine.kv_cache import KVGeometry, Prefix, SequenceCache
 from swarmnet_node.hosting.adapters import Additions, LayerForm, StageAdapter, adapt, linear_modules
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models import LocalModel
@@ -115,18 +115,18 @@ class Stage:
         """
         return adapt(tensors, start, self._forms, torch.empty(0, dtype=self.dtype, device=self.device))
 
-    def new_lane(self, adapter: StageAdapter | None = None) -> LaneCache:
+    def new_sequence(self, adapter: StageAdapter | None = None) -> SequenceCache:
         """A cache for one sequence, empty but for the adapter's prefix; it allocates nothing yet."""
-        return LaneCache(self.geometry, adapter, self._prefix(adapter))
+        return SequenceCache(self.geometry, adapter, self._prefix(adapter))
 
     @torch.inference_mode()
-    def forward(self, rows: Sequence[tuple[LaneCache, torch.Tensor]]) -> list[torch.Tensor]:
+    def forward(self, rows: Sequence[tuple[SequenceCache, torch.Tensor]]) -> list[torch.Tensor]:
         """Run new positions of several lanes through the blocks in one forward.
 
         A row is a lane and its inputs [n, hidden size], n at least 1. Returns [n, hidden size] for each row, in the memory of
         the CPU, and every lane is n positions longer. When it raises, no lane has changed its length.
         """
-        if len({id(lane) for lane, _ in rows}) < len(rows):
+        if len({id(sequence) for sequence, _ in rows}) < len(rows):
             raise ValueError("a lane occurs twice in one batch")
         for _, inputs in rows:
             if inputs.dim() != 2 or inputs.shape[0] < 1 or inputs.shape[1] != self.hidden_size:
@@ -134,16 +134,16 @@ class Stage:
         if not rows:
             return []
         counts = [inputs.shape[0] for _, inputs in rows]
-        for (lane, _), count in zip(rows, counts, strict=True):
-            lane.reserve(lane.length + count)
+        for (sequence, _), count in zip(rows, counts, strict=True):
+            sequence.reserve(sequence.length + count)
         packed = torch.cat([inputs.to(self.device, self.dtype) for _, inputs in rows])
-        lanes = [lane for lane, _ in rows]
+        sequences = [sequence for sequence, _ in rows]
         if self._native is not None and len(packed) <= NATIVE_POSITIONS:
-            outputs = self._native(packed, lanes, counts)
+            outputs = self._native(packed, sequences, counts)
         else:
-            outputs = self._forward_packed(packed, lanes, counts)
-        for (lane, _), count in zip(rows, counts, strict=True):
-            lane.length += count
+            outputs = self._forward_packed(packed, sequences, counts)
+        for (sequence, _), count in zip(rows, counts, strict=True):
+            sequence.length += count
         return list(torch.split(outputs, counts))
 
     @torch.inference_mode()
@@ -197,13 +197,16 @@ class Stage:
         return [prefix for prefix in own if prefix is not None]
 
     def _forward_packed(
-        self, packed: torch.Tensor, lanes: Sequence[LaneCache], counts: list[int]
+        self, packed: torch.Tensor, sequences: Sequence[SequenceCache], counts: list[int]
     ) -> torch.Tensor:
         positions = torch.cat(
-            [torch.arange(lane.length, lane.length + n) for lane, n in zip(lanes, counts, strict=True)]
+            [
+                torch.arange(sequence.length, sequence.length + n)
+                for sequence, n in zip(sequences, counts, strict=True)
+            ]
         )
-        batch = PackedBatch(lanes, counts, first_layer=self._first)
-        additions = Additions([lane.adapter for lane in lanes], counts)
+        batch = PackedBatch(sequences, counts, first_layer=self._first)
+        additions = Additions([sequence.adapter for sequence in sequences], counts)
         return self._run(packed, positions.to(self.device), batch, additions or None).cpu()
 
     def _run(
@@ -239,15 +242,15 @@ class Stage:
             return
         generator = torch.Generator().manual_seed(0)
         inputs = torch.randn(FUSION_TRIAL_POSITIONS, self.hidden_size, generator=generator)
-        [expected] = self.forward([(self.new_lane(), inputs)])
+        [expected] = self.forward([(self.new_sequence(), inputs)])
         self._fused = FusedLayers(self._model, rules)
-        [outputs] = self.forward([(self.new_lane(), inputs)])
+        [outputs] = self.forward([(self.new_sequence(), inputs)])
         if not self._agree(outputs, expected):
             self._fused = None
         elif native is not None and decode.fits(self._fused, self.geometry):
             self._native = decode.NativeLayers(native, self._fused, self.geometry)
-            lane = self.new_lane()
-            outputs = torch.cat([self.forward([(lane, part)])[0] for part in torch.split(inputs, 2)])
+            sequence = self.new_sequence()
+            outputs = torch.cat([self.forward([(sequence, part)])[0] for part in torch.split(inputs, 2)])
             if not self._agree(outputs, expected):
                 self._native = None
 

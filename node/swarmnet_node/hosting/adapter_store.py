@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from swarmnet_node.hosting.adapters import StageAdapter
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.net.resources import Exhausted, Scope, Stock
+from swarmnet_protocols.net.resources import Exhausted, Resource, Scope
 from swarmnet_protocols.session.link import Refused
 from swarmnet_protocols.wire import session_pb2 as pb
 
@@ -23,9 +23,9 @@ class Room:
 
     def __init__(self, scope: Scope, nbytes: int) -> None:
         """Raises ``Exhausted``."""
-        self._number = scope.hold(Stock.ADAPTERS)
+        self._number = scope.hold(Resource.ADAPTERS)
         try:
-            self._bytes = scope.hold(Stock.ADAPTER_BYTES, nbytes)
+            self._bytes = scope.hold(Resource.ADAPTER_BYTES, nbytes)
         except Exhausted:
             self._number.release()
             raise
@@ -55,7 +55,7 @@ class AdapterStore:
     @property
     def nbytes(self) -> int:
         """Bytes of all adapters that are here, and of those that are on their way."""
-        return self._in_all.used[Stock.ADAPTER_BYTES]
+        return self._in_all.used[Resource.ADAPTER_BYTES]
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -140,8 +140,8 @@ class AdapterStore:
 
     def _make_way(self, scope: Scope, nbytes: int, counts: Callable[[PeerId], bool]) -> bool:
         """Drop adapters that count in ``scope`` and nobody uses, the oldest first, until it has room; none if that is in vain."""
-        excess_bytes = nbytes - scope.spare(Stock.ADAPTER_BYTES)
-        excess = 1 - scope.spare(Stock.ADAPTERS)
+        excess_bytes = nbytes - scope.spare(Resource.ADAPTER_BYTES)
+        excess = 1 - scope.spare(Resource.ADAPTERS)
         going = []
         for key, kept in self._kept.items():
             if excess_bytes <= 0 and excess <= 0:

@@ -19,7 +19,7 @@ from swarmnet_protocols.wire import session_pb2 as pb
 
 
 @dataclass(frozen=True)
-class HostedOffer:
+class AdapterUpload:
     """An offer for blocks that are here; ``start`` is the first block of the engine's stage."""
 
     offer: pb.Offer
@@ -40,7 +40,7 @@ class HostedOffer:
             raise ProtocolViolation("an offer names a hash of 32 bytes, and how many bytes there are")
         if not self.store.renew(owner, digest):
             with self.store.room(scope, self.offer.size_bytes):
-                adapter = await race(self._take(), self._beat())
+                adapter = await race(self._take(), self._heartbeat())
             self.store.put(owner, scope, digest, adapter)
         await self._reply(pb.AdapterReply(stored=pb.Stored()))
 
@@ -71,10 +71,10 @@ class HostedOffer:
         adapter.check_span(self.offer.span.start, self.offer.span.end)
         return adapter
 
-    async def _beat(self) -> NoReturn:
+    async def _heartbeat(self) -> NoReturn:
         while True:
-            await asyncio.sleep(self.timing.beat_s)
-            await self._reply(pb.AdapterReply(beat=pb.Beat()))
+            await asyncio.sleep(self.timing.heartbeat_s)
+            await self._reply(pb.AdapterReply(heartbeat=pb.Heartbeat()))
 
     async def _reply(self, reply: pb.AdapterReply) -> None:
         await send_within(self.stream, Message(reply.SerializeToString()), self.timing.chunk_s)

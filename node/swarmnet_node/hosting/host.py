@@ -16,7 +16,7 @@ from google.protobuf.message import Message as Protobuf
 
 from swarmnet_node.engine.engine import Engine
 from swarmnet_node.hosting.adapter_store import AdapterStore
-from swarmnet_node.hosting.adapter_upload import HostedOffer
+from swarmnet_node.hosting.adapter_upload import AdapterUpload
 from swarmnet_node.hosting.adapters import StageAdapter
 from swarmnet_node.hosting.passes import HostedPass
 from swarmnet_node.hosting.reports import HostNumbers
@@ -31,7 +31,7 @@ from swarmnet_protocols.net import Message, PeerId, Stream, Transport
 from swarmnet_protocols.net.dialling import Introductions
 from swarmnet_protocols.net.messages import parse, receive_within, send_within
 from swarmnet_protocols.net.protocol_ids import ADAPTER, LINK, PASS, PING, SESSION
-from swarmnet_protocols.net.resources import Exhausted, Flow, Rate, ResourceManager, Scope, Stock
+from swarmnet_protocols.net.resources import Exhausted, Rate, RateLimit, Resource, ResourceManager, Scope
 from swarmnet_protocols.session.activation_log import REPLAY_POSITIONS
 from swarmnet_protocols.session.link import Refused, Target
 from swarmnet_protocols.timing import Timing
@@ -84,28 +84,28 @@ class HostLimits:
     def set_on(self, resources: ResourceManager, largest_step_bytes: int) -> None:
         """Have them hold. ``largest_step_bytes``: what a message with as many positions as a client sends at once has."""
         each_bytes = max(MIN_MESSAGES_BYTES, MESSAGES_PER_CLIENT * largest_step_bytes)
-        resources.limit(Stock.MEMORY, in_all=CLIENTS_AT_ONCE * each_bytes, each_peer=each_bytes)
-        resources.limit(Stock.SESSIONS, in_all=self.sessions, each_peer=self.sessions_per_client)
-        resources.limit(Stock.EARLY_LINKS, in_all=self.early_links, each_peer=self.early_links_per_client)
-        resources.limit(Stock.LOG, in_all=self.log_bytes_in_all, each_peer=self.log_bytes_per_client)
-        resources.limit(Stock.PASSES, in_all=self.passes, each_peer=self.passes_per_client)
-        resources.limit(Stock.ADAPTERS, in_all=self.adapters, each_peer=self.adapters_per_client)
+        resources.limit(Resource.MEMORY, in_all=CLIENTS_AT_ONCE * each_bytes, each_peer=each_bytes)
+        resources.limit(Resource.SESSIONS, in_all=self.sessions, each_peer=self.sessions_per_client)
+        resources.limit(Resource.EARLY_LINKS, in_all=self.early_links, each_peer=self.early_links_per_client)
+        resources.limit(Resource.LOG, in_all=self.log_bytes_in_all, each_peer=self.log_bytes_per_client)
+        resources.limit(Resource.PASSES, in_all=self.passes, each_peer=self.passes_per_client)
+        resources.limit(Resource.ADAPTERS, in_all=self.adapters, each_peer=self.adapters_per_client)
         resources.limit(
-            Stock.ADAPTER_BYTES, in_all=self.adapter_bytes, each_peer=self.adapter_bytes_per_client
+            Resource.ADAPTER_BYTES, in_all=self.adapter_bytes, each_peer=self.adapter_bytes_per_client
         )
         if self.positions_per_s is not None:
-            resources.limit_rate(Flow.POSITIONS, each_peer=_rate(self.positions_per_s))
+            resources.limit_rate(Rate.POSITIONS, each_peer=_rate(self.positions_per_s))
         if self.bytes_per_s is not None:
-            for flow in (Flow.BYTES_IN, Flow.BYTES_OUT):
+            for flow in (Rate.BYTES_IN, Rate.BYTES_OUT):
                 resources.limit_rate(flow, each_peer=_rate(self.bytes_per_s))
 
 
-def _rate(per_s: float) -> Rate:
-    return Rate(per_s, BURST_S * per_s)
+def _rate(per_s: float) -> RateLimit:
+    return RateLimit(per_s, BURST_S * per_s)
 
 
 @dataclass(frozen=True)
-class Offer:
+class HostedModel:
     """What a host serves, and to whom: blocks from ``start`` on of the model ``manifest``, to clients of ``swarm``."""
 
     swarm: bytes
@@ -120,7 +120,7 @@ class Host:
         self,
         transport: Transport,
         engine: Engine,
-        offer: Offer,
+        offer: HostedModel,
         *,
         timing: Timing,
         limits: HostLimits,
@@ -144,9 +144,9 @@ class Host:
         self._offer = offer
         self._clock = clock
         self._sessions: dict[bytes, HostedSession] = {}
-        self._session_slots = Slots(self._in_all, Stock.SESSIONS)
-        self._pass_slots = Slots(self._in_all, Stock.PASSES, new_s=IDLE_S)
-        self._early_slots = Slots(self._in_all, Stock.EARLY_LINKS)
+        self._session_slots = Slots(self._in_all, Resource.SESSIONS)
+        self._pass_slots = Slots(self._in_all, Resource.PASSES, new_s=IDLE_S)
+        self._early_slots = Slots(self._in_all, Resource.EARLY_LINKS)
         self._changed = asyncio.Condition()
 
     async def serve(self) -> None:
@@ -177,7 +177,9 @@ class Host:
         self.leaving = True
         await asyncio.gather(*(session.say_leaving() for session in self.sessions))
         async with self._changed:
-            await self._changed.wait_for(lambda: not self._sessions and not self._in_all.used[Stock.PASSES])
+            await self._changed.wait_for(
+                lambda: not self._sessions and not self._in_all.used[Resource.PASSES]
+            )
 
     async def _session(self, stream: Stream) -> None:
         message = await stream.receive()
@@ -222,7 +224,7 @@ class Host:
 
     async def make_room(self, scope: Scope, cache_bytes: int) -> None:
         """Have idle sessions make way for so many more bytes of caches in ``scope``, if that is what it takes."""
-        while self._in_all.spare(Stock.CACHE) < cache_bytes <= scope.spare(Stock.CACHE):
+        while self._in_all.spare(Resource.CACHE) < cache_bytes <= scope.spare(Resource.CACHE):
             held = {session.slot: session for session in self.sessions if session.slot is not None}
             amounts = {slot: session.cache_bytes for slot, session in held.items()}
             leaving = who_gives_way(held, asyncio.get_running_loop().time(), amounts.__getitem__)
@@ -300,7 +302,7 @@ class Host:
             raise ProtocolViolation("an adapter begins with Offer")
         try:
             self._check_offered(request.offer)
-            offer = HostedOffer(request.offer, self.adapters, self.engine, self.start, stream, self.timing)
+            offer = AdapterUpload(request.offer, self.adapters, self.engine, self.start, stream, self.timing)
             await offer.run()
         except ProtocolViolation as error:
             refusal = Refused(pb.REASON_PROTOCOL, str(error))
@@ -316,20 +318,20 @@ class Host:
         if not request.HasField("link") or len(request.link.session) != SESSION_ID_BYTES:
             raise ProtocolViolation("a link begins with Link")
         try:
-            await race(self._linked(stream, request.link), self._beats(stream))
+            await race(self._linked(stream, request.link), self._heartbeats(stream))
         except Refused as refusal:
             await self._refuse(stream, pb.LinkReply, refusal)
 
     async def _linked(self, stream: Stream, link: pb.Link) -> None:
         session = await self._find(link.session, stream)
-        with stream.scope.hold(Stock.LINKS):
+        with stream.scope.hold(Resource.LINKS):
             await session.accept(stream, link.epoch)
 
-    async def _beats(self, stream: Stream) -> None:
-        beat = pb.LinkReply(beat=pb.Beat())
+    async def _heartbeats(self, stream: Stream) -> None:
+        heartbeat = pb.LinkReply(heartbeat=pb.Heartbeat())
         while True:
-            await self._send(stream, beat)
-            await asyncio.sleep(self.timing.beat_s)
+            await self._send(stream, heartbeat)
+            await asyncio.sleep(self.timing.heartbeat_s)
 
     async def _find(self, session_id: bytes, stream: Stream) -> HostedSession:
         """The session of a link, which may be a little ahead of it."""

@@ -67,7 +67,7 @@ class HostedPass:
         the answer has infinity or NaN in it, ``OutOfResources`` when there is no memory to compute in.
         """
         self._slot = slot
-        await race(self._answer(), self._beat())
+        await race(self._answer(), self._heartbeat())
 
     async def _answer(self) -> None:
         for tensor in await (self._gradients() if self._backward else self._outputs()):
@@ -123,10 +123,10 @@ class HostedPass:
             raise _graph_gone()
         return graph
 
-    async def _beat(self) -> None:
+    async def _heartbeat(self) -> None:
         while True:
-            await self._send(pb.PassReply(beat=pb.Beat()))
-            await asyncio.sleep(self._timing.beat_s)
+            await self._send(pb.PassReply(heartbeat=pb.Heartbeat()))
+            await asyncio.sleep(self._timing.heartbeat_s)
 
     async def _receive(self) -> torch.Tensor:
         return await receive_tensor(

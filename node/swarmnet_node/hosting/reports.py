@@ -12,7 +12,7 @@ from swarmnet_protocols.directory.reports import BOUNDS_S, MAX_FLOWS, clean
 from swarmnet_protocols.errors import DeadlineExceeded
 from swarmnet_protocols.net import Message, PeerId, Stream
 from swarmnet_protocols.net.messages import parse, receive_within, send_within
-from swarmnet_protocols.net.resources import Flow, Stock
+from swarmnet_protocols.net.resources import Rate, Resource
 from swarmnet_protocols.session.link import Refused
 from swarmnet_protocols.session.steps import Row
 from swarmnet_protocols.wire import report_pb2 as pb
@@ -30,7 +30,7 @@ IDLE_S = 60.0
 """A stream on which nobody asks, or reads what was asked for, for so long is closed."""
 MAX_PAIRS = 1024
 """Pairs of neighbours whose positions are counted; of more, those that sent last."""
-MAX_LANES = 1024
+MAX_SEQUENCES = 1024
 """Of a session, whose times are measured."""
 
 
@@ -79,7 +79,7 @@ class HostNumbers:
         ]
 
 
-class LaneTimes:
+class TokenTimes:
     """How long a client waits for its tokens, as the first hop of its chain sees its steps arrive.
 
     A step of one position of a lane carries the token that the step before gave, so between the two lies one whole trip.
@@ -93,15 +93,15 @@ class LaneTimes:
     def arrived(self, rows: Iterable[Row], now_s: float) -> None:
         """Take note of a step that came at ``now_s``, by any clock that never goes back."""
         for row in rows:
-            last = self._last.get(row.lane)
+            last = self._last.get(row.sequence)
             if row.count > 1 or row.start == 0:
                 began_s = last[0] if last is not None and last[2] else now_s
-                self._last[row.lane] = began_s, True, row.outputs == 0
+                self._last[row.sequence] = began_s, True, row.outputs == 0
             elif last is not None:
                 times = self._numbers.first_tokens if last[1] else self._numbers.token_times
                 times.observe(now_s - last[0])
-                self._last[row.lane] = now_s, False, False
-        while len(self._last) > MAX_LANES:
+                self._last[row.sequence] = now_s, False, False
+        while len(self._last) > MAX_SEQUENCES:
             del self._last[next(iter(self._last))]
 
 
@@ -152,10 +152,10 @@ class Reporter:
         Raises ``Exhausted`` for somebody who watches on enough streams already.
         """
         clock = asyncio.get_running_loop().time
-        with stream.scope.hold(Stock.REPORTS), contextlib.suppress(DeadlineExceeded):
+        with stream.scope.hold(Resource.REPORTS), contextlib.suppress(DeadlineExceeded):
             while True:
                 parse(pb.ReportRequest, (await receive_within(stream, IDLE_S)).header)
-                if wait_s := stream.scope.use(Flow.REPORTS_TOLD, 1, clock()):
+                if wait_s := stream.scope.use(Rate.REPORTS_TOLD, 1, clock()):
                     await asyncio.sleep(wait_s)
                 await send_within(stream, Message(self._report()), IDLE_S)
 

@@ -6,10 +6,10 @@ from contextlib import asynccontextmanager
 
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net import Handler, ProtocolSpec, Stream, Transport
-from swarmnet_protocols.net.wrappers import PassingTransport
+from swarmnet_protocols.net.wrappers import TransportWrapper
 
 
-class Services(PassingTransport):
+class Services(TransportWrapper):
     """A transport whose handlers end with the context: their streams are closed, and nothing below refers to them."""
 
     def __init__(self, transport: Transport) -> None:

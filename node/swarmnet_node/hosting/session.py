@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from swarmnet_node.engine.kv_cache import LaneCache
+from swarmnet_node.engine.kv_cache import SequenceCache
 from swarmnet_node.hosting.adapters import StageAdapter
 from swarmnet_node.hosting.passes import finite
-from swarmnet_node.hosting.reports import LaneTimes, Pair
+from swarmnet_node.hosting.reports import Pair, TokenTimes
 from swarmnet_node.hosting.slots import Slot
 from swarmnet_protocols.directory.reports import is_peer_id
 from swarmnet_protocols.errors import (
@@ -25,7 +25,7 @@ from swarmnet_protocols.errors import (
 from swarmnet_protocols.machine.aio import cancel, race
 from swarmnet_protocols.net import Message, Stream
 from swarmnet_protocols.net.messages import parse, receive_within, send_within
-from swarmnet_protocols.net.resources import RETRY_S, Exhausted, Flow, Hold, Stock
+from swarmnet_protocols.net.resources import RETRY_S, Exhausted, Rate, Reservation, Resource
 from swarmnet_protocols.session.activation_log import ActivationLog, LogGone
 from swarmnet_protocols.session.link import Feeder, Outbox, Refused, Target
 from swarmnet_protocols.session.steps import Row, Step, decode_step, encode_tensor, wire_dtype
@@ -63,12 +63,12 @@ class HostedSession:
         self._max_length = wanted.max_length
         self._is_last = not wanted.HasField("next")
         self._target = None if self._is_last else host.target(wanted.next, wanted.epoch)
-        self._scope = stream.scope.within("this session", {Stock.LOG: host.limits.log_bytes})
-        self._log_room = self._scope.hold(Stock.LOG, 0)
+        self._scope = stream.scope.within("this session", {Resource.LOG: host.limits.log_bytes})
+        self._log_room = self._scope.hold(Resource.LOG, 0)
         # Of the client's room for logs, not of this session's: what must be sent on comes first there.
-        self._received_room = stream.scope.hold(Stock.LOG, 0)
+        self._received_room = stream.scope.hold(Resource.LOG, 0)
         self._received = Received(self._received_room)
-        self._lanes: dict[int, LaneCache] = {}
+        self._sequences: dict[int, SequenceCache] = {}
         self._outbox = Outbox(self._new_log(), asyncio.Event())
         self._feeder = Feeder(
             host.introductions.by(stream.scope), self._outbox, wire_dtype(wanted.wire), host.timing
@@ -80,7 +80,7 @@ class HostedSession:
         self._link: Stream | None = None
         self._applying = asyncio.Lock()
         self._numbers = host.numbers
-        self._times = LaneTimes(host.numbers)
+        self._times = TokenTimes(host.numbers)
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def _new_log(self) -> ActivationLog:
@@ -99,11 +99,11 @@ class HostedSession:
     @property
     def held_bytes(self) -> int:
         """Of caches and log."""
-        return self._scope.used[Stock.CACHE] + self._scope.used[Stock.LOG]
+        return self._scope.used[Resource.CACHE] + self._scope.used[Resource.LOG]
 
     @property
     def cache_bytes(self) -> int:
-        return self._scope.used[Stock.CACHE]
+        return self._scope.used[Resource.CACHE]
 
     def give_way(self) -> None:
         """End, since the session brings no work and others need its place."""
@@ -120,7 +120,7 @@ class HostedSession:
         try:
             await self._reply(pb.SessionReply(opened=pb.Opened()))
             await self._feed_anew()
-            await race(self._listen(), self._beat(), self._failure(), self._first_step())
+            await race(self._listen(), self._heartbeat(), self._failure(), self._first_step())
         except Refused as refusal:
             self._free()  # whoever needs the room does not wait until the client has read why
             self._numbers.refuse(refusal, self.stream.peer)
@@ -139,8 +139,8 @@ class HostedSession:
     def _free(self) -> None:
         """Hold nothing from now on. Idempotent."""
         self._over = True
-        self._release(self._lanes.values())
-        self._lanes = {}
+        self._release(self._sequences.values())
+        self._sequences = {}
         self._log_room.release()
         self._received_room.release()
         self.freed.set()
@@ -161,33 +161,33 @@ class HostedSession:
                 await self._feed_anew()
             elif request.HasField("show"):
                 await self._show(request.show)
-            elif not request.HasField("beat"):
+            elif not request.HasField("heartbeat"):
                 raise ProtocolViolation("a session is opened once")
 
     async def _show(self, asked: pb.Show) -> None:
         """Say what came in and went out for the first positions of a lane."""
         if not 1 <= asked.count <= MAX_SHOWN:
             raise ProtocolViolation(f"asked for {asked.count} positions, {MAX_SHOWN} are shown at most")
-        received = self._received.digest(asked.lane, asked.count)
+        received = self._received.digest(asked.sequence, asked.count)
         if self._is_last or not received:
             await self._reply(pb.SessionReply(shown=pb.Shown(received=received)))
             return
-        with self._scope.hold(Stock.MEMORY, 0) as room:
+        with self._scope.hold(Resource.MEMORY, 0) as room:
             try:
                 await room.grow(asked.count * self._stage.hidden_size * torch.float32.itemsize)
             except Exhausted as error:
                 raise Refused.no_room(error) from error
-            sent = self._outbox.log.values(asked.lane, asked.count)
+            sent = self._outbox.log.values(asked.sequence, asked.count)
             if sent is None:
                 await self._reply(pb.SessionReply(shown=pb.Shown()))
                 return
             tensor, payload = encode_tensor(sent)
             await self._reply(pb.SessionReply(shown=pb.Shown(received=received, sent=tensor)), payload)
 
-    async def _beat(self) -> None:
+    async def _heartbeat(self) -> None:
         while True:
-            await self._reply(pb.SessionReply(beat=pb.Beat(applied=self._outbox.log.last)))
-            await asyncio.sleep(self._host.timing.beat_s)
+            await self._reply(pb.SessionReply(heartbeat=pb.Heartbeat(applied=self._outbox.log.last)))
+            await asyncio.sleep(self._host.timing.heartbeat_s)
 
     async def _first_step(self) -> None:
         await asyncio.sleep(self._host.timing.first_step_s)
@@ -243,19 +243,19 @@ class HostedSession:
         linked = pb.LinkReply(linked=pb.Linked(applied=applied))
         await send_within(stream, Message(linked.SerializeToString()), self._host.timing.chunk_s)
         queue: _Queue = asyncio.Queue(QUEUED_STEPS)
-        with self._scope.hold(Stock.MEMORY, 0) as room:
+        with self._scope.hold(Resource.MEMORY, 0) as room:
             await race(self._read(stream, queue, room), self._work(stream, queue, room))
 
     async def _reset(self) -> None:
         """Forget a replay that was broken off, here and in the hops it had already reached."""
-        if not self._lanes:
+        if not self._sequences:
             return
-        self._release(self._lanes.values())
-        self._lanes = {}
+        self._release(self._sequences.values())
+        self._sequences = {}
         self._received.forget()
         await self._feed_anew(self._new_log())
 
-    async def _read(self, stream: Stream, queue: _Queue, room: Hold) -> None:
+    async def _read(self, stream: Stream, queue: _Queue, room: Reservation) -> None:
         clock = asyncio.get_running_loop().time
         while True:
             message = await stream.receive()
@@ -265,7 +265,7 @@ class HostedSession:
             step = decode_step(request.step, message.payload, hidden_size=self._stage.hidden_size)
             if stream.peer == self.stream.peer and not step.replay:
                 self._times.arrived(step.rows, clock())
-            if wait_s := self._scope.use(Flow.POSITIONS, step.positions, clock()):
+            if wait_s := self._scope.use(Rate.POSITIONS, step.positions, clock()):
                 await asyncio.sleep(wait_s)
             size_bytes = len(message.payload)
             try:
@@ -277,7 +277,7 @@ class HostedSession:
             else:
                 await queue.put((step, size_bytes))
 
-    async def _work(self, stream: Stream, queue: _Queue, room: Hold) -> None:
+    async def _work(self, stream: Stream, queue: _Queue, room: Reservation) -> None:
         while True:
             step, size_bytes = await queue.get()
             # A step that has begun is finished even if its link is replaced meanwhile: half a step has no position.
@@ -292,7 +292,7 @@ class HostedSession:
                 return
             try:
                 self._outbox.log.check(step)
-                is_rebuilt = step.replay and not self._lanes
+                is_rebuilt = step.replay and not self._sequences
                 computed = step.with_values(await self._compute(step))
                 self._outbox.append(computed)
                 self._received.add(step)
@@ -327,7 +327,10 @@ class HostedSession:
             self.slot.worked()
         await self._host.make_room(self._scope, self._new_bytes(step))
         await self._place(step.rows)
-        rows = [(self._lanes[row.lane], values) for row, values in zip(step.rows, step.split(), strict=True)]
+        rows = [
+            (self._sequences[row.sequence], values)
+            for row, values in zip(step.rows, step.split(), strict=True)
+        ]
         outputs = torch.cat(await self._engine.compute(self._stage, rows))
         return finite(outputs.to(self._feeder.wire))
 
@@ -335,39 +338,39 @@ class HostedSession:
         """At most, of caches that a step makes longer."""
         geometry = self._stage.geometry
         longest = [geometry.bytes_for(self._prefix_positions + row.end) for row in step.rows]
-        return max(0, sum(longest) - sum(lane.nbytes for lane in self._lanes.values()))
+        return max(0, sum(longest) - sum(sequence.nbytes for sequence in self._sequences.values()))
 
     async def _place(self, rows: tuple[Row, ...]) -> None:
         """Give every row the cache it starts from. A cache nobody else starts from is moved, not copied."""
-        before = dict(self._lanes)
+        before = dict(self._sequences)
         uses = Counter(row.source for row in rows)
-        overwritten = {row.lane for row in rows}
+        overwritten = {row.sequence for row in rows}
         copied = [
-            row.lane
+            row.sequence
             for row in rows
-            if row.lane != row.source
+            if row.sequence != row.source
             and row.source in before
             and (uses[row.source] > 1 or row.source not in overwritten)
         ]
-        after: dict[int, LaneCache] = {}
+        after: dict[int, SequenceCache] = {}
         if copied:
-            sources = [before[row.source] for row in rows if row.lane in copied]
+            sources = [before[row.source] for row in rows if row.sequence in copied]
             after = dict(zip(copied, await self._engine.fork(sources, self._scope), strict=True))
         if self._over:  # meanwhile: what was there is freed
             self._release(after.values())
             raise StreamEnded("the session has ended")
         for row in rows:
             if row.source not in before:
-                after[row.lane] = self._engine.adopt(self._stage.new_lane(self._adapter), self._scope)
-            elif row.lane not in after:
-                after[row.lane] = before[row.source]
-        self._lanes.update(after)
-        kept = {id(cache) for cache in self._lanes.values()}
+                after[row.sequence] = self._engine.adopt(self._stage.new_sequence(self._adapter), self._scope)
+            elif row.sequence not in after:
+                after[row.sequence] = before[row.source]
+        self._sequences.update(after)
+        kept = {id(cache) for cache in self._sequences.values()}
         self._release(cache for cache in before.values() if id(cache) not in kept)
         for row in rows:
             start = self._prefix_positions + row.start
-            if self._lanes[row.lane].length > start:
-                self._lanes[row.lane].truncate(start)
+            if self._sequences[row.sequence].length > start:
+                self._sequences[row.sequence].truncate(start)
 
     async def _answer(self, step: Step) -> None:
         tensor, payload = encode_tensor(step.wanted())
@@ -377,9 +380,9 @@ class HostedSession:
         if not self._failed.done():
             self._failed.set_exception(refusal)
 
-    def _release(self, lanes: Iterable[LaneCache]) -> None:
-        for lane in lanes:
-            self._engine.release(lane)
+    def _release(self, sequences: Iterable[SequenceCache]) -> None:
+        for sequence in sequences:
+            self._engine.release(sequence)
 
 
 def idle() -> Refused:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from swarmnet_protocols.net import PeerId, Stream
-from swarmnet_protocols.net.resources import Hold, Scope, Stock
+from swarmnet_protocols.net.resources import Reservation, Resource, Scope
 from swarmnet_protocols.net.subnets import Place, first_to_go, origin_of
 
 NEW_S = 3.0
@@ -29,7 +29,7 @@ class Slot:
     has_worked: bool = False
     at_work: bool = False
     """It waits for us now, and never gives way."""
-    hold: Hold | None = None
+    hold: Reservation | None = None
     new_s: float = NEW_S
 
     def worked(self) -> None:
@@ -63,9 +63,9 @@ def who_gives_way(slots: Iterable[Slot], now: float, amount: Callable[[Slot], in
 class Slots:
     """The slots of one kind, as many as ``in_all`` has of ``stock``."""
 
-    def __init__(self, in_all: Scope, stock: Stock, *, new_s: float = NEW_S) -> None:
+    def __init__(self, in_all: Scope, resource: Resource, *, new_s: float = NEW_S) -> None:
         self._in_all = in_all
-        self._stock = stock
+        self._resource = resource
         self._new_s = new_s
         self._slots: dict[Slot, None] = {}
 
@@ -76,14 +76,14 @@ class Slots:
         Where all are taken and the peer has not its own share, another one gives way that brings no work.
         """
         now = asyncio.get_running_loop().time()
-        if self._in_all.spare(self._stock) < 1 <= stream.scope.spare(self._stock):
+        if self._in_all.spare(self._resource) < 1 <= stream.scope.spare(self._resource):
             leaving = who_gives_way(self._slots, now, lambda _: 1)
             if leaving is not None and leaving.hold is not None:
                 del self._slots[leaving]
                 leaving.hold.release()
                 leaving.give_way()
         slot = Slot(stream.peer, origin_of(stream.address) or stream.peer, now, give_way, new_s=self._new_s)
-        with stream.scope.hold(self._stock) as slot.hold:
+        with stream.scope.hold(self._resource) as slot.hold:
             self._slots[slot] = None
             try:
                 yield slot

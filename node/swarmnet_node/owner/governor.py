@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from swarmnet_node.engine.engine import Engine
 from swarmnet_node.engine.memory_account import Footprint, rooms
 from swarmnet_node.node import Hosting
-from swarmnet_protocols.net.resources import ResourceManager, Stock
+from swarmnet_protocols.net.resources import Resource, ResourceManager
 
 
 class Governor:
@@ -14,13 +14,13 @@ class Governor:
     def __init__(self, resources: ResourceManager, hosting: Hosting, fixed_bytes: int) -> None:
         """``fixed_bytes``: resident now, when nobody holds anything."""
         self._resources = resources
-        self._most: Mapping[Stock, int] = {
-            Stock.CACHE: hosting.max_cache_bytes,
-            Stock.LOG: hosting.limits.log_bytes_in_all,
-            Stock.ADAPTER_BYTES: hosting.limits.adapter_bytes,
-            Stock.PASSES: hosting.limits.passes,
+        self._most: Mapping[Resource, int] = {
+            Resource.CACHE: hosting.max_cache_bytes,
+            Resource.LOG: hosting.limits.log_bytes_in_all,
+            Resource.ADAPTER_BYTES: hosting.limits.adapter_bytes,
+            Resource.PASSES: hosting.limits.passes,
         }
-        self._message_bytes = resources.snapshot().stocks[Stock.MEMORY].in_all
+        self._message_bytes = resources.snapshot().resources[Resource.MEMORY].in_all
         self._fixed_bytes = fixed_bytes
         self._is_limited = False
 
@@ -29,22 +29,22 @@ class Governor:
         if max_ram_bytes is None:
             if self._is_limited:
                 self._set(engine, self._most)
-                self._resources.limit(Stock.MEMORY, in_all=self._message_bytes)
+                self._resources.limit(Resource.MEMORY, in_all=self._message_bytes)
             self._is_limited = False
             return
         stage = engine.stage
         footprint = Footprint(0, stage.weight_bytes // stage.blocks, stage.hidden_size)
         held = dict(self._resources.in_all.used)
-        held[Stock.CACHE] = held.get(Stock.CACHE, 0) + engine.graphs.nbytes
+        held[Resource.CACHE] = held.get(Resource.CACHE, 0) + engine.graphs.nbytes
         found = rooms(max_ram_bytes, rss_bytes, held, footprint, self._fixed_bytes)
-        free_bytes = found[Stock.CACHE] - held[Stock.CACHE]
-        found[Stock.PASSES] = free_bytes // footprint.graph_bytes(stage.blocks)
-        self._set(engine, {stock: min(room, self._most[stock]) for stock, room in found.items()})
+        free_bytes = found[Resource.CACHE] - held[Resource.CACHE]
+        found[Resource.PASSES] = free_bytes // footprint.graph_bytes(stage.blocks)
+        self._set(engine, {resource: min(room, self._most[resource]) for resource, room in found.items()})
         if not self._is_limited:
-            self._resources.limit(Stock.MEMORY, in_all=footprint.message_bytes)
+            self._resources.limit(Resource.MEMORY, in_all=footprint.message_bytes)
         self._is_limited = True
 
-    def _set(self, engine: Engine, limits: Mapping[Stock, int]) -> None:
-        engine.limit_caches(limits[Stock.CACHE])
-        for stock in (Stock.LOG, Stock.ADAPTER_BYTES, Stock.PASSES):
-            self._resources.limit(stock, in_all=limits[stock])
+    def _set(self, engine: Engine, limits: Mapping[Resource, int]) -> None:
+        engine.limit_caches(limits[Resource.CACHE])
+        for resource in (Resource.LOG, Resource.ADAPTER_BYTES, Resource.PASSES):
+            self._resources.limit(resource, in_all=limits[resource])

@@ -17,7 +17,7 @@ from swarmnet_node.owner.limits import Limits, Observed, Usage, month_of
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.machine.clock import Clock
 from swarmnet_protocols.machine.files import write_whole
-from swarmnet_protocols.net.rate_limit import Pace
+from swarmnet_protocols.net.rate_limit import LinkLimiter
 
 LIMITS_NAME = "limits.json"
 USAGE_NAME = "usage.json"
@@ -52,7 +52,7 @@ class OwnersMachine:
     """The ``Machine`` of a real node. Its limits and what it used in the month are kept in ``folder``."""
 
     def __init__(
-        self, folder: Path, pace: Pace, clock: Clock, limit_computing: Callable[[Limits], None]
+        self, folder: Path, pace: LinkLimiter, clock: Clock, limit_computing: Callable[[Limits], None]
     ) -> None:
         """``limit_computing`` has whatever computes keep to its cores and to its part of the device's memory."""
         self._folder = folder

@@ -14,7 +14,7 @@ from typing import NoReturn, Protocol
 from swarmnet_node.engine.engine import Engine
 from swarmnet_node.engine.memory_account import check_room
 from swarmnet_node.hosting.host import Host
-from swarmnet_node.node import Hosting, Node, World
+from swarmnet_node.node import Dependencies, Hosting, Node
 from swarmnet_node.owner.control import NodeStatus
 from swarmnet_node.owner.governor import Governor
 from swarmnet_node.owner.limits import Limits, Observed, Pause, Run, Usage, decide
@@ -49,22 +49,22 @@ class Machine(Protocol):
         """Give the system what memory has been freed. May take a while."""
 
 
-class Guest:
+class Supervisor:
     """A node that is run and paused as its owner's limits say. Made by ``run``; what a ``Node`` can be asked, it can."""
 
     def __init__(
         self,
-        world: World,
+        dependencies: Dependencies,
         hosting: Hosting,
         machine: Machine,
         limits: Limits,
     ) -> None:
         self._listeners: list[Callable[[NodeStatus], None]] = []
-        self._world = world
+        self._dependencies = dependencies
         self._hosting = hosting
         self._machine = machine
         self._limits = limits
-        self._node = Node(world, hosting)
+        self._node = Node(dependencies, hosting)
         self._is_loading = False
         self._paused_by_owner = False
         self._aside = ""
@@ -83,13 +83,13 @@ class Guest:
     @asynccontextmanager
     async def run(
         cls,
-        world: World,
+        dependencies: Dependencies,
         hosting: Hosting,
         machine: Machine,
         limits: Limits,
-    ) -> AsyncIterator["Guest"]:
+    ) -> AsyncIterator["Supervisor"]:
         """A guest for as long as the context is open; it serves, or has found that it must not. Raises what loading raises."""
-        guest = cls(world, hosting, machine, limits)
+        guest = cls(dependencies, hosting, machine, limits)
         await guest._observe()
         living = asyncio.create_task(guest._live(), name="guest")
         watching = asyncio.create_task(guest._watch(), name="watch")
@@ -114,8 +114,8 @@ class Guest:
         return self._node.span
 
     @property
-    def world(self) -> World:
-        return self._world
+    def dependencies(self) -> Dependencies:
+        return self._dependencies
 
     def report(self) -> report_pb2.NodeReport:
         """What whoever watches the swarm is told. Raises ``Unreachable`` while the node is paused."""
@@ -215,7 +215,7 @@ class Guest:
 
     async def _serve(self) -> None:
         self._is_loading = True
-        async with Node.run(self._world, self._hosting) as node:
+        async with Node.run(self._dependencies, self._hosting) as node:
             self._is_loading = False
             self._node = node
             self._hosting = replace(self._hosting, blocks=node.span)  # the same ones after a pause
@@ -230,7 +230,7 @@ class Guest:
 
     async def _govern(self, node: Node) -> NoReturn:
         """Have others take no more memory than is left for them, as long as ``node`` runs; one session a look goes where they do."""
-        governor = Governor(self._world.transport.resources, self._hosting, self._machine.ram_bytes())
+        governor = Governor(self._dependencies.transport.resources, self._hosting, self._machine.ram_bytes())
         while True:
             limit_bytes = self._limits.max_ram_bytes
             rss_bytes = 0 if limit_bytes is None else self._machine.ram_bytes()

@@ -19,7 +19,7 @@ Report = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
-class WorkerWorld:
+class WorkerDependencies:
     """The ports of a worker: everything it knows of the outside."""
 
     transport: Transport

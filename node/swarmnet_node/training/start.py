@@ -89,11 +89,11 @@ async def start(
 
         from swarmnet_node.hosting.reports import Reporter
         from swarmnet_node.training.checkpoint import Checkpoints
-        from swarmnet_node.training.dependencies import Hosted, WorkerWorld
+        from swarmnet_node.training.dependencies import Hosted, WorkerDependencies
         from swarmnet_node.training.reporting import WorkerNumbers
         from swarmnet_node.training.worker import Worker
         from swarmnet_protocols.directory.catalog import keep_job_announced
-        from swarmnet_protocols.directory.duplicate_identity import Watch
+        from swarmnet_protocols.directory.duplicate_identity import DuplicateWatch
         from swarmnet_protocols.machine.threads import compute_on
         from swarmnet_protocols.net.protocol_ids import REPORT
         from swarmnet_protocols.timing import Timing
@@ -103,7 +103,7 @@ async def start(
         loop = asyncio.get_running_loop()
         trainer = await loop.run_in_executor(executor, _open_trainer, config, sealed, progress_until_left)
         checkpoints = Checkpoints(job_folder(config.data_dir, config.job))
-        world = WorkerWorld(
+        dependencies = WorkerDependencies(
             transport,
             directory,
             executor,
@@ -112,14 +112,14 @@ async def start(
             progress=progress,
         )
         numbers = WorkerNumbers(open_job(sealed), version("swarmnet-p2p"), report)
-        worker = Worker(world, Hosted(sealed, trainer, checkpoints), numbers.take)
+        worker = Worker(dependencies, Hosted(sealed, trainer, checkpoints), numbers.take)
         await transport.serve(REPORT, Reporter(numbers.describe).handle)
 
         def warn(warning: str) -> None:
             numbers.take({"event": "identity", "warning": warning})
 
         await stack.enter_async_context(
-            Watch.keep(transport, directory, random.SystemRandom(), Timing(), warn)
+            DuplicateWatch.keep(transport, directory, random.SystemRandom(), Timing(), warn)
         )
         listing = asyncio.create_task(keep_job_announced(directory, config.job), name="catalog")
         stack.push_async_callback(cancel, listing)

@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from swarmnet_node.training.debts import Debts
-from swarmnet_node.training.dependencies import Hosted, Report, WorkerWorld
+from swarmnet_node.training.dependencies import Hosted, Report, WorkerDependencies
 from swarmnet_node.training.neighbours import LOOK_S, Neighbours
 from swarmnet_node.training.outcomes import (
     Pending,
@@ -34,7 +34,7 @@ from swarmnet_protocols.training.catching_up import Place, Stay, catch_up
 from swarmnet_protocols.training.codecs import get_codec
 from swarmnet_protocols.training.handover import Handover
 from swarmnet_protocols.training.jobs import open_job
-from swarmnet_protocols.training.matchmaking import Elsewhere, Gathering
+from swarmnet_protocols.training.matchmaking import Elsewhere, Matchmaking
 from swarmnet_protocols.training.methods import Average
 from swarmnet_protocols.training.rosters import Candidate, Roster
 from swarmnet_protocols.training.rounds.averaging import Exchange, RoundTiming
@@ -54,15 +54,15 @@ HEAL_S = 5.0
 class Worker:
     """One worker of one job, used once."""
 
-    def __init__(self, world: WorkerWorld, hosted: Hosted, report: Report) -> None:
+    def __init__(self, dependencies: WorkerDependencies, hosted: Hosted, report: Report) -> None:
         sealed = open_job(hosted.sealed)
         self.job_id = sealed.id
         self.round = 0
         self.stopping = False
-        self._world = world
+        self._dependencies = dependencies
         self._job = sealed.job
         self._sealed = hosted.sealed
-        self._replica = Replica(sealed.job, hosted.trainer, world.stopwatch)
+        self._replica = Replica(sealed.job, hosted.trainer, dependencies.stopwatch)
         self._checkpoints = hosted.checkpoints
         self._report = report
         self._method = self._replica.method
@@ -72,28 +72,28 @@ class Worker:
         self._slot: int | None = None
         """Which share of the data is ours; a newcomer has none before its first roster."""
         self._state = b""
-        self._others = Neighbours(world.directory, self.job_id, world.transport.peer_id)
+        self._others = Neighbours(dependencies.directory, self.job_id, dependencies.transport.peer_id)
         self._pending: Pending | None = None
         self._step_s = 0.0
         """What an inner step took lately: an exchange is spread over those that it overlaps."""
         self._failure: SwarmnetError | None = None
         self._failed = asyncio.Event()
         key = bytes.fromhex(self.job_id)
-        self._states = StateServer(world.transport, key, world.timing)
-        self._gathering = Gathering(
-            world.transport,
+        self._states = StateServer(dependencies.transport, key, dependencies.timing)
+        self._gathering = Matchmaking(
+            dependencies.transport,
             key,
             max_members=self._job.exchange.max_workers,
-            timing=world.timing,
+            timing=dependencies.timing,
             same_state=self._method.shares_weights,
         )
 
-        self._debts = Debts(self._replica, world.executor, report)
+        self._debts = Debts(self._replica, dependencies.executor, report)
         self._handover = Handover(
-            world.transport,
+            dependencies.transport,
             key,
             self._debts,
-            timing=world.timing,
+            timing=dependencies.timing,
             deadline_s=self._job.exchange.deadline_s,
         )
 
@@ -106,18 +106,18 @@ class Worker:
         deadline_s = self._job.exchange.deadline_s
         timing = RoundTiming(deadline_s / 3, 2 * deadline_s / 3, deadline_s)
         exchange = Exchange(
-            self._world.transport,
+            self._dependencies.transport,
             bytes.fromhex(self.job_id),
             timing=timing,
             rules=averaging_rules(self._job),
-            executor=self._world.codec_executor,
+            executor=self._dependencies.codec_executor,
         )
         async with exchange:
             self._report(
                 {
                     "event": "ready",
-                    "peer_id": self._world.transport.peer_id,
-                    "addresses": list(self._world.transport.addresses()),
+                    "peer_id": self._dependencies.transport.peer_id,
+                    "addresses": list(self._dependencies.transport.addresses()),
                     "job": self.job_id,
                     "name": self._job.job.name,
                     "round": self.round,
@@ -182,7 +182,7 @@ class Worker:
         if self._slot is None:
             contribution, report = None, NOTHING_DONE  # behind: it was for a round that is not yet
         began = self._now()
-        me = self._world.transport.peer_id
+        me = self._dependencies.transport.peer_id
         roster = await self._gather(float(report.tokens))
         enough = len(roster.members) >= self._job.exchange.min_workers
         self._slot = roster.slot(me) if enough else None
@@ -242,7 +242,7 @@ class Worker:
 
     async def _gather(self, weight: float) -> Roster:
         await self._others.look()
-        transport = self._world.transport
+        transport = self._dependencies.transport
         addresses = tuple(transport.addresses())
         me = Candidate(transport.peer_id, addresses, weight=weight, exchanges=self._exchanges)
         roster = await self._gathering.gather(
@@ -272,7 +272,7 @@ class Worker:
         average = None
         if outcome.average is not None:
             average = Average(outcome.average, contributors(outcome))
-        delivered = slices_of(self._world.transport.peer_id, outcome)
+        delivered = slices_of(self._dependencies.transport.peer_id, outcome)
         await self._compute(self._replica.apply, pending.round, average, delivered)
         await self._share_state()
         params_hash = await self._compute(self._replica.params_hash)
@@ -355,10 +355,10 @@ class Worker:
         )
         try:
             data = await download.run(
-                self._world.transport,
+                self._dependencies.transport,
                 self._others.sources(verdict.peers, only=not self._method.shares_weights),
-                self._world.timing,
-                partial(self._world.progress, "fetching the state"),
+                self._dependencies.timing,
+                partial(self._dependencies.progress, "fetching the state"),
             )
         except SwarmnetError as error:
             # A state may be gone by the time we ask for it; the next gathering says which is the one now.
@@ -395,12 +395,12 @@ class Worker:
 
     async def _keep_announcing(self) -> None:
         while True:
-            transport = self._world.transport
+            transport = self._dependencies.transport
             info = WorkerInfo(transport.peer_id, tuple(transport.addresses()), self.round, self._state)
             with contextlib.suppress(SwarmnetError):  # the record outlives a missed announcement
-                await publish_worker(self._world.directory, self.job_id, info)
-                await publish_job(self._world.directory, self._sealed)
-            await asyncio.sleep(ANNOUNCE_S * self._world.rng.uniform(0.8, 1.0))
+                await publish_worker(self._dependencies.directory, self.job_id, info)
+                await publish_job(self._dependencies.directory, self._sealed)
+            await asyncio.sleep(ANNOUNCE_S * self._dependencies.rng.uniform(0.8, 1.0))
 
     # ---- small things -----------------------------------------------------------------------------------
 
@@ -409,4 +409,4 @@ class Worker:
 
     async def _compute(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._world.executor, lambda: function(*args, **kwargs))
+        return await loop.run_in_executor(self._dependencies.executor, lambda: function(*args, **kwargs))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from swarmnet_protocols.directory import Publisher
 from swarmnet_protocols.directory.records import Record, dht_keys, newest, open_valid
 from swarmnet_protocols.errors import NotAuthorised, PeerUnreachable, StreamRefused
-from swarmnet_protocols.membership.handshake import Door
+from swarmnet_protocols.membership.handshake import Handshakes
 from swarmnet_protocols.net.calls import Calls
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.p2pd.transport import P2pdTransport, peer_of
@@ -35,19 +35,19 @@ class DhtDirectory:
     def __init__(
         self,
         transport: P2pdTransport,
-        door: Door,
+        door: Handshakes,
         node: "DHTNode",
         bootstrap: Sequence[str],
         publisher: Publisher,
     ) -> None:
-        from swarmnet_protocols.directory.dht_replication import Keepers
+        from swarmnet_protocols.directory.dht_replication import Replicator
 
         self._transport = transport
         self._door = door
         self._node = node
         self._bootstrap = tuple(bootstrap)
         self._publisher = publisher
-        self._keepers = Keepers(node, publisher.clock)
+        self._keepers = Replicator(node, publisher.clock)
         self._silent: set[str] = set()
         """Bootstrap peers that did not answer when they were asked last."""
 
@@ -60,7 +60,7 @@ class DhtDirectory:
     async def create(
         cls,
         transport: P2pdTransport,
-        door: Door,
+        door: Handshakes,
         identity: Identity,
         *,
         bootstrap: Sequence[str] = (),

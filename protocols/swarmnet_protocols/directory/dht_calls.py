@@ -10,13 +10,13 @@ from hivemind.proto import dht_pb2
 
 from swarmnet_protocols.directory.dht_contacts import Contacts, contacts_in, with_contacts
 from swarmnet_protocols.errors import ProtocolViolation
-from swarmnet_protocols.membership.handshake import Door
+from swarmnet_protocols.membership.handshake import Handshakes
 from swarmnet_protocols.net import PeerId, Stream
 from swarmnet_protocols.net.calls import Calls
 from swarmnet_protocols.net.messages import parse
 from swarmnet_protocols.net.meter import MAX_OWED_S
 from swarmnet_protocols.net.protocol_ids import DHT_FIND, DHT_PING, DHT_STORE, DIRECTORY
-from swarmnet_protocols.net.resources import Flow, ResourceManager, Scope, Stock
+from swarmnet_protocols.net.resources import Rate, Resource, ResourceManager, Scope
 from swarmnet_protocols.net.subnets import origin_of
 
 _ENTER_S = 5.0
@@ -38,7 +38,7 @@ class GuardedP2P:
     """
 
     def __init__(
-        self, peer_id: PeerID, calls: Calls, door: Door, resources: ResourceManager, contacts: Contacts
+        self, peer_id: PeerID, calls: Calls, door: Handshakes, resources: ResourceManager, contacts: Contacts
     ) -> None:
         self.peer_id = peer_id
         self._calls = calls
@@ -65,13 +65,13 @@ class GuardedP2P:
             clock = asyncio.get_running_loop().time
             peer = stream.peer
             scope = self._resources.peer(peer, clock())
-            scope.check(Flow.FRAMES, MAX_OWED_S, clock())
-            scope.use(Flow.FRAMES, 1 + len(request) / BYTES_PER_FRAME, clock())
+            scope.check(Rate.FRAMES, MAX_OWED_S, clock())
+            scope.use(Rate.FRAMES, 1 + len(request) / BYTES_PER_FRAME, clock())
             if len(request) > MAX_REQUEST_BYTES[name]:
                 raise ProtocolViolation(
                     f"{name}: {len(request)} bytes, {MAX_REQUEST_BYTES[name]} are the most"
                 )
-            with scope.hold(Stock.CALLS), scope.hold(Stock.MEMORY, len(request)):
+            with scope.hold(Resource.CALLS), scope.hold(Resource.MEMORY, len(request)):
                 await self._door.settled(peer)
                 self._door.check(peer, protocol)
                 call = parse(input_type, request)
@@ -87,7 +87,7 @@ class GuardedP2P:
                 contacts = [self._contacts.mine(), *self._contacts.of(_named_in(reply))]
                 answer = with_contacts(reply.SerializeToString(), contacts)
             if not isinstance(reply, dht_pb2.FindResponse):  # those are charged before they are made
-                scope.use(Flow.FRAMES, len(answer) / BYTES_PER_FRAME, clock())
+                scope.use(Rate.FRAMES, len(answer) / BYTES_PER_FRAME, clock())
             return answer
 
         await self._calls.serve(protocol, guarded)

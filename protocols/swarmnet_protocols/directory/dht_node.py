@@ -18,7 +18,7 @@ from swarmnet_protocols.directory.dht_storage import BoundedStorage, StorageLimi
 from swarmnet_protocols.directory.records import MAX_RECORD_BYTES, dht_keys, open_record
 from swarmnet_protocols.errors import IntegrityError, NotAuthorised, ProtocolViolation
 from swarmnet_protocols.machine.clock import Clock
-from swarmnet_protocols.net.resources import Flow, Stock
+from swarmnet_protocols.net.resources import Rate, Resource
 
 _WAIT_S = 1.5
 MAX_ANSWER_BYTES = 3 << 20
@@ -88,8 +88,8 @@ class SwarmDirectoryV1(DHTProtocol):  # type: ignore[misc]
                 break
             known.add(key)
         size = min(size, MAX_ANSWER_BYTES)
-        scope.use(Flow.FRAMES, size / BYTES_PER_FRAME, now)
-        with scope.hold(Stock.MEMORY, _SERIALIZED * size), self.storage.showing(known):
+        scope.use(Rate.FRAMES, size / BYTES_PER_FRAME, now)
+        with scope.hold(Resource.MEMORY, _SERIALIZED * size), self.storage.showing(known):
             return await super().rpc_find(request, context)  # which awaits nothing
 
     async def update_routing_table(

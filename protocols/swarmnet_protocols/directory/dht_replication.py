@@ -33,7 +33,7 @@ class _Found:
     places: _Places
 
 
-class Keepers:
+class Replicator:
     """Stores one peer's records."""
 
     def __init__(self, node: DHTNode, clock: Clock) -> None:

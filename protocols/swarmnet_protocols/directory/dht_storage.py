@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from swarmnet_protocols.directory.records import MAX_LIFETIME_S
 from swarmnet_protocols.machine.clock import Clock
-from swarmnet_protocols.net.resources import Exhausted, Hold, Scope, Stock
+from swarmnet_protocols.net.resources import Exhausted, Reservation, Resource, Scope
 
 if TYPE_CHECKING:
     from hivemind.dht.routing import DHTID
@@ -34,7 +34,7 @@ class StorageLimits:
 class _Kept:
     value: bytes
     expires_at: float
-    room: tuple[Hold, ...]
+    room: tuple[Reservation, ...]
     """In the scope of the peer that stored it here."""
     origin: str
     """The subnet of that peer; empty for this node's own."""
@@ -179,12 +179,12 @@ class BoundedStorage:
         origins = {kept.origin for kept in self._records[key].values()}
         return max(sorted(origins), key=lambda origin: self._origin_bytes[key, origin])
 
-    def _make_room(self, nbytes: int) -> tuple[Hold, ...]:
+    def _make_room(self, nbytes: int) -> tuple[Reservation, ...]:
         if self._storer is None:
             return ()
-        number = self._storer.hold(Stock.RECORDS)
+        number = self._storer.hold(Resource.RECORDS)
         try:
-            return number, self._storer.hold(Stock.RECORD_BYTES, nbytes)
+            return number, self._storer.hold(Resource.RECORD_BYTES, nbytes)
         except Exhausted:
             number.release()
             raise

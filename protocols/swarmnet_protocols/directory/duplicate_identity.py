@@ -48,7 +48,7 @@ class Presence:
     sequence: int
 
 
-class Double:
+class Duplicate:
     """What is known of another process with our identity. Pure: takes the time as an argument.
 
     One record that is not ours may be left of a process that ended. Only who goes on saying that it is there is there.
@@ -90,7 +90,7 @@ def topic_of(peer: PeerId) -> str:
     return f"presence/{peer}"
 
 
-class Watch:
+class DuplicateWatch:
     """Made by :meth:`keep`."""
 
     def __init__(
@@ -107,7 +107,7 @@ class Watch:
         self._rng = rng
         self._timing = timing
         self._process = rng.randbytes(PROCESS_BYTES)
-        self._double = Double(self._process, timing.presence_s, self._now())
+        self._double = Duplicate(self._process, timing.presence_s, self._now())
 
     @classmethod
     @asynccontextmanager
@@ -118,7 +118,7 @@ class Watch:
         rng: Random,
         timing: Timing,
         changed: Callable[[str], None] = lambda _: None,
-    ) -> AsyncIterator["Watch"]:
+    ) -> AsyncIterator["DuplicateWatch"]:
         """Say that we are here, and look for a double, while the context is open.
 
         Whenever one has come it is logged once; ``changed`` is told then, with the warning, and with nothing when it has gone.

@@ -34,14 +34,14 @@ from swarmnet_protocols.membership.certificates import Admittance, issue
 from swarmnet_protocols.membership.invites import MAX_ADDRESS_CHARS, Invite, redemption
 from swarmnet_protocols.membership.issuer import Issuer, Ledger
 from swarmnet_protocols.membership.membership import LOOK_S, Membership
-from swarmnet_protocols.membership.pending_handshakes import WaitingRoom
+from swarmnet_protocols.membership.pending_handshakes import PendingHandshakes
 from swarmnet_protocols.membership.signed import Signer, seal, unseal
 from swarmnet_protocols.net import Message, PeerId, Stream, Transport
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.messages import parse, receive_within, send_within
 from swarmnet_protocols.net.protocol_ids import ADMISSION
 from swarmnet_protocols.net.refusal import MAX_REASON_CHARS, printable
-from swarmnet_protocols.net.resources import Stock
+from swarmnet_protocols.net.resources import Resource
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import membership_pb2 as pb
 from swarmnet_protocols.wire.roles import ANY_ROLE
@@ -104,8 +104,8 @@ class Admissions:
         self._directory = directory
         self._bootstrap = tuple(bootstrap)
         self._timing = Timing()
-        self._newcomers = WaitingRoom(transport.resources.in_all, Stock.NEWCOMERS)
-        self._asking = WaitingRoom(transport.resources.in_all, Stock.ADMISSIONS)
+        self._newcomers = PendingHandshakes(transport.resources.in_all, Resource.NEWCOMERS)
+        self._asking = PendingHandshakes(transport.resources.in_all, Resource.ADMISSIONS)
         self._one = asyncio.Lock()
         self._known: list[str] = []
         self._known_until = 0.0

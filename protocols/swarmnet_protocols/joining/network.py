@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from swarmnet_protocols.directory import Directory
     from swarmnet_protocols.joining.admission import IssuerConfig
     from swarmnet_protocols.net import Transport
-    from swarmnet_protocols.net.rate_limit import Pace
+    from swarmnet_protocols.net.rate_limit import LinkLimiter
 
 ANY_PORT = ("/ip4/0.0.0.0/tcp/0", "/ip4/0.0.0.0/udp/0/quic-v1")
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
@@ -53,7 +53,7 @@ class Network:
     issuer: "IssuerConfig | None" = None
     """What makes this peer let others in."""
     trust: Trust = Trust()
-    pace: "Pace | None" = None
+    pace: "LinkLimiter | None" = None
     """Counts what goes over the network, and holds it back to the rates it is set to."""
     max_p2pd_bytes: int = MAX_MEMORY_BYTES
     """See ``P2pdConfig``, as for ``step_aside``."""
@@ -74,13 +74,13 @@ async def connect(
     from swarmnet_protocols.joining.admission import Admissions
     from swarmnet_protocols.machine.clock import wall_clock
     from swarmnet_protocols.membership.guarded_transport import GuardedTransport
-    from swarmnet_protocols.membership.handshake import Door
+    from swarmnet_protocols.membership.handshake import Handshakes
     from swarmnet_protocols.membership.membership import Membership
     from swarmnet_protocols.net.identity import Identity
     from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
     from swarmnet_protocols.net.probes import Probes
     from swarmnet_protocols.net.protocol_ids import PROBE
-    from swarmnet_protocols.net.rate_limit import Pace
+    from swarmnet_protocols.net.rate_limit import LinkLimiter
     from swarmnet_protocols.timing import Timing
 
     async with AsyncExitStack() as stack:
@@ -102,13 +102,13 @@ async def connect(
             bootstrap=others,
             # Where others begin must be able to start when nobody else is there.
             require_bootstrap=bool(others) and others == network.bootstrap,
-            pace=network.pace or Pace(),
+            pace=network.pace or LinkLimiter(),
             only_dials=client_mode,
             max_daemon_bytes=network.max_p2pd_bytes,
             step_aside=network.step_aside,
         )
         raw = await stack.enter_async_context(P2pdTransport.create(config))
-        door = await stack.enter_async_context(Door.run(raw, membership, Timing()))
+        door = await stack.enter_async_context(Handshakes.run(raw, membership, Timing()))
         directory = await stack.enter_async_context(
             DhtDirectory.create(raw, door, identity, bootstrap=others, client_mode=client_mode)
         )

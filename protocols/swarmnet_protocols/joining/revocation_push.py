@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.machine.clock import Clock
 from swarmnet_protocols.membership.certificates import Admittance, issue
-from swarmnet_protocols.membership.handshake import Door
+from swarmnet_protocols.membership.handshake import Handshakes
 from swarmnet_protocols.membership.membership import Membership
 from swarmnet_protocols.membership.rules import MIN_LIFETIME_S, Rules
 from swarmnet_protocols.membership.signed import Signer
@@ -45,18 +45,18 @@ async def spread(
             P2pdTransport.create(
                 P2pdConfig(identity_path, listen=LOOPBACK, named=tuple(addresses))
             ) as transport,
-            Door.run(transport, membership, Timing()) as door,
+            Handshakes.run(transport, membership, Timing()) as door,
         ):
             return await tell(door, addresses)
 
 
-async def tell(door: Door, addresses: Sequence[str]) -> list[PeerId]:
+async def tell(door: Handshakes, addresses: Sequence[str]) -> list[PeerId]:
     """Meet the peers at ``addresses``; those who then have all the revocations that we have."""
     told = await asyncio.gather(*(_tell(door, address) for address in addresses))
     return sorted({peer for peer in told if peer is not None})
 
 
-async def _tell(door: Door, address: str) -> PeerId | None:
+async def _tell(door: Handshakes, address: str) -> PeerId | None:
     peer = PeerId(address.rpartition("/p2p/")[2])
     try:
         async with asyncio.timeout(HEARD_S):

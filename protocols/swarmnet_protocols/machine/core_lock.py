@@ -55,7 +55,7 @@ def default_folder() -> Path:
     return cache / f"turns-{socket.gethostname()}"
 
 
-class Alone:
+class NoCoreLock:
     """The turns of a node that shares its cores with no other."""
 
     def turn(self) -> AbstractAsyncContextManager[None]:
@@ -71,10 +71,10 @@ class Alone:
         return nullcontext()
 
 
-ALONE = Alone()
+ALONE = NoCoreLock()
 
 
-class Turns:
+class CoreLock:
     """Two locks that the kernel takes back from whoever dies.
 
     Who holds ``room`` computes, alone or with others that are content with that. Who wants it waits at ``door``, one at a time, so
@@ -91,7 +91,7 @@ class Turns:
 
     @classmethod
     @contextmanager
-    def open(cls, folder: Path) -> Iterator["Turns"]:
+    def open(cls, folder: Path) -> Iterator["CoreLock"]:
         """Turns of all who open the same folder. Raises ``ConfigError`` unless it is, or can be made, ours."""
         with ExitStack() as stack:
             try:
@@ -152,12 +152,12 @@ class Turns:
 
 
 @contextmanager
-def take_turns(folder: Path | None = None) -> Iterator["Turns | Alone"]:
+def take_turns(folder: Path | None = None) -> Iterator["CoreLock | NoCoreLock"]:
     """Turns with the other processes of this user. Without a usable folder for them, which only costs speed, this process takes none."""
     with ExitStack() as stack:
-        turns: Turns | Alone = ALONE
+        turns: CoreLock | NoCoreLock = ALONE
         try:
-            turns = stack.enter_context(Turns.open(folder or default_folder()))
+            turns = stack.enter_context(CoreLock.open(folder or default_folder()))
         except ConfigError as error:
             _log.warning(
                 "nodes of this machine will compute at the same time, more slowly: %s (%s)", error, error.hint

@@ -6,14 +6,14 @@ from swarmnet_protocols.errors import NotAuthorised
 from swarmnet_protocols.membership.certificates import Certificate
 from swarmnet_protocols.membership.rules import Member
 from swarmnet_protocols.net import ProtocolSpec, Refusal, Stream
-from swarmnet_protocols.net.resources import Hold
+from swarmnet_protocols.net.resources import Reservation
 from swarmnet_protocols.wire.roles import Role, name_roles
 
 
-class Guest:
+class AdmittedPeer:
     """Somebody we have met, and what is open between us."""
 
-    def __init__(self, member: Member, certificate: Certificate | None, place: Hold) -> None:
+    def __init__(self, member: Member, certificate: Certificate | None, place: Reservation) -> None:
         self.member = member
         self._place = place
         self.certificate = certificate

@@ -4,15 +4,15 @@ from collections.abc import Sequence
 
 from swarmnet_protocols.errors import NotAuthorised
 from swarmnet_protocols.machine.aio import race
-from swarmnet_protocols.membership.handshake import Door
+from swarmnet_protocols.membership.handshake import Handshakes
 from swarmnet_protocols.net import Handler, PeerId, ProtocolSpec, Stream, Transport
-from swarmnet_protocols.net.wrappers import PassingStream, PassingTransport
+from swarmnet_protocols.net.wrappers import StreamWrapper, TransportWrapper
 
 
-class GuardedStream(PassingStream):
+class GuardedStream(StreamWrapper):
     """A stream to somebody, which the door ends with their membership."""
 
-    def __init__(self, stream: Stream, door: Door) -> None:
+    def __init__(self, stream: Stream, door: Handshakes) -> None:
         super().__init__(stream)
         self._door = door
         door.hold(stream)
@@ -22,10 +22,10 @@ class GuardedStream(PassingStream):
         self._door.release(self._stream)
 
 
-class GuardedTransport(PassingTransport):
+class GuardedTransport(TransportWrapper):
     """Passes on what ``door`` lets through."""
 
-    def __init__(self, transport: Transport, door: Door) -> None:
+    def __init__(self, transport: Transport, door: Handshakes) -> None:
         super().__init__(transport)
         self._door = door
 

@@ -24,15 +24,15 @@ from swarmnet_protocols.errors import (
     SwarmnetError,
 )
 from swarmnet_protocols.machine.aio import cancel
-from swarmnet_protocols.membership.admitted import Guest, check_role
+from swarmnet_protocols.membership.admitted import AdmittedPeer, check_role
 from swarmnet_protocols.membership.handshake_messages import explain, hear, hello, refusal, serials
 from swarmnet_protocols.membership.membership import LOOK_S, Membership
-from swarmnet_protocols.membership.pending_handshakes import WaitingRoom
+from swarmnet_protocols.membership.pending_handshakes import PendingHandshakes
 from swarmnet_protocols.membership.revocations import MAX_LISTS
 from swarmnet_protocols.net import Message, PeerId, ProtocolSpec, Refusal, Stream, Transport
 from swarmnet_protocols.net.messages import parse, receive_within, send_within
 from swarmnet_protocols.net.protocol_ids import DOOR, REVOCATIONS
-from swarmnet_protocols.net.resources import Stock
+from swarmnet_protocols.net.resources import Resource
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import door_pb2 as pb
 from swarmnet_protocols.wire.roles import name_roles
@@ -49,24 +49,26 @@ HELLO_PAUSE_S = 0.5
 """Between two things one peer says at the door; who says more is made to wait."""
 
 
-class Door:
+class Handshakes:
     """Made by :meth:`run`."""
 
     def __init__(self, transport: Transport, membership: Membership, timing: Timing) -> None:
         self._transport = transport
         self.membership = membership
         self._timing = timing
-        self._guests: dict[PeerId, Guest] = {}
-        self._doors: dict[Stream, Guest] = {}
+        self._guests: dict[PeerId, AdmittedPeer] = {}
+        self._doors: dict[Stream, AdmittedPeer] = {}
         self._remembered: dict[PeerId, None] = {}
-        self._strangers = WaitingRoom(transport.resources.in_all, Stock.STRANGERS)
+        self._strangers = PendingHandshakes(transport.resources.in_all, Resource.STRANGERS)
         self._meetings: dict[tuple[PeerId, tuple[str, ...]], asyncio.Task[None]] = {}
         self._fetching: set[PeerId] = set()
         self._tasks: dict[asyncio.Task[None], None] = {}
 
     @classmethod
     @asynccontextmanager
-    async def run(cls, transport: Transport, membership: Membership, timing: Timing) -> AsyncIterator["Door"]:
+    async def run(
+        cls, transport: Transport, membership: Membership, timing: Timing
+    ) -> AsyncIterator["Handshakes"]:
         """A door that is watched while the context is open. ``transport`` is the one below: the door guards it."""
         door = cls(transport, membership, timing)
         await transport.serve(DOOR, door._answer)
@@ -157,7 +159,7 @@ class Door:
             guest.spoke.clear()
             await guest.spoke.wait()
 
-    def _guest(self, peer: PeerId) -> Guest:
+    def _guest(self, peer: PeerId) -> AdmittedPeer:
         try:
             return self._guests[peer]
         except KeyError:
@@ -214,7 +216,7 @@ class Door:
             raise
         await self._listen(guest, stream)
 
-    def _take(self, peer: PeerId, said: pb.DoorMessage, shown: bytes) -> Guest:
+    def _take(self, peer: PeerId, said: pb.DoorMessage, shown: bytes) -> AdmittedPeer:
         """The guest who said this. Raises ``NotAuthorised``."""
         if said.HasField("refused"):
             with contextlib.suppress(IntegrityError, NotAuthorised):
@@ -227,7 +229,7 @@ class Door:
         guest = self._guests.get(peer)
         if guest is None:
             scope = self._transport.resources.peer(peer, asyncio.get_running_loop().time())
-            guest = self._guests[peer] = Guest(member, certificate, scope.hold(Stock.GUESTS))
+            guest = self._guests[peer] = AdmittedPeer(member, certificate, scope.hold(Resource.GUESTS))
         guest.member, guest.certificate = member, certificate
         guest.serials = {each.signer: each.serial for each in said.hello.serials[:MAX_LISTS]}
         guest.spoke.set()
@@ -241,7 +243,7 @@ class Door:
 
     # ---- while the door is open --------------------------------------------------------------------------
 
-    def _open_door(self, guest: Guest, stream: Stream) -> None:
+    def _open_door(self, guest: AdmittedPeer, stream: Stream) -> None:
         guest.doors[stream] = None
         self._doors[stream] = guest
         self._remembered.pop(stream.peer, None)
@@ -261,13 +263,13 @@ class Door:
             if first in self._guests:
                 self._forget_if_gone(first, self._guests[first])
 
-    def _close_door(self, guest: Guest, stream: Stream) -> None:
+    def _close_door(self, guest: AdmittedPeer, stream: Stream) -> None:
         stream.close()
         self._doors.pop(stream, None)
         guest.doors.pop(stream, None)
         self._forget_if_gone(stream.peer, guest)
 
-    async def _listen(self, guest: Guest, stream: Stream) -> None:
+    async def _listen(self, guest: AdmittedPeer, stream: Stream) -> None:
         """Hear what a guest has to say until it is gone."""
         try:
             while True:
@@ -281,7 +283,7 @@ class Door:
         finally:
             self._close_door(guest, stream)
 
-    def _forget_if_gone(self, peer: PeerId, guest: Guest) -> None:
+    def _forget_if_gone(self, peer: PeerId, guest: AdmittedPeer) -> None:
         is_gone = not guest.doors and not guest.streams and peer not in self._remembered
         if is_gone and self._guests.get(peer) is guest:
             del self._guests[peer]
@@ -301,7 +303,7 @@ class Door:
             for stream in self._doors:
                 self._own(self._say(stream, hello(self.membership)))
 
-    def _arm(self, peer: PeerId, guest: Guest) -> None:
+    def _arm(self, peer: PeerId, guest: AdmittedPeer) -> None:
         if guest.timer is not None:
             guest.timer.cancel()
         left_s = guest.member.until - self.membership.clock()
@@ -309,7 +311,7 @@ class Door:
             min(max(left_s, 1.0), LOOK_S), self._check_again, peer, guest
         )
 
-    def _check_again(self, peer: PeerId, guest: Guest) -> None:
+    def _check_again(self, peer: PeerId, guest: AdmittedPeer) -> None:
         if self._guests.get(peer) is not guest:
             return
         try:

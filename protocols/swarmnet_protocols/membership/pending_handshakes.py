@@ -4,32 +4,32 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from swarmnet_protocols.net import Stream
-from swarmnet_protocols.net.resources import Hold, Scope, Stock
+from swarmnet_protocols.net.resources import Reservation, Resource, Scope
 from swarmnet_protocols.net.subnets import Place, first_to_go, origin_of
 
 
-class WaitingRoom:
+class PendingHandshakes:
     """Has as many places as ``in_all`` has of ``stock``. Where they are taken somebody has to go: members speak at once.
 
     It is the slowest of those who come from where most come from: who has many identities in one place displaces its own.
     """
 
-    def __init__(self, in_all: Scope, stock: Stock) -> None:
+    def __init__(self, in_all: Scope, resource: Resource) -> None:
         self._in_all = in_all
-        self._stock = stock
-        self._waiting: dict[Stream, tuple[Hold, str]] = {}
+        self._resource = resource
+        self._waiting: dict[Stream, tuple[Reservation, str]] = {}
         """Each with its place, and where it comes from."""
 
     @contextmanager
     def enter(self, stream: Stream) -> Iterator[None]:
         """A place while the context is open. Raises ``Exhausted`` for a peer that has its share of them."""
         while (
-            self._in_all.spare(self._stock) < 1 <= stream.scope.spare(self._stock)
+            self._in_all.spare(self._resource) < 1 <= stream.scope.spare(self._resource)
             and (slowest := self._slowest()) is not None
         ):
             self._waiting.pop(slowest)[0].release()
             slowest.close()
-        hold = stream.scope.hold(self._stock)
+        hold = stream.scope.hold(self._resource)
         self._waiting[stream] = hold, origin_of(stream.address) or stream.peer
         try:
             yield

@@ -94,7 +94,7 @@ class LocalModel:
             lambda model: self._state_dict(names, start, model), dtype=dtype, device=device
         )
 
-    def load_edges(
+    def load_local_layers(
         self,
         stand_ins: "Callable[[nn.ModuleList], nn.ModuleList]",
         *,

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from swarmnet_protocols.errors import NotAuthorised
 from swarmnet_protocols.net import Message, PeerId, ProtocolSpec, Refusal, Stream, Transport
 from swarmnet_protocols.net.messages import receive_within, send_within
-from swarmnet_protocols.net.resources import Stock
+from swarmnet_protocols.net.resources import Resource
 from swarmnet_protocols.timing import Timing
 
 Answer = Callable[[bytes, Stream], Awaitable[bytes]]
@@ -30,7 +30,7 @@ class Calls:
             except NotAuthorised as error:
                 stream.refuse(Refusal(str(error)))
                 raise
-            with stream.scope.hold(Stock.MEMORY, len(reply)):
+            with stream.scope.hold(Resource.MEMORY, len(reply)):
                 await send_within(stream, Message(reply), self._timing.reply_s)
 
         await self._transport.serve(protocol, handle)

@@ -16,8 +16,8 @@ from weakref import WeakValueDictionary
 
 from swarmnet_protocols.errors import PeerUnreachable, SwarmnetError
 from swarmnet_protocols.net import PeerId, ProtocolSpec, Stream, Transport
-from swarmnet_protocols.net.resources import Flow, Scope
-from swarmnet_protocols.net.wrappers import PassingTransport
+from swarmnet_protocols.net.resources import Rate, Scope
+from swarmnet_protocols.net.wrappers import TransportWrapper
 
 _log = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ class Introductions:
         return IntroducedTransport(self._transport, asker, self._trying)
 
 
-class IntroducedTransport(PassingTransport):
+class IntroducedTransport(TransportWrapper):
     """Opens streams, and says nothing of why one cannot be opened: the asker would learn what is at addresses out of its reach."""
 
     def __init__(
@@ -153,8 +153,8 @@ class IntroducedTransport(PassingTransport):
     def _charge(self, addresses: Sequence[str], now: float) -> None:
         if not addresses:
             raise PeerUnreachable("it is not connected, and has signed no address")
-        self._asker.check(Flow.DIALS, 0.0, now)
-        self._asker.use(Flow.DIALS, 1, now)
+        self._asker.check(Rate.DIALS, 0.0, now)
+        self._asker.use(Rate.DIALS, 1, now)
 
 
 def _clean(peer: PeerId, address: str, networks: Sequence[Network]) -> str | None:

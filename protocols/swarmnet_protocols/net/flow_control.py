@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 
 from swarmnet_protocols.errors import ProtocolViolation, StreamEnded
-from swarmnet_protocols.net.rate_limit import PIECE_BYTES, Line
+from swarmnet_protocols.net.rate_limit import PIECE_BYTES, RateLimiter
 
 WAIT = 0xFFFF_FFFD
 """In place of the size of a header, once: payloads over the second size, of messages that begin from here on, are to wait for grants."""
@@ -36,7 +36,7 @@ def due_bytes(left_bytes: int, on_its_way_bytes: int, bytes_per_s: float, sharin
     return int(min(left_bytes, max(MIN_BYTES, bytes_per_s * GRANT_S)))
 
 
-class Allowance:
+class SendWindow:
     """The opener's half: what it may send."""
 
     def __init__(self) -> None:
@@ -86,10 +86,10 @@ class Allowance:
         self._changed.set()
 
 
-class Grants:
+class ReceiveWindow:
     """The other half: what it grants at the rate of ``line``. ``tell`` sends two sizes in place of a message."""
 
-    def __init__(self, line: Line, tell: Callable[[int, int], None]) -> None:
+    def __init__(self, line: RateLimiter, tell: Callable[[int, int], None]) -> None:
         self._line = line
         self._tell = tell
         self._size_bytes = 0

@@ -6,7 +6,7 @@ from typing import NoReturn, Protocol
 
 from swarmnet_protocols.errors import DeadlineExceeded, ProtocolViolation, StreamEnded
 from swarmnet_protocols.net import Buffer, Message, ProtocolSpec, Refusal
-from swarmnet_protocols.net.flow_control import GRANT, WAIT, WAITS, Allowance, Grants
+from swarmnet_protocols.net.flow_control import GRANT, WAIT, WAITS, ReceiveWindow, SendWindow
 from swarmnet_protocols.net.meter import Meter
 from swarmnet_protocols.net.refusal import (
     MAX_REFUSAL_BYTES,
@@ -62,8 +62,8 @@ class FrameReader:
         protocol: ProtocolSpec,
         meter: Meter,
         *,
-        allowance: Allowance | None = None,
-        grants: Grants | None = None,
+        allowance: SendWindow | None = None,
+        grants: ReceiveWindow | None = None,
     ) -> None:
         """``allowance`` hears the grants that come, ``grants`` of the messages that wait for some; without them, both are violations."""
         self._reader = reader

@@ -13,7 +13,7 @@ from swarmnet_protocols.errors import (
 from swarmnet_protocols.net import Handler, ProtocolSpec, Stream
 from swarmnet_protocols.net.meter import VIOLATION_FRAMES
 from swarmnet_protocols.net.refusal import no_room
-from swarmnet_protocols.net.resources import Exhausted, Flow
+from swarmnet_protocols.net.resources import Exhausted, Rate
 
 _log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ async def supervise(handler: Handler, stream: Stream, protocol: ProtocolSpec) ->
     ) as error:  # anybody can make this happen as often as they like
         _log.debug("%s with %s: %s", protocol.id, stream.peer, error)
     except ProtocolViolation as error:
-        stream.scope.use(Flow.FRAMES, VIOLATION_FRAMES, asyncio.get_running_loop().time())
+        stream.scope.use(Rate.FRAMES, VIOLATION_FRAMES, asyncio.get_running_loop().time())
         _log.warning("%s with %s: %s", protocol.id, stream.peer, error)
     except SwarmnetError as error:
         _log.warning("%s with %s: %s", protocol.id, stream.peer, error)

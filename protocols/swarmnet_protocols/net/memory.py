@@ -17,10 +17,10 @@ from swarmnet_protocols.net import Handler, Message, PeerId, ProtocolSpec
 from swarmnet_protocols.net.handlers import supervise
 from swarmnet_protocols.net.memory_stream import MemoryStream
 from swarmnet_protocols.net.meter import Meter
-from swarmnet_protocols.net.rate_limit import Pace
+from swarmnet_protocols.net.rate_limit import LinkLimiter
 from swarmnet_protocols.net.refusal import no_room
 from swarmnet_protocols.net.resources import Exhausted, ResourceManager
-from swarmnet_protocols.net.subnets import Crowds
+from swarmnet_protocols.net.subnets import SubnetLimits
 from swarmnet_protocols.timing import Timing
 
 
@@ -214,10 +214,10 @@ class MemoryTransport:
     def __init__(self, network: MemoryNetwork, peer_id: PeerId) -> None:
         self.network = network
         self.resources = ResourceManager()
-        self.pace = Pace()
+        self.pace = LinkLimiter()
         """What it sends is not held back, what comes is."""
         self._timing = Timing()
-        self._crowds = Crowds(self.resources, self._timing)
+        self._crowds = SubnetLimits(self.resources, self._timing)
         self._peer_id = peer_id
         self._handlers: dict[str, tuple[ProtocolSpec, Handler]] = {}
         # A dict, not a set: closing follows the order of opening.

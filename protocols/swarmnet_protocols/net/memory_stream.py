@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from swarmnet_protocols.errors import ProtocolViolation, StreamEnded
 from swarmnet_protocols.net import Message, PeerId, ProtocolSpec, Refusal
-from swarmnet_protocols.net.flow_control import Allowance, Grants
+from swarmnet_protocols.net.flow_control import ReceiveWindow, SendWindow
 from swarmnet_protocols.net.framing import check_sizes, encode
 from swarmnet_protocols.net.meter import Meter
 from swarmnet_protocols.net.refusal import SIZES, refused_by
@@ -44,14 +44,14 @@ class MemoryStream:
         self._closed = False
         self._ended = ""
         self._refusal: Refusal | None = None
-        self._allowance = Allowance() if protocol.is_granted and meter.is_ours else None
-        self._grants: Grants | None = None
+        self._allowance = SendWindow() if protocol.is_granted and meter.is_ours else None
+        self._grants: ReceiveWindow | None = None
 
     def connect(self, remote: "MemoryStream") -> None:
         """``remote``, the other end, has opened this one."""
         self.remote, remote.remote = remote, self
         if self._protocol.is_granted:
-            self._grants = Grants(self._transport.pace.down, self._tell)
+            self._grants = ReceiveWindow(self._transport.pace.down, self._tell)
 
     @property
     def peer(self) -> PeerId:
@@ -93,7 +93,7 @@ class MemoryStream:
                 self._carry(size_bytes, partial(self.remote._deliver, incoming))
 
     async def _send_granted(
-        self, remote: "MemoryStream", incoming: "_Incoming", allowance: Allowance
+        self, remote: "MemoryStream", incoming: "_Incoming", allowance: SendWindow
     ) -> None:
         left_bytes = len(incoming.message.payload)
         allowance.begin(left_bytes)
@@ -145,7 +145,7 @@ class MemoryStream:
             self._allowance.hear(*first)
             self._inbox.popleft()
 
-    async def _read_granted(self, incoming: "_Incoming", grants: Grants) -> None:
+    async def _read_granted(self, incoming: "_Incoming", grants: ReceiveWindow) -> None:
         while grants.is_waited_for:
             if self._closed or self._ended:
                 raise self._gone()

@@ -10,7 +10,7 @@ from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.machine.clock import Clock
 from swarmnet_protocols.net import Message, PeerId, Stream
 from swarmnet_protocols.net.messages import parse, receive_within, send_within
-from swarmnet_protocols.net.resources import Stock
+from swarmnet_protocols.net.resources import Resource
 from swarmnet_protocols.wire import probe_pb2 as pb
 
 MAX_PORTS = 4
@@ -49,7 +49,7 @@ class Probes:
         ports = list(dict.fromkeys(request.ports))
         if len(ports) > MAX_PORTS or not all(0 < port < 1 << 16 for port in ports):
             raise ProtocolViolation("a probe names up to 4 ports")
-        with stream.scope.hold(Stock.PROBES):
+        with stream.scope.hold(Resource.PROBES):
             observed_ip = direct_ip(await self._addresses_of(stream.peer))
             answers = await asyncio.gather(
                 *(speaks_libp2p(observed_ip, port) for port in ports if observed_ip)

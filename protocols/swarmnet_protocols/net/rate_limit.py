@@ -10,7 +10,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from swarmnet_protocols.net.flow_control import Grants
+    from swarmnet_protocols.net.flow_control import ReceiveWindow
 
 PIECE_BYTES = 16 << 10
 """Large messages go, and are read, in pieces of this size, between which others have their turn."""
@@ -30,7 +30,7 @@ MAX_AHEAD_S = 1.0
 """What was charged and not seen on the wire within this time will not come."""
 
 
-class Bucket:
+class TokenBucket:
     """Bytes that may go at a steady rate. Pure: time is an argument. Without a rate everything may."""
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ _Queue = deque[tuple[int, asyncio.Future[None]]]
 """How many bytes are to go, and who waits until they may."""
 
 
-class Line:
+class RateLimiter:
     """One direction of everything that a peer sends or receives."""
 
     def __init__(self) -> None:
@@ -75,8 +75,8 @@ class Line:
         """Bytes on the wire so far, as measured, or as estimated where they cannot be."""
         self.sharing = 0
         """Payloads that come as they are granted, at the moment."""
-        self._bucket = Bucket()
-        self._small_bucket = Bucket()
+        self._bucket = TokenBucket()
+        self._small_bucket = TokenBucket()
         self._small: _Queue = deque()
         self._large: _Queue = deque()
         self._small_turns = 0
@@ -165,21 +165,23 @@ class Line:
         return queue or None
 
 
-class Pace:
+class LinkLimiter:
     """Both directions."""
 
     def __init__(self) -> None:
-        self.up = Line()
-        self.down = Line()
+        self.up = RateLimiter()
+        self.down = RateLimiter()
 
 
-class PacedReader:
+class LimitedReader:
     """Reads a byte stream no faster than ``line`` allows. A cancelled read loses nothing if it is made again.
 
     What waits for ``grants``, if there are any, is granted at that rate, and read as it comes.
     """
 
-    def __init__(self, reader: asyncio.StreamReader, line: Line, grants: "Grants | None" = None) -> None:
+    def __init__(
+        self, reader: asyncio.StreamReader, line: RateLimiter, grants: "ReceiveWindow | None" = None
+    ) -> None:
         self._reader = reader
         self._line = line
         self._grants = grants
@@ -215,7 +217,7 @@ class PacedReader:
             del self._kept[:size_bytes]
         return data
 
-    async def _read_granted(self, grants: "Grants", deadline: asyncio.Timeout | None) -> None:
+    async def _read_granted(self, grants: "ReceiveWindow", deadline: asyncio.Timeout | None) -> None:
         """Grant what is due, and read what there is."""
         left_s = _pause(deadline)
         self._paid += await grants.go_on()

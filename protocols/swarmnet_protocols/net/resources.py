@@ -21,7 +21,7 @@ MIN_SWEEP = 256
 """Peers that are remembered before it is looked who of them has nothing any more."""
 
 
-class Stock(StrEnum):
+class Resource(StrEnum):
     """What is held, and given back."""
 
     MEMORY = "memory_bytes"
@@ -71,7 +71,7 @@ class Stock(StrEnum):
     """Those of rounds that have."""
 
 
-class Flow(StrEnum):
+class Rate(StrEnum):
     """What is used up as time goes by."""
 
     FRAMES = "frames"
@@ -86,60 +86,60 @@ class Flow(StrEnum):
 
 
 @dataclass(frozen=True)
-class Rate:
+class RateLimit:
     """``per_s`` on average, and ``burst`` at once after a quiet time."""
 
     per_s: float
     burst: float
 
 
-Stocks = Mapping[Stock, int]
-Flows = Mapping[Flow, Rate]
+Limits = Mapping[Resource, int]
+RateLimits = Mapping[Rate, RateLimit]
 
 MIB = 1 << 20
-IN_ALL: Stocks = {
-    Stock.MEMORY: 256 * MIB,
-    Stock.STREAMS: 4096,
-    Stock.STRANGERS: 128,
-    Stock.NEWCOMERS: 32,
-    Stock.ADMISSIONS: 32,
-    Stock.CALLS: 256,
-    Stock.REPORTS: 64,
-    Stock.PROBES: 8,
-    Stock.TRANSFERS: 256,
-    Stock.EARLY_ROUNDS: 256,
+IN_ALL: Limits = {
+    Resource.MEMORY: 256 * MIB,
+    Resource.STREAMS: 4096,
+    Resource.STRANGERS: 128,
+    Resource.NEWCOMERS: 32,
+    Resource.ADMISSIONS: 32,
+    Resource.CALLS: 256,
+    Resource.REPORTS: 64,
+    Resource.PROBES: 8,
+    Resource.TRANSFERS: 256,
+    Resource.EARLY_ROUNDS: 256,
 }
-EACH_PEER: Stocks = {
-    Stock.MEMORY: 64 * MIB + 64 * 1024,
-    Stock.STREAMS: 384,
-    Stock.STRANGERS: 4,
-    Stock.NEWCOMERS: 2,
-    Stock.ADMISSIONS: 2,
-    Stock.CALLS: 32,
-    Stock.REPORTS: 2,
-    Stock.PROBES: 1,
-    Stock.RECORDS: 1024,
-    Stock.RECORD_BYTES: 8 * MIB,
-    Stock.TRANSFERS: 8,
-    Stock.EARLY_ROUNDS: 8,
+EACH_PEER: Limits = {
+    Resource.MEMORY: 64 * MIB + 64 * 1024,
+    Resource.STREAMS: 384,
+    Resource.STRANGERS: 4,
+    Resource.NEWCOMERS: 2,
+    Resource.ADMISSIONS: 2,
+    Resource.CALLS: 32,
+    Resource.REPORTS: 2,
+    Resource.PROBES: 1,
+    Resource.RECORDS: 1024,
+    Resource.RECORD_BYTES: 8 * MIB,
+    Resource.TRANSFERS: 8,
+    Resource.EARLY_ROUNDS: 8,
 }
-KEPT: Mapping[Stock, float] = {Stock.MEMORY: 0.25, Stock.STREAMS: 0.25, Stock.CALLS: 0.25}
+KEPT: Mapping[Resource, float] = {Resource.MEMORY: 0.25, Resource.STREAMS: 0.25, Resource.CALLS: 0.25}
 """The share of what all peers may hold that is kept for those we know: identities cost nothing, and many could take all of it."""
 FAMILIAR = (
-    Stock.OWN_STREAMS,
-    Stock.GUESTS,
-    Stock.SESSIONS,
-    Stock.LINKS,
-    Stock.PASSES,
-    Stock.ROUNDS,
+    Resource.OWN_STREAMS,
+    Resource.GUESTS,
+    Resource.SESSIONS,
+    Resource.LINKS,
+    Resource.PASSES,
+    Resource.ROUNDS,
 )
 """We know a peer while it holds any of these: we speak to it, or serve it."""
-FRAMES_IN_ALL = Rate(4000.0, 8000.0)
-FRAMES_EACH_PEER = Rate(1000.0, 4000.0)
+FRAMES_IN_ALL = RateLimit(4000.0, 8000.0)
+FRAMES_EACH_PEER = RateLimit(1000.0, 4000.0)
 """An eager client of a fast host sends some hundred a second, and a relay of many sessions as many for each of them."""
-REPORTS_EACH_PEER = Rate(2.0, 1.0)
-DIALS_IN_ALL = Rate(2.0, 128.0)
-DIALS_EACH_PEER = Rate(0.2, 16.0)
+REPORTS_EACH_PEER = RateLimit(2.0, 1.0)
+DIALS_IN_ALL = RateLimit(2.0, 128.0)
+DIALS_EACH_PEER = RateLimit(0.2, 16.0)
 """Connections between hosts stay, so a client needs one attempt for each pair of neighbours in its chains, not for each chain."""
 
 
@@ -151,19 +151,19 @@ class Exhausted(OutOfResources):
         self.retry_after_s = retry_after_s
 
 
-class Hold:
+class Reservation:
     """So much of a stock, until ``release``, which is idempotent. A context manager. Made by :meth:`Scope.hold`."""
 
-    __slots__ = ("_scope", "_stock", "amount")
+    __slots__ = ("_resource", "_scope", "amount")
 
-    def __init__(self, scope: "Scope", stock: Stock) -> None:
+    def __init__(self, scope: "Scope", resource: Resource) -> None:
         self._scope = scope
-        self._stock = stock
+        self._resource = resource
         self.amount = 0
 
     def resize(self, amount: int) -> None:
         """Hold ``amount`` from now on. Raises ``Exhausted``, and holds what it did, when there is no room for more."""
-        self._scope.change(self._stock, amount - self.amount)
+        self._scope.change(self._resource, amount - self.amount)
         self.amount = amount
 
     async def grow(self, amount: int) -> None:
@@ -173,9 +173,9 @@ class Hold:
                 self.resize(amount)
                 return
             except Exhausted:
-                if not self._scope.can_ever_hold(self._stock, amount):
+                if not self._scope.can_ever_hold(self._resource, amount):
                     raise
-            await self._scope.room_for(self._stock, amount - self.amount)
+            await self._scope.room_for(self._resource, amount - self.amount)
 
     def release(self) -> None:
         self.resize(0)
@@ -192,52 +192,54 @@ class Hold:
 class Scope:
     """One account within others. Limits are looked up at each use: they may change at any time."""
 
-    def __init__(self, name: str, stocks: Stocks, flows: Flows, parent: "Scope | None" = None) -> None:
+    def __init__(
+        self, name: str, resources: Limits, flows: RateLimits, parent: "Scope | None" = None
+    ) -> None:
         self.name = name
-        self.used: Counter[Stock] = Counter()
-        self._stocks = stocks
+        self.used: Counter[Resource] = Counter()
+        self._resources = resources
         self._flows = flows
-        self._credits: dict[Flow, tuple[float, float]] = {}
+        self._credits: dict[Rate, tuple[float, float]] = {}
         """How much may be used at once, as it was at a time; below zero, what is owed."""
         self._path: tuple[Scope, ...] = (self, *(parent._path if parent else ()))
-        self.refused: Counter[Stock | Flow] = Counter()
-        self.spent: dict[Flow, float] = dict.fromkeys(Flow, 0.0)
+        self.refused: Counter[Resource | Rate] = Counter()
+        self.spent: dict[Rate, float] = dict.fromkeys(Rate, 0.0)
         """These of the outermost scope only: how often there was no room, and all that was ever used."""
-        self._waiting: dict[asyncio.Event, tuple[Stock, float]] = {}
+        self._waiting: dict[asyncio.Event, tuple[Resource, float]] = {}
         """Who waits for how much room in this scope."""
 
-    def hold(self, stock: Stock, amount: int = 1) -> Hold:
+    def hold(self, resource: Resource, amount: int = 1) -> Reservation:
         """Raises ``Exhausted`` where there is no room in this scope or one around it."""
-        hold = Hold(self, stock)
+        hold = Reservation(self, resource)
         hold.resize(amount)
         return hold
 
-    def spare(self, stock: Stock) -> float:
+    def spare(self, resource: Resource) -> float:
         """How much more may be held as far as this scope alone is concerned; infinite without a limit, below zero over it."""
-        return self._stocks.get(stock, math.inf) - self.used[stock]
+        return self._resources.get(resource, math.inf) - self.used[resource]
 
-    def can_hold(self, stock: Stock, amount: int) -> bool:
+    def can_hold(self, resource: Resource, amount: int) -> bool:
         """Whether there is room for so much more."""
-        return all(scope.used[stock] + amount <= self._limit_in(scope, stock) for scope in self._path)
+        return all(scope.used[resource] + amount <= self._limit_in(scope, resource) for scope in self._path)
 
-    def can_ever_hold(self, stock: Stock, amount: int) -> bool:
+    def can_ever_hold(self, resource: Resource, amount: int) -> bool:
         """Whether there is room for so much when nothing else is held."""
-        return all(amount <= self._limit_in(scope, stock) for scope in self._path)
+        return all(amount <= self._limit_in(scope, resource) for scope in self._path)
 
-    async def room_for(self, stock: Stock, amount: int) -> None:
+    async def room_for(self, resource: Resource, amount: int) -> None:
         """Wait until so much may be held as far as the first scope is concerned that has no room for it now."""
         for scope in self._path:
-            needed = amount + scope._stocks.get(stock, 0) - self._limit_in(scope, stock)
-            if scope.spare(stock) < needed:
+            needed = amount + scope._resources.get(resource, 0) - self._limit_in(scope, resource)
+            if scope.spare(resource) < needed:
                 freed = asyncio.Event()
-                scope._waiting[freed] = stock, needed
+                scope._waiting[freed] = resource, needed
                 try:
                     await freed.wait()
                 finally:
                     del scope._waiting[freed]
                 return
 
-    def use(self, flow: Flow, amount: float, now: float) -> float:
+    def use(self, flow: Rate, amount: float, now: float) -> float:
         """Use so much at ``now``; how many seconds to wait before anything more is used.
 
         A scope that has used less than half of its own burst does not wait for those around it: others are too many then.
@@ -254,16 +256,16 @@ class Scope:
                 is_modest = is_modest or credit >= rate.burst / 2
         return wait_s
 
-    def check(self, flow: Flow, max_wait_s: float, now: float) -> None:
+    def check(self, flow: Rate, max_wait_s: float, now: float) -> None:
         """Raise ``Exhausted`` when so much was used that it takes more than ``max_wait_s`` until more may be."""
         wait_s = self.use(flow, 0, now)
         if wait_s > max_wait_s:
             self._path[-1].refused[flow] += 1
             raise Exhausted(f"too many {flow.replace('_', ' ')} of {self.name}", wait_s)
 
-    def within(self, name: str, stocks: Stocks) -> "Scope":
+    def within(self, name: str, resources: Limits) -> "Scope":
         """A scope within this one, which lasts as long as somebody has it."""
-        return Scope(name, stocks, {}, self)
+        return Scope(name, resources, {}, self)
 
     def is_idle(self, now: float) -> bool:
         """Whether to forget this scope changes nothing: nothing is held, nothing owed."""
@@ -271,41 +273,39 @@ class Scope:
             self._credit(flow, rate, now) >= rate.burst for flow, rate in self._flows.items()
         )
 
-    def change(self, stock: Stock, amount: int) -> None:
+    def change(self, resource: Resource, amount: int) -> None:
         """What holds do: take so much more, or give it back. Raises ``Exhausted``."""
         if amount > 0:
             for scope in self._path:
-                limit = self._limit_in(scope, stock)
-                if scope.used[stock] + amount > limit:
-                    self._path[-1].refused[stock] += 1
-                    what = (
-                        f"{scope.used[stock]} of {limit} {stock.replace('_', ' ')} of {scope.name} are taken"
-                    )
+                limit = self._limit_in(scope, resource)
+                if scope.used[resource] + amount > limit:
+                    self._path[-1].refused[resource] += 1
+                    what = f"{scope.used[resource]} of {limit} {resource.replace('_', ' ')} of {scope.name} are taken"
                     raise Exhausted(what, RETRY_S)
         for scope in self._path:
-            scope.used[stock] += amount
+            scope.used[resource] += amount
             if amount < 0:
-                scope.wake(stock)
+                scope.wake(resource)
 
-    def _limit_in(self, scope: "Scope", stock: Stock) -> float:
+    def _limit_in(self, scope: "Scope", resource: Resource) -> float:
         """How much ``scope``, around us or ourselves, may hold before it refuses us."""
-        limit = scope._stocks.get(stock, math.inf)
-        if scope is self._path[-1] and stock in KEPT and limit < math.inf and self.is_stranger:
-            limit -= int(limit * KEPT[stock])
+        limit = scope._resources.get(resource, math.inf)
+        if scope is self._path[-1] and resource in KEPT and limit < math.inf and self.is_stranger:
+            limit -= int(limit * KEPT[resource])
         return limit
 
     @property
     def is_stranger(self) -> bool:
         """Whether this is of a peer, or of something of a peer, that we do not know."""
-        return len(self._path) > 1 and not any(self._path[-2].used[stock] for stock in FAMILIAR)
+        return len(self._path) > 1 and not any(self._path[-2].used[resource] for resource in FAMILIAR)
 
-    def wake(self, stock: Stock) -> None:
+    def wake(self, resource: Resource) -> None:
         """Those for whom there is room. To wake the others would cost more than what somebody may have them wait with."""
         for freed, (wanted, amount) in self._waiting.items():
-            if wanted is stock and amount <= self.spare(stock):
+            if wanted is resource and amount <= self.spare(resource):
                 freed.set()
 
-    def _credit(self, flow: Flow, rate: Rate, now: float) -> float:
+    def _credit(self, flow: Rate, rate: RateLimit, now: float) -> float:
         credit, then = self._credits.get(flow, (rate.burst, now))
         return min(rate.burst, credit + (now - then) * rate.per_s)
 
@@ -325,24 +325,24 @@ class Snapshot:
     """Everything as it is now, for metrics. ``spent`` has all that was used since the start."""
 
     peers: int
-    stocks: Mapping[Stock, Account]
-    spent: Mapping[Flow, float]
+    resources: Mapping[Resource, Account]
+    spent: Mapping[Rate, float]
 
 
 class ResourceManager:
     """The outermost scope and those of peers. Whatever is served to others at one place on the network shares one."""
 
     def __init__(self) -> None:
-        self._in_all: dict[Stock, int] = dict(IN_ALL)
-        self._each_peer: dict[Stock, int] = dict(EACH_PEER)
-        self._rates_in_all: dict[Flow, Rate] = {
-            Flow.FRAMES: FRAMES_IN_ALL,
-            Flow.DIALS: DIALS_IN_ALL,
+        self._in_all: dict[Resource, int] = dict(IN_ALL)
+        self._each_peer: dict[Resource, int] = dict(EACH_PEER)
+        self._rates_in_all: dict[Rate, RateLimit] = {
+            Rate.FRAMES: FRAMES_IN_ALL,
+            Rate.DIALS: DIALS_IN_ALL,
         }
-        self._rates_each_peer: dict[Flow, Rate] = {
-            Flow.FRAMES: FRAMES_EACH_PEER,
-            Flow.REPORTS_TOLD: REPORTS_EACH_PEER,
-            Flow.DIALS: DIALS_EACH_PEER,
+        self._rates_each_peer: dict[Rate, RateLimit] = {
+            Rate.FRAMES: FRAMES_EACH_PEER,
+            Rate.REPORTS_TOLD: REPORTS_EACH_PEER,
+            Rate.DIALS: DIALS_EACH_PEER,
         }
         self.in_all = Scope("all peers", self._in_all, self._rates_in_all)
         self._peers: dict[str, Scope] = {}
@@ -364,22 +364,24 @@ class ResourceManager:
     def streams_of_known(self) -> int:
         """How many streams there are with peers that we know."""
         return sum(
-            scope.used[Stock.STREAMS] + scope.used[Stock.OWN_STREAMS]
+            scope.used[Resource.STREAMS] + scope.used[Resource.OWN_STREAMS]
             for scope in self._peers.values()
             if not scope.is_stranger
         )
 
-    def limit(self, stock: Stock, *, in_all: int | None = None, each_peer: int | None = None) -> None:
+    def limit(self, resource: Resource, *, in_all: int | None = None, each_peer: int | None = None) -> None:
         """Change limits from now on; None leaves one as it is. What is held stays, even if it is more."""
         if in_all is not None:
-            self._in_all[stock] = in_all
-            self.in_all.wake(stock)
+            self._in_all[resource] = in_all
+            self.in_all.wake(resource)
         if each_peer is not None:
-            self._each_peer[stock] = each_peer
+            self._each_peer[resource] = each_peer
             for scope in self._peers.values():
-                scope.wake(stock)
+                scope.wake(resource)
 
-    def limit_rate(self, flow: Flow, *, in_all: Rate | None = None, each_peer: Rate | None = None) -> None:
+    def limit_rate(
+        self, flow: Rate, *, in_all: RateLimit | None = None, each_peer: RateLimit | None = None
+    ) -> None:
         """Change rates from now on; None leaves one as it is."""
         if in_all is not None:
             self._rates_in_all[flow] = in_all
@@ -390,11 +392,14 @@ class ResourceManager:
         used, refused = self.in_all.used, self.in_all.refused
         return Snapshot(
             peers=len(self._peers),
-            stocks={
-                stock: Account(
-                    used[stock], self._in_all.get(stock), self._each_peer.get(stock), refused[stock]
+            resources={
+                resource: Account(
+                    used[resource],
+                    self._in_all.get(resource),
+                    self._each_peer.get(resource),
+                    refused[resource],
                 )
-                for stock in Stock
+                for resource in Resource
             },
             spent=dict(self.in_all.spent),
         )

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.meter import MAX_OWED_S, Meter
-from swarmnet_protocols.net.resources import Flow, ResourceManager, Stock
+from swarmnet_protocols.net.resources import Rate, Resource, ResourceManager
 from swarmnet_protocols.timing import Timing
 
 _PREFIX_BITS = {"ip4": 24, "ip6": 48}
@@ -48,7 +48,7 @@ def first_to_go(places: Sequence[Place[T]], may_go: Callable[[T], bool]) -> T | 
     return min(going, key=lambda place: (-of_origin[place.origin], -of_peer[place.peer], place.rank)).holder
 
 
-class Crowds:
+class SubnetLimits:
     """Streams that others opened, by origin. Where there is no room for one more, somebody whom we do not know has to go.
 
     It is the first of those who come from where most come from: who has many identities in one place displaces its own, and
@@ -64,8 +64,8 @@ class Crowds:
         """The meter of a stream that ``peer`` opens from there. Raises ``Exhausted`` when it may not have one more itself."""
         now = asyncio.get_running_loop().time()
         scope = self._resources.peer(peer, now)
-        scope.check(Flow.FRAMES, MAX_OWED_S, now)  # who owes too much displaces nobody
-        if scope.spare(Stock.STREAMS) >= 1 and not scope.can_hold(Stock.STREAMS, 1):
+        scope.check(Rate.FRAMES, MAX_OWED_S, now)  # who owes too much displaces nobody
+        if scope.spare(Resource.STREAMS) >= 1 and not scope.can_hold(Resource.STREAMS, 1):
             self._displace()
         meter = Meter.of_theirs(self._resources, peer, self._timing)
         origin = origin_of(address) or peer

@@ -6,7 +6,7 @@ from swarmnet_protocols.net import Handler, Message, PeerId, ProtocolSpec, Refus
 from swarmnet_protocols.net.resources import ResourceManager, Scope
 
 
-class PassingStream:
+class StreamWrapper:
     """``stream``, as it is."""
 
     def __init__(self, stream: Stream) -> None:
@@ -38,7 +38,7 @@ class PassingStream:
         self.close()
 
 
-class PassingTransport:
+class TransportWrapper:
     """``transport``, as it is. It belongs to whoever made it."""
 
     def __init__(self, transport: Transport) -> None:

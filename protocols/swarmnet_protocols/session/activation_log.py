@@ -12,7 +12,7 @@ from itertools import count
 import torch
 
 from swarmnet_protocols.errors import OutOfResources, ProtocolViolation, SwarmnetError
-from swarmnet_protocols.net.resources import Exhausted, Hold
+from swarmnet_protocols.net.resources import Exhausted, Reservation
 from swarmnet_protocols.session.steps import Row, Step, check_rows
 
 REPLAY_POSITIONS = 512
@@ -27,7 +27,7 @@ class LeftBehind(SwarmnetError):
     """The downstream hop lacks steps that are no longer kept singly: only a fresh one can be fed."""
 
 
-class _Lane:
+class _Sequence:
     """The values of one lane, [length, ...], in a buffer that doubles."""
 
     def __init__(self) -> None:
@@ -54,8 +54,8 @@ class _Lane:
         self._buffer[self.length : end] = values
         self.length = end
 
-    def prefix(self, end: int) -> "_Lane":
-        copy = _Lane()
+    def prefix(self, end: int) -> "_Sequence":
+        copy = _Sequence()
         if end:
             copy.append(self.values(end))
         return copy
@@ -80,9 +80,9 @@ class ActivationLog:
     and from then on raises ``LogGone`` for a fresh hop.
     """
 
-    def __init__(self, room: Hold, *, keep_values: bool = True) -> None:
+    def __init__(self, room: Reservation, *, keep_values: bool = True) -> None:
         self._room = room
-        self._lanes: dict[int, _Lane] | None = {} if keep_values else None
+        self._sequences: dict[int, _Sequence] | None = {} if keep_values else None
         self._folded_bytes = 0
         self._pending_bytes = 0
         self._folded = 0
@@ -116,7 +116,7 @@ class ActivationLog:
         except Exhausted:
             self._pending_bytes -= step.values.nbytes
             raise
-        self._lengths.update({row.lane: row.end for row in step.rows})
+        self._lengths.update({row.sequence: row.end for row in step.rows})
         self._last = max(self._last, step.seq)
         self._pending.append((next(self._indices), step))
         self.acknowledge(step.acked)
@@ -146,14 +146,18 @@ class ActivationLog:
             self._pending_bytes -= step.values.nbytes
             self._fold(step)
 
-    def values(self, lane: int, count: int) -> torch.Tensor | None:
+    def values(self, sequence: int, count: int) -> torch.Tensor | None:
         """The first ``count`` positions of a lane, as it is after the newest step. None where they are not here, or no longer."""
-        if not 0 < count <= self._lengths.get(lane, 0):
+        if not 0 < count <= self._lengths.get(sequence, 0):
             return None
         pieces: list[torch.Tensor] = []
         for _, step in reversed(self._pending):
             row, values = next(
-                ((row, part) for row, part in zip(step.rows, step.split(), strict=True) if row.lane == lane),
+                (
+                    (row, part)
+                    for row, part in zip(step.rows, step.split(), strict=True)
+                    if row.sequence == sequence
+                ),
                 (None, step.values),
             )
             if row is None:
@@ -161,10 +165,10 @@ class ActivationLog:
             if row.start < count:
                 pieces.append(values[: count - row.start])
                 count = row.start
-            lane = row.source
+            sequence = row.source
             if not count:
                 return torch.cat(pieces[::-1])
-        folded = None if self._lanes is None else self._lanes.get(lane)
+        folded = None if self._sequences is None else self._sequences.get(sequence)
         if folded is None or folded.length < count:
             return None
         return torch.cat([folded.values(count), *pieces[::-1]])
@@ -176,9 +180,11 @@ class ActivationLog:
         when that one cannot be, but a fresh one could.
         """
         if applied == 0:
-            if self._lanes is None:
+            if self._sequences is None:
                 raise LogGone("the activation log was too long to keep")
-            cursor = Cursor(self._snapshot(self._lanes), self._pending[0][0] if self._pending else 0, applied)
+            cursor = Cursor(
+                self._snapshot(self._sequences), self._pending[0][0] if self._pending else 0, applied
+            )
         else:
             if applied < self._folded:
                 raise LeftBehind(f"steps {applied + 1} to {self._folded} are folded")
@@ -213,17 +219,17 @@ class ActivationLog:
 
     def _fold(self, step: Step) -> None:
         self._folded = max(self._folded, step.seq)
-        if self._lanes is None:
+        if self._sequences is None:
             self._hold()
             return
-        before = dict(self._lanes)
+        before = dict(self._sequences)
         for row, values in zip(step.rows, step.split(), strict=True):
-            lane = before.get(row.source) or _Lane()
+            sequence = before.get(row.source) or _Sequence()
             if row.rewrite:
-                lane = lane.prefix(row.start)
-            lane.append(values)
-            self._lanes[row.lane] = lane
-        self._folded_bytes = sum(lane.nbytes for lane in self._lanes.values())
+                sequence = sequence.prefix(row.start)
+            sequence.append(values)
+            self._sequences[row.sequence] = sequence
+        self._folded_bytes = sum(sequence.nbytes for sequence in self._sequences.values())
         self._hold()
 
     def _hold(self) -> None:
@@ -231,18 +237,18 @@ class ActivationLog:
         try:
             self._room.resize(self.nbytes)
         except Exhausted:
-            self._lanes, self._folded_bytes = None, 0
+            self._sequences, self._folded_bytes = None, 0
             self._room.resize(self.nbytes)
 
-    def _snapshot(self, lanes: Mapping[int, _Lane]) -> Iterator[Step]:
+    def _snapshot(self, sequences: Mapping[int, _Sequence]) -> Iterator[Step]:
         """Replay steps that rebuild the folded part. They are views taken now: later folding does not move them."""
         parts = [
             (
-                Row(number, start, min(REPLAY_POSITIONS, lane.length - start), 0, number),
-                lane.values(lane.length)[start:],
+                Row(number, start, min(REPLAY_POSITIONS, sequence.length - start), 0, number),
+                sequence.values(sequence.length)[start:],
             )
-            for number, lane in lanes.items()
-            for start in range(0, lane.length, REPLAY_POSITIONS)
+            for number, sequence in sequences.items()
+            for start in range(0, sequence.length, REPLAY_POSITIONS)
         ]
         seqs = [0] * (len(parts) - 1) + [self._folded]
         steps = [

@@ -13,7 +13,7 @@ from swarmnet_protocols.net import Buffer
 from swarmnet_protocols.wire import session_pb2 as pb
 
 MAX_ROWS = 256
-MAX_LANE = 1 << 16
+MAX_SEQUENCE = 1 << 16
 MAX_POSITION = 1 << 24
 
 _DTYPES: dict[int, torch.dtype] = {
@@ -33,7 +33,7 @@ class Row:
     ``first`` ones.
     """
 
-    lane: int
+    sequence: int
     start: int
     count: int
     outputs: int
@@ -85,7 +85,7 @@ def check_rows(rows: tuple[Row, ...], lengths: Mapping[int, int]) -> None:
 
     ``lengths`` gives the positions every lane holds before the step. Raises ``ProtocolViolation``.
     """
-    if len({row.lane for row in rows}) != len(rows):
+    if len({row.sequence for row in rows}) != len(rows):
         raise ProtocolViolation("a step names a lane twice")
     for row in rows:
         held = lengths.get(row.source, 0)
@@ -93,9 +93,11 @@ def check_rows(rows: tuple[Row, ...], lengths: Mapping[int, int]) -> None:
             raise ProtocolViolation(
                 f"gap: lane {row.source} holds {held} positions, the step starts at {row.start}"
             )
-        appends = row.source == row.lane and row.start == held
+        appends = row.source == row.sequence and row.start == held
         if not appends and not row.rewrite:
-            raise ProtocolViolation(f"overlap: lane {row.lane} would be rewritten from {row.start} unasked")
+            raise ProtocolViolation(
+                f"overlap: lane {row.sequence} would be rewritten from {row.start} unasked"
+            )
 
 
 def wire_dtype(code: int) -> torch.dtype:
@@ -145,7 +147,7 @@ def encode_step(step: Step, dtype: torch.dtype) -> tuple[pb.Step, memoryview]:
     tensor, payload = encode_tensor(step.values.to(dtype))
     rows = [
         pb.Row(
-            lane=row.lane,
+            sequence=row.sequence,
             start=row.start,
             count=row.count,
             outputs=row.outputs,
@@ -163,12 +165,12 @@ def decode_step(message: pb.Step, payload: Buffer, *, hidden_size: int) -> Step:
     if not 1 <= len(message.rows) <= MAX_ROWS:
         raise ProtocolViolation(f"a step of {len(message.rows)} rows")
     rows = tuple(
-        Row(row.lane, row.start, row.count, row.outputs, row.source, row.rewrite, row.first)
+        Row(row.sequence, row.start, row.count, row.outputs, row.source, row.rewrite, row.first)
         for row in message.rows
     )
     for row in rows:
-        if row.lane > MAX_LANE or row.source > MAX_LANE:
-            raise ProtocolViolation(f"lane {max(row.lane, row.source)} is out of range")
+        if row.sequence > MAX_SEQUENCE or row.source > MAX_SEQUENCE:
+            raise ProtocolViolation(f"lane {max(row.sequence, row.source)} is out of range")
         if row.count < 1 or row.end > MAX_POSITION or row.wanted > row.count:
             raise ProtocolViolation(f"a row of {row.count} positions from {row.start}, {row.wanted} wanted")
     if message.replay and any(row.wanted for row in rows):

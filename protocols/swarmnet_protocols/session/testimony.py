@@ -7,7 +7,7 @@ import hashlib
 
 import torch
 
-from swarmnet_protocols.net.resources import Exhausted, Hold
+from swarmnet_protocols.net.resources import Exhausted, Reservation
 from swarmnet_protocols.session.steps import Step, encode_tensor
 
 MAX_SHOWN = 256
@@ -31,35 +31,35 @@ def _each(values: torch.Tensor) -> bytes:
 class Received:
     """Digests of the first positions of every lane, ``MAX_SHOWN`` at most. Their bytes are held in ``room``; without room it has none."""
 
-    def __init__(self, room: Hold) -> None:
+    def __init__(self, room: Reservation) -> None:
         self._room = room
-        self._lanes: dict[int, bytes] | None = {}
+        self._sequences: dict[int, bytes] | None = {}
 
     def add(self, step: Step) -> None:
         """Note a step that was applied."""
-        if self._lanes is None:
+        if self._sequences is None:
             return
-        before = dict(self._lanes)
+        before = dict(self._sequences)
         for row, values in zip(step.rows, step.split(), strict=True):
             if row.start < MAX_SHOWN:
                 kept = before.get(row.source, b"")[: row.start * DIGEST_BYTES]
-                self._lanes[row.lane] = kept + _each(values[: MAX_SHOWN - row.start])
-            elif row.source != row.lane:
-                self._lanes[row.lane] = before.get(row.source, b"")
+                self._sequences[row.sequence] = kept + _each(values[: MAX_SHOWN - row.start])
+            elif row.source != row.sequence:
+                self._sequences[row.sequence] = before.get(row.source, b"")
         try:
-            self._room.resize(sum(map(len, self._lanes.values())))
+            self._room.resize(sum(map(len, self._sequences.values())))
         except Exhausted:
-            self._lanes = None
+            self._sequences = None
             self._room.resize(0)
 
     def forget(self) -> None:
         """Begin anew."""
-        self._lanes = {}
+        self._sequences = {}
         self._room.resize(0)
 
-    def digest(self, lane: int, count: int) -> bytes:
+    def digest(self, sequence: int, count: int) -> bytes:
         """Of the first ``count`` positions of a lane, as ``digest`` has it. Empty where they are not here."""
-        known = (self._lanes or {}).get(lane, b"")[: count * DIGEST_BYTES]
+        known = (self._sequences or {}).get(sequence, b"")[: count * DIGEST_BYTES]
         if count < 1 or len(known) < count * DIGEST_BYTES:
             return b""
         return hashlib.sha256(known).digest()

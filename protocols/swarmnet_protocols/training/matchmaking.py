@@ -46,9 +46,9 @@ class _Waiting(Guest):
 class _Guesting(SwarmnetError):
     """Whoever we asked is a guest itself, of ``gatherer``."""
 
-    def __init__(self, gatherer: Candidate) -> None:
-        super().__init__(f"{gatherer.peer} gathers")
-        self.gatherer = gatherer
+    def __init__(self, leader: Candidate) -> None:
+        super().__init__(f"{leader.peer} gathers")
+        self.leader = leader
 
 
 class Elsewhere(SwarmnetError):
@@ -61,7 +61,7 @@ class Elsewhere(SwarmnetError):
         self.state = state
 
 
-class Gathering:
+class Matchmaking:
     """One worker's side of gathering the rounds of one job, as guest or as gatherer.
 
     Without ``same_state`` workers may start a round from states of their own, as replicas that gossip do.
@@ -85,7 +85,7 @@ class Gathering:
         """Who sent us to the state of the others, and expects us back."""
         self._places = NOWHERE
         """Where the members of our newest roster are."""
-        self._gatherer: Candidate | None = None
+        self._leader: Candidate | None = None
         """Whose guest we are: our own guests do better to go there."""
         self._guests: dict[PeerId, _Waiting] = {}
         self._coming: dict[PeerId, Candidate] = {}
@@ -173,7 +173,7 @@ class Gathering:
             return await self._ask(member, me, measured, patience_s)
         except _Guesting as guesting:
             try:
-                return await self._ask(guesting.gatherer, me, measured, patience_s, follow=False)
+                return await self._ask(guesting.leader, me, measured, patience_s, follow=False)
             except Elsewhere:
                 raise
             except SwarmnetError:
@@ -182,7 +182,7 @@ class Gathering:
 
     async def _ask(
         self,
-        gatherer: Candidate,
+        leader: Candidate,
         me: Candidate,
         measured: Measured,
         patience_s: float,
@@ -190,17 +190,17 @@ class Gathering:
         follow: bool = True,
     ) -> Roster:
         stream = await self._transport.open(
-            gatherer.peer, GATHER, addresses=gatherer.addresses, deadline_s=self._timing.open_s
+            leader.peer, GATHER, addresses=leader.addresses, deadline_s=self._timing.open_s
         )
         try:
             await self._introduce(stream, me, measured, self._places)
             # The gatherer may still be at its inner steps: it is as patient as we are, counted from its own end of them.
             async with asyncio.timeout(2 * patience_s):
-                return await self._answered(stream, gatherer, me, measured, follow=follow)
+                return await self._answered(stream, leader, me, measured, follow=follow)
         except TimeoutError as error:
-            raise StreamEnded(f"{gatherer.peer} gathers for ever") from error
+            raise StreamEnded(f"{leader.peer} gathers for ever") from error
         finally:
-            self._gatherer = None
+            self._leader = None
             stream.close()
 
     async def _introduce(self, stream: Stream, me: Candidate, measured: Measured, places: Places) -> None:
@@ -216,21 +216,21 @@ class Gathering:
         await send_within(stream, Message(request.SerializeToString()), self._timing.chunk_s)
 
     async def _answered(
-        self, stream: Stream, gatherer: Candidate, me: Candidate, measured: Measured, *, follow: bool
+        self, stream: Stream, leader: Candidate, me: Candidate, measured: Measured, *, follow: bool
     ) -> Roster:
         places = self._places
         while True:
             message = await receive_within(stream, self._timing.gather_silence_s)
             reply = parse(pb.GatherReply, message.header)
             match reply.WhichOneof("kind"):
-                case "beat" if me.peer < stream.peer in self._guests:
+                case "heartbeat" if me.peer < stream.peer in self._guests:
                     raise StreamEnded(f"{stream.peer} asks us as we ask it, and we come first")
-                case "beat" if follow and reply.beat.HasField("gatherer"):
-                    there = member_from_wire(reply.beat.gatherer)
+                case "heartbeat" if follow and reply.heartbeat.HasField("leader"):
+                    there = member_from_wire(reply.heartbeat.leader)
                     if there.peer != me.peer:
                         raise _Guesting(there)
-                case "beat":
-                    self._gatherer = gatherer
+                case "heartbeat":
+                    self._leader = leader
                 case "refused":
                     raise Elsewhere(stream.peer, reply.refused.round, reply.refused.state)
                 case "roster":
@@ -272,7 +272,7 @@ class Gathering:
 
     async def _look_after(self, expected: dict[PeerId, Candidate]) -> None:
         """Expect nobody who does not answer: a round shall not wait for the dead. Raises ``Elsewhere`` if we are the stray."""
-        pause_s = self._timing.beat_s  # who comes when we do is not worth a question
+        pause_s = self._timing.heartbeat_s  # who comes when we do is not worth a question
         while True:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, self._timing.gather_look_s)
@@ -353,7 +353,7 @@ class Gathering:
         self._guests[member.peer] = guest
         await self._send_away()
         try:
-            roster = await race(self._beats(stream), self._left(stream), _value(answer))
+            roster = await race(self._heartbeats(stream), self._left(stream), _value(answer))
             await self._say(stream, pb.GatherReply(roster=roster_to_wire(roster, request.known)))
         except Elsewhere as elsewhere:
             if len(self._coming) < MAX_MEMBERS:
@@ -383,12 +383,12 @@ class Gathering:
         async with self._changed:
             self._changed.notify_all()
 
-    async def _beats(self, stream: Stream) -> Roster:
+    async def _heartbeats(self, stream: Stream) -> Roster:
         while True:
-            there = self._gatherer
-            beat = pb.GatherBeat(gatherer=None if there is None else member_to_wire(there))
-            await self._say(stream, pb.GatherReply(beat=beat))
-            await asyncio.sleep(self._timing.gather_beat_s)
+            there = self._leader
+            heartbeat = pb.GatherHeartbeat(leader=None if there is None else member_to_wire(there))
+            await self._say(stream, pb.GatherReply(heartbeat=heartbeat))
+            await asyncio.sleep(self._timing.gather_heartbeat_s)
 
     async def _say(self, stream: Stream, reply: pb.GatherReply) -> None:
         await send_within(stream, Message(reply.SerializeToString()), self._timing.chunk_s)

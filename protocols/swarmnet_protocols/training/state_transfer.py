@@ -17,7 +17,7 @@ from swarmnet_protocols.net import Buffer, Message, PeerId, Stream, Transport
 from swarmnet_protocols.net.messages import parse, receive_within, send_within
 from swarmnet_protocols.net.protocol_ids import STATE
 from swarmnet_protocols.net.refusal import printable
-from swarmnet_protocols.net.resources import Stock
+from swarmnet_protocols.net.resources import Resource
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import workers_pb2 as pb
 
@@ -118,7 +118,7 @@ class StateServer:
 
     async def _answer(self, stream: Stream) -> None:
         try:
-            with stream.scope.hold(Stock.TRANSFERS):
+            with stream.scope.hold(Resource.TRANSFERS):
                 while True:
                     message = await receive_within(stream, self._timing.client_silence_s)
                     await self._reply(stream, parse(pb.StateRequest, message.header))

@@ -80,16 +80,16 @@ class Peer(_message.Message):
     def __init__(self, id: _Optional[str] = ..., record: _Optional[bytes] = ..., session: _Optional[bytes] = ...) -> None: ...
 
 class SessionRequest(_message.Message):
-    __slots__ = ("open", "relink", "beat", "show")
+    __slots__ = ("open", "relink", "heartbeat", "show")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     RELINK_FIELD_NUMBER: _ClassVar[int]
-    BEAT_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     SHOW_FIELD_NUMBER: _ClassVar[int]
     open: Open
     relink: Relink
-    beat: Beat
+    heartbeat: Heartbeat
     show: Show
-    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., relink: _Optional[_Union[Relink, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., show: _Optional[_Union[Show, _Mapping]] = ...) -> None: ...
+    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., relink: _Optional[_Union[Relink, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., show: _Optional[_Union[Show, _Mapping]] = ...) -> None: ...
 
 class Open(_message.Message):
     __slots__ = ("session", "epoch", "manifest", "span", "next", "wire", "max_length", "swarm", "adapter")
@@ -121,37 +121,37 @@ class Relink(_message.Message):
     next: Peer
     def __init__(self, epoch: _Optional[int] = ..., next: _Optional[_Union[Peer, _Mapping]] = ...) -> None: ...
 
-class Beat(_message.Message):
+class Heartbeat(_message.Message):
     __slots__ = ("applied",)
     APPLIED_FIELD_NUMBER: _ClassVar[int]
     applied: int
     def __init__(self, applied: _Optional[int] = ...) -> None: ...
 
 class Show(_message.Message):
-    __slots__ = ("lane", "count")
-    LANE_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("sequence", "count")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     COUNT_FIELD_NUMBER: _ClassVar[int]
-    lane: int
+    sequence: int
     count: int
-    def __init__(self, lane: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
+    def __init__(self, sequence: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
 
 class SessionReply(_message.Message):
-    __slots__ = ("opened", "output", "beat", "link_lost", "refused", "leaving", "shown")
+    __slots__ = ("opened", "output", "heartbeat", "link_lost", "refused", "leaving", "shown")
     OPENED_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
-    BEAT_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     LINK_LOST_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
     SHOWN_FIELD_NUMBER: _ClassVar[int]
     opened: Opened
     output: Output
-    beat: Beat
+    heartbeat: Heartbeat
     link_lost: LinkLost
     refused: Refused
     leaving: Leaving
     shown: Shown
-    def __init__(self, opened: _Optional[_Union[Opened, _Mapping]] = ..., output: _Optional[_Union[Output, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., link_lost: _Optional[_Union[LinkLost, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ..., shown: _Optional[_Union[Shown, _Mapping]] = ...) -> None: ...
+    def __init__(self, opened: _Optional[_Union[Opened, _Mapping]] = ..., output: _Optional[_Union[Output, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., link_lost: _Optional[_Union[LinkLost, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ..., shown: _Optional[_Union[Shown, _Mapping]] = ...) -> None: ...
 
 class Opened(_message.Message):
     __slots__ = ()
@@ -212,14 +212,14 @@ class Link(_message.Message):
     def __init__(self, session: _Optional[bytes] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class LinkReply(_message.Message):
-    __slots__ = ("linked", "beat", "refused")
+    __slots__ = ("linked", "heartbeat", "refused")
     LINKED_FIELD_NUMBER: _ClassVar[int]
-    BEAT_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     linked: Linked
-    beat: Beat
+    heartbeat: Heartbeat
     refused: Refused
-    def __init__(self, linked: _Optional[_Union[Linked, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ...) -> None: ...
+    def __init__(self, linked: _Optional[_Union[Linked, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ...) -> None: ...
 
 class Linked(_message.Message):
     __slots__ = ("applied",)
@@ -242,22 +242,22 @@ class Step(_message.Message):
     def __init__(self, seq: _Optional[int] = ..., acked: _Optional[int] = ..., replay: _Optional[bool] = ..., rows: _Optional[_Iterable[_Union[Row, _Mapping]]] = ..., tensor: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
 
 class Row(_message.Message):
-    __slots__ = ("lane", "start", "count", "outputs", "source", "rewrite", "first")
-    LANE_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("sequence", "start", "count", "outputs", "source", "rewrite", "first")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     COUNT_FIELD_NUMBER: _ClassVar[int]
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     REWRITE_FIELD_NUMBER: _ClassVar[int]
     FIRST_FIELD_NUMBER: _ClassVar[int]
-    lane: int
+    sequence: int
     start: int
     count: int
     outputs: int
     source: int
     rewrite: bool
     first: int
-    def __init__(self, lane: _Optional[int] = ..., start: _Optional[int] = ..., count: _Optional[int] = ..., outputs: _Optional[int] = ..., source: _Optional[int] = ..., rewrite: _Optional[bool] = ..., first: _Optional[int] = ...) -> None: ...
+    def __init__(self, sequence: _Optional[int] = ..., start: _Optional[int] = ..., count: _Optional[int] = ..., outputs: _Optional[int] = ..., source: _Optional[int] = ..., rewrite: _Optional[bool] = ..., first: _Optional[int] = ...) -> None: ...
 
 class PassRequest(_message.Message):
     __slots__ = ("begin", "part")
@@ -294,14 +294,14 @@ class Part(_message.Message):
     def __init__(self, tensor: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
 
 class PassReply(_message.Message):
-    __slots__ = ("part", "beat", "refused")
+    __slots__ = ("part", "heartbeat", "refused")
     PART_FIELD_NUMBER: _ClassVar[int]
-    BEAT_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     part: Part
-    beat: Beat
+    heartbeat: Heartbeat
     refused: Refused
-    def __init__(self, part: _Optional[_Union[Part, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ...) -> None: ...
+    def __init__(self, part: _Optional[_Union[Part, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ...) -> None: ...
 
 class AdapterRequest(_message.Message):
     __slots__ = ("offer", "chunk")
@@ -330,16 +330,16 @@ class Chunk(_message.Message):
     def __init__(self) -> None: ...
 
 class AdapterReply(_message.Message):
-    __slots__ = ("wanted", "stored", "refused", "beat")
+    __slots__ = ("wanted", "stored", "refused", "heartbeat")
     WANTED_FIELD_NUMBER: _ClassVar[int]
     STORED_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
-    BEAT_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     wanted: Wanted
     stored: Stored
     refused: Refused
-    beat: Beat
-    def __init__(self, wanted: _Optional[_Union[Wanted, _Mapping]] = ..., stored: _Optional[_Union[Stored, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ...) -> None: ...
+    heartbeat: Heartbeat
+    def __init__(self, wanted: _Optional[_Union[Wanted, _Mapping]] = ..., stored: _Optional[_Union[Stored, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
 
 class Wanted(_message.Message):
     __slots__ = ()

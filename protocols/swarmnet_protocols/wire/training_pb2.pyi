@@ -33,12 +33,12 @@ class ExchangeRequest(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., prepare: _Optional[_Union[Prepare, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., propose: _Optional[_Union[Vote, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., decided: _Optional[_Union[Decided, _Mapping]] = ..., want: _Optional[_Union[Want, _Mapping]] = ..., call: _Optional[_Union[Call, _Mapping]] = ..., contribution: _Optional[_Union[Contribution, _Mapping]] = ..., result: _Optional[_Union[Result, _Mapping]] = ...) -> None: ...
 
 class ExchangeReply(_message.Message):
-    __slots__ = ("beat", "refusal")
-    BEAT_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("heartbeat", "refusal")
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
-    beat: Beat
+    heartbeat: Heartbeat
     refusal: Refusal
-    def __init__(self, beat: _Optional[_Union[Beat, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ...) -> None: ...
+    def __init__(self, heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("round", "agreement")
@@ -48,7 +48,7 @@ class Hello(_message.Message):
     agreement: bytes
     def __init__(self, round: _Optional[int] = ..., agreement: _Optional[bytes] = ...) -> None: ...
 
-class Beat(_message.Message):
+class Heartbeat(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 

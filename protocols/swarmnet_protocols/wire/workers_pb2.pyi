@@ -63,26 +63,26 @@ class Measured(_message.Message):
     def __init__(self, id: _Optional[str] = ..., bytes_per_s: _Optional[float] = ...) -> None: ...
 
 class GatherReply(_message.Message):
-    __slots__ = ("beat", "roster", "refused", "unknown")
-    BEAT_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("heartbeat", "roster", "refused", "unknown")
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     ROSTER_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     UNKNOWN_FIELD_NUMBER: _ClassVar[int]
-    beat: GatherBeat
+    heartbeat: GatherHeartbeat
     roster: Roster
     refused: GatherRefused
     unknown: Unknown
-    def __init__(self, beat: _Optional[_Union[GatherBeat, _Mapping]] = ..., roster: _Optional[_Union[Roster, _Mapping]] = ..., refused: _Optional[_Union[GatherRefused, _Mapping]] = ..., unknown: _Optional[_Union[Unknown, _Mapping]] = ...) -> None: ...
+    def __init__(self, heartbeat: _Optional[_Union[GatherHeartbeat, _Mapping]] = ..., roster: _Optional[_Union[Roster, _Mapping]] = ..., refused: _Optional[_Union[GatherRefused, _Mapping]] = ..., unknown: _Optional[_Union[Unknown, _Mapping]] = ...) -> None: ...
 
 class Unknown(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class GatherBeat(_message.Message):
-    __slots__ = ("gatherer",)
-    GATHERER_FIELD_NUMBER: _ClassVar[int]
-    gatherer: Member
-    def __init__(self, gatherer: _Optional[_Union[Member, _Mapping]] = ...) -> None: ...
+class GatherHeartbeat(_message.Message):
+    __slots__ = ("leader",)
+    LEADER_FIELD_NUMBER: _ClassVar[int]
+    leader: Member
+    def __init__(self, leader: _Optional[_Union[Member, _Mapping]] = ...) -> None: ...
 
 class Roster(_message.Message):
     __slots__ = ("round", "members", "exchange", "bytes_per_s", "known", "weights")

@@ -52,7 +52,7 @@ def bootstrap(  # noqa: PLR0913 - a command line, not an interface
 async def _serve(network: "Network", data_dir: "Path", *, as_json: bool) -> None:
     from random import SystemRandom
 
-    from swarmnet_protocols.directory.duplicate_identity import Watch
+    from swarmnet_protocols.directory.duplicate_identity import DuplicateWatch
     from swarmnet_protocols.errors import SwarmnetError
     from swarmnet_protocols.joining.network import connect
     from swarmnet_protocols.machine.aio import race
@@ -62,7 +62,7 @@ async def _serve(network: "Network", data_dir: "Path", *, as_json: bool) -> None
     stop = asyncio.Event()
     async with (
         connect(network) as (transport, directory),
-        Watch.keep(transport, directory, SystemRandom(), Timing()),
+        DuplicateWatch.keep(transport, directory, SystemRandom(), Timing()),
     ):
         interrupts.first = stop.set
         _announce(transport, data_dir, as_json=as_json)

@@ -136,7 +136,7 @@ async def dashboard_of(
     from swarmnet.dashboard.running import Watched, run_dashboard
     from swarmnet_protocols.machine.clock import wall_clock
 
-    world = node.world
+    world = node.dependencies
     vantage = Vantage(
         world.transport, world.directory, wall_clock, SystemRandom(), world.timing, own=node.report
     )

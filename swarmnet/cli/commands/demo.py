@@ -119,8 +119,8 @@ def _split(blocks: int, parts: int) -> list[tuple[int, int]]:
         raise typer.BadParameter(
             f"the model has {blocks} blocks: choose at most as many nodes", param_hint="'--nodes'"
         )
-    edges = [blocks * part // parts for part in range(parts + 1)]
-    return list(pairwise(edges))
+    local_layers = [blocks * part // parts for part in range(parts + 1)]
+    return list(pairwise(local_layers))
 
 
 async def _start_swarm(

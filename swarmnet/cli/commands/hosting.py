@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from swarmnet.monitoring import Monitor
     from swarmnet_node.engine.engine import Engine
     from swarmnet_node.hosting.host import Host
-    from swarmnet_node.node import World
+    from swarmnet_node.node import Dependencies
     from swarmnet_node.owner.control import NodeStatus
     from swarmnet_node.owner.limits import Limits
     from swarmnet_protocols.wire.report_pb2 import NodeReport
@@ -49,7 +49,7 @@ class HostedNode(Protocol):
     def set_limits(self, limits: "Limits") -> None: ...
 
     @property
-    def world(self) -> "World": ...
+    def dependencies(self) -> "Dependencies": ...
 
     def report(self) -> "NodeReport":
         """What whoever watches the swarm is told. Raises ``SwarmnetError`` while the node is paused."""

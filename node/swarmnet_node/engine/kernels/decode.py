@@ -10,7 +10,7 @@ import torch
 
 from swarmnet_node.engine.kernels.fused_layers import PRODUCTS, FusedLayer, FusedLayers, Linear
 from swarmnet_node.engine.kernels.fused_ops import Norm
-from swarmnet_node.engine.kv_cache import KVGeometry, LaneCache, LayerShape
+from swarmnet_node.engine.kv_cache import KVGeometry, LayerShape, SequenceCache
 from swarmnet_node.hosting.adapters import Addition, StageAdapter
 from swarmnet_protocols.machine import native_code
 
@@ -136,7 +136,7 @@ class NativeLayers:
         return NativeLayers(self._native, self._fused.part(start, end), geometry, self._first + start)
 
     def __call__(
-        self, inputs: torch.Tensor, lanes: Sequence[LaneCache], counts: Sequence[int]
+        self, inputs: torch.Tensor, sequences: Sequence[SequenceCache], counts: Sequence[int]
     ) -> torch.Tensor:
         """Hidden states [N, D] of the next positions, ``counts`` of each lane, in and out.
 
@@ -145,18 +145,18 @@ class NativeLayers:
         positions = sum(counts)
         if inputs.shape != (positions, self._hidden_size) or inputs.dtype != torch.float32:
             raise ValueError(f"native layers take {positions} positions of {self._hidden_size} float32")
-        caches = [self._caches(lane, count) for lane, count in zip(lanes, counts, strict=True)]
-        additions = [self._additions_of(lane.adapter) for lane in lanes]
+        caches = [self._caches(sequence, count) for sequence, count in zip(sequences, counts, strict=True)]
+        additions = [self._additions_of(sequence.adapter) for sequence in sequences]
         places = (_Place * positions)(
             *(
                 _Place(
                     *(position, capacity, self._angles_at(position), ctypes.addressof(pointers)),
                     None if added is None else ctypes.addressof(added.array),
                 )
-                for lane, count, (capacity, pointers), added in zip(
-                    lanes, counts, caches, additions, strict=True
+                for sequence, count, (capacity, pointers), added in zip(
+                    sequences, counts, caches, additions, strict=True
                 )
-                for position in range(lane.length, lane.length + count)
+                for position in range(sequence.length, sequence.length + count)
             )
         )
         hidden = inputs.clone(memory_format=torch.contiguous_format)
@@ -188,14 +188,14 @@ class NativeLayers:
             self._additions[adapter] = _Additions(layers) if any(layers) else None
         return self._additions[adapter]
 
-    def _caches(self, lane: LaneCache, count: int) -> tuple[int, ctypes.Array[c_void_p]]:
+    def _caches(self, sequence: SequenceCache, count: int) -> tuple[int, ctypes.Array[c_void_p]]:
         """Capacity, and the addresses of keys and values of every layer."""
-        if lane.geometry != self._geometry:
+        if sequence.geometry != self._geometry:
             raise ValueError("native layers take lanes of their own")
-        buffers = [buffer for index in range(len(self._layers)) for buffer in lane.layer(index)]
+        buffers = [buffer for index in range(len(self._layers)) for buffer in sequence.layer(index)]
         capacity = buffers[0].shape[2]
-        if lane.length + count > capacity:
-            raise ValueError(f"no room for {lane.length + count} positions in a lane of {capacity}")
+        if sequence.length + count > capacity:
+            raise ValueError(f"no room for {sequence.length + count} positions in a lane of {capacity}")
         return capacity, (c_void_p * len(buffers))(*(buffer.data_ptr() for buffer in buffers))
 
     def _angles_at(self, position: int) -> int:

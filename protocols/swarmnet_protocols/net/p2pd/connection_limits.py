@@ -14,7 +14,7 @@ from enum import IntEnum
 from swarmnet_protocols.errors import PeerUnreachable
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.p2pd.daemon import P2pd, unpack_multiaddr, unpack_peer
-from swarmnet_protocols.net.resources import ResourceManager, Stock
+from swarmnet_protocols.net.resources import Resource, ResourceManager
 from swarmnet_protocols.net.subnets import host_of, origin_of
 
 _log = logging.getLogger(__name__)
@@ -189,6 +189,6 @@ class Guard:
         scope = self._resources.find(each.peer_id)
         if each.peer_id in self._dialled or (scope is not None and not scope.is_stranger):
             return Worth.KNOWN
-        if scope is not None and (scope.used[Stock.STREAMS] or scope.used[Stock.CALLS]):
+        if scope is not None and (scope.used[Resource.STREAMS] or scope.used[Resource.CALLS]):
             return Worth.USED
         return Worth.NEW if now - each.since < NEW_S else Worth.IDLE

@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 from swarmnet_protocols.errors import StreamEnded
 from swarmnet_protocols.net import Buffer, Message, PeerId, ProtocolSpec, Refusal
-from swarmnet_protocols.net.flow_control import Allowance, Grants
+from swarmnet_protocols.net.flow_control import ReceiveWindow, SendWindow
 from swarmnet_protocols.net.framing import FrameReader, encode
 from swarmnet_protocols.net.meter import Meter
 from swarmnet_protocols.net.p2pd.daemon import unpack_multiaddr
 from swarmnet_protocols.net.p2pd.pipe import Pipe
-from swarmnet_protocols.net.rate_limit import PIECE_BYTES, Pace, PacedReader
+from swarmnet_protocols.net.rate_limit import PIECE_BYTES, LimitedReader, LinkLimiter
 from swarmnet_protocols.net.refusal import ENDED, LINGER_S, SIZES, encode_refusal
 from swarmnet_protocols.net.resources import Scope
 
@@ -29,7 +29,7 @@ class P2pdStream:
         pipe: Pipe,
         meter: Meter,
         on_close: Callable[["P2pdStream"], None],
-        pace: Pace,
+        pace: LinkLimiter,
     ) -> None:
         self.packed_address = b""
         self._up = pace.up
@@ -51,9 +51,11 @@ class P2pdStream:
         self._closed = False
         self._owed = bytearray()
         """What is to be granted, and has to wait for the end of a message."""
-        self._allowance = Allowance() if protocol.is_granted and meter.is_ours else None
-        self._grants = Grants(pace.down, self._tell) if protocol.is_granted and not meter.is_ours else None
-        reader = PacedReader(pipe.reader, pace.down, self._grants)
+        self._allowance = SendWindow() if protocol.is_granted and meter.is_ours else None
+        self._grants = (
+            ReceiveWindow(pace.down, self._tell) if protocol.is_granted and not meter.is_ours else None
+        )
+        reader = LimitedReader(pipe.reader, pace.down, self._grants)
         self._frames = FrameReader(reader, protocol, meter, allowance=self._allowance, grants=self._grants)
 
     @property

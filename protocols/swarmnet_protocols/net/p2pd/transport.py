@@ -32,10 +32,10 @@ from swarmnet_protocols.net.p2pd.pipe import Pipe
 from swarmnet_protocols.net.p2pd.process import MAX_MEMORY_BYTES, DaemonConfig, listening_at
 from swarmnet_protocols.net.p2pd.stream import P2pdStream
 from swarmnet_protocols.net.p2pd.wire_meter import WireMeter
-from swarmnet_protocols.net.rate_limit import Pace
+from swarmnet_protocols.net.rate_limit import LinkLimiter
 from swarmnet_protocols.net.refusal import LINGER_S, encode_refusal, no_room
 from swarmnet_protocols.net.resources import Exhausted, ResourceManager
-from swarmnet_protocols.net.subnets import Crowds
+from swarmnet_protocols.net.subnets import SubnetLimits
 from swarmnet_protocols.timing import Timing
 
 _log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class P2pdConfig:
     """Other addresses that our owner named. They are dialled as they are, as those of ``bootstrap``."""
     require_bootstrap: bool = False
     """Fail with ``Unreachable`` when none of them answers."""
-    pace: Pace = field(default_factory=Pace)
+    pace: LinkLimiter = field(default_factory=LinkLimiter)
     """Counts what goes over the network, and holds it back to the rates it is set to."""
     only_dials: bool = False
     """Nobody dials us: several processes of this machine may then be on the network under one identity."""
@@ -101,7 +101,7 @@ class P2pdTransport:
     ) -> None:
         self.resources = ResourceManager()
         self._timing = config.timing
-        self._crowds = Crowds(self.resources, self._timing)
+        self._crowds = SubnetLimits(self.resources, self._timing)
         self._peer_id = peer_id
         self._daemon = daemon
         self._daemon_config = daemon_config

@@ -13,11 +13,11 @@ from swarmnet_protocols.machine.aio import cancel, race
 from swarmnet_protocols.net import Message, Stream, Transport
 from swarmnet_protocols.net.messages import parse, receive_within, send_within
 from swarmnet_protocols.net.protocol_ids import EXCHANGE
-from swarmnet_protocols.net.resources import Stock
+from swarmnet_protocols.net.resources import Resource
 from swarmnet_protocols.training.codecs import Codec
 from swarmnet_protocols.training.rounds.events import RoundTiming
 from swarmnet_protocols.training.rounds.messages import HASH_BYTES
-from swarmnet_protocols.training.rounds.round_runner import Conversation, Engagement, Outcome
+from swarmnet_protocols.training.rounds.round_runner import Engagement, Outcome, RoundRunner
 from swarmnet_protocols.training.rounds.terms import Member, Terms
 from swarmnet_protocols.training.rounds.transfers import Rules
 from swarmnet_protocols.wire import training_pb2 as pb
@@ -53,7 +53,7 @@ class Exchange:
         self._timing = timing
         self._rules = rules
         self._executor = executor
-        self._rounds: dict[int, Conversation] = {}
+        self._rounds: dict[int, RoundRunner] = {}
         self._latest = -1
         self._begun = asyncio.Condition()
         self._tasks: dict[asyncio.Task[None], None] = {}
@@ -98,7 +98,7 @@ class Exchange:
         if values.dtype != torch.float32 or values.dim() != 1:
             raise ConfigError("only a flat float32 vector can be averaged")
         engagement = Engagement(self._transport, self._timing, self._rules, self._executor, self._own)
-        conversation = Conversation(terms, engagement, spread_s)
+        conversation = RoundRunner(terms, engagement, spread_s)
         self._latest = round
         for old in [each for each in self._rounds if self._is_over(each, terms)]:
             self._rounds.pop(old).close()
@@ -123,20 +123,20 @@ class Exchange:
     async def _accept(self, stream: Stream) -> None:
         message = await receive_within(stream, self._timing.silence_s)
         hello = parse(pb.ExchangeRequest, message.header).hello
-        await race(self._serve(stream, hello), self._beat(stream))
+        await race(self._serve(stream, hello), self._heartbeat(stream))
 
     async def _serve(self, stream: Stream, hello: pb.Hello) -> None:
         try:
-            with stream.scope.hold(Stock.EARLY_ROUNDS):
+            with stream.scope.hold(Resource.EARLY_ROUNDS):
                 conversation = await self._conversation(hello)
-            with stream.scope.hold(Stock.ROUNDS):
+            with stream.scope.hold(Resource.ROUNDS):
                 await conversation.serve(stream, hello.agreement)
         except ProtocolViolation as error:
             refusal = pb.Refusal(detail=str(error)[:500])
             await stream.send(Message(pb.ExchangeReply(refusal=refusal).SerializeToString()))
             raise
 
-    async def _conversation(self, hello: pb.Hello) -> Conversation:
+    async def _conversation(self, hello: pb.Hello) -> RoundRunner:
         """The round that somebody means, when it has begun here."""
         async with self._begun:
             await self._begun.wait_for(
@@ -147,8 +147,8 @@ class Exchange:
             raise ProtocolViolation(f"round {hello.round} is over here, or is not to be")
         return conversation
 
-    async def _beat(self, stream: Stream) -> None:
-        beat = Message(pb.ExchangeReply(beat=pb.Beat()).SerializeToString())
+    async def _heartbeat(self, stream: Stream) -> None:
+        heartbeat = Message(pb.ExchangeReply(heartbeat=pb.Heartbeat()).SerializeToString())
         while True:
-            await asyncio.sleep(self._timing.beat_s)
-            await send_within(stream, beat, self._timing.silence_s)
+            await asyncio.sleep(self._timing.heartbeat_s)
+            await send_within(stream, heartbeat, self._timing.silence_s)

@@ -19,14 +19,14 @@ class RoundTiming:
     """Whoever knows no decision by now is behind."""
     silence_s: float = 2.0
     """A member that sent no beat for this long is taken for gone, until it is heard again."""
-    beat_s: float = 0.4
+    heartbeat_s: float = 0.4
     open_s: float = 2.5
     """To dial a member and open a stream."""
 
     def __post_init__(self) -> None:
         if not 0 < self.contribution_s < self.settle_s < self.deadline_s < math.inf:
             raise ConfigError("a round needs 0 < contribution_s < settle_s < deadline_s")
-        if self.silence_s < 3 * self.beat_s:
+        if self.silence_s < 3 * self.heartbeat_s:
             raise ConfigError("silence_s must be at least three beats, or one late packet looks like a death")
 
     @property

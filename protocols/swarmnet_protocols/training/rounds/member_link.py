@@ -48,13 +48,13 @@ class MemberLink:
         self._urgent.append(message)
         self._news.set()
 
-    def post_bulk(self, lane: str, name: Hashable, messages: Iterator[Message | float]) -> None:
+    def post_bulk(self, sequence: str, name: Hashable, messages: Iterator[Message | float]) -> None:
         """Send while nothing is urgent, in order within a ``lane``. ``messages`` is asked for the next only when there is room for it.
 
         A number is the loop's time until which it has none: then it is asked again, and meanwhile other lanes have their
         turn. Nothing is sent again while what has the same name is still to be sent.
         """
-        self._bulk.setdefault(lane, {}).setdefault(name, messages)
+        self._bulk.setdefault(sequence, {}).setdefault(name, messages)
         self._news.set()
 
     def drain(self) -> None:
@@ -73,7 +73,7 @@ class MemberLink:
             self._on_change(False)
             if self._draining:
                 return
-            await asyncio.sleep(self._dial.timing.beat_s)
+            await asyncio.sleep(self._dial.timing.heartbeat_s)
 
     async def _converse(self) -> None:
         dial = self._dial
@@ -105,16 +105,16 @@ class MemberLink:
         if self._urgent:
             return self._urgent.popleft()
         due_s = []
-        for lane in self._bulk.values():
-            while lane:
-                name, messages = next(iter(lane.items()))
+        for sequence in self._bulk.values():
+            while sequence:
+                name, messages = next(iter(sequence.items()))
                 turn = next(messages, None)
                 if isinstance(turn, Message):
                     return turn
                 if turn is not None:
                     due_s.append(turn)
                     break
-                del lane[name]
+                del sequence[name]
         return min(due_s, default=None)
 
     async def _transmit(self, stream: Stream, message: Message) -> None:

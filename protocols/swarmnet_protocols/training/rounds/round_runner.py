@@ -98,7 +98,7 @@ class Engagement:
     own: Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 
 
-class Conversation:
+class RoundRunner:
     """``prepare``, then ``run``, which takes ``spread_s`` to send. It goes on to answer others until ``close``."""
 
     def __init__(self, terms: Terms, engagement: Engagement, spread_s: float) -> None:
@@ -152,7 +152,7 @@ class Conversation:
                     self._keep_running(member)
             self._feed(Tick())
             while not self._ended.done():
-                await asyncio.wait([self._ended], timeout=self._engagement.timing.beat_s)
+                await asyncio.wait([self._ended], timeout=self._engagement.timing.heartbeat_s)
                 for index in self._reading:
                     self._feed(Receiving(index))
                 self._feed(Tick())

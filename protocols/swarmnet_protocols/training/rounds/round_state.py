@@ -357,7 +357,7 @@ class Round:
         """Whether somebody else is to reduce a slice, whose owner is lost, absent, or there and does not deliver."""
         owner = self._slots[index].owner
         if owner in self._lost:  # a member that has its result has had two beats to say so
-            return now - self._lost[owner] >= 2 * self._timing.beat_s
+            return now - self._lost[owner] >= 2 * self._timing.heartbeat_s
         coming = now - self._progress_at[index] < self._timing.silence_s
         return not self._takes_part(owner, now) or (now >= self._late_at[index] and not coming)
 
