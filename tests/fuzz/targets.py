@@ -405,23 +405,25 @@ def contact_seeds() -> list[bytes]:
 
 
 TARGETS: dict[str, Target] = {
-    "frames": Target(read_frames, frame_seeds, ("transport.framing.FrameReader",)),
-    "messages": Target(read_message, message_seeds, ("transport.talking.parse",)),
+    "frames": Target(read_frames, frame_seeds, ("net.framing.FrameReader",)),
+    "messages": Target(read_message, message_seeds, ("net.messages.parse",)),
     "refusal": Target(
-        read_refusal, examples(door_pb2.Refused), ("transport.refusing.decode_refusal",), max_bytes=4096
+        read_refusal, examples(door_pb2.Refused), ("net.refusal.decode_refusal",), max_bytes=4096
     ),
     "multiaddr": Target(
         read_multiaddr,
         lambda: [bytes([4, 127, 0, 0, 1, 6, 0, 80])],
-        ("transport.p2pd_daemon.unpack_multiaddr",),
+        ("net.p2pd.daemon.unpack_multiaddr",),
     ),
-    "peer id": Target(read_peer, lambda: [b"\x00\x24" + bytes(36)], ("transport.p2pd_daemon.unpack_peer",)),
+    "peer id": Target(read_peer, lambda: [b"\x00\x24" + bytes(36)], ("net.p2pd.daemon.unpack_peer",)),
     "contacts": Target(read_contacts, contact_seeds, ()),
     "tensor": Target(read_tensor, tensor_seeds, ("session.steps.decode_tensor",)),
     "step": Target(read_step, step_seeds, ("session.steps.decode_step",)),
     "adapter": Target(adapters.read_part, adapter_seeds, ("session.adapters.read_part",)),
     "record": Target(
-        read_record, record_seeds, ("records.open_record", "records.open_valid", "catalog.merge")
+        read_record,
+        record_seeds,
+        ("directory.records.open_record", "directory.records.open_valid", "directory.catalog.merge"),
     ),
     "certificate": Target(
         read_certificate,
@@ -436,7 +438,7 @@ TARGETS: dict[str, Target] = {
     "swarm file": Target(swarm_file.parse, swarm_file_seeds, ()),
     "report": Target(read_report, examples(report_pb2.NodeReport), ()),
     "control": Target(
-        read_control, examples(training_pb2.ExchangeRequest), ("training.messages.decode_control",)
+        read_control, examples(training_pb2.ExchangeRequest), ("training.rounds.messages.decode_control",)
     ),
     "roster": Target(
         read_roster,
@@ -446,7 +448,7 @@ TARGETS: dict[str, Target] = {
     "measured": Target(
         read_measured, examples(workers_pb2.Measured), ("training.rosters.measured_from_wire",)
     ),
-    "summary": Target(read_summary, examples(training_pb2.Summary), ("training.transfers.read_summary",)),
+    "summary": Target(read_summary, examples(training_pb2.Summary), ("training.rounds.transfers.read_summary",)),
     **{
         f"codec {name}": Target(
             partial(read_values, name), partial(codec_seeds, name), ("training.codecs.payload.read",)

@@ -23,7 +23,7 @@ json_values = st.recursive(
 @st.composite
 def manifests(draw: st.DrawFn) -> Manifest:
     blocks = draw(st.integers(1, 3))
-    tensors: dict[BlockKey, tuple[str, ...]] = {"local_layers": tuple(draw(st.lists(names, max_size=2)))}
+    tensors: dict[BlockKey, tuple[str, ...]] = {"edges": tuple(draw(st.lists(names, max_size=2)))}
     tensors |= {block: tuple(draw(st.lists(names, max_size=2))) for block in range(blocks)}
     files = st.builds(
         ManifestFile,

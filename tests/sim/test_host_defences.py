@@ -97,7 +97,7 @@ def with_stranger(reference: Reference, talk: Callable[[Stranger], Awaitable[Non
         await asyncio.sleep(lab.timing.link_wait_s + lab.timing.reply_s + 1)
         assert lab.sessions() == {}
         assert lab.cache_bytes() == {}
-        used = lab.nodes["a"]._world.transport.resources.in_all.used
+        used = lab.nodes["a"]._dependencies.transport.resources.in_all.used
         assert {
             resource: amount
             for resource, amount in used.items()
@@ -200,7 +200,7 @@ def test_without_memory_for_a_queue_steps_are_read_one_at_a_time(reference: Refe
     async def talk(stranger: Stranger) -> None:
         session, link = await stranger.send_open(), await stranger.link()
         await link_reply(link)
-        resources = stranger.lab.nodes["a"]._world.transport.resources
+        resources = stranger.lab.nodes["a"]._dependencies.transport.resources
         step_bytes = 16 * HIDDEN * 4
         resources.limit(Resource.MEMORY, each_peer=step_bytes + 100)
         for number in range(3):

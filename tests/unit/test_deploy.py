@@ -97,7 +97,7 @@ def test_units_wait_for_the_word_that_it_serves(name: str) -> None:
     unit = Unit(name)
     assert unit["Service"]["Type"] == "notify"
     module = {"join": "hosting"}.get(unit.command[1], unit.command[1])
-    assert "notify_ready(" in (ROOT / "swarmnet" / "cli" / f"{module}.py").read_text()
+    assert "notify_ready(" in (ROOT / "swarmnet" / "cli" / "commands" / f"{module}.py").read_text()
 
 
 def test_compose_follows_the_specification() -> None:

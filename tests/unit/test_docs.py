@@ -1,7 +1,6 @@
 """Pages for people: nothing in them is left out of the tests unsaid, and what they point to is there."""
 
 import re
-from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -13,19 +12,6 @@ ROOT = Path(__file__).parents[2]
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 KINDS = {"run", "background", "python", "not run"}
-CODE = {
-    "swarmnet": "swarmnet",
-    "swarmnet/dashboard": "swarmnet/dashboard",
-    "swarmnet/dashboard/static": "swarmnet/dashboard/static",
-    "swarmnet/doctor": "swarmnet/doctor",
-    "swarmnet/gateway": "swarmnet/gateway",
-    "swarmnet/web": "swarmnet/web",
-    "node": "node/swarmnet_node",
-    "client": "client/swarmnet_client",
-    "protocols": "protocols/swarmnet_protocols",
-    "protocols/swarmnet_protocols/training": "protocols/swarmnet_protocols/training",
-}
-"""Where the modules are that a folder's README tells of."""
 
 
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.stem)
@@ -82,26 +68,3 @@ def test_every_bench_is_run_by_make_or_the_results_say_why_not() -> None:
 def test_guides_are_one_page() -> None:
     assert {guide.stem for guide in GUIDES} == {"volunteer", "user", "private-group", "trainer", "operator"}
     assert [guide.stem for guide in GUIDES if len(guide.read_text().splitlines()) > 90] == []
-
-
-def names(page: Path) -> list[tuple[str, str]]:
-    """The modules and folders that the tables of a page name: as written, and in the folder of the name before."""
-    found = []
-    for line in page.read_text().splitlines():
-        folder = ""
-        for name in re.findall(
-            r"`([\w*./]+(?:\.py|\.js|\.css|/))`", line.partition("|")[2].partition("|")[0]
-        ):
-            folder = name.rpartition("/")[0] + "/" if "/" in name else folder
-            found.append((name, folder + name.rpartition("/")[2]))
-    return found
-
-
-@pytest.mark.parametrize("folder", CODE)
-def test_the_readme_of_a_folder_names_its_modules_and_no_others(folder: str) -> None:
-    code, known = ROOT / CODE[folder], names(ROOT / folder / "README.md")
-    assert [each for each in known if not any(any(code.glob(name)) for name in each)] == []
-    patterns = {f"{name}*" if name.endswith("/") else name for each in known for name in each}
-    modules = [path for kind in ("*.py", "*.js", "*.css") for path in code.rglob(kind)]
-    own = [str(path.relative_to(code)) for path in modules if not path.name.startswith("__")]
-    assert [name for name in own if not any(fnmatch(name, pattern) for pattern in patterns)] == []
