@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swarmnet.addresses import check_peer_address, parse_hosts
-from swarmnet.entering import client_network
 from swarmnet.paths import default_cache_dir
+from swarmnet.swarm_file.entry import client_network
 
 if TYPE_CHECKING:
     from swarmnet_client.model.local_layers import Form

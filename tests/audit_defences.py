@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from swarmnet_client.audit import auditor, plan, verdict
-from swarmnet_client.audit.auditor import Auditor
+from swarmnet_client.audit import plan, verdict
 from swarmnet_client.audit.verdict import Verdict
+from swarmnet_client.chain import auditor
 from swarmnet_client.chain import supervisor as mending
-from swarmnet_client.swarm import Swarm
+from swarmnet_client.chain.auditor import Auditor
+from swarmnet_client.swarm.swarm import Swarm
 from tests.defences import Defence, nothing, replacing, yes
 from tests.properties import test_audit as decisions
 from tests.sim import test_audit

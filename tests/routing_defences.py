@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from swarmnet_client.chain.entry_guards import EntryGuards
+from swarmnet_client.swarm.entry_guards import EntryGuards
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.routing import cost as routing
 from swarmnet_protocols.routing.cost import HostInfo

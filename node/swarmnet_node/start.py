@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from swarmnet_node.engine.stage import Stage
     from swarmnet_node.hosting.host import HostLimits
     from swarmnet_node.node import Hosting
-    from swarmnet_node.owner.supervisor import Supervisor
+    from swarmnet_node.supervisor import Supervisor
     from swarmnet_protocols.membership.quotas import Quotas
     from swarmnet_protocols.models import LocalModel, Progress
     from swarmnet_protocols.net import Transport
@@ -83,7 +83,7 @@ async def start(config: NodeConfig, *, progress: "Progress | None" = None) -> As
             loaded = await loading
         from swarmnet_node.node import Dependencies
         from swarmnet_node.owner.machine import OwnersMachine, release_memory
-        from swarmnet_node.owner.supervisor import Supervisor
+        from swarmnet_node.supervisor import Supervisor
         from swarmnet_protocols.directory.duplicate_identity import DuplicateWatch
         from swarmnet_protocols.machine.clock import wall_clock
         from swarmnet_protocols.machine.core_lock import take_turns

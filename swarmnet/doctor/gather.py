@@ -15,7 +15,7 @@ from swarmnet_protocols.joining.network import ANY_PORT, LOOPBACK
 from swarmnet_protocols.machine.clock import wall_clock
 
 if TYPE_CHECKING:
-    from swarmnet.entering import Entry
+    from swarmnet.swarm_file.entry import Entry
     from swarmnet_node.owner.control import NodeStatus
 
 T = TypeVar("T")

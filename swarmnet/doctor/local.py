@@ -17,7 +17,7 @@ from swarmnet_protocols.errors import ConfigError, NotAuthorised, SwarmnetError,
 from swarmnet_protocols.machine.clock import wall_clock
 
 if TYPE_CHECKING:
-    from swarmnet.entering import Entry
+    from swarmnet.swarm_file.entry import Entry
     from swarmnet_node.owner.control import NodeStatus
 
 DRIVER_S = 5.0
@@ -110,7 +110,7 @@ def enter(
     """The swarm as the identity of ``data_dir`` would enter it, and what of that is in order."""
     if name is None:
         return None, None
-    from swarmnet import entering
+    from swarmnet.swarm_file import entry as entering
     from swarmnet_protocols.membership.invites import is_invite
 
     if is_invite(name):

@@ -10,7 +10,7 @@ from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.machine.clock import wall_clock
 
 if TYPE_CHECKING:
-    from swarmnet.entering import Entry
+    from swarmnet.swarm_file.entry import Entry
     from swarmnet_protocols.net import Transport
 
 OPEN_S = 3.0

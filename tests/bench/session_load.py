@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 
-from swarmnet.entering import enter
+from swarmnet.swarm_file.entry import enter
 from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainSpec
-from swarmnet_client.swarm import Swarm
+from swarmnet_client.swarm.swarm import Swarm
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.joining.network import LOOPBACK, connect
 from swarmnet_protocols.session.steps import Row

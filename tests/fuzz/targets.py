@@ -448,7 +448,9 @@ TARGETS: dict[str, Target] = {
     "measured": Target(
         read_measured, examples(workers_pb2.Measured), ("training.rosters.measured_from_wire",)
     ),
-    "summary": Target(read_summary, examples(training_pb2.Summary), ("training.rounds.transfers.read_summary",)),
+    "summary": Target(
+        read_summary, examples(training_pb2.Summary), ("training.rounds.transfers.read_summary",)
+    ),
     **{
         f"codec {name}": Target(
             partial(read_values, name), partial(codec_seeds, name), ("training.codecs.payload.read",)

@@ -11,7 +11,7 @@ import torch
 from swarmnet_client.chain.adapter_upload import ATTEMPTS
 from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainSpec
-from swarmnet_client.swarm import Swarm
+from swarmnet_client.swarm.swarm import Swarm
 from swarmnet_protocols.errors import ConfigError, OutOfResources
 from swarmnet_protocols.net.memory import Delivery
 from swarmnet_protocols.net.protocol_ids import ADAPTER, LINK, SESSION

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from swarmnet_client.audit.auditor import Auditor
+from swarmnet_client.chain.auditor import Auditor
 from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainReport, ChainSpec
-from swarmnet_client.swarm import Swarm
+from swarmnet_client.swarm.swarm import Swarm
 from swarmnet_protocols.session.activation_log import ActivationLog
 from swarmnet_protocols.session.steps import Row
 from swarmnet_protocols.session.testimony import Received

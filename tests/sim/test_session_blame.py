@@ -8,7 +8,7 @@ import torch
 
 from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainSpec
-from swarmnet_client.swarm import Swarm
+from swarmnet_client.swarm.swarm import Swarm
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.session.adapters import Adapter
 from tests.support.faulty_adapters import HIDDEN, HUGE, pair, unknown_module

@@ -12,7 +12,7 @@ from swarmnet_client.batching.continuous_batching import Batcher, Limits
 from swarmnet_client.batching.sequences import Answer, Request
 from swarmnet_client.model.local_layers import Form, Head, LocalLayers
 from swarmnet_client.model.sampling import Sampling
-from swarmnet_client.swarm import Swarm
+from swarmnet_client.swarm.swarm import Swarm
 from swarmnet_protocols.models import LocalModel
 from tests.support.swarm_lab import Lab
 

@@ -13,11 +13,11 @@ import torch
 
 from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainSpec
-from swarmnet_client.swarm import Swarm
+from swarmnet_client.swarm.swarm import Swarm
 from swarmnet_node.engine.stage import Stage
 from swarmnet_node.node import Dependencies, Hosting, Node
 from swarmnet_node.owner.limits import Limits
-from swarmnet_node.owner.supervisor import Supervisor
+from swarmnet_node.supervisor import Supervisor
 from swarmnet_protocols.directory import MemoryBoard, MemoryDirectory
 from swarmnet_protocols.membership.guarded_transport import GuardedTransport
 from swarmnet_protocols.membership.handshake import Handshakes

@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerFast
 
 from swarmnet_client.model.local_layers import Form
 from swarmnet_client.model.model import wrap
-from swarmnet_client.runtime import Runtime
-from swarmnet_client.swarm import Swarm
+from swarmnet_client.swarm.runtime import Runtime
+from swarmnet_client.swarm.swarm import Swarm
 from swarmnet_node.owner.control import NodeStatus
 from swarmnet_protocols.net.memory import LinkProfile
 from tests.support.swarm_lab import Lab, Reference, load_reference

@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 import torch
 
+from swarmnet_node.engine.adapters import StageAdapter
 from swarmnet_node.hosting.adapter_store import AdapterStore
-from swarmnet_node.hosting.adapters import StageAdapter
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.resources import Resource, ResourceManager, Scope

@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from swarmnet_node.engine.adapters import StageAdapter
 from swarmnet_node.engine.kernels.decode import Native
 from swarmnet_node.engine.kv_cache import SequenceCache
 from swarmnet_node.engine.stage import Stage
-from swarmnet_node.hosting.adapters import StageAdapter
 from swarmnet_protocols.models import LocalModel, resolve
 from tests.support.peft_oracle import lora_tensors, prefix_tensors, random_tensors, with_lora, with_prefix
 from tests.support.tiny_models import FAMILIES, save_tiny

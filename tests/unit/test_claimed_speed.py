@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from swarmnet_client.chain.entry_guards import LIFETIME_S, MOST, WANTED, EntryGuards
+from swarmnet_client.swarm.entry_guards import LIFETIME_S, MOST, WANTED, EntryGuards
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.routing.cost import Hop, HostInfo, View, believed, find_chain
 from swarmnet_protocols.routing.measured_speed import MEMORY_S, Speeds

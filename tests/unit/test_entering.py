@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from swarmnet import swarm_file
-from swarmnet.entering import Entry, enter
 from swarmnet.swarm_file import FILE_NAME
+from swarmnet.swarm_file.entry import Entry, enter
 from swarmnet.swarm_file.keys import KEY_NAME, create_key
 from swarmnet.swarm_file.writer import NewSwarm, create
 from swarmnet_protocols.errors import ConfigError, NotAuthorised

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 from typing import cast
 
 from swarmnet_node.engine.engine import Engine
+from swarmnet_node.governor import Governor
 from swarmnet_node.node import Hosting
-from swarmnet_node.owner.governor import Governor
 from swarmnet_protocols.net.resources import Resource, ResourceManager
 
 GIB = 1 << 30

@@ -12,7 +12,7 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from swarmnet.addresses import parse_endpoint
-from swarmnet.monitoring import Monitor
+from swarmnet.web.monitoring import Monitor
 from swarmnet_node.engine.counters import Histogram
 from swarmnet_node.metrics import Measured, registry_of
 from swarmnet_node.owner.control import NodeStatus

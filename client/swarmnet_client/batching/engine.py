@@ -11,7 +11,7 @@ from swarmnet_client.batching.continuous_batching import Batcher, Limits
 from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_client.model.local_layers import Form, Head, LocalLayers
-from swarmnet_client.swarm import Swarm
+from swarmnet_client.swarm.swarm import Swarm
 from swarmnet_protocols.machine.threads import compute_on
 from swarmnet_protocols.models import LocalModel
 from swarmnet_protocols.routing.cost import uncovered

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from swarmnet_client.swarm import Swarm
+from swarmnet_client.swarm.swarm import Swarm
 from swarmnet_protocols.errors import ConfigError, SwarmnetError
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.routing.cost import Hop

@@ -10,12 +10,12 @@ from statistics import median
 
 import torch
 
-from swarmnet_client.audit.auditor import Auditor
+from swarmnet_client.chain.auditor import Auditor
 from swarmnet_client.chain.chunks import cut, cut_values
 from swarmnet_client.chain.hops import ChainReport, ChainSpec
 from swarmnet_client.chain.inflight import Inflight
 from swarmnet_client.chain.supervisor import ChainSupervisor
-from swarmnet_client.swarm import Swarm
+from swarmnet_client.swarm.swarm import Swarm
 from swarmnet_protocols.errors import OutOfResources, SwarmnetError
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.routing.cost import Hop

@@ -11,7 +11,7 @@ import torch
 from swarmnet_client.chain.adapter_upload import Placement
 from swarmnet_client.chain.blame import Blame
 from swarmnet_client.chain.hops import ChainReport, ChainSpec
-from swarmnet_client.swarm import Swarm
+from swarmnet_client.swarm.swarm import Swarm
 from swarmnet_protocols.errors import (
     ConfigError,
     DeadlineExceeded,

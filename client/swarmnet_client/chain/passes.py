@@ -14,7 +14,7 @@ from swarmnet_client.chain.blame import OURS
 from swarmnet_client.chain.hops import ChainReport, ChainSpec
 from swarmnet_client.chain.pass_calls import GraphGone, Hosts, InDoubt, Leg
 from swarmnet_client.chain.retry_policy import RetryPolicy, verdict
-from swarmnet_client.swarm import Swarm
+from swarmnet_client.swarm.swarm import Swarm
 from swarmnet_protocols.errors import (
     ConfigError,
     NoRoute,

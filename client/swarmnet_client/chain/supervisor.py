@@ -17,7 +17,7 @@ from swarmnet_client.chain.blame import Blame
 from swarmnet_client.chain.hops import ChainReport, ChainSpec, Head, LiveHop, gaps, open_hop, upstream
 from swarmnet_client.chain.inflight import Inflight
 from swarmnet_client.chain.retry_policy import PAUSE_S, RetryPolicy, verdict
-from swarmnet_client.swarm import CONVICTED_S, Swarm
+from swarmnet_client.swarm.swarm import CONVICTED_S, Swarm
 from swarmnet_protocols.errors import (
     ConfigError,
     NoRoute,

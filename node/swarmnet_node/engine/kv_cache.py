@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from swarmnet_node.hosting.adapters import StageAdapter
+    from swarmnet_node.engine.adapters import StageAdapter
 
 Prefix = tuple[torch.Tensor, torch.Tensor]
 """Keys and values [1, heads, n, size] that a layer's part of a lane begins with."""

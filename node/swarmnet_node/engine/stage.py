@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from swarmnet_node.engine.adapters import Additions, LayerForm, StageAdapter, adapt, linear_modules
 from swarmnet_node.engine.attention import (
     IMPLEMENTATION,
     Batch,
@@ -21,7 +22,6 @@ from swarmnet_node.engine.graphs import Graph, record
 from swarmnet_node.engine.kernels import decode
 from swarmnet_node.engine.kernels.fused_layers import PRODUCTS, FusedLayers, fits
 from swarmnet_node.engine.kv_cache import KVGeometry, Prefix, SequenceCache
-from swarmnet_node.hosting.adapters import Additions, LayerForm, StageAdapter, adapt, linear_modules
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models import LocalModel
 from swarmnet_protocols.models.cut import with_blocks

@@ -5,9 +5,9 @@ import hashlib
 from dataclasses import dataclass
 from typing import NoReturn
 
+from swarmnet_node.engine.adapters import StageAdapter
 from swarmnet_node.engine.engine import Engine
 from swarmnet_node.hosting.adapter_store import HASH_BYTES, AdapterStore
-from swarmnet_node.hosting.adapters import StageAdapter
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.machine.aio import race
 from swarmnet_protocols.net import Buffer, Message, Stream

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 from google.protobuf.message import Message as Protobuf
 
+from swarmnet_node.engine.adapters import StageAdapter
 from swarmnet_node.engine.engine import Engine
 from swarmnet_node.hosting.adapter_store import AdapterStore
 from swarmnet_node.hosting.adapter_upload import AdapterUpload
-from swarmnet_node.hosting.adapters import StageAdapter
 from swarmnet_node.hosting.passes import HostedPass
 from swarmnet_node.hosting.reports import HostNumbers
 from swarmnet_node.hosting.session import HostedSession, idle

@@ -7,10 +7,10 @@ from typing import TypeVar
 
 import torch
 
+from swarmnet_node.engine.adapters import StageAdapter
 from swarmnet_node.engine.engine import Engine
 from swarmnet_node.engine.graphs import Graph, GraphName
 from swarmnet_node.engine.stage import Stage
-from swarmnet_node.hosting.adapters import StageAdapter
 from swarmnet_node.hosting.slots import Slot
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.machine.aio import race

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from swarmnet_node.engine.adapters import StageAdapter
 from swarmnet_node.engine.kv_cache import SequenceCache
-from swarmnet_node.hosting.adapters import StageAdapter
 from swarmnet_node.hosting.passes import finite
 from swarmnet_node.hosting.reports import Pair, TokenTimes
 from swarmnet_node.hosting.slots import Slot

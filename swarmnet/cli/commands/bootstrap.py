@@ -18,9 +18,9 @@ from swarmnet.cli.options import (
     parse_p2pd_bytes,
 )
 from swarmnet.cli.output import note, print_json, print_text
-from swarmnet.entering import enter
 from swarmnet.paths import default_data_dir, locked_data_dir
 from swarmnet.supervision import notify_ready, notify_stopping
+from swarmnet.swarm_file.entry import enter
 
 if TYPE_CHECKING:
     from pathlib import Path

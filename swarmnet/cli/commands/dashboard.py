@@ -19,9 +19,9 @@ from swarmnet.cli.options import (
     SwarmOption,
 )
 from swarmnet.cli.output import note, print_json, print_text, progress, say
-from swarmnet.entering import Entry, enter
 from swarmnet.paths import default_data_dir, locked_data_dir
 from swarmnet.supervision import notify_ready, notify_stopping
+from swarmnet.swarm_file.entry import Entry, enter
 from swarmnet.swarm_file.keys import API_KEY, read_secret
 from swarmnet_protocols.errors import ConfigError, SwarmnetError
 from swarmnet_protocols.joining.network import LOOPBACK

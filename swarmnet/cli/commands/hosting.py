@@ -16,7 +16,7 @@ from swarmnet.terminal import shown
 from swarmnet_protocols.models import Progress
 
 if TYPE_CHECKING:
-    from swarmnet.monitoring import Monitor
+    from swarmnet.web.monitoring import Monitor
     from swarmnet_node.engine.engine import Engine
     from swarmnet_node.hosting.host import Host
     from swarmnet_node.node import Dependencies
@@ -98,7 +98,7 @@ class Foreground:
     async def _monitor(self, stack: AsyncExitStack) -> "Monitor | None":
         if self.metrics is None:
             return None
-        from swarmnet.monitoring import Monitor
+        from swarmnet.web.monitoring import Monitor
 
         monitor = Monitor()
         url = await stack.enter_async_context(monitor.serve(*self.metrics))

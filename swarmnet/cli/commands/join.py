@@ -30,8 +30,8 @@ from swarmnet.cli.options import (
     parse_size_bytes,
 )
 from swarmnet.cli.output import note_if_first
-from swarmnet.entering import enter
 from swarmnet.paths import default_cache_dir, default_data_dir, locked_data_dir
+from swarmnet.swarm_file.entry import enter
 from swarmnet_node.owner.limits import Limits
 from swarmnet_protocols.membership.rules import Admission, Rules
 from swarmnet_protocols.models import DEFAULT_MODEL

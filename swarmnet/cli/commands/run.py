@@ -25,8 +25,8 @@ from swarmnet.cli.options import (
     check_share,
 )
 from swarmnet.cli.output import progress
-from swarmnet.entering import client_network
 from swarmnet.paths import default_cache_dir, default_history
+from swarmnet.swarm_file.entry import client_network
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.joining.network import Network
 from swarmnet_protocols.machine.lean_imports import import_transformers

@@ -28,9 +28,9 @@ from swarmnet.cli.options import (
     device_option,
 )
 from swarmnet.cli.output import note, print_json, progress, say
-from swarmnet.entering import client_network
 from swarmnet.paths import default_cache_dir
 from swarmnet.supervision import notify_ready, notify_stopping
+from swarmnet.swarm_file.entry import client_network
 from swarmnet.swarm_file.keys import API_KEY, read_secret
 from swarmnet_protocols.errors import ConfigError, SwarmnetError
 from swarmnet_protocols.joining.network import Network
@@ -198,7 +198,7 @@ async def _serve(local: LocalModel, network: Network, serving: _Serving) -> None
     from swarmnet_client.batching.continuous_batching import Limits
     from swarmnet_client.batching.engine import open_engine
     from swarmnet_client.model.local_layers import Form
-    from swarmnet_client.swarm import Swarm
+    from swarmnet_client.swarm.swarm import Swarm
     from swarmnet_protocols.machine.aio import race
 
     interrupts = Interrupts.catch()

@@ -29,8 +29,8 @@ from swarmnet.cli.output import note, note_if_first, print_json, print_text, pro
 from swarmnet.cli.progress.displays import Display, display
 from swarmnet.cli.progress.record import TrainingRecord, newest_job, read_history
 from swarmnet.cli.progress.training import facts_of, tell
-from swarmnet.entering import enter
 from swarmnet.paths import default_cache_dir, default_data_dir, locked_data_dir
+from swarmnet.swarm_file.entry import enter
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.joining.network import LOOPBACK, Network, connect
 from swarmnet_protocols.machine.clock import wall_clock

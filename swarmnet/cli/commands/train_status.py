@@ -13,8 +13,8 @@ from swarmnet.cli.options import BootstrapOption, DataDirOption, JsonFlag, check
 from swarmnet.cli.output import clear_terminal, note, print_json, print_table, progress
 from swarmnet.cli.progress.record import newest_job, read_status
 from swarmnet.cli.progress.training import summary
-from swarmnet.entering import client_network
 from swarmnet.paths import default_data_dir
+from swarmnet.swarm_file.entry import client_network
 from swarmnet.units import counted
 from swarmnet_protocols.joining.network import Network, connect
 

@@ -23,8 +23,8 @@ from swarmnet.cli.options import (
 )
 from swarmnet.cli.progress.displays import Fields, display
 from swarmnet.cli.progress.tuning import Words
-from swarmnet.entering import client_network
 from swarmnet.paths import default_cache_dir
+from swarmnet.swarm_file.entry import client_network
 from swarmnet_client.tuning.methods import LEARNING_RATES, Method, Settings, attach, require_peft
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models import DEFAULT_MODEL

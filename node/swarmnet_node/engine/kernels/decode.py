@@ -8,10 +8,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from swarmnet_node.engine.adapters import Addition, StageAdapter
 from swarmnet_node.engine.kernels.fused_layers import PRODUCTS, FusedLayer, FusedLayers, Linear
 from swarmnet_node.engine.kernels.fused_ops import Norm
 from swarmnet_node.engine.kv_cache import KVGeometry, LayerShape, SequenceCache
-from swarmnet_node.hosting.adapters import Addition, StageAdapter
 from swarmnet_protocols.machine import native_code
 
 SOURCE = Path(__file__).with_name("decode.c")

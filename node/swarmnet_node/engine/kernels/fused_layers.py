@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
+from swarmnet_node.engine.adapters import Additions
 from swarmnet_node.engine.attention import Batch, Rule
 from swarmnet_node.engine.kernels.fused_ops import Angles, Norm, gated, normed, rotated
-from swarmnet_node.hosting.adapters import Additions
 
 Linear = tuple[torch.Tensor, torch.Tensor | None]
 """Weight [outputs, inputs] and bias."""

@@ -9,7 +9,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from swarmnet_client.swarm import Swarm
+from swarmnet_client.swarm.swarm import Swarm
 from swarmnet_protocols.errors import NotAuthorised, SwarmnetError
 from swarmnet_protocols.machine.aio import race
 from swarmnet_protocols.machine.threads import stay_serial

@@ -18,7 +18,7 @@ from swarmnet_client.audit.watched import Watched
 from swarmnet_client.chain.hops import ChainReport, ChainSpec, LiveHop, Shown
 from swarmnet_client.chain.pass_calls import ask_pass
 from swarmnet_client.chain.supervisor import ChainSupervisor
-from swarmnet_client.swarm import Swarm
+from swarmnet_client.swarm.swarm import Swarm
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError, Unreachable
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.routing.cost import Hop

@@ -13,10 +13,10 @@ from typing import NoReturn, Protocol
 
 from swarmnet_node.engine.engine import Engine
 from swarmnet_node.engine.memory_account import check_room
+from swarmnet_node.governor import Governor
 from swarmnet_node.hosting.host import Host
 from swarmnet_node.node import Dependencies, Hosting, Node
 from swarmnet_node.owner.control import NodeStatus
-from swarmnet_node.owner.governor import Governor
 from swarmnet_node.owner.limits import Limits, Observed, Pause, Run, Usage, decide
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.machine.aio import cancel, race

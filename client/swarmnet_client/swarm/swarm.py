@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from swarmnet_client.audit.plan import Ledger
-from swarmnet_client.chain.entry_guards import EntryGuards
-from swarmnet_client.chain.traffic import CountingTransport, Traffic
+from swarmnet_client.swarm.entry_guards import EntryGuards
+from swarmnet_client.swarm.traffic import CountingTransport, Traffic
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.directory.hosts import read_hosts
 from swarmnet_protocols.errors import NoRoute, ProtocolViolation, SwarmnetError
