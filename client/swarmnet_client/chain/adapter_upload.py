@@ -12,7 +12,7 @@ from swarmnet_protocols.net import Message, PeerId, Stream
 from swarmnet_protocols.net.messages import parse, receive_within
 from swarmnet_protocols.net.protocol_ids import ADAPTER
 from swarmnet_protocols.routing.cost import Hop
-from swarmnet_protocols.session.adapters import Adapter, Part
+from swarmnet_protocols.session.adapters import Adapter, AdapterPart
 from swarmnet_protocols.session.link import Refused
 from swarmnet_protocols.wire import session_pb2 as pb
 
@@ -109,7 +109,7 @@ async def place(
         stream.close()
 
 
-async def _send(stream: Stream, part: Part, moved: Callable[[], None]) -> None:
+async def _send(stream: Stream, part: AdapterPart, moved: Callable[[], None]) -> None:
     data = memoryview(part.data)
     chunk = Message(pb.AdapterRequest(chunk=pb.Chunk()).SerializeToString())
     for start in range(0, len(data), ADAPTER.max_payload_bytes):

@@ -33,7 +33,7 @@ from swarmnet_protocols.net.messages import parse, receive_within, send_within
 from swarmnet_protocols.net.protocol_ids import ADAPTER, LINK, PASS, PING, SESSION
 from swarmnet_protocols.net.resources import Exhausted, Rate, RateLimit, Resource, ResourceManager, Scope
 from swarmnet_protocols.session.activation_log import REPLAY_POSITIONS
-from swarmnet_protocols.session.link import Refused, Target
+from swarmnet_protocols.session.link import NextHop, Refused
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import session_pb2 as pb
 
@@ -161,11 +161,11 @@ class Host:
     def sessions(self) -> Sequence[HostedSession]:
         return tuple(self._sessions.values())
 
-    def target(self, next: pb.Peer, epoch: int) -> Target:
+    def target(self, next: pb.Peer, epoch: int) -> NextHop:
         """The next hop as a client names it, at the addresses that this hop itself has signed, if any."""
         peer, offer = PeerId(next.id), self._offer
         addresses = signed_addresses(next.record, peer, offer.manifest, swarm=offer.swarm, now=self._clock())
-        return Target(peer, addresses, next.session, epoch)
+        return NextHop(peer, addresses, next.session, epoch)
 
     def shed(self) -> None:
         """End the session that holds the most, if there is one: its client goes on elsewhere."""
@@ -220,7 +220,7 @@ class Host:
         try:
             return held.enter_context(slots.take(stream, give_way))
         except Exhausted as error:
-            raise Refused.no_room(error) from error
+            raise Refused.out_of_memory(error) from error
 
     async def make_room(self, scope: Scope, cache_bytes: int) -> None:
         """Have idle sessions make way for so many more bytes of caches in ``scope``, if that is what it takes."""
@@ -278,7 +278,7 @@ class Host:
             refusal = Refused(pb.REASON_PROTOCOL, str(error))
             await self._refuse(stream, pb.PassReply, refusal)
         except OutOfResources as error:
-            await self._refuse(stream, pb.PassReply, Refused.no_room(error))
+            await self._refuse(stream, pb.PassReply, Refused.out_of_memory(error))
         except Refused as refusal:
             await self._refuse(stream, pb.PassReply, refusal)
 
@@ -308,7 +308,7 @@ class Host:
             refusal = Refused(pb.REASON_PROTOCOL, str(error))
             await self._refuse(stream, pb.AdapterReply, refusal)
         except OutOfResources as error:
-            await self._refuse(stream, pb.AdapterReply, Refused.no_room(error))
+            await self._refuse(stream, pb.AdapterReply, Refused.out_of_memory(error))
         except Refused as refusal:
             await self._refuse(stream, pb.AdapterReply, refusal)
 

@@ -34,7 +34,7 @@ class Refused(SwarmnetError):
         self.retry_after_s = retry_after_s
 
     @classmethod
-    def no_room(cls, error: OutOfResources) -> "Refused":
+    def out_of_memory(cls, error: OutOfResources) -> "Refused":
         """What a host that has no room says."""
         retry_after_s = error.retry_after_s if isinstance(error, Exhausted) else 0.0
         return cls(pb.REASON_OUT_OF_MEMORY, str(error), retry_after_s)
@@ -51,7 +51,7 @@ class Refused(SwarmnetError):
 
 
 @dataclass(frozen=True)
-class Target:
+class NextHop:
     """The next hop: the client's session there, and the epoch under which the link to it is made."""
 
     peer: PeerId
@@ -73,7 +73,7 @@ class Outbox:
 
 
 @dataclass(frozen=True)
-class Feeder:
+class LinkSender:
     """How a hop sends on: ``render`` turns a logged step into one whose values are [P, D]."""
 
     transport: Transport
@@ -82,7 +82,7 @@ class Feeder:
     timing: Timing
     render: Callable[[Step], Step] = lambda step: step
 
-    async def run(self, target: Target) -> NoReturn:
+    async def run(self, target: NextHop) -> NoReturn:
         """Link to ``target``, send it whatever it lacks, then every new step as it comes.
 
         Ends only with an error: the link could not be made, ended twice, fell silent, or was refused; or it is cancelled.
@@ -92,7 +92,7 @@ class Feeder:
         await self._feed(target)
         raise ProtocolViolation("a link ended without a reason")
 
-    async def _feed(self, target: Target) -> None:
+    async def _feed(self, target: NextHop) -> None:
         stream = await self.transport.open(
             target.peer, LINK, addresses=target.addresses, deadline_s=self.timing.open_s
         )
