@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from swarmnet_node.engine.adapters import StageAdapter
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.net.resources import Exhausted, Resource, Scope
-from swarmnet_protocols.session.link import Refused
 from swarmnet_protocols.wire import session_pb2 as pb
 
 HASH_BYTES = 32
