@@ -11,8 +11,8 @@ from swarmnet_node.engine.adapters import StageAdapter
 from swarmnet_node.hosting.adapter_store import AdapterStore
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.net.resources import Resource, ResourceManager, Scope
-from swarmnet_protocols.session.link import Refused
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.support.virtual_time import run
 

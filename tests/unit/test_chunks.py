@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from swarmnet_client.chain.chunks import CHUNK, cut
 from swarmnet_client.chain.retry_policy import ATTEMPTS, PAUSE_S, RetryPolicy
-from swarmnet_protocols.session.link import Refused
+from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.session.steps import MAX_ROWS, Row, check_rows
 from swarmnet_protocols.wire import session_pb2 as pb
 

@@ -8,12 +8,12 @@ from typing import TypeVar
 from swarmnet_client.swarm.swarm import Swarm
 from swarmnet_protocols.errors import DeadlineExceeded, ProtocolViolation
 from swarmnet_protocols.machine.aio import cancel
-from swarmnet_protocols.net import Message, PeerId, Stream
-from swarmnet_protocols.net.messages import parse, receive_within
+from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.protocol_ids import ADAPTER
+from swarmnet_protocols.net.refusal import Refused
+from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.routing.cost import Hop
 from swarmnet_protocols.session.adapters import Adapter, AdapterPart
-from swarmnet_protocols.session.link import Refused
 from swarmnet_protocols.wire import session_pb2 as pb
 
 T = TypeVar("T")
@@ -88,18 +88,15 @@ async def place(
                 limit.reschedule(asyncio.get_running_loop().time() + timing.stall_s)
                 moved()
 
-            await stream.send(Message(pb.AdapterRequest(offer=offer).SerializeToString()))
+            client = _Upload(stream, pb.AdapterRequest, pb.AdapterReply, silence_s=timing.silence_s)
+            await client.send(pb.AdapterRequest(offer=offer))
             while True:
-                reply = parse(pb.AdapterReply, (await receive_within(stream, timing.silence_s)).header)
+                reply, _ = await client.receive()
                 match reply.WhichOneof("kind"):
                     case "stored":
                         return part.hash
-                    case "refused":
-                        raise Refused.from_wire(reply.refused)
                     case "wanted" if sending is None:
-                        sending = asyncio.create_task(_send(stream, part, progress))
-                    case "heartbeat":
-                        pass
+                        sending = asyncio.create_task(_send(client, part, progress))
                     case _:
                         raise ProtocolViolation("an unexpected message on an adapter")
     except TimeoutError as error:
@@ -109,9 +106,12 @@ async def place(
         stream.close()
 
 
-async def _send(stream: Stream, part: AdapterPart, moved: Callable[[], None]) -> None:
+_Upload = TypedStream[pb.AdapterRequest, pb.AdapterReply]
+
+
+async def _send(client: _Upload, part: AdapterPart, moved: Callable[[], None]) -> None:
     data = memoryview(part.data)
-    chunk = Message(pb.AdapterRequest(chunk=pb.Chunk()).SerializeToString())
+    chunk = pb.AdapterRequest(chunk=pb.Chunk())
     for start in range(0, len(data), ADAPTER.max_payload_bytes):
-        await stream.send(Message(chunk.header, data[start : start + ADAPTER.max_payload_bytes]))
+        await client.send(chunk, data[start : start + ADAPTER.max_payload_bytes])
         moved()

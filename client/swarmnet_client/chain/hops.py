@@ -9,15 +9,17 @@ import torch
 
 from swarmnet_client.chain.adapter_upload import Placement
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
-from swarmnet_protocols.net import Buffer, Message, PeerId, Stream
-from swarmnet_protocols.net.messages import parse, receive_within
+from swarmnet_protocols.net import Buffer, PeerId
 from swarmnet_protocols.net.protocol_ids import SESSION
+from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.routing.cost import Hop
 from swarmnet_protocols.session.adapters import Adapter
-from swarmnet_protocols.session.link import NextHop, Refused
+from swarmnet_protocols.session.link import NextHop
 from swarmnet_protocols.session.received_digests import DIGEST_BYTES
 from swarmnet_protocols.session.steps import decode_tensor, wire_code
 from swarmnet_protocols.wire import session_pb2 as pb
+
+SessionStream = TypedStream[pb.SessionRequest, pb.SessionReply]
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ class LiveHop:
 
     hop: Hop
     session: bytes
-    stream: Stream
+    stream: SessionStream
     heard: float
     moved: float
     link: "LiveHop | None" = None
@@ -115,15 +117,15 @@ class LiveHop:
         try:
             async with asyncio.timeout(within_s):
                 show = pb.Show(sequence=sequence, count=count)
-                await self.stream.send(Message(pb.SessionRequest(show=show).SerializeToString()))
+                await self.stream.send(pb.SessionRequest(show=show))
                 return await self.showing
         finally:
             self.showing = None
 
-    def shows(self, shown: pb.Shown, message: Message) -> None:
+    def shows(self, shown: pb.Shown, payload: Buffer) -> None:
         """It has said something; what was not asked for, or no longer, is dropped. Raises ``ProtocolViolation`` for what is no answer."""
         if self.showing is not None and not self.showing.done():
-            self.showing.set_result(Shown.read(shown, message.payload))
+            self.showing.set_result(Shown.read(shown, payload))
 
     def target(self, epoch: int) -> NextHop:
         """This hop as the next one of its upstream."""
@@ -131,17 +133,14 @@ class LiveHop:
 
     async def heartbeat(self, period_s: float) -> None:
         """Tell the hop, until it is gone, that its client is there."""
-        heartbeat = Message(pb.SessionRequest(heartbeat=pb.Heartbeat()).SerializeToString())
         with contextlib.suppress(SwarmnetError):  # whoever listens to the hop sees the same end
-            while True:
-                await asyncio.sleep(period_s)
-                await self.stream.send(heartbeat)
+            await self.stream.send_heartbeats(period_s)
 
     async def relink(self, target: NextHop, record: bytes) -> None:
         """Have the hop feed ``target``, whose announcement is ``record``, from now on."""
         relink = pb.Relink(epoch=target.epoch, next=_peer(target, record))
         with contextlib.suppress(SwarmnetError):  # whoever listens to the hop sees the same end
-            await self.stream.send(Message(pb.SessionRequest(relink=relink).SerializeToString()))
+            await self.stream.send(pb.SessionRequest(relink=relink))
 
 
 @dataclass(eq=False)
@@ -202,18 +201,17 @@ async def _open(placement: Placement, hop: Hop, request: pb.Open) -> LiveHop:
     swarm = placement.swarm
     timing = swarm.timing
     stream = await swarm.transport.open(hop.peer, SESSION, addresses=hop.addresses, deadline_s=timing.open_s)
+    client = SessionStream(stream, pb.SessionRequest, pb.SessionReply, silence_s=timing.silence_s)
     try:
-        await stream.send(Message(pb.SessionRequest(open=request).SerializeToString()))
-        reply = parse(pb.SessionReply, (await receive_within(stream, timing.silence_s)).header)
-        if reply.HasField("refused"):
-            raise Refused.from_wire(reply.refused)
+        await client.send(pb.SessionRequest(open=request))
+        reply, _ = await client.receive()
         if not reply.HasField("opened"):
             raise ProtocolViolation("a session is answered with Opened or Refused")
     except BaseException:
         stream.close()
         raise
     now = asyncio.get_running_loop().time()
-    return LiveHop(hop, request.session, stream, heard=now, moved=now)
+    return LiveHop(hop, request.session, client, heard=now, moved=now)
 
 
 def _peer(target: NextHop, record: bytes) -> pb.Peer:

@@ -5,7 +5,7 @@ import asyncio
 import torch
 
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
-from swarmnet_protocols.net import Message
+from swarmnet_protocols.net import Buffer
 from swarmnet_protocols.net.resources import Resource, Scope
 from swarmnet_protocols.session.activation_log import ActivationLog
 from swarmnet_protocols.session.link import Outbox
@@ -45,7 +45,7 @@ class Inflight:
         finally:
             del self._waiting[step.seq]
 
-    def take(self, output: pb.Output, message: Message) -> bool:
+    def take(self, output: pb.Output, payload: Buffer) -> bool:
         """Give a step's output to whoever waits for it, and say whether somebody did; what comes twice, after a replay, is dropped.
 
         Raises ``ProtocolViolation`` for what is no output of that step.
@@ -57,9 +57,7 @@ class Inflight:
         if waiting is not None and is_awaited:
             step, future = waiting
             wanted = sum(row.wanted for row in step.rows)
-            values = decode_tensor(
-                output.tensor, message.payload, positions=wanted, hidden_size=self._hidden_size
-            )
+            values = decode_tensor(output.tensor, payload, positions=wanted, hidden_size=self._hidden_size)
             if not torch.isfinite(values).all():
                 raise ProtocolViolation("an output that is not finite")
             future.set_result(values)

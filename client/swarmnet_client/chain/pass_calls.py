@@ -3,8 +3,8 @@
 import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Self, TypeVar
 
 import torch
 
@@ -20,12 +20,12 @@ from swarmnet_protocols.errors import (
     SwarmnetError,
 )
 from swarmnet_protocols.machine.aio import cancel
-from swarmnet_protocols.net import Buffer, Message, PeerId, Stream
-from swarmnet_protocols.net.messages import parse, receive_within
+from swarmnet_protocols.net import Buffer, PeerId, Stream
 from swarmnet_protocols.net.protocol_ids import PASS
+from swarmnet_protocols.net.refusal import Refused
+from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.routing.cost import Hop
 from swarmnet_protocols.session.adapters import block_of
-from swarmnet_protocols.session.link import Refused
 from swarmnet_protocols.session.passes import receive_tensor, split_tensor, unpack_tensors
 from swarmnet_protocols.session.steps import wire_code
 from swarmnet_protocols.timing import Timing
@@ -157,7 +157,7 @@ async def ask_pass(
     stream = await swarm.transport.open(hop.peer, PASS, addresses=hop.addresses, deadline_s=timing.open_s)
     try:
         async with asyncio.timeout(timing.stall_s) as limit:
-            conversation = _Conversation(stream, timing, limit)
+            conversation = _Conversation.on(stream, timing, limit)
             sending = asyncio.create_task(conversation.send(begin, tensors))
             try:
                 return [
@@ -180,33 +180,37 @@ async def ask_pass(
 class _Conversation:
     """The client's side of one pass. Every part that goes or comes moves ``limit``; none goes before ``admitted``."""
 
-    stream: Stream
+    stream: TypedStream[pb.PassRequest, pb.PassReply]
     timing: Timing
     limit: asyncio.Timeout
-    admitted: asyncio.Event = field(default_factory=asyncio.Event)
+    admitted: asyncio.Event
+
+    @classmethod
+    def on(cls, stream: Stream, timing: Timing, limit: asyncio.Timeout) -> Self:
+        admitted = asyncio.Event()  # by the first heartbeat
+        typed = TypedStream(
+            stream,
+            pb.PassRequest,
+            pb.PassReply,
+            silence_s=timing.silence_s,
+            on_heartbeat=lambda _: admitted.set(),
+        )
+        return cls(typed, timing, limit, admitted)
 
     async def send(self, begin: pb.Begin, tensors: Sequence[torch.Tensor]) -> None:
-        await self.stream.send(Message(pb.PassRequest(begin=begin).SerializeToString()))
+        await self.stream.send(pb.PassRequest(begin=begin))
         await self.admitted.wait()
         for tensor in tensors:
             for part, payload in split_tensor(tensor):
-                await self.stream.send(Message(pb.PassRequest(part=part).SerializeToString(), payload))
+                await self.stream.send(pb.PassRequest(part=part), payload)
                 self._moved()
 
     async def next_part(self) -> tuple[pb.Part, Buffer]:
-        while True:
-            message = await receive_within(self.stream, self.timing.silence_s)
-            reply = parse(pb.PassReply, message.header)
-            match reply.WhichOneof("kind"):
-                case "part":
-                    self._moved()
-                    return reply.part, message.payload
-                case "refused":
-                    raise Refused.from_wire(reply.refused)
-                case "heartbeat":
-                    self.admitted.set()
-                case _:
-                    raise ProtocolViolation("an unexpected message on a pass")
+        reply, payload = await self.stream.receive()
+        if not reply.HasField("part"):
+            raise ProtocolViolation("an unexpected message on a pass")
+        self._moved()
+        return reply.part, payload
 
     def _moved(self) -> None:
         self.limit.reschedule(asyncio.get_running_loop().time() + self.timing.stall_s)

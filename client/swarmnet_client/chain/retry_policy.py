@@ -8,8 +8,8 @@ from swarmnet_protocols.errors import (
     SwarmnetError,
     Unreachable,
 )
+from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.net.resources import Exhausted
-from swarmnet_protocols.session.link import Refused
 from swarmnet_protocols.wire import session_pb2 as pb
 
 PAUSE_S = 0.25

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import NoReturn
 
 import torch
@@ -26,10 +27,10 @@ from swarmnet_protocols.errors import (
     Unreachable,
 )
 from swarmnet_protocols.machine.aio import all_of, cancel, race
-from swarmnet_protocols.net import Message
-from swarmnet_protocols.net.messages import parse, receive_within
+from swarmnet_protocols.net import Buffer
+from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.routing.cost import Hop
-from swarmnet_protocols.session.link import LinkSender, NextHop, Refused
+from swarmnet_protocols.session.link import LinkSender, NextHop
 from swarmnet_protocols.wire import session_pb2 as pb
 
 _log = logging.getLogger(__name__)
@@ -296,12 +297,13 @@ class ChainSupervisor:
 
     async def _watch(self, live: LiveHop) -> None:
         """Listen to one hop until it is gone."""
+        live.stream.on_heartbeat = partial(self._heartbeat, live)
         heartbeating = asyncio.create_task(live.heartbeat(self._swarm.timing.client_silence_s / 4))
         try:
             while True:
-                message = await receive_within(live.stream, self._swarm.timing.silence_s)
+                reply, payload = await live.stream.receive()
                 live.heard = asyncio.get_running_loop().time()
-                await self._hear(live, parse(pb.SessionReply, message.header), message)
+                await self._hear(live, reply, payload)
         except Refused as refusal:
             self._refused(live, refusal)
         except SwarmnetError as error:
@@ -332,29 +334,29 @@ class ChainSupervisor:
             if each.hop in suspects:
                 self._drop(each, refusal)
 
-    async def _hear(self, live: LiveHop, reply: pb.SessionReply, message: Message) -> None:
+    def _heartbeat(self, live: LiveHop, reply: pb.SessionReply) -> None:
+        now = live.heard = asyncio.get_running_loop().time()
+        # Until there is something to compute, a hop that stands still is where it should be.
+        if reply.heartbeat.applied != live.applied or self._inflight.is_idle:
+            live.applied, live.moved = reply.heartbeat.applied, now
+
+    async def _hear(self, live: LiveHop, reply: pb.SessionReply, payload: Buffer) -> None:
         match reply.WhichOneof("kind"):
             case "output":
-                self._take(live, reply.output, message)
+                self._take(live, reply.output, payload)
             case "link_lost":
                 if live.link is not None and reply.link_lost.epoch == live.epoch:
                     await self._link_lost(live, live.link, Unreachable("a host does not reach the next one"))
             case "leaving":
                 live.leaving = True
                 self._trouble.set()
-            case "refused":
-                raise Refused.from_wire(reply.refused)
-            case "heartbeat":
-                # Until there is something to compute, a hop that stands still is where it should be.
-                if reply.heartbeat.applied != live.applied or self._inflight.is_idle:
-                    live.applied, live.moved = reply.heartbeat.applied, asyncio.get_running_loop().time()
             case "shown":
-                live.shows(reply.shown, message)
+                live.shows(reply.shown, payload)
             case _:
                 raise ProtocolViolation("an unexpected message on a session")
 
-    def _take(self, live: LiveHop, output: pb.Output, message: Message) -> None:
-        if live.hop.end == self._spec.blocks and self._inflight.take(output, message):
+    def _take(self, live: LiveHop, output: pb.Output, payload: Buffer) -> None:
+        if live.hop.end == self._spec.blocks and self._inflight.take(output, payload):
             self._swarm.served(live.hop.peer)
             self._patience.answered()
             self._blame = Blame(self._swarm)

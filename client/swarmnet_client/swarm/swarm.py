@@ -17,9 +17,9 @@ from swarmnet_protocols.joining.network import Network, Trust, connect
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.machine.clock import wall_clock
 from swarmnet_protocols.models import LocalModel
-from swarmnet_protocols.net import Message, PeerId, Stream, Transport
-from swarmnet_protocols.net.messages import parse, receive_within
+from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.net.protocol_ids import PING
+from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.routing.cost import (
     Bans,
     Hop,
@@ -261,20 +261,21 @@ class Swarm:
         except SwarmnetError:
             self.failed(host.peer)
             return
+        pings = TypedStream(stream, pb.Ping, pb.Pong, silence_s=self.timing.pong_s)
         try:
             while True:
-                await self._ping_once(stream)
+                await self._ping_once(pings)
                 await asyncio.sleep(self.timing.ping_s)
         except SwarmnetError:
             self.failed(host.peer)
         finally:
             stream.close()
 
-    async def _ping_once(self, stream: Stream) -> None:
+    async def _ping_once(self, stream: TypedStream[pb.Ping, pb.Pong]) -> None:
         nonce = self._rng.getrandbits(63)
         sent = self._now()
-        await stream.send(Message(pb.Ping(nonce=nonce).SerializeToString()))
-        pong = parse(pb.Pong, (await receive_within(stream, self.timing.pong_s)).header)
+        await stream.send(pb.Ping(nonce=nonce))
+        pong, _ = await stream.receive()
         if pong.nonce != nonce:
             raise ProtocolViolation(f"{stream.peer} answered another ping")
         measured = (self._now() - sent) / 2

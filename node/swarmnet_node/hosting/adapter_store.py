@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from swarmnet_node.engine.adapters import StageAdapter
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.net.resources import Exhausted, Resource, Scope
-from swarmnet_protocols.session.link import Refused
 from swarmnet_protocols.wire import session_pb2 as pb
 
 HASH_BYTES = 32
@@ -136,7 +136,7 @@ class AdapterStore:
                 self._make_way(self._in_all, nbytes, lambda owner: True)
             return Room(scope, nbytes)
         except Exhausted as error:
-            raise Refused.out_of_memory(error) from error
+            raise Refused.no_room(error) from error
 
     def _make_way(self, scope: Scope, nbytes: int, counts: Callable[[PeerId], bool]) -> bool:
         """Drop adapters that count in ``scope`` and nobody uses, the oldest first, until it has room; none if that is in vain."""

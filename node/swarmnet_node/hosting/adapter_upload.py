@@ -3,19 +3,19 @@
 import asyncio
 import hashlib
 from dataclasses import dataclass
-from typing import NoReturn
 
 from swarmnet_node.engine.adapters import StageAdapter
 from swarmnet_node.engine.engine import Engine
 from swarmnet_node.hosting.adapter_store import HASH_BYTES, AdapterStore
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.machine.aio import race
-from swarmnet_protocols.net import Buffer, Message, Stream
-from swarmnet_protocols.net.messages import parse, receive_within, send_within
+from swarmnet_protocols.net import Buffer
 from swarmnet_protocols.net.protocol_ids import ADAPTER
+from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.session.adapters import read_part
-from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import session_pb2 as pb
+
+AdapterStream = TypedStream[pb.AdapterReply, pb.AdapterRequest]
 
 
 @dataclass(frozen=True)
@@ -26,35 +26,34 @@ class AdapterUpload:
     store: AdapterStore
     engine: Engine
     start: int
-    stream: Stream
-    timing: Timing
+    stream: AdapterStream
+    heartbeat_s: float
 
     async def run(self) -> None:
-        """Take the part unless it is here, and say so; beat meanwhile.
+        """Take the part unless it is here, and say so; send heartbeats meanwhile.
 
         Raises ``Refused`` when there is no room, ``ProtocolViolation`` for a part that is not what was announced or does not fit
         the blocks, ``StreamEnded`` or ``DeadlineExceeded`` when the client is gone or too slow.
         """
-        owner, scope, digest = self.stream.peer, self.stream.scope, self.offer.adapter
+        owner, scope, digest = self.stream.peer, self.stream.stream.scope, self.offer.adapter
         if len(digest) != HASH_BYTES or self.offer.size_bytes < 1:
             raise ProtocolViolation("an offer names a hash of 32 bytes, and how many bytes there are")
         if not self.store.renew(owner, digest):
             with self.store.room(scope, self.offer.size_bytes):
-                adapter = await race(self._take(), self._heartbeat())
+                adapter = await race(self._take(), self.stream.send_heartbeats(self.heartbeat_s))
             self.store.put(owner, scope, digest, adapter)
-        await self._reply(pb.AdapterReply(stored=pb.Stored()))
+        await self.stream.send(pb.AdapterReply(stored=pb.Stored()))
 
     async def _take(self) -> StageAdapter:
-        await self._reply(pb.AdapterReply(wanted=pb.Wanted()))
+        await self.stream.send(pb.AdapterReply(wanted=pb.Wanted()))
         chunks: list[Buffer] = []
         left = self.offer.size_bytes
         while left:
-            message = await receive_within(self.stream, self.timing.chunk_s)
-            request = parse(pb.AdapterRequest, message.header)
+            request, payload = await self.stream.receive()
             wanted = min(left, ADAPTER.max_payload_bytes)
-            if not request.HasField("chunk") or len(message.payload) != wanted:
+            if not request.HasField("chunk") or len(payload) != wanted:
                 raise ProtocolViolation(f"a chunk of {wanted} bytes was due")
-            chunks.append(message.payload)
+            chunks.append(payload)
             left -= wanted
         data = await asyncio.to_thread(self._checked, chunks)
         return await self.engine.run_on_torch_thread(lambda: self._adapt(data))
@@ -70,11 +69,3 @@ class AdapterUpload:
         adapter = self.engine.stage.load_adapter(read_part(data), self.start)
         adapter.check_span(self.offer.span.start, self.offer.span.end)
         return adapter
-
-    async def _heartbeat(self) -> NoReturn:
-        while True:
-            await asyncio.sleep(self.timing.heartbeat_s)
-            await self._reply(pb.AdapterReply(heartbeat=pb.Heartbeat()))
-
-    async def _reply(self, reply: pb.AdapterReply) -> None:
-        await send_within(self.stream, Message(reply.SerializeToString()), self.timing.chunk_s)

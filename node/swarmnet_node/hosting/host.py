@@ -7,33 +7,35 @@ streams of their own, before the sessions and passes that name them.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+import math
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from google.protobuf.message import Message as Protobuf
 
 from swarmnet_node.engine.adapters import StageAdapter
 from swarmnet_node.engine.engine import Engine
 from swarmnet_node.hosting.adapter_store import AdapterStore
 from swarmnet_node.hosting.adapter_upload import AdapterUpload
-from swarmnet_node.hosting.passes import HostedPass
+from swarmnet_node.hosting.passes import HostedPass, PassStream
 from swarmnet_node.hosting.reports import HostNumbers
-from swarmnet_node.hosting.session import HostedSession, idle
+from swarmnet_node.hosting.session import HostedSession, LinkStream, SessionStream, idle
 from swarmnet_node.hosting.slots import IDLE_S, Slot, Slots, who_gives_way
 from swarmnet_node.owner.limits import ONE_CLIENT
 from swarmnet_protocols.directory.hosts import signed_addresses
 from swarmnet_protocols.errors import DeadlineExceeded, OutOfResources, ProtocolViolation, StreamEnded
 from swarmnet_protocols.machine.aio import race
 from swarmnet_protocols.machine.clock import Clock, wall_clock
-from swarmnet_protocols.net import Message, PeerId, Stream, Transport
+from swarmnet_protocols.net import PeerId, Stream, Transport
 from swarmnet_protocols.net.dialling import Introductions
-from swarmnet_protocols.net.messages import parse, receive_within, send_within
 from swarmnet_protocols.net.protocol_ids import ADAPTER, LINK, PASS, PING, SESSION
+from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.net.resources import Exhausted, Rate, RateLimit, Resource, ResourceManager, Scope
+from swarmnet_protocols.net.typed_stream import Received, Sent, TypedStream
 from swarmnet_protocols.session.activation_log import REPLAY_POSITIONS
-from swarmnet_protocols.session.link import NextHop, Refused
+from swarmnet_protocols.session.link import NextHop
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import session_pb2 as pb
 
@@ -182,13 +184,15 @@ class Host:
             )
 
     async def _session(self, stream: Stream) -> None:
-        message = await stream.receive()
-        request = parse(pb.SessionRequest, message.header)
+        client = self._typed(
+            stream, pb.SessionReply, pb.SessionRequest, silence_s=self.timing.client_silence_s
+        )
+        request, _ = await client.receive()
         with ExitStack() as held:
             try:
-                session = self._admit(request, stream, held)
+                session = self._admit(request, client, held)
             except Refused as refusal:
-                await self._refuse(stream, pb.SessionReply, refusal)
+                await self._refuse(client, refusal)
                 return
             self._sessions[session.id] = session
             await self._say_changed()
@@ -205,22 +209,22 @@ class Host:
         async with self._changed:
             self._changed.notify_all()
 
-    def _admit(self, request: pb.SessionRequest, stream: Stream, held: ExitStack) -> HostedSession:
+    def _admit(self, request: pb.SessionRequest, client: SessionStream, held: ExitStack) -> HostedSession:
         if not request.HasField("open"):
             raise ProtocolViolation("a session begins with Open")
         wanted = request.open
         if len(wanted.session) != SESSION_ID_BYTES or wanted.session in self._sessions:
             raise ProtocolViolation("a session id is 16 fresh bytes")
         self._check_offered(wanted)
-        session = HostedSession(self, wanted, stream, self._use_adapter(wanted, stream.peer, held))
-        session.slot = self._take(held, self._session_slots, stream, session.give_way)
+        session = HostedSession(self, wanted, client, self._use_adapter(wanted, client.peer, held))
+        session.slot = self._take(held, self._session_slots, client.stream, session.give_way)
         return session
 
     def _take(self, held: ExitStack, slots: Slots, stream: Stream, give_way: Callable[[], None]) -> Slot:
         try:
             return held.enter_context(slots.take(stream, give_way))
         except Exhausted as error:
-            raise Refused.out_of_memory(error) from error
+            raise Refused.no_room(error) from error
 
     async def make_room(self, scope: Scope, cache_bytes: int) -> None:
         """Have idle sessions make way for so many more bytes of caches in ``scope``, if that is what it takes."""
@@ -233,17 +237,26 @@ class Host:
             leaving.give_way()
             await held[leaving].freed.wait()
 
-    async def _refuse(
-        self,
-        stream: Stream,
-        kind: type[pb.SessionReply | pb.PassReply | pb.AdapterReply | pb.LinkReply],
-        refusal: Refused,
-    ) -> None:
-        self.numbers.refuse(refusal, stream.peer)
-        await self._send(stream, kind(refused=refusal.to_wire()))
+    def _typed(
+        self, stream: Stream, sent: type[Sent], received: type[Received], *, silence_s: float
+    ) -> TypedStream[Sent, Received]:
+        return TypedStream(stream, sent, received, silence_s=silence_s, send_s=self.timing.chunk_s)
 
-    async def _send(self, stream: Stream, reply: Protobuf) -> None:
-        await send_within(stream, Message(reply.SerializeToString()), self.timing.chunk_s)
+    async def _refuse(self, stream: TypedStream[Any, Any], refusal: Refused) -> None:
+        self.numbers.refuse(refusal, stream.peer)
+        await stream.refuse(refusal)
+
+    @asynccontextmanager
+    async def _refusing(self, stream: TypedStream[Any, Any]) -> AsyncIterator[None]:
+        """Tell the client why what it asked for inside the context is not done."""
+        try:
+            yield
+        except ProtocolViolation as error:
+            await self._refuse(stream, Refused(pb.REASON_PROTOCOL, str(error)))
+        except OutOfResources as error:
+            await self._refuse(stream, Refused.no_room(error))
+        except Refused as refusal:
+            await self._refuse(stream, refusal)
 
     def _use_adapter(
         self, wanted: pb.Open | pb.Begin, client: PeerId, adapters: ExitStack
@@ -268,70 +281,52 @@ class Host:
             raise Refused(pb.REASON_WRONG_SPAN, f"this host serves blocks {self.start}:{self.end}")
 
     async def _pass(self, stream: Stream) -> None:
-        message = await stream.receive()
-        request = parse(pb.PassRequest, message.header)
+        client = self._typed(stream, pb.PassReply, pb.PassRequest, silence_s=self.timing.chunk_s)
+        request, _ = await client.receive()
         if not request.HasField("begin"):
             raise ProtocolViolation("a pass begins with Begin")
-        try:
-            await self._run_pass(request.begin, stream)
-        except ProtocolViolation as error:
-            refusal = Refused(pb.REASON_PROTOCOL, str(error))
-            await self._refuse(stream, pb.PassReply, refusal)
-        except OutOfResources as error:
-            await self._refuse(stream, pb.PassReply, Refused.out_of_memory(error))
-        except Refused as refusal:
-            await self._refuse(stream, pb.PassReply, refusal)
+        async with self._refusing(client):
+            await self._run_pass(request.begin, client)
 
-    async def _run_pass(self, wanted: pb.Begin, stream: Stream) -> None:
+    async def _run_pass(self, wanted: pb.Begin, client: PassStream) -> None:
         self._check_offered(wanted)
         stage = self.engine.stage.part(wanted.span.start - self.start, wanted.span.end - self.start)
         try:
             with ExitStack() as held:
                 going: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-                slot = self._take(held, self._pass_slots, stream, lambda: give_way(going))
-                adapter = self._use_adapter(wanted, stream.peer, held)
-                hosted = HostedPass(wanted, stage, self.engine, stream, self.timing, adapter)
+                slot = self._take(held, self._pass_slots, client.stream, lambda: give_way(going))
+                adapter = self._use_adapter(wanted, client.peer, held)
+                hosted = HostedPass(wanted, stage, self.engine, client, self.timing, adapter)
                 await race(hosted.run(slot), _value(going))
         finally:
             await self._say_changed()
 
     async def _adapter(self, stream: Stream) -> None:
-        message = await stream.receive()
-        request = parse(pb.AdapterRequest, message.header)
+        client = self._typed(stream, pb.AdapterReply, pb.AdapterRequest, silence_s=self.timing.chunk_s)
+        request, _ = await client.receive()
         if not request.HasField("offer"):
             raise ProtocolViolation("an adapter begins with Offer")
-        try:
+        async with self._refusing(client):
             self._check_offered(request.offer)
-            offer = AdapterUpload(request.offer, self.adapters, self.engine, self.start, stream, self.timing)
-            await offer.run()
-        except ProtocolViolation as error:
-            refusal = Refused(pb.REASON_PROTOCOL, str(error))
-            await self._refuse(stream, pb.AdapterReply, refusal)
-        except OutOfResources as error:
-            await self._refuse(stream, pb.AdapterReply, Refused.out_of_memory(error))
-        except Refused as refusal:
-            await self._refuse(stream, pb.AdapterReply, refusal)
+            heartbeat_s = self.timing.heartbeat_s
+            await AdapterUpload(
+                request.offer, self.adapters, self.engine, self.start, client, heartbeat_s
+            ).run()
 
     async def _link(self, stream: Stream) -> None:
-        message = await stream.receive()
-        request = parse(pb.LinkRequest, message.header)
+        link = self._typed(stream, pb.LinkReply, pb.LinkRequest, silence_s=math.inf)
+        request, _ = await link.receive()
         if not request.HasField("link") or len(request.link.session) != SESSION_ID_BYTES:
             raise ProtocolViolation("a link begins with Link")
         try:
-            await race(self._linked(stream, request.link), self._heartbeats(stream))
+            await race(self._linked(link, request.link), link.send_heartbeats(self.timing.heartbeat_s))
         except Refused as refusal:
-            await self._refuse(stream, pb.LinkReply, refusal)
+            await self._refuse(link, refusal)
 
-    async def _linked(self, stream: Stream, link: pb.Link) -> None:
-        session = await self._find(link.session, stream)
-        with stream.scope.hold(Resource.LINKS):
-            await session.accept(stream, link.epoch)
-
-    async def _heartbeats(self, stream: Stream) -> None:
-        heartbeat = pb.LinkReply(heartbeat=pb.Heartbeat())
-        while True:
-            await self._send(stream, heartbeat)
-            await asyncio.sleep(self.timing.heartbeat_s)
+    async def _linked(self, link: LinkStream, wanted: pb.Link) -> None:
+        session = await self._find(wanted.session, link.stream)
+        with link.stream.scope.hold(Resource.LINKS):
+            await session.accept(link, wanted.epoch)
 
     async def _find(self, session_id: bytes, stream: Stream) -> HostedSession:
         """The session of a link, which may be a little ahead of it."""
@@ -354,13 +349,11 @@ class Host:
 
     async def _ping(self, stream: Stream) -> None:
         """Answer pings until the other side closes."""
-        while True:
-            try:
-                message = await receive_within(stream, self.timing.client_silence_s)
-            except StreamEnded:
-                return
-            ping = parse(pb.Ping, message.header)
-            await self._send(stream, pb.Pong(nonce=ping.nonce, queue_s=self.engine.queue_s))
+        client = self._typed(stream, pb.Pong, pb.Ping, silence_s=self.timing.client_silence_s)
+        with suppress(StreamEnded):
+            while True:
+                ping, _ = await client.receive()
+                await client.send(pb.Pong(nonce=ping.nonce, queue_s=self.engine.queue_s))
 
 
 def give_way(going: "asyncio.Future[None]") -> None:

@@ -1,6 +1,5 @@
 """One pass on one host: whole sequences through some blocks, forward or backward, for a client that trains."""
 
-import asyncio
 from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
@@ -14,9 +13,9 @@ from swarmnet_node.engine.stage import Stage
 from swarmnet_node.hosting.slots import Slot
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.machine.aio import race
-from swarmnet_protocols.net import Buffer, Message, PeerId, Stream
-from swarmnet_protocols.net.messages import parse, receive_within, send_within
-from swarmnet_protocols.session.link import Refused
+from swarmnet_protocols.net import Buffer, PeerId
+from swarmnet_protocols.net.refusal import Refused
+from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.session.passes import (
     MAX_POSITIONS,
     check_counts,
@@ -30,6 +29,8 @@ from swarmnet_protocols.wire import session_pb2 as pb
 
 GRAPH_ID_BYTES = 16
 
+PassStream = TypedStream[pb.PassReply, pb.PassRequest]
+
 T = TypeVar("T")
 
 
@@ -41,7 +42,7 @@ class HostedPass:
         wanted: pb.Begin,
         stage: Stage,
         engine: Engine,
-        stream: Stream,
+        stream: PassStream,
         timing: Timing,
         adapter: StageAdapter | None = None,
     ) -> None:
@@ -66,19 +67,19 @@ class HostedPass:
             raise _graph_gone()
 
     async def run(self, slot: Slot) -> None:
-        """In ``slot``: take the tensors, compute when sessions leave room, answer; beat meanwhile.
+        """In ``slot``: take the tensors, compute when sessions leave room, answer; send heartbeats meanwhile.
 
         Raises ``StreamEnded`` when the client is gone, ``DeadlineExceeded`` when it is too slow, ``ProtocolViolation``
         for tensors that are not what was announced, ``Refused`` when the graph has made way for something else meanwhile or
         the answer has infinity or NaN in it, ``OutOfResources`` when there is no memory to compute in.
         """
         self._slot = slot
-        await race(self._answer(), self._heartbeat())
+        await race(self._answer(), self._stream.send_heartbeats(self._timing.heartbeat_s))
 
     async def _answer(self) -> None:
         for tensor in await (self._gradients() if self._backward else self._outputs()):
             for part, payload in split_tensor(tensor):
-                await self._send(pb.PassReply(part=part), payload)
+                await self._stream.send(pb.PassReply(part=part), payload)
                 self._slot.moved(len(payload))
 
     async def _outputs(self) -> list[torch.Tensor]:
@@ -127,27 +128,17 @@ class HostedPass:
             raise _graph_gone()
         return graph
 
-    async def _heartbeat(self) -> None:
-        while True:
-            await self._send(pb.PassReply(heartbeat=pb.Heartbeat()))
-            await asyncio.sleep(self._timing.heartbeat_s)
-
     async def _receive(self) -> torch.Tensor:
         return await receive_tensor(
             self._next_part, positions=self._positions, hidden_size=self._stage.hidden_size
         )
 
     async def _next_part(self) -> tuple[pb.Part, Buffer]:
-        message = await receive_within(self._stream, self._timing.chunk_s)
-        request = parse(pb.PassRequest, message.header)
+        request, payload = await self._stream.receive()
         if not request.HasField("part"):
             raise ProtocolViolation("a pass begins once")
-        self._slot.moved(len(message.payload))
-        return request.part, message.payload
-
-    async def _send(self, reply: pb.PassReply, payload: memoryview | bytes = b"") -> None:
-        message = Message(reply.SerializeToString(), payload)
-        await send_within(self._stream, message, self._timing.chunk_s)
+        self._slot.moved(len(payload))
+        return request.part, payload
 
 
 def graph_key(wanted: pb.Begin, client: PeerId) -> GraphKey | None:

@@ -12,8 +12,8 @@ from swarmnet_protocols.directory.reports import BOUNDS_S, MAX_FLOWS, clean
 from swarmnet_protocols.errors import DeadlineExceeded
 from swarmnet_protocols.net import Message, PeerId, Stream
 from swarmnet_protocols.net.messages import parse, receive_within, send_within
+from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.net.resources import Rate, Resource
-from swarmnet_protocols.session.link import Refused
 from swarmnet_protocols.session.steps import Row
 from swarmnet_protocols.wire import report_pb2 as pb
 from swarmnet_protocols.wire import session_pb2 as pb_session

@@ -23,11 +23,12 @@ from swarmnet_protocols.errors import (
     SwarmnetError,
 )
 from swarmnet_protocols.machine.aio import cancel, race
-from swarmnet_protocols.net import Message, Stream
-from swarmnet_protocols.net.messages import parse, receive_within, send_within
+from swarmnet_protocols.net import Stream
+from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.net.resources import RETRY_S, Exhausted, Rate, Reservation, Resource
+from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.session.activation_log import ActivationLog, LogDropped
-from swarmnet_protocols.session.link import LinkSender, NextHop, Outbox, Refused
+from swarmnet_protocols.session.link import LinkSender, NextHop, Outbox
 from swarmnet_protocols.session.received_digests import MAX_DIGEST_POSITIONS, ReceivedDigests
 from swarmnet_protocols.session.steps import Row, Step, decode_step, encode_tensor, wire_dtype
 from swarmnet_protocols.wire import session_pb2 as pb
@@ -43,15 +44,19 @@ QUEUED_STEPS = 4
 _Queue = asyncio.Queue[tuple[Step, int]]
 """Steps, with the bytes that are held for each."""
 
+SessionStream = TypedStream[pb.SessionReply, pb.SessionRequest]
+LinkStream = TypedStream[pb.LinkReply, pb.LinkRequest]
+
 
 class HostedSession:
     """The state of one client's session here. Steps are applied one at a time, each exactly once."""
 
     def __init__(
-        self, host: "Host", wanted: pb.Open, stream: Stream, adapter: StageAdapter | None = None
+        self, host: "Host", wanted: pb.Open, client: SessionStream, adapter: StageAdapter | None = None
     ) -> None:
         self.id = wanted.session
-        self.stream = stream
+        self.stream = stream = client.stream
+        self._client = client
         self.slot: Slot | None = None
         self.freed = asyncio.Event()
         """Nothing is held any more."""
@@ -118,15 +123,15 @@ class HostedSession:
     async def run(self) -> None:
         """Serve until the client's stream ends or the session fails; then free everything."""
         try:
-            await self._reply(pb.SessionReply(opened=pb.Opened()))
+            await self._client.send(pb.SessionReply(opened=pb.Opened()))
             await self._feed_anew()
-            await race(self._listen(), self._heartbeat(), self._failure(), self._first_step())
+            await race(self._listen(), self._send_heartbeats(), self._failure(), self._first_step())
         except Refused as refusal:
             self._free()  # whoever needs the room does not wait until the client has read why
             self._numbers.refuse(refusal, self.stream.peer)
             with contextlib.suppress(SwarmnetError, TimeoutError):
                 async with asyncio.timeout(self._host.timing.reply_s):
-                    await self._reply(pb.SessionReply(refused=refusal.to_wire()))
+                    await self._client.refuse(refusal)
         finally:
             # All that must happen comes before the first await: a second cancellation may end us there.
             self._free()
@@ -148,12 +153,11 @@ class HostedSession:
     async def say_leaving(self) -> None:
         """Ask the client to move to another host. A client that is gone has moved already."""
         with contextlib.suppress(StreamEnded, DeadlineExceeded):
-            await self._reply(pb.SessionReply(leaving=pb.Leaving()))
+            await self._client.send(pb.SessionReply(leaving=pb.Leaving()))
 
     async def _listen(self) -> None:
         while True:
-            message = await receive_within(self.stream, self._host.timing.client_silence_s)
-            request = parse(pb.SessionRequest, message.header)
+            request, _ = await self._client.receive()
             if request.HasField("relink"):
                 if self._is_last:
                     raise ProtocolViolation("the last hop has no next hop to replace")
@@ -161,7 +165,7 @@ class HostedSession:
                 await self._feed_anew()
             elif request.HasField("show"):
                 await self._show(request.show)
-            elif not request.HasField("heartbeat"):
+            else:
                 raise ProtocolViolation("a session is opened once")
 
     async def _show(self, asked: pb.Show) -> None:
@@ -172,24 +176,24 @@ class HostedSession:
             )
         received = self._received.digest(asked.sequence, asked.count)
         if self._is_last or not received:
-            await self._reply(pb.SessionReply(shown=pb.Shown(received=received)))
+            await self._client.send(pb.SessionReply(shown=pb.Shown(received=received)))
             return
         with self._scope.hold(Resource.MEMORY, 0) as room:
             try:
                 await room.grow(asked.count * self._stage.hidden_size * torch.float32.itemsize)
             except Exhausted as error:
-                raise Refused.out_of_memory(error) from error
+                raise Refused.no_room(error) from error
             sent = self._outbox.log.values(asked.sequence, asked.count)
             if sent is None:
-                await self._reply(pb.SessionReply(shown=pb.Shown()))
+                await self._client.send(pb.SessionReply(shown=pb.Shown()))
                 return
             tensor, payload = encode_tensor(sent)
-            await self._reply(pb.SessionReply(shown=pb.Shown(received=received, sent=tensor)), payload)
+            await self._client.send(pb.SessionReply(shown=pb.Shown(received=received, sent=tensor)), payload)
 
-    async def _heartbeat(self) -> None:
-        while True:
-            await self._reply(pb.SessionReply(heartbeat=pb.Heartbeat(applied=self._outbox.log.last)))
-            await asyncio.sleep(self._host.timing.heartbeat_s)
+    async def _send_heartbeats(self) -> None:
+        await self._client.send_heartbeats(
+            self._host.timing.heartbeat_s, lambda: pb.Heartbeat(applied=self._outbox.log.last)
+        )
 
     async def _first_step(self) -> None:
         await asyncio.sleep(self._host.timing.first_step_s)
@@ -199,10 +203,6 @@ class HostedSession:
 
     async def _failure(self) -> None:
         await asyncio.shield(self._failed)
-
-    async def _reply(self, reply: pb.SessionReply, payload: memoryview | bytes = b"") -> None:
-        message = Message(reply.SerializeToString(), payload)
-        await send_within(self.stream, message, self._host.timing.chunk_s)
 
     # ---- downstream -------------------------------------------------------------------------------------
 
@@ -226,27 +226,26 @@ class HostedSession:
             _log.info("next hop lost", extra={"peer": target.peer, "reason": str(error)[:200]})
             lost = pb.LinkLost(epoch=target.epoch, peer=target.peer)
             with contextlib.suppress(StreamEnded, DeadlineExceeded):
-                await self._reply(pb.SessionReply(link_lost=lost))
+                await self._client.send(pb.SessionReply(link_lost=lost))
 
     # ---- upstream ---------------------------------------------------------------------------------------
 
-    async def accept(self, stream: Stream, epoch: int) -> None:
+    async def accept(self, link: LinkStream, epoch: int) -> None:
         """Take steps from this link until it ends or a link of a later epoch takes its place."""
         if epoch < self._link_epoch:
             raise Refused(pb.REASON_STALE_EPOCH, f"epoch {epoch} after {self._link_epoch}")
         self._link_epoch = epoch
         if self._link is not None:
             self._link.close()
-        self._link = stream
+        stream = self._link = link.stream
         async with self._applying:
             if self._outbox.log.last == 0:
                 await self._reset()
             applied = self._outbox.log.last
-        linked = pb.LinkReply(linked=pb.Linked(applied=applied))
-        await send_within(stream, Message(linked.SerializeToString()), self._host.timing.chunk_s)
+        await link.send(pb.LinkReply(linked=pb.Linked(applied=applied)))
         queue: _Queue = asyncio.Queue(QUEUED_STEPS)
         with self._scope.hold(Resource.MEMORY, 0) as room:
-            await race(self._read(stream, queue, room), self._work(stream, queue, room))
+            await race(self._read(link, queue, room), self._work(stream, queue, room))
 
     async def _reset(self) -> None:
         """Forget a replay that was broken off, here and in the hops it had already reached."""
@@ -257,19 +256,18 @@ class HostedSession:
         self._received.forget()
         await self._feed_anew(self._new_log())
 
-    async def _read(self, stream: Stream, queue: _Queue, room: Reservation) -> None:
+    async def _read(self, link: LinkStream, queue: _Queue, room: Reservation) -> None:
         clock = asyncio.get_running_loop().time
         while True:
-            message = await stream.receive()
-            request = parse(pb.LinkRequest, message.header)
+            request, payload = await link.receive()
             if not request.HasField("step"):
                 raise ProtocolViolation("a link carries steps")
-            step = decode_step(request.step, message.payload, hidden_size=self._stage.hidden_size)
-            if stream.peer == self.stream.peer and not step.replay:
+            step = decode_step(request.step, payload, hidden_size=self._stage.hidden_size)
+            if link.peer == self.stream.peer and not step.replay:
                 self._times.arrived(step.rows, clock())
             if wait_s := self._scope.use(Rate.POSITIONS, step.positions, clock()):
                 await asyncio.sleep(wait_s)
-            size_bytes = len(message.payload)
+            size_bytes = len(payload)
             try:
                 room.resize(room.amount + size_bytes)
             except Exhausted:
@@ -306,7 +304,7 @@ class HostedSession:
             except ProtocolViolation as error:
                 self._fail(Refused(pb.REASON_PROTOCOL, str(error)))
             except OutOfResources as error:
-                self._fail(Refused.out_of_memory(error))
+                self._fail(Refused.no_room(error))
             except Refused as refusal:
                 self._fail(refusal)
             except Exception as error:  # noqa: BLE001 - whatever broke inside the model breaks this session only
@@ -378,7 +376,7 @@ class HostedSession:
 
     async def _answer(self, step: Step) -> None:
         tensor, payload = encode_tensor(step.wanted())
-        await self._reply(pb.SessionReply(output=pb.Output(step=step.seq, tensor=tensor)), payload)
+        await self._client.send(pb.SessionReply(output=pb.Output(step=step.seq, tensor=tensor)), payload)
 
     def _fail(self, refusal: Refused) -> None:
         if not self._failed.done():

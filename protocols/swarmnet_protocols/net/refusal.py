@@ -2,11 +2,12 @@
 
 import struct
 
-from swarmnet_protocols.errors import StreamRefused
+from swarmnet_protocols.errors import OutOfResources, StreamRefused, SwarmnetError
 from swarmnet_protocols.net import Refusal
 from swarmnet_protocols.net.messages import parse
 from swarmnet_protocols.net.resources import Exhausted
 from swarmnet_protocols.wire import door_pb2 as pb
+from swarmnet_protocols.wire import session_pb2
 
 SIZES = struct.Struct(">II")
 REFUSED = 0xFFFF_FFFF
@@ -17,6 +18,7 @@ MAX_REFUSAL_BYTES = 2048
 MAX_REASON_CHARS = 300
 NO_REASON = "it does not say why"
 MAX_RETRY_S = 60.0
+MAX_DETAIL_CHARS = 500
 LINGER_S = 5.0
 """How long the other side has to hear that it is refused."""
 
@@ -54,3 +56,36 @@ def refused_by(peer: str, refusal: Refusal) -> StreamRefused:
     return StreamRefused(
         f"{peer} refuses us: {printable(refusal.reason)}", retry_after_s=refusal.retry_after_s, hint=hint
     )
+
+
+class Refused(SwarmnetError):
+    """A host does not do what it was asked to, for a ``reason`` that its client understands.
+
+    It is worth asking again after ``retry_after_s``; 0: the host cannot tell.
+    """
+
+    def __init__(self, reason: "session_pb2.Reason", detail: str, retry_after_s: float = 0.0) -> None:
+        self.detail = detail[:MAX_DETAIL_CHARS]
+        super().__init__(f"{session_pb2.Reason.Name(reason)}: {self.detail}")
+        self.reason = reason
+        self.retry_after_s = retry_after_s
+
+    @classmethod
+    def no_room(cls, error: OutOfResources) -> "Refused":
+        """For a resource limit that is reached."""
+        retry_after_s = error.retry_after_s if isinstance(error, Exhausted) else 0.0
+        return cls(session_pb2.REASON_OUT_OF_MEMORY, str(error), retry_after_s)
+
+    @classmethod
+    def from_wire(cls, refused: session_pb2.Refused) -> "Refused":
+        """From a message of a peer: an unknown reason, text that cannot be shown and an impossible wait are dropped."""
+        is_known = refused.reason in session_pb2.Reason.values()
+        wait_s = refused.retry_after_s
+        return cls(
+            refused.reason if is_known else session_pb2.REASON_UNSPECIFIED,
+            printable(refused.detail),
+            wait_s if 0 <= wait_s <= MAX_RETRY_S else 0.0,
+        )
+
+    def to_wire(self) -> session_pb2.Refused:
+        return session_pb2.Refused(reason=self.reason, detail=self.detail, retry_after_s=self.retry_after_s)

@@ -1,0 +1,135 @@
+"""A stream whose messages are protobufs: requests, replies, heartbeats, timeouts and refusals in one place.
+
+Every protocol of swarmnet but the DHT's is a pair of messages, one for each direction, with a ``oneof kind``. Two kinds mean the same
+in all of them:
+
+1. ``heartbeat``: the sender is alive. A side that may have nothing to say for long sends heartbeats at a fixed rate
+   (:meth:`TypedStream.send_heartbeats`). The receiver never sees them; it raises ``DeadlineExceeded`` when they stop.
+2. ``refused``: the sender does not do what was asked, for a reason that programs understand. The receiver raises ``Refused``.
+
+A stream with one request and one reply is made with :func:`ask`.
+"""
+
+import asyncio
+import contextlib
+import math
+from collections.abc import Callable
+from typing import Any, Generic, NoReturn, TypeVar
+
+from google.protobuf.message import Message as Protobuf
+
+from swarmnet_protocols.net import Buffer, Message, PeerId, Stream
+from swarmnet_protocols.net.messages import parse, receive_within, send_within
+from swarmnet_protocols.net.refusal import Refused
+from swarmnet_protocols.wire import session_pb2
+
+Sent = TypeVar("Sent", bound=Protobuf)
+Received = TypeVar("Received", bound=Protobuf)
+
+
+class TypedStream(Generic[Sent, Received]):
+    """One side of a stream on which it sends ``Sent`` and receives ``Received``.
+
+    Any task may send; one at a time may receive.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        sent: type[Sent],
+        received: type[Received],
+        *,
+        silence_s: float,
+        send_s: float = math.inf,
+        on_heartbeat: Callable[[Received], None] = lambda _: None,
+    ) -> None:
+        """``silence_s``: longest time between two messages of the other side, heartbeats included; infinity: no limit.
+        ``send_s``: longest time that the other side may leave a message unread; infinity: no limit. ``on_heartbeat`` is called with each heartbeat, of
+        which some carry news."""
+        self.stream = stream
+        self._sent = sent
+        self._received = received
+        self._silence_s = silence_s
+        self._send_s = send_s
+        self.on_heartbeat = on_heartbeat
+        fields = received.DESCRIPTOR.fields_by_name
+        self._may_beat = "heartbeat" in fields
+        self._may_refuse = "refused" in fields and fields["refused"].message_type is _REFUSED
+
+    @property
+    def peer(self) -> PeerId:
+        """The authenticated id of the other side."""
+        return self.stream.peer
+
+    async def send(self, message: Sent, payload: Buffer = b"") -> None:
+        """Send one message. Raises ``DeadlineExceeded`` if the other side does not read, and what ``Stream.send`` raises."""
+        whole = Message(message.SerializeToString(), payload)
+        if math.isinf(self._send_s):
+            await self.stream.send(whole)
+        else:
+            await send_within(self.stream, whole, self._send_s)
+
+    async def receive(self) -> tuple[Received, Buffer]:
+        """The next message that is no heartbeat, and its payload.
+
+        Raises ``Refused`` if that is a refusal, ``DeadlineExceeded`` after ``silence_s`` without even a heartbeat,
+        ``ProtocolViolation`` for what is no ``Received``, and what ``Stream.receive`` raises.
+        """
+        while True:
+            if math.isinf(self._silence_s):
+                message = await self.stream.receive()
+            else:
+                message = await receive_within(self.stream, self._silence_s)
+            received = parse(self._received, message.header)
+            if self._may_beat and received.HasField("heartbeat"):
+                self.on_heartbeat(received)
+            elif self._may_refuse and received.HasField("refused"):
+                raise Refused.from_wire(_any(received).refused)
+            else:
+                return received, message.payload
+
+    async def send_heartbeats(self, period_s: float, heartbeat: Callable[[], Any] | None = None) -> NoReturn:
+        """Send a heartbeat at once and then every ``period_s``, until cancelled or until sending fails.
+
+        ``heartbeat`` makes the message inside, where the protocol's heartbeats carry something.
+        """
+        while True:
+            message = self._sent()
+            field = _any(message).heartbeat
+            field.SetInParent()
+            if heartbeat is not None:
+                field.CopyFrom(heartbeat())
+            await self.send(message)
+            await asyncio.sleep(period_s)
+
+    def close(self) -> None:
+        """End the stream at once, as ``Stream.close``."""
+        self.stream.close()
+
+    async def refuse(self, refusal: Refused) -> None:
+        """Send a refusal, which the other side's ``receive`` raises."""
+        message = self._sent()
+        _any(message).refused.CopyFrom(refusal.to_wire())
+        await self.send(message)
+
+
+async def ask(
+    stream: Stream, request: Protobuf, reply: type[Received], *, within_s: float
+) -> tuple[Received, Buffer]:
+    """Send one request on ``stream``, receive one reply with its payload, and close the stream.
+
+    Raises what ``Stream.send`` and ``Stream.receive`` raise, ``DeadlineExceeded`` after ``within_s`` each, and ``ProtocolViolation``
+    for what is no ``reply``.
+    """
+    with contextlib.closing(stream):
+        await send_within(stream, Message(request.SerializeToString()), within_s)
+        message = await receive_within(stream, within_s)
+        return parse(reply, message.header), message.payload
+
+
+_REFUSED = session_pb2.Refused.DESCRIPTOR
+
+
+def _any(message: Protobuf) -> Any:
+    """Fields that only some kinds of messages have are looked up by name."""
+    return message

@@ -1,0 +1,126 @@
+"""Typed streams over a simulated network: heartbeats keep them alive, silence and refusals end them."""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from swarmnet_protocols.errors import DeadlineExceeded, ProtocolViolation
+from swarmnet_protocols.net import Message, PeerId, Stream
+from swarmnet_protocols.net.memory import MemoryNetwork
+from swarmnet_protocols.net.memory_stream import MemoryStream
+from swarmnet_protocols.net.protocol_ids import PASS
+from swarmnet_protocols.net.refusal import Refused
+from swarmnet_protocols.net.typed_stream import TypedStream, ask
+from swarmnet_protocols.wire import session_pb2 as pb
+from tests.support.virtual_time import run
+
+SILENCE_S = 3.0
+
+Host = TypedStream[pb.PassReply, pb.PassRequest]
+Client = TypedStream[pb.PassRequest, pb.PassReply]
+
+
+def between(serve: Callable[[Host], Awaitable[None]], use: Callable[[Stream], Awaitable[None]]) -> None:
+    async def main() -> None:
+        network = MemoryNetwork(random.Random(0))
+        async with network.transport(PeerId("host")) as host, network.transport(PeerId("client")) as client:
+
+            async def answer(stream: Stream) -> None:
+                await serve(Host(stream, pb.PassReply, pb.PassRequest, silence_s=SILENCE_S, send_s=1.0))
+
+            await host.serve(PASS, answer)
+            await use(await client.open(PeerId("host"), PASS, deadline_s=1.0))
+
+    run(main())
+
+
+def client_side(stream: Stream, heartbeats: list[pb.PassReply] | None = None) -> Client:
+    note = (heartbeats if heartbeats is not None else []).append
+    return Client(stream, pb.PassRequest, pb.PassReply, silence_s=SILENCE_S, on_heartbeat=note)
+
+
+def test_heartbeats_keep_a_stream_alive_and_are_not_received() -> None:
+    async def serve(host: Host) -> None:
+        await host.receive()
+        beating = asyncio.create_task(host.send_heartbeats(1.0))
+        await asyncio.sleep(10 * SILENCE_S)
+        await host.send(pb.PassReply(part=pb.Part()), b"")
+        beating.cancel()
+        await asyncio.sleep(1.0)
+
+    async def use(stream: Stream) -> None:
+        heartbeats: list[pb.PassReply] = []
+        client = client_side(stream, heartbeats)
+        await client.send(pb.PassRequest(begin=pb.Begin()))
+        reply, _ = await client.receive()
+        assert reply.HasField("part")
+        assert len(heartbeats) > 9 * SILENCE_S
+
+    between(serve, use)
+
+
+def test_silence_ends_a_stream() -> None:
+    async def serve(host: Host) -> None:
+        await host.receive()
+        await asyncio.sleep(10 * SILENCE_S)
+
+    async def use(stream: Stream) -> None:
+        client = client_side(stream)
+        await client.send(pb.PassRequest(begin=pb.Begin()))
+        began = asyncio.get_running_loop().time()
+        with pytest.raises(DeadlineExceeded):
+            await client.receive()
+        assert asyncio.get_running_loop().time() - began == pytest.approx(SILENCE_S)
+
+    between(serve, use)
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 2.5])
+def test_a_refusal_is_raised_with_its_reason(wait_s: float) -> None:
+    async def serve(host: Host) -> None:
+        await host.receive()
+        await host.refuse(Refused(pb.REASON_TOO_LONG, "too \x1b[1mlong", wait_s))
+
+    async def use(stream: Stream) -> None:
+        client = client_side(stream)
+        await client.send(pb.PassRequest(begin=pb.Begin()))
+        with pytest.raises(Refused, match=r"REASON_TOO_LONG: too \[1mlong") as info:
+            await client.receive()
+        assert (info.value.reason, info.value.retry_after_s) == (pb.REASON_TOO_LONG, wait_s)
+
+    between(serve, use)
+
+
+def test_what_is_no_message_of_the_protocol_is_a_violation() -> None:
+    async def serve(host: Host) -> None:
+        with pytest.raises(ProtocolViolation):
+            await host.receive()
+        await host.send(pb.PassReply(part=pb.Part()), b"")
+        await asyncio.sleep(1.0)
+
+    async def use(stream: Stream) -> None:
+        await stream.send(Message(b"\xff"))
+        assert (await client_side(stream).receive())[0].HasField("part")
+
+    between(serve, use)
+
+
+def test_one_question_has_one_answer_and_closes_the_stream() -> None:
+    async def serve(host: Host) -> None:
+        request, _ = await host.receive()
+        assert request.begin.counts == [3]
+        await host.send(pb.PassReply(part=pb.Part()), b"abc")
+        await asyncio.sleep(1.0)
+
+    async def use(stream: Stream) -> None:
+        reply, payload = await ask(
+            stream, pb.PassRequest(begin=pb.Begin(counts=[3])), pb.PassReply, within_s=SILENCE_S
+        )
+        assert reply.HasField("part")
+        assert payload == b"abc"
+        assert isinstance(stream, MemoryStream)
+        assert stream.closed
+
+    between(serve, use)

@@ -1,0 +1,79 @@
+"""The glossary and the code agree: words that it has replaced do not return."""
+
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.source_code import ROOT, sources
+
+RETIRED = {
+    "anybody": "client, host, peer, worker, owner",
+    "crowd": "subnet",
+    "door": "handshake",
+    "everybody": "all peers, all workers",
+    "gatherer": "leader",
+    "gathering": "matchmaking",
+    "heir": "residual",
+    "keepers": "replicas",
+    "lane": "sequence",
+    "lanes": "sequences",
+    "mender": "chain supervisor",
+    "mending": "recovery",
+    "nobody": "no client, no host, no peer",
+    "patience": "timeout, retry policy",
+    "somebody": "a client, a host, a peer",
+    "squeezed": "unpadded",
+    "whoever": "the client, the host, the peer that",
+    "whomever": "the peer that",
+}
+"""Each retired word, and what is said instead."""
+
+PAGES = (
+    "*.md",
+    "docs/**/*.md",
+    "*/README.md",
+    "swarmnet/**/*.md",
+    "node/**/*.md",
+    "client/**/*.md",
+    "protocols/**/*.md",
+    "deploy/**/*.md",
+    "proto/*",
+)
+_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
+
+
+def words(text: str) -> Iterator[str]:
+    """Each word of prose or of an identifier, in lower case."""
+    return (word.lower() for word in _WORD.findall(text))
+
+
+def said(path: Path) -> Iterator[tuple[int, str]]:
+    """Every word of a file with its line; of Python: identifiers, strings and comments."""
+    if path.suffix != ".py":
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            yield from ((number, word) for word in words(line))
+        return
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+        if token.type in (tokenize.NAME, tokenize.STRING, tokenize.COMMENT):
+            yield from ((token.start[0], word) for word in words(token.string))
+
+
+def files() -> list[Path]:
+    pages = {page for kind in PAGES for page in ROOT.glob(kind) if ".venv" not in page.parts}
+    return sorted({path for _, path in sources()} | {page for page in pages if page.is_file()})
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_retired_word_returns(path: Path) -> None:
+    found = [f"line {line}: {word!r}; say: {RETIRED[word]}" for line, word in said(path) if word in RETIRED]
+    assert found == []
+
+
+def test_a_retired_word_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.py"
+    page.write_text('class LaneGroup:\n    """Whoever waits."""\n')
+    assert [word for _, word in said(page) if word in RETIRED] == ["lane", "whoever"]
