@@ -14,8 +14,8 @@ from swarmnet_protocols.directory import duplicate_identity as presence
 from swarmnet_protocols.directory import records
 from swarmnet_protocols.directory.duplicate_identity import Duplicate
 from swarmnet_protocols.membership import invites, signed
-from swarmnet_protocols.models import sources
-from swarmnet_protocols.models.local import LocalModel
+from swarmnet_protocols.models import resolver
+from swarmnet_protocols.models.local_model import LocalModel
 from swarmnet_protocols.training import jobs
 from tests.defences import Defence, nothing, replacing, yes
 from tests.properties import test_membership as mutations
@@ -135,7 +135,7 @@ HASHES = (
     ),
     Defence(
         "kept manifests are hashed",
-        replacing(sources, "_digest", lambda *_: "0"),
+        replacing(resolver, "_digest", lambda *_: "0"),
         lambda folder: test_flipped_bits.test_what_we_made_ourselves_is_made_anew("a manifest", folder),
     ),
 )

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from swarmnet_protocols.models import cut, safetensors_file
+from swarmnet_protocols.models import partial_model, safetensors_file
 from swarmnet_protocols.training.jobs import Job
 from tests.defences import Defence, nothing, replacing, yes
 from tests.unit import (
@@ -51,7 +51,7 @@ JOBS = (
     ),
     Defence(
         "a job does not choose which code computes its model",
-        replacing(cut, "_check_implementations", nothing),
+        replacing(partial_model, "_check_implementations", nothing),
         partial(
             test_published_models.test_neither_a_job_nor_a_checkpoint_chooses_code,
             *test_published_models.FOREIGN[0],

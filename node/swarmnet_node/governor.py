@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from swarmnet_node.engine.engine import Engine
-from swarmnet_node.engine.memory_account import Footprint, rooms
+from swarmnet_node.engine.memory_account import Footprint, resource_limits
 from swarmnet_node.node import Hosting
 from swarmnet_protocols.net.resources import Resource, ResourceManager
 
@@ -35,8 +35,8 @@ class Governor:
         stage = engine.stage
         footprint = Footprint(0, stage.weight_bytes // stage.blocks, stage.hidden_size)
         held = dict(self._resources.in_all.used)
-        held[Resource.CACHE] = held.get(Resource.CACHE, 0) + engine.graphs.nbytes
-        found = rooms(max_ram_bytes, rss_bytes, held, footprint, self._fixed_bytes)
+        held[Resource.CACHE] = held.get(Resource.CACHE, 0) + engine.graph_cache.nbytes
+        found = resource_limits(max_ram_bytes, rss_bytes, held, footprint, self._fixed_bytes)
         free_bytes = found[Resource.CACHE] - held[Resource.CACHE]
         found[Resource.PASSES] = free_bytes // footprint.graph_bytes(stage.blocks)
         self._set(engine, {resource: min(room, self._most[resource]) for resource, room in found.items()})

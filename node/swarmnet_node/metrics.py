@@ -95,15 +95,17 @@ def _of_status(status: NodeStatus) -> Iterator[Metric]:
 
 
 def _of_engine(engine: "Engine") -> Iterator[Metric]:
-    tally = engine.tally
+    counters = engine.counters
     yield _counter("positions", "Positions computed: tokens, each through all blocks here.", engine.tokens)
     yield _counter("forwards", "Forwards and passes computed.", engine.forwards)
-    yield _gauge("graph_bytes", "What forward passes have left for backward passes.", engine.graphs.nbytes)
+    yield _gauge(
+        "graph_bytes", "What forward passes have left for backward passes.", engine.graph_cache.nbytes
+    )
     yield _gauge("queue_seconds", "How long new work of a session would wait now.", engine.queue_s)
-    yield _histogram("forward_seconds", "How long one forward of sessions' work took.", tally.forward_s)
-    yield _histogram("forward_positions", "Positions in one such forward.", tally.forward_positions)
-    yield _histogram("wait_seconds", "How long work of sessions waited for its forward.", tally.wait_s)
-    yield _histogram("pass_seconds", "How long one training pass took to compute.", tally.pass_s)
+    yield _histogram("forward_seconds", "How long one forward of sessions' work took.", counters.forward_s)
+    yield _histogram("forward_positions", "Positions in one such forward.", counters.forward_positions)
+    yield _histogram("wait_seconds", "How long work of sessions waited for its forward.", counters.wait_s)
+    yield _histogram("pass_seconds", "How long one training pass took to compute.", counters.pass_s)
 
 
 def _of_host(host: "Host") -> Iterator[Metric]:

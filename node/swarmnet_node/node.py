@@ -120,7 +120,7 @@ class Node:
                 dependencies.executor,
                 dependencies.transport.resources,
                 max_cache_bytes=hosting.max_cache_bytes,
-                turns=dependencies.turns,
+                core_lock=dependencies.turns,
                 stopwatch=dependencies.stopwatch,
             ) as engine,
             Services.on(dependencies.transport) as services,

@@ -12,7 +12,7 @@ from functools import partial
 from typing import NoReturn, Protocol
 
 from swarmnet_node.engine.engine import Engine
-from swarmnet_node.engine.memory_account import check_room
+from swarmnet_node.engine.memory_account import check_headroom
 from swarmnet_node.governor import Governor
 from swarmnet_node.hosting.host import Host
 from swarmnet_node.node import Dependencies, Hosting, Node
@@ -144,7 +144,7 @@ class Supervisor:
         """Keep other limits from now on. Raises ``ConfigError``, and keeps the old ones, when that cannot be."""
         if limits.max_ram_bytes is not None and limits.max_ram_bytes != self._limits.max_ram_bytes:
             held = self._node.engine.cache_bytes if self._node.engine is not None else 0
-            check_room(limits.max_ram_bytes, self._machine.ram_bytes() - held)
+            check_headroom(limits.max_ram_bytes, self._machine.ram_bytes() - held)
         self._machine.enforce(limits)
         self._limits = limits
         self._limits_changed.set()

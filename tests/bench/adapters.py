@@ -37,7 +37,7 @@ def timed(
     stage: Stage, sequences: int, count: int, adapted: list[dict[str, torch.Tensor]]
 ) -> Callable[[Clock], float]:
     """Seconds of one forward of ``count`` positions of each lane, the first with an adapter each, the others with none."""
-    adapters = [stage.adapt(tensors, 0) for tensors in adapted] + [None] * (sequences - len(adapted))
+    adapters = [stage.load_adapter(tensors, 0) for tensors in adapted] + [None] * (sequences - len(adapted))
     inputs = torch.randn(count, stage.hidden_size)
     filled = [stage.new_sequence(adapter) for adapter in adapters]
     if count == 1:

@@ -366,7 +366,7 @@ def read_manifest(data: bytes) -> None:
 
 def manifest_seeds() -> list[bytes]:
     file = ManifestFile("model.safetensors", 1 << 20, bytes(32))
-    manifest = Manifest("LlamaForCausalLM", 1, 64, (file,), {"edges": ("embed",), 0: ("q", "k")})
+    manifest = Manifest("LlamaForCausalLM", 1, 64, (file,), {"local_layers": ("embed",), 0: ("q", "k")})
     return [manifest.to_json().encode()]
 
 

@@ -17,8 +17,8 @@ from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.resources import Resource, Scope
 from swarmnet_protocols.routing.cost import Hop, HostInfo
 from swarmnet_protocols.session.activation_log import ActivationLog
+from swarmnet_protocols.session.received_digests import MAX_DIGEST_POSITIONS, ReceivedDigests, digest
 from swarmnet_protocols.session.steps import Row, Step
-from swarmnet_protocols.session.testimony import MAX_SHOWN, Received, digest
 
 BLOCKS = 30
 CUTS = (0, 10, 20, 30)
@@ -88,7 +88,7 @@ def test_a_lie_that_begins_at_any_position_is_found_by_its_share_of_audits() -> 
     for hop in HOPS:
         ledger.passed(hop.peer)
     drawn = [ledger.plan(HOPS).positions for _ in range(100_000)]
-    assert max(drawn) == MAX_SHOWN
+    assert max(drawn) == MAX_DIGEST_POSITIONS
     for begin in (1, 2, 5, 20, 100, 256):
         assert sum(each >= begin for each in drawn) / len(drawn) == pytest.approx(1 / begin, rel=0.2)
 
@@ -152,7 +152,7 @@ def test_a_log_shows_what_each_lane_holds_and_its_receiver_has_the_digest_of_it(
     rows: list[tuple[int, int, float, int]], behind: int
 ) -> None:
     scope = Scope("test", {}, {})
-    log, received = ActivationLog(scope.hold(Resource.LOG, 0)), Received(scope.hold(Resource.LOG, 0))
+    log, received = ActivationLog(scope.hold(Resource.LOG, 0)), ReceivedDigests(scope.hold(Resource.LOG, 0))
     sequences: dict[int, torch.Tensor] = {}
     for seq, (sequence, source, share, count) in enumerate(rows, 1):
         held = sequences.get(source, torch.empty(0, 2))

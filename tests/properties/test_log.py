@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarmnet_protocols.session.activation_log import ActivationLog, Cursor, LeftBehind
+from swarmnet_protocols.session.activation_log import ActivationLog, Cursor, StepsCompacted
 from swarmnet_protocols.session.steps import Row, Step, check_rows
 from tests.support.logs import a_log
 
@@ -129,7 +129,7 @@ def test_a_replacement_in_the_middle_feeds_the_survivor_exactly_what_it_lacks(da
         nonlocal survivor, to_survivor
         try:
             step = middle.log.next(to_survivor)
-        except LeftBehind:
+        except StepsCompacted:
             # Only a survivor that was itself being rebuilt may be behind: what is acknowledged has passed through it.
             assert survivor.log.last < acked
             survivor = Downstream()
@@ -161,7 +161,7 @@ def test_a_replacement_in_the_middle_feeds_the_survivor_exactly_what_it_lacks(da
                 upstream.detach()
                 try:
                     middle, to_middle, to_survivor = new_middle()
-                except LeftBehind:
+                except StepsCompacted:
                     survivor = Downstream()
                     middle, to_middle, to_survivor = new_middle()
             case "lose last":

@@ -23,7 +23,7 @@ json_values = st.recursive(
 @st.composite
 def manifests(draw: st.DrawFn) -> Manifest:
     blocks = draw(st.integers(1, 3))
-    tensors: dict[BlockKey, tuple[str, ...]] = {"edges": tuple(draw(st.lists(names, max_size=2)))}
+    tensors: dict[BlockKey, tuple[str, ...]] = {"local_layers": tuple(draw(st.lists(names, max_size=2)))}
     tensors |= {block: tuple(draw(st.lists(names, max_size=2))) for block in range(blocks)}
     files = st.builds(
         ManifestFile,
@@ -108,7 +108,7 @@ def read_or_refused(text: str) -> None:
 
 @pytest.mark.parametrize("path", ["/etc/passwd", "../up", "a/../../b", "a\\b", "a\0b", ""])
 def test_a_manifest_cannot_name_a_file_outside_the_model(path: str) -> None:
-    manifest = Manifest("A", 1, 8, (ManifestFile(path, 1, bytes(32)),), {"edges": (), 0: ()})
+    manifest = Manifest("A", 1, 8, (ManifestFile(path, 1, bytes(32)),), {"local_layers": (), 0: ()})
     with pytest.raises(IntegrityError):
         Manifest.from_json(manifest.to_json())
 

@@ -13,8 +13,8 @@ from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainReport, ChainSpec
 from swarmnet_client.swarm.swarm import Swarm
 from swarmnet_protocols.session.activation_log import ActivationLog
+from swarmnet_protocols.session.received_digests import ReceivedDigests
 from swarmnet_protocols.session.steps import Row
-from swarmnet_protocols.session.testimony import Received
 from tests.support.lying_hosts import THREE_OF_EACH, start
 from tests.support.swarm_lab import Lab, Reference, simulate
 
@@ -144,10 +144,10 @@ def test_a_neighbour_that_lies_about_what_went_between_does_not_convict(
 ) -> None:
     async def scenario(lab: Lab) -> list[int]:
         await start(lab, THREE_OF_EACH)
-        digest = Received.digest
+        digest = ReceivedDigests.digest
         liar = lab.nodes[framing]
 
-        def lie(received: Received, sequence: int, count: int) -> bytes:
+        def lie(received: ReceivedDigests, sequence: int, count: int) -> bytes:
             mine = [session._received for session in liar._host.sessions]
             return bytes(32) if received in mine else digest(received, sequence, count)
 
@@ -159,7 +159,7 @@ def test_a_neighbour_that_lies_about_what_went_between_does_not_convict(
             return found + 1 if log in mine and found is not None else found
 
         if framing == "c1":
-            monkeypatch.setattr(Received, "digest", lie)
+            monkeypatch.setattr(ReceivedDigests, "digest", lie)
         else:
             monkeypatch.setattr(ActivationLog, "values", forge)
 
@@ -190,10 +190,10 @@ def test_a_host_that_says_nothing_of_what_it_computed_is_replaced(
 ) -> None:
     async def scenario(lab: Lab) -> list[int]:
         await start(lab, THREE_OF_EACH)
-        digest = Received.digest
+        digest = ReceivedDigests.digest
         silent = lab.nodes["b1"]
         monkeypatch.setattr(
-            Received,
+            ReceivedDigests,
             "digest",
             lambda received, sequence, count: (
                 b""

@@ -17,7 +17,7 @@ from swarmnet_protocols.net.memory import Delivery
 from swarmnet_protocols.net.memory_stream import MemoryStream
 from swarmnet_protocols.net.protocol_ids import ADAPTER, PASS
 from swarmnet_protocols.session.adapters import Adapter
-from swarmnet_protocols.session.passes import MAX_POSITIONS, as_column, cut
+from swarmnet_protocols.session.passes import MAX_POSITIONS, pack_tensors, split_tensor
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.support.pass_oracle import LocalPass, assert_same, lora_pass, prefix_pass
 from tests.support.swarm_lab import SWARM, Lab, Reference, peer, simulate
@@ -174,7 +174,7 @@ def test_a_host_that_answers_nonsense_for_the_adapter_is_replaced(
         if self._transport.peer_id == peer("b").peer_id and message.payload:
             shape = list(pb.PassReply.FromString(message.header).part.tensor.shape)
             if shape[1:] == [1]:
-                ((part, payload),) = cut(lie(torch.ones(shape)).contiguous())
+                ((part, payload),) = split_tensor(lie(torch.ones(shape)).contiguous())
                 message = Message(pb.PassReply(part=part).SerializeToString(), payload)
                 lies.append(message)
         await honest(self, message)
@@ -218,7 +218,7 @@ async def ask(lab: Lab, transport: Transport, **begin: Any) -> pb.PassReply:
     request = pb.PassRequest(begin=pb.Begin(**wanted | begin))
     await stream.send(Message(request.SerializeToString()))
     reply = pb.PassReply(heartbeat=pb.Heartbeat())
-    for part, payload in cut(torch.zeros(sum(wanted["counts"]), HIDDEN)):
+    for part, payload in split_tensor(torch.zeros(sum(wanted["counts"]), HIDDEN)):
         await stream.send(Message(pb.PassRequest(part=part).SerializeToString(), payload))
     while reply.HasField("heartbeat"):
         reply = pb.PassReply.FromString((await stream.receive()).header)
@@ -281,5 +281,5 @@ def test_positions_of_prefixes_count(reference: Reference) -> None:
 
 
 def test_a_column_is_in_the_order_of_the_names() -> None:
-    column = as_column({"10.b": torch.tensor([3.0, 4.0]), "1.a": torch.tensor([[1.0], [2.0]])})
+    column = pack_tensors({"10.b": torch.tensor([3.0, 4.0]), "1.a": torch.tensor([[1.0], [2.0]])})
     assert column.tolist() == [[1.0], [2.0], [3.0], [4.0]]

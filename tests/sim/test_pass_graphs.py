@@ -13,7 +13,7 @@ from swarmnet_node.engine.engine import CLIENT_SHARE, Engine
 from swarmnet_protocols.net import Message, Stream, Transport
 from swarmnet_protocols.net.memory import Delivery
 from swarmnet_protocols.net.protocol_ids import PASS
-from swarmnet_protocols.session.passes import cut
+from swarmnet_protocols.session.passes import split_tensor
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.support.swarm_lab import SWARM, Lab, Reference, simulate
 
@@ -34,7 +34,7 @@ def engine_of(lab: Lab, name: str) -> Engine:
 
 
 def kept_bytes(lab: Lab) -> dict[str, int]:
-    return {name: engine_of(lab, name).graphs.nbytes for name in lab.nodes}
+    return {name: engine_of(lab, name).graph_cache.nbytes for name in lab.nodes}
 
 
 class Watch:
@@ -120,7 +120,7 @@ def test_a_second_backward_computes_the_forward_again(reference: Reference) -> N
 
 def test_graphs_that_are_gone_cost_a_question_each(reference: Reference) -> None:
     async def drop(lab: Lab, batch: RemoteBatch) -> None:
-        engine_of(lab, "a").graphs.shrink(0)
+        engine_of(lab, "a").graph_cache.shrink(0)
 
     watch = train(reference, drop)
     assert watch.refusals == [pb.REASON_GRAPH_GONE] * len(COUNTS)
@@ -159,15 +159,15 @@ def test_a_graph_that_goes_while_its_backward_waits_is_asked_for_no_more(
 
     async def prepare(lab: Lab, batch: RemoteBatch) -> None:
         engine = engine_of(lab, "b")
-        honest, behind = engine.compute_behind, []
+        honest, behind = engine.compute_pass, []
 
         async def slow(start: Any, positions: int, **options: Any) -> Any:
             behind.append(start)
             if len(behind) == 1:
-                engine.graphs.shrink(0)
+                engine.graph_cache.shrink(0)
             return await honest(start, positions, **options)
 
-        monkeypatch.setattr(engine, "compute_behind", slow)
+        monkeypatch.setattr(engine, "compute_pass", slow)
 
     watch = train(reference, prepare)
     assert pb.REASON_GRAPH_GONE in watch.refusals
@@ -199,7 +199,7 @@ class Client:
         reply = await self._reply(stream)
         if reply.HasField("refused"):
             return reply
-        for part, payload in cut(values):
+        for part, payload in split_tensor(values):
             await stream.send(Message(pb.PassRequest(part=part).SerializeToString(), payload))
         while reply.HasField("heartbeat"):
             reply = await self._reply(stream)

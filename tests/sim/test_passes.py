@@ -219,7 +219,7 @@ def test_a_host_that_beats_but_does_not_compute_is_replaced(
         def prepare() -> None:
             engine = lab.nodes["b"]._engine
             assert engine is not None
-            monkeypatch.setattr(engine, "compute_behind", never)
+            monkeypatch.setattr(engine, "compute_pass", never)
 
         return await train(lab, TWO_OF_B, prepare)
 

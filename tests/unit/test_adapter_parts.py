@@ -200,14 +200,14 @@ def test_an_adapter_that_does_not_fit_is_refused_by_name(
     family: str, tensors: Tensors, why: str, stages: Mapping[str, Stage]
 ) -> None:
     with pytest.raises(ProtocolViolation, match=why):
-        stages[family].adapt(tensors, 1)
+        stages[family].load_adapter(tensors, 1)
 
 
 @pytest.mark.parametrize("span", [(1, 2), (2, 4)])
 def test_an_adapter_is_not_used_for_fewer_blocks_than_it_is_for(
     span: tuple[int, int], stages: Mapping[str, Stage]
 ) -> None:
-    adapter = stages["llama-tied"].adapt(random_tensors([1, 2]), 1)
+    adapter = stages["llama-tied"].load_adapter(random_tensors([1, 2]), 1)
     adapter.check_span(1, 3)
     adapter.check_span(1, 4)
     with pytest.raises(ProtocolViolation, match="more than the blocks"):
@@ -215,7 +215,7 @@ def test_an_adapter_is_not_used_for_fewer_blocks_than_it_is_for(
 
 
 def test_a_prefix_is_for_every_block_of_a_span(stages: Mapping[str, Stage]) -> None:
-    adapter = stages["llama-tied"].adapt({**prefix(block=1), **prefix(block=2)}, 1)
+    adapter = stages["llama-tied"].load_adapter({**prefix(block=1), **prefix(block=2)}, 1)
     adapter.check_span(1, 3)
     with pytest.raises(ProtocolViolation, match="some of the blocks"):
         adapter.check_span(1, 4)
@@ -226,7 +226,7 @@ def test_the_bytes_of_an_adapter_are_those_of_its_memory(stages: Mapping[str, St
     tensors = {**random_tensors([1, 3], modules=modules)} | {
         name: tensor for block in (1, 2, 3) for name, tensor in prefix(block=block).items()
     }
-    adapter = stages["llama-tied"].adapt(tensors, 1)
+    adapter = stages["llama-tied"].load_adapter(tensors, 1)
 
     assert adapter.tensors.keys() == tensors.keys()
     assert all(torch.equal(adapter.tensors[name], tensor) for name, tensor in tensors.items())

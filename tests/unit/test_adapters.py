@@ -88,7 +88,7 @@ def adapter_of(stage: Stage, start: int, tensors: dict[str, torch.Tensor]) -> St
         for name, tensor in tensors.items()
         if start <= int(name.split(".")[0]) < start + stage.blocks
     }
-    return stage.adapt(own, start) if own else None
+    return stage.load_adapter(own, start) if own else None
 
 
 def cases() -> list[Any]:
@@ -153,7 +153,7 @@ def test_single_positions_of_lanes_with_adapters_are_native(tmp_path: Path) -> N
     native._native = counting  # type: ignore[assignment]
     sequences = {
         stage: [
-            stage.new_sequence(stage.adapt(tensors, 0) if tensors else None)
+            stage.new_sequence(stage.load_adapter(tensors, 0) if tensors else None)
             for tensors in (prefix, {}, pairs)
         ]
         for stage in stages
@@ -176,7 +176,7 @@ def test_an_adapter_is_applied_in_the_element_type_of_its_stage(tmp_path: Path) 
     tensors = random_tensors(range(5)) | {
         f"{block}.prefix.{kind}": torch.randn(2, 3, 8) for block in range(5) for kind in ("key", "value")
     }
-    adapter = stage.adapt(tensors, 0)
+    adapter = stage.load_adapter(tensors, 0)
     (outputs,) = stage.forward([(stage.new_sequence(adapter), torch.randn(4, 32))])
 
     assert outputs.dtype == torch.bfloat16
@@ -198,8 +198,8 @@ def test_a_part_of_a_stage_applies_what_is_for_its_blocks(family: str, tmp_path:
     }
     inputs = torch.randn(9, 32)
     part = whole_stage.part(start, end)
-    (expected,) = alone.forward([(alone.new_sequence(alone.adapt(tensors, start)), inputs)])
-    (outputs,) = part.forward([(part.new_sequence(whole_stage.adapt(tensors, 0)), inputs)])
+    (expected,) = alone.forward([(alone.new_sequence(alone.load_adapter(tensors, start)), inputs)])
+    (outputs,) = part.forward([(part.new_sequence(whole_stage.load_adapter(tensors, 0)), inputs)])
 
     torch.testing.assert_close(outputs, expected, atol=1e-5, rtol=1e-4)
     assert not any(module._forward_hooks for module in whole_stage._model.modules())

@@ -13,8 +13,8 @@ from typing import cast
 import pytest
 import torch
 
+from swarmnet_node.engine.autograd_graphs import AutogradGraph, GraphKey, record
 from swarmnet_node.engine.engine import BUDGET_TOKENS, CLIENT_SHARE, Engine
-from swarmnet_node.engine.graphs import Graph, GraphName, record
 from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.errors import OutOfResources, Unreachable
 from swarmnet_protocols.machine.core_lock import NoCoreLock
@@ -50,7 +50,7 @@ def test_a_pass_waits_until_no_session_has_work() -> None:
             order.append("second pass")
             return torch.ones(1)
 
-        passes = [engine.compute_behind(lambda compute=compute: compute, 100) for compute in (first, second)]
+        passes = [engine.compute_pass(lambda compute=compute: compute, 100) for compute in (first, second)]
         token = engine.compute(real, [(sequence_of(engine), torch.zeros(1, 3))])
         results = await asyncio.gather(*passes, token)
         await late[0]
@@ -66,8 +66,8 @@ def test_a_pass_that_fails_fails_its_own_client_only() -> None:
 
     async def use(engine: Engine, real: Stage) -> None:
         with pytest.raises(RuntimeError, match="out of luck"):
-            await engine.compute_behind(lambda: fail, 1)
-        assert len(await engine.compute_behind(lambda: lambda: torch.zeros(2), 1)) == 2
+            await engine.compute_pass(lambda: fail, 1)
+        assert len(await engine.compute_pass(lambda: lambda: torch.zeros(2), 1)) == 2
 
     with_engine(Doubling(), use)
 
@@ -81,7 +81,7 @@ def test_a_pass_whose_client_left_is_not_computed() -> None:
 
     async def use(engine: Engine, real: Stage) -> None:
         passes = [
-            asyncio.ensure_future(engine.compute_behind(partial(partial, compute, number), 1))
+            asyncio.ensure_future(engine.compute_pass(partial(partial, compute, number), 1))
             for number in range(3)
         ]
         await asyncio.sleep(0)
@@ -96,10 +96,10 @@ def test_a_pass_whose_client_left_is_not_kept_while_others_compute() -> None:
     goes_on = threading.Event()
 
     async def use(engine: Engine, real: Stage) -> None:
-        computing = asyncio.ensure_future(engine.compute_behind(lambda: lambda: goes_on.wait(10), 1))
+        computing = asyncio.ensure_future(engine.compute_pass(lambda: lambda: goes_on.wait(10), 1))
         tensor = torch.zeros(1)
         kept = weakref.ref(tensor)
-        leaving = asyncio.ensure_future(engine.compute_behind(lambda it=tensor: lambda: it, 1))
+        leaving = asyncio.ensure_future(engine.compute_pass(lambda it=tensor: lambda: it, 1))
         del tensor
         await asyncio.sleep(0)
         leaving.cancel()
@@ -120,22 +120,22 @@ def test_passes_that_wait_when_the_engine_stops_are_told() -> None:
             async with Engine.run(
                 cast(Stage, Doubling()), executor, ResourceManager(), max_cache_bytes=1
             ) as engine:
-                waiting = asyncio.ensure_future(engine.compute_behind(lambda: lambda: torch.zeros(1), 1))
+                waiting = asyncio.ensure_future(engine.compute_pass(lambda: lambda: torch.zeros(1), 1))
                 await asyncio.sleep(0)
-            for late in (waiting, engine.compute_behind(lambda: lambda: torch.zeros(1), 1)):
+            for late in (waiting, engine.compute_pass(lambda: lambda: torch.zeros(1), 1)):
                 with pytest.raises(Unreachable):
                     await late
 
     asyncio.run(main())
 
 
-def graph_of(nbytes: int) -> Graph:
+def graph_of(nbytes: int) -> AutogradGraph:
     _, graph = record(lambda leaf: 2 * leaf, torch.zeros(1, requires_grad=True), {}, ())
     return replace(graph, nbytes=nbytes)
 
 
-def name_of(number: int, owner: str = "one") -> GraphName:
-    return GraphName(PeerId(owner), bytes([number]), (0, 1), (1,), b"")
+def name_of(number: int, owner: str = "one") -> GraphKey:
+    return GraphKey(PeerId(owner), bytes([number]), (0, 1), (1,), b"")
 
 
 def test_graphs_make_way_for_sessions_the_oldest_first() -> None:
@@ -143,15 +143,15 @@ def test_graphs_make_way_for_sessions_the_oldest_first() -> None:
 
     async def use(engine: Engine, real: Stage) -> None:
         for number in range(3):
-            engine.keep(name_of(number), graph_of(sequence_bytes // 2), for_s=60.0)
+            engine.keep_graph(name_of(number), graph_of(sequence_bytes // 2), for_s=60.0)
         works = [(sequence_of(engine), torch.zeros(1, 3)) for _ in range(4)]
         await engine.compute(real, works[:2])
-        assert len([number for number in range(3) if name_of(number) in engine.graphs]) == 3
+        assert len([number for number in range(3) if name_of(number) in engine.graph_cache]) == 3
         await engine.compute(real, works[2:3])
-        assert [name_of(number) in engine.graphs for number in range(3)] == [False, True, True]
+        assert [name_of(number) in engine.graph_cache for number in range(3)] == [False, True, True]
         with pytest.raises(OutOfResources):
             await engine.compute(real, [(works[3][0], torch.zeros(65, 3))])  # what is refused drops nothing
-        assert engine.graphs.nbytes == sequence_bytes
+        assert engine.graph_cache.nbytes == sequence_bytes
 
     with_engine(Doubling(), use, max_cache_bytes=4 * sequence_bytes)
 
@@ -166,11 +166,13 @@ def test_one_client_has_no_more_of_the_caches_than_its_share() -> None:
                 engine.client_cache_bytes = lambda max_bytes: max_bytes // 4
                 engine.limit_caches(engine.max_cache_bytes)
                 greedy, modest = resources.peer("greedy", 0.0), resources.peer("modest", 0.0)
-                sequences = [engine.adopt(stage.new_sequence(), greedy) for _ in range(3)]
+                sequences = [engine.register(stage.new_sequence(), greedy) for _ in range(3)]
                 await engine.compute(stage, [(sequence, torch.zeros(1, 3)) for sequence in sequences[:2]])
                 with pytest.raises(OutOfResources, match="of greedy are taken"):
                     await engine.compute(stage, [(sequences[2], torch.zeros(1, 3))])
-                await engine.compute(stage, [(engine.adopt(stage.new_sequence(), modest), torch.zeros(1, 3))])
+                await engine.compute(
+                    stage, [(engine.register(stage.new_sequence(), modest), torch.zeros(1, 3))]
+                )
                 for sequence in sequences:
                     engine.release(sequence)
                 assert greedy.used[Resource.CACHE] == 0
@@ -188,13 +190,13 @@ def test_graphs_take_what_sessions_leave_and_a_client_its_share_of_all() -> None
         share = engine.max_cache_bytes // CLIENT_SHARE
         assert room < engine.max_cache_bytes == 3 * geometry.bytes_for(1)
 
-        engine.keep(name_of(0), graph_of(share + 1), for_s=60.0)
-        assert engine.graphs.nbytes == 0
+        engine.keep_graph(name_of(0), graph_of(share + 1), for_s=60.0)
+        assert engine.graph_cache.nbytes == 0
         for number, owner in enumerate(("one", "two", "one")):
-            engine.keep(name_of(number, owner), graph_of(share - 1), for_s=60.0)
-            assert engine.graphs.nbytes <= room
-        assert name_of(0) not in engine.graphs
-        assert name_of(2) in engine.graphs
+            engine.keep_graph(name_of(number, owner), graph_of(share - 1), for_s=60.0)
+            assert engine.graph_cache.nbytes <= room
+        assert name_of(0) not in engine.graph_cache
+        assert name_of(2) in engine.graph_cache
 
     sequence_bytes = Doubling().geometry.bytes_for(1)
     with_engine(Doubling(), use, max_cache_bytes=3 * sequence_bytes)
@@ -204,11 +206,11 @@ def test_an_engine_that_stops_keeps_no_graphs() -> None:
     engines: list[Engine] = []
 
     async def use(engine: Engine, real: Stage) -> None:
-        engine.keep(name_of(0), graph_of(100), for_s=60.0)
+        engine.keep_graph(name_of(0), graph_of(100), for_s=60.0)
         engines.append(engine)
 
     with_engine(Doubling(), use, max_cache_bytes=1000)
-    assert engines[0].graphs.nbytes == 0
+    assert engines[0].graph_cache.nbytes == 0
 
 
 def test_passes_count_as_a_queue() -> None:
@@ -225,10 +227,8 @@ def test_passes_count_as_a_queue() -> None:
             )
             async with running as engine:
                 for _ in range(100):  # each takes 2 s for its 10 positions
-                    await engine.compute_behind(lambda: lambda: None, 10)
-                waiting = [
-                    asyncio.ensure_future(engine.compute_behind(lambda: lambda: None, 5)) for _ in "ab"
-                ]
+                    await engine.compute_pass(lambda: lambda: None, 10)
+                waiting = [asyncio.ensure_future(engine.compute_pass(lambda: lambda: None, 5)) for _ in "ab"]
                 await asyncio.sleep(0)
                 assert engine.queue_s == pytest.approx(1.0, rel=1e-3)  # sessions overtake the second
                 await asyncio.gather(*waiting)
@@ -255,7 +255,7 @@ def test_sessions_overtake_each_pass_for_so_long_and_no_longer(forward_s: float)
                 reading = asyncio.ensure_future(engine.compute(engine.stage, [(sequence_of(engine), text)]))
                 await asyncio.sleep(0)
                 last = loop.time()
-                waiting = [engine.compute_behind(lambda: loop.time, 1) for _ in range(passes)]
+                waiting = [engine.compute_pass(lambda: loop.time, 1) for _ in range(passes)]
                 for computed in asyncio.as_completed(waiting):
                     ended = await computed
                     assert Timing.overtaken_s <= ended - last <= Timing.overtaken_s + 2 * forward_s
@@ -273,9 +273,9 @@ class Crowded(NoCoreLock):
         return nullcontext(True)
 
 
-@pytest.mark.parametrize(("turns", "threads"), [(NoCoreLock(), 4), (Crowded(), 2)])
+@pytest.mark.parametrize(("core_lock", "threads"), [(NoCoreLock(), 4), (Crowded(), 2)])
 def test_a_pass_is_computed_on_half_the_cores_where_other_nodes_compute(
-    turns: NoCoreLock, threads: int
+    core_lock: NoCoreLock, threads: int
 ) -> None:
     async def main() -> None:
         stage = cast(Stage, Doubling())
@@ -285,10 +285,10 @@ def test_a_pass_is_computed_on_half_the_cores_where_other_nodes_compute(
             await loop.run_in_executor(executor, torch.set_num_threads, 4)
             try:
                 async with Engine.run(
-                    stage, executor, ResourceManager(), max_cache_bytes=0, turns=turns
+                    stage, executor, ResourceManager(), max_cache_bytes=0, core_lock=core_lock
                 ) as engine:
-                    assert await engine.compute_behind(lambda: torch.get_num_threads, 1) == threads
-                    assert await engine.aside(torch.get_num_threads) == 4
+                    assert await engine.compute_pass(lambda: torch.get_num_threads, 1) == threads
+                    assert await engine.run_on_torch_thread(torch.get_num_threads) == 4
             finally:
                 await loop.run_in_executor(executor, torch.set_num_threads, before)
 
@@ -307,15 +307,15 @@ def test_a_device_without_memory_is_a_shortage_and_graphs_make_way() -> None:
     async def use(engine: Engine, real: Stage) -> None:
         for ask in (
             lambda: engine.compute(real, [(sequence_of(engine), torch.zeros(1, 3))]),
-            lambda: engine.compute_behind(lambda: fill, 1),
-            lambda: engine.aside(fill),
+            lambda: engine.compute_pass(lambda: fill, 1),
+            lambda: engine.run_on_torch_thread(fill),
         ):
-            engine.keep(name_of(0), graph_of(8), for_s=60.0)
+            engine.keep_graph(name_of(0), graph_of(8), for_s=60.0)
             with pytest.raises(Exhausted) as caught:
                 await ask()
             assert caught.value.retry_after_s > 0
-            assert engine.graphs.nbytes == 0
-        await engine.aside(lambda: None)  # the thread is done with what failed
+            assert engine.graph_cache.nbytes == 0
+        await engine.run_on_torch_thread(lambda: None)  # the thread is done with what failed
         assert [reference() for reference in held] == [None] * 3
 
     with_engine(Doubling(before=fill), use)

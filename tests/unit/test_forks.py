@@ -32,7 +32,7 @@ def with_sequence(sequences_of_room: int, use: Callable[[Engine, SequenceCache],
                 sequence = SequenceCache(GEOMETRY)
                 sequence.reserve(GROWTH_POSITIONS)
                 sequence.length = GROWTH_POSITIONS
-                await use(engine, engine.adopt(sequence, engine._in_all))
+                await use(engine, engine.register(sequence, engine._in_all))
 
     asyncio.run(main())
 

@@ -24,7 +24,7 @@ def test_everything_is_as_before_once_the_limit_is_taken_back() -> None:
     stage = SimpleNamespace(blocks=4, weight_bytes=GIB // 4, hidden_size=1024)
     engine = cast(
         "Engine",
-        SimpleNamespace(stage=stage, graphs=SimpleNamespace(nbytes=0), limit_caches=caches.append),
+        SimpleNamespace(stage=stage, graph_cache=SimpleNamespace(nbytes=0), limit_caches=caches.append),
     )
 
     def limits() -> dict[Resource, int | None]:

@@ -5,7 +5,7 @@ from zoneinfo import ZoneInfo
 
 import pytest
 
-from swarmnet_node.engine.memory_account import MARGIN, MIB, Footprint, check_room, rooms
+from swarmnet_node.engine.memory_account import MARGIN, MIB, Footprint, check_headroom, resource_limits
 from swarmnet_node.owner.limits import Limits, Observed, Pause, Run, Usage, decide
 from swarmnet_node.owner.schedule import Schedule
 from swarmnet_protocols.errors import ConfigError, OutOfResources
@@ -129,7 +129,7 @@ FOOTPRINT = Footprint(runtime_bytes=400 * MIB, block_bytes=14 * MIB, hidden_size
 
 def test_as_many_blocks_are_taken_as_fit_and_the_smallest_limit_is_named() -> None:
     fitting = FOOTPRINT.blocks_within(900 * MIB)
-    assert FOOTPRINT.least_ram_bytes(fitting) <= 900 * MIB < FOOTPRINT.least_ram_bytes(fitting + 1)
+    assert FOOTPRINT.min_ram_bytes(fitting) <= 900 * MIB < FOOTPRINT.min_ram_bytes(fitting + 1)
     FOOTPRINT.check(900 * MIB, fitting)
     with pytest.raises(OutOfResources) as refused:
         FOOTPRINT.check(900 * MIB, fitting + 1)
@@ -141,7 +141,7 @@ def test_as_many_blocks_are_taken_as_fit_and_the_smallest_limit_is_named() -> No
 def test_what_others_may_hold_never_adds_up_to_more_than_is_left() -> None:
     limit, fixed = 1000 * MIB, 600 * MIB
     held = {Resource.CACHE: 100 * MIB, Resource.LOG: 20 * MIB}
-    found = rooms(limit, fixed + 120 * MIB, held, FOOTPRINT, fixed)
+    found = resource_limits(limit, fixed + 120 * MIB, held, FOOTPRINT, fixed)
     assert sum(found.values()) <= limit * (1 - MARGIN) - fixed - FOOTPRINT.work_bytes
     assert all(found[resource] > amount for resource, amount in held.items())
 
@@ -149,7 +149,7 @@ def test_what_others_may_hold_never_adds_up_to_more_than_is_left() -> None:
 @pytest.mark.parametrize("rss_mib", [720, 900, 1200])
 def test_memory_that_nobody_accounts_for_makes_others_wait(rss_mib: int) -> None:
     held = {Resource.CACHE: 100 * MIB}
-    found = rooms(1000 * MIB, rss_mib * MIB, held, FOOTPRINT, 600 * MIB)
+    found = resource_limits(1000 * MIB, rss_mib * MIB, held, FOOTPRINT, 600 * MIB)
     if rss_mib >= 980:
         assert found[Resource.CACHE] == held[Resource.CACHE]
     assert sum(found.values()) + (rss_mib - 100) * MIB <= max(980, rss_mib) * MIB
@@ -157,13 +157,13 @@ def test_memory_that_nobody_accounts_for_makes_others_wait(rss_mib: int) -> None
 
 def test_memory_that_was_reserved_and_not_touched_is_not_given_away_twice() -> None:
     held = {Resource.CACHE: 300 * MIB}
-    assert rooms(1000 * MIB, 600 * MIB, held, FOOTPRINT, 600 * MIB) == rooms(
+    assert resource_limits(1000 * MIB, 600 * MIB, held, FOOTPRINT, 600 * MIB) == resource_limits(
         1000 * MIB, 900 * MIB, held, FOOTPRINT, 600 * MIB
     )
 
 
 def test_a_limit_below_what_a_running_node_has_is_refused() -> None:
-    check_room(700 * MIB, 600 * MIB)
+    check_headroom(700 * MIB, 600 * MIB)
     with pytest.raises(OutOfResources) as refused:
-        check_room(640 * MIB, 600 * MIB)
+        check_headroom(640 * MIB, 600 * MIB)
     assert "--max-ram 678MiB" in refused.value.hint

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from swarmnet_protocols.errors import ProtocolViolation
-from swarmnet_protocols.session.activation_log import REPLAY_POSITIONS, LeftBehind, LogGone
+from swarmnet_protocols.session.activation_log import REPLAY_POSITIONS, LogDropped, StepsCompacted
 from swarmnet_protocols.session.steps import Row, Step
 from tests.support.logs import a_log
 
@@ -53,7 +53,7 @@ def test_a_log_over_its_bound_feeds_survivors_but_no_fresh_hop() -> None:
     for seq in range(1, 41):
         log.append(step(seq, seq - 1, acked=seq - 1))
     assert log.nbytes <= 256
-    with pytest.raises(LogGone):
+    with pytest.raises(LogDropped):
         log.attach(0)
     cursor = log.attach(39)
     sent = log.next(cursor)
@@ -65,7 +65,7 @@ def test_a_hop_behind_what_is_folded_is_not_fed_a_gap() -> None:
     log = a_log()
     for seq in range(1, 6):
         log.append(step(seq, seq - 1, acked=seq - 1))
-    with pytest.raises(LeftBehind):
+    with pytest.raises(StepsCompacted):
         log.attach(2)
 
 
@@ -73,7 +73,7 @@ def test_a_hop_behind_what_came_in_a_replay_is_not_fed_a_gap() -> None:
     log = a_log()
     cursor = log.attach(2)
     log.append(step(4, 0, 4, acked=4, replay=True))
-    with pytest.raises(LeftBehind):
+    with pytest.raises(StepsCompacted):
         log.next(cursor)
 
 

@@ -245,7 +245,9 @@ def test_every_lane_has_its_own_adapter(shape: str, threads: int, native: Native
     torch.set_num_threads(threads)
     try:
         for stage in (expected, got):
-            adapters = [stage.adapt(pairs_of(stage, *each), 0) if each[1] else None for each in ADAPTERS]
+            adapters = [
+                stage.load_adapter(pairs_of(stage, *each), 0) if each[1] else None for each in ADAPTERS
+            ]
             results = []
             for part in (stage, stage.part(2, 5)):
                 sequences = [part.new_sequence(adapter) for adapter in adapters]

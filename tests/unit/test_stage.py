@@ -357,7 +357,7 @@ def test_gradients_with_an_adapter_are_those_of_peft(
     outputs, graphs = rows, []
     for start, end in ((0, 2), (2, 5)):
         span = {name: tensor for name, tensor in expected.tensors.items() if start <= block_of(name) < end}
-        part, adapter = stage.part(start, end), stage.adapt(span, 0)
+        part, adapter = stage.part(start, end), stage.load_adapter(span, 0)
         plainly = part.run_sequences(outputs, counts, adapter)
         outputs, graph = part.record_sequences(outputs, counts, adapter)
         assert_near(plainly, outputs)

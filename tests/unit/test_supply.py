@@ -19,7 +19,7 @@ MODULES = {
 }  # fmt: skip
 """Never imported: they run what they read, or unpack it to whatever size it says."""
 EXCEPT = {
-    "protocols/swarmnet_protocols/models/sources.py": {
+    "protocols/swarmnet_protocols/models/resolver.py": {
         "zipfile"
     },  # the one file of a wheel, up to its known size
     "protocols/swarmnet_protocols/machine/lean_imports.py": {

@@ -2,7 +2,7 @@
 
 An audit of ``m`` positions finds a host whose outputs are wrong from position ``x`` on if ``m >= x``, and costs ``m`` positions of the
 host's blocks, because all positions before it are needed to compute one. So ``m`` is drawn with P(m >= x) = 1 / x: a lie that begins at
-``x`` is found in one of ``x`` audits, and an audit costs 1 + ln(MAX_SHOWN) positions on average.
+``x`` is found in one of ``x`` audits, and an audit costs 1 + ln(MAX_DIGEST_POSITIONS) positions on average.
 """
 
 import random
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.routing.cost import Hop, HostInfo
-from swarmnet_protocols.session.testimony import MAX_SHOWN
+from swarmnet_protocols.session.received_digests import MAX_DIGEST_POSITIONS
 
 SHARE = 0.03
 """Of the work that hosts do for a client, so much more is done to audit them: positions times blocks count, at most."""
@@ -59,7 +59,9 @@ class Ledger:
         """The next audit: of a host that was never audited, if there is one among ``hops``."""
         new = [hop for hop in hops if hop.peer not in self._audited]
         hop = self.rng.choice(new or list(hops))
-        return Plan(hop, min(int(1 / (1 - self.rng.random())), NEWCOMER_POSITIONS if new else MAX_SHOWN))
+        return Plan(
+            hop, min(int(1 / (1 - self.rng.random())), NEWCOMER_POSITIONS if new else MAX_DIGEST_POSITIONS)
+        )
 
     def passed(self, peer: PeerId) -> None:
         """A host was audited and found right."""

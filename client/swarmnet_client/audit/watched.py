@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 import torch
 
 from swarmnet_client.audit.plan import Plan
+from swarmnet_protocols.session.received_digests import MAX_DIGEST_POSITIONS
 from swarmnet_protocols.session.steps import Row
-from swarmnet_protocols.session.testimony import MAX_SHOWN
 
 
 @dataclass(eq=False)
@@ -33,16 +33,16 @@ class Watched:
 
     def add(self, row: Row, values: torch.Tensor, outputs: torch.Tensor) -> None:
         """A row has come home: ``values`` [count, ...] were sent, ``outputs`` [wanted, D] came."""
-        if row.start < MAX_SHOWN:
-            self._inputs.append(values[: MAX_SHOWN - row.start].clone())
+        if row.start < MAX_DIGEST_POSITIONS:
+            self._inputs.append(values[: MAX_DIGEST_POSITIONS - row.start].clone())
         wanted = [*range(row.start, row.start + row.first), *range(row.end - row.outputs, row.end)]
         for at, output in zip(wanted, outputs, strict=True):
-            if at < MAX_SHOWN:
+            if at < MAX_DIGEST_POSITIONS:
                 self._outputs[at] = output.clone()
         self.length = row.end
 
     def inputs(self, count: int) -> torch.Tensor:
-        """What was sent for the first ``count`` positions, ``MAX_SHOWN`` at most."""
+        """What was sent for the first ``count`` positions, ``MAX_DIGEST_POSITIONS`` at most."""
         return torch.cat(self._inputs)[:count]
 
     def outputs(self, count: int) -> tuple[list[int], torch.Tensor]:

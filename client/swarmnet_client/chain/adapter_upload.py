@@ -13,7 +13,7 @@ from swarmnet_protocols.net.protocol_ids import ADAPTER
 from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.routing.cost import Hop
-from swarmnet_protocols.session.adapters import Adapter, Part
+from swarmnet_protocols.session.adapters import Adapter, AdapterPart
 from swarmnet_protocols.wire import session_pb2 as pb
 
 T = TypeVar("T")
@@ -109,7 +109,7 @@ async def place(
 _Upload = TypedStream[pb.AdapterRequest, pb.AdapterReply]
 
 
-async def _send(client: _Upload, part: Part, moved: Callable[[], None]) -> None:
+async def _send(client: _Upload, part: AdapterPart, moved: Callable[[], None]) -> None:
     data = memoryview(part.data)
     chunk = pb.AdapterRequest(chunk=pb.Chunk())
     for start in range(0, len(data), ADAPTER.max_payload_bytes):

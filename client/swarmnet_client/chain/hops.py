@@ -14,9 +14,9 @@ from swarmnet_protocols.net.protocol_ids import SESSION
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.routing.cost import Hop
 from swarmnet_protocols.session.adapters import Adapter
-from swarmnet_protocols.session.link import Target
+from swarmnet_protocols.session.link import NextHop
+from swarmnet_protocols.session.received_digests import DIGEST_BYTES
 from swarmnet_protocols.session.steps import decode_tensor, wire_code
-from swarmnet_protocols.session.testimony import DIGEST_BYTES
 from swarmnet_protocols.wire import session_pb2 as pb
 
 SessionStream = TypedStream[pb.SessionRequest, pb.SessionReply]
@@ -127,16 +127,16 @@ class LiveHop:
         if self.showing is not None and not self.showing.done():
             self.showing.set_result(Shown.read(shown, payload))
 
-    def target(self, epoch: int) -> Target:
+    def target(self, epoch: int) -> NextHop:
         """This hop as the next one of its upstream."""
-        return Target(self.hop.peer, self.hop.addresses, self.session, epoch)
+        return NextHop(self.hop.peer, self.hop.addresses, self.session, epoch)
 
     async def heartbeat(self, period_s: float) -> None:
         """Tell the hop, until it is gone, that its client is there."""
         with contextlib.suppress(SwarmnetError):  # whoever listens to the hop sees the same end
             await self.stream.send_heartbeats(period_s)
 
-    async def relink(self, target: Target, record: bytes) -> None:
+    async def relink(self, target: NextHop, record: bytes) -> None:
         """Have the hop feed ``target``, whose announcement is ``record``, from now on."""
         relink = pb.Relink(epoch=target.epoch, next=_peer(target, record))
         with contextlib.suppress(SwarmnetError):  # whoever listens to the hop sees the same end
@@ -172,7 +172,7 @@ def upstream(hops: Sequence[LiveHop], live: LiveHop) -> list[LiveHop]:
 
 
 async def open_hop(
-    placement: Placement, spec: ChainSpec, hop: Hop, identity: tuple[bytes, int], target: Target | None
+    placement: Placement, spec: ChainSpec, hop: Hop, identity: tuple[bytes, int], target: NextHop | None
 ) -> LiveHop:
     """Open a session on a host; ``identity`` is its id and epoch, ``target`` whom it feeds (None: it answers us).
 
@@ -214,5 +214,5 @@ async def _open(placement: Placement, hop: Hop, request: pb.Open) -> LiveHop:
     return LiveHop(hop, request.session, client, heard=now, moved=now)
 
 
-def _peer(target: Target, record: bytes) -> pb.Peer:
+def _peer(target: NextHop, record: bytes) -> pb.Peer:
     return pb.Peer(id=target.peer, record=record, session=target.session)

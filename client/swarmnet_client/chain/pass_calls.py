@@ -26,7 +26,7 @@ from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.routing.cost import Hop
 from swarmnet_protocols.session.adapters import block_of
-from swarmnet_protocols.session.passes import cut, from_column, receive_tensor
+from swarmnet_protocols.session.passes import receive_tensor, split_tensor, unpack_tensors
 from swarmnet_protocols.session.steps import wire_code
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import session_pb2 as pb
@@ -107,7 +107,7 @@ class Hosts:
 
         made_by = [*leg.before, *(hop for each in after for hop in (*each.before, each.hop))]
         gradients, *column = await self._answer(leg.hop, question, made_by)
-        return gradients, from_column(column[0], own) if column else {}
+        return gradients, unpack_tensors(column[0], own) if column else {}
 
     def _own(self, hop: Hop) -> Mapping[str, torch.Tensor]:
         tensors = self._spec.adapter.tensors if self._spec.adapter is not None else {}
@@ -201,7 +201,7 @@ class _Conversation:
         await self.stream.send(pb.PassRequest(begin=begin))
         await self.admitted.wait()
         for tensor in tensors:
-            for part, payload in cut(tensor):
+            for part, payload in split_tensor(tensor):
                 await self.stream.send(pb.PassRequest(part=part), payload)
                 self._moved()
 

@@ -30,7 +30,7 @@ from swarmnet_protocols.machine.aio import all_of, cancel, race
 from swarmnet_protocols.net import Buffer
 from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.routing.cost import Hop
-from swarmnet_protocols.session.link import Feeder, Target
+from swarmnet_protocols.session.link import LinkSender, NextHop
 from swarmnet_protocols.wire import session_pb2 as pb
 
 _log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class ChainSupervisor:
         self._report = report
         self._placement = Placement(swarm, spec.adapter, self._extend)
         self._mending: asyncio.Timeout | None = None
-        self._feeder = Feeder(
+        self._link_sender = LinkSender(
             swarm.transport,
             inflight.outbox,
             spec.wire,
@@ -182,8 +182,8 @@ class ChainSupervisor:
     async def _open_all(self, route: list[Hop], after: LiveHop | None) -> None:
         self._epoch += 1
         planned = [(hop, self._swarm.new_session()) for hop in route]
-        following: list[Target | None] = [
-            Target(hop.peer, hop.addresses, session, self._epoch) for hop, session in planned[1:]
+        following: list[NextHop | None] = [
+            NextHop(hop.peer, hop.addresses, session, self._epoch) for hop, session in planned[1:]
         ]
         following.append(after.target(self._epoch) if after else None)
         opened = await all_of(
@@ -199,7 +199,7 @@ class ChainSupervisor:
                 self._watches[watch] = None
                 watch.add_done_callback(self._watches.pop)
 
-    async def _open(self, hop: Hop, session: bytes, target: Target | None) -> LiveHop | None:
+    async def _open(self, hop: Hop, session: bytes, target: NextHop | None) -> LiveHop | None:
         """A session on one hop, which joins the chain; None when the hop failed us."""
         try:
             live = await open_hop(self._placement, self._spec, hop, (session, self._epoch), target)
@@ -228,7 +228,7 @@ class ChainSupervisor:
 
     async def _feed(self, live: LiveHop, epoch: int) -> None:
         try:
-            await self._feeder.run(live.target(epoch))
+            await self._link_sender.run(live.target(epoch))
         except SwarmnetError as error:
             await self._link_lost(self._head, live, error)
 

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from swarmnet_node.engine.autograd_graphs import AutogradGraph, GraphCache, GraphKey
 from swarmnet_node.engine.counters import EngineCounters
-from swarmnet_node.engine.graphs import Graph, GraphName, Graphs
 from swarmnet_node.engine.kv_cache import SequenceCache
 from swarmnet_node.engine.scheduler import Waiting, schedule, worth_waiting_s
 from swarmnet_node.engine.stage import Stage
@@ -81,7 +81,7 @@ class Engine:
         resources: ResourceManager,
         *,
         max_cache_bytes: int,
-        turns: CoreLock | NoCoreLock,
+        core_lock: CoreLock | NoCoreLock,
         stopwatch: Callable[[], float],
     ) -> None:
         self.stage = stage
@@ -94,11 +94,11 @@ class Engine:
         self.tokens = 0
         self.token_s = 0.0
         self._forward_s = 0.0
-        self.tally = EngineCounters()
-        self.graphs = Graphs(resources)
+        self.counters = EngineCounters()
+        self.graph_cache = GraphCache(resources)
         self._pass_position_s = 0.0
         self._executor = executor
-        self._turns = turns
+        self._core_lock = core_lock
         self._stopwatch = stopwatch
         self._waiting: list[_Work] = []
         self._passes: deque[_Pass] = deque()
@@ -119,15 +119,20 @@ class Engine:
         resources: ResourceManager,
         *,
         max_cache_bytes: int,
-        turns: CoreLock | NoCoreLock = ALONE,
+        core_lock: CoreLock | NoCoreLock = ALONE,
         stopwatch: Callable[[], float] = time.perf_counter,
     ) -> AsyncIterator["Engine"]:
         """An engine whose loop runs for as long as the context, and which caches of all peers may take ``max_cache_bytes`` of.
 
-        A forward is chosen and computed in one of the ``turns``, a pass beside those of other nodes; ``stopwatch`` gives the seconds forwards are timed by.
+        A forward is chosen and computed in one of the ``core_lock``, a pass beside those of other nodes; ``stopwatch`` gives the seconds forwards are timed by.
         """
         engine = cls(
-            stage, executor, resources, max_cache_bytes=max_cache_bytes, turns=turns, stopwatch=stopwatch
+            stage,
+            executor,
+            resources,
+            max_cache_bytes=max_cache_bytes,
+            core_lock=core_lock,
+            stopwatch=stopwatch,
         )
         loop = asyncio.create_task(engine._loop(), name="engine")
         try:
@@ -135,7 +140,7 @@ class Engine:
         finally:
             await cancel(loop)
             engine._stop()
-            engine.graphs.shrink(0)
+            engine.graph_cache.shrink(0)
 
     @property
     def cache_bytes(self) -> int:
@@ -157,9 +162,9 @@ class Engine:
         self.max_cache_bytes = max_bytes
         self._resources.limit(Resource.CACHE, in_all=max_bytes, each_peer=self.client_cache_bytes(max_bytes))
         self._resources.limit(Resource.GRAPHS, each_peer=max_bytes // CLIENT_SHARE)
-        self.graphs.shrink(max(0, self._room_bytes))
+        self.graph_cache.shrink(max(0, self._room_bytes))
 
-    def adopt(self, sequence: SequenceCache, scope: Scope) -> SequenceCache:
+    def register(self, sequence: SequenceCache, scope: Scope) -> SequenceCache:
         """Count a lane's bytes in ``scope`` until ``release``. Raises ``OutOfResources`` when there is no room for what it has."""
         self._holds[id(sequence)] = sequence, scope.hold(Resource.CACHE, sequence.nbytes)
         return sequence
@@ -171,21 +176,21 @@ class Engine:
             _, hold = self._holds.pop(id(sequence))
             hold.release()
 
-    def keep(self, name: GraphName, graph: Graph, *, for_s: float) -> None:
-        """Keep a graph for a while, if there is room. ``graphs`` has it then."""
-        self.graphs.keep(name, graph, room_bytes=self._room_bytes, for_s=for_s)
+    def keep_graph(self, name: GraphKey, graph: AutogradGraph, *, for_s: float) -> None:
+        """Keep a graph for a while, if there is room. ``graph_cache`` has it then."""
+        self.graph_cache.keep(name, graph, room_bytes=self._room_bytes, for_s=for_s)
 
     @property
     def _room_bytes(self) -> int:
         """What sessions leave of the bytes for caches."""
         return self.max_cache_bytes - self.cache_bytes
 
-    async def aside(self, work: Callable[[], T]) -> T:
+    async def run_on_torch_thread(self, work: Callable[[], T]) -> T:
         """Do something short on the torch thread, between two forwards. What it raises is raised."""
         return await self._call(work)
 
     async def fork(self, sequences: Sequence[SequenceCache], scope: Scope) -> list[SequenceCache]:
-        """Copies of lanes, adopted. Raises ``OutOfResources``, before anything is copied, when there is no room for them."""
+        """Copies of lanes, registered. Raises ``OutOfResources``, before anything is copied, when there is no room for them."""
         with ExitStack() as holding:
             holds = [
                 holding.enter_context(
@@ -193,8 +198,8 @@ class Engine:
                 )
                 for sequence in sequences
             ]
-            self.graphs.shrink(self._room_bytes)
-            twins = await self.aside(lambda: [sequence.fork() for sequence in sequences])
+            self.graph_cache.shrink(self._room_bytes)
+            twins = await self.run_on_torch_thread(lambda: [sequence.fork() for sequence in sequences])
             holding.pop_all()
         self._holds.update({id(twin): (twin, hold) for twin, hold in zip(twins, holds, strict=True)})
         return twins
@@ -204,12 +209,12 @@ class Engine:
     ) -> list[torch.Tensor]:
         """Run rows of (lane, inputs [count, D]) through our stage or a part of it; lanes grow by ``count``.
 
-        Raises ``OutOfResources``, before anything is computed, when the caches may not grow so far. Graphs make way for them.
+        Raises ``OutOfResources``, before anything is computed, when the caches may not grow so far. Kept graphs are dropped to make room.
         """
         for sequence, inputs in rows:
             _, hold = self._holds[id(sequence)]
             hold.resize(max(hold.amount, stage.geometry.bytes_for(sequence.length + len(inputs))))
-        self.graphs.shrink(self._room_bytes)
+        self.graph_cache.shrink(self._room_bytes)
         if self._stopped:
             raise Unreachable("this host has stopped")
         loop = asyncio.get_running_loop()
@@ -222,7 +227,7 @@ class Engine:
         self._wake.set()
         return await asyncio.gather(*(work.done for work in works))
 
-    async def compute_behind(
+    async def compute_pass(
         self,
         start: Callable[[], Callable[[], T]],
         positions: int,
@@ -253,14 +258,14 @@ class Engine:
                 self._wake.clear()
                 await self._wake.wait()
             if self._is_pass_next():
-                async with self._turns.beside() as are_others:
+                async with self._core_lock.beside() as are_others:
                     if self._is_pass_next():
                         work = self._passes[0]
                         await self._run_pass(work, are_others=are_others)
                         self._passed_at = asyncio.get_running_loop().time()
                         self._remove_pass(work)
                 continue
-            async with self._turns.turn():
+            async with self._core_lock.turn():
                 await asyncio.sleep(0)  # whatever the network has already delivered joins this batch
                 await self._gather()
                 if self._waiting:  # whoever waited may be gone by now
@@ -300,7 +305,7 @@ class Engine:
         started = self._stopwatch()
         for work, _ in batch:
             if not work.computed:
-                self.tally.wait_s.observe(started - work.since)
+                self.counters.wait_s.observe(started - work.since)
         try:
             results = await self._call(partial(batch[0][0].stage.forward, rows))
         except Exception as error:  # noqa: BLE001 - the supervisor: a failed forward fails its sessions, not the node
@@ -327,7 +332,7 @@ class Engine:
         self.forwards += 1
         self.tokens += work.positions
         elapsed_s = self._stopwatch() - started
-        self.tally.pass_s.observe(elapsed_s)
+        self.counters.pass_s.observe(elapsed_s)
         self._pass_position_s += SMOOTHING * (elapsed_s / work.positions - self._pass_position_s)
         if not work.done.done():
             work.done.set_result(result)
@@ -337,7 +342,7 @@ class Engine:
         with contextlib.suppress(torch.OutOfMemoryError):
             return await asyncio.get_running_loop().run_in_executor(self._executor, work)
         # Out here nothing holds the error any longer, whose frames hold what was computed until then.
-        self.graphs.shrink(0)
+        self.graph_cache.shrink(0)
         raise Exhausted("this host's device has no memory left", RETRY_S)
 
     def _remove_pass(self, work: _Pass) -> None:
@@ -347,8 +352,8 @@ class Engine:
     def _account(self, tokens: int, elapsed_s: float) -> None:
         self.forwards += 1
         self.tokens += tokens
-        self.tally.forward_s.observe(elapsed_s)
-        self.tally.forward_positions.observe(tokens)
+        self.counters.forward_s.observe(elapsed_s)
+        self.counters.forward_positions.observe(tokens)
         self.token_s += SMOOTHING * (elapsed_s / tokens - self.token_s)
         self._forward_s += SMOOTHING * (elapsed_s - self._forward_s)
 

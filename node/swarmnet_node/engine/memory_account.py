@@ -53,19 +53,19 @@ class Footprint:
         """About what a pass through so many blocks leaves for its backward."""
         return GRAPH_POSITIONS * GRAPH_VALUES * self.hidden_size * 4 * blocks
 
-    def least_ram_bytes(self, blocks: int) -> int:
+    def min_ram_bytes(self, blocks: int) -> int:
         """The smallest limit with which so many blocks are of use."""
         needed = self.runtime_bytes + P2PD_BYTES + self.work_bytes + LEAST_ROOM_BYTES
         return int((needed + blocks * self.block_bytes) / (1 - MARGIN)) + 1
 
     def blocks_within(self, max_ram_bytes: int) -> int:
         """How many blocks fit; 0 or less if none does."""
-        free = max_ram_bytes - self.least_ram_bytes(0)
+        free = max_ram_bytes - self.min_ram_bytes(0)
         return int(free * (1 - MARGIN) // self.block_bytes)
 
     def check(self, max_ram_bytes: int, blocks: int) -> None:
         """Raise ``OutOfResources`` where so many blocks do not fit."""
-        least = self.least_ram_bytes(blocks)
+        least = self.min_ram_bytes(blocks)
         if max_ram_bytes < least:
             fewer = self.blocks_within(max_ram_bytes)
             alternative = f", or host fewer blocks: --num-blocks {fewer}" if fewer > 0 else ""
@@ -75,7 +75,7 @@ class Footprint:
             )
 
 
-def check_room(max_ram_bytes: int, fixed_bytes: int) -> None:
+def check_headroom(max_ram_bytes: int, fixed_bytes: int) -> None:
     """Raise ``OutOfResources`` where a node with so much resident, besides what others hold, is to stay within a limit."""
     least = int((fixed_bytes + LEAST_ROOM_BYTES) / (1 - MARGIN)) + 1
     if max_ram_bytes < least:
@@ -85,7 +85,7 @@ def check_room(max_ram_bytes: int, fixed_bytes: int) -> None:
         )
 
 
-def rooms(
+def resource_limits(
     max_ram_bytes: int, rss_bytes: int, held: Mapping[Resource, int], footprint: Footprint, fixed_bytes: int
 ) -> dict[Resource, int]:
     """What others may hold of each stock until the next look.

@@ -18,13 +18,13 @@ from swarmnet_node.engine.attention import (
     SequenceBatch,
     register,
 )
-from swarmnet_node.engine.graphs import Graph, record
+from swarmnet_node.engine.autograd_graphs import AutogradGraph, record
 from swarmnet_node.engine.kernels import decode
 from swarmnet_node.engine.kernels.fused_layers import PRODUCTS, FusedLayers, fits
 from swarmnet_node.engine.kv_cache import KVGeometry, Prefix, SequenceCache
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models import LocalModel
-from swarmnet_protocols.models.cut import with_blocks
+from swarmnet_protocols.models.partial_model import with_blocks
 
 FUSION_TRIAL_POSITIONS = 5
 FUSION_TOLERANCE_EPS = 100
@@ -108,7 +108,7 @@ class Stage:
             self._parts[start, end] = part
         return self._parts[start, end]
 
-    def adapt(self, tensors: Mapping[str, torch.Tensor], start: int) -> StageAdapter:
+    def load_adapter(self, tensors: Mapping[str, torch.Tensor], start: int) -> StageAdapter:
         """An adapter for this stage and its parts, from tensors by name; the first layer of the whole stage is block ``start``.
 
         Raises ``ProtocolViolation`` for tensors that do not fit.
@@ -155,7 +155,7 @@ class Stage:
 
     def record_sequences(
         self, inputs: torch.Tensor, counts: Sequence[int], adapter: StageAdapter | None = None
-    ) -> tuple[torch.Tensor, Graph]:
+    ) -> tuple[torch.Tensor, AutogradGraph]:
         """What ``run_sequences`` gives, and the graph from which its backward can be computed."""
         leaves = (
             {name: tensor.detach().requires_grad_() for name, tensor in adapter.tensors.items()}
@@ -164,7 +164,7 @@ class Stage:
         )
 
         def forward(leaf: torch.Tensor) -> torch.Tensor:
-            own = self.adapt(leaves, adapter.start) if adapter else None
+            own = self.load_adapter(leaves, adapter.start) if adapter else None
             return self._run_sequences(leaf, counts, own)
 
         weights = (*self._model.parameters(), *self._model.buffers())
@@ -173,7 +173,7 @@ class Stage:
         return outputs.cpu(), graph
 
     def gradients(
-        self, graph: Graph, grad_outputs: torch.Tensor
+        self, graph: AutogradGraph, grad_outputs: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """What ``grad_outputs`` [P, D] of ``record_sequences`` come to at its inputs, [P, D], and at the adapter's tensors.
 

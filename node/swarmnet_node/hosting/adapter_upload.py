@@ -56,7 +56,7 @@ class AdapterUpload:
             chunks.append(payload)
             left -= wanted
         data = await asyncio.to_thread(self._checked, chunks)
-        return await self.engine.aside(lambda: self._adapt(data))
+        return await self.engine.run_on_torch_thread(lambda: self._adapt(data))
 
     def _checked(self, chunks: list[Buffer]) -> bytes:
         data = b"".join(chunks)
@@ -66,6 +66,6 @@ class AdapterUpload:
         return data
 
     def _adapt(self, data: bytes) -> StageAdapter:
-        adapter = self.engine.stage.adapt(read_part(data), self.start)
+        adapter = self.engine.stage.load_adapter(read_part(data), self.start)
         adapter.check_span(self.offer.span.start, self.offer.span.end)
         return adapter

@@ -35,7 +35,7 @@ from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.net.resources import Exhausted, Rate, RateLimit, Resource, ResourceManager, Scope
 from swarmnet_protocols.net.typed_stream import Received, Sent, TypedStream
 from swarmnet_protocols.session.activation_log import REPLAY_POSITIONS
-from swarmnet_protocols.session.link import Target
+from swarmnet_protocols.session.link import NextHop
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import session_pb2 as pb
 
@@ -163,11 +163,11 @@ class Host:
     def sessions(self) -> Sequence[HostedSession]:
         return tuple(self._sessions.values())
 
-    def target(self, next: pb.Peer, epoch: int) -> Target:
+    def target(self, next: pb.Peer, epoch: int) -> NextHop:
         """The next hop as a client names it, at the addresses that this hop itself has signed, if any."""
         peer, offer = PeerId(next.id), self._offer
         addresses = signed_addresses(next.record, peer, offer.manifest, swarm=offer.swarm, now=self._clock())
-        return Target(peer, addresses, next.session, epoch)
+        return NextHop(peer, addresses, next.session, epoch)
 
     def shed(self) -> None:
         """End the session that holds the most, if there is one: its client goes on elsewhere."""

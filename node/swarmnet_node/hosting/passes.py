@@ -7,8 +7,8 @@ from typing import TypeVar
 import torch
 
 from swarmnet_node.engine.adapters import StageAdapter
+from swarmnet_node.engine.autograd_graphs import AutogradGraph, GraphKey
 from swarmnet_node.engine.engine import Engine
-from swarmnet_node.engine.graphs import Graph, GraphName
 from swarmnet_node.engine.stage import Stage
 from swarmnet_node.hosting.slots import Slot
 from swarmnet_protocols.errors import ProtocolViolation
@@ -16,7 +16,13 @@ from swarmnet_protocols.machine.aio import race
 from swarmnet_protocols.net import Buffer, PeerId
 from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.net.typed_stream import TypedStream
-from swarmnet_protocols.session.passes import MAX_POSITIONS, as_column, check_counts, cut, receive_tensor
+from swarmnet_protocols.session.passes import (
+    MAX_POSITIONS,
+    check_counts,
+    pack_tensors,
+    receive_tensor,
+    split_tensor,
+)
 from swarmnet_protocols.session.steps import wire_dtype
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import session_pb2 as pb
@@ -56,8 +62,8 @@ class HostedPass:
         self._engine = engine
         self._stream = stream
         self._timing = timing
-        self._graph = graph_name(wanted, stream.peer)
-        if self._backward and self._graph is not None and self._graph not in engine.graphs:
+        self._graph = graph_key(wanted, stream.peer)
+        if self._backward and self._graph is not None and self._graph not in engine.graph_cache:
             raise _graph_gone()
 
     async def run(self, slot: Slot) -> None:
@@ -72,7 +78,7 @@ class HostedPass:
 
     async def _answer(self) -> None:
         for tensor in await (self._gradients() if self._backward else self._outputs()):
-            for part, payload in cut(tensor):
+            for part, payload in split_tensor(tensor):
                 await self._stream.send(pb.PassReply(part=part), payload)
                 self._slot.moved(len(payload))
 
@@ -81,12 +87,12 @@ class HostedPass:
         if self._graph is None:
             return [await self._compute(lambda: lambda: self._sent(self._stage.run_sequences(*arguments)))]
 
-        def compute() -> tuple[torch.Tensor, Graph]:
+        def compute() -> tuple[torch.Tensor, AutogradGraph]:
             outputs, graph = self._stage.record_sequences(*arguments)
             return self._sent(outputs), graph
 
         outputs, graph = await self._compute(lambda: compute)
-        self._engine.keep(self._graph, graph, for_s=self._timing.graph_s)
+        self._engine.keep_graph(self._graph, graph, for_s=self._timing.graph_s)
         return [outputs]
 
     async def _gradients(self) -> list[torch.Tensor]:
@@ -102,24 +108,22 @@ class HostedPass:
 
         return await self._compute(lambda: compute)
 
-    def _differentiate(self, graph: Graph, grad_outputs: torch.Tensor) -> list[torch.Tensor]:
+    def _differentiate(self, graph: AutogradGraph, grad_outputs: torch.Tensor) -> list[torch.Tensor]:
         gradients, own = self._stage.gradients(graph, grad_outputs)
-        return [self._sent(gradients), *([finite(as_column(own))] if own else [])]
+        return [self._sent(gradients), *([finite(pack_tensors(own))] if own else [])]
 
     def _sent(self, values: torch.Tensor) -> torch.Tensor:
         return finite(values.to(self._wire))
 
     async def _compute(self, start: Callable[[], Callable[[], T]]) -> T:
         self._slot.at_work = True
-        computed = await self._engine.compute_behind(
-            start, self._positions, yields_s=self._timing.overtaken_s
-        )
+        computed = await self._engine.compute_pass(start, self._positions, yields_s=self._timing.overtaken_s)
         self._slot.at_work = False
         self._slot.worked()
         return computed
 
-    def _take(self) -> Graph:
-        graph = self._engine.graphs.take(self._graph) if self._graph is not None else None
+    def _take(self) -> AutogradGraph:
+        graph = self._engine.graph_cache.take(self._graph) if self._graph is not None else None
         if graph is None:
             raise _graph_gone()
         return graph
@@ -137,14 +141,14 @@ class HostedPass:
         return request.part, payload
 
 
-def graph_name(wanted: pb.Begin, client: PeerId) -> GraphName | None:
+def graph_key(wanted: pb.Begin, client: PeerId) -> GraphKey | None:
     """Which graph a pass leaves or uses, if any. Raises ``ProtocolViolation`` for an id of the wrong size."""
     if not wanted.graph:
         return None
     if len(wanted.graph) != GRAPH_ID_BYTES:
         raise ProtocolViolation("a graph's id is 16 bytes")
     span = wanted.span.start, wanted.span.end
-    return GraphName(client, wanted.graph, span, tuple(wanted.counts), wanted.adapter)
+    return GraphKey(client, wanted.graph, span, tuple(wanted.counts), wanted.adapter)
 
 
 def finite(values: torch.Tensor) -> torch.Tensor:

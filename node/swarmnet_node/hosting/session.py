@@ -27,10 +27,10 @@ from swarmnet_protocols.net import Stream
 from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.net.resources import RETRY_S, Exhausted, Rate, Reservation, Resource
 from swarmnet_protocols.net.typed_stream import TypedStream
-from swarmnet_protocols.session.activation_log import ActivationLog, LogGone
-from swarmnet_protocols.session.link import Feeder, Outbox, Target
+from swarmnet_protocols.session.activation_log import ActivationLog, LogDropped
+from swarmnet_protocols.session.link import LinkSender, NextHop, Outbox
+from swarmnet_protocols.session.received_digests import MAX_DIGEST_POSITIONS, ReceivedDigests
 from swarmnet_protocols.session.steps import Row, Step, decode_step, encode_tensor, wire_dtype
-from swarmnet_protocols.session.testimony import MAX_SHOWN, Received
 from swarmnet_protocols.wire import session_pb2 as pb
 
 if TYPE_CHECKING:
@@ -72,10 +72,10 @@ class HostedSession:
         self._log_room = self._scope.hold(Resource.LOG, 0)
         # Of the client's room for logs, not of this session's: what must be sent on comes first there.
         self._received_room = stream.scope.hold(Resource.LOG, 0)
-        self._received = Received(self._received_room)
+        self._received = ReceivedDigests(self._received_room)
         self._sequences: dict[int, SequenceCache] = {}
         self._outbox = Outbox(self._new_log(), asyncio.Event())
-        self._feeder = Feeder(
+        self._link_sender = LinkSender(
             host.introductions.by(stream.scope), self._outbox, wire_dtype(wanted.wire), host.timing
         )
         self._feeding: asyncio.Task[None] | None = None
@@ -170,8 +170,10 @@ class HostedSession:
 
     async def _show(self, asked: pb.Show) -> None:
         """Say what came in and went out for the first positions of a lane."""
-        if not 1 <= asked.count <= MAX_SHOWN:
-            raise ProtocolViolation(f"asked for {asked.count} positions, {MAX_SHOWN} are shown at most")
+        if not 1 <= asked.count <= MAX_DIGEST_POSITIONS:
+            raise ProtocolViolation(
+                f"asked for {asked.count} positions, {MAX_DIGEST_POSITIONS} are shown at most"
+            )
         received = self._received.digest(asked.sequence, asked.count)
         if self._is_last or not received:
             await self._client.send(pb.SessionReply(shown=pb.Shown(received=received)))
@@ -213,11 +215,11 @@ class HostedSession:
             if self._target is not None and not self._over:
                 self._feeding = asyncio.create_task(self._feed(self._target))
 
-    async def _feed(self, target: Target) -> None:
+    async def _feed(self, target: NextHop) -> None:
         """Feed the next hop until that ends, then tell the client, who decides what comes next."""
         try:
-            await self._feeder.run(target)
-        except LogGone as error:
+            await self._link_sender.run(target)
+        except LogDropped as error:
             self._fail(Refused(pb.REASON_LOG_GONE, str(error)))
         except SwarmnetError as error:
             self._numbers.links_lost += 1
@@ -330,7 +332,7 @@ class HostedSession:
             for row, values in zip(step.rows, step.split(), strict=True)
         ]
         outputs = torch.cat(await self._engine.compute(self._stage, rows))
-        return finite(outputs.to(self._feeder.wire))
+        return finite(outputs.to(self._link_sender.wire))
 
     def _new_bytes(self, step: Step) -> int:
         """At most, of caches that a step makes longer."""
@@ -359,7 +361,9 @@ class HostedSession:
             raise StreamEnded("the session has ended")
         for row in rows:
             if row.source not in before:
-                after[row.sequence] = self._engine.adopt(self._stage.new_sequence(self._adapter), self._scope)
+                after[row.sequence] = self._engine.register(
+                    self._stage.new_sequence(self._adapter), self._scope
+                )
             elif row.sequence not in after:
                 after[row.sequence] = before[row.source]
         self._sequences.update(after)

@@ -1,8 +1,8 @@
 """Models on this machine: where they come from, what identifies them, and loading parts of them."""
 
 from swarmnet_protocols.models.checkpoint import Progress
-from swarmnet_protocols.models.local import LocalModel
+from swarmnet_protocols.models.local_model import LocalModel
 from swarmnet_protocols.models.manifest import Manifest, ManifestFile
-from swarmnet_protocols.models.sources import DEFAULT_MODEL, resolve
+from swarmnet_protocols.models.resolver import DEFAULT_MODEL, resolve
 
 __all__ = ["DEFAULT_MODEL", "LocalModel", "Manifest", "ManifestFile", "Progress", "resolve"]

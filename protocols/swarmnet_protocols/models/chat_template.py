@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from swarmnet_protocols.errors import ConfigError
-from swarmnet_protocols.models.template_child import LENGTH
+from swarmnet_protocols.models.chat_template_process import LENGTH
 
 MAX_CHARS = 8 << 20
 CPU_S = 2
@@ -23,7 +23,7 @@ START_S = 120.0
 """The process has this long to start, also on a machine that is busy."""
 RENDER_S = 30.0
 """The longest that one rendering may take by the wall clock. Its processor time, which is the usual limit, is ``CPU_S``."""
-_CHILD = Path(__file__).with_name("template_child.py")
+_CHILD = Path(__file__).with_name("chat_template_process.py")
 _PART_BYTES = 1 << 16
 _ESCAPED_BYTES = 12
 """The most that one character takes in the answer, which is JSON in ASCII."""

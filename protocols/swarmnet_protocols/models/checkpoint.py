@@ -42,7 +42,7 @@ class BlockNaming:
         )
 
 
-class Checkpoint(Protocol):
+class ModelCheckpoint(Protocol):
     """Weights, config and tokenizer on disk. Opening one has checked its headers; tensors are read one by one."""
 
     @property

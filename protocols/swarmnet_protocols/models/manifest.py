@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from swarmnet_protocols.errors import IntegrityError
 
-BlockKey = int | Literal["edges"]
-"""A block index, or "edges" for everything around the blocks: embeddings, final norm, head."""
+BlockKey = int | Literal["local_layers"]
+"""A block index, or "local_layers" for everything around the blocks: embeddings, final norm, head."""
 
 MAX_JSON_BYTES = 64 << 20
 MAX_FILES = 10_000
@@ -129,7 +129,10 @@ def _file(raw: dict[str, object]) -> ManifestFile:
 
 
 def _tensors(raw: dict[str, object], blocks: int) -> dict[BlockKey, tuple[str, ...]]:
-    expected: dict[str, BlockKey] = {"edges": "edges", **{str(block): block for block in range(blocks)}}
+    expected: dict[str, BlockKey] = {
+        "local_layers": "local_layers",
+        **{str(block): block for block in range(blocks)},
+    }
     if raw.keys() != expected.keys():
         raise IntegrityError("the manifest does not map every block to its tensors")
     tensors: dict[BlockKey, tuple[str, ...]] = {}

@@ -19,11 +19,11 @@ REPLAY_POSITIONS = 512
 """Positions in one part of a replay: long enough to be computed efficiently, short enough to be pipelined."""
 
 
-class LogGone(OutOfResources):
+class LogDropped(OutOfResources):
     """The log outgrew its bound and no longer reaches back to the start: it can feed survivors, not a fresh hop."""
 
 
-class LeftBehind(SwarmnetError):
+class StepsCompacted(SwarmnetError):
     """The downstream hop lacks steps that are no longer kept singly: only a fresh one can be fed."""
 
 
@@ -77,7 +77,7 @@ class ActivationLog:
     """Outputs of this hop, for at most one downstream hop at a time. No I/O.
 
     Its bytes are held in ``room``. Where that has no room for the folded part, or without ``keep_values``, the log forgets that part,
-    and from then on raises ``LogGone`` for a fresh hop.
+    and from then on raises ``LogDropped`` for a fresh hop.
     """
 
     def __init__(self, room: Reservation, *, keep_values: bool = True) -> None:
@@ -176,18 +176,18 @@ class ActivationLog:
     def attach(self, applied: int) -> Cursor:
         """Start feeding a downstream hop that has computed steps up to ``applied`` (0: it is fresh).
 
-        Takes the place of the previous cursor. Raises ``LogGone`` when a fresh hop can no longer be fed, ``LeftBehind``
+        Takes the place of the previous cursor. Raises ``LogDropped`` when a fresh hop can no longer be fed, ``StepsCompacted``
         when that one cannot be, but a fresh one could.
         """
         if applied == 0:
             if self._sequences is None:
-                raise LogGone("the activation log was too long to keep")
+                raise LogDropped("the activation log was too long to keep")
             cursor = Cursor(
                 self._snapshot(self._sequences), self._pending[0][0] if self._pending else 0, applied
             )
         else:
             if applied < self._folded:
-                raise LeftBehind(f"steps {applied + 1} to {self._folded} are folded")
+                raise StepsCompacted(f"steps {applied + 1} to {self._folded} are folded")
             cursor = Cursor(iter(()), self._pending[0][0] if self._pending else 0, applied)
         self._cursor = cursor
         return cursor
@@ -197,13 +197,13 @@ class ActivationLog:
         self._cursor = None
 
     def next(self, cursor: Cursor) -> Step | None:
-        """The next step for the hop behind ``cursor``, or None when it has everything. May raise ``LeftBehind``."""
+        """The next step for the hop behind ``cursor``, or None when it has everything. May raise ``StepsCompacted``."""
         if cursor is not self._cursor:
             return None
         for part in cursor.snapshot:
             return part
         if 0 < cursor.applied < self._folded:
-            raise LeftBehind(f"steps {cursor.applied + 1} to {self._folded} came in a replay")
+            raise StepsCompacted(f"steps {cursor.applied + 1} to {self._folded} came in a replay")
         for index, step in self._pending:
             if index >= cursor.index and not self._skips(cursor, step):
                 cursor.index = index + 1

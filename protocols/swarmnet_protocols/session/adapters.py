@@ -40,7 +40,7 @@ class BlockTensors:
 
 
 @dataclass(frozen=True)
-class Part:
+class AdapterPart:
     """The file for one span of blocks, and its SHA-256."""
 
     data: bytes = field(repr=False)
@@ -64,14 +64,14 @@ class Adapter:
                 f"an adapter that hosts do not take: {error}", hint="train it again, or smaller"
             ) from None
         self.tensors: Mapping[str, torch.Tensor] = copies
-        self._parts: dict[tuple[int, int], Part | None] = {}
+        self._parts: dict[tuple[int, int], AdapterPart | None] = {}
 
     @property
     def prefix_positions(self) -> int:
         """Positions that every sequence begins with."""
         return prefix_positions(self.blocks)
 
-    def part(self, start: int, end: int) -> Part | None:
+    def part(self, start: int, end: int) -> AdapterPart | None:
         """What concerns blocks [start, end), None if nothing does. Computed once for a span.
 
         Raises ``ConfigError`` for a prefix that some of the blocks lack.
@@ -84,7 +84,7 @@ class Adapter:
                 )
             chosen = {name: tensor for name, tensor in self.tensors.items() if start <= block_of(name) < end}
             data = save(chosen) if chosen else b""
-            self._parts[start, end] = Part(data, hashlib.sha256(data).digest()) if chosen else None
+            self._parts[start, end] = AdapterPart(data, hashlib.sha256(data).digest()) if chosen else None
         return self._parts[start, end]
 
 

@@ -22,7 +22,7 @@ _Link = TypedStream[pb.LinkRequest, pb.LinkReply]
 
 
 @dataclass(frozen=True)
-class Target:
+class NextHop:
     """The next hop: the client's session there, and the epoch under which the link to it is made."""
 
     peer: PeerId
@@ -44,7 +44,7 @@ class Outbox:
 
 
 @dataclass(frozen=True)
-class Feeder:
+class LinkSender:
     """How a hop sends on: ``render`` turns a logged step into one whose values are [P, D]."""
 
     transport: Transport
@@ -53,7 +53,7 @@ class Feeder:
     timing: Timing
     render: Callable[[Step], Step] = lambda step: step
 
-    async def run(self, target: Target) -> NoReturn:
+    async def run(self, target: NextHop) -> NoReturn:
         """Link to ``target``, send it whatever it lacks, then every new step as it comes.
 
         Ends only with an error: the link could not be made, ended twice, fell silent, or was refused; or it is cancelled.
@@ -63,7 +63,7 @@ class Feeder:
         await self._feed(target)
         raise ProtocolViolation("a link ended without a reason")
 
-    async def _feed(self, target: Target) -> None:
+    async def _feed(self, target: NextHop) -> None:
         stream = await self.transport.open(
             target.peer, LINK, addresses=target.addresses, deadline_s=self.timing.open_s
         )

@@ -26,27 +26,27 @@ def check_counts(counts: Sequence[int]) -> None:
         raise ProtocolViolation(f"a pass of {len(counts)} sequences, or one without positions")
 
 
-def cut(values: torch.Tensor) -> Iterator[tuple[pb.Part, memoryview]]:
+def split_tensor(values: torch.Tensor) -> Iterator[tuple[pb.Part, memoryview]]:
     """The parts of a CPU tensor [P, D], each as large as a message may be."""
     for piece in torch.split(values, _positions_in_part(values.shape[1], values.dtype)):
         tensor, payload = encode_tensor(piece)
         yield pb.Part(tensor=tensor), payload
 
 
-def as_column(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def pack_tensors(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """All numbers of tensors in the order of their names: float32 [numbers, 1]."""
     return torch.cat([tensors[name].flatten().float() for name in sorted(tensors)])[:, None]
 
 
-def from_column(column: torch.Tensor, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors of the names and shapes of ``like``, from what ``as_column`` made of them."""
+def unpack_tensors(column: torch.Tensor, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of the names and shapes of ``like``, from what ``pack_tensors`` made of them."""
     names = sorted(like)
     parts = torch.split(column[:, 0], [like[name].numel() for name in names])
     return {name: part.view(like[name].shape) for name, part in zip(names, parts, strict=True)}
 
 
 async def receive_tensor(next_part: NextPart, *, positions: int, hidden_size: int) -> torch.Tensor:
-    """A finite tensor [positions, hidden_size] from parts as ``cut`` makes them.
+    """A finite tensor [positions, hidden_size] from parts as ``split_tensor`` makes them.
 
     Memory grows with what has come. Raises ``ProtocolViolation`` for other parts, and what ``next_part`` raises.
     """

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError
-from swarmnet_protocols.models.checkpoint import Checkpoint, Progress, sha256_of
+from swarmnet_protocols.models.checkpoint import ModelCheckpoint, Progress, sha256_of
 from swarmnet_protocols.models.manifest import MAX_BLOCKS, MAX_HIDDEN_SIZE, BlockKey, Manifest, ManifestFile
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class LocalModel:
         name: str,
         manifest: Manifest,
         path: Path,
-        checkpoint: Checkpoint,
+        checkpoint: ModelCheckpoint,
         *,
         cache_dir: Path,
         progress: Progress | None = None,
@@ -83,7 +83,7 @@ class LocalModel:
 
         Only the tensors of those blocks are read.
         """
-        from swarmnet_protocols.models.cut import build_span
+        from swarmnet_protocols.models.partial_model import build_span
 
         if not 0 <= start < end <= self.manifest.blocks:
             raise ConfigError(
@@ -109,7 +109,7 @@ class LocalModel:
         """
         from torch import nn
 
-        from swarmnet_protocols.models.cut import Head, build_edges
+        from swarmnet_protocols.models.partial_model import ModelHead, build_local_layers
 
         config = self.config
         if labels is not None:
@@ -121,8 +121,8 @@ class LocalModel:
             nonlocal layers
             layers = built
 
-        model: Any = build_edges(config, Head(labels), take).load(
-            lambda model: self._state_dict(self.manifest.tensors["edges"], 0, model),
+        model: Any = build_local_layers(config, ModelHead(labels), take).load(
+            lambda model: self._state_dict(self.manifest.tensors["local_layers"], 0, model),
             dtype=dtype,
             device=device,
         )
@@ -132,7 +132,7 @@ class LocalModel:
 
     def load_whole(self, *, dtype: "torch.dtype", device: "torch.device") -> "PreTrainedModel":
         """The whole CausalLM, as transformers alone would run it."""
-        from swarmnet_protocols.models.cut import build_whole
+        from swarmnet_protocols.models.partial_model import build_whole
 
         names = self._checkpoint.tensor_names
         model: Any = build_whole(self.config).load(
@@ -153,9 +153,9 @@ class LocalModel:
             model.generation_config = stored
 
 
-def describe(checkpoint: Checkpoint, progress: Progress | None) -> Manifest:
+def describe(checkpoint: ModelCheckpoint, progress: Progress | None) -> Manifest:
     """The manifest of a checkpoint, its files hashed now."""
-    from swarmnet_protocols.models.cut import architecture_of, base_class
+    from swarmnet_protocols.models.partial_model import architecture_of, base_class
 
     config = checkpoint.config()
     base_class(config)
@@ -175,13 +175,13 @@ def _describe_file(root: Path, name: str, progress: Progress | None) -> Manifest
     return ManifestFile(name, (root / name).stat().st_size, sha256_of(root / name, progress))
 
 
-def _by_block(checkpoint: Checkpoint, blocks: int) -> dict[BlockKey, tuple[str, ...]]:
-    tensors: dict[BlockKey, list[str]] = {"edges": [], **{block: [] for block in range(blocks)}}
+def _by_block(checkpoint: ModelCheckpoint, blocks: int) -> dict[BlockKey, tuple[str, ...]]:
+    tensors: dict[BlockKey, list[str]] = {"local_layers": [], **{block: [] for block in range(blocks)}}
     for name in checkpoint.tensor_names:
         block = checkpoint.naming.block_of(name)
         # Blocks beyond the last are extras (multi-token prediction) that take no part in generation.
         if block is None or block < blocks:
-            tensors["edges" if block is None else block].append(name)
+            tensors["local_layers" if block is None else block].append(name)
     missing: Sequence[BlockKey] = [key for key, names in tensors.items() if not names]
     if missing:
         raise IntegrityError(f"{checkpoint.root}: the checkpoint has no tensors of block {missing[0]}")

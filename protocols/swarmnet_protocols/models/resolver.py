@@ -16,9 +16,9 @@ from pathlib import Path
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError, Unreachable
 from swarmnet_protocols.machine.files import write_whole
-from swarmnet_protocols.models.checkpoint import Checkpoint, Progress, sha256_of
+from swarmnet_protocols.models.checkpoint import ModelCheckpoint, Progress, sha256_of
 from swarmnet_protocols.models.gguf_file import GgufCheckpoint
-from swarmnet_protocols.models.local import LocalModel, describe
+from swarmnet_protocols.models.local_model import LocalModel, describe
 from swarmnet_protocols.models.manifest import Manifest
 from swarmnet_protocols.models.safetensors_file import HUB_PATTERNS, SafetensorsCheckpoint
 
@@ -157,7 +157,7 @@ def _lock(path: Path) -> Iterator[None]:
 
 def _open(name: str, path: Path, cache_dir: Path, progress: Progress | None) -> LocalModel:
     """The model at ``path``. Its manifest is kept in the cache for as long as its files are untouched."""
-    checkpoint: Checkpoint
+    checkpoint: ModelCheckpoint
     if path.is_dir():
         checkpoint = SafetensorsCheckpoint(path)
     else:

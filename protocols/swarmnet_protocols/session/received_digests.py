@@ -10,7 +10,7 @@ import torch
 from swarmnet_protocols.net.resources import Exhausted, Reservation
 from swarmnet_protocols.session.steps import Step, encode_tensor
 
-MAX_SHOWN = 256
+MAX_DIGEST_POSITIONS = 256
 """Positions of a lane that a hop is asked for at most."""
 DIGEST_BYTES = hashlib.sha256().digest_size
 
@@ -28,8 +28,8 @@ def _each(values: torch.Tensor) -> bytes:
     )
 
 
-class Received:
-    """Digests of the first positions of every lane, ``MAX_SHOWN`` at most. Their bytes are held in ``room``; without room it has none."""
+class ReceivedDigests:
+    """Digests of the first positions of every lane, ``MAX_DIGEST_POSITIONS`` at most. Their bytes are held in ``room``; without room it has none."""
 
     def __init__(self, room: Reservation) -> None:
         self._room = room
@@ -41,9 +41,9 @@ class Received:
             return
         before = dict(self._sequences)
         for row, values in zip(step.rows, step.split(), strict=True):
-            if row.start < MAX_SHOWN:
+            if row.start < MAX_DIGEST_POSITIONS:
                 kept = before.get(row.source, b"")[: row.start * DIGEST_BYTES]
-                self._sequences[row.sequence] = kept + _each(values[: MAX_SHOWN - row.start])
+                self._sequences[row.sequence] = kept + _each(values[: MAX_DIGEST_POSITIONS - row.start])
             elif row.source != row.sequence:
                 self._sequences[row.sequence] = before.get(row.source, b"")
         try:

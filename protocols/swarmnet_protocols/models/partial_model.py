@@ -1,0 +1,282 @@
+"""Builds parts of a transformers model: the decoder layers of some blocks, or everything except them.
+
+The architecture's own class is instantiated whole on the meta device, which costs no memory, so that each layer and the rotary
+embedding are configured by the whole config. Then the parts that are not wanted are removed, and the weights of the rest are loaded.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn import init
+from torch.overrides import TorchFunctionMode
+
+from swarmnet_protocols.errors import ConfigError, IntegrityError
+from swarmnet_protocols.models.checkpoint import CONFIG_FAULTS
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+StateDict = dict[str, Any]
+
+_BUILT_IN_ATTENTION = (None, "eager", "sdpa")
+_BUILT_IN_EXPERTS = (None, "eager", "batched_mm", "grouped_mm")
+"""Implementations that are part of transformers and torch. For any other name transformers downloads a kernel from the hub, or looks
+for an installed package."""
+
+_META = torch.device("meta")
+_INITIALISERS = {init.constant_, init.kaiming_uniform_, init.normal_, init.uniform_}
+"""Initialisers that consult ``TorchFunctionMode``. The others call these, or are rare."""
+
+
+def causal_class(config: "PretrainedConfig") -> type:
+    """The CausalLM class of an architecture.
+
+    Raises ``ConfigError`` if there is none, or if the config selects an attention or experts implementation that is not built in.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    _check_implementations(config)
+
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigError(
+            f"{architecture_of(config)} is not a text generation model that transformers knows",
+            hint="use a decoder-only language model such as Llama, Qwen3, Gemma 3 or Mixtral",
+        )
+    found: type = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return found
+
+
+def _check_implementations(config: "PretrainedConfig") -> None:
+    """Refuse implementations from outside: a config may come from another peer, which must not choose the code that runs here."""
+    for known, name in (
+        (_BUILT_IN_ATTENTION, "_attn_implementation"),
+        (_BUILT_IN_EXPERTS, "_experts_implementation"),
+    ):
+        asked = getattr(config, name, None)
+        if asked not in known:
+            raise ConfigError(
+                f"the config selects {name.strip('_')} {str(asked)[:100]!r}, which is not built into transformers",
+                hint=f"remove it, or use {' or '.join(sorted(filter(None, known)))}",
+            )
+    for part in config.sub_configs:
+        if (inner := getattr(config, part, None)) is not None:
+            _check_implementations(inner)
+
+
+def architecture_of(config: "PretrainedConfig") -> str:
+    """The name of the architecture's CausalLM class, e.g. ``LlamaForCausalLM``."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return str(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__)
+    return str((config.architectures or [config.model_type])[0])
+
+
+def base_class(config: "PretrainedConfig") -> type:
+    """The class of an architecture's decoder stack.
+
+    Raises ``ConfigError`` unless it consists of embeddings, layers and a final norm, and its rotary embedding depends on the
+    position alone.
+    """
+    refusal = ConfigError(
+        f"{architecture_of(config)} cannot be split into blocks: it is not just embeddings, layers and a norm",
+        hint="use a model of a family such as Llama, Qwen3, Gemma 3 or Mixtral",
+    )
+    cls = causal_class(config)
+    if not all(isinstance(getattr(config, name, None), int) for name in ("num_hidden_layers", "hidden_size")):
+        raise refusal
+    try:
+        with _META, _SkipInitialisation():
+            base: Any = cls(with_blocks(config, 0, 0)).base_model
+    except CONFIG_FAULTS as error:
+        raise ConfigError(f"no {architecture_of(config)} can be built from this config: {error}") from error
+    children = {name for name, _ in base.named_children() if not name.startswith("rotary_emb")}
+    if children != {"embed_tokens", "layers", "norm"}:
+        raise refusal
+    if changing := _rope_types(config) & {"dynamic", "longrope"}:
+        raise ConfigError(
+            f"{architecture_of(config)} has {min(changing)} rotary embeddings, which change with the length of the sequence: "
+            "cached keys would become wrong, and sequences could not share a batch",
+            hint="use a model with another rope_type",
+        )
+    return type(base)
+
+
+def _rope_types(config: "PretrainedConfig") -> set[str]:
+    parameters = getattr(config, "rope_parameters", None) or {}
+    by_layer_type = [value for value in parameters.values() if isinstance(value, dict)]
+    return {str(each.get("rope_type", "default")) for each in (by_layer_type or [parameters])}
+
+
+def build_span(config: "PretrainedConfig", start: int, end: int) -> "ModelBuilder":
+    """A builder of the decoder stack of blocks [start, end): no embeddings, no final norm, layers numbered from 0."""
+
+    def strip(model: Any) -> None:
+        keep_layers(model, start, end)
+        model.embed_tokens = None
+        model.norm = nn.Identity()
+
+    return ModelBuilder(_stripped_class(base_class(config), strip), config)
+
+
+def build_local_layers(
+    config: "PretrainedConfig", head: "ModelHead", on_layers: Callable[[nn.ModuleList], None]
+) -> "ModelBuilder":
+    """A builder of the model with this head and without its layers. ``on_layers`` is called with the layers, on the meta device."""
+    base_class(config)
+
+    def strip(model: Any) -> None:
+        on_layers(model.base_model.layers)
+        model.base_model.layers = nn.ModuleList()
+
+    return ModelBuilder(
+        _stripped_class(head.model_class(config), strip), config, optional=head.optional_weights
+    )
+
+
+@dataclass(frozen=True)
+class ModelHead:
+    """What follows the decoder stack: the LM head, or a classifier of ``labels`` classes, initialised if the checkpoint has none."""
+
+    labels: int | None = None
+
+    @property
+    def optional_weights(self) -> tuple[str, ...]:
+        """Names of weights that the checkpoint may lack; they are initialised then."""
+        return () if self.labels is None else ("score.weight",)
+
+    def model_class(self, config: "PretrainedConfig") -> type:
+        """The architecture's class with this head. Raises ``ConfigError`` if transformers has none."""
+        from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+
+        if self.labels is None:
+            return causal_class(config)
+        if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+            raise ConfigError(f"transformers has no classifier for {architecture_of(config)}")
+        found: type = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
+        return found
+
+
+def keep_layers(model: Any, start: int, end: int) -> None:
+    """Remove all layers of a decoder stack except [start, end), and number those from 0."""
+    model.layers = nn.ModuleList(list(model.layers)[start:end])
+    for module in model.layers.modules():
+        if hasattr(module, "layer_idx"):
+            module.layer_idx -= start
+    _keep_blocks(model.config, start, end)
+
+
+def _stripped_class(cls: Any, strip: Callable[[Any], None]) -> type:
+    """A class whose constructor makes an object of ``cls`` and applies ``strip`` to it, before it has weights."""
+
+    def init(self: Any, config: "PretrainedConfig") -> None:
+        cls.__init__(self, config)
+        strip(self)
+        self.__class__ = cls
+
+    return type(cls.__name__, (cls,), {"__init__": init})
+
+
+def build_whole(config: "PretrainedConfig") -> "ModelBuilder":
+    """A builder of the whole CausalLM."""
+    return ModelBuilder(causal_class(config), config)
+
+
+class ModelBuilder:
+    """Builds a model of one class from one config and loads its weights."""
+
+    def __init__(self, cls: type, config: "PretrainedConfig", optional: tuple[str, ...] = ()) -> None:
+        """Weights named in ``optional`` are initialised if the checkpoint lacks them."""
+        self._cls: Any = cls
+        self._config = config
+        self._optional = optional
+
+    def load(
+        self,
+        state_dict: "Callable[[PreTrainedModel], StateDict]",
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> nn.Module:
+        """The model in evaluation mode, without gradients. ``state_dict`` is called with an empty copy on the meta device.
+
+        Raises ``IntegrityError`` if a weight is missing or has another shape.
+        """
+        with _META, _SkipInitialisation():
+            empty = self._cls(copy.deepcopy(self._config))
+        with _quietly(), _SkipInitialisation():
+            model, info = self._cls.from_pretrained(
+                None,
+                config=self._config,
+                state_dict=state_dict(empty),
+                dtype=dtype,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+        missing = set(info["missing_keys"]) - set(self._optional)
+        wrong = [*missing, *(str(key) for key in info["mismatched_keys"]), *info["error_msgs"]]
+        if wrong:
+            raise IntegrityError(f"the checkpoint does not fit {self._cls.__name__}: {min(wrong)}")
+        # The default name is "None": PEFT writes it into adapters, and looks it up on the hub when it saves one.
+        model.name_or_path = model.config.name_or_path = ""
+        loaded: nn.Module = model.to(device).requires_grad_(False)
+        return loaded
+
+
+def with_blocks(config: "PretrainedConfig", start: int, end: int) -> "PretrainedConfig":
+    """A copy of the config for blocks [start, end) only."""
+    config = copy.deepcopy(config)
+    _keep_blocks(config, start, end)
+    return config
+
+
+def _keep_blocks(config: "PretrainedConfig", start: int, end: int) -> None:
+    """Reduce ``config`` to blocks [start, end), in every list that has one entry for each block."""
+    total = config.num_hidden_layers
+    for name, value in list(vars(config).items()):
+        if "layer" in name and isinstance(value, list) and len(value) == total:
+            setattr(config, name, value[start:end])
+    config.num_hidden_layers = end - start
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Turn off transformers' progress bar and its report of missing and unexpected weights, which ``load`` checks itself."""
+    from transformers.utils import logging
+
+    shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if shown:
+            logging.enable_progress_bar()
+
+
+class _SkipInitialisation(TorchFunctionMode):
+    """Makes ``torch.nn.init`` skip tensors on the meta device, and ``torch.arange`` use the CPU instead of that device.
+
+    torch computes both on the meta device in Python, and loads a computer algebra system for the shapes: 35 MB, and one second for
+    30 blocks. The ranges are short; rotary embeddings are initialised from them.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        given = kwargs or {}
+        if func in _INITIALISERS and given["tensor"].is_meta:
+            return given["tensor"]
+        if func is torch.arange and torch.device(given.get("device") or _META) == _META:
+            given = {**given, "device": "cpu"}
+        return func(*args, **given)
