@@ -187,6 +187,7 @@ SECTIONS: Mapping[str, Mapping[str, Sequence[Headline]]] = {
         ],
     },
     "Hostile peers": {
+        "audit": [],
         "hostile": [
             Headline(
                 "p95 time between tokens under 10,000 hostile frames a second",
