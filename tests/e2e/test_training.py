@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from swarmnet.cli import execute
-from swarmnet_node.training.checkpoint import Checkpoints
+from swarmnet_node.training.checkpoint import CheckpointStore
 from swarmnet_node.training.replica import ERROR
 from swarmnet_node.training.start import job_folder
 from swarmnet_protocols.net import PeerId
@@ -97,7 +97,7 @@ def test_who_is_asked_to_leave_hands_over_what_it_owes(tmp_path: Path) -> None:
         assert leaver.wait("handed_over")["to"] == heir.wait("ready")["peer_id"]
         assert heir.wait("inherited")["from"] == leaver.wait("ready")["peer_id"]
         assert leaver.wait_for_end() == 0
-        saved = Checkpoints(job_folder(leaver.data_dir, job)).load_newest(job)
+        saved = CheckpointStore(job_folder(leaver.data_dir, job)).load_newest(job)
         assert saved is not None
         assert not saved.outer[ERROR].any()
 
@@ -147,7 +147,7 @@ def test_a_worker_whose_p2pd_dies_saves_and_says_what_to_do(anna: tuple[str, Wor
     assert "p2pd died" in error["message"]
     assert "start it again" in error["hint"]
     assert "Traceback" not in worker.log.read_text()
-    saved = Checkpoints(job_folder(worker.data_dir, job)).load_newest(job)
+    saved = CheckpointStore(job_folder(worker.data_dir, job)).load_newest(job)
     assert saved is not None
     assert saved.round > max(worker.hashes())
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from swarmnet_node.training.checkpoint import Checkpoint, Checkpoints
+from swarmnet_node.training.checkpoint import CheckpointStore, WorkerCheckpoint
 from swarmnet_node.training.replica import ERROR, Replica
 from swarmnet_node.training.state import unpack
 from swarmnet_protocols.net.memory import Delivery
@@ -87,8 +87,8 @@ class Lab(WorkerLab):
         (event,) = [event for event in self.events[name] if event["event"] == kind]
         return event
 
-    def saved(self, name: str) -> Checkpoint:
-        checkpoint = Checkpoints(self.folder / name).load_newest(open_job(self.sealed).id)
+    def saved(self, name: str) -> WorkerCheckpoint:
+        checkpoint = CheckpointStore(self.folder / name).load_newest(open_job(self.sealed).id)
         assert checkpoint is not None
         return checkpoint
 

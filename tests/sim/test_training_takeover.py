@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from swarmnet_node.training.checkpoint import Checkpoints
+from swarmnet_node.training.checkpoint import CheckpointStore
 from swarmnet_node.training.trainer import Trainer
 from swarmnet_protocols.training.jobs import open_job
 from tests.support.training_workers import WorkerLab, train, write_job
@@ -20,7 +20,7 @@ HONEST = ("anna", "boris", "clara", "dora", "emma")
 def forge(lab: WorkerLab, victim: str, name: str) -> None:
     """Give ``name`` the newest checkpoint of ``victim`` with other weights and a later round."""
     job = open_job(lab.sealed)
-    saved = Checkpoints(lab.folder / victim).load_newest(job.id)
+    saved = CheckpointStore(lab.folder / victim).load_newest(job.id)
     assert saved is not None
     trainer = Trainer.open(
         lab.files.given_to(job.job),
@@ -30,7 +30,7 @@ def forge(lab: WorkerLab, victim: str, name: str) -> None:
     )
     weights = torch.full_like(saved.parameters, FORGED)
     forged = dataclasses.replace(saved, round=CLAIMED, revision=CLAIMED, parameters=weights)
-    Checkpoints(lab.folder / name).save(forged, trainer.write)
+    CheckpointStore(lab.folder / name).save(forged, trainer.write)
 
 
 def attacked(
@@ -70,7 +70,7 @@ def test_nobody_takes_the_weights_of_workers_that_claim_a_later_round(
         healed = [event for event in lab.events[name] if event["event"] == "healed"]
         assert not [event for event in healed if event["round"] >= CLAIMED]
         assert max(lab.rounds(name)) < CLAIMED
-        saved = Checkpoints(lab.folder / name).load_newest(open_job(lab.sealed).id)
+        saved = CheckpointStore(lab.folder / name).load_newest(open_job(lab.sealed).id)
         assert saved is not None
         assert abs(float(saved.parameters.mean()) - FORGED) > FORGED / 2
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from swarmnet_node.training.checkpoint import Checkpoint, Checkpoints, params_hash
+from swarmnet_node.training.checkpoint import CheckpointStore, WorkerCheckpoint, params_hash
 from swarmnet_node.training.replica import ERROR
 from swarmnet_protocols.net.memory import Delivery, LinkProfile
 from swarmnet_protocols.net.protocol_ids import EXCHANGE, GATHER
@@ -84,8 +84,8 @@ def merge(lab: WorkerLab, name: str) -> dict[str, Any]:
     return event
 
 
-def saved(lab: WorkerLab, name: str) -> Checkpoint:
-    checkpoint = Checkpoints(lab.folder / name).load_newest(open_job(lab.sealed).id)
+def saved(lab: WorkerLab, name: str) -> WorkerCheckpoint:
+    checkpoint = CheckpointStore(lab.folder / name).load_newest(open_job(lab.sealed).id)
     assert checkpoint is not None
     return checkpoint
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from swarmnet_node.training.checkpoint import Checkpoint, Checkpoints
+from swarmnet_node.training.checkpoint import CheckpointStore, WorkerCheckpoint
 from swarmnet_node.training.model import flat_copy, write_model
 from tests.support.tiny_job import CONFIG
 
@@ -40,13 +40,15 @@ def plain_model(folder: Path, parameters: torch.Tensor) -> None:
     write_model(_model(), parameters, folder)
 
 
-def checkpoint_of(round_number: int, job_id: str = JOB) -> Checkpoint:
+def checkpoint_of(round_number: int, job_id: str = JOB) -> WorkerCheckpoint:
     """Its parameters are those of one model, but for the first, which is the round."""
     parameters = flat_copy(_model())
     parameters[0] = round_number
     moments = {name: torch.full_like(parameters, round_number) for name in ("exp_avg", "exp_avg_sq")}
     optimizer = {"step": torch.tensor(float(round_number)), **moments}
-    return Checkpoint(job_id, round_number, round_number, parameters, optimizer, {"momentum": parameters + 1})
+    return WorkerCheckpoint(
+        job_id, round_number, round_number, parameters, optimizer, {"momentum": parameters + 1}
+    )
 
 
 def _count_calls(action: Callable[[], object]) -> int:
@@ -78,11 +80,11 @@ def _kill_before(number: int) -> None:
     sys.setprofile(count)
 
 
-def _killed_while_saving(root: Path, checkpoint: Checkpoint, call: int) -> bool:
+def _killed_while_saving(root: Path, checkpoint: WorkerCheckpoint, call: int) -> bool:
     child = os.fork()
     if not child:
         _kill_before(call)
-        Checkpoints(root).save(checkpoint, plain_model)
+        CheckpointStore(root).save(checkpoint, plain_model)
         os._exit(0)
     _, status = os.waitpid(child, 0)
     return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
@@ -91,7 +93,7 @@ def _killed_while_saving(root: Path, checkpoint: Checkpoint, call: int) -> bool:
 def main() -> None:
     root, kills = Path(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)  # a forked child has no other threads
-    checkpoints = Checkpoints(root)
+    checkpoints = CheckpointStore(root)
     for number in (1, 2):  # imports happen in the first, and the second has something to remove from then on
         checkpoints.save(checkpoint_of(number), plain_model)
     calls = _count_calls(lambda: checkpoints.save(checkpoint_of(3), plain_model))

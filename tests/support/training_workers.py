@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from swarmnet_node.training.checkpoint import Checkpoints
+from swarmnet_node.training.checkpoint import CheckpointStore
 from swarmnet_node.training.dependencies import Hosted, WorkerDependencies
 from swarmnet_node.training.start import LocalFiles, check_job
 from swarmnet_node.training.trainer import Trainer
@@ -155,7 +155,7 @@ class WorkerLab:
             )
             compute, codec = TimedExecutor(COMPUTE_S), TimedExecutor(0.0)
             world = WorkerDependencies(transport, directory, compute, codec, random.Random(name))
-            hosted = Hosted(self.sealed, trainer, Checkpoints(self.folder / name))
+            hosted = Hosted(self.sealed, trainer, CheckpointStore(self.folder / name))
 
             def report(event: dict[str, Any]) -> None:
                 self.events[name].append(event)

@@ -18,8 +18,8 @@ from swarmnet.swarm_file import writer as swarm_writer
 from swarmnet.swarm_file.folder import folder_of, remember
 from swarmnet.swarm_file.writer import NewSwarm
 from swarmnet_client.tuning.adapter_dir import check_adapter, hashes_of
-from swarmnet_client.tuning.checkpoint import Checkpoint as TuneCheckpoint
-from swarmnet_node.training.checkpoint import Checkpoints
+from swarmnet_client.tuning.checkpoint import TuneCheckpoint
+from swarmnet_node.training.checkpoint import CheckpointStore
 from swarmnet_node.training.data import open_corpus
 from swarmnet_node.training.start import keep_job, kept_job
 from swarmnet_protocols.errors import ConfigError, IntegrityError, NotAuthorised
@@ -63,7 +63,7 @@ def gguf(folder: Path) -> Kept:
 
 def a_file_of_a_checkpoint(name: str) -> Callable[[Path], Kept]:
     def make(folder: Path) -> Kept:
-        checkpoints = Checkpoints(folder)
+        checkpoints = CheckpointStore(folder)
 
         def read() -> object:
             found = checkpoints.load_newest(JOB)

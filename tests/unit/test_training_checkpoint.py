@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from swarmnet_node.training.checkpoint import Checkpoint, Checkpoints, _hash_of, params_hash
+from swarmnet_node.training.checkpoint import CheckpointStore, WorkerCheckpoint, _hash_of, params_hash
 from swarmnet_protocols.errors import ConfigError, OutOfResources
 from tests.support.tiny_job import tiny_trainer
 from tests.support.torn_writes import checkpoint_of, plain_model
@@ -19,15 +19,15 @@ KILLS = 50
 
 
 def _save(root: Path, round_number: int, job_id: str = "a job") -> Path:
-    return Checkpoints(root).save(checkpoint_of(round_number, job_id), plain_model)
+    return CheckpointStore(root).save(checkpoint_of(round_number, job_id), plain_model)
 
 
 def test_everything_comes_back_bit_for_bit(tmp_path: Path) -> None:
     trainer = tiny_trainer(tmp_path)
     trainer.steps(0, 0, 3)
-    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    checkpoints = CheckpointStore(tmp_path / "checkpoints")
     outer = {"momentum": torch.randn(5), "own.residual": torch.tensor([1.0, -0.0])}
-    saved = Checkpoint("a job", 7, 6, trainer.parameters(), trainer.optimizer_state(), outer)
+    saved = WorkerCheckpoint("a job", 7, 6, trainer.parameters(), trainer.optimizer_state(), outer)
     checkpoints.save(saved, trainer.write)
     loaded = checkpoints.load_newest("a job")
     assert loaded is not None
@@ -43,8 +43,8 @@ def test_a_checkpoint_loads_in_plain_transformers_and_so_does_what_is_exported(t
     from transformers import AutoModelForCausalLM
 
     trainer = tiny_trainer(tmp_path)
-    checkpoints = Checkpoints(tmp_path / "checkpoints")
-    folder = checkpoints.save(Checkpoint("a job", 1, 1, trainer.parameters(), {}, {}), trainer.write)
+    checkpoints = CheckpointStore(tmp_path / "checkpoints")
+    folder = checkpoints.save(WorkerCheckpoint("a job", 1, 1, trainer.parameters(), {}, {}), trainer.write)
     checkpoints.export(tmp_path / "out" / "model")
     for path in (folder, tmp_path / "out" / "model"):
         model: Any = AutoModelForCausalLM.from_pretrained(path)
@@ -63,7 +63,7 @@ def test_the_newest_two_stay(tmp_path: Path) -> None:
 
 
 def test_there_is_none_at_first(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path / "nothing")
+    checkpoints = CheckpointStore(tmp_path / "nothing")
     assert checkpoints.load_newest("a job") is None
     with pytest.raises(ConfigError, match="no checkpoint"):
         checkpoints.export(tmp_path / "out")
@@ -72,7 +72,7 @@ def test_there_is_none_at_first(tmp_path: Path) -> None:
 def test_a_checkpoint_of_another_job_is_refused(tmp_path: Path) -> None:
     _save(tmp_path, 1, job_id="b" * 64)
     with pytest.raises(ConfigError, match="another job"):
-        Checkpoints(tmp_path).load_newest("a" * 64)
+        CheckpointStore(tmp_path).load_newest("a" * 64)
 
 
 def _flip(path: Path) -> None:
@@ -168,12 +168,12 @@ def test_an_export_without_room_leaves_nothing(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
     try:
         with pytest.raises(OutOfResources):
-            Checkpoints(tmp_path / "checkpoints").export(tmp_path / "out" / "model")
+            CheckpointStore(tmp_path / "checkpoints").export(tmp_path / "out" / "model")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert list((tmp_path / "out").iterdir()) == []
 
 
 def _round_of(root: Path) -> int | None:
-    found = Checkpoints(root).load_newest("a job")
+    found = CheckpointStore(root).load_newest("a job")
     return None if found is None else found.round

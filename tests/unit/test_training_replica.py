@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from swarmnet_node.training.checkpoint import Checkpoints
+from swarmnet_node.training.checkpoint import CheckpointStore
 from swarmnet_node.training.replica import ERROR, NOTHING_DONE, Replica
 from swarmnet_node.training.state import pack
 from swarmnet_node.training.trainer import StepReport
@@ -101,7 +101,7 @@ def test_the_error_outlives_the_process(tmp_path: Path) -> None:
     moved(worker, 0)
     deliver(worker, 0, worker.contribution(0, 0)[0])
     assert owed(worker).any()
-    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    checkpoints = CheckpointStore(tmp_path / "checkpoints")
     checkpoints.save(worker.checkpoint("a job", 1), worker.trainer.write)
     saved = checkpoints.load_newest("a job")
     assert saved is not None

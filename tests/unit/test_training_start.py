@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from swarmnet.cli.progress.training import sentence
 from swarmnet_node.training import start as start_module
-from swarmnet_node.training.checkpoint import Checkpoint, Checkpoints
+from swarmnet_node.training.checkpoint import CheckpointStore, WorkerCheckpoint
 from swarmnet_node.training.export import export_model
 from swarmnet_node.training.start import (
     LocalFiles,
@@ -158,7 +158,7 @@ def test_a_worker_whose_p2pd_dies_saves_and_says_what_to_do(
 
     asyncio.run(scenario())
     assert len(worker.steps) < 10_000
-    saved = Checkpoints(job_folder(tmp_path, worker.job.id)).load_newest(worker.job.id)
+    saved = CheckpointStore(job_folder(tmp_path, worker.job.id)).load_newest(worker.job.id)
     assert saved is not None
     assert saved.round == 0
 
@@ -262,8 +262,8 @@ def trained(folder: Path, **changes: dict[str, Any]) -> str:
     """A job with one checkpoint in ``folder``; its id."""
     trainer = tiny_trainer(folder)
     job = kept(folder, tiny_job(folder, **changes))
-    checkpoint = Checkpoint(job.id, 1, 1, trainer.parameters(), {}, {})
-    Checkpoints(job_folder(folder, job.id)).save(checkpoint, trainer.write)
+    checkpoint = WorkerCheckpoint(job.id, 1, 1, trainer.parameters(), {}, {})
+    CheckpointStore(job_folder(folder, job.id)).save(checkpoint, trainer.write)
     return job.id
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from swarmnet_client.tuning.adapter_dir import CONFIG_FILE, WEIGHTS_FILE, load_adapter, save_adapter
 from swarmnet_client.tuning.batches import Dataset
-from swarmnet_client.tuning.checkpoint import Checkpoint
+from swarmnet_client.tuning.checkpoint import TuneCheckpoint
 from swarmnet_client.tuning.methods import Method, Settings, attach, require_peft
 from swarmnet_client.tuning.rows import Encoder, read_rows
 from swarmnet_client.tuning.trainer import Tuner
@@ -97,7 +97,7 @@ def test_an_interrupted_run_goes_on_with_the_same_result(
 
     other_seed = attach(plain(place), "tiny", settings(seed=9))
     second = Tuner(other_seed, dataset, chosen)
-    kept = Checkpoint.load(tmp_path / "checkpoint.safetensors")
+    kept = TuneCheckpoint.load(tmp_path / "checkpoint.safetensors")
     assert kept is not None
     assert (kept.step, kept.about) == (stop, {"a": 1})
     second.restore(kept)
@@ -151,9 +151,9 @@ def test_what_is_not_finite_ends_the_run_before_the_parameters_are(place: Path, 
 
 def test_a_checkpoint_of_another_run_is_refused(place: Path, dataset: Dataset, tmp_path: Path) -> None:
     path = tmp_path / "checkpoint.safetensors"
-    assert Checkpoint.load(path) is None
+    assert TuneCheckpoint.load(path) is None
     tuner(place, dataset, settings(rank=4)).checkpoint({}).save(path)
-    kept = Checkpoint.load(path)
+    kept = TuneCheckpoint.load(path)
     assert kept is not None
     with pytest.raises(ConfigError, match="other parameters"):
         tuner(place, dataset, settings(rank=8)).restore(kept)
@@ -166,7 +166,7 @@ def test_a_damaged_checkpoint_is_refused(place: Path, dataset: Dataset, tmp_path
     checkpoint = run.checkpoint({})
     if damage == "nan":
         name = next(name for name in checkpoint.tensors if name.startswith("parameter/"))
-        checkpoint = Checkpoint(0, {}, {**checkpoint.tensors, name: torch.tensor([float("nan")])})
+        checkpoint = TuneCheckpoint(0, {}, {**checkpoint.tensors, name: torch.tensor([float("nan")])})
     checkpoint.save(path)
     if damage == "cut":
         path.write_bytes(path.read_bytes()[:-10])
@@ -177,7 +177,7 @@ def test_a_damaged_checkpoint_is_refused(place: Path, dataset: Dataset, tmp_path
 
         save_file({"x": torch.zeros(1)}, path)
     with pytest.raises(IntegrityError, match="no checkpoint"):
-        Checkpoint.load(path)
+        TuneCheckpoint.load(path)
 
 
 def test_a_full_disk_leaves_the_old_checkpoint(
@@ -193,7 +193,7 @@ def test_a_full_disk_leaves_the_old_checkpoint(
     monkeypatch.setattr("swarmnet_client.tuning.checkpoint.save_file", full)
     with pytest.raises(OutOfResources, match="No space left"):
         run.checkpoint({"run": 2}).save(path)
-    kept = Checkpoint.load(path)
+    kept = TuneCheckpoint.load(path)
     assert kept is not None
     assert kept.about == {"run": 1}
     assert [file.name for file in tmp_path.iterdir()] == [path.name]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from swarmnet_client.tuning.adapter_dir import check_adapter
-from swarmnet_client.tuning.checkpoint import CHECKPOINT_FILE, HISTORY, UNFINISHED, Checkpoint
+from swarmnet_client.tuning.checkpoint import CHECKPOINT_FILE, HISTORY, UNFINISHED, TuneCheckpoint
 from swarmnet_client.tuning.run_dir import SUMMARY_FILE, RunDir, alone
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 
@@ -17,8 +17,8 @@ ABOUT = {"method": "lora", "seed": 0, "data": ["ab"]}
 class Standing:
     """A run that stands after three steps."""
 
-    def checkpoint(self, about: Mapping[str, object]) -> Checkpoint:
-        return Checkpoint(3, about, {"history": torch.zeros(0, 4)})
+    def checkpoint(self, about: Mapping[str, object]) -> TuneCheckpoint:
+        return TuneCheckpoint(3, about, {"history": torch.zeros(0, 4)})
 
 
 class Tuned:
@@ -93,9 +93,11 @@ def test_a_directory_with_something_else_in_it_is_refused(tmp_path: Path) -> Non
 @pytest.mark.parametrize("history", [None, torch.zeros(4), torch.zeros(2, 3)], ids=["none", "flat", "narrow"])
 def test_a_checkpoint_without_its_curves_is_damaged(tmp_path: Path, history: torch.Tensor | None) -> None:
     path = tmp_path / CHECKPOINT_FILE
-    Checkpoint(3, ABOUT, {"a": torch.zeros(1)} | ({} if history is None else {HISTORY: history})).save(path)
+    TuneCheckpoint(3, ABOUT, {"a": torch.zeros(1)} | ({} if history is None else {HISTORY: history})).save(
+        path
+    )
     with pytest.raises(IntegrityError, match="no checkpoint"):
-        Checkpoint.load(path)
+        TuneCheckpoint.load(path)
 
 
 def test_a_run_that_is_not_done_is_no_adapter_yet(tmp_path: Path) -> None:

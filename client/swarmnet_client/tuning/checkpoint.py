@@ -26,7 +26,7 @@ _HASH = "sha256"
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class TuneCheckpoint:
     """The state after ``step`` steps of a run that ``about`` describes."""
 
     step: int
@@ -42,7 +42,7 @@ class Checkpoint:
             save_file(tensors, temporary, header)
 
     @classmethod
-    def load(cls, path: Path) -> "Checkpoint | None":
+    def load(cls, path: Path) -> "TuneCheckpoint | None":
         """None if there is none. Raises ``IntegrityError`` if the file is not what ``save`` writes."""
         if not path.exists():
             return None

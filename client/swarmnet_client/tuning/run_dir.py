@@ -16,7 +16,7 @@ from swarmnet_client.tuning.adapter_dir import (
     hashes_of,
     save_adapter,
 )
-from swarmnet_client.tuning.checkpoint import CHECKPOINT_FILE, UNFINISHED, Checkpoint, replacing
+from swarmnet_client.tuning.checkpoint import CHECKPOINT_FILE, UNFINISHED, TuneCheckpoint, replacing
 from swarmnet_client.tuning.trainer import Tuner
 from swarmnet_protocols.errors import ConfigError
 
@@ -55,7 +55,7 @@ class RunDir:
         Raises ``ConfigError`` for a directory in which something else is, ``IntegrityError`` for a damaged checkpoint.
         """
         self.path = path
-        self.unfinished: Checkpoint | None = None
+        self.unfinished: TuneCheckpoint | None = None
         self._about = dict(about)
         try:
             for torn in path.glob(f"{UNFINISHED}*"):
@@ -65,7 +65,7 @@ class RunDir:
             raise ConfigError(f"cannot use {path}: {error.strerror}", hint="choose another --out") from error
         if force:
             return
-        self.unfinished = Checkpoint.load(path / CHECKPOINT_FILE)
+        self.unfinished = TuneCheckpoint.load(path / CHECKPOINT_FILE)
         if self.unfinished is not None:
             self._check_same(self.unfinished.about)
         elif held & {SUMMARY_FILE, CONFIG_FILE, WEIGHTS_FILE}:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from swarmnet_client.tuning.batches import IGNORED, Batch, Dataset
-from swarmnet_client.tuning.checkpoint import HISTORY, POINT_FIELDS, Checkpoint
+from swarmnet_client.tuning.checkpoint import HISTORY, POINT_FIELDS, TuneCheckpoint
 from swarmnet_client.tuning.methods import Settings
 from swarmnet_protocols.errors import ConfigError, SwarmnetError
 
@@ -85,7 +85,7 @@ class Tuner:
         losses = [point.loss for point in self.history if not math.isnan(point.loss)]
         return {"losses": losses, "evaluations": evaluations}
 
-    def checkpoint(self, about: Mapping[str, Any]) -> Checkpoint:
+    def checkpoint(self, about: Mapping[str, Any]) -> TuneCheckpoint:
         """All that decides how the run goes on. It shares memory with the run: save it at once."""
         tensors = {f"parameter/{name}": value for name, value in self._parameters.items()}
         for name, value in self._parameters.items():
@@ -93,9 +93,9 @@ class Tuner:
                 tensors[f"optimizer/{name}/{key}"] = state
         points = [(point.step, point.loss, point.val_loss, point.accuracy) for point in self.history]
         tensors[HISTORY] = torch.tensor(points, dtype=torch.float64).reshape(-1, POINT_FIELDS)
-        return Checkpoint(self.step, about, tensors)
+        return TuneCheckpoint(self.step, about, tensors)
 
-    def restore(self, checkpoint: Checkpoint) -> None:
+    def restore(self, checkpoint: TuneCheckpoint) -> None:
         """Go on from ``checkpoint``. Raises ``ConfigError`` if it is of other parameters."""
         self._model.train()
         expected = {f"parameter/{name}": value for name, value in self._parameters.items()}

@@ -35,7 +35,7 @@ _TEMPORARY = ".new-"
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class WorkerCheckpoint:
     """Where a worker was after ``round`` rounds; ``revision`` counts the committed ones.
 
     ``parameters`` are the agreed ones, flat ``[n]`` float32. ``outer`` is the method's state, and the error that is fed back.
@@ -53,14 +53,14 @@ MAX_SET_ASIDE = 3
 """Checkpoints from before a worker took the state of others that are kept."""
 
 
-class Checkpoints:
+class CheckpointStore:
     """The checkpoints of one job in ``root``, of which the newest ``keep`` stay. One worker at a time writes there."""
 
     def __init__(self, root: Path, *, keep: int = 2) -> None:
         self._root = root
         self._keep = keep
 
-    def save(self, checkpoint: Checkpoint, write_model: Callable[[Path, Tensor], None]) -> Path:
+    def save(self, checkpoint: WorkerCheckpoint, write_model: Callable[[Path, Tensor], None]) -> Path:
         """Write a checkpoint; returns its folder. ``write_model`` is ``Trainer.write``.
 
         Raises ``OutOfResources`` when the disk does not take it: what was there before is then still there.
@@ -97,7 +97,7 @@ class Checkpoints:
             for old in sorted(self._root.glob("before-catch-up-*"))[:-MAX_SET_ASIDE]:
                 shutil.rmtree(old)
 
-    def load_newest(self, job_id: str) -> Checkpoint | None:
+    def load_newest(self, job_id: str) -> WorkerCheckpoint | None:
         """The newest checkpoint that is whole; None if there is none.
 
         Raises ``ConfigError`` for one of another job.
@@ -111,7 +111,7 @@ class Checkpoints:
                 f"{folder} is a checkpoint of another job, {progress['job'][:16]}",
                 hint="use another --data-dir for this job",
             )
-        return Checkpoint(
+        return WorkerCheckpoint(
             job_id=job_id,
             round=progress["round"],
             revision=progress["revision"],
@@ -157,7 +157,7 @@ def params_hash(parameters: Tensor) -> str:
     return hashlib.sha256(parameters.detach().to("cpu", torch.float32).contiguous().numpy().data).hexdigest()
 
 
-def _write_progress(folder: Path, checkpoint: Checkpoint) -> None:
+def _write_progress(folder: Path, checkpoint: WorkerCheckpoint) -> None:
     files = {str(path.relative_to(folder)): sha256_of(path, None).hex() for path in _files(folder)}
     progress = {
         "job": checkpoint.job_id,

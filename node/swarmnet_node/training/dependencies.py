@@ -7,7 +7,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any
 
-from swarmnet_node.training.checkpoint import Checkpoints
+from swarmnet_node.training.checkpoint import CheckpointStore
 from swarmnet_node.training.trainer import Trainer
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.models import Progress
@@ -40,4 +40,4 @@ class Hosted:
 
     sealed: bytes
     trainer: Trainer
-    checkpoints: Checkpoints
+    checkpoints: CheckpointStore

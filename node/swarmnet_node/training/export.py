@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from swarmnet_node.training.checkpoint import Checkpoints
+from swarmnet_node.training.checkpoint import CheckpointStore
 from swarmnet_node.training.data import END_OF_DOCUMENT
 from swarmnet_node.training.start import job_folder, kept_files, kept_job
 from swarmnet_protocols.errors import ConfigError, OutOfResources
@@ -35,7 +35,7 @@ def export_model(
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".export-") as scratch:
             made = Path(scratch, "model")
-            Checkpoints(job_folder(data_dir, job_id)).export(made)
+            CheckpointStore(job_folder(data_dir, job_id)).export(made)
             if tokenizer == BYTES:
                 _read_bytes(made)
             else:

@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from swarmnet_node.training.checkpoint import Checkpoint, params_hash
+from swarmnet_node.training.checkpoint import WorkerCheckpoint, params_hash
 from swarmnet_node.training.state import SharedState, max_state_bytes, pack, unpack
 from swarmnet_node.training.trainer import StepReport, Trainer
 from swarmnet_protocols.errors import IntegrityError
@@ -114,9 +114,9 @@ class Replica:
         self.revision = state.revision
         self._feedback = self._no_error()
 
-    def checkpoint(self, job_id: str, round_number: int) -> Checkpoint:
+    def checkpoint(self, job_id: str, round_number: int) -> WorkerCheckpoint:
         """All of it, for this worker to go on from; valid until the next step."""
-        return Checkpoint(
+        return WorkerCheckpoint(
             job_id=job_id,
             round=round_number,
             revision=self.revision,
@@ -125,7 +125,7 @@ class Replica:
             outer=self.method.state() | self._owed(),
         )
 
-    def restore(self, saved: Checkpoint) -> None:
+    def restore(self, saved: WorkerCheckpoint) -> None:
         self.revision = saved.revision
         self.trainer.load(saved.parameters)
         self.trainer.load_optimizer_state(saved.optimizer)

@@ -88,7 +88,7 @@ async def start(
         sealed = await find_sealed(config.data_dir, directory, config.job)
 
         from swarmnet_node.hosting.reports import Reporter
-        from swarmnet_node.training.checkpoint import Checkpoints
+        from swarmnet_node.training.checkpoint import CheckpointStore
         from swarmnet_node.training.dependencies import Hosted, WorkerDependencies
         from swarmnet_node.training.reporting import WorkerNumbers
         from swarmnet_node.training.worker import Worker
@@ -102,7 +102,7 @@ async def start(
         await compute_on(executor, codec_executor, threads=config.threads)
         loop = asyncio.get_running_loop()
         trainer = await loop.run_in_executor(executor, _open_trainer, config, sealed, progress_until_left)
-        checkpoints = Checkpoints(job_folder(config.data_dir, config.job))
+        checkpoints = CheckpointStore(job_folder(config.data_dir, config.job))
         dependencies = WorkerDependencies(
             transport,
             directory,

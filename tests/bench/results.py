@@ -1,0 +1,340 @@
+"""Results of benches: recorded as JSON in ``tests/bench/results``, shown in ``RESULTS.md``.
+
+    python -m tests.bench.results record decode [options of the bench]   # run it and keep its figures
+    python -m tests.bench.results write                                   # write RESULTS.md from what is kept
+
+One file for each bench and one line for each measurement: the latest run replaces the one before.
+"""
+
+import argparse
+import json
+import math
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent / "results"
+PAGE = Path(__file__).parent / "RESULTS.md"
+ROOT = Path(__file__).parents[2]
+
+Report = Mapping[str, Any]
+"""One JSON object that a bench prints."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Figures of one quantity. ``p95`` is None for fewer than two samples; ``goal`` is for people."""
+
+    measured: str
+    unit: str
+    n: int
+    median: float
+    p95: float | None
+    goal: str
+
+
+@dataclass(frozen=True)
+class Headline:
+    """A quantity that a bench reports: where its samples are in what the bench prints."""
+
+    measured: str
+    unit: str
+    goal: str
+    samples: Callable[[Sequence[Report]], Sequence[float]]
+
+
+def key(name: str, index: int | None = None, **where: Any) -> Callable[[Sequence[Report]], Sequence[float]]:
+    """The values of ``name`` in the reports that have all of ``where``; of a list all its items, or the one at ``index``."""
+
+    def samples(reports: Sequence[Report]) -> Sequence[float]:
+        found: list[float] = []
+        for report in reports:
+            if name in report and all(report.get(field) == value for field, value in where.items()):
+                value = report[name]
+                if isinstance(value, list):
+                    found += value if index is None else [value[index]]
+                else:
+                    found.append(value)
+        return found
+
+    return samples
+
+
+SECTIONS: Mapping[str, Mapping[str, Sequence[Headline]]] = {
+    "Answering": {
+        "exactness": [
+            Headline(
+                "prompts whose 64 greedy tokens equal those of one process, of 20",
+                "",
+                "at least 20",
+                key("single_equal"),
+            ),
+            Headline("the same in left-padded batches", "", "at least 20", key("batched_equal")),
+        ],
+        "decode": [
+            Headline(
+                "one stream through three loopback hops",
+                "x one process",
+                "at least 0.85",
+                key("ratio_by_round"),
+            ),
+            Headline("its rate", "tokens/s", "", key("swarm_tokens_per_s")),
+        ],
+        "concurrency": [
+            Headline("eight clients together", "x one client", "at least 2.5", key("ratio")),
+            Headline("their rate", "tokens/s", "", key("together_tokens_per_s")),
+        ],
+        "failover": [
+            Headline(
+                "stall when a host is killed, replay of 0.28 s included",
+                "s",
+                "at most 0.8",
+                key("stalls_s", fault="kill"),
+            ),
+            Headline(
+                "stall when a host is stopped (SIGSTOP)", "s", "at most 3.3", key("stalls_s", fault="stop")
+            ),
+            Headline("stall when a link is cut", "s", "at most 3.3", key("stalls_s", fault="cut")),
+        ],
+        "wan_decode": [
+            Headline("three hops, 50 ms round trip", "tokens/s", "", key("rounds", rtt_ms=50)),
+            Headline("three hops, 100 ms round trip", "tokens/s", "", key("rounds", rtt_ms=100)),
+        ],
+        "adapters": [],
+        "steps": [],
+        "head": [],
+        "frame_cost": [
+            Headline("what the resource account adds to a message", "us", "", key("difference_us")),
+        ],
+        "help_times": [
+            Headline(
+                "`--help` of the slowest command",
+                "ms",
+                "at most 300",
+                lambda reports: [
+                    max(row["clock_ms"] for row in report["commands"].values()) for report in reports
+                ],
+            ),
+        ],
+    },
+    "Fine-tuning": {
+        "tuning": [
+            Headline(
+                "forward and backward of 8 x 128 tokens through three hops",
+                "x one process",
+                "at least 0.8",
+                key("ratio_by_round"),
+            ),
+        ],
+        "tune_task": [
+            Headline(
+                "held-out loss after LoRA through a swarm whose hosts are killed",
+                "x one process",
+                "at most 1.01",
+                key("loss_ratio"),
+            ),
+        ],
+    },
+    "A node": {
+        "node": [],
+        "limits": [
+            Headline(
+                "most of the up limit of 4 Mbit/s in 10 s",
+                "x limit",
+                "at most 1.05",
+                key("most_of_limit", part="up"),
+            ),
+            Headline(
+                "most of the down limit in 10 s", "x limit", "at most 1.05", key("most_of_limit", part="down")
+            ),
+            Headline("most of the memory limit", "x limit", "at most 1", key("most_of_limit", part="ram")),
+            Headline("memory given back after a pause", "s", "at most 5", key("freed_s", part="pause")),
+        ],
+    },
+    "Gateway and dashboard": {
+        "gateway": [
+            Headline(
+                "one stream through `serve` beside Python",
+                "ms a token more",
+                "at most 3",
+                key("overhead_ms_per_token"),
+            ),
+            Headline("sixteen callers", "x a batch of sixteen", "at least 0.8", key("callers_ratio")),
+            Headline(
+                "useful tokens under ten times the load", "x peak", "at least 0.8", key("overload_ratio")
+            ),
+            Headline(
+                "answers beside 1,000 idle connections", "x time", "at most 1.1", key("idle_time_ratio")
+            ),
+        ],
+        "dashboard": [
+            Headline("a killed node disappears from the page", "s", "at most 10", key("killed_node_seen_s")),
+        ],
+        "dashboard_page": [
+            Headline(
+                "512 peers and 126 blocks on the screen of a fresh Chromium",
+                "s",
+                "at most 1",
+                lambda reports: [report["first_view_s"]["median"] for report in reports],
+            ),
+        ],
+    },
+    "Hostile peers": {
+        "audit": [],
+        "hostile": [
+            Headline(
+                "p95 time between tokens under 10,000 hostile frames a second",
+                "x before",
+                "at most 2",
+                key("p95_ratio"),
+            ),
+            Headline("growth of the node", "MiB", "at most 64", key("growth_mib", 0)),
+            Headline("growth of its p2pd", "MiB", "at most 64", key("growth_mib", 1)),
+        ],
+    },
+    "Training": {
+        "training": [],
+        "train_attacks": [],
+        "train_churn": [
+            Headline(
+                "validation loss with a fault every 20 s", "x undisturbed", "at most 1.02", key("loss_ratio")
+            ),
+            Headline(
+                "rounds committed under faults", "share", "at least 0.9", key("share_committed", run="churn")
+            ),
+            Headline(
+                "longest exchange under faults", "s", "at most 15", key("longest_exchange_s", run="churn")
+            ),
+        ],
+        "train_join": [
+            Headline("a newcomer until its own steps", "x time of its bytes", "at most 2", key("ratio")),
+            Headline(
+                "until its first contribution",
+                "x time of its bytes",
+                "at most 2",
+                key("ratio_until_it_contributed"),
+            ),
+        ],
+        "train_overhead": [
+            Headline("a lone worker", "x a bare loop", "at least 0.95", key("ratios")),
+        ],
+        "train_traffic": [],
+        "zo_finetune": [],
+    },
+}
+
+
+def measure(headline: Headline, reports: Sequence[Report]) -> Measurement | None:
+    """The figures of one headline; None if the bench did not report it this time."""
+    samples = sorted(headline.samples(reports))
+    if not samples:
+        return None
+    p95 = samples[min(len(samples) - 1, math.ceil(0.95 * len(samples)) - 1)] if len(samples) > 1 else None
+    return Measurement(
+        headline.measured, headline.unit, len(samples), statistics.median(samples), p95, headline.goal
+    )
+
+
+def record(bench: str, options: Sequence[str]) -> None:
+    """Run a bench and keep its figures. Those that it does not report this time stay as they were."""
+    [headlines] = [benches[bench] for benches in SECTIONS.values() if bench in benches]
+    command = [sys.executable, "-W", "ignore", "-m", f"tests.bench.{bench}", *options]
+    printed = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
+    reports = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+    print(printed, end="")
+    about = {
+        "command": " ".join([bench, *options]),
+        "machine": machine(),
+        "commit": git("rev-parse", "--short", "HEAD"),
+        "date": datetime.now(UTC).date().isoformat(),
+    }
+    new = [measured for each in headlines if (measured := measure(each, reports)) is not None]
+    kept = [row for row in load(bench) if row["measured"] not in {each.measured for each in new}]
+    rows = [*(asdict(each) | about for each in new), *kept]
+    order = {each.measured: number for number, each in enumerate(headlines)}
+    rows.sort(key=lambda row: order.get(row["measured"], len(order)))
+    FOLDER.mkdir(exist_ok=True)
+    (FOLDER / f"{bench}.json").write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def load(bench: str) -> list[dict[str, Any]]:
+    """The kept measurements of a bench."""
+    path = FOLDER / f"{bench}.json"
+    return json.loads(path.read_text()) if path.exists() else []
+
+
+def machine() -> str:
+    """The processor and how many of its cores this process may use."""
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [
+            line.partition(":")[2].strip()
+            for line in cpuinfo.read_text().splitlines()
+            if "model name" in line
+        ]
+        model = names[0] if names else model
+    return f"{len(os.sched_getaffinity(0))} cores of {model}"
+
+
+def git(*arguments: str) -> str:
+    return subprocess.run(
+        ["git", *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
+    ).stdout.strip()
+
+
+def page() -> str:
+    """RESULTS.md."""
+    lines = [
+        "# Results",
+        "",
+        "Written by `python -m tests.bench.results write` from [results/](results/); do not edit. Each line is the latest run of one",
+        "measurement: `python -m tests.bench.results record BENCH [options]` replaces it. Machines are shared: ratios within one run say",
+        "more than rates. Why something is as it is, and what was tried, is in [docs/decisions/](../../docs/decisions/).",
+    ]
+    for section, benches in SECTIONS.items():
+        rows = [row for bench in benches for row in load(bench)]
+        if not rows:
+            continue
+        lines += ["", f"## {section}", ""]
+        lines += [
+            "| measured | median | p95 | n | goal | command | commit | machine |",
+            "|---|---|---|---|---|---|---|---|",
+        ]
+        for row in rows:
+            p95 = "" if row["p95"] is None else _figure(row["p95"])
+            lines.append(
+                f"| {row['measured']} | {_figure(row['median'])} {row['unit']} | {p95} | {row['n']} | {row['goal']} | "
+                f"`{row['command']}` | {row['commit']} | {row['machine']} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parts = parser.add_subparsers(dest="what", required=True)
+    recording = parts.add_parser("record")
+    recording.add_argument("bench", choices=[bench for benches in SECTIONS.values() for bench in benches])
+    recording.add_argument("options", nargs=argparse.REMAINDER)
+    parts.add_parser("write")
+    chosen = parser.parse_args(arguments)
+    if chosen.what == "record":
+        record(chosen.bench, chosen.options)
+    PAGE.write_text(page())
+
+
+if __name__ == "__main__":
+    main()
