@@ -60,11 +60,11 @@ class Timing:
     """
     graph_s: float = 120.0
     """A host keeps what a forward pass left for its backward pass no longer than this."""
-    gather_heartbeat_s: float = 2.0
+    matchmaking_heartbeat_s: float = 2.0
     """Between two beats to a worker that waits for a round to begin: some wait long, and every beat is sent to all of them."""
-    gather_silence_s: float = 8.0
+    matchmaking_silence_s: float = 8.0
     """A gatherer that sent nothing, not even a beat, for this long is taken for gone."""
-    gather_look_s: float = 10.0
+    matchmaking_probe_s: float = 10.0
     """Longest time between two looks after those who have not come to a round: sooner at first, as most who are dead are dead by then."""
     intent_s: float = 1.0
     """How long a joining host waits for the intents of others before it settles on its blocks."""
@@ -74,9 +74,9 @@ class Timing:
             raise ConfigError("silence_s must be at least three beats, or one late packet looks like a death")
         if self.silence_s < self.alive_s + 3 * self.heartbeat_s:
             raise ConfigError("silence_s must leave room to find a dead connection, dial anew and be heard")
-        if self.gather_silence_s < 3 * self.gather_heartbeat_s:
+        if self.matchmaking_silence_s < 3 * self.matchmaking_heartbeat_s:
             raise ConfigError(
-                "gather_silence_s must be at least three beats, or one late packet looks like a death"
+                "matchmaking_silence_s must be at least three beats, or one late packet looks like a death"
             )
         if self.record_s < 2 * self.announce_s:
             raise ConfigError("record_s must outlast two announcements, or one lost store hides a live host")

@@ -11,7 +11,7 @@ import pytest
 from swarmnet_protocols.net import Message
 from swarmnet_protocols.net.memory import Delivery, LinkProfile
 from swarmnet_protocols.training.rounds.averaging import RoundTiming
-from swarmnet_protocols.training.rounds.member_link import Dial, MemberLink
+from swarmnet_protocols.training.rounds.member_link import MemberAddress, MemberLink
 from tests.support.training_lab import (
     TIMING,
     Outcomes,
@@ -76,7 +76,7 @@ def test_a_result_that_takes_long_to_check_is_not_asked_for_again() -> None:
 
 def test_what_is_still_to_be_sent_to_a_member_is_not_sent_twice() -> None:
     async def scenario(lab: TrainingLab) -> None:
-        dial = Dial(lab.transports[lab.peers[0]], lab.peers[1], (), Message(b""), TIMING)
+        dial = MemberAddress(lab.transports[lab.peers[0]], lab.peers[1], (), Message(b""), TIMING)
         link = MemberLink(dial, lambda up: None)
         link.post_bulk("contribution", "slice", iter([Message(b"1"), Message(b"2")]))
         first = link._next()

@@ -76,7 +76,7 @@ class RatesLab(TrainingLab):
         await gathering.stand(number, b"s" * 32)
         everybody = {peer: Candidate(peer, (), weight=1.0) for peer in self.peers}
         return await gathering.gather(
-            everybody.pop(me), list(everybody.values()), measured=rates.bytes_per_s(), patience_s=10.0
+            everybody.pop(me), list(everybody.values()), measured=rates.bytes_per_s(), timeout_s=10.0
         )
 
 

@@ -36,7 +36,7 @@ class Worker:
     async def gather(self, others: "list[Worker]", *, round: int = 3, state: bytes = START) -> Roster:
         known = [other.member for other in others if other is not self]
         await self.gathering.stand(round, state)
-        return await self.gathering.gather(self.member, known, measured=self.measured, patience_s=PATIENCE_S)
+        return await self.gathering.gather(self.member, known, measured=self.measured, timeout_s=PATIENCE_S)
 
 
 async def start(network: MemoryNetwork, living: list[asyncio.Task[None]], seed: int) -> Worker:

@@ -41,7 +41,7 @@ FIRST_MESSAGES: list[type[Protobuf]] = [
     session_pb2.Ping,
     report_pb2.ReportRequest,
     probe_pb2.ProbeRequest,
-    workers_pb2.GatherRequest,
+    workers_pb2.MatchmakingRequest,
     workers_pb2.StateRequest,
     workers_pb2.HandOverRequest,
     training_pb2.ExchangeRequest,

@@ -5,10 +5,10 @@ from collections.abc import Collection, Sequence
 
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.training.catching_up import continued
+from swarmnet_protocols.training.catch_up import continued
+from swarmnet_protocols.training.job_records import find_workers
 from swarmnet_protocols.training.rosters import Candidate
 from swarmnet_protocols.training.state_transfer import Source
-from swarmnet_protocols.training.worker_board import find_workers
 
 DOUBTED_S = 120.0
 """How long a worker is left out that said it is where no witness is."""

@@ -9,9 +9,9 @@ import torch
 from swarmnet_node.training.trainer import StepReport
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.training.jobs import Job
-from swarmnet_protocols.training.rounds.aggregate import aggregate, clip_to_median_norm_, outliers
+from swarmnet_protocols.training.rounds.aggregation_rules import aggregate, clip_to_median_norm_, outliers
 from swarmnet_protocols.training.rounds.averaging import Outcome, Rules
-from swarmnet_protocols.training.rounds.shares import Share
+from swarmnet_protocols.training.rounds.terms import Slice
 
 
 @dataclass
@@ -32,7 +32,7 @@ def contributors(outcome: Outcome) -> tuple[PeerId, ...]:
     return tuple(sorted({peer for slice in outcome.contributors for peer in slice}))
 
 
-def slices_of(peer: PeerId, outcome: Outcome) -> tuple[Share, ...]:
+def slices_of(peer: PeerId, outcome: Outcome) -> tuple[Slice, ...]:
     """The slices of the average that the contribution of ``peer`` is in."""
     if not outcome.committed:
         return ()

@@ -16,7 +16,7 @@ from swarmnet_protocols.net import Buffer
 from swarmnet_protocols.training.codecs import ErrorFeedback, get_codec
 from swarmnet_protocols.training.jobs import Job
 from swarmnet_protocols.training.methods import OWN, Average, ZeroOrder
-from swarmnet_protocols.training.rounds.shares import Share
+from swarmnet_protocols.training.rounds.terms import Slice
 
 NOTHING_DONE = StepReport(0.0, 0, 0.0)
 ERROR = f"{OWN}error"
@@ -63,7 +63,7 @@ class Replica:
             return method.contribution(round_number, gradient), report
         return method.contribution(round_number, self.trainer.view()), NOTHING_DONE
 
-    def apply(self, round_number: int, average: Average | None, delivered: Sequence[Share] = ()) -> None:
+    def apply(self, round_number: int, average: Average | None, delivered: Sequence[Slice] = ()) -> None:
         """Take the outcome of a round: its average, or None if it was discarded; and which slices of it this worker is in."""
         if self._feedback is not None:
             self._feedback.settle(round_number, delivered)

@@ -233,7 +233,7 @@ async def find_sealed(data_dir: Path, directory: "Directory", job_id: str) -> by
 
     Raises ``Unreachable`` if nobody has it.
     """
-    from swarmnet_protocols.training.worker_board import find_job
+    from swarmnet_protocols.training.job_records import find_job
 
     if has_job(data_dir, job_id):
         return kept_job(data_dir, job_id)[1]

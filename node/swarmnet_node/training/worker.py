@@ -29,15 +29,15 @@ from swarmnet_node.training.trainer import StepReport
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.machine.aio import cancel, race
 from swarmnet_protocols.training.bandwidth import ArrivalRates
-from swarmnet_protocols.training.catching_up import Place, Stay, catch_up
+from swarmnet_protocols.training.catch_up import Position, Stay, catch_up
 from swarmnet_protocols.training.codecs import get_codec
+from swarmnet_protocols.training.job_records import WorkerInfo, publish_job, publish_worker
 from swarmnet_protocols.training.jobs import open_job
-from swarmnet_protocols.training.matchmaking import Elsewhere, Matchmaking
+from swarmnet_protocols.training.matchmaking import Matchmaking, OutOfSync
 from swarmnet_protocols.training.methods import Average
 from swarmnet_protocols.training.rosters import Candidate, Roster
-from swarmnet_protocols.training.rounds.averaging import Exchange, RoundTiming
+from swarmnet_protocols.training.rounds.averaging import Averager, RoundTiming
 from swarmnet_protocols.training.state_transfer import PackedState, StateDownload, StateServer
-from swarmnet_protocols.training.worker_board import WorkerInfo, publish_job, publish_worker
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -65,7 +65,7 @@ class Worker:
         self._report = report
         self._method = self._replica.method
         self._codec = self._replica.codec
-        self._exchanges = 0
+        self._last_exchange = 0
         self._rates = ArrivalRates()
         self._slot: int | None = None
         """Which share of the data is ours; a newcomer has none before its first roster."""
@@ -93,7 +93,7 @@ class Worker:
         await self._gathering.serve()
         deadline_s = self._job.exchange.deadline_s
         timing = RoundTiming(deadline_s / 3, 2 * deadline_s / 3, deadline_s)
-        exchange = Exchange(
+        exchange = Averager(
             self._dependencies.transport,
             bytes.fromhex(self.job_id),
             timing=timing,
@@ -133,7 +133,7 @@ class Worker:
         self._failure = error
         self._failed.set()
 
-    async def _to_the_end(self, exchange: Exchange) -> None:
+    async def _to_the_end(self, exchange: Averager) -> None:
         await self._train(exchange)
         if self.round < self._job.job.rounds:
             await self._gathering.leave()
@@ -145,20 +145,20 @@ class Worker:
 
     # ---- a round ----------------------------------------------------------------------------------------
 
-    async def _train(self, exchange: Exchange) -> None:
+    async def _train(self, exchange: Averager) -> None:
         """All rounds that are left. The last exchange may end behind, and then its round is still to be done."""
         while not self._is_last_done():
             try:
                 await self._take_part(exchange)
                 if self._is_last_done() or not self._method.overlap_steps:
                     await self._settle()
-            except Elsewhere as elsewhere:
+            except OutOfSync as elsewhere:
                 await self._heal(elsewhere)
 
     def _is_last_done(self) -> bool:
         return self.stopping or self.round >= self._job.job.rounds
 
-    async def _take_part(self, exchange: Exchange) -> None:
+    async def _take_part(self, exchange: Averager) -> None:
         """One round: our share of the work if we have one, then the exchange."""
         contribution, report = None, NOTHING_DONE
         if self._slot is not None:
@@ -181,10 +181,10 @@ class Worker:
         members = [member for member in roster.members if member.peer in partners]
         start, end = self._method.range(self.round)
         values = torch.zeros(end - start) if contribution is None else contribution
-        self._exchanges = roster.exchange
+        self._last_exchange = roster.exchange_number
         outcome = asyncio.create_task(
             exchange.average(
-                roster.exchange,
+                roster.exchange_number,
                 members,
                 values,
                 weight=float(report.tokens),
@@ -228,12 +228,12 @@ class Worker:
         await self._others.look()
         transport = self._dependencies.transport
         addresses = tuple(transport.addresses())
-        me = Candidate(transport.peer_id, addresses, weight=weight, exchanges=self._exchanges)
+        me = Candidate(transport.peer_id, addresses, weight=weight, last_exchange=self._last_exchange)
         roster = await self._gathering.gather(
             me,
             self._others.known(),
             measured=self._rates.bytes_per_s(),
-            patience_s=self._job.exchange.deadline_s,
+            timeout_s=self._job.exchange.deadline_s,
         )
         self._others.meet(roster.members)
         return roster
@@ -272,19 +272,19 @@ class Worker:
             await self._evaluate(pending.round)
             await self._save()
 
-    async def _merge(self, exchange: Exchange) -> None:
+    async def _merge(self, exchange: Averager) -> None:
         """Make one model of replicas that differ: their average, by the job's rule. Without it each keeps its own."""
         event: dict[str, Any] = {"event": "merge", "round": self.round}
         # A replica that was fetched is counted where it came from.
         weight = 0.0 if self._slot is None else 1.0
         try:
             roster = await self._gather(weight)
-        except Elsewhere as elsewhere:
+        except OutOfSync as elsewhere:
             self._report({**event, "committed": False, "reason": str(elsewhere)})
             return
         began = self._now()
         outcome = await exchange.average(
-            roster.exchange,
+            roster.exchange_number,
             roster.members,
             self._method.agreed(),
             weight=weight,
@@ -312,14 +312,14 @@ class Worker:
             await self._compute(self._replica.restore, saved)
         await self._share_state()
 
-    async def _heal(self, elsewhere: Elsewhere) -> None:
+    async def _heal(self, elsewhere: OutOfSync) -> None:
         """Fetch the state that the others start from, and stand where they stand: where the witnesses are, whoever sent us away."""
         began = self._now()
         await self._others.look(now=True)
         said = await self._gathering.places(self._others.witnesses())
         if not said:  # all of them are gone
             said = await self._gathering.places(self._others.known())
-        mine = Place(self.round, self._state)
+        mine = Position(self.round, self._state)
         verdict = catch_up(mine, said, same_state=self._method.shares_weights)
         if isinstance(verdict, Stay):
             reason = f"{elsewhere}, and most workers of the last roster do not say so"

@@ -51,7 +51,7 @@ def template(
     method: Annotated[str, typer.Argument(metavar="METHOD", help="diloco, streaming, noloco, ...")],
 ) -> None:
     """Print a commented job file for a small task that runs as it is."""
-    from swarmnet_protocols.training.templates import template as template_of
+    from swarmnet_protocols.training.job_templates import template as template_of
 
     print_text(template_of(method), end="")
 
@@ -94,7 +94,7 @@ def create(
 
 
 async def _publish(network: Network, sealed: bytes) -> None:
-    from swarmnet_protocols.training.worker_board import publish_job
+    from swarmnet_protocols.training.job_records import publish_job
 
     async with connect(network, client_mode=True) as (_, directory):
         await publish_job(directory, sealed)
@@ -171,7 +171,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
 async def _fetch(network: Network, data_dir: Path, job: str) -> None:
     """Have the job here: it is kept already, or the swarm has it."""
     from swarmnet_node.training.start import has_job, keep_job
-    from swarmnet_protocols.training.worker_board import find_job
+    from swarmnet_protocols.training.job_records import find_job
 
     if has_job(data_dir, job):
         return
