@@ -151,7 +151,11 @@ def stages(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Stage]:
 
 
 UNFIT: dict[str, tuple[str, Tensors, str]] = {
-    "a block that is elsewhere": ("llama-tied", random_tensors([4]), "block 4, which this host does not have"),
+    "a block that is elsewhere": (
+        "llama-tied",
+        random_tensors([4]),
+        "block 4, which this host does not have",
+    ),
     "a module that is nowhere": (
         "llama-tied",
         random_tensors([1], modules=[("self_attn.qkv", 32, 32)]),
