@@ -220,7 +220,7 @@ class Matchmaking:
     ) -> Roster:
         places = self._places
         while True:
-            message = await receive_within(stream, self._timing.gather_silence_s)
+            message = await receive_within(stream, self._timing.matchmaking_silence_s)
             reply = parse(pb.GatherReply, message.header)
             match reply.WhichOneof("kind"):
                 case "heartbeat" if me.peer < stream.peer in self._guests:
@@ -275,7 +275,7 @@ class Matchmaking:
         pause_s = self._timing.heartbeat_s  # who comes when we do is not worth a question
         while True:
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, self._timing.gather_look_s)
+            pause_s = min(2 * pause_s, self._timing.matchmaking_poll_s)
             here = {guest.member.peer for guest in self._ready()}
             missing = [member for peer, member in expected.items() if peer not in here]
             places = await asyncio.gather(*(self._place_of(member) for member in missing))
@@ -337,7 +337,7 @@ class Matchmaking:
             return
         if request.known and not self._places.are(request.known, stream.peer):
             await self._say(stream, pb.GatherReply(unknown=pb.Unknown()))
-            message = await receive_within(stream, self._timing.gather_silence_s)
+            message = await receive_within(stream, self._timing.matchmaking_silence_s)
             request = parse(pb.GatherRequest, message.header)
         if request.known:
             if not self._places.are(request.known, stream.peer):
@@ -388,7 +388,7 @@ class Matchmaking:
             there = self._leader
             heartbeat = pb.GatherHeartbeat(leader=None if there is None else member_to_wire(there))
             await self._say(stream, pb.GatherReply(heartbeat=heartbeat))
-            await asyncio.sleep(self._timing.gather_heartbeat_s)
+            await asyncio.sleep(self._timing.matchmaking_heartbeat_s)
 
     async def _say(self, stream: Stream, reply: pb.GatherReply) -> None:
         await send_within(stream, Message(reply.SerializeToString()), self._timing.chunk_s)
