@@ -19,7 +19,7 @@ from swarmnet_protocols.net.rate_limit import LinkLimiter
 if TYPE_CHECKING:
     import torch
 
-    from swarmnet_node.engine.kernels.decode import Native
+    from swarmnet_node.engine.kernels.backend import Backend
     from swarmnet_node.engine.memory_account import Footprint
     from swarmnet_node.engine.stage import Stage
     from swarmnet_node.hosting.host import HostLimits
@@ -132,7 +132,7 @@ class _Loaded:
     model: "LocalModel"
     dtype: "torch.dtype"
     device: "torch.device"
-    native: "Native | None"
+    backend: "Backend"
     blocks: tuple[int, int] | None
     num_blocks: int
     footprint: "Footprint | None"
@@ -145,7 +145,7 @@ class _Loaded:
         from swarmnet_protocols.machine.lean_imports import import_transformers
 
         import_transformers()
-        from swarmnet_node.engine.kernels.decode import Native
+        from swarmnet_node.engine.kernels.native_backend import load_backend
         from swarmnet_protocols.machine.devices import limit_memory, pick_device, pick_dtype
         from swarmnet_protocols.models import resolve
 
@@ -160,8 +160,8 @@ class _Loaded:
                 f"{model.name} has {total} blocks, not {config.num_blocks}",
                 hint=f"use --num-blocks 1 to {total}",
             )
-        native = Native.load(config.cache_dir)
-        loaded = cls(model, dtype, device, native, config.blocks, config.num_blocks or total, None, [])
+        backend = load_backend(config.cache_dir)
+        loaded = cls(model, dtype, device, backend, config.blocks, config.num_blocks or total, None, [])
         if config.limits.max_ram_bytes is not None:
             loaded = loaded._within(config.limits.max_ram_bytes, is_free=not config.num_blocks)
         if loaded.blocks is None and loaded.num_blocks == total:
@@ -221,7 +221,7 @@ class _Loaded:
             return self.early.pop()
         try:
             return Stage.load(
-                self.model, start, end, dtype=self.dtype, device=self.device, native=self.native
+                self.model, start, end, dtype=self.dtype, device=self.device, backend=self.backend
             )
         except torch.OutOfMemoryError as error:
             raise OutOfResources(

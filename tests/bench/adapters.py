@@ -19,7 +19,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as `swarmnet run` does
 
 import torch
 
-from swarmnet_node.engine.kernels.decode import Native
+from swarmnet_node.engine.kernels.native_backend import load_backend
 from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.models import resolve
 from tests.support.peft_oracle import random_tensors
@@ -67,7 +67,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = resolve("smollm2-135m-instruct", cache_dir=Path(folder))
         options = {"dtype": torch.float32, "device": torch.device("cpu")}
-        native = Stage.load(model, 0, arguments.blocks, native=Native.load(Path(folder)), **options)
+        native = Stage.load(model, 0, arguments.blocks, backend=load_backend(Path(folder)), **options)
         fused = Stage.load(model, 0, arguments.blocks, **options)
         size = native.hidden_size
         modules = [("self_attn.q_proj", size, size), ("self_attn.v_proj", size // 3, size)]
@@ -89,7 +89,9 @@ def main() -> None:
             for name, measure in cases.items():
                 times[name].append(1e3 * measure(clock))
     medians = {name: round(statistics.median(each[1:]), 2) for name, each in times.items()}
-    print(json.dumps({"bench": "adapters", "native": native.is_native, **vars(arguments), "ms": medians}))
+    print(
+        json.dumps({"bench": "adapters", "native": native.has_decode_step, **vars(arguments), "ms": medians})
+    )
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from swarmnet_client.audit.measure import relative_errors
-from swarmnet_node.engine.kernels.decode import Native
+from swarmnet_node.engine.kernels.native_backend import NativeBackend
 from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.models import resolve
 from tests.bench.exactness import prompts
@@ -49,7 +49,7 @@ def main() -> None:
         texts = [ids[: arguments.positions] for ids in found if len(ids) >= arguments.positions]
         for span in arguments.spans:
             start, end = map(int, span.split(":"))
-            native = Native.load(Path(folder))
+            native = NativeBackend.load(Path(folder))
             cpu = torch.device("cpu")
             stages = {
                 name: Stage.load(local, start, end, dtype=dtype, device=cpu)
@@ -57,7 +57,7 @@ def main() -> None:
             }
             if native is not None:
                 stages["native"] = Stage.load(
-                    local, start, end, dtype=torch.float32, device=cpu, native=native
+                    local, start, end, dtype=torch.float32, device=cpu, backend=native
                 )
             errors: dict[tuple[str, str, str], list[torch.Tensor]] = {}
             for ids in texts[: arguments.texts]:

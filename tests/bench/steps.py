@@ -19,8 +19,8 @@ os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as `swarmnet run` does
 
 import torch
 
-from swarmnet_node.engine.kernels.decode import Native
-from swarmnet_node.engine.stage import Stage
+from swarmnet_node.engine.kernels.native_backend import NativeBackend
+from swarmnet_node.engine.stage import TORCH, Stage
 from swarmnet_protocols.models import resolve
 
 SEQUENCES = (1, 2, 4, 8, 16, 32)
@@ -65,14 +65,14 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     with tempfile.TemporaryDirectory() as folder:
         model = resolve("smollm2-135m-instruct", cache_dir=Path(folder))
-        native = Native.load(Path(folder))
+        native = NativeBackend.load(Path(folder))
         if native is None:
             raise SystemExit("there is no C compiler here, so nothing to compare")
         stages = {
             name: Stage.load(
-                model, 0, arguments.blocks, dtype=torch.float32, device=torch.device("cpu"), native=code
+                model, 0, arguments.blocks, dtype=torch.float32, device=torch.device("cpu"), backend=backend
             )
-            for name, code in (("native", native), ("torch", None))
+            for name, backend in (("native", native), ("torch", TORCH))
         }
         for context in arguments.contexts:
             about = {"bench": "steps", "blocks": arguments.blocks, "threads": arguments.threads}

@@ -151,7 +151,11 @@ def stages(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Stage]:
 
 
 UNFIT: dict[str, tuple[str, Tensors, str]] = {
-    "a block that is elsewhere": ("llama-tied", random_tensors([4]), "block 4, which is not here"),
+    "a block that is elsewhere": (
+        "llama-tied",
+        random_tensors([4]),
+        "block 4, which this host does not have",
+    ),
     "a module that is nowhere": (
         "llama-tied",
         random_tensors([1], modules=[("self_attn.qkv", 32, 32)]),
@@ -231,8 +235,8 @@ def test_the_bytes_of_an_adapter_are_those_of_its_memory(stages: Mapping[str, St
     assert adapter.tensors.keys() == tensors.keys()
     assert all(torch.equal(adapter.tensors[name], tensor) for name, tensor in tensors.items())
     held = list(adapter.tensors.values())
-    for additions in adapter.layers:
-        for addition in additions.values():
-            held += [addition.down, *(up for _, _, up in addition.ups)]
+    for updates in adapter.lora.layers:
+        for update in updates.values():
+            held += [update.down, *(up for _, _, up in update.ups)]
     storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in held}
     assert adapter.nbytes == sum(storages.values())

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from swarmnet_node.engine.adapters import StageAdapter
+from swarmnet_node.engine.kernels.backend import LoraLayers
 from swarmnet_node.hosting.adapter_store import AdapterStore
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.net import PeerId
@@ -26,7 +27,7 @@ def digest(number: int) -> bytes:
 
 
 def adapter(nbytes: int = SIZE) -> StageAdapter:
-    return StageAdapter(0, {"x": torch.zeros(nbytes, dtype=torch.uint8)}, (), (), 0)
+    return StageAdapter(0, {"x": torch.zeros(nbytes, dtype=torch.uint8)}, LoraLayers(()), (), 0)
 
 
 class BoundedStore(AdapterStore):

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from swarmnet_node.engine.adapters import StageAdapter
-from swarmnet_node.engine.kernels.decode import Native
-from swarmnet_node.engine.kv_cache import SequenceCache
+from swarmnet_node.engine.kernels.backend import DecodeRow
+from swarmnet_node.engine.kernels.native_backend import load_backend
 from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.models import LocalModel, resolve
 from tests.support.peft_oracle import lora_tensors, prefix_tensors, random_tensors, with_lora, with_prefix
@@ -133,24 +133,23 @@ def test_single_positions_of_lanes_with_adapters_are_native(tmp_path: Path) -> N
         pytest.skip("no C compiler")
     model = load("llama-tied", tmp_path)
     options: dict[str, Any] = {"dtype": torch.float32, "device": CPU}
-    native = Stage.load(model, 0, 5, native=Native.load(tmp_path / "cache"), **options)
+    native = Stage.load(model, 0, 5, backend=load_backend(tmp_path / "cache"), **options)
     stages = (native, Stage.load(model, 0, 5, **options))
-    assert native.is_native
+    assert native.has_decode_step
     pairs = random_tensors(range(5), modules=[("self_attn.v_proj", 16, 32)])
     prefix = {
         f"{block}.prefix.{kind}": torch.randn(2, 3, 8) for block in range(5) for kind in ("key", "value")
     }
     calls: list[int] = []
-    layers = native._native
-    assert layers is not None
+    step = native._decode_step
+    assert step is not None
 
-    def counting(
-        inputs: torch.Tensor, sequences: Sequence[SequenceCache], counts: Sequence[int]
-    ) -> torch.Tensor:
-        calls.append(len(sequences))
-        return layers(inputs, sequences, counts)
+    def counting(inputs: torch.Tensor, rows: Sequence[DecodeRow]) -> torch.Tensor:
+        calls.append(len(rows))
+        return step(inputs, rows)
 
-    native._native = counting  # type: ignore[assignment]
+    counting.max_positions = step.max_positions  # type: ignore[attr-defined]
+    native._decode_step = counting  # type: ignore[assignment]
     sequences = {
         stage: [
             stage.new_sequence(stage.load_adapter(tensors, 0) if tensors else None)

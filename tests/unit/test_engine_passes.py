@@ -13,7 +13,7 @@ from typing import cast
 import pytest
 import torch
 
-from swarmnet_node.engine.autograd_graphs import AutogradGraph, GraphKey, record
+from swarmnet_node.engine.autograd_graphs import AutogradGraph, GraphKey, record_forward
 from swarmnet_node.engine.engine import BUDGET_TOKENS, CLIENT_SHARE, Engine
 from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.errors import OutOfResources, Unreachable
@@ -130,7 +130,7 @@ def test_passes_that_wait_when_the_engine_stops_are_told() -> None:
 
 
 def graph_of(nbytes: int) -> AutogradGraph:
-    _, graph = record(lambda leaf: 2 * leaf, torch.zeros(1, requires_grad=True), {}, ())
+    _, graph = record_forward(lambda leaf: 2 * leaf, torch.zeros(1, requires_grad=True), {}, ())
     return replace(graph, nbytes=nbytes)
 
 

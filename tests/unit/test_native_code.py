@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from swarmnet_node.engine.kernels import decode
-from swarmnet_node.engine.kernels.decode import Native
+from swarmnet_node.engine.kernels.native_backend import SOURCE, NativeBackend
 from swarmnet_protocols.machine import native_code
 
 
@@ -15,7 +14,7 @@ from swarmnet_protocols.machine import native_code
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With what was compiled there."""
     path = tmp_path_factory.mktemp("native")
-    if Native.load(path) is None:
+    if NativeBackend.load(path) is None:
         pytest.skip("no compiler, or torch has no libgomp of its own")
     return path
 
@@ -26,7 +25,7 @@ def test_code_is_compiled_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     before = sorted((cache / "native").iterdir())
     monkeypatch.setattr(native_code, "_run", fail)
-    assert Native.load(cache) is not None
+    assert NativeBackend.load(cache) is not None
     assert sorted((cache / "native").iterdir()) == before
     assert [path.suffix for path in before] == [".so"]
 
@@ -36,7 +35,7 @@ def test_damaged_code_is_compiled_again(cache: Path, tmp_path: Path) -> None:
     (library,) = (tmp_path / "native").glob("*.so")
     library.write_bytes(library.read_bytes() + b"\0")  # the system would load it all the same
     damaged = library.read_bytes()
-    assert Native.load(tmp_path) is not None
+    assert NativeBackend.load(tmp_path) is not None
     (library,) = (tmp_path / "native").glob("*.so")
     assert library.read_bytes() != damaged
 
@@ -45,7 +44,7 @@ def test_other_flags_make_other_code(
     cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(native_code, "COMPILE", (*native_code.COMPILE, "-fno-such-flag"))
-    assert Native.load(cache) is None
+    assert NativeBackend.load(cache) is None
     assert "no-such-flag" in caplog.text
 
 
@@ -56,7 +55,7 @@ def test_without_a_compiler_there_is_none(
     if compiler == "false" and shutil.which("false") is None:
         pytest.skip("no program that fails")
     with caplog.at_level(logging.WARNING):
-        assert native_code.load(decode.SOURCE, tmp_path, compiler=compiler) is None
+        assert native_code.load(SOURCE, tmp_path, compiler=compiler) is None
     assert caplog.text.count("without native code") == 1
     assert list(tmp_path.rglob("*.so")) == []
 
@@ -66,7 +65,7 @@ def test_code_that_others_may_have_written_is_not_loaded(
 ) -> None:
     (tmp_path / "native").mkdir()
     (tmp_path / "native").chmod(0o777)
-    assert native_code.load(decode.SOURCE, tmp_path) is None
+    assert native_code.load(SOURCE, tmp_path) is None
     assert "others may write" in caplog.text
 
 

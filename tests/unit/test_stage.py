@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from swarmnet_node.engine.kernels.fused_layers import fits
 from swarmnet_node.engine.kv_cache import GROWTH_POSITIONS, SequenceCache
+from swarmnet_node.engine.llama_layers import has_llama_shape
 from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models import LocalModel, resolve
@@ -104,12 +104,12 @@ def test_a_truncated_lane_continues_as_if_the_rest_had_never_been(tmp_path: Path
 
 
 @pytest.mark.parametrize("length", [-1, 6])
-def test_a_lane_cannot_be_cut_to_what_it_does_not_hold(length: int, tmp_path: Path) -> None:
+def test_a_sequence_cannot_be_truncated_to_positions_it_lacks(length: int, tmp_path: Path) -> None:
     stage = load_stage(tmp_path)
     sequence = stage.new_sequence()
     forward(stage, sequence, inputs(5))
 
-    with pytest.raises(ValueError, match="cannot cut"):
+    with pytest.raises(ValueError, match="cannot truncate"):
         sequence.truncate(length)
 
 
@@ -134,7 +134,7 @@ def test_the_bytes_of_a_lane_are_those_of_its_buffers(dtype: torch.dtype, tmp_pa
 
     for count in (1, GROWTH_POSITIONS - 1, 1, 2 * GROWTH_POSITIONS):
         forward(stage, sequence, inputs(count))
-        buffers = [buffer for layer in range(stage.blocks) for buffer in sequence.layer(layer)]
+        buffers = [buffer for layer in range(stage.blocks) for buffer in sequence.layers[layer]]
         assert sequence.nbytes == sum(b.untyped_storage().nbytes() for b in buffers)
         assert sequence.nbytes == stage.geometry.bytes_for(sequence.length)
         assert all(b.dtype == dtype for b in buffers)
@@ -198,15 +198,15 @@ def test_a_failed_forward_leaves_every_lane_as_long_as_it_was(tmp_path: Path) ->
 )
 def test_layers_of_the_llama_shape_are_fused(family: str, fused: bool, tmp_path: Path) -> None:
     """That they compute the same, every test of this file says."""
-    assert load_stage(tmp_path, family).is_fused == fused
+    assert load_stage(tmp_path, family).has_llama_layers == fused
 
 
 def test_layers_that_only_look_like_llamas_are_left_to_transformers(tmp_path: Path) -> None:
     """Granite has the parts of Llama and scales what its layers add."""
     stage = load_stage(tmp_path, "granite")
 
-    assert fits(stage._model)
-    assert not stage.is_fused
+    assert has_llama_shape(stage._model)
+    assert not stage.has_llama_layers
 
 
 def test_fused_layers_hold_no_second_copy_of_the_weights(tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_fused_layers_hold_no_second_copy_of_the_weights(tmp_path: Path) -> None
     attention = stage._model.layers[0].self_attn
 
     memories = {getattr(attention, f"{name}_proj").weight.untyped_storage().data_ptr() for name in "qkv"}
-    assert memories == {stage._fused.layers[0].qkv[0].untyped_storage().data_ptr()}
+    assert memories == {stage._llama_layers.layers[0].qkv.weight.untyped_storage().data_ptr()}
 
 
 def test_a_stage_says_what_it_is(tmp_path: Path) -> None:

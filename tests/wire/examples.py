@@ -176,11 +176,6 @@ def worker_messages() -> Iterator[Protobuf]:
     yield pb.StateReply(description=pb.Description(size_bytes=1 << 30))
     yield pb.StateReply(chunk=pb.Chunk(index=300))
     yield pb.StateReply(refused=pb.StateRefused(reason="this state is not kept here"))
-    yield pb.HandOverRequest(offer=pb.Offer(job=_MANIFEST, state=_MANIFEST[::-1]))
-    yield pb.HandOverRequest(yours=pb.Yours())
-    yield pb.HandOverReply(ready=pb.Ready())
-    yield pb.HandOverReply(taken=pb.Taken())
-    yield pb.HandOverReply(refused=pb.HandOverRefused(reason="this worker leaves too"))
 
 
 def training_messages() -> Iterator[Protobuf]:

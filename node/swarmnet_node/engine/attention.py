@@ -1,41 +1,37 @@
-"""Attention of a packed batch: positions of many sequences in one row, each attending to its own, with a cache or without.
+"""Attention of a packed batch: new positions of several sequences side by side, each of which attends to its own sequence.
 
-transformers calls :func:`packed_attention` from every layer of every family (``AttentionInterface``); the batch comes to
-it through the keyword arguments of the model's forward.
+A forward computes the products of all its positions at once, so a batch has no sequence dimension: its hidden states are [T, D]. Only
+attention has to know which position belongs to which sequence. There are two kinds of batch:
+
+1. :class:`PackedBatch` for sessions: appends the keys and values to each sequence's KV cache, then attends to the cache.
+2. :class:`SequenceBatch` for passes: whole sequences, nothing is kept, and gradients flow.
+
+transformers calls :func:`packed_attention` in each layer of every family (``AttentionInterface``), and hands it the batch as a keyword
+argument of the model's forward.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
+from swarmnet_node.engine.kernels.backend import AttentionRule, Backend
+from swarmnet_node.engine.kernels.torch_backend import causal_mask
 from swarmnet_node.engine.kv_cache import LayerShape, Prefix, SequenceCache
 
 IMPLEMENTATION = "swarmnet_packed"
-"""The name transformers knows this attention by. It has no mask function, so transformers makes no masks for it."""
-
-
-@dataclass(frozen=True)
-class Rule:
-    """How a layer attends: what transformers hands to its attention functions."""
-
-    scaling: float | None
-    sliding_window: int | None
-    softcap: float | None
-    sinks: torch.Tensor | None
+"""The name under which transformers knows this attention. No mask function is registered for it, so transformers makes no masks."""
 
 
 class Batch(Protocol):
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Rule
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: AttentionRule
     ) -> torch.Tensor:
         """Shapes: query [1, H, T, d], key and value [1, Hkv, T, d]; the result is [1, T, H, d]."""
 
 
 def register() -> None:
-    """Make the packed attention known to transformers; may be called any number of times."""
+    """Register the packed attention with transformers. Idempotent."""
     from transformers.modeling_utils import AttentionInterface
 
     AttentionInterface.register(IMPLEMENTATION, packed_attention)
@@ -49,9 +45,9 @@ def packed_attention(
     attention_mask: None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """An attention function of transformers; ``kwargs`` holds the batch under ``packed``."""
+    """An attention function as transformers calls it; ``kwargs["packed"]`` is the batch."""
     batch: Batch = kwargs["packed"]
-    rule = Rule(
+    rule = AttentionRule(
         kwargs.get("scaling"), kwargs.get("sliding_window"), kwargs.get("softcap"), kwargs.get("s_aux")
     )
     layer: Any = module.layer_idx
@@ -59,14 +55,14 @@ def packed_attention(
 
 
 class GeometryProbe:
-    """Stands in for a batch to learn what each layer keeps and how it attends, whatever its family."""
+    """A batch that records the shape of keys and values and the attention rule of each layer, and computes zeros."""
 
     def __init__(self) -> None:
         self.indices: list[int] = []
-        self.layers: list[tuple[LayerShape, Rule]] = []
+        self.layers: list[tuple[LayerShape, AttentionRule]] = []
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Rule
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: AttentionRule
     ) -> torch.Tensor:
         self.indices.append(layer)
         self.layers.append((LayerShape(key.shape[1], key.shape[3], value.shape[3]), rule))
@@ -74,22 +70,28 @@ class GeometryProbe:
 
 
 class PackedBatch:
-    """New positions of several lanes, laid one after another: ``counts[i]`` of ``lanes[i]``.
+    """``counts[i]`` new positions of ``sequences[i]``, one sequence after another.
 
-    The lanes' first buffers belong to layer ``first_layer``. The lanes have room for the new positions; attending writes
-    their keys and values and leaves ``length`` as it is.
+    The sequences must have room for the new positions. ``attend`` writes keys and values and leaves ``length`` unchanged. The first
+    buffers of the sequences belong to layer ``first_layer``.
     """
 
     def __init__(
-        self, sequences: Sequence[SequenceCache], counts: Sequence[int], *, first_layer: int = 0
+        self,
+        sequences: Sequence[SequenceCache],
+        counts: Sequence[int],
+        backend: Backend,
+        *,
+        first_layer: int = 0,
     ) -> None:
         self._sequences = sequences
-        self._first_layer = first_layer
         self._counts = list(counts)
+        self._backend = backend
+        self._first_layer = first_layer
         self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Rule
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: AttentionRule
     ) -> torch.Tensor:
         if len(self._sequences) == 1:
             return self._attend_sequence(0, layer, (query, key, value), rule).transpose(1, 2)
@@ -98,125 +100,88 @@ class PackedBatch:
         return torch.cat(outputs, 2).transpose(1, 2)
 
     def _attend_sequence(
-        self, row: int, layer: int, states: tuple[torch.Tensor, torch.Tensor, torch.Tensor], rule: Rule
+        self,
+        row: int,
+        layer: int,
+        states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        rule: AttentionRule,
     ) -> torch.Tensor:
         query, key, value = states
         sequence, count = self._sequences[row], self._counts[row]
         start, end = sequence.length, sequence.length + count
-        keys, values = sequence.layer(layer - self._first_layer)
+        keys, values = sequence.layers[layer - self._first_layer]
         keys.narrow(2, start, count).copy_(key)
         values.narrow(2, start, count).copy_(value)
-        first = 0 if rule.sliding_window is None else max(0, start + 1 - rule.sliding_window)
-        seen_keys, seen_values = keys.narrow(2, first, end - first), values.narrow(2, first, end - first)
-        if rule.softcap is not None or rule.sinks is not None:
-            mask = self._mask(row, rule.sliding_window) if count > 1 else None
-            return _attend_eagerly(query, seen_keys, seen_values, mask, rule)
-        if count == 1:
-            return _attend_one(query, seen_keys, seen_values, rule.scaling)
-        causal = start == 0 and (rule.sliding_window is None or count <= rule.sliding_window)
-        return scaled_dot_product_attention(
+        window = rule.sliding_window
+        first = 0 if window is None else max(0, start + 1 - window)
+        is_causal = count == 1 or (start == 0 and (window is None or count <= window))
+        return self._backend.attention(
             query,
-            seen_keys,
-            seen_values,
-            attn_mask=None if causal else self._mask(row, rule.sliding_window),
-            is_causal=causal,
-            scale=rule.scaling,
-            enable_gqa=True,
+            keys.narrow(2, first, end - first),
+            values.narrow(2, first, end - first),
+            rule,
+            None if is_causal else self._mask(row, window),
         )
 
     def _mask(self, row: int, sliding_window: int | None) -> torch.Tensor:
-        """Which of the keys from the first visible one on each new position sees: [count, keys]."""
+        """Which keys, from the first visible one on, each new position of a row sees: [count, keys]. The same for all layers."""
         if (row, sliding_window) not in self._masks:
             sequence, count = self._sequences[row], self._counts[row]
             first = 0 if sliding_window is None else max(0, sequence.length + 1 - sliding_window)
             positions = torch.arange(first, sequence.length + count, device=sequence.geometry.device)
-            self._masks[row, sliding_window] = _causal(positions[-count:], positions, sliding_window)
+            self._masks[row, sliding_window] = causal_mask(positions[-count:], positions, sliding_window)
         return self._masks[row, sliding_window]
 
 
 class SequenceBatch:
-    """Whole sequences, laid one after another: ``counts[i]`` positions of the i-th. Keeps nothing; gradients flow through.
+    """Whole sequences, ``counts[i]`` positions of the i-th, one after another. Keeps nothing; gradients flow through.
 
-    Each layer, the first being ``first_layer``, has a prefix that every sequence begins with, or none has.
+    ``prefixes`` has for each layer, the first being ``first_layer``, the keys and values that every sequence begins with; or is empty.
     """
 
     def __init__(
-        self, counts: Sequence[int], prefixes: Sequence[Prefix] = (), *, first_layer: int = 0
+        self,
+        counts: Sequence[int],
+        backend: Backend,
+        prefixes: Sequence[Prefix] = (),
+        *,
+        first_layer: int = 0,
     ) -> None:
         self._counts = list(counts)
+        self._backend = backend
         self._prefixes = prefixes
         self._first_layer = first_layer
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Rule
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: AttentionRule
     ) -> torch.Tensor:
         states = (query, key, value)
         prefix = self._prefixes[layer - self._first_layer] if self._prefixes else None
-        if len(set(self._counts)) == 1:  # sequences of one length are the rows of a batch
+        if len(set(self._counts)) == 1:  # sequences of one length become rows of one call
             rows = (len(self._counts), self._counts[0], -1)
             query, key, value = (each.reshape(each.shape[1], *rows).transpose(0, 1) for each in states)
-            return _attend_sequences(query, key, value, prefix, rule).transpose(1, 2).flatten(0, 1)[None]
+            return self._attend(query, key, value, prefix, rule).transpose(1, 2).flatten(0, 1)[None]
         parts = zip(*(torch.split(each, self._counts, 2) for each in states), strict=True)
-        outputs = [_attend_sequences(query, key, value, prefix, rule) for query, key, value in parts]
+        outputs = [self._attend(query, key, value, prefix, rule) for query, key, value in parts]
         return torch.cat(outputs, 2).transpose(1, 2)
 
-
-def _attend_sequences(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, prefix: Prefix | None, rule: Rule
-) -> torch.Tensor:
-    """Shapes: query [B, H, T, d], key and value [B, Hkv, T, d]; the result is [B, H, T, d]."""
-    count = query.shape[2]
-    if prefix is not None:
-        key, value = (
-            torch.cat([first.expand(len(query), -1, -1, -1), states], 2)
-            for first, states in zip(prefix, (key, value), strict=True)
-        )
-    total = key.shape[2]
-    eager = rule.softcap is not None or rule.sinks is not None
-    causal = total == count and (rule.sliding_window is None or count <= rule.sliding_window)
-    mask = None
-    if eager or not causal:
-        positions = torch.arange(total, device=query.device)
-        mask = _causal(positions[-count:], positions, rule.sliding_window)
-    if eager:
-        return _attend_eagerly(query, key, value, mask, rule)
-    return scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=causal, scale=rule.scaling, enable_gqa=True
-    )
-
-
-def _attend_eagerly(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, rule: Rule
-) -> torch.Tensor:
-    """Attention with capped scores or sinks, which the fused kernel does not have. ``mask`` [queries, keys]: what sees what."""
-    rows, heads, count, size = query.shape
-    grouped = query.reshape(rows, keys.shape[1], -1, count, size)
-    scores = grouped @ keys.unsqueeze(2).transpose(-1, -2)
-    scores = scores * (size**-0.5 if rule.scaling is None else rule.scaling)
-    if rule.softcap is not None:
-        scores = torch.tanh(scores / rule.softcap) * rule.softcap
-    if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf"))
-    if rule.sinks is None:
-        weights = scores.softmax(-1, dtype=torch.float32)
-    else:
-        sinks = rule.sinks.to(scores.dtype).reshape(1, keys.shape[1], -1, 1, 1).expand(*scores.shape[:-1], 1)
-        weights = torch.cat([scores, sinks], -1).softmax(-1, dtype=torch.float32)[..., :-1]
-    return (weights.to(values.dtype) @ values.unsqueeze(2)).reshape(rows, heads, count, -1)
-
-
-def _causal(queries: torch.Tensor, keys: torch.Tensor, sliding_window: int | None) -> torch.Tensor:
-    """Which keys [k] each query [q] sees, both given by their positions: [q, k]."""
-    mask = keys[None, :] <= queries[:, None]
-    if sliding_window is not None:
-        mask &= keys[None, :] > queries[:, None] - sliding_window
-    return mask
-
-
-def _attend_one(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float | None
-) -> torch.Tensor:
-    """One new position sees every key. Heads that share keys become queries of one head, so nothing is repeated."""
-    heads = query.shape[1]
-    grouped = query.reshape(1, keys.shape[1], -1, query.shape[3])
-    return scaled_dot_product_attention(grouped, keys, values, scale=scaling).reshape(1, heads, 1, -1)
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        prefix: Prefix | None,
+        rule: AttentionRule,
+    ) -> torch.Tensor:
+        """Shapes: query [B, H, T, d], key and value [B, Hkv, T, d]; the result is [B, H, T, d]."""
+        if prefix is not None:
+            key, value = (
+                torch.cat([first.expand(len(query), -1, -1, -1), states], 2)
+                for first, states in zip(prefix, (key, value), strict=True)
+            )
+        count, total = query.shape[2], key.shape[2]
+        visible = None
+        if total != count or (rule.sliding_window is not None and count > rule.sliding_window):
+            positions = torch.arange(total, device=query.device)
+            visible = causal_mask(positions[-count:], positions, rule.sliding_window)
+        return self._backend.attention(query, key, value, rule, visible)

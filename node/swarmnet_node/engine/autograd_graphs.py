@@ -31,7 +31,7 @@ class AutogradGraph:
         return gradients, dict(zip(self.own, own, strict=True))
 
 
-def record(
+def record_forward(
     forward: Callable[[torch.Tensor], torch.Tensor],
     leaf: torch.Tensor,
     own: Mapping[str, torch.Tensor],

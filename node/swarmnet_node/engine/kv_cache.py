@@ -1,24 +1,43 @@
-"""Keys and values that one stage keeps for one sequence."""
+"""KV cache: the keys and values that one stage keeps for one sequence.
+
+Layout. A :class:`SequenceCache` has two tensors for each layer of its stage::
+
+    keys    [1, key heads, capacity, key size]
+    values  [1, key heads, capacity, value size]
+
+in the stage's dtype, on its device. The heads are those of keys and values: with grouped-query attention fewer than the query heads.
+The first dimension is the batch dimension that torch's attention expects. One head's positions are contiguous, as attention reads
+them. Keys are stored after the rotary embedding. Positions ``[0, length)`` are valid; ``[length, capacity)`` is uninitialised.
+``capacity`` is a multiple of ``GROWTH_POSITIONS``, the same in all layers.
+
+Growth. A cache allocates nothing until ``reserve``; a larger ``reserve`` allocates new tensors and copies the valid positions. There
+are no pages: every sequence has tensors of its own, and attention needs no block table.
+
+Prefix. With a prefix-tuning adapter, positions ``[0, n)`` are the adapter's and the first token has position n.
+
+Who counts, allocates and frees. ``Engine.register`` counts a new cache in the client's scope; ``Engine.compute`` enlarges the
+reservation first, and then ``Stage.forward`` allocates with ``reserve``. The session drops its caches when it ends, and those that a
+step replaces; it calls ``Engine.release``, which returns the reservation, and the tensors are freed with the last reference.
+``truncate`` forgets positions and frees nothing.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from swarmnet_node.engine.adapters import StageAdapter
+from swarmnet_node.engine.kernels.backend import LoraLayers
 
 Prefix = tuple[torch.Tensor, torch.Tensor]
-"""Keys and values [1, heads, n, size] that a layer's part of a lane begins with."""
+"""Keys and values [1, key heads, n, size] of the n positions that a prefix-tuning adapter puts before a sequence, for one layer."""
 
 GROWTH_POSITIONS = 64
-"""Buffers grow in steps of this many positions: growing copies what is there, about once in 64 tokens."""
+"""Positions by which buffers grow: a sequence is copied about once in 64 tokens."""
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one layer keeps for each position."""
+    """What one layer keeps for each position: sizes of keys and values of ``heads`` key heads."""
 
     heads: int
     key_size: int
@@ -27,7 +46,7 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class KVGeometry:
-    """What a stage keeps for each position of a lane."""
+    """Shapes, dtype and device of a sequence's cache on one stage."""
 
     layers: tuple[LayerShape, ...]
     dtype: torch.dtype
@@ -35,11 +54,11 @@ class KVGeometry:
 
     @property
     def bytes_per_position(self) -> int:
-        """Bytes of keys and values of one position, all layers together."""
+        """Bytes of the keys and values of one position in all layers."""
         return sum(s.heads * (s.key_size + s.value_size) for s in self.layers) * self.dtype.itemsize
 
     def bytes_for(self, length: int) -> int:
-        """Exactly what a new lane allocates to reach ``length`` positions."""
+        """Bytes that a new cache allocates for ``length`` positions, exactly."""
         return _capacity_for(length) * self.bytes_per_position
 
 
@@ -48,65 +67,61 @@ def _capacity_for(length: int) -> int:
 
 
 class SequenceCache:
-    """The keys and values of one sequence, in buffers that grow with use.
-
-    Each layer has ``keys`` [1, heads, capacity, key size] and ``values`` [1, heads, capacity, value size]; only the first
-    ``length`` positions mean anything. The first of them are those of ``prefix``, which is no token's.
-    """
+    """The KV cache of one sequence, and the adapter that applies to its positions."""
 
     def __init__(
         self,
         geometry: KVGeometry,
-        adapter: "StageAdapter | None" = None,
+        lora: LoraLayers | None = None,
         prefix: Sequence[Prefix] = (),
     ) -> None:
-        """``adapter`` is applied to the lane's tokens; ``prefix`` is what of it belongs to the layers, or nothing."""
+        """``lora`` is applied to the sequence's positions; ``prefix`` has keys and values for every layer, or is empty."""
         self.geometry = geometry
-        self.adapter = adapter
+        self.lora = lora
         self.prefix_positions = prefix[0][0].shape[2] if prefix else 0
         self.length = self.prefix_positions
+        self.layers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Key and value buffers of each layer; empty before the first ``reserve``."""
         self._prefix = prefix
         self._capacity = 0
-        self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffers as they are allocated now."""
+        """Bytes of the buffers that are allocated."""
         return self._capacity * self.geometry.bytes_per_position
-
-    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The key and value buffers of a layer."""
-        return self._layers[index]
 
     @torch.inference_mode()
     def reserve(self, length: int) -> None:
-        """Make room for ``length`` positions; afterwards ``nbytes`` is at least ``geometry.bytes_for(length)``."""
+        """Make room for ``length`` positions; ``nbytes`` is at least ``geometry.bytes_for(length)`` afterwards."""
         capacity = _capacity_for(length)
         if capacity <= self._capacity:
             return
-        if not self._layers:
-            self._layers = [self._empty(shape, capacity) for shape in self.geometry.layers]
-            for buffers, states in zip(self._layers, self._prefix, strict=False):
+        if not self.layers:
+            self.layers = [self._empty(shape, capacity) for shape in self.geometry.layers]
+            for buffers, states in zip(self.layers, self._prefix, strict=False):
                 for buffer, state in zip(buffers, states, strict=True):
                     buffer[:, :, : self.prefix_positions] = state
         else:
             for index, shape in enumerate(self.geometry.layers):
-                self._layers[index] = self._copy(index, self._empty(shape, capacity))
+                self.layers[index] = self._copy(index, self._empty(shape, capacity))
         self._capacity = capacity
 
     def truncate(self, length: int) -> None:
-        """Forget the positions from ``length`` on. The buffers stay, for the positions that take their place."""
+        """Forget the positions from ``length`` on. The buffers stay allocated.
+
+        Raises ``ValueError`` for less than the prefix or more than the cache holds.
+        """
         if not self.prefix_positions <= length <= self.length:
-            raise ValueError(f"cannot cut {self.length} positions to {length}")
+            raise ValueError(f"cannot truncate {self.length} positions to {length}")
         self.length = length
 
     @torch.inference_mode()
     def fork(self) -> "SequenceCache":
-        """An independent copy, with buffers no larger than it needs."""
-        twin = SequenceCache(self.geometry, self.adapter, self._prefix)
-        if self._layers:
+        """An independent copy, whose buffers are no larger than its length needs."""
+        twin = SequenceCache(self.geometry, self.lora, self._prefix)
+        if self.layers:
             twin.reserve(self.length)
-            twin._layers = [self._copy(index, fresh) for index, fresh in enumerate(twin._layers)]
+            twin.layers = [self._copy(index, fresh) for index, fresh in enumerate(twin.layers)]
             twin.length = self.length
         return twin
 
@@ -119,6 +134,7 @@ class SequenceCache:
     def _copy(
         self, index: int, fresh: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        for old, new in zip(self._layers[index], fresh, strict=True):
+        """Copy the valid positions of a layer into ``fresh``, and return it."""
+        for old, new in zip(self.layers[index], fresh, strict=True):
             new[:, :, : self.length] = old[:, :, : self.length]
         return fresh

@@ -1,4 +1,13 @@
-"""One machine's blocks of a model: forwards of a packed batch with caches, and passes of whole sequences without."""
+"""The blocks that one node hosts: forwards of packed batches with KV caches, and passes of whole sequences without.
+
+A stage computes a forward in one of three ways, chosen when it is loaded:
+
+1. by transformers' own layers, with attention and LoRA of ours: every family whose layers keep nothing but keys and values;
+2. by ``LlamaLayers``, for families of the Llama shape;
+3. of few positions by the backend's decode step, where the backend has one for these layers.
+
+The second and third are used only if they reproduce the first on random inputs. Which backend computes is chosen by the caller.
+"""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -8,38 +17,35 @@ from typing import Any
 
 import torch
 
-from swarmnet_node.engine.adapters import Additions, LayerForm, StageAdapter, adapt, linear_modules
+from swarmnet_node.engine.adapters import BatchLora, LayerTargets, StageAdapter, linear_modules, load_adapter
 from swarmnet_node.engine.attention import (
     IMPLEMENTATION,
     Batch,
     GeometryProbe,
     PackedBatch,
-    Rule,
     SequenceBatch,
     register,
 )
-from swarmnet_node.engine.autograd_graphs import AutogradGraph, record
-from swarmnet_node.engine.kernels import decode
-from swarmnet_node.engine.kernels.fused_layers import PRODUCTS, FusedLayers, fits
+from swarmnet_node.engine.autograd_graphs import AutogradGraph, record_forward
+from swarmnet_node.engine.kernels.backend import PRODUCTS, AttentionRule, Backend, DecodeRow, DecodeStep
+from swarmnet_node.engine.kernels.torch_backend import TorchBackend
 from swarmnet_node.engine.kv_cache import KVGeometry, Prefix, SequenceCache
+from swarmnet_node.engine.llama_layers import LlamaLayers, has_llama_shape
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models import LocalModel
 from swarmnet_protocols.models.partial_model import with_blocks
 
-FUSION_TRIAL_POSITIONS = 5
-FUSION_TOLERANCE_EPS = 100
-NATIVE_POSITIONS = 128
-"""Native code reads weights as fast as memory gives them; the more positions there are, the more arithmetic counts, which torch does as well."""
+TRIAL_POSITIONS = 5
+TRIAL_TOLERANCE_EPS = 100
+"""Largest relative error of a trial, in units of the dtype's epsilon. Rounding differs by a few units; another function by its size."""
+TORCH: Backend = TorchBackend()
 
 
 class Stage:
     """Blocks [start, end) of a model, ready to run. Not thread-safe: one thread does all forwards."""
 
-    def __init__(self, model: Any, hidden_size: int, native: decode.Native | None = None) -> None:
-        """``model`` is a decoder stack as ``LocalModel.load_span`` gives it; it belongs to the stage from now on.
-
-        ``native`` computes a few positions at once where it can.
-        """
+    def __init__(self, model: Any, hidden_size: int, backend: Backend = TORCH) -> None:
+        """``model`` is a decoder stack as ``LocalModel.load_span`` returns it; the stage owns it and changes it."""
         register()
         self._model = model
         self._model.config._attn_implementation = IMPLEMENTATION
@@ -50,15 +56,18 @@ class Stage:
         self.blocks = len(self._model.layers)
         self.weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
         self._first = 0
-        self._fused: FusedLayers | None = None
-        self._native: decode.NativeLayers | None = None
+        self._backend = backend
+        self._llama_layers: LlamaLayers | None = None
+        self._decode_step: DecodeStep | None = None
         self._parts: dict[tuple[int, int], Stage] = {}
         probe = self._probe()
         self.geometry = KVGeometry(tuple(shape for shape, _ in probe.layers), self.dtype, self.device)
         linears = [linear_modules(layer) for layer in model.layers]
-        self._fuse([rule for _, rule in probe.layers], native)
-        self._forms = tuple(
-            LayerForm(paths, PRODUCTS if self.is_fused else {path: (path,) for path in paths}, shape)
+        self._choose_layers([rule for _, rule in probe.layers])
+        self._targets = tuple(
+            LayerTargets(
+                paths, PRODUCTS if self.has_llama_layers else {path: (path,) for path in paths}, shape
+            )
             for paths, shape in zip(linears, self.geometry.layers, strict=True)
         )
 
@@ -71,25 +80,24 @@ class Stage:
         *,
         dtype: torch.dtype,
         device: torch.device,
-        native: decode.Native | None = None,
+        backend: Backend = TORCH,
     ) -> "Stage":
-        """Load blocks [start, end); raises ``ConfigError`` for a family whose layers keep more than keys and values."""
-        return cls(
-            model.load_span(start, end, dtype=dtype, device=device), model.manifest.hidden_size, native
-        )
+        """Load blocks [start, end). Raises ``ConfigError`` for a family whose layers keep more than keys and values."""
+        span = model.load_span(start, end, dtype=dtype, device=device)
+        return cls(span, model.manifest.hidden_size, backend)
 
     @property
-    def is_fused(self) -> bool:
-        """Whether our own layers stand in for those of transformers."""
-        return self._fused is not None
+    def has_llama_layers(self) -> bool:
+        """Whether ``LlamaLayers`` replace the layers of transformers."""
+        return self._llama_layers is not None
 
     @property
-    def is_native(self) -> bool:
-        """Whether a few positions at once are computed by native code."""
-        return self._native is not None
+    def has_decode_step(self) -> bool:
+        """Whether forwards of few positions use the backend's decode step."""
+        return self._decode_step is not None
 
     def part(self, start: int, end: int) -> "Stage":
-        """Blocks [start, end) of this stage, counted from its first, as a stage that shares its weights."""
+        """A stage of blocks [start, end), counted from the first of this one, on the same weights."""
         if (start, end) == (0, self.blocks):
             return self
         if (start, end) not in self._parts:
@@ -103,32 +111,41 @@ class Stage:
             part.blocks = end - start
             part.geometry = replace(self.geometry, layers=self.geometry.layers[start:end])
             part._first = self._first + start
-            part._fused = self._fused and self._fused.part(start, end)
-            part._native = self._native and self._native.part(start, end, part.geometry)
+            if self._llama_layers is not None:
+                part._llama_layers = self._llama_layers.part(start, end)
+                if self._decode_step is not None:
+                    part._decode_step = self._backend.decode_step(
+                        part._llama_layers.layers, part._llama_layers.rotary
+                    )
             self._parts[start, end] = part
         return self._parts[start, end]
 
     def load_adapter(self, tensors: Mapping[str, torch.Tensor], start: int) -> StageAdapter:
-        """An adapter for this stage and its parts, from tensors by name; the first layer of the whole stage is block ``start``.
+        """An adapter for this stage and its parts, from tensors by name; ``start`` is the block of the whole stage's first layer.
 
         Raises ``ProtocolViolation`` for tensors that do not fit.
         """
-        return adapt(tensors, start, self._forms, torch.empty(0, dtype=self.dtype, device=self.device))
+        return load_adapter(
+            tensors, start, self._targets, torch.empty(0, dtype=self.dtype, device=self.device)
+        )
 
     def new_sequence(self, adapter: StageAdapter | None = None) -> SequenceCache:
-        """A cache for one sequence, empty but for the adapter's prefix; it allocates nothing yet."""
-        return SequenceCache(self.geometry, adapter, self._prefix(adapter))
+        """The KV cache of a new sequence, with the adapter's prefix if it has one. Allocates nothing yet."""
+        lora = adapter.lora if adapter is not None and not adapter.lora.is_empty else None
+        return SequenceCache(self.geometry, lora, self._prefix(adapter))
 
     @torch.inference_mode()
     def forward(self, rows: Sequence[tuple[SequenceCache, torch.Tensor]]) -> list[torch.Tensor]:
-        """Run new positions of several lanes through the blocks in one forward.
+        """Compute new positions of several sequences in one forward.
 
-        A row is a lane and its inputs [n, hidden size], n at least 1. Returns [n, hidden size] for each row, in the memory of
-        the CPU, and every lane is n positions longer. When it raises, no lane has changed its length.
+        A row is a sequence and its inputs [n, hidden size] with n at least 1. Returns [n, hidden size] on the CPU for each row; each
+        sequence is n positions longer. If it raises, no sequence has changed its length.
         """
         if len({id(sequence) for sequence, _ in rows}) < len(rows):
-            raise ValueError("a lane occurs twice in one batch")
-        for _, inputs in rows:
+            raise ValueError("a sequence occurs twice in one batch")
+        for sequence, inputs in rows:
+            if sequence.geometry != self.geometry:
+                raise ValueError("a sequence of another stage")
             if inputs.dim() != 2 or inputs.shape[0] < 1 or inputs.shape[1] != self.hidden_size:
                 raise ValueError(f"inputs of shape {tuple(inputs.shape)}, expected [n, {self.hidden_size}]")
         if not rows:
@@ -138,8 +155,14 @@ class Stage:
             sequence.reserve(sequence.length + count)
         packed = torch.cat([inputs.to(self.device, self.dtype) for _, inputs in rows])
         sequences = [sequence for sequence, _ in rows]
-        if self._native is not None and len(packed) <= NATIVE_POSITIONS:
-            outputs = self._native(packed, sequences, counts)
+        if self._decode_step is not None and len(packed) <= self._decode_step.max_positions:
+            outputs = self._decode_step(
+                packed,
+                [
+                    DecodeRow(sequence.length, count, sequence.layers, sequence.lora)
+                    for sequence, count in zip(sequences, counts, strict=True)
+                ],
+            )
         else:
             outputs = self._forward_packed(packed, sequences, counts)
         for (sequence, _), count in zip(rows, counts, strict=True):
@@ -150,13 +173,13 @@ class Stage:
     def run_sequences(
         self, inputs: torch.Tensor, counts: Sequence[int], adapter: StageAdapter | None = None
     ) -> torch.Tensor:
-        """Run whole sequences, ``counts[i]`` positions of the i-th, laid one after another, without caches: [P, D] in and out."""
+        """Compute whole sequences without caches, ``counts[i]`` positions of the i-th, one after another: [P, D] in and out."""
         return self._run_sequences(inputs.to(self.device, self.dtype), counts, adapter).cpu()
 
     def record_sequences(
         self, inputs: torch.Tensor, counts: Sequence[int], adapter: StageAdapter | None = None
     ) -> tuple[torch.Tensor, AutogradGraph]:
-        """What ``run_sequences`` gives, and the graph from which its backward can be computed."""
+        """The outputs of ``run_sequences``, and the graph for ``gradients``."""
         leaves = (
             {name: tensor.detach().requires_grad_() for name, tensor in adapter.tensors.items()}
             if adapter
@@ -169,15 +192,15 @@ class Stage:
 
         weights = (*self._model.parameters(), *self._model.buffers())
         leaf = inputs.to(self.device, self.dtype).detach().requires_grad_()
-        outputs, graph = record(forward, leaf, leaves, weights)
+        outputs, graph = record_forward(forward, leaf, leaves, weights)
         return outputs.cpu(), graph
 
     def gradients(
         self, graph: AutogradGraph, grad_outputs: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """What ``grad_outputs`` [P, D] of ``record_sequences`` come to at its inputs, [P, D], and at the adapter's tensors.
+        """Gradients at the inputs of ``record_sequences`` [P, D] and at the adapter's tensors, from those at its outputs [P, D].
 
-        It uses the graph up. The weights gather no gradients.
+        A graph can be used once. Weights get no gradients.
         """
         gradients, own = graph.gradients(grad_outputs.to(self.device, self.dtype))
         return gradients.cpu(), {name: tensor.cpu() for name, tensor in own.items()}
@@ -187,12 +210,12 @@ class Stage:
     ) -> torch.Tensor:
         first = adapter.prefix_positions if adapter else 0
         positions = torch.cat([torch.arange(first, first + count) for count in counts]).to(self.device)
-        batch = SequenceBatch(counts, self._prefix(adapter), first_layer=self._first)
-        additions = Additions([adapter], [len(inputs)])
-        return self._run(inputs, positions, batch, additions or None)
+        batch = SequenceBatch(counts, self._backend, self._prefix(adapter), first_layer=self._first)
+        lora = BatchLora([adapter.lora if adapter else None], [len(inputs)], self._backend)
+        return self._run(inputs, positions, batch, lora or None)
 
     def _prefix(self, adapter: StageAdapter | None) -> list[Prefix]:
-        """What lanes begin with in each of our layers, or nothing."""
+        """The adapter's prefix for each layer of this stage; empty without one."""
         own = adapter.prefix[self._first : self._first + self.blocks] if adapter else ()
         return [prefix for prefix in own if prefix is not None]
 
@@ -205,20 +228,20 @@ class Stage:
                 for sequence, n in zip(sequences, counts, strict=True)
             ]
         )
-        batch = PackedBatch(sequences, counts, first_layer=self._first)
-        additions = Additions([sequence.adapter for sequence in sequences], counts)
-        return self._run(packed, positions.to(self.device), batch, additions or None).cpu()
+        batch = PackedBatch(sequences, counts, self._backend, first_layer=self._first)
+        lora = BatchLora([sequence.lora for sequence in sequences], counts, self._backend)
+        return self._run(packed, positions.to(self.device), batch, lora or None).cpu()
 
     def _run(
         self,
         inputs: torch.Tensor,
         positions: torch.Tensor,
         batch: Batch,
-        additions: Additions | None = None,
+        lora: BatchLora | None = None,
     ) -> torch.Tensor:
-        if self._fused is not None:
-            return self._fused(inputs, positions, batch, additions)
-        with additions.hooked(self._model.layers, self._first) if additions else nullcontext():
+        if self._llama_layers is not None:
+            return self._llama_layers(inputs, positions, batch, lora)
+        with lora.hooked(self._model.layers, self._first) if lora else nullcontext():
             outputs: torch.Tensor = self._model(
                 inputs_embeds=inputs[None], position_ids=positions[None], use_cache=False, packed=batch
             ).last_hidden_state
@@ -236,25 +259,25 @@ class Stage:
             )
         return probe
 
-    def _fuse(self, rules: Sequence[Rule], native: decode.Native | None) -> None:
-        """Use fused layers, and native ones, if they give what transformers' layers give."""
-        if not fits(self._model):
+    def _choose_layers(self, rules: Sequence[AttentionRule]) -> None:
+        """Use ``LlamaLayers``, and the backend's decode step, if their outputs agree with those of transformers' layers."""
+        if not has_llama_shape(self._model):
             return
         generator = torch.Generator().manual_seed(0)
-        inputs = torch.randn(FUSION_TRIAL_POSITIONS, self.hidden_size, generator=generator)
+        inputs = torch.randn(TRIAL_POSITIONS, self.hidden_size, generator=generator)
         [expected] = self.forward([(self.new_sequence(), inputs)])
-        self._fused = FusedLayers(self._model, rules)
+        self._llama_layers = LlamaLayers(self._model, rules, self._backend)
         [outputs] = self.forward([(self.new_sequence(), inputs)])
         if not self._agree(outputs, expected):
-            self._fused = None
-        elif native is not None and decode.fits(self._fused, self.geometry):
-            self._native = decode.NativeLayers(native, self._fused, self.geometry)
+            self._llama_layers = None
+            return
+        self._decode_step = self._backend.decode_step(self._llama_layers.layers, self._llama_layers.rotary)
+        if self._decode_step is not None:
             sequence = self.new_sequence()
             outputs = torch.cat([self.forward([(sequence, part)])[0] for part in torch.split(inputs, 2)])
             if not self._agree(outputs, expected):
-                self._native = None
+                self._decode_step = None
 
     def _agree(self, outputs: torch.Tensor, expected: torch.Tensor) -> bool:
-        # Rounding differs by some units in the last place; another function differs by about its own size.
         error = (outputs - expected).float().norm() / expected.float().norm()
-        return bool(error < FUSION_TOLERANCE_EPS * torch.finfo(self.dtype).eps)
+        return bool(error < TRIAL_TOLERANCE_EPS * torch.finfo(self.dtype).eps)

@@ -1,1 +1,1 @@
-"""C code of our own, compiled where it runs, and what stands between it and torch."""
+"""Backends: the arithmetic of decoder layers, by torch and by C code that is compiled on the machine where it runs."""

@@ -2,7 +2,7 @@
  * pairs or none.
  *
  * The whole step is one parallel region. Each thread computes a share of the rows of every product, and a barrier stands
- * before every reader of what others wrote. The structures have twins in decode.py.
+ * before every reader of what others wrote. The structures have twins in native_backend.py.
  */
 
 #include <math.h>
@@ -23,7 +23,7 @@ typedef struct {
 
 typedef struct {
     linear qkv, output, gate_up, down; /* qkv: the rows of all query heads, then of keys, then of values */
-    norm before_attention, of_queries, of_keys, before_mlp;
+    norm attention_norm, query_norm, key_norm, mlp_norm;
     int64_t heads, key_heads, inner;
     float scaling;
 } layer;
@@ -72,7 +72,7 @@ enum { WIDTH = 4, OUTPUTS = 4, TILE_ROWS = 8 };
 enum { WIDTH = 4, OUTPUTS = 4, TILE_ROWS = 4 };
 #endif
 enum { QUERIES = TILE_ROWS / 2 };
-_Static_assert(QUERIES <= 4, "decode.py has room for the scores of four");
+_Static_assert(QUERIES <= 4, "native_backend.py has room for the scores of four");
 typedef float floats __attribute__((vector_size(WIDTH * sizeof(float)), aligned(sizeof(float))));
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -279,7 +279,7 @@ static void place_heads(const step *s, const layer *l, const place *places, int6
         int64_t head = i % all;
         float *x = states + i * size;
         if (head < values) {
-            norm its = head < keys ? l->of_queries : l->of_keys;
+            norm its = head < keys ? l->query_norm : l->key_norm;
             if (its.weight) normalise(its, x, size, x, 1);
             rotate(x, of->angles, of->angles + size, size);
         }
@@ -346,7 +346,7 @@ void decode(const step *s, const layer *layers, const place *places, float *scra
             float *gates_ups = attended + s->rows * width, *inner = gates_ups + s->rows * 2 * l->inner;
             float *added = inner + s->rows * l->inner, *low = added + s->rows * s->hidden_size;
             int64_t first = index * PRODUCTS;
-            normalise(l->before_attention, hidden, s->hidden_size, normed, s->rows);
+            normalise(l->attention_norm, hidden, s->hidden_size, normed, s->rows);
             lower(s, places, first + QKV, normed, s->hidden_size, low);
             adapted(s, places, first + QKV, l->qkv, normed, low, share(states_width), states, states_width);
 #pragma omp barrier
@@ -356,7 +356,7 @@ void decode(const step *s, const layer *layers, const place *places, float *scra
 #pragma omp barrier
             add_product(s, places, first + OUTPUT, l->output, attended, low, added, hidden);
 #pragma omp barrier
-            normalise(l->before_mlp, hidden, s->hidden_size, normed, s->rows);
+            normalise(l->mlp_norm, hidden, s->hidden_size, normed, s->rows);
             gated(s, l, places, index, normed, low, gates_ups, inner);
 #pragma omp barrier
             add_product(s, places, first + DOWN, l->down, inner, low, added, hidden);

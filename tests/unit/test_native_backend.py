@@ -2,17 +2,18 @@
 
 import platform
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from swarmnet_node.engine import stage as stages
-from swarmnet_node.engine.kernels import decode
-from swarmnet_node.engine.kernels.decode import Native
+from swarmnet_node.engine.kernels import native_backend
+from swarmnet_node.engine.kernels.backend import DecodeRow, Linear
+from swarmnet_node.engine.kernels.native_backend import MAX_POSITIONS, NativeBackend
 from swarmnet_node.engine.kv_cache import GROWTH_POSITIONS, SequenceCache
-from swarmnet_node.engine.stage import NATIVE_POSITIONS, Stage
+from swarmnet_node.engine.stage import TORCH, Stage
 from swarmnet_protocols.machine import native_code
 from swarmnet_protocols.models import resolve
 from tests.support.peft_oracle import random_tensors
@@ -69,18 +70,18 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def native(cache: Path) -> Native:
-    loaded = Native.load(cache)
+def native(cache: Path) -> NativeBackend:
+    loaded = NativeBackend.load(cache)
     if loaded is None:
         pytest.skip("no compiler, or torch has no libgomp of its own")
     return loaded
 
 
-def load(tmp_path: Path, shape: str, native: Native | None) -> Stage:
+def load(tmp_path: Path, shape: str, native: NativeBackend | None) -> Stage:
     family, changes = SHAPES.get(shape, (shape, {}))
     directory = save_tiny(family, tmp_path / "model", **changes)
     model = resolve(str(directory), cache_dir=tmp_path / "cache")
-    return Stage.load(model, 0, 5, dtype=torch.float32, device=CPU, native=native)
+    return Stage.load(model, 0, 5, dtype=torch.float32, device=CPU, backend=native or TORCH)
 
 
 def inputs(stage: Stage, count: int, seed: int = 0) -> torch.Tensor:
@@ -93,12 +94,12 @@ def one_by_one(stage: Stage, sequence: SequenceCache, rows: torch.Tensor) -> tor
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_native_layers_give_what_torch_gives(
-    shape: str, native: Native, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shape: str, native: NativeBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A prompt by torch, then single positions until the buffers of the lane have grown."""
-    monkeypatch.setattr(stages, "NATIVE_POSITIONS", 6)
+    monkeypatch.setattr(native_backend, "MAX_POSITIONS", 6)
     expected, got = load(tmp_path, shape, None), load(tmp_path, shape, native)
-    assert (expected.is_native, got.is_native) == (False, True)
+    assert (expected.has_decode_step, got.has_decode_step) == (False, True)
     prompt, rows = inputs(got, 7), inputs(got, GROWTH_POSITIONS + 1, 1)
     sequences = [stage.new_sequence() for stage in (expected, got)]
     for stage, sequence in zip((expected, got), sequences, strict=True):
@@ -110,12 +111,12 @@ def test_native_layers_give_what_torch_gives(
     assert (outputs[1] - outputs[0]).norm() < 1e-6 * outputs[0].norm()
     length = sequences[1].length
     for index in range(got.blocks):
-        for mine, theirs in zip(sequences[1].layer(index), sequences[0].layer(index), strict=True):
+        for mine, theirs in zip(sequences[1].layers[index], sequences[0].layers[index], strict=True):
             torch.testing.assert_close(mine[:, :, :length], theirs[:, :, :length], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_lanes_of_different_lengths_step_together(shape: str, native: Native, tmp_path: Path) -> None:
+def test_lanes_of_different_lengths_step_together(shape: str, native: NativeBackend, tmp_path: Path) -> None:
     expected, got = load(tmp_path, shape, None), load(tmp_path, shape, native)
     for count in (2, 21):
         outputs = []
@@ -134,19 +135,19 @@ def test_lanes_of_different_lengths_step_together(shape: str, native: Native, tm
         assert (outputs[1] - outputs[0]).norm() < 1e-6 * outputs[0].norm()
 
 
-def test_gates_of_any_size_are_what_torch_gives(native: Native, tmp_path: Path) -> None:
+def test_gates_of_any_size_are_what_torch_gives(native: NativeBackend, tmp_path: Path) -> None:
     """Of exp nothing is left of some, and too much for float32 of others."""
     outputs = []
     for each in (None, native):
         stage = load(tmp_path, "llama", each)
-        for layer in stage._fused.layers:
-            layer.gate_up[0].mul_(1000)
+        for layer in stage._llama_layers.layers:
+            layer.gate_up.weight.mul_(1000)
         outputs.append(one_by_one(stage, stage.new_sequence(), inputs(stage, 3)))
     assert (outputs[1] - outputs[0]).norm() < 1e-6 * outputs[0].norm()
 
 
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_not_finite_does_not_become_so(wrong: float, native: Native, tmp_path: Path) -> None:
+def test_what_is_not_finite_does_not_become_so(wrong: float, native: NativeBackend, tmp_path: Path) -> None:
     stage = load(tmp_path, "llama", native)
     rows = inputs(stage, 3)
     rows[1, 7] = wrong
@@ -157,7 +158,9 @@ def test_what_is_not_finite_does_not_become_so(wrong: float, native: Native, tmp
 @pytest.mark.parametrize(
     "shape", ["llama", "llama, odd sizes", "llama, wide heads, six of which share a key"]
 )
-def test_a_lane_gets_the_same_bits_whoever_is_beside_it(shape: str, native: Native, tmp_path: Path) -> None:
+def test_a_lane_gets_the_same_bits_whoever_is_beside_it(
+    shape: str, native: NativeBackend, tmp_path: Path
+) -> None:
     stage = load(tmp_path, shape, native)
     rows = inputs(stage, 20)
     alone = [stage.forward([(stage.new_sequence(), row[None])])[0] for row in rows]
@@ -167,26 +170,28 @@ def test_a_lane_gets_the_same_bits_whoever_is_beside_it(shape: str, native: Nati
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_several_positions_of_lanes_are_what_torch_gives(shape: str, native: Native, tmp_path: Path) -> None:
+def test_several_positions_of_lanes_are_what_torch_gives(
+    shape: str, native: NativeBackend, tmp_path: Path
+) -> None:
     check_several_positions(shape, native, tmp_path)
 
 
 @pytest.mark.parametrize("missing", [["avx512f"], ["avx512f", "avx2", "avx", "fma"]])
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="these are instructions of x86")
 def test_processors_with_smaller_vectors_compute_the_same(
-    missing: list[str], native: Native, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    missing: list[str], native: NativeBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(native_code, "COMPILE", (*native_code.COMPILE, *(f"-mno-{each}" for each in missing)))
-    narrow = Native.load(tmp_path / "narrow")
+    narrow = NativeBackend.load(tmp_path / "narrow")
     assert narrow is not None
     for number, shape in enumerate(SHAPES):
         check_several_positions(shape, narrow, tmp_path / str(number))
 
 
-def check_several_positions(shape: str, native: Native, tmp_path: Path) -> None:
+def check_several_positions(shape: str, native: NativeBackend, tmp_path: Path) -> None:
     """Chunks, single positions and the beginnings of others in one step, of lanes that grow on the way."""
     expected, got = load(tmp_path, shape, None), load(tmp_path, shape, native)
-    assert got.is_native
+    assert got.has_decode_step
     outputs: list[list[torch.Tensor]] = []
     for stage in (expected, got):
         sequences = [stage.new_sequence() for _ in range(4)]
@@ -204,7 +209,7 @@ def check_several_positions(shape: str, native: Native, tmp_path: Path) -> None:
     "shape", ["llama", "llama, odd sizes", "llama, wide heads, six of which share a key"]
 )
 def test_a_chunk_gets_the_bits_of_its_positions_one_by_one(
-    shape: str, native: Native, tmp_path: Path
+    shape: str, native: NativeBackend, tmp_path: Path
 ) -> None:
     stage = load(tmp_path, shape, native)
     rows = inputs(stage, 40)
@@ -216,7 +221,7 @@ def pairs_of(stage: Stage, paths: Sequence[str], rank: int) -> dict[str, torch.T
     """For linear modules of all layers, by the names in which they are told apart there."""
     modules = [
         (path, *shape)
-        for path, shape in stage._forms[0].linears.items()
+        for path, shape in stage._targets[0].linears.items()
         if path.rpartition(".")[2].removesuffix("_proj") in paths
     ]
     assert len(modules) == len(paths)
@@ -238,7 +243,9 @@ ADAPTERS = (
 @pytest.mark.parametrize(
     ("shape", "threads"), [*((shape, 1) for shape in SHAPES), ("llama, odd sizes", 3), ("qwen2, biases", 16)]
 )
-def test_every_lane_has_its_own_adapter(shape: str, threads: int, native: Native, tmp_path: Path) -> None:
+def test_every_lane_has_its_own_adapter(
+    shape: str, threads: int, native: NativeBackend, tmp_path: Path
+) -> None:
     """In stages and in parts of them, beside lanes that have none, and alone."""
     expected, got = load(tmp_path, shape, None), load(tmp_path, shape, native)
     outputs: list[list[torch.Tensor]] = []
@@ -266,7 +273,7 @@ def test_every_lane_has_its_own_adapter(shape: str, threads: int, native: Native
 
 
 def test_few_positions_are_computed_by_native_code(
-    native: Native, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    native: NativeBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage = load(tmp_path, "llama", native)
     calls = []
@@ -274,14 +281,14 @@ def test_few_positions_are_computed_by_native_code(
     monkeypatch.setattr(native, "decode", lambda *given: (calls.append(len(given)), decode_step(*given)))
     one, other = stage.new_sequence(), stage.new_sequence()
 
-    stage.forward([(one, inputs(stage, NATIVE_POSITIONS - 1)), (other, inputs(stage, 1))])
+    stage.forward([(one, inputs(stage, MAX_POSITIONS - 1)), (other, inputs(stage, 1))])
     assert len(calls) == 1
-    stage.forward([(one, inputs(stage, NATIVE_POSITIONS)), (other, inputs(stage, 1))])
+    stage.forward([(one, inputs(stage, MAX_POSITIONS)), (other, inputs(stage, 1))])
     assert len(calls) == 1
 
 
 @pytest.mark.parametrize("threads", [2, 3, 64])
-def test_any_number_of_threads_gives_the_same(threads: int, native: Native, tmp_path: Path) -> None:
+def test_any_number_of_threads_gives_the_same(threads: int, native: NativeBackend, tmp_path: Path) -> None:
     """More of them than there are heads, too: then some have no rows of a product."""
     stage = load(tmp_path, "llama, odd sizes", native)
     rows = inputs(stage, 3)
@@ -295,15 +302,15 @@ def test_any_number_of_threads_gives_the_same(threads: int, native: Native, tmp_
 
 
 def test_parts_and_packed_batches_share_lanes(
-    native: Native, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    native: NativeBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Positions of one lane may come alone, in chunks of each size and beside another lane; parts have lanes of their own."""
-    monkeypatch.setattr(stages, "NATIVE_POSITIONS", 3)
+    monkeypatch.setattr(native_backend, "MAX_POSITIONS", 3)
     stage = load(tmp_path, "llama", native)
     rows = inputs(stage, 12)
     [expected] = stage.forward([(stage.new_sequence(), rows)])
     parts = [stage.part(0, 2), stage.part(2, 5)]
-    assert all(part.is_native for part in parts)
+    assert all(part.has_decode_step for part in parts)
     sequences, others = ([part.new_sequence() for part in parts] for _ in range(2))
 
     outputs = []
@@ -318,7 +325,7 @@ def test_parts_and_packed_batches_share_lanes(
     torch.testing.assert_close(torch.cat(outputs), expected, atol=1e-5, rtol=1e-4)
 
 
-def test_inputs_are_left_as_they_were(native: Native, tmp_path: Path) -> None:
+def test_inputs_are_left_as_they_were(native: NativeBackend, tmp_path: Path) -> None:
     stage = load(tmp_path, "llama", native)
     row = inputs(stage, 1)
     kept = row.clone()
@@ -329,59 +336,72 @@ def test_inputs_are_left_as_they_were(native: Native, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["mistral", "qwen2", "gemma3", "granite"])
-def test_what_native_code_does_not_know_is_left_to_torch(family: str, native: Native, tmp_path: Path) -> None:
+def test_what_native_code_does_not_know_is_left_to_torch(
+    family: str, native: NativeBackend, tmp_path: Path
+) -> None:
     """Sliding windows, and layers of another kind."""
-    assert not load(tmp_path, family, native).is_native
+    assert not load(tmp_path, family, native).has_decode_step
 
 
-def test_other_precisions_are_left_to_torch(native: Native, tmp_path: Path) -> None:
+def test_other_precisions_are_left_to_torch(native: NativeBackend, tmp_path: Path) -> None:
     model = resolve(str(save_tiny("llama-tied", tmp_path / "model")), cache_dir=tmp_path / "cache")
-    stage = Stage.load(model, 0, 5, dtype=torch.bfloat16, device=CPU, native=native)
-    assert (stage.is_fused, stage.is_native) == (True, False)
+    stage = Stage.load(model, 0, 5, dtype=torch.bfloat16, device=CPU, backend=native)
+    assert (stage.has_llama_layers, stage.has_decode_step) == (True, False)
 
 
 def test_native_code_that_computes_something_else_is_not_used(
-    native: Native, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    native: NativeBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The trial finds it, whatever it is: here the code leaves its input as it is."""
     monkeypatch.setattr(native, "decode", lambda *_: None)
     stage = load(tmp_path, "llama", native)
-    assert (stage.is_fused, stage.is_native) == (True, False)
+    assert (stage.has_llama_layers, stage.has_decode_step) == (True, False)
 
 
-def test_positions_that_a_lane_has_no_room_for_are_refused(native: Native, tmp_path: Path) -> None:
+def row_of(stage: Stage, sequence: SequenceCache) -> DecodeRow:
+    return DecodeRow(sequence.length, 1, sequence.layers, sequence.lora)
+
+
+def test_positions_beyond_the_capacity_of_a_cache_are_refused(native: NativeBackend, tmp_path: Path) -> None:
     stage = load(tmp_path, "llama", native)
     sequence = stage.new_sequence()
     sequence.reserve(GROWTH_POSITIONS)
     sequence.length = GROWTH_POSITIONS
 
-    with pytest.raises(ValueError, match="room"):
-        stage._native(inputs(stage, 1), [sequence], [1])
+    with pytest.raises(ValueError, match="no room"):
+        stage._decode_step(inputs(stage, 1), [row_of(stage, sequence)])
 
 
-def test_lanes_of_another_stage_are_refused(native: Native, tmp_path: Path) -> None:
+def test_sequences_of_another_stage_are_refused(native: NativeBackend, tmp_path: Path) -> None:
     stage = load(tmp_path, "llama", native)
     sequence = stage.part(0, 2).new_sequence()
     sequence.reserve(1)
 
-    with pytest.raises(ValueError, match="of their own"):
-        stage._native(inputs(stage, 1), [sequence], [1])
+    with pytest.raises(ValueError, match="another stage"):
+        stage.forward([(sequence, inputs(stage, 1))])
+    with pytest.raises(ValueError, match="caches of 2 layers for 5"):
+        stage._decode_step(inputs(stage, 1), [row_of(stage, sequence)])
 
 
-def test_inputs_of_another_width_are_refused(native: Native, tmp_path: Path) -> None:
+def test_inputs_of_another_width_are_refused(native: NativeBackend, tmp_path: Path) -> None:
     stage = load(tmp_path, "llama", native)
     sequence = stage.new_sequence()
     sequence.reserve(1)
 
     with pytest.raises(ValueError, match="float32"):
-        stage._native(torch.zeros(1, stage.hidden_size - 1), [sequence], [1])
+        stage._decode_step(torch.zeros(1, stage.hidden_size - 1), [row_of(stage, sequence)])
 
 
-def test_the_sizes_of_heads_must_divide(native: Native, tmp_path: Path) -> None:
-    stage = load(tmp_path, "llama", native)
-    assert decode.fits(stage._fused, stage.geometry)
-    layer = stage._fused.layers[2]
-    layer.heads = 3
-    layer.qkv = layer.qkv[0][: (3 + 2 * 2) * 8].contiguous(), None
-    layer.output = layer.output[0][:, : 3 * 8].contiguous(), None
-    assert not decode.fits(stage._fused, stage.geometry)
+def test_the_number_of_key_heads_must_divide_that_of_query_heads(
+    native: NativeBackend, tmp_path: Path
+) -> None:
+    layers = load(tmp_path, "llama", native)._llama_layers
+    assert native.decode_step(layers.layers, layers.rotary) is not None
+    layer = layers.layers[2]
+    layers.layers[2] = replace(
+        layer,
+        heads=3,
+        qkv=Linear(layer.qkv.weight[: (3 + 2 * 2) * 8].contiguous()),
+        output=Linear(layer.output.weight[:, : 3 * 8].contiguous()),
+    )
+    assert native.decode_step(layers.layers, layers.rotary) is None

@@ -1,0 +1,189 @@
+"""The backend interface: the arithmetic of decoder layers, and the weights it works on.
+
+A backend computes the operations of one decoder layer: products with weights, RMSNorm, rotary embedding, attention over a KV cache,
+the gate of the MLP, LoRA. Models call it in three ways, and know none of its implementations:
+
+1. ``llama_layers.py`` computes layers of the Llama shape entirely with the backend, from joined weights.
+2. Layers of any other shape are run by transformers; their attention and their LoRA updates go to the backend.
+3. Decoding adds few positions to each sequence, and what a layer costs besides reading its weights then counts. A backend may offer
+   a :class:`DecodeStep`, which computes all layers of a stage in one call.
+
+There are two: ``TorchBackend`` has every operation on every device; ``NativeBackend`` adds a decode step in C. A device or a
+quantised format is added here: a class of weight beside :class:`Linear`, and a backend whose ``linear`` and decode step read it.
+
+Shapes: T positions of all sequences of a batch, D hidden size, H query heads, Hkv key heads, d head size, S cached positions.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+Rotary = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""transformers' rotary embedding: (a tensor of the wanted dtype and device, positions [1, T]) to cosines and sines [1, T, d]."""
+
+Angles = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and signed sines [1, 1, T, d]: the first half of the sines is negated, as the rotation needs it."""
+
+PRODUCTS = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "output": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+"""The four products of a :class:`DecoderLayer`, and the linear modules whose outputs each one concatenates."""
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A dense linear layer: ``weight`` [outputs, inputs] and ``bias`` [outputs], in the dtype of the activations."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+
+    @property
+    def inputs(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def outputs(self) -> int:
+        return self.weight.shape[0]
+
+
+@dataclass(frozen=True)
+class RmsNorm:
+    """``weight`` [size] and epsilon of an RMSNorm over the last dimension."""
+
+    weight: torch.Tensor
+    eps: float
+
+
+@dataclass(frozen=True)
+class AttentionRule:
+    """How a layer attends: scale of the scores, sliding window in positions, cap of the scores, and sinks [H]; None for none."""
+
+    scaling: float | None
+    sliding_window: int | None
+    softcap: float | None
+    sinks: torch.Tensor | None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether softmax(scaling * QKᵀ)V is all there is."""
+        return self.sliding_window is None and self.softcap is None and self.sinks is None
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    """The weights of one layer of the Llama shape. ``index`` counts from the first layer of the whole stage.
+
+    ``qkv`` has the outputs of all query heads, then of the key heads, then of the value heads; ``gate_up`` those of the gate, then of
+    the up projection. ``query_norm`` and ``key_norm`` are norms of single heads, which most families do not have.
+    """
+
+    index: int
+    rule: AttentionRule
+    heads: int
+    key_heads: int
+    head_size: int
+    qkv: Linear
+    output: Linear
+    gate_up: Linear
+    down: Linear
+    attention_norm: RmsNorm
+    mlp_norm: RmsNorm
+    query_norm: RmsNorm | None = None
+    key_norm: RmsNorm | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class LoraUpdate:
+    """The LoRA pairs of one product (Hu et al., 2021, equation 3): y += B A x.
+
+    ``down`` [ranks, inputs] has the A of all pairs, one after another. Each of ``ups`` is (columns of the product's outputs, rows of
+    ``down``, B [outputs, rank]) of one pair.
+    """
+
+    down: torch.Tensor
+    ups: tuple[tuple[slice, slice, torch.Tensor], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class LoraLayers:
+    """The LoRA updates of one adapter: for each layer of the whole stage, by product."""
+
+    layers: tuple[Mapping[str, LoraUpdate], ...]
+
+    @property
+    def is_empty(self) -> bool:
+        return not any(self.layers)
+
+
+@dataclass(frozen=True)
+class DecodeRow:
+    """One sequence of a decode step: ``count`` new positions from ``start`` on.
+
+    ``caches`` has keys and values [1, Hkv, capacity, d] of each layer, with room for the new positions.
+    """
+
+    start: int
+    count: int
+    caches: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    lora: LoraLayers | None = None
+
+
+class DecodeStep(Protocol):
+    """All layers of a stage in one call."""
+
+    max_positions: int
+    """With more positions than this in a step, the operations one by one are as fast."""
+
+    def __call__(self, inputs: torch.Tensor, rows: Sequence[DecodeRow]) -> torch.Tensor:
+        """Hidden states [T, D] of the rows' new positions, in and out; the dtype is that of the weights.
+
+        Writes their keys and values into the caches. Raises ``ValueError`` for inputs or caches of other shapes.
+        """
+
+
+class Backend(Protocol):
+    """The operations of a decoder layer. All tensors of a call have one dtype and one device.
+
+    Every operation but ``add_lora``'s update of ``outputs`` leaves its arguments unchanged, and can be differentiated with respect to
+    activations and LoRA; weights are frozen.
+    """
+
+    def linear(self, inputs: torch.Tensor, linear: Linear) -> torch.Tensor:
+        """[T, inputs] to [T, outputs]."""
+
+    def rms_norm(self, states: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
+        """RMSNorm over the last dimension (Zhang and Sennrich, 2019, equation 4): [..., size] in and out."""
+
+    def rope(self, states: torch.Tensor, angles: Angles) -> torch.Tensor:
+        """Rotary embedding (RoFormer, section 3.4.2) of [1, heads, T, d]; component i is paired with i + d / 2."""
+
+    def attention(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        rule: AttentionRule,
+        visible: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of queries [B, H, T, d] over keys and values [B, Hkv, S, d], which may be views of a KV cache: [B, H, T, d].
+
+        The queries are the last T of the S positions. ``visible`` [T, S] is true where a query sees a key; without it each query sees
+        every position up to its own. The sliding window of ``rule`` is ignored: ``visible`` contains it.
+        """
+
+    def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """The gated activation of an MLP, silu(gate) * up (Shazeer, 2020): [T, 2 n] to [T, n]."""
+
+    def add_lora(self, inputs: torch.Tensor, outputs: torch.Tensor, update: LoraUpdate) -> None:
+        """Add the LoRA update of ``inputs`` [T, inputs] to ``outputs`` [T, outputs], in place."""
+
+    def decode_step(self, layers: Sequence[DecoderLayer], rotary: Rotary) -> DecodeStep | None:
+        """A decode step for these layers, which keep their memory; None if this backend has none for their shape, dtype or device.
+
+        The caller compares its outputs with those of the single operations before it relies on it.
+        """

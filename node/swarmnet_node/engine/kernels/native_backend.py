@@ -1,0 +1,301 @@
+"""The backend whose decode step is C: all layers of the Llama shape in one call, for a few new positions of some sequences.
+
+``decode.c`` is compiled once on each machine (``swarmnet_protocols.machine.native_code``). Python fills its structs with pointers to
+torch's memory: weights and norms once for a stage, KV caches and rotary angles in each step. Everything but the decode step is
+``TorchBackend``.
+"""
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from ctypes import Structure, c_float, c_int64, c_void_p
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+import torch
+
+from swarmnet_node.engine.kernels.backend import (
+    PRODUCTS,
+    Backend,
+    DecoderLayer,
+    DecodeRow,
+    DecodeStep,
+    Linear,
+    LoraLayers,
+    LoraUpdate,
+    RmsNorm,
+    Rotary,
+)
+from swarmnet_node.engine.kernels.torch_backend import TorchBackend
+from swarmnet_protocols.machine import native_code
+
+SOURCE = Path(__file__).with_name("decode.c")
+MAX_POSITIONS = 128
+"""Positions of a step up to which C is faster. It reads weights as fast as memory delivers them; with more positions arithmetic
+dominates, in which torch is as good."""
+CACHE_LINE_FLOATS = 16
+QUERIES = 4
+"""Query heads that are scored at once, at most; ``QUERIES`` in decode.c."""
+ANGLES_POSITIONS = 64
+"""Positions whose rotary angles are computed at once."""
+
+
+class _Linear(Structure):
+    _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("inputs", c_int64))
+
+
+class _Norm(Structure):
+    _fields_ = (("weight", c_void_p), ("eps", c_float))
+
+
+class _Layer(Structure):
+    _fields_ = (
+        *((name, _Linear) for name in ("qkv", "output", "gate_up", "down")),
+        *((name, _Norm) for name in ("attention_norm", "query_norm", "key_norm", "mlp_norm")),
+        *((name, c_int64) for name in ("heads", "key_heads", "inner")),
+        ("scaling", c_float),
+    )
+
+
+class _Step(Structure):
+    _fields_ = tuple(
+        (name, c_int64)
+        for name in (
+            *("layers", "hidden_size", "head_size", "shared_floats", "thread_floats"),
+            *("positions", "threads", "ranks"),
+        )
+    )
+
+
+class _Up(Structure):
+    _fields_ = (
+        ("weight", c_void_p),
+        *((name, c_int64) for name in ("first", "outputs", "first_rank", "ranks")),
+    )
+
+
+class _Update(Structure):
+    _fields_ = (("down", c_void_p), ("ups", c_void_p), ("ranks", c_int64), ("pairs", c_int64))
+
+
+class _Position(Structure):
+    _fields_ = (
+        *(("position", c_int64), ("capacity", c_int64)),
+        *(("angles", c_void_p), ("caches", c_void_p), ("updates", c_void_p)),
+    )
+
+
+class _Lora:
+    """The LoRA updates of some layers as C reads them: an ``_Update`` for each product of each layer."""
+
+    def __init__(self, layers: Sequence[Mapping[str, LoraUpdate]]) -> None:
+        self._kept: list[object] = []
+        """What the structs point to."""
+        self.ranks = max(len(update.down) for layer in layers for update in layer.values())
+        self.updates = (_Update * (len(layers) * len(PRODUCTS)))(
+            *(self._update(layer.get(product)) for layer in layers for product in PRODUCTS)
+        )
+
+    def _update(self, update: LoraUpdate | None) -> _Update:
+        if update is None:
+            return _Update()
+        ups = (_Up * len(update.ups))(
+            *(
+                _Up(self._address(up), columns.start, len(up), ranks.start, up.shape[1])
+                for columns, ranks, up in update.ups
+            )
+        )
+        self._kept.append(ups)
+        return _Update(self._address(update.down), ctypes.addressof(ups), len(update.down), len(update.ups))
+
+    def _address(self, tensor: torch.Tensor) -> int:
+        contiguous = tensor.contiguous()
+        self._kept.append(contiguous)
+        return contiguous.data_ptr()
+
+
+class NativeBackend(TorchBackend):
+    """``TorchBackend`` with a decode step in C, for float32 on the CPU."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.decode = library.decode
+        self.decode.restype = None
+        self.decode.argtypes = [c_void_p] * 5
+
+    @classmethod
+    def load(cls, cache_dir: Path) -> "NativeBackend | None":
+        """Compile the code, or use what ``cache_dir`` has from before; None where this machine cannot compile or load it."""
+        library = native_code.load(SOURCE, cache_dir)
+        return None if library is None else cls(library)
+
+    def decode_step(self, layers: Sequence[DecoderLayer], rotary: Rotary) -> DecodeStep | None:
+        return NativeDecodeStep(self, layers, rotary) if fits(layers, rotary) else None
+
+
+class NativeDecodeStep:
+    """Layers of one stage as C reads them."""
+
+    def __init__(self, backend: NativeBackend, layers: Sequence[DecoderLayer], rotary: Rotary) -> None:
+        """``fits`` holds for the layers, whose memory is used where it is."""
+        self.max_positions = MAX_POSITIONS
+        self._backend = backend
+        self._decoder_layers = layers
+        self._rotary = rotary
+        self._first = layers[0].index
+        self._hidden_size, self._head_size = layers[0].output.outputs, layers[0].head_size
+        self._layers = (_Layer * len(layers))(*map(_native_layer, layers))
+        self._loras: WeakKeyDictionary[LoraLayers, _Lora | None] = WeakKeyDictionary()
+        self._angles: dict[int, torch.Tensor] = {}
+        """Rotary angles of the positions so far, in groups of ``ANGLES_POSITIONS``: far smaller than one sequence's KV cache."""
+        self._shared_floats = _whole_cache_lines(max(map(_shared_floats, layers)))
+
+    def __call__(self, inputs: torch.Tensor, rows: Sequence[DecodeRow]) -> torch.Tensor:
+        count = sum(row.count for row in rows)
+        if inputs.shape != (count, self._hidden_size) or inputs.dtype != torch.float32:
+            raise ValueError(f"the decode step takes {count} positions of {self._hidden_size} float32")
+        caches = [self._caches(row) for row in rows]
+        loras = [self._lora(row.lora) for row in rows]
+        positions = (_Position * count)(
+            *(
+                _Position(
+                    *(position, capacity, self._angles_at(position), ctypes.addressof(pointers)),
+                    None if lora is None else ctypes.addressof(lora.updates),
+                )
+                for row, (capacity, pointers), lora in zip(rows, caches, loras, strict=True)
+                for position in range(row.start, row.start + row.count)
+            )
+        )
+        hidden = inputs.clone(memory_format=torch.contiguous_format)
+        threads = torch.get_num_threads()
+        longest = max(row.start + row.count for row in rows)
+        ranks = max((lora.ranks for lora in loras if lora is not None), default=0)
+        shared_floats = count * self._shared_floats + _whole_cache_lines(count * ranks)
+        thread_floats = _whole_cache_lines(count * self._hidden_size + QUERIES * longest)
+        scratch = torch.empty(shared_floats + threads * thread_floats)
+        step = _Step(
+            layers=len(self._layers),
+            hidden_size=self._hidden_size,
+            head_size=self._head_size,
+            shared_floats=shared_floats,
+            thread_floats=thread_floats,
+            positions=count,
+            threads=threads,
+            ranks=ranks,
+        )
+        self._backend.decode(
+            ctypes.byref(step), self._layers, positions, scratch.data_ptr(), hidden.data_ptr()
+        )
+        return hidden
+
+    def _lora(self, lora: LoraLayers | None) -> _Lora | None:
+        """The updates for these layers, None if there are none. Computed once for each adapter."""
+        if lora is None:
+            return None
+        if lora not in self._loras:
+            layers = lora.layers[self._first : self._first + len(self._layers)]
+            self._loras[lora] = _Lora(layers) if any(layers) else None
+        return self._loras[lora]
+
+    def _caches(self, row: DecodeRow) -> tuple[int, ctypes.Array[c_void_p]]:
+        """Capacity of a row's caches, and the addresses of keys and values of every layer."""
+        if len(row.caches) != len(self._layers):
+            raise ValueError(f"caches of {len(row.caches)} layers for {len(self._layers)}")
+        capacity = row.caches[0][0].shape[2]
+        if row.start + row.count > capacity:
+            raise ValueError(f"no room for {row.start + row.count} positions in a cache of {capacity}")
+        return capacity, (c_void_p * (2 * len(row.caches)))(
+            *(buffer.data_ptr() for buffers in row.caches for buffer in buffers)
+        )
+
+    def _angles_at(self, position: int) -> int:
+        """The address of cosines and sines [2, head size]."""
+        group, offset = divmod(position, ANGLES_POSITIONS)
+        if group not in self._angles:
+            start = group * ANGLES_POSITIONS
+            positions = torch.arange(start, start + ANGLES_POSITIONS)
+            self._angles[group] = _angles(self._decoder_layers, self._rotary, positions)
+        angles = self._angles[group]
+        return angles.data_ptr() + offset * angles.stride(0) * angles.element_size()
+
+
+def fits(layers: Sequence[DecoderLayer], rotary: Rotary) -> bool:
+    """Whether the C code has a step for layers of these shapes: float32 on the CPU, the same sizes in all, plain attention."""
+    hidden_size, head_size = layers[0].output.outputs, layers[0].head_size
+    return (
+        layers[0].output.weight.device.type == "cpu"
+        and head_size % 2 == 0
+        and all(_layer_fits(layer, hidden_size, head_size) for layer in layers)
+        and _angles(layers, rotary, torch.zeros(1, dtype=torch.long)).shape == (1, 2, head_size)
+    )
+
+
+def _layer_fits(layer: DecoderLayer, hidden_size: int, head_size: int) -> bool:
+    width, inner = layer.heads * head_size, layer.down.inputs
+    linears: list[tuple[Linear, tuple[int, ...]]] = [
+        (layer.qkv, (width + 2 * layer.key_heads * head_size, hidden_size)),
+        (layer.output, (hidden_size, width)),
+        (layer.gate_up, (2 * inner, hidden_size)),
+        (layer.down, (hidden_size, inner)),
+    ]
+    tensors: list[tuple[torch.Tensor, tuple[int, ...]]] = [
+        (linear.weight, shape) for linear, shape in linears
+    ]
+    tensors += [(linear.bias, shape[:1]) for linear, shape in linears if linear.bias is not None]
+    tensors += [(norm.weight, (hidden_size,)) for norm in (layer.attention_norm, layer.mlp_norm)]
+    tensors += [
+        (norm.weight, (head_size,)) for norm in (layer.query_norm, layer.key_norm) if norm is not None
+    ]
+    return (
+        layer.rule.is_plain
+        and layer.head_size == head_size
+        and layer.heads % layer.key_heads == 0
+        and (layer.query_norm is None) == (layer.key_norm is None)
+        and all(
+            tensor.shape == shape and tensor.dtype == torch.float32 and tensor.is_contiguous()
+            for tensor, shape in tensors
+        )
+    )
+
+
+def _angles(layers: Sequence[DecoderLayer], rotary: Rotary, positions: torch.Tensor) -> torch.Tensor:
+    """Cosines and sines [T, 2, head size] of positions [T]. They depend on nothing else in any model that is served."""
+    cosines, sines = rotary(layers[0].output.weight, positions[None])
+    return torch.stack((cosines[0], sines[0]), 1)
+
+
+def _native_layer(layer: DecoderLayer) -> _Layer:
+    return _Layer(
+        *map(_native_linear, (layer.qkv, layer.output, layer.gate_up, layer.down)),
+        *map(_native_norm, (layer.attention_norm, layer.query_norm, layer.key_norm, layer.mlp_norm)),
+        layer.heads,
+        layer.key_heads,
+        layer.down.inputs,
+        layer.head_size**-0.5 if layer.rule.scaling is None else layer.rule.scaling,
+    )
+
+
+def _native_linear(linear: Linear) -> _Linear:
+    bias = None if linear.bias is None else linear.bias.data_ptr()
+    return _Linear(linear.weight.data_ptr(), bias, linear.inputs)
+
+
+def _native_norm(norm: RmsNorm | None) -> _Norm:
+    return _Norm() if norm is None else _Norm(norm.weight.data_ptr(), norm.eps)
+
+
+def _shared_floats(layer: DecoderLayer) -> int:
+    """Floats of scratch memory for one position, shared by all threads.
+
+    The states of all heads, the attention outputs, gate and up, their product, and a sum to add to the hidden state.
+    """
+    outputs = (layer.qkv.outputs, layer.gate_up.outputs, layer.down.outputs)
+    return sum(outputs) + layer.heads * layer.head_size + layer.down.inputs
+
+
+def _whole_cache_lines(floats: int) -> int:
+    """Round up to whole cache lines: threads that write into one line would wait for each other."""
+    return -(-floats // CACHE_LINE_FLOATS) * CACHE_LINE_FLOATS
+
+
+def load_backend(cache_dir: Path) -> Backend:
+    """The best backend of this machine: ``NativeBackend``, or ``TorchBackend`` where the C code does not compile."""
+    return NativeBackend.load(cache_dir) or TorchBackend()

@@ -1,0 +1,189 @@
+"""The backend that computes with torch: every operation, on every device, with gradients."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from swarmnet_node.engine.kernels.backend import (
+    Angles,
+    AttentionRule,
+    DecoderLayer,
+    DecodeStep,
+    Linear,
+    LoraUpdate,
+    RmsNorm,
+    Rotary,
+)
+
+
+class TorchBackend:
+    """``Backend`` by torch.
+
+    Where gradients are wanted, RMSNorm, rotary embedding and SwiGLU have handwritten backward passes: autograd's keep more tensors and
+    read the activations about twice as often.
+    """
+
+    def linear(self, inputs: torch.Tensor, linear: Linear) -> torch.Tensor:
+        return functional.linear(inputs, linear.weight, linear.bias)
+
+    def rms_norm(self, states: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
+        if not states.requires_grad:
+            return functional.rms_norm(states, norm.weight.shape, norm.weight, norm.eps)
+        return _apply(_RmsNorm, states, norm.weight, norm.eps)
+
+    def rope(self, states: torch.Tensor, angles: Angles) -> torch.Tensor:
+        return _apply(_Rope, states, *angles) if states.requires_grad else _rotate(states, *angles)
+
+    def attention(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        rule: AttentionRule,
+        visible: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        count, total = query.shape[2], keys.shape[2]
+        needs_scores = rule.softcap is not None or rule.sinks is not None
+        if visible is None and count > 1 and (needs_scores or count < total):
+            positions = torch.arange(total, device=query.device)
+            visible = causal_mask(positions[-count:], positions, None)
+        if needs_scores:
+            return _attention_with_scores(query, keys, values, rule, visible)
+        if count == 1 and visible is None:
+            return _attention_of_one(query, keys, values, rule.scaling)
+        return functional.scaled_dot_product_attention(
+            query,
+            keys,
+            values,
+            attn_mask=visible,
+            is_causal=visible is None,
+            scale=rule.scaling,
+            enable_gqa=True,
+        )
+
+    def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return _apply(_SwiGlu, gate_up) if gate_up.requires_grad else _swiglu(gate_up)
+
+    def add_lora(self, inputs: torch.Tensor, outputs: torch.Tensor, update: LoraUpdate) -> None:
+        low = functional.linear(inputs, update.down)
+        for columns, ranks, up in update.ups:
+            outputs[:, columns].addmm_(low[:, ranks], up.T)
+
+    def decode_step(self, layers: Sequence[DecoderLayer], rotary: Rotary) -> DecodeStep | None:
+        return None
+
+
+def causal_mask(queries: torch.Tensor, keys: torch.Tensor, sliding_window: int | None) -> torch.Tensor:
+    """Which keys [S] each query [T] sees, both given by their positions: [T, S], true for visible."""
+    mask = keys[None, :] <= queries[:, None]
+    if sliding_window is not None:
+        mask &= keys[None, :] > queries[:, None] - sliding_window
+    return mask
+
+
+def _attention_with_scores(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    rule: AttentionRule,
+    visible: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention with capped scores or sinks, which torch's fused attention lacks."""
+    rows, heads, count, size = query.shape
+    grouped = query.reshape(rows, keys.shape[1], -1, count, size)
+    scores = grouped @ keys.unsqueeze(2).transpose(-1, -2)
+    scores = scores * (size**-0.5 if rule.scaling is None else rule.scaling)
+    if rule.softcap is not None:
+        scores = torch.tanh(scores / rule.softcap) * rule.softcap
+    if visible is not None:
+        scores = scores.masked_fill(~visible, float("-inf"))
+    if rule.sinks is None:
+        weights = scores.softmax(-1, dtype=torch.float32)
+    else:
+        sinks = rule.sinks.to(scores.dtype).reshape(1, keys.shape[1], -1, 1, 1).expand(*scores.shape[:-1], 1)
+        weights = torch.cat([scores, sinks], -1).softmax(-1, dtype=torch.float32)[..., :-1]
+    return (weights.to(values.dtype) @ values.unsqueeze(2)).reshape(rows, heads, count, -1)
+
+
+def _attention_of_one(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float | None
+) -> torch.Tensor:
+    """One query sees every key. Heads that share keys become queries of one head, so that no key is repeated."""
+    rows, heads = query.shape[:2]
+    grouped = query.reshape(rows, keys.shape[1], -1, query.shape[3])
+    outputs = functional.scaled_dot_product_attention(grouped, keys, values, scale=scaling)
+    return outputs.reshape(rows, heads, 1, -1)
+
+
+def _apply(function: type[torch.autograd.Function], *arguments: Any) -> torch.Tensor:
+    outputs: torch.Tensor = function.apply(*arguments)  # type: ignore[no-untyped-call]
+    return outputs
+
+
+def _rotate(states: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+    first, second = states.chunk(2, -1)
+    first_sines, second_sines = sines.chunk(2, -1)
+    outputs = states * cosines
+    first_outputs, second_outputs = outputs.chunk(2, -1)
+    first_outputs.addcmul_(second, first_sines)
+    second_outputs.addcmul_(first, second_sines)
+    return outputs
+
+
+def _swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return functional.silu(gate).mul_(up)
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, states: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        precise = torch.promote_types(states.dtype, torch.float32)
+        scale = states.to(precise).square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+        ctx.save_for_backward(states, scale, weight)
+        return (states * scale).mul_(weight).to(states.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        states, scale, weight = ctx.saved_tensors
+        precise = states.to(scale.dtype)
+        weighted: torch.Tensor = gradients.to(scale.dtype) * weight
+        along = torch.linalg.vecdot(weighted, precise)[..., None] * scale**3 / states.shape[-1]
+        return weighted.mul_(scale).addcmul_(precise, along, value=-1).to(states.dtype), None, None
+
+
+class _Rope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, states: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(cosines, sines)
+        return _rotate(states, cosines, sines)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        # The transpose of a rotation negates the sines: the halves exchange theirs.
+        cosines, sines = ctx.saved_tensors
+        first, second = sines.chunk(2, -1)
+        return _rotate(gradients, cosines, torch.cat((second, first), -1)), None, None
+
+
+class _SwiGlu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gate_up)
+        return _swiglu(gate_up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradients: torch.Tensor) -> torch.Tensor:
+        (gate_up,) = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, -1)
+        outputs = torch.empty_like(gate_up)
+        to_gate, to_up = outputs.chunk(2, -1)
+        torch.mul(functional.silu(gate), gradients, out=to_up)
+        torch.ops.aten.silu_backward.grad_input(gradients * up, gate, grad_input=to_gate)
+        return outputs

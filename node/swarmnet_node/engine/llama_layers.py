@@ -1,0 +1,140 @@
+"""Decoder layers of the Llama shape, computed with a backend instead of transformers' modules.
+
+Query, key and value projections are one product, gate and up projections another, and nothing is computed that the shape does not
+need. In a forward of one token the weights that are read push code and small tensors out of the processor's caches, so that every
+operation between two products is slow; fewer operations are the remedy (``tests/bench/decode.py``).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from swarmnet_node.engine.adapters import BatchLora
+from swarmnet_node.engine.attention import Batch
+from swarmnet_node.engine.kernels.backend import (
+    Angles,
+    AttentionRule,
+    Backend,
+    DecoderLayer,
+    Linear,
+    RmsNorm,
+    Rotary,
+)
+
+
+def has_llama_shape(model: Any) -> bool:
+    """Whether a decoder stack of transformers consists of the modules of the Llama shape.
+
+    A family may compute something else with the same modules: compare outputs before using :class:`LlamaLayers`.
+    """
+    return hasattr(model, "rotary_emb") and all(map(_layer_has_llama_shape, model.layers))
+
+
+class LlamaLayers:
+    """A decoder stack of the Llama shape: llama, qwen2, qwen3, mistral and others."""
+
+    def __init__(self, model: Any, rules: Sequence[AttentionRule], backend: Backend) -> None:
+        """``rules`` has the attention rule of each layer. The weights of ``model`` become views of the joined weights here, so that
+        the model keeps working and no weight is held twice.
+        """
+        self.rotary: Rotary = model.rotary_emb
+        self.layers = [_decoder_layer(layer, rule) for layer, rule in zip(model.layers, rules, strict=True)]
+        self._backend = backend
+
+    def part(self, start: int, end: int) -> "LlamaLayers":
+        """Layers [start, end) of these, on the same weights."""
+        part = LlamaLayers.__new__(LlamaLayers)
+        part.rotary, part.layers, part._backend = self.rotary, self.layers[start:end], self._backend
+        return part
+
+    def __call__(
+        self, inputs: torch.Tensor, positions: torch.Tensor, batch: Batch, lora: BatchLora | None
+    ) -> torch.Tensor:
+        """Hidden states [T, D] of new positions [T], in and out."""
+        cosines, sines = self.rotary(inputs[None], positions[None])
+        first, second = sines.chunk(2, -1)
+        angles = cosines[None], torch.cat((-first, second), -1)[None]
+        for layer in self.layers:
+            inputs = self._layer(layer, inputs, angles, batch, lora)
+        return inputs
+
+    def _layer(
+        self, layer: DecoderLayer, hidden: torch.Tensor, angles: Angles, batch: Batch, lora: BatchLora | None
+    ) -> torch.Tensor:
+        backend, heads, key_heads = self._backend, layer.heads, layer.key_heads
+
+        def product(name: str, linear: Linear, inputs: torch.Tensor) -> torch.Tensor:
+            outputs = backend.linear(inputs, linear)
+            if lora is not None:
+                lora.add(layer.index, name, inputs, outputs)
+            return outputs
+
+        states = product("qkv", layer.qkv, backend.rms_norm(hidden, layer.attention_norm))
+        states = states.view(1, len(hidden), heads + 2 * key_heads, layer.head_size).transpose(1, 2)
+        if layer.query_norm is not None and layer.key_norm is not None:
+            query, key, value = torch.split(states, [heads, key_heads, key_heads], 1)
+            query = backend.rope(backend.rms_norm(query, layer.query_norm), angles)
+            key = backend.rope(backend.rms_norm(key, layer.key_norm), angles)
+        else:
+            rotating, value = torch.split(states, [heads + key_heads, key_heads], 1)
+            query, key = torch.split(backend.rope(rotating, angles), [heads, key_heads], 1)
+        attended = batch.attend(layer.index, query, key, value, layer.rule).reshape(len(hidden), -1)
+        hidden = hidden + product("output", layer.output, attended)
+        gate_up = product("gate_up", layer.gate_up, backend.rms_norm(hidden, layer.mlp_norm))
+        return hidden + product("down", layer.down, backend.swiglu(gate_up))
+
+
+def _layer_has_llama_shape(layer: Any) -> bool:
+    attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
+    names = {name for name, _ in layer.named_children()}
+    if attention is None or names != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}:
+        return False
+    linears = [getattr(attention, f"{name}_proj", None) for name in "qkvo"]
+    linears += [getattr(mlp, f"{name}_proj", None) for name in ("gate", "up", "down")]
+    norms = [layer.input_layernorm, layer.post_attention_layernorm]
+    norms += [getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
+    return (
+        all(type(linear) is nn.Linear for linear in linears)
+        and all(hasattr(norm, "variance_epsilon") for norm in norms)
+        and hasattr(attention, "q_norm") == hasattr(attention, "k_norm")
+        and hasattr(attention, "head_dim")
+        and hasattr(attention, "layer_idx")
+    )
+
+
+def _decoder_layer(layer: Any, rule: AttentionRule) -> DecoderLayer:
+    """The weights of a transformers layer, joined where they have the same inputs."""
+    attention, mlp = layer.self_attn, layer.mlp
+    return DecoderLayer(
+        index=attention.layer_idx,
+        rule=rule,
+        heads=attention.q_proj.out_features // attention.head_dim,
+        key_heads=attention.k_proj.out_features // attention.head_dim,
+        head_size=attention.head_dim,
+        qkv=_join(attention.q_proj, attention.k_proj, attention.v_proj),
+        output=Linear(attention.o_proj.weight, attention.o_proj.bias),
+        gate_up=_join(mlp.gate_proj, mlp.up_proj),
+        down=Linear(mlp.down_proj.weight, mlp.down_proj.bias),
+        attention_norm=_norm(layer.input_layernorm),
+        mlp_norm=_norm(layer.post_attention_layernorm),
+        query_norm=_norm(attention.q_norm) if hasattr(attention, "q_norm") else None,
+        key_norm=_norm(attention.k_norm) if hasattr(attention, "k_norm") else None,
+    )
+
+
+def _norm(module: Any) -> RmsNorm:
+    return RmsNorm(module.weight, module.variance_epsilon)
+
+
+def _join(*modules: nn.Linear) -> Linear:
+    """One linear layer with the outputs of all, one after another. The modules' own parameters become views of its parameters."""
+    weight = torch.cat([module.weight for module in modules])
+    bias = None if modules[0].bias is None else torch.cat([module.bias for module in modules])
+    sizes = [module.out_features for module in modules]
+    for index, module in enumerate(modules):
+        module.weight = nn.Parameter(torch.split(weight, sizes)[index], requires_grad=False)
+        if bias is not None:
+            module.bias = nn.Parameter(torch.split(bias, sizes)[index], requires_grad=False)
+    return Linear(weight, bias)
