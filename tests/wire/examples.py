@@ -206,7 +206,13 @@ def training_messages() -> Iterator[Protobuf]:
     )
     yield pb.ExchangeRequest(
         contribution=pb.Contribution(
-            slice=1, weight=0.5, size_bytes=1 << 33, offset=1 << 32, hash=_MANIFEST[:16], paced=True
+            slice=1,
+            weight=0.5,
+            size_bytes=1 << 33,
+            offset=1 << 32,
+            hash=_MANIFEST[:16],
+            paced=True,
+            signature=bytes(range(64)),
         )
     )
     yield pb.ExchangeRequest(
@@ -217,7 +223,9 @@ def training_messages() -> Iterator[Protobuf]:
     yield pb.Summary(
         round=7,
         slice=1,
-        contributors=[pb.Contributor(member=2, weight=512.0, hash=_MANIFEST[:16])],
+        contributors=[
+            pb.Contributor(member=2, weight=512.0, hash=_MANIFEST[:16], signature=bytes(range(64)))
+        ],
         excluded=[pb.Exclusion(member=3, reason="2 of 4096 values are not finite")],
     )
 

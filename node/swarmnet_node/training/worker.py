@@ -99,6 +99,7 @@ class Worker:
             timing=timing,
             rules=averaging_rules(self._job),
             executor=self._dependencies.codec_executor,
+            sign=self._dependencies.sign,
         )
         async with exchange:
             self._report(
@@ -246,6 +247,7 @@ class Worker:
         began = self._now()
         outcome = await pending.outcome
         self._rates.add(outcome.arrivals)
+        self._gathering.exclude(outcome.refuted)
         waited_s = pending.gather_s + self._now() - began
         self._pending = None
         if outcome.behind:
