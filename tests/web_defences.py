@@ -9,14 +9,14 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from swarmnet.dashboard.observing import seats
 from swarmnet.gateway.quotas import Quotas
-from swarmnet.web import guards, serving
+from swarmnet.web import middleware, server
 from swarmnet_client.batching import continuous_batching as batching
 from swarmnet_client.batching.sequences import RunningSequence, SequenceGroup
 from tests.defences import Defence, nothing, replacing, yes
 from tests.sim import test_batching, test_gateway_limits
 from tests.support.swarm_lab import Reference
 from tests.support.tiny_swarm import load_tiny
-from tests.unit import test_dashboard_seats, test_web_guards, test_web_serving
+from tests.unit import test_dashboard_seats, test_web_middleware, test_web_server
 
 
 def letting_through(guard: type) -> Callable[[pytest.MonkeyPatch], None]:
@@ -26,12 +26,16 @@ def letting_through(guard: type) -> Callable[[pytest.MonkeyPatch], None]:
     return replacing(guard, "__call__", call)
 
 
-def impatient(where: object, name: str, value: object) -> Callable[[pytest.MonkeyPatch], None]:
-    """``replacing``, and the test does not wait long for what then never comes."""
+async def unauthenticated(*_: object) -> None:
+    """Accept a request without a key."""
+
+
+def with_short_timeout(where: object, name: str, value: object) -> Callable[[pytest.MonkeyPatch], None]:
+    """As ``replacing``; the test gives up after 2 s."""
 
     def switch_off(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(where, name, value)
-        patch.setattr(test_web_serving, "PATIENCE_S", 2.0)
+        patch.setattr(test_web_server, "TIMEOUT_S", 2.0)
 
     return switch_off
 
@@ -61,48 +65,48 @@ def patched(test: Callable[[pytest.MonkeyPatch], object]) -> Callable[[Path], ob
 WEB = (
     Defence(
         "no name but ours (DNS rebinding)",
-        letting_through(guards.HostGuard),
-        lambda _: test_web_guards.test_a_name_that_is_not_ours_is_refused("evil.example"),
+        letting_through(middleware.HostCheck),
+        lambda _: test_web_middleware.test_an_unknown_host_name_is_refused("evil.example"),
     ),
     Defence(
         "no page of another origin",
-        letting_through(guards.OriginGuard),
-        lambda _: test_web_guards.test_pages_of_other_origins_are_refused(),
+        letting_through(middleware.OriginCheck),
+        lambda _: test_web_middleware.test_pages_of_other_origins_are_refused(),
     ),
     Defence(
         "no caller without a key",
-        letting_through(guards.KeyGuard),
-        lambda _: test_web_guards.test_only_a_key_opens(),
+        replacing(middleware.ApiKeyBackend, "authenticate", unauthenticated),
+        lambda _: test_web_middleware.test_requests_without_a_valid_key_are_refused(),
     ),
     Defence(
         "bodies have a largest size",
-        letting_through(guards.BodyLimit),
-        lambda _: test_web_guards.test_a_body_that_announces_or_has_too_much_is_refused(),
+        letting_through(middleware.BodyLimit),
+        lambda _: test_web_middleware.test_a_body_that_is_too_long_is_refused(),
     ),
     Defence(
         "browsers are told what answers may do",
-        letting_through(guards.SecurityHeaders),
-        lambda _: test_web_guards.test_every_answer_says_what_browsers_may_do_with_it(),
+        letting_through(middleware.SecurityHeaders),
+        lambda _: test_web_middleware.test_every_response_has_security_headers(),
     ),
     Defence(
         "no endpoint for others without a key",
-        replacing(guards, "is_loopback", yes),
-        lambda _: test_web_guards.test_others_need_one("0.0.0.0"),
+        replacing(middleware, "is_loopback", yes),
+        lambda _: test_web_middleware.test_other_addresses_need_a_key("0.0.0.0"),
     ),
     Defence(
         "connections that ask nothing end",
-        impatient(serving._Connection, "_wait", nothing),
-        patched(lambda patch: test_web_serving.test_a_connection_without_a_request_is_closed(b"", patch)),
+        with_short_timeout(server._TimedConnection, "_start_request_timer", nothing),
+        patched(lambda patch: test_web_server.test_a_connection_without_a_request_is_closed(b"", patch)),
     ),
     Defence(
         "connections have a largest number",
-        impatient(serving._Connection, "connection_made", H11Protocol.connection_made),
-        patched(test_web_serving.test_connections_beyond_the_limit_are_closed),
+        with_short_timeout(server._TimedConnection, "connection_made", H11Protocol.connection_made),
+        patched(test_web_server.test_connections_beyond_the_limit_are_closed),
     ),
     Defence(
         "streams do not keep a server that ends",
-        impatient(serving._Server, "cut_off", nothing),
-        patched(test_web_serving.test_an_open_stream_is_cut_off_at_the_end),
+        with_short_timeout(server._Server, "abort_connections", nothing),
+        patched(test_web_server.test_an_open_stream_is_aborted_at_shutdown),
     ),
     Defence(
         "a key has its quota",

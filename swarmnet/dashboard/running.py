@@ -11,7 +11,7 @@ from swarmnet.dashboard.observing.observer import Observer, Vantage
 from swarmnet.dashboard.observing.sightings import SwarmAbout
 from swarmnet.dashboard.server import Place, serve
 from swarmnet.swarm_file.content import SwarmFile
-from swarmnet.web.serving import Endpoint
+from swarmnet.web.server import Endpoint
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.net import PeerId
 

@@ -13,11 +13,11 @@ from starlette.middleware.gzip import GZipMiddleware
 from swarmnet.dashboard import charts
 from swarmnet.dashboard.feed import MAX_VIEWERS, Encoded, Feed
 from swarmnet.dashboard.files import PAGE, File, files
-from swarmnet.web.guards import Access, ApiKeys, check_exposed, guarded
-from swarmnet.web.serving import Endpoint, serving
+from swarmnet.web.middleware import AccessPolicy, ApiKeys, check_exposed, protect
+from swarmnet.web.server import Endpoint, serve_http
 
 KEEP_ALIVE_S = 15
-POLICY = "default-src 'self'; img-src 'self' data:; style-src 'self'; object-src 'none'; base-uri 'none'; frame-ancestors 'none'"
+CSP = "default-src 'self'; img-src 'self' data:; style-src 'self'; object-src 'none'; base-uri 'none'; frame-ancestors 'none'"
 MAX_PEER_EVENTS = 100
 _GZIP_MIN_BYTES = 1024
 
@@ -46,9 +46,9 @@ class Place:
 @asynccontextmanager
 async def serve(feed: Feed, place: Place) -> AsyncIterator[Endpoint]:
     """Serve ``feed`` while the context is open. Raises ``ConfigError`` for a place that will not do."""
-    access = Access(keys=place.check(), names=place.names, asks_browsers=True)
-    app = guarded(create_app(feed), access, policy=POLICY, max_body_bytes=0)
-    async with serving(app, place.host, place.port) as endpoint:
+    access = AccessPolicy(keys=place.check(), host_names=place.names, basic_auth=True)
+    app = protect(create_app(feed), access, csp=CSP, max_body_bytes=0)
+    async with serve_http(app, place.host, place.port) as endpoint:
         yield endpoint
 
 

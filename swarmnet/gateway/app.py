@@ -30,7 +30,7 @@ from swarmnet.gateway.schemas import (
     Strict,
     TokenizeRequest,
 )
-from swarmnet.web.guards import KEY_NAME
+from swarmnet.web.middleware import key_name
 from swarmnet_client.batching import sequences
 from swarmnet_client.batching.engine import Engine
 from swarmnet_client.model.sampling import Sampling
@@ -181,7 +181,7 @@ class Gateway:
 
     async def _read(self, request: Request, kind: type[R]) -> R:
         """The fields of a request, of which nothing is read if its key may have no answer now. Raises ``ApiError``."""
-        key = request.scope.get(KEY_NAME, "")
+        key = key_name(request)
         self._quotas.check(key, asyncio.get_running_loop().time())
         if not is_json(request.headers.get("content-type", "")):
             message = "the body is not a JSON object, sent with the header content-type: application/json"
@@ -198,7 +198,7 @@ class Gateway:
         if self._draining:
             raise ApiError(503, "the gateway is stopping", "stopping", "server_error", retry_after_s=RETRY_S)
         self._check_room(body.choices)
-        key = request.scope.get(KEY_NAME, "")
+        key = key_name(request)
         async with AsyncExitStack() as stack:
             self._quotas.enter(key, body.choices, asyncio.get_running_loop().time())
             stack.callback(self._quotas.leave, key, body.choices)

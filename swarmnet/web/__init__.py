@@ -1,1 +1,1 @@
-"""Serving pages and endpoints over HTTP: the gateway, the dashboard, a node's metrics."""
+"""HTTP serving shared by the gateway, the dashboard and a node's metrics: server and middleware."""

@@ -1,4 +1,4 @@
-"""What a machine asks of a node over HTTP: is it alive, is it ready, how is it doing."""
+"""A node's endpoints for orchestrators and Prometheus: ``/livez``, ``/readyz`` and ``/metrics``."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,15 +11,15 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from swarmnet.web.guards import API_POLICY, Access, SecurityHeaders, guarded, is_loopback
-from swarmnet.web.serving import serving
+from swarmnet.web.middleware import API_CSP, AccessPolicy, SecurityHeaders, is_loopback, protect
+from swarmnet.web.server import serve_http
 
 if TYPE_CHECKING:
     from swarmnet_node.metrics import Measured
 
 
 class Monitor:
-    """``/livez``, ``/readyz`` and ``/metrics`` of a node, which may still be starting."""
+    """The monitoring endpoints of one node. They answer from before the node has started."""
 
     def __init__(self) -> None:
         self._node: Measured | None = None
@@ -27,10 +27,10 @@ class Monitor:
 
     @asynccontextmanager
     async def serve(self, host: str, port: int) -> AsyncIterator[str]:
-        """Answer while the context is open; yields the URL. Raises ``ConfigError`` when it cannot listen there.
+        """Serve the endpoints while the context is open; yields their URL. Raises ``ConfigError`` if the address cannot be bound.
 
-        There is nothing secret in it: whoever may connect may read. Only on this machine's own address names are checked, for
-        there a web page could make a browser ask.
+        The answers contain no secrets, so no key is asked for. The Host header is checked on loopback only: there a web page could
+        make a browser on this machine ask, elsewhere Prometheus may use any name of the machine.
         """
         app: ASGIApp = Starlette(
             routes=[
@@ -39,19 +39,19 @@ class Monitor:
                 Route("/metrics", self._metrics),
             ]
         )
-        app = guarded(app, Access()) if is_loopback(host) else SecurityHeaders(app, API_POLICY)
-        async with serving(app, host, port, option="--metrics") as endpoint:
+        app = protect(app, AccessPolicy()) if is_loopback(host) else SecurityHeaders(app, API_CSP)
+        async with serve_http(app, host, port, option="--metrics") as endpoint:
             yield endpoint.url
 
     def watch(self, node: "Measured") -> None:
-        """From now on this is about ``node``, which serves."""
+        """Report the state and the metrics of ``node`` from here on."""
         from swarmnet_node.metrics import registry_of
 
         self._node = node
         self._registry = registry_of(node)
 
     async def _livez(self, _request: Request) -> Response:
-        """That this answers says it: the loop runs."""
+        """200 as long as the event loop runs."""
         return JSONResponse({"alive": True})
 
     async def _readyz(self, _request: Request) -> Response:

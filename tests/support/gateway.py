@@ -11,7 +11,7 @@ import httpx
 
 from swarmnet.gateway.app import Gateway
 from swarmnet.gateway.quotas import Quota
-from swarmnet.web.guards import Access, ApiKeys, guarded
+from swarmnet.web.middleware import AccessPolicy, ApiKeys, protect
 from swarmnet_client.batching.continuous_batching import Limits
 from swarmnet_client.batching.engine import open_engine
 from swarmnet_client.model.local_layers import Form
@@ -135,8 +135,8 @@ async def gateway(
         engine.tokenizer.chat_template = TEMPLATE
         served = Gateway(engine, quota or Quota(), clock=lambda: EPOCH + asyncio.get_running_loop().time())
         stack.callback(served.close)
-        access = Access(ApiKeys(keys or {}), open_paths=["/health"])
-        app = guarded(served.app(), access, max_body_bytes=served.bounds.max_bytes)
+        access = AccessPolicy(ApiKeys(keys or {}), public_paths=["/health"])
+        app = protect(served.app(), access, max_body_bytes=served.bounds.max_bytes)
         http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1")
         await stack.enter_async_context(http)
         await asyncio.sleep(swarm.timing.refresh_s + 1)  # by then the nodes' announcements have been read

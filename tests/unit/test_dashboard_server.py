@@ -17,7 +17,7 @@ from swarmnet.dashboard.feed import MAX_BEHIND, MAX_VIEWERS, RECENT, Feed
 from swarmnet.dashboard.files import FOLDER
 from swarmnet.dashboard.history import DAY_S, History
 from swarmnet.dashboard.server import Place, create_app, serve
-from swarmnet.web.serving import serving
+from swarmnet.web.server import serve_http
 from swarmnet_protocols.errors import ConfigError, OutOfResources
 from tests.support.merge_patches import merged, without_nulls
 from tests.support.recorded_swarm import RecordedSwarm
@@ -232,7 +232,7 @@ def test_events_come_as_they_happen_and_an_open_stream_keeps_nobody(tmp_path: Pa
     async def scenario(site: Site) -> None:
         async with (
             asyncio.timeout(50),
-            serving(create_app(site.feed), "127.0.0.1", 0) as endpoint,
+            serve_http(create_app(site.feed), "127.0.0.1", 0) as endpoint,
             httpx.AsyncClient() as client,
             client.stream("GET", f"{endpoint.url}/api/v1/events?have=nothing") as stream,
         ):

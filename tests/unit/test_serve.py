@@ -14,7 +14,7 @@ import pytest
 from swarmnet.cli.commands import serve
 from swarmnet.cli.interrupts import run_until_stopped
 from swarmnet.gateway.quotas import Quota
-from swarmnet.web.guards import Access
+from swarmnet.web.middleware import AccessPolicy
 from swarmnet_protocols.errors import ConfigError, SwarmnetError
 
 
@@ -42,7 +42,7 @@ def test_a_gateway_goes_with_the_process_that_started_it(
     reading, writing = os.pipe()
     monkeypatch.setattr(serve, "notify_ready", lambda _: os.close(writing))
     serving = serve._Serving(
-        "127.0.0.1", 0, Access(), Quota(), 1, "auto", "auto", as_json=True, stop_on_eof=True
+        "127.0.0.1", 0, AccessPolicy(), Quota(), 1, "auto", "auto", as_json=True, stop_on_eof=True
     )
     with os.fdopen(reading) as stdin:
         monkeypatch.setattr("sys.stdin", stdin)
@@ -56,8 +56,8 @@ def test_a_gateway_whose_server_broke_ends_with_an_error(monkeypatch: pytest.Mon
     async def on_tick(_server: Any, _counter: int) -> bool:
         raise MemoryError("not a page left")
 
-    monkeypatch.setattr("swarmnet.web.serving._Server.on_tick", on_tick)
-    serving = serve._Serving("127.0.0.1", 0, Access(), Quota(), 1, "auto", "auto", as_json=True)
+    monkeypatch.setattr("swarmnet.web.server._Server.on_tick", on_tick)
+    serving = serve._Serving("127.0.0.1", 0, AccessPolicy(), Quota(), 1, "auto", "auto", as_json=True)
     with pytest.raises(SwarmnetError, match="broke"):
         run_until_stopped(serve._serve(None, None, serving))  # type: ignore[arg-type]  # only the engine reads these
 

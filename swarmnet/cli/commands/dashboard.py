@@ -109,7 +109,7 @@ async def _show(entry: Entry, directory: Path, place: "Place", *, as_json: bool)
         else:
             print_text(f"the swarm {entry.file.name}: {endpoint.url}")
             note("stop with Ctrl-C")
-        await race(stop.wait(), transport.died(), endpoint.broke())
+        await race(stop.wait(), transport.died(), endpoint.failed())
         notify_stopping()
         if not stop.is_set():
             raise SwarmnetError("p2pd died: this dashboard reaches nobody", hint=_RESTART)
@@ -146,7 +146,7 @@ async def dashboard_of(
 
 def _check(place: "Place", *, key_option: str = "--api-key-file FILE", port_option: str = "--port") -> None:
     """Say so now, and not when the swarm has been found."""
-    from swarmnet.web.serving import listen
+    from swarmnet.web.server import listen
 
     place.check(key_option)
     listen(place.host, place.port, option=port_option).close()

@@ -40,7 +40,7 @@ from swarmnet_protocols.models.chat_template import prepare_rendering
 
 if TYPE_CHECKING:
     from swarmnet.gateway.quotas import Quota
-    from swarmnet.web.guards import Access, ApiKeys
+    from swarmnet.web.middleware import AccessPolicy, ApiKeys
 
 DRAIN_S = 60.0
 """What runs when the command is told to stop has this long to end."""
@@ -54,7 +54,7 @@ class _Serving:
 
     host: str
     port: int
-    access: "Access"
+    access: "AccessPolicy"
     quota: "Quota"
     max_concurrent: int
     dtype: str
@@ -120,13 +120,13 @@ def serve(  # noqa: PLR0913 - a command line, not an interface
     Everybody who can reach it shares one client of the swarm. On this machine alone it needs no key.
     """
     from swarmnet.gateway.quotas import Quota
-    from swarmnet.web.guards import Access, check_exposed
-    from swarmnet.web.serving import listen
+    from swarmnet.web.middleware import AccessPolicy, check_exposed
+    from swarmnet.web.server import listen
 
     keys = _keys(api_key_file)
     check_exposed(host, keys)
     listen(host, port).close()  # say so now, and not when the swarm has been found
-    access = Access(keys, [host, *allow_host], [check_origin(each) for each in cors], ["/health"])
+    access = AccessPolicy(keys, [host, *allow_host], [check_origin(each) for each in cors], ["/health"])
     quota = Quota(requests_per_minute, tokens_per_minute, concurrent)
     network = client_network(swarm, bootstrap, data_dir, parse_hosts(hosts))
     with progress(quiet=as_json) as report:
@@ -155,7 +155,7 @@ def check_origin(text: str) -> str:
 
 def _keys(files: Sequence[Path]) -> "ApiKeys":
     """The key of the environment, and those of files, by their names or lines."""
-    from swarmnet.web.guards import ApiKeys
+    from swarmnet.web.middleware import ApiKeys
 
     keys = {API_KEY: key} if (key := os.environ.get(API_KEY)) else {}
     for path in files:
@@ -193,8 +193,8 @@ def _allow_many_connections() -> None:
 
 async def _serve(local: LocalModel, network: Network, serving: _Serving) -> None:
     from swarmnet.gateway.app import Gateway
-    from swarmnet.web.guards import guarded
-    from swarmnet.web.serving import serving as serving_http
+    from swarmnet.web.middleware import protect
+    from swarmnet.web.server import serve_http
     from swarmnet_client.batching.continuous_batching import Limits
     from swarmnet_client.batching.engine import open_engine
     from swarmnet_client.model.local_layers import Form
@@ -212,11 +212,11 @@ async def _serve(local: LocalModel, network: Network, serving: _Serving) -> None
         engine = await stack.enter_async_context(open_engine(local, swarm, form, limits))
         gateway = Gateway(engine, serving.quota)
         stack.callback(gateway.close)
-        app = guarded(gateway.app(), serving.access, max_body_bytes=gateway.bounds.max_bytes)
-        endpoint = await stack.enter_async_context(serving_http(app, serving.host, serving.port))
+        app = protect(gateway.app(), serving.access, max_body_bytes=gateway.bounds.max_bytes)
+        endpoint = await stack.enter_async_context(serve_http(app, serving.host, serving.port))
         interrupts.first = stop.set
         _announce(endpoint.url, gateway.model, serving)
-        await race(stop.wait(), swarm.transport.died(), endpoint.broke())
+        await race(stop.wait(), swarm.transport.died(), endpoint.failed())
         notify_stopping()
         if not stop.is_set():
             raise SwarmnetError("p2pd died: this gateway reaches nobody", hint="start it again")

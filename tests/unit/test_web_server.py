@@ -1,4 +1,4 @@
-"""HTTP over real sockets: taken ports, connections that do nothing, and an end that waits for nobody."""
+"""The HTTP server over real sockets: taken ports, idle connections, connection limits and shutdown."""
 
 import asyncio
 import socket
@@ -8,16 +8,16 @@ from typing import Any
 import httpx
 import pytest
 
-from swarmnet.web import serving as module
-from swarmnet.web.serving import listen, serving, url_of
+from swarmnet.web import server as module
+from swarmnet.web.server import listen, local_url, serve_http
 from swarmnet_protocols.errors import ConfigError, SwarmnetError
 
-PATIENCE_S = 50.0
-"""For what happens at once."""
+TIMEOUT_S = 50.0
+"""Seconds until a test gives up on an event that comes at once."""
 
 
 class App:
-    """Answers ``/``; elsewhere it sends the start of a stream, and notes when that is over."""
+    """Answers ``/`` at once; on other paths it begins a stream and records when the client has gone."""
 
     def __init__(self) -> None:
         self.ended = asyncio.Event()
@@ -33,10 +33,10 @@ class App:
         self.ended.set()
 
 
-def test_it_serves_at_its_url_and_no_longer() -> None:
+def test_it_serves_while_its_context_is_open() -> None:
     async def main() -> str:
         async with httpx.AsyncClient() as client:
-            async with serving(App(), "127.0.0.1", 0) as endpoint:
+            async with serve_http(App(), "127.0.0.1", 0) as endpoint:
                 text = (await client.get(endpoint.url)).text
             with pytest.raises(httpx.ConnectError):
                 await client.get(endpoint.url)
@@ -45,7 +45,7 @@ def test_it_serves_at_its_url_and_no_longer() -> None:
     assert asyncio.run(main()) == "hello"
 
 
-def test_a_server_that_breaks_is_told_and_logged(
+def test_a_server_that_fails_is_reported_and_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     broken = asyncio.Event()
@@ -58,8 +58,8 @@ def test_a_server_that_breaks_is_told_and_logged(
     monkeypatch.setattr(module._Server, "on_tick", on_tick)
 
     async def main() -> None:
-        async with asyncio.timeout(PATIENCE_S), serving(App(), "127.0.0.1", 0) as endpoint:
-            waiting = asyncio.create_task(endpoint.broke())
+        async with asyncio.timeout(TIMEOUT_S), serve_http(App(), "127.0.0.1", 0) as endpoint:
+            waiting = asyncio.create_task(endpoint.failed())
             async with httpx.AsyncClient() as client:
                 assert (await client.get(endpoint.url)).text == "hello"
             assert not waiting.done()
@@ -71,14 +71,14 @@ def test_a_server_that_breaks_is_told_and_logged(
     assert "not a page left" in caplog.text
 
 
-def test_an_open_stream_is_cut_off_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_open_stream_is_aborted_at_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "HARD_STOP_S", 1000)
 
     async def main() -> None:
         app = App()
         async with httpx.AsyncClient() as client:
-            async with asyncio.timeout(PATIENCE_S):
-                async with serving(app, "127.0.0.1", 0, drain_s=0.01) as endpoint:
+            async with asyncio.timeout(TIMEOUT_S):
+                async with serve_http(app, "127.0.0.1", 0, drain_s=0.01) as endpoint:
                     request = client.build_request("GET", f"{endpoint.url}/stream")
                     response = await client.send(request, stream=True)
                 await app.ended.wait()
@@ -88,7 +88,7 @@ def test_an_open_stream_is_cut_off_at_the_end(monkeypatch: pytest.MonkeyPatch) -
     asyncio.run(main())
 
 
-def test_a_taken_port_is_named() -> None:
+def test_a_taken_port_is_a_config_error() -> None:
     with (
         listen("127.0.0.1", 0) as taken,
         pytest.raises(ConfigError, match=str(taken.getsockname()[1])) as caught,
@@ -97,32 +97,32 @@ def test_a_taken_port_is_named() -> None:
     assert "--metrics 0" in caught.value.hint
 
 
-def test_a_name_nobody_has_is_a_config_error() -> None:
+def test_an_unknown_host_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="no-such-name"):
         listen("no-such-name.invalid", 0)
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nhost: loc"])
 def test_a_connection_without_a_request_is_closed(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "HEADERS_S", 0.05)
+    monkeypatch.setattr(module, "REQUEST_TIMEOUT_S", 0.05)
 
     async def main() -> None:
-        async with serving(App(), "127.0.0.1", 0) as endpoint:
+        async with serve_http(App(), "127.0.0.1", 0) as endpoint:
             reader, writer = await asyncio.open_connection(*_address(endpoint.url))
             with closing(writer):
                 writer.write(sent)
-                async with asyncio.timeout(PATIENCE_S):
+                async with asyncio.timeout(TIMEOUT_S):
                     assert await reader.read() == b""
 
     asyncio.run(main())
 
 
-def test_a_slow_answer_is_not_a_connection_without_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "HEADERS_S", 0.5)
+def test_the_request_timeout_does_not_end_a_slow_response(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "REQUEST_TIMEOUT_S", 0.5)
 
     async def main() -> None:
         app = App()
-        async with serving(app, "127.0.0.1", 0, drain_s=0) as endpoint:
+        async with serve_http(app, "127.0.0.1", 0, drain_s=0) as endpoint:
             reader, writer = await asyncio.open_connection(*_address(endpoint.url))
             writer.write(b"GET /stream HTTP/1.1\r\nhost: localhost\r\n\r\n")
             await reader.readuntil(b"begun")
@@ -139,12 +139,12 @@ def test_connections_beyond_the_limit_are_closed(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(module, "MAX_CONNECTIONS", 2)
 
     async def main() -> None:
-        async with serving(App(), "127.0.0.1", 0) as endpoint:
+        async with serve_http(App(), "127.0.0.1", 0) as endpoint:
             opened = [await asyncio.open_connection(*_address(endpoint.url)) for _ in range(3)]
             with ExitStack() as stack:
                 for _, writer in opened:
                     stack.enter_context(closing(writer))
-                async with asyncio.timeout(PATIENCE_S):
+                async with asyncio.timeout(TIMEOUT_S):
                     assert await opened[2][0].read() == b""
 
     asyncio.run(main())
@@ -160,8 +160,8 @@ def test_connections_beyond_the_limit_are_closed(monkeypatch: pytest.MonkeyPatch
         ("localhost", "http://localhost:80"),
     ],
 )
-def test_the_url_is_one_to_open_here(host: str, url: str) -> None:
-    assert url_of(host, 80) == url
+def test_the_url_is_reachable_from_this_machine(host: str, url: str) -> None:
+    assert local_url(host, 80) == url
 
 
 def _address(url: str) -> tuple[str, int]:
@@ -169,13 +169,13 @@ def _address(url: str) -> tuple[str, int]:
     return parsed.host, parsed.port or 0
 
 
-def test_it_listens_where_it_is_told() -> None:
+def test_it_listens_on_the_given_address() -> None:
     with listen("127.0.0.1", 0) as listener:
         assert listener.family == socket.AF_INET
         assert listener.getsockname()[0] == "127.0.0.1"
 
 
-def test_a_body_does_not_wait_until_its_headers_are_acknowledged() -> None:
+def test_connections_send_without_delay() -> None:
     with listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
         accepted, _ = listener.accept()
         with accepted:

@@ -1,4 +1,4 @@
-"""Who gets through the guards to an app."""
+"""The ASGI middleware of HTTP endpoints: which requests reach the app."""
 
 import asyncio
 import base64
@@ -12,8 +12,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from swarmnet.web import guards
-from swarmnet.web.guards import KEY_NAME, Access, ApiKeys, check_exposed, guarded
+from swarmnet.web import middleware
+from swarmnet.web.middleware import AccessPolicy, ApiKeys, check_exposed, key_name, protect
 from swarmnet_protocols.errors import ConfigError
 
 SECRET = "correct-horse"
@@ -21,7 +21,7 @@ SECRET = "correct-horse"
 
 async def hello(request: Request) -> PlainTextResponse:
     await request.body()
-    return PlainTextResponse(f"hello {request.scope.get(KEY_NAME)}")
+    return PlainTextResponse(f"hello {key_name(request)}")
 
 
 def bare() -> Any:
@@ -45,27 +45,29 @@ def code(response: httpx.Response) -> Any:
 @pytest.mark.parametrize(
     "host", ["127.0.0.1:8000", "localhost", "LOCALHOST:1", "[::1]:8000", "192.0.2.7", "gate.lan:80"]
 )
-def test_our_names_and_any_address_are_ours(host: str) -> None:
-    assert ask(guarded(bare(), Access(names=["Gate.lan"])), headers={"host": host}).text == "hello None"
+def test_known_host_names_and_ip_addresses_are_accepted(host: str) -> None:
+    assert (
+        ask(protect(bare(), AccessPolicy(host_names=["Gate.lan"])), headers={"host": host}).text == "hello "
+    )
 
 
 @pytest.mark.parametrize(
     "host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "", "[", "a@b"]
 )
-def test_a_name_that_is_not_ours_is_refused(host: str) -> None:
-    assert code(ask(guarded(bare(), Access()), headers={"host": host})) == (421, "wrong_host")
+def test_an_unknown_host_name_is_refused(host: str) -> None:
+    assert code(ask(protect(bare(), AccessPolicy()), headers={"host": host})) == (421, "wrong_host")
 
 
 def test_pages_of_other_origins_are_refused() -> None:
-    app = guarded(bare(), Access())
+    app = protect(bare(), AccessPolicy())
     for origin in ("https://evil.example", "null", "http://127.0.0.1:9000"):
         assert code(ask(app, method="POST", headers={"origin": origin})) == (403, "wrong_origin")
     assert ask(app, headers={"origin": "http://127.0.0.1:8000"}).status_code == 200
 
 
-def test_an_allowed_origin_may_ask_and_read() -> None:
+def test_an_allowed_origin_is_accepted() -> None:
     page = {"origin": "https://page.example"}
-    app = guarded(bare(), Access(keys=ApiKeys({"a": SECRET}), origins=["https://page.example"]))
+    app = protect(bare(), AccessPolicy(keys=ApiKeys({"a": SECRET}), origins=["https://page.example"]))
     preflight = {**page, "access-control-request-method": "POST", "access-control-request-headers": "x"}
     assert ask(app, method="OPTIONS", headers=preflight).status_code == 200
     answer = ask(app, headers={**page, "authorization": f"Bearer {SECRET}"})
@@ -73,8 +75,10 @@ def test_an_allowed_origin_may_ask_and_read() -> None:
     assert answer.text == "hello a"
 
 
-def test_only_a_key_opens() -> None:
-    app = guarded(bare(), Access(keys=ApiKeys({"a": SECRET, "b": "another-one"}), open_paths=["/health"]))
+def test_requests_without_a_valid_key_are_refused() -> None:
+    app = protect(
+        bare(), AccessPolicy(keys=ApiKeys({"a": SECRET, "b": "another-one"}), public_paths=["/health"])
+    )
     assert ask(app, "/health").status_code == 200
     assert ask(app, headers={"authorization": f"bearer {SECRET}"}).text == "hello a"
     assert ask(app, headers={"authorization": "Bearer another-one"}).text == "hello b"
@@ -85,34 +89,34 @@ def test_only_a_key_opens() -> None:
         assert refused.headers["www-authenticate"] == "Bearer"
 
 
-def test_a_browser_may_be_asked_for_the_key() -> None:
-    app = guarded(bare(), Access(keys=ApiKeys({"a": SECRET}), asks_browsers=True))
+def test_basic_authentication_is_accepted_where_enabled() -> None:
+    app = protect(bare(), AccessPolicy(keys=ApiKeys({"a": SECRET}), basic_auth=True))
     assert ask(app).headers["www-authenticate"].startswith("Basic ")
-    basic = base64.b64encode(f"anybody:{SECRET}".encode()).decode()
+    basic = base64.b64encode(f"any user:{SECRET}".encode()).decode()
     assert ask(app, headers={"authorization": f"Basic {basic}"}).text == "hello a"
     assert ask(app, headers={"authorization": "Basic ?"}).status_code == 401
 
 
 @pytest.mark.parametrize("secret", ["short", "with a space", "schlüssel", "tab\tinside"])
-def test_a_key_that_cannot_be_used_is_refused(secret: str) -> None:
+def test_an_invalid_key_is_a_config_error(secret: str) -> None:
     with pytest.raises(ConfigError, match="API key main"):
         ApiKeys({"main": secret})
 
 
-def test_a_body_that_announces_or_has_too_much_is_refused() -> None:
+def test_a_body_that_is_too_long_is_refused() -> None:
     async def pieces() -> AsyncIterator[bytes]:
         for _ in range(3):
             yield bytes(40)
 
-    small = guarded(bare(), Access(), max_body_bytes=100)
+    small = protect(bare(), AccessPolicy(), max_body_bytes=100)
     assert code(ask(small, method="POST", content=bytes(101))) == (413, "body_too_large")
     assert ask(small, method="POST", content=pieces()).status_code == 413
     assert ask(small, method="POST", content=bytes(100)).status_code == 200
-    large = guarded(bare(), Access(), max_body_bytes=120)
+    large = protect(bare(), AccessPolicy(), max_body_bytes=120)
     assert ask(large, method="POST", content=pieces()).status_code == 200
 
 
-def test_bodies_have_so_much_room_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_bodies_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     answered = asyncio.Event()
 
     async def hold(request: Request) -> PlainTextResponse:
@@ -121,7 +125,7 @@ def test_bodies_have_so_much_room_together(monkeypatch: pytest.MonkeyPatch) -> N
         return PlainTextResponse("done")
 
     async def main() -> list[int]:
-        app = guarded(Starlette(routes=[Route("/", hold, methods=["POST"])]), Access())
+        app = protect(Starlette(routes=[Route("/", hold, methods=["POST"])]), AccessPolicy())
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as client:
             async with asyncio.TaskGroup() as group:
@@ -133,35 +137,35 @@ def test_bodies_have_so_much_room_together(monkeypatch: pytest.MonkeyPatch) -> N
         assert second.headers["retry-after"] == "1"
         return [first.result().status_code, second.status_code, third.status_code]
 
-    monkeypatch.setattr(guards, "MAX_HELD_BODY_BYTES", 100)
+    monkeypatch.setattr(middleware, "MAX_BUFFERED_BODY_BYTES", 100)
     assert asyncio.run(main()) == [200, 503, 200]
 
 
-def test_a_body_that_does_not_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_body_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     async def slow() -> AsyncIterator[bytes]:
         yield b"a"
         await asyncio.Event().wait()
         yield b"b"
 
-    monkeypatch.setattr(guards, "BODY_S", 0.01)
-    assert ask(guarded(bare(), Access()), method="POST", content=slow()).status_code == 408
+    monkeypatch.setattr(middleware, "BODY_TIMEOUT_S", 0.01)
+    assert ask(protect(bare(), AccessPolicy()), method="POST", content=slow()).status_code == 408
 
 
-def test_every_answer_says_what_browsers_may_do_with_it() -> None:
+def test_every_response_has_security_headers() -> None:
     for headers in ({}, {"host": "evil.example"}):
-        answer = ask(guarded(bare(), Access(), policy="default-src 'self'"), headers=headers)
+        answer = ask(protect(bare(), AccessPolicy(), csp="default-src 'self'"), headers=headers)
         assert answer.headers.get("content-security-policy") == "default-src 'self'"
         assert answer.headers.get("x-content-type-options") == "nosniff"
         assert answer.headers.get("referrer-policy") == "no-referrer"
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "127.9.9.9"])
-def test_this_machine_needs_no_key(host: str) -> None:
+def test_loopback_needs_no_key(host: str) -> None:
     check_exposed(host, ApiKeys({}))
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "192.0.2.7", "no-such-name.invalid"])
-def test_others_need_one(host: str) -> None:
+def test_other_addresses_need_a_key(host: str) -> None:
     with pytest.raises(ConfigError, match="without a key") as caught:
         check_exposed(host, ApiKeys({}))
     assert "--api-key" in caught.value.hint

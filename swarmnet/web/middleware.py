@@ -1,0 +1,303 @@
+"""ASGI middleware of every HTTP endpoint: API keys, host and origin checks, body limits, security headers.
+
+``protect`` wraps an app in all of it. From outside in:
+
+1. ``SecurityHeaders`` completes every response, refusals included.
+2. ``HostCheck`` refuses unknown host names (421), against DNS rebinding.
+3. ``OriginCheck`` refuses requests sent by pages of other sites (403), against cross-site request forgery.
+4. Starlette's ``CORSMiddleware`` answers preflight requests of the origins that are allowed.
+5. Starlette's ``AuthenticationMiddleware`` with ``ApiKeyBackend`` refuses callers without a key (401).
+6. ``BodyLimit`` bounds the size, the time and the total memory of request bodies (413, 408, 503).
+
+Errors are OpenAI's error object, which is plain JSON to other clients.
+"""
+
+import asyncio
+import base64
+import binascii
+import hashlib
+import hmac
+import ipaddress
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+from starlette.authentication import AuthCredentials, AuthenticationBackend, AuthenticationError, SimpleUser
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.middleware.authentication import AuthenticationMiddleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import HTTPConnection
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from swarmnet_protocols.errors import ConfigError
+
+MAX_BODY_BYTES = 8 << 20
+MAX_BUFFERED_BODY_BYTES = 16 << 20
+"""Bytes of the bodies of all requests in progress, together."""
+BODY_TIMEOUT_S = 30.0
+"""Seconds within which the body of a request must arrive."""
+API_CSP = "default-src 'none'; frame-ancestors 'none'"
+"""Content-Security-Policy of endpoints that serve no pages."""
+
+
+class ApiKeys:
+    """API keys by name. Only SHA-256 digests are kept; names may appear in logs and quotas."""
+
+    def __init__(self, keys: Mapping[str, str]) -> None:
+        """``keys`` maps names to secrets. Raises ``ConfigError`` for a secret that is too short or cannot be sent in a header."""
+        for name, secret in keys.items():
+            if len(secret) < 8 or not secret.isascii() or not secret.isprintable() or " " in secret:
+                raise ConfigError(
+                    f"the API key {name} is not 8 or more printable characters without spaces",
+                    hint="make one: python3 -c 'import secrets; print(secrets.token_urlsafe(24))'",
+                )
+        self._digests = {name: _digest(secret) for name, secret in keys.items()}
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def name_of(self, secret: str) -> str | None:
+        """The name of the key ``secret``, or None. Takes the same time for every wrong secret."""
+        digest = _digest(secret)
+        found = None
+        for name, known in self._digests.items():
+            if hmac.compare_digest(digest, known):
+                found = name
+        return found
+
+
+def _digest(secret: str) -> bytes:
+    return hashlib.sha256(secret.encode()).digest()
+
+
+@dataclass(frozen=True)
+class AccessPolicy:
+    """Who may use an endpoint.
+
+    ``host_names``: names the server is reached by, besides IP addresses and localhost. ``origins``: web origins whose pages may
+    use it, such as ``https://example.org``. ``public_paths`` need no key. ``basic_auth``: a key is also accepted as the password
+    of HTTP Basic authentication, for which browsers prompt.
+    """
+
+    keys: ApiKeys = field(default_factory=lambda: ApiKeys({}))
+    host_names: Sequence[str] = ()
+    origins: Sequence[str] = ()
+    public_paths: Sequence[str] = ()
+    basic_auth: bool = False
+
+
+def check_exposed(host: str, keys: ApiKeys, *, option: str = "--api-key-file FILE") -> None:
+    """Raise ``ConfigError`` if other machines can reach ``host`` and there are no keys. ``option`` is what the user should add."""
+    if not keys and not is_loopback(host):
+        raise ConfigError(
+            f"on {host or 'every address'} others could use it without a key",
+            hint=f"add {option}, or listen on this machine only: --host 127.0.0.1",
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether ``host``, an address or a name, is reachable from this machine only."""
+    if not host:
+        return False
+    try:
+        addresses = {info[4][0] for info in socket.getaddrinfo(host, None)}
+    except OSError:
+        return False
+    return all(ipaddress.ip_address(str(address).partition("%")[0]).is_loopback for address in addresses)
+
+
+def protect(
+    app: ASGIApp, access: AccessPolicy, *, csp: str = API_CSP, max_body_bytes: int = MAX_BODY_BYTES
+) -> ASGIApp:
+    """Wrap ``app`` in all middleware of this module. ``csp`` is the Content-Security-Policy of its responses."""
+    app = BodyLimit(app, max_body_bytes)
+    if access.keys:
+        backend = ApiKeyBackend(access.keys, access.public_paths, basic_auth=access.basic_auth)
+        app = AuthenticationMiddleware(app, backend, on_error=backend.challenge)
+    if access.origins:
+        app = CORSMiddleware(
+            app,
+            allow_origins=access.origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=("Retry-After",),
+        )
+    app = OriginCheck(app, access.origins)
+    app = HostCheck(app, access.host_names)
+    return SecurityHeaders(app, csp)
+
+
+class HostCheck:
+    """Refuses requests whose ``Host`` header is neither an IP address nor one of our names.
+
+    A page under an attacker's domain that resolves to our address (DNS rebinding) is same-origin to the browser; only the Host
+    header shows it. IP addresses cannot be rebound, so all are accepted; Starlette's ``TrustedHostMiddleware`` has no such rule.
+    """
+
+    def __init__(self, app: ASGIApp, host_names: Sequence[str]) -> None:
+        self._app = app
+        self._host_names = {"localhost", *(name.lower() for name in host_names)}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not self._is_trusted(Headers(scope=scope).get("host", "")):
+            message = "this server is not known by that name; its operator can add it with --allow-host"
+            await error_response(421, message, code="wrong_host")(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _is_trusted(self, header: str) -> bool:
+        try:
+            name = urlsplit(f"//{header}").hostname
+        except ValueError:
+            return False
+        return name is not None and (name in self._host_names or _is_address(name))
+
+
+class OriginCheck:
+    """Refuses requests that a browser sends for a page of another origin, unless that origin is allowed."""
+
+    def __init__(self, app: ASGIApp, origins: Sequence[str]) -> None:
+        self._app = app
+        self._origins = set(origins)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            headers = Headers(scope=scope)
+            origin, host = headers.get("origin"), headers.get("host", "")
+            if origin is not None and origin not in self._origins | {f"http://{host}", f"https://{host}"}:
+                message = "pages of this origin may not use this server; its operator can add it with --cors"
+                await error_response(403, message, code="wrong_origin")(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+class ApiKeyBackend(AuthenticationBackend):
+    """Authenticates ``Authorization: Bearer KEY``, and HTTP Basic with a key as the password if ``basic_auth``."""
+
+    def __init__(self, keys: ApiKeys, public_paths: Sequence[str], *, basic_auth: bool) -> None:
+        self._keys = keys
+        self._public_paths = frozenset(public_paths)
+        self._basic_auth = basic_auth
+
+    async def authenticate(self, conn: HTTPConnection) -> tuple[AuthCredentials, SimpleUser] | None:
+        """The key's name as the user; None on public paths. Raises ``AuthenticationError`` without a valid key."""
+        if conn.scope["path"] in self._public_paths:
+            return None
+        name = self._keys.name_of(self._secret(conn.headers.get("authorization", "")))
+        if name is None:
+            raise AuthenticationError("a valid API key is needed: Authorization: Bearer KEY")
+        return AuthCredentials(["api"]), SimpleUser(name)
+
+    def challenge(self, _conn: HTTPConnection, error: AuthenticationError) -> Response:
+        """The 401 response, with the scheme that the client should use."""
+        scheme = 'Basic realm="swarmnet", charset="UTF-8"' if self._basic_auth else "Bearer"
+        return error_response(401, str(error), code="invalid_api_key", headers={"www-authenticate": scheme})
+
+    def _secret(self, header: str) -> str:
+        scheme, _, value = header.partition(" ")
+        if scheme.lower() == "bearer":
+            return value.strip()
+        if scheme.lower() == "basic" and self._basic_auth:
+            try:
+                return base64.b64decode(value, validate=True).decode().partition(":")[2]
+            except (binascii.Error, UnicodeDecodeError):
+                return ""
+        return ""
+
+
+def key_name(connection: HTTPConnection) -> str:
+    """The name of the API key that authenticated a request; empty where no key was needed."""
+    user = connection.scope.get("user")
+    return "" if user is None else str(user.display_name)
+
+
+class BodyLimit:
+    """Bounds request bodies: the bytes of one, the seconds it takes to arrive, and the bytes of all in progress."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+        self._buffered_bytes = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        announced = Headers(scope=scope).get("content-length", "0")
+        if not announced.isdecimal() or int(announced[:20]) > self._max_bytes:
+            await error_response(413, self._message, code="body_too_large")(scope, receive, send)
+            return
+        received_bytes = 0
+        ended = False
+        deadline = asyncio.get_running_loop().time() + BODY_TIMEOUT_S
+
+        async def limited() -> Message:
+            nonlocal received_bytes, ended
+            if ended:  # the next message is the client's disconnect, which has no deadline
+                return await receive()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                raise HTTPException(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
+            size_bytes = len(message.get("body", b""))
+            received_bytes += size_bytes
+            self._buffered_bytes += size_bytes
+            ended = not message.get("more_body", False)
+            if received_bytes > self._max_bytes:
+                raise HTTPException(413, self._message)
+            if self._buffered_bytes > MAX_BUFFERED_BODY_BYTES:
+                raise HTTPException(503, "too many bodies at once", {"Retry-After": "1"})
+            return message
+
+        try:
+            await self._app(scope, limited, send)
+        finally:
+            self._buffered_bytes -= received_bytes
+
+    @property
+    def _message(self) -> str:
+        return f"the body is longer than {self._max_bytes} bytes"
+
+
+class SecurityHeaders:
+    """Adds security headers to every response that does not set them itself."""
+
+    def __init__(self, app: ASGIApp, csp: str) -> None:
+        self._app = app
+        self._headers = {
+            "content-security-policy": csp,
+            "x-content-type-options": "nosniff",
+            "x-frame-options": "DENY",
+            "referrer-policy": "no-referrer",
+            "cross-origin-opener-policy": "same-origin",
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in self._headers.items():
+                    headers.setdefault(name, value)
+            await send(message)
+
+        await self._app(scope, receive, with_headers)
+
+
+def error_response(
+    status: int, message: str, *, code: str, headers: Mapping[str, str] | None = None
+) -> JSONResponse:
+    """An error in the format of OpenAI's API."""
+    error = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
+    return JSONResponse({"error": error}, status, headers)
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

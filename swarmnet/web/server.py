@@ -1,0 +1,162 @@
+"""Serving an ASGI app with uvicorn inside a running event loop, with limits on connections and on shutdown."""
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from swarmnet_protocols.errors import ConfigError, SwarmnetError
+from swarmnet_protocols.machine.aio import cancel
+
+BACKLOG = 2048
+MAX_CONNECTIONS = 4096
+"""Open connections; further ones are closed at once, so that idle clients cannot exhaust the file descriptors of the process."""
+REQUEST_TIMEOUT_S = 30.0
+"""Seconds in which a connection must deliver the headers of its next request; slower ones are closed."""
+HARD_STOP_S = 5
+"""Seconds after which requests whose connection was aborted are cancelled."""
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A server that is running at ``url``."""
+
+    url: str
+    _task: asyncio.Task[None]
+
+    async def failed(self) -> None:
+        """Wait until the server ends by itself, and raise ``SwarmnetError``."""
+        await asyncio.wait([self._task])
+        raise SwarmnetError(f"the HTTP server on {self.url} broke", hint="start it again")
+
+
+@asynccontextmanager
+async def serve_http(
+    app: Any, host: str, port: int, *, drain_s: float = 1.0, option: str = "--port"
+) -> AsyncIterator[Endpoint]:
+    """Serve the ASGI ``app`` on ``host`` while the context is open. Port 0 picks a free port.
+
+    On exit, running requests may finish for ``drain_s`` seconds; then their connections are aborted, so that an open event stream
+    cannot block the shutdown. Sets no signal handlers and sends no ASGI lifespan events. A server that fails is logged; await
+    ``Endpoint.failed`` to notice it. Raises ``ConfigError`` if the address cannot be bound; its hint names ``option``.
+    """
+    listener = listen(host, port, option=option)
+    config = uvicorn.Config(
+        app,
+        http=_TimedConnection,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="error",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=int(drain_s) + HARD_STOP_S,
+    )
+    server = _Server(config)
+    task = asyncio.create_task(server.serve(sockets=[listener]), name="http")
+    task.add_done_callback(_log_failure)
+    try:
+        yield Endpoint(local_url(host, listener.getsockname()[1]), task)
+    finally:
+        server.should_exit = True
+        abort_timer = asyncio.get_running_loop().call_later(drain_s, server.abort_connections)
+        try:
+            await asyncio.wait([task])
+        finally:
+            abort_timer.cancel()
+            await cancel(task)
+            server.close_sockets()
+            listener.close()
+
+
+def listen(host: str, port: int, *, option: str = "--port") -> socket.socket:
+    """A listening TCP socket. Raises ``ConfigError`` with a hint that names ``option``."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(
+            host or "0.0.0.0",  # noqa: S104 - callers check for keys before they bind all addresses
+            port,
+            type=socket.SOCK_STREAM,
+            flags=socket.AI_PASSIVE,
+        )[0]
+        listener = socket.create_server(address[:2], family=family, backlog=BACKLOG)
+        # Accepted connections inherit it. Without it asyncio's loop delays a body by 40 ms, until its headers are acknowledged;
+        # uvloop sets it by itself.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return listener
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise ConfigError(
+            f"cannot listen on {host} port {port}: {why}",
+            hint=f"take another port: {option} 0 takes a free one",
+        ) from error
+
+
+def local_url(host: str, port: int) -> str:
+    """The URL at which a browser on this machine reaches a server bound to ``host``."""
+    if host in {"", "0.0.0.0", "::"}:  # noqa: S104 - compared, not bound
+        host = "127.0.0.1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()):
+        _log.error("the HTTP server broke", exc_info=error)
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Any:
+        """Leave signals to the command that serves."""
+        yield
+
+    def abort_connections(self) -> None:
+        for connection in list(self.server_state.connections):
+            transport: Any = connection.transport
+            transport.abort()
+
+    def close_sockets(self) -> None:
+        """Close all sockets that a failed server left open: uvloop's loop would wait for them when it closes."""
+        for each in getattr(self, "servers", ()):
+            each.close()
+        self.abort_connections()
+
+
+class _TimedConnection(H11Protocol):
+    """uvicorn's HTTP/1.1 connection with a timeout for request headers and a limit on the number of connections."""
+
+    _request_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > MAX_CONNECTIONS:
+            transport.abort()
+        else:
+            self._start_request_timer()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop_request_timer()
+        elif self._request_timer is None:
+            self._start_request_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_request_timer()
+        super().connection_lost(exc)
+
+    def _start_request_timer(self) -> None:
+        self._request_timer = self.loop.call_later(REQUEST_TIMEOUT_S, self.transport.abort)
+
+    def _stop_request_timer(self) -> None:
+        if self._request_timer is not None:
+            self._request_timer.cancel()
+            self._request_timer = None
