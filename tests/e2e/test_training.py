@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM
 
 from swarmnet.cli import execute
 from swarmnet_node.training.checkpoint import CheckpointStore
-from swarmnet_node.training.replica import ERROR
 from swarmnet_node.training.start import job_folder
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.p2pd.transport import P2pdTransport
@@ -83,23 +82,6 @@ def test_workers_train_while_one_is_killed_and_another_joins(tmp_path: Path) -> 
     call("train", "export", "--data-dir", first, "--out", str(exported))
     model = AutoModelForCausalLM.from_pretrained(exported)
     assert torch.isfinite(model(torch.tensor([[104, 105]])).logits).all()
-
-
-@pytest.mark.slow
-@pytest.mark.alone
-def test_who_is_asked_to_leave_hands_over_what_it_owes(tmp_path: Path) -> None:
-    exchange = 'min_workers = 2\ncodec = "topk"'
-    job = create_job(tmp_path, write_job(tmp_path, "diloco", "sync_every = 20", exchange, rounds=ROUNDS))
-    with workers(tmp_path, job, "anna", "boris") as running:
-        heir, leaver = running["anna"], running["boris"]
-        leaver.wait("round", round=2)
-        leaver.process.send_signal(signal.SIGTERM)
-        assert leaver.wait("handed_over")["to"] == heir.wait("ready")["peer_id"]
-        assert heir.wait("inherited")["from"] == leaver.wait("ready")["peer_id"]
-        assert leaver.wait_for_end() == 0
-        saved = CheckpointStore(job_folder(leaver.data_dir, job)).load_newest(job)
-        assert saved is not None
-        assert not saved.outer[ERROR].any()
 
 
 @pytest.fixture(scope="module")

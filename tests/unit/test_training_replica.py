@@ -9,9 +9,7 @@ import torch
 
 from swarmnet_node.training.checkpoint import CheckpointStore
 from swarmnet_node.training.replica import ERROR, NOTHING_DONE, Replica
-from swarmnet_node.training.state import pack
 from swarmnet_node.training.trainer import StepReport
-from swarmnet_protocols.errors import IntegrityError
 from swarmnet_protocols.training.methods import Average
 from tests.support.tiny_job import tiny_job, tiny_trainer
 
@@ -159,52 +157,6 @@ def in_use(folder: Path, method: str = "diloco") -> Replica:
     moved(worker, 0)
     deliver(worker, 0, worker.contribution(0, 0)[0])
     return worker
-
-
-def packed(worker: Replica) -> bytearray:
-    return bytearray().join(worker.pack_owed())
-
-
-def test_another_worker_goes_on_with_what_one_owed(tmp_path: Path) -> None:
-    leaver, heir = in_use(tmp_path), in_use(tmp_path)
-    before = owed(heir)
-    data = packed(leaver)
-    assert 4 * heir.trainer.parameter_count < len(data) <= heir.max_owed_bytes
-    heir.inherit(heir.examine(data, 0.5))
-    assert torch.equal(owed(heir), before + 0.5 * owed(leaver))
-    leaver.owe_nothing()
-    assert not owed(leaver).any()
-    assert not leaver.pack_owed(), "nothing to hand over"
-
-
-def test_nothing_is_inherited_but_what_a_worker_of_this_job_may_owe(tmp_path: Path) -> None:
-    heir = in_use(tmp_path)
-    error = owed(heir)
-    for tensors, words in (
-        ({ERROR: error[1:]}, "no error of this model"),
-        ({ERROR: error * torch.nan}, "not finite"),
-        ({ERROR: error * 100}, "norm"),
-        ({"agreed": error}, "not what a worker"),
-        ({ERROR: error, "agreed": error}, "not what a worker"),
-    ):
-        with pytest.raises(IntegrityError, match=words):
-            heir.examine(bytearray().join(pack(tensors)), 1.0)
-    with pytest.raises(IntegrityError):
-        heir.examine(bytearray(b"not safetensors"), 1.0)
-    with pytest.raises(IntegrityError, match="norm"):
-        heir.examine(packed(heir), 100.0)  # whoever wrote the roster may have weighed them so
-    assert torch.equal(owed(heir), error)
-
-
-@pytest.mark.parametrize(("method", "codec"), [("diloco", "float32"), ("zo", None)])
-def test_who_feeds_nothing_back_neither_bequeaths_nor_inherits(
-    method: str, codec: str | None, tmp_path: Path
-) -> None:
-    worker = replica(tmp_path, method, codec)
-    assert not worker.pack_owed()
-    assert worker.max_owed_bytes == 0
-    with pytest.raises(IntegrityError):
-        worker.examine(packed(in_use(tmp_path)), 1.0)
 
 
 def test_a_checkpoint_without_an_error_is_one_of_before(tmp_path: Path) -> None:

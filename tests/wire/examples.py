@@ -176,11 +176,6 @@ def worker_messages() -> Iterator[Protobuf]:
     yield pb.StateReply(description=pb.Description(size_bytes=1 << 30))
     yield pb.StateReply(chunk=pb.Chunk(index=300))
     yield pb.StateReply(refused=pb.StateRefused(reason="this state is not kept here"))
-    yield pb.HandOverRequest(offer=pb.Offer(job=_MANIFEST, state=_MANIFEST[::-1]))
-    yield pb.HandOverRequest(yours=pb.Yours())
-    yield pb.HandOverReply(ready=pb.Ready())
-    yield pb.HandOverReply(taken=pb.Taken())
-    yield pb.HandOverReply(refused=pb.HandOverRefused(reason="this worker leaves too"))
 
 
 def training_messages() -> Iterator[Protobuf]:
@@ -211,7 +206,13 @@ def training_messages() -> Iterator[Protobuf]:
     )
     yield pb.ExchangeRequest(
         contribution=pb.Contribution(
-            slice=1, weight=0.5, size_bytes=1 << 33, offset=1 << 32, hash=_MANIFEST[:16], paced=True
+            slice=1,
+            weight=0.5,
+            size_bytes=1 << 33,
+            offset=1 << 32,
+            hash=_MANIFEST[:16],
+            paced=True,
+            signature=bytes(range(64)),
         )
     )
     yield pb.ExchangeRequest(
@@ -222,7 +223,9 @@ def training_messages() -> Iterator[Protobuf]:
     yield pb.Summary(
         round=7,
         slice=1,
-        contributors=[pb.Contributor(member=2, weight=512.0, hash=_MANIFEST[:16])],
+        contributors=[
+            pb.Contributor(member=2, weight=512.0, hash=_MANIFEST[:16], signature=bytes(range(64)))
+        ],
         excluded=[pb.Exclusion(member=3, reason="2 of 4096 values are not finite")],
     )
 

@@ -10,9 +10,8 @@ from functools import partial
 import torch
 
 from swarmnet_node.training.checkpoint import WorkerCheckpoint, params_hash
-from swarmnet_node.training.state import SharedState, max_state_bytes, pack, unpack
+from swarmnet_node.training.state import SharedState
 from swarmnet_node.training.trainer import StepReport, Trainer
-from swarmnet_protocols.errors import IntegrityError
 from swarmnet_protocols.net import Buffer
 from swarmnet_protocols.training.codecs import ErrorFeedback, get_codec
 from swarmnet_protocols.training.jobs import Job
@@ -134,38 +133,6 @@ class Replica:
         self._feedback = self._no_error()
         if self._feedback is not None and ERROR in saved.outer:
             self._feedback.restore(saved.outer[ERROR])
-
-    # ---- what is owed, when a worker leaves -------------------------------------------------------------
-
-    @property
-    def max_owed_bytes(self) -> int:
-        """What no ``pack_owed`` of another worker exceeds."""
-        return 0 if self._feedback is None else max_state_bytes(self.trainer.parameter_count, vectors=1)
-
-    def pack_owed(self) -> list[Buffer]:
-        """What the codec lost and no round has delivered, for an heir; nothing if that is nothing."""
-        owed = self._owed()
-        return pack(owed) if any(values.any() for values in owed.values()) else []
-
-    def owe_nothing(self) -> None:
-        self._feedback = self._no_error()
-
-    def examine(self, data: bytearray, factor: float) -> torch.Tensor:
-        """The error that another worker packed, times ``factor``; ``data`` is kept.
-
-        Raises ``IntegrityError`` for anything else, and for what this worker does not want to owe.
-        """
-        tensors = unpack(data)
-        if self._feedback is None or tensors.keys() != {ERROR}:
-            raise IntegrityError("not what a worker of this job owes")
-        error = tensors[ERROR].mul_(factor)
-        self._feedback.examine(error)
-        return error
-
-    def inherit(self, error: torch.Tensor) -> None:
-        """Owe what ``examine`` gave, beside what this worker owes itself."""
-        if self._feedback is not None:
-            self._feedback.inherit(error)
 
     def _no_error(self) -> ErrorFeedback | None:
         if not self.codec.biased or self.method.kind == "scalars":

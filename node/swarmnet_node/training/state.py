@@ -107,6 +107,6 @@ def _views(data: bytearray) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def max_state_bytes(parameter_count: int, vectors: int = _VECTORS) -> int:
-    """What no state of a model of this size exceeds, or no pack of so many vectors."""
-    return vectors * 4 * parameter_count + _HEADER_BYTES
+def max_state_bytes(parameter_count: int) -> int:
+    """Upper bound on the packed state of a model with ``parameter_count`` parameters."""
+    return _VECTORS * 4 * parameter_count + _HEADER_BYTES

@@ -13,7 +13,6 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from swarmnet_node.training.debts import Debts
 from swarmnet_node.training.dependencies import Hosted, Report, WorkerDependencies
 from swarmnet_node.training.neighbours import LOOK_S, Neighbours
 from swarmnet_node.training.outcomes import (
@@ -32,7 +31,6 @@ from swarmnet_protocols.machine.aio import cancel, race
 from swarmnet_protocols.training.bandwidth import ArrivalRates
 from swarmnet_protocols.training.catching_up import Place, Stay, catch_up
 from swarmnet_protocols.training.codecs import get_codec
-from swarmnet_protocols.training.handover import Handover
 from swarmnet_protocols.training.jobs import open_job
 from swarmnet_protocols.training.matchmaking import Elsewhere, Matchmaking
 from swarmnet_protocols.training.methods import Average
@@ -88,21 +86,11 @@ class Worker:
             same_state=self._method.shares_weights,
         )
 
-        self._debts = Debts(self._replica, dependencies.executor, report)
-        self._handover = Handover(
-            dependencies.transport,
-            key,
-            self._debts,
-            timing=dependencies.timing,
-            deadline_s=self._job.exchange.deadline_s,
-        )
-
     async def run(self) -> None:
         """Train until the last round of the job, or until ``stop``. Raises what the disk raises, and what ``fail`` was given."""
         await self._resume()
         await self._states.serve()
         await self._gathering.serve()
-        await self._handover.serve()
         deadline_s = self._job.exchange.deadline_s
         timing = RoundTiming(deadline_s / 3, 2 * deadline_s / 3, deadline_s)
         exchange = Exchange(
@@ -111,6 +99,7 @@ class Worker:
             timing=timing,
             rules=averaging_rules(self._job),
             executor=self._dependencies.codec_executor,
+            sign=self._dependencies.sign,
         )
         async with exchange:
             self._report(
@@ -149,10 +138,7 @@ class Worker:
         await self._train(exchange)
         if self.round < self._job.job.rounds:
             await self._gathering.leave()
-            await self._handover.leave()
             await self._save()
-            if self._slot is not None:  # who ended behind cannot know what it owes
-                await self._debts.hand_over(self._handover, self._states, self._save)
             return
         if not self._method.shares_weights:
             await self._merge(exchange)
@@ -210,7 +196,6 @@ class Worker:
         )
         now = self._now()
         weights = {member.peer: member.weight for member in roster.members}
-        self._handover.stand(roster.members)
         self._pending = Pending(self.round, weights, report, outcome, now, now - began)
         self.round += 1
 
@@ -262,6 +247,7 @@ class Worker:
         began = self._now()
         outcome = await pending.outcome
         self._rates.add(outcome.arrivals)
+        self._gathering.exclude(outcome.refuted)
         waited_s = pending.gather_s + self._now() - began
         self._pending = None
         if outcome.behind:

@@ -61,7 +61,6 @@ STATE = ProtocolSpec(
     roles=_TRAINER,
     served_by=_TRAINER,
 )
-HANDOVER = ProtocolSpec("/swarmnet/handover/1", max_header_bytes=1024, roles=_TRAINER, served_by=_TRAINER)
 
 EXCHANGE = ProtocolSpec(
     "/swarmnet/exchange/2",
@@ -94,7 +93,7 @@ ADMISSION = ProtocolSpec("/swarmnet/admission/1", max_header_bytes=128 << 10)
 
 INFERENCE = (SESSION, LINK, PASS, ADAPTER, PING)
 """What a node serves, besides ``REPORT``."""
-TRAINING = (GATHER, STATE, HANDOVER, EXCHANGE)
+TRAINING = (GATHER, STATE, EXCHANGE)
 """What a training worker serves, besides ``REPORT``."""
 DIRECTORY = (DHT_PING, DHT_FIND, DHT_STORE)
 """What who keeps a part of the directory serves: calls of hivemind's, one message each way."""

@@ -6,10 +6,10 @@ of another round or another state learns which, and heals.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from swarmnet_protocols.errors import ProtocolViolation, StreamEnded, SwarmnetError
+from swarmnet_protocols.errors import NotAuthorised, ProtocolViolation, StreamEnded, SwarmnetError
 from swarmnet_protocols.machine.aio import cancel, race
 from swarmnet_protocols.net import Message, PeerId, Stream, Transport
 from swarmnet_protocols.net.messages import parse, receive_within, send_within
@@ -90,6 +90,7 @@ class Matchmaking:
         self._guests: dict[PeerId, _Waiting] = {}
         self._coming: dict[PeerId, Candidate] = {}
         """Whom we have told where we are since the last roster: they fetch that state now, and are expected."""
+        self._excluded: set[PeerId] = set()
         self._changed = asyncio.Condition()
 
     async def serve(self) -> None:
@@ -100,6 +101,10 @@ class Matchmaking:
         """From now on we are at ``round``, which starts from ``state``: newcomers hear it before we gather."""
         self._round, self._state, self._averaging = round, state, False
         await self._send_away()
+
+    def exclude(self, peers: Iterable[PeerId]) -> None:
+        """Neither follow nor lead ``peers`` again: they sent results that were false."""
+        self._excluded.update(peers)
 
     async def leave(self) -> None:
         """Answer nobody any more, so that nobody waits for us."""
@@ -127,7 +132,9 @@ class Matchmaking:
     async def _gather(
         self, me: Candidate, others: Sequence[Candidate], measured: Measured, patience_s: float
     ) -> Roster:
-        others = sorted(others, key=lambda member: member.peer)
+        others = sorted(
+            (member for member in others if member.peer not in self._excluded), key=lambda member: member.peer
+        )
         hosts = [member for member in others if member.peer == self._host]
         before = [member for member in others if member.peer < me.peer and member.peer not in self._guests]
         after = [member for member in others if member.peer > me.peer]
@@ -220,7 +227,7 @@ class Matchmaking:
     ) -> Roster:
         places = self._places
         while True:
-            message = await receive_within(stream, self._timing.gather_silence_s)
+            message = await receive_within(stream, self._timing.matchmaking_silence_s)
             reply = parse(pb.GatherReply, message.header)
             match reply.WhichOneof("kind"):
                 case "heartbeat" if me.peer < stream.peer in self._guests:
@@ -275,7 +282,7 @@ class Matchmaking:
         pause_s = self._timing.heartbeat_s  # who comes when we do is not worth a question
         while True:
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, self._timing.gather_look_s)
+            pause_s = min(2 * pause_s, self._timing.matchmaking_poll_s)
             here = {guest.member.peer for guest in self._ready()}
             missing = [member for peer, member in expected.items() if peer not in here]
             places = await asyncio.gather(*(self._place_of(member) for member in missing))
@@ -325,6 +332,8 @@ class Matchmaking:
         ]
 
     async def _receive(self, stream: Stream) -> None:
+        if stream.peer in self._excluded:
+            raise NotAuthorised(f"{stream.peer} sent false results")
         message = await stream.receive()
         request = parse(pb.GatherRequest, message.header)
         if request.job != self._job:
@@ -337,7 +346,7 @@ class Matchmaking:
             return
         if request.known and not self._places.are(request.known, stream.peer):
             await self._say(stream, pb.GatherReply(unknown=pb.Unknown()))
-            message = await receive_within(stream, self._timing.gather_silence_s)
+            message = await receive_within(stream, self._timing.matchmaking_silence_s)
             request = parse(pb.GatherRequest, message.header)
         if request.known:
             if not self._places.are(request.known, stream.peer):
@@ -388,7 +397,7 @@ class Matchmaking:
             there = self._leader
             heartbeat = pb.GatherHeartbeat(leader=None if there is None else member_to_wire(there))
             await self._say(stream, pb.GatherReply(heartbeat=heartbeat))
-            await asyncio.sleep(self._timing.gather_heartbeat_s)
+            await asyncio.sleep(self._timing.matchmaking_heartbeat_s)
 
     async def _say(self, stream: Stream, reply: pb.GatherReply) -> None:
         await send_within(stream, Message(reply.SerializeToString()), self._timing.chunk_s)

@@ -101,18 +101,6 @@ def sentence(event: Fields) -> str:
             return f"all {event['workers']} replicas are one model, their average"
         case "merge":
             return f"the replicas were not averaged ({event['reason']}): this worker keeps its own"
-        case "handed_over":
-            return (
-                f"{event['to']} goes on with what this worker had not delivered, {show_size(event['bytes'])}"
-            )
-        case "not_handed_over":
-            return (
-                f"nobody took what this worker had not delivered ({event['reason']}): it is in the checkpoint"
-            )
-        case "inherited":
-            return f"goes on with what {event['from']} left without delivering it"
-        case "not_inherited":
-            return f"refused what {event['from']} left without delivering it: {event['reason']}"
         case kind:
             rest = ", ".join(f"{name} {value}" for name, value in event.items() if name != "event")
             return f"{kind}: {rest}" if rest else str(kind)

@@ -8,9 +8,6 @@ import torch
 from swarmnet_protocols.errors import IntegrityError
 from swarmnet_protocols.training.codecs.codec import Codec
 
-MAX_INHERITED = 4.0
-"""How many times longer than its own an error may be that a worker takes over: those of honest workers are alike."""
-
 
 @dataclass(frozen=True)
 class _Sent:
@@ -34,7 +31,6 @@ class ErrorFeedback:
         self._decay = decay
         self._error = torch.zeros(count)
         self._under_way: dict[int, _Sent] = {}
-        self._sent_norm = 0.0
 
     def send(self, round: int, start: int, values: torch.Tensor) -> torch.Tensor:
         """What to contribute to a round instead of ``values``, float32 [n], which are those from ``start`` on.
@@ -48,7 +44,6 @@ class ErrorFeedback:
         part.zero_()
         wanted = error * self._decay + values
         self._under_way[round] = _Sent(start, wanted, error)
-        self._sent_norm = _norm(wanted)
         return wanted
 
     def settle(self, round: int, delivered: Sequence[tuple[int, int]]) -> None:
@@ -75,28 +70,8 @@ class ErrorFeedback:
         self._error = owed.clone()
         self._under_way = {}
 
-    def examine(self, error: torch.Tensor) -> None:
-        """Raise ``IntegrityError`` for what no other worker of this job could have owed.
-
-        That is also an error of more than ``MAX_INHERITED`` times the norm of ours, or of our last contribution if that is larger.
-        """
-        self._check(error)
-        norm, own = _norm(error), max(_norm(self.owed()), self._sent_norm)
-        if not norm <= MAX_INHERITED * own:
-            raise IntegrityError(
-                f"an error of norm {norm:.3g}, where this worker owes or contributes {own:.3g}"
-            )
-
-    def inherit(self, error: torch.Tensor) -> None:
-        """Owe another worker's error [count] beside ours: it is in what is sent next."""
-        self._error += error
-
     def _check(self, error: torch.Tensor) -> None:
         if error.shape != self._error.shape or error.dtype != torch.float32 or not error.isfinite().all():
             raise IntegrityError(
                 f"{list(error.shape)[:8]} {error.dtype} is no error of this model, or not finite"
             )
-
-
-def _norm(values: torch.Tensor) -> float:
-    return float(torch.linalg.vector_norm(values))

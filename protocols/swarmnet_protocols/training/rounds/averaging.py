@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor
 from typing import Any, Self
 
@@ -45,7 +45,11 @@ class Exchange:
         timing: RoundTiming = _TIMING,
         rules: Rules = _RULES,
         executor: Executor | None = None,
+        sign: Callable[[bytes], bytes] | None = None,
     ) -> None:
+        """``sign`` signs with the key of ``transport``'s peer id. Raises ``ConfigError`` for verifiable rounds without it."""
+        if rules.verifiable and sign is None:
+            raise ConfigError("verifiable rounds need a key to sign contributions with")
         if len(job) != HASH_BYTES:
             raise ConfigError(f"a job is named by {HASH_BYTES} bytes, not {len(job)}")
         self._transport = transport
@@ -53,6 +57,7 @@ class Exchange:
         self._timing = timing
         self._rules = rules
         self._executor = executor
+        self._sign = sign or _cannot_sign
         self._rounds: dict[int, RoundRunner] = {}
         self._latest = -1
         self._begun = asyncio.Condition()
@@ -94,10 +99,13 @@ class Exchange:
             raise ConfigError(f"a weight of {weight:g}")
         if not (math.isfinite(spread_s) and spread_s >= 0):
             raise ConfigError(f"an exchange cannot be spread over {spread_s:g} s")
-        terms = Terms.of(self._job, round, members, values.numel(), codec)
+        verifiable = self._rules.verifiable
+        terms = Terms.of(self._job, round, members, values.numel(), codec, verifiable=verifiable)
         if values.dtype != torch.float32 or values.dim() != 1:
             raise ConfigError("only a flat float32 vector can be averaged")
-        engagement = Engagement(self._transport, self._timing, self._rules, self._executor, self._own)
+        engagement = Engagement(
+            self._transport, self._timing, self._rules, self._executor, self._sign, self._own
+        )
         conversation = RoundRunner(terms, engagement, spread_s)
         self._latest = round
         for old in [each for each in self._rounds if self._is_over(each, terms)]:
@@ -152,3 +160,7 @@ class Exchange:
         while True:
             await asyncio.sleep(self._timing.heartbeat_s)
             await send_within(stream, heartbeat, self._timing.silence_s)
+
+
+def _cannot_sign(_: bytes) -> bytes:
+    raise ConfigError("this exchange has no key to sign with")

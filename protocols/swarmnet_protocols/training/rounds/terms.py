@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.identity import public_key_of
 from swarmnet_protocols.training.codecs import Codec
 from swarmnet_protocols.training.rounds.messages import Shape
 from swarmnet_protocols.training.rounds.shares import Share, shares
-from swarmnet_protocols.training.rounds.transfers import SliceTerms
+from swarmnet_protocols.training.rounds.transfers import SliceTerms, Verification
 
 MAX_MEMBERS = 64
 MAX_VALUES = 1 << 40
@@ -39,9 +40,19 @@ class Terms:
     slices: tuple[Share, ...]
     owners: tuple[int, ...]
     codec: Codec
+    verification: Verification | None = None
 
     @classmethod
-    def of(cls, job: bytes, round: int, members: Sequence[Member], count: int, codec: Codec) -> "Terms":
+    def of(
+        cls,
+        job: bytes,
+        round: int,
+        members: Sequence[Member],
+        count: int,
+        codec: Codec,
+        *,
+        verifiable: bool = False,
+    ) -> "Terms":
         """The terms of averaging ``count`` values.
 
         Raises ``ConfigError`` for a roster that is empty, too long or names a peer twice, and for a number out of range.
@@ -56,7 +67,10 @@ class Terms:
         parts = shares(count, [ordered[index].bytes_per_s for index in may_own])
         owned = [(owner, part) for owner, part in zip(may_own, parts, strict=True) if part[0] < part[1]]
         owners, slices = zip(*owned, strict=True)
-        return cls(job, round, ordered, slices, owners, codec)
+        verification = None
+        if verifiable:
+            verification = Verification(job, _keys(ordered), quorum=len(may_own) // 2 + 1)
+        return cls(job, round, ordered, slices, owners, codec, verification)
 
     @property
     def count(self) -> int:
@@ -69,13 +83,13 @@ class Terms:
     @property
     def contributions(self) -> float:
         """What part contributions are of all bytes that are exchanged; the rest are results."""
-        whole = SliceTerms(self.round, 0, self.count, self.codec)
+        whole = SliceTerms(self.round, 0, self.count, self.codec, self.verification)
         result_bytes = whole.result_bytes(len(self.members))
         return whole.contribution_bytes / (whole.contribution_bytes + result_bytes)
 
     def slice(self, index: int) -> SliceTerms:
         start, end = self.slices[index]
-        return SliceTerms(self.round, index, end - start, self.codec)
+        return SliceTerms(self.round, index, end - start, self.codec, self.verification)
 
     def find(self, peer: PeerId) -> int | None:
         """The number of a member."""
@@ -89,9 +103,18 @@ class Terms:
         """Of the SHA-256 of all that must be equal: enough to see that it is."""
         peers = " ".join(member.peer for member in self.members)
         text = f"{self.round} {peers} {self.slices} {self.owners} {self.codec.name}"
+        if self.verification is not None:
+            text += " verifiable"
         return hashlib.sha256(self.job + text.encode()).digest()[:AGREEMENT_BYTES]
 
     def _lot(self, member: int) -> bytes:
         return hashlib.sha256(
             self.job + self.round.to_bytes(8, "big") + self.members[member].peer.encode()
         ).digest()
+
+
+def _keys(members: Sequence[Member]) -> tuple[bytes, ...]:
+    try:
+        return tuple(public_key_of(member.peer) for member in members)
+    except ValueError as error:
+        raise ConfigError(f"a member of the round cannot sign: {error}") from error

@@ -1,7 +1,11 @@
 """Slices on their way: parts of a payload, what an owner makes of the contributions to its slice, and how a result is checked.
 
-A result carries the encoded mean. Where the codec is sparse a mean is not, and the result is a *bundle*: the payloads of the
-contributors, in the order of members. Everybody then does what the owner of a mean does alone, and gets the same bits.
+A result carries the encoded average, or a *bundle*: the contributions themselves, in the order of members. Every member then aggregates
+a bundle as its owner did, and gets the same bits. Results are bundles in two cases:
+
+1. The codec is sparse, and an average of sparse vectors is not.
+2. The round is verifiable (:class:`Verification`): the job has a robust aggregation rule, which would be worth nothing if the owner of a
+   slice could send any average it likes. Each contribution in the bundle is signed by its author.
 """
 
 import hashlib
@@ -15,6 +19,7 @@ from google.protobuf.message import DecodeError
 
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.net import Buffer, Message
+from swarmnet_protocols.net.identity import verify
 from swarmnet_protocols.training.codecs import Codec, result_codec
 from swarmnet_protocols.training.rounds.aggregate import weighted_mean
 from swarmnet_protocols.training.rounds.deadlines import MIN_WAIT_S, Pace
@@ -24,6 +29,9 @@ from swarmnet_protocols.wire import training_pb2 as pb
 MAX_SUMMARY_BYTES = 32 << 10
 MAX_REASON = 200
 NAME_BYTES = 16
+
+_SIGNATURE_DOMAIN = b"swarmnet-contribution-1"
+_SIGNED = struct.Struct(">QId")
 
 
 def all_fit(rows: torch.Tensor, _weights: torch.Tensor) -> list[str]:
@@ -40,6 +48,8 @@ class Rules:
     """Of the same: for each why it must be left out, or "". Those that stay are screened again."""
     max_weight: float = 2.0**64
     """Enough for any number of tokens; what is finite and near the end of floats sums to infinity."""
+    verifiable: bool = False
+    """Every member checks the aggregation of every slice: see :class:`Verification`."""
 
 
 def contribution_hash(data: Buffer) -> bytes:
@@ -54,6 +64,8 @@ class Payload:
     weight: float
     data: Buffer
     hash: bytes
+    signature: bytes = b""
+    """By the author, in a verifiable round."""
 
     @classmethod
     def of(cls, weight: float, data: Buffer) -> "Payload":
@@ -113,6 +125,7 @@ def contribution_messages(
             offset=part.offset,
             hash=payload.hash,
             paced=part.paced,
+            signature=payload.signature,
         )
         yield Message(pb.ExchangeRequest(contribution=header).SerializeToString(), part.data)
 
@@ -164,6 +177,19 @@ class Assembly:
 
 
 @dataclass(frozen=True)
+class Verification:
+    """What makes a round verifiable: its owners can leave contributions out, and change nothing else.
+
+    ``keys`` are the members' public keys; a result needs contributions of at least ``quorum`` members, a majority of those who
+    train, so that an owner cannot leave out all but its accomplices'.
+    """
+
+    job: bytes
+    keys: tuple[bytes, ...]
+    quorum: int
+
+
+@dataclass(frozen=True)
 class SliceTerms:
     """A slice of ``count`` values in a round, and how it travels."""
 
@@ -171,6 +197,17 @@ class SliceTerms:
     index: int
     count: int
     codec: Codec
+    verification: Verification | None = None
+
+    @property
+    def is_bundled(self) -> bool:
+        """Whether results carry the contributions in place of their average."""
+        return self.codec.sparse or self.verification is not None
+
+    def signed_bytes(self, payload: Payload) -> bytes:
+        """What the author of a contribution to this slice signs in a verifiable round."""
+        job = b"" if self.verification is None else self.verification.job
+        return _SIGNATURE_DOMAIN + job + _SIGNED.pack(self.round, self.index, payload.weight) + payload.hash
 
     @property
     def contribution_bytes(self) -> int:
@@ -178,7 +215,7 @@ class SliceTerms:
 
     def result_bytes(self, contributors: int) -> int:
         """The size of the payload of a result that has so many contributors."""
-        if self.codec.sparse:
+        if self.is_bundled:
             return contributors * self.contribution_bytes
         return result_codec(self.codec).max_bytes(self.count)
 
@@ -188,9 +225,9 @@ def reduce_slice(
 ) -> tuple[Result, torch.Tensor] | None:
     """The result of a slice and its values [count], from contributions in the order of members; None if none counts."""
     accepted, values, reasons = _aggregated(terms, rules, payloads)
-    if not accepted:
+    if not accepted or not _has_quorum(terms, len(accepted)):
         return None
-    if terms.codec.sparse:
+    if terms.is_bundled:
         encoded: Buffer = b"".join(payload.data for _, payload in accepted)
     else:
         codec = result_codec(terms.codec)
@@ -200,7 +237,7 @@ def reduce_slice(
             return None
         values = codec.decode(encoded, terms.count)
     contributors = [
-        pb.Contributor(member=member, weight=payload.weight, hash=payload.hash)
+        pb.Contributor(member=member, weight=payload.weight, hash=payload.hash, signature=payload.signature)
         for member, payload in accepted
     ]
     excluded = [
@@ -221,7 +258,7 @@ def _aggregated(
     rows = torch.empty(len(payloads), terms.count)
     for member, payload in payloads:
         try:
-            rows[len(accepted)] = _read(terms, rules, payload)
+            rows[len(accepted)] = _read(terms, rules, member, payload)
             accepted.append((member, payload))
         except ProtocolViolation as error:
             excluded[member] = str(error)
@@ -241,12 +278,20 @@ def _weights(weights: Iterable[float]) -> torch.Tensor:
     return torch.tensor(list(weights), dtype=torch.float64)
 
 
-def _read(terms: SliceTerms, rules: Rules, payload: Payload) -> torch.Tensor:
-    """The values [count] of a contribution. Raises ``ProtocolViolation`` for one that cannot count."""
+def _has_quorum(terms: SliceTerms, contributors: int) -> bool:
+    return terms.verification is None or contributors >= terms.verification.quorum
+
+
+def _read(terms: SliceTerms, rules: Rules, member: int, payload: Payload) -> torch.Tensor:
+    """The values [count] of the contribution of ``member``. Raises ``ProtocolViolation`` for one that cannot count."""
     if payload.weight > rules.max_weight:
         raise ProtocolViolation(f"weight {payload.weight:g} is above {rules.max_weight:g}")
     if contribution_hash(payload.data) != payload.hash:
         raise ProtocolViolation("the contribution does not have its hash")
+    if terms.verification is not None:
+        key = terms.verification.keys[member]
+        if not verify(key, payload.signature, terms.signed_bytes(payload)):
+            raise ProtocolViolation("the contribution is not signed by its author")
     return terms.codec.decode(payload.data, terms.count)
 
 
@@ -275,7 +320,9 @@ class Reader:
             raise ProtocolViolation(
                 f"a result of {len(result.payload)} bytes from {len(contributors)} contributors"
             )
-        if self.terms.codec.sparse:
+        if not _has_quorum(self.terms, len(contributors)):
+            raise ProtocolViolation(f"a result of {len(contributors)} contributors, too few to be robust")
+        if self.terms.is_bundled:
             return self._open_bundle(contributors, memoryview(result.payload))
         return result_codec(self.terms.codec).decode(result.payload, self.terms.count)
 
@@ -285,13 +332,13 @@ class Reader:
     def _open_bundle(self, contributors: Sequence[pb.Contributor], bundle: memoryview) -> torch.Tensor:
         size = self.terms.contribution_bytes
         payloads = [
-            Payload(each.weight, bundle[number * size : (number + 1) * size], each.hash)
+            Payload(each.weight, bundle[number * size : (number + 1) * size], each.hash, each.signature)
             for number, each in enumerate(contributors)
         ]
         values = []
         for each, payload in zip(contributors, payloads, strict=True):
             try:
-                values.append(_read(self.terms, self.rules, payload))
+                values.append(_read(self.terms, self.rules, each.member, payload))
             except ProtocolViolation as error:
                 raise ProtocolViolation(f"member {each.member} is in a bundle, but {error}") from error
         rows = torch.stack(values)
