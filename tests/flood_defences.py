@@ -184,7 +184,7 @@ FLOODS = (
         "nor does a gatherer",
         replacing(rosters, "highest_exchange_number", lambda *_: 1 << 64),
         lambda _: test_training_membership.test_a_roster_by_its_hash_is_checked(
-            workers_pb2.Roster(exchange=4 * EXCHANGES_PER_ROUND)
+            workers_pb2.Roster(exchange_number=4 * EXCHANGES_PER_ROUND)
         ),
     ),
     Defence(

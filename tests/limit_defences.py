@@ -16,11 +16,8 @@ from swarmnet_protocols.net.flow_control import ReceiveWindow, SendWindow
 from swarmnet_protocols.net.meter import Meter
 from swarmnet_protocols.net.p2pd import pipe as p2pd_pipe
 from swarmnet_protocols.net.p2pd import stream as p2pd_stream
-from swarmnet_protocols.net.p2pd import transport as p2pd
-from swarmnet_protocols.net.p2pd.half_open import Newcomers
 from swarmnet_protocols.net.resources import Resource, Scope
 from swarmnet_protocols.session import steps
-from tests.conformance import test_p2pd_half_open
 from tests.defences import Defence, Patch, nothing, replacing
 from tests.properties import test_framing
 from tests.sim import (
@@ -53,13 +50,6 @@ def wait_for_ever(patch: Patch) -> None:
 
     patch.setattr(Meter, "of_theirs", patient)
     patch.setattr(door, "hear", lambda stream, _: hear(stream, None))
-
-
-def end_no_connection(patch: Patch) -> None:
-    async def look_away(*_: Any) -> None:
-        """As where the system forbids more."""
-
-    patch.setattr(p2pd, "end_half_open", look_away)
 
 
 def count_only(patch: Patch) -> None:
@@ -127,16 +117,6 @@ LIMITS = (
         "the silent are gone in time",
         wait_for_ever,
         lambda _: test_door_limits.test_who_says_nothing_at_the_door_is_gone_in_time(),
-    ),
-    Defence(
-        "connections without a handshake are ended",
-        end_no_connection,
-        test_p2pd_half_open.test_whoever_finishes_no_handshake_is_gone_in_time,
-    ),
-    Defence(
-        "and no others",
-        replacing(Newcomers, "half_open", lambda _, due, listed: due),
-        test_p2pd_half_open.test_whoever_is_a_peer_stays_whichever_side_dialled,
     ),
     Defence(
         "messages have a largest size",

@@ -21,6 +21,7 @@ from tests.p2pd_defences import P2PD
 from tests.routing_defences import ROUTING
 from tests.slot_defences import EVICTIONS
 from tests.support.virtual_time import DeadlockError
+from tests.verifiable_defences import VERIFIABLE
 from tests.web_defences import WEB
 from tests.word_defences import WORDS
 
@@ -44,6 +45,7 @@ DEFENCES = (
     *ROUTING,
     *EVICTIONS,
     *AUDITS,
+    *VERIFIABLE,
 )
 
 FAILURES = (AssertionError, pytest.fail.Exception, SwarmnetError, TimeoutError, DeadlockError)

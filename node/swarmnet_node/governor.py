@@ -33,7 +33,12 @@ class Governor:
             self._is_limited = False
             return
         stage = engine.stage
-        footprint = Footprint(0, stage.weight_bytes // stage.blocks, stage.hidden_size)
+        footprint = Footprint(
+            0,
+            stage.weight_bytes // stage.blocks,
+            stage.widths,
+            stage.dtype.itemsize,
+        )
         held = dict(self._resources.in_all.used)
         held[Resource.CACHE] = held.get(Resource.CACHE, 0) + engine.graph_cache.nbytes
         found = resource_limits(max_ram_bytes, rss_bytes, held, footprint, self._fixed_bytes)

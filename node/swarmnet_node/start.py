@@ -178,12 +178,16 @@ class _Loaded:
 
         from swarmnet_node.engine.memory_account import Footprint
         from swarmnet_node.owner.machine import release_memory
+        from swarmnet_protocols.models.partial_model import LayerWidths
 
         first = self.blocks[0] if self.blocks is not None else 0
         block_bytes = self._load(first, first + 1).weight_bytes
         release_memory()
         footprint = Footprint(
-            psutil.Process().memory_info().rss, block_bytes, self.model.manifest.hidden_size
+            psutil.Process().memory_info().rss,
+            block_bytes,
+            LayerWidths.of(self.model.config),
+            self.dtype.itemsize,
         )
         if self.blocks is not None:
             footprint.check(max_ram_bytes, self.blocks[1] - self.blocks[0])

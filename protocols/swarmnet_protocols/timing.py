@@ -1,4 +1,4 @@
-"""Every deadline of the conversations between peers, in one place, with the relations they must keep."""
+"""Every timeout and period of the protocols between peers, with the relations between them that must hold."""
 
 from dataclasses import dataclass
 
@@ -7,86 +7,96 @@ from swarmnet_protocols.errors import ConfigError
 
 @dataclass(frozen=True)
 class Timing:
-    """Deadlines and periods, in seconds. Two peers need not agree on them.
+    """Timeouts and periods, in seconds. Two peers need not agree on them.
 
-    A stopped peer or a cut path is noticed after ``silence_s``, and replaced within 3 s of the fault: silence, plus
-    the worst wait for the next look (``beat_s / 2``), plus an open that may itself meet a dead peer.
+    A stopped hop or a cut path is detected after ``silence_s`` and replaced within 3 s of the fault: the silence, the wait for the
+    next check (at most ``heartbeat_s / 2``), and opening a stream, which may itself meet a dead peer.
+
+    Raises ``ConfigError`` for values that contradict each other.
     """
 
     heartbeat_s: float = 0.4
-    """Between two beats on a stream in use."""
+    """Period of heartbeats on a session or link."""
     silence_s: float = 2.0
-    """A peer that sent nothing, not even a beat, for this long is taken for gone."""
+    """A peer that sent nothing for this long, not even a heartbeat, counts as failed."""
     open_s: float = 2.5
-    """To dial a peer and open a stream."""
+    """Timeout for dialling a peer and opening a stream."""
     alive_s: float = 0.5
-    """A connection over which nothing comes back for so long after a stream was opened, no echo either, carries nothing: it is closed."""
+    """Timeout of the ping that follows the opening of a stream. Without an answer the connection is closed."""
     reply_s: float = 5.0
-    """For the first answer on a stream that opened."""
-    opening_s: float = 5.0
-    """Whoever opens a stream has said its first word by then; who has others in use, or is served, by ``chunk_s``."""
-    handshake_s: float = 6.0
-    """Whoever connects is a peer of libp2p by then, unless it is far away."""
-    door_s: float = 5.0
-    """To reach somebody for the first time, and for what they have to say at the door. Whoever is in a hurry need not wait."""
+    """Timeout for the reply to a request."""
+    first_message_s: float = 5.0
+    """Timeout for the first message on an incoming stream. Peers with other streams or reservations have ``chunk_s``."""
+    handshake_s: float = 5.0
+    """Timeout of the membership handshake, dialling included. Callers may give it less."""
     link_wait_s: float = 5.0
-    """A link may arrive this much before the session it belongs to."""
+    """How long a link that arrives before its session is kept."""
     client_silence_s: float = 30.0
-    """A host frees the session of a client that was silent for this long."""
+    """A host ends the session of a client that was silent for this long."""
     first_step_s: float = 300.0
-    """A host ends a session whose first step has not come for so long. Its client opens another one when it has a step."""
+    """A host ends a session without a first step after this. The client opens another one when it has a step."""
     stall_s: float = 60.0
-    """A hop that has its input and beats but computes nothing for this long is taken for broken."""
-    overtaken_s: float = 2.5
-    """Sessions' work goes before a pass that waits for so long and no longer, and then for as long before the next one."""
+    """A hop that has its input, sends heartbeats and computes nothing for this long counts as failed."""
+    pass_wait_s: float = 2.5
+    """Longest time that decode steps of sessions go before a waiting training pass; the next pass waits as long again."""
     recover_s: float = 12.0
-    """A client looks this long for somebody who hosts the missing blocks."""
+    """How long a client looks for hosts of missing blocks before it gives up."""
     refresh_s: float = 5.0
-    """Between two looks at the directory by a client in use."""
+    """Period at which a client with open sessions reads the directory."""
     ping_s: float = 1.0
-    """Between two pings of the hosts a client knows."""
+    """Period of a client's pings to the hosts it knows."""
     pong_s: float = 1.0
-    """A host that answers later than this is not chosen while there is another."""
+    """A host that takes longer to answer a ping is chosen only if there is no other."""
     record_s: float = 45.0
-    """Lifetime of a host's announcement."""
+    """Lifetime of a host's announcement in the directory."""
     announce_s: float = 15.0
-    """Between two announcements by a host."""
+    """Period of a host's announcements."""
     presence_s: float = 60.0
-    """Between two words of a process that it is there under its identity: of a copy of its key its owner is told within one and a half."""
+    """Period of presence records. A second process with the same key is found after at most one and a half."""
     chunk_s: float = 30.0
-    """For a chunk of a job's state, a part of a pass, or each MiB of any message: over the slowest line that is worth waiting for.
+    """Timeout for one chunk of a job's state, one part of a training pass, or each MiB of any message, over the slowest link worth using.
 
-    And for the first word on a stream of somebody who is at work with us, and whose machine may be busy.
+    Also for the first message on a stream of a peer with other streams here, whose machine may be busy.
     """
     graph_s: float = 120.0
-    """A host keeps what a forward pass left for its backward pass no longer than this."""
+    """How long a host keeps the autograd graph of a forward pass for its backward pass."""
     matchmaking_heartbeat_s: float = 2.0
-    """Between two beats to a worker that waits for a round to begin: some wait long, and every beat is sent to all of them."""
+    """Period of the leader's heartbeats to followers. Longer than ``heartbeat_s``: followers wait long, and each gets every heartbeat."""
     matchmaking_silence_s: float = 8.0
-    """A gatherer that sent nothing, not even a beat, for this long is taken for gone."""
-    matchmaking_probe_s: float = 10.0
-    """Longest time between two looks after those who have not come to a round: sooner at first, as most who are dead are dead by then."""
+    """A leader that sent nothing for this long, not even a heartbeat, counts as failed."""
+    matchmaking_poll_s: float = 10.0
+    """Longest pause between two checks on workers missing from a round. The first pauses are shorter: most failed workers are known by then."""
     intent_s: float = 1.0
-    """How long a joining host waits for the intents of others before it settles on its blocks."""
+    """How long a joining host collects the intents of others before it chooses its blocks."""
 
     def __post_init__(self) -> None:
         if self.silence_s < 3 * self.heartbeat_s:
-            raise ConfigError("silence_s must be at least three beats, or one late packet looks like a death")
+            raise ConfigError(
+                "silence_s must be at least 3 heartbeat_s: one late packet would look like a failure"
+            )
         if self.silence_s < self.alive_s + 3 * self.heartbeat_s:
-            raise ConfigError("silence_s must leave room to find a dead connection, dial anew and be heard")
+            raise ConfigError(
+                "silence_s must leave time to find a dead connection, dial again and send heartbeats"
+            )
         if self.matchmaking_silence_s < 3 * self.matchmaking_heartbeat_s:
             raise ConfigError(
-                "matchmaking_silence_s must be at least three beats, or one late packet looks like a death"
+                "matchmaking_silence_s must be at least 3 matchmaking_heartbeat_s: one late packet would look like a failure"
             )
         if self.record_s < 2 * self.announce_s:
-            raise ConfigError("record_s must outlast two announcements, or one lost store hides a live host")
+            raise ConfigError(
+                "record_s must be at least 2 announce_s: one lost announcement would hide a live host"
+            )
         if self.recover_s < self.silence_s + self.open_s:
-            raise ConfigError("recover_s must leave room to notice a dead replacement and try another")
-        if self.stall_s < 20 * self.overtaken_s:
-            raise ConfigError("stall_s must outlast a queue of passes, or a host that is busy looks broken")
+            raise ConfigError("recover_s must leave time to detect a dead replacement and try another")
+        if self.stall_s < 20 * self.pass_wait_s:
+            raise ConfigError(
+                "stall_s must be at least 20 pass_wait_s: a host with queued passes would look failed"
+            )
         if self.first_step_s < 2 * self.stall_s:
             raise ConfigError(
-                "first_step_s must leave the hosts before one the time to compute the first step"
+                "first_step_s must be at least 2 stall_s: the hops before compute the first step first"
             )
         if self.client_silence_s < 2 * self.silence_s:
-            raise ConfigError("a host must be more patient with a client than a client with a host")
+            raise ConfigError(
+                "client_silence_s must be at least 2 silence_s: a client recovers before its host gives up"
+            )

@@ -196,9 +196,9 @@ def test_a_message_out_of_bounds_ends_the_stream_and_harms_nobody(request_: pb.E
         await stream.send(Message(request_.SerializeToString(), bytes(8)))
         while True:
             reply = pb.ExchangeReply.FromString((await stream.receive()).header)
-            if reply.HasField("refusal"):
+            if reply.HasField("refused"):
                 stream.close()
-                return reply.refusal.detail
+                return reply.refused.detail
 
     async def scenario(lab: TrainingLab) -> tuple[dict[PeerId, Outcome], str]:
         # The liar's own exchange never begins the round.
@@ -233,8 +233,8 @@ def test_a_stranger_is_turned_away() -> None:
             await stream.send(Message(pb.ExchangeRequest(hello=hello).SerializeToString()))
             while True:
                 reply = pb.ExchangeReply.FromString((await stream.receive()).header)
-                if reply.HasField("refusal"):
-                    return reply.refusal.detail
+                if reply.HasField("refused"):
+                    return reply.refused.detail
 
     assert "not in the roster" in simulate(scenario, lab)
 
@@ -267,7 +267,7 @@ def test_rounds_follow_one_another_and_never_go_back() -> None:
             work = Work.random(lab, SIZE, seed=round)
             check_agreement(work, outcomes := await lab.average(work, round=round))
             assert all(outcome.committed for outcome in outcomes.values())
-        with pytest.raises(ConfigError, match="round 5"):
+        with pytest.raises(ConfigError, match="exchange 5"):
             await lab.average(work, round=5)
 
     simulate(scenario, lab)

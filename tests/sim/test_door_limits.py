@@ -103,7 +103,7 @@ def test_the_door_of_a_guest_who_hears_nothing_is_shut(monkeypatch: pytest.Monke
             await asyncio.Event().wait()
 
         monkeypatch.setattr(door, "send", never)
-        await asyncio.sleep(world.swarm.rules.revocation_refresh_s + world.swarm.timing.door_s + 1.0)
+        await asyncio.sleep(world.swarm.rules.revocation_refresh_s + world.swarm.timing.handshake_s + 1.0)
         assert door not in server.door._doors
 
     run(scenario)

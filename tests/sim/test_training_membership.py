@@ -91,11 +91,11 @@ def test_nobody_waits_for_who_leaves(place: int) -> None:
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
         leaver = workers[place]
         present = [worker for worker in workers if worker is not leaver]
-        await leaver.gathering.stand(3, START)
+        await leaver.matchmaking.set_position(3, START)
         asking = [asyncio.create_task(worker.gather(workers)) for worker in present]
         await asyncio.sleep(TIMING.ping_s / 2)
         assert not any(task.done() for task in asking), "they wait for it"
-        await leaver.gathering.leave()
+        await leaver.matchmaking.leave()
         rosters = await asyncio.gather(*asking)
         assert [names(roster) for roster in rosters] == [[worker.member.peer for worker in present]] * 3
         assert asyncio.get_running_loop().time() < 2 * TIMING.ping_s
@@ -172,7 +172,7 @@ def test_a_worker_with_another_state_is_not_let_in() -> None:
 def test_a_full_round_takes_contributors_before_newcomers() -> None:
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
         for worker in workers:
-            worker.gathering._max_members = 3
+            worker.matchmaking._max_members = 3
         workers[1].member = replace(workers[1].member, weight=0.0)
         await workers[0].gather([], round=2)
         others = [asyncio.ensure_future(worker.gather(workers)) for worker in workers[1:]]
@@ -219,11 +219,11 @@ def test_a_guest_that_measured_what_cannot_be_is_not_in_the_round(
 @pytest.mark.parametrize("rates", [[], [1e6], [1e6, 0.0], [1e6, float("nan")], [1e6] * 3])
 def test_a_roster_without_a_good_rate_for_every_member_is_refused(rates: list[float]) -> None:
     members = [pb.Member(id="a"), pb.Member(id="b")]
-    wire = pb.Roster(round=3, members=members, exchange=FIRST + 1, bytes_per_s=[1e6, 2e6])
+    wire = pb.Roster(round=3, members=members, exchange_number=FIRST + 1, bytes_per_s=[1e6, 2e6])
     assert roster_from_wire(wire, round=3, me=Candidate(PeerId("a"), ())).members[1].bytes_per_s == 2e6
     with pytest.raises(ProtocolViolation):
         roster_from_wire(
-            pb.Roster(round=3, members=members, exchange=FIRST + 1, bytes_per_s=rates),
+            pb.Roster(round=3, members=members, exchange_number=FIRST + 1, bytes_per_s=rates),
             round=3,
             me=Candidate(PeerId("a"), ()),
         )
@@ -235,7 +235,7 @@ def test_a_guest_of_a_guest_is_sent_on_to_the_gatherer() -> None:
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
         back, leader, other = workers
         for worker in (leader, other):
-            await worker.gathering.stand(3, START)
+            await worker.matchmaking.set_position(3, START)
         with pytest.raises(OutOfSync):
             await back.gather(workers, round=0, state=b"0" * 32)
         asking = [asyncio.create_task(back.gather(workers))]
@@ -254,7 +254,7 @@ def test_a_guest_of_a_guest_is_sent_on_to_the_gatherer() -> None:
 def test_a_guest_stays_where_it_is_if_the_gatherer_is_out_of_reach(fault: str) -> None:
     async def scenario(network: MemoryNetwork, workers: list[Worker]) -> None:
         first, second, third = workers
-        await first.gathering.stand(3, START)
+        await first.matchmaking.set_position(3, START)
         asking = [asyncio.create_task(second.gather(workers))]
         await asyncio.sleep(1)
         if fault == "cut":
@@ -269,7 +269,7 @@ def test_a_guest_stays_where_it_is_if_the_gatherer_is_out_of_reach(fault: str) -
         else:
             roster, _ = await asyncio.gather(first.gather(workers[:2]), asking[0])
             assert names(roster) == [first.member.peer, second.member.peer]
-            await second.gathering.stand(4, b"t" * 32)
+            await second.matchmaking.set_position(4, b"t" * 32)
             with pytest.raises(OutOfSync) as caught:
                 await asking[1]
             assert (caught.value.round, caught.value.state) == (4, b"t" * 32)
@@ -324,7 +324,7 @@ def test_whoever_does_not_know_the_roster_is_told_it(change: str) -> None:
                 await asyncio.gather(*(worker.gather(three, round=4) for worker in three))
             case "new gatherer":
                 present = workers[1:]
-                workers[1].gathering._places = NO_ADDRESSES
+                workers[1].matchmaking._places = NO_ADDRESSES
             case "fewer":
                 present = workers[:3]
         rosters = await asyncio.gather(*(worker.gather(present, round=5) for worker in present))
@@ -345,13 +345,13 @@ SHORT = roster_to_wire(ROSTER, AddressBook.of(ROSTER.members).hash)
 
 def test_a_roster_by_its_hash_says_the_same() -> None:
     assert not SHORT.members
-    short = roster_from_wire(SHORT, round=3, me=A, places=AddressBook.of(ROSTER.members))
+    short = roster_from_wire(SHORT, round=3, me=A, book=AddressBook.of(ROSTER.members))
     assert short.members == (replace(A, last_exchange=0), B)
     equal = Roster(3, FIRST + 7, (A, replace(A, peer=PeerId("b"))))
     places = AddressBook.of(equal.members)
     wire = roster_to_wire(equal, places.hash)
     assert (list(wire.weights), list(wire.bytes_per_s)) == ([1.0], [1e6])
-    assert [each.weight for each in roster_from_wire(wire, round=3, me=A, places=places).members] == [1, 1]
+    assert [each.weight for each in roster_from_wire(wire, round=3, me=A, book=places).members] == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -363,9 +363,9 @@ def test_a_roster_by_its_hash_says_the_same() -> None:
         pb.Roster(bytes_per_s=[1.0]),
         pb.Roster(members=[pb.Member(id="c")]),
         pb.Roster(round=4),
-        pb.Roster(exchange=3 * EXCHANGES_PER_ROUND),
-        pb.Roster(exchange=3 * EXCHANGES_PER_ROUND + MAX_AHEAD_OF_FOLLOWER + 1),
-        pb.Roster(exchange=(1 << 64) - 1),
+        pb.Roster(exchange_number=3 * EXCHANGES_PER_ROUND),
+        pb.Roster(exchange_number=3 * EXCHANGES_PER_ROUND + MAX_AHEAD_OF_FOLLOWER + 1),
+        pb.Roster(exchange_number=(1 << 64) - 1),
     ],
     ids=lambda wrong: str(wrong)[:20],
 )
@@ -374,20 +374,20 @@ def test_a_roster_by_its_hash_is_checked(wrong: pb.Roster) -> None:
     wire.CopyFrom(SHORT)
     wire.MergeFrom(wrong)  # what is repeated is made longer
     with pytest.raises(ProtocolViolation):
-        roster_from_wire(wire, round=3, me=A, places=AddressBook.of(ROSTER.members))
+        roster_from_wire(wire, round=3, me=A, book=AddressBook.of(ROSTER.members))
 
 
 def test_a_roster_whose_exchange_this_worker_has_seen_is_refused() -> None:
     """An exchange of that number could not begin: whoever says less of our last_exchange than we did does not get us there."""
     wire = roster_to_wire(Roster(3, FIRST + 4, (replace(A, last_exchange=FIRST + 3), B)))
-    with pytest.raises(ProtocolViolation, match="later than any before"):
+    with pytest.raises(ProtocolViolation, match="exchange number 196612"):
         roster_from_wire(wire, round=3, me=replace(A, last_exchange=FIRST + 4))
 
 
 def test_a_guest_that_never_says_who_it_is_is_turned_away() -> None:
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
         host, follower = workers
-        await host.gathering.stand(3, START)
+        await host.matchmaking.set_position(3, START)
         request = pb.MatchmakingRequest(
             job=JOB, round=3, state=START, member=pb.Member(weight=1.0), known=b"0" * 16
         )

@@ -23,7 +23,11 @@ JOB = bytes(range(32))
 TIMING = RoundTiming(contribution_s=6.0, majority_s=12.0, deadline_s=18.0)
 SLACK_S = 0.5
 
-PEERS = tuple(Identity.from_seed(f"worker {index}".encode()).peer_id for index in range(16))
+IDENTITIES = {
+    identity.peer_id: identity
+    for identity in (Identity.from_seed(f"worker {index}".encode()) for index in range(16))
+}
+PEERS = tuple(IDENTITIES)
 
 Outcomes = dict[PeerId, Outcome]
 
@@ -52,7 +56,9 @@ class TrainingLab:
     async def __aenter__(self) -> "TrainingLab":
         for peer in self.peers:
             transport = await self._stack.enter_async_context(self.network.transport(peer))
-            exchange = Averager(transport, JOB, timing=self.timing, rules=self.rules)
+            exchange = Averager(
+                transport, JOB, timing=self.timing, rules=self.rules, sign=IDENTITIES[peer].sign
+            )
             self.transports[peer] = transport
             self.exchanges[peer] = await self._stack.enter_async_context(exchange)
         return self

@@ -154,7 +154,9 @@ class WorkerLab:
                 job, cache_dir=self.folder / "cache", available_bytes=1 << 33, device=torch.device("cpu")
             )
             compute, codec = TimedExecutor(COMPUTE_S), TimedExecutor(0.0)
-            world = WorkerDependencies(transport, directory, compute, codec, random.Random(name))
+            world = WorkerDependencies(
+                transport, directory, compute, codec, random.Random(name), identity.sign
+            )
             hosted = Hosted(self.sealed, trainer, CheckpointStore(self.folder / name))
 
             def report(event: dict[str, Any]) -> None:

@@ -3,9 +3,12 @@
 from types import SimpleNamespace
 from typing import cast
 
+import torch
+
 from swarmnet_node.engine.engine import Engine
 from swarmnet_node.governor import Governor
 from swarmnet_node.node import Hosting
+from swarmnet_protocols.models.partial_model import LayerWidths
 from swarmnet_protocols.net.resources import Resource, ResourceManager
 
 GIB = 1 << 30
@@ -21,7 +24,9 @@ def test_everything_is_as_before_once_the_limit_is_taken_back() -> None:
     ):
         resources.limit(resource, in_all=most)
     caches: list[int] = []
-    stage = SimpleNamespace(blocks=4, weight_bytes=GIB // 4, hidden_size=1024)
+    stage = SimpleNamespace(
+        blocks=4, weight_bytes=GIB // 4, widths=LayerWidths(1024, 1024, 4096), dtype=torch.float32
+    )
     engine = cast(
         "Engine",
         SimpleNamespace(stage=stage, graph_cache=SimpleNamespace(nbytes=0), limit_caches=caches.append),

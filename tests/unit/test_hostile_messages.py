@@ -106,7 +106,7 @@ def test_a_first_message_that_drips_in_is_not_waited_for() -> None:
         dripping = asyncio.create_task(drip(reader, struct.pack(">II", 1000, 0) + bytes(1000)))
         with pytest.raises(DeadlineExceeded):
             await receive()
-        assert asyncio.get_running_loop().time() == pytest.approx(Timing().opening_s)
+        assert asyncio.get_running_loop().time() == pytest.approx(Timing().first_message_s)
         dripping.cancel()
 
     with_frames(talk)

@@ -48,7 +48,7 @@ outputs = {}
 for name in models:
     local = resolve(name, cache_dir=Path(cache_dir))
     stage = Stage.load(local, 1, 3, dtype=torch.float32, device=torch.device("cpu"))
-    [answer] = stage.forward([(stage.new_lane(), torch.ones(4, local.manifest.hidden_size))])
+    [answer] = stage.forward([(stage.new_sequence(), torch.ones(4, local.manifest.hidden_size))])
     outputs[name] = answer.tolist()
 print(json.dumps({"outputs": outputs, "modules": sorted(sys.modules), "sources": len(sources)}))
 """

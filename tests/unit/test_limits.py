@@ -9,6 +9,7 @@ from swarmnet_node.engine.memory_account import MARGIN, MIB, Footprint, check_he
 from swarmnet_node.owner.limits import Limits, Observed, Pause, Run, Usage, decide
 from swarmnet_node.owner.schedule import Schedule
 from swarmnet_protocols.errors import ConfigError, OutOfResources
+from swarmnet_protocols.models.partial_model import LayerWidths
 from swarmnet_protocols.net.resources import Resource
 
 MONDAY, TUESDAY, FRIDAY, SATURDAY, SUNDAY = 23, 24, 27, 28, 29
@@ -124,7 +125,7 @@ def test_a_damaged_file_of_limits_is_refused(text: str) -> None:
         Limits.from_json(text)
 
 
-FOOTPRINT = Footprint(runtime_bytes=400 * MIB, block_bytes=14 * MIB, hidden_size=576)
+FOOTPRINT = Footprint(runtime_bytes=400 * MIB, block_bytes=14 * MIB, widths=LayerWidths(576, 576, 1536))
 
 
 def test_as_many_blocks_are_taken_as_fit_and_the_smallest_limit_is_named() -> None:

@@ -30,9 +30,9 @@ def test_a_round_of_one_has_no_room() -> None:
 def test_the_exchange_is_later_than_any_of_a_member_and_of_this_round() -> None:
     me = Candidate(A, (), weight=1.0, last_exchange=3 * EXCHANGES_PER_ROUND + 5)
     later = follower(B, last_exchange=3 * EXCHANGES_PER_ROUND + 7)
-    assert Roster.of(3, me, {}, [later], 2).exchange == 3 * EXCHANGES_PER_ROUND + 8
-    assert Roster.of(3, me, {}, [later], 1).exchange == 3 * EXCHANGES_PER_ROUND + 6
-    assert Roster.of(4, me, {}, [later], 2).exchange == 4 * EXCHANGES_PER_ROUND + 1
+    assert Roster.of(3, me, {}, [later], 2).exchange_number == 3 * EXCHANGES_PER_ROUND + 8
+    assert Roster.of(3, me, {}, [later], 1).exchange_number == 3 * EXCHANGES_PER_ROUND + 6
+    assert Roster.of(4, me, {}, [later], 2).exchange_number == 4 * EXCHANGES_PER_ROUND + 1
 
 
 def test_rates_are_what_members_measured_of_each_other() -> None:

@@ -113,7 +113,7 @@ class Net:
             self.later(target, at_s - self.now, action)
 
     def contribute(self, source: int, target: int, index: int) -> None:
-        if self.rounds[target].owns(index):
+        if self.rounds[target].reduces(index):
             self.feed(target, Contributed(index, source))
 
     def offer(self, source: int, target: int, index: int, result: bytes) -> None:

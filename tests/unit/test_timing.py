@@ -1,4 +1,4 @@
-"""The deadlines keep their relations, or are refused when they are set."""
+"""Relations between timeouts."""
 
 import pytest
 
@@ -11,20 +11,21 @@ from swarmnet_protocols.timing import Timing
     [
         {"heartbeat_s": 0.7},
         {"alive_s": 0.9},
+        {"matchmaking_heartbeat_s": 2.7},
         {"announce_s": 23.0},
         {"recover_s": 4.4},
         {"client_silence_s": 3.9},
-        {"overtaken_s": 3.1},
+        {"pass_wait_s": 3.1},
         {"first_step_s": 119.0},
     ],
     ids=str,
 )
-def test_deadlines_that_contradict_each_other_are_refused(change: dict[str, float]) -> None:
+def test_timeouts_that_contradict_each_other_are_refused(change: dict[str, float]) -> None:
     with pytest.raises(ConfigError):
         Timing(**change)
 
 
-def test_a_dead_hop_is_noticed_and_replaced_within_three_seconds() -> None:
+def test_a_failed_hop_is_detected_and_replaced_within_three_seconds() -> None:
     timing = Timing()
     assert timing.silence_s + timing.heartbeat_s < 3.0
     assert timing.open_s < 3.0

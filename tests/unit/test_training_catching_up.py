@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.training.catch_up import CatchUp, Position, Stay, catch_up, continued
+from swarmnet_protocols.training.catch_up import Move, Position, Stay, catch_up, continued
 
 MINE = Position(5, b"mine")
 LATER = Position(9, b"later")
@@ -16,7 +16,7 @@ def said(*each: Position) -> dict[PeerId, Position]:
 
 
 def test_more_than_half_of_those_who_answer_move_a_worker() -> None:
-    assert catch_up(MINE, said(LATER, LATER, MINE), same_state=True) == CatchUp(
+    assert catch_up(MINE, said(LATER, LATER, MINE), same_state=True) == Move(
         LATER, (PeerId("p0"), PeerId("p1"))
     )
     assert catch_up(MINE, said(LATER, LATER, MINE, MINE), same_state=True) == Stay(is_settled=False)
@@ -27,7 +27,7 @@ def test_more_than_half_of_those_who_answer_move_a_worker() -> None:
 
 def test_of_two_halves_of_a_round_one_follows_the_other() -> None:
     other = Position(5, b"other")
-    assert isinstance(catch_up(MINE, said(MINE, other, other), same_state=True), CatchUp)
+    assert isinstance(catch_up(MINE, said(MINE, other, other), same_state=True), Move)
     assert isinstance(catch_up(other, said(other, MINE, MINE), same_state=True), Stay)
 
 
@@ -35,7 +35,7 @@ def test_where_states_differ_anyway_the_median_of_rounds_counts() -> None:
     verdict = catch_up(
         MINE, said(Position(300, b"x"), Position(6, b"a"), Position(6, b"b")), same_state=False
     )
-    assert verdict == CatchUp(Position(6, b"a"), (PeerId("p1"),))
+    assert verdict == Move(Position(6, b"a"), (PeerId("p1"),))
     assert isinstance(
         catch_up(MINE, said(Position(300, b"x"), Position(5, b"a"), Position(5, b"b")), same_state=False),
         Stay,

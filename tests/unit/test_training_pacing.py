@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmnet_protocols.net import Message
 from swarmnet_protocols.training.codecs import get_codec
 from swarmnet_protocols.training.methods.streaming import StreamingSettings
 from swarmnet_protocols.training.rounds.deadlines import (
@@ -104,23 +103,23 @@ def test_no_pace_misses_a_deadline(spread_s: float, contributions: float, now: f
     )
 
 
-def sent(pace_of: SendSchedule, terms: SliceTerms, members: int) -> list[tuple[float, int]]:
+def sent(schedule: SendSchedule, terms: SliceTerms, members: int) -> list[tuple[float, int]]:
     """When one link carries how many bytes: a contribution and, when it has ended, a result."""
     now = 0.1
     times = []
     contribution = bytes(terms.contribution_bytes)
-    pace = pace_of.contribution(1, len(contribution), now)
+    pace = schedule.contribution(1, len(contribution), now)
     messages = [
         contribution_messages(
             0, Contribution.of(1e5, contribution), parts(contribution, pace, lambda: now), lambda: True
         )
     ]
     result = bytes(terms.result_bytes(members))
-    pace = pace_of.result(1, len(result), pace.end_s + 0.1)
+    pace = schedule.result(1, len(result), pace.end_s + 0.1)
     messages.append(result_messages(0, Result(bytes(32), b"", result), parts(result, pace, lambda: now)))
     for turn in (turn for each in messages for turn in each):
-        if isinstance(turn, Message):
-            times.append((now, len(turn.header) + len(turn.payload)))
+        if isinstance(turn, tuple):
+            times.append((now, turn[0].ByteSize() + len(turn[1])))
         else:
             now = turn
     return times

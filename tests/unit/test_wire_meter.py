@@ -4,7 +4,6 @@ import errno
 import os
 import socket
 import struct
-import sys
 
 import pytest
 
@@ -33,10 +32,30 @@ class KernelWithout:
         return struct.pack("=IHHIIi", 20, 2, 0, 1, 0, -errno.ENOENT)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+@pytest.mark.skipif(not WireMeter.is_supported(), reason="sock_diag")
 def test_a_kernel_that_does_not_tell_is_not_taken_for_one_that_saw_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(socket, "socket", KernelWithout)
     with pytest.raises(OSError, match=os.strerror(errno.ENOENT)):
         WireMeter(os.getpid()).read()
+
+
+@pytest.mark.skipif(not WireMeter.is_supported(), reason="sock_diag")
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_traffic_of_this_process_is_counted(host: str) -> None:
+    meter = WireMeter(os.getpid())
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with (
+        socket.create_server((host, 0), family=family) as server,
+        socket.create_connection(server.getsockname()[:2]) as client,
+        server.accept()[0] as accepted,
+    ):
+        meter.read()
+        client.sendall(bytes(10_000))
+        received = 0
+        while received < 10_000:
+            received += len(accepted.recv(1 << 16))
+        traffic = meter.read()
+    assert traffic.up >= 10_000
+    assert traffic.down >= 10_000

@@ -106,7 +106,7 @@ def session_messages() -> Iterator[Protobuf]:
         )
     )
     yield pb.AdapterRequest(chunk=pb.Chunk())
-    yield pb.AdapterReply(wanted=pb.RequestResulted())
+    yield pb.AdapterReply(wanted=pb.Wanted())
     yield pb.AdapterReply(heartbeat=pb.Heartbeat())
     yield pb.AdapterReply(stored=pb.Stored())
     yield pb.SessionRequest(show=pb.Show(sequence=1, count=40))
@@ -216,7 +216,13 @@ def training_messages() -> Iterator[Protobuf]:
     )
     yield pb.ExchangeRequest(
         contribution=pb.Contribution(
-            slice=1, weight=0.5, size_bytes=1 << 33, offset=1 << 32, hash=_MANIFEST[:16], paced=True
+            slice=1,
+            weight=0.5,
+            size_bytes=1 << 33,
+            offset=1 << 32,
+            hash=_MANIFEST[:16],
+            paced=True,
+            signature=bytes(range(64)),
         )
     )
     yield pb.ExchangeRequest(
@@ -227,7 +233,9 @@ def training_messages() -> Iterator[Protobuf]:
     yield pb.Summary(
         exchange_number=7,
         slice=1,
-        contributors=[pb.Contributor(member=2, weight=512.0, hash=_MANIFEST[:16])],
+        contributors=[
+            pb.Contributor(member=2, weight=512.0, hash=_MANIFEST[:16], signature=bytes(range(64)))
+        ],
         excluded=[pb.Exclusion(member=3, reason="2 of 4096 values are not finite")],
     )
 

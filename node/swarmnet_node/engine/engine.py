@@ -232,7 +232,7 @@ class Engine:
         start: Callable[[], Callable[[], T]],
         positions: int,
         *,
-        yields_s: float = Timing.overtaken_s,
+        yields_s: float = Timing.pass_wait_s,
     ) -> T:
         """Compute something of ``positions`` positions on the torch thread when no session has work, or when sessions have gone first
         for ``yields_s`` since it came, or since the one before it.

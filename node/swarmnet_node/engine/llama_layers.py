@@ -57,21 +57,16 @@ class LlamaLayers:
         first, second = sines.chunk(2, -1)
         angles = cosines[None], torch.cat((-first, second), -1)[None]
         for layer in self.layers:
-            inputs = self._layer(layer, inputs, angles, batch, lora)
+            # One after the other, and in functions of their own, so that neither's temporary tensors outlive it.
+            inputs = inputs + self._attention(layer, inputs, angles, batch, lora)
+            inputs = inputs + self._mlp(layer, inputs, lora)
         return inputs
 
-    def _layer(
+    def _attention(
         self, layer: DecoderLayer, hidden: torch.Tensor, angles: Angles, batch: Batch, lora: BatchLora | None
     ) -> torch.Tensor:
         backend, heads, key_heads = self._backend, layer.heads, layer.key_heads
-
-        def product(name: str, linear: Linear, inputs: torch.Tensor) -> torch.Tensor:
-            outputs = backend.linear(inputs, linear)
-            if lora is not None:
-                lora.add(layer.index, name, inputs, outputs)
-            return outputs
-
-        states = product("qkv", layer.qkv, backend.rms_norm(hidden, layer.attention_norm))
+        states = self._product(layer, "qkv", backend.rms_norm(hidden, layer.attention_norm), lora)
         states = states.view(1, len(hidden), heads + 2 * key_heads, layer.head_size).transpose(1, 2)
         if layer.query_norm is not None and layer.key_norm is not None:
             query, key, value = torch.split(states, [heads, key_heads, key_heads], 1)
@@ -81,9 +76,20 @@ class LlamaLayers:
             rotating, value = torch.split(states, [heads + key_heads, key_heads], 1)
             query, key = torch.split(backend.rope(rotating, angles), [heads, key_heads], 1)
         attended = batch.attend(layer.index, query, key, value, layer.rule).reshape(len(hidden), -1)
-        hidden = hidden + product("output", layer.output, attended)
-        gate_up = product("gate_up", layer.gate_up, backend.rms_norm(hidden, layer.mlp_norm))
-        return hidden + product("down", layer.down, backend.swiglu(gate_up))
+        return self._product(layer, "output", attended, lora)
+
+    def _mlp(self, layer: DecoderLayer, hidden: torch.Tensor, lora: BatchLora | None) -> torch.Tensor:
+        gate_up = self._product(layer, "gate_up", self._backend.rms_norm(hidden, layer.mlp_norm), lora)
+        return self._product(layer, "down", self._backend.swiglu(gate_up), lora)
+
+    def _product(
+        self, layer: DecoderLayer, name: str, inputs: torch.Tensor, lora: BatchLora | None
+    ) -> torch.Tensor:
+        """One of ``PRODUCTS``, with the LoRA updates of the batch: [T, inputs] to [T, outputs]."""
+        outputs = self._backend.linear(inputs, getattr(layer, name))
+        if lora is not None:
+            lora.add(layer.index, name, inputs, outputs)
+        return outputs
 
 
 def _layer_has_llama_shape(layer: Any) -> bool:

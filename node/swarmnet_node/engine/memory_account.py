@@ -1,61 +1,84 @@
-"""Staying within ``--max-ram``: what a node takes in any case, how many blocks fit, and what is left for others. Pure.
+"""Memory account: what a node needs within ``--max-ram``, how many blocks fit, and how much is left for clients. Pure.
 
-What a process has resident cannot be known beforehand, only measured: its own heap, p2pd, what allocators keep. So what others
-may take is set anew at each look, from what is resident then.
+The account has four parts:
+
+1. fixed: the process without blocks, p2pd, and the blocks;
+2. working memory of one forward, for there is one at a time, and of messages that are being received;
+3. memory of clients: KV caches, saved autograd graphs, activation logs and adapters, which have limits;
+4. a margin for memory that is counted nowhere.
+
+Before the blocks are loaded, :class:`Footprint` estimates the first two, and decides how many blocks fit. Afterwards only the resident
+set size is known for certain; :func:`resource_limits` computes the limits of the third part from it, again and again.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from swarmnet_protocols.errors import OutOfResources
+from swarmnet_protocols.models.partial_model import LayerWidths
 from swarmnet_protocols.net.resources import Resource
+from swarmnet_protocols.session.activation_log import REPLAY_POSITIONS
+from swarmnet_protocols.session.passes import MAX_POSITIONS
 
 MIB = 1 << 20
 P2PD_BYTES = 96 * MIB
-"""What p2pd takes with some dozens of peers."""
-LEAST_ROOM_BYTES = 64 * MIB
-"""With less for others, a node is of no use to anybody."""
+"""Resident bytes of p2pd with some dozens of peers, measured."""
+MIN_CLIENT_BYTES = 64 * MIB
+"""With less memory for clients a node can serve no session of useful length."""
 MARGIN = 0.02
-"""Of the limit: between two looks, memory comes and goes that nobody accounts for."""
-WORK_POSITIONS = 512
-WORK_VALUES = 24
-"""Values of the hidden size that a forward needs for each of so many positions, besides caches."""
-GRAPH_POSITIONS = 1024
+"""Share of the limit that is left free: memory comes and goes uncounted between two looks at the resident set size."""
 GRAPH_VALUES = 30
-"""The same of a pass that is kept for its backward, for each block."""
+"""Values of the hidden size that autograd saves for each position and block of a pass, for its backward."""
 MESSAGES = 4
-"""Steps of the largest kind that may be in memory on their way in."""
-LEAST_MESSAGES_BYTES = 16 * MIB
+"""Messages of the largest kind that are received at once."""
+MIN_MESSAGES_BYTES = 16 * MIB
+"""Lower bound of the memory for messages that are being received."""
 SHARES: Mapping[Resource, float] = {Resource.CACHE: 0.6, Resource.LOG: 0.3, Resource.ADAPTER_BYTES: 0.1}
-"""Of what is free, how much each may take until the next look."""
+"""Share of the free memory by which each resource of clients may grow until the next look."""
+
+
+def activation_bytes(positions: int, widths: LayerWidths, dtype_bytes: int) -> int:
+    """Bytes of the temporary tensors of one forward at its largest: those of one layer, for layers free theirs before the next begins.
+
+    The larger of two moments counts, in values for each position. In attention: inputs, residual, norm and projection (4 hidden), joined
+    query, key and value (up to 3 attention), both rotated and what that needs (4), the output (1). In the MLP: inputs, residual, norm,
+    projection and sum, and attention's output where transformers computes the layer (8 hidden), gate, up, activation and product
+    (4 intermediate). Families with capped scores or attention sinks allocate their scores as well, which are not included.
+    """
+    values = max(4 * widths.hidden + 8 * widths.attention, 8 * widths.hidden + 4 * widths.intermediate)
+    return positions * values * dtype_bytes
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """What blocks of a model take, as far as it is known before they are loaded."""
+    """What hosting blocks of a model needs, as far as it is known before they are loaded."""
 
     runtime_bytes: int
-    """Resident before any block is, without p2pd."""
+    """Resident bytes of the process before any block is loaded, without p2pd."""
     block_bytes: int
-    hidden_size: int
+    """Bytes of the weights of one block."""
+    widths: LayerWidths
+    dtype_bytes: int = 4
+    """Bytes of one value of weights and activations."""
 
     @property
     def message_bytes(self) -> int:
-        """For what is on its way in."""
-        return max(LEAST_MESSAGES_BYTES, MESSAGES * WORK_POSITIONS * self.hidden_size * 4)
+        """For messages that are being received: a few steps of the largest size, in float32."""
+        return max(MIN_MESSAGES_BYTES, MESSAGES * REPLAY_POSITIONS * self.widths.hidden * 4)
 
     @property
     def work_bytes(self) -> int:
-        """For computing one forward, on top of everything that stays, and for messages."""
-        return self.message_bytes + WORK_POSITIONS * WORK_VALUES * self.hidden_size * 4
+        """For messages and for the largest forward, which is a pass: steps of sessions are computed in smaller ones."""
+        forward = activation_bytes(MAX_POSITIONS, self.widths, self.dtype_bytes)
+        return self.message_bytes + forward
 
     def graph_bytes(self, blocks: int) -> int:
-        """About what a pass through so many blocks leaves for its backward."""
-        return GRAPH_POSITIONS * GRAPH_VALUES * self.hidden_size * 4 * blocks
+        """What autograd saves, about, of a pass of the largest size through so many blocks, for its backward."""
+        return MAX_POSITIONS * GRAPH_VALUES * self.widths.hidden * 4 * blocks
 
     def min_ram_bytes(self, blocks: int) -> int:
-        """The smallest limit with which so many blocks are of use."""
-        needed = self.runtime_bytes + P2PD_BYTES + self.work_bytes + LEAST_ROOM_BYTES
+        """The smallest limit with which so many blocks are useful."""
+        needed = self.runtime_bytes + P2PD_BYTES + self.work_bytes + MIN_CLIENT_BYTES
         return int((needed + blocks * self.block_bytes) / (1 - MARGIN)) + 1
 
     def blocks_within(self, max_ram_bytes: int) -> int:
@@ -64,34 +87,34 @@ class Footprint:
         return int(free * (1 - MARGIN) // self.block_bytes)
 
     def check(self, max_ram_bytes: int, blocks: int) -> None:
-        """Raise ``OutOfResources`` where so many blocks do not fit."""
-        least = self.min_ram_bytes(blocks)
-        if max_ram_bytes < least:
+        """Raise ``OutOfResources`` if so many blocks do not fit."""
+        needed = self.min_ram_bytes(blocks)
+        if max_ram_bytes < needed:
             fewer = self.blocks_within(max_ram_bytes)
             alternative = f", or host fewer blocks: --num-blocks {fewer}" if fewer > 0 else ""
             raise OutOfResources(
                 f"{blocks} blocks do not fit into {max_ram_bytes / MIB:.0f} MiB",
-                hint=f"allow at least --max-ram {-(-least // MIB)}MiB{alternative}",
+                hint=f"allow at least --max-ram {-(-needed // MIB)}MiB{alternative}",
             )
 
 
 def check_headroom(max_ram_bytes: int, fixed_bytes: int) -> None:
-    """Raise ``OutOfResources`` where a node with so much resident, besides what others hold, is to stay within a limit."""
-    least = int((fixed_bytes + LEAST_ROOM_BYTES) / (1 - MARGIN)) + 1
-    if max_ram_bytes < least:
+    """Raise ``OutOfResources`` if the limit leaves too little for clients beside the ``fixed_bytes`` of a running node."""
+    needed = int((fixed_bytes + MIN_CLIENT_BYTES) / (1 - MARGIN)) + 1
+    if max_ram_bytes < needed:
         raise OutOfResources(
-            f"this node has {fixed_bytes / MIB:.0f} MiB in memory besides the sessions of others",
-            hint=f"allow at least --max-ram {-(-least // MIB)}MiB, or start it again with fewer blocks",
+            f"this node has {fixed_bytes / MIB:.0f} MiB in memory besides the sessions of clients",
+            hint=f"allow at least --max-ram {-(-needed // MIB)}MiB, or start it again with fewer blocks",
         )
 
 
 def resource_limits(
     max_ram_bytes: int, rss_bytes: int, held: Mapping[Resource, int], footprint: Footprint, fixed_bytes: int
 ) -> dict[Resource, int]:
-    """What others may hold of each stock until the next look.
+    """Limits of the resources of clients until the next look.
 
-    ``held`` is what they hold now, of ``rss_bytes`` that are resident; ``fixed_bytes`` were resident when they held nothing.
-    Memory that was reserved and not yet touched is not resident, so less than that is never taken for fixed.
+    ``held`` is what clients hold of the ``rss_bytes`` that are resident; ``fixed_bytes`` were resident when they held nothing. Memory
+    that is reserved and not yet touched is not resident, so the fixed part never counts as less than ``fixed_bytes``.
     """
     holding = {resource: held.get(resource, 0) for resource in SHARES}
     total = sum(holding.values())

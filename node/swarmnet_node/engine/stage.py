@@ -33,7 +33,7 @@ from swarmnet_node.engine.kv_cache import KVGeometry, Prefix, SequenceCache
 from swarmnet_node.engine.llama_layers import LlamaLayers, has_llama_shape
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models import LocalModel
-from swarmnet_protocols.models.partial_model import with_blocks
+from swarmnet_protocols.models.partial_model import LayerWidths, with_blocks
 
 TRIAL_POSITIONS = 5
 TRIAL_TOLERANCE_EPS = 100
@@ -51,6 +51,7 @@ class Stage:
         self._model.config._attn_implementation = IMPLEMENTATION
         weight = next(model.parameters())
         self.hidden_size = hidden_size
+        self.widths = LayerWidths.of(model.config)
         self.dtype = weight.dtype
         self.device = weight.device
         self.blocks = len(self._model.layers)

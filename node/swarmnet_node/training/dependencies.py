@@ -29,6 +29,8 @@ class WorkerDependencies:
     codec_executor: Executor
     """Of another, serial one: encoding and decoding go on while inner steps are computed."""
     rng: random.Random
+    sign: Callable[[bytes], bytes]
+    """Signs with the key of the transport's peer id."""
     timing: Timing = field(default_factory=Timing)
     stopwatch: Callable[[], float] = time.perf_counter
     progress: Progress = lambda *_: None

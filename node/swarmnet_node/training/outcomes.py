@@ -71,4 +71,5 @@ def averaging_rules(job: Job) -> Rules:
         return aggregate(job.exchange.aggregate, clip_to_median_norm_(rows, weights), weights)
 
     tokens = job.training.batch_size * job.data.sequence_length * job.make_method().steps_per_round
-    return Rules(aggregated, screen=outliers, max_weight=float(tokens))
+    verifiable = job.exchange.aggregate != "mean"
+    return Rules(aggregated, screen=outliers, max_weight=float(tokens), verifiable=verifiable)

@@ -95,10 +95,13 @@ async def start(
         from swarmnet_protocols.directory.catalog import keep_job_announced
         from swarmnet_protocols.directory.duplicate_identity import DuplicateWatch
         from swarmnet_protocols.machine.threads import compute_on
+        from swarmnet_protocols.net.identity import Identity
         from swarmnet_protocols.net.protocol_ids import REPORT
         from swarmnet_protocols.timing import Timing
         from swarmnet_protocols.training.jobs import open_job
 
+        if config.network.identity_path is None:
+            raise ConfigError("a worker needs an identity that is kept")
         await compute_on(executor, codec_executor, threads=config.threads)
         loop = asyncio.get_running_loop()
         trainer = await loop.run_in_executor(executor, _open_trainer, config, sealed, progress_until_left)
@@ -109,6 +112,7 @@ async def start(
             executor,
             codec_executor,
             random.Random(os.urandom(16)),
+            Identity.load_or_create(config.network.identity_path).sign,
             progress=progress,
         )
         numbers = WorkerNumbers(open_job(sealed), version("swarmnet-p2p"), report)

@@ -78,7 +78,7 @@ class Worker:
         self._failed = asyncio.Event()
         key = bytes.fromhex(self.job_id)
         self._states = StateServer(dependencies.transport, key, dependencies.timing)
-        self._gathering = Matchmaking(
+        self._matchmaking = Matchmaking(
             dependencies.transport,
             key,
             max_members=self._job.exchange.max_workers,
@@ -90,7 +90,7 @@ class Worker:
         """Train until the last round of the job, or until ``stop``. Raises what the disk raises, and what ``fail`` was given."""
         await self._resume()
         await self._states.serve()
-        await self._gathering.serve()
+        await self._matchmaking.serve()
         deadline_s = self._job.exchange.deadline_s
         timing = RoundTiming(deadline_s / 3, 2 * deadline_s / 3, deadline_s)
         exchange = Averager(
@@ -99,6 +99,7 @@ class Worker:
             timing=timing,
             rules=averaging_rules(self._job),
             executor=self._dependencies.codec_executor,
+            sign=self._dependencies.sign,
         )
         async with exchange:
             self._report(
@@ -136,7 +137,7 @@ class Worker:
     async def _to_the_end(self, exchange: Averager) -> None:
         await self._train(exchange)
         if self.round < self._job.job.rounds:
-            await self._gathering.leave()
+            await self._matchmaking.leave()
             await self._save()
             return
         if not self._method.shares_weights:
@@ -229,7 +230,7 @@ class Worker:
         transport = self._dependencies.transport
         addresses = tuple(transport.addresses())
         me = Candidate(transport.peer_id, addresses, weight=weight, last_exchange=self._last_exchange)
-        roster = await self._gathering.gather(
+        roster = await self._matchmaking.form_group(
             me,
             self._others.known(),
             measured=self._rates.bytes_per_s(),
@@ -246,6 +247,7 @@ class Worker:
         began = self._now()
         outcome = await pending.outcome
         self._rates.add(outcome.arrivals)
+        self._matchmaking.exclude(outcome.refuted)
         waited_s = pending.gather_s + self._now() - began
         self._pending = None
         if outcome.behind:
@@ -316,9 +318,9 @@ class Worker:
         """Fetch the state that the others start from, and stand where they stand: where the witnesses are, whoever sent us away."""
         began = self._now()
         await self._others.look(now=True)
-        said = await self._gathering.places(self._others.witnesses())
+        said = await self._matchmaking.positions(self._others.witnesses())
         if not said:  # all of them are gone
-            said = await self._gathering.places(self._others.known())
+            said = await self._matchmaking.positions(self._others.known())
         mine = Position(self.round, self._state)
         verdict = catch_up(mine, said, same_state=self._method.shares_weights)
         if isinstance(verdict, Stay):
@@ -329,12 +331,12 @@ class Worker:
             else:
                 await asyncio.sleep(UNDECIDED_S)
             return
-        if self.round and verdict.place.round > self.round + 2:
+        if self.round and verdict.position.round > self.round + 2:
             await self._save()
             await self._compute(self._checkpoints.set_aside)
         download = StateDownload(
             bytes.fromhex(self.job_id),
-            verdict.place.state,
+            verdict.position.state,
             max_bytes=max_state_bytes(self._replica.trainer.parameter_count),
         )
         try:
@@ -346,11 +348,11 @@ class Worker:
             )
         except SwarmnetError as error:
             # A state may be gone by the time we ask for it; the next gathering says which is the one now.
-            self._report({"event": "heal_failed", "round": verdict.place.round, "reason": str(error)})
+            self._report({"event": "heal_failed", "round": verdict.position.round, "reason": str(error)})
             await asyncio.sleep(HEAL_S)
             return
         await self._compute(self._replica.take, data)
-        self.round, self._slot, self._pending = verdict.place.round, None, None
+        self.round, self._slot, self._pending = verdict.position.round, None, None
         await self._share_state()
         self._report(
             {
@@ -365,7 +367,7 @@ class Worker:
     async def _share_state(self) -> None:
         """Offer the present state to newcomers; its id is what we and the others compare."""
         self._state = self._states.offer(await self._compute(lambda: PackedState.of(self._replica.pack())))
-        await self._gathering.stand(self.round, self._state)
+        await self._matchmaking.set_position(self.round, self._state)
 
     async def _save(self) -> None:
         done = self.round if self._pending is None else self._pending.round

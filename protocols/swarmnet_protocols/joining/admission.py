@@ -151,7 +151,7 @@ class Admissions:
 
     async def _answer(self, stream: Stream) -> None:
         with self._newcomers.enter(stream):
-            message = await receive_within(stream, self._timing.door_s)
+            message = await receive_within(stream, self._timing.handshake_s)
         request = parse(pb.AdmissionRequest, message.header)
         with self._asking.enter(stream):
             async with self._one:

@@ -178,13 +178,13 @@ class Handshakes:
     async def _meet(self, peer: PeerId, addresses: tuple[str, ...]) -> None:
         try:
             stream = await self._transport.open(
-                peer, DOOR, addresses=addresses, deadline_s=self._timing.door_s
+                peer, DOOR, addresses=addresses, deadline_s=self._timing.handshake_s
             )
         except IncompatibleVersion as error:
             raise NotAuthorised(f"{peer} is in no private swarm: {error}") from error
         try:
             await stream.send(hello(self.membership))
-            said, shown = await hear(stream, self._timing.door_s)
+            said, shown = await hear(stream, self._timing.handshake_s)
             try:
                 guest = self._take(peer, said, shown)
             except NotAuthorised as error:
@@ -202,7 +202,7 @@ class Handshakes:
         """Somebody is at the door."""
         peer = stream.peer
         with self._strangers.enter(stream):
-            said, shown = await hear(stream, self._timing.door_s)
+            said, shown = await hear(stream, self._timing.handshake_s)
         try:
             guest = self._take(peer, said, shown)
         except NotAuthorised as error:
@@ -210,7 +210,7 @@ class Handshakes:
             raise
         self._open_door(guest, stream)
         try:
-            await send_within(stream, hello(self.membership), self._timing.door_s)
+            await send_within(stream, hello(self.membership), self._timing.handshake_s)
         except BaseException:
             self._close_door(guest, stream)
             raise
@@ -345,7 +345,7 @@ class Handshakes:
     async def _say(self, stream: Stream, message: Message) -> None:
         """Say something to somebody who may be gone. The stream of one who does not listen ends: what is said would pile up."""
         try:
-            async with asyncio.timeout(self._timing.door_s):
+            async with asyncio.timeout(self._timing.handshake_s):
                 with contextlib.suppress(StreamEnded):
                     await stream.send(message)
         except TimeoutError:
@@ -355,7 +355,7 @@ class Handshakes:
 
     async def _tell_revocations(self, stream: Stream) -> None:
         async with self.admitting(stream, REVOCATIONS):
-            message = await receive_within(stream, self._timing.door_s)
+            message = await receive_within(stream, self._timing.handshake_s)
             request = parse(pb.RevocationsRequest, message.header)
             theirs = {each.signer: each.serial for each in request.serials[:MAX_LISTS]}
             for sealed in self.membership.revocations.newer_than(theirs):

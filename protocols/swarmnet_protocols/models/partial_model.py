@@ -77,6 +77,29 @@ def architecture_of(config: "PretrainedConfig") -> str:
     return str((config.architectures or [config.model_type])[0])
 
 
+@dataclass(frozen=True)
+class LayerWidths:
+    """Widths of a decoder layer: its hidden states, its query heads together, and its MLP.
+
+    ``intermediate`` of a mixture of experts is that of all experts that compute one position.
+    """
+
+    hidden: int
+    attention: int
+    intermediate: int
+
+    @classmethod
+    def of(cls, config: "PretrainedConfig") -> "LayerWidths":
+        """The widths that a config gives, the largest where its layers differ."""
+        heads = getattr(config, "num_attention_heads", None) or 1
+        head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        widths = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+        widest = max(widths) if isinstance(widths, list | tuple) else int(widths)
+        experts = getattr(config, "num_experts_per_tok", None) or 1
+        of_experts = experts * int(getattr(config, "moe_intermediate_size", None) or widest)
+        return cls(config.hidden_size, heads * head_size, max(widest, of_experts))
+
+
 def base_class(config: "PretrainedConfig") -> type:
     """The class of an architecture's decoder stack.
 

@@ -23,6 +23,8 @@ _PUBLIC_KEY_PREFIX = b"\x08\x01\x12\x20"
 _IDENTITY_MULTIHASH_PREFIX = b"\x00\x24"
 _FILE_BYTES = len(_PRIVATE_KEY_PREFIX) + 2 * KEY_BYTES
 
+MAX_PEER_ID_CHARS = 128
+
 _BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 
 
@@ -74,6 +76,17 @@ def peer_id_of(public_key: bytes) -> PeerId:
     if len(public_key) != KEY_BYTES:
         raise ValueError(f"an Ed25519 public key has {KEY_BYTES} bytes, not {len(public_key)}")
     return PeerId(_base58(_IDENTITY_MULTIHASH_PREFIX + _PUBLIC_KEY_PREFIX + public_key))
+
+
+def public_key_of(peer: PeerId) -> bytes:
+    """The raw Ed25519 public key that ``peer`` is made of. Raises ``ValueError`` for an id without one."""
+    number = 0
+    for digit in peer[:MAX_PEER_ID_CHARS]:
+        number = number * len(_BASE58) + _BASE58.index(digit)
+    data = number.to_bytes(MAX_PEER_ID_CHARS, "big")[-KEY_BYTES:]
+    if peer_id_of(data) != peer:
+        raise ValueError(f"{peer[:MAX_PEER_ID_CHARS]} is not the peer id of an Ed25519 key")
+    return data
 
 
 def _base58(data: bytes) -> str:

@@ -52,7 +52,7 @@ class Meter:
         meter = cls(scope, Resource.STREAMS, timing)
         # The machine of somebody who is at work with us may be busy; who has said nothing at all is not worth the wait.
         is_at_work = scope.used[Resource.HEARD] or not scope.is_stranger
-        meter._opening_until = now + (timing.chunk_s if is_at_work else timing.opening_s)
+        meter._opening_until = now + (timing.chunk_s if is_at_work else timing.first_message_s)
         return meter
 
     @classmethod

@@ -14,10 +14,10 @@ another position than the leader gets the leader's position instead of a roster,
 import asyncio
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from swarmnet_protocols.errors import ProtocolViolation, StreamEnded, SwarmnetError
+from swarmnet_protocols.errors import NotAuthorised, ProtocolViolation, StreamEnded, SwarmnetError
 from swarmnet_protocols.machine.aio import cancel, race
 from swarmnet_protocols.net import PeerId, Stream, Transport
 from swarmnet_protocols.net.messages import parse, receive_within
@@ -99,6 +99,7 @@ class Matchmaking:
         self._followers: dict[PeerId, _Follower] = {}
         self._catching_up: dict[PeerId, Candidate] = {}
         """Workers that were sent this worker's position since the last roster: they fetch the state, and are expected."""
+        self._excluded: set[PeerId] = set()
         self._changed = asyncio.Condition()
 
     async def serve(self) -> None:
@@ -109,6 +110,10 @@ class Matchmaking:
         """This worker is now at ``round``, which starts from ``state``. Followers at other positions are told at once."""
         self._round, self._state, self._averaging = round, state, False
         await self._dismiss_out_of_sync()
+
+    def exclude(self, peers: Iterable[PeerId]) -> None:
+        """Never again follow or lead ``peers``, which sent false results."""
+        self._excluded.update(peers)
 
     async def leave(self) -> None:
         """Accept no followers any more, and end the streams of those that wait."""
@@ -136,7 +141,8 @@ class Matchmaking:
     async def _form_group(
         self, me: Candidate, others: Sequence[Candidate], measured: Measured, timeout_s: float
     ) -> Roster:
-        others = sorted(others, key=lambda member: member.peer)
+        allowed = (member for member in others if member.peer not in self._excluded)
+        others = sorted(allowed, key=lambda member: member.peer)
         synced_by = [member for member in others if member.peer == self._synced_by]
         before = [member for member in others if member.peer < me.peer and member.peer not in self._followers]
         after = [member for member in others if member.peer > me.peer]
@@ -174,9 +180,7 @@ class Matchmaking:
 
     # ---- as follower ------------------------------------------------------------------------------------
 
-    async def _follow(
-        self, member: Candidate, me: Candidate, measured: Measured, timeout_s: float
-    ) -> Roster:
+    async def _follow(self, member: Candidate, me: Candidate, measured: Measured, timeout_s: float) -> Roster:
         """Follow ``member``, or the leader that it follows itself."""
         try:
             return await self._ask(member, me, measured, timeout_s)
@@ -267,9 +271,7 @@ class Matchmaking:
                 member.peer, MATCHMAKING, addresses=member.addresses, deadline_s=self._timing.open_s
             )
             request = pb.MatchmakingRequest(job=self._job)
-            reply, _ = await ask(
-                stream, request, pb.MatchmakingReply, within_s=self._timing.silence_s
-            )
+            reply, _ = await ask(stream, request, pb.MatchmakingReply, within_s=self._timing.silence_s)
             return OutOfSync(member.peer, reply.position.round, reply.position.state)
         return None
 
@@ -305,7 +307,7 @@ class Matchmaking:
         pause_s = self._timing.heartbeat_s  # workers that arrive at about the same time need no probe
         while True:
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, self._timing.matchmaking_probe_s)
+            pause_s = min(2 * pause_s, self._timing.matchmaking_poll_s)
             here = {follower.member.peer for follower in self._ready()}
             missing = [member for peer, member in expected.items() if peer not in here]
             positions = await asyncio.gather(*(self._position_of(member) for member in missing))
@@ -339,6 +341,8 @@ class Matchmaking:
         ]
 
     async def _receive(self, stream: Stream) -> None:
+        if stream.peer in self._excluded:
+            raise NotAuthorised(f"{stream.peer} sent false results")
         request = parse(pb.MatchmakingRequest, (await stream.receive()).header)
         if request.job != self._job:
             raise ProtocolViolation("another job")

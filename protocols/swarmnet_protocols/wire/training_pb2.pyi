@@ -135,20 +135,22 @@ class RequestContribution(_message.Message):
     def __init__(self, slice: _Optional[int] = ...) -> None: ...
 
 class Contribution(_message.Message):
-    __slots__ = ("slice", "weight", "size_bytes", "offset", "hash", "paced")
+    __slots__ = ("slice", "weight", "size_bytes", "offset", "hash", "paced", "signature")
     SLICE_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     HASH_FIELD_NUMBER: _ClassVar[int]
     PACED_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     slice: int
     weight: float
     size_bytes: int
     offset: int
     hash: bytes
     paced: bool
-    def __init__(self, slice: _Optional[int] = ..., weight: _Optional[float] = ..., size_bytes: _Optional[int] = ..., offset: _Optional[int] = ..., hash: _Optional[bytes] = ..., paced: _Optional[bool] = ...) -> None: ...
+    signature: bytes
+    def __init__(self, slice: _Optional[int] = ..., weight: _Optional[float] = ..., size_bytes: _Optional[int] = ..., offset: _Optional[int] = ..., hash: _Optional[bytes] = ..., paced: _Optional[bool] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class Result(_message.Message):
     __slots__ = ("slice", "size_bytes", "offset", "hash", "summary", "paced")
@@ -179,14 +181,16 @@ class Summary(_message.Message):
     def __init__(self, exchange_number: _Optional[int] = ..., slice: _Optional[int] = ..., contributors: _Optional[_Iterable[_Union[Contributor, _Mapping]]] = ..., excluded: _Optional[_Iterable[_Union[Exclusion, _Mapping]]] = ...) -> None: ...
 
 class Contributor(_message.Message):
-    __slots__ = ("member", "weight", "hash")
+    __slots__ = ("member", "weight", "hash", "signature")
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     HASH_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     member: int
     weight: float
     hash: bytes
-    def __init__(self, member: _Optional[int] = ..., weight: _Optional[float] = ..., hash: _Optional[bytes] = ...) -> None: ...
+    signature: bytes
+    def __init__(self, member: _Optional[int] = ..., weight: _Optional[float] = ..., hash: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class Exclusion(_message.Message):
     __slots__ = ("member", "reason")

@@ -24,10 +24,8 @@ from swarmnet_protocols.net.dialling import dialable, own_interfaces, shared_net
 from swarmnet_protocols.net.handlers import supervise
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.meter import Meter
-from swarmnet_protocols.net.p2pd import sock_diag
 from swarmnet_protocols.net.p2pd.connection_limits import ConnectionLimits, Guard
 from swarmnet_protocols.net.p2pd.daemon import P2pd, prepare_hivemind, run_p2pd, unpack_multiaddr
-from swarmnet_protocols.net.p2pd.half_open import end_half_open
 from swarmnet_protocols.net.p2pd.pipe import Pipe
 from swarmnet_protocols.net.p2pd.process import MAX_MEMORY_BYTES, DaemonConfig, listening_at
 from swarmnet_protocols.net.p2pd.stream import P2pdStream
@@ -276,7 +274,6 @@ class P2pdTransport:
                 for each in (
                     self._keep_addresses_fresh(),
                     self._settle(),
-                    end_half_open(self._daemon, self._timing.handshake_s),
                 )
             ]
             try:
@@ -365,7 +362,7 @@ class P2pdTransport:
 
     async def _settle(self) -> None:
         """Charge the lines with what p2pd really sends and receives: the directory, relaying and repetitions too."""
-        if not sock_diag.is_possible():
+        if not WireMeter.is_supported():
             return
         up, down = self._pace.up, self._pace.down
         meter, sees_all, settled_bytes = WireMeter(self._daemon.process.pid), False, 0.0

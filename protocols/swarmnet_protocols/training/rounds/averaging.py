@@ -6,7 +6,7 @@ whether the others may have. Streams from other members arrive in ``Averager._ac
 
 import asyncio
 import math
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor
 from typing import Any, Self
 
@@ -51,8 +51,14 @@ class Averager:
         timing: RoundTiming = _TIMING,
         rules: Rules = _RULES,
         executor: Executor | None = None,
+        sign: Callable[[bytes], bytes] | None = None,
     ) -> None:
-        """``job``: the job's id, 32 bytes. ``executor`` encodes, decodes and reduces; None: the loop's default executor."""
+        """``job``: the job's id, 32 bytes. ``executor`` encodes, decodes and reduces; None: the loop's default executor.
+
+        ``sign`` signs with the key of ``transport``'s peer id. Raises ``ConfigError`` for verifiable rounds without it.
+        """
+        if rules.verifiable and sign is None:
+            raise ConfigError("verifiable rounds need a key to sign contributions with")
         if len(job) != HASH_BYTES:
             raise ConfigError(f"a job id has {HASH_BYTES} bytes, not {len(job)}")
         self._transport = transport
@@ -60,6 +66,7 @@ class Averager:
         self._timing = timing
         self._rules = rules
         self._executor = executor
+        self._sign = sign or _cannot_sign
         self._runners: dict[int, RoundRunner] = {}
         """By exchange number."""
         self._latest = -1
@@ -102,10 +109,13 @@ class Averager:
             raise ConfigError(f"a weight of {weight:g}")
         if not (math.isfinite(spread_s) and spread_s >= 0):
             raise ConfigError(f"an exchange cannot be spread over {spread_s:g} s")
-        terms = Terms.of(self._job, exchange_number, members, values.numel(), codec)
+        verifiable = self._rules.verifiable
+        terms = Terms.of(self._job, exchange_number, members, values.numel(), codec, verifiable=verifiable)
         if values.dtype != torch.float32 or values.dim() != 1:
             raise ConfigError("only a flat float32 vector can be averaged")
-        context = RoundContext(self._transport, self._timing, self._rules, self._executor, self._spawn)
+        context = RoundContext(
+            self._transport, self._timing, self._rules, self._executor, self._sign, self._spawn
+        )
         runner = RoundRunner(terms, context, spread_s)
         self._latest = exchange_number
         for old in [each for each in self._runners if self._is_over(each, terms)]:
@@ -159,3 +169,7 @@ class Averager:
         if runner is None or not self._open:
             raise ProtocolViolation(f"exchange {exchange_number} is over here, or was skipped")
         return runner
+
+
+def _cannot_sign(_: bytes) -> bytes:
+    raise ConfigError("this averager has no key to sign with")

@@ -1,7 +1,11 @@
 """Reducing one slice: from the members' contributions to one result, and the checks that a member makes on a result from another.
 
-A dense codec's result carries the encoded aggregate. A sparse codec's result is a *bundle*: the contributions themselves in the order of members, as
-an aggregate of sparse vectors is not sparse. Each member then aggregates the bundle as the reducer did, and gets the same bits.
+A result carries the encoded aggregate, or a *bundle*: the contributions themselves, in the order of members. Each member then aggregates the bundle
+as the reducer did, and gets the same bits. Results are bundles in two cases:
+
+1. The codec is sparse: an aggregate of sparse vectors is not.
+2. The round is verifiable (:class:`Verification`): the job has a robust aggregation rule, which would be worth nothing if the reducer of a slice
+   could send any aggregate that it likes. Each contribution in the bundle is signed by its author.
 """
 
 import hashlib
@@ -15,6 +19,7 @@ from google.protobuf.message import DecodeError
 
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.net import Buffer
+from swarmnet_protocols.net.identity import verify
 from swarmnet_protocols.training.codecs import Codec, result_codec
 from swarmnet_protocols.training.rounds.aggregation_rules import weighted_mean
 from swarmnet_protocols.training.rounds.messages import below
@@ -23,6 +28,10 @@ from swarmnet_protocols.wire import training_pb2 as pb
 MAX_REASON = 200
 CONTRIBUTION_HASH_BYTES = 16
 """Half a SHA-256: a second preimage is out of reach, and every result carries one hash for each contributor."""
+
+
+_SIGNATURE_DOMAIN = b"swarmnet-contribution-1"
+_SIGNED = struct.Struct(">QId")
 
 
 def accept_all(rows: torch.Tensor, _weights: torch.Tensor) -> list[str]:
@@ -40,6 +49,8 @@ class Rules:
     """From the same arguments to k reasons for leaving a contribution out, "" for none. Repeated with those that stay."""
     max_weight: float = 2.0**64
     """Above any number of tokens, and far enough below the largest float that sums of weights stay finite."""
+    verifiable: bool = False
+    """Every member checks the aggregation of every slice: see :class:`Verification`."""
 
 
 def contribution_hash(data: Buffer) -> bytes:
@@ -54,6 +65,8 @@ class Contribution:
     weight: float
     data: Buffer
     hash: bytes
+    signature: bytes = b""
+    """By the author, in a verifiable round."""
 
     @classmethod
     def of(cls, weight: float, data: Buffer) -> "Contribution":
@@ -78,6 +91,19 @@ def result_hash(summary: bytes, payload: Buffer) -> bytes:
 
 
 @dataclass(frozen=True)
+class Verification:
+    """What makes a round verifiable: a reducer can leave contributions out, and change nothing else.
+
+    ``keys``: the members' public keys. A result needs contributions of at least ``quorum`` members, a majority of those that train, so
+    that a reducer cannot leave out all but its accomplices'.
+    """
+
+    job: bytes
+    keys: tuple[bytes, ...]
+    quorum: int
+
+
+@dataclass(frozen=True)
 class SliceTerms:
     """A slice of ``count`` values in an exchange, and the codec of its contributions."""
 
@@ -85,6 +111,18 @@ class SliceTerms:
     index: int
     count: int
     codec: Codec
+    verification: Verification | None = None
+
+    @property
+    def is_bundled(self) -> bool:
+        """Whether results carry the contributions instead of their aggregate."""
+        return self.codec.sparse or self.verification is not None
+
+    def signed_bytes(self, contribution: "Contribution") -> bytes:
+        """What the author of a contribution to this slice signs in a verifiable round."""
+        job = b"" if self.verification is None else self.verification.job
+        signed = _SIGNED.pack(self.exchange_number, self.index, contribution.weight)
+        return _SIGNATURE_DOMAIN + job + signed + contribution.hash
 
     @property
     def contribution_bytes(self) -> int:
@@ -93,7 +131,7 @@ class SliceTerms:
 
     def result_bytes(self, contributors: int) -> int:
         """Size of the payload of a result from this many contributors."""
-        if self.codec.sparse:
+        if self.is_bundled:
             return contributors * self.contribution_bytes
         return result_codec(self.codec).max_bytes(self.count)
 
@@ -103,9 +141,9 @@ def reduce_slice(
 ) -> tuple[Result, torch.Tensor] | None:
     """The result of a slice and its values [count], from (member, contribution) in the order of members; None if no contribution counts."""
     accepted, values, reasons = _aggregate_valid(terms, rules, contributions)
-    if not accepted:
+    if not accepted or not _has_quorum(terms, len(accepted)):
         return None
-    if terms.codec.sparse:
+    if terms.is_bundled:
         encoded: Buffer = b"".join(contribution.data for _, contribution in accepted)
     else:
         codec = result_codec(terms.codec)
@@ -115,7 +153,12 @@ def reduce_slice(
             return None
         values = codec.decode(encoded, terms.count)
     contributors = [
-        pb.Contributor(member=member, weight=contribution.weight, hash=contribution.hash)
+        pb.Contributor(
+            member=member,
+            weight=contribution.weight,
+            hash=contribution.hash,
+            signature=contribution.signature,
+        )
         for member, contribution in accepted
     ]
     excluded = [
@@ -136,7 +179,7 @@ def _aggregate_valid(
     rows = torch.empty(len(contributions), terms.count)
     for member, contribution in contributions:
         try:
-            rows[len(accepted)] = _decode(terms, rules, contribution)
+            rows[len(accepted)] = _decode(terms, rules, member, contribution)
             accepted.append((member, contribution))
         except ProtocolViolation as error:
             excluded[member] = str(error)
@@ -156,12 +199,20 @@ def _weights(weights: Iterable[float]) -> torch.Tensor:
     return torch.tensor(list(weights), dtype=torch.float64)
 
 
-def _decode(terms: SliceTerms, rules: Rules, contribution: Contribution) -> torch.Tensor:
-    """The values [count] of a contribution. Raises ``ProtocolViolation`` for one that cannot count."""
+def _has_quorum(terms: SliceTerms, contributors: int) -> bool:
+    return terms.verification is None or contributors >= terms.verification.quorum
+
+
+def _decode(terms: SliceTerms, rules: Rules, member: int, contribution: Contribution) -> torch.Tensor:
+    """The values [count] of the contribution of ``member``. Raises ``ProtocolViolation`` for one that cannot count."""
     if contribution.weight > rules.max_weight:
         raise ProtocolViolation(f"weight {contribution.weight:g} is above {rules.max_weight:g}")
     if contribution_hash(contribution.data) != contribution.hash:
         raise ProtocolViolation("the contribution does not have its hash")
+    if terms.verification is not None:
+        key = terms.verification.keys[member]
+        if not verify(key, contribution.signature, terms.signed_bytes(contribution)):
+            raise ProtocolViolation("the contribution is not signed by its author")
     return terms.codec.decode(contribution.data, terms.count)
 
 
@@ -178,8 +229,8 @@ class ResultReader:
     def read(self, result: Result) -> torch.Tensor:
         """The values [count] of a result from another member. Raises ``ProtocolViolation`` for a result that is not one of this slice.
 
-        A result that names another contribution of this member than it made is refused. Contributions are not signed, so only
-        their author can check this.
+        A result that names another contribution of this member than it made is refused; where contributions are not signed, only their
+        author can check this.
         """
         if result_hash(result.summary, result.payload) != result.hash:
             raise ProtocolViolation(f"a result of slice {self.terms.index} does not have its hash")
@@ -191,7 +242,9 @@ class ResultReader:
             raise ProtocolViolation(
                 f"a result of {len(result.payload)} bytes from {len(contributors)} contributors"
             )
-        if self.terms.codec.sparse:
+        if not _has_quorum(self.terms, len(contributors)):
+            raise ProtocolViolation(f"a result of {len(contributors)} contributors, too few to be robust")
+        if self.terms.is_bundled:
             return self._read_bundle(contributors, memoryview(result.payload))
         return result_codec(self.terms.codec).decode(result.payload, self.terms.count)
 
@@ -201,13 +254,13 @@ class ResultReader:
     def _read_bundle(self, contributors: Sequence[pb.Contributor], bundle: memoryview) -> torch.Tensor:
         size = self.terms.contribution_bytes
         contributions = [
-            Contribution(each.weight, bundle[number * size : (number + 1) * size], each.hash)
+            Contribution(each.weight, bundle[number * size : (number + 1) * size], each.hash, each.signature)
             for number, each in enumerate(contributors)
         ]
         values = []
         for each, contribution in zip(contributors, contributions, strict=True):
             try:
-                values.append(_decode(self.terms, self.rules, contribution))
+                values.append(_decode(self.terms, self.rules, each.member, contribution))
             except ProtocolViolation as error:
                 raise ProtocolViolation(f"member {each.member} is in a bundle, but {error}") from error
         rows = torch.stack(values)

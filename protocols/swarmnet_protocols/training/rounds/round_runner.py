@@ -7,7 +7,7 @@ import asyncio
 import math
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -81,6 +81,8 @@ class Outcome:
     """The contributors to each slice, in the order of peer ids."""
     excluded: tuple[tuple[PeerId, str], ...]
     """Peers whose contribution arrived and was left out of a slice, with the reason."""
+    refuted: tuple[PeerId, ...]
+    """Members that sent this one a result which is not the aggregate of its slice's contributions."""
     reason: str
     bytes_sent: int
     bytes_received: int
@@ -97,6 +99,7 @@ class RoundContext:
     timing: RoundTiming
     rules: Rules
     executor: Executor | None
+    sign: Callable[[bytes], bytes]
     spawn: Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 
 
@@ -128,6 +131,7 @@ class RoundRunner:
         self._results: dict[tuple[int, bytes], Result] = {}
         self._reading: list[int] = []
         """Slices whose result has arrived and is being verified: it need not be requested again."""
+        self._refuted: dict[PeerId, str] = {}
         self._average = torch.empty(terms.count)
         self._in_average: list[bytes] = [b""] * len(terms.slices)
         self._bytes_received = 0
@@ -294,12 +298,15 @@ class RoundRunner:
         data = self._add_part((member, "contribution"), header, part, terms.contribution_bytes)
         if data is not None:
             if header.weight > 0:
-                self._contributions[index][member] = Contribution(header.weight, data.data, data.hash)
+                self._contributions[index][member] = Contribution(
+                    header.weight, data.data, data.hash, header.signature
+                )
             self._feed(Contributed(index, member))
 
     async def _take_result(self, member: int, header: pb.Result, part: Buffer) -> None:
         index = below(header.slice, len(self._terms.slices), "slice")
-        if self._ended.done() or not self._round.accepts_result(member, index, header.hash):
+        is_refuted = self._terms.members[member].peer in self._refuted
+        if is_refuted or self._ended.done() or not self._round.accepts_result(member, index, header.hash):
             return
         self._feed(Receiving(index))
         reader = self._reader(index)
@@ -310,6 +317,10 @@ class RoundRunner:
             self._reading.append(index)
             try:
                 self._keep(index, result, await self._compute(lambda: reader.read(result)))
+            except ProtocolViolation as error:
+                # The sender made it up: an honest member forwards only results that it has verified.
+                self._refuted[self._terms.members[member].peer] = str(error)
+                raise
             finally:
                 self._reading.remove(index)
 
@@ -368,6 +379,7 @@ class RoundRunner:
                 self._average[start:end] = self._reader(index).read(self._results[index, result])
         peers = [member.peer for member in self._terms.members]
         excluded = {(peers[each.member], each.reason) for summary in summaries for each in summary.excluded}
+        excluded |= {(peer, f"sent a false result: {why}") for peer, why in self._refuted.items()}
         if self._withheld:
             excluded.add((peers[self._me], self._withheld))
         average, self._average = self._average, torch.empty(0)
@@ -380,6 +392,7 @@ class RoundRunner:
                 tuple(peers[each.member] for each in summary.contributors) for summary in summaries
             ),
             excluded=tuple(sorted(excluded)),
+            refuted=tuple(self._refuted),
             reason=finish.reason,
             bytes_sent=sum(link.bytes_sent for link in self._links.values()),
             bytes_received=self._bytes_received,
@@ -388,8 +401,14 @@ class RoundRunner:
         )
 
     def _encode(self, values: torch.Tensor, weight: float) -> list[Contribution]:
-        slices = self._terms.slices if weight > 0 else ()
-        return [Contribution.of(weight, self._terms.codec.encode(values[start:end])) for start, end in slices]
+        contributions = []
+        for index, (start, end) in enumerate(self._terms.slices if weight > 0 else ()):
+            contribution = Contribution.of(weight, self._terms.codec.encode(values[start:end]))
+            if self._terms.verification is not None:
+                signature = self._context.sign(self._terms.slice(index).signed_bytes(contribution))
+                contribution = replace(contribution, signature=signature)
+            contributions.append(contribution)
+        return contributions
 
     def _reader(self, index: int) -> ResultReader:
         own = self._own[index] if self._own else None

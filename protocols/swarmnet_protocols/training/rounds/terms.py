@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.identity import public_key_of
 from swarmnet_protocols.training.codecs import ALIGNMENT, Codec
 from swarmnet_protocols.training.rounds.messages import Shape
-from swarmnet_protocols.training.rounds.reduction import SliceTerms
+from swarmnet_protocols.training.rounds.reduction import SliceTerms, Verification
 
 MAX_MEMBERS = 64
 MAX_VALUES = 1 << 40
@@ -53,12 +54,20 @@ class Terms:
     slices: tuple[Slice, ...]
     reducers: tuple[int, ...]
     codec: Codec
+    verification: Verification | None = None
 
     @classmethod
     def of(
-        cls, job: bytes, exchange_number: int, members: Sequence[Member], count: int, codec: Codec
+        cls,
+        job: bytes,
+        exchange_number: int,
+        members: Sequence[Member],
+        count: int,
+        codec: Codec,
+        *,
+        verifiable: bool = False,
     ) -> "Terms":
-        """The terms for averaging ``count`` values among ``members``, given in any order.
+        """The terms for averaging ``count`` values among ``members``, given in any order. ``verifiable``: see :class:`Verification`.
 
         Raises ``ConfigError`` for a roster that is empty, too long or names a peer twice, and for a number out of range.
         """
@@ -74,7 +83,10 @@ class Terms:
             (reducer, part) for reducer, part in zip(eligible, parts, strict=True) if part[0] < part[1]
         ]
         reducers, slices = zip(*assigned, strict=True)
-        return cls(job, exchange_number, ordered, slices, reducers, codec)
+        verification = None
+        if verifiable:
+            verification = Verification(job, _keys(ordered), quorum=len(eligible) // 2 + 1)
+        return cls(job, exchange_number, ordered, slices, reducers, codec, verification)
 
     @property
     def count(self) -> int:
@@ -89,14 +101,14 @@ class Terms:
     @property
     def contribution_fraction(self) -> float:
         """Contributions' share of all bytes sent in the round; the rest are results."""
-        whole = SliceTerms(self.exchange_number, 0, self.count, self.codec)
+        whole = SliceTerms(self.exchange_number, 0, self.count, self.codec, self.verification)
         result_bytes = whole.result_bytes(len(self.members))
         return whole.contribution_bytes / (whole.contribution_bytes + result_bytes)
 
     def slice(self, index: int) -> SliceTerms:
         """The terms of one slice."""
         start, end = self.slices[index]
-        return SliceTerms(self.exchange_number, index, end - start, self.codec)
+        return SliceTerms(self.exchange_number, index, end - start, self.codec, self.verification)
 
     def find(self, peer: PeerId) -> int | None:
         """The number of the member with this peer id; None if it is not in the roster."""
@@ -110,11 +122,20 @@ class Terms:
         """The first 16 bytes of the SHA-256 of everything that must be equal at all members."""
         peers = " ".join(member.peer for member in self.members)
         text = f"{self.exchange_number} {peers} {self.slices} {self.reducers} {self.codec.name}"
+        if self.verification is not None:
+            text += " verifiable"
         return hashlib.sha256(self.job + text.encode()).digest()[:AGREEMENT_BYTES]
 
     def _lot(self, member: int) -> bytes:
         number = self.exchange_number.to_bytes(8, "big")
         return hashlib.sha256(self.job + number + self.members[member].peer.encode()).digest()
+
+
+def _keys(members: Sequence[Member]) -> tuple[bytes, ...]:
+    try:
+        return tuple(public_key_of(member.peer) for member in members)
+    except ValueError as error:
+        raise ConfigError(f"a member of the round cannot sign: {error}") from error
 
 
 def partition(count: int, bytes_per_s: Sequence[float]) -> tuple[Slice, ...]:

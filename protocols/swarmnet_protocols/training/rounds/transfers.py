@@ -56,6 +56,7 @@ def contribution_messages(
             offset=part.offset,
             hash=contribution.hash,
             paced=part.paced,
+            signature=contribution.signature,
         )
         yield pb.ExchangeRequest(contribution=header), part.data
 

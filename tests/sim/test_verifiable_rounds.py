@@ -1,0 +1,230 @@
+"""Rounds of jobs with a robust aggregation rule: a reducer that lies is refuted, and moves nothing."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from swarmnet_node.training.checkpoint import CheckpointStore
+from swarmnet_protocols.errors import ConfigError, ProtocolViolation
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.training.codecs import ALIGNMENT, get_codec
+from swarmnet_protocols.training.jobs import open_job
+from swarmnet_protocols.training.rounds import round_runner
+from swarmnet_protocols.training.rounds import terms as terms_module
+from swarmnet_protocols.training.rounds.aggregation_rules import aggregate
+from swarmnet_protocols.training.rounds.averaging import Averager, Rules
+from swarmnet_protocols.training.rounds.reduction import (
+    Contribution,
+    Result,
+    ResultReader,
+    SliceTerms,
+    reduce_slice,
+    result_hash,
+)
+from swarmnet_protocols.training.rounds.round_runner import RoundRunner
+from swarmnet_protocols.training.rounds.terms import Terms
+from swarmnet_protocols.wire import training_pb2 as pb
+from tests.sim.test_averaging import simulate
+from tests.support.training_lab import IDENTITIES, JOB, Outcomes, TrainingLab, Work
+from tests.support.training_workers import WorkerLab, train, write_job
+from tests.support.virtual_time import run
+
+COUNT = 8 * ALIGNMENT
+LIAR = 0
+"""The member that lies, by its place in the roster: it reduces the first slice."""
+
+Payloads = Sequence[tuple[int, Contribution]]
+Lie = Callable[[SliceTerms, Payloads], Result]
+
+
+def robust(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    return aggregate("median", rows, weights)
+
+
+ROBUST = Rules(aggregate=robust, verifiable=True)
+
+
+def bundle(terms: SliceTerms, payloads: Payloads) -> Result:
+    contributors = [
+        pb.Contributor(member=member, weight=each.weight, hash=each.hash, signature=each.signature)
+        for member, each in payloads
+    ]
+    summary = pb.Summary(exchange_number=terms.exchange_number, slice=terms.index, contributors=contributors)
+    data = b"".join(each.data for _, each in payloads)
+    return Result(result_hash(summary.SerializeToString(), data), summary.SerializeToString(), data)
+
+
+def forged(terms: SliceTerms) -> Contribution:
+    return Contribution.of(1.0, terms.codec.encode(torch.full((terms.count,), 1e6)))
+
+
+def another_average(terms: SliceTerms, payloads: Payloads) -> Result:
+    """Its own numbers, as results of other rounds are: encoded, without contributions."""
+    result = bundle(terms, payloads)
+    return Result(result_hash(result.summary, forged(terms).data), result.summary, forged(terms).data)
+
+
+def other_contributions(terms: SliceTerms, payloads: Payloads) -> Result:
+    """In the names of the others, but for one of them, who could tell."""
+    return bundle(terms, [(member, each if member == 1 else forged(terms)) for member, each in payloads])
+
+
+def its_own_signature(terms: SliceTerms, payloads: Payloads) -> Result:
+    key = list(IDENTITIES.values())[LIAR]
+    lie = forged(terms)
+    signed = replace(lie, signature=key.sign(terms.signed_bytes(lie)))
+    return bundle(terms, [(member, each if member == 1 else signed) for member, each in payloads])
+
+
+def only_its_own(terms: SliceTerms, payloads: Payloads) -> Result:
+    """Signed and true, but the only contribution of which the median is made."""
+    return bundle(terms, [(member, each) for member, each in payloads if member == LIAR])
+
+
+LIES = [another_average, other_contributions, its_own_signature, only_its_own]
+
+
+def average_with(lie: Lie, count: int, patch: pytest.MonkeyPatch, rules: Rules) -> tuple[Work, Outcomes]:
+    """A round of ``count`` members, of which the liar reduces its slice as ``lie`` has it."""
+    lab = TrainingLab(count, rules=rules)
+    work = Work.random(lab, COUNT)
+
+    def reduce(terms: SliceTerms, rules: Rules, payloads: Payloads) -> tuple[Result, torch.Tensor] | None:
+        if terms.index != LIAR:
+            return reduce_slice(terms, rules, payloads)
+        return lie(terms, payloads), torch.full((terms.count,), 1e6)
+
+    patch.setattr(round_runner, "reduce_slice", reduce)
+    return work, simulate(lambda lab: lab.average(work), lab)
+
+
+@pytest.mark.parametrize("count", [4, 8])
+@pytest.mark.parametrize("lie", LIES)
+def test_a_lying_reducer_moves_nothing_and_is_known_to_all(
+    lie: Lie, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work, outcomes = average_with(lie, count, monkeypatch, ROBUST)
+    liar, *honest = sorted(work.values)
+    for peer in honest:
+        outcome = outcomes[peer]
+        assert outcome.average is None or outcome.average.abs().max() < 10
+        assert outcome.refuted == (liar,)
+        assert liar in dict(outcome.excluded)
+
+
+def test_without_verification_one_liar_decides_its_slice(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, outcomes = average_with(another_average, 4, monkeypatch, replace(ROBUST, verifiable=False))
+    assert any(outcome.average is not None and outcome.average.max() > 1e5 for outcome in outcomes.values())
+
+
+@pytest.mark.parametrize("codec", ["float32", "int8", "topk"])
+def test_honest_members_commit_what_the_rule_makes_of_all_contributions(codec: str) -> None:
+    lab = TrainingLab(4, rules=ROBUST)
+    work = Work.random(lab, COUNT, codec)
+    outcomes = simulate(lambda lab: lab.average(work), lab)
+    for outcome in outcomes.values():
+        assert outcome.committed
+        assert outcome.refuted == ()
+        assert outcome.average is not None
+        for (start, end), contributors in zip(outcome.slices, outcome.contributors, strict=True):
+            assert set(contributors) == set(lab.peers)
+            rows = [
+                work.codec.decode(work.codec.encode(work.values[peer][start:end]), end - start)
+                for peer in contributors
+            ]
+            weights = torch.tensor([work.weights[peer] for peer in contributors], dtype=torch.float64)
+            assert torch.equal(outcome.average[start:end], robust(torch.stack(rows), weights))
+
+
+def signed(terms: Terms, member: int, values: torch.Tensor, *, index: int = 0) -> Contribution:
+    payload = Contribution.of(1.0, terms.codec.encode(values))
+    key = IDENTITIES[terms.members[member].peer]
+    return replace(payload, signature=key.sign(terms.slice(index).signed_bytes(payload)))
+
+
+def test_a_contribution_to_another_round_slice_or_job_is_not_taken_again() -> None:
+    members = TrainingLab(4).members()
+    codec = get_codec("float32")
+    here = Terms.of(JOB, 7, members, COUNT, codec, verifiable=True)
+    values = torch.ones(here.slice(0).count)
+    good = [(member, signed(here, member, values)) for member in range(3)]
+    reader = ResultReader(here.slice(0), ROBUST, 4, 3, None)
+    assert torch.equal(reader.read(bundle(here.slice(0), good)), values)
+    elsewhere = [
+        (Terms.of(JOB, 6, members, COUNT, codec, verifiable=True), 0),
+        (here, 1),
+        (Terms.of(bytes(32), 7, members, COUNT, codec, verifiable=True), 0),
+    ]
+    for terms, index in elsewhere:
+        replayed = [*good[:2], (2, signed(terms, 2, values, index=index))]
+        with pytest.raises(ProtocolViolation, match="not signed by its author"):
+            reader.read(bundle(here.slice(0), replayed))
+    heavier = [*good[:2], (2, replace(good[2][1], weight=2.0))]
+    with pytest.raises(ProtocolViolation, match="not signed by its author"):
+        reader.read(bundle(here.slice(0), heavier))
+
+
+def test_a_worker_without_a_key_cannot_take_part() -> None:
+    lab = TrainingLab(1)
+    with pytest.raises(ConfigError, match="need a key"):
+        Averager(lab.network.transport(lab.peers[0]), JOB, rules=ROBUST)
+    with pytest.raises(ConfigError, match="cannot sign"):
+        Terms.of(
+            JOB,
+            0,
+            [replace(lab.members()[0], peer=PeerId("QmNoKey"))],
+            8,
+            get_codec("float32"),
+            verifiable=True,
+        )
+
+
+def lying_workers(patch: pytest.MonkeyPatch, liars: set[PeerId]) -> None:
+    """Workers that send averages of their own making whenever they reduce a slice."""
+    honest = RoundRunner._reduce
+
+    async def reduce(self: RoundRunner, index: int, payloads: list[tuple[int, Contribution]]) -> None:
+        if self._terms.members[self._me].peer not in liars:
+            await honest(self, index, payloads)
+            return
+        terms = self._terms.slice(index)
+        self._keep(index, another_average(terms, payloads), torch.full((terms.count,), 1e6))
+
+    patch.setattr(RoundRunner, "_reduce", reduce)
+
+
+@pytest.mark.parametrize(("honest", "lying"), [(3, 1), (5, 3)], ids=["1 of 4", "3 of 8"])
+def test_workers_train_on_without_those_whose_results_were_false(
+    honest: int, lying: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exchange = 'min_workers = 2\naggregate = "centered-clip"'
+    lab = WorkerLab(tmp_path, write_job(tmp_path, "diloco", "sync_every = 2", exchange, rounds=12))
+    monkeypatch.setattr(
+        terms_module, "ALIGNMENT", 16
+    )  # so that each of them reduces a slice of so small a model
+    good, bad = [
+        [f"{kind}-{number}" for number in range(count)] for kind, count in (("good", honest), ("bad", lying))
+    ]
+    liars = {lab.peer(name) for name in bad}
+    lying_workers(monkeypatch, liars)
+
+    def stop_liars(name: str, event: dict[str, Any]) -> None:
+        if name in good and event["event"] == "done":
+            for each in bad:
+                lab.workers[each].stop()
+
+    lab.observer = stop_liars
+    run(train(lab, *good, *bad))
+    for name in good:
+        rounds = [event for event in lab.events[name] if event["event"] == "round"]
+        refuted = {each["peer_id"] for event in rounds for each in event["excluded"]}
+        assert refuted >= liars
+        assert rounds[-1]["committed"]
+        assert set(rounds[-1]["contributors"]) == {lab.peer(each) for each in good}
+        saved = CheckpointStore(lab.folder / name).load_newest(open_job(lab.sealed).id)
+        assert saved is not None
+        assert saved.parameters.abs().max() < 100
