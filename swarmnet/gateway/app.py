@@ -189,7 +189,7 @@ class Gateway:
         try:
             return self.bounds.read(await request.body(), kind)
         except ApiError:
-            self._quotas.count_wrong(key)
+            self._quotas.count_wrong(key, asyncio.get_running_loop().time())
             raise
 
     async def _respond(self, request: Request, body: Common, prepare: Callable[[], Any]) -> Response:
@@ -210,8 +210,10 @@ class Gateway:
             generation = await stack.enter_async_context(
                 Generation.run(self.engine, requests, body.stop, self.meter)
             )
-            self._quotas.use(key, sum(len(each.ids) for each in requests))
-            stack.callback(lambda: self._quotas.use(key, generation.tokens))
+            self._quotas.use(key, sum(len(each.ids) for each in requests), asyncio.get_running_loop().time())
+            stack.callback(
+                lambda: self._quotas.use(key, generation.tokens, asyncio.get_running_loop().time())
+            )
             if not body.stream:
                 whole = await race(collect(generation, wanted.form, prompt_tokens), _left(request))
                 return Response(status_code=CLIENT_LEFT) if whole is None else JSONResponse(whole)

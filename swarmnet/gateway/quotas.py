@@ -5,6 +5,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from swarmnet.gateway.failures import ApiError
+from swarmnet_protocols.net.rate_limit import RateLimit, TokenBucket
 
 MINUTE_S = 60.0
 
@@ -23,28 +24,15 @@ class Quota:
         return min(self.requests_per_minute or math.inf, self.concurrent or math.inf)
 
 
-class _Bucket:
-    """An allowance that fills up in a minute. It may be overdrawn: then it is closed until that is paid back."""
-
-    def __init__(self, per_minute: int) -> None:
-        self._size = self._left = float(per_minute)
-        self._at = 0.0
-
-    def wait_s(self, least: float, now: float) -> float:
-        """Seconds until ``least`` is there."""
-        self._left = min(self._size, self._left + (now - self._at) * self._size / MINUTE_S)
-        self._at = now
-        return max(0.0, (least - self._left) * MINUTE_S / self._size)
-
-    def take(self, amount: float) -> None:
-        self._left -= amount
+def _bucket(per_minute: int) -> TokenBucket:
+    return TokenBucket(RateLimit(per_minute / MINUTE_S, per_minute))
 
 
 class _Account:
     def __init__(self, quota: Quota) -> None:
         self.running = 0
-        self.requests = _Bucket(quota.requests_per_minute) if quota.requests_per_minute else None
-        self.tokens = _Bucket(quota.tokens_per_minute) if quota.tokens_per_minute else None
+        self.requests = _bucket(quota.requests_per_minute) if quota.requests_per_minute else None
+        self.tokens = _bucket(quota.tokens_per_minute) if quota.tokens_per_minute else None
 
 
 class Quotas:
@@ -64,18 +52,18 @@ class Quotas:
             raise ApiError(400, message, "invalid_value", param="n")
         account = self._check(key, answers, now)
         if account.requests:
-            account.requests.take(answers)
+            account.requests.take(answers, now)
         account.running += answers
 
     def check(self, key: str, now: float) -> None:
         """Raise ``ApiError`` as ``enter`` would for a single answer. For requests whose body is not read yet."""
         self._check(key, 1, now)
 
-    def count_wrong(self, key: str) -> None:
+    def count_wrong(self, key: str, now: float) -> None:
         """Count a request that was read and is wrong, as one answer: to find that out was work too."""
         account = self._accounts[key]
         if account.requests:
-            account.requests.take(1)
+            account.requests.take(1, now)
 
     def _check(self, key: str, answers: int, now: float) -> _Account:
         account = self._accounts[key]
@@ -83,19 +71,19 @@ class Quotas:
         if limit is not None and account.running + answers > limit:
             message = f"this key may have {limit} answers at a time, and has {account.running}"
             raise _refusal(message, "concurrency_limit_exceeded", 1.0)
-        if account.requests and (wait_s := account.requests.wait_s(answers, now)) > 0:
+        if account.requests and (wait_s := account.requests.wait_s(now, answers)) > 0:
             limit = self._quota.requests_per_minute
             raise _refusal(f"this key may ask for {limit} answers a minute", "rate_limit_exceeded", wait_s)
-        if account.tokens and (wait_s := account.tokens.wait_s(1.0, now)) > 0:
+        if account.tokens and (wait_s := account.tokens.wait_s(now, 1.0)) > 0:
             limit = self._quota.tokens_per_minute
             raise _refusal(f"this key may use {limit} tokens a minute", "rate_limit_exceeded", wait_s)
         return account
 
-    def use(self, key: str, tokens: int) -> None:
+    def use(self, key: str, tokens: int, now: float) -> None:
         """Count tokens of prompts and answers."""
         account = self._accounts[key]
         if account.tokens:
-            account.tokens.take(tokens)
+            account.tokens.take(tokens, now)
 
     def leave(self, key: str, answers: int) -> None:
         self._accounts[key].running -= answers

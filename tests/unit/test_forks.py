@@ -65,11 +65,11 @@ def test_copies_count_while_they_are_made(monkeypatch: pytest.MonkeyPatch) -> No
         task: asyncio.Task[Any] = asyncio.create_task(engine.fork([sequence], engine._in_all))
         await asyncio.to_thread(copying.wait, 5.0)
         with pytest.raises(OutOfResources):
-            engine._in_all.hold(Resource.CACHE)
+            engine._in_all.reserve(Resource.CACHE)
         go_on.set()
         await task
         with pytest.raises(OutOfResources):
-            engine._in_all.hold(Resource.CACHE)
+            engine._in_all.reserve(Resource.CACHE)
         assert threading.current_thread().name not in threads
 
     with_sequence(2, use)

@@ -77,7 +77,7 @@ class GraphCache:
 
     @property
     def nbytes(self) -> int:
-        return self._resources.in_all.used[Resource.GRAPHS]
+        return self._resources.system.used[Resource.GRAPHS]
 
     def __contains__(self, name: GraphKey) -> bool:
         return name in self._kept
@@ -90,11 +90,11 @@ class GraphCache:
         self.take(name)
         loop = asyncio.get_running_loop()
         scope = self._resources.peer(name.owner, loop.time())
-        if graph.nbytes > room_bytes or not scope.can_ever_hold(Resource.GRAPHS, graph.nbytes):
+        if graph.nbytes > room_bytes or not scope.can_ever_reserve(Resource.GRAPHS, graph.nbytes):
             return
-        self._drop(graph.nbytes - scope.spare(Resource.GRAPHS), name.owner)
+        self._drop(graph.nbytes - scope.available(Resource.GRAPHS), name.owner)
         self.shrink(room_bytes - graph.nbytes)
-        hold = scope.hold(Resource.GRAPHS, graph.nbytes)
+        hold = scope.reserve(Resource.GRAPHS, graph.nbytes)
         self._kept[name] = graph, hold, loop.call_later(for_s, self.take, name)
 
     def take(self, name: GraphKey) -> AutogradGraph | None:

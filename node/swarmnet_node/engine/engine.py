@@ -27,7 +27,14 @@ from swarmnet_protocols.errors import Unreachable
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.machine.core_lock import ALONE, CoreLock, NoCoreLock
 from swarmnet_protocols.machine.threads import on_half_the_cores
-from swarmnet_protocols.net.resources import RETRY_S, Exhausted, Reservation, Resource, ResourceManager, Scope
+from swarmnet_protocols.net.resources import (
+    RETRY_S,
+    Reservation,
+    Resource,
+    ResourceLimitReached,
+    ResourceManager,
+    Scope,
+)
 from swarmnet_protocols.timing import Timing
 
 BUDGET_TOKENS = 512
@@ -89,7 +96,7 @@ class Engine:
         self.client_cache_bytes: Callable[[int], int] = int
         """What caches of one peer may take where those of all may take so much."""
         self._resources = resources
-        self._in_all = resources.in_all
+        self._in_all = resources.system
         self.forwards = 0
         self.tokens = 0
         self.token_s = 0.0
@@ -160,13 +167,13 @@ class Engine:
     def limit_caches(self, max_bytes: int) -> None:
         """Let caches, and graphs where they leave room, take so much from now on. Caches that take more stay as they are."""
         self.max_cache_bytes = max_bytes
-        self._resources.limit(Resource.CACHE, in_all=max_bytes, each_peer=self.client_cache_bytes(max_bytes))
-        self._resources.limit(Resource.GRAPHS, each_peer=max_bytes // CLIENT_SHARE)
+        self._resources.limit(Resource.CACHE, system=max_bytes, per_peer=self.client_cache_bytes(max_bytes))
+        self._resources.limit(Resource.GRAPHS, per_peer=max_bytes // CLIENT_SHARE)
         self.graph_cache.shrink(max(0, self._room_bytes))
 
     def register(self, sequence: SequenceCache, scope: Scope) -> SequenceCache:
         """Count a lane's bytes in ``scope`` until ``release``. Raises ``OutOfResources`` when there is no room for what it has."""
-        self._holds[id(sequence)] = sequence, scope.hold(Resource.CACHE, sequence.nbytes)
+        self._holds[id(sequence)] = sequence, scope.reserve(Resource.CACHE, sequence.nbytes)
         return sequence
 
     def release(self, sequence: SequenceCache) -> None:
@@ -194,7 +201,7 @@ class Engine:
         with ExitStack() as holding:
             holds = [
                 holding.enter_context(
-                    scope.hold(Resource.CACHE, sequence.geometry.bytes_for(sequence.length))
+                    scope.reserve(Resource.CACHE, sequence.geometry.bytes_for(sequence.length))
                 )
                 for sequence in sequences
             ]
@@ -338,12 +345,12 @@ class Engine:
             work.done.set_result(result)
 
     async def _call(self, work: Callable[[], T]) -> T:
-        """Call ``work`` on the torch thread. Raises ``Exhausted`` where its device has no room for what it computes."""
+        """Call ``work`` on the torch thread. Raises ``ResourceLimitReached`` where its device has no room for what it computes."""
         with contextlib.suppress(torch.OutOfMemoryError):
             return await asyncio.get_running_loop().run_in_executor(self._executor, work)
         # Out here nothing holds the error any longer, whose frames hold what was computed until then.
         self.graph_cache.shrink(0)
-        raise Exhausted("this host's device has no memory left", RETRY_S)
+        raise ResourceLimitReached("this host's device has no memory left", RETRY_S)
 
     def _remove_pass(self, work: _Pass) -> None:
         if work in self._passes:
