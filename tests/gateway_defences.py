@@ -8,20 +8,20 @@ import pytest
 from pydantic_core import SchemaValidator
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from swarmnet.gateway.app import Gateway
-from swarmnet.gateway.quotas import Quotas
-from swarmnet.gateway.reading import BodyBounds
+from swarmnet.gateway.parsing import BodyParser
+from swarmnet.gateway.quotas import QuotaTracker
 from swarmnet.gateway.schemas import CompletionRequest
+from swarmnet.gateway.tokenization import PromptTokenizer
 from swarmnet.swarm_file import keys as key_files
 from swarmnet_protocols.models import chat_template
 from tests.defences import Defence, nothing, replacing
 from tests.sim import test_gateway_limits
-from tests.unit import test_chat_template, test_gateway_reading, test_serve
+from tests.unit import test_chat_template, test_gateway_parsing, test_serve
 from tests.web_defences import over_nodes
 
 
-def checking_to_the_end(patch: pytest.MonkeyPatch) -> None:
-    """A list has as many errors as it has wrong items."""
+def validating_all_items(patch: pytest.MonkeyPatch) -> None:
+    """Validate every item of a list, past the first invalid one."""
     schema = copy.deepcopy(CompletionRequest.__pydantic_core_schema__)
     left: list[Any] = [schema]
     while left:
@@ -34,7 +34,7 @@ def checking_to_the_end(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CompletionRequest, "__pydantic_validator__", SchemaValidator(schema, _use_prebuilt=False))
 
 
-def in_our_process(patch: pytest.MonkeyPatch) -> None:
+def rendering_in_process(patch: pytest.MonkeyPatch) -> None:
     def ask(_: object, request: bytes, _max_bytes: int) -> dict[str, str]:
         fields = chat_template.json.loads(request)
         (text,), _ = render_jinja_template([fields["messages"]], chat_template=fields["template"])
@@ -43,7 +43,7 @@ def in_our_process(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(chat_template._Renderer, "ask", ask)
 
 
-def with_our_environment(patch: pytest.MonkeyPatch) -> None:
+def with_full_environment(patch: pytest.MonkeyPatch) -> None:
     def popen(*arguments: Any, **options: Any) -> Any:
         return started(*arguments, **options | {"env": None})
 
@@ -52,7 +52,7 @@ def with_our_environment(patch: pytest.MonkeyPatch) -> None:
 
 
 def reading(name: str, size: str) -> Any:
-    return lambda _: test_gateway_reading.test_a_hostile_body_costs_little_and_is_told_one_thing(name, size)
+    return lambda _: test_gateway_parsing.test_a_hostile_body_costs_little_and_names_one_error(name, size)
 
 
 def timed(folder: Path) -> None:
@@ -71,42 +71,44 @@ def without_secrets(folder: Path) -> None:
 
 GATEWAY = (
     Defence(
-        "values of a body are counted before any is made",
-        replacing(BodyBounds, "_check_values", nothing),
+        "values of a body are counted before it is parsed",
+        replacing(BodyParser, "_check_size", nothing),
         reading("objects", "most"),
     ),
     Defence(
-        "a list is checked to its first wrong item", checking_to_the_end, reading("wrong tokens", "some")
+        "a list is validated up to its first invalid item",
+        validating_all_items,
+        reading("wrong tokens", "some"),
     ),
     Defence(
-        "a key's quota comes before its body",
-        replacing(Quotas, "check", nothing),
-        over_nodes(test_gateway_limits.test_of_a_key_that_used_up_its_quota_nothing_is_read),
+        "a quota is checked before the body is read",
+        replacing(QuotaTracker, "check", nothing),
+        over_nodes(test_gateway_limits.test_a_key_beyond_its_quota_is_refused_before_its_body_is_read),
     ),
     Defence(
-        "a wrong request counts",
-        replacing(Quotas, "count_wrong", nothing),
-        over_nodes(test_gateway_limits.test_wrong_requests_use_up_a_quota_too),
+        "invalid requests count in the quota",
+        replacing(QuotaTracker, "count_invalid", nothing),
+        over_nodes(test_gateway_limits.test_invalid_requests_count_in_the_quota),
     ),
     Defence(
-        "long texts are tokenized as far as they fit",
-        replacing(Gateway, "_is_too_long", lambda *_: False),
-        over_nodes(test_gateway_limits.test_a_text_that_does_not_fit_is_tokenized_in_part),
+        "long texts are tokenized only as far as they fit",
+        replacing(PromptTokenizer, "_is_too_long", lambda *_: False),
+        over_nodes(test_gateway_limits.test_a_text_beyond_the_context_is_tokenized_in_part),
     ),
     Defence(
-        "a chat template has so much memory",
-        in_our_process,
+        "a chat template has a memory limit",
+        rendering_in_process,
         lambda _: test_chat_template.test_a_template_takes_no_more_memory_than_it_may(),
     ),
-    Defence("a chat template has so much time", in_our_process, timed),
+    Defence("a chat template has a time limit", rendering_in_process, timed),
     Defence(
-        "a chat template writes so much",
-        in_our_process,
+        "a chat template has an output limit",
+        rendering_in_process,
         lambda _: test_chat_template.test_a_template_writes_no_more_than_it_may(),
     ),
-    Defence("chat templates have no secrets", with_our_environment, without_secrets),
+    Defence("chat templates have no secrets", with_full_environment, without_secrets),
     Defence(
-        "an API key is for its owner's eyes",
+        "API key files are private",
         replacing(key_files, "_MOUNTED", Path("/")),
         test_serve.test_a_key_that_everybody_can_read_is_refused,
     ),

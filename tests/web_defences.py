@@ -8,7 +8,7 @@ import pytest
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from swarmnet.dashboard.observing import seats
-from swarmnet.gateway.quotas import Quotas
+from swarmnet.gateway.quotas import QuotaTracker
 from swarmnet.web import middleware, server
 from swarmnet_client.batching import continuous_batching as batching
 from swarmnet_client.batching.sequences import RunningSequence, SequenceGroup
@@ -40,14 +40,14 @@ def with_short_timeout(where: object, name: str, value: object) -> Callable[[pyt
     return switch_off
 
 
-def whoever_owns_it(patch: pytest.MonkeyPatch) -> None:
+def for_any_owner(patch: pytest.MonkeyPatch) -> None:
     shared = RunningSequence.shared
 
-    def of_anybody(sequence: RunningSequence, request: Any) -> int:
+    def shared_with_all(sequence: RunningSequence, request: Any) -> int:
         sequence.owner = request.owner
         return shared(sequence, request)
 
-    patch.setattr(RunningSequence, "shared", of_anybody)
+    patch.setattr(RunningSequence, "shared", shared_with_all)
 
 
 def over_nodes(test: Callable[[Reference], object]) -> Callable[[Path], object]:
@@ -64,77 +64,75 @@ def patched(test: Callable[[pytest.MonkeyPatch], object]) -> Callable[[Path], ob
 
 WEB = (
     Defence(
-        "no name but ours (DNS rebinding)",
+        "unknown host names are refused (DNS rebinding)",
         letting_through(middleware.HostCheck),
         lambda _: test_web_middleware.test_an_unknown_host_name_is_refused("evil.example"),
     ),
     Defence(
-        "no page of another origin",
+        "pages of other origins are refused",
         letting_through(middleware.OriginCheck),
         lambda _: test_web_middleware.test_pages_of_other_origins_are_refused(),
     ),
     Defence(
-        "no caller without a key",
+        "requests without a key are refused",
         replacing(middleware.ApiKeyBackend, "authenticate", unauthenticated),
         lambda _: test_web_middleware.test_requests_without_a_valid_key_are_refused(),
     ),
     Defence(
-        "bodies have a largest size",
+        "bodies have a size limit",
         letting_through(middleware.BodyLimit),
         lambda _: test_web_middleware.test_a_body_that_is_too_long_is_refused(),
     ),
     Defence(
-        "browsers are told what answers may do",
+        "responses have security headers",
         letting_through(middleware.SecurityHeaders),
         lambda _: test_web_middleware.test_every_response_has_security_headers(),
     ),
     Defence(
-        "no endpoint for others without a key",
+        "exposed endpoints need a key",
         replacing(middleware, "is_loopback", yes),
         lambda _: test_web_middleware.test_other_addresses_need_a_key("0.0.0.0"),
     ),
     Defence(
-        "connections that ask nothing end",
+        "idle connections are closed",
         with_short_timeout(server._TimedConnection, "_start_request_timer", nothing),
         patched(lambda patch: test_web_server.test_a_connection_without_a_request_is_closed(b"", patch)),
     ),
     Defence(
-        "connections have a largest number",
+        "connections have a limit",
         with_short_timeout(server._TimedConnection, "connection_made", H11Protocol.connection_made),
         patched(test_web_server.test_connections_beyond_the_limit_are_closed),
     ),
     Defence(
-        "streams do not keep a server that ends",
+        "open streams do not block a shutdown",
         with_short_timeout(server._Server, "abort_connections", nothing),
         patched(test_web_server.test_an_open_stream_is_aborted_at_shutdown),
     ),
     Defence(
-        "a key has its quota",
-        replacing(Quotas, "enter", nothing),
-        over_nodes(
-            lambda tiny: test_gateway_limits.test_a_key_uses_what_it_may_and_no_more(tiny, "requests")
-        ),
+        "keys have a quota",
+        replacing(QuotaTracker, "admit", nothing),
+        over_nodes(lambda tiny: test_gateway_limits.test_a_quota_limits_its_key_only(tiny, "requests")),
     ),
     Defence(
-        "the queue has an end",
+        "the queue is bounded",
         replacing(batching, "may_wait", yes),
         over_nodes(test_batching.test_no_more_are_let_in_than_lanes_and_places),
     ),
     Defence(
-        "who leaves costs nothing more",
+        "a client that leaves ends its generation",
         replacing(SequenceGroup, "leave", nothing),
-        over_nodes(test_gateway_limits.test_so_does_one_who_waits_for_a_whole_answer),
+        over_nodes(test_gateway_limits.test_generation_ends_when_the_client_of_a_whole_response_leaves),
     ),
     Defence(
-        "a network has its share of a dashboard's places",
+        "a subnet has a share of a dashboard's seats",
         replacing(seats, "_crowds", lambda candidates, _: {each.peer: 0 for each in candidates}),
         lambda _: test_dashboard_seats.test_a_flood_takes_no_place_of_those_who_answer(
             "answer, from one network"
         ),
     ),
     Defence(
-        "caches are of one owner",
-        whoever_owns_it,
+        "caches are reused for their owner only",
+        for_any_owner,
         over_nodes(test_batching.test_the_next_turn_of_a_conversation_sends_only_what_is_new),
     ),
 )

@@ -1,10 +1,19 @@
-"""The endpoints, and what a request passes through before its first token."""
+"""The gateway's endpoints, and the life of a request: admitted, tokenized, generated, answered.
+
+A generation request passes these steps, cheapest first; each refuses what it can:
+
+1. The key's quota is checked, then the body is read and parsed (``parsing.py``).
+2. The gateway must not be draining and the batcher must have places for all choices; else 503.
+3. The request is counted: in the key's quota (429) and among the running requests.
+4. Prompts are rendered and tokenized in a thread, and checked against the context (400).
+5. The choices are generated (``generation.py``). The status waits for the first token for ``FIRST_TOKEN_S``.
+6. The response is sent whole, or as a stream that owns everything counted and opened above (``responses.py``).
+"""
 
 import asyncio
 import secrets
-from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -14,81 +23,78 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
-from swarmnet.gateway.answers import ChatForm, EventStream, Form, chunks, collect
-from swarmnet.gateway.failures import RETRY_S, ApiError, explain
+from swarmnet.gateway.errors import RETRY_S, ApiError, api_error
 from swarmnet.gateway.generation import Generation
-from swarmnet.gateway.metrics import Meter
-from swarmnet.gateway.quotas import Quota, Quotas
-from swarmnet.gateway.reading import BodyBounds, is_json
+from swarmnet.gateway.metrics import GatewayMetrics
+from swarmnet.gateway.parsing import BodyParser, is_json
+from swarmnet.gateway.quotas import Quota, QuotaTracker
+from swarmnet.gateway.responses import (
+    ChatFormatter,
+    CompletionFormatter,
+    EventStreamResponse,
+    event_stream,
+    whole_response,
+)
 from swarmnet.gateway.schemas import (
     MAX_CHOICES,
-    ChatMessage,
     ChatRequest,
-    Common,
     CompletionRequest,
     DetokenizeRequest,
-    Strict,
+    GenerationRequest,
+    StrictModel,
     TokenizeRequest,
 )
+from swarmnet.gateway.tokenization import PromptTokenizer
 from swarmnet.web.middleware import key_name
 from swarmnet_client.batching import sequences
-from swarmnet_client.batching.engine import Engine
+from swarmnet_client.batching.engine import BatchingEngine
 from swarmnet_client.model.sampling import Sampling
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.machine.aio import race
 from swarmnet_protocols.machine.clock import Clock, wall_clock
-from swarmnet_protocols.models.chat_template import TemplateFailed, TemplateRefused, render_chat
 
-FIRST_S = 5.0
-"""What fails within this is told by the status of an answer; later, in the stream."""
-CHARS_PER_TOKEN = 64
-"""Text with more than this for each position of the model is not even tokenized."""
-PART_CHARS = 1 << 14
-"""Longer texts are first tokenized in parts of so much, up to the one that does not fit: a token takes a hundred bytes on the way."""
-CUT_TOKENS = 16
-"""A cut between two parts makes no more additional tokens than this."""
-CLIENT_LEFT = 499
-"""Nobody reads it; logs do."""
-R = TypeVar("R", bound=Strict)
+FIRST_TOKEN_S = 5.0
+"""Seconds that the status of a stream waits for the first token. Failures within it are a status, later ones an error event."""
+CLIENT_CLOSED_REQUEST = 499
+"""nginx's status for a request whose client has gone. It appears in logs only."""
+R = TypeVar("R", bound=StrictModel)
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """A request as it is to be generated: token ids of each prompt, and how many choices of each."""
+class Prepared:
+    """A tokenized request: the ids of each prompt, and how its response is limited and formatted."""
 
     prompts: list[list[int]]
-    max_tokens: int | None
-    alternatives: int | None
-    body: Common
-    form: Form
+    max_new_tokens: int | None
+    top_logprobs: int | None
+    formatter: CompletionFormatter
     param: str
-    """Where in the request the prompts are."""
+    """The request parameter that has the prompts, for error messages."""
 
 
 @dataclass
 class Gateway:
-    """One model's endpoint."""
+    """The OpenAI-compatible endpoint of one model. All requests share one engine."""
 
-    engine: Engine
+    engine: BatchingEngine
     quota: Quota = field(default_factory=Quota)
     clock: Clock = wall_clock
 
     def __post_init__(self) -> None:
         self.model = model_id(self.engine.local.name)
-        self.bounds = BodyBounds(self.engine.max_length)
-        self.meter = Meter(self.model, self.engine.batcher)
-        self._quotas = Quotas(self.quota)
-        self._started = int(self.clock())
+        self.parser = BodyParser(self.engine.max_length)
+        self._metrics = GatewayMetrics(self.model, self.engine.batcher)
+        self._quotas = QuotaTracker(self.quota)
+        self._tokenizer = PromptTokenizer(self.engine)
+        self._created = int(self.clock())
         self._fingerprint = f"swarm-{self.engine.local.manifest.hash.hex()[:12]}"
-        # Its own thread: long prompts must not keep the loop, and it knows no torch.
-        self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         self._running = 0
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
 
     def app(self) -> FastAPI:
-        """Its ASGI app, without the guards."""
+        """The ASGI app, without the middleware of ``swarmnet.web``."""
         app = FastAPI(title="swarmnet", docs_url=None, redoc_url=None)
         app.add_api_route("/v1/models", self.models)
         app.add_api_route("/v1/models/{name:path}", self.one_model)
@@ -100,149 +106,157 @@ class Gateway:
         app.add_api_route("/version", self.version)
         app.add_api_route("/metrics", self.metrics)
         for kind in (ApiError, SwarmnetError, HTTPException, Exception):
-            app.add_exception_handler(kind, self._failed)
+            app.add_exception_handler(kind, self._handle_error)
         return app
 
     async def drain(self) -> None:
-        """Refuse new requests, and return when those that run are over."""
+        """Refuse new requests and wait until the running ones have ended."""
         self._draining = True
         await self._idle.wait()
 
     def close(self) -> None:
-        """Take no more texts to tokenize."""
-        self._tokenizing.shutdown(wait=False)
+        """Stop the tokenizer's thread."""
+        self._tokenizer.close()
 
     # ---- endpoints --------------------------------------------------------------------------------------
 
     async def models(self) -> dict[str, Any]:
-        return {"object": "list", "data": [self._described()]}
+        return {"object": "list", "data": [self._model_object()]}
 
     async def one_model(self, name: str) -> dict[str, Any]:
         self._check_model(name)
-        return self._described()
+        return self._model_object()
 
     async def chat(self, request: Request) -> Response:
-        body = await self._read(request, ChatRequest)
+        body = await self._parse(request, ChatRequest)
 
-        async def prepare() -> Wanted:
-            form = ChatForm(*self._form_arguments())
-            ids = await self._in_thread(self._chat_ids, body.messages, True)
-            return Wanted([ids], body.limit, body.alternatives, body, form, "messages")
+        async def prepare() -> Prepared:
+            formatter = ChatFormatter(*self._formatter_arguments())
+            ids = await self._tokenizer.encode_chat(body.messages, generation_prompt=True)
+            return Prepared([ids], body.max_new_tokens, body.alternatives, formatter, "messages")
 
-        return await self._respond(request, body, prepare)
+        return await self._generate(request, body, prepare)
 
     async def complete(self, request: Request) -> Response:
-        body = await self._read(request, CompletionRequest)
+        body = await self._parse(request, CompletionRequest)
 
-        async def prepare() -> Wanted:
-            form = Form(*self._form_arguments())
+        async def prepare() -> Prepared:
+            formatter = CompletionFormatter(*self._formatter_arguments())
             ids = [
-                await self._in_thread(self._ids, prompt, True) if isinstance(prompt, str) else prompt
+                await self._tokenizer.encode(prompt, special_tokens=True)
+                if isinstance(prompt, str)
+                else prompt
                 for prompt in body.prompt
             ]
-            return Wanted(ids, body.max_tokens, body.logprobs, body, form, "prompt")
+            return Prepared(ids, body.max_tokens, body.logprobs, formatter, "prompt")
 
-        return await self._respond(request, body, prepare)
+        return await self._generate(request, body, prepare)
 
     async def tokenize(self, request: Request) -> dict[str, Any]:
-        body = await self._read(request, TokenizeRequest)
+        body = await self._parse(request, TokenizeRequest)
         self._check_model(body.model or self.model)
-        if (body.prompt is None) == (body.messages is None):
-            raise ApiError(400, "give either prompt or messages", "invalid_value", param="prompt")
-        if body.messages is not None:
-            ids = await self._in_thread(self._chat_ids, body.messages, body.add_generation_prompt)
+        if body.messages is not None and body.prompt is None:
+            ids = await self._tokenizer.encode_chat(
+                body.messages, generation_prompt=body.add_generation_prompt
+            )
+        elif body.prompt is not None and body.messages is None:
+            ids = await self._tokenizer.encode(body.prompt, special_tokens=body.add_special_tokens)
         else:
-            ids = await self._in_thread(self._ids, body.prompt, body.add_special_tokens)
+            raise ApiError(400, "give either prompt or messages", "invalid_value", param="prompt")
         return {"count": len(ids), "max_model_len": self.engine.max_length, "tokens": ids}
 
     async def detokenize(self, request: Request) -> dict[str, Any]:
-        body = await self._read(request, DetokenizeRequest)
+        body = await self._parse(request, DetokenizeRequest)
         self._check_model(body.model or self.model)
         if len(body.tokens) > self.engine.max_length:
             message = f"this model has no more than {self.engine.max_length} tokens at a time"
             raise ApiError(400, message, "context_length_exceeded", param="tokens")
-        self._check_ids(body.tokens, "tokens")
-        return {"prompt": await self._in_thread(self.engine.tokenizer.decode, body.tokens)}
+        self._tokenizer.check_ids(body.tokens, "tokens")
+        return {"prompt": await self._tokenizer.decode(body.tokens)}
 
     async def health(self) -> Response:
         if self._draining:
             return JSONResponse({"status": "draining"}, 503)
         if missing := self.engine.missing:
-            return JSONResponse({"status": "nobody hosts some blocks", "missing": missing}, 503)
+            return JSONResponse({"status": "some blocks have no host", "missing": missing}, 503)
         return JSONResponse({"status": "ok"})
 
     async def version(self) -> dict[str, str]:
         return {"version": version("swarmnet-p2p")}
 
     async def metrics(self) -> Response:
-        return Response(self.meter.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(self._metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     # ---- a request --------------------------------------------------------------------------------------
 
-    async def _read(self, request: Request, kind: type[R]) -> R:
-        """The fields of a request, of which nothing is read if its key may have no answer now. Raises ``ApiError``."""
+    async def _parse(self, request: Request, schema: type[R]) -> R:
+        """The parsed body. Raises ``ApiError``; if the key's quota is used up, before the body is read."""
         key = key_name(request)
         self._quotas.check(key, asyncio.get_running_loop().time())
         if not is_json(request.headers.get("content-type", "")):
             message = "the body is not a JSON object, sent with the header content-type: application/json"
             raise ApiError(400, message, "invalid_json")
         try:
-            return self.bounds.read(await request.body(), kind)
+            return self.parser.parse(await request.body(), schema)
         except ApiError:
-            self._quotas.count_wrong(key)
+            self._quotas.count_invalid(key, asyncio.get_running_loop().time())
             raise
 
-    async def _respond(self, request: Request, body: Common, prepare: Callable[[], Any]) -> Response:
-        """Admit, prepare, generate. Whatever the caller is charged or given ends with the response."""
+    async def _generate(
+        self, request: Request, body: GenerationRequest, prepare: Callable[[], Awaitable[Prepared]]
+    ) -> Response:
+        """Admit a request, tokenize it with ``prepare``, generate its choices and respond."""
         self._check_model(body.model)
         if self._draining:
             raise ApiError(503, "the gateway is stopping", "stopping", "server_error", retry_after_s=RETRY_S)
-        self._check_room(body.choices)
+        self._check_places(body.choices)
         key = key_name(request)
         async with AsyncExitStack() as stack:
-            self._quotas.enter(key, body.choices, asyncio.get_running_loop().time())
-            stack.callback(self._quotas.leave, key, body.choices)
-            self._enter()
-            stack.callback(self._leave)
-            wanted: Wanted = await prepare()
-            requests = self._requests(wanted, key)
-            prompt_tokens = sum(map(len, wanted.prompts))
+            self._quotas.admit(key, body.choices, asyncio.get_running_loop().time())
+            stack.callback(self._quotas.release, key, body.choices)
+            self._count_running(1)
+            stack.callback(self._count_running, -1)
+            prepared = await prepare()
+            requests = self._sequence_requests(body, prepared, key)
+            prompt_tokens = sum(map(len, prepared.prompts))
             generation = await stack.enter_async_context(
-                Generation.run(self.engine, requests, body.stop, self.meter)
+                Generation.run(self.engine, requests, body.stop, self._metrics)
             )
-            self._quotas.use(key, sum(len(each.ids) for each in requests))
-            stack.callback(lambda: self._quotas.use(key, generation.tokens))
+            clock = asyncio.get_running_loop().time
+            self._quotas.use_tokens(key, sum(len(each.ids) for each in requests), clock())
+            stack.callback(lambda: self._quotas.use_tokens(key, generation.generated_tokens, clock()))
             if not body.stream:
-                whole = await race(collect(generation, wanted.form, prompt_tokens), _left(request))
-                return Response(status_code=CLIENT_LEFT) if whole is None else JSONResponse(whole)
-            if not await race(_begin(generation), _left(request)):
-                return Response(status_code=CLIENT_LEFT)
-            events = chunks(
-                generation, wanted.form, prompt_tokens, with_usage=body.stream_options.include_usage
-            )
-            return EventStream(events, stack.pop_all())
+                response = whole_response(generation, prepared.formatter, prompt_tokens)
+                fields = await race(response, _client_left(request))
+                return Response(status_code=CLIENT_CLOSED_REQUEST) if fields is None else JSONResponse(fields)
+            if not await race(_wait_first_token(generation), _client_left(request)):
+                return Response(status_code=CLIENT_CLOSED_REQUEST)
+            with_usage = body.stream_options.include_usage
+            events = event_stream(generation, prepared.formatter, prompt_tokens, with_usage=with_usage)
+            return EventStreamResponse(events, stack.pop_all())
 
-    def _requests(self, wanted: Wanted, key: str) -> list[sequences.Request]:
-        """One for each choice of each prompt. Raises ``ApiError`` for prompts that do not fit."""
-        body = wanted.body
+    def _sequence_requests(
+        self, body: GenerationRequest, prepared: Prepared, key: str
+    ) -> list[sequences.Request]:
+        """One request to the engine for each choice of each prompt. Raises ``ApiError`` for prompts that do not fit."""
         seed = secrets.randbits(63) if body.seed is None else body.seed
         requests: list[sequences.Request] = []
-        self._check_ids(body.logit_bias, "logit_bias")
+        self._tokenizer.check_ids(body.logit_bias, "logit_bias")
         biases = tuple(body.logit_bias.items())
-        for prompt in wanted.prompts:
-            self._check_ids(prompt, wanted.param)
+        for prompt in prepared.prompts:
+            self._tokenizer.check_ids(prompt, prepared.param)
             room = self.engine.max_length - len(prompt)
             if not 1 <= len(prompt) < self.engine.max_length:
                 message = (
                     f"the prompt has {len(prompt)} tokens; this model takes 1 to {self.engine.max_length - 1}"
                 )
-                raise ApiError(400, message, "context_length_exceeded", param=wanted.param)
+                raise ApiError(400, message, "context_length_exceeded", param=prepared.param)
             for _ in range(body.n):
                 sampling = Sampling(
                     temperature=body.temperature,
                     top_p=body.top_p,
                     seed=seed + len(requests),
-                    top_logprobs=wanted.alternatives,
+                    top_logprobs=prepared.top_logprobs,
                     presence_penalty=body.presence_penalty,
                     frequency_penalty=body.frequency_penalty,
                     biases=biases,
@@ -250,7 +264,7 @@ class Gateway:
                 requests.append(
                     sequences.Request(
                         tuple(prompt),
-                        min(room, wanted.max_tokens or room),
+                        min(room, prepared.max_new_tokens or room),
                         sampling,
                         frozenset() if body.ignore_eos else self.engine.end_ids,
                         owner=key,
@@ -258,8 +272,8 @@ class Gateway:
                 )
         return requests
 
-    def _check_room(self, choices: int) -> None:
-        """Raise ``Busy`` where there is no room for these now, ``ApiError`` where there never is."""
+    def _check_places(self, choices: int) -> None:
+        """Raise ``Busy`` if the batcher and its queue are full, ``ApiError`` if they could never take so many choices."""
         limits = self.engine.batcher.limits
         most = min(MAX_CHOICES, limits.active + limits.waiting)
         if choices > most:
@@ -269,104 +283,51 @@ class Gateway:
             raise ApiError(400, message, "invalid_value", param="n")
         self.engine.batcher.check_room(choices)
 
-    def _enter(self) -> None:
-        self._running += 1
-        self._idle.clear()
-
-    def _leave(self) -> None:
-        self._running -= 1
+    def _count_running(self, change: int) -> None:
+        self._running += change
         if self._running == 0:
             self._idle.set()
-
-    async def _in_thread(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work, *arguments)
-
-    def _ids(self, text: str, special: bool) -> list[int]:
-        if len(text) > self._max_chars or self._is_too_long(text):
-            raise ApiError(
-                400, f"{len(text)} characters do not fit into this model", "context_length_exceeded"
-            )
-        ids: list[int] = self.engine.tokenizer(text, add_special_tokens=special).input_ids
-        return ids
-
-    def _is_too_long(self, text: str) -> bool:
-        """Whether parts of a long text have more tokens than fit, and some more, for a cut between them makes few."""
-        if len(text) <= PART_CHARS:
-            return False
-        count = 0
-        for start in range(0, len(text), PART_CHARS):
-            part = text[start : start + PART_CHARS]
-            count += len(self.engine.tokenizer(part, add_special_tokens=False).input_ids) - CUT_TOKENS
-            if count > self.engine.max_length:
-                return True
-        return False
-
-    @property
-    def _max_chars(self) -> int:
-        return CHARS_PER_TOKEN * self.engine.max_length
-
-    def _chat_ids(self, messages: Sequence[ChatMessage], generation_prompt: bool) -> list[int]:
-        tokenizer = self.engine.tokenizer
-        if not tokenizer.chat_template:
-            raise ApiError(400, "this model has no chat template: use /v1/completions", "no_chat_template")
-        try:
-            text = render_chat(
-                tokenizer,
-                [message.for_template() for message in messages],
-                add_generation_prompt=generation_prompt,
-                max_chars=self._max_chars,
-            )
-        except TemplateRefused as error:
-            raise ApiError(400, str(error), "invalid_value", param="messages") from error
-        except TemplateFailed as error:
-            raise ApiError(500, str(error), "chat_template_failed", "server_error") from error
-        return self._ids(text, False)
-
-    def _check_ids(self, ids: Collection[int], param: str) -> None:
-        vocabulary = self.engine.local.config.vocab_size
-        if ids and max(ids) >= vocabulary:
-            raise ApiError(400, f"token ids go up to {vocabulary - 1}", "invalid_value", param=param)
+        else:
+            self._idle.clear()
 
     def _check_model(self, name: str) -> None:
         if name != self.model:
             message = f"there is no model {name[:200]!r} here, only {self.model!r}"
             raise ApiError(404, message, "model_not_found", param="model")
 
-    def _described(self) -> dict[str, Any]:
+    def _model_object(self) -> dict[str, Any]:
         return {
             "id": self.model,
             "object": "model",
-            "created": self._started,
+            "created": self._created,
             "owned_by": "swarmnet",
             "max_model_len": self.engine.max_length,
         }
 
-    def _form_arguments(self) -> tuple[str, Any, int, str]:
+    def _formatter_arguments(self) -> tuple[str, Any, int, str]:
         return self.model, self.engine.tokenizer, int(self.clock()), self._fingerprint
 
-    async def _failed(self, _request: Request, error: Exception) -> Response:
-        said = explain(error)
-        self.meter.refused(said.code)
-        return JSONResponse(said.body(), said.status, said.headers())
+    async def _handle_error(self, _request: Request, error: Exception) -> Response:
+        response = api_error(error)
+        self._metrics.count_error(response.code)
+        return JSONResponse(response.body(), response.status, response.headers())
 
 
 def model_id(name: str) -> str:
-    """How callers name a model: as it is known, or, where that is a place on this machine, by its last part."""
+    """The name of a model in the API: its name, or the last part of its path if it is a folder on this machine."""
     path = Path(name).expanduser()
     return path.resolve().name if path.exists() else name
 
 
-async def _begin(generation: Generation) -> bool:
-    """Wait a while for the first piece. Raises what the generation is refused for."""
-    try:
-        async with asyncio.timeout(FIRST_S):
-            await generation.begun()
-    except TimeoutError:
-        pass
+async def _wait_first_token(generation: Generation) -> bool:
+    """Wait for the first token, at most ``FIRST_TOKEN_S``; then True. Raises ``SwarmnetError`` if the generation fails first."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(FIRST_TOKEN_S):
+            await generation.wait_started()
     return True
 
 
-async def _left(request: Request) -> None:
-    """Return when the client has gone."""
+async def _client_left(request: Request) -> None:
+    """Return when the client has disconnected."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

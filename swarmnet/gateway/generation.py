@@ -1,13 +1,13 @@
-"""The choices of one request, generated side by side and given as text."""
+"""Generating the choices of one request concurrently, as a stream of text deltas."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from swarmnet.gateway.metrics import Meter
-from swarmnet.gateway.text import Detokenizer, StopStrings
-from swarmnet_client.batching.engine import Engine
+from swarmnet.gateway.detokenizer import IncrementalDetokenizer, StopStrings
+from swarmnet.gateway.metrics import GatewayMetrics
+from swarmnet_client.batching.engine import BatchingEngine
 from swarmnet_client.batching.sequences import Request
 from swarmnet_client.model.sampling import Token
 from swarmnet_protocols.errors import SwarmnetError
@@ -15,8 +15,8 @@ from swarmnet_protocols.machine.aio import cancel
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A part of choice ``index``: text, and the tokens since the piece before. The last one of a choice has its ``finish_reason``."""
+class Delta:
+    """The next text of choice ``index`` and its tokens. The last delta of a choice has its ``finish_reason``."""
 
     index: int
     text: str
@@ -25,106 +25,118 @@ class Piece:
 
 
 class Generation:
-    """Iterate over the pieces of all choices, as they come. ``SwarmnetError`` is raised where one of them cannot go on."""
+    """The choices of one request. Iterate over the deltas of all choices; raises ``SwarmnetError`` when one fails.
+
+    Each choice is a task that reads its tokens from the engine's batch; all tasks put their deltas into one queue.
+    """
 
     def __init__(
-        self, engine: Engine, requests: Sequence[Request], stops: Sequence[str], meter: Meter
+        self,
+        engine: BatchingEngine,
+        requests: Sequence[Request],
+        stops: Sequence[str],
+        metrics: GatewayMetrics,
     ) -> None:
-        self.tokens = 0
-        self.reused = 0
+        self.generated_tokens = 0
+        self.cached_tokens = 0
+        """Prompt tokens that were found in the hosts' caches."""
         self._engine = engine
         self._requests = requests
         self._stops = stops
-        self._meter = meter
-        self._left = len(requests)
-        self._news: asyncio.Queue[Piece | SwarmnetError] = asyncio.Queue()
-        self._begun = asyncio.Event()
-        self._refusal: SwarmnetError | None = None
-        self._started = asyncio.get_running_loop().time()
+        self._metrics = metrics
+        self._unfinished = len(requests)
+        self._queue: asyncio.Queue[Delta | SwarmnetError] = asyncio.Queue()
+        self._started = asyncio.Event()
+        self._first_error: SwarmnetError | None = None
+        self._start_s = asyncio.get_running_loop().time()
 
     @classmethod
     @asynccontextmanager
     async def run(
-        cls, engine: Engine, requests: Sequence[Request], stops: Sequence[str], meter: Meter
+        cls,
+        engine: BatchingEngine,
+        requests: Sequence[Request],
+        stops: Sequence[str],
+        metrics: GatewayMetrics,
     ) -> AsyncIterator["Generation"]:
-        """Generates while the context is open; what is not complete at its end is given up, in the swarm too."""
-        generation = cls(engine, requests, stops, meter)
-        tasks = [asyncio.create_task(generation._answer(index)) for index in range(len(requests))]
+        """Generate one choice for each of ``requests`` while the context is open; leaving it cancels the unfinished ones."""
+        generation = cls(engine, requests, stops, metrics)
+        tasks = [asyncio.create_task(generation._run_choice(index)) for index in range(len(requests))]
         try:
             yield generation
         finally:
             await cancel(*tasks)
 
-    async def begun(self) -> None:
-        """Wait for the first piece. Raises ``SwarmnetError`` when what comes first is a refusal."""
-        await self._begun.wait()
-        if self._refusal is not None:
-            raise self._refusal
+    async def wait_started(self) -> None:
+        """Wait for the first delta. Raises ``SwarmnetError`` if a failure comes first."""
+        await self._started.wait()
+        if self._first_error is not None:
+            raise self._first_error
 
-    async def __aiter__(self) -> AsyncIterator[Piece]:
-        while self._left:
-            news = await self._news.get()
-            if isinstance(news, SwarmnetError):
-                raise news
-            self._left -= news.finish_reason is not None
-            yield news
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        while self._unfinished:
+            item = await self._queue.get()
+            if isinstance(item, SwarmnetError):
+                raise item
+            self._unfinished -= item.finish_reason is not None
+            yield item
 
-    def _put(self, news: Piece | SwarmnetError) -> None:
-        if not self._begun.is_set() and isinstance(news, SwarmnetError):
-            self._refusal = news
-        self._news.put_nowait(news)
-        self._begun.set()
+    def _put(self, item: Delta | SwarmnetError) -> None:
+        if not self._started.is_set() and isinstance(item, SwarmnetError):
+            self._first_error = item
+        self._queue.put_nowait(item)
+        self._started.set()
 
-    async def _answer(self, index: int) -> None:
+    async def _run_choice(self, index: int) -> None:
         try:
             await self._generate(index)
         except SwarmnetError as error:
             self._put(error)
-        except Exception as error:  # noqa: BLE001 - the supervisor: whoever waits must hear of it
+        except Exception as error:  # noqa: BLE001 - the reader of the queue must learn of every failure
             self._put(SwarmnetError(f"this should not have happened: {type(error).__name__}: {error}"))
 
     async def _generate(self, index: int) -> None:
         request = self._requests[index]
-        letters, stops = Detokenizer(self._engine.tokenizer), StopStrings(self._stops)
-        unsaid: list[Token] = []
+        detokenizer, stops = IncrementalDetokenizer(self._engine.tokenizer), StopStrings(self._stops)
+        pending: list[Token] = []
         count = 0
-        last = self._started
+        last_s = self._start_s
         async with self._engine.batcher.answer(request) as answer:
             async for token in answer:
-                last = self._count(count, last)
+                last_s = self._observe_token(count, last_s)
                 count += 1
-                unsaid.append(token)
+                pending.append(token)
                 if token.id in request.end_ids:
                     continue
-                text = stops.push(letters.push(token.id))
+                text = stops.push(detokenizer.push(token.id))
                 if stops.found:
                     answer.stop()
                     break
                 if text:
-                    self._put(Piece(index, text, tuple(unsaid)))
-                    unsaid = []
-            self.reused += answer.reused
+                    self._put(Delta(index, text, tuple(pending)))
+                    pending = []
+            self.cached_tokens += answer.reused
         if not stops.found:
-            text = stops.push(letters.end())
-            text += stops.end()
+            text = stops.push(detokenizer.flush())
+            text += stops.flush()
         reason = answer.finish_reason or "stop"
-        self._finish(request, count, answer.reused, reason)
-        self._put(Piece(index, text, tuple(unsaid), reason))
+        self._observe_choice(request, count, answer.reused, reason)
+        self._put(Delta(index, text, tuple(pending), reason))
 
-    def _count(self, before: int, last: float) -> float:
-        """Note that another token came; the time now."""
+    def _observe_token(self, tokens_before: int, last_s: float) -> float:
+        """Count one token in the metrics; returns its time."""
         now = asyncio.get_running_loop().time()
-        self.tokens += 1
-        self._meter.tokens.inc()
-        spent_s = now - last
-        (self._meter.between_tokens_s if before else self._meter.first_token_s).observe(spent_s)
+        self.generated_tokens += 1
+        metrics = self._metrics
+        metrics.generated_tokens.inc()
+        (metrics.inter_token_latency if tokens_before else metrics.time_to_first_token).observe(now - last_s)
         return now
 
-    def _finish(self, request: Request, count: int, reused: int, reason: str) -> None:
-        meter = self._meter
-        meter.whole_s.observe(asyncio.get_running_loop().time() - self._started)
-        meter.prompt_tokens.inc(len(request.ids))
-        meter.prompt_lengths.observe(len(request.ids))
-        meter.cached_tokens.inc(reused)
-        meter.lengths.observe(count)
-        meter.succeeded(reason)
+    def _observe_choice(self, request: Request, count: int, cached: int, reason: str) -> None:
+        metrics = self._metrics
+        metrics.request_latency.observe(asyncio.get_running_loop().time() - self._start_s)
+        metrics.prompt_tokens.inc(len(request.ids))
+        metrics.prompt_length.observe(len(request.ids))
+        metrics.cached_tokens.inc(cached)
+        metrics.completion_length.observe(count)
+        metrics.count_success(reason)

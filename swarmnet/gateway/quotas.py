@@ -1,105 +1,98 @@
-"""What each key may use. Pure: takes the time as an argument."""
+"""Rate and concurrency limits for each API key. Pure: the time is an argument."""
 
 import math
 from collections import defaultdict
 from dataclasses import dataclass
 
-from swarmnet.gateway.failures import ApiError
+from swarmnet.gateway.errors import ApiError
+from swarmnet_protocols.net.rate_limit import RateLimit, TokenBucket
 
 MINUTE_S = 60.0
 
 
 @dataclass(frozen=True)
 class Quota:
-    """The most that one key may use; None: as much as there is. Every choice of a request counts as an answer."""
+    """Limits of one key; None: unlimited. Every choice of a request counts as one request."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     concurrent: int | None = None
 
     @property
-    def most_at_once(self) -> float:
-        """The most answers that a single request may ever ask for."""
+    def max_choices(self) -> float:
+        """Choices of the largest request that can ever be admitted."""
         return min(self.requests_per_minute or math.inf, self.concurrent or math.inf)
 
 
-class _Bucket:
-    """An allowance that fills up in a minute. It may be overdrawn: then it is closed until that is paid back."""
-
-    def __init__(self, per_minute: int) -> None:
-        self._size = self._left = float(per_minute)
-        self._at = 0.0
-
-    def wait_s(self, least: float, now: float) -> float:
-        """Seconds until ``least`` is there."""
-        self._left = min(self._size, self._left + (now - self._at) * self._size / MINUTE_S)
-        self._at = now
-        return max(0.0, (least - self._left) * MINUTE_S / self._size)
-
-    def take(self, amount: float) -> None:
-        self._left -= amount
+def _bucket(per_minute: int) -> TokenBucket:
+    return TokenBucket(RateLimit(per_minute / MINUTE_S, per_minute))
 
 
-class _Account:
+class _Usage:
+    """What one key uses."""
+
     def __init__(self, quota: Quota) -> None:
         self.running = 0
-        self.requests = _Bucket(quota.requests_per_minute) if quota.requests_per_minute else None
-        self.tokens = _Bucket(quota.tokens_per_minute) if quota.tokens_per_minute else None
+        self.requests = _bucket(quota.requests_per_minute) if quota.requests_per_minute else None
+        self.tokens = _bucket(quota.tokens_per_minute) if quota.tokens_per_minute else None
 
 
-class Quotas:
-    """Counts what keys use. Whoever is let in has to be seen out."""
+class QuotaTracker:
+    """The usage of all keys. Every ``admit`` must be followed by a ``release`` when the request has ended."""
 
     def __init__(self, quota: Quota) -> None:
         self._quota = quota
-        self._accounts: dict[str, _Account] = defaultdict(lambda: _Account(quota))
+        self._keys: dict[str, _Usage] = defaultdict(lambda: _Usage(quota))
 
-    def enter(self, key: str, answers: int, now: float) -> None:
-        """Count a request for so many answers.
+    def admit(self, key: str, choices: int, now: float) -> None:
+        """Count a request for ``choices`` choices.
 
-        Raises ``ApiError``: 429 when the key has used up what it may, 400 for more than it may ever have at once.
+        Raises ``ApiError``: 429 if the key's quota is used up, 400 if the request is larger than the quota.
         """
-        if answers > self._quota.most_at_once:
-            message = f"this key may have {self._quota.most_at_once:g} answers at once, not {answers}"
+        if choices > self._quota.max_choices:
+            message = f"this key may have {self._quota.max_choices:g} choices at once, not {choices}"
             raise ApiError(400, message, "invalid_value", param="n")
-        account = self._check(key, answers, now)
-        if account.requests:
-            account.requests.take(answers)
-        account.running += answers
+        usage = self._check(key, choices, now)
+        if usage.requests:
+            usage.requests.take(choices, now)
+        usage.running += choices
 
     def check(self, key: str, now: float) -> None:
-        """Raise ``ApiError`` as ``enter`` would for a single answer. For requests whose body is not read yet."""
+        """Raise ``ApiError`` as ``admit`` would for one choice. Called before the body of a request is read."""
         self._check(key, 1, now)
 
-    def count_wrong(self, key: str) -> None:
-        """Count a request that was read and is wrong, as one answer: to find that out was work too."""
-        account = self._accounts[key]
-        if account.requests:
-            account.requests.take(1)
+    def count_invalid(self, key: str, now: float) -> None:
+        """Count an invalid request as one choice: parsing it was work, too."""
+        usage = self._keys[key]
+        if usage.requests:
+            usage.requests.take(1, now)
 
-    def _check(self, key: str, answers: int, now: float) -> _Account:
-        account = self._accounts[key]
+    def use_tokens(self, key: str, tokens: int, now: float) -> None:
+        """Count tokens of prompts and completions."""
+        usage = self._keys[key]
+        if usage.tokens:
+            usage.tokens.take(tokens, now)
+
+    def release(self, key: str, choices: int) -> None:
+        """End a request that was admitted with ``choices`` choices."""
+        self._keys[key].running -= choices
+
+    def _check(self, key: str, choices: int, now: float) -> _Usage:
+        usage = self._keys[key]
         limit = self._quota.concurrent
-        if limit is not None and account.running + answers > limit:
-            message = f"this key may have {limit} answers at a time, and has {account.running}"
-            raise _refusal(message, "concurrency_limit_exceeded", 1.0)
-        if account.requests and (wait_s := account.requests.wait_s(answers, now)) > 0:
+        if limit is not None and usage.running + choices > limit:
+            message = f"this key may have {limit} choices at a time, and has {usage.running}"
+            raise _rate_limited(message, "concurrency_limit_exceeded", 1.0)
+        if usage.requests and (wait_s := usage.requests.wait_s(now, choices)) > 0:
             limit = self._quota.requests_per_minute
-            raise _refusal(f"this key may ask for {limit} answers a minute", "rate_limit_exceeded", wait_s)
-        if account.tokens and (wait_s := account.tokens.wait_s(1.0, now)) > 0:
+            raise _rate_limited(
+                f"this key may ask for {limit} choices a minute", "rate_limit_exceeded", wait_s
+            )
+        if usage.tokens and (wait_s := usage.tokens.wait_s(now, 1.0)) > 0:
             limit = self._quota.tokens_per_minute
-            raise _refusal(f"this key may use {limit} tokens a minute", "rate_limit_exceeded", wait_s)
-        return account
-
-    def use(self, key: str, tokens: int) -> None:
-        """Count tokens of prompts and answers."""
-        account = self._accounts[key]
-        if account.tokens:
-            account.tokens.take(tokens)
-
-    def leave(self, key: str, answers: int) -> None:
-        self._accounts[key].running -= answers
+            raise _rate_limited(f"this key may use {limit} tokens a minute", "rate_limit_exceeded", wait_s)
+        return usage
 
 
-def _refusal(message: str, code: str, wait_s: float) -> ApiError:
+def _rate_limited(message: str, code: str, wait_s: float) -> ApiError:
     return ApiError(429, message, code, "rate_limit_error", retry_after_s=max(1, math.ceil(wait_s)))

@@ -1,6 +1,6 @@
-"""The requests that the gateway takes. A parameter that would change the answer and that it does not know is refused by name.
+"""Request schemas of OpenAI's API. Unknown parameters are refused unless they cannot change the response.
 
-Each list and each object is checked up to the first thing that is wrong: an error for every value would cost more than the values.
+Validation of a list ends at its first invalid item: an error for each would cost more than the items.
 """
 
 from typing import Annotated, Any, Literal
@@ -8,18 +8,18 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from swarmnet.gateway.failures import UNSUPPORTED
+from swarmnet.gateway.errors import UNSUPPORTED
 
 MAX_CHOICES = 16
 MAX_STOPS = 8
 MAX_MESSAGES = 4096
 MAX_PARTS = 256
-"""Of one message."""
+"""Content parts of one message."""
 MAX_STOP_CHARS = 256
 MAX_BIASES = 1024
 
 LABELS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"})
-"""Parameters that never change an answer."""
+"""Parameters that never change a response; they are ignored."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
@@ -33,17 +33,17 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "functions": ([],),
 }
-"""Parameters that are not supported, and their values that ask for nothing."""
+"""Unsupported parameters, with the values that are accepted because they change nothing."""
 
 
 def _as_list(value: Any) -> Any:
-    """One of something where a list of them is taken as well."""
+    """Wrap a single string or token list, where a list of them is accepted too."""
     is_one = isinstance(value, str) or (isinstance(value, list) and bool(value) and isinstance(value[0], int))
     return [value] if is_one else value
 
 
 def _at_most(count: int) -> BeforeValidator:
-    """Of a list or an object, before anything in it is looked at."""
+    """Bound the length of a list or object before its items are validated."""
 
     def check(value: Any) -> Any:
         if isinstance(value, list | dict) and len(value) > count:
@@ -60,33 +60,33 @@ BiasedToken = Annotated[int, Field(ge=0, lt=1 << 31)]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 
 
-class Strict(BaseModel):
-    """Knows all its fields; null is the same as not there."""
+class StrictModel(BaseModel):
+    """Refuses unknown fields; null counts as absent."""
 
     model_config = ConfigDict(extra="forbid")
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_what_asks_nothing(cls, fields: Any) -> Any:
+    def _drop_ignored(cls, fields: Any) -> Any:
         if not isinstance(fields, dict):
             return fields
-        asked: dict[str, Any] = {}
+        kept: dict[str, Any] = {}
         for name, value in fields.items():
             if value is None or name in LABELS or (name in NEUTRAL and value in NEUTRAL[name]):
                 continue
             if name not in cls.model_fields:
                 raise PydanticCustomError(UNSUPPORTED, "Unsupported parameter", {"name": name})
-            asked[name] = value
-        return asked
+            kept[name] = value
+        return kept
 
 
-class StreamOptions(Strict):
+class StreamOptions(StrictModel):
     include_usage: bool = False
     include_obfuscation: Literal[False] = False
 
 
-class Common(Strict):
-    """What chat and plain completions share."""
+class GenerationRequest(StrictModel):
+    """Parameters that chat and plain completions share."""
 
     model: str
     stream: bool = False
@@ -99,28 +99,28 @@ class Common(Strict):
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
     logit_bias: Annotated[dict[BiasedToken, Bias], _at_most(MAX_BIASES)] = {}
-    """By token ids, which JSON has as text."""
+    """Keyed by token id, which is a string in JSON."""
     ignore_eos: bool = False
-    """vLLM's: go on to ``max_tokens`` whatever comes."""
+    """vLLM's parameter: generate ``max_tokens`` tokens, past end tokens."""
 
     @property
     def choices(self) -> int:
-        """How many answers this asks for."""
+        """The number of choices in the response."""
         return self.n
 
 
-class TextPart(Strict):
+class TextPart(StrictModel):
     type: Literal["text"]
     text: str
 
 
-class ChatMessage(Strict):
+class ChatMessage(StrictModel):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True), _at_most(MAX_PARTS)] = ""
     name: str | None = None
 
     def for_template(self) -> dict[str, str]:
-        """As chat templates take it."""
+        """The message in the format of chat templates."""
         content = (
             self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         )
@@ -130,7 +130,7 @@ class ChatMessage(Strict):
 Messages = Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1), _at_most(MAX_MESSAGES)]
 
 
-class ChatRequest(Common):
+class ChatRequest(GenerationRequest):
     messages: Messages
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -138,17 +138,17 @@ class ChatRequest(Common):
     top_logprobs: int = Field(0, ge=0, le=20)
 
     @property
-    def limit(self) -> int | None:
-        """The most tokens to answer with, if the caller says."""
+    def max_new_tokens(self) -> int | None:
+        """The maximum number of tokens to generate, if given."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
     def alternatives(self) -> int | None:
-        """How many log probabilities are wanted besides each token's own; None: not even that."""
+        """The number of alternatives whose log probabilities are returned with each token's own; None: no log probabilities."""
         return self.top_logprobs if self.logprobs else None
 
 
-class CompletionRequest(Common):
+class CompletionRequest(GenerationRequest):
     prompt: Annotated[
         list[str | Tokens],
         Field(fail_fast=True, min_length=1),
@@ -163,7 +163,7 @@ class CompletionRequest(Common):
         return len(self.prompt) * self.n
 
 
-class TokenizeRequest(Strict):
+class TokenizeRequest(StrictModel):
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
@@ -171,6 +171,6 @@ class TokenizeRequest(Strict):
     add_generation_prompt: bool = True
 
 
-class DetokenizeRequest(Strict):
+class DetokenizeRequest(StrictModel):
     model: str | None = None
     tokens: Tokens

@@ -1,4 +1,4 @@
-"""What a gateway over whole nodes says, in virtual time: answers, what is wrong with a request, trouble in the swarm."""
+"""A gateway over whole nodes in virtual time: responses, refused requests, failures in the swarm."""
 
 import asyncio
 import json
@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from swarmnet.gateway.answers import KEEP_ALIVE_S
-from swarmnet.gateway.app import FIRST_S
+from swarmnet.gateway.app import FIRST_TOKEN_S
+from swarmnet.gateway.responses import KEEP_ALIVE_S
 from swarmnet_client.batching.continuous_batching import Limits
 from swarmnet_protocols.timing import Timing
 from tests.support.gateway import (
@@ -29,7 +29,7 @@ PROMPT = [5, 6]
 TOKENS = 8
 
 
-def test_a_completion_is_what_the_model_says(tiny: Reference) -> None:
+def test_a_completion_is_the_models_greedy_output(tiny: Reference) -> None:
     async def scenario(_lab: Lab, caller: Caller) -> Any:
         return (await caller.complete(max_tokens=TOKENS)).json()
 
@@ -42,7 +42,7 @@ def test_a_completion_is_what_the_model_says(tiny: Reference) -> None:
     assert answer["object"] == "text_completion"
 
 
-def test_a_streamed_chat_says_the_same_as_a_whole_one(tiny: Reference) -> None:
+def test_a_streamed_chat_equals_a_whole_one(tiny: Reference) -> None:
     async def scenario(_lab: Lab, caller: Caller) -> Any:
         whole = (await caller.chat(max_tokens=TOKENS, logprobs=True, top_logprobs=2)).json()
         options = {"stream": True, "stream_options": {"include_usage": True}}
@@ -67,7 +67,7 @@ def test_a_streamed_chat_says_the_same_as_a_whole_one(tiny: Reference) -> None:
     assert len({chunk["id"] for chunk in chunks}) == 1
 
 
-def test_many_callers_at_once_get_what_each_would_alone(tiny: Reference) -> None:
+def test_concurrent_requests_do_not_change_each_others_output(tiny: Reference) -> None:
     prompts = [[2 + number, 3, 4 + 2 * number][: 1 + number % 3] for number in range(20)]
 
     async def scenario(_lab: Lab, caller: Caller) -> Any:
@@ -78,7 +78,7 @@ def test_many_callers_at_once_get_what_each_would_alone(tiny: Reference) -> None
     assert served(tiny, scenario, limits=Limits(active=8, waiting=20)) == expected
 
 
-def test_choices_differ_and_a_seed_repeats_them(tiny: Reference) -> None:
+def test_choices_differ_and_repeat_with_their_seed(tiny: Reference) -> None:
     async def scenario(_lab: Lab, caller: Caller) -> Any:
         fields = {"max_tokens": TOKENS, "temperature": 1.5, "n": 3}
         answers = [await caller.complete(seed=seed, **fields) for seed in (1, 1, 50)]
@@ -98,7 +98,7 @@ def test_several_prompts_are_answered_in_their_order(tiny: Reference) -> None:
     assert [choice["text"] for choice in choices] == [words(tiny.greedy(ids, 4)) for ids in (PROMPT, [7])]
 
 
-def test_a_stop_string_ends_an_answer_wherever_tokens_end(tiny: Reference) -> None:
+def test_a_stop_string_ends_a_choice_within_a_token(tiny: Reference) -> None:
     tokens = tiny.greedy(PROMPT, 20)
     text = words(tokens)
     stop = words(tokens[4:7])[1:-1]  # begins and ends within a token
@@ -118,7 +118,7 @@ def test_a_stop_string_ends_an_answer_wherever_tokens_end(tiny: Reference) -> No
     assert "".join(event["choices"][0]["text"] for event in events) == expected
 
 
-def test_an_end_token_ends_an_answer(tiny: Reference) -> None:
+def test_an_end_token_ends_a_choice(tiny: Reference) -> None:
     async def scenario(_lab: Lab, caller: Caller) -> Any:
         object.__setattr__(caller.gateway.engine, "end_ids", frozenset([tiny.greedy(PROMPT, 5)[4]]))
         return (await caller.complete(max_tokens=20, ignore_eos=False)).json()["choices"][0]
@@ -129,8 +129,8 @@ def test_an_end_token_ends_an_answer(tiny: Reference) -> None:
     assert choice["finish_reason"] == "stop"
 
 
-def test_penalties_and_biases_change_the_scores_as_openai_says(tiny: Reference) -> None:
-    """Against the formula, over all of the tokens before each."""
+def test_penalties_and_biases_follow_openais_formula(tiny: Reference) -> None:
+    """Compared with the formula over all preceding tokens."""
     rules = {"presence_penalty": 1.5, "frequency_penalty": 0.5}
     usual = tiny.greedy(PROMPT, 1)[0]
     biases = {usual: -100.0, 11: 1.0}
@@ -204,11 +204,11 @@ def refusals(tiny: Reference) -> list[tuple[int, str | None, str]]:
 
 
 @pytest.mark.parametrize("number", range(len(BAD)), ids=[json.dumps(fields)[:40] for fields, _ in BAD])
-def test_a_wrong_request_is_told_what_is_wrong(refusals: list[Any], number: int) -> None:
+def test_an_invalid_request_names_its_error(refusals: list[Any], number: int) -> None:
     assert refusals[number] == BAD[number][1]
 
 
-def test_parameters_that_ask_for_nothing_are_taken(tiny: Reference) -> None:
+def test_parameters_that_change_nothing_are_accepted(tiny: Reference) -> None:
     nothing = {
         "frequency_penalty": 0,
         "presence_penalty": 0.0,
@@ -248,7 +248,9 @@ def test_other_refusals(tiny: Reference) -> None:
         assert refused(await caller.complete([97])) == (400, "prompt", "invalid_value")
         assert refused(await caller.complete(["w1"] * 9, n=2)) == (400, "n", "invalid_value")
         tokenizer = caller.gateway.engine.tokenizer
-        object.__setattr__(caller.gateway.engine, "tokenizer", None)  # such a text gets nowhere near it
+        object.__setattr__(
+            caller.gateway.engine, "tokenizer", None
+        )  # the text is refused before it is tokenized
         assert refused(await caller.complete("w5 " * 20_000)) == (400, None, "context_length_exceeded")
         object.__setattr__(caller.gateway.engine, "tokenizer", tokenizer)
         assert refused(await caller.complete([5] * 512)) == (400, "prompt", "context_length_exceeded")
@@ -258,7 +260,7 @@ def test_other_refusals(tiny: Reference) -> None:
     served(tiny, scenario)
 
 
-def test_what_else_there_is(tiny: Reference) -> None:
+def test_models_tokenize_version_and_metrics(tiny: Reference) -> None:
     async def scenario(_lab: Lab, caller: Caller) -> None:
         http = caller.http
         (model,) = (await http.get("/v1/models")).json()["data"]
@@ -296,7 +298,7 @@ def test_what_else_there_is(tiny: Reference) -> None:
 
 
 @pytest.mark.parametrize("moment", [1, 4])
-def test_a_node_that_dies_never_reaches_the_caller(tiny: Reference, moment: int) -> None:
+def test_a_node_failure_does_not_interrupt_a_stream(tiny: Reference, moment: int) -> None:
     async def scenario(lab: Lab, caller: Caller) -> Any:
         text, seen = "", 0
         body = completion_body(max_tokens=TOKENS, stream=True)
@@ -314,7 +316,7 @@ def test_a_node_that_dies_never_reaches_the_caller(tiny: Reference, moment: int)
     assert served(tiny, scenario, spans) == (200, words(tiny.greedy(PROMPT, TOKENS)), 1)
 
 
-def test_blocks_that_nobody_has_are_a_503_with_their_names(tiny: Reference) -> None:
+def test_blocks_without_a_host_are_a_503(tiny: Reference) -> None:
     async def scenario(_lab: Lab, caller: Caller) -> None:
         answer = await caller.complete(max_tokens=TOKENS)
         assert refused(answer) == (503, None, "no_route")
@@ -325,22 +327,22 @@ def test_blocks_that_nobody_has_are_a_503_with_their_names(tiny: Reference) -> N
     served(tiny, scenario, {"a": (0, 4)})
 
 
-def test_while_a_stream_waits_it_says_so_and_what_fails_later_is_said_in_it(tiny: Reference) -> None:
+def test_a_waiting_stream_sends_comments_and_a_late_failure_is_an_event(tiny: Reference) -> None:
     async def scenario(_lab: Lab, caller: Caller) -> Any:
         async with caller.stream("/v1/chat/completions", chat_body(max_tokens=TOKENS, stream=True)) as stream:
-            said = [event async for event in stream]
-        return stream.status, said
+            events = [event async for event in stream]
+        return stream.status, events
 
-    timing = Timing(recover_s=FIRST_S + 1.5 * KEEP_ALIVE_S)
-    status, said = served(tiny, scenario, {"a": (0, 4)}, timing=timing)
+    timing = Timing(recover_s=FIRST_TOKEN_S + 1.5 * KEEP_ALIVE_S)
+    status, events = served(tiny, scenario, {"a": (0, 4)}, timing=timing)
     assert status == 200
-    assert said[0] == ": keep-alive"
-    assert len(said) == 3
-    assert json.loads(said[-2].removeprefix("data: "))["error"]["code"] == "no_route"
-    assert said[-1] == "data: [DONE]"
+    assert events[0] == ": keep-alive"
+    assert len(events) == 3
+    assert json.loads(events[-2].removeprefix("data: "))["error"]["code"] == "no_route"
+    assert events[-1] == "data: [DONE]"
 
 
-def test_a_gateway_that_stops_finishes_what_runs_and_takes_nothing_new(tiny: Reference) -> None:
+def test_a_draining_gateway_finishes_running_requests_and_refuses_new_ones(tiny: Reference) -> None:
     async def scenario(_lab: Lab, caller: Caller) -> None:
         running = asyncio.create_task(caller.complete(max_tokens=TOKENS))
         await asyncio.sleep(0.1)

@@ -1,12 +1,12 @@
-"""What callers may take of a gateway: places, their keys' quotas, and nothing more once they have left."""
+"""Limits of a gateway: places, quotas of keys, and the release of both when a client leaves."""
 
 import asyncio
 from typing import Any
 
 import pytest
 
-from swarmnet.gateway.app import PART_CHARS
 from swarmnet.gateway.quotas import Quota
+from swarmnet.gateway.tokenization import PIECE_CHARS
 from swarmnet_client.batching.continuous_batching import Limits
 from tests.support.gateway import Caller, chat_body, completion_body, refused, served
 from tests.support.swarm_lab import Lab, Reference
@@ -14,7 +14,7 @@ from tests.support.swarm_lab import Lab, Reference
 TOKENS = 8
 
 
-def test_a_caller_who_leaves_ends_the_remote_work_within_a_second(tiny: Reference) -> None:
+def test_remote_work_ends_when_the_client_of_a_stream_leaves(tiny: Reference) -> None:
     async def scenario(lab: Lab, caller: Caller) -> None:
         async with caller.stream("/v1/chat/completions", chat_body(max_tokens=400, stream=True)) as stream:
             seen = 0
@@ -32,7 +32,7 @@ def test_a_caller_who_leaves_ends_the_remote_work_within_a_second(tiny: Referenc
     served(tiny, scenario)
 
 
-def test_so_does_one_who_waits_for_a_whole_answer(tiny: Reference) -> None:
+def test_generation_ends_when_the_client_of_a_whole_response_leaves(tiny: Reference) -> None:
     async def scenario(_lab: Lab, caller: Caller) -> None:
         batcher = caller.gateway.engine.batcher
         async with caller.stream("/v1/completions", completion_body(max_tokens=400)):
@@ -43,7 +43,7 @@ def test_so_does_one_who_waits_for_a_whole_answer(tiny: Reference) -> None:
     served(tiny, scenario)
 
 
-def test_callers_beyond_lanes_and_places_are_told_when_to_come_again(tiny: Reference) -> None:
+def test_requests_beyond_the_queue_are_refused_with_retry_after(tiny: Reference) -> None:
     async def scenario(_lab: Lab, caller: Caller) -> Any:
         loop = asyncio.get_running_loop()
         took: list[float] = []
@@ -76,7 +76,7 @@ QUOTAS = {
 
 
 @pytest.mark.parametrize("name", QUOTAS)
-def test_a_key_uses_what_it_may_and_no_more(tiny: Reference, name: str) -> None:
+def test_a_quota_limits_its_key_only(tiny: Reference, name: str) -> None:
     quota, code, wait_s = QUOTAS[name]
     body = {"model": "model", "prompt": [5, 6], "max_tokens": TOKENS, "ignore_eos": True}
 
@@ -96,7 +96,7 @@ def test_a_key_uses_what_it_may_and_no_more(tiny: Reference, name: str) -> None:
     served(tiny, scenario, quota=quota, keys={"alice": "alices-key", "bob": "bobs-secret"})
 
 
-def test_a_key_runs_so_many_requests_at_a_time(tiny: Reference) -> None:
+def test_a_quota_limits_concurrent_requests(tiny: Reference) -> None:
     async def scenario(_lab: Lab, caller: Caller) -> list[int]:
         answers = await asyncio.gather(*(caller.complete(max_tokens=TOKENS) for _ in range(3)))
         late = await caller.complete(max_tokens=1)
@@ -115,22 +115,22 @@ def test_a_key_runs_so_many_requests_at_a_time(tiny: Reference) -> None:
         (Quota(requests_per_minute=3), "rate_limit_exceeded"),
     ],
 )
-def test_every_choice_counts(tiny: Reference, quota: Quota, code: str) -> None:
+def test_every_choice_counts_in_the_quota(tiny: Reference, quota: Quota, code: str) -> None:
     async def scenario(_lab: Lab, caller: Caller) -> None:
         first = asyncio.create_task(caller.complete(["w5", "w6"], max_tokens=TOKENS))
         await asyncio.sleep(0.1)
         assert refused(await caller.chat(n=2, max_tokens=1)) == (429, None, code)
         assert (await caller.chat(max_tokens=1)).status_code == 200
         assert (await first).status_code == 200
-        await asyncio.sleep(60)  # a key that has used up what it may is told that, before its request is read
+        await asyncio.sleep(60)  # a key beyond its quota is refused before its request is read
         never = await caller.chat(n=4, max_tokens=1)
         assert refused(never) == (400, "n", "invalid_value")
-        assert "3 answers at once" in never.json()["error"]["message"]
+        assert "3 choices at once" in never.json()["error"]["message"]
 
     served(tiny, scenario, quota=quota)
 
 
-def test_every_choice_uses_its_prompt(tiny: Reference) -> None:
+def test_every_choice_uses_the_tokens_of_its_prompt(tiny: Reference) -> None:
     async def scenario(_lab: Lab, caller: Caller) -> list[int]:
         answers = [await caller.complete([5] * 20, n=2, max_tokens=1) for _ in range(2)]
         return [answer.status_code for answer in answers]
@@ -139,7 +139,7 @@ def test_every_choice_uses_its_prompt(tiny: Reference) -> None:
     assert served(tiny, scenario, quota=Quota(tokens_per_minute=44)) == [200, 200]
 
 
-def test_more_choices_than_there_is_ever_room_for_are_a_wrong_request(tiny: Reference) -> None:
+def test_more_choices_than_the_batcher_can_hold_are_invalid(tiny: Reference) -> None:
     async def scenario(_lab: Lab, caller: Caller) -> None:
         assert refused(await caller.complete(n=5, max_tokens=1)) == (400, "n", "invalid_value")
         assert (await caller.complete(n=4, max_tokens=1)).status_code == 200
@@ -151,7 +151,7 @@ def test_more_choices_than_there_is_ever_room_for_are_a_wrong_request(tiny: Refe
     served(tiny, scenario, limits=Limits(active=2, waiting=2))
 
 
-def test_an_answer_that_a_stop_string_ended_shows_that_there_was_room(tiny: Reference) -> None:
+def test_a_choice_ended_by_a_stop_string_raises_the_batchers_estimate(tiny: Reference) -> None:
     async def scenario(_lab: Lab, caller: Caller) -> None:
         batcher = caller.gateway.engine.batcher
         batcher._room = 1.0  # as after a shortage
@@ -162,7 +162,7 @@ def test_an_answer_that_a_stop_string_ended_shows_that_there_was_room(tiny: Refe
     served(tiny, scenario)
 
 
-def test_who_has_no_key_gets_nothing_but_health(tiny: Reference) -> None:
+def test_only_health_needs_no_key(tiny: Reference) -> None:
     async def scenario(_lab: Lab, caller: Caller) -> None:
         paths = ["/v1/models", "/metrics", "/version", "/openapi.json"]
         assert [(await caller.http.get(path)).status_code for path in paths] == [401] * 4
@@ -172,7 +172,7 @@ def test_who_has_no_key_gets_nothing_but_health(tiny: Reference) -> None:
     served(tiny, scenario, keys={"alice": "alices-key"})
 
 
-def test_of_a_key_that_used_up_its_quota_nothing_is_read(tiny: Reference) -> None:
+def test_a_key_beyond_its_quota_is_refused_before_its_body_is_read(tiny: Reference) -> None:
     async def scenario(_lab: Lab, caller: Caller) -> None:
         assert (await caller.complete(max_tokens=1)).status_code == 200
         wrong = await caller.complete(prompt={"any": "thing"})
@@ -181,7 +181,7 @@ def test_of_a_key_that_used_up_its_quota_nothing_is_read(tiny: Reference) -> Non
     served(tiny, scenario, quota=Quota(requests_per_minute=1))
 
 
-def test_wrong_requests_use_up_a_quota_too(tiny: Reference) -> None:
+def test_invalid_requests_count_in_the_quota(tiny: Reference) -> None:
     async def scenario(_lab: Lab, caller: Caller) -> list[int]:
         answers = [await caller.complete(nothing=1), await caller.post("/tokenize", [])]
         return [answer.status_code for answer in [*answers, await caller.complete(max_tokens=1)]]
@@ -189,8 +189,8 @@ def test_wrong_requests_use_up_a_quota_too(tiny: Reference) -> None:
     assert served(tiny, scenario, quota=Quota(requests_per_minute=2)) == [400, 400, 429]
 
 
-def test_a_text_that_does_not_fit_is_tokenized_in_part(tiny: Reference) -> None:
-    """Ten thousand tokens, of which 511 fit: what is tokenized is the beginning."""
+def test_a_text_beyond_the_context_is_tokenized_in_part(tiny: Reference) -> None:
+    """Of 10,000 tokens 511 fit, so only the first piece is tokenized."""
 
     async def scenario(_lab: Lab, caller: Caller) -> None:
         asked: list[int] = []
@@ -203,6 +203,6 @@ def test_a_text_that_does_not_fit_is_tokenized_in_part(tiny: Reference) -> None:
         object.__setattr__(caller.gateway.engine, "tokenizer", counting)
         answer = await caller.complete("w5 " * 10_000)
         assert refused(answer) == (400, None, "context_length_exceeded")
-        assert asked == [PART_CHARS]
+        assert asked == [PIECE_CHARS]
 
     served(tiny, scenario)

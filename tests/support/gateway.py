@@ -1,4 +1,4 @@
-"""A gateway over a lab's swarm, and callers that see answers come and may leave in the middle of one."""
+"""A gateway over the nodes of a lab, and clients that read streams and may disconnect."""
 
 import asyncio
 import json
@@ -43,7 +43,7 @@ class Caller:
 
     @asynccontextmanager
     async def stream(self, path: str, body: dict[str, Any]) -> AsyncIterator["Stream"]:
-        """An answer as it comes. The caller leaves with the context."""
+        """A streamed response. Leaving the context disconnects the client."""
         stream = Stream(json.dumps(body).encode())
         headers = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")]
         scope = {
@@ -72,7 +72,7 @@ class Caller:
 
 @dataclass
 class Stream:
-    """The server's side of one request, as an ASGI server has it."""
+    """One request as an ASGI server sees it."""
 
     body: bytes
     gone: asyncio.Event = field(default_factory=asyncio.Event)
@@ -96,7 +96,7 @@ class Stream:
                 self.sent.put_nowait(None)
 
     async def __aiter__(self) -> AsyncIterator[str]:
-        """Events, and comments, as they are sent."""
+        """The events and comments of the stream."""
         rest = ""
         while (part := await self.sent.get()) is not None:
             *whole, rest = (rest + part.decode()).split("\n\n")
@@ -117,7 +117,7 @@ def completion_body(prompt: Any = "w5 w6", **fields: Any) -> dict[str, Any]:
 
 
 def events_of(text: str) -> list[dict[str, Any]]:
-    """The JSON of server-sent events, of which the last says that it is."""
+    """The JSON of all server-sent events before ``[DONE]``."""
     *events, done = [line.removeprefix("data: ") for line in text.split("\n\n") if line.startswith("data: ")]
     assert done == "[DONE]"
     return [json.loads(event) for event in events]
@@ -136,10 +136,10 @@ async def gateway(
         served = Gateway(engine, quota or Quota(), clock=lambda: EPOCH + asyncio.get_running_loop().time())
         stack.callback(served.close)
         access = AccessPolicy(ApiKeys(keys or {}), public_paths=["/health"])
-        app = protect(served.app(), access, max_body_bytes=served.bounds.max_bytes)
+        app = protect(served.app(), access, max_body_bytes=served.parser.max_bytes)
         http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1")
         await stack.enter_async_context(http)
-        await asyncio.sleep(swarm.timing.refresh_s + 1)  # by then the nodes' announcements have been read
+        await asyncio.sleep(swarm.timing.refresh_s + 1)  # until the nodes' announcements have been read
         yield Caller(served, app, http)
 
 
@@ -151,7 +151,7 @@ def served(
     timing: Timing | None = None,
     **options: Any,
 ) -> Any:
-    """What a scenario gives in a lab with nodes and a gateway."""
+    """Run ``scenario`` in a lab with nodes and a gateway; returns its result."""
 
     async def within(lab: Lab) -> Any:
         for name, span in spans.items():
@@ -163,7 +163,7 @@ def served(
 
 
 def words(ids: list[int]) -> str:
-    """The text of tokens: the end and the beginning of texts have none."""
+    """The text of token ids; the ids of the special tokens have none."""
     return " ".join(f"w{number}" for number in ids if number > 1)
 
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from swarmnet.gateway.metrics import Meter
+from swarmnet.gateway.metrics import GatewayMetrics
 from swarmnet_client.batching.continuous_batching import Batcher
 from tests.support.deployment import DEPLOY, compose
 from tests.support.swarm_lab import Lab, load_reference, simulate
@@ -84,11 +84,11 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
         node = await lab.start("a", lab.hosting((0, reference.local.manifest.blocks)))
         return generate_latest(registry_of(node)).decode()
 
-    meter = Meter("tiny", cast(Batcher, _NoAnswers()))
-    meter.succeeded("stop")
-    meter.refused("wrong_host")
+    metrics = GatewayMetrics("tiny", cast(Batcher, _NoAnswers()))
+    metrics.count_success("stop")
+    metrics.count_error("wrong_host")
     samples: dict[str, set[str]] = {}
-    for text in (simulate(reference, scenario), meter.render().decode()):
+    for text in (simulate(reference, scenario), metrics.render().decode()):
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 samples.setdefault(sample.name, set()).update(sample.labels)

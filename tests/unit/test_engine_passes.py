@@ -19,7 +19,7 @@ from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.errors import OutOfResources, Unreachable
 from swarmnet_protocols.machine.core_lock import NoCoreLock
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.net.resources import Exhausted, Resource, ResourceManager
+from swarmnet_protocols.net.resources import Resource, ResourceLimitReached, ResourceManager
 from swarmnet_protocols.timing import Timing
 from tests.support.doubling import GEOMETRY, Doubling, sequence_of, with_engine
 from tests.support.virtual_time import TimedExecutor, run
@@ -311,7 +311,7 @@ def test_a_device_without_memory_is_a_shortage_and_graphs_make_way() -> None:
             lambda: engine.run_on_torch_thread(fill),
         ):
             engine.keep_graph(name_of(0), graph_of(8), for_s=60.0)
-            with pytest.raises(Exhausted) as caught:
+            with pytest.raises(ResourceLimitReached) as caught:
                 await ask()
             assert caught.value.retry_after_s > 0
             assert engine.graph_cache.nbytes == 0

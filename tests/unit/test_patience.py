@@ -2,7 +2,7 @@
 
 from swarmnet_client.chain.retry_policy import verdict
 from swarmnet_protocols.errors import IncompatibleVersion, NotAuthorised, StreamRefused
-from swarmnet_protocols.net.resources import Exhausted
+from swarmnet_protocols.net.resources import ResourceLimitReached
 
 
 def test_a_person_is_told_what_hosts_refuse_their_streams_for() -> None:
@@ -10,7 +10,7 @@ def test_a_person_is_told_what_hosts_refuse_their_streams_for() -> None:
     assert isinstance(told, NotAuthorised)
     assert (str(told), told.hint) == ("one refuses us: no member", "ask")
     told = verdict(StreamRefused("one refuses us: no room", retry_after_s=2.0))
-    assert isinstance(told, Exhausted)
+    assert isinstance(told, ResourceLimitReached)
     assert told.retry_after_s == 2.0
 
 

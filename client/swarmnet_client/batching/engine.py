@@ -18,7 +18,7 @@ from swarmnet_protocols.routing.cost import uncovered
 
 
 @dataclass(frozen=True)
-class Engine:
+class BatchingEngine:
     """One model for many callers. ``end_ids`` end an answer; ``max_length`` positions are all that a prompt and its answer have."""
 
     local: LocalModel
@@ -36,7 +36,9 @@ class Engine:
 
 
 @asynccontextmanager
-async def open_engine(local: LocalModel, swarm: Swarm, form: Form, limits: Limits) -> AsyncIterator[Engine]:
+async def open_engine(
+    local: LocalModel, swarm: Swarm, form: Form, limits: Limits
+) -> AsyncIterator[BatchingEngine]:
     """``local``'s CausalLM over ``swarm``, while the context is open."""
     computing = ThreadPoolExecutor(1, thread_name_prefix="head")
     try:
@@ -50,7 +52,7 @@ async def open_engine(local: LocalModel, swarm: Swarm, form: Form, limits: Limit
             Head(local_layers, computing), lambda: Chain.open(swarm, spec, local_layers.embed), limits
         ) as batcher:
             ends = _end_ids(local_layers.generation_config, tokenizer)
-            yield Engine(local, tokenizer, batcher, swarm, local.max_positions, ends)
+            yield BatchingEngine(local, tokenizer, batcher, swarm, local.max_positions, ends)
     finally:
         computing.shutdown(wait=False)
 

@@ -87,7 +87,7 @@ class GraphCache:
     @property
     def nbytes(self) -> int:
         """Bytes of all graphs."""
-        return self._resources.in_all.used[Resource.GRAPHS]
+        return self._resources.system.used[Resource.GRAPHS]
 
     def __contains__(self, key: GraphKey) -> bool:
         return key in self._entries
@@ -100,11 +100,11 @@ class GraphCache:
         self.take(key)
         loop = asyncio.get_running_loop()
         scope = self._resources.peer(key.owner, loop.time())
-        if graph.nbytes > max_bytes or not scope.can_ever_hold(Resource.GRAPHS, graph.nbytes):
+        if graph.nbytes > max_bytes or not scope.can_ever_reserve(Resource.GRAPHS, graph.nbytes):
             return
-        self._drop(graph.nbytes - scope.spare(Resource.GRAPHS), key.owner)
+        self._drop(graph.nbytes - scope.available(Resource.GRAPHS), key.owner)
         self.shrink(max_bytes - graph.nbytes)
-        reservation = scope.hold(Resource.GRAPHS, graph.nbytes)
+        reservation = scope.reserve(Resource.GRAPHS, graph.nbytes)
         self._entries[key] = graph, reservation, loop.call_later(for_s, self.take, key)
 
     def take(self, key: GraphKey) -> AutogradGraph | None:

@@ -39,7 +39,14 @@ from swarmnet_protocols.errors import Unreachable
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.machine.core_lock import ALONE, CoreLock, NoCoreLock
 from swarmnet_protocols.machine.threads import on_half_the_cores
-from swarmnet_protocols.net.resources import RETRY_S, Exhausted, Reservation, Resource, ResourceManager, Scope
+from swarmnet_protocols.net.resources import (
+    RETRY_S,
+    Reservation,
+    Resource,
+    ResourceLimitReached,
+    ResourceManager,
+    Scope,
+)
 from swarmnet_protocols.timing import Timing
 
 MAX_BATCH_TOKENS = 512
@@ -116,7 +123,7 @@ class Engine:
         self._pass_position_s = 0.0
         """Seconds for one position of a pass, averaged."""
         self._resources = resources
-        self._in_all = resources.in_all
+        self._system = resources.system
         self._executor = executor
         self._core_lock = core_lock
         self._stopwatch = stopwatch
@@ -166,7 +173,7 @@ class Engine:
     @property
     def cache_bytes(self) -> int:
         """Bytes of all KV caches, including those that are about to be allocated."""
-        return self._in_all.used[Resource.CACHE]
+        return self._system.used[Resource.CACHE]
 
     @property
     def queue_s(self) -> float:
@@ -181,13 +188,13 @@ class Engine:
     def limit_caches(self, max_bytes: int) -> None:
         """Set the limit of all KV caches together. Caches that are larger already stay; graphs are dropped to fit."""
         self.max_cache_bytes = max_bytes
-        self._resources.limit(Resource.CACHE, in_all=max_bytes, each_peer=self.client_cache_bytes(max_bytes))
-        self._resources.limit(Resource.GRAPHS, each_peer=max_bytes // GRAPH_CLIENT_SHARE)
+        self._resources.limit(Resource.CACHE, system=max_bytes, per_peer=self.client_cache_bytes(max_bytes))
+        self._resources.limit(Resource.GRAPHS, per_peer=max_bytes // GRAPH_CLIENT_SHARE)
         self.graph_cache.shrink(max(0, self._free_bytes))
 
     def register(self, sequence: SequenceCache, scope: Scope) -> SequenceCache:
         """Count a sequence's KV cache in ``scope`` until ``release``. Raises ``OutOfResources`` if that has no room for its present size."""
-        self._reservations[id(sequence)] = sequence, scope.hold(Resource.CACHE, sequence.nbytes)
+        self._reservations[id(sequence)] = sequence, scope.reserve(Resource.CACHE, sequence.nbytes)
         return sequence
 
     def release(self, sequence: SequenceCache) -> None:
@@ -214,7 +221,9 @@ class Engine:
         """Registered copies of sequences. Raises ``OutOfResources``, before anything is copied, if ``scope`` has no room for them."""
         with ExitStack() as stack:
             reservations = [
-                stack.enter_context(scope.hold(Resource.CACHE, sequence.geometry.bytes_for(sequence.length)))
+                stack.enter_context(
+                    scope.reserve(Resource.CACHE, sequence.geometry.bytes_for(sequence.length))
+                )
                 for sequence in sequences
             ]
             self.graph_cache.shrink(self._free_bytes)
@@ -364,12 +373,12 @@ class Engine:
             work.done.set_result(result)
 
     async def _call(self, work: Callable[[], T]) -> T:
-        """Call ``work`` on the torch thread. Raises ``Exhausted`` if the device runs out of memory."""
+        """Call ``work`` on the torch thread. Raises ``ResourceLimitReached`` if the device runs out of memory."""
         with contextlib.suppress(torch.OutOfMemoryError):
             return await asyncio.get_running_loop().run_in_executor(self._executor, work)
         # Not in an except clause: the error's frames would keep alive the tensors that were computed until then.
         self.graph_cache.shrink(0)
-        raise Exhausted("this host's device has no memory left", RETRY_S)
+        raise ResourceLimitReached("this host's device has no memory left", RETRY_S)
 
     def _remove_pass(self, work: _PassWork) -> None:
         if work in self._passes:

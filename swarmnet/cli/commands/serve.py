@@ -212,7 +212,7 @@ async def _serve(local: LocalModel, network: Network, serving: _Serving) -> None
         engine = await stack.enter_async_context(open_engine(local, swarm, form, limits))
         gateway = Gateway(engine, serving.quota)
         stack.callback(gateway.close)
-        app = protect(gateway.app(), serving.access, max_body_bytes=gateway.bounds.max_bytes)
+        app = protect(gateway.app(), serving.access, max_body_bytes=gateway.parser.max_bytes)
         endpoint = await stack.enter_async_context(serve_http(app, serving.host, serving.port))
         interrupts.first = stop.set
         _announce(endpoint.url, gateway.model, serving)

@@ -1,4 +1,4 @@
-"""What bodies that are made to cost much cost the gateway, and that long honest ones are taken."""
+"""Parsing request bodies: hostile ones cost little, long honest ones are accepted."""
 
 import json
 import tracemalloc
@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from swarmnet.gateway.failures import ApiError
-from swarmnet.gateway.reading import MAX_TOKENS, BodyBounds
-from swarmnet.gateway.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, Strict
+from swarmnet.gateway.errors import ApiError
+from swarmnet.gateway.parsing import MAX_TOKENS, BodyParser
+from swarmnet.gateway.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, StrictModel
 
-LARGE = BodyBounds(MAX_TOKENS)
-SMALL = BodyBounds(8192)
+LARGE = BodyParser(MAX_TOKENS)
+SMALL = BodyParser(8192)
 MAX_MEMORY_BYTES = 32 << 20
 MAX_ERRORS = 4
 COMPLETION = b'{"model":"m","prompt":'
@@ -28,7 +28,7 @@ def names(size: int) -> bytes:
     return b",".join(b'"%d":0' % number for number in range(size // 11))
 
 
-ATTACKS: dict[str, tuple[Callable[[int], bytes], type[Strict]]] = {
+ATTACKS: dict[str, tuple[Callable[[int], bytes], type[StrictModel]]] = {
     "objects": (lambda size: filled(COMPLETION + b"[", b"{}", b"]}", size), CompletionRequest),
     "lists": (lambda size: filled(COMPLETION + b"[", b"[]", b"]}", size), CompletionRequest),
     "nulls": (lambda size: filled(COMPLETION + b"[", b"null", b"]}", size), CompletionRequest),
@@ -60,27 +60,27 @@ ATTACKS: dict[str, tuple[Callable[[int], bytes], type[Strict]]] = {
 }
 
 
-def refusal(bounds: BodyBounds, body: bytes, kind: type[Strict]) -> tuple[ApiError, int]:
-    """Why a body is refused, and the most memory that took."""
+def refusal(parser: BodyParser, body: bytes, schema: type[StrictModel]) -> tuple[ApiError, int]:
+    """The error for a body, and the peak memory of parsing it in bytes."""
     tracemalloc.start()
     try:
         with pytest.raises(ApiError) as caught:
-            bounds.read(body, kind)
+            parser.parse(body, schema)
         return caught.value, tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
 
 
-# Small enough to get through to the checks of single fields; as large as any may be.
+# Small enough to reach the validation of single fields; the largest that is accepted.
 SIZES = {"some": (SMALL, 30_000), "most": (LARGE, LARGE.max_bytes)}
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", ATTACKS)
-def test_a_hostile_body_costs_little_and_is_told_one_thing(name: str, size: str) -> None:
-    bounds, length = SIZES[size]
-    make, kind = ATTACKS[name]
-    error, memory = refusal(bounds, make(length), kind)
+def test_a_hostile_body_costs_little_and_names_one_error(name: str, size: str) -> None:
+    parser, length = SIZES[size]
+    make, schema = ATTACKS[name]
+    error, memory = refusal(parser, make(length), schema)
     assert error.status in {400, 413}
     assert len(json.dumps(error.body())) < 1000
     assert memory < MAX_MEMORY_BYTES
@@ -88,39 +88,39 @@ def test_a_hostile_body_costs_little_and_is_told_one_thing(name: str, size: str)
         assert error.__cause__.error_count() <= MAX_ERRORS
 
 
-def test_a_body_beyond_its_limit_is_not_looked_at() -> None:
+def test_a_body_beyond_the_limit_is_not_parsed() -> None:
     error, memory = refusal(SMALL, b" " * (SMALL.max_bytes + 1), ChatRequest)
     assert (error.status, error.code) == (413, "body_too_large")
     assert memory < 1 << 16
 
 
 @pytest.mark.parametrize("context", [512, 8192, MAX_TOKENS])
-def test_a_prompt_that_fills_the_context_is_taken(context: int) -> None:
-    bounds = BodyBounds(context)
+def test_a_prompt_that_fills_the_context_is_accepted(context: int) -> None:
+    parser = BodyParser(context)
 
-    def taken(kind: type[Strict], **fields: Any) -> Any:
-        return bounds.read(json.dumps({"model": "m", **fields}).encode(), kind)
+    def parsed(schema: type[StrictModel], **fields: Any) -> Any:
+        return parser.parse(json.dumps({"model": "m", **fields}).encode(), schema)
 
     cyrillic = "\N{CYRILLIC SMALL LETTER A}" * (4 * context)
-    assert taken(CompletionRequest, prompt=cyrillic).prompt == [cyrillic]
+    assert parsed(CompletionRequest, prompt=cyrillic).prompt == [cyrillic]
     emoji = "\N{GRINNING FACE}" * (2 * context)
-    assert taken(ChatRequest, messages=[{"role": "user", "content": emoji}]).messages[0].content == emoji
+    assert parsed(ChatRequest, messages=[{"role": "user", "content": emoji}]).messages[0].content == emoji
     quoted = '{"a": "\\"}' * (context // 8)
-    assert taken(CompletionRequest, prompt=quoted).prompt == [quoted]
+    assert parsed(CompletionRequest, prompt=quoted).prompt == [quoted]
     ids = [100_000 + number for number in range(context - 1)]
-    assert taken(CompletionRequest, prompt=ids).prompt == [ids]
-    assert taken(DetokenizeRequest, tokens=ids).tokens == ids
+    assert parsed(CompletionRequest, prompt=ids).prompt == [ids]
+    assert parsed(DetokenizeRequest, tokens=ids).tokens == ids
 
 
-def test_a_long_conversation_is_taken() -> None:
+def test_a_long_chat_is_accepted() -> None:
     part = {"type": "text", "text": 'she said: "\\", [{,'}
     messages = [{"role": "user", "content": [part, part]}] * 4000
     body = json.dumps({"model": "m", "messages": messages}, indent=2).encode()
-    assert len(LARGE.read(body, ChatRequest).messages) == 4000
+    assert len(LARGE.parse(body, ChatRequest).messages) == 4000
 
 
-def test_what_is_in_texts_is_not_counted() -> None:
+def test_characters_in_strings_are_not_counted() -> None:
     for text in ('"' * 10_000, "\\" * 10_001 + '"[{', "{[,:" * 10_000, "9" * 10_000):
-        assert SMALL.read(json.dumps({"prompt": text, "model": "m"}).encode(), CompletionRequest).prompt == [
+        assert SMALL.parse(json.dumps({"prompt": text, "model": "m"}).encode(), CompletionRequest).prompt == [
             text
         ]

@@ -1,4 +1,4 @@
-"""What went wrong, as OpenAI's clients read it."""
+"""Error responses in OpenAI's format, made from our exceptions."""
 
 import math
 from dataclasses import dataclass
@@ -9,22 +9,22 @@ from starlette.exceptions import HTTPException
 
 from swarmnet_client.batching.continuous_batching import Busy
 from swarmnet_protocols import errors
-from swarmnet_protocols.net.resources import Exhausted
+from swarmnet_protocols.net.resources import ResourceLimitReached
 
 RETRY_S = 5
-"""When to try again where nobody knows: the swarm looks at its directory that often."""
+"""Seconds in ``Retry-After`` where no better value is known: the interval at which a client refreshes the directory."""
 
 UNSUPPORTED = "unsupported"
-"""The type of pydantic's error for a parameter that is not known; its context has the ``name``."""
+"""Pydantic error type for an unknown parameter; its context has the ``name``."""
 MAX_NAME_CHARS = 64
-MAX_SAID_CHARS = 400
+MAX_MESSAGE_CHARS = 400
 _HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 408: "body_too_slow", 413: "body_too_large"}
-_NO_PATH = "there is nothing at this path: try /v1/models, /v1/chat/completions or /v1/completions"
+_NOT_FOUND = "there is nothing at this path: try /v1/models, /v1/chat/completions or /v1/completions"
 
 
 @dataclass
 class ApiError(Exception):
-    """An error with the status, and the words and fields, of its answer."""
+    """An error response: HTTP status, and the fields of OpenAI's error object (``kind`` is its ``type``)."""
 
     status: int
     message: str
@@ -40,41 +40,43 @@ class ApiError(Exception):
         return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
 
 
-def explain(error: Exception) -> ApiError:
-    """What a caller is told of ``error``, whatever it is."""
+def api_error(error: Exception) -> ApiError:
+    """The error response for any exception. Unexpected ones become a 500 that reveals nothing of them."""
     match error:
         case ApiError():
             return error
         case errors.SwarmnetError():
-            return of_swarm(error)
+            return swarm_error(error)
         case HTTPException():
             code = _HTTP_CODES.get(error.status_code, "invalid_request")
-            said = _NO_PATH if error.status_code == 404 else str(error.detail)
-            return ApiError(error.status_code, said, code)
+            message = _NOT_FOUND if error.status_code == 404 else str(error.detail)
+            return ApiError(error.status_code, message, code)
         case _:
             return ApiError(500, "this should not have happened", "internal_error", "server_error")
 
 
-def of_swarm(error: errors.SwarmnetError) -> ApiError:
-    """What a caller is told of a failure in the swarm."""
-    said = f"{error} ({error.hint})" if error.hint else str(error)
+def swarm_error(error: errors.SwarmnetError) -> ApiError:
+    """The error response for a failure of the swarm: 503 with ``Retry-After`` if it may pass, else 500."""
+    message = f"{error} ({error.hint})" if error.hint else str(error)
     if isinstance(error, Busy):
-        return ApiError(503, said, "overloaded", "server_error", retry_after_s=error.retry_after_s)
+        return ApiError(503, message, "overloaded", "server_error", retry_after_s=error.retry_after_s)
     if isinstance(error, errors.Unreachable):
-        return ApiError(503, said, "no_route", "server_error", retry_after_s=RETRY_S)
+        return ApiError(503, message, "no_route", "server_error", retry_after_s=RETRY_S)
     if isinstance(error, errors.OutOfResources):
-        wait_s = max(1, math.ceil(error.retry_after_s)) if isinstance(error, Exhausted) else RETRY_S
-        return ApiError(503, said, "out_of_resources", "server_error", retry_after_s=wait_s)
-    return ApiError(500, said, "internal_error", "server_error")
+        wait_s = (
+            max(1, math.ceil(error.retry_after_s)) if isinstance(error, ResourceLimitReached) else RETRY_S
+        )
+        return ApiError(503, message, "out_of_resources", "server_error", retry_after_s=wait_s)
+    return ApiError(500, message, "internal_error", "server_error")
 
 
-def of_validation(error: ValidationError) -> ApiError:
-    """What a caller is told of a request that is wrong: the first thing that is, by its name; of its values nothing."""
+def validation_error(error: ValidationError) -> ApiError:
+    """The error response for an invalid request. It names the first invalid field and quotes none of its values."""
     problem = error.errors(include_url=False, include_context=True, include_input=False)[0]
     where = [str(part)[:MAX_NAME_CHARS] for part in problem["loc"]]
     if problem["type"] == UNSUPPORTED:
         path = ".".join([*where, str(problem["ctx"]["name"])[:MAX_NAME_CHARS]])
         return ApiError(400, f"Unsupported parameter: '{path}'", "unsupported_parameter", param=path)
-    message = f"{'.'.join(where)}: {problem['msg']}"[:MAX_SAID_CHARS]
+    message = f"{'.'.join(where)}: {problem['msg']}"[:MAX_MESSAGE_CHARS]
     code = "missing_required_parameter" if problem["type"] == "missing" else "invalid_value"
     return ApiError(400, message, code, param=where[0] if where else None)

@@ -1,11 +1,11 @@
-"""What callers of the gateway are told of failures in the swarm."""
+"""The error responses for failures in the swarm."""
 
 import pytest
 
-from swarmnet.gateway.failures import RETRY_S, explain
+from swarmnet.gateway.errors import RETRY_S, api_error
 from swarmnet_client.batching.continuous_batching import Busy
 from swarmnet_protocols.errors import NoRoute, OutOfResources, SwarmnetError
-from swarmnet_protocols.net.resources import Exhausted
+from swarmnet_protocols.net.resources import ResourceLimitReached
 
 
 @pytest.mark.parametrize(
@@ -13,16 +13,20 @@ from swarmnet_protocols.net.resources import Exhausted
     [
         (Busy(7), 503, "overloaded", "7"),
         (NoRoute([(3, 4)]), 503, "no_route", str(RETRY_S)),
-        (Exhausted("no room", 12.4), 503, "out_of_resources", "13"),
-        (Exhausted("no room", 0.0), 503, "out_of_resources", "1"),
+        (ResourceLimitReached("no room", 12.4), 503, "out_of_resources", "13"),
+        (ResourceLimitReached("no room", 0.0), 503, "out_of_resources", "1"),
         (OutOfResources("no room"), 503, "out_of_resources", str(RETRY_S)),
         (SwarmnetError("odd"), 500, "internal_error", None),
         (ValueError("a secret"), 500, "internal_error", None),
     ],
 )
-def test_a_failure_says_whether_and_when_to_try_again(
+def test_an_error_has_a_code_and_retry_after(
     error: Exception, status: int, code: str, retry_after: str | None
 ) -> None:
-    said = explain(error)
-    assert (said.status, said.code, said.headers().get("Retry-After")) == (status, code, retry_after)
-    assert "secret" not in said.message
+    response = api_error(error)
+    assert (response.status, response.code, response.headers().get("Retry-After")) == (
+        status,
+        code,
+        retry_after,
+    )
+    assert "secret" not in response.message
