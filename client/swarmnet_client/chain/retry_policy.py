@@ -9,7 +9,7 @@ from swarmnet_protocols.errors import (
     Unreachable,
 )
 from swarmnet_protocols.net.refusal import Refused
-from swarmnet_protocols.net.resources import Exhausted
+from swarmnet_protocols.net.resources import ResourceLimitReached
 from swarmnet_protocols.wire import session_pb2 as pb
 
 PAUSE_S = 0.25
@@ -67,7 +67,7 @@ def explain(error: SwarmnetError) -> SwarmnetError:
     if isinstance(error, StreamRefused) or (
         isinstance(error, Refused) and error.reason == pb.REASON_OUT_OF_MEMORY
     ):
-        return Exhausted(
+        return ResourceLimitReached(
             f"the hosts have no room: {error}",
             error.retry_after_s,
             hint="try again later, or start another node: swarmnet join",

@@ -18,7 +18,7 @@ class StepsInFlight:
 
     def __init__(self, log_bytes: int, hidden_size: int) -> None:
         """The log takes at most ``log_bytes``; outputs are [P, ``hidden_size``]."""
-        room = Scope("this chain", {Resource.LOG: log_bytes}, {}).hold(Resource.LOG, 0)
+        room = Scope("this chain", {Resource.LOG: log_bytes}, {}).reserve(Resource.LOG, 0)
         self.outbox = Outbox(ActivationLog(room), asyncio.Event())
         self._hidden_size = hidden_size
         self._waiting: dict[int, tuple[Step, asyncio.Future[torch.Tensor]]] = {}

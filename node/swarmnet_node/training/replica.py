@@ -155,7 +155,7 @@ class Replica:
             )
             slopes.append(slope)
             losses.append(loss)
-        self.trainer.reached(method.steps_per_round)
+        self.trainer.report_steps(method.steps_per_round)
         tokens = self._job.training.batch_size * self._job.data.sequence_length * method.steps_per_round
         report = StepReport(sum(losses) / len(losses), tokens, self._stopwatch() - began)
         return torch.tensor(slopes), report
