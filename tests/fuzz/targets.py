@@ -29,10 +29,11 @@ from swarmnet_protocols.models.manifest import Manifest, ManifestFile
 from swarmnet_protocols.net import Message, ProtocolSpec
 from swarmnet_protocols.net import messages as talking
 from swarmnet_protocols.net import refusal as refusing
+from swarmnet_protocols.net.flow_control import LimitedReader
 from swarmnet_protocols.net.framing import FrameReader, encode
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind, unpack_multiaddr, unpack_peer
-from swarmnet_protocols.net.rate_limit import LimitedReader, RateLimiter
+from swarmnet_protocols.net.rate_limit import RateLimiter
 from swarmnet_protocols.session import adapters, steps
 from swarmnet_protocols.training import jobs, rosters
 from swarmnet_protocols.training.codecs import get_codec

@@ -135,9 +135,9 @@ class Exchange:
 
     async def _serve(self, stream: Stream, hello: pb.Hello) -> None:
         try:
-            with stream.scope.hold(Resource.EARLY_ROUNDS):
+            with stream.scope.reserve(Resource.PENDING_ROUNDS):
                 conversation = await self._conversation(hello)
-            with stream.scope.hold(Resource.ROUNDS):
+            with stream.scope.reserve(Resource.ROUNDS):
                 await conversation.serve(stream, hello.agreement)
         except ProtocolViolation as error:
             refusal = pb.Refusal(detail=str(error)[:500])
