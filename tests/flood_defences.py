@@ -54,17 +54,17 @@ def allow_large_calls(patch: pytest.MonkeyPatch) -> None:
 FLOODS = (
     Defence(
         "messages come at a rate",
-        replacing(Scope, "use", lambda *_: 0.0),
+        replacing(Scope, "charge", lambda *_: 0.0),
         lambda _: test_hostile_messages.test_frames_are_read_at_the_rate_of_their_peer_over_all_its_streams(),
     ),
     Defence(
         "who owes too much opens no streams",
-        replacing(Scope, "check", nothing),
+        replacing(Scope, "check_rate", nothing),
         lambda _: test_hostile_messages.test_streams_of_a_peer_that_owes_too_much_are_not_taken(),
     ),
     Defence(
         "nor calls the DHT",
-        replacing(Scope, "check", nothing),
+        replacing(Scope, "check_rate", nothing),
         lambda _: test_dht_guard.test_who_calls_without_end_is_told_to_wait_before_its_calls_are_parsed(),
     ),
     Defence(
@@ -98,7 +98,7 @@ FLOODS = (
     ),
     Defence(
         "the silent make room at the door",
-        replacing(Scope, "spare", lambda *_: 1 << 30),
+        replacing(Scope, "available", lambda *_: 1 << 30),
         lambda _: test_door_limits.test_silent_strangers_keep_no_member_out(),
     ),
     Defence(
@@ -113,12 +113,12 @@ FLOODS = (
     ),
     Defence(
         "silent newcomers make room",
-        replacing(Scope, "spare", lambda *_: 1 << 30),
+        replacing(Scope, "available", lambda *_: 1 << 30),
         test_admission.test_silent_newcomers_keep_nobody_out,
     ),
     Defence(
         "those who ask without end make room",
-        replacing(Scope, "spare", lambda *_: 1 << 30),
+        replacing(Scope, "available", lambda *_: 1 << 30),
         test_admission.test_who_asks_without_end_keeps_nobody_from_asking,
     ),
     Defence(
@@ -143,17 +143,17 @@ FLOODS = (
     ),
     Defence(
         "strangers leave room to those we know",
-        replacing(resources, "KEPT", {}),
+        replacing(resources, "KNOWN_PEER_SHARE", {}),
         lambda _: test_resources.test_however_many_strangers_there_are_some_room_is_left_to_those_we_know(),
     ),
     Defence(
         "and some calls of the DHT",
-        replacing(resources, "KEPT", {}),
+        replacing(resources, "KNOWN_PEER_SHARE", {}),
         lambda _: test_dht_guard.test_however_many_strangers_call_those_we_know_are_answered(),
     ),
     Defence(
         "a client has its share of the room for graphs",
-        replacing(engine, "CLIENT_SHARE", 1),
+        replacing(engine, "GRAPH_CLIENT_SHARE", 1),
         of_a_host(test_pass_graphs.test_one_client_has_its_share_of_the_room),
     ),
     Defence(
@@ -170,7 +170,7 @@ FLOODS = (
     ),
     Defence(
         "reports are told at a rate",
-        replacing(Scope, "use", lambda *_: 0.0),
+        replacing(Scope, "charge", lambda *_: 0.0),
         lambda _: test_node_reports.test_who_asks_too_often_waits_and_a_report_is_made_once_for_all(),
     ),
     Defence(

@@ -31,8 +31,8 @@ from tests.sim import (
 from tests.support.swarm_lab import Reference, load_reference
 from tests.unit import (
     test_dht_storage,
-    test_granted_streams,
-    test_granting,
+    test_flow_control,
+    test_flow_control_streams,
     test_p2pd_stream,
     test_resources,
     test_steps,
@@ -176,7 +176,7 @@ LIMITS = (
     ),
     Defence(
         "positions come at a rate",
-        replacing(Scope, "use", lambda *_: 0.0),
+        replacing(Scope, "charge", lambda *_: 0.0),
         of_a_host(test_host_defences.test_positions_come_at_the_rate_of_the_client),
     ),
     Defence(
@@ -200,24 +200,24 @@ LIMITS = (
     ),
     Defence(
         "what a limited line cannot take is not sent",
-        replacing(ReceiveWindow, "_have_wait", nothing),
+        replacing(ReceiveWindow, "_send_limit", nothing),
         of_a_host(prompts_for_a_limited_line),
     ),
     Defence(
         "who does not wait for grants is ended",
-        overlooking(ReceiveWindow, "expect"),
+        overlooking(ReceiveWindow, "start"),
         of_a_host(test_limited_line.test_a_feeder_that_does_not_wait_for_grants_is_ended_and_has_to_pay),
     ),
     Defence(
         "and so is who sends more than was granted",
-        overlooking(ReceiveWindow, "take"),
-        lambda _: test_granted_streams.test_who_does_not_wait_for_grants_is_not_listened_to(True),
+        overlooking(ReceiveWindow, "received"),
+        lambda _: test_flow_control_streams.test_a_sender_that_ignores_flow_control_is_disconnected(True),
     ),
     Defence(
         "nobody grants more than is waited for, or too little",
-        overlooking(SendWindow, "hear"),
-        lambda _: test_granting.test_grants_that_nobody_waits_for_or_that_are_not_worth_it_are_violations(
-            (test_granting.MIN_BYTES - 1,)
+        overlooking(SendWindow, "on_control"),
+        lambda _: test_flow_control.test_too_little_or_too_much_credit_is_a_violation(
+            (test_flow_control.MIN_BYTES - 1,)
         ),
     ),
     Defence(

@@ -20,7 +20,7 @@ class Governor:
             Resource.ADAPTER_BYTES: hosting.limits.adapter_bytes,
             Resource.PASSES: hosting.limits.passes,
         }
-        self._message_bytes = resources.snapshot().resources[Resource.MEMORY].in_all
+        self._message_bytes = resources.snapshot().resources[Resource.MEMORY].system
         self._fixed_bytes = fixed_bytes
         self._is_limited = False
 
@@ -29,7 +29,7 @@ class Governor:
         if max_ram_bytes is None:
             if self._is_limited:
                 self._set(engine, self._most)
-                self._resources.limit(Resource.MEMORY, in_all=self._message_bytes)
+                self._resources.limit(Resource.MEMORY, system=self._message_bytes)
             self._is_limited = False
             return
         stage = engine.stage
@@ -39,17 +39,17 @@ class Governor:
             stage.widths,
             stage.dtype.itemsize,
         )
-        held = dict(self._resources.in_all.used)
+        held = dict(self._resources.system.used)
         held[Resource.CACHE] = held.get(Resource.CACHE, 0) + engine.graph_cache.nbytes
         found = resource_limits(max_ram_bytes, rss_bytes, held, footprint, self._fixed_bytes)
         free_bytes = found[Resource.CACHE] - held[Resource.CACHE]
         found[Resource.PASSES] = free_bytes // footprint.graph_bytes(stage.blocks)
         self._set(engine, {resource: min(room, self._most[resource]) for resource, room in found.items()})
         if not self._is_limited:
-            self._resources.limit(Resource.MEMORY, in_all=footprint.message_bytes)
+            self._resources.limit(Resource.MEMORY, system=footprint.message_bytes)
         self._is_limited = True
 
     def _set(self, engine: Engine, limits: Mapping[Resource, int]) -> None:
         engine.limit_caches(limits[Resource.CACHE])
         for resource in (Resource.LOG, Resource.ADAPTER_BYTES, Resource.PASSES):
-            self._resources.limit(resource, in_all=limits[resource])
+            self._resources.limit(resource, system=limits[resource])

@@ -135,8 +135,8 @@ def _of_resources(seen: Snapshot) -> Iterator[Metric]:
     for resource, account in seen.resources.items():
         used.add_metric([resource], account.used)
         refused.add_metric([resource], account.refused)
-        if account.in_all is not None:
-            limit.add_metric([resource], account.in_all)
+        if account.system is not None:
+            limit.add_metric([resource], account.system)
     yield from (used, limit, refused)
     yield _gauge("peers", "Peers that hold something here or did lately.", seen.peers)
     for name, about, flow in (

@@ -199,7 +199,7 @@ class Gateway:
         try:
             return self.parser.parse(await request.body(), schema)
         except ApiError:
-            self._quotas.count_invalid(key)
+            self._quotas.count_invalid(key, asyncio.get_running_loop().time())
             raise
 
     async def _generate(
@@ -222,8 +222,9 @@ class Gateway:
             generation = await stack.enter_async_context(
                 Generation.run(self.engine, requests, body.stop, self._metrics)
             )
-            self._quotas.use_tokens(key, sum(len(each.ids) for each in requests))
-            stack.callback(lambda: self._quotas.use_tokens(key, generation.generated_tokens))
+            clock = asyncio.get_running_loop().time
+            self._quotas.use_tokens(key, sum(len(each.ids) for each in requests), clock())
+            stack.callback(lambda: self._quotas.use_tokens(key, generation.generated_tokens, clock()))
             if not body.stream:
                 response = whole_response(generation, prepared.formatter, prompt_tokens)
                 fields = await race(response, _client_left(request))

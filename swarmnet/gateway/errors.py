@@ -9,7 +9,7 @@ from starlette.exceptions import HTTPException
 
 from swarmnet_client.batching.continuous_batching import Busy
 from swarmnet_protocols import errors
-from swarmnet_protocols.net.resources import Exhausted
+from swarmnet_protocols.net.resources import ResourceLimitReached
 
 RETRY_S = 5
 """Seconds in ``Retry-After`` where no better value is known: the interval at which a client refreshes the directory."""
@@ -63,7 +63,9 @@ def swarm_error(error: errors.SwarmnetError) -> ApiError:
     if isinstance(error, errors.Unreachable):
         return ApiError(503, message, "no_route", "server_error", retry_after_s=RETRY_S)
     if isinstance(error, errors.OutOfResources):
-        wait_s = max(1, math.ceil(error.retry_after_s)) if isinstance(error, Exhausted) else RETRY_S
+        wait_s = (
+            max(1, math.ceil(error.retry_after_s)) if isinstance(error, ResourceLimitReached) else RETRY_S
+        )
         return ApiError(503, message, "out_of_resources", "server_error", retry_after_s=wait_s)
     return ApiError(500, message, "internal_error", "server_error")
 

@@ -5,6 +5,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from swarmnet.gateway.errors import ApiError
+from swarmnet_protocols.net.rate_limit import RateLimit, TokenBucket
 
 MINUTE_S = 60.0
 
@@ -23,21 +24,8 @@ class Quota:
         return min(self.requests_per_minute or math.inf, self.concurrent or math.inf)
 
 
-class _TokenBucket:
-    """A token bucket that refills in one minute. Its level may fall below zero, and is then paid back by waiting."""
-
-    def __init__(self, per_minute: int) -> None:
-        self._capacity = self._level = float(per_minute)
-        self._updated_s = 0.0
-
-    def wait_s(self, amount: float, now: float) -> float:
-        """Seconds until the bucket holds ``amount``."""
-        self._level = min(self._capacity, self._level + (now - self._updated_s) * self._capacity / MINUTE_S)
-        self._updated_s = now
-        return max(0.0, (amount - self._level) * MINUTE_S / self._capacity)
-
-    def take(self, amount: float) -> None:
-        self._level -= amount
+def _bucket(per_minute: int) -> TokenBucket:
+    return TokenBucket(RateLimit(per_minute / MINUTE_S, per_minute))
 
 
 class _Usage:
@@ -45,8 +33,8 @@ class _Usage:
 
     def __init__(self, quota: Quota) -> None:
         self.running = 0
-        self.requests = _TokenBucket(quota.requests_per_minute) if quota.requests_per_minute else None
-        self.tokens = _TokenBucket(quota.tokens_per_minute) if quota.tokens_per_minute else None
+        self.requests = _bucket(quota.requests_per_minute) if quota.requests_per_minute else None
+        self.tokens = _bucket(quota.tokens_per_minute) if quota.tokens_per_minute else None
 
 
 class QuotaTracker:
@@ -66,24 +54,24 @@ class QuotaTracker:
             raise ApiError(400, message, "invalid_value", param="n")
         usage = self._check(key, choices, now)
         if usage.requests:
-            usage.requests.take(choices)
+            usage.requests.take(choices, now)
         usage.running += choices
 
     def check(self, key: str, now: float) -> None:
         """Raise ``ApiError`` as ``admit`` would for one choice. Called before the body of a request is read."""
         self._check(key, 1, now)
 
-    def count_invalid(self, key: str) -> None:
+    def count_invalid(self, key: str, now: float) -> None:
         """Count an invalid request as one choice: parsing it was work, too."""
         usage = self._keys[key]
         if usage.requests:
-            usage.requests.take(1)
+            usage.requests.take(1, now)
 
-    def use_tokens(self, key: str, tokens: int) -> None:
+    def use_tokens(self, key: str, tokens: int, now: float) -> None:
         """Count tokens of prompts and completions."""
         usage = self._keys[key]
         if usage.tokens:
-            usage.tokens.take(tokens)
+            usage.tokens.take(tokens, now)
 
     def release(self, key: str, choices: int) -> None:
         """End a request that was admitted with ``choices`` choices."""
@@ -95,12 +83,12 @@ class QuotaTracker:
         if limit is not None and usage.running + choices > limit:
             message = f"this key may have {limit} choices at a time, and has {usage.running}"
             raise _rate_limited(message, "concurrency_limit_exceeded", 1.0)
-        if usage.requests and (wait_s := usage.requests.wait_s(choices, now)) > 0:
+        if usage.requests and (wait_s := usage.requests.wait_s(now, choices)) > 0:
             limit = self._quota.requests_per_minute
             raise _rate_limited(
                 f"this key may ask for {limit} choices a minute", "rate_limit_exceeded", wait_s
             )
-        if usage.tokens and (wait_s := usage.tokens.wait_s(1.0, now)) > 0:
+        if usage.tokens and (wait_s := usage.tokens.wait_s(now, 1.0)) > 0:
             limit = self._quota.tokens_per_minute
             raise _rate_limited(f"this key may use {limit} tokens a minute", "rate_limit_exceeded", wait_s)
         return usage

@@ -16,11 +16,12 @@ from collections.abc import Awaitable, Callable
 import uvloop
 
 from swarmnet_protocols.net import Message, PeerId
+from swarmnet_protocols.net.flow_control import LimitedReader
 from swarmnet_protocols.net.framing import FrameReader
 from swarmnet_protocols.net.meter import Meter
 from swarmnet_protocols.net.protocol_ids import LINK
-from swarmnet_protocols.net.rate_limit import LimitedReader, RateLimiter
-from swarmnet_protocols.net.resources import Rate, RateLimit, ResourceManager
+from swarmnet_protocols.net.rate_limit import RateLimit, RateLimiter
+from swarmnet_protocols.net.resources import Rate, ResourceManager
 from swarmnet_protocols.timing import Timing
 
 FRAME = struct.pack(">II", 60, 2304) + bytes(60 + 2304)  # a step of one position of SmolLM2-135M
@@ -36,7 +37,7 @@ async def bare(reader: asyncio.StreamReader) -> Message:
 async def measure(frames: int, rounds: int) -> dict[str, float]:
     resources = ResourceManager()
     resources.limit_rate(
-        Rate.FRAMES, in_all=RateLimit(1e9, 1e9), each_peer=RateLimit(1e9, 1e9)
+        Rate.FRAMES, system=RateLimit(1e9, 1e9), per_peer=RateLimit(1e9, 1e9)
     )  # nobody is to wait
     meter = Meter.of_theirs(resources, PeerId("somebody"), Timing())
     times: dict[str, list[float]] = {"without": [], "with": []}

@@ -436,7 +436,7 @@ def test_one_small_call_has_no_large_answer_and_leaves_nothing_behind(five: Five
         assert len(answer.results) == 16
         assert 1 << 20 < answer.ByteSize() < MAX_ANSWER_BYTES + (64 << 10)
         assert any(not result.value for result in answer.results)
-        used = victim.transport.resources.in_all.used
+        used = victim.transport.resources.system.used
         assert used[Resource.CALLS] == 0
         assert used[Resource.MEMORY] < 1 << 20
 

@@ -25,7 +25,7 @@ from swarmnet_protocols.net import Message, PeerId, ProtocolSpec, Refusal, Strea
 from swarmnet_protocols.net.p2pd import transport as p2pd
 from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport, peer_of
 from swarmnet_protocols.net.protocol_ids import ADMISSION, ALL, PING
-from swarmnet_protocols.net.resources import IN_ALL, Resource
+from swarmnet_protocols.net.resources import SYSTEM_LIMITS, Resource
 
 from .conftest import LOOPBACK, NOBODY, P2pdLab, peer_process
 
@@ -101,7 +101,7 @@ def test_who_does_not_go_when_it_is_refused_keeps_no_room(p2pd_lab: P2pdLab, pro
         await b.serve(protocol, refuse)
         await b.serve(served, answer)
         await a.connect(b.peer_id, b.addresses(), deadline_s=DEADLINE_S)
-        b.resources.limit(Resource.STREAMS, in_all=16)
+        b.resources.limit(Resource.INBOUND_STREAMS, system=16)
         pipes = [
             await a._daemon.open_stream(b.peer_id, protocol.id, deadline_s=DEADLINE_S) for _ in range(24)
         ]
@@ -109,13 +109,13 @@ def test_who_does_not_go_when_it_is_refused_keeps_no_room(p2pd_lab: P2pdLab, pro
             async with asyncio.timeout(DEADLINE_S):
                 for _ in pipes:
                     await refused.acquire()
-            assert b.resources.in_all.used[Resource.STREAMS] == 12
+            assert b.resources.system.used[Resource.INBOUND_STREAMS] == 12
             stream = await a.open(b.peer_id, served, deadline_s=DEADLINE_S)
             await stream.send(Message(b"heard?"))
             assert (await stream.receive()).header == b"heard?"
             stream.close()
         finally:
-            b.resources.limit(Resource.STREAMS, in_all=IN_ALL[Resource.STREAMS])
+            b.resources.limit(Resource.INBOUND_STREAMS, system=SYSTEM_LIMITS[Resource.INBOUND_STREAMS])
             for pipe in pipes:
                 pipe.writer.close()
 

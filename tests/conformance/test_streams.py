@@ -176,7 +176,7 @@ def test_a_slow_reader_holds_the_sender_back(lab: Lab, protocol: ProtocolSpec) -
 def test_what_waits_for_grants_comes_whole_and_at_the_rate(
     lab: Lab, protocol: ProtocolSpec, is_cancelled: bool
 ) -> None:
-    granted = replace(protocol, is_granted=True)
+    granted = replace(protocol, has_flow_control=True)
     rate = 4e6
     sent = [Message(b"%d" % size, bytes([size % 251]) * size) for size in (1 << 20, 100, 1 << 14, 3 << 20, 0)]
 

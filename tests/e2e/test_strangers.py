@@ -32,7 +32,7 @@ from swarmnet_protocols.net.messages import parse
 from swarmnet_protocols.net.p2pd.transport import MAX_LINGERING, P2pdConfig, P2pdTransport
 from swarmnet_protocols.net.protocol_ids import INFERENCE, LINK, PASS, PING, SESSION
 from swarmnet_protocols.net.refusal import REFUSED
-from swarmnet_protocols.net.resources import EACH_PEER, Resource
+from swarmnet_protocols.net.resources import PEER_LIMITS, Resource
 from swarmnet_protocols.session.passes import MAX_POSITIONS
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import records_pb2
@@ -376,7 +376,7 @@ def test_two_thousand_silent_streams_are_ended(victim: Victim, tmp_path: Path) -
             await transport._daemon.open_stream(victim.peer, PING.id, deadline_s=DEADLINE_S)
             for _ in range(2000)
         ]
-        most = EACH_PEER[Resource.STREAMS] + MAX_LINGERING + descriptors + 16
+        most = PEER_LIMITS[Resource.INBOUND_STREAMS] + MAX_LINGERING + descriptors + 16
         assert psutil.Process(victim.node.pid).num_fds() <= most
         async with asyncio.timeout(DEADLINE_S):
             for pipe in streams:
@@ -469,6 +469,6 @@ def test_ten_thousand_hostile_frames_a_second_cost_no_memory(victim: Victim) -> 
     assert len(sent) >= 3
     assert answered > 0
     assert growth < 64 << 20
-    most = descriptors + EACH_PEER[Resource.STREAMS] + MAX_LINGERING
+    most = descriptors + PEER_LIMITS[Resource.INBOUND_STREAMS] + MAX_LINGERING
     assert psutil.Process(victim.node.pid).num_fds() <= most
     victim.check()

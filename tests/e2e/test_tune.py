@@ -297,7 +297,7 @@ def test_what_is_done_is_kept_when_the_swarm_is_gone(
     reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     with served(reference, monkeypatch) as running:
-        batches = iter([running.model.remote_batch] * 3)
+        batches = iter([running.model.blocks.batch] * 3)
 
         def remote_batch(*arguments: Any) -> RemoteBatch:
             for reach in batches:
@@ -305,7 +305,7 @@ def test_what_is_done_is_kept_when_the_swarm_is_gone(
                 return batch
             raise NoRoute([(2, 4)])
 
-        monkeypatch.setattr(running.model, "remote_batch", remote_batch)
+        monkeypatch.setattr(running.model.blocks, "batch", remote_batch)
         code, events = command(*tuning(reference, tmp_path, "--method", "prompt"))
     assert code == 5
     assert [(event["event"], event.get("step")) for event in events[-3:]] == [

@@ -18,7 +18,7 @@ from google.protobuf.message import Message as Protobuf
 
 from swarmnet import swarm_file
 from swarmnet.swarm_file import writer as swarm_writer
-from swarmnet_node.training import state
+from swarmnet_node.training import shared_state
 from swarmnet_protocols.directory import Publisher, catalog, records, reports
 from swarmnet_protocols.directory.dht_contacts import Contacts, contacts_in, with_contacts
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
@@ -29,10 +29,11 @@ from swarmnet_protocols.models.manifest import Manifest, ManifestFile
 from swarmnet_protocols.net import Message, ProtocolSpec
 from swarmnet_protocols.net import messages as talking
 from swarmnet_protocols.net import refusal as refusing
+from swarmnet_protocols.net.flow_control import LimitedReader
 from swarmnet_protocols.net.framing import FrameReader, encode
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind, unpack_multiaddr, unpack_peer
-from swarmnet_protocols.net.rate_limit import LimitedReader, RateLimiter
+from swarmnet_protocols.net.rate_limit import RateLimiter
 from swarmnet_protocols.session import adapters, steps
 from swarmnet_protocols.training import jobs, rosters
 from swarmnet_protocols.training.codecs import get_codec
@@ -323,11 +324,11 @@ def codec_seeds(name: str) -> list[bytes]:
 
 
 def read_state(data: bytes) -> None:
-    state.SharedState.unpack(bytearray(data))
+    shared_state.SharedState.unpack(bytearray(data))
 
 
 def state_seeds() -> list[bytes]:
-    shared = state.SharedState(3, torch.zeros(8), {"momentum": torch.zeros(8)}, {})
+    shared = shared_state.SharedState(3, torch.zeros(8), {"momentum": torch.zeros(8)}, {})
     return [b"".join(bytes(part) for part in shared.pack())]
 
 

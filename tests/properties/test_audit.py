@@ -152,7 +152,10 @@ def test_a_log_shows_what_each_lane_holds_and_its_receiver_has_the_digest_of_it(
     rows: list[tuple[int, int, float, int]], behind: int
 ) -> None:
     scope = Scope("test", {}, {})
-    log, received = ActivationLog(scope.hold(Resource.LOG, 0)), ReceivedDigests(scope.hold(Resource.LOG, 0))
+    log, received = (
+        ActivationLog(scope.reserve(Resource.LOG, 0)),
+        ReceivedDigests(scope.reserve(Resource.LOG, 0)),
+    )
     sequences: dict[int, torch.Tensor] = {}
     for seq, (sequence, source, share, count) in enumerate(rows, 1):
         held = sequences.get(source, torch.empty(0, 2))

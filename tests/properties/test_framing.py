@@ -12,10 +12,17 @@ from hypothesis import strategies as st
 
 from swarmnet_protocols.errors import ProtocolViolation, StreamEnded, StreamRefused
 from swarmnet_protocols.net import Message, ProtocolSpec, Refusal
-from swarmnet_protocols.net.flow_control import GRANT, WAIT, WAITS, ReceiveWindow, SendWindow
+from swarmnet_protocols.net.flow_control import (
+    CREDIT,
+    LIMIT,
+    NEEDS_CREDIT,
+    LimitedReader,
+    ReceiveWindow,
+    SendWindow,
+)
 from swarmnet_protocols.net.framing import FrameReader, encode
 from swarmnet_protocols.net.protocol_ids import ALL
-from swarmnet_protocols.net.rate_limit import LimitedReader, RateLimiter
+from swarmnet_protocols.net.rate_limit import RateLimiter
 from swarmnet_protocols.net.refusal import (
     ENDED,
     MAX_REASON_CHARS,
@@ -33,7 +40,7 @@ from tests.support.meters import a_meter
 SMALL = ProtocolSpec("/test/1", max_header_bytes=50, max_payload_bytes=200)
 
 messages = st.builds(Message, st.binary(max_size=50), st.binary(max_size=200))
-LOCAL_LAYERS = (0, SMALL.max_header_bytes, SMALL.max_payload_bytes, MAX_REFUSAL_BYTES, WAITS, REFUSED)
+LOCAL_LAYERS = (0, SMALL.max_header_bytes, SMALL.max_payload_bytes, MAX_REFUSAL_BYTES, NEEDS_CREDIT, REFUSED)
 sizes = st.integers(0, 2**32 - 1) | st.sampled_from(
     [edge + by for edge in LOCAL_LAYERS for by in (-1, 0, 1) if 0 <= edge + by < 2**32]
 )
@@ -126,8 +133,8 @@ def test_a_payload_that_waits_comes_after_it_was_granted_and_no_sooner(
     first: int, second: int, rest: bytes
 ) -> None:
     """Nor to anybody who grants nothing. All of ``rest`` is here before anything is granted."""
-    header_bytes = min(first, WAITS - 4)  # what is over is the word for something else
-    frame = struct.pack(">II", WAITS + header_bytes, second) + rest
+    header_bytes = min(first, NEEDS_CREDIT - 4)  # what is over is the word for something else
+    frame = struct.pack(">II", NEEDS_CREDIT + header_bytes, second) + rest
     for half in ("", "waits"):
         assert isinstance(read_all([frame], SMALL, half)[1], ProtocolViolation)
     received, end = read_all([frame], SMALL, "grants")
@@ -145,12 +152,12 @@ def test_a_payload_that_waits_comes_after_it_was_granted_and_no_sooner(
     assert not received
 
 
-@given(sizes, st.sampled_from([WAIT, GRANT]))
+@given(sizes, st.sampled_from([LIMIT, CREDIT]))
 def test_what_is_said_of_grants_is_heard_by_those_who_wait_and_by_nobody_else(size: int, word: int) -> None:
     frame = struct.pack(">II", word, size) + encoded(Message(b"next"))
     for half in HALVES:
         received, end = read_all([frame], SMALL, half)
-        is_heard = half == "waits" and word == WAIT
+        is_heard = half == "waits" and word == LIMIT
         assert received == ([Message(b"next")] if is_heard else [])
         assert isinstance(end, StreamEnded if is_heard else ProtocolViolation)
 

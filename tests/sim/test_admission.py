@@ -190,11 +190,11 @@ def test_garbage_is_refused(tmp_path: Path) -> None:
 def test_silent_newcomers_keep_nobody_out(tmp_path: Path) -> None:
     async def scenario(world: World) -> None:
         issuer = await world.issuer("issuer")
-        issuer.raw.resources.limit(Resource.NEWCOMERS, in_all=8)
+        issuer.raw.resources.limit(Resource.PENDING_ADMISSIONS, system=8)
         for number in range(20):
             stranger = await world.stranger(f"silent {number}")
             await stranger.open(issuer.peer_id, ADMISSION, deadline_s=DEADLINE_S)
-        assert issuer.raw.resources.in_all.used[Resource.NEWCOMERS] == 8
+        assert issuer.raw.resources.system.used[Resource.PENDING_ADMISSIONS] == 8
         newcomer = await world.stranger("newcomer")
         assert (await redeem(newcomer, world.invite(address(issuer.peer_id)))).certificate
 
@@ -206,7 +206,7 @@ def test_who_has_many_identities_in_one_place_displaces_its_own(tmp_path: Path) 
 
     async def scenario(world: World) -> None:
         issuer = await world.issuer("issuer")
-        issuer.raw.resources.limit(Resource.NEWCOMERS, in_all=8)
+        issuer.raw.resources.limit(Resource.PENDING_ADMISSIONS, system=8)
         newcomer = await world.stranger("newcomer")
         world.network.move(newcomer.peer_id, "/ip4/198.51.100.7/tcp/4001")
         stream = await newcomer.open(issuer.peer_id, ADMISSION, deadline_s=DEADLINE_S)

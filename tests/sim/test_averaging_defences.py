@@ -251,9 +251,9 @@ def test_nobody_is_kept_waiting_by_who_does_not_read(monkeypatch: pytest.MonkeyP
         await stream.send(Message(hello.SerializeToString()))
         await asyncio.sleep(1.0)
         used = lab.transports[target].resources.peer(idle, asyncio.get_running_loop().time()).used
-        assert used[Resource.EARLY_ROUNDS] == 1
+        assert used[Resource.PENDING_ROUNDS] == 1
         await asyncio.sleep(3 * TIMING.silence_s)
-        assert used[Resource.EARLY_ROUNDS] == 0
+        assert used[Resource.PENDING_ROUNDS] == 0
         stream.close()
 
     simulate(scenario, lab)

@@ -37,7 +37,7 @@ def test_who_says_nothing_at_the_door_is_gone_in_time() -> None:
         ]
         async with asyncio.timeout(10.0):
             await asyncio.gather(*(seconds_until_the_end(stream) for stream in silent))
-        assert not server.raw.resources.in_all.used[Resource.STRANGERS]
+        assert not server.raw.resources.system.used[Resource.PENDING_HANDSHAKES]
 
     run(scenario)
 
@@ -45,12 +45,12 @@ def test_who_says_nothing_at_the_door_is_gone_in_time() -> None:
 def test_silent_strangers_keep_no_member_out() -> None:
     async def scenario(world: World) -> None:
         server, client = await world.member("bob"), await world.member("alice")
-        server.raw.resources.limit(Resource.STRANGERS, in_all=8)
+        server.raw.resources.limit(Resource.PENDING_HANDSHAKES, system=8)
         await server.transport.serve(SESSION, answer)
         for number in range(20):
             stranger = await world.stranger(f"stranger {number}")
             await stranger.open(server.peer_id, DOOR, deadline_s=DEADLINE_S)
-        assert server.raw.resources.in_all.used[Resource.STRANGERS] == 8
+        assert server.raw.resources.system.used[Resource.PENDING_HANDSHAKES] == 8
         await converse(client, server)
 
     run(scenario)
@@ -61,7 +61,7 @@ def test_sixteen_who_take_all_streams_keep_no_member_out() -> None:
 
     async def scenario(world: World) -> None:
         server, client = await world.member("bob"), await world.member("alice")
-        server.raw.resources.limit(Resource.STREAMS, in_all=64)
+        server.raw.resources.limit(Resource.INBOUND_STREAMS, system=64)
         await server.transport.serve(SESSION, answer)
         world.network.move(client.peer_id, "/ip4/192.0.2.1/tcp/1")
         for number in range(16):
@@ -69,7 +69,7 @@ def test_sixteen_who_take_all_streams_keep_no_member_out() -> None:
             world.network.move(stranger.peer_id, f"/ip4/203.0.113.{number}/tcp/1")
             opening = (stranger.open(server.peer_id, DOOR, deadline_s=DEADLINE_S) for _ in range(4))
             await asyncio.gather(*opening)
-        assert server.raw.resources.in_all.used[Resource.STREAMS] == 48
+        assert server.raw.resources.system.used[Resource.INBOUND_STREAMS] == 48
         await converse(client, server)
 
     run(scenario)
@@ -78,15 +78,15 @@ def test_sixteen_who_take_all_streams_keep_no_member_out() -> None:
 def test_whoever_there_is_no_room_for_at_the_door_learns_so_and_when_to_come_again() -> None:
     async def scenario(world: World) -> None:
         server, client = await world.member("bob"), await world.member("alice")
-        server.raw.resources.limit(Resource.STRANGERS, each_peer=0)
+        server.raw.resources.limit(Resource.PENDING_HANDSHAKES, per_peer=0)
         with pytest.raises(StreamRefused, match="has no room") as info:
             await client.door.enter(server.peer_id, SESSION, deadline_s=DEADLINE_S)
         assert info.value.retry_after_s == RETRY_S
-        server.raw.resources.limit(Resource.STREAMS, each_peer=0)
+        server.raw.resources.limit(Resource.INBOUND_STREAMS, per_peer=0)
         with pytest.raises(StreamRefused, match="has no room"):
             await client.door.enter(server.peer_id, SESSION, deadline_s=DEADLINE_S)
-        server.raw.resources.limit(Resource.STREAMS, each_peer=9)
-        server.raw.resources.limit(Resource.STRANGERS, each_peer=1)
+        server.raw.resources.limit(Resource.INBOUND_STREAMS, per_peer=9)
+        server.raw.resources.limit(Resource.PENDING_HANDSHAKES, per_peer=1)
         await client.door.enter(server.peer_id, SESSION, deadline_s=DEADLINE_S)
 
     run(scenario)

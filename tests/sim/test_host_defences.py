@@ -97,11 +97,11 @@ def with_stranger(reference: Reference, talk: Callable[[Stranger], Awaitable[Non
         await asyncio.sleep(lab.timing.link_wait_s + lab.timing.reply_s + 1)
         assert lab.sessions() == {}
         assert lab.cache_bytes() == {}
-        used = lab.nodes["a"]._dependencies.transport.resources.in_all.used
+        used = lab.nodes["a"]._dependencies.transport.resources.system.used
         assert {
             resource: amount
             for resource, amount in used.items()
-            if amount and resource != Resource.OWN_STREAMS
+            if amount and resource != Resource.OUTBOUND_STREAMS
         } == {}
 
     simulate(reference, scenario)
@@ -202,12 +202,12 @@ def test_without_memory_for_a_queue_steps_are_read_one_at_a_time(reference: Refe
         await link_reply(link)
         resources = stranger.lab.nodes["a"]._dependencies.transport.resources
         step_bytes = 16 * HIDDEN * 4
-        resources.limit(Resource.MEMORY, each_peer=step_bytes + 100)
+        resources.limit(Resource.MEMORY, per_peer=step_bytes + 100)
         for number in range(3):
             await stranger.step(link, a_step(number + 1, 16 * number, 16))
         for _ in range(3):
             assert (await session_reply(session)).HasField("output")
-        resources.limit(Resource.MEMORY, each_peer=step_bytes - 1)
+        resources.limit(Resource.MEMORY, per_peer=step_bytes - 1)
         await stranger.step(link, a_step(4, 48, 16))
         await assert_ends(link)
 

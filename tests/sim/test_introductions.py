@@ -13,7 +13,7 @@ from swarmnet_protocols.net import PeerId, ProtocolSpec, Stream, Transport
 from swarmnet_protocols.net.dialling import Introductions
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.protocol_ids import LINK
-from swarmnet_protocols.net.resources import DIALS_EACH_PEER
+from swarmnet_protocols.net.resources import PEER_DIALS
 from swarmnet_protocols.net.wrappers import TransportWrapper
 from swarmnet_protocols.wire import records_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
@@ -117,13 +117,13 @@ def test_a_client_causes_few_dials_and_takes_none_from_others(reference: Referen
         async with asyncio.TaskGroup() as group:
             for number in range(300):
                 group.create_task(ask("mallory", number))
-        assert DIALS_EACH_PEER.burst <= len(dialled.attempts) <= DIALS_EACH_PEER.burst + 1
+        assert PEER_DIALS.burst <= len(dialled.attempts) <= PEER_DIALS.burst + 1
         await ask("alice", 1)
         assert dialled.attempts[-1] == "alice1"
         began, attempts = clock(), len(dialled.attempts)
         while clock() - began < 60:
             await ask("mallory", 1)
-        assert len(dialled.attempts) - attempts <= 60 * DIALS_EACH_PEER.per_s + 1
+        assert len(dialled.attempts) - attempts <= 60 * PEER_DIALS.per_s + 1
 
     with_dialled(reference, talk)
 

@@ -214,8 +214,8 @@ def test_a_feeder_that_does_not_wait_for_grants_is_ended_and_has_to_pay(referenc
             assert (await link_reply(link)).HasField("linked")
             assert isinstance(link, MemoryStream)
             assert link._allowance is not None
-            link._allowance.waits_over = 1e9
-            host = lab.nodes["a"]._dependencies.transport.resources.in_all
+            link._allowance.max_uncredited_bytes = 1e9
+            host = lab.nodes["a"]._dependencies.transport.resources.system
             before = host.spent[Rate.FRAMES]
             await stranger.step(link, a_step(1, 0, 256))
             await assert_ends(link)

@@ -9,7 +9,7 @@ import torch
 
 from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_client.chain.passes import RemoteBatch
-from swarmnet_node.engine.engine import CLIENT_SHARE, Engine
+from swarmnet_node.engine.engine import GRAPH_CLIENT_SHARE, Engine
 from swarmnet_protocols.net import Message, Stream, Transport
 from swarmnet_protocols.net.memory import Delivery
 from swarmnet_protocols.net.protocol_ids import PASS
@@ -33,7 +33,7 @@ def engine_of(lab: Lab, name: str) -> Engine:
     return engine
 
 
-def kept_bytes(lab: Lab) -> dict[str, int]:
+def buffered_bytes(lab: Lab) -> dict[str, int]:
     return {name: engine_of(lab, name).graph_cache.nbytes for name in lab.nodes}
 
 
@@ -88,7 +88,7 @@ def train(
             assert batch.report.failovers == 0
         for found, wanted in zip((outputs, gradients), expected, strict=True):
             assert (found - wanted).norm() <= 1e-5 * wanted.norm()
-        assert not any(kept_bytes(lab).values())
+        assert not any(buffered_bytes(lab).values())
         return watch
 
     return simulate(reference, scenario, limit_s=1000.0)
@@ -96,7 +96,7 @@ def train(
 
 def test_a_backward_pass_sends_gradients_only(reference: Reference) -> None:
     async def all_kept(lab: Lab, batch: RemoteBatch) -> None:
-        assert all(kept_bytes(lab).values())
+        assert all(buffered_bytes(lab).values())
 
     kept, again = train(reference, all_kept), train(reference, keep_graphs=False)
     assert all(kept.backwards)
@@ -132,9 +132,9 @@ def test_graphs_that_are_gone_cost_a_question_each(reference: Reference) -> None
 def test_graphs_are_not_kept_for_long(reference: Reference) -> None:
     async def wait(lab: Lab, batch: RemoteBatch) -> None:
         await asyncio.sleep(lab.timing.graph_s - 1)
-        assert all(kept_bytes(lab).values())
+        assert all(buffered_bytes(lab).values())
         await asyncio.sleep(2)
-        assert not any(kept_bytes(lab).values())
+        assert not any(buffered_bytes(lab).values())
 
     watch = train(reference, wait)
     assert watch.refusals == [pb.REASON_GRAPH_GONE] * len(COUNTS) * len(SPANS)
@@ -143,10 +143,10 @@ def test_graphs_are_not_kept_for_long(reference: Reference) -> None:
 def test_one_client_has_its_share_of_the_room(reference: Reference) -> None:
     """There is room for two graphs of the four, for this client."""
     _, graph = reference.stage(0, 3).record_sequences(states(0, COUNTS[0]), COUNTS[:1])
-    room = CLIENT_SHARE * (2 * graph.nbytes + 1)
+    room = GRAPH_CLIENT_SHARE * (2 * graph.nbytes + 1)
 
     async def look(lab: Lab, batch: RemoteBatch) -> None:
-        assert kept_bytes(lab) == {"a": 2 * graph.nbytes, "b": 2 * graph.nbytes}
+        assert buffered_bytes(lab) == {"a": 2 * graph.nbytes, "b": 2 * graph.nbytes}
 
     watch = train(reference, look, max_cache_bytes=room)
     assert watch.refusals == [pb.REASON_GRAPH_GONE] * 4
@@ -248,7 +248,7 @@ def test_a_graph_has_a_name_of_its_size(reference: Reference) -> None:
     async def talk(lab: Lab, one: Client, _: Client) -> None:
         refusal = await one.ask(states(0, 8), graph=b"short")
         assert refusal.refused.reason == pb.REASON_PROTOCOL
-        assert not any(kept_bytes(lab).values())
+        assert not any(buffered_bytes(lab).values())
 
     with_clients(reference, talk)
 
@@ -258,7 +258,7 @@ def test_a_name_that_is_used_again_is_of_the_newer_pass(reference: Reference) ->
         sizes = []
         for _ in range(2):
             assert (await one.ask(states(0, 8))).HasField("part")
-            sizes.append(kept_bytes(lab)["a"])
+            sizes.append(buffered_bytes(lab)["a"])
         assert sizes[0] == sizes[1]
 
     with_clients(reference, talk)

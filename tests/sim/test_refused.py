@@ -18,12 +18,12 @@ def test_hosts_that_have_no_room_are_named_and_answer_once_they_have(
         await lab.start("a", lab.hosting((0, 6)))
         host = lab.network.find(lab.peer_id("a"))
         assert host is not None
-        host.resources.limit(Resource.STREAMS, each_peer=0)
+        host.resources.limit(Resource.INBOUND_STREAMS, per_peer=0)
         async with lab.client() as swarm, lab.chain(swarm) as chain:
             with pytest.raises(OutOfResources, match=f"{host.peer_id} refuses us: it has no room") as info:
                 await lab.generate(chain, PROMPT, 2)
             assert "try again later" in info.value.hint
-            host.resources.limit(Resource.STREAMS, each_peer=99)
+            host.resources.limit(Resource.INBOUND_STREAMS, per_peer=99)
             async with lab.chain(swarm) as another:
                 assert await lab.generate(another, PROMPT, 2) == reference.greedy(PROMPT, 2)
 

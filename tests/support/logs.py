@@ -5,4 +5,4 @@ from swarmnet_protocols.session.activation_log import ActivationLog
 
 
 def a_log(max_bytes: int = 1 << 30) -> ActivationLog:
-    return ActivationLog(Scope("a test", {Resource.LOG: max_bytes}, {}).hold(Resource.LOG, 0))
+    return ActivationLog(Scope("a test", {Resource.LOG: max_bytes}, {}).reserve(Resource.LOG, 0))

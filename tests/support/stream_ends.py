@@ -30,7 +30,7 @@ class End:
 
     @property
     def streams(self) -> int:
-        return self.resources.in_all.used[Resource.STREAMS]
+        return self.resources.system.used[Resource.INBOUND_STREAMS]
 
     def _closed(self, stream: P2pdStream) -> None:
         self.flushes.append(asyncio.get_running_loop().create_task(stream.flush()))

@@ -35,9 +35,9 @@ class BoundedStore(AdapterStore):
 
     def __init__(self) -> None:
         self.resources = ResourceManager()
-        self.resources.limit(Resource.ADAPTERS, in_all=7, each_peer=4)
-        self.resources.limit(Resource.ADAPTER_BYTES, in_all=8 * SIZE, each_peer=5 * SIZE)
-        super().__init__(self.resources.in_all, idle_s=IDLE_S)
+        self.resources.limit(Resource.ADAPTERS, system=7, per_peer=4)
+        self.resources.limit(Resource.ADAPTER_BYTES, system=8 * SIZE, per_peer=5 * SIZE)
+        super().__init__(self.resources.system, idle_s=IDLE_S)
 
     def scope(self, owner: PeerId) -> Scope:
         return self.resources.peer(owner, 0.0)

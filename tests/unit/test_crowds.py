@@ -7,7 +7,7 @@ import pytest
 
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.meter import Meter
-from swarmnet_protocols.net.resources import Exhausted, Rate, Resource, ResourceManager
+from swarmnet_protocols.net.resources import Rate, Resource, ResourceLimitReached, ResourceManager
 from swarmnet_protocols.net.subnets import SubnetLimits, host_of
 from swarmnet_protocols.timing import Timing
 from tests.support.virtual_time import run
@@ -20,7 +20,7 @@ STRANGERS = 12
 class Room:
     def __init__(self) -> None:
         self.resources = ResourceManager()
-        self.resources.limit(Resource.STREAMS, in_all=PLACES, each_peer=4)
+        self.resources.limit(Resource.INBOUND_STREAMS, system=PLACES, per_peer=4)
         self.crowds = SubnetLimits(self.resources, Timing())
         self.dropped: list[str] = []
 
@@ -55,7 +55,7 @@ def test_who_has_many_identities_in_one_place_displaces_its_own() -> None:
         assert room.dropped == [f"silent {number}" for number in range(50 - STRANGERS + 3)]
         honest = room.open("honest", "/ip4/192.0.2.1/tcp/1")
         assert room.dropped[-1] == f"silent {50 - STRANGERS + 3}"
-        assert room.resources.in_all.used[Resource.STREAMS] == STRANGERS
+        assert room.resources.system.used[Resource.INBOUND_STREAMS] == STRANGERS
         for meter in (*elsewhere, honest):
             meter.close()
         room.open("another", "/ip4/203.0.113.77/tcp/1")
@@ -68,9 +68,9 @@ def test_nobody_goes_whom_we_know() -> None:
     async def scenario(room: Room) -> None:
         resources = room.resources
         for number in range(PLACES):
-            resources.peer(f"known {number}", 0.0).hold(Resource.SESSIONS)
+            resources.peer(f"known {number}", 0.0).reserve(Resource.SESSIONS)
             room.open(f"known {number}", "/ip4/203.0.113.1/tcp/1")
-        with pytest.raises(Exhausted):
+        with pytest.raises(ResourceLimitReached):
             room.open("stranger", "/ip4/192.0.2.1/tcp/1")
         assert room.dropped == []
 
@@ -80,8 +80,8 @@ def test_nobody_goes_whom_we_know() -> None:
 def test_those_we_know_displace_strangers() -> None:
     async def scenario(room: Room) -> None:
         room.crowd()
-        room.resources.peer("known", 0.0).hold(Resource.SESSIONS)
-        room.resources.limit(Resource.STREAMS, each_peer=PLACES)
+        room.resources.peer("known", 0.0).reserve(Resource.SESSIONS)
+        room.resources.limit(Resource.INBOUND_STREAMS, per_peer=PLACES)
         for _ in range(PLACES - STRANGERS + 1):
             room.open("known")
         assert room.dropped == ["silent 0"]
@@ -95,10 +95,10 @@ def test_who_may_not_have_one_more_displaces_nobody(why: str) -> None:
         room.crowd()
         before = list(room.dropped)
         if why == "it has its share":
-            room.resources.limit(Resource.STREAMS, each_peer=1)
+            room.resources.limit(Resource.INBOUND_STREAMS, per_peer=1)
         else:
-            room.resources.peer("silent 1", 0.0).use(Rate.FRAMES, 1e6, 0.0)
-        with pytest.raises(Exhausted):
+            room.resources.peer("silent 1", 0.0).charge(Rate.FRAMES, 1e6, 0.0)
+        with pytest.raises(ResourceLimitReached):
             room.open("silent 1", "/ip4/203.0.113.1/tcp/1")
         assert room.dropped == before
 

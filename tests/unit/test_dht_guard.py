@@ -14,7 +14,13 @@ from swarmnet_protocols.machine.clock import wall_clock
 from swarmnet_protocols.net import PeerId, ProtocolSpec
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.protocol_ids import DHT_FIND
-from swarmnet_protocols.net.resources import EACH_PEER, IN_ALL, Exhausted, Resource, ResourceManager
+from swarmnet_protocols.net.resources import (
+    PEER_LIMITS,
+    SYSTEM_LIMITS,
+    Resource,
+    ResourceLimitReached,
+    ResourceManager,
+)
 from tests.support.virtual_time import run
 
 CALLER = Identity.from_seed(b"caller").peer_id
@@ -78,18 +84,18 @@ def with_guard(talk: Callable[[Call, SlowDoor, ResourceManager], Awaitable[None]
             return answer
 
         await talk(call, door, resources)
-        assert not any(resources.in_all.used.values())
+        assert not any(resources.system.used.values())
 
     run(main())
 
 
 def test_calls_that_wait_at_the_door_are_few() -> None:
     async def talk(call: Call, door: SlowDoor, resources: ResourceManager) -> None:
-        calls = [asyncio.ensure_future(call(b"")) for _ in range(EACH_PEER[Resource.CALLS] + 1)]
+        calls = [asyncio.ensure_future(call(b"")) for _ in range(PEER_LIMITS[Resource.CALLS] + 1)]
         await asyncio.sleep(0)
         waiting, refused = calls[:-1], calls[-1]
         assert refused.done()
-        with pytest.raises(Exhausted, match="calls"):
+        with pytest.raises(ResourceLimitReached, match="calls"):
             await refused
         door.opens.set()
         await asyncio.gather(*waiting)
@@ -102,21 +108,21 @@ def test_however_many_strangers_call_those_we_know_are_answered() -> None:
     async def talk(call: Call, door: SlowDoor, resources: ResourceManager) -> None:
         strangers = [
             Identity.from_seed(f"stranger {number}".encode()).peer_id
-            for number in range(IN_ALL[Resource.CALLS] // EACH_PEER[Resource.CALLS])
+            for number in range(SYSTEM_LIMITS[Resource.CALLS] // PEER_LIMITS[Resource.CALLS])
         ]
         waiting = [
             asyncio.ensure_future(call(b"", stranger))
             for stranger in strangers
-            for _ in range(EACH_PEER[Resource.CALLS])
+            for _ in range(PEER_LIMITS[Resource.CALLS])
         ]
         await asyncio.sleep(0)
-        with resources.peer(CALLER, 0.0).hold(Resource.GUESTS):
-            known = [asyncio.ensure_future(call(b"")) for _ in range(EACH_PEER[Resource.CALLS])]
+        with resources.peer(CALLER, 0.0).reserve(Resource.ADMITTED_PEERS):
+            known = [asyncio.ensure_future(call(b"")) for _ in range(PEER_LIMITS[Resource.CALLS])]
             await asyncio.sleep(0)
             door.opens.set()
             await asyncio.gather(*known)
         outcomes = await asyncio.gather(*waiting, return_exceptions=True)
-        assert sum(isinstance(outcome, bytes) for outcome in outcomes) == 0.75 * IN_ALL[Resource.CALLS]
+        assert sum(isinstance(outcome, bytes) for outcome in outcomes) == 0.75 * SYSTEM_LIMITS[Resource.CALLS]
 
     with_guard(talk)
 
@@ -142,7 +148,7 @@ def test_who_calls_without_end_is_told_to_wait_before_its_calls_are_parsed() -> 
         for _ in range(10_000):
             try:
                 await call(b"")
-            except Exhausted:
+            except ResourceLimitReached:
                 refused += 1
         assert 4_000 < refused < 6_000
 

@@ -136,8 +136,8 @@ def test_what_a_reader_does_to_its_answer_does_not_change_the_storage(clock: Tim
 
 def test_what_one_peer_stores_is_bounded_whoever_signed_it_and_counts_until_it_is_gone(clock: Time) -> None:
     resources = ResourceManager()
-    resources.limit(Resource.RECORDS, each_peer=3)
-    resources.limit(Resource.RECORD_BYTES, each_peer=10)
+    resources.limit(Resource.RECORDS, per_peer=3)
+    resources.limit(Resource.RECORD_BYTES, per_peer=10)
     store, mallory, bob = storage(clock), resources.peer("mallory", 0.0), resources.peer("bob", 0.0)
     with store.stored_by(mallory, "here"):
         assert all(store.store_subkey(1, bytes([signer]), b"abc", 1010.0) for signer in range(3))

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from swarmnet_node.engine.autograd_graphs import AutogradGraph, GraphKey, record_forward
-from swarmnet_node.engine.engine import BUDGET_TOKENS, CLIENT_SHARE, Engine
+from swarmnet_node.engine.engine import GRAPH_CLIENT_SHARE, MAX_BATCH_TOKENS, Engine
 from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.errors import OutOfResources, Unreachable
 from swarmnet_protocols.machine.core_lock import NoCoreLock
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.net.resources import Exhausted, Resource, ResourceManager
+from swarmnet_protocols.net.resources import Resource, ResourceLimitReached, ResourceManager
 from swarmnet_protocols.timing import Timing
 from tests.support.doubling import GEOMETRY, Doubling, sequence_of, with_engine
 from tests.support.virtual_time import TimedExecutor, run
@@ -187,7 +187,7 @@ def test_graphs_take_what_sessions_leave_and_a_client_its_share_of_all() -> None
         sequence = sequence_of(engine)
         await engine.compute(real, [(sequence, torch.zeros(1, 3))])
         room = engine.max_cache_bytes - sequence.nbytes
-        share = engine.max_cache_bytes // CLIENT_SHARE
+        share = engine.max_cache_bytes // GRAPH_CLIENT_SHARE
         assert room < engine.max_cache_bytes == 3 * geometry.bytes_for(1)
 
         engine.keep_graph(name_of(0), graph_of(share + 1), for_s=60.0)
@@ -251,7 +251,7 @@ def test_sessions_overtake_each_pass_for_so_long_and_no_longer(forward_s: float)
             async with running as engine:
                 # Longer than all passes may have to wait together.
                 forwards = round(passes * (Timing.pass_wait_s / forward_s + 3)) + 1
-                text = torch.zeros(forwards * BUDGET_TOKENS, 1)
+                text = torch.zeros(forwards * MAX_BATCH_TOKENS, 1)
                 reading = asyncio.ensure_future(engine.compute(engine.stage, [(sequence_of(engine), text)]))
                 await asyncio.sleep(0)
                 last = loop.time()
@@ -311,7 +311,7 @@ def test_a_device_without_memory_is_a_shortage_and_graphs_make_way() -> None:
             lambda: engine.run_on_torch_thread(fill),
         ):
             engine.keep_graph(name_of(0), graph_of(8), for_s=60.0)
-            with pytest.raises(Exhausted) as caught:
+            with pytest.raises(ResourceLimitReached) as caught:
                 await ask()
             assert caught.value.retry_after_s > 0
             assert engine.graph_cache.nbytes == 0

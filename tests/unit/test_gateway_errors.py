@@ -5,7 +5,7 @@ import pytest
 from swarmnet.gateway.errors import RETRY_S, api_error
 from swarmnet_client.batching.continuous_batching import Busy
 from swarmnet_protocols.errors import NoRoute, OutOfResources, SwarmnetError
-from swarmnet_protocols.net.resources import Exhausted
+from swarmnet_protocols.net.resources import ResourceLimitReached
 
 
 @pytest.mark.parametrize(
@@ -13,8 +13,8 @@ from swarmnet_protocols.net.resources import Exhausted
     [
         (Busy(7), 503, "overloaded", "7"),
         (NoRoute([(3, 4)]), 503, "no_route", str(RETRY_S)),
-        (Exhausted("no room", 12.4), 503, "out_of_resources", "13"),
-        (Exhausted("no room", 0.0), 503, "out_of_resources", "1"),
+        (ResourceLimitReached("no room", 12.4), 503, "out_of_resources", "13"),
+        (ResourceLimitReached("no room", 0.0), 503, "out_of_resources", "1"),
         (OutOfResources("no room"), 503, "out_of_resources", str(RETRY_S)),
         (SwarmnetError("odd"), 500, "internal_error", None),
         (ValueError("a secret"), 500, "internal_error", None),

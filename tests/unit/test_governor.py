@@ -22,7 +22,7 @@ def test_everything_is_as_before_once_the_limit_is_taken_back() -> None:
         (Resource.ADAPTER_BYTES, hosting.limits.adapter_bytes),
         (Resource.PASSES, hosting.limits.passes),
     ):
-        resources.limit(resource, in_all=most)
+        resources.limit(resource, system=most)
     caches: list[int] = []
     stage = SimpleNamespace(
         blocks=4, weight_bytes=GIB // 4, widths=LayerWidths(1024, 1024, 4096), dtype=torch.float32
@@ -33,7 +33,7 @@ def test_everything_is_as_before_once_the_limit_is_taken_back() -> None:
     )
 
     def limits() -> dict[Resource, int | None]:
-        return {resource: account.in_all for resource, account in resources.snapshot().resources.items()}
+        return {resource: account.system for resource, account in resources.snapshot().resources.items()}
 
     before = limits()
     governor = Governor(resources, hosting, fixed_bytes=GIB // 2)

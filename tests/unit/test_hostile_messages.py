@@ -12,10 +12,11 @@ from google.protobuf.message import Message as Protobuf
 from swarmnet_protocols.errors import DeadlineExceeded, ProtocolViolation
 from swarmnet_protocols.net import Message, PeerId, ProtocolSpec
 from swarmnet_protocols.net import messages as talking
+from swarmnet_protocols.net.flow_control import LimitedReader
 from swarmnet_protocols.net.framing import FrameReader
 from swarmnet_protocols.net.meter import MAX_OWED_S, OPENING_FRAMES, Meter
-from swarmnet_protocols.net.rate_limit import LimitedReader, RateLimiter
-from swarmnet_protocols.net.resources import Exhausted, Rate, RateLimit, Resource, ResourceManager
+from swarmnet_protocols.net.rate_limit import RateLimit, RateLimiter
+from swarmnet_protocols.net.resources import Rate, Resource, ResourceLimitReached, ResourceManager
 from swarmnet_protocols.session.adapters import read_part
 from swarmnet_protocols.session.steps import decode_tensor
 from swarmnet_protocols.timing import Timing
@@ -43,7 +44,6 @@ FIRST_MESSAGES: list[type[Protobuf]] = [
     probe_pb2.ProbeRequest,
     workers_pb2.MatchmakingRequest,
     workers_pb2.StateRequest,
-    workers_pb2.HandOverRequest,
     training_pb2.ExchangeRequest,
     door_pb2.DoorMessage,
     door_pb2.RevocationsRequest,
@@ -87,7 +87,7 @@ def with_frames(
             await talk(reader, lambda: meter.receive(frames.read), resources)
         finally:
             meter.close()
-        assert not any(resources.in_all.used.values())
+        assert not any(resources.system.used.values())
 
     run(main())
 
@@ -134,7 +134,7 @@ def test_who_is_at_work_with_us_and_held_up_is_waited_for(why: str) -> None:
     ) -> None:
         scope = resources.peer("mallory", 0.0)
         if why == "it is served":
-            stack.enter_context(scope.hold(Resource.SESSIONS))
+            stack.enter_context(scope.reserve(Resource.SESSIONS))
         else:
             reader.feed_data(struct.pack(">II", 1, 0) + b"1")
             await receive()
@@ -171,9 +171,9 @@ def test_a_message_waits_for_room_and_is_refused_where_there_never_is_any() -> N
     async def talk(
         reader: asyncio.StreamReader, receive: Callable[[], Awaitable[Message]], resources: ResourceManager
     ) -> None:
-        resources.limit(Resource.MEMORY, in_all=4 * MIB, each_peer=3 * MIB // 2)
-        other = resources.peer("other", 0.0).hold(Resource.MEMORY, MIB)
-        third = resources.peer("third", 0.0).hold(Resource.MEMORY, 3 * MIB // 2)
+        resources.limit(Resource.MEMORY, system=4 * MIB, per_peer=3 * MIB // 2)
+        other = resources.peer("other", 0.0).reserve(Resource.MEMORY, MIB)
+        third = resources.peer("third", 0.0).reserve(Resource.MEMORY, 3 * MIB // 2)
         reader.feed_data(struct.pack(">II", 0, MIB) + bytes(MIB))
         receiving = asyncio.ensure_future(receive())
         await asyncio.sleep(1.0)
@@ -182,7 +182,7 @@ def test_a_message_waits_for_room_and_is_refused_where_there_never_is_any() -> N
         assert len((await receiving).payload) == MIB
         third.release()
         reader.feed_data(struct.pack(">II", 1, 3 * MIB // 2))
-        with pytest.raises(Exhausted):
+        with pytest.raises(ResourceLimitReached):
             await receive()
 
     with_frames(talk)
@@ -191,7 +191,7 @@ def test_a_message_waits_for_room_and_is_refused_where_there_never_is_any() -> N
 def test_frames_are_read_at_the_rate_of_their_peer_over_all_its_streams() -> None:
     async def main() -> None:
         resources = ResourceManager()
-        resources.limit_rate(Rate.FRAMES, each_peer=RateLimit(per_s=100.0, burst=60.0))
+        resources.limit_rate(Rate.FRAMES, per_peer=RateLimit(per_s=100.0, burst=60.0))
         loop = asyncio.get_running_loop()
 
         async def read_all(count: int) -> None:
@@ -213,10 +213,10 @@ def test_frames_are_read_at_the_rate_of_their_peer_over_all_its_streams() -> Non
 def test_streams_of_a_peer_that_owes_too_much_are_not_taken() -> None:
     async def main() -> None:
         resources = ResourceManager()
-        resources.limit_rate(Rate.FRAMES, each_peer=RateLimit(per_s=100.0, burst=100.0))
+        resources.limit_rate(Rate.FRAMES, per_peer=RateLimit(per_s=100.0, burst=100.0))
         for _ in range(int(100 + 100 * MAX_OWED_S) // OPENING_FRAMES + 1):
             Meter.of_theirs(resources, PeerId("mallory"), Timing())
-        with pytest.raises(Exhausted) as caught:
+        with pytest.raises(ResourceLimitReached) as caught:
             Meter.of_theirs(resources, PeerId("mallory"), Timing())
         assert caught.value.retry_after_s > MAX_OWED_S
         await asyncio.sleep(caught.value.retry_after_s)

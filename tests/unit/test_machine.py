@@ -54,8 +54,8 @@ def test_the_bytes_of_a_month_survive_a_restart(tmp_path: Path) -> None:
     async def use(up: int, down: int) -> Usage:
         pace = LinkLimiter()
         machine = _machine(tmp_path, pace)
-        pace.up.settle(up, sees_all=True)
-        pace.down.settle(down, sees_all=True)
+        pace.up.reconcile(up, is_complete=True)
+        pace.down.reconcile(down, is_complete=True)
         machine.save_usage()
         return machine.usage()
 

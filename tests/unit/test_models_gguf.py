@@ -99,10 +99,10 @@ def test_a_full_disk_is_said_before_anything_is_kept(tmp_path: Path, monkeypatch
     assert load(path, tmp_path).max_positions == 128
 
 
-@pytest.mark.parametrize("kept_bytes", [0, 3, 23, 400, -1])
-def test_a_truncated_gguf_is_named(kept_bytes: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("buffered_bytes", [0, 3, 23, 400, -1])
+def test_a_truncated_gguf_is_named(buffered_bytes: int, tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", "llama")
-    path.write_bytes(path.read_bytes().rstrip(b"\0")[:kept_bytes])
+    path.write_bytes(path.read_bytes().rstrip(b"\0")[:buffered_bytes])
     with pytest.raises(IntegrityError, match=r"tiny\.gguf"):
         load(path, tmp_path)
 

@@ -26,13 +26,13 @@ from swarmnet_protocols.net import Message, Stream
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.memory import LinkProfile, MemoryNetwork
 from swarmnet_protocols.net.protocol_ids import REPORT
-from swarmnet_protocols.net.resources import EACH_PEER, Resource, ResourceManager
+from swarmnet_protocols.net.resources import PEER_LIMITS, Resource, ResourceManager
 from swarmnet_protocols.session.steps import Row
 from swarmnet_protocols.wire import records_pb2, report_pb2
 from tests.support.virtual_time import run
 from tests.wire.examples import report_messages
 
-STREAMS_EACH = EACH_PEER[Resource.REPORTS]
+STREAMS_EACH = PEER_LIMITS[Resource.REPORTS]
 NODE, ASKER = (Identity.from_seed(name).peer_id for name in (b"node", b"asker"))
 
 

@@ -13,7 +13,7 @@ from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.memory import LinkProfile, MemoryNetwork
 from swarmnet_protocols.net.probes import HELLO, MAX_PORTS, Probed, Probes, direct_ip, probe, speaks_libp2p
 from swarmnet_protocols.net.protocol_ids import PROBE
-from swarmnet_protocols.net.resources import EACH_PEER, IN_ALL, Resource
+from swarmnet_protocols.net.resources import PEER_LIMITS, SYSTEM_LIMITS, Resource
 from tests.support import virtual_time
 
 ASKER, ANSWERER = PeerId("asker"), PeerId("answerer")
@@ -118,13 +118,13 @@ def test_one_asker_and_all_of_them_are_dialled_so_often_at_once() -> None:
             answerer = await stack.enter_async_context(network.transport(ANSWERER))
             await answerer.serve(PROBE, Probes(addresses_of, lambda: NOW).answer)
             asking = []
-            for number in range(IN_ALL[Resource.PROBES] + 1):
+            for number in range(SYSTEM_LIMITS[Resource.PROBES] + 1):
                 asker = await stack.enter_async_context(network.transport(PeerId(f"asker {number}")))
-                for _ in range(EACH_PEER[Resource.PROBES] + 1):
+                for _ in range(PEER_LIMITS[Resource.PROBES] + 1):
                     stream = await asker.open(ANSWERER, PROBE, deadline_s=1.0)
                     asking.append(asyncio.ensure_future(probe(stream, [], lambda: NOW)))
             await asyncio.wait(asking, timeout=1.0)
-            assert dialled == IN_ALL[Resource.PROBES] * EACH_PEER[Resource.PROBES]
+            assert dialled == SYSTEM_LIMITS[Resource.PROBES] * PEER_LIMITS[Resource.PROBES]
             dialling.set()
             answers = await asyncio.gather(*asking, return_exceptions=True)
             assert sum(isinstance(each, Probed) for each in answers) == dialled

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swarmnet_protocols.net.rate_limit import RateLimit
 from swarmnet_protocols.net.resources import (
     MIN_SWEEP,
-    Exhausted,
     Rate,
-    RateLimit,
     Reservation,
     Resource,
+    ResourceLimitReached,
     ResourceManager,
     Scope,
 )
@@ -24,65 +24,65 @@ from tests.support.virtual_time import run
 
 def limited(in_all: int, each_peer: int) -> ResourceManager:
     resources = ResourceManager()
-    resources.limit(Resource.SESSIONS, in_all=in_all, each_peer=each_peer)
+    resources.limit(Resource.SESSIONS, system=in_all, per_peer=each_peer)
     return resources
 
 
 def paced(in_all: RateLimit | None, each_peer: RateLimit | None) -> ResourceManager:
     resources = ResourceManager()
-    resources.limit_rate(Rate.BYTES_IN, in_all=in_all, each_peer=each_peer)
+    resources.limit_rate(Rate.BYTES_IN, system=in_all, per_peer=each_peer)
     return resources
 
 
 def test_what_is_held_counts_in_every_scope_and_is_given_back() -> None:
     resources = limited(10, 10)
     peer = resources.peer("alice", 0.0)
-    session = peer.within("session", {})
-    with session.hold(Resource.SESSIONS, 3) as hold:
-        assert [scope.used[Resource.SESSIONS] for scope in (session, peer, resources.in_all)] == [3, 3, 3]
+    session = peer.child("session", {})
+    with session.reserve(Resource.SESSIONS, 3) as hold:
+        assert [scope.used[Resource.SESSIONS] for scope in (session, peer, resources.system)] == [3, 3, 3]
         hold.resize(5)
         assert peer.used[Resource.SESSIONS] == 5
     hold.release()
-    assert [scope.used[Resource.SESSIONS] for scope in (session, peer, resources.in_all)] == [0, 0, 0]
+    assert [scope.used[Resource.SESSIONS] for scope in (session, peer, resources.system)] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("where", ["session", "alice", "all peers"])
 def test_what_one_scope_refuses_is_held_in_none_and_says_where_and_for_how_long(where: str) -> None:
     resources = limited(2 if where == "all peers" else 9, 2 if where == "alice" else 9)
     peer = resources.peer("alice", 0.0)
-    session = peer.within("session", {Resource.SESSIONS: 2} if where == "session" else {})
-    hold = session.hold(Resource.SESSIONS, 2)
-    with pytest.raises(Exhausted, match=f"2 of 2 sessions of {where}") as caught:
+    session = peer.child("session", {Resource.SESSIONS: 2} if where == "session" else {})
+    hold = session.reserve(Resource.SESSIONS, 2)
+    with pytest.raises(ResourceLimitReached, match=f"2 of 2 sessions of {where}") as caught:
         hold.resize(3)
     assert caught.value.retry_after_s > 0
     assert hold.amount == 2
-    assert [scope.used[Resource.SESSIONS] for scope in (session, peer, resources.in_all)] == [2, 2, 2]
+    assert [scope.used[Resource.SESSIONS] for scope in (session, peer, resources.system)] == [2, 2, 2]
     assert resources.snapshot().resources[Resource.SESSIONS].refused == 1
 
 
 def test_one_peer_at_its_limit_leaves_room_for_others() -> None:
     resources = limited(3, 2)
     alice, bob = resources.peer("alice", 0.0), resources.peer("bob", 0.0)
-    alice.hold(Resource.SESSIONS, 2)
-    with pytest.raises(Exhausted):
-        alice.hold(Resource.SESSIONS)
-    bob.hold(Resource.SESSIONS)
-    spare = [scope.spare(Resource.SESSIONS) for scope in (alice, bob, resources.in_all)]
+    alice.reserve(Resource.SESSIONS, 2)
+    with pytest.raises(ResourceLimitReached):
+        alice.reserve(Resource.SESSIONS)
+    bob.reserve(Resource.SESSIONS)
+    spare = [scope.available(Resource.SESSIONS) for scope in (alice, bob, resources.system)]
     assert spare == [0, 1, 0]
-    assert bob.spare(Resource.PASSES) == math.inf
+    assert bob.available(Resource.PASSES) == math.inf
 
 
 def test_limits_change_under_what_is_held() -> None:
     resources = limited(9, 9)
     alice = resources.peer("alice", 0.0)
-    hold = alice.hold(Resource.SESSIONS, 5)
-    resources.limit(Resource.SESSIONS, each_peer=2)
-    with pytest.raises(Exhausted):
+    hold = alice.reserve(Resource.SESSIONS, 5)
+    resources.limit(Resource.SESSIONS, per_peer=2)
+    with pytest.raises(ResourceLimitReached):
         hold.resize(6)
     hold.resize(1)
-    assert alice.spare(Resource.SESSIONS) == 1
+    assert alice.available(Resource.SESSIONS) == 1
     account = resources.snapshot().resources[Resource.SESSIONS]
-    assert (account.used, account.in_all, account.each_peer) == (1, 9, 2)
+    assert (account.used, account.system, account.per_peer) == (1, 9, 2)
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 5), st.booleans()), max_size=40))
@@ -95,26 +95,29 @@ def test_no_sequence_passes_a_limit_or_loses_count(steps: list[tuple[int, int, b
             held[number].pop().release()
             continue
         try:
-            held[number].append(peers[number].hold(Resource.SESSIONS, amount))
-        except Exhausted:
-            assert min(scope.spare(Resource.SESSIONS) for scope in (peers[number], resources.in_all)) < amount
+            held[number].append(peers[number].reserve(Resource.SESSIONS, amount))
+        except ResourceLimitReached:
+            assert (
+                min(scope.available(Resource.SESSIONS) for scope in (peers[number], resources.system))
+                < amount
+            )
         sums = [sum(hold.amount for hold in each) for each in held]
         assert [peer.used[Resource.SESSIONS] for peer in peers] == sums
-        assert resources.in_all.used[Resource.SESSIONS] == sum(sums) <= 8
+        assert resources.system.used[Resource.SESSIONS] == sum(sums) <= 8
         assert max(sums) <= 5
 
 
 def test_a_burst_is_free_and_what_is_owed_is_waited_for() -> None:
     alice = paced(None, RateLimit(per_s=10.0, burst=20.0)).peer("alice", 0.0)
-    assert alice.use(Rate.BYTES_IN, 20, 0.0) == 0.0
-    assert alice.use(Rate.BYTES_IN, 5, 0.0) == pytest.approx(0.5)
-    assert alice.use(Rate.BYTES_IN, 5, 0.5) == pytest.approx(0.5)
-    assert alice.use(Rate.BYTES_IN, 0, 9.0) == 0.0
-    assert alice.use(Rate.BYTES_IN, 20, 100.0) == 0.0
-    alice.check(Rate.BYTES_IN, 1.0, 100.0)
-    alice.use(Rate.BYTES_IN, 11, 100.0)
-    with pytest.raises(Exhausted, match="bytes in of alice") as caught:
-        alice.check(Rate.BYTES_IN, 1.0, 100.0)
+    assert alice.charge(Rate.BYTES_IN, 20, 0.0) == 0.0
+    assert alice.charge(Rate.BYTES_IN, 5, 0.0) == pytest.approx(0.5)
+    assert alice.charge(Rate.BYTES_IN, 5, 0.5) == pytest.approx(0.5)
+    assert alice.charge(Rate.BYTES_IN, 0, 9.0) == 0.0
+    assert alice.charge(Rate.BYTES_IN, 20, 100.0) == 0.0
+    alice.check_rate(Rate.BYTES_IN, 1.0, 100.0)
+    alice.charge(Rate.BYTES_IN, 11, 100.0)
+    with pytest.raises(ResourceLimitReached, match="bytes in of alice") as caught:
+        alice.check_rate(Rate.BYTES_IN, 1.0, 100.0)
     assert caught.value.retry_after_s == pytest.approx(1.1)
 
 
@@ -125,7 +128,7 @@ def test_who_waits_as_told_never_gets_more_than_the_rate(uses: list[tuple[float,
     for pause_s, amount in uses:
         now += pause_s
         assert used <= rate.burst + rate.per_s * now + 300 + 1e-6
-        now += alice.use(Rate.BYTES_IN, amount, now)
+        now += alice.charge(Rate.BYTES_IN, amount, now)
         used += amount
     assert used <= rate.burst + rate.per_s * now + 1e-6
 
@@ -133,23 +136,23 @@ def test_who_waits_as_told_never_gets_more_than_the_rate(uses: list[tuple[float,
 def test_modest_peers_do_not_wait_for_greedy_ones() -> None:
     resources = paced(RateLimit(100.0, 100.0), RateLimit(100.0, 100.0))
     greedy, modest = resources.peer("greedy", 0.0), resources.peer("modest", 0.0)
-    assert greedy.use(Rate.BYTES_IN, 200, 0.0) == pytest.approx(1.0)
-    assert modest.use(Rate.BYTES_IN, 10, 0.0) == 0.0
-    assert modest.use(Rate.BYTES_IN, 50, 0.0) == pytest.approx(1.6)
+    assert greedy.charge(Rate.BYTES_IN, 200, 0.0) == pytest.approx(1.0)
+    assert modest.charge(Rate.BYTES_IN, 10, 0.0) == 0.0
+    assert modest.charge(Rate.BYTES_IN, 50, 0.0) == pytest.approx(1.6)
 
 
 def test_without_limits_of_their_own_all_wait_for_what_all_used() -> None:
     resources = paced(RateLimit(100.0, 100.0), None)
-    assert resources.peer("alice", 0.0).use(Rate.BYTES_IN, 150, 0.0) == pytest.approx(0.5)
-    assert resources.peer("bob", 0.0).use(Rate.BYTES_IN, 0, 0.0) == pytest.approx(0.5)
+    assert resources.peer("alice", 0.0).charge(Rate.BYTES_IN, 150, 0.0) == pytest.approx(0.5)
+    assert resources.peer("bob", 0.0).charge(Rate.BYTES_IN, 0, 0.0) == pytest.approx(0.5)
     assert resources.snapshot().spent[Rate.BYTES_IN] == 150
 
 
 def test_peers_without_anything_are_forgotten_and_others_are_not() -> None:
     resources = paced(None, RateLimit(1.0, 10.0))
     holder, debtor = resources.peer("holder", 0.0), resources.peer("debtor", 0.0)
-    holder.hold(Resource.SESSIONS)
-    debtor.use(Rate.BYTES_IN, 10_000, 0.0)
+    holder.reserve(Resource.SESSIONS)
+    debtor.charge(Rate.BYTES_IN, 10_000, 0.0)
     idle: weakref.ref[Scope] = weakref.ref(resources.peer("idle", 0.0))
     for number in range(20 * MIN_SWEEP):
         resources.peer(f"passer-by {number}", 100.0)
@@ -162,37 +165,37 @@ def test_peers_without_anything_are_forgotten_and_others_are_not() -> None:
 
 def test_however_many_strangers_there_are_some_room_is_left_to_those_we_know() -> None:
     resources = ResourceManager()
-    resources.limit(Resource.MEMORY, in_all=100, each_peer=20)
+    resources.limit(Resource.MEMORY, system=100, per_peer=20)
     known, link = resources.peer("known", 0.0), resources.peer("link", 0.0)
-    known.hold(Resource.SESSIONS)
-    link.hold(Resource.LINKS)
+    known.reserve(Resource.SESSIONS)
+    link.reserve(Resource.LINKS)
     for number in range(7):
-        resources.peer(f"stranger {number}", 0.0).hold(Resource.MEMORY, 10)
-    with pytest.raises(Exhausted, match="70 of 75 memory bytes of all peers"):
-        resources.peer("another", 0.0).hold(Resource.MEMORY, 10)
-    assert not resources.peer("another", 0.0).can_ever_hold(Resource.MEMORY, 76)
-    known.within("its session", {}).hold(Resource.MEMORY, 20)
-    link.hold(Resource.MEMORY, 10)
-    with pytest.raises(Exhausted, match="100 of 100"):
-        link.hold(Resource.MEMORY, 1)
+        resources.peer(f"stranger {number}", 0.0).reserve(Resource.MEMORY, 10)
+    with pytest.raises(ResourceLimitReached, match="70 of 75 memory bytes of all peers"):
+        resources.peer("another", 0.0).reserve(Resource.MEMORY, 10)
+    assert not resources.peer("another", 0.0).can_ever_reserve(Resource.MEMORY, 76)
+    known.child("its session", {}).reserve(Resource.MEMORY, 20)
+    link.reserve(Resource.MEMORY, 10)
+    with pytest.raises(ResourceLimitReached, match="100 of 100"):
+        link.reserve(Resource.MEMORY, 1)
 
 
 @pytest.mark.parametrize("whose", ["in all", "its own"])
 def test_whoever_waits_goes_on_when_the_limit_is_raised(whose: str) -> None:
     async def main() -> None:
         resources = ResourceManager()
-        resources.limit(Resource.MEMORY, in_all=40, each_peer=40)
+        resources.limit(Resource.MEMORY, system=40, per_peer=40)
         alice, bob = resources.peer("alice", 0.0), resources.peer("bob", 0.0)
-        bob.hold(Resource.MEMORY, 20)
-        alice.hold(Resource.MEMORY, 10)
+        bob.reserve(Resource.MEMORY, 20)
+        alice.reserve(Resource.MEMORY, 10)
         if whose == "its own":
-            resources.limit(Resource.MEMORY, in_all=100, each_peer=20)
-        growing = asyncio.create_task(alice.hold(Resource.MEMORY, 0).grow(20))
+            resources.limit(Resource.MEMORY, system=100, per_peer=20)
+        growing = asyncio.create_task(alice.reserve(Resource.MEMORY, 0).grow(20))
         await asyncio.sleep(0)
-        resources.limit(Resource.SESSIONS, in_all=100, each_peer=100)
+        resources.limit(Resource.SESSIONS, system=100, per_peer=100)
         await asyncio.sleep(0)
         assert not growing.done()
-        resources.limit(Resource.MEMORY, in_all=100, each_peer=40)
+        resources.limit(Resource.MEMORY, system=100, per_peer=40)
         await growing
 
     run(main())
@@ -203,22 +206,22 @@ def test_only_those_are_woken_for_whom_there_is_room() -> None:
 
     async def main() -> None:
         resources = ResourceManager()
-        resources.limit(Resource.MEMORY, in_all=100, each_peer=50)
+        resources.limit(Resource.MEMORY, system=100, per_peer=50)
         greedy, modest = resources.peer("greedy", 0.0), resources.peer("modest", 0.0)
         for peer in (greedy, modest):
-            peer.hold(Resource.SESSIONS)
-        own = greedy.hold(Resource.MEMORY, 50)
-        waiting = [greedy.hold(Resource.MEMORY, 0) for _ in range(10)]
+            peer.reserve(Resource.SESSIONS)
+        own = greedy.reserve(Resource.MEMORY, 50)
+        waiting = [greedy.reserve(Resource.MEMORY, 0) for _ in range(10)]
         growing = [asyncio.create_task(hold.grow(40)) for hold in waiting]
         await asyncio.sleep(0)
-        refused = resources.in_all.refused[Resource.MEMORY]
+        refused = resources.system.refused[Resource.MEMORY]
         for _ in range(100):
-            modest.hold(Resource.MEMORY, 50).release()
-            greedy.hold(Resource.CALLS).release()
+            modest.reserve(Resource.MEMORY, 50).release()
+            greedy.reserve(Resource.CALLS).release()
             own.resize(45)
             own.resize(50)
             await asyncio.sleep(0)
-        assert resources.in_all.refused[Resource.MEMORY] == refused == len(waiting)
+        assert resources.system.refused[Resource.MEMORY] == refused == len(waiting)
         own.release()
         while growing:
             done, _pending = await asyncio.wait(growing, return_when=asyncio.FIRST_COMPLETED)
@@ -226,6 +229,6 @@ def test_only_those_are_woken_for_whom_there_is_room() -> None:
             waiting[growing.index(first)].release()
             waiting.pop(growing.index(first))
             growing.remove(first)
-        assert not resources.in_all.used[Resource.MEMORY]
+        assert not resources.system.used[Resource.MEMORY]
 
     asyncio.run(main())

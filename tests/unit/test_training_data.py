@@ -14,8 +14,7 @@ from pyarrow import parquet
 
 from swarmnet_node.training import data as data_module
 from swarmnet_node.training import documents
-from swarmnet_node.training.data import ByteTokenizer, open_corpus
-from swarmnet_node.training.sampling import Sampler, permute
+from swarmnet_node.training.data import ByteTokenizer, Sampler, open_corpus, permute
 from swarmnet_protocols.errors import OutOfResources
 from swarmnet_protocols.training.jobs import DataSection, JobError
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from swarmnet_node.training.data import Sampler
 from swarmnet_node.training.model import (
     build_model,
     check_model,
@@ -16,7 +17,6 @@ from swarmnet_node.training.model import (
     parameter_count,
     write_model,
 )
-from swarmnet_node.training.sampling import Sampler
 from swarmnet_node.training.trainer import Trainer, learning_rate
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.training.job_templates import template

@@ -14,7 +14,7 @@ from google.protobuf.message import Message as Protobuf
 from swarmnet_protocols.directory.records import Record, seal
 from swarmnet_protocols.membership import signed
 from swarmnet_protocols.net import Message, Refusal
-from swarmnet_protocols.net.flow_control import GRANT, WAIT
+from swarmnet_protocols.net.flow_control import CREDIT, LIMIT
 from swarmnet_protocols.net.framing import encode
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.protocol_ids import LINK
@@ -243,16 +243,16 @@ def training_messages() -> Iterator[Protobuf]:
 def frame() -> dict[str, str]:
     message = Message(b"header", b"payload of raw bytes")
     head, payload = encode(message, LINK)
-    waiting, _ = encode(message, LINK, waits_over=0)
+    waiting, _ = encode(message, LINK, max_uncredited_bytes=0)
     return {
         "header": message.header.hex(),
         "payload": bytes(payload).hex(),
         "frame": (head + bytes(payload)).hex(),
         "refusal": encode_refusal(Refusal("it has no room for more at the moment", 2.0)).hex(),
         "end": ENDED.hex(),
-        "wait": SIZES.pack(WAIT, 1 << 14).hex(),
+        "wait": SIZES.pack(LIMIT, 1 << 14).hex(),
         "waiting": waiting.hex(),
-        "grant": SIZES.pack(GRANT, len(payload)).hex(),
+        "grant": SIZES.pack(CREDIT, len(payload)).hex(),
     }
 
 

@@ -21,10 +21,10 @@ from swarmnet_protocols.membership.certificates import open_certificate
 from swarmnet_protocols.membership.revocations import open_list
 from swarmnet_protocols.membership.rules import Admission, Rules
 from swarmnet_protocols.net import Message, protocol_ids
-from swarmnet_protocols.net.flow_control import ReceiveWindow, SendWindow
+from swarmnet_protocols.net.flow_control import LimitedReader, ReceiveWindow, SendWindow
 from swarmnet_protocols.net.framing import FrameReader, encode
 from swarmnet_protocols.net.identity import Identity
-from swarmnet_protocols.net.rate_limit import LimitedReader, RateLimiter
+from swarmnet_protocols.net.rate_limit import RateLimiter
 from swarmnet_protocols.net.refusal import SIZES
 from swarmnet_protocols.wire import (
     door_pb2,
@@ -174,11 +174,11 @@ def test_the_frames_of_grants() -> None:
         )
         reader.feed_data(vector["wait"] + vector["frame"])
         assert await frames.read() == message
-        assert allowance.waits_over == 1 << 14
-        allowance.begin(len(message.payload))
+        assert allowance.max_uncredited_bytes == 1 << 14
+        allowance.start(len(message.payload))
         reader.feed_data(vector["grant"] + vector["frame"])
         assert await frames.read() == message
-        assert await allowance.spend(1 << 20) == len(message.payload)
+        assert await allowance.acquire(1 << 20) == len(message.payload)
 
     asyncio.run(grant())
     asyncio.run(wait())
@@ -205,7 +205,7 @@ def test_the_registry_says_who_may_open_what() -> None:
     for protocol in protocol_ids.ALL:
         assert set(registry[protocol.id]["roles"]) == protocol.roles
         assert set(registry[protocol.id]["served_by"]) == protocol.served_by
-        assert registry[protocol.id].get("granted", False) == protocol.is_granted
+        assert registry[protocol.id].get("flow_control", False) == protocol.has_flow_control
         needs_a_role = protocol not in protocol_ids.ENTRANCE
         assert bool(protocol.roles) == bool(protocol.served_by) == needs_a_role, protocol.id
 

@@ -5,10 +5,9 @@ It is the architecture's own CausalLM with embeddings, norm and head from the ch
 and the loss are transformers' own code.
 """
 
-import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,15 +15,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.cache_utils import Cache
 
-from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainReport, ChainSpec
-from swarmnet_client.chain.passes import RemoteBatch
 from swarmnet_client.model.autograd import run_blocks
 from swarmnet_client.model.cache import NewPositions, SwarmCache
-from swarmnet_client.model.client_adapter import AdapterMaker, ClientAdapter
+from swarmnet_client.model.client_adapter import ClientAdapter
 from swarmnet_client.model.local_layers import Form, load_local_layers
 from swarmnet_client.model.padding import Unpadded, check_positions, read_mask
 from swarmnet_client.model.prefix import tensors_of as prefix_tensors
+from swarmnet_client.model.remote_blocks import RemoteBlocks
 from swarmnet_client.swarm.runtime import Runtime
 from swarmnet_client.swarm.swarm import Swarm
 from swarmnet_client.swarm.traffic import Traffic
@@ -32,7 +30,6 @@ from swarmnet_protocols.errors import ConfigError, Unreachable
 from swarmnet_protocols.joining.network import Network
 from swarmnet_protocols.machine.core_lock import ALONE, CoreLock, NoCoreLock, take_turns
 from swarmnet_protocols.models import LocalModel, resolve
-from swarmnet_protocols.session.adapters import Adapter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -66,13 +63,13 @@ class _Call:
         if torch.is_grad_enabled() and (hidden_states.requires_grad or self.is_training or self.own.learns):
             if not self.is_alone:
                 raise ValueError("gradients do not flow through a session: leave out past_key_values")
-            return run_blocks(self.model, hidden_states, self.new.columns, self.own.tensors())
+            return run_blocks(self.model.blocks, hidden_states, self.new.columns, self.own.tensors())
         inputs = hidden_states if self.ids is None or self.cache.takes_embeddings else self.ids
         between = self.model._between
         if between is not None:
             between.close()
         output = self.cache.extend(inputs, self.new, self.own)
-        self.model.last_run = self.cache.report
+        self.model.blocks.report = self.cache.report
         (self.head if between is None else between).enter_context(self.model.turns.share())
         return output.to(hidden_states)
 
@@ -83,46 +80,29 @@ class SwarmModel:
     tokenizer: Any
     config: Any
     generate: Any
+    blocks: RemoteBlocks
     _runtime: Runtime
-    _spec: ChainSpec
     _session: SwarmCache | None
     _generating: SwarmCache | None
     _between: ExitStack | None
     """While ``generate`` runs: closed when what it computes from one step's output to the next step is computed."""
-    _adapters: AdapterMaker
     _closing: ExitStack
-    last_run: ChainReport
     turns: CoreLock | NoCoreLock
     """Of the machine's nodes, where its head shares their cores."""
 
-    def run(self, conversation: Any) -> Any:
-        """Run a coroutine on the client's loop."""
-        return self._runtime.run(conversation)
+    def run(self, work: Any) -> Any:
+        """Run a coroutine on the client's event loop and wait for it."""
+        return self.blocks.run(work)
 
     @property
-    def hidden_size(self) -> int:
-        """Of what goes from block to block."""
-        return self._spec.hidden_size
+    def last_run(self) -> ChainReport:
+        """What happened to the chain or batch that was used last."""
+        return self.blocks.report
 
     @property
     def traffic(self) -> Traffic:
-        """Bytes that went to and came from hosts since the model was opened."""
+        """Bytes sent to and received from hosts since the model was opened."""
         return self._runtime.swarm.traffic
-
-    def adapter(self, own: ClientAdapter) -> Adapter | None:
-        """What hosts are to be told of ``own`` as it is now."""
-        return self._adapters.adapter(own)
-
-    def open_chain(self, max_length: int, adapter: Adapter | None) -> AbstractAsyncContextManager[Chain]:
-        """A chain whose lanes may reach ``max_length`` positions, and whose hosts apply ``adapter`` to them."""
-        spec = dataclasses.replace(self._spec, max_length=max_length, adapter=adapter)
-        return Chain.open(self._runtime.swarm, spec, self._embed)
-
-    def remote_batch(self, counts: Sequence[int], adapter: Adapter | None) -> RemoteBatch:
-        """A batch of sequences of these lengths that gradients are wanted of. ``last_run`` tells from now on what happens to it."""
-        batch = RemoteBatch(self._runtime.swarm, dataclasses.replace(self._spec, adapter=adapter), counts)
-        self.last_run = batch.report
-        return batch
 
     @contextmanager
     def session(self, *, max_length: int | None = None) -> Iterator[SwarmCache]:
@@ -133,7 +113,7 @@ class SwarmModel:
         """
         if self._session is not None:
             raise ConfigError("sessions do not nest", hint="end the outer session first")
-        with SwarmCache(self, max_length=max_length or self._spec.max_length) as cache:
+        with SwarmCache(self.blocks, max_length=max_length or self.blocks.spec.max_length) as cache:
             self._session = cache
             try:
                 yield cache
@@ -174,14 +154,11 @@ def wrap(local: LocalModel, runtime: Runtime, form: Form) -> SwarmModel:
     if model.config.pad_token_id is None:  # a classifier looks for the last token that is not padding
         model.config.pad_token_id = model.tokenizer.pad_token_id
     model._runtime = runtime
-    model._spec = ChainSpec(
-        local.manifest.blocks, local.manifest.hidden_size, local.max_positions, form.dtype
-    )
+    spec = ChainSpec(local.manifest.blocks, local.manifest.hidden_size, local.max_positions, form.dtype)
+    model.blocks = RemoteBlocks(runtime, spec, model._embed)
     model._session = None
     model._generating = None
     model._between = None
-    model._adapters = AdapterMaker()
-    model.last_run = ChainReport()
     model._closing = ExitStack()
     model._closing.callback(runtime.close)
     model.turns = ALONE
@@ -245,7 +222,7 @@ def _swarm_class(base: "type[PreTrainedModel]") -> type:
         with ExitStack() as stack:
             cache = past_key_values
             if cache is None:
-                cache = stack.enter_context(SwarmCache(self, max_length=self._spec.max_length))
+                cache = stack.enter_context(SwarmCache(self.blocks, max_length=self.blocks.spec.max_length))
             held = cache.get_seq_length()
             mask = _without_prefix(attention_mask, own.prefix_positions or cache.prefix_positions)
             columns = read_mask(mask, batch, held, width)
@@ -300,7 +277,7 @@ def _generate(architecture: Any) -> Callable[..., Any]:
                 is_prompted = cache.prefix_positions or _is_prompted(self)
                 cache.rewind(0 if is_prompted else _shared(cache, ids))
             if cache is None:
-                cache = stack.enter_context(SwarmCache(self, max_length=self._spec.max_length))
+                cache = stack.enter_context(SwarmCache(self.blocks, max_length=self.blocks.spec.max_length))
             if not isinstance(cache, SwarmCache):
                 raise ValueError("generate() continues only what a cache of model.session() holds")
             cache.unsettle()

@@ -9,7 +9,7 @@ from swarmnet_node.engine.adapters import StageAdapter
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.refusal import Refused
-from swarmnet_protocols.net.resources import Exhausted, Resource, Scope
+from swarmnet_protocols.net.resources import Resource, ResourceLimitReached, Scope
 from swarmnet_protocols.wire import session_pb2 as pb
 
 HASH_BYTES = 32
@@ -22,11 +22,11 @@ class Room:
     """For one adapter, in the scope of its owner, until ``release``."""
 
     def __init__(self, scope: Scope, nbytes: int) -> None:
-        """Raises ``Exhausted``."""
-        self._number = scope.hold(Resource.ADAPTERS)
+        """Raises ``ResourceLimitReached``."""
+        self._number = scope.reserve(Resource.ADAPTERS)
         try:
-            self._bytes = scope.hold(Resource.ADAPTER_BYTES, nbytes)
-        except Exhausted:
+            self._bytes = scope.reserve(Resource.ADAPTER_BYTES, nbytes)
+        except ResourceLimitReached:
             self._number.release()
             raise
 
@@ -135,13 +135,13 @@ class AdapterStore:
             if self._make_way(scope, nbytes, lambda owner: owner == scope.name):
                 self._make_way(self._in_all, nbytes, lambda owner: True)
             return Room(scope, nbytes)
-        except Exhausted as error:
+        except ResourceLimitReached as error:
             raise Refused.no_room(error) from error
 
     def _make_way(self, scope: Scope, nbytes: int, counts: Callable[[PeerId], bool]) -> bool:
         """Drop adapters that count in ``scope`` and nobody uses, the oldest first, until it has room; none if that is in vain."""
-        excess_bytes = nbytes - scope.spare(Resource.ADAPTER_BYTES)
-        excess = 1 - scope.spare(Resource.ADAPTERS)
+        excess_bytes = nbytes - scope.available(Resource.ADAPTER_BYTES)
+        excess = 1 - scope.available(Resource.ADAPTERS)
         going = []
         for key, kept in self._kept.items():
             if excess_bytes <= 0 and excess <= 0:

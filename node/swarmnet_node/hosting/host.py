@@ -31,8 +31,9 @@ from swarmnet_protocols.machine.clock import Clock, wall_clock
 from swarmnet_protocols.net import PeerId, Stream, Transport
 from swarmnet_protocols.net.dialling import Introductions
 from swarmnet_protocols.net.protocol_ids import ADAPTER, LINK, PASS, PING, SESSION
+from swarmnet_protocols.net.rate_limit import RateLimit
 from swarmnet_protocols.net.refusal import Refused
-from swarmnet_protocols.net.resources import Exhausted, Rate, RateLimit, Resource, ResourceManager, Scope
+from swarmnet_protocols.net.resources import Rate, Resource, ResourceLimitReached, ResourceManager, Scope
 from swarmnet_protocols.net.typed_stream import Received, Sent, TypedStream
 from swarmnet_protocols.session.activation_log import REPLAY_POSITIONS
 from swarmnet_protocols.session.link import NextHop
@@ -86,20 +87,20 @@ class HostLimits:
     def set_on(self, resources: ResourceManager, largest_step_bytes: int) -> None:
         """Have them hold. ``largest_step_bytes``: what a message with as many positions as a client sends at once has."""
         each_bytes = max(MIN_MESSAGES_BYTES, MESSAGES_PER_CLIENT * largest_step_bytes)
-        resources.limit(Resource.MEMORY, in_all=CLIENTS_AT_ONCE * each_bytes, each_peer=each_bytes)
-        resources.limit(Resource.SESSIONS, in_all=self.sessions, each_peer=self.sessions_per_client)
-        resources.limit(Resource.EARLY_LINKS, in_all=self.early_links, each_peer=self.early_links_per_client)
-        resources.limit(Resource.LOG, in_all=self.log_bytes_in_all, each_peer=self.log_bytes_per_client)
-        resources.limit(Resource.PASSES, in_all=self.passes, each_peer=self.passes_per_client)
-        resources.limit(Resource.ADAPTERS, in_all=self.adapters, each_peer=self.adapters_per_client)
+        resources.limit(Resource.MEMORY, system=CLIENTS_AT_ONCE * each_bytes, per_peer=each_bytes)
+        resources.limit(Resource.SESSIONS, system=self.sessions, per_peer=self.sessions_per_client)
+        resources.limit(Resource.PENDING_LINKS, system=self.early_links, per_peer=self.early_links_per_client)
+        resources.limit(Resource.LOG, system=self.log_bytes_in_all, per_peer=self.log_bytes_per_client)
+        resources.limit(Resource.PASSES, system=self.passes, per_peer=self.passes_per_client)
+        resources.limit(Resource.ADAPTERS, system=self.adapters, per_peer=self.adapters_per_client)
         resources.limit(
-            Resource.ADAPTER_BYTES, in_all=self.adapter_bytes, each_peer=self.adapter_bytes_per_client
+            Resource.ADAPTER_BYTES, system=self.adapter_bytes, per_peer=self.adapter_bytes_per_client
         )
         if self.positions_per_s is not None:
-            resources.limit_rate(Rate.POSITIONS, each_peer=_rate(self.positions_per_s))
+            resources.limit_rate(Rate.POSITIONS, per_peer=_rate(self.positions_per_s))
         if self.bytes_per_s is not None:
             for flow in (Rate.BYTES_IN, Rate.BYTES_OUT):
-                resources.limit_rate(flow, each_peer=_rate(self.bytes_per_s))
+                resources.limit_rate(flow, per_peer=_rate(self.bytes_per_s))
 
 
 def _rate(per_s: float) -> RateLimit:
@@ -137,7 +138,7 @@ class Host:
         self.introductions = Introductions(transport)
         self.leaving = False
         self.numbers = HostNumbers()
-        self._in_all = transport.resources.in_all
+        self._in_all = transport.resources.system
         self.adapters = AdapterStore(self._in_all, idle_s=limits.adapter_idle_s)
         largest_step_bytes = REPLAY_POSITIONS * engine.stage.hidden_size * torch.float32.itemsize
         limits.set_on(transport.resources, largest_step_bytes)
@@ -148,7 +149,7 @@ class Host:
         self._sessions: dict[bytes, HostedSession] = {}
         self._session_slots = Slots(self._in_all, Resource.SESSIONS)
         self._pass_slots = Slots(self._in_all, Resource.PASSES, new_s=IDLE_S)
-        self._early_slots = Slots(self._in_all, Resource.EARLY_LINKS)
+        self._early_slots = Slots(self._in_all, Resource.PENDING_LINKS)
         self._changed = asyncio.Condition()
 
     async def serve(self) -> None:
@@ -223,12 +224,12 @@ class Host:
     def _take(self, held: ExitStack, slots: Slots, stream: Stream, give_way: Callable[[], None]) -> Slot:
         try:
             return held.enter_context(slots.take(stream, give_way))
-        except Exhausted as error:
+        except ResourceLimitReached as error:
             raise Refused.no_room(error) from error
 
     async def make_room(self, scope: Scope, cache_bytes: int) -> None:
         """Have idle sessions make way for so many more bytes of caches in ``scope``, if that is what it takes."""
-        while self._in_all.spare(Resource.CACHE) < cache_bytes <= scope.spare(Resource.CACHE):
+        while self._in_all.available(Resource.CACHE) < cache_bytes <= scope.available(Resource.CACHE):
             held = {session.slot: session for session in self.sessions if session.slot is not None}
             amounts = {slot: session.cache_bytes for slot, session in held.items()}
             leaving = who_gives_way(held, asyncio.get_running_loop().time(), amounts.__getitem__)
@@ -325,7 +326,7 @@ class Host:
 
     async def _linked(self, link: LinkStream, wanted: pb.Link) -> None:
         session = await self._find(wanted.session, link.stream)
-        with link.stream.scope.hold(Resource.LINKS):
+        with link.stream.scope.reserve(Resource.LINKS):
             await session.accept(link, wanted.epoch)
 
     async def _find(self, session_id: bytes, stream: Stream) -> HostedSession:

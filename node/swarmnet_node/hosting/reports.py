@@ -149,13 +149,13 @@ class Reporter:
     async def handle(self, stream: Stream) -> None:
         """Serve one REPORT stream until its other end closes it or falls silent. Who asks too often waits.
 
-        Raises ``Exhausted`` for somebody who watches on enough streams already.
+        Raises ``ResourceLimitReached`` for somebody who watches on enough streams already.
         """
         clock = asyncio.get_running_loop().time
-        with stream.scope.hold(Resource.REPORTS), contextlib.suppress(DeadlineExceeded):
+        with stream.scope.reserve(Resource.REPORTS), contextlib.suppress(DeadlineExceeded):
             while True:
                 parse(pb.ReportRequest, (await receive_within(stream, IDLE_S)).header)
-                if wait_s := stream.scope.use(Rate.REPORTS_TOLD, 1, clock()):
+                if wait_s := stream.scope.charge(Rate.REPORTS_SENT, 1, clock()):
                     await asyncio.sleep(wait_s)
                 await send_within(stream, Message(self._report()), IDLE_S)
 

@@ -25,7 +25,7 @@ from swarmnet_protocols.errors import (
 from swarmnet_protocols.machine.aio import cancel, race
 from swarmnet_protocols.net import Stream
 from swarmnet_protocols.net.refusal import Refused
-from swarmnet_protocols.net.resources import RETRY_S, Exhausted, Rate, Reservation, Resource
+from swarmnet_protocols.net.resources import RETRY_S, Rate, Reservation, Resource, ResourceLimitReached
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.session.activation_log import ActivationLog, LogDropped
 from swarmnet_protocols.session.link import LinkSender, NextHop, Outbox
@@ -68,10 +68,10 @@ class HostedSession:
         self._max_length = wanted.max_length
         self._is_last = not wanted.HasField("next")
         self._target = None if self._is_last else host.target(wanted.next, wanted.epoch)
-        self._scope = stream.scope.within("this session", {Resource.LOG: host.limits.log_bytes})
-        self._log_room = self._scope.hold(Resource.LOG, 0)
+        self._scope = stream.scope.child("this session", {Resource.LOG: host.limits.log_bytes})
+        self._log_room = self._scope.reserve(Resource.LOG, 0)
         # Of the client's room for logs, not of this session's: what must be sent on comes first there.
-        self._received_room = stream.scope.hold(Resource.LOG, 0)
+        self._received_room = stream.scope.reserve(Resource.LOG, 0)
         self._received = ReceivedDigests(self._received_room)
         self._sequences: dict[int, SequenceCache] = {}
         self._outbox = Outbox(self._new_log(), asyncio.Event())
@@ -178,10 +178,10 @@ class HostedSession:
         if self._is_last or not received:
             await self._client.send(pb.SessionReply(shown=pb.Shown(received=received)))
             return
-        with self._scope.hold(Resource.MEMORY, 0) as room:
+        with self._scope.reserve(Resource.MEMORY, 0) as room:
             try:
                 await room.grow(asked.count * self._stage.hidden_size * torch.float32.itemsize)
-            except Exhausted as error:
+            except ResourceLimitReached as error:
                 raise Refused.no_room(error) from error
             sent = self._outbox.log.values(asked.sequence, asked.count)
             if sent is None:
@@ -244,7 +244,7 @@ class HostedSession:
             applied = self._outbox.log.last
         await link.send(pb.LinkReply(linked=pb.Linked(applied=applied)))
         queue: _Queue = asyncio.Queue(QUEUED_STEPS)
-        with self._scope.hold(Resource.MEMORY, 0) as room:
+        with self._scope.reserve(Resource.MEMORY, 0) as room:
             await race(self._read(link, queue, room), self._work(stream, queue, room))
 
     async def _reset(self) -> None:
@@ -265,12 +265,12 @@ class HostedSession:
             step = decode_step(request.step, payload, hidden_size=self._stage.hidden_size)
             if link.peer == self.stream.peer and not step.replay:
                 self._times.arrived(step.rows, clock())
-            if wait_s := self._scope.use(Rate.POSITIONS, step.positions, clock()):
+            if wait_s := self._scope.charge(Rate.POSITIONS, step.positions, clock()):
                 await asyncio.sleep(wait_s)
             size_bytes = len(payload)
             try:
                 room.resize(room.amount + size_bytes)
-            except Exhausted:
+            except ResourceLimitReached:
                 # Its stream holds the memory of this one as long as the next is not asked for.
                 await queue.put((step, 0))
                 await queue.join()

@@ -71,19 +71,19 @@ class Slots:
 
     @contextmanager
     def take(self, stream: Stream, give_way: Callable[[], None]) -> Iterator[Slot]:
-        """A slot for the peer of ``stream`` while the context is open. Raises ``Exhausted``.
+        """A slot for the peer of ``stream`` while the context is open. Raises ``ResourceLimitReached``.
 
         Where all are taken and the peer has not its own share, another one gives way that brings no work.
         """
         now = asyncio.get_running_loop().time()
-        if self._in_all.spare(self._resource) < 1 <= stream.scope.spare(self._resource):
+        if self._in_all.available(self._resource) < 1 <= stream.scope.available(self._resource):
             leaving = who_gives_way(self._slots, now, lambda _: 1)
             if leaving is not None and leaving.hold is not None:
                 del self._slots[leaving]
                 leaving.hold.release()
                 leaving.give_way()
         slot = Slot(stream.peer, origin_of(stream.address) or stream.peer, now, give_way, new_s=self._new_s)
-        with stream.scope.hold(self._resource) as slot.hold:
+        with stream.scope.reserve(self._resource) as slot.hold:
             self._slots[slot] = None
             try:
                 yield slot

@@ -1,8 +1,8 @@
-"""Checkpoints of a worker: whole, or not there.
+"""A worker's checkpoints: written atomically, verified by hash when read.
 
-A checkpoint is a folder in HF layout (``config.json``, ``model.safetensors``: plain transformers loads it) with
-``state/optimizer.safetensors`` and ``state/outer.safetensors`` beside it, and ``progress.json``, which has its own hash and that of
-every other file. It is written under another name, synced and renamed. Nothing in it depends on how many workers there were.
+A checkpoint is a folder in Hugging Face layout (``config.json``, ``model.safetensors``; transformers loads it), with
+``state/optimizer.safetensors`` and ``state/outer.safetensors``, and ``progress.json`` with the hashes of all files and of itself. It is
+written under a temporary name, synced and renamed. It does not depend on the number of workers, so any worker may resume from it.
 """
 
 import hashlib
@@ -36,9 +36,10 @@ _TEMPORARY = ".new-"
 
 @dataclass(frozen=True)
 class WorkerCheckpoint:
-    """Where a worker was after ``round`` rounds; ``revision`` counts the committed ones.
+    """The state of a worker after ``round`` rounds, of which ``revision`` were committed.
 
-    ``parameters`` are the agreed ones, flat ``[n]`` float32. ``outer`` is the method's state, and the error that is fed back.
+    ``parameters``: the agreed ones, flat ``[n]`` float32. ``optimizer``: AdamW's state. ``outer``: the method's outer state, and the
+    residual of error feedback.
     """
 
     job_id: str
@@ -50,29 +51,29 @@ class WorkerCheckpoint:
 
 
 MAX_SET_ASIDE = 3
-"""Checkpoints from before a worker took the state of others that are kept."""
+"""Checkpoints kept from before a worker replaced its state by that of its peers."""
 
 
 class CheckpointStore:
-    """The checkpoints of one job in ``root``, of which the newest ``keep`` stay. One worker at a time writes there."""
+    """The checkpoints of one job in ``root``. The newest ``keep`` are kept. Only one worker at a time may write."""
 
     def __init__(self, root: Path, *, keep: int = 2) -> None:
         self._root = root
         self._keep = keep
 
     def save(self, checkpoint: WorkerCheckpoint, write_model: Callable[[Path, Tensor], None]) -> Path:
-        """Write a checkpoint; returns its folder. ``write_model`` is ``Trainer.write``.
+        """Write a checkpoint and remove the oldest; returns its folder. ``write_model`` is ``Trainer.write``.
 
-        Raises ``OutOfResources`` when the disk does not take it: what was there before is then still there.
+        Raises ``OutOfResources`` if the disk is full or fails; earlier checkpoints are then unchanged.
         """
         with _disk_errors(self._root):
             self._root.mkdir(parents=True, exist_ok=True)
-            for torn in self._root.glob(f"{_TEMPORARY}*"):
-                shutil.rmtree(torn)
+            for unfinished in self._root.glob(f"{_TEMPORARY}*"):
+                shutil.rmtree(unfinished)
             folders = self._folders()
             number = int(folders[0].name.rpartition("-")[2]) + 1 if folders else 1
             target = self._root / f"checkpoint-{number:08d}"
-            with _renamed_when_done(target) as folder:
+            with _atomic_folder(target) as folder:
                 write_model(folder, checkpoint.parameters)
                 (folder / _STATE).mkdir()
                 for name in ("optimizer", "outer"):
@@ -86,8 +87,8 @@ class CheckpointStore:
         return target
 
     def set_aside(self) -> None:
-        """Keep the newest checkpoint for good, out of the way of later ones: what comes next was fetched from others."""
-        found = self._newest_whole()
+        """Copy the newest checkpoint to where later ones do not replace it, before the worker takes over its peers' state."""
+        found = self._newest_valid()
         if found is None:
             return
         kept = self._root / f"before-catch-up-{found[1]['round']:08d}"
@@ -98,11 +99,8 @@ class CheckpointStore:
                 shutil.rmtree(old)
 
     def load_newest(self, job_id: str) -> WorkerCheckpoint | None:
-        """The newest checkpoint that is whole; None if there is none.
-
-        Raises ``ConfigError`` for one of another job.
-        """
-        found = self._newest_whole()
+        """The newest valid checkpoint, or None. Raises ``ConfigError`` if it belongs to another job."""
+        found = self._newest_valid()
         if found is None:
             return None
         folder, progress = found
@@ -121,29 +119,29 @@ class CheckpointStore:
         )
 
     def export(self, target: Path) -> None:
-        """Copy the model of the newest whole checkpoint to ``target``, a new folder that plain transformers loads.
+        """Copy the model of the newest valid checkpoint to ``target``, a new folder that transformers loads.
 
-        Raises ``ConfigError`` if there is no checkpoint or ``target`` exists, ``OutOfResources`` when the disk is full.
+        Raises ``ConfigError`` if there is no checkpoint or ``target`` exists, ``OutOfResources`` if the disk is full.
         """
-        found = self._newest_whole()
+        found = self._newest_valid()
         if found is None:
             raise ConfigError(f"{self._root} has no checkpoint", hint="train for a round first")
         if target.exists():
             raise ConfigError(f"{target} already exists", hint="choose another --out")
         with _disk_errors(target):
             target.parent.mkdir(parents=True, exist_ok=True)
-            with _renamed_when_done(target) as folder:
+            with _atomic_folder(target) as folder:
                 for file in found[0].iterdir():
                     if file.is_file() and file.name != _PROGRESS:
                         shutil.copyfile(file, folder / file.name)
 
     def _folders(self) -> list[Path]:
-        """Newest first."""
+        """The folders of all checkpoints, newest first."""
         if not self._root.is_dir():
             return []
         return sorted((path for path in self._root.iterdir() if _NAME.fullmatch(path.name)), reverse=True)
 
-    def _newest_whole(self) -> tuple[Path, dict[str, Any]] | None:
+    def _newest_valid(self) -> tuple[Path, dict[str, Any]] | None:
         for folder in self._folders():
             try:
                 return folder, _checked_progress(folder)
@@ -174,24 +172,24 @@ def _hash_of(progress: Mapping[str, Any]) -> str:
 
 
 def _checked_progress(folder: Path) -> dict[str, Any]:
-    """What ``progress.json`` says. Raises ``IntegrityError`` if the folder is not what was written."""
-    torn = IntegrityError(f"{folder} is not a whole checkpoint")
+    """The contents of ``progress.json``. Raises ``IntegrityError`` if any file of the folder is not as it was written."""
+    invalid = IntegrityError(f"{folder} is not a valid checkpoint")
     with (folder / _PROGRESS).open("rb") as stream:
         raw = stream.read(_MAX_PROGRESS_BYTES)
     try:
         progress: dict[str, Any] = json.loads(raw)
-        is_whole = progress.pop("sha256") == _hash_of(progress)
+        is_unchanged = progress.pop("sha256") == _hash_of(progress)
         listed = {str(name): str(value) for name, value in progress["files"].items()}
-        sound = isinstance(progress["job"], str) and all(
+        is_valid = isinstance(progress["job"], str) and all(
             type(progress[key]) is int and progress[key] >= 0 for key in ("round", "revision")
         )
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-        raise torn from error
+        raise invalid from error
     present = {str(path.relative_to(folder)) for path in _files(folder)} - {_PROGRESS}
-    if not is_whole or not sound or present != set(listed):
-        raise torn
+    if not is_unchanged or not is_valid or present != set(listed):
+        raise invalid
     if any(sha256_of(folder / name, None).hex() != value for name, value in listed.items()):
-        raise torn
+        raise invalid
     return progress
 
 
@@ -200,8 +198,8 @@ def _files(folder: Path) -> list[Path]:
 
 
 @contextmanager
-def _renamed_when_done(target: Path) -> Iterator[Path]:
-    """A new folder beside ``target`` that becomes it, synced to the disk, unless something is raised inside."""
+def _atomic_folder(target: Path) -> Iterator[Path]:
+    """A temporary folder that is synced and renamed to ``target`` on exit, and removed if an exception is raised."""
     temporary = Path(tempfile.mkdtemp(dir=target.parent, prefix=_TEMPORARY))
     try:
         yield temporary

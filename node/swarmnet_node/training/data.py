@@ -1,4 +1,10 @@
-"""The tokens a job trains on: documents, tokenised once into files that are memory-mapped from then on."""
+"""The training data of a job: documents tokenised into a memory-mapped cache, and divided among the workers.
+
+1. ``open_corpus`` tokenises the documents (``documents.py``) once, into files keyed by the content of the data and the tokenizer.
+2. A document belongs to the training or the validation part by its hash, so all machines agree on the parts.
+3. Each part is cut into ``Sequences`` of equal length.
+4. ``Sampler`` gives each worker's slot its sequences, as a pure function of the job's seed: no worker hands samples out.
+"""
 
 import hashlib
 import json
@@ -29,6 +35,8 @@ _PARTS = ("train", "validation")
 _VERSION = 2
 _DIFFERS = "get the very files that the job was created with, or create a job of your own"
 _DIFFERS_STDLIB = "use the Python that the job was created with, or give the job's data as files"
+_FEISTEL_ROUNDS = 6
+"""Rounds of the Feistel network that permutes the sequences."""
 
 
 class Tokenizer(Protocol):
@@ -36,15 +44,15 @@ class Tokenizer(Protocol):
     vocab_size: int
 
     def encode(self, document: bytes) -> NDArray[np.uint32]:
-        """The document's tokens, ``[n]``, and one that ends it."""
+        """The document's token ids and an end token, ``[n]``."""
 
 
 END_OF_DOCUMENT = 0
-"""The byte that ends a document where tokens are bytes."""
+"""The byte that ends a document with ``ByteTokenizer``."""
 
 
 class ByteTokenizer:
-    """One token a byte."""
+    """Tokens are bytes."""
 
     name = BYTES
     vocab_size = 256
@@ -54,7 +62,7 @@ class ByteTokenizer:
 
 
 class ModelTokenizer:
-    """The tokenizer of a checkpoint; a document ends with its end-of-sequence token."""
+    """The tokenizer of a model; documents end with its end-of-sequence token."""
 
     def __init__(self, name: str, tokenizer: "PreTrainedTokenizerBase") -> None:
         self.name = name
@@ -71,7 +79,7 @@ class ModelTokenizer:
 
 @dataclass(frozen=True)
 class Sequences:
-    """A part of a corpus, cut into sequences that do not overlap (but for the token that one predicts and the next begins with)."""
+    """A part of a corpus, cut into sequences of ``length`` tokens. Each has one token more, the target of its last position."""
 
     tokens: NDArray[np.unsignedinteger]
     length: int
@@ -80,43 +88,41 @@ class Sequences:
         return max(0, (len(self.tokens) - 1) // self.length)
 
     def take(self, numbers: NDArray[np.int64]) -> torch.Tensor:
-        """The sequences with these numbers, ``[k, length + 1]`` int64: inputs are ``[:, :-1]``, what to predict ``[:, 1:]``."""
+        """The sequences with these numbers, ``[k, length + 1]`` int64: inputs ``[:, :-1]``, targets ``[:, 1:]``."""
         rows = [self.tokens[n * self.length : (n + 1) * self.length + 1] for n in numbers.tolist()]
         return torch.from_numpy(np.stack(rows).astype(np.int64))
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """The data of a job on this machine. ``digest`` (SHA-256) is equal where the tokens are."""
+    """The tokenised data of a job. ``digest`` is the SHA-256 of the tokens; ``size_bytes`` that of all documents together."""
 
     train: Sequences
     validation: Sequences
     vocab_size: int
     digest: str
     size_bytes: int
-    """Of all documents together."""
 
 
 def open_corpus(data: DataSection, cache_dir: Path, progress: Progress = lambda *_: None) -> Corpus:
-    """Tokenise the job's data, or take the tokens from the cache, which is keyed by the content of the files.
+    """The job's data, tokenised or read from the cache.
 
-    A document belongs to the validation part if the hash of its bytes says so: everywhere the same, whatever else is there.
-    Raises ``JobError`` for data that is missing, unreadable, larger than the job says, not what its digest says, or too short for one
-    sequence of each part, and ``OutOfResources`` if the cache cannot be written.
+    Raises ``JobError`` for data that is missing, unreadable, larger than the job states, different from its digest, or too short for
+    one sequence of each part; ``OutOfResources`` if the cache cannot be written.
     """
     files = files_of(data)
     tokenizer = _tokenizer(data.tokenizer, cache_dir, progress)
     folder = cache_dir / "tokens" / _cache_key(data, files, tokenizer, progress)
-    kept = _kept(folder)
-    if kept is None:
-        source = _counted(documents(data, files), data, _size_bytes(data, files), progress)
+    cached = _read_cache(folder)
+    if cached is None:
+        source = _with_progress(documents(data, files), data, _size_bytes(data, files), progress)
         try:
-            kept = _write_cache(folder, source, tokenizer, data.validation)
+            cached = _write_cache(folder, source, tokenizer, data.validation)
         except OSError as error:
             raise OutOfResources(
                 f"cannot keep the tokens in {folder.parent}: {error.strerror}", hint="make room on the disk"
             ) from error
-    digest, size_bytes = kept
+    digest, size_bytes = cached
     if data.digest not in (None, digest):
         raise JobError(
             "data",
@@ -138,14 +144,78 @@ def open_corpus(data: DataSection, cache_dir: Path, progress: Progress = lambda 
     return Corpus(train, validation, tokenizer.vocab_size, digest, size_bytes)
 
 
+@dataclass(frozen=True)
+class Sampler:
+    """Divides the ``sequences`` of a corpus among rounds, steps and slots.
+
+    The batches of all (round, step, slot) lie one after another in an endless row, which each epoch over the corpus fills with a new
+    permutation. So no sequence occurs twice in an epoch, whichever slots are occupied; those of an empty slot are left for the next.
+    """
+
+    seed: int
+    sequences: int
+    batch_size: int
+    steps_per_round: int
+    slots: int
+
+    def batch(self, round_number: int, step: int, slot: int) -> NDArray[np.int64]:
+        """The sequence numbers of a slot's batch, ``[batch_size]`` in [0, sequences). Raises ``ValueError`` outside the job."""
+        if not (round_number >= 0 and 0 <= step < self.steps_per_round and 0 <= slot < self.slots):
+            raise ValueError(f"there is no batch for round {round_number}, step {step}, slot {slot}")
+        first = ((round_number * self.steps_per_round + step) * self.slots + slot) * self.batch_size
+        numbers = np.empty(self.batch_size, dtype=np.int64)
+        done = 0
+        while done < self.batch_size:  # more than once only where a batch spans two epochs
+            epoch, start = divmod(first + done, self.sequences)
+            count = min(self.batch_size - done, self.sequences - start)
+            places = np.arange(start, start + count, dtype=np.uint64)
+            numbers[done : done + count] = permute(places, self.sequences, self._key(epoch))
+            done += count
+        return numbers
+
+    def _key(self, epoch: int) -> bytes:
+        return hashlib.sha256(f"swarmnet-epoch-1 {self.seed} {epoch}".encode()).digest()
+
+
+def permute(places: NDArray[np.uint64], size: int, key: bytes) -> NDArray[np.int64]:
+    """The images of ``places`` under a bijection of [0, size) that ``key`` (32 bytes) chooses.
+
+    A Feistel network permutes the next larger power of four; images outside [0, size) are permuted again until they are inside
+    (cycle walking: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002, section 4).
+    """
+    half_bits = np.uint64(max((size - 1).bit_length() + 1, 2) // 2)
+    keys = np.frombuffer(hashlib.shake_256(key).digest(8 * _FEISTEL_ROUNDS), dtype="<u8")
+    images = _feistel(places, half_bits, keys)
+    while (outside := images >= size).any():
+        images[outside] = _feistel(images[outside], half_bits, keys)
+    return images.astype(np.int64)
+
+
+def _feistel(
+    values: NDArray[np.uint64], half_bits: np.uint64, keys: NDArray[np.uint64]
+) -> NDArray[np.uint64]:
+    mask = (np.uint64(1) << half_bits) - np.uint64(1)
+    left, right = values >> half_bits, values & mask
+    for key in keys:
+        left, right = right, left ^ (_mix(right ^ key) & mask)
+    return (left << half_bits) | right
+
+
+def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finaliser of splitmix64 (Steele, Lea and Flood, 2014): every input bit flips each output bit with probability 1/2."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
 def _size_bytes(data: DataSection, files: tuple[Path, ...]) -> int | None:
-    """What there is to tokenise; None where that shows only at the end."""
+    """Bytes of the documents; None if they are known only after reading."""
     if data.hub is not None or data.format == "parquet" or data.max_documents is not None:
         return None
     return sum(path.stat().st_size for path in files)
 
 
-def _counted(
+def _with_progress(
     source: Iterator[bytes], data: DataSection, total: int | None, progress: Progress
 ) -> Iterator[bytes]:
     done = 0
@@ -192,16 +262,16 @@ def _is_validation(document: bytes, share: float) -> bool:
     return int.from_bytes(hashlib.sha256(document).digest()[:8], "big") < share * 2**64
 
 
-def _kept(folder: Path) -> tuple[str, int] | None:
-    """Digest of the tokens kept in ``folder`` and size of their documents; None, and they are gone, if they are not as they were written."""
+def _read_cache(folder: Path) -> tuple[str, int] | None:
+    """Digest of the cached tokens and bytes of their documents; None if there are none. A damaged cache is removed."""
     if not folder.exists():
         return None
     try:
         with (folder / _ABOUT).open("rb") as stream:
-            kept = json.loads(stream.read(_MAX_ABOUT_BYTES))
+            about = json.loads(stream.read(_MAX_ABOUT_BYTES))
         digest = _digest([sha256_of(folder / f"{part}.bin", None) for part in _PARTS])
-        if kept == _about(digest, kept["size_bytes"]):
-            return digest, int(kept["size_bytes"])
+        if about == _about(digest, about["size_bytes"]):
+            return digest, int(about["size_bytes"])
     except (OSError, ValueError, KeyError, TypeError, IntegrityError):
         pass
     shutil.rmtree(folder)
@@ -228,7 +298,7 @@ def _write_cache(
         try:
             os.rename(temporary, folder)
         except OSError:
-            if not folder.exists():  # else another process was quicker
+            if not folder.exists():  # else another process has written it meanwhile
                 raise
         return digest, size_bytes
     finally:
@@ -238,7 +308,7 @@ def _write_cache(
 def _tokenise(
     folder: Path, source: Iterator[bytes], tokenizer: Tokenizer, validation: float
 ) -> tuple[str, int]:
-    """Write both parts; returns the hash of both, and the size of the documents."""
+    """Write both parts; returns their digest and the bytes of all documents."""
     size_bytes = 0
     hashes = [hashlib.sha256(), hashlib.sha256()]
     dtype = _dtype(tokenizer)

@@ -1,4 +1,4 @@
-"""The documents of a job: bytes of UTF-8 text from local files or a dataset of the hub, one after the other."""
+"""Reading a job's documents, one at a time, from local files or a Hugging Face dataset."""
 
 import glob
 import json
@@ -20,9 +20,9 @@ _NOT_STDLIB = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
 
 
 def files_of(data: DataSection) -> tuple[Path, ...]:
-    """The local files the data names, in an order that is the same on every machine. Raises ``JobError`` if there are none.
+    """The local files of the data, in the same order on every machine. Raises ``JobError`` if there are none.
 
-    A path comes from the user of this machine: no job of another peer has one (``Job.check_published``).
+    Paths come from the user of this machine only: published jobs have none (``Job.check_published``).
     """
     if data.path is None:
         return ()
@@ -47,35 +47,35 @@ def files_of(data: DataSection) -> tuple[Path, ...]:
 
 
 def documents(data: DataSection, files: tuple[Path, ...]) -> Iterator[bytes]:
-    """Every document, never more than one in memory. Of a dataset of the hub, those in the files whose names begin with the split's.
+    """Every document as UTF-8 bytes, one in memory at a time. Of a Hugging Face dataset: the files whose names begin with the split.
 
-    A text file longer than ``TEXT_DOCUMENT_BYTES`` is several documents, cut at ends of lines. Raises ``JobError`` naming
-    what cannot be read.
+    A text file longer than ``TEXT_DOCUMENT_BYTES`` becomes several documents, cut at line ends. Raises ``JobError`` that names a file
+    that cannot be read, ``Unreachable`` if the hub does not answer.
     """
     return islice(_all_documents(data, files), data.max_documents)
 
 
 def _all_documents(data: DataSection, files: tuple[Path, ...]) -> Iterator[bytes]:
     if data.hub is not None:
-        yield from _of_hub(data, data.hub)
+        yield from _hub_documents(data, data.hub)
     for path in files:
         try:
             with path.open("rb") as stream:
-                yield from _of_file(stream, str(path), data)
+                yield from _file_documents(stream, str(path), data)
         except OSError as error:
             raise JobError("data", "path", f"is wrong: cannot read {path}: {error.strerror}") from error
 
 
-def _of_file(stream: BinaryIO, where: str, data: DataSection) -> Iterator[bytes]:
+def _file_documents(stream: BinaryIO, where: str, data: DataSection) -> Iterator[bytes]:
     if data.format == "text":
-        yield from _text(stream)
+        yield from _text_documents(stream)
     elif data.format == "jsonl":
         yield from _json_lines(stream, where, data.field)
     else:
         yield from _parquet_rows(stream, where, data.field)
 
 
-def _text(stream: BinaryIO) -> Iterator[bytes]:
+def _text_documents(stream: BinaryIO) -> Iterator[bytes]:
     while part := stream.read(TEXT_DOCUMENT_BYTES):
         yield part + stream.readline(TEXT_DOCUMENT_BYTES)
 
@@ -113,12 +113,12 @@ def _parquet_rows(stream: BinaryIO, name: str, field: str) -> Iterator[bytes]:
         raise JobError("data", "path", f"is wrong: {name} is not a parquet file") from error
 
 
-def _of_hub(data: DataSection, name: str) -> Iterator[bytes]:
-    """What is in the files of a dataset, streamed. Nothing else in the repository is read: scripts and settings in it have no effect."""
+def _hub_documents(data: DataSection, name: str) -> Iterator[bytes]:
+    """The documents in the files of a dataset, streamed. Scripts and settings in its repository are not read."""
     from huggingface_hub import HfFileSystem
     from huggingface_hub.errors import HfHubHTTPError
 
-    # OSError, and the root of what the HTTP library raises, which is another one from version to version of huggingface_hub.
+    # OSError and the root of the HTTP library's errors; the library differs between versions of huggingface_hub.
     no_answer = cast("tuple[type[Exception], ...]", HfHubHTTPError.__bases__)
     hub = HfFileSystem(skip_instance_cache=True, use_listings_cache=False)
     suffix = Path(_SUFFIXES[data.format]).suffix
@@ -129,10 +129,9 @@ def _of_hub(data: DataSection, name: str) -> Iterator[bytes]:
             if PurePosixPath(path).name.startswith(data.split) and path.endswith(suffix)
         ]
         for path in paths:
-            with BufferedReader(
-                hub.open(path, "rb")
-            ) as stream:  # whose lines are bounded, unlike those of the hub's own
-                yield from _of_file(stream, path, data)
+            # ``BufferedReader.readline`` takes a limit; that of the hub's file does not.
+            with BufferedReader(hub.open(path, "rb")) as stream:
+                yield from _file_documents(stream, path, data)
     except FileNotFoundError as error:
         raise JobError("data", "hub", f"is wrong: the hub has no dataset {name}: {error}") from error
     except no_answer as error:

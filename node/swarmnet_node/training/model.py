@@ -1,4 +1,4 @@
-"""The transformers model of a job: built from a config or a checkpoint, checked before it is built, written in HF layout."""
+"""The model of a job: checked before it is built, built from a config or a checkpoint, written in Hugging Face layout."""
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,21 +20,21 @@ from swarmnet_protocols.models.safetensors_file import SafetensorsCheckpoint
 from swarmnet_protocols.training.jobs import Job, JobError, ModelSection, is_published
 
 _KEPT_BYTES = 5 * 4
-"""A parameter in float32, AdamW's two moments, the agreed parameter and the outer momentum."""
+"""Bytes for each parameter: the parameter in float32, AdamW's two moments, the agreed parameter and the outer momentum."""
 _EXCHANGE_BYTES = 5 * 4
-"""What an exchange adds at most while it averages, as measured; the gradient, which inner steps add, is gone by then."""
+"""Bytes for each parameter that an exchange adds, as measured. The gradient of the inner steps has been freed by then."""
 _FORWARDS_BYTES = 4 * 4
-"""Of a job that exchanges scalars: a parameter, the agreed one and the next agreed one, and a copy while the loss is taken."""
+"""Bytes for each parameter if scalars are exchanged: the parameter, the agreed and the next agreed one, and a copy for the loss."""
 
 _CORRECT = "compare [model.config] with the config.json of a model of this kind"
 _MISSPELT = 0.9
-"""So alike are two words that nobody means both."""
+"""Similarity of two keys, in [0, 1], from which an unknown one is taken for a misspelling of the other."""
 _MAX_LAYERS = 4096
-"""Of a model that is counted: an empty layer takes memory too."""
+"""Layers of a model whose parameters are counted: even a layer without weights takes memory."""
 
 
 def checkpoint_of(section: ModelSection, cache_dir: Path, progress: Progress | None = None) -> LocalModel:
-    """The checkpoint that the job begins with. Raises ``JobError`` for a name that means nothing, and for other files than the job's."""
+    """The checkpoint that the job starts from. Raises ``JobError`` for an unknown name, or files other than the job's."""
     name = str(section.checkpoint)
     try:
         local = resolve(name, cache_dir=cache_dir, progress=progress, published=is_published(name))
@@ -51,7 +51,7 @@ def checkpoint_of(section: ModelSection, cache_dir: Path, progress: Progress | N
 
 
 def model_config(section: ModelSection, cache_dir: Path) -> PretrainedConfig:
-    """The transformers config of the job's model. Raises ``JobError`` for one that transformers does not know."""
+    """The transformers config of the job's model. Raises ``JobError`` if transformers does not accept it."""
     from huggingface_hub.errors import StrictDataclassError
 
     if section.checkpoint is not None:
@@ -65,7 +65,7 @@ def model_config(section: ModelSection, cache_dir: Path) -> PretrainedConfig:
             "model",
             "config",
             f"is wrong: there is no model_type {kind[:64]!r}",
-            hint=_meant(kind, CONFIG_MAPPING),
+            hint=_suggestion(kind, CONFIG_MAPPING),
         )
     try:
         config: PretrainedConfig = AutoConfig.for_model(kind, **settings)
@@ -77,23 +77,26 @@ def model_config(section: ModelSection, cache_dir: Path) -> PretrainedConfig:
 
 
 def _check_spelling(settings: Mapping[str, Any], config: PretrainedConfig) -> None:
-    """transformers takes any key. Those of other versions do no harm; a misspelt one would leave what was meant as it is."""
+    """Raise ``JobError`` for a key that looks misspelt. transformers ignores unknown keys, so a default would be used silently.
+
+    Other unknown keys are accepted: configs of other versions of transformers have some.
+    """
     try:
         known = [*type(config)().to_dict(), *config.attribute_map]
-    except CONFIG_FAULTS:  # of a kind that has no defaults
+    except CONFIG_FAULTS:  # a model type without defaults
         return
     for key in settings:
         if key not in known and get_close_matches(key, known, n=1, cutoff=_MISSPELT):
-            raise JobError("model.config", key, "is an unknown key", hint=_meant(key, known))
+            raise JobError("model.config", key, "is an unknown key", hint=_suggestion(key, known))
 
 
-def _meant(word: str, known: Iterable[str]) -> str:
+def _suggestion(word: str, known: Iterable[str]) -> str:
     close = get_close_matches(word, known, n=1)
     return f"did you mean {close[0]!r}?" if close else _CORRECT
 
 
 def parameter_count(config: PretrainedConfig) -> int:
-    """How many parameters the model will have; it is not built for that. Raises ``JobError`` for a shape that cannot be."""
+    """The number of parameters, counted without allocating them. Raises ``JobError`` for impossible shapes."""
     layers = getattr(config, "num_hidden_layers", 0)
     if layers > _MAX_LAYERS:
         raise JobError("model", "config", f"has {layers} layers, more than {_MAX_LAYERS}", hint=_CORRECT)
@@ -107,10 +110,10 @@ def parameter_count(config: PretrainedConfig) -> int:
 
 
 def check_model(job: Job, *, vocab_size: int, available_bytes: int, cache_dir: Path) -> int:
-    """Raise ``JobError`` if the model cannot read the data or would not fit into memory; returns its parameter count.
+    """Raise ``JobError`` if the model does not fit the data or the memory; returns its number of parameters.
 
-    What fits is estimated without the activations: parameters x (weights, AdamW, outer state, an exchange) in float32, or
-    weights alone where no gradient is taken.
+    The estimate has no activations: it is the parameter count times the bytes of weights, AdamW, outer state and an exchange, or of
+    weights alone if scalars are exchanged.
     """
     config = model_config(job.model, cache_dir)
     where = "checkpoint" if job.model.is_checkpoint else "config"
@@ -148,8 +151,8 @@ def build_model(
 ) -> PreTrainedModel:
     """The job's model in float32 on the CPU.
 
-    Without a checkpoint its weights follow from ``seed``: bit for bit the same on machines with the same torch build. torch's
-    global generator is left as it was.
+    Without a checkpoint its weights are drawn from ``seed``, bit-identical with the same torch build. torch's global generator is
+    restored.
     """
     model: Any
     if section.checkpoint is not None:
@@ -167,7 +170,7 @@ def build_model(
 
 
 def write_model(model: PreTrainedModel, parameters: torch.Tensor, folder: Path) -> None:
-    """Write the architecture of ``model`` with ``parameters`` (flat, ``[n]``) in HF layout; plain transformers loads it."""
+    """Write the architecture of ``model`` with ``parameters`` (flat, ``[n]``) in Hugging Face layout, which transformers loads."""
     named, done = {}, 0
     for name, parameter in model.named_parameters():
         part = parameters[done : done + parameter.numel()]
@@ -191,7 +194,7 @@ def _no_progress_bar() -> Iterator[None]:
 def read_model(folder: Path) -> torch.Tensor:
     """The parameters that ``write_model`` wrote, flat ``[n]`` float32.
 
-    Raises ``ConfigError`` or ``IntegrityError`` for what is not a sound checkpoint.
+    Raises ``ConfigError`` or ``IntegrityError`` if the checkpoint is invalid.
     """
     checkpoint = SafetensorsCheckpoint(folder)
     model = build_whole(checkpoint.config()).load(
@@ -208,7 +211,7 @@ def flat_copy(model: torch.nn.Module) -> torch.Tensor:
 
 
 def check_flat(values: torch.Tensor, count: int) -> torch.Tensor:
-    """``values`` if they are ``[count]`` float32, else ``IntegrityError``."""
+    """Return ``values`` if they are ``[count]`` float32. Raises ``IntegrityError`` otherwise."""
     if values.shape != (count,) or values.dtype != torch.float32:
         raise IntegrityError(f"expected {count} float32 values, not {values.dtype} {tuple(values.shape)}")
     return values

@@ -1,7 +1,7 @@
 """The inner loop: AdamW steps of one worker on the samples of its slot.
 
-All parameters live in one flat buffer that the model's parameters are views of, and so do the gradients: to hand them out or
-take them in is one copy, and clipping and AdamW are one operation each.
+All parameters are views of one flat buffer, and so are the gradients. Reading or replacing them is one copy, and clipping and AdamW
+are one operation each.
 """
 
 import math
@@ -15,21 +15,20 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from swarmnet_node.training.data import Corpus, Sequences, open_corpus
+from swarmnet_node.training.data import Corpus, Sampler, Sequences, open_corpus
 from swarmnet_node.training.model import build_model, check_flat, check_model, flat_copy, write_model
-from swarmnet_node.training.sampling import Sampler
 from swarmnet_protocols.errors import IntegrityError
 from swarmnet_protocols.models import Progress
 from swarmnet_protocols.training.jobs import Job, TrainingSection
 
 _FINAL_RATE = 0.1
-"""Where the cosine ends, as a share of the peak."""
+"""The last learning rate of the cosine schedule, as a fraction of the peak."""
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """``loss`` is the mean over ``tokens`` predicted tokens, in nats."""
+    """The work of some inner steps: mean ``loss`` in nats over ``tokens`` predicted tokens, and ``seconds`` of computing."""
 
     loss: float
     tokens: int
@@ -37,7 +36,7 @@ class StepReport:
 
 
 def learning_rate(training: TrainingSection, step: int, total_steps: int) -> float:
-    """The rate of inner step ``step``, counted from the start of the job: linear warm-up, then constant or a cosine."""
+    """The learning rate of inner step ``step``, counted from the start of the job: linear warm-up, then constant or cosine."""
     if step < training.warmup_steps:
         return training.learning_rate * (step + 1) / training.warmup_steps
     if training.schedule == "constant":
@@ -47,7 +46,7 @@ def learning_rate(training: TrainingSection, step: int, total_steps: int) -> flo
 
 
 class Trainer:
-    """One worker's model, data and inner optimizer. Not thread-safe: one thread computes."""
+    """One worker's model, data and inner optimizer. Not thread-safe."""
 
     def __init__(
         self,
@@ -59,7 +58,7 @@ class Trainer:
         device: torch.device,
         progress: Progress = lambda *_: None,
     ) -> None:
-        """``progress`` hears of every inner step; what it raises ends the work."""
+        """``progress`` is called at every inner step; an exception from it ends the computation."""
         self.corpus = corpus
         self._progress = progress
         self._training = job.training
@@ -95,7 +94,7 @@ class Trainer:
         device: torch.device,
         progress: Progress = lambda *_: None,
     ) -> "Trainer":
-        """A trainer at the job's first parameters. Raises ``JobError`` for data or a model that cannot be trained on here."""
+        """A trainer with the job's initial parameters. Raises ``JobError`` for data or a model that this machine cannot train."""
         steps = job.make_method().steps_per_round
         corpus = open_corpus(job.data, cache_dir, progress)
         check_model(job, vocab_size=corpus.vocab_size, available_bytes=available_bytes, cache_dir=cache_dir)
@@ -115,53 +114,55 @@ class Trainer:
         return self._flat.detach().to("cpu", copy=True)
 
     def storage(self) -> Tensor:
-        """The parameters themselves, ``[n]`` float32 on the device: to change them in place."""
+        """The parameters' own memory, ``[n]`` float32 on the device, for changes in place."""
         return self._flat.data
 
     def load(self, parameters: Tensor) -> None:
-        """Take ``parameters`` (``[n]`` float32); the inner optimizer keeps its state. Raises ``IntegrityError`` for others."""
+        """Replace the parameters by ``[n]`` float32; AdamW keeps its state. Raises ``IntegrityError`` for other shapes."""
         with torch.no_grad():
             self._flat.copy_(check_flat(parameters, self.parameter_count))
 
     def steps(self, round_number: int, slot: int, count: int, *, first: int = 0) -> StepReport:
-        """Do the inner steps [first, first + count) of a round."""
+        """Run the inner steps [first, first + count) of a round."""
         started = time.perf_counter()
         losses, tokens = torch.zeros((), device=self._device), 0
         for step in range(first, first + count):
-            self.reached(step)
+            self.report_steps(step)
             loss, counted = self._backward(round_number, step, slot)
             self._update(round_number, step)
             losses += loss
             tokens += counted
-        self._forget_gradients()
-        self.reached(first + count)
+        self._free_gradients()
+        self.report_steps(first + count)
         return StepReport(float(losses) / max(1, count), tokens, time.perf_counter() - started)
 
-    def reached(self, step: int) -> None:
-        """Report that the inner steps [0, step) of a round are done."""
+    def report_steps(self, step: int) -> None:
+        """Report to ``progress`` that the inner steps [0, step) of a round are done."""
         self._progress("inner steps", step, self._steps_per_round)
 
     def gradient(self, round_number: int, step: int, slot: int) -> tuple[Tensor, StepReport]:
-        """The mean gradient of the slot's batch, ``[n]`` float32 on the CPU, unclipped; the parameters stay."""
+        """The mean gradient of the slot's batch, ``[n]`` float32 on the CPU, unclipped. Parameters do not change."""
         started = time.perf_counter()
         loss, tokens = self._backward(round_number, step, slot)
         gradient = self._gradients().to("cpu", copy=True)
         return gradient, StepReport(float(loss), tokens, time.perf_counter() - started)
 
     def apply_gradient(self, round_number: int, step: int, gradient: Tensor) -> None:
-        """One inner step with this gradient (``[n]`` float32), clipped as one's own would be."""
+        """Run one inner step with ``gradient`` (``[n]`` float32), clipped like a gradient of its own."""
         self._gradients().copy_(check_flat(gradient, self.parameter_count))
         self._update(round_number, step)
 
     def loss(self, round_number: int, step: int, slot: int) -> float:
-        """The loss of the slot's batch at the present parameters. Nothing is kept for a gradient."""
-        self.reached(step)
+        """The loss of the slot's batch at the current parameters, without a graph for gradients."""
+        self.report_steps(step)
         batch = self.corpus.train.take(self._sampler.batch(round_number, step, slot))
         with torch.no_grad():
-            return sum(float(self._loss_sum(part)) for part in self._microbatches(batch)) / _predicted(batch)
+            return sum(float(self._loss_sum(part)) for part in self._microbatches(batch)) / _target_count(
+                batch
+            )
 
     def evaluate(self, batches: int) -> tuple[float, int]:
-        """The mean loss over the first ``batches`` of the validation part, or all of it if it is shorter, and the tokens."""
+        """The mean loss over at most ``batches`` batches of the validation part, and its number of tokens."""
         held_out: Sequences = self.corpus.validation
         count = min(len(held_out), batches * self._training.batch_size)
         total, tokens = 0.0, 0
@@ -172,18 +173,18 @@ class Trainer:
                     numbers = torch.arange(start, min(count, start + self._microbatch_size)).numpy()
                     batch = held_out.take(numbers)
                     total += float(self._loss_sum(batch))
-                    tokens += _predicted(batch)
+                    tokens += _target_count(batch)
         finally:
             self._model.train()
         return total / tokens, tokens
 
     def optimizer_state(self) -> dict[str, Tensor]:
-        """AdamW's state on the CPU, valid until the next step: ``step`` (a scalar) and two moments ``[n]``; empty before the first."""
+        """AdamW's state on the CPU, valid until the next step: scalar ``step`` and two moments ``[n]``; empty before the first step."""
         state = self._optimizer.state.get(self._flat, {})
         return {name: value.detach().to("cpu") for name, value in state.items()}
 
     def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take what ``optimizer_state`` gave. Raises ``IntegrityError`` for anything else."""
+        """Replace AdamW's state by one from ``optimizer_state``. Raises ``IntegrityError`` for anything else."""
         if not state:
             self._optimizer.state.clear()
             return
@@ -198,7 +199,7 @@ class Trainer:
         }
 
     def write(self, folder: Path, parameters: Tensor) -> None:
-        """Write this model with ``parameters`` in HF layout into ``folder``."""
+        """Write the model with ``parameters`` in Hugging Face layout into ``folder``."""
         write_model(self._model, check_flat(parameters, self.parameter_count), folder)
 
     @property
@@ -211,15 +212,15 @@ class Trainer:
         return [(p, part.view(p.shape)) for p, part in zip(parameters, parts, strict=True)]
 
     def _gradients(self) -> Tensor:
-        """The flat gradient. It is made when it is needed: a job of forwards only never has one."""
+        """The flat gradient, allocated on first use: zeroth-order methods never need one."""
         if self._flat.grad is None:
             self._flat.grad = torch.zeros_like(self._flat)
             for parameter, part in self._parts(self._flat.grad):
                 parameter.grad = part
         return self._flat.grad
 
-    def _forget_gradients(self) -> None:
-        """Give their memory back: an exchange needs more than inner steps do."""
+    def _free_gradients(self) -> None:
+        """Free the gradients: the exchange that follows needs the memory."""
         self._flat.grad = None
         for parameter in self._model.parameters():
             parameter.grad = None
@@ -227,7 +228,7 @@ class Trainer:
     def _backward(self, round_number: int, step: int, slot: int) -> tuple[Tensor, int]:
         self._gradients().zero_()
         batch = self.corpus.train.take(self._sampler.batch(round_number, step, slot))
-        tokens = _predicted(batch)
+        tokens = _target_count(batch)
         total = torch.zeros((), device=self._device)
         for part in self._microbatches(batch):
             loss = self._loss_sum(part) / tokens
@@ -254,5 +255,5 @@ class Trainer:
         self._optimizer.step()
 
 
-def _predicted(batch: Tensor) -> int:
+def _target_count(batch: Tensor) -> int:
     return batch.shape[0] * (batch.shape[1] - 1)

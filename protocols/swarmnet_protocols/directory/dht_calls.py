@@ -65,13 +65,13 @@ class GuardedP2P:
             clock = asyncio.get_running_loop().time
             peer = stream.peer
             scope = self._resources.peer(peer, clock())
-            scope.check(Rate.FRAMES, MAX_OWED_S, clock())
-            scope.use(Rate.FRAMES, 1 + len(request) / BYTES_PER_FRAME, clock())
+            scope.check_rate(Rate.FRAMES, MAX_OWED_S, clock())
+            scope.charge(Rate.FRAMES, 1 + len(request) / BYTES_PER_FRAME, clock())
             if len(request) > MAX_REQUEST_BYTES[name]:
                 raise ProtocolViolation(
                     f"{name}: {len(request)} bytes, {MAX_REQUEST_BYTES[name]} are the most"
                 )
-            with scope.hold(Resource.CALLS), scope.hold(Resource.MEMORY, len(request)):
+            with scope.reserve(Resource.CALLS), scope.reserve(Resource.MEMORY, len(request)):
                 await self._door.settled(peer)
                 self._door.check(peer, protocol)
                 call = parse(input_type, request)
@@ -87,7 +87,7 @@ class GuardedP2P:
                 contacts = [self._contacts.mine(), *self._contacts.of(_named_in(reply))]
                 answer = with_contacts(reply.SerializeToString(), contacts)
             if not isinstance(reply, dht_pb2.FindResponse):  # those are charged before they are made
-                scope.use(Rate.FRAMES, len(answer) / BYTES_PER_FRAME, clock())
+                scope.charge(Rate.FRAMES, len(answer) / BYTES_PER_FRAME, clock())
             return answer
 
         await self._calls.serve(protocol, guarded)

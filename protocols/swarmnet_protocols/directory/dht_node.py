@@ -88,8 +88,8 @@ class SwarmDirectoryV1(DHTProtocol):  # type: ignore[misc]
                 break
             known.add(key)
         size = min(size, MAX_ANSWER_BYTES)
-        scope.use(Rate.FRAMES, size / BYTES_PER_FRAME, now)
-        with scope.hold(Resource.MEMORY, _SERIALIZED * size), self.storage.showing(known):
+        scope.charge(Rate.FRAMES, size / BYTES_PER_FRAME, now)
+        with scope.reserve(Resource.MEMORY, _SERIALIZED * size), self.storage.showing(known):
             return await super().rpc_find(request, context)  # which awaits nothing
 
     async def update_routing_table(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from swarmnet_protocols.directory.records import MAX_LIFETIME_S
 from swarmnet_protocols.machine.clock import Clock
-from swarmnet_protocols.net.resources import Exhausted, Reservation, Resource, Scope
+from swarmnet_protocols.net.resources import Reservation, Resource, ResourceLimitReached, Scope
 
 if TYPE_CHECKING:
     from hivemind.dht.routing import DHTID
@@ -104,7 +104,7 @@ class BoundedStorage:
             return False
         try:
             room = self._make_room(len(value))
-        except Exhausted:
+        except ResourceLimitReached:
             return False
         if old is not None:
             self._forget(key, subkey)
@@ -182,10 +182,10 @@ class BoundedStorage:
     def _make_room(self, nbytes: int) -> tuple[Reservation, ...]:
         if self._storer is None:
             return ()
-        number = self._storer.hold(Resource.RECORDS)
+        number = self._storer.reserve(Resource.RECORDS)
         try:
-            return number, self._storer.hold(Resource.RECORD_BYTES, nbytes)
-        except Exhausted:
+            return number, self._storer.reserve(Resource.RECORD_BYTES, nbytes)
+        except ResourceLimitReached:
             number.release()
             raise
 

@@ -104,8 +104,8 @@ class Admissions:
         self._directory = directory
         self._bootstrap = tuple(bootstrap)
         self._timing = Timing()
-        self._newcomers = PendingHandshakes(transport.resources.in_all, Resource.NEWCOMERS)
-        self._asking = PendingHandshakes(transport.resources.in_all, Resource.ADMISSIONS)
+        self._newcomers = PendingHandshakes(transport.resources.system, Resource.PENDING_ADMISSIONS)
+        self._asking = PendingHandshakes(transport.resources.system, Resource.ADMISSIONS)
         self._one = asyncio.Lock()
         self._known: list[str] = []
         self._known_until = 0.0

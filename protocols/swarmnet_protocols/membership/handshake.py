@@ -59,7 +59,7 @@ class Handshakes:
         self._guests: dict[PeerId, AdmittedPeer] = {}
         self._doors: dict[Stream, AdmittedPeer] = {}
         self._remembered: dict[PeerId, None] = {}
-        self._strangers = PendingHandshakes(transport.resources.in_all, Resource.STRANGERS)
+        self._strangers = PendingHandshakes(transport.resources.system, Resource.PENDING_HANDSHAKES)
         self._meetings: dict[tuple[PeerId, tuple[str, ...]], asyncio.Task[None]] = {}
         self._fetching: set[PeerId] = set()
         self._tasks: dict[asyncio.Task[None], None] = {}
@@ -229,7 +229,9 @@ class Handshakes:
         guest = self._guests.get(peer)
         if guest is None:
             scope = self._transport.resources.peer(peer, asyncio.get_running_loop().time())
-            guest = self._guests[peer] = AdmittedPeer(member, certificate, scope.hold(Resource.GUESTS))
+            guest = self._guests[peer] = AdmittedPeer(
+                member, certificate, scope.reserve(Resource.ADMITTED_PEERS)
+            )
         guest.member, guest.certificate = member, certificate
         guest.serials = {each.signer: each.serial for each in said.hello.serials[:MAX_LISTS]}
         guest.spoke.set()

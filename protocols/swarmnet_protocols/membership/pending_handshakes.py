@@ -22,14 +22,14 @@ class PendingHandshakes:
 
     @contextmanager
     def enter(self, stream: Stream) -> Iterator[None]:
-        """A place while the context is open. Raises ``Exhausted`` for a peer that has its share of them."""
+        """A place while the context is open. Raises ``ResourceLimitReached`` for a peer that has its share of them."""
         while (
-            self._in_all.spare(self._resource) < 1 <= stream.scope.spare(self._resource)
+            self._in_all.available(self._resource) < 1 <= stream.scope.available(self._resource)
             and (slowest := self._slowest()) is not None
         ):
             self._waiting.pop(slowest)[0].release()
             slowest.close()
-        hold = stream.scope.hold(self._resource)
+        hold = stream.scope.reserve(self._resource)
         self._waiting[stream] = hold, origin_of(stream.address) or stream.peer
         try:
             yield

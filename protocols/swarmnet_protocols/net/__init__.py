@@ -32,7 +32,7 @@ class ProtocolSpec:
     """Who may open it: members with one of these roles."""
     served_by: frozenset[Role] = frozenset()
     """Whom it may be opened to: members with one of these roles."""
-    is_granted: bool = False
+    has_flow_control: bool = False
     """Whoever serves it may have large payloads sent no faster than it grants them; so whoever opens it listens while it sends."""
 
 

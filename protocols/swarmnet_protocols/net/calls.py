@@ -10,7 +10,7 @@ from swarmnet_protocols.net.resources import Resource
 from swarmnet_protocols.timing import Timing
 
 Answer = Callable[[bytes, Stream], Awaitable[bytes]]
-"""From a request, and the stream on which its caller waits, to the reply. May raise ``NotAuthorised``, ``Exhausted`` and ``ProtocolViolation``."""
+"""From a request, and the stream on which its caller waits, to the reply. May raise ``NotAuthorised``, ``ResourceLimitReached`` and ``ProtocolViolation``."""
 
 
 class Calls:
@@ -30,7 +30,7 @@ class Calls:
             except NotAuthorised as error:
                 stream.refuse(Refusal(str(error)))
                 raise
-            with stream.scope.hold(Resource.MEMORY, len(reply)):
+            with stream.scope.reserve(Resource.MEMORY, len(reply)):
                 await send_within(stream, Message(reply), self._timing.reply_s)
 
         await self._transport.serve(protocol, handle)

@@ -153,8 +153,8 @@ class IntroducedTransport(TransportWrapper):
     def _charge(self, addresses: Sequence[str], now: float) -> None:
         if not addresses:
             raise PeerUnreachable("it is not connected, and has signed no address")
-        self._asker.check(Rate.DIALS, 0.0, now)
-        self._asker.use(Rate.DIALS, 1, now)
+        self._asker.check_rate(Rate.DIALS, 0.0, now)
+        self._asker.charge(Rate.DIALS, 1, now)
 
 
 def _clean(peer: PeerId, address: str, networks: Sequence[Network]) -> str | None:

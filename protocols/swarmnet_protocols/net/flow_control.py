@@ -1,7 +1,13 @@
-"""Large payloads that go no further than whoever reads them has granted: what its line cannot take yet is not sent at all.
+"""Credit-based flow control: a peer with a rate limit gets no more of a large payload than it has granted credit for.
 
-A sender that is held back by slow reading alone has filled p2pd and its sockets before it notices, the better part of a MiB for each
-stream. So a peer that keeps a rate tells whoever opens a stream to it to wait: of a large payload, so much is sent as was granted.
+A sender that only waits for a slow reader fills p2pd and its sockets first, nearly 1 MiB a stream. So the side that serves a stream
+(:class:`ReceiveWindow`), if its link is limited, controls the side that opened it (:class:`SendWindow`):
+
+1. LIMIT, once, before anything else: payloads over this many bytes need credit from here on.
+2. The sender announces such a payload with NEEDS_CREDIT and waits.
+3. CREDIT, repeatedly: this many bytes more may be sent. The receiver charges its rate limiter with them as it grants them.
+
+Smaller payloads (decode steps) need no credit: they are charged when they are read.
 """
 
 import asyncio
@@ -9,153 +15,236 @@ import math
 from collections.abc import Callable
 
 from swarmnet_protocols.errors import ProtocolViolation, StreamEnded
-from swarmnet_protocols.net.rate_limit import PIECE_BYTES, RateLimiter
+from swarmnet_protocols.net.rate_limit import PIECE_BYTES, TINY_BYTES, RateLimiter
 
-WAIT = 0xFFFF_FFFD
-"""In place of the size of a header, once: payloads over the second size, of messages that begin from here on, are to wait for grants."""
-GRANT = 0xFFFF_FFFE
-"""In place of the size of a header: so many bytes more of the payload may be sent as the second size says."""
-WAITS = 0x8000_0000
-"""Added to the size of a header: the payload waits for grants."""
+LIMIT = 0xFFFF_FFFD
+"""In place of the header size, once. The second size is the largest payload that needs no credit."""
+CREDIT = 0xFFFF_FFFE
+"""In place of the header size. The second size is the credit in bytes."""
+NEEDS_CREDIT = 0x8000_0000
+"""Flag in the header size: the payload is sent as credit is granted."""
 MIN_BYTES = PIECE_BYTES
-"""No smaller payload waits, and no smaller grant is made but that of the rest."""
-MAX_UNASKED_BYTES = 1 << 20
-"""Larger ones always do."""
-LARGE_S = 0.02
-"""What a line takes in longer waits. Steps of a few tokens are smaller, and not worth a trip there and back."""
-GRANT_S = 0.03
-"""What a line takes in so long is granted at once, so that fast lines do not grant too often."""
-AHEAD_S = 0.25
-"""What a line takes in so long may be on its way beyond that, over all streams: a trip there and back."""
+"""Smaller payloads never need credit, and no smaller credit is granted, except for the rest of a payload."""
+MAX_UNCREDITED_BYTES = 1 << 20
+"""Larger payloads always need credit."""
+UNCREDITED_S = 0.02
+"""Payloads that the link takes in this time need no credit: a few tokens are not worth the round trip."""
+CREDIT_S = 0.03
+"""Credit is granted for this many seconds of the rate, so that fast links do not send a credit for each piece."""
+IN_FLIGHT_S = 0.25
+"""Credit in flight, over all streams, in seconds of the rate: a round trip."""
+READ_AHEAD_BYTES = 16 << 10
+"""Bytes read at once if they are there: sizes and a small message in one read."""
 
 
-def due_bytes(left_bytes: int, on_its_way_bytes: int, bytes_per_s: float, sharing: int) -> int:
-    """What to grant next of a payload of which so much is not granted, 0 for nothing yet, on a line that so many payloads share."""
-    if on_its_way_bytes > bytes_per_s * AHEAD_S / sharing:
+def due_bytes(left_bytes: int, in_flight_bytes: int, bytes_per_s: float, open_windows: int) -> int:
+    """The credit to grant next for a payload with ``left_bytes`` not granted yet; 0: none before more has come.
+
+    ``open_windows``: receive windows that share the link.
+    """
+    if in_flight_bytes > bytes_per_s * IN_FLIGHT_S / open_windows:
         return 0
-    return int(min(left_bytes, max(MIN_BYTES, bytes_per_s * GRANT_S)))
+    return int(min(left_bytes, max(MIN_BYTES, bytes_per_s * CREDIT_S)))
 
 
 class SendWindow:
-    """The opener's half: what it may send."""
+    """The side that opened the stream: what it may send."""
 
     def __init__(self) -> None:
-        self.waits_over = math.inf
-        """Payloads of more bytes wait for grants."""
+        self.max_uncredited_bytes = math.inf
+        """Larger payloads need credit."""
         self._ungranted_bytes = 0
-        self._granted_bytes = 0
-        self._is_over = False
+        self._credit_bytes = 0
+        self._is_closed = False
         self._changed = asyncio.Event()
 
-    def hear(self, word: int, size_bytes: int) -> None:
-        """What the other side says in place of a message: ``WAIT``, or ``GRANT``.
+    def on_control(self, kind: int, size_bytes: int) -> None:
+        """Handle LIMIT or CREDIT of the other side.
 
-        Raises ``ProtocolViolation`` when it says the first twice, grants what nobody waits for, or too little to be worth it.
+        Raises ``ProtocolViolation`` for a second LIMIT, and for credit that is too small or exceeds the payload.
         """
         least_bytes = min(self._ungranted_bytes, MIN_BYTES)
-        if word == WAIT and math.isinf(self.waits_over):
-            self.waits_over = max(MIN_BYTES, size_bytes)
-        elif word == GRANT and 0 < least_bytes <= size_bytes <= self._ungranted_bytes:
+        if kind == LIMIT and math.isinf(self.max_uncredited_bytes):
+            self.max_uncredited_bytes = max(MIN_BYTES, size_bytes)
+        elif kind == CREDIT and 0 < least_bytes <= size_bytes <= self._ungranted_bytes:
             self._ungranted_bytes -= size_bytes
-            self._granted_bytes += size_bytes
+            self._credit_bytes += size_bytes
             self._changed.set()
         else:
-            what = "a grant" if word == GRANT else "another limit"
-            raise ProtocolViolation(
-                f"{what} of {size_bytes} bytes where {self._ungranted_bytes} wait to be granted"
-            )
+            what = "credit" if kind == CREDIT else "a second limit"
+            raise ProtocolViolation(f"{what} of {size_bytes} bytes while {self._ungranted_bytes} need credit")
 
-    def begin(self, payload_bytes: int) -> None:
-        """A payload of which nothing is granted yet is to be announced. The one before it was sent to its end."""
+    def start(self, payload_bytes: int) -> None:
+        """Begin a payload that needs credit. The one before it has been sent whole."""
         self._ungranted_bytes = payload_bytes
 
-    async def spend(self, most_bytes: int) -> int:
-        """So much may be sent now, ``most_bytes`` at most. Waits for a grant; raises ``StreamEnded`` when there will be none."""
-        while not self._granted_bytes:
-            if self._is_over:
+    async def acquire(self, max_bytes: int) -> int:
+        """Wait for credit and use up to ``max_bytes`` of it: the number of bytes to send. Raises ``StreamEnded`` after ``close``."""
+        while not self._credit_bytes:
+            if self._is_closed:
                 raise StreamEnded("the stream was closed")
             self._changed.clear()
             await self._changed.wait()
-        size_bytes = min(most_bytes, self._granted_bytes)
-        self._granted_bytes -= size_bytes
+        size_bytes = min(max_bytes, self._credit_bytes)
+        self._credit_bytes -= size_bytes
         return size_bytes
 
-    def end(self) -> None:
-        """The stream is closed."""
-        self._is_over = True
+    def close(self) -> None:
+        """The stream is closed. Idempotent."""
+        self._is_closed = True
         self._changed.set()
 
 
 class ReceiveWindow:
-    """The other half: what it grants at the rate of ``line``. ``tell`` sends two sizes in place of a message."""
+    """The side that serves the stream: grants credit at the rate of ``limiter``. ``send_control`` sends LIMIT or CREDIT with a size."""
 
-    def __init__(self, line: RateLimiter, tell: Callable[[int, int], None]) -> None:
-        self._line = line
-        self._tell = tell
+    def __init__(self, limiter: RateLimiter, send_control: Callable[[int, int], None]) -> None:
+        self._limiter = limiter
+        self._send_control = send_control
         self._size_bytes = 0
         self._granted_bytes = 0
-        self._came_bytes = 0
-        self._waits_over: int | None = None
-        self._has_always_waited = line.is_limited
-        self._have_wait()
+        self._received_bytes = 0
+        self._max_uncredited_bytes: int | None = None
+        self._is_limited_from_start = limiter.is_limited
+        self._send_limit()
 
     @property
-    def is_waited_for(self) -> bool:
-        """Whether a payload that waits for grants is coming, and more of it has to come."""
-        return self._came_bytes < self._size_bytes
+    def is_open(self) -> bool:
+        """Whether a payload that needs credit is under way."""
+        return self._received_bytes < self._size_bytes
 
     @property
-    def most_bytes(self) -> int:
-        """What may come now at most, and one byte more for those who send more than that."""
-        more = 1 if self._granted_bytes < self._size_bytes else 0
-        return self._granted_bytes - self._came_bytes + more
+    def max_read_bytes(self) -> int:
+        """The bytes that may come now, and one more to detect a sender that exceeds its credit."""
+        excess = 1 if self._granted_bytes < self._size_bytes else 0
+        return self._granted_bytes - self._received_bytes + excess
 
-    def expect(self, header_bytes: int, payload_bytes: int, *, waits: bool, here_bytes: int) -> None:
-        """A message begins, whose header needs no grant, and of which so much is here already.
+    def start(
+        self, header_bytes: int, payload_bytes: int, *, needs_credit: bool, received_bytes: int
+    ) -> None:
+        """Begin a message, of which ``received_bytes`` have come. Its header needs no credit.
 
-        Raises ``ProtocolViolation`` for a payload that should wait and does not.
+        Raises ``ProtocolViolation`` for a large payload that is sent without credit.
         """
-        if waits:
-            self.end()
+        if needs_credit:
+            self.close()
             self._size_bytes, self._granted_bytes = header_bytes + payload_bytes, header_bytes
-            self._came_bytes = 0
-            self._line.sharing += self.is_waited_for
-            self.take(min(here_bytes, self._size_bytes))
-        elif self._waits_over is None:
-            self._have_wait()
-        elif self._has_always_waited and payload_bytes > self._waits_over:
-            raise ProtocolViolation(f"{payload_bytes} bytes came that should have waited to be granted")
+            self._received_bytes = 0
+            self._limiter.open_windows += self.is_open
+            self.received(min(received_bytes, self._size_bytes))
+        elif self._max_uncredited_bytes is None:
+            self._send_limit()
+        elif self._is_limited_from_start and payload_bytes > self._max_uncredited_bytes:
+            raise ProtocolViolation(f"{payload_bytes} bytes were sent without credit")
 
-    async def go_on(self) -> int:
-        """Grant what is due, as the line allows. How much that was."""
+    async def grant(self) -> int:
+        """Grant the credit that is due, as soon as the limiter allows it. Returns the bytes granted."""
         size_bytes = due_bytes(
             self._size_bytes - self._granted_bytes,
-            self._granted_bytes - self._came_bytes,
-            self._line.bytes_per_s,
-            self._line.sharing,
+            self._granted_bytes - self._received_bytes,
+            self._limiter.bytes_per_s,
+            self._limiter.open_windows,
         )
         if size_bytes:
-            await self._line.turn(size_bytes, of_bytes=self._size_bytes)
+            await self._limiter.acquire(size_bytes, message_bytes=self._size_bytes)
             self._granted_bytes += size_bytes
-            self._tell(GRANT, size_bytes)
+            self._send_control(CREDIT, size_bytes)
         return size_bytes
 
-    def take(self, size_bytes: int) -> None:
-        """So much came of what is waited for. Raises ``ProtocolViolation`` when that is more than was granted."""
-        self._came_bytes += size_bytes
-        if self._came_bytes > self._granted_bytes:
-            raise ProtocolViolation("more of a payload came than was granted")
-        if size_bytes and not self.is_waited_for:
-            self._line.sharing -= 1
+    def received(self, size_bytes: int) -> None:
+        """Count bytes of the payload. Raises ``ProtocolViolation`` when they exceed the credit."""
+        self._received_bytes += size_bytes
+        if self._received_bytes > self._granted_bytes:
+            raise ProtocolViolation("more of a payload came than credit was granted for")
+        if size_bytes and not self.is_open:
+            self._limiter.open_windows -= 1
 
-    def end(self) -> None:
-        """Nothing more comes. Idempotent."""
-        if self.is_waited_for:
-            self._came_bytes = self._size_bytes
-            self._line.sharing -= 1
+    def close(self) -> None:
+        """End the payload under way, if there is one. Idempotent."""
+        if self.is_open:
+            self._received_bytes = self._size_bytes
+            self._limiter.open_windows -= 1
 
-    def _have_wait(self) -> None:
-        if self._line.is_limited:
-            in_a_moment = self._line.bytes_per_s * LARGE_S
-            self._waits_over = int(min(max(MIN_BYTES, in_a_moment), MAX_UNASKED_BYTES))
-            self._tell(WAIT, self._waits_over)
+    def _send_limit(self) -> None:
+        if self._limiter.is_limited:
+            size_bytes = self._limiter.bytes_per_s * UNCREDITED_S
+            self._max_uncredited_bytes = int(min(max(MIN_BYTES, size_bytes), MAX_UNCREDITED_BYTES))
+            self._send_control(LIMIT, self._max_uncredited_bytes)
+
+
+class LimitedReader:
+    """Reads a byte stream no faster than ``limiter`` allows; a payload that needs credit, as ``window`` grants it.
+
+    A cancelled read loses nothing: the next one continues it.
+    """
+
+    def __init__(
+        self, reader: asyncio.StreamReader, limiter: RateLimiter, window: ReceiveWindow | None = None
+    ) -> None:
+        self._reader = reader
+        self._limiter = limiter
+        self._window = window
+        self._buffer = bytearray()
+        self._acquired_bytes = 0
+        """Bytes acquired from the limiter and not read yet."""
+
+    @property
+    def buffered_bytes(self) -> int:
+        """Bytes that ``readexactly`` returns without waiting."""
+        return len(self._buffer)
+
+    async def readexactly(self, size_bytes: int, deadline: asyncio.Timeout | None = None) -> bytes:
+        """As ``StreamReader.readexactly``. ``deadline`` is the sender's: it is suspended while the limiter makes us wait."""
+        while (missing := size_bytes - len(self._buffer)) > 0:
+            if self._window is not None and self._window.is_open:
+                await self._read_credited(self._window, deadline)
+            elif self._limiter.is_limited and size_bytes > TINY_BYTES:
+                wanted = min(PIECE_BYTES, missing)
+                if self._acquired_bytes < wanted:
+                    left_s = _suspend(deadline)
+                    await self._limiter.acquire(wanted - self._acquired_bytes, message_bytes=size_bytes)
+                    self._acquired_bytes = wanted
+                    _resume(deadline, left_s)
+                self._append(await self._reader.read(wanted))
+            elif self._limiter.is_limited or missing > READ_AHEAD_BYTES:
+                self._append(await self._reader.readexactly(missing))
+            else:
+                self._append(await self._reader.read(READ_AHEAD_BYTES))
+        if len(self._buffer) == size_bytes:
+            data, self._buffer = bytes(self._buffer), bytearray()
+        else:
+            data = bytes(memoryview(self._buffer)[:size_bytes])
+            del self._buffer[:size_bytes]
+        return data
+
+    async def _read_credited(self, window: ReceiveWindow, deadline: asyncio.Timeout | None) -> None:
+        left_s = _suspend(deadline)
+        self._acquired_bytes += await window.grant()
+        _resume(deadline, left_s)
+        data = await self._reader.read(window.max_read_bytes)
+        self._append(data)
+        window.received(len(data))
+
+    def _append(self, data: bytes) -> None:
+        """Buffer what was read, and charge what was not acquired before."""
+        if not data:
+            raise asyncio.IncompleteReadError(bytes(self._buffer), None)
+        acquired = min(self._acquired_bytes, len(data))
+        self._acquired_bytes -= acquired
+        if len(data) > acquired:
+            self._limiter.count(len(data) - acquired)
+        self._buffer += data
+
+
+def _suspend(deadline: asyncio.Timeout | None) -> float:
+    """Suspend a deadline. Returns the seconds that were left; infinity if there is none."""
+    until = None if deadline is None else deadline.when()
+    if deadline is None or until is None:
+        return math.inf
+    deadline.reschedule(None)
+    return until - asyncio.get_running_loop().time()
+
+
+def _resume(deadline: asyncio.Timeout | None, left_s: float) -> None:
+    if deadline is not None and not math.isinf(left_s):
+        deadline.reschedule(asyncio.get_running_loop().time() + left_s)

@@ -6,7 +6,7 @@ from typing import NoReturn, Protocol
 
 from swarmnet_protocols.errors import DeadlineExceeded, ProtocolViolation, StreamEnded
 from swarmnet_protocols.net import Buffer, Message, ProtocolSpec, Refusal
-from swarmnet_protocols.net.flow_control import GRANT, WAIT, WAITS, ReceiveWindow, SendWindow
+from swarmnet_protocols.net.flow_control import CREDIT, LIMIT, NEEDS_CREDIT, ReceiveWindow, SendWindow
 from swarmnet_protocols.net.meter import Meter
 from swarmnet_protocols.net.refusal import (
     MAX_REFUSAL_BYTES,
@@ -32,13 +32,15 @@ def check_sizes(header_bytes: int, payload_bytes: int, protocol: ProtocolSpec) -
         )
 
 
-def encode(message: Message, protocol: ProtocolSpec, *, waits_over: float = math.inf) -> tuple[bytes, Buffer]:
-    """The bytes of ``message`` in two parts, so that a large payload is not copied; one over ``waits_over`` bytes waits for grants."""
+def encode(
+    message: Message, protocol: ProtocolSpec, *, max_uncredited_bytes: float = math.inf
+) -> tuple[bytes, Buffer]:
+    """The bytes of ``message`` in two parts, so that a large payload is not copied; one over ``max_uncredited_bytes`` bytes waits for grants."""
     payload = message.payload
     if isinstance(payload, memoryview):
         payload = payload.cast("B")
     check_sizes(len(message.header), len(payload), protocol)
-    waits = WAITS if len(payload) > waits_over else 0
+    waits = NEEDS_CREDIT if len(payload) > max_uncredited_bytes else 0
     return SIZES.pack(len(message.header) + waits, len(payload)) + message.header, payload
 
 
@@ -49,7 +51,7 @@ class ByteReader(Protocol):
         """As of ``asyncio.StreamReader``. ``deadline`` is for what the other side does, not for what holds us back."""
 
     @property
-    def kept_bytes(self) -> int:
+    def buffered_bytes(self) -> int:
         """How much is here that ``readexactly`` has not given yet."""
 
 
@@ -84,7 +86,7 @@ class FrameReader:
     async def read(self) -> Message:
         """The next message, whose bytes ``meter`` holds from before they are read.
 
-        Raises ``StreamEnded`` at the end, ``ProtocolViolation``, now and ever after, for an oversized one, ``Exhausted`` when the peer may
+        Raises ``StreamEnded`` at the end, ``ProtocolViolation``, now and ever after, for an oversized one, ``ResourceLimitReached`` when the peer may
         never have so much on its way, and ``DeadlineExceeded`` when room for it, or a MiB of it, is too long in coming. What the other
         side refuses the stream with is raised as ``StreamRefused``, now and ever after.
         """
@@ -92,12 +94,14 @@ class FrameReader:
             header_bytes, payload_bytes = await self._read_sizes()
             if header_bytes == REFUSED:
                 await self._read_last_word(payload_bytes)
-            waits = self._grants is not None and header_bytes >= WAITS
-            header_bytes -= WAITS * waits
+            waits = self._grants is not None and header_bytes >= NEEDS_CREDIT
+            header_bytes -= NEEDS_CREDIT * waits
             check_sizes(header_bytes, payload_bytes, self._protocol)
             if self._grants is not None and not self._is_expected:
-                here_bytes = self._reader.kept_bytes
-                self._grants.expect(header_bytes, payload_bytes, waits=waits, here_bytes=here_bytes)
+                received_bytes = self._reader.buffered_bytes
+                self._grants.start(
+                    header_bytes, payload_bytes, needs_credit=waits, received_bytes=received_bytes
+                )
                 self._is_expected = True
             body = await self._read_body(header_bytes + payload_bytes)
         except asyncio.IncompleteReadError as error:
@@ -117,9 +121,9 @@ class FrameReader:
         while True:
             if self._sizes is None:
                 self._sizes = SIZES.unpack(await self._reader.readexactly(SIZES.size))
-            if self._allowance is None or self._sizes[0] not in (WAIT, GRANT):
+            if self._allowance is None or self._sizes[0] not in (LIMIT, CREDIT):
                 return self._sizes
-            self._allowance.hear(*self._sizes)
+            self._allowance.on_control(*self._sizes)
             self._sizes = None
 
     async def _read_last_word(self, size_bytes: int) -> NoReturn:
@@ -136,7 +140,7 @@ class FrameReader:
         await self._meter.reserve(size_bytes)
         while True:
             wanted = min(size_bytes - len(self._body), PIECE_BYTES)
-            if wanted <= self._reader.kept_bytes:  # a timer would cost more than the message
+            if wanted <= self._reader.buffered_bytes:  # a timer would cost more than the message
                 piece = await self._reader.readexactly(wanted)
             else:
                 async with asyncio.timeout(self._meter.piece_s) as deadline:

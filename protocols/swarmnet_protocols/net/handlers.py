@@ -13,7 +13,7 @@ from swarmnet_protocols.errors import (
 from swarmnet_protocols.net import Handler, ProtocolSpec, Stream
 from swarmnet_protocols.net.meter import VIOLATION_FRAMES
 from swarmnet_protocols.net.refusal import no_room
-from swarmnet_protocols.net.resources import Exhausted, Rate
+from swarmnet_protocols.net.resources import Rate, ResourceLimitReached
 
 _log = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ async def supervise(handler: Handler, stream: Stream, protocol: ProtocolSpec) ->
     """Run ``handler`` on ``stream`` and close it. A failure is logged: it harms no other stream."""
     try:
         await handler(stream)
-    except Exhausted as error:
+    except ResourceLimitReached as error:
         _log.debug("%s with %s: %s", protocol.id, stream.peer, error)
         stream.refuse(no_room(error))
     except (
@@ -32,7 +32,7 @@ async def supervise(handler: Handler, stream: Stream, protocol: ProtocolSpec) ->
     ) as error:  # anybody can make this happen as often as they like
         _log.debug("%s with %s: %s", protocol.id, stream.peer, error)
     except ProtocolViolation as error:
-        stream.scope.use(Rate.FRAMES, VIOLATION_FRAMES, asyncio.get_running_loop().time())
+        stream.scope.charge(Rate.FRAMES, VIOLATION_FRAMES, asyncio.get_running_loop().time())
         _log.warning("%s with %s: %s", protocol.id, stream.peer, error)
     except SwarmnetError as error:
         _log.warning("%s with %s: %s", protocol.id, stream.peer, error)

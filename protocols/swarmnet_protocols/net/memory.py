@@ -19,7 +19,7 @@ from swarmnet_protocols.net.memory_stream import MemoryStream
 from swarmnet_protocols.net.meter import Meter
 from swarmnet_protocols.net.rate_limit import LinkLimiter
 from swarmnet_protocols.net.refusal import no_room
-from swarmnet_protocols.net.resources import Exhausted, ResourceManager
+from swarmnet_protocols.net.resources import ResourceLimitReached, ResourceManager
 from swarmnet_protocols.net.subnets import SubnetLimits
 from swarmnet_protocols.timing import Timing
 
@@ -320,7 +320,7 @@ class MemoryTransport:
         served, handler = self._handlers[protocol.id]
         try:
             meter = self._crowds.admit(peer, self.network.address_of(peer))
-        except Exhausted as error:
+        except ResourceLimitReached as error:
             client.refused(no_room(error))
             return None
         stream = MemoryStream(self, peer, served, meter)

@@ -44,13 +44,13 @@ class MemoryStream:
         self._closed = False
         self._ended = ""
         self._refusal: Refusal | None = None
-        self._allowance = SendWindow() if protocol.is_granted and meter.is_ours else None
+        self._allowance = SendWindow() if protocol.has_flow_control and meter.is_ours else None
         self._grants: ReceiveWindow | None = None
 
     def connect(self, remote: "MemoryStream") -> None:
         """``remote``, the other end, has opened this one."""
         self.remote, remote.remote = remote, self
-        if self._protocol.is_granted:
+        if self._protocol.has_flow_control:
             self._grants = ReceiveWindow(self._transport.pace.down, self._tell)
 
     @property
@@ -75,8 +75,10 @@ class MemoryStream:
 
     async def send(self, message: Message) -> None:
         async with self._sending:
-            waits_over = math.inf if self._allowance is None else self._allowance.waits_over
-            head, payload = encode(message, self._protocol, waits_over=waits_over)
+            max_uncredited_bytes = (
+                math.inf if self._allowance is None else self._allowance.max_uncredited_bytes
+            )
+            head, payload = encode(message, self._protocol, max_uncredited_bytes=max_uncredited_bytes)
             # The sender may reuse its buffers as soon as this returns.
             message = Message(message.header, bytes(payload))
             size_bytes = len(head) + len(payload)
@@ -86,7 +88,7 @@ class MemoryStream:
             if self._closed or self._ended or self.remote is None:
                 raise self._gone()
             self._unread_bytes += size_bytes
-            incoming = _Incoming(message, size_bytes, waits=len(payload) > waits_over)
+            incoming = _Incoming(message, size_bytes, waits=len(payload) > max_uncredited_bytes)
             if self._allowance is not None and incoming.waits:
                 await self._send_granted(self.remote, incoming, self._allowance)
             else:
@@ -96,11 +98,11 @@ class MemoryStream:
         self, remote: "MemoryStream", incoming: "_Incoming", allowance: SendWindow
     ) -> None:
         left_bytes = len(incoming.message.payload)
-        allowance.begin(left_bytes)
+        allowance.start(left_bytes)
         self._carry(incoming.size_bytes - left_bytes, partial(remote._deliver, incoming))
         try:
             while left_bytes:
-                piece_bytes = await allowance.spend(left_bytes)
+                piece_bytes = await allowance.acquire(left_bytes)
                 left_bytes -= piece_bytes
                 self._carry(
                     piece_bytes, partial(remote._deliver_more, incoming, piece_bytes, is_all=not left_bytes)
@@ -118,13 +120,15 @@ class MemoryStream:
         check_sizes(len(message.header), len(message.payload), self._protocol)
         header_bytes, payload_bytes = size_bytes - len(message.payload), len(message.payload)
         if self._grants is not None and not incoming.is_expected:
-            self._grants.expect(header_bytes, payload_bytes, waits=incoming.waits, here_bytes=header_bytes)
+            self._grants.start(
+                header_bytes, payload_bytes, needs_credit=incoming.waits, received_bytes=header_bytes
+            )
             incoming.is_expected = True
         await self._meter.reserve(size_bytes)
         if self._grants is not None and incoming.waits:
             await self._read_granted(incoming, self._grants)
         else:
-            await self._transport.pace.down.turn(size_bytes, of_bytes=size_bytes)
+            await self._transport.pace.down.acquire(size_bytes, message_bytes=size_bytes)
         self._inbox.popleft()
         if self.remote is not None:
             self.remote._credit(size_bytes)
@@ -142,17 +146,17 @@ class MemoryStream:
                 return first
             if self._allowance is None:
                 raise ProtocolViolation("a grant came that nobody waits for")
-            self._allowance.hear(*first)
+            self._allowance.on_control(*first)
             self._inbox.popleft()
 
     async def _read_granted(self, incoming: "_Incoming", grants: ReceiveWindow) -> None:
-        while grants.is_waited_for:
+        while grants.is_open:
             if self._closed or self._ended:
                 raise self._gone()
             if incoming.more_bytes:
                 more_bytes, incoming.more_bytes = incoming.more_bytes, 0
-                grants.take(more_bytes)
-            elif not await grants.go_on() and not incoming.more_bytes:
+                grants.received(more_bytes)
+            elif not await grants.grant() and not incoming.more_bytes:
                 await self._change()
 
     def close(self) -> None:
@@ -179,7 +183,7 @@ class MemoryStream:
         self._changed.set()
         for half in (self._allowance, self._grants):
             if half is not None:
-                half.end()
+                half.close()
         if remote := self.remote:
             self._network.carry(self._transport.peer_id, self._peer, 0, lambda: remote._end_arrives(reason))
 
@@ -225,7 +229,7 @@ class MemoryStream:
         self._ended = reason
         self._changed.set()
         if self._allowance is not None:
-            self._allowance.end()
+            self._allowance.close()
 
 
 @dataclass(eq=False)

@@ -7,7 +7,7 @@ from typing import Self
 from swarmnet_protocols.errors import DeadlineExceeded, StreamEnded
 from swarmnet_protocols.machine.aio import until
 from swarmnet_protocols.net import Message, PeerId
-from swarmnet_protocols.net.resources import Exhausted, Rate, Resource, ResourceManager, Scope
+from swarmnet_protocols.net.resources import Rate, Resource, ResourceLimitReached, ResourceManager, Scope
 from swarmnet_protocols.timing import Timing
 
 OPENING_FRAMES = 10
@@ -22,9 +22,9 @@ class Meter:
     """Made with the stream, by ``of_theirs`` or ``of_ours``; ``end`` gives back what its messages took, ``close`` everything."""
 
     def __init__(self, scope: Scope, resource: Resource, timing: Timing) -> None:
-        """Raises ``Exhausted``."""
+        """Raises ``ResourceLimitReached``."""
         self.scope = scope
-        self.is_ours = resource is Resource.OWN_STREAMS
+        self.is_ours = resource is Resource.OUTBOUND_STREAMS
         """We opened the stream."""
         self.drop: Callable[[], None] = self.close
         """Ends the stream at once: somebody else needs the room."""
@@ -38,20 +38,20 @@ class Meter:
         self._is_open = True
         self._is_read = False
         """A message is here whole, which lasts until the next one is asked for."""
-        self._stream = scope.hold(resource)
-        self._message = scope.hold(Resource.MEMORY, 0)
-        self._heard = scope.hold(Resource.HEARD, 0)
+        self._stream = scope.reserve(resource)
+        self._message = scope.reserve(Resource.MEMORY, 0)
+        self._heard = scope.reserve(Resource.ACTIVE_STREAMS, 0)
 
     @classmethod
     def of_theirs(cls, resources: ResourceManager, peer: PeerId, timing: Timing) -> Self:
-        """Of a stream that ``peer`` opens. Raises ``Exhausted`` when it may not."""
+        """Of a stream that ``peer`` opens. Raises ``ResourceLimitReached`` when it may not."""
         now = asyncio.get_running_loop().time()
         scope = resources.peer(peer, now)
-        scope.check(Rate.FRAMES, MAX_OWED_S, now)
-        scope.use(Rate.FRAMES, OPENING_FRAMES, now)
-        meter = cls(scope, Resource.STREAMS, timing)
+        scope.check_rate(Rate.FRAMES, MAX_OWED_S, now)
+        scope.charge(Rate.FRAMES, OPENING_FRAMES, now)
+        meter = cls(scope, Resource.INBOUND_STREAMS, timing)
         # The machine of somebody who is at work with us may be busy; who has said nothing at all is not worth the wait.
-        is_at_work = scope.used[Resource.HEARD] or not scope.is_stranger
+        is_at_work = scope.used[Resource.ACTIVE_STREAMS] or not scope.is_unknown
         meter._opening_until = now + (timing.chunk_s if is_at_work else timing.first_message_s)
         return meter
 
@@ -59,7 +59,7 @@ class Meter:
     def of_ours(cls, resources: ResourceManager, peer: PeerId, timing: Timing) -> Self:
         """Of a stream that we open to ``peer``."""
         scope = resources.peer(peer, asyncio.get_running_loop().time())
-        return cls(scope, Resource.OWN_STREAMS, timing)
+        return cls(scope, Resource.OUTBOUND_STREAMS, timing)
 
     async def receive(self, read: Callable[[], Awaitable[Message]]) -> Message:
         """The next message, which ``read`` gives, when its sender may send one. The one before it is done with.
@@ -78,18 +78,18 @@ class Meter:
         self._is_read = True
         size_bytes = len(message.header) + len(message.payload)
         now = self._clock()
-        frames_s = self.scope.use(Rate.FRAMES, 1, now)
-        self._receive_at = now + max(frames_s, self.scope.use(Rate.BYTES_IN, size_bytes, now))
+        frames_s = self.scope.charge(Rate.FRAMES, 1, now)
+        self._receive_at = now + max(frames_s, self.scope.charge(Rate.BYTES_IN, size_bytes, now))
         return message
 
     async def reserve(self, size_bytes: int) -> None:
         """Hold this much for the message that is about to be read, as soon as there is room.
 
-        Raises ``Exhausted`` when there never is so much, ``DeadlineExceeded`` when it is too long in coming, ``StreamEnded`` on a closed stream.
+        Raises ``ResourceLimitReached`` when there never is so much, ``DeadlineExceeded`` when it is too long in coming, ``StreamEnded`` on a closed stream.
         """
         try:
             self._message.resize(size_bytes)
-        except Exhausted:
+        except ResourceLimitReached:
             try:
                 async with asyncio.timeout(self.piece_s):
                     await self._message.grow(size_bytes)
@@ -104,7 +104,7 @@ class Meter:
         if (wait_s := self._send_at - self._clock()) > 0:
             await asyncio.sleep(wait_s)
         now = self._clock()
-        self._send_at = now + self.scope.use(Rate.BYTES_OUT, size_bytes, now)
+        self._send_at = now + self.scope.charge(Rate.BYTES_OUT, size_bytes, now)
 
     def end(self) -> None:
         """No more is read. Idempotent."""

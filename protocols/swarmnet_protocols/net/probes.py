@@ -43,13 +43,13 @@ class Probes:
     async def answer(self, stream: Stream) -> None:
         """Dials nobody but the asker, whose address an established connection has proven: no probe can be turned on others.
 
-        Raises ``Exhausted`` while the asker, or too many of them, are dialled already.
+        Raises ``ResourceLimitReached`` while the asker, or too many of them, are dialled already.
         """
         request = parse(pb.ProbeRequest, (await receive_within(stream, REPLY_S)).header)
         ports = list(dict.fromkeys(request.ports))
         if len(ports) > MAX_PORTS or not all(0 < port < 1 << 16 for port in ports):
             raise ProtocolViolation("a probe names up to 4 ports")
-        with stream.scope.hold(Resource.PROBES):
+        with stream.scope.reserve(Resource.PROBES):
             observed_ip = direct_ip(await self._addresses_of(stream.peer))
             answers = await asyncio.gather(
                 *(speaks_libp2p(observed_ip, port) for port in ports if observed_ip)

@@ -24,7 +24,7 @@ LINK = ProtocolSpec(
     max_payload_bytes=_ACTIVATIONS_BYTES,
     roles=_CLIENT | _HOST,
     served_by=_HOST,
-    is_granted=True,
+    has_flow_control=True,
 )
 PASS = ProtocolSpec(
     "/swarmnet/pass/2",
@@ -32,7 +32,7 @@ PASS = ProtocolSpec(
     max_payload_bytes=_PART_BYTES,
     roles=_CLIENT,
     served_by=_HOST,
-    is_granted=True,
+    has_flow_control=True,
 )
 ADAPTER = ProtocolSpec(
     "/swarmnet/adapter/2",
@@ -40,7 +40,7 @@ ADAPTER = ProtocolSpec(
     max_payload_bytes=_PART_BYTES,
     roles=_CLIENT,
     served_by=_HOST,
-    is_granted=True,
+    has_flow_control=True,
 )
 PING = ProtocolSpec("/swarmnet/ping/1", max_header_bytes=64, roles=ANY_ROLE, served_by=_HOST)
 

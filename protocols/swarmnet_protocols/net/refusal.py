@@ -5,7 +5,7 @@ import struct
 from swarmnet_protocols.errors import OutOfResources, StreamRefused, SwarmnetError
 from swarmnet_protocols.net import Refusal
 from swarmnet_protocols.net.messages import parse
-from swarmnet_protocols.net.resources import Exhausted
+from swarmnet_protocols.net.resources import ResourceLimitReached
 from swarmnet_protocols.wire import door_pb2 as pb
 from swarmnet_protocols.wire import session_pb2
 
@@ -28,7 +28,7 @@ def printable(reason: str) -> str:
     return "".join(filter(str.isprintable, reason[:MAX_REASON_CHARS]))
 
 
-def no_room(error: Exhausted) -> Refusal:
+def no_room(error: ResourceLimitReached) -> Refusal:
     """What a stream is refused with for ``error``. How much of what is taken is nobody's business."""
     return Refusal("it has no room for more at the moment", error.retry_after_s)
 
@@ -73,7 +73,7 @@ class Refused(SwarmnetError):
     @classmethod
     def no_room(cls, error: OutOfResources) -> "Refused":
         """For a resource limit that is reached."""
-        retry_after_s = error.retry_after_s if isinstance(error, Exhausted) else 0.0
+        retry_after_s = error.retry_after_s if isinstance(error, ResourceLimitReached) else 0.0
         return cls(session_pb2.REASON_OUT_OF_MEMORY, str(error), retry_after_s)
 
     @classmethod

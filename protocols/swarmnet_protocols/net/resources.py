@@ -1,7 +1,15 @@
-"""What others may take of this process: one account of everything from the network that takes room or time.
+"""The resource manager: limits on what peers may reserve and use of this process.
 
-Scopes lie within each other: all peers together, each peer, each session of a peer. What is held or used in one counts in all
-around it, and is refused, with nothing taken, where it would pass the limit of any. Time is an argument.
+The model is that of go-libp2p's resource manager:
+
+1. A *resource* is reserved and released (:class:`Resource`: streams, message bytes, sessions). A *rate* is used and recovers with time
+   (:class:`Rate`: messages, bytes, tokens). Memory, streams and CPU time that peers can cause are all one or the other.
+2. *Scopes* lie within each other: the system scope around everything, a peer scope for each peer, and, where a part of the code asks for
+   it, one for a session of a peer. A reservation counts in its scope and in all around it, and is made in all of them or in none.
+3. A peer is *known* while it holds something that takes consent or work: a stream that this process opened, a handshake that
+   succeeded, a session. Identities cost nothing, so a quarter of memory, streams and DHT calls is out of reach of unknown peers.
+
+Time is an argument. The network enforces the limits (``stream_scope.py``, ``subnets.py``); here they are only counted.
 """
 
 import asyncio
@@ -14,106 +22,97 @@ from types import TracebackType
 from typing import Self
 
 from swarmnet_protocols.errors import OutOfResources
+from swarmnet_protocols.net.rate_limit import RateLimit, TokenBucket
 
 RETRY_S = 2.0
-"""A wait to suggest to whoever is refused something that others give back at their leisure."""
+"""Seconds to wait that are suggested to a peer at a resource limit."""
 MIN_SWEEP = 256
-"""Peers that are remembered before it is looked who of them has nothing any more."""
+"""Number of peer scopes from which on idle ones are deleted."""
 
 
 class Resource(StrEnum):
-    """What is held, and given back."""
+    """What is reserved and released."""
 
     MEMORY = "memory_bytes"
-    """Messages that are being read, and those that wait for their turn."""
-    STREAMS = "streams"
-    """Streams that others opened."""
-    HEARD = "heard"
-    """Those of them on which something came."""
-    OWN_STREAMS = "own_streams"
-    """Streams that we opened."""
-    STRANGERS = "strangers"
-    """Callers at the door that have not said who they are."""
-    NEWCOMERS = "newcomers"
-    """Those who have come to ask for a certificate, and have not asked."""
+    """Messages being read, waiting, or being sent."""
+    INBOUND_STREAMS = "inbound_streams"
+    ACTIVE_STREAMS = "active_streams"
+    """Inbound streams on which a message has been received."""
+    OUTBOUND_STREAMS = "outbound_streams"
+    PENDING_HANDSHAKES = "pending_handshakes"
+    """Streams whose opener has not shown its certificate."""
+    PENDING_ADMISSIONS = "pending_admissions"
+    """Streams for requests of a certificate, before the request has come."""
     ADMISSIONS = "admissions"
-    """Those who have asked, and wait for the answer."""
-    GUESTS = "guests"
-    """Members that the door has let in."""
+    """Requests of a certificate that wait for the answer."""
+    ADMITTED_PEERS = "admitted_peers"
+    """Peers whose membership handshake succeeded."""
     CALLS = "calls"
-    """Calls of the DHT that are being answered."""
+    """DHT calls being answered."""
     REPORTS = "reports"
-    """Streams on which others watch what this node says of itself."""
+    """Streams to which the node's status is sent."""
     PROBES = "probes"
-    """Those whose ports are being dialled."""
+    """Requests to dial a peer's port."""
     RECORDS = "records"
+    """DHT records, counted for the peer that stored them here."""
     RECORD_BYTES = "record_bytes"
-    """What is kept for the DHT, by who stored it here."""
     SESSIONS = "sessions"
-    EARLY_LINKS = "early_links"
-    """Links that wait for their session."""
+    PENDING_LINKS = "pending_links"
+    """Links whose session has not opened yet."""
     LINKS = "links"
-    """Those that have found it."""
+    """Links of open sessions."""
     PASSES = "passes"
     CACHE = "cache_bytes"
-    """Keys and values of sessions."""
+    """Key-value caches of sessions."""
     GRAPHS = "graph_bytes"
-    """What forward passes have left for their backward passes."""
+    """Autograd graphs kept between a forward pass and its backward pass."""
     LOG = "log_bytes"
-    """What sessions keep for a hop that may have to be replaced."""
+    """Activations that sessions keep to replay them to a replacement of the next hop."""
     ADAPTERS = "adapters"
     ADAPTER_BYTES = "adapter_bytes"
     TRANSFERS = "transfers"
-    """Others that fetch the state of a training job."""
-    EARLY_ROUNDS = "early_rounds"
-    """Members of rounds that have not begun here."""
+    """Downloads of a training job's state."""
+    PENDING_ROUNDS = "pending_rounds"
+    """Streams of members of rounds that have not begun here."""
     ROUNDS = "rounds"
-    """Those of rounds that have."""
+    """Streams of members of rounds under way."""
 
 
 class Rate(StrEnum):
-    """What is used up as time goes by."""
+    """What is used up and recovers with time."""
 
     FRAMES = "frames"
-    """Messages, and what costs as much as so many of them."""
+    """Messages, and other work counted as a number of messages."""
     BYTES_IN = "bytes_in"
     BYTES_OUT = "bytes_out"
     POSITIONS = "positions"
-    """Tokens that are computed, of each block that is here at once."""
-    REPORTS_TOLD = "reports_told"
+    """Tokens computed, times the number of blocks."""
+    REPORTS_SENT = "reports_sent"
     DIALS = "dials"
-    """Attempts to connect to peers that others named."""
-
-
-@dataclass(frozen=True)
-class RateLimit:
-    """``per_s`` on average, and ``burst`` at once after a quiet time."""
-
-    per_s: float
-    burst: float
+    """Attempts to connect to peers that other peers named."""
 
 
 Limits = Mapping[Resource, int]
 RateLimits = Mapping[Rate, RateLimit]
 
 MIB = 1 << 20
-IN_ALL: Limits = {
+SYSTEM_LIMITS: Limits = {
     Resource.MEMORY: 256 * MIB,
-    Resource.STREAMS: 4096,
-    Resource.STRANGERS: 128,
-    Resource.NEWCOMERS: 32,
+    Resource.INBOUND_STREAMS: 4096,
+    Resource.PENDING_HANDSHAKES: 128,
+    Resource.PENDING_ADMISSIONS: 32,
     Resource.ADMISSIONS: 32,
     Resource.CALLS: 256,
     Resource.REPORTS: 64,
     Resource.PROBES: 8,
     Resource.TRANSFERS: 256,
-    Resource.EARLY_ROUNDS: 256,
+    Resource.PENDING_ROUNDS: 256,
 }
-EACH_PEER: Limits = {
+PEER_LIMITS: Limits = {
     Resource.MEMORY: 64 * MIB + 64 * 1024,
-    Resource.STREAMS: 384,
-    Resource.STRANGERS: 4,
-    Resource.NEWCOMERS: 2,
+    Resource.INBOUND_STREAMS: 384,
+    Resource.PENDING_HANDSHAKES: 4,
+    Resource.PENDING_ADMISSIONS: 2,
     Resource.ADMISSIONS: 2,
     Resource.CALLS: 32,
     Resource.REPORTS: 2,
@@ -121,30 +120,34 @@ EACH_PEER: Limits = {
     Resource.RECORDS: 1024,
     Resource.RECORD_BYTES: 8 * MIB,
     Resource.TRANSFERS: 8,
-    Resource.EARLY_ROUNDS: 8,
+    Resource.PENDING_ROUNDS: 8,
 }
-KEPT: Mapping[Resource, float] = {Resource.MEMORY: 0.25, Resource.STREAMS: 0.25, Resource.CALLS: 0.25}
-"""The share of what all peers may hold that is kept for those we know: identities cost nothing, and many could take all of it."""
-FAMILIAR = (
-    Resource.OWN_STREAMS,
-    Resource.GUESTS,
+KNOWN_PEER_SHARE: Mapping[Resource, float] = {
+    Resource.MEMORY: 0.25,
+    Resource.INBOUND_STREAMS: 0.25,
+    Resource.CALLS: 0.25,
+}
+"""Share of a system limit that only known peers may reserve."""
+KNOWN_BY = (
+    Resource.OUTBOUND_STREAMS,
+    Resource.ADMITTED_PEERS,
     Resource.SESSIONS,
     Resource.LINKS,
     Resource.PASSES,
     Resource.ROUNDS,
 )
-"""We know a peer while it holds any of these: we speak to it, or serve it."""
-FRAMES_IN_ALL = RateLimit(4000.0, 8000.0)
-FRAMES_EACH_PEER = RateLimit(1000.0, 4000.0)
-"""An eager client of a fast host sends some hundred a second, and a relay of many sessions as many for each of them."""
-REPORTS_EACH_PEER = RateLimit(2.0, 1.0)
-DIALS_IN_ALL = RateLimit(2.0, 128.0)
-DIALS_EACH_PEER = RateLimit(0.2, 16.0)
-"""Connections between hosts stay, so a client needs one attempt for each pair of neighbours in its chains, not for each chain."""
+"""A peer is known while it holds any of these."""
+SYSTEM_FRAMES = RateLimit(4000.0, 8000.0)
+PEER_FRAMES = RateLimit(1000.0, 4000.0)
+"""A client of a fast host sends some hundred messages a second; a host of many sessions sends as many for each of them."""
+PEER_REPORTS = RateLimit(2.0, 1.0)
+SYSTEM_DIALS = RateLimit(2.0, 128.0)
+PEER_DIALS = RateLimit(0.2, 16.0)
+"""Connections between hosts last, so a client causes one attempt for each pair of neighbours in its chains, not for each chain."""
 
 
-class Exhausted(OutOfResources):
-    """There is no room, or too much was used. It is worth asking again after ``retry_after_s``."""
+class ResourceLimitReached(OutOfResources):
+    """A resource or rate limit is reached. It is worth trying again after ``retry_after_s``."""
 
     def __init__(self, message: str, retry_after_s: float, *, hint: str = "") -> None:
         super().__init__(message, hint=hint)
@@ -152,7 +155,7 @@ class Exhausted(OutOfResources):
 
 
 class Reservation:
-    """So much of a stock, until ``release``, which is idempotent. A context manager. Made by :meth:`Scope.hold`."""
+    """An amount of a resource, until ``release``, which is idempotent. A context manager. Made by :meth:`Scope.reserve`."""
 
     __slots__ = ("_resource", "_scope", "amount")
 
@@ -162,20 +165,20 @@ class Reservation:
         self.amount = 0
 
     def resize(self, amount: int) -> None:
-        """Hold ``amount`` from now on. Raises ``Exhausted``, and holds what it did, when there is no room for more."""
+        """Change the amount. Raises ``ResourceLimitReached``, and keeps the old amount, at a limit."""
         self._scope.change(self._resource, amount - self.amount)
         self.amount = amount
 
     async def grow(self, amount: int) -> None:
-        """Hold ``amount`` as soon as there is room. Raises ``Exhausted`` at once where there never is so much."""
+        """Change the amount as soon as the limits allow it. Raises ``ResourceLimitReached`` if they never do."""
         while True:
             try:
                 self.resize(amount)
                 return
-            except Exhausted:
-                if not self._scope.can_ever_hold(self._resource, amount):
+            except ResourceLimitReached:
+                if not self._scope.can_ever_reserve(self._resource, amount):
                     raise
-            await self._scope.room_for(self._resource, amount - self.amount)
+            await self._scope.wait_available(self._resource, amount - self.amount)
 
     def release(self) -> None:
         self.resize(0)
@@ -190,47 +193,46 @@ class Reservation:
 
 
 class Scope:
-    """One account within others. Limits are looked up at each use: they may change at any time."""
+    """Reservations and used rates of the system, a peer or a session. Limits are read at each use: they may change at any time."""
 
     def __init__(
-        self, name: str, resources: Limits, flows: RateLimits, parent: "Scope | None" = None
+        self, name: str, limits: Limits, rate_limits: RateLimits, parent: "Scope | None" = None
     ) -> None:
         self.name = name
         self.used: Counter[Resource] = Counter()
-        self._resources = resources
-        self._flows = flows
-        self._credits: dict[Rate, tuple[float, float]] = {}
-        """How much may be used at once, as it was at a time; below zero, what is owed."""
+        self._limits = limits
+        self._rate_limits = rate_limits
+        self._buckets: dict[Rate, TokenBucket] = {}
         self._path: tuple[Scope, ...] = (self, *(parent._path if parent else ()))
         self.refused: Counter[Resource | Rate] = Counter()
+        """How often a limit was reached. Only in the system scope."""
         self.spent: dict[Rate, float] = dict.fromkeys(Rate, 0.0)
-        """These of the outermost scope only: how often there was no room, and all that was ever used."""
+        """All that was used since the start. Only in the system scope."""
         self._waiting: dict[asyncio.Event, tuple[Resource, float]] = {}
-        """Who waits for how much room in this scope."""
+        """Reservations that wait for an amount to be available in this scope."""
 
-    def hold(self, resource: Resource, amount: int = 1) -> Reservation:
-        """Raises ``Exhausted`` where there is no room in this scope or one around it."""
-        hold = Reservation(self, resource)
-        hold.resize(amount)
-        return hold
+    def reserve(self, resource: Resource, amount: int = 1) -> Reservation:
+        """Raises ``ResourceLimitReached`` at the limit of this scope or one around it."""
+        reservation = Reservation(self, resource)
+        reservation.resize(amount)
+        return reservation
 
-    def spare(self, resource: Resource) -> float:
-        """How much more may be held as far as this scope alone is concerned; infinite without a limit, below zero over it."""
-        return self._resources.get(resource, math.inf) - self.used[resource]
+    def available(self, resource: Resource) -> float:
+        """The amount left in this scope alone: infinite without a limit, negative if the limit was lowered meanwhile."""
+        return self._limits.get(resource, math.inf) - self.used[resource]
 
-    def can_hold(self, resource: Resource, amount: int) -> bool:
-        """Whether there is room for so much more."""
+    def can_reserve(self, resource: Resource, amount: int) -> bool:
         return all(scope.used[resource] + amount <= self._limit_in(scope, resource) for scope in self._path)
 
-    def can_ever_hold(self, resource: Resource, amount: int) -> bool:
-        """Whether there is room for so much when nothing else is held."""
+    def can_ever_reserve(self, resource: Resource, amount: int) -> bool:
+        """Whether the limits allow the amount when nothing else is reserved."""
         return all(amount <= self._limit_in(scope, resource) for scope in self._path)
 
-    async def room_for(self, resource: Resource, amount: int) -> None:
-        """Wait until so much may be held as far as the first scope is concerned that has no room for it now."""
+    async def wait_available(self, resource: Resource, amount: int) -> None:
+        """Wait until the innermost scope that lacks ``amount`` has it. An outer one may then lack it: try again."""
         for scope in self._path:
-            needed = amount + scope._resources.get(resource, 0) - self._limit_in(scope, resource)
-            if scope.spare(resource) < needed:
+            needed = amount + scope._limits.get(resource, 0) - self._limit_in(scope, resource)
+            if scope.available(resource) < needed:
                 freed = asyncio.Event()
                 scope._waiting[freed] = resource, needed
                 try:
@@ -239,167 +241,174 @@ class Scope:
                     del scope._waiting[freed]
                 return
 
-    def use(self, flow: Rate, amount: float, now: float) -> float:
-        """Use so much at ``now``; how many seconds to wait before anything more is used.
+    def charge(self, rate: Rate, amount: float, now: float) -> float:
+        """Use ``amount`` at ``now``. Returns the seconds to wait before anything more is used.
 
-        A scope that has used less than half of its own burst does not wait for those around it: others are too many then.
+        A scope with more than half of its own burst left does not wait for the scopes around it: those are overloaded by others.
         """
-        self._path[-1].spent[flow] += amount
+        self._path[-1].spent[rate] += amount
         wait_s, is_modest = 0.0, False
         for scope in self._path:
-            rate = scope._flows.get(flow)
-            if rate is not None:
-                credit = scope._credit(flow, rate, now) - amount
-                scope._credits[flow] = credit, now
+            if (bucket := scope._bucket(rate, now)) is not None:
+                bucket.take(amount, now)
                 if not is_modest:
-                    wait_s = max(wait_s, -credit / rate.per_s)
-                is_modest = is_modest or credit >= rate.burst / 2
+                    wait_s = max(wait_s, bucket.wait_s(now))
+                is_modest = is_modest or bucket.level(now) >= bucket.limit.burst / 2
         return wait_s
 
-    def check(self, flow: Rate, max_wait_s: float, now: float) -> None:
-        """Raise ``Exhausted`` when so much was used that it takes more than ``max_wait_s`` until more may be."""
-        wait_s = self.use(flow, 0, now)
+    def check_rate(self, rate: Rate, max_wait_s: float, now: float) -> None:
+        """Raise ``ResourceLimitReached`` if more than ``max_wait_s`` have to pass before anything more may be used."""
+        wait_s = self.charge(rate, 0, now)
         if wait_s > max_wait_s:
-            self._path[-1].refused[flow] += 1
-            raise Exhausted(f"too many {flow.replace('_', ' ')} of {self.name}", wait_s)
+            self._path[-1].refused[rate] += 1
+            raise ResourceLimitReached(f"too many {rate.replace('_', ' ')} of {self.name}", wait_s)
 
-    def within(self, name: str, resources: Limits) -> "Scope":
-        """A scope within this one, which lasts as long as somebody has it."""
-        return Scope(name, resources, {}, self)
+    def child(self, name: str, limits: Limits) -> "Scope":
+        """A scope within this one."""
+        return Scope(name, limits, {}, self)
 
     def is_idle(self, now: float) -> bool:
-        """Whether to forget this scope changes nothing: nothing is held, nothing owed."""
+        """Whether nothing is reserved and every rate has recovered, so that the scope can be deleted."""
         return not any(self.used.values()) and all(
-            self._credit(flow, rate, now) >= rate.burst for flow, rate in self._flows.items()
+            (bucket := self._bucket(rate, now)) is None or bucket.level(now) >= bucket.limit.burst
+            for rate in self._rate_limits
         )
 
     def change(self, resource: Resource, amount: int) -> None:
-        """What holds do: take so much more, or give it back. Raises ``Exhausted``."""
+        """Reserve ``amount`` more in this scope and all around it; negative: release. Raises ``ResourceLimitReached``."""
         if amount > 0:
             for scope in self._path:
                 limit = self._limit_in(scope, resource)
                 if scope.used[resource] + amount > limit:
                     self._path[-1].refused[resource] += 1
                     what = f"{scope.used[resource]} of {limit} {resource.replace('_', ' ')} of {scope.name} are taken"
-                    raise Exhausted(what, RETRY_S)
+                    raise ResourceLimitReached(what, RETRY_S)
         for scope in self._path:
             scope.used[resource] += amount
             if amount < 0:
                 scope.wake(resource)
 
-    def _limit_in(self, scope: "Scope", resource: Resource) -> float:
-        """How much ``scope``, around us or ourselves, may hold before it refuses us."""
-        limit = scope._resources.get(resource, math.inf)
-        if scope is self._path[-1] and resource in KEPT and limit < math.inf and self.is_stranger:
-            limit -= int(limit * KEPT[resource])
-        return limit
-
     @property
-    def is_stranger(self) -> bool:
-        """Whether this is of a peer, or of something of a peer, that we do not know."""
-        return len(self._path) > 1 and not any(self._path[-2].used[resource] for resource in FAMILIAR)
+    def is_unknown(self) -> bool:
+        """Whether this is the scope of an unknown peer, or lies within it."""
+        return len(self._path) > 1 and not any(self._path[-2].used[resource] for resource in KNOWN_BY)
 
     def wake(self, resource: Resource) -> None:
-        """Those for whom there is room. To wake the others would cost more than what somebody may have them wait with."""
+        """Wake the reservations for which there is enough. Waking all would let one peer cost time with many that wait."""
         for freed, (wanted, amount) in self._waiting.items():
-            if wanted is resource and amount <= self.spare(resource):
+            if wanted is resource and amount <= self.available(resource):
                 freed.set()
 
-    def _credit(self, flow: Rate, rate: RateLimit, now: float) -> float:
-        credit, then = self._credits.get(flow, (rate.burst, now))
-        return min(rate.burst, credit + (now - then) * rate.per_s)
+    def _limit_in(self, scope: "Scope", resource: Resource) -> float:
+        """The limit of ``scope``, this one or one around it, as far as this scope may reach it."""
+        limit = scope._limits.get(resource, math.inf)
+        if scope is self._path[-1] and resource in KNOWN_PEER_SHARE and limit < math.inf and self.is_unknown:
+            limit -= int(limit * KNOWN_PEER_SHARE[resource])
+        return limit
+
+    def _bucket(self, rate: Rate, now: float) -> TokenBucket | None:
+        """The token bucket of ``rate`` at its current limit; None without a limit."""
+        limit = self._rate_limits.get(rate)
+        if limit is None:
+            return None
+        bucket = self._buckets.get(rate)
+        if bucket is None:
+            bucket = self._buckets[rate] = TokenBucket(limit, now)
+        elif bucket.limit is not limit:
+            bucket.set_limit(limit, now)
+        return bucket
 
 
 @dataclass(frozen=True)
-class Account:
-    """What is held of one stock, its limit in all and that of each peer, and how often there was no room."""
+class Usage:
+    """The use of one resource: the amount reserved, its limits, and how often a limit was reached."""
 
     used: int
-    in_all: int | None
-    each_peer: int | None
+    system: int | None
+    per_peer: int | None
     refused: int
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Everything as it is now, for metrics. ``spent`` has all that was used since the start."""
+    """The state of a resource manager, for metrics. ``spent`` is what was used of each rate since the start."""
 
     peers: int
-    resources: Mapping[Resource, Account]
+    resources: Mapping[Resource, Usage]
     spent: Mapping[Rate, float]
 
 
 class ResourceManager:
-    """The outermost scope and those of peers. Whatever is served to others at one place on the network shares one."""
+    """The system scope and the peer scopes. Everything that is served over one transport shares one."""
 
     def __init__(self) -> None:
-        self._in_all: dict[Resource, int] = dict(IN_ALL)
-        self._each_peer: dict[Resource, int] = dict(EACH_PEER)
-        self._rates_in_all: dict[Rate, RateLimit] = {
-            Rate.FRAMES: FRAMES_IN_ALL,
-            Rate.DIALS: DIALS_IN_ALL,
+        self._system_limits: dict[Resource, int] = dict(SYSTEM_LIMITS)
+        self._peer_limits: dict[Resource, int] = dict(PEER_LIMITS)
+        self._system_rates: dict[Rate, RateLimit] = {
+            Rate.FRAMES: SYSTEM_FRAMES,
+            Rate.DIALS: SYSTEM_DIALS,
         }
-        self._rates_each_peer: dict[Rate, RateLimit] = {
-            Rate.FRAMES: FRAMES_EACH_PEER,
-            Rate.REPORTS_TOLD: REPORTS_EACH_PEER,
-            Rate.DIALS: DIALS_EACH_PEER,
+        self._peer_rates: dict[Rate, RateLimit] = {
+            Rate.FRAMES: PEER_FRAMES,
+            Rate.REPORTS_SENT: PEER_REPORTS,
+            Rate.DIALS: PEER_DIALS,
         }
-        self.in_all = Scope("all peers", self._in_all, self._rates_in_all)
+        self.system = Scope("all peers", self._system_limits, self._system_rates)
         self._peers: dict[str, Scope] = {}
         self._sweep_at = MIN_SWEEP
 
     def peer(self, peer: str, now: float) -> Scope:
-        """The scope of a peer. It is remembered while something is held in it, or owed."""
+        """The scope of a peer. It is kept until it is idle."""
         if peer not in self._peers:
             if len(self._peers) >= self._sweep_at:
                 self._peers = {each: scope for each, scope in self._peers.items() if not scope.is_idle(now)}
                 self._sweep_at = max(MIN_SWEEP, 2 * len(self._peers))
-            self._peers[peer] = Scope(peer, self._each_peer, self._rates_each_peer, self.in_all)
+            self._peers[peer] = Scope(peer, self._peer_limits, self._peer_rates, self.system)
         return self._peers[peer]
 
     def find(self, peer: str) -> Scope | None:
-        """The scope of a peer, if anything has been held or used in it lately."""
+        """The scope of a peer, if it has one."""
         return self._peers.get(peer)
 
-    def streams_of_known(self) -> int:
-        """How many streams there are with peers that we know."""
+    def known_peer_streams(self) -> int:
+        """The number of streams with known peers, in both directions."""
         return sum(
-            scope.used[Resource.STREAMS] + scope.used[Resource.OWN_STREAMS]
+            scope.used[Resource.INBOUND_STREAMS] + scope.used[Resource.OUTBOUND_STREAMS]
             for scope in self._peers.values()
-            if not scope.is_stranger
+            if not scope.is_unknown
         )
 
-    def limit(self, resource: Resource, *, in_all: int | None = None, each_peer: int | None = None) -> None:
-        """Change limits from now on; None leaves one as it is. What is held stays, even if it is more."""
-        if in_all is not None:
-            self._in_all[resource] = in_all
-            self.in_all.wake(resource)
-        if each_peer is not None:
-            self._each_peer[resource] = each_peer
+    def limit(self, resource: Resource, *, system: int | None = None, per_peer: int | None = None) -> None:
+        """Change limits; None keeps one. What is reserved stays reserved, even above the new limit."""
+        if system is not None:
+            self._system_limits[resource] = system
+            self.system.wake(resource)
+        if per_peer is not None:
+            self._peer_limits[resource] = per_peer
             for scope in self._peers.values():
                 scope.wake(resource)
 
     def limit_rate(
-        self, flow: Rate, *, in_all: RateLimit | None = None, each_peer: RateLimit | None = None
+        self, rate: Rate, *, system: RateLimit | None = None, per_peer: RateLimit | None = None
     ) -> None:
-        """Change rates from now on; None leaves one as it is."""
-        if in_all is not None:
-            self._rates_in_all[flow] = in_all
-        if each_peer is not None:
-            self._rates_each_peer[flow] = each_peer
+        """Change rate limits; None keeps one."""
+        if system is not None:
+            self._system_rates[rate] = system
+        if per_peer is not None:
+            self._peer_rates[rate] = per_peer
 
     def snapshot(self) -> Snapshot:
-        used, refused = self.in_all.used, self.in_all.refused
+        used, refused = self.system.used, self.system.refused
         return Snapshot(
             peers=len(self._peers),
             resources={
-                resource: Account(
+                resource: Usage(
                     used[resource],
-                    self._in_all.get(resource),
-                    self._each_peer.get(resource),
+                    self._system_limits.get(resource),
+                    self._peer_limits.get(resource),
                     refused[resource],
                 )
                 for resource in Resource
             },
-            spent=dict(self.in_all.spent),
+            spent=dict(self.system.spent),
         )

@@ -61,11 +61,13 @@ class SubnetLimits:
         self._crowds: dict[str, dict[Meter, None]] = {}
 
     def admit(self, peer: PeerId, address: str) -> Meter:
-        """The meter of a stream that ``peer`` opens from there. Raises ``Exhausted`` when it may not have one more itself."""
+        """The meter of a stream that ``peer`` opens from there. Raises ``ResourceLimitReached`` when it may not have one more itself."""
         now = asyncio.get_running_loop().time()
         scope = self._resources.peer(peer, now)
-        scope.check(Rate.FRAMES, MAX_OWED_S, now)  # who owes too much displaces nobody
-        if scope.spare(Resource.STREAMS) >= 1 and not scope.can_hold(Resource.STREAMS, 1):
+        scope.check_rate(Rate.FRAMES, MAX_OWED_S, now)  # who owes too much displaces nobody
+        if scope.available(Resource.INBOUND_STREAMS) >= 1 and not scope.can_reserve(
+            Resource.INBOUND_STREAMS, 1
+        ):
             self._displace()
         meter = Meter.of_theirs(self._resources, peer, self._timing)
         origin = origin_of(address) or peer
@@ -76,7 +78,7 @@ class SubnetLimits:
     def _displace(self) -> None:
         for crowd in sorted(self._crowds.values(), key=len, reverse=True):
             for meter in crowd:
-                if meter.scope.is_stranger:
+                if meter.scope.is_unknown:
                     meter.drop()
                     return
 

@@ -12,7 +12,7 @@ from itertools import count
 import torch
 
 from swarmnet_protocols.errors import OutOfResources, ProtocolViolation, SwarmnetError
-from swarmnet_protocols.net.resources import Exhausted, Reservation
+from swarmnet_protocols.net.resources import Reservation, ResourceLimitReached
 from swarmnet_protocols.session.steps import Row, Step, check_rows
 
 REPLAY_POSITIONS = 512
@@ -113,7 +113,7 @@ class ActivationLog:
         self._pending_bytes += step.values.nbytes
         try:
             self._hold()
-        except Exhausted:
+        except ResourceLimitReached:
             self._pending_bytes -= step.values.nbytes
             raise
         self._lengths.update({row.sequence: row.end for row in step.rows})
@@ -236,7 +236,7 @@ class ActivationLog:
         """Hold as much as there is now. The folded part goes where there is no room for it."""
         try:
             self._room.resize(self.nbytes)
-        except Exhausted:
+        except ResourceLimitReached:
             self._sequences, self._folded_bytes = None, 0
             self._room.resize(self.nbytes)
 

@@ -7,7 +7,7 @@ import hashlib
 
 import torch
 
-from swarmnet_protocols.net.resources import Exhausted, Reservation
+from swarmnet_protocols.net.resources import Reservation, ResourceLimitReached
 from swarmnet_protocols.session.steps import Step, encode_tensor
 
 MAX_DIGEST_POSITIONS = 256
@@ -48,7 +48,7 @@ class ReceivedDigests:
                 self._sequences[row.sequence] = before.get(row.source, b"")
         try:
             self._room.resize(sum(map(len, self._sequences.values())))
-        except Exhausted:
+        except ResourceLimitReached:
             self._sequences = None
             self._room.resize(0)
 

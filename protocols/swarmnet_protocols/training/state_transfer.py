@@ -118,7 +118,7 @@ class StateServer:
 
     async def _answer(self, stream: Stream) -> None:
         try:
-            with stream.scope.hold(Resource.TRANSFERS):
+            with stream.scope.reserve(Resource.TRANSFERS):
                 while True:
                     message = await receive_within(stream, self._timing.client_silence_s)
                     await self._reply(stream, parse(pb.StateRequest, message.header))

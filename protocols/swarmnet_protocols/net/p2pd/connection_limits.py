@@ -159,7 +159,7 @@ class Guard:
         connections = self._connections.see(await self._daemon.packed_connections(), now)
         there = {each.peer_id for each in connections}
         self._dialled = {peer: at for peer, at in self._dialled.items() if peer in there or at >= now}
-        limit_bytes = self._max_memory_bytes + STREAM_BYTES * self._resources.streams_of_known()
+        limit_bytes = self._max_memory_bytes + STREAM_BYTES * self._resources.known_peer_streams()
         if self._daemon.memory_bytes() <= limit_bytes:
             self._above_since = None
         elif self._above_since is None:
@@ -187,8 +187,8 @@ class Guard:
 
     def _worth(self, each: Connection, now: float) -> Worth:
         scope = self._resources.find(each.peer_id)
-        if each.peer_id in self._dialled or (scope is not None and not scope.is_stranger):
+        if each.peer_id in self._dialled or (scope is not None and not scope.is_unknown):
             return Worth.KNOWN
-        if scope is not None and (scope.used[Resource.STREAMS] or scope.used[Resource.CALLS]):
+        if scope is not None and (scope.used[Resource.INBOUND_STREAMS] or scope.used[Resource.CALLS]):
             return Worth.USED
         return Worth.NEW if now - each.since < NEW_S else Worth.IDLE

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from swarmnet_protocols.errors import ConfigError, SwarmnetError
-from swarmnet_protocols.net.resources import IN_ALL, Resource
+from swarmnet_protocols.net.resources import SYSTEM_LIMITS, Resource
 
 _log = logging.getLogger(__name__)
 
-OPEN_FILES = 2 * IN_ALL[Resource.STREAMS]
+OPEN_FILES = 2 * SYSTEM_LIMITS[Resource.INBOUND_STREAMS]
 """Every stream is a descriptor, here and in p2pd; the usual limit of 1024 is less than what peers may open."""
 
 _STARTUP_S = 20.0

@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 from swarmnet_protocols.errors import StreamEnded
 from swarmnet_protocols.net import Buffer, Message, PeerId, ProtocolSpec, Refusal
-from swarmnet_protocols.net.flow_control import ReceiveWindow, SendWindow
+from swarmnet_protocols.net.flow_control import LimitedReader, ReceiveWindow, SendWindow
 from swarmnet_protocols.net.framing import FrameReader, encode
 from swarmnet_protocols.net.meter import Meter
 from swarmnet_protocols.net.p2pd.daemon import unpack_multiaddr
 from swarmnet_protocols.net.p2pd.pipe import Pipe
-from swarmnet_protocols.net.rate_limit import PIECE_BYTES, LimitedReader, LinkLimiter
+from swarmnet_protocols.net.rate_limit import PIECE_BYTES, LinkLimiter
 from swarmnet_protocols.net.refusal import ENDED, LINGER_S, SIZES, encode_refusal
 from swarmnet_protocols.net.resources import Scope
 
@@ -51,9 +51,9 @@ class P2pdStream:
         self._closed = False
         self._owed = bytearray()
         """What is to be granted, and has to wait for the end of a message."""
-        self._allowance = SendWindow() if protocol.is_granted and meter.is_ours else None
+        self._allowance = SendWindow() if protocol.has_flow_control and meter.is_ours else None
         self._grants = (
-            ReceiveWindow(pace.down, self._tell) if protocol.is_granted and not meter.is_ours else None
+            ReceiveWindow(pace.down, self._tell) if protocol.has_flow_control and not meter.is_ours else None
         )
         reader = LimitedReader(pipe.reader, pace.down, self._grants)
         self._frames = FrameReader(reader, protocol, meter, allowance=self._allowance, grants=self._grants)
@@ -80,14 +80,16 @@ class P2pdStream:
             self._tell_owed()
 
     async def _send(self, message: Message) -> None:
-        waits_over = math.inf if self._allowance is None else self._allowance.waits_over
-        head, payload = encode(message, self._protocol, waits_over=waits_over)
+        max_uncredited_bytes = math.inf if self._allowance is None else self._allowance.max_uncredited_bytes
+        head, payload = encode(message, self._protocol, max_uncredited_bytes=max_uncredited_bytes)
         await self._meter.send(len(head) + len(payload))
         self._check_open()
         if self._pipe.writer.is_closing() or self._pipe.reader.at_eof() or self._frames.is_over:
             raise StreamEnded("the stream ended")
-        if len(payload) > waits_over or (self._up.is_limited and len(head) + len(payload) > PIECE_BYTES):
-            await self._write_in_pieces(head, memoryview(payload), waits=len(payload) > waits_over)
+        if len(payload) > max_uncredited_bytes or (
+            self._up.is_limited and len(head) + len(payload) > PIECE_BYTES
+        ):
+            await self._write_in_pieces(head, memoryview(payload), waits=len(payload) > max_uncredited_bytes)
             return
         await self._turn(len(head) + len(payload), of_bytes=len(head) + len(payload))
         self._pipe.writer.write(head)
@@ -98,7 +100,7 @@ class P2pdStream:
     async def _write_in_pieces(self, head: bytes, payload: memoryview, *, waits: bool) -> None:
         allowance = self._allowance if waits else None
         if allowance is not None:
-            allowance.begin(len(payload))
+            allowance.start(len(payload))
         piece: Buffer = head
         sent_bytes = 0
         try:
@@ -109,7 +111,7 @@ class P2pdStream:
                 await self._pipe.writer.drain()
                 next_bytes = min(PIECE_BYTES, len(payload) - sent_bytes)
                 if allowance is not None and next_bytes:
-                    next_bytes = await allowance.spend(next_bytes)
+                    next_bytes = await allowance.acquire(next_bytes)
                 piece = payload[sent_bytes : sent_bytes + next_bytes]
                 sent_bytes += next_bytes
         except BaseException:
@@ -118,7 +120,7 @@ class P2pdStream:
         self._is_halfway = False
 
     async def _turn(self, size_bytes: int, *, of_bytes: int) -> None:
-        await self._up.turn(size_bytes, of_bytes=of_bytes)
+        await self._up.acquire(size_bytes, message_bytes=of_bytes)
         self._check_open()
         self._sent_bytes += size_bytes
         begins = max(self.arrives_by, asyncio.get_running_loop().time())
@@ -175,7 +177,7 @@ class P2pdStream:
         self._meter.end()
         for half in (self._allowance, self._grants):
             if half is not None:
-                half.end()
+                half.close()
         if last_word and not self._is_halfway:
             self._pipe.end(last_word, within_s=within_s)
         else:

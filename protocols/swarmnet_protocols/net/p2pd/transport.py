@@ -32,7 +32,7 @@ from swarmnet_protocols.net.p2pd.stream import P2pdStream
 from swarmnet_protocols.net.p2pd.wire_meter import WireMeter
 from swarmnet_protocols.net.rate_limit import LinkLimiter
 from swarmnet_protocols.net.refusal import LINGER_S, encode_refusal, no_room
-from swarmnet_protocols.net.resources import Exhausted, ResourceManager
+from swarmnet_protocols.net.resources import ResourceLimitReached, ResourceManager
 from swarmnet_protocols.net.subnets import SubnetLimits
 from swarmnet_protocols.timing import Timing
 
@@ -323,7 +323,7 @@ class P2pdTransport:
         peer = PeerId(PeerID(info.peer).to_base58())
         try:
             meter = self._crowds.admit(peer, unpack_multiaddr(info.addr) if info.addr else "")
-        except Exhausted as error:
+        except ResourceLimitReached as error:
             _log.debug("no stream of %s is taken: %s", peer, error)
             refusal = encode_refusal(no_room(error))
             if len(self._turned_away) < MAX_LINGERING:
@@ -379,8 +379,8 @@ class P2pdTransport:
                 except (OSError, PeerUnreachable) as error:  # no file is left, say: estimates stand
                     _log.debug("it is not seen what p2pd carries: %s", error)
                 else:
-                    up.settle(carried.up, sees_all=sees_all)
-                    down.settle(carried.down, sees_all=sees_all)
+                    up.reconcile(carried.up, is_complete=sees_all)
+                    down.reconcile(carried.down, is_complete=sees_all)
                     settled_bytes = up.total_bytes + down.total_bytes
             await asyncio.sleep(_SETTLE_S if is_limited else _SETTLE_UNLIMITED_S)
 

@@ -151,9 +151,9 @@ class Averager:
     ) -> None:
         scope = typed.stream.scope
         try:
-            with scope.hold(Resource.EARLY_ROUNDS):
+            with scope.reserve(Resource.PENDING_ROUNDS):
                 runner = await self._runner_of(hello.exchange_number)
-            with scope.hold(Resource.ROUNDS):
+            with scope.reserve(Resource.ROUNDS):
                 await runner.serve(typed, hello.agreement)
         except ProtocolViolation as error:
             await typed.send(pb.ExchangeReply(refused=pb.ExchangeRefused(detail=str(error)[:500])))

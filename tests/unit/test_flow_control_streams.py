@@ -1,4 +1,4 @@
-"""A stream to a peer that keeps a rate: large payloads come as they are granted. p2pd is left out: its socket is one of a pair."""
+"""Flow control on streams of the libp2p transport, over a socket pair in place of p2pd."""
 
 import asyncio
 
@@ -16,17 +16,17 @@ SOON_S = 0.5
 RATE = 100_000.0
 
 
-def keeping(rate: float) -> LinkLimiter:
+def limited_to(rate: float) -> LinkLimiter:
     pace = LinkLimiter()
     pace.down.set_rate(rate)
     return pace
 
 
-def test_of_a_large_payload_nothing_is_sent_that_was_not_granted() -> None:
-    """Although nobody reads: the sockets would take all of it."""
+def test_a_large_payload_is_sent_no_further_than_its_credit() -> None:
+    """The socket buffers would take all of it."""
 
     async def main() -> None:
-        async with two_ends(keeping(RATE)) as (one, other):
+        async with two_ends(limited_to(RATE)) as (one, other):
             listening = asyncio.create_task(other.stream.receive())
             await asyncio.sleep(0)
             small, large = Message(b"small", bytes(MIN_BYTES)), Message(b"large", bytes(100_000))
@@ -45,9 +45,9 @@ def test_of_a_large_payload_nothing_is_sent_that_was_not_granted() -> None:
     run(main())
 
 
-def test_messages_come_whole_and_at_the_rate_however_often_a_receive_is_cancelled() -> None:
+def test_messages_come_whole_and_at_the_rate_when_receives_are_cancelled() -> None:
     async def main() -> float:
-        async with two_ends(keeping(RATE)) as (one, other):
+        async with two_ends(limited_to(RATE)) as (one, other):
             listening = asyncio.create_task(other.stream.receive())
             sent = [
                 Message(b"%d" % size, bytes([size % 251]) * size)
@@ -65,8 +65,8 @@ def test_messages_come_whole_and_at_the_rate_however_often_a_receive_is_cancelle
                     async with asyncio.timeout(0.07):
                         received.append(await one.stream.receive())
                 except TimeoutError:
-                    await one.stream.send(Message(b"a beat"))
-                    assert (await listening).header == b"a beat"
+                    await one.stream.send(Message(b"heartbeat"))
+                    assert (await listening).header == b"heartbeat"
                     listening = asyncio.create_task(other.stream.receive())
             assert received == sent
             await speaking
@@ -76,9 +76,9 @@ def test_messages_come_whole_and_at_the_rate_however_often_a_receive_is_cancelle
     assert run(main()) == pytest.approx(570_000 * 1.04 / RATE, rel=0.1)
 
 
-def test_who_is_granted_little_has_as_long_as_that_takes() -> None:
+def test_a_slow_limit_extends_the_deadline_of_the_sender() -> None:
     async def main() -> float:
-        async with two_ends(keeping(RATE / 10)) as (one, other):
+        async with two_ends(limited_to(RATE / 10)) as (one, other):
             listening = asyncio.create_task(other.stream.receive())
             await other.stream.send(Message(b"hello"))
             await one.stream.receive()
@@ -91,7 +91,7 @@ def test_who_is_granted_little_has_as_long_as_that_takes() -> None:
     assert run(main()) > 3 * Timing().chunk_s
 
 
-def test_a_limit_that_is_set_holds_from_the_next_message_on_and_one_that_is_lifted_does_not() -> None:
+def test_a_limit_holds_from_the_next_message_until_it_is_lifted() -> None:
     async def main() -> None:
         pace, loop = LinkLimiter(), asyncio.get_running_loop()
         async with two_ends(pace) as (one, other):
@@ -120,7 +120,7 @@ def test_a_limit_that_is_set_holds_from_the_next_message_on_and_one_that_is_lift
     run(main())
 
 
-def test_who_opens_a_stream_to_somebody_without_a_limit_hears_of_no_grants() -> None:
+def test_a_host_without_a_limit_sends_no_flow_control() -> None:
     async def main() -> None:
         async with a_stream_to() as (end, theirs):
             theirs.sendall(bytes.fromhex("00000000 00010000") + bytes(1 << 16))
@@ -132,61 +132,61 @@ def test_who_opens_a_stream_to_somebody_without_a_limit_hears_of_no_grants() -> 
     run(main())
 
 
-ASKED, FIRST = bytes.fromhex("fffffffd 00004000"), bytes.fromhex("fffffffe 00004000")
+LIMITED, CREDITED = bytes.fromhex("fffffffd 00004000"), bytes.fromhex("fffffffe 00004000")
 
 
 @pytest.mark.parametrize("is_flagged", [False, True])
-def test_who_does_not_wait_for_grants_is_not_listened_to(is_flagged: bool) -> None:
+def test_a_sender_that_ignores_flow_control_is_disconnected(is_flagged: bool) -> None:
     async def main() -> None:
-        async with a_stream_to(keeping(RATE)) as (end, theirs):
+        async with a_stream_to(limited_to(RATE)) as (end, theirs):
             loop = asyncio.get_running_loop()
             receiving = asyncio.create_task(end.stream.receive())
-            assert await loop.sock_recv(theirs, 100) == ASKED
+            assert await loop.sock_recv(theirs, 100) == LIMITED
             head = "80000000 00010000" if is_flagged else "00000000 00010000"
             await loop.sock_sendall(theirs, bytes.fromhex(head) + bytes(1 << 16))
-            with pytest.raises(ProtocolViolation, match="granted"):
+            with pytest.raises(ProtocolViolation, match="credit"):
                 await receiving
 
     run(main())
 
 
-def test_who_was_granted_some_and_sends_none_is_given_up() -> None:
+def test_a_sender_that_does_not_use_its_credit_times_out() -> None:
     async def main() -> None:
-        async with a_stream_to(keeping(RATE)) as (end, theirs):
+        async with a_stream_to(limited_to(RATE)) as (end, theirs):
             loop = asyncio.get_running_loop()
             receiving = asyncio.create_task(end.stream.receive())
-            assert await loop.sock_recv(theirs, 100) == ASKED
+            assert await loop.sock_recv(theirs, 100) == LIMITED
             await loop.sock_sendall(theirs, bytes.fromhex("00000000 00000000"))
             await receiving
             receiving = asyncio.create_task(end.stream.receive())
             await loop.sock_sendall(theirs, bytes.fromhex("80000000 00010000"))
-            assert await loop.sock_recv(theirs, 100) == FIRST
+            assert await loop.sock_recv(theirs, 100) == CREDITED
             with pytest.raises(DeadlineExceeded):
                 await receiving
             assert loop.time() == pytest.approx(Timing().chunk_s, rel=0.1)
-            assert end.pace.down.sharing == 1
+            assert end.pace.down.open_windows == 1
             end.stream.close()
-            assert end.pace.down.sharing == 0, "others may have what it left"
+            assert end.pace.down.open_windows == 0, "the window no longer shares the link"
 
     run(main())
 
 
-def test_who_grants_what_nobody_waits_for_is_not_listened_to() -> None:
+def test_a_host_that_grants_unexpected_credit_is_disconnected() -> None:
     async def main() -> None:
         async with a_stream_to() as (end, theirs):
             other = End(await connected(theirs.dup()), LinkLimiter(), is_ours=True)
-            end.pipe.writer.write(ASKED + FIRST)
+            end.pipe.writer.write(LIMITED + CREDITED)
             for _ in range(2):
-                with pytest.raises(ProtocolViolation, match="a grant of 16384 bytes where 0 wait"):
+                with pytest.raises(ProtocolViolation, match="credit of 16384 bytes while 0 need credit"):
                     await other.stream.receive()
             other.pipe.writer.transport.abort()
 
     run(main())
 
 
-def test_a_stream_that_is_closed_while_a_payload_waits_says_so() -> None:
+def test_closing_a_stream_ends_a_send_that_waits_for_credit() -> None:
     async def main() -> None:
-        async with two_ends(keeping(RATE)) as (_, other):
+        async with two_ends(limited_to(RATE)) as (_, other):
             listening = asyncio.create_task(other.stream.receive())
             await asyncio.sleep(SOON_S)
             sending = asyncio.create_task(other.stream.send(Message(b"", bytes(100_000))))
