@@ -17,7 +17,7 @@ from swarmnet import cli
 from swarmnet.cli.failures import EXIT_INTERRUPTED
 from swarmnet_client.chain.passes import RemoteBatch
 from swarmnet_client.model import model as client_model
-from swarmnet_client.model.local_layers import Form
+from swarmnet_client.model.local_layers import LoadOptions
 from swarmnet_client.tuning.adapter_dir import load_adapter
 from swarmnet_client.tuning.checkpoint import CHECKPOINT_FILE
 from swarmnet_client.tuning.methods import quiet_peft
@@ -86,8 +86,8 @@ def classifying(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> Iterat
     """Whoever opens a classifier meanwhile gets one of two classes over a tiny swarm."""
     with tiny_swarm(reference, labels=2) as running:
 
-        def load(*_: object, form: Form, **__: object) -> Any:
-            assert form.labels == 2
+        def load(*_: object, options: LoadOptions, **__: object) -> Any:
+            assert options.labels == 2
             return running.model
 
         monkeypatch.setattr(client_model, "load", load)

@@ -78,7 +78,7 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
         if not 0 <= length <= self._length:
             raise ValueError(f"cannot go to position {length} of {self._length}")
         self._length = length
-        self.unsettle()
+        self.recheck_adapter()
         if self.tokens is not None:
             self.tokens = self.tokens[:, :length]
 
@@ -93,12 +93,12 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
         """Whether it goes on with embeddings, because it began so."""
         return self._length > 0 and not self._are_ids
 
-    def unsettle(self) -> None:
+    def recheck_adapter(self) -> None:
         """Look closely at what the next columns are to be computed with."""
         self._is_checked = False
 
     @property
-    def settled(self) -> ClientAdapter | None:
+    def checked_adapter(self) -> ClientAdapter | None:
         """What its lanes are computed with, once that is known to be what the columns to come are to be computed with."""
         return self._own if self._is_checked else None
 
@@ -119,7 +119,7 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
         that autograd does not count (fused optimizers) is noticed when more than one column comes, or after ``rewind``.
         """
         batch, width = inputs.shape[:2]
-        self._settle(own, are_ids=inputs.dim() == 2, is_token=width == 1)
+        self._use_adapter(own, are_ids=inputs.dim() == 2, is_token=width == 1)
         if not self._sequences:
             self._sequences = list(range(batch))
         if self._length == 0:
@@ -157,7 +157,7 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
         """Free the caches in the swarm; idempotent."""
         self._blocks.run(self._stack.aclose())
 
-    def _settle(self, own: ClientAdapter, *, are_ids: bool, is_token: bool) -> None:
+    def _use_adapter(self, own: ClientAdapter, *, are_ids: bool, is_token: bool) -> None:
         """See to it that the lanes are for inputs of this kind and computed with ``own``. Those that hold nothing may become so."""
         if own is self._own and self._is_checked and self._are_ids == are_ids:
             return

@@ -19,7 +19,7 @@ from swarmnet_client.chain.hops import ChainReport, ChainSpec
 from swarmnet_client.model.autograd import run_blocks
 from swarmnet_client.model.cache import NewPositions, SwarmCache
 from swarmnet_client.model.client_adapter import ClientAdapter
-from swarmnet_client.model.local_layers import Form, load_local_layers
+from swarmnet_client.model.local_layers import LoadOptions, load_local_layers
 from swarmnet_client.model.padding import Unpadded, check_positions, read_mask
 from swarmnet_client.model.prefix import tensors_of as prefix_tensors
 from swarmnet_client.model.remote_blocks import RemoteBlocks
@@ -48,16 +48,16 @@ class _Call:
     own: ClientAdapter
     ids: torch.Tensor | None
     new: NewPositions
-    squeezed: Unpadded | None
+    unpadded: Unpadded | None
     is_alone: bool
     is_training: bool
     head: ExitStack
 
     def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Hidden states [B, n, D] through all blocks."""
-        if self.squeezed is None:
+        if self.unpadded is None:
             return self._compute(hidden_states)
-        return self.squeezed.open(self._compute(self.squeezed.close(hidden_states)))
+        return self.unpadded.open(self._compute(self.unpadded.close(hidden_states)))
 
     def _compute(self, hidden_states: torch.Tensor) -> torch.Tensor:
         if torch.is_grad_enabled() and (hidden_states.requires_grad or self.is_training or self.own.learns):
@@ -140,12 +140,12 @@ class SwarmModel:
         return embedded.cpu()
 
 
-def wrap(local: LocalModel, runtime: Runtime, form: Form) -> SwarmModel:
+def wrap(local: LocalModel, runtime: Runtime, options: LoadOptions) -> SwarmModel:
     """The swarm model over ``local``'s embeddings and head: an instance of its architecture's class.
 
     A classifier's head is fresh where none is stored.
     """
-    model: Any = load_local_layers(local, form)
+    model: Any = load_local_layers(local, options)
     model.__class__ = _swarm_class(type(model))
     model.tokenizer = local.tokenizer()
     if model.tokenizer.pad_token_id is None:
@@ -154,7 +154,7 @@ def wrap(local: LocalModel, runtime: Runtime, form: Form) -> SwarmModel:
     if model.config.pad_token_id is None:  # a classifier looks for the last token that is not padding
         model.config.pad_token_id = model.tokenizer.pad_token_id
     model._runtime = runtime
-    spec = ChainSpec(local.manifest.blocks, local.manifest.hidden_size, local.max_positions, form.dtype)
+    spec = ChainSpec(local.manifest.blocks, local.manifest.hidden_size, local.max_positions, options.dtype)
     model.blocks = RemoteBlocks(runtime, spec, model._embed)
     model._session = None
     model._generating = None
@@ -166,7 +166,7 @@ def wrap(local: LocalModel, runtime: Runtime, form: Form) -> SwarmModel:
     return wrapped
 
 
-def load(name: str, *, network: Network, cache_dir: Path, form: Form) -> SwarmModel:
+def load(name: str, *, network: Network, cache_dir: Path, options: LoadOptions) -> SwarmModel:
     """The model ``name`` on the swarm that ``network`` leads to.
 
     Raises ``ConfigError`` or ``IntegrityError`` for a model that will not do, ``Unreachable`` when no bootstrap is given or
@@ -179,8 +179,8 @@ def load(name: str, *, network: Network, cache_dir: Path, form: Form) -> SwarmMo
     local = resolve(name, cache_dir=cache_dir)
     runtime = Runtime(lambda: Swarm.visit(local, network))
     try:
-        model = wrap(local, runtime, form)
-        if form.device.type == "cpu":
+        model = wrap(local, runtime, options)
+        if options.device.type == "cpu":
             model.turns = model._closing.enter_context(take_turns())
         return model
     except BaseException:
@@ -216,7 +216,9 @@ def _swarm_class(base: "type[PreTrainedModel]") -> type:
             past_key_values = self._generating
         is_alone = past_key_values is None
         # While ``generate`` runs, nobody changes the adapter: looking once is enough.
-        own = past_key_values.settled if past_key_values is self._generating and not is_alone else None
+        own = (
+            past_key_values.checked_adapter if past_key_values is self._generating and not is_alone else None
+        )
         if own is None or prefix:
             own = ClientAdapter.found(self.base_model.layers, prefix)
         with ExitStack() as stack:
@@ -234,7 +236,7 @@ def _swarm_class(base: "type[PreTrainedModel]") -> type:
                 own=own,
                 ids=input_ids.cpu() if input_ids is not None else None,
                 new=NewPositions(columns, min(keep, width)),
-                squeezed=Unpadded.needed(mask, columns, held, width, are_ids=input_ids is not None),
+                unpadded=Unpadded.needed(mask, columns, held, width, are_ids=input_ids is not None),
                 is_alone=is_alone,
                 is_training=is_training,
                 head=stack,
@@ -280,7 +282,7 @@ def _generate(architecture: Any) -> Callable[..., Any]:
                 cache = stack.enter_context(SwarmCache(self.blocks, max_length=self.blocks.spec.max_length))
             if not isinstance(cache, SwarmCache):
                 raise ValueError("generate() continues only what a cache of model.session() holds")
-            cache.unsettle()
+            cache.recheck_adapter()
             self._generating = cache
             stack.callback(setattr, self, "_generating", None)
             if kwargs.get("streamer") is None:  # a streamer may take its time
