@@ -6,10 +6,10 @@ from swarmnet_protocols.net.resources import ResourceLimitReached
 
 
 def test_a_person_is_told_what_hosts_refuse_their_streams_for() -> None:
-    told = verdict(StreamRefused("one refuses us: no member", hint="ask"))
+    told = verdict(StreamRefused("one refused the stream: no member", hint="ask"))
     assert isinstance(told, NotAuthorised)
-    assert (str(told), told.hint) == ("one refuses us: no member", "ask")
-    told = verdict(StreamRefused("one refuses us: no room", retry_after_s=2.0))
+    assert (str(told), told.hint) == ("one refused the stream: no member", "ask")
+    told = verdict(StreamRefused("one refused the stream: no room", retry_after_s=2.0))
     assert isinstance(told, ResourceLimitReached)
     assert told.retry_after_s == 2.0
 
