@@ -153,7 +153,7 @@ FLOODS = (
     ),
     Defence(
         "a client has its share of the room for graphs",
-        replacing(engine, "CLIENT_SHARE", 1),
+        replacing(engine, "GRAPH_CLIENT_SHARE", 1),
         of_a_host(test_pass_graphs.test_one_client_has_its_share_of_the_room),
     ),
     Defence(

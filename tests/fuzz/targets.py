@@ -18,7 +18,7 @@ from google.protobuf.message import Message as Protobuf
 
 from swarmnet import swarm_file
 from swarmnet.swarm_file import writer as swarm_writer
-from swarmnet_node.training import state
+from swarmnet_node.training import shared_state
 from swarmnet_protocols.directory import Publisher, catalog, records, reports
 from swarmnet_protocols.directory.dht_contacts import Contacts, contacts_in, with_contacts
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
@@ -324,11 +324,11 @@ def codec_seeds(name: str) -> list[bytes]:
 
 
 def read_state(data: bytes) -> None:
-    state.SharedState.unpack(bytearray(data))
+    shared_state.SharedState.unpack(bytearray(data))
 
 
 def state_seeds() -> list[bytes]:
-    shared = state.SharedState(3, torch.zeros(8), {"momentum": torch.zeros(8)}, {})
+    shared = shared_state.SharedState(3, torch.zeros(8), {"momentum": torch.zeros(8)}, {})
     return [b"".join(bytes(part) for part in shared.pack())]
 
 

@@ -1,13 +1,13 @@
-"""The scheduler: never over its budget, never two parts at once, everybody is served, and nobody is kept for long."""
+"""The scheduler: batches within their limit and of one part of the stage, no starvation, short waits."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmnet_node.engine.scheduler import PATIENCE_S, PREFILL_SHARE, Waiting, schedule, worth_waiting_s
+from swarmnet_node.engine.scheduler import MAX_WAIT_S, PREFILL_SHARE, Waiting, batching_delay_s, schedule
 
 BUDGETS = st.integers(PREFILL_SHARE, 64)
 WAITING = st.lists(
-    st.builds(Waiting, tokens=st.integers(1, 200), priority=st.integers(0, 2), part=st.integers(0, 2)),
+    st.builds(Waiting, tokens=st.integers(1, 200), part=st.integers(0, 2)),
     min_size=1,
     max_size=20,
 )
@@ -21,12 +21,11 @@ def test_a_batch_keeps_the_rules(waiting: list[Waiting], budget: int) -> None:
     assert sum(tokens for _, tokens in batch) <= budget
     assert all(1 <= tokens <= waiting[index].tokens for index, tokens in batch)
     assert len({waiting[index].part for index, _ in batch}) == 1
-    first = min(range(len(waiting)), key=lambda index: (waiting[index].priority, index))
-    assert first in [index for index, _ in batch], "the first in line waits"
+    assert 0 in [index for index, _ in batch], "the oldest work is in every batch"
 
 
 @given(WAITING, BUDGETS)
-def test_everything_is_computed_in_the_end(waiting: list[Waiting], budget: int) -> None:
+def test_all_work_is_computed_in_the_end(waiting: list[Waiting], budget: int) -> None:
     left = list(waiting)
     most = sum(work.tokens for work in waiting)
     for _ in range(most):
@@ -35,7 +34,7 @@ def test_everything_is_computed_in_the_end(waiting: list[Waiting], budget: int) 
         for index, work in enumerate(left):
             tokens = work.tokens - batch.get(index, 0)
             if tokens:
-                rest.append(Waiting(tokens, work.priority, work.part))
+                rest.append(Waiting(tokens, work.part))
         left = rest
         if not left:
             return
@@ -44,7 +43,7 @@ def test_everything_is_computed_in_the_end(waiting: list[Waiting], budget: int) 
 
 @given(st.integers(1, 100), BUDGETS)
 def test_a_long_prompt_gets_its_share_among_any_number_of_single_tokens(singles: int, budget: int) -> None:
-    waiting = [Waiting(1, 0, 0)] * singles + [Waiting(1000, 0, 0)]
+    waiting = [Waiting(1, 0)] * singles + [Waiting(1000, 0)]
     batch = dict(schedule(waiting, budget))
     assert batch[singles] >= budget // PREFILL_SHARE
 
@@ -52,15 +51,15 @@ def test_a_long_prompt_gets_its_share_among_any_number_of_single_tokens(singles:
 @given(st.integers(1, 8), BUDGETS)
 def test_single_tokens_do_not_wait_for_a_prompt(singles: int, budget: int) -> None:
     room = budget - max(1, budget // PREFILL_SHARE)
-    waiting = [Waiting(1000, 0, 0)] + [Waiting(1, 0, 0)] * singles
+    waiting = [Waiting(1000, 0)] + [Waiting(1, 0)] * singles
     batch = dict(schedule(waiting, budget))
     assert sum(batch.get(index, 0) for index in range(1, singles + 1)) == min(singles, room)
 
 
 @given(st.integers(0, 50), st.integers(0, 50), st.just(0.0) | st.floats(1e-9, 10))
-def test_a_forward_waits_a_little_for_those_that_are_missing_only(
+def test_a_forward_waits_briefly_and_only_for_expected_sequences(
     waiting: int, expected: int, forward_s: float
 ) -> None:
-    patience_s = worth_waiting_s(waiting, expected, forward_s)
-    assert 0 <= patience_s <= min(PATIENCE_S, forward_s / 2)
-    assert (patience_s > 0) == (0 < waiting < expected and forward_s > 0)
+    delay_s = batching_delay_s(waiting, expected, forward_s)
+    assert 0 <= delay_s <= min(MAX_WAIT_S, forward_s / 2)
+    assert (delay_s > 0) == (0 < waiting < expected and forward_s > 0)

@@ -9,7 +9,7 @@ import torch
 
 from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_client.chain.passes import RemoteBatch
-from swarmnet_node.engine.engine import CLIENT_SHARE, Engine
+from swarmnet_node.engine.engine import GRAPH_CLIENT_SHARE, Engine
 from swarmnet_protocols.net import Message, Stream, Transport
 from swarmnet_protocols.net.memory import Delivery
 from swarmnet_protocols.net.protocol_ids import PASS
@@ -143,7 +143,7 @@ def test_graphs_are_not_kept_for_long(reference: Reference) -> None:
 def test_one_client_has_its_share_of_the_room(reference: Reference) -> None:
     """There is room for two graphs of the four, for this client."""
     _, graph = reference.stage(0, 3).record_sequences(states(0, COUNTS[0]), COUNTS[:1])
-    room = CLIENT_SHARE * (2 * graph.nbytes + 1)
+    room = GRAPH_CLIENT_SHARE * (2 * graph.nbytes + 1)
 
     async def look(lab: Lab, batch: RemoteBatch) -> None:
         assert buffered_bytes(lab) == {"a": 2 * graph.nbytes, "b": 2 * graph.nbytes}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from swarmnet_node.training.checkpoint import CheckpointStore, WorkerCheckpoint, params_hash
-from swarmnet_node.training.replica import ERROR
+from swarmnet_node.training.replica import RESIDUAL
 from swarmnet_protocols.net.memory import Delivery, LinkProfile
 from swarmnet_protocols.net.protocol_ids import EXCHANGE, GATHER
 from swarmnet_protocols.training.jobs import open_job
@@ -105,7 +105,7 @@ def test_workers_stay_equal_under_every_codec(codec: str, tmp_path: Path) -> Non
     assert all(len(lab.rounds(name)) == 3 for name in NAMES[:3])
     for name in NAMES[:3]:
         outer = saved(lab, name).outer
-        assert bool(outer[ERROR].any()) if codec != "bfloat16" else ERROR not in outer
+        assert bool(outer[RESIDUAL].any()) if codec != "bfloat16" else RESIDUAL not in outer
 
 
 @pytest.mark.parametrize("fault", ["crash", "hang", "isolate"])

@@ -52,4 +52,4 @@ def with_engine(
 
 
 def sequence_of(engine: Engine) -> SequenceCache:
-    return engine.register(engine.stage.new_sequence(), engine._in_all)
+    return engine.register(engine.stage.new_sequence(), engine._system)

@@ -8,9 +8,9 @@ from typing import Any, cast
 import pytest
 import torch
 
-from swarmnet_node.engine.engine import BUDGET_TOKENS, LATELY_S, Engine
+from swarmnet_node.engine.engine import MAX_BATCH_TOKENS, RECENT_S, Engine
 from swarmnet_node.engine.kv_cache import SequenceCache
-from swarmnet_node.engine.scheduler import worth_waiting_s
+from swarmnet_node.engine.scheduler import batching_delay_s
 from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.errors import OutOfResources, Unreachable
 from swarmnet_protocols.net.resources import ResourceManager
@@ -81,10 +81,10 @@ def test_only_lanes_that_had_work_lately_are_waited_for() -> None:
             await engine.compute(real, [(sequence, torch.zeros(1, 3)) for sequence in sequences])
             return pytest.approx(clock() - began - FORWARD_S, abs=1e-6)
 
-        patience_s = worth_waiting_s(1, 2, FORWARD_S)
-        assert [await kept_s(stays), await kept_s(stays, leaves), await kept_s(stays)] == [0, 0, patience_s]
-        await asyncio.sleep(LATELY_S)
-        assert [await kept_s(stays), await kept_s(stays, leaves), await kept_s(stays)] == [0, 0, patience_s]
+        delay_s = batching_delay_s(1, 2, FORWARD_S)
+        assert [await kept_s(stays), await kept_s(stays, leaves), await kept_s(stays)] == [0, 0, delay_s]
+        await asyncio.sleep(RECENT_S)
+        assert [await kept_s(stays), await kept_s(stays, leaves), await kept_s(stays)] == [0, 0, delay_s]
         engine.release(leaves)
         assert await kept_s(stays) == 0
 
@@ -110,7 +110,7 @@ def test_whoever_trickles_in_keeps_a_forward_no_longer_than_it_takes() -> None:
 
 def test_long_work_is_cut_to_the_budget_and_put_together_again() -> None:
     stage = Doubling()
-    inputs = torch.arange(2 * BUDGET_TOKENS + 10, dtype=torch.float32)[:, None]
+    inputs = torch.arange(2 * MAX_BATCH_TOKENS + 10, dtype=torch.float32)[:, None]
 
     async def use(engine: Engine, real: Stage) -> None:
         sequence = sequence_of(engine)
@@ -120,7 +120,7 @@ def test_long_work_is_cut_to_the_budget_and_put_together_again() -> None:
         assert engine.tokens == len(inputs)
 
     with_engine(stage, use)
-    assert stage.batches == [[BUDGET_TOKENS], [BUDGET_TOKENS], [10]]
+    assert stage.batches == [[MAX_BATCH_TOKENS], [MAX_BATCH_TOKENS], [10]]
 
 
 def test_caches_are_bounded_before_anything_is_allocated() -> None:

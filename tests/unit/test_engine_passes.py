@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from swarmnet_node.engine.autograd_graphs import AutogradGraph, GraphKey, record_forward
-from swarmnet_node.engine.engine import BUDGET_TOKENS, CLIENT_SHARE, Engine
+from swarmnet_node.engine.engine import GRAPH_CLIENT_SHARE, MAX_BATCH_TOKENS, Engine
 from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.errors import OutOfResources, Unreachable
 from swarmnet_protocols.machine.core_lock import NoCoreLock
@@ -187,7 +187,7 @@ def test_graphs_take_what_sessions_leave_and_a_client_its_share_of_all() -> None
         sequence = sequence_of(engine)
         await engine.compute(real, [(sequence, torch.zeros(1, 3))])
         room = engine.max_cache_bytes - sequence.nbytes
-        share = engine.max_cache_bytes // CLIENT_SHARE
+        share = engine.max_cache_bytes // GRAPH_CLIENT_SHARE
         assert room < engine.max_cache_bytes == 3 * geometry.bytes_for(1)
 
         engine.keep_graph(name_of(0), graph_of(share + 1), for_s=60.0)
@@ -251,7 +251,7 @@ def test_sessions_overtake_each_pass_for_so_long_and_no_longer(forward_s: float)
             async with running as engine:
                 # Longer than all passes may have to wait together.
                 forwards = round(passes * (Timing.pass_wait_s / forward_s + 3)) + 1
-                text = torch.zeros(forwards * BUDGET_TOKENS, 1)
+                text = torch.zeros(forwards * MAX_BATCH_TOKENS, 1)
                 reading = asyncio.ensure_future(engine.compute(engine.stage, [(sequence_of(engine), text)]))
                 await asyncio.sleep(0)
                 last = loop.time()

@@ -32,7 +32,7 @@ def with_sequence(sequences_of_room: int, use: Callable[[Engine, SequenceCache],
                 sequence = SequenceCache(GEOMETRY)
                 sequence.reserve(GROWTH_POSITIONS)
                 sequence.length = GROWTH_POSITIONS
-                await use(engine, engine.register(sequence, engine._in_all))
+                await use(engine, engine.register(sequence, engine._system))
 
     asyncio.run(main())
 
@@ -40,9 +40,9 @@ def with_sequence(sequences_of_room: int, use: Callable[[Engine, SequenceCache],
 def test_without_room_nothing_is_copied() -> None:
     async def use(engine: Engine, sequence: SequenceCache) -> None:
         with pytest.raises(OutOfResources):
-            await engine.fork([sequence, sequence], engine._in_all)
+            await engine.fork([sequence, sequence], engine._system)
         assert engine.cache_bytes == SEQUENCE_BYTES
-        await engine.fork([sequence], engine._in_all)
+        await engine.fork([sequence], engine._system)
         assert engine.cache_bytes == 2 * SEQUENCE_BYTES
 
     with_sequence(2, use)
@@ -62,14 +62,14 @@ def test_copies_count_while_they_are_made(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(SequenceCache, "fork", slow)
 
     async def use(engine: Engine, sequence: SequenceCache) -> None:
-        task: asyncio.Task[Any] = asyncio.create_task(engine.fork([sequence], engine._in_all))
+        task: asyncio.Task[Any] = asyncio.create_task(engine.fork([sequence], engine._system))
         await asyncio.to_thread(copying.wait, 5.0)
         with pytest.raises(OutOfResources):
-            engine._in_all.reserve(Resource.CACHE)
+            engine._system.reserve(Resource.CACHE)
         go_on.set()
         await task
         with pytest.raises(OutOfResources):
-            engine._in_all.reserve(Resource.CACHE)
+            engine._system.reserve(Resource.CACHE)
         assert threading.current_thread().name not in threads
 
     with_sequence(2, use)

@@ -325,8 +325,8 @@ def saved_storages(node: Any) -> dict[int, int]:
 def test_a_graph_knows_what_it_keeps(family: str, tmp_path: Path) -> None:
     stage = Stage.load(load(family, tmp_path), 0, 5, dtype=torch.float32, device=CPU)
     _, graph = stage.record_sequences(inputs(40), (29, 11))
-    held = saved_storages(graph.edge.node)
-    held[graph.leaf.untyped_storage().data_ptr()] = graph.leaf.untyped_storage().nbytes()
+    held = saved_storages(graph.outputs.node)
+    held[graph.inputs.untyped_storage().data_ptr()] = graph.inputs.untyped_storage().nbytes()
     for weight in (*stage._model.parameters(), *stage._model.buffers()):
         held.pop(weight.untyped_storage().data_ptr(), None)
     # Numbers that stand in an expression are saved as tensors too, without telling anybody: 8 bytes each.

@@ -1,4 +1,4 @@
-"""What happens before and after a worker trains: jobs checked and kept, leaving at once, the model handed out."""
+"""Before and after training: jobs are checked and stored, workers are stopped, models are exported."""
 
 import asyncio
 import random
@@ -19,16 +19,15 @@ from swarmnet.cli.progress.training import sentence
 from swarmnet_node.training import start as start_module
 from swarmnet_node.training.checkpoint import CheckpointStore, WorkerCheckpoint
 from swarmnet_node.training.export import export_model
-from swarmnet_node.training.start import (
+from swarmnet_node.training.job_store import (
     LocalFiles,
-    WorkerConfig,
     check_job,
-    find_sealed,
+    fetch_job,
     job_folder,
-    keep_files,
-    keep_job,
-    start,
+    store_job,
+    store_local_files,
 )
+from swarmnet_node.training.start import WorkerConfig, start
 from swarmnet_protocols import timing
 from swarmnet_protocols.directory import Directory, MemoryBoard, MemoryDirectory
 from swarmnet_protocols.directory.duplicate_identity import DuplicateWatch
@@ -58,8 +57,8 @@ def quiet(description: str, done: int, total: int | None) -> None:
 
 def kept(folder: Path, job: Job) -> SealedJob:
     sealed = seal_job(check_job(job, folder / "cache", quiet), OWNER)
-    keep_files(folder, open_job(sealed).id, LocalFiles.named_in(job))
-    keep_job(folder, open_job(sealed), sealed)
+    store_local_files(folder, open_job(sealed).id, LocalFiles.named_in(job))
+    store_job(folder, open_job(sealed), sealed)
     return open_job(sealed)
 
 
@@ -184,11 +183,11 @@ def test_a_job_from_the_swarm_is_kept(tmp_path: Path) -> None:
         job_id = open_job(sealed).id
         async with memory_directory() as directory:
             with pytest.raises(Unreachable):
-                await find_sealed(tmp_path, directory, job_id)
+                await fetch_job(tmp_path, directory, job_id)
             await publish_job(directory, sealed)
-            assert await find_sealed(tmp_path, directory, job_id) == sealed
+            assert await fetch_job(tmp_path, directory, job_id) == sealed
         async with memory_directory() as another_swarm:
-            assert await find_sealed(tmp_path, another_swarm, job_id) == sealed
+            assert await fetch_job(tmp_path, another_swarm, job_id) == sealed
 
     asyncio.run(scenario())
 
@@ -210,7 +209,7 @@ def test_a_worker_opens_nothing_that_a_job_of_another_peer_names(
             await directory.publish(_job_topic(worker.job.id), record, lifetime_s=60.0)
             path.unlink()
             with pytest.raises(ConfigError, match="names no files of this machine"):
-                await find_sealed(tmp_path, directory, worker.job.id)
+                await fetch_job(tmp_path, directory, worker.job.id)
         path.write_bytes(sealed)
         with pytest.raises(ConfigError, match="names no files of this machine"):
             async with worker.run():
@@ -243,7 +242,7 @@ def hear_of_files(heard: list[str]) -> Callable[[], None]:
 def test_a_kept_job_that_was_changed_is_refused_with_its_file(tmp_path: Path) -> None:
     async def find(job_id: str) -> None:
         async with memory_directory() as directory:
-            await find_sealed(tmp_path, directory, job_id)
+            await fetch_job(tmp_path, directory, job_id)
 
     job = kept(tmp_path, tiny_job(tmp_path))
     path = tmp_path / "jobs" / f"{job.id}.job"

@@ -1,4 +1,8 @@
-"""What forward passes leave for their backward passes. A cache: without it a backward computes the forward again."""
+"""Autograd graphs that forward passes keep for their backward passes.
+
+A graph is a cache entry: without it, the backward pass computes the forward again from the inputs it is sent. A client's forward pass
+may name its graph; the host then keeps it for a while, in memory that KV caches do not use, and drops it when they need the memory.
+"""
 
 import asyncio
 import weakref
@@ -15,51 +19,56 @@ from swarmnet_protocols.net.resources import Reservation, Resource, ResourceMana
 
 @dataclass(frozen=True)
 class AutogradGraph:
-    """One forward, as autograd remembers it. ``leaf`` went in, ``own`` are the adapter's tensors, ``edge`` came out.
+    """One forward as autograd recorded it, from ``inputs`` and the adapter's tensors ``adapter`` to ``outputs``."""
 
-    ``nbytes`` are all that it keeps alive.
-    """
-
-    leaf: torch.Tensor
-    own: Mapping[str, torch.Tensor]
-    edge: GradientEdge
+    inputs: torch.Tensor
+    adapter: Mapping[str, torch.Tensor]
+    outputs: GradientEdge
     nbytes: int
+    """Bytes of all tensors that the graph keeps alive, without weights."""
 
     def gradients(self, grad_outputs: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """What ``grad_outputs`` come to at ``leaf`` and at ``own``. Once: it consumes the graph."""
-        gradients, *own = torch.autograd.grad(self.edge, (self.leaf, *self.own.values()), grad_outputs)
-        return gradients, dict(zip(self.own, own, strict=True))
+        """Gradients at the inputs and at the adapter's tensors, from those at the outputs. Consumes the graph."""
+        gradients, *adapter = torch.autograd.grad(
+            self.outputs, (self.inputs, *self.adapter.values()), grad_outputs
+        )
+        return gradients, dict(zip(self.adapter, adapter, strict=True))
 
 
 def record_forward(
     forward: Callable[[torch.Tensor], torch.Tensor],
-    leaf: torch.Tensor,
-    own: Mapping[str, torch.Tensor],
+    inputs: torch.Tensor,
+    adapter: Mapping[str, torch.Tensor],
     weights: Iterable[torch.Tensor],
 ) -> tuple[torch.Tensor, AutogradGraph]:
-    """Outputs of ``forward`` at ``leaf``, and the graph of it, in which ``own`` take part. Memory of ``weights`` is not its own."""
+    """Call ``forward`` on ``inputs`` and return its outputs with its graph.
+
+    ``inputs`` and ``adapter`` are leaves that require gradients. The memory of ``weights`` does not count as the graph's.
+    """
     saved: list[weakref.ref[torch.Tensor]] = []
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
-        detached = tensor.detach()  # the tensor itself would hold the graph that holds it
+        detached = (
+            tensor.detach()
+        )  # the tensor itself would refer to the graph, which refers to what is saved
         saved.append(weakref.ref(detached))
         return detached
 
     with torch.enable_grad(), saved_tensors_hooks(note, lambda tensor: tensor):
-        outputs = forward(leaf)
+        outputs = forward(inputs)
     edge = get_gradient_edge(outputs)
     outputs = outputs.detach()
-    # What was saved for values that did not lead to the outputs is gone by now.
+    # Tensors that were saved for values that do not lead to the outputs are freed by now.
     alive = [tensor for reference in saved if (tensor := reference()) is not None]
-    storages = [tensor.untyped_storage() for tensor in (leaf, *own.values(), *alive)]
+    storages = [tensor.untyped_storage() for tensor in (inputs, *adapter.values(), *alive)]
     sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
     for weight in weights:
         sizes.pop(weight.untyped_storage().data_ptr(), None)
-    return outputs, AutogradGraph(leaf, own, edge, sum(sizes.values()))
+    return outputs, AutogradGraph(inputs, adapter, edge, sum(sizes.values()))
 
 
 class GraphKey(NamedTuple):
-    """Whose graph, of which pass. Whoever does not say all of it right does not find it."""
+    """Identifies a graph by its client and all parameters of the pass: a backward pass that differs in any of them does not find it."""
 
     owner: PeerId
     id: bytes
@@ -69,51 +78,52 @@ class GraphKey(NamedTuple):
 
 
 class GraphCache:
-    """The graphs that one host keeps, oldest first, each held in the scope of its owner."""
+    """The graphs that one host keeps, oldest first. The bytes of each count in its owner's scope."""
 
     def __init__(self, resources: ResourceManager) -> None:
         self._resources = resources
-        self._kept: dict[GraphKey, tuple[AutogradGraph, Reservation, asyncio.TimerHandle]] = {}
+        self._entries: dict[GraphKey, tuple[AutogradGraph, Reservation, asyncio.TimerHandle]] = {}
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all graphs."""
         return self._resources.system.used[Resource.GRAPHS]
 
-    def __contains__(self, name: GraphKey) -> bool:
-        return name in self._kept
+    def __contains__(self, key: GraphKey) -> bool:
+        return key in self._entries
 
-    def keep(self, name: GraphKey, graph: AutogradGraph, *, room_bytes: int, for_s: float) -> None:
-        """Keep a graph for a while, unless there is no room for it.
+    def keep(self, key: GraphKey, graph: AutogradGraph, *, max_bytes: int, for_s: float) -> None:
+        """Keep a graph for ``for_s`` seconds, unless it is larger than its owner or the host may keep.
 
-        Its owner's oldest ones make way for it, then anybody's, where all would take more than ``room_bytes``.
+        Drops the owner's oldest graphs until its limit has room, then the oldest of all until they take ``max_bytes`` at most.
         """
-        self.take(name)
+        self.take(key)
         loop = asyncio.get_running_loop()
-        scope = self._resources.peer(name.owner, loop.time())
-        if graph.nbytes > room_bytes or not scope.can_ever_reserve(Resource.GRAPHS, graph.nbytes):
+        scope = self._resources.peer(key.owner, loop.time())
+        if graph.nbytes > max_bytes or not scope.can_ever_reserve(Resource.GRAPHS, graph.nbytes):
             return
-        self._drop(graph.nbytes - scope.available(Resource.GRAPHS), name.owner)
-        self.shrink(room_bytes - graph.nbytes)
-        hold = scope.reserve(Resource.GRAPHS, graph.nbytes)
-        self._kept[name] = graph, hold, loop.call_later(for_s, self.take, name)
+        self._drop(graph.nbytes - scope.available(Resource.GRAPHS), key.owner)
+        self.shrink(max_bytes - graph.nbytes)
+        reservation = scope.reserve(Resource.GRAPHS, graph.nbytes)
+        self._entries[key] = graph, reservation, loop.call_later(for_s, self.take, key)
 
-    def take(self, name: GraphKey) -> AutogradGraph | None:
-        """The graph, which is not kept any longer, or None if it is not here."""
-        if name not in self._kept:
+    def take(self, key: GraphKey) -> AutogradGraph | None:
+        """Remove a graph and return it; None if it is not here."""
+        if key not in self._entries:
             return None
-        graph, hold, timer = self._kept.pop(name)
+        graph, reservation, timer = self._entries.pop(key)
         timer.cancel()
-        hold.release()
+        reservation.release()
         return graph
 
     def shrink(self, max_bytes: int) -> None:
-        """Drop the oldest until no more than ``max_bytes`` of them are left."""
+        """Drop the oldest graphs until the rest take ``max_bytes`` at most."""
         self._drop(self.nbytes - max_bytes)
 
-    def _drop(self, excess: float, owner: PeerId | None = None) -> None:
-        """Drop the oldest, of one owner or of all, that come to ``excess`` bytes or more."""
-        for name in [name for name in self._kept if owner in (None, name.owner)]:
-            if excess <= 0:
+    def _drop(self, excess_bytes: float, owner: PeerId | None = None) -> None:
+        """Drop the oldest graphs, of one owner or of all, until they add up to ``excess_bytes``."""
+        for key in [key for key in self._entries if owner in (None, key.owner)]:
+            if excess_bytes <= 0:
                 return
-            if graph := self.take(name):
-                excess -= graph.nbytes
+            if graph := self.take(key):
+                excess_bytes -= graph.nbytes

@@ -1,15 +1,17 @@
-"""Counts of what a node measures, as Prometheus and the reports of nodes read them: cumulative, since the start."""
+"""Counters and histograms of an engine, cumulative since its start, as Prometheus and node reports read them."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+"""Upper bounds of the buckets of durations."""
 POSITIONS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+"""Upper bounds of the buckets of batch sizes."""
 
 
 class Histogram:
-    """How many of the values seen are no larger than each of ``bounds``."""
+    """Counts observed values in buckets with the upper bounds ``bounds``, and beyond the last."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = tuple(bounds)
@@ -22,7 +24,7 @@ class Histogram:
         self.total += value
 
     def cumulative(self) -> list[int]:
-        """For every bound, and last for all of them, how many values are no larger."""
+        """For every bound the number of values up to it, and last the number of all values."""
         counts, so_far = [], 0
         for count in self._counts:
             so_far += count
@@ -40,13 +42,13 @@ def _positions() -> Histogram:
 
 @dataclass(frozen=True)
 class EngineCounters:
-    """What an engine has done."""
+    """The measurements of one engine."""
 
     forward_s: Histogram = field(default_factory=_seconds)
-    """How long forwards of sessions' work took."""
+    """Durations of the forwards of sessions."""
     forward_positions: Histogram = field(default_factory=_positions)
-    """How many positions one such forward computed."""
+    """Positions of each such forward."""
     wait_s: Histogram = field(default_factory=_seconds)
-    """How long sessions' work waited for its first forward."""
+    """Times that work of sessions waited for its first forward."""
     pass_s: Histogram = field(default_factory=_seconds)
-    """How long passes took, without their wait."""
+    """Durations of passes, without their wait."""

@@ -1,7 +1,19 @@
-"""The engine: one loop that packs the waiting work of all sessions into forwards of the stage.
+"""The engine: continuous batching of the work of all sessions, on one thread that does all computation.
 
-Sessions call ``compute``; the loop asks the scheduler what goes next, runs it on the one torch thread, and hands the
-outputs back. While a forward runs, work gathers: batches form by themselves. Passes go when no session has work.
+Work comes in two kinds:
+
+1. Steps of sessions. :meth:`Engine.compute` queues the new positions of some sequences; the loop takes what waits, as
+   ``scheduler.py`` chooses, and computes it in one forward of the stage (Orca, Yu et al., 2022, section 3.2). Work that arrives during
+   a forward joins the next one.
+2. Passes for training. :meth:`Engine.compute_pass` queues a computation that cannot be split. One runs when no session has work,
+   or when sessions have gone first for long enough.
+
+Everything that touches tensors runs on one thread, the torch thread, so that neither KV caches nor graphs need locks. The loop
+decides on the asyncio thread and hands over one computation at a time. Nodes that share a machine take turns at its cores
+(``core_lock``).
+
+Memory: the bytes of each sequence's KV cache count in a scope of its client, from :meth:`Engine.register` to
+:meth:`Engine.release`. Saved autograd graphs use what caches leave free, and make room for them.
 """
 
 import asyncio
@@ -21,7 +33,7 @@ import torch
 from swarmnet_node.engine.autograd_graphs import AutogradGraph, GraphCache, GraphKey
 from swarmnet_node.engine.counters import EngineCounters
 from swarmnet_node.engine.kv_cache import SequenceCache
-from swarmnet_node.engine.scheduler import Waiting, schedule, worth_waiting_s
+from swarmnet_node.engine.scheduler import Waiting, batching_delay_s, schedule
 from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.errors import Unreachable
 from swarmnet_protocols.machine.aio import cancel
@@ -37,49 +49,53 @@ from swarmnet_protocols.net.resources import (
 )
 from swarmnet_protocols.timing import Timing
 
-BUDGET_TOKENS = 512
-"""Positions in one forward: whoever waits for one token waits for all of these."""
-CLIENT_SHARE = 2
-"""One client's graphs take at most one part in this many of what caches may take."""
-LATELY_S = 1.0
-"""A lane that had work within this time is expected to have work again."""
+MAX_BATCH_TOKENS = 512
+"""Positions of one forward at most. A client that waits for one token waits for the whole forward."""
+GRAPH_CLIENT_SHARE = 2
+"""The graphs of one client take at most one part in this many of the memory for caches."""
+RECENT_S = 1.0
+"""Seconds after its last work during which a sequence is expected to bring more."""
 SMOOTHING = 0.1
-"""Weight of the newest measurement in the running mean of a time."""
+"""Weight of the newest measurement in an exponential moving average."""
 
 T = TypeVar("T")
 
 
 @dataclass(eq=False)
-class _Work:
-    """One lane's inputs [count, D] on their way through the stage."""
+class _StepWork:
+    """Inputs [count, D] of one sequence, of which the first ``computed`` positions have been computed."""
 
     sequence: SequenceCache
     inputs: torch.Tensor
-    priority: int
     stage: Stage
     done: "asyncio.Future[torch.Tensor]"
     since: float
+    """Reading of the engine's stopwatch when the work arrived."""
     outputs: list[torch.Tensor] = field(default_factory=list)
     computed: int = 0
 
     @property
     def waiting(self) -> Waiting:
-        return Waiting(len(self.inputs) - self.computed, self.priority, id(self.stage))
+        return Waiting(len(self.inputs) - self.computed, id(self.stage))
 
 
 @dataclass(eq=False)
-class _Pass:
-    """Something to compute that cannot be cut. It waits since ``since``, a time of the loop, and lets sessions go first for ``yields_s``."""
+class _PassWork:
+    """A computation of ``positions`` positions that cannot be split.
 
-    start: Callable[[], Callable[[], Any]]
+    ``prepare`` is called on the asyncio thread and returns the function for the torch thread. Sessions go first until ``max_delay_s`` after
+    ``since``, a time of the event loop.
+    """
+
+    prepare: Callable[[], Callable[[], Any]]
     positions: int
     done: "asyncio.Future[Any]"
     since: float
-    yields_s: float
+    max_delay_s: float
 
 
 class Engine:
-    """Computes on one stage for many sessions. Their caches are held in their scopes, graphs are kept where caches leave room."""
+    """Computes for many clients on one stage."""
 
     def __init__(
         self,
@@ -91,30 +107,34 @@ class Engine:
         core_lock: CoreLock | NoCoreLock,
         stopwatch: Callable[[], float],
     ) -> None:
+        """Use :meth:`run`, which also runs the loop."""
         self.stage = stage
         self.max_cache_bytes = max_cache_bytes
         self.client_cache_bytes: Callable[[int], int] = int
-        """What caches of one peer may take where those of all may take so much."""
-        self._resources = resources
-        self._in_all = resources.system
+        """From the limit of the caches of all clients to that of one client."""
+        self.counters = EngineCounters()
+        self.graph_cache = GraphCache(resources)
         self.forwards = 0
         self.tokens = 0
         self.token_s = 0.0
+        """Seconds for one position in a forward, averaged."""
         self._forward_s = 0.0
-        self.counters = EngineCounters()
-        self.graph_cache = GraphCache(resources)
+        """Seconds for one forward, averaged."""
         self._pass_position_s = 0.0
+        """Seconds for one position of a pass, averaged."""
+        self._resources = resources
+        self._system = resources.system
         self._executor = executor
         self._core_lock = core_lock
         self._stopwatch = stopwatch
-        self._waiting: list[_Work] = []
-        self._passes: deque[_Pass] = deque()
-        self._passed_at = -math.inf
+        self._steps: list[_StepWork] = []
+        self._passes: deque[_PassWork] = deque()
+        self._last_pass_at = -math.inf
         self._wake = asyncio.Event()
         self._stopped = False
-        self._worked: dict[int, float] = {}
-        """When a lane, by its id, last had work."""
-        self._holds: dict[int, tuple[SequenceCache, Reservation]] = {}
+        self._last_work: dict[int, float] = {}
+        """When each sequence, by its id, last had work."""
+        self._reservations: dict[int, tuple[SequenceCache, Reservation]] = {}
         self.limit_caches(max_cache_bytes)
 
     @classmethod
@@ -129,9 +149,10 @@ class Engine:
         core_lock: CoreLock | NoCoreLock = ALONE,
         stopwatch: Callable[[], float] = time.perf_counter,
     ) -> AsyncIterator["Engine"]:
-        """An engine whose loop runs for as long as the context, and which caches of all peers may take ``max_cache_bytes`` of.
+        """An engine whose loop runs as long as the context; the KV caches of all clients take ``max_cache_bytes`` at most.
 
-        A forward is chosen and computed in one of the ``core_lock``, a pass beside those of other nodes; ``stopwatch`` gives the seconds forwards are timed by.
+        ``executor`` has one thread, the torch thread. Each forward holds ``core_lock``; passes run beside those of other nodes.
+        ``stopwatch`` returns seconds, by which forwards are timed.
         """
         engine = cls(
             stage,
@@ -151,107 +172,111 @@ class Engine:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of all caches, those that are about to be allocated included."""
-        return self._in_all.used[Resource.CACHE]
+        """Bytes of all KV caches, including those that are about to be allocated."""
+        return self._system.used[Resource.CACHE]
 
     @property
     def queue_s(self) -> float:
-        """How long a session's new work would wait, by the measured times per token, and per position of a pass.
+        """Seconds that new work of a session would wait, estimated from average durations.
 
-        It overtakes all passes but the one that may have begun.
+        Sessions overtake passes, except the one that may be running.
         """
-        tokens = sum(work.waiting.tokens for work in self._waiting)
+        tokens = sum(work.waiting.tokens for work in self._steps)
         positions = self._passes[0].positions if self._passes else 0
         return self.token_s * tokens + self._pass_position_s * positions
 
     def limit_caches(self, max_bytes: int) -> None:
-        """Let caches, and graphs where they leave room, take so much from now on. Caches that take more stay as they are."""
+        """Set the limit of all KV caches together. Caches that are larger already stay; graphs are dropped to fit."""
         self.max_cache_bytes = max_bytes
         self._resources.limit(Resource.CACHE, system=max_bytes, per_peer=self.client_cache_bytes(max_bytes))
-        self._resources.limit(Resource.GRAPHS, per_peer=max_bytes // CLIENT_SHARE)
-        self.graph_cache.shrink(max(0, self._room_bytes))
+        self._resources.limit(Resource.GRAPHS, per_peer=max_bytes // GRAPH_CLIENT_SHARE)
+        self.graph_cache.shrink(max(0, self._free_bytes))
 
     def register(self, sequence: SequenceCache, scope: Scope) -> SequenceCache:
-        """Count a lane's bytes in ``scope`` until ``release``. Raises ``OutOfResources`` when there is no room for what it has."""
-        self._holds[id(sequence)] = sequence, scope.reserve(Resource.CACHE, sequence.nbytes)
+        """Count a sequence's KV cache in ``scope`` until ``release``. Raises ``OutOfResources`` if that has no room for its present size."""
+        self._reservations[id(sequence)] = sequence, scope.reserve(Resource.CACHE, sequence.nbytes)
         return sequence
 
     def release(self, sequence: SequenceCache) -> None:
-        """Idempotent."""
-        self._worked.pop(id(sequence), None)
-        if id(sequence) in self._holds:
-            _, hold = self._holds.pop(id(sequence))
-            hold.release()
+        """Give back the reservation of a sequence's KV cache. Idempotent."""
+        self._last_work.pop(id(sequence), None)
+        if id(sequence) in self._reservations:
+            _, reservation = self._reservations.pop(id(sequence))
+            reservation.release()
 
-    def keep_graph(self, name: GraphKey, graph: AutogradGraph, *, for_s: float) -> None:
-        """Keep a graph for a while, if there is room. ``graph_cache`` has it then."""
-        self.graph_cache.keep(name, graph, room_bytes=self._room_bytes, for_s=for_s)
+    def keep_graph(self, key: GraphKey, graph: AutogradGraph, *, for_s: float) -> None:
+        """Keep a graph in ``graph_cache`` for ``for_s`` seconds, if KV caches leave room for it."""
+        self.graph_cache.keep(key, graph, max_bytes=self._free_bytes, for_s=for_s)
 
     @property
-    def _room_bytes(self) -> int:
-        """What sessions leave of the bytes for caches."""
+    def _free_bytes(self) -> int:
+        """Bytes of the limit that KV caches do not use."""
         return self.max_cache_bytes - self.cache_bytes
 
     async def run_on_torch_thread(self, work: Callable[[], T]) -> T:
-        """Do something short on the torch thread, between two forwards. What it raises is raised."""
+        """Call ``work``, which is short, on the torch thread between two forwards. Raises what it raises."""
         return await self._call(work)
 
     async def fork(self, sequences: Sequence[SequenceCache], scope: Scope) -> list[SequenceCache]:
-        """Copies of lanes, registered. Raises ``OutOfResources``, before anything is copied, when there is no room for them."""
-        with ExitStack() as holding:
-            holds = [
-                holding.enter_context(
+        """Registered copies of sequences. Raises ``OutOfResources``, before anything is copied, if ``scope`` has no room for them."""
+        with ExitStack() as stack:
+            reservations = [
+                stack.enter_context(
                     scope.reserve(Resource.CACHE, sequence.geometry.bytes_for(sequence.length))
                 )
                 for sequence in sequences
             ]
-            self.graph_cache.shrink(self._room_bytes)
+            self.graph_cache.shrink(self._free_bytes)
             twins = await self.run_on_torch_thread(lambda: [sequence.fork() for sequence in sequences])
-            holding.pop_all()
-        self._holds.update({id(twin): (twin, hold) for twin, hold in zip(twins, holds, strict=True)})
+            stack.pop_all()
+        self._reservations.update(
+            {id(twin): (twin, each) for twin, each in zip(twins, reservations, strict=True)}
+        )
         return twins
 
     async def compute(
-        self, stage: Stage, rows: Sequence[tuple[SequenceCache, torch.Tensor]], *, priority: int = 0
+        self, stage: Stage, rows: Sequence[tuple[SequenceCache, torch.Tensor]]
     ) -> list[torch.Tensor]:
-        """Run rows of (lane, inputs [count, D]) through our stage or a part of it; lanes grow by ``count``.
+        """Outputs [count, D] for rows of (sequence, inputs [count, D]) on our stage or a part of it; each sequence grows by ``count``.
 
-        Raises ``OutOfResources``, before anything is computed, when the caches may not grow so far. Kept graphs are dropped to make room.
+        Raises ``OutOfResources``, before anything is computed, if the KV caches may not grow so far; ``Unreachable`` if the engine has
+        stopped. Graphs are dropped to make room.
         """
         for sequence, inputs in rows:
-            _, hold = self._holds[id(sequence)]
-            hold.resize(max(hold.amount, stage.geometry.bytes_for(sequence.length + len(inputs))))
-        self.graph_cache.shrink(self._room_bytes)
+            _, reservation = self._reservations[id(sequence)]
+            needed = stage.geometry.bytes_for(sequence.length + len(inputs))
+            reservation.resize(max(reservation.amount, needed))
+        self.graph_cache.shrink(self._free_bytes)
         if self._stopped:
             raise Unreachable("this host has stopped")
         loop = asyncio.get_running_loop()
         works = [
-            _Work(sequence, inputs, priority, stage, loop.create_future(), self._stopwatch())
+            _StepWork(sequence, inputs, stage, loop.create_future(), self._stopwatch())
             for sequence, inputs in rows
         ]
-        self._waiting.extend(works)
-        self._worked.update((id(sequence), loop.time()) for sequence, _ in rows)
+        self._steps.extend(works)
+        self._last_work.update((id(sequence), loop.time()) for sequence, _ in rows)
         self._wake.set()
         return await asyncio.gather(*(work.done for work in works))
 
     async def compute_pass(
         self,
-        start: Callable[[], Callable[[], T]],
+        prepare: Callable[[], Callable[[], T]],
         positions: int,
         *,
-        yields_s: float = Timing.pass_wait_s,
+        max_delay_s: float = Timing.pass_wait_s,
     ) -> T:
-        """Compute something of ``positions`` positions on the torch thread when no session has work, or when sessions have gone first
-        for ``yields_s`` since it came, or since the one before it.
+        """Compute a pass of ``positions`` positions on the torch thread, passes in order of arrival.
 
-        First come, first served. At its turn ``start`` is called here and gives what is to be called there; what either
-        raises is raised. A caller that is cancelled before its turn costs nothing more.
+        It runs when no session has work, or when sessions have gone first for ``max_delay_s`` since it arrived, or since the pass before
+        it. ``prepare`` is then called here, and the function that it returns on the torch thread; returns that function's result and
+        raises what either raises. A caller that is cancelled before then costs nothing. Raises ``Unreachable`` if the engine has stopped.
         """
         if self._stopped:
             raise Unreachable("this host has stopped")
         loop = asyncio.get_running_loop()
         done: asyncio.Future[T] = loop.create_future()
-        work = _Pass(start, positions, done, loop.time(), yields_s)
+        work = _PassWork(prepare, positions, done, loop.time(), max_delay_s)
         self._passes.append(work)
         self._wake.set()
         try:
@@ -261,7 +286,7 @@ class Engine:
 
     async def _loop(self) -> None:
         while True:
-            if not self._waiting and not self._passes:
+            if not self._steps and not self._passes:
                 self._wake.clear()
                 await self._wake.wait()
             if self._is_pass_next():
@@ -269,43 +294,45 @@ class Engine:
                     if self._is_pass_next():
                         work = self._passes[0]
                         await self._run_pass(work, are_others=are_others)
-                        self._passed_at = asyncio.get_running_loop().time()
+                        self._last_pass_at = asyncio.get_running_loop().time()
                         self._remove_pass(work)
                 continue
             async with self._core_lock.turn():
-                await asyncio.sleep(0)  # whatever the network has already delivered joins this batch
-                await self._gather()
-                if self._waiting:  # whoever waited may be gone by now
+                await asyncio.sleep(0)  # steps that the network has delivered already join this batch
+                await self._wait_for_more()
+                if self._steps:  # clients may have left meanwhile
                     await self._forward()
 
-    async def _gather(self) -> None:
-        """Let what comes right behind the work that waits join its forward."""
+    async def _wait_for_more(self) -> None:
+        """Wait for sequences that are expected soon, so that they join the next forward; no longer than a forward takes."""
         clock = asyncio.get_running_loop().time
         until = clock() + self._forward_s
-        self._worked = {sequence: at for sequence, at in self._worked.items() if at > clock() - LATELY_S}
-        while patience_s := worth_waiting_s(len(self._waiting), self._expected(clock()), self._forward_s):
+        self._last_work = {
+            sequence: at for sequence, at in self._last_work.items() if at > clock() - RECENT_S
+        }
+        while delay_s := batching_delay_s(len(self._steps), self._expected(clock()), self._forward_s):
             self._wake.clear()
             try:
-                async with asyncio.timeout(min(patience_s, until - clock())):
+                async with asyncio.timeout(min(delay_s, until - clock())):
                     await self._wake.wait()
             except TimeoutError:
                 return
 
     def _expected(self, now: float) -> int:
-        """How many lanes had work lately, those that wait included."""
-        return sum(at > now - LATELY_S for at in self._worked.values())
+        """The number of sequences that had work recently, including those that wait."""
+        return sum(at > now - RECENT_S for at in self._last_work.values())
 
     def _is_pass_next(self) -> bool:
-        """No session has work, or sessions have gone first for long enough."""
-        if not self._passes or not self._waiting:
+        """Whether a pass runs next: no session has work, or sessions have gone first for long enough."""
+        if not self._passes or not self._steps:
             return bool(self._passes)
         first = self._passes[0]
-        return asyncio.get_running_loop().time() >= max(first.since, self._passed_at) + first.yields_s
+        return asyncio.get_running_loop().time() >= max(first.since, self._last_pass_at) + first.max_delay_s
 
     async def _forward(self) -> None:
-        """One forward of what the scheduler picks among the sessions' work."""
-        picked = schedule([work.waiting for work in self._waiting], BUDGET_TOKENS)
-        batch = [(self._waiting[index], tokens) for index, tokens in picked]
+        """Compute one forward of the steps that the scheduler chooses."""
+        picked = schedule([work.waiting for work in self._steps], MAX_BATCH_TOKENS)
+        batch = [(self._steps[index], tokens) for index, tokens in picked]
         rows = [
             (work.sequence, work.inputs[work.computed : work.computed + tokens]) for work, tokens in batch
         ]
@@ -315,7 +342,7 @@ class Engine:
                 self.counters.wait_s.observe(started - work.since)
         try:
             results = await self._call(partial(batch[0][0].stage.forward, rows))
-        except Exception as error:  # noqa: BLE001 - the supervisor: a failed forward fails its sessions, not the node
+        except Exception as error:  # noqa: BLE001 - a failed forward ends its sessions, not the node
             self._drop([work for work, _ in batch], error)
             return
         self._account(sum(tokens for _, tokens in batch), self._stopwatch() - started)
@@ -325,15 +352,16 @@ class Engine:
             if work.computed == len(work.inputs):
                 self._finish(work)
 
-    async def _run_pass(self, work: _Pass, *, are_others: bool) -> None:
+    async def _run_pass(self, work: _PassWork, *, are_others: bool) -> None:
         if work.done.done():
             return
         started = self._stopwatch()
         try:
-            compute = work.start()
-            # Threads of several nodes wait for each other's at every product: half the cores give more than half.
+            compute = work.prepare()
+            # Nodes that compute at once wait for each other's threads in every product: on half the cores each is faster than
+            # half as fast.
             result = await self._call(partial(on_half_the_cores, compute) if are_others else compute)
-        except Exception as error:  # noqa: BLE001 - the supervisor: a failed pass fails its client, not the node
+        except Exception as error:  # noqa: BLE001 - a failed pass fails for its client, not for the node
             _fail(work.done, error)
             return
         self.forwards += 1
@@ -345,14 +373,14 @@ class Engine:
             work.done.set_result(result)
 
     async def _call(self, work: Callable[[], T]) -> T:
-        """Call ``work`` on the torch thread. Raises ``ResourceLimitReached`` where its device has no room for what it computes."""
+        """Call ``work`` on the torch thread. Raises ``ResourceLimitReached`` if the device runs out of memory."""
         with contextlib.suppress(torch.OutOfMemoryError):
             return await asyncio.get_running_loop().run_in_executor(self._executor, work)
-        # Out here nothing holds the error any longer, whose frames hold what was computed until then.
+        # Not in an except clause: the error's frames would keep alive the tensors that were computed until then.
         self.graph_cache.shrink(0)
         raise ResourceLimitReached("this host's device has no memory left", RETRY_S)
 
-    def _remove_pass(self, work: _Pass) -> None:
+    def _remove_pass(self, work: _PassWork) -> None:
         if work in self._passes:
             self._passes.remove(work)
 
@@ -364,22 +392,22 @@ class Engine:
         self.token_s += SMOOTHING * (elapsed_s / tokens - self.token_s)
         self._forward_s += SMOOTHING * (elapsed_s - self._forward_s)
 
-    def _finish(self, work: _Work) -> None:
-        self._waiting.remove(work)
+    def _finish(self, work: _StepWork) -> None:
+        self._steps.remove(work)
         if not work.done.done():
             work.done.set_result(work.outputs[0] if len(work.outputs) == 1 else torch.cat(work.outputs))
 
     def _stop(self) -> None:
-        """Whoever waits for a forward that will not come is told."""
+        """Fail all work that waits."""
         self._stopped = True
         error = Unreachable("this host has stopped")
-        self._drop(list(self._waiting), error)
+        self._drop(list(self._steps), error)
         for work in self._passes:
             _fail(work.done, error)
 
-    def _drop(self, works: Sequence[_Work], error: Exception) -> None:
+    def _drop(self, works: Sequence[_StepWork], error: Exception) -> None:
         for work in works:
-            self._waiting.remove(work)
+            self._steps.remove(work)
             _fail(work.done, error)
 
 

@@ -117,7 +117,9 @@ class HostedPass:
 
     async def _compute(self, start: Callable[[], Callable[[], T]]) -> T:
         self._slot.at_work = True
-        computed = await self._engine.compute_pass(start, self._positions, yields_s=self._timing.pass_wait_s)
+        computed = await self._engine.compute_pass(
+            start, self._positions, max_delay_s=self._timing.pass_wait_s
+        )
         self._slot.at_work = False
         self._slot.worked()
         return computed
