@@ -41,8 +41,8 @@ from swarmnet_protocols.membership.rules import Admission, Rules
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.memory import LinkProfile, MemoryNetwork, MemoryTransport
 from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.training.job_records import _job_topic, publish_job
 from swarmnet_protocols.training.jobs import Job, SealedJob, open_job, parse_job, seal_job
-from swarmnet_protocols.training.worker_board import _job_topic, publish_job
 from swarmnet_protocols.wire import workers_pb2
 from tests.support.tiny_job import CONFIG, for_others, tiny_job, tiny_trainer
 from tests.support.tiny_models import save_tiny

@@ -53,7 +53,7 @@ def template(
     method: Annotated[str, typer.Argument(metavar="METHOD", help="diloco, streaming, noloco, ...")],
 ) -> None:
     """Print a commented job file for a small task that runs as it is."""
-    from swarmnet_protocols.training.templates import template as template_of
+    from swarmnet_protocols.training.job_templates import template as template_of
 
     print_text(template_of(method), end="")
 
@@ -96,7 +96,7 @@ def create(
 
 
 async def _publish(network: Network, sealed: bytes) -> None:
-    from swarmnet_protocols.training.worker_board import publish_job
+    from swarmnet_protocols.training.job_records import publish_job
 
     async with connect(network, client_mode=True) as (_, directory):
         await publish_job(directory, sealed)
