@@ -16,7 +16,7 @@ from swarmnet_protocols.net import Buffer
 from swarmnet_protocols.training.codecs import ErrorFeedback, get_codec
 from swarmnet_protocols.training.jobs import Job
 from swarmnet_protocols.training.methods import OWN, Average, ZeroOrder
-from swarmnet_protocols.training.rounds.shares import Share
+from swarmnet_protocols.training.rounds.terms import Slice
 
 NO_STEPS = StepReport(0.0, 0, 0.0)
 RESIDUAL = f"{OWN}error"
@@ -63,7 +63,7 @@ class Replica:
             return method.contribution(round_number, gradient), report
         return method.contribution(round_number, self.trainer.view()), NO_STEPS
 
-    def apply(self, round_number: int, average: Average | None, delivered: Sequence[Share] = ()) -> None:
+    def apply(self, round_number: int, average: Average | None, delivered: Sequence[Slice] = ()) -> None:
         """Apply the outcome of a round: ``average``, or None if it was discarded.
 
         ``delivered``: the slices that contain this worker's contribution; the others stay in the residual.
