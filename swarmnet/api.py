@@ -9,7 +9,7 @@ from swarmnet.paths import default_cache_dir
 from swarmnet.swarm_file.entry import client_network
 
 if TYPE_CHECKING:
-    from swarmnet_client.model.local_layers import Form
+    from swarmnet_client.model.local_layers import LoadOptions
     from swarmnet_client.model.model import SwarmModel
     from swarmnet_protocols.joining.network import Network
 
@@ -35,9 +35,11 @@ class AutoSwarmModelForCausalLM:
         ``bootstrap`` adds addresses of peers to those in the file; with ``hosts``, peer ids, only these hosts are used; ``device`` is where embeddings and head are. ``data_dir`` keeps
         who we are in swarms with members. Use the model as a context manager, or ``close`` it.
         """
-        from swarmnet_client.model.local_layers import Form
+        from swarmnet_client.model.local_layers import LoadOptions
 
-        return _open(name, _network(swarm, bootstrap, data_dir, hosts), cache_dir, Form.picked(dtype, device))
+        return _open(
+            name, _network(swarm, bootstrap, data_dir, hosts), cache_dir, LoadOptions.picked(dtype, device)
+        )
 
 
 class AutoSwarmModelForSequenceClassification:
@@ -61,13 +63,13 @@ class AutoSwarmModelForSequenceClassification:
 
         The other arguments are those of ``AutoSwarmModelForCausalLM.from_pretrained``.
         """
-        from swarmnet_client.model.local_layers import Form
+        from swarmnet_client.model.local_layers import LoadOptions
 
         return _open(
             name,
             _network(swarm, bootstrap, data_dir, hosts),
             cache_dir,
-            Form.picked(dtype, device, num_labels),
+            LoadOptions.picked(dtype, device, num_labels),
         )
 
 
@@ -81,13 +83,15 @@ def _network(
     )
 
 
-def _open(name: str, network: "Network", cache_dir: str | Path | None, form: "Form") -> "SwarmModel":
+def _open(
+    name: str, network: "Network", cache_dir: str | Path | None, options: "LoadOptions"
+) -> "SwarmModel":
     from swarmnet_client.model import model
 
     opened: SwarmModel = model.load(
         name,
         network=network,
         cache_dir=default_cache_dir() if cache_dir is None else Path(cache_dir),
-        form=form,
+        options=options,
     )
     return opened

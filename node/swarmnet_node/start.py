@@ -104,7 +104,7 @@ async def start(config: NodeConfig, *, progress: "Progress | None" = None) -> As
             limit_memory(loaded.device, limits.max_gpu_mem)
 
         machine = OwnersMachine(config.folder, pace, wall_clock, limit_computing)
-        stack.callback(machine.save_usage)
+        stack.callback(machine.close)
         hosting = loaded.hosting(config)
         node = await stack.enter_async_context(Supervisor.run(dependencies, hosting, machine, config.limits))
         asides.append(node.step_aside)

@@ -13,7 +13,7 @@ import time
 import torch
 
 from swarmnet.paths import default_cache_dir
-from swarmnet_client.model.local_layers import Form, load_local_layers
+from swarmnet_client.model.local_layers import LoadOptions, load_local_layers
 from swarmnet_client.model.packed import MAX_ROWS, PackedLinear
 from swarmnet_protocols.models import resolve
 
@@ -28,7 +28,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     local = resolve(MODEL, cache_dir=default_cache_dir())
-    model = load_local_layers(local, Form(torch.float32, torch.device("cpu")))
+    model = load_local_layers(local, LoadOptions(torch.float32, torch.device("cpu")))
     head = model.get_output_embeddings()
     if not isinstance(head, PackedLinear):
         raise SystemExit("this machine has no compiler, so there is nothing to compare")

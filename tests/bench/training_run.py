@@ -21,7 +21,7 @@ from swarmnet_protocols.training.codecs import Codec, ErrorFeedback, get_codec, 
 from swarmnet_protocols.training.jobs import Job
 from swarmnet_protocols.training.methods import Average, Method
 from swarmnet_protocols.training.methods.base import OWN
-from swarmnet_protocols.training.rounds.aggregate import aggregate
+from swarmnet_protocols.training.rounds.aggregation_rules import aggregate
 
 MEGABIT = 1e6 / 8
 

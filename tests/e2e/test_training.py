@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from swarmnet.cli import execute
 from swarmnet_node.training.checkpoint import CheckpointStore
-from swarmnet_node.training.start import job_folder
+from swarmnet_node.training.job_store import job_folder
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.p2pd.transport import P2pdTransport
 from swarmnet_protocols.net.protocol_ids import TRAINING

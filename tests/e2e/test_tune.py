@@ -17,7 +17,7 @@ from swarmnet import cli
 from swarmnet.cli.failures import EXIT_INTERRUPTED
 from swarmnet_client.chain.passes import RemoteBatch
 from swarmnet_client.model import model as client_model
-from swarmnet_client.model.local_layers import Form
+from swarmnet_client.model.local_layers import LoadOptions
 from swarmnet_client.tuning.adapter_dir import load_adapter
 from swarmnet_client.tuning.checkpoint import CHECKPOINT_FILE
 from swarmnet_client.tuning.methods import quiet_peft
@@ -86,8 +86,8 @@ def classifying(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> Iterat
     """Whoever opens a classifier meanwhile gets one of two classes over a tiny swarm."""
     with tiny_swarm(reference, labels=2) as running:
 
-        def load(*_: object, form: Form, **__: object) -> Any:
-            assert form.labels == 2
+        def load(*_: object, options: LoadOptions, **__: object) -> Any:
+            assert options.labels == 2
             return running.model
 
         monkeypatch.setattr(client_model, "load", load)
@@ -297,7 +297,7 @@ def test_what_is_done_is_kept_when_the_swarm_is_gone(
     reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     with served(reference, monkeypatch) as running:
-        batches = iter([running.model.remote_batch] * 3)
+        batches = iter([running.model.blocks.batch] * 3)
 
         def remote_batch(*arguments: Any) -> RemoteBatch:
             for reach in batches:
@@ -305,7 +305,7 @@ def test_what_is_done_is_kept_when_the_swarm_is_gone(
                 return batch
             raise NoRoute([(2, 4)])
 
-        monkeypatch.setattr(running.model, "remote_batch", remote_batch)
+        monkeypatch.setattr(running.model.blocks, "batch", remote_batch)
         code, events = command(*tuning(reference, tmp_path, "--method", "prompt"))
     assert code == 5
     assert [(event["event"], event.get("step")) for event in events[-3:]] == [

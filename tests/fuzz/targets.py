@@ -18,7 +18,7 @@ from google.protobuf.message import Message as Protobuf
 
 from swarmnet import swarm_file
 from swarmnet.swarm_file import writer as swarm_writer
-from swarmnet_node.training import state
+from swarmnet_node.training import shared_state
 from swarmnet_protocols.directory import Publisher, catalog, records, reports
 from swarmnet_protocols.directory.dht_contacts import Contacts, contacts_in, with_contacts
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
@@ -37,7 +37,7 @@ from swarmnet_protocols.net.rate_limit import RateLimiter
 from swarmnet_protocols.session import adapters, steps
 from swarmnet_protocols.training import jobs, rosters
 from swarmnet_protocols.training.codecs import get_codec
-from swarmnet_protocols.training.rounds import messages, transfers
+from swarmnet_protocols.training.rounds import messages, reduction
 from swarmnet_protocols.wire import (
     door_pb2,
     membership_pb2,
@@ -301,7 +301,7 @@ def read_roster(data: bytes) -> None:
 
 
 def roster_seeds() -> list[bytes]:
-    exchange = rosters.next_exchange(7, 0)
+    exchange = rosters.next_exchange_number(7, 0)
     roster = rosters.Roster(7, exchange, (rosters.Candidate(_PEER, ("/ip4/203.0.113.5/tcp/4001",)),))
     return [rosters.roster_to_wire(roster).SerializeToString()]
 
@@ -311,8 +311,8 @@ def read_measured(data: bytes) -> None:
 
 
 def read_summary(data: bytes) -> None:
-    terms = transfers.SliceTerms(round=7, index=1, count=64, codec=get_codec("int8"))
-    transfers.read_summary(terms, 4, data)
+    terms = reduction.SliceTerms(exchange_number=7, index=1, count=64, codec=get_codec("int8"))
+    reduction.read_summary(terms, 4, data)
 
 
 def read_values(name: str, data: bytes) -> None:
@@ -324,16 +324,16 @@ def codec_seeds(name: str) -> list[bytes]:
 
 
 def read_state(data: bytes) -> None:
-    state.SharedState.unpack(bytearray(data))
+    shared_state.SharedState.unpack(bytearray(data))
 
 
 def state_seeds() -> list[bytes]:
-    shared = state.SharedState(3, torch.zeros(8), {"momentum": torch.zeros(8)}, {})
+    shared = shared_state.SharedState(3, torch.zeros(8), {"momentum": torch.zeros(8)}, {})
     return [b"".join(bytes(part) for part in shared.pack())]
 
 
 def job_seeds() -> list[bytes]:
-    from swarmnet_protocols.training.templates import METHODS, template
+    from swarmnet_protocols.training.job_templates import METHODS, template
 
     return [template(method).encode() for method in METHODS]
 
@@ -450,7 +450,7 @@ TARGETS: dict[str, Target] = {
         read_measured, examples(workers_pb2.Measured), ("training.rosters.measured_from_wire",)
     ),
     "summary": Target(
-        read_summary, examples(training_pb2.Summary), ("training.rounds.transfers.read_summary",)
+        read_summary, examples(training_pb2.Summary), ("training.rounds.reduction.read_summary",)
     ),
     **{
         f"codec {name}": Target(

@@ -144,7 +144,7 @@ def test_an_offer_that_makes_no_sense_is_refused(
     ("data", "why"),
     [
         (part_of(rank=300), "rank 300"),
-        (part_of((3, 4)), "block 4, which is not here"),
+        (part_of((3, 4)), "block 4, which this host does not have"),
         (part_of(modules=[("mlp.experts", 32, 32)]), "no linear module mlp.experts"),
         (part_of(modules=[("self_attn.q_proj", 32, 48)]), "48 inputs"),
         (

@@ -88,7 +88,7 @@ def test_outputs_of_first_positions_are_asked_for() -> None:
     swarm: Any = SimpleNamespace(ledger=None)
     auditor = Auditor(swarm, spec, swarm, ChainReport(), lambda values: values)
     rows = (Row(0, 0, 40, 1, 0), Row(1, 0, 2, 1, 1), Row(2, 9, 40, 1, 2))
-    assert [row.first for row in auditor.asking(rows)] == [4, 1, 0]
+    assert [row.first for row in auditor.add_audited_outputs(rows)] == [4, 1, 0]
 
 
 def test_a_convicted_host_is_not_used_even_where_nobody_else_is(reference: Reference) -> None:

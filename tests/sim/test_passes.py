@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from swarmnet_client.chain.blame import OURS
+from swarmnet_client.chain.blame import CLIENT_FAULTS
 from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_client.chain.pass_calls import PASSES_PER_HOST
 from swarmnet_client.chain.passes import RemoteBatch, split
@@ -179,7 +179,7 @@ LIES: dict[str, Callable[[torch.Tensor], Message]] = {
         f"a refusal for {pb.Reason.Name(reason)}": lambda _, reason=reason: Message(
             pb.PassReply(refused=pb.Refused(reason=reason)).SerializeToString()
         )
-        for reason in (pb.REASON_INTERNAL, *OURS)
+        for reason in (pb.REASON_INTERNAL, *CLIENT_FAULTS)
     },
 }
 

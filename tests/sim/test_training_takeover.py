@@ -23,7 +23,7 @@ def forge(lab: WorkerLab, victim: str, name: str) -> None:
     saved = CheckpointStore(lab.folder / victim).load_newest(job.id)
     assert saved is not None
     trainer = Trainer.open(
-        lab.files.given_to(job.job),
+        lab.files.applied_to(job.job),
         cache_dir=lab.folder / "cache",
         available_bytes=1 << 33,
         device=torch.device("cpu"),

@@ -10,16 +10,16 @@ import torch
 
 from swarmnet_client.batching.continuous_batching import Batcher, Limits
 from swarmnet_client.batching.sequences import Answer, Request
-from swarmnet_client.model.local_layers import Form, Head, LocalLayers
+from swarmnet_client.model.local_layers import LmHead, LoadOptions, LocalLayers
 from swarmnet_client.model.sampling import Sampling
 from swarmnet_client.swarm.swarm import Swarm
 from swarmnet_protocols.models import LocalModel
 from tests.support.swarm_lab import Lab
 
 
-def head_of(local: LocalModel) -> Head:
-    local_layers = LocalLayers(local, Form(torch.float32, torch.device("cpu")))
-    return Head(local_layers, ThreadPoolExecutor(1))  # in virtual time what it is given runs in place
+def head_of(local: LocalModel) -> LmHead:
+    local_layers = LocalLayers(local, LoadOptions(torch.float32, torch.device("cpu")))
+    return LmHead(local_layers, ThreadPoolExecutor(1))  # in virtual time what it is given runs in place
 
 
 @asynccontextmanager

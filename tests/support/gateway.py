@@ -14,7 +14,7 @@ from swarmnet.gateway.quotas import Quota
 from swarmnet.web.middleware import AccessPolicy, ApiKeys, protect
 from swarmnet_client.batching.continuous_batching import Limits
 from swarmnet_client.batching.engine import open_engine
-from swarmnet_client.model.local_layers import Form
+from swarmnet_client.model.local_layers import LoadOptions
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.timing import Timing
 from tests.support.swarm_lab import EPOCH, Lab, Reference, simulate
@@ -130,7 +130,7 @@ async def gateway(
     async with AsyncExitStack() as stack:
         swarm = await stack.enter_async_context(lab.client())
         engine = await stack.enter_async_context(
-            open_engine(lab.reference.local, swarm, Form.picked("float32", "cpu"), limits or Limits())
+            open_engine(lab.reference.local, swarm, LoadOptions.picked("float32", "cpu"), limits or Limits())
         )
         engine.tokenizer.chat_template = TEMPLATE
         served = Gateway(engine, quota or Quota(), clock=lambda: EPOCH + asyncio.get_running_loop().time())

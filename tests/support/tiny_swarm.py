@@ -13,7 +13,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
-from swarmnet_client.model.local_layers import Form
+from swarmnet_client.model.local_layers import LoadOptions
 from swarmnet_client.model.model import wrap
 from swarmnet_client.swarm.runtime import Runtime
 from swarmnet_client.swarm.swarm import Swarm
@@ -23,7 +23,7 @@ from tests.support.swarm_lab import Lab, Reference, load_reference
 from tests.support.tiny import VOCABULARY
 
 SPANS = ((0, 2), (2, 4), (4, 6))
-FORM = Form(torch.float32, torch.device("cpu"))
+FORM = LoadOptions(torch.float32, torch.device("cpu"))
 
 
 @dataclass

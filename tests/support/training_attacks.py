@@ -23,7 +23,7 @@ from swarmnet_protocols.training.codecs.floats import FloatCodec
 from swarmnet_protocols.training.jobs import Job, parse_job
 from swarmnet_protocols.training.methods import Average
 from swarmnet_protocols.training.rounds.averaging import Outcome
-from swarmnet_protocols.training.rounds.transfers import Rules
+from swarmnet_protocols.training.rounds.reduction import Rules
 from tests.support.training_lab import TrainingLab
 from tests.support.training_workers import write_job
 from tests.support.virtual_time import run

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 
 from swarmnet_node.training.checkpoint import CheckpointStore
-from swarmnet_node.training.dependencies import Hosted, WorkerDependencies
-from swarmnet_node.training.start import LocalFiles, check_job
+from swarmnet_node.training.job_store import LocalFiles, check_job
 from swarmnet_node.training.trainer import Trainer
-from swarmnet_node.training.worker import Worker
+from swarmnet_node.training.worker import Worker, WorkerDependencies
 from swarmnet_protocols.directory import MemoryBoard, MemoryDirectory
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net import PeerId
@@ -147,23 +146,23 @@ class WorkerLab:
 
     async def _live(self, name: str) -> None:
         identity = Identity.from_seed(name.encode())
-        job = self.files.given_to(open_job(self.sealed).job)
+        job = self.files.applied_to(open_job(self.sealed).job)
         async with self.network.transport(identity.peer_id) as transport:
             directory = MemoryDirectory(self.board, identity, SWARM)
             trainer = Trainer.open(
                 job, cache_dir=self.folder / "cache", available_bytes=1 << 33, device=torch.device("cpu")
             )
             compute, codec = TimedExecutor(COMPUTE_S), TimedExecutor(0.0)
-            world = WorkerDependencies(
+            dependencies = WorkerDependencies(
                 transport, directory, compute, codec, random.Random(name), identity.sign
             )
-            hosted = Hosted(self.sealed, trainer, CheckpointStore(self.folder / name))
+            checkpoints = CheckpointStore(self.folder / name)
 
             def report(event: dict[str, Any]) -> None:
                 self.events[name].append(event)
                 self.observer(name, event)
 
-            self.workers[name] = Worker(world, hosted, report)
+            self.workers[name] = Worker(dependencies, self.sealed, trainer, checkpoints, report)
             await self.workers[name].run()
 
 

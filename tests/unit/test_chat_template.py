@@ -86,9 +86,7 @@ def test_the_environment_is_hidden_from_templates(monkeypatch: pytest.MonkeyPatc
         renderer.stop()
 
 
-def test_invalid_replies_of_the_process_are_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_invalid_replies_of_the_process_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     script = tmp_path / "child.py"
     for says in (b"\xff\xff\xff\xff", b"\0\0\0\2[]", b'\0\0\0\7{"a":1}', b"\0\0\0\2{}{}", b""):
         script.write_text(f"import sys\nsys.stdout.buffer.write({says!r})\n")

@@ -21,7 +21,7 @@ from swarmnet_client.tuning.adapter_dir import check_adapter, hashes_of
 from swarmnet_client.tuning.checkpoint import TuneCheckpoint
 from swarmnet_node.training.checkpoint import CheckpointStore
 from swarmnet_node.training.data import open_corpus
-from swarmnet_node.training.start import keep_job, kept_job
+from swarmnet_node.training.job_store import load_stored_job, store_job
 from swarmnet_protocols.errors import ConfigError, IntegrityError, NotAuthorised
 from swarmnet_protocols.membership.membership import Membership
 from swarmnet_protocols.models import resolve
@@ -146,8 +146,8 @@ def revocations(folder: Path) -> Kept:
 def job(folder: Path) -> Kept:
     sealed = seal_job(for_others(tiny_job(folder)), AUTHORITY)
     opened = open_job(sealed)
-    keep_job(folder, opened, sealed)
-    return Kept(folder / "jobs" / f"{opened.id}.job", lambda: kept_job(folder, opened.id)[0].id)
+    store_job(folder, opened, sealed)
+    return Kept(folder / "jobs" / f"{opened.id}.job", lambda: load_stored_job(folder, opened.id)[0].id)
 
 
 REFUSED: dict[str, Callable[[Path], Kept]] = {

@@ -42,7 +42,7 @@ FIRST_MESSAGES: list[type[Protobuf]] = [
     session_pb2.Ping,
     report_pb2.ReportRequest,
     probe_pb2.ProbeRequest,
-    workers_pb2.GatherRequest,
+    workers_pb2.MatchmakingRequest,
     workers_pb2.StateRequest,
     training_pb2.ExchangeRequest,
     door_pb2.DoorMessage,

@@ -1,6 +1,7 @@
 """What a node remembers of its owner's limits and of its month, and how it behaves beside other programs."""
 
 import asyncio
+import errno
 import os
 import stat
 import subprocess
@@ -13,7 +14,7 @@ from swarmnet_node.owner import machine as machine_module
 from swarmnet_node.owner.idleness import idle_s
 from swarmnet_node.owner.limits import Limits, Usage
 from swarmnet_node.owner.machine import LIMITS_NAME, USAGE_NAME, OwnersMachine, load_limits
-from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.errors import ConfigError, OutOfResources
 from swarmnet_protocols.net.rate_limit import LinkLimiter
 
 NOVEMBER = 1_795_000_000.0
@@ -36,6 +37,16 @@ def test_limits_hold_after_a_restart(tmp_path: Path) -> None:
     assert (pace.up.is_limited, pace.down.is_limited) == (True, False)
     assert load_limits(tmp_path) == limits
     assert stat.S_IMODE((tmp_path / LIMITS_NAME).stat().st_mode) == 0o600
+
+
+def test_a_full_disk_at_the_end_is_out_of_resources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(machine_module, "write_whole", write)
+    with pytest.raises(OutOfResources, match=f"{tmp_path}: No space left") as caught:
+        _machine(tmp_path).close()
+    assert caught.value.hint == "make room on its disk"
 
 
 def test_without_a_file_nothing_is_limited(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from swarmnet_node.training.checkpoint import CheckpointStore
-from swarmnet_node.training.replica import ERROR, NOTHING_DONE, Replica
+from swarmnet_node.training.replica import NO_STEPS, RESIDUAL, Replica
 from swarmnet_node.training.trainer import StepReport
 from swarmnet_protocols.training.methods import Average
 from tests.support.tiny_job import tiny_job, tiny_trainer
@@ -43,7 +43,7 @@ def deliver(worker: Replica, number: int, sent: torch.Tensor) -> torch.Tensor:
 
 
 def owed(worker: Replica) -> torch.Tensor:
-    return worker.checkpoint("a job", 1).outer[ERROR]
+    return worker.checkpoint("a job", 1).outer[RESIDUAL]
 
 
 def moved(worker: Replica, seed: int) -> None:
@@ -64,9 +64,9 @@ def test_what_arrives_in_fifty_rounds_is_what_was_contributed(
     def progress(number: int, slot: int) -> tuple[torch.Tensor, StepReport]:
         start, end = worker.method.range(number)
         worker.method.contribution(number, worker.trainer.parameters())
-        return values[start:end], NOTHING_DONE
+        return values[start:end], NO_STEPS
 
-    monkeypatch.setattr(worker, "_progress", progress)
+    monkeypatch.setattr(worker, "_own_contribution", progress)
     arrived, alone, contributed = (torch.zeros(count, dtype=torch.float64) for _ in range(3))
     for number in range(ROUNDS):
         within = slice(*worker.method.range(number))
@@ -91,7 +91,7 @@ def test_a_biased_codec_is_fed_back(codec: str | None, tmp_path: Path) -> None:
 def test_what_loses_nothing_for_good_and_scalars_are_not(
     method: str, codec: str | None, tmp_path: Path
 ) -> None:
-    assert ERROR not in replica(tmp_path, method, codec).checkpoint("a job", 1).outer
+    assert RESIDUAL not in replica(tmp_path, method, codec).checkpoint("a job", 1).outer
 
 
 def test_the_error_outlives_the_process(tmp_path: Path) -> None:
@@ -145,9 +145,9 @@ def test_who_takes_the_state_of_others_owes_nothing(tmp_path: Path) -> None:
     worker = replica(tmp_path)
     moved(worker, 0)
     deliver(worker, 0, worker.contribution(0, 0)[0])
-    state = bytearray().join(worker.pack())
-    assert ERROR.encode() not in state[:4096], "the error is no part of what workers share"
-    worker.take(state)
+    state = bytearray().join(worker.pack_shared())
+    assert RESIDUAL.encode() not in state[:4096], "the error is no part of what workers share"
+    worker.load_shared(state)
     assert not owed(worker).any()
 
 
@@ -162,5 +162,5 @@ def in_use(folder: Path, method: str = "diloco") -> Replica:
 def test_a_checkpoint_without_an_error_is_one_of_before(tmp_path: Path) -> None:
     worker = replica(tmp_path)
     saved = worker.checkpoint("a job", 1)
-    worker.restore(replace(saved, outer={name: v for name, v in saved.outer.items() if name != ERROR}))
+    worker.restore(replace(saved, outer={name: v for name, v in saved.outer.items() if name != RESIDUAL}))
     assert not owed(worker).any()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from swarmnet_node.training.reporting import WorkerNumbers
+from swarmnet_node.training.events import WorkerReporter
 from swarmnet_protocols.directory.reports import MAX_CONTRIBUTIONS, check
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.training.jobs import open_job, seal_job
@@ -33,13 +33,13 @@ def told(tmp_path: Path, *events: dict[str, Any]) -> report_pb2.WorkerReport:
     async def run() -> report_pb2.WorkerReport:
         handed_on: list[dict[str, Any]] = []
         sealed = open_job(seal_job(for_others(tiny_job(tmp_path)), Identity.from_seed(b"owner")))
-        numbers = WorkerNumbers(sealed, "0.1.0", handed_on.append)
+        reporter = WorkerReporter(sealed, "0.1.0", handed_on.append)
         for event in events:
-            numbers.take(event)
+            reporter.handle(event)
         assert handed_on == list(events)
-        report = numbers.describe()
+        report = reporter.report()
         check(report)
-        assert numbers.describe().worker == report.worker, "saying it changes nothing"
+        assert reporter.report().worker == report.worker, "saying it changes nothing"
         assert report.worker.job.hex() == sealed.id
         return report.worker
 

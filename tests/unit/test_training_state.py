@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load
 
-from swarmnet_node.training.state import SharedState, max_state_bytes
+from swarmnet_node.training.shared_state import SharedState, max_state_bytes
 from swarmnet_protocols.errors import IntegrityError
 
 COUNT = 1000

@@ -124,3 +124,19 @@ def test_one_question_has_one_answer_and_closes_the_stream() -> None:
         assert stream.closed
 
     between(serve, use)
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf"), 1e9])
+def test_a_wait_that_makes_no_sense_is_none(seconds: float) -> None:
+    said = pb.Refused(reason=pb.REASON_OUT_OF_MEMORY, retry_after_s=seconds)
+    assert Refused.from_wire(said).retry_after_s == 0.0
+
+
+def test_a_reason_of_a_newer_version_is_a_refusal_all_the_same() -> None:
+    said = pb.Refused.FromString(b"\x08\xe7\x07")
+    assert Refused.from_wire(said).reason == pb.REASON_UNSPECIFIED
+
+
+def test_a_refusal_cannot_steer_the_terminal_that_shows_it() -> None:
+    said = pb.Refused(reason=pb.REASON_INTERNAL, detail="\x1b]52;c;cm0gLXJm\x07no room\x9b2J")
+    assert str(Refused.from_wire(said)).isprintable()

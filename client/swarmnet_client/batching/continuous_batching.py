@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from swarmnet_client.batching.sequences import Answer, Request, SequenceGroup
 from swarmnet_client.chain.chain import Chain
-from swarmnet_client.model.local_layers import Head
+from swarmnet_client.model.local_layers import LmHead
 from swarmnet_protocols.errors import ConfigError, NoRoute, NotAuthorised, OutOfResources, SwarmnetError
 from swarmnet_protocols.machine.aio import cancel
 
@@ -77,7 +77,7 @@ class Batcher:
 
     def __init__(
         self,
-        head: Head,
+        head: LmHead,
         open_chain: Callable[[], AbstractAsyncContextManager[Chain]],
         limits: Limits,
     ) -> None:
@@ -96,7 +96,7 @@ class Batcher:
     @asynccontextmanager
     async def run(
         cls,
-        head: Head,
+        head: LmHead,
         open_chain: Callable[[], AbstractAsyncContextManager[Chain]],
         limits: Limits,
     ) -> AsyncIterator["Batcher"]:

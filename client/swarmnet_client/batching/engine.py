@@ -10,7 +10,7 @@ from typing import Any
 from swarmnet_client.batching.continuous_batching import Batcher, Limits
 from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainSpec
-from swarmnet_client.model.local_layers import Form, Head, LocalLayers
+from swarmnet_client.model.local_layers import LmHead, LoadOptions, LocalLayers
 from swarmnet_client.swarm.swarm import Swarm
 from swarmnet_protocols.machine.threads import compute_on
 from swarmnet_protocols.models import LocalModel
@@ -37,19 +37,21 @@ class BatchingEngine:
 
 @asynccontextmanager
 async def open_engine(
-    local: LocalModel, swarm: Swarm, form: Form, limits: Limits
+    local: LocalModel, swarm: Swarm, options: LoadOptions, limits: Limits
 ) -> AsyncIterator[BatchingEngine]:
     """``local``'s CausalLM over ``swarm``, while the context is open."""
     computing = ThreadPoolExecutor(1, thread_name_prefix="head")
     try:
         await compute_on(computing, threads=None)
         loop = asyncio.get_running_loop()
-        local_layers = await loop.run_in_executor(computing, LocalLayers, local, form)
-        spec = ChainSpec(local.manifest.blocks, local.manifest.hidden_size, local.max_positions, form.dtype)
+        local_layers = await loop.run_in_executor(computing, LocalLayers, local, options)
+        spec = ChainSpec(
+            local.manifest.blocks, local.manifest.hidden_size, local.max_positions, options.dtype
+        )
         tokenizer = local.tokenizer()
         await swarm.refresh()
         async with Batcher.run(
-            Head(local_layers, computing), lambda: Chain.open(swarm, spec, local_layers.embed), limits
+            LmHead(local_layers, computing), lambda: Chain.open(swarm, spec, local_layers.embed), limits
         ) as batcher:
             ends = _end_ids(local_layers.generation_config, tokenizer)
             yield BatchingEngine(local, tokenizer, batcher, swarm, local.max_positions, ends)

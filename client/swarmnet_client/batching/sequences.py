@@ -11,7 +11,7 @@ import torch
 from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.chunks import CHUNK
 from swarmnet_client.chain.hops import ChainReport
-from swarmnet_client.model.local_layers import Head
+from swarmnet_client.model.local_layers import LmHead
 from swarmnet_client.model.sampling import Draw, Sampling, Token
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.machine.aio import race
@@ -143,7 +143,7 @@ class SequenceGroup:
     """Some lanes, and the chain they are on. ``run`` it; the chain ends with that."""
 
     def __init__(
-        self, size: int, head: Head, open_chain: Callable[[], AbstractAsyncContextManager[Chain]]
+        self, size: int, head: LmHead, open_chain: Callable[[], AbstractAsyncContextManager[Chain]]
     ) -> None:
         self.report = ChainReport()
         self._sequences = [RunningSequence(number) for number in range(size)]

@@ -67,7 +67,7 @@ class Auditor:
 
     # ---- what goes through the chain --------------------------------------------------------------------
 
-    def asking(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
+    def add_audited_outputs(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
         """The rows, with the outputs that an audit of the last hop needs: some of the first positions of each lane."""
         if self._spec.adapter is not None:
             return rows
@@ -76,7 +76,7 @@ class Auditor:
             for row in rows
         )
 
-    def sent(self, rows: tuple[Row, ...]) -> Mark:
+    def step_sent(self, rows: tuple[Row, ...]) -> Mark:
         """Note that a step is about to be sent; what this returns belongs to ``came``."""
         for row in rows:
             self._lengths[row.sequence] = row.end
@@ -92,7 +92,7 @@ class Auditor:
                     self._watched = None
         return None if self._watched is None else (self._watched, self._watched.changes)
 
-    def came(
+    def step_done(
         self, mark: Mark, rows: tuple[Row, ...], values: torch.Tensor, outputs: torch.Tensor
     ) -> torch.Tensor:
         """Note what came of a step. Returns the outputs without those that only the audit wanted."""

@@ -1,6 +1,12 @@
-"""A session down a chain of hops: steps go in, outputs come out; in between, peers may die.
+"""A session down a chain of hosts: steps go out, are in flight, and come home.
 
-Steps are sent and awaited here (``flight``); hops that fail are replaced meanwhile (``mending``).
+1. :meth:`Chain.forward` cuts long rows into chunks, one step each, and sends them.
+2. A step is numbered, logged and waits (:class:`StepsInFlight`). The client's link to the first hop sends it from the log, as every hop
+   sends its outputs to the next one (``session/link.py``).
+3. The last hop answers on its session stream; :meth:`Chain._receive` ends the step's wait.
+
+Failures do not appear here: :class:`ChainSupervisor` replaces the hops that fail, and the logs replay what they had. A step that waits does
+not notice, except by the time it takes.
 """
 
 import asyncio
@@ -12,29 +18,31 @@ import torch
 
 from swarmnet_client.chain.auditor import Auditor
 from swarmnet_client.chain.chunks import cut, cut_values
-from swarmnet_client.chain.hops import ChainReport, ChainSpec
-from swarmnet_client.chain.inflight import Inflight
+from swarmnet_client.chain.hops import ChainReport, ChainSpec, LiveHop
+from swarmnet_client.chain.steps_in_flight import StepsInFlight
 from swarmnet_client.chain.supervisor import ChainSupervisor
 from swarmnet_client.swarm.swarm import Swarm
 from swarmnet_protocols.errors import OutOfResources, SwarmnetError
 from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.net import Buffer
 from swarmnet_protocols.routing.cost import Hop
 from swarmnet_protocols.session.steps import Row
+from swarmnet_protocols.wire import session_pb2 as pb
 
 MEASURED_STEPS = 8
-"""Steps of which the median time is one measurement of a chain's hosts."""
+"""Decode steps whose median time is one measurement of a chain's hosts."""
 
 
 class Chain:
-    """``embed`` turns logged inputs ([P] token ids, or whatever ``forward`` was given) into [P, D]."""
+    """Made by :meth:`open`."""
 
     def __init__(self, swarm: Swarm, spec: ChainSpec, embed: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.report = ChainReport()
         self._swarm = swarm
         self._spec = spec
         self._steps_s: list[float] = []
-        self._inflight = Inflight(spec.log_bytes, spec.hidden_size)
-        self._supervisor = ChainSupervisor(swarm, spec, self._inflight, self.report, embed)
+        self._in_flight = StepsInFlight(spec.log_bytes, spec.hidden_size)
+        self._supervisor = ChainSupervisor(swarm, spec, self._in_flight, self.report, embed, self._receive)
         self._auditor = Auditor(swarm, spec, self._supervisor, self.report, embed)
 
     @classmethod
@@ -42,29 +50,35 @@ class Chain:
     async def open(
         cls, swarm: Swarm, spec: ChainSpec, embed: Callable[[torch.Tensor], torch.Tensor]
     ) -> AsyncIterator["Chain"]:
-        """A chain that is built at once and mended for as long as the context."""
+        """A chain over all blocks of ``spec``, repaired for as long as the context is open.
+
+        ``embed`` turns inputs of ``forward`` ([P] token ids, or embeddings [P, D]) into embeddings [P, D] for the first hop: the
+        log keeps ids, which are smaller.
+        """
         chain = cls(swarm, spec, embed)
-        keeper = asyncio.create_task(chain._keep(), name="chain")
+        supervising = asyncio.create_task(chain._supervise(), name="chain")
         auditing = asyncio.create_task(chain._auditor.run(), name="audits")
         try:
             yield chain
         finally:
-            await cancel(keeper, auditing)
+            await cancel(supervising, auditing)
             await chain._supervisor.close()
 
     @property
     def lengths(self) -> dict[int, int]:
-        """Positions each lane holds."""
-        return dict(self._inflight.outbox.log.lengths)
+        """How many positions the KV caches of the chain hold of each sequence."""
+        return dict(self._in_flight.outbox.log.lengths)
+
+    # ---- going out --------------------------------------------------------------------------------------
 
     async def forward(self, rows: tuple[Row, ...], values: torch.Tensor) -> torch.Tensor:
-        """Send new positions ([P] or [P, D]) through all blocks; the outputs the rows want, [wanted, D], row after row.
+        """Send new positions ([P] ids or [P, D] embeddings) through all blocks; returns the wanted outputs, [wanted, D], row after row.
 
-        Long rows travel in chunks, so that every hop of the chain has one to work on. Waits through failures as long as
-        somebody hosts every block. Raises ``NoRoute`` when nobody does for ``recover_s``, ``OutOfResources`` when the
-        hosts have no room or a lane would pass ``max_length``, ``Unreachable`` when every attempt to mend the chain
-        fails, ``ConfigError`` for an adapter that lacks blocks or when hosts agree that it is what we send,
-        ``ProtocolViolation`` for rows against ``session.steps``.
+        Long rows travel in chunks, so that every hop of the chain computes at the same time. Waits through failures as long as every
+        block is hosted. Raises ``NoRoute`` when a block has no host for ``recover_s``, ``OutOfResources`` when the hosts are full or a
+        sequence would pass ``max_length``, ``Unreachable`` when every attempt to repair the chain fails, ``ConfigError`` for an
+        adapter that lacks blocks or when independent hosts refuse what the client sends, ``ProtocolViolation`` for rows against
+        ``session.steps``.
         """
         longest = self._spec.prefix_positions + max(row.end for row in rows)
         if longest > self._spec.max_length:
@@ -87,32 +101,50 @@ class Chain:
 
     async def _step(self, rows: tuple[Row, ...], values: torch.Tensor) -> torch.Tensor:
         clock = asyncio.get_running_loop().time
-        before, started = self.report.failovers, clock()
-        rows = self._auditor.asking(rows)
-        mark = self._auditor.sent(rows)
-        is_alone, route = self._inflight.is_idle, self.report.route
+        failovers, started = self.report.failovers, clock()
+        rows = self._auditor.add_audited_outputs(rows)
+        watched = self._auditor.step_sent(rows)
+        is_alone, route = self._in_flight.is_empty, self.report.route
         self._supervisor.wake()
-        came = await self._inflight.send(rows, values)
+        outputs = await self._in_flight.send(rows, values)
         if is_alone and sum(row.count for row in rows) == 1 and self.report.route is route:
             self._measure(clock() - started)
-        output = self._auditor.came(mark, rows, values, came)
-        is_single = sum(row.count for row in rows) == len(rows)
-        if is_single or self.report.failovers > before:
+        outputs = self._auditor.step_done(watched, rows, values, outputs)
+        is_decode = sum(row.count for row in rows) == len(rows)
+        if is_decode or self.report.failovers > failovers:
             self.report.longest_stall_s = max(self.report.longest_stall_s, clock() - started)
-        return output
+        return outputs
 
     def _measure(self, step_s: float) -> None:
-        """A step of one token, with no other on its way, took ``step_s``. Of several the median counts: one may have met a pause."""
+        """Count the time of a decode step with no other in flight. The median of several counts: one may have met a pause."""
         self._steps_s.append(step_s)
         if len(self._steps_s) == MEASURED_STEPS and self.report.route:
             self._swarm.measured([Hop(*each) for each in self.report.route], median(self._steps_s))
             self._steps_s.clear()
 
-    async def _keep(self) -> None:
-        """Keep the chain whole. What cannot be mended fails every step that waits, now and later."""
+    # ---- coming home ------------------------------------------------------------------------------------
+
+    async def _receive(self, live: LiveHop) -> None:
+        """Receive what one hop sends until its session ends. Outputs end the wait of their step; all else is for the supervisor."""
+        try:
+            while True:
+                reply, payload = await live.receive()
+                if reply.HasField("output"):
+                    self._take_output(live, reply.output, payload)
+                else:
+                    await self._supervisor.handle(live, reply, payload)
+        except SwarmnetError as error:
+            self._supervisor.session_ended(live, error)
+
+    def _take_output(self, live: LiveHop, output: pb.Output, payload: Buffer) -> None:
+        if live.hop.end == self._spec.blocks and self._in_flight.complete(output, payload):
+            self._supervisor.answered(live)
+
+    async def _supervise(self) -> None:
+        """Keep the chain whole. A failure that cannot be repaired ends every step, those to come too."""
         try:
             await self._supervisor.run()
         except SwarmnetError as error:
-            self._inflight.fail(error)
-        except Exception as error:  # noqa: BLE001 - the supervisor: a step must end, whatever broke
-            self._inflight.fail(SwarmnetError(f"the chain broke: {type(error).__name__}: {error}"))
+            self._in_flight.fail(error)
+        except Exception as error:  # noqa: BLE001 - a step must end, whatever broke
+            self._in_flight.fail(SwarmnetError(f"the chain broke: {type(error).__name__}: {error}"))

@@ -1,4 +1,4 @@
-"""The hops of a chain as its client knows them, and how one becomes part of it."""
+"""The hops of one chain: open sessions on hosts, and how a session is opened."""
 
 import asyncio
 import contextlib
@@ -24,9 +24,11 @@ SessionStream = TypedStream[pb.SessionRequest, pb.SessionReply]
 
 @dataclass(frozen=True)
 class ChainSpec:
-    """What a chain is for: blocks [0, blocks), lanes of at most ``max_length`` positions of ``hidden_size`` numbers.
+    """What a chain is opened for.
 
-    The hosts apply ``adapter``; positions of its prefix count as positions of every lane.
+    It covers blocks [0, ``blocks``) and sequences of at most ``max_length`` positions of ``hidden_size`` numbers, which travel as
+    ``wire``. Hosts apply ``adapter``; the positions of its prefix count as positions of every sequence. ``log_bytes`` bounds the log
+    of inputs that the client keeps for replays.
     """
 
     blocks: int
@@ -38,7 +40,7 @@ class ChainSpec:
 
     @property
     def prefix_positions(self) -> int:
-        """Positions that every lane begins with."""
+        """Positions that every sequence begins with."""
         return 0 if self.adapter is None else self.adapter.prefix_positions
 
 
@@ -49,22 +51,26 @@ class ChainReport:
     failovers: int = 0
     longest_stall_s: float = 0.0
     route: list[tuple[PeerId, int, int]] = field(default_factory=list)
+    """Host and blocks [start, end) of each hop."""
     audits: int = 0
-    """Times what a host sent on was computed again by another one."""
+    """Outputs of a hop that another host computed again."""
     wrong: list[PeerId] = field(default_factory=list)
-    """Hosts that gave wrong outputs, as two others say. What came of the chain before each was replaced may be wrong."""
+    """Hosts whose outputs two others contradicted. Answers from before each was replaced may be wrong."""
 
 
 @dataclass(frozen=True)
 class Shown:
-    """What a hop says it received and sent on for the first positions of a lane: a digest, and values."""
+    """What a hop says it received and sent for the first positions of a sequence: a digest of its inputs, and its outputs [P, D].
+
+    The last hop says no outputs: the client has them.
+    """
 
     received: bytes
     sent: torch.Tensor | None
 
     @classmethod
     def read(cls, shown: pb.Shown, payload: Buffer) -> "Shown":
-        """Raises ``ProtocolViolation`` for what cannot be an answer."""
+        """Raises ``ProtocolViolation`` for outputs that are no [P, D] tensor."""
         if not shown.HasField("sent"):
             return cls(shown.received, None)
         if len(shown.sent.shape) != 2:
@@ -76,7 +82,7 @@ class Shown:
         )
 
     def checked(self, count: int, spec: ChainSpec | None) -> "Shown":
-        """It, if it is of ``count`` positions; ``spec`` says what is sent on, None: nothing. Raises ``ProtocolViolation``."""
+        """Itself, if it is about ``count`` positions; outputs are expected if ``spec`` is given. Raises ``ProtocolViolation``."""
         if len(self.received) != DIGEST_BYTES:
             raise ProtocolViolation("a hop does not say what it received")
         if spec is not None:
@@ -90,28 +96,37 @@ class Shown:
 
 @dataclass(eq=False)
 class LiveHop:
-    """A hop of the chain with an open session.
-
-    ``link`` is whom it feeds, ``heard`` when it last said anything, ``applied`` the last step it computed, ``moved``
-    when that last changed, ``leaving`` whether it asked us to go elsewhere.
-    """
+    """A hop with an open session."""
 
     hop: Hop
     session: bytes
     stream: SessionStream
-    heard: float
-    moved: float
-    link: "LiveHop | None" = None
+    heard_at: float
+    """Loop time of its last message."""
+    progress_at: float
+    """Loop time at which ``applied`` last grew."""
+    applied: int = 0
+    """The last step that it has computed, as its heartbeats say."""
+    next: "LiveHop | None" = None
+    """The hop to which it sends its outputs; None for the last one."""
     epoch: int = 0
+    """Of its link to ``next``."""
     alive: bool = True
     leaving: bool = False
-    applied: int = 0
+    """Its host is about to stop, and asked the client to replace it."""
     showing: "asyncio.Future[Shown] | None" = None
+    """Set while the client waits for an answer to ``show``."""
+
+    async def receive(self) -> tuple[pb.SessionReply, Buffer]:
+        """The next message that is no heartbeat. Raises as ``TypedStream.receive``."""
+        received = await self.stream.receive()
+        self.heard_at = asyncio.get_running_loop().time()
+        return received
 
     async def show(self, sequence: int, count: int, *, within_s: float) -> Shown:
-        """What it received and sent on for the first ``count`` positions of a lane; one question at a time.
+        """Ask what it received and sent for the first ``count`` positions of a sequence; one question at a time.
 
-        Raises what sending raises, ``TimeoutError``, or the error for which the hop is dropped meanwhile.
+        Raises what sending raises, ``TimeoutError``, or the error for which the hop is replaced meanwhile.
         """
         self.showing = asyncio.get_running_loop().create_future()
         try:
@@ -122,37 +137,37 @@ class LiveHop:
         finally:
             self.showing = None
 
-    def shows(self, shown: pb.Shown, payload: Buffer) -> None:
-        """It has said something; what was not asked for, or no longer, is dropped. Raises ``ProtocolViolation`` for what is no answer."""
+    def take_shown(self, shown: pb.Shown, payload: Buffer) -> None:
+        """Answer the question of ``show``; late answers are dropped. Raises ``ProtocolViolation`` for a malformed one."""
         if self.showing is not None and not self.showing.done():
             self.showing.set_result(Shown.read(shown, payload))
 
     def target(self, epoch: int) -> NextHop:
-        """This hop as the next one of its upstream."""
+        """This hop, as the hop before it needs to know it."""
         return NextHop(self.hop.peer, self.hop.addresses, self.session, epoch)
 
-    async def heartbeat(self, period_s: float) -> None:
-        """Tell the hop, until it is gone, that its client is there."""
-        with contextlib.suppress(SwarmnetError):  # whoever listens to the hop sees the same end
+    async def send_heartbeats(self, period_s: float) -> None:
+        """Send heartbeats until the session ends."""
+        with contextlib.suppress(SwarmnetError):  # the task that receives from the hop gets the same error
             await self.stream.send_heartbeats(period_s)
 
     async def relink(self, target: NextHop, record: bytes) -> None:
-        """Have the hop feed ``target``, whose announcement is ``record``, from now on."""
+        """Have the hop send to ``target``, whose announcement is ``record``, from now on."""
         relink = pb.Relink(epoch=target.epoch, next=_peer(target, record))
-        with contextlib.suppress(SwarmnetError):  # whoever listens to the hop sees the same end
+        with contextlib.suppress(SwarmnetError):  # the task that receives from the hop gets the same error
             await self.stream.send(pb.SessionRequest(relink=relink))
 
 
 @dataclass(eq=False)
-class Head:
-    """The client's own end of the chain: it feeds the first hop."""
+class ClientLink:
+    """The client's own link, to the first hop."""
 
-    link: LiveHop | None = None
-    feeding: asyncio.Task[None] | None = None
+    next: LiveHop | None = None
+    sending: asyncio.Task[None] | None = None
 
 
 def gaps(hops: Sequence[LiveHop], blocks: int) -> list[tuple[int, int]]:
-    """Which of the blocks [0, blocks) none of ``hops`` covers; they are in order."""
+    """The ranges of blocks within [0, ``blocks``) that no hop covers. ``hops`` are in order."""
     reached, missing = 0, []
     for live in hops:
         if live.hop.start > reached:
@@ -164,19 +179,20 @@ def gaps(hops: Sequence[LiveHop], blocks: int) -> list[tuple[int, int]]:
 
 
 def upstream(hops: Sequence[LiveHop], live: LiveHop) -> list[LiveHop]:
-    """Who feeds ``live``, who feeds that one, and so on."""
+    """The hop that sends to ``live``, the one that sends to that, and so on."""
     found: list[LiveHop] = []
-    while feeder := next((hop for hop in hops if hop.link is (found[-1] if found else live)), None):
-        found.append(feeder)
+    while sender := next((hop for hop in hops if hop.next is (found[-1] if found else live)), None):
+        found.append(sender)
     return found
 
 
 async def open_hop(
     placement: Placement, spec: ChainSpec, hop: Hop, identity: tuple[bytes, int], target: NextHop | None
 ) -> LiveHop:
-    """Open a session on a host; ``identity`` is its id and epoch, ``target`` whom it feeds (None: it answers us).
+    """Open a session on a host.
 
-    ``placement`` brings it the chain's adapter first. Raises what ``place`` raises, ``ProtocolViolation``, or ``Refused``.
+    ``identity`` is the session's id and epoch; ``target`` is the hop after it, None if its outputs go to the client. ``placement``
+    uploads the chain's adapter first. Raises what ``place`` raises, ``ProtocolViolation``, or ``Refused``.
     """
     session, epoch = identity
     request = pb.Open(
@@ -211,7 +227,7 @@ async def _open(placement: Placement, hop: Hop, request: pb.Open) -> LiveHop:
         stream.close()
         raise
     now = asyncio.get_running_loop().time()
-    return LiveHop(hop, request.session, client, heard=now, moved=now)
+    return LiveHop(hop, request.session, client, heard_at=now, progress_at=now)
 
 
 def _peer(target: NextHop, record: bytes) -> pb.Peer:

@@ -136,7 +136,7 @@ class Hosts:
                 raise
             except SwarmnetError as error:
                 self._report.failovers += 1
-                suspects = self._blame.settle(error, hop, made_by=made_by)
+                suspects = self._blame.attribute(error, hop, made_by=made_by)
                 self._failures.update(each.peer for each in suspects)
                 if suspects != [hop]:
                     raise InDoubt(str(error)) from error

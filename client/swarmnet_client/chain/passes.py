@@ -10,10 +10,10 @@ from dataclasses import replace
 
 import torch
 
-from swarmnet_client.chain.blame import OURS
+from swarmnet_client.chain.blame import CLIENT_FAULTS
 from swarmnet_client.chain.hops import ChainReport, ChainSpec
 from swarmnet_client.chain.pass_calls import GraphGone, Hosts, InDoubt, Leg
-from swarmnet_client.chain.retry_policy import RetryPolicy, verdict
+from swarmnet_client.chain.retry_policy import RetryPolicy, explain
 from swarmnet_client.swarm.swarm import Swarm
 from swarmnet_protocols.errors import (
     ConfigError,
@@ -108,7 +108,7 @@ class RemoteBatch:
             if not torch.isfinite(part).all():
                 raise ConfigError(
                     "hidden states or gradients are not finite: no host computes with them",
-                    hint=OURS[pb.REASON_NOT_FINITE],
+                    hint=CLIENT_FAULTS[pb.REASON_NOT_FINITE],
                 )
             parts.append(part.to(self._spec.wire))
             await asyncio.sleep(0)
@@ -118,12 +118,12 @@ class RemoteBatch:
         self, values: torch.Tensor, counts: tuple[int, ...], *, keep_graphs: bool
     ) -> tuple[list[Leg], torch.Tensor]:
         """A microbatch through all blocks; from the start again whenever what hosts have made of it is in doubt."""
-        patience = RetryPolicy(self._swarm.timing.recover_s)
+        retries = RetryPolicy(self._swarm.timing.recover_s)
         while True:
             try:
                 return await self._walk((0, self._spec.blocks), values, counts, keep_graphs=keep_graphs)
             except InDoubt as error:
-                await self._recover(patience, error)
+                await self._recover(retries, error)
 
     async def _walk(
         self,
@@ -137,7 +137,7 @@ class RemoteBatch:
         """From the outputs of ``before`` through the blocks of ``span``, by whoever hosts them now. Raises ``InDoubt``."""
         legs: list[Leg] = []
         reached = span[0]
-        patience = RetryPolicy(self._swarm.timing.recover_s)
+        retries = RetryPolicy(self._swarm.timing.recover_s)
         while reached < span[1]:
             try:
                 hop = self._swarm.route((reached, span[1]))[0]
@@ -146,9 +146,9 @@ class RemoteBatch:
             except InDoubt:
                 raise
             except SwarmnetError as error:
-                await self._recover(patience, error)
+                await self._recover(retries, error)
                 continue
-            patience.answered()
+            retries.answered()
             legs.append(leg)
             reached, values, before = hop.end, outputs, (*before, hop)
         return legs, values
@@ -157,12 +157,12 @@ class RemoteBatch:
         self, walked: Sequence[Leg], gradients: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Back along the legs; along others, walked anew, whenever what hosts have made of the microbatch is in doubt."""
-        patience = RetryPolicy(self._swarm.timing.recover_s)
+        retries = RetryPolicy(self._swarm.timing.recover_s)
         while True:
             try:
                 return await self._walk_back(walked, gradients)
             except InDoubt as error:
-                await self._recover(patience, error)
+                await self._recover(retries, error)
                 walked, _ = await self._forward(walked[0].inputs, walked[0].counts, keep_graphs=True)
 
     async def _walk_back(
@@ -171,7 +171,7 @@ class RemoteBatch:
         """Back along the legs. A leg whose host is gone is walked forward again by others, who then take its place."""
         legs, after = list(walked), list[Leg]()
         own: dict[str, torch.Tensor] = {}
-        patience = RetryPolicy(self._swarm.timing.recover_s)
+        retries = RetryPolicy(self._swarm.timing.recover_s)
         while legs:
             leg = legs[-1]
             try:
@@ -182,21 +182,21 @@ class RemoteBatch:
             except InDoubt:
                 raise
             except SwarmnetError as error:
-                await self._recover(patience, error)
+                await self._recover(retries, error)
                 span = leg.hop.start, leg.hop.end
                 legs[-1:], _ = await self._walk(span, leg.inputs, leg.counts, leg.before, keep_graphs=True)
                 continue
-            patience.answered()
+            retries.answered()
             own |= part
             after.append(legs.pop())
         return gradients, own
 
-    async def _recover(self, patience: RetryPolicy, error: SwarmnetError) -> None:
+    async def _recover(self, retries: RetryPolicy, error: SwarmnetError) -> None:
         """Pause before the next attempt, or raise what stands in the way of any."""
         if isinstance(error, ConfigError):
             raise error
-        if patience.lost(asyncio.get_running_loop().time(), idle=False):
-            raise verdict(error) from error
-        await asyncio.sleep(patience.pause_s(error))
+        if retries.is_given_up(asyncio.get_running_loop().time(), idle=False):
+            raise explain(error) from error
+        await asyncio.sleep(retries.pause_s(error))
         if isinstance(error, NoRoute):
             await self._swarm.refresh()

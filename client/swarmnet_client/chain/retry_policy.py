@@ -1,4 +1,4 @@
-"""How often a chain is mended before it is given up, and what is said then. Pure: takes the time as an argument."""
+"""How often a chain is repaired before it is given up, and the error that explains why. Pure: time is an argument."""
 
 from swarmnet_protocols.errors import (
     IncompatibleVersion,
@@ -13,53 +13,54 @@ from swarmnet_protocols.net.resources import ResourceLimitReached
 from swarmnet_protocols.wire import session_pb2 as pb
 
 PAUSE_S = 0.25
-"""Between two attempts, once the first ones have failed."""
+"""Seconds between two attempts, once the first ones have failed."""
 ATTEMPTS = 10
-"""Times a chain is mended without an answer in between before we ask whether there will ever be one."""
+"""Repairs in a row, without an answer in between, after which a chain may be given up."""
 
 
 class RetryPolicy:
-    """Counts how often a chain broke since it last answered."""
+    """Counts the repairs of a chain since it last answered."""
 
     def __init__(self, recover_s: float) -> None:
+        """``recover_s``: a chain is tried for this long at least."""
         self._recover_s = recover_s
         self._attempts = 0
         self._since = 0.0
-        self._mended_at = 0.0
+        self._repaired_at = 0.0
 
     def pause_s(self, error: SwarmnetError | None) -> float:
-        """Wait this long before the next attempt, the last of which failed with ``error``: as long as a host asked us to."""
-        if self._attempts <= 2:  # somebody else may have room
+        """Seconds to wait before the next attempt; ``error`` ended the last one, and may name a time to wait."""
+        if self._attempts <= 2:  # another host may have room
             return 0.0
         asked_s = error.retry_after_s if isinstance(error, Refused | StreamRefused) else 0.0
         return min(max(PAUSE_S, asked_s), self._recover_s / 2)
 
-    def lost(self, now: float, *, idle: bool) -> bool:
-        """The chain broke. True when it is time to give up: many attempts, over ``recover_s`` at least, all in vain.
+    def is_given_up(self, now: float, *, idle: bool) -> bool:
+        """Count one more failure; True after ``ATTEMPTS`` in a row over at least ``recover_s``.
 
-        A chain that was ``idle`` gave no answers because nobody asked: then one that held for long starts afresh.
+        An ``idle`` chain had nothing to answer: if it held for ``recover_s`` since its last repair, counting begins anew.
         """
-        if self._attempts == 0 or (idle and now > self._mended_at + self._recover_s):
+        if self._attempts == 0 or (idle and now > self._repaired_at + self._recover_s):
             self._attempts, self._since = 0, now
         self._attempts += 1
         return self._attempts > ATTEMPTS and now > self._since + self._recover_s
 
-    def mended(self, now: float) -> None:
-        """The chain is whole, as far as we know."""
-        self._mended_at = now
+    def repaired(self, now: float) -> None:
+        """The chain is whole, as far as is known."""
+        self._repaired_at = now
 
     def answered(self) -> None:
-        """An answer came through the chain."""
+        """The chain has answered a step."""
         self._attempts = 0
 
 
-def verdict(error: SwarmnetError) -> SwarmnetError:
-    """What a person is told after many attempts, the last of which failed so."""
+def explain(error: SwarmnetError) -> SwarmnetError:
+    """The error for the user after many attempts, of which ``error`` ended the last."""
     if isinstance(error, NoRoute | NotAuthorised):
         return error
     if isinstance(error, IncompatibleVersion):
         return IncompatibleVersion(
-            f"a host runs another version: {error}", hint="upgrade here, or have whoever runs it upgrade"
+            f"a host runs another version: {error}", hint="upgrade here, or have the host's owner upgrade"
         )
     if isinstance(error, StreamRefused) and not error.retry_after_s:
         return NotAuthorised(str(error), hint=error.hint)

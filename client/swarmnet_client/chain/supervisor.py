@@ -1,13 +1,19 @@
-"""The hops of a chain, kept whole: hops that fail are replaced while steps wait.
+"""Keeps the hops of a chain whole: opens them, links them, and replaces those that fail while steps wait.
 
-The client is the first upstream and the last downstream. It has a session stream to every hop, on which it learns of
-the hop's death, and one feeder that sends steps to the first. Building a chain and mending one are the same act: fill the gaps.
+The client has a session stream to every hop, on which it notices that a hop failed, and a link to the first one. Opening a chain and
+repairing one are the same act, :meth:`ChainSupervisor._repair`:
+
+1. Blocks that no live hop covers are a gap. A route of hosts is chosen for each gap, and a session opened on each of them.
+2. Each hop is told the hop after it. The hop before a new one replays its log there.
+
+A hop is replaced when its session ends with an error, when it is silent, when it has its inputs and does not compute for ``stall_s``, when
+it cannot reach the next hop, when its host is about to stop, or when an audit finds its outputs wrong.
 """
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import NoReturn
 
@@ -15,9 +21,9 @@ import torch
 
 from swarmnet_client.chain.adapter_upload import Placement
 from swarmnet_client.chain.blame import Blame
-from swarmnet_client.chain.hops import ChainReport, ChainSpec, Head, LiveHop, gaps, open_hop, upstream
-from swarmnet_client.chain.inflight import Inflight
-from swarmnet_client.chain.retry_policy import PAUSE_S, RetryPolicy, verdict
+from swarmnet_client.chain.hops import ChainReport, ChainSpec, ClientLink, LiveHop, gaps, open_hop, upstream
+from swarmnet_client.chain.retry_policy import PAUSE_S, RetryPolicy, explain
+from swarmnet_client.chain.steps_in_flight import StepsInFlight
 from swarmnet_client.swarm.swarm import CONVICTED_S, Swarm
 from swarmnet_protocols.errors import (
     ConfigError,
@@ -36,123 +42,126 @@ from swarmnet_protocols.wire import session_pb2 as pb
 _log = logging.getLogger(__name__)
 
 NOTICE_S = 0.1
-"""A lost link is news of a dead hop more often than of a broken path: its own death notice is given this long."""
+"""Seconds between news of a lost link and its treatment. Most often the hop behind it died, and the end of its session says so."""
 
 
 class ChainSupervisor:
-    """Has the steps of ``flight`` computed by hops that it finds, feeds and replaces. ``report`` says what happened."""
+    """The hops of one chain. ``report`` says what happened to them."""
 
     def __init__(
         self,
         swarm: Swarm,
         spec: ChainSpec,
-        inflight: Inflight,
+        in_flight: StepsInFlight,
         report: ChainReport,
         embed: Callable[[torch.Tensor], torch.Tensor],
+        receive: Callable[[LiveHop], Awaitable[None]],
     ) -> None:
-        """``embed`` turns the values of logged steps into [P, D]."""
+        """``embed`` turns the values of logged steps into [P, D]; ``receive`` receives from a hop until its session ends."""
         self._swarm = swarm
         self._spec = spec
-        self._inflight = inflight
+        self._in_flight = in_flight
         self._report = report
-        self._placement = Placement(swarm, spec.adapter, self._extend)
-        self._mending: asyncio.Timeout | None = None
+        self._receive = receive
+        self._placement = Placement(swarm, spec.adapter, self._extend_deadline)
+        self._deadline: asyncio.Timeout | None = None
+        """Of the repair that is under way."""
         self._link_sender = LinkSender(
             swarm.transport,
-            inflight.outbox,
+            in_flight.outbox,
             spec.wire,
             swarm.timing,
             render=lambda step: step.with_values(embed(step.values)),
         )
-        self._head = Head()
+        self._client_link = ClientLink()
         self._hops: list[LiveHop] = []
         self._epoch = 0
         self._trouble = asyncio.Event()
         self._trouble.set()
-        self._watches: dict[asyncio.Task[None], None] = {}
-        self._why: SwarmnetError | None = None
-        self._patience = RetryPolicy(swarm.timing.recover_s)
+        self._receiving: dict[asyncio.Task[None], None] = {}
+        self._last_error: SwarmnetError | None = None
+        self._retries = RetryPolicy(swarm.timing.recover_s)
         self._blame = Blame(swarm)
         self._is_resting = False
-        """A host has ended a session that brought no work: another one is opened when there is some."""
-        self._fault: asyncio.Queue[ConfigError] = asyncio.Queue()
+        """A host ended an idle session: the hop is opened again when there is a step to send."""
+        self._client_fault: asyncio.Queue[ConfigError] = asyncio.Queue()
 
     async def run(self) -> NoReturn:
-        """Mend the chain whenever there is trouble. Raises what stands in the way of that, at once where the fault is ours."""
-        raise await race(self._fault.get(), self._stay_whole())
+        """Repair the chain whenever a hop fails. Raises the error when that is not possible, at once if the client is at fault."""
+        raise await race(self._client_fault.get(), self._keep_whole())
 
     async def close(self) -> None:
         """End all sessions. ``run`` has ended before."""
-        await cancel(self._head.feeding, *self._watches)
+        await cancel(self._client_link.sending, *self._receiving)
         for live in self._hops:
             live.stream.close()
 
-    # ---- keeping it whole -------------------------------------------------------------------------------
+    def wake(self) -> None:
+        """A step is about to be sent: open the hops that idle sessions were ended on."""
+        if self._is_resting:
+            self._trouble.set()
 
-    async def _stay_whole(self) -> NoReturn:
+    # ---- repair -----------------------------------------------------------------------------------------
+
+    async def _keep_whole(self) -> NoReturn:
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._swarm.timing.stall_s / 4):
                     await self._trouble.wait()
             self._trouble.clear()
-            self._drop_stuck()
-            self._leave_the_leaving()
-            if not (self._is_resting and self._inflight.is_idle):
+            self._drop_stuck_hop()
+            self._drop_leaving_hops()
+            if not (self._is_resting and self._in_flight.is_empty):
                 self._is_resting = False
-                await self._mend()
+                await self._repair()
 
-    def wake(self) -> None:
-        """There is a step to send."""
-        if self._is_resting:
-            self._trouble.set()
-
-    async def _mend(self) -> None:
+    async def _repair(self) -> None:
         loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(self._swarm.timing.recover_s) as self._mending:
+            async with asyncio.timeout(self._swarm.timing.recover_s) as self._deadline:
                 if missing := self._gaps():
                     self._report.failovers += bool(self._report.route)
-                    if self._patience.lost(loop.time(), idle=self._inflight.is_idle):
-                        raise self._verdict(missing) from self._why
-                    await asyncio.sleep(self._patience.pause_s(self._why))
+                    if self._retries.is_given_up(loop.time(), idle=self._in_flight.is_empty):
+                        raise self._explain(missing) from self._last_error
+                    await asyncio.sleep(self._retries.pause_s(self._last_error))
                     await self._fill()
-                    self._patience.mended(loop.time())
+                    self._retries.repaired(loop.time())
                 await self._relink()
         except TimeoutError:
-            raise self._verdict(self._gaps()) from self._why
+            raise self._explain(self._gaps()) from self._last_error
         self._report.route = [(live.hop.peer, live.hop.start, live.hop.end) for live in self._hops]
         self._swarm.built(self._hops[0].hop.peer, self._hops[-1].hop.peer)
 
-    def _extend(self) -> None:
-        """A host has taken some of our adapter: it is worth waiting for."""
-        if self._mending is not None:
-            self._mending.reschedule(asyncio.get_running_loop().time() + self._swarm.timing.recover_s)
+    def _extend_deadline(self) -> None:
+        """A host has received some of the adapter: allow it as much time again."""
+        if self._deadline is not None:
+            self._deadline.reschedule(asyncio.get_running_loop().time() + self._swarm.timing.recover_s)
 
-    def _verdict(self, missing: list[tuple[int, int]]) -> SwarmnetError:
-        """Why the chain cannot be mended, as far as we know."""
-        told = verdict(self._why or self._swarm.no_route(missing))
-        nobody = isinstance(self._why, Unreachable) or not self._swarm.hosts
-        return self._swarm.no_route(missing) if nobody and type(told) is Unreachable else told
+    def _explain(self, missing: list[tuple[int, int]]) -> SwarmnetError:
+        """The error for a chain that cannot be repaired."""
+        error = explain(self._last_error or self._swarm.no_route(missing))
+        is_unhosted = isinstance(self._last_error, Unreachable) or not self._swarm.hosts
+        return self._swarm.no_route(missing) if is_unhosted and type(error) is Unreachable else error
 
-    def _drop_stuck(self) -> None:
-        """Give up on a hop that has had its input for long and beats, but does not compute."""
-        fed = self._inflight.outbox.log.last
+    def _drop_stuck_hop(self) -> None:
+        """Replace a hop that sends heartbeats, has its inputs, and has not computed for ``stall_s``."""
+        sent = self._in_flight.outbox.log.last
         now = asyncio.get_running_loop().time()
         stall_s = self._swarm.timing.stall_s
         for live in self._hops:
-            if live.applied < fed and now - live.moved > stall_s:
-                self._lost(live, Unreachable(f"{live.hop.peer} has not computed for {stall_s:g} s"))
+            if live.applied < sent and now - live.progress_at > stall_s:
+                self._fail(live, Unreachable(f"{live.hop.peer} has not computed for {stall_s:g} s"))
                 return
-            fed = live.applied
+            sent = live.applied
 
-    def _leave_the_leaving(self) -> None:
-        """Move away from hosts that asked for it, as soon as others can take their place."""
+    def _drop_leaving_hops(self) -> None:
+        """Replace hops whose hosts are about to stop, as soon as others can take their place."""
         for live in self._hops:
             if live.leaving and self._swarm.can_replace(live.hop):
-                self._lost(live, Unreachable(f"{live.hop.peer} is about to stop"))
+                self._fail(live, Unreachable(f"{live.hop.peer} is about to stop"))
 
     def _gaps(self) -> list[tuple[int, int]]:
-        """Blocks no live hop covers. Dead hops are dropped."""
+        """The blocks that no live hop covers. Closes the sessions of hops that are not alive."""
         for live in self._hops:
             if not live.alive:
                 live.stream.close()
@@ -160,7 +169,7 @@ class ChainSupervisor:
         return gaps(self._hops, self._spec.blocks)
 
     async def _fill(self) -> None:
-        """Open sessions until there is no gap. Whoever fails is remembered, and leaves its gap to the next round."""
+        """Open sessions until there is no gap. A host that fails is banned for a while, and its gap is left to the next round."""
         rounds = 0
         while missing := self._gaps():
             if rounds > 2:
@@ -174,12 +183,13 @@ class ChainSupervisor:
                 try:
                     route = self._swarm.route(gap, source=source, sink=after.hop.peer if after else None)
                 except NoRoute as error:
-                    self._why = error
+                    self._last_error = error
                     continue
                 await self._open_all(route, after)
             rounds += 1
 
     async def _open_all(self, route: list[Hop], after: LiveHop | None) -> None:
+        """Open sessions on the hosts of ``route`` at once; ``after`` is the hop behind them."""
         self._epoch += 1
         planned = [(hop, self._swarm.new_session()) for hop in route]
         following: list[NextHop | None] = [
@@ -194,90 +204,165 @@ class ChainSupervisor:
         )
         for live, successor in zip(opened, [*opened[1:], after], strict=True):
             if live is not None:
-                live.link, live.epoch = successor, self._epoch
-                watch = asyncio.create_task(self._watch(live))
-                self._watches[watch] = None
-                watch.add_done_callback(self._watches.pop)
+                live.next, live.epoch = successor, self._epoch
+                task = asyncio.create_task(self._attend(live))
+                self._receiving[task] = None
+                task.add_done_callback(self._receiving.pop)
 
     async def _open(self, hop: Hop, session: bytes, target: NextHop | None) -> LiveHop | None:
-        """A session on one hop, which joins the chain; None when the hop failed us."""
+        """Open a session on one host and add it to the chain; None if the host failed."""
         try:
             live = await open_hop(self._placement, self._spec, hop, (session, self._epoch), target)
         except ConfigError:
-            raise  # the adapter's fault: no other host would do
+            raise  # the adapter is at fault: no other host would take it
         except SwarmnetError as error:
-            self._blame.settle(error, hop)
-            self._why = error
+            self._blame.attribute(error, hop)
+            self._last_error = error
             return None
         self._hops = sorted([*self._hops, live], key=lambda live: live.hop.start)
         return live
 
+    async def _attend(self, live: LiveHop) -> None:
+        """Receive from one hop, and send it heartbeats, until its session ends."""
+        live.stream.on_heartbeat = partial(self._take_heartbeat, live)
+        beating = asyncio.create_task(live.send_heartbeats(self._swarm.timing.client_silence_s / 4))
+        try:
+            await self._receive(live)
+        finally:
+            await cancel(beating)
+
     async def _relink(self) -> None:
-        """See to it that every hop feeds the one after it."""
-        if self._head.link is not self._hops[0] or self._head.feeding is None or self._head.feeding.done():
+        """Have every hop send to the one after it, and the client to the first."""
+        first = self._hops[0]
+        sending = self._client_link.sending
+        if self._client_link.next is not first or sending is None or sending.done():
             self._epoch += 1
-            await cancel(self._head.feeding)
-            self._head.link = self._hops[0]
-            self._head.feeding = asyncio.create_task(self._feed(self._hops[0], self._epoch))
+            await cancel(sending)
+            self._client_link.next = first
+            self._client_link.sending = asyncio.create_task(self._send_steps(first, self._epoch))
         for live, successor in zip(self._hops, self._hops[1:], strict=False):
-            if live.link is successor:
+            if live.next is successor:
                 continue
             self._epoch += 1
-            live.link, live.epoch = successor, self._epoch
+            live.next, live.epoch = successor, self._epoch
             await live.relink(successor.target(self._epoch), self._swarm.record_of(successor.hop.peer))
 
-    async def _feed(self, live: LiveHop, epoch: int) -> None:
+    async def _send_steps(self, first: LiveHop, epoch: int) -> None:
         try:
-            await self._link_sender.run(live.target(epoch))
+            await self._link_sender.run(first.target(epoch))
         except SwarmnetError as error:
-            await self._link_lost(self._head, live, error)
+            await self._link_lost(self._client_link, first, error)
 
-    async def _link_lost(self, upstream: "LiveHop | Head", downstream: LiveHop, error: SwarmnetError) -> None:
-        """A link cannot be made or kept. A hop that fell silent is replaced; of two that live, both: the path is broken."""
-        await asyncio.sleep(NOTICE_S)
-        if upstream.link is not downstream or not downstream.alive:
-            return
-        silent_s = asyncio.get_running_loop().time() - downstream.heard
-        if isinstance(upstream, LiveHop) and silent_s < self._swarm.timing.silence_s / 2:
-            self._swarm.parted(upstream.hop.peer, downstream.hop.peer)
-            self._drop(upstream, error)
-            self._drop(downstream, error)
+    # ---- failures ---------------------------------------------------------------------------------------
+
+    def session_ended(self, live: LiveHop, error: SwarmnetError) -> None:
+        """The session on a hop ended with ``error``. A refusal may be the fault of a hop before it, or of the client."""
+        if isinstance(error, Refused):
+            self._refused(live, error)
         else:
-            self._lost(downstream, error)
+            self._fail(live, error)
 
-    def _lost(self, live: LiveHop, error: SwarmnetError) -> None:
-        """Replace a hop that failed us, by another if there is one."""
+    def _refused(self, live: LiveHop, refusal: Refused) -> None:
+        if not live.alive:
+            return
+        if refusal.reason == pb.REASON_IDLE and self._in_flight.is_empty:
+            self._is_resting = True
+            live.alive = False
+            return
+        if refusal.reason == pb.REASON_LOG_GONE:
+            self._drop(live, refusal)
+            return
+        before = upstream(self._hops, live)
+        made_by = [each.hop for each in before]
+        try:
+            sent_by = made_by[0] if made_by else None
+            suspects = self._blame.attribute(refusal, live.hop, made_by=made_by, sent_by=sent_by)
+        except ConfigError as fault:
+            self._client_fault.put_nowait(fault)
+            return
+        for each in (live, *before):
+            if each.hop in suspects:
+                self._drop(each, refusal)
+
+    async def _link_lost(self, sender: LiveHop | ClientLink, receiver: LiveHop, error: SwarmnetError) -> None:
+        """A link cannot be made or kept.
+
+        If the receiving hop is silent too, it is replaced. If both hops are alive, the path between them is broken: both are
+        replaced, and not made neighbours again for a while.
+        """
+        await asyncio.sleep(NOTICE_S)
+        if sender.next is not receiver or not receiver.alive:
+            return
+        silent_s = asyncio.get_running_loop().time() - receiver.heard_at
+        if isinstance(sender, LiveHop) and silent_s < self._swarm.timing.silence_s / 2:
+            self._swarm.parted(sender.hop.peer, receiver.hop.peer)
+            self._drop(sender, error)
+            self._drop(receiver, error)
+        else:
+            self._fail(receiver, error)
+
+    def _fail(self, live: LiveHop, error: SwarmnetError) -> None:
+        """Replace a hop and ban its host for a while."""
         if live.alive:
             self._swarm.failed(live.hop.peer)
             self._drop(live, error)
 
     def _drop(self, live: LiveHop, error: SwarmnetError) -> None:
+        """Replace a hop."""
         live.alive = False
         if live.showing is not None and not live.showing.done():
             live.showing.set_exception(error)
-        self._why = error
+        self._last_error = error
         self._trouble.set()
 
-    # ---- what audits find -------------------------------------------------------------------------------
+    # ---- messages of hops that are no outputs --------------------------------------------------------------
+
+    async def handle(self, live: LiveHop, reply: pb.SessionReply, payload: Buffer) -> None:
+        """Handle a message of a hop. Raises ``ProtocolViolation`` for one that a session does not have."""
+        match reply.WhichOneof("kind"):
+            case "link_lost":
+                if live.next is not None and reply.link_lost.epoch == live.epoch:
+                    await self._link_lost(live, live.next, Unreachable("a host does not reach the next one"))
+            case "leaving":
+                live.leaving = True
+                self._trouble.set()
+            case "shown":
+                live.take_shown(reply.shown, payload)
+            case _:
+                raise ProtocolViolation("an unexpected message on a session")
+
+    def answered(self, last: LiveHop) -> None:
+        """The chain answered a step: it works, and earlier refusals are forgiven."""
+        self._swarm.served(last.hop.peer)
+        self._retries.answered()
+        self._blame = Blame(self._swarm)
+
+    def _take_heartbeat(self, live: LiveHop, reply: pb.SessionReply) -> None:
+        now = live.heard_at = asyncio.get_running_loop().time()
+        # While nothing is in flight, a hop that does not advance is where it should be.
+        if reply.heartbeat.applied != live.applied or self._in_flight.is_empty:
+            live.applied, live.progress_at = reply.heartbeat.applied, now
+
+    # ---- findings of audits -----------------------------------------------------------------------------
 
     @property
     def hops(self) -> tuple[LiveHop, ...]:
-        """The chain as it is now, if it is whole; else nothing."""
+        """The hops, if the chain is whole; else empty."""
         whole = not gaps(self._hops, self._spec.blocks) and all(live.alive for live in self._hops)
         return tuple(self._hops) if whole else ()
 
     def give_up(self, live: LiveHop, error: SwarmnetError) -> None:
-        """Replace a hop that does not do what it must, without saying that its outputs are wrong."""
-        self._lost(live, error)
+        """Replace a hop that does not answer an audit, without calling its outputs wrong."""
+        self._fail(live, error)
 
     def part(self, one: LiveHop, other: LiveHop, error: SwarmnetError) -> None:
-        """Replace two neighbours one of which lies about what went between them, nobody knows which."""
+        """Replace two neighbours of which one lies about what went between them; which one is not known."""
         self._swarm.parted(one.hop.peer, other.hop.peer)
-        self._lost(one, error)
-        self._lost(other, error)
+        self._fail(one, error)
+        self._fail(other, error)
 
     def convict(self, live: LiveHop) -> None:
-        """Replace a hop whose outputs are wrong for good, and what the hops behind it made of them."""
+        """Replace a hop whose outputs are wrong, and every hop behind it, whose KV caches come from those outputs."""
         error = Unreachable(f"{live.hop.peer} gave wrong outputs")
         self._swarm.convict(live.hop.peer)
         self._report.wrong.append(live.hop.peer)
@@ -292,71 +377,3 @@ class ChainSupervisor:
         for each in self._hops:
             if each.hop.start >= live.hop.start:
                 self._drop(each, error)
-
-    # ---- what hops say ----------------------------------------------------------------------------------
-
-    async def _watch(self, live: LiveHop) -> None:
-        """Listen to one hop until it is gone."""
-        live.stream.on_heartbeat = partial(self._heartbeat, live)
-        heartbeating = asyncio.create_task(live.heartbeat(self._swarm.timing.client_silence_s / 4))
-        try:
-            while True:
-                reply, payload = await live.stream.receive()
-                live.heard = asyncio.get_running_loop().time()
-                await self._hear(live, reply, payload)
-        except Refused as refusal:
-            self._refused(live, refusal)
-        except SwarmnetError as error:
-            self._lost(live, error)
-        finally:
-            await cancel(heartbeating)
-
-    def _refused(self, live: LiveHop, refusal: Refused) -> None:
-        """A hop ended the session: for a reason of its own, or for what came to it from the hops before it, or from us."""
-        if not live.alive:
-            return
-        if refusal.reason == pb.REASON_IDLE and self._inflight.is_idle:
-            self._is_resting = True
-            live.alive = False
-            return
-        if refusal.reason == pb.REASON_LOG_GONE:
-            self._drop(live, refusal)
-            return
-        before = upstream(self._hops, live)
-        made_by = [each.hop for each in before]
-        try:
-            fed_by = made_by[0] if made_by else None
-            suspects = self._blame.settle(refusal, live.hop, made_by=made_by, fed_by=fed_by)
-        except ConfigError as fault:
-            self._fault.put_nowait(fault)
-            return
-        for each in (live, *before):
-            if each.hop in suspects:
-                self._drop(each, refusal)
-
-    def _heartbeat(self, live: LiveHop, reply: pb.SessionReply) -> None:
-        now = live.heard = asyncio.get_running_loop().time()
-        # Until there is something to compute, a hop that stands still is where it should be.
-        if reply.heartbeat.applied != live.applied or self._inflight.is_idle:
-            live.applied, live.moved = reply.heartbeat.applied, now
-
-    async def _hear(self, live: LiveHop, reply: pb.SessionReply, payload: Buffer) -> None:
-        match reply.WhichOneof("kind"):
-            case "output":
-                self._take(live, reply.output, payload)
-            case "link_lost":
-                if live.link is not None and reply.link_lost.epoch == live.epoch:
-                    await self._link_lost(live, live.link, Unreachable("a host does not reach the next one"))
-            case "leaving":
-                live.leaving = True
-                self._trouble.set()
-            case "shown":
-                live.shows(reply.shown, payload)
-            case _:
-                raise ProtocolViolation("an unexpected message on a session")
-
-    def _take(self, live: LiveHop, output: pb.Output, payload: Buffer) -> None:
-        if live.hop.end == self._spec.blocks and self._inflight.take(output, payload):
-            self._swarm.served(live.hop.peer)
-            self._patience.answered()
-            self._blame = Blame(self._swarm)

@@ -1,25 +1,23 @@
 """The swarm's blocks as a function that autograd differentiates with respect to its inputs and the client's own tensors."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from swarmnet_client.chain.passes import RemoteBatch
+from swarmnet_client.model.remote_blocks import RemoteBlocks
 from swarmnet_protocols.session.adapters import Adapter
-
-if TYPE_CHECKING:
-    from swarmnet_client.model.model import SwarmModel
 
 
 def run_blocks(
-    model: "SwarmModel",
+    blocks: RemoteBlocks,
     hidden_states: torch.Tensor,
     columns: list[tuple[int, int]],
     adapter: Mapping[str, torch.Tensor],
 ) -> torch.Tensor:
-    """Hidden states [B, n, D] through all blocks of ``model``; gradients flow back to them and to the tensors of ``adapter``.
+    """Hidden states [B, n, D] through all blocks; gradients flow back to them and to the tensors of ``adapter``.
 
     ``columns`` are those [first, end) of each row that hold tokens; the others are never sent and come back as zeros.
     Raises what ``Adapter`` and ``RemoteBatch`` raise.
@@ -30,23 +28,27 @@ def run_blocks(
     counts = [end - first for first, end in columns if end > first]
     if not counts:
         return hidden_states.masked_fill(~tokens[..., None], 0)
-    batch = model.remote_batch(counts, Adapter(adapter) if adapter else None)
+    batch = blocks.batch(counts, Adapter(adapter) if adapter else None)
     tensors = [adapter[name] for name in sorted(adapter)]
-    outputs = _RemoteBlocks.apply(hidden_states[tokens], model, batch, *tensors)  # type: ignore[no-untyped-call]
+    outputs = _Passes.apply(hidden_states[tokens], blocks, batch, *tensors)  # type: ignore[no-untyped-call]
     return torch.zeros_like(hidden_states).masked_scatter(tokens[..., None], outputs)
 
 
-class _RemoteBlocks(torch.autograd.Function):
+class _Passes(torch.autograd.Function):
     """[P, D] of all sequences together, in and out. What hosts compute with are copies of ``tensors``, sorted by name."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_states: torch.Tensor, model: "SwarmModel", batch: RemoteBatch, *tensors: torch.Tensor
+        ctx: Any,
+        hidden_states: torch.Tensor,
+        blocks: RemoteBlocks,
+        batch: RemoteBatch,
+        *tensors: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.model, ctx.batch = model, batch
+        ctx.blocks, ctx.batch = blocks, batch
         ctx.places = [(tensor.device, tensor.dtype) for tensor in tensors]
         keep_graphs = any(ctx.needs_input_grad)
-        outputs: torch.Tensor = model.run(
+        outputs: torch.Tensor = blocks.run(
             batch.forward(hidden_states.detach().cpu(), keep_graphs=keep_graphs)
         )
         return outputs.to(hidden_states)
@@ -54,7 +56,7 @@ class _RemoteBlocks(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        found, own = ctx.model.run(ctx.batch.backward(gradients.cpu()))
+        found, own = ctx.blocks.run(ctx.batch.backward(gradients.cpu()))
         ordered = [own[name] for name in sorted(own)]
         return (
             found.to(gradients),

@@ -2,7 +2,7 @@
 
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers.cache_utils import Cache
@@ -11,11 +11,9 @@ from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainReport
 from swarmnet_client.model import lora
 from swarmnet_client.model.client_adapter import ClientAdapter
+from swarmnet_client.model.remote_blocks import RemoteBlocks
 from swarmnet_protocols.session.adapters import Adapter
 from swarmnet_protocols.session.steps import Row
-
-if TYPE_CHECKING:
-    from swarmnet_client.model.model import SwarmModel
 
 
 @dataclass(frozen=True)
@@ -32,9 +30,9 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
     Supports what ``generate`` asks of a cache: its length, beam reordering, cropping. A prefix is no part of its columns.
     """
 
-    def __init__(self, model: "SwarmModel", *, max_length: int) -> None:
+    def __init__(self, blocks: RemoteBlocks, *, max_length: int) -> None:
         super().__init__(layers=[])
-        self._model = model
+        self._blocks = blocks
         self._max_length = max_length
         self._stack = AsyncExitStack()
         self._chain: Chain | None = None
@@ -80,7 +78,7 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
         if not 0 <= length <= self._length:
             raise ValueError(f"cannot go to position {length} of {self._length}")
         self._length = length
-        self.unsettle()
+        self.recheck_adapter()
         if self.tokens is not None:
             self.tokens = self.tokens[:, :length]
 
@@ -95,12 +93,12 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
         """Whether it goes on with embeddings, because it began so."""
         return self._length > 0 and not self._are_ids
 
-    def unsettle(self) -> None:
+    def recheck_adapter(self) -> None:
         """Look closely at what the next columns are to be computed with."""
         self._is_checked = False
 
     @property
-    def settled(self) -> ClientAdapter | None:
+    def checked_adapter(self) -> ClientAdapter | None:
         """What its lanes are computed with, once that is known to be what the columns to come are to be computed with."""
         return self._own if self._is_checked else None
 
@@ -121,7 +119,7 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
         that autograd does not count (fused optimizers) is noticed when more than one column comes, or after ``rewind``.
         """
         batch, width = inputs.shape[:2]
-        self._settle(own, are_ids=inputs.dim() == 2, is_token=width == 1)
+        self._use_adapter(own, are_ids=inputs.dim() == 2, is_token=width == 1)
         if not self._sequences:
             self._sequences = list(range(batch))
         if self._length == 0:
@@ -142,9 +140,9 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
             values.append(inputs[index, begin - self._length : end - self._length])
             places.append((index, end - self._length - wanted, end - self._length))
         if rows:
-            hidden = self._model.run(self._send(tuple(rows), torch.cat(values)))
+            hidden = self._blocks.run(self._send(tuple(rows), torch.cat(values)))
         else:  # padding, and nothing else
-            hidden = torch.zeros(0, self._model.hidden_size)
+            hidden = torch.zeros(0, self._blocks.spec.hidden_size)
         self._sequences = list(range(batch))
         self._remember(inputs)
         self._length += width
@@ -157,9 +155,9 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
 
     def close(self) -> None:
         """Free the caches in the swarm; idempotent."""
-        self._model.run(self._stack.aclose())
+        self._blocks.run(self._stack.aclose())
 
-    def _settle(self, own: ClientAdapter, *, are_ids: bool, is_token: bool) -> None:
+    def _use_adapter(self, own: ClientAdapter, *, are_ids: bool, is_token: bool) -> None:
         """See to it that the lanes are for inputs of this kind and computed with ``own``. Those that hold nothing may become so."""
         if own is self._own and self._is_checked and self._are_ids == are_ids:
             return
@@ -176,7 +174,7 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
             self.close()
             self._chain, self._sequences = None, []
         self._own, self._are_ids, self._version = own, are_ids, lora.version_of(own.pairs)
-        self._adapter, self._is_checked = self._model.adapter(own), True
+        self._adapter, self._is_checked = self._blocks.adapter(own), True
 
     def _is_in_use(self, own: ClientAdapter, *, is_token: bool) -> bool:
         """Whether the lanes are computed with ``own``; a prefix is named only where it begins. For one token a quick look must do."""
@@ -198,7 +196,7 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
     async def _send(self, rows: tuple[Row, ...], values: torch.Tensor) -> torch.Tensor:
         if self._chain is None:
             self._chain = await self._stack.enter_async_context(
-                self._model.open_chain(self._max_length, self._adapter)
+                self._blocks.open_chain(self._max_length, self._adapter)
             )
         return await self._chain.forward(rows, values)
 

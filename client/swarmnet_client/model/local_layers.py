@@ -23,7 +23,7 @@ IMPLEMENTATION = "swarmnet_remote"
 
 
 @dataclass(frozen=True)
-class Form:
+class LoadOptions:
     """What is made of a checkpoint: its CausalLM, or with ``labels`` its classifier of so many classes."""
 
     dtype: torch.dtype
@@ -31,23 +31,23 @@ class Form:
     labels: int | None = None
 
     @classmethod
-    def picked(cls, dtype: str = "auto", device: str = "auto", labels: int | None = None) -> "Form":
+    def picked(cls, dtype: str = "auto", device: str = "auto", labels: int | None = None) -> "LoadOptions":
         """From what a person typed. Raises ``ConfigError`` for a device or a precision there is not."""
         place = pick_device(device)
         return cls(pick_dtype(dtype, place), place, labels)
 
 
-def load_local_layers(local: LocalModel, form: Form) -> "PreTrainedModel":
+def load_local_layers(local: LocalModel, options: LoadOptions) -> "PreTrainedModel":
     """The architecture's class, with placeholders for its blocks and a head that is packed where that can be.
 
     Its ``forward`` takes ``swarm_call``, which gets the embedded inputs and gives what comes out of the blocks.
     """
     AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)
     model = local.load_local_layers(
-        lambda layers: stand_ins(layers, form.device),
-        dtype=form.dtype,
-        device=form.device,
-        labels=form.labels,
+        lambda layers: stand_ins(layers, options.device),
+        dtype=options.dtype,
+        device=options.device,
+        labels=options.labels,
     )
     model.config._attn_implementation = IMPLEMENTATION
     pack_head(model, local.cache_dir)
@@ -61,9 +61,9 @@ def _no_mask(*_: Any, **__: Any) -> None:
 class LocalLayers:
     """Embeddings and head of one model, for many answers at once."""
 
-    def __init__(self, local: LocalModel, form: Form) -> None:
-        self._model: Any = load_local_layers(local, form)
-        self._device = form.device
+    def __init__(self, local: LocalModel, options: LoadOptions) -> None:
+        self._model: Any = load_local_layers(local, options)
+        self._device = options.device
 
     @property
     def generation_config(self) -> Any:
@@ -87,7 +87,7 @@ class LocalLayers:
         return scores
 
 
-class Head:
+class LmHead:
     """Chooses next tokens on the one thread that computes."""
 
     def __init__(self, local_layers: LocalLayers, computing: Executor) -> None:

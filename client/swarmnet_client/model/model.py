@@ -5,10 +5,9 @@ It is the architecture's own CausalLM with embeddings, norm and head from the ch
 and the loss are transformers' own code.
 """
 
-import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,15 +15,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.cache_utils import Cache
 
-from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainReport, ChainSpec
-from swarmnet_client.chain.passes import RemoteBatch
 from swarmnet_client.model.autograd import run_blocks
 from swarmnet_client.model.cache import NewPositions, SwarmCache
-from swarmnet_client.model.client_adapter import AdapterMaker, ClientAdapter
-from swarmnet_client.model.local_layers import Form, load_local_layers
+from swarmnet_client.model.client_adapter import ClientAdapter
+from swarmnet_client.model.local_layers import LoadOptions, load_local_layers
 from swarmnet_client.model.padding import Unpadded, check_positions, read_mask
 from swarmnet_client.model.prefix import tensors_of as prefix_tensors
+from swarmnet_client.model.remote_blocks import RemoteBlocks
 from swarmnet_client.swarm.runtime import Runtime
 from swarmnet_client.swarm.swarm import Swarm
 from swarmnet_client.swarm.traffic import Traffic
@@ -32,7 +30,6 @@ from swarmnet_protocols.errors import ConfigError, Unreachable
 from swarmnet_protocols.joining.network import Network
 from swarmnet_protocols.machine.core_lock import ALONE, CoreLock, NoCoreLock, take_turns
 from swarmnet_protocols.models import LocalModel, resolve
-from swarmnet_protocols.session.adapters import Adapter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -51,28 +48,28 @@ class _Call:
     own: ClientAdapter
     ids: torch.Tensor | None
     new: NewPositions
-    squeezed: Unpadded | None
+    unpadded: Unpadded | None
     is_alone: bool
     is_training: bool
     head: ExitStack
 
     def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Hidden states [B, n, D] through all blocks."""
-        if self.squeezed is None:
+        if self.unpadded is None:
             return self._compute(hidden_states)
-        return self.squeezed.open(self._compute(self.squeezed.close(hidden_states)))
+        return self.unpadded.open(self._compute(self.unpadded.close(hidden_states)))
 
     def _compute(self, hidden_states: torch.Tensor) -> torch.Tensor:
         if torch.is_grad_enabled() and (hidden_states.requires_grad or self.is_training or self.own.learns):
             if not self.is_alone:
                 raise ValueError("gradients do not flow through a session: leave out past_key_values")
-            return run_blocks(self.model, hidden_states, self.new.columns, self.own.tensors())
+            return run_blocks(self.model.blocks, hidden_states, self.new.columns, self.own.tensors())
         inputs = hidden_states if self.ids is None or self.cache.takes_embeddings else self.ids
         between = self.model._between
         if between is not None:
             between.close()
         output = self.cache.extend(inputs, self.new, self.own)
-        self.model.last_run = self.cache.report
+        self.model.blocks.report = self.cache.report
         (self.head if between is None else between).enter_context(self.model.turns.share())
         return output.to(hidden_states)
 
@@ -83,46 +80,29 @@ class SwarmModel:
     tokenizer: Any
     config: Any
     generate: Any
+    blocks: RemoteBlocks
     _runtime: Runtime
-    _spec: ChainSpec
     _session: SwarmCache | None
     _generating: SwarmCache | None
     _between: ExitStack | None
     """While ``generate`` runs: closed when what it computes from one step's output to the next step is computed."""
-    _adapters: AdapterMaker
     _closing: ExitStack
-    last_run: ChainReport
     turns: CoreLock | NoCoreLock
     """Of the machine's nodes, where its head shares their cores."""
 
-    def run(self, conversation: Any) -> Any:
-        """Run a coroutine on the client's loop."""
-        return self._runtime.run(conversation)
+    def run(self, work: Any) -> Any:
+        """Run a coroutine on the client's event loop and wait for it."""
+        return self.blocks.run(work)
 
     @property
-    def hidden_size(self) -> int:
-        """Of what goes from block to block."""
-        return self._spec.hidden_size
+    def last_run(self) -> ChainReport:
+        """What happened to the chain or batch that was used last."""
+        return self.blocks.report
 
     @property
     def traffic(self) -> Traffic:
-        """Bytes that went to and came from hosts since the model was opened."""
+        """Bytes sent to and received from hosts since the model was opened."""
         return self._runtime.swarm.traffic
-
-    def adapter(self, own: ClientAdapter) -> Adapter | None:
-        """What hosts are to be told of ``own`` as it is now."""
-        return self._adapters.adapter(own)
-
-    def open_chain(self, max_length: int, adapter: Adapter | None) -> AbstractAsyncContextManager[Chain]:
-        """A chain whose lanes may reach ``max_length`` positions, and whose hosts apply ``adapter`` to them."""
-        spec = dataclasses.replace(self._spec, max_length=max_length, adapter=adapter)
-        return Chain.open(self._runtime.swarm, spec, self._embed)
-
-    def remote_batch(self, counts: Sequence[int], adapter: Adapter | None) -> RemoteBatch:
-        """A batch of sequences of these lengths that gradients are wanted of. ``last_run`` tells from now on what happens to it."""
-        batch = RemoteBatch(self._runtime.swarm, dataclasses.replace(self._spec, adapter=adapter), counts)
-        self.last_run = batch.report
-        return batch
 
     @contextmanager
     def session(self, *, max_length: int | None = None) -> Iterator[SwarmCache]:
@@ -133,7 +113,7 @@ class SwarmModel:
         """
         if self._session is not None:
             raise ConfigError("sessions do not nest", hint="end the outer session first")
-        with SwarmCache(self, max_length=max_length or self._spec.max_length) as cache:
+        with SwarmCache(self.blocks, max_length=max_length or self.blocks.spec.max_length) as cache:
             self._session = cache
             try:
                 yield cache
@@ -160,12 +140,12 @@ class SwarmModel:
         return embedded.cpu()
 
 
-def wrap(local: LocalModel, runtime: Runtime, form: Form) -> SwarmModel:
+def wrap(local: LocalModel, runtime: Runtime, options: LoadOptions) -> SwarmModel:
     """The swarm model over ``local``'s embeddings and head: an instance of its architecture's class.
 
     A classifier's head is fresh where none is stored.
     """
-    model: Any = load_local_layers(local, form)
+    model: Any = load_local_layers(local, options)
     model.__class__ = _swarm_class(type(model))
     model.tokenizer = local.tokenizer()
     if model.tokenizer.pad_token_id is None:
@@ -174,14 +154,11 @@ def wrap(local: LocalModel, runtime: Runtime, form: Form) -> SwarmModel:
     if model.config.pad_token_id is None:  # a classifier looks for the last token that is not padding
         model.config.pad_token_id = model.tokenizer.pad_token_id
     model._runtime = runtime
-    model._spec = ChainSpec(
-        local.manifest.blocks, local.manifest.hidden_size, local.max_positions, form.dtype
-    )
+    spec = ChainSpec(local.manifest.blocks, local.manifest.hidden_size, local.max_positions, options.dtype)
+    model.blocks = RemoteBlocks(runtime, spec, model._embed)
     model._session = None
     model._generating = None
     model._between = None
-    model._adapters = AdapterMaker()
-    model.last_run = ChainReport()
     model._closing = ExitStack()
     model._closing.callback(runtime.close)
     model.turns = ALONE
@@ -189,7 +166,7 @@ def wrap(local: LocalModel, runtime: Runtime, form: Form) -> SwarmModel:
     return wrapped
 
 
-def load(name: str, *, network: Network, cache_dir: Path, form: Form) -> SwarmModel:
+def load(name: str, *, network: Network, cache_dir: Path, options: LoadOptions) -> SwarmModel:
     """The model ``name`` on the swarm that ``network`` leads to.
 
     Raises ``ConfigError`` or ``IntegrityError`` for a model that will not do, ``Unreachable`` when no bootstrap is given or
@@ -202,8 +179,8 @@ def load(name: str, *, network: Network, cache_dir: Path, form: Form) -> SwarmMo
     local = resolve(name, cache_dir=cache_dir)
     runtime = Runtime(lambda: Swarm.visit(local, network))
     try:
-        model = wrap(local, runtime, form)
-        if form.device.type == "cpu":
+        model = wrap(local, runtime, options)
+        if options.device.type == "cpu":
             model.turns = model._closing.enter_context(take_turns())
         return model
     except BaseException:
@@ -239,13 +216,15 @@ def _swarm_class(base: "type[PreTrainedModel]") -> type:
             past_key_values = self._generating
         is_alone = past_key_values is None
         # While ``generate`` runs, nobody changes the adapter: looking once is enough.
-        own = past_key_values.settled if past_key_values is self._generating and not is_alone else None
+        own = (
+            past_key_values.checked_adapter if past_key_values is self._generating and not is_alone else None
+        )
         if own is None or prefix:
             own = ClientAdapter.found(self.base_model.layers, prefix)
         with ExitStack() as stack:
             cache = past_key_values
             if cache is None:
-                cache = stack.enter_context(SwarmCache(self, max_length=self._spec.max_length))
+                cache = stack.enter_context(SwarmCache(self.blocks, max_length=self.blocks.spec.max_length))
             held = cache.get_seq_length()
             mask = _without_prefix(attention_mask, own.prefix_positions or cache.prefix_positions)
             columns = read_mask(mask, batch, held, width)
@@ -257,7 +236,7 @@ def _swarm_class(base: "type[PreTrainedModel]") -> type:
                 own=own,
                 ids=input_ids.cpu() if input_ids is not None else None,
                 new=NewPositions(columns, min(keep, width)),
-                squeezed=Unpadded.needed(mask, columns, held, width, are_ids=input_ids is not None),
+                unpadded=Unpadded.needed(mask, columns, held, width, are_ids=input_ids is not None),
                 is_alone=is_alone,
                 is_training=is_training,
                 head=stack,
@@ -300,10 +279,10 @@ def _generate(architecture: Any) -> Callable[..., Any]:
                 is_prompted = cache.prefix_positions or _is_prompted(self)
                 cache.rewind(0 if is_prompted else _shared(cache, ids))
             if cache is None:
-                cache = stack.enter_context(SwarmCache(self, max_length=self._spec.max_length))
+                cache = stack.enter_context(SwarmCache(self.blocks, max_length=self.blocks.spec.max_length))
             if not isinstance(cache, SwarmCache):
                 raise ValueError("generate() continues only what a cache of model.session() holds")
-            cache.unsettle()
+            cache.recheck_adapter()
             self._generating = cache
             stack.callback(setattr, self, "_generating", None)
             if kwargs.get("streamer") is None:  # a streamer may take its time

@@ -14,7 +14,7 @@ import psutil
 
 from swarmnet_node.owner.idleness import idle_s
 from swarmnet_node.owner.limits import Limits, Observed, Usage, month_of
-from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.errors import ConfigError, OutOfResources
 from swarmnet_protocols.machine.clock import Clock
 from swarmnet_protocols.machine.files import write_whole
 from swarmnet_protocols.net.rate_limit import LinkLimiter
@@ -46,6 +46,16 @@ def load_limits(folder: Path) -> Limits:
         return Limits.from_json(text)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}", hint=f"correct it, or delete it: {path}") from error
+
+
+def save_limits(folder: Path, limits: Limits) -> None:
+    """Keep ``limits`` in ``folder`` for later starts. Raises ``ConfigError`` if they cannot be written."""
+    try:
+        write_whole(folder / LIMITS_NAME, limits.to_json().encode())
+    except OSError as error:
+        raise ConfigError(
+            f"the limits cannot be kept in {folder}: {error.strerror}", hint="make room on its disk"
+        ) from error
 
 
 class OwnersMachine:
@@ -92,6 +102,15 @@ class OwnersMachine:
         self._saved_at = self._clock()
         write_whole(self._folder / USAGE_NAME, json.dumps(vars(usage)).encode())
 
+    def close(self) -> None:
+        """Keep what was used so far. Raises ``OutOfResources`` if the disk is full."""
+        try:
+            self.save_usage()
+        except OSError as error:
+            raise OutOfResources(
+                f"cannot write into {self._folder}: {error.strerror}", hint="make room on its disk"
+            ) from error
+
     def ram_bytes(self) -> int:
         # To find children is to look at every process of the machine.
         if self._clock() - self._children_at >= CHILDREN_EVERY_S:
@@ -101,12 +120,7 @@ class OwnersMachine:
         return sum(map(_rss_bytes, (self._process, *self._children)))
 
     def enforce(self, limits: Limits) -> None:
-        try:
-            write_whole(self._folder / LIMITS_NAME, limits.to_json().encode())
-        except OSError as error:
-            raise ConfigError(
-                f"the limits cannot be kept in {self._folder}: {error.strerror}", hint="make room on its disk"
-            ) from error
+        save_limits(self._folder, limits)
         self._pace.up.set_rate(limits.up_bytes_per_s)
         self._pace.down.set_rate(limits.down_bytes_per_s)
         self._limit_computing(limits)

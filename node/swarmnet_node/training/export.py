@@ -9,7 +9,7 @@ from typing import Any
 
 from swarmnet_node.training.checkpoint import CheckpointStore
 from swarmnet_node.training.data import END_OF_DOCUMENT
-from swarmnet_node.training.start import job_folder, kept_files, kept_job
+from swarmnet_node.training.job_store import job_folder, load_local_files, load_stored_job
 from swarmnet_protocols.errors import ConfigError, OutOfResources
 from swarmnet_protocols.models import Progress, resolve
 from swarmnet_protocols.training.jobs import BYTES, is_published
@@ -29,8 +29,8 @@ def export_model(
         raise ConfigError(
             f"{target} is not the folder of a model: it is not replaced", hint="choose another --out"
         )
-    job, _ = kept_job(data_dir, job_id)
-    tokenizer = kept_files(data_dir, job_id).given_to(job.job).data.tokenizer
+    job, _ = load_stored_job(data_dir, job_id)
+    tokenizer = load_local_files(data_dir, job_id).applied_to(job.job).data.tokenizer
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".export-") as scratch:

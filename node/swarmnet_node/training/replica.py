@@ -1,6 +1,6 @@
-"""One worker's replica of the job: model, inner optimizer and outer state, and everything that is computed with them.
+"""One worker's replica of a job: model, inner optimizer, outer state and residual, and all computation with them.
 
-Nothing here waits for anybody: the worker calls it on the one thread that computes.
+Synchronous and not thread-safe: ``Worker`` calls it on its computing thread.
 """
 
 import time
@@ -10,24 +10,24 @@ from functools import partial
 import torch
 
 from swarmnet_node.training.checkpoint import WorkerCheckpoint, params_hash
-from swarmnet_node.training.state import SharedState
+from swarmnet_node.training.shared_state import SharedState
 from swarmnet_node.training.trainer import StepReport, Trainer
 from swarmnet_protocols.net import Buffer
 from swarmnet_protocols.training.codecs import ErrorFeedback, get_codec
 from swarmnet_protocols.training.jobs import Job
 from swarmnet_protocols.training.methods import OWN, Average, ZeroOrder
-from swarmnet_protocols.training.rounds.shares import Share
+from swarmnet_protocols.training.rounds.terms import Slice
 
-NOTHING_DONE = StepReport(0.0, 0, 0.0)
-ERROR = f"{OWN}error"
-"""In a checkpoint: what is owed of earlier contributions, [n]."""
+NO_STEPS = StepReport(0.0, 0, 0.0)
+RESIDUAL = f"{OWN}error"
+"""Key of the residual of error feedback in a checkpoint, ``[n]``."""
 
 
 class Replica:
-    """``revision`` counts the committed rounds behind it; ``codec`` is how contributions travel.
+    """The replica after ``revision`` committed rounds; ``codec`` encodes its contributions.
 
-    What a biased codec loses of a contribution is fed back. A worker that takes the state of others begins without an error:
-    it cannot know which of its contributions arrived.
+    The residual that a biased codec loses is added to later contributions (error feedback). A replica that loads the state of other
+    workers begins without a residual, because it cannot know which of its contributions were committed.
     """
 
     def __init__(
@@ -40,20 +40,20 @@ class Replica:
         self._job = job
         self._stopwatch = stopwatch
         self.method.begin(trainer.parameters())
-        self._feedback = self._no_error()
+        self._feedback = self._new_feedback()
 
     def steps(self, round_number: int, slot: int, first: int, end: int) -> StepReport:
-        """Inner steps [first, end) of a round, on the slot's share of the data."""
+        """Run the inner steps [first, end) of a round on the slot's share of the data."""
         return self.trainer.steps(round_number, slot, end - first, first=first)
 
     def contribution(self, round_number: int, slot: int) -> tuple[torch.Tensor, StepReport]:
-        """What this worker contributes to a round, and the work that this itself took beside the inner steps."""
-        values, report = self._progress(round_number, slot)
+        """The contribution to a round, and the work of computing it in addition to the inner steps."""
+        values, report = self._own_contribution(round_number, slot)
         if self._feedback is not None:
             values = self._feedback.send(round_number, self.method.range(round_number)[0], values)
         return values, report
 
-    def _progress(self, round_number: int, slot: int) -> tuple[torch.Tensor, StepReport]:
+    def _own_contribution(self, round_number: int, slot: int) -> tuple[torch.Tensor, StepReport]:
         method = self.method
         if isinstance(method, ZeroOrder):
             slopes, report = self._slopes(method, round_number, slot)
@@ -61,10 +61,13 @@ class Replica:
         if method.kind == "gradients":
             gradient, report = self.trainer.gradient(round_number, 0, slot)
             return method.contribution(round_number, gradient), report
-        return method.contribution(round_number, self.trainer.view()), NOTHING_DONE
+        return method.contribution(round_number, self.trainer.view()), NO_STEPS
 
-    def apply(self, round_number: int, average: Average | None, delivered: Sequence[Share] = ()) -> None:
-        """Take the outcome of a round: its average, or None if it was discarded; and which slices of it this worker is in."""
+    def apply(self, round_number: int, average: Average | None, delivered: Sequence[Slice] = ()) -> None:
+        """Apply the outcome of a round: ``average``, or None if it was discarded.
+
+        ``delivered``: the slices that contain this worker's contribution; the others stay in the residual.
+        """
         if self._feedback is not None:
             self._feedback.settle(round_number, delivered)
         if average is not None:
@@ -78,12 +81,12 @@ class Replica:
         self.trainer.load(self.method.apply(round_number, self.trainer.view(), average))
 
     def merge(self, parameters: torch.Tensor) -> None:
-        """Take the average of all replicas, which is the last thing that happens to a replica: outer state is gone."""
+        """Replace the parameters by the average of all replicas at the end of a job. Outer state is dropped."""
         self.method.begin(parameters)
         self.trainer.load(parameters)
 
     def evaluate(self) -> tuple[float, int]:
-        """The validation loss of the agreed parameters, and over how many tokens."""
+        """The validation loss of the agreed parameters, and its number of tokens."""
         own = self.trainer.parameters()
         self.trainer.load(self.method.agreed())
         try:
@@ -95,15 +98,18 @@ class Replica:
         """SHA-256 of the agreed parameters."""
         return params_hash(self.method.agreed())
 
-    def pack(self) -> list[Buffer]:
-        """The state that this worker shares with all others, equal at all of them, in pieces that do not change."""
+    def pack_shared(self) -> list[Buffer]:
+        """The shared state as pieces of bytes, which later steps do not change."""
         inner = {}
         if self.method.kind == "gradients":
             inner = {name: values.clone() for name, values in self.trainer.optimizer_state().items()}
         return SharedState(self.revision, self.method.agreed(), self.method.state(), inner).pack()
 
-    def take(self, data: bytearray) -> None:
-        """Stand where whoever packed ``data`` stood; it is kept. Raises ``IntegrityError`` for what is not a state of this job."""
+    def load_shared(self, data: bytearray) -> None:
+        """Replace the state by one that ``pack_shared`` packed; ``data`` must not change afterwards.
+
+        Raises ``IntegrityError`` if it is not a state of this job.
+        """
         state = SharedState.unpack(data)
         self.trainer.load(state.agreed)
         if state.inner:
@@ -111,40 +117,41 @@ class Replica:
         self.method.begin(state.agreed)
         self.method.restore(state.outer)
         self.revision = state.revision
-        self._feedback = self._no_error()
+        self._feedback = self._new_feedback()
 
     def checkpoint(self, job_id: str, round_number: int) -> WorkerCheckpoint:
-        """All of it, for this worker to go on from; valid until the next step."""
+        """A checkpoint of the replica, valid until the next step."""
         return WorkerCheckpoint(
             job_id=job_id,
             round=round_number,
             revision=self.revision,
             parameters=self.method.agreed(),
             optimizer=self.trainer.optimizer_state(),
-            outer=self.method.state() | self._owed(),
+            outer=self.method.state() | self._residual(),
         )
 
     def restore(self, saved: WorkerCheckpoint) -> None:
+        """Replace the whole state, residual included, by that of a checkpoint."""
         self.revision = saved.revision
         self.trainer.load(saved.parameters)
         self.trainer.load_optimizer_state(saved.optimizer)
         self.method.begin(saved.parameters)
-        self.method.restore({name: values for name, values in saved.outer.items() if name != ERROR})
-        self._feedback = self._no_error()
-        if self._feedback is not None and ERROR in saved.outer:
-            self._feedback.restore(saved.outer[ERROR])
+        self.method.restore({name: values for name, values in saved.outer.items() if name != RESIDUAL})
+        self._feedback = self._new_feedback()
+        if self._feedback is not None and RESIDUAL in saved.outer:
+            self._feedback.restore(saved.outer[RESIDUAL])
 
-    def _no_error(self) -> ErrorFeedback | None:
+    def _new_feedback(self) -> ErrorFeedback | None:
         if not self.codec.biased or self.method.kind == "scalars":
             return None
         return ErrorFeedback(self.codec, self.trainer.parameter_count, self.method.feedback_decay)
 
-    def _owed(self) -> dict[str, torch.Tensor]:
-        return {} if self._feedback is None else {ERROR: self._feedback.owed()}
+    def _residual(self) -> dict[str, torch.Tensor]:
+        return {} if self._feedback is None else {RESIDUAL: self._feedback.owed()}
 
     def _slopes(self, method: ZeroOrder, round_number: int, slot: int) -> tuple[torch.Tensor, StepReport]:
-        """The slopes along the round's directions, each measured where this worker's own steps have led."""
-        began = self._stopwatch()
+        """The slopes along the round's directions, each measured at the parameters that this worker's previous steps led to."""
+        start_s = self._stopwatch()
         slopes, losses = [], []
         for step in range(method.steps_per_round):
             slope, loss = method.step(
@@ -157,12 +164,12 @@ class Replica:
             losses.append(loss)
         self.trainer.report_steps(method.steps_per_round)
         tokens = self._job.training.batch_size * self._job.data.sequence_length * method.steps_per_round
-        report = StepReport(sum(losses) / len(losses), tokens, self._stopwatch() - began)
+        report = StepReport(sum(losses) / len(losses), tokens, self._stopwatch() - start_s)
         return torch.tensor(slopes), report
 
 
-def together(one: StepReport, other: StepReport) -> StepReport:
-    """Two pieces of work as one."""
+def combined(one: StepReport, other: StepReport) -> StepReport:
+    """The sum of two reports, with the loss weighted by tokens."""
     tokens = one.tokens + other.tokens
     loss = (one.loss * one.tokens + other.loss * other.tokens) / max(1, tokens)
     return StepReport(loss, tokens, one.seconds + other.seconds)

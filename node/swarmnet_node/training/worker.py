@@ -1,112 +1,167 @@
-"""A training worker: inner steps, then a round with the others, until the job's rounds are done.
+"""A training worker, from its start to the last round of its job.
 
-``Worker.run`` is the whole life of a worker. What it must agree on with others is decided in ``swarmnet_protocols.training``; what it
-computes is the trainer's. Between the two stands the state: bytes that are equal on all workers after every committed
-round, named by their hash.
+``Worker.run`` resumes from the newest checkpoint and repeats rounds until the job is done. One round:
+
+1. Train: the inner steps on this worker's slot of the data. With overlap, the exchange of the last round ends among them.
+2. Finish the exchange of the last round: apply its average, publish the new shared state, evaluate and save a checkpoint.
+3. Match: form a group with the other workers in this round (``matchmaking``); its roster has the slots of the next round.
+4. Exchange: average the contributions of the group in the background (``rounds.averaging``).
+
+Between rounds all workers hold the same shared state, compared by its hash. A worker whose group is ahead, or has another state,
+is out of sync: it asks the voters where the job is, downloads their state and goes on from there. A worker without a slot, as
+after that or when it is new, joins one exchange without a contribution to obtain one.
+
+The protocols with other workers are in ``swarmnet_protocols.training``; all computation is in ``replica.py``.
 """
 
 import asyncio
 import contextlib
+import random
+import time
 from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from swarmnet_node.training.dependencies import Hosted, Report, WorkerDependencies
-from swarmnet_node.training.neighbours import LOOK_S, Neighbours
-from swarmnet_node.training.outcomes import (
-    Pending,
-    averaging_rules,
-    contributors,
-    facts,
-    round_facts,
-    slices_of,
-)
-from swarmnet_node.training.replica import NOTHING_DONE, Replica, together
-from swarmnet_node.training.state import max_state_bytes
-from swarmnet_node.training.trainer import StepReport
+from swarmnet_node.training.checkpoint import CheckpointStore
+from swarmnet_node.training.events import EventHandler, contributors, exchange_fields
+from swarmnet_node.training.known_workers import REFRESH_S, KnownWorkers
+from swarmnet_node.training.replica import NO_STEPS, Replica, combined
+from swarmnet_node.training.shared_state import max_state_bytes
+from swarmnet_node.training.trainer import StepReport, Trainer
+from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.machine.aio import cancel, race
+from swarmnet_protocols.models import Progress
+from swarmnet_protocols.net import PeerId, Transport
+from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.training.bandwidth import ArrivalRates
-from swarmnet_protocols.training.catching_up import Place, Stay, catch_up
+from swarmnet_protocols.training.catch_up import Position, Stay, catch_up
 from swarmnet_protocols.training.codecs import get_codec
-from swarmnet_protocols.training.jobs import open_job
-from swarmnet_protocols.training.matchmaking import Elsewhere, Matchmaking
+from swarmnet_protocols.training.job_records import WorkerInfo, publish_job, publish_worker
+from swarmnet_protocols.training.jobs import Job, open_job
+from swarmnet_protocols.training.matchmaking import Matchmaking, OutOfSync
 from swarmnet_protocols.training.methods import Average
 from swarmnet_protocols.training.rosters import Candidate, Roster
-from swarmnet_protocols.training.rounds.averaging import Exchange, RoundTiming
+from swarmnet_protocols.training.rounds.aggregation_rules import aggregate, clip_to_median_norm_, outliers
+from swarmnet_protocols.training.rounds.averaging import Averager, Outcome, RoundTiming, Rules
+from swarmnet_protocols.training.rounds.terms import Slice
 from swarmnet_protocols.training.state_transfer import PackedState, StateDownload, StateServer
-from swarmnet_protocols.training.worker_board import WorkerInfo, publish_job, publish_worker
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 ANNOUNCE_S = 20.0
+"""Seconds between announcements in the directory."""
 UNDECIDED_S = 1.0
-"""Before the witnesses are asked again, when they were between two rounds."""
-HEAL_S = 5.0
-"""Before another try to fetch a state, when nobody gave it."""
+"""Seconds before the voters are asked again, if they were between two rounds."""
+RETRY_DOWNLOAD_S = 5.0
+"""Seconds before another attempt to download the shared state."""
+
+
+@dataclass(frozen=True)
+class WorkerDependencies:
+    """Everything outside a worker that it uses. Tests replace it by a simulated network, clock and random source."""
+
+    transport: Transport
+    directory: Directory
+    executor: Executor
+    """One thread, for all computation with torch."""
+    codec_executor: Executor
+    """Another thread, for encoding and decoding while inner steps are computed."""
+    rng: random.Random
+    sign: Callable[[bytes], bytes]
+    """Signs with the key of the transport's peer id."""
+    timing: Timing = field(default_factory=Timing)
+    stopwatch: Callable[[], float] = time.perf_counter
+    progress: Progress = lambda *_: None
+
+
+@dataclass(frozen=True)
+class PendingExchange:
+    """The exchange of ``round``, which runs in the background."""
+
+    round: int
+    weights: dict[PeerId, float]
+    """The weight of every member of the roster."""
+    report: StepReport
+    task: "asyncio.Task[Outcome]"
+    start_s: float
+    matchmaking_s: float
 
 
 class Worker:
-    """One worker of one job, used once."""
+    """One worker of one job. ``run`` may be called once."""
 
-    def __init__(self, dependencies: WorkerDependencies, hosted: Hosted, report: Report) -> None:
-        sealed = open_job(hosted.sealed)
-        self.job_id = sealed.id
+    def __init__(
+        self,
+        dependencies: WorkerDependencies,
+        sealed: bytes,
+        trainer: Trainer,
+        checkpoints: CheckpointStore,
+        handler: EventHandler,
+    ) -> None:
+        """``sealed`` is the job in its published form; ``handler`` receives the worker's events."""
+        opened = open_job(sealed)
+        self.job_id = opened.id
         self.round = 0
         self.stopping = False
         self._dependencies = dependencies
-        self._job = sealed.job
-        self._sealed = hosted.sealed
-        self._replica = Replica(sealed.job, hosted.trainer, dependencies.stopwatch)
-        self._checkpoints = hosted.checkpoints
-        self._report = report
+        self._transport = dependencies.transport
+        self._job = opened.job
+        self._sealed = sealed
+        self._replica = Replica(opened.job, trainer, dependencies.stopwatch)
         self._method = self._replica.method
-        self._codec = self._replica.codec
-        self._exchanges = 0
-        self._rates = ArrivalRates()
+        self._checkpoints = checkpoints
+        self._emit = handler
         self._slot: int | None = None
-        """Which share of the data is ours; a newcomer has none before its first roster."""
+        """This worker's share of the data in the next round; None until a roster assigns one."""
         self._state = b""
-        self._others = Neighbours(dependencies.directory, self.job_id, dependencies.transport.peer_id)
-        self._pending: Pending | None = None
+        """The hash of the shared state."""
+        self._pending: PendingExchange | None = None
+        self._last_exchange = 0
         self._step_s = 0.0
-        """What an inner step took lately: an exchange is spread over those that it overlaps."""
+        """Seconds of a recent inner step. An overlapped exchange is spread over the steps that hide it."""
+        self._rates = ArrivalRates()
         self._failure: SwarmnetError | None = None
         self._failed = asyncio.Event()
-        key = bytes.fromhex(self.job_id)
-        self._states = StateServer(dependencies.transport, key, dependencies.timing)
-        self._gathering = Matchmaking(
-            dependencies.transport,
-            key,
+        job_hash = bytes.fromhex(self.job_id)
+        self._workers = KnownWorkers(dependencies.directory, self.job_id, self._transport.peer_id)
+        self._state_server = StateServer(self._transport, job_hash, dependencies.timing)
+        self._matchmaking = Matchmaking(
+            self._transport,
+            job_hash,
             max_members=self._job.exchange.max_workers,
             timing=dependencies.timing,
             same_state=self._method.shares_weights,
         )
+        deadline_s = self._job.exchange.deadline_s
+        self._averager = Averager(
+            self._transport,
+            job_hash,
+            timing=RoundTiming(deadline_s / 3, 2 * deadline_s / 3, deadline_s),
+            rules=averaging_rules(self._job),
+            executor=dependencies.codec_executor,
+            sign=dependencies.sign,
+        )
 
     async def run(self) -> None:
-        """Train until the last round of the job, or until ``stop``. Raises what the disk raises, and what ``fail`` was given."""
+        """Train until the last round of the job, or until ``stop``; then save a checkpoint.
+
+        Raises the error given to ``fail``, and ``OutOfResources`` if the disk is full.
+        """
         await self._resume()
-        await self._states.serve()
-        await self._gathering.serve()
-        deadline_s = self._job.exchange.deadline_s
-        timing = RoundTiming(deadline_s / 3, 2 * deadline_s / 3, deadline_s)
-        exchange = Exchange(
-            self._dependencies.transport,
-            bytes.fromhex(self.job_id),
-            timing=timing,
-            rules=averaging_rules(self._job),
-            executor=self._dependencies.codec_executor,
-            sign=self._dependencies.sign,
-        )
-        async with exchange:
-            self._report(
+        await self._state_server.serve()
+        await self._matchmaking.serve()
+        async with self._averager:
+            self._emit(
                 {
                     "event": "ready",
-                    "peer_id": self._dependencies.transport.peer_id,
-                    "addresses": list(self._dependencies.transport.addresses()),
+                    "peer_id": self._transport.peer_id,
+                    "addresses": list(self._transport.addresses()),
                     "job": self.job_id,
                     "name": self._job.job.name,
                     "round": self.round,
@@ -116,177 +171,175 @@ class Worker:
             )
             announcing = asyncio.create_task(self._keep_announcing(), name="announce")
             try:
-                await race(self._failed.wait(), self._to_the_end(exchange))
+                await race(self._failed.wait(), self._run_rounds())
                 if self._failure is not None:
                     await self._save()
                     raise self._failure
                 done = {"round": self.round, "rounds": self._job.job.rounds}
-                self._report({"event": "done"} | done | {"revision": self._replica.revision})
+                self._emit({"event": "done"} | done | {"revision": self._replica.revision})
             finally:
-                await cancel(announcing, self._pending.outcome if self._pending else None)
+                await cancel(announcing, self._pending.task if self._pending else None)
 
     def stop(self) -> None:
-        """End after the present round."""
+        """Have ``run`` return after the current round."""
         self.stopping = True
 
     def fail(self, error: SwarmnetError) -> None:
-        """The worker cannot go on: ``run`` saves where it is and raises ``error``."""
+        """Have ``run`` save a checkpoint at once and raise ``error``."""
         self._failure = error
         self._failed.set()
 
-    async def _to_the_end(self, exchange: Exchange) -> None:
-        await self._train(exchange)
+    # ---- rounds -----------------------------------------------------------------------------------------
+
+    async def _run_rounds(self) -> None:
+        while not self._is_done():
+            try:
+                await self._run_round()
+                if self._is_done() or not self._method.overlap_steps:
+                    await self._finish_exchange()  # may put the round back, which is then repeated
+            except OutOfSync as out_of_sync:
+                await self._catch_up(out_of_sync)
         if self.round < self._job.job.rounds:
-            await self._gathering.leave()
-            await self._save()
-            return
-        if not self._method.shares_weights:
-            await self._merge(exchange)
+            await self._matchmaking.leave()
+        elif not self._method.shares_weights:
+            await self._merge_replicas()
         await self._save()
 
-    # ---- a round ----------------------------------------------------------------------------------------
-
-    async def _train(self, exchange: Exchange) -> None:
-        """All rounds that are left. The last exchange may end behind, and then its round is still to be done."""
-        while not self._is_last_done():
-            try:
-                await self._take_part(exchange)
-                if self._is_last_done() or not self._method.overlap_steps:
-                    await self._settle()
-            except Elsewhere as elsewhere:
-                await self._heal(elsewhere)
-
-    def _is_last_done(self) -> bool:
+    def _is_done(self) -> bool:
         return self.stopping or self.round >= self._job.job.rounds
 
-    async def _take_part(self, exchange: Exchange) -> None:
-        """One round: our share of the work if we have one, then the exchange."""
-        contribution, report = None, NOTHING_DONE
+    async def _run_round(self) -> None:
+        """One round, up to the start of its exchange. Raises ``OutOfSync`` if this worker is out of sync."""
+        contribution, report = None, NO_STEPS
         if self._slot is not None:
-            contribution, report = await self._work(self._slot)
-        await self._settle()
-        if self._slot is None:
-            contribution, report = None, NOTHING_DONE  # behind: it was for a round that is not yet
-        began = self._now()
-        me = self._dependencies.transport.peer_id
-        roster = await self._gather(float(report.tokens))
+            contribution, report = await self._train(self._slot)
+        await self._finish_exchange()
+        if self._slot is None:  # out of sync: the contribution was computed from another state
+            contribution, report = None, NO_STEPS
+        start_s = self._now()
+        roster = await self._form_group(float(report.tokens))
         enough = len(roster.members) >= self._job.exchange.min_workers
-        self._slot = roster.slot(me) if enough else None
+        self._slot = roster.slot(self._transport.peer_id) if enough else None
         if not any(member.weight for member in roster.members):
-            # Nobody has trained yet: this roster only hands out the shares of the data.
+            # No member has trained: the group exists only to assign slots.
             if not enough:
-                self._report({"event": "waiting", "round": self.round, "workers": len(roster.members)})
-                await asyncio.sleep(LOOK_S)
+                self._emit({"event": "waiting", "round": self.round, "workers": len(roster.members)})
+                await asyncio.sleep(REFRESH_S)
             return
-        partners = self._method.partners(self.round, [member.peer for member in roster.members], me)
-        members = [member for member in roster.members if member.peer in partners]
-        start, end = self._method.range(self.round)
-        values = torch.zeros(end - start) if contribution is None else contribution
-        self._exchanges = roster.exchange
-        outcome = asyncio.create_task(
-            exchange.average(
-                roster.exchange,
-                members,
-                values,
-                weight=float(report.tokens),
-                codec=self._codec,
-                spread_s=self._hidden_s(),
-            ),
-            name="exchange",
-        )
-        now = self._now()
-        weights = {member.peer: member.weight for member in roster.members}
-        self._pending = Pending(self.round, weights, report, outcome, now, now - began)
+        self._start_exchange(roster, contribution, report, self._now() - start_s)
         self.round += 1
 
-    def _hidden_s(self) -> float:
-        """How long inner steps go on beside the exchange of this round; none come after the last."""
-        is_last = self.stopping or self.round + 1 >= self._job.job.rounds
-        return 0.0 if is_last else self._method.overlap_steps * self._step_s
-
-    async def _work(self, slot: int) -> tuple[torch.Tensor | None, StepReport]:
-        """The inner steps of this round, with the exchange of the last one landing among them; what we contribute."""
-        report = NOTHING_DONE
+    async def _train(self, slot: int) -> tuple[torch.Tensor | None, StepReport]:
+        """The inner steps of a round; returns the contribution. It is None if the last exchange shows that this worker is behind."""
+        report = NO_STEPS
         if self._method.kind == "parameters":
             steps = self._method.steps_per_round
-            first = min(self._method.overlap_steps, steps) if self._pending is not None else 0
-            report = await self._steps(slot, 0, first)
-            if first < steps:
-                await self._settle()
+            overlapped = min(self._method.overlap_steps, steps) if self._pending is not None else 0
+            report = await self._inner_steps(slot, 0, overlapped)
+            if overlapped < steps:
+                await self._finish_exchange()
                 if self._slot is None:
-                    return None, NOTHING_DONE
-                report = together(report, await self._steps(slot, first, steps))
+                    return None, NO_STEPS
+                report = combined(report, await self._inner_steps(slot, overlapped, steps))
         contribution, more = await self._compute(self._replica.contribution, self.round, slot)
-        return contribution, together(report, more)
+        return contribution, combined(report, more)
 
-    async def _steps(self, slot: int, first: int, end: int) -> StepReport:
-        began = self._now()
+    async def _inner_steps(self, slot: int, first: int, end: int) -> StepReport:
+        start_s = self._now()
         report = await self._compute(self._replica.steps, self.round, slot, first, end)
-        self._step_s = (self._now() - began) / max(1, end - first)
+        self._step_s = (self._now() - start_s) / max(1, end - first)
         return report
 
-    async def _gather(self, weight: float) -> Roster:
-        await self._others.look()
-        transport = self._dependencies.transport
-        addresses = tuple(transport.addresses())
-        me = Candidate(transport.peer_id, addresses, weight=weight, exchanges=self._exchanges)
-        roster = await self._gathering.gather(
+    async def _form_group(self, weight: float) -> Roster:
+        """The roster of this round's group. ``weight``: the tokens that this worker has trained on."""
+        await self._workers.refresh()
+        addresses = tuple(self._transport.addresses())
+        me = Candidate(self._transport.peer_id, addresses, weight=weight, last_exchange=self._last_exchange)
+        roster = await self._matchmaking.form_group(
             me,
-            self._others.known(),
+            self._workers.alive(),
             measured=self._rates.bytes_per_s(),
-            patience_s=self._job.exchange.deadline_s,
+            timeout_s=self._job.exchange.deadline_s,
         )
-        self._others.meet(roster.members)
+        self._workers.set_roster(roster.members)
         return roster
 
-    async def _settle(self) -> None:
-        """Wait for the exchange on its way, if there is one, and take what it gave."""
+    def _start_exchange(
+        self, roster: Roster, contribution: torch.Tensor | None, report: StepReport, matchmaking_s: float
+    ) -> None:
+        """Begin to average this round's contributions in the background."""
+        peers = [member.peer for member in roster.members]
+        partners = self._method.partners(self.round, peers, self._transport.peer_id)
+        start, end = self._method.range(self.round)
+        is_last = self.stopping or self.round + 1 >= self._job.job.rounds
+        averaging = self._averager.average(
+            roster.exchange_number,
+            [member for member in roster.members if member.peer in partners],
+            torch.zeros(end - start) if contribution is None else contribution,
+            weight=float(report.tokens),
+            codec=self._replica.codec,
+            spread_s=0.0 if is_last else self._method.overlap_steps * self._step_s,
+        )
+        self._last_exchange = roster.exchange_number
+        weights = {member.peer: member.weight for member in roster.members}
+        task = asyncio.create_task(averaging, name="exchange")
+        self._pending = PendingExchange(self.round, weights, report, task, self._now(), matchmaking_s)
+
+    async def _finish_exchange(self) -> None:
+        """Wait for the pending exchange, if any, and apply its outcome."""
         pending = self._pending
         if pending is None:
             return
-        began = self._now()
-        outcome = await pending.outcome
-        self._rates.add(outcome.arrivals)
-        self._gathering.exclude(outcome.refuted)
-        waited_s = pending.gather_s + self._now() - began
+        start_s = self._now()
+        outcome = await pending.task
+        wait_s = pending.matchmaking_s + self._now() - start_s
         self._pending = None
+        self._rates.add(outcome.arrivals)
+        self._matchmaking.exclude(outcome.refuted)
         if outcome.behind:
-            # The others may have decided without us: as a newcomer of that round we find out.
+            # The others may have committed without us. Repeating the round as a newcomer will show it.
             self.round, self._slot = pending.round, None
-            self._report({"event": "behind", "round": pending.round, "reason": outcome.reason})
+            self._emit({"event": "behind", "round": pending.round, "reason": outcome.reason})
             return
-        average = None
-        if outcome.average is not None:
-            average = Average(outcome.average, contributors(outcome))
-        delivered = slices_of(self._dependencies.transport.peer_id, outcome)
+        average = None if outcome.average is None else Average(outcome.average, contributors(outcome))
+        delivered = delivered_slices(outcome, self._transport.peer_id)
         await self._compute(self._replica.apply, pending.round, average, delivered)
-        await self._share_state()
+        await self._publish_state()
         params_hash = await self._compute(self._replica.params_hash)
-        self._report(
+        trained = sum(pending.weights.get(peer, 0.0) for peer in contributors(outcome))
+        self._emit(
             {
-                **round_facts(pending, outcome),
-                "exchange_s": round(self._now() - pending.began, 3),
-                "wait_s": round(waited_s, 3),
+                "event": "round",
+                "round": pending.round,
+                "loss": round(pending.report.loss, 6) if pending.report.tokens else None,
+                "tokens": round(trained),
+                "workers": len(pending.weights),
+                **exchange_fields(outcome),
+                "exchange_s": round(self._now() - pending.start_s, 3),
+                "wait_s": round(wait_s, 3),
                 "params_hash": params_hash,
             }
         )
         if (pending.round + 1) % self._job.eval.every_rounds == 0:
-            await self._evaluate(pending.round)
+            loss, tokens = await self._compute(self._replica.evaluate)
+            self._emit(
+                {"event": "eval", "round": pending.round, "val_loss": round(loss, 6), "tokens": tokens}
+            )
             await self._save()
 
-    async def _merge(self, exchange: Exchange) -> None:
-        """Make one model of replicas that differ: their average, by the job's rule. Without it each keeps its own."""
+    async def _merge_replicas(self) -> None:
+        """Average the replicas of a method whose workers have different weights. If it fails, each keeps its own."""
         event: dict[str, Any] = {"event": "merge", "round": self.round}
-        # A replica that was fetched is counted where it came from.
+        # A worker without a slot has downloaded its replica from another one, which contributes it.
         weight = 0.0 if self._slot is None else 1.0
         try:
-            roster = await self._gather(weight)
-        except Elsewhere as elsewhere:
-            self._report({**event, "committed": False, "reason": str(elsewhere)})
+            roster = await self._form_group(weight)
+        except OutOfSync as out_of_sync:
+            self._emit({**event, "committed": False, "reason": str(out_of_sync)})
             return
-        began = self._now()
-        outcome = await exchange.average(
-            roster.exchange,
+        start_s = self._now()
+        outcome = await self._averager.average(
+            roster.exchange_number,
             roster.members,
             self._method.agreed(),
             weight=weight,
@@ -294,82 +347,79 @@ class Worker:
         )
         if outcome.average is not None:
             await self._compute(self._replica.merge, outcome.average)
-            await self._share_state()
-        event |= {"workers": len(roster.members), "exchange_s": round(self._now() - began, 3)}
-        self._report(
-            {**event, "params_hash": await self._compute(self._replica.params_hash), **facts(outcome)}
-        )
-
-    async def _evaluate(self, number: int) -> None:
-        loss, tokens = await self._compute(self._replica.evaluate)
-        self._report({"event": "eval", "round": number, "val_loss": round(loss, 6), "tokens": tokens})
+            await self._publish_state()
+        event |= {"workers": len(roster.members), "exchange_s": round(self._now() - start_s, 3)}
+        params_hash = await self._compute(self._replica.params_hash)
+        self._emit({**event, "params_hash": params_hash, **exchange_fields(outcome)})
 
     # ---- the shared state -------------------------------------------------------------------------------
 
     async def _resume(self) -> None:
-        """Go on from our newest checkpoint, or from the job's first parameters."""
+        """Load the newest checkpoint if there is one; else keep the job's initial parameters."""
         saved = await self._compute(self._checkpoints.load_newest, self.job_id)
         if saved is not None:
             self.round = saved.round
             await self._compute(self._replica.restore, saved)
-        await self._share_state()
+        await self._publish_state()
 
-    async def _heal(self, elsewhere: Elsewhere) -> None:
-        """Fetch the state that the others start from, and stand where they stand: where the witnesses are, whoever sent us away."""
-        began = self._now()
-        await self._others.look(now=True)
-        said = await self._gathering.places(self._others.witnesses())
-        if not said:  # all of them are gone
-            said = await self._gathering.places(self._others.known())
-        mine = Place(self.round, self._state)
-        verdict = catch_up(mine, said, same_state=self._method.shares_weights)
+    async def _catch_up(self, out_of_sync: OutOfSync) -> None:
+        """Move to the round and state that most voters have, whatever the worker claims that reported us out of sync."""
+        start_s = self._now()
+        await self._workers.refresh(now=True)
+        positions = await self._matchmaking.positions(self._workers.voters())
+        if not positions:  # all voters have left
+            positions = await self._matchmaking.positions(self._workers.alive())
+        mine = Position(self.round, self._state)
+        verdict = catch_up(mine, positions, same_state=self._method.shares_weights)
         if isinstance(verdict, Stay):
-            reason = f"{elsewhere}, and most workers of the last roster do not say so"
-            self._report({"event": "heal_failed", "round": elsewhere.round, "reason": reason})
-            if verdict.is_settled and elsewhere.round > self.round + 1:
-                self._others.doubt(elsewhere.peer)
+            reason = f"{out_of_sync}, and most workers of the last roster do not confirm it"
+            self._emit({"event": "heal_failed", "round": out_of_sync.round, "reason": reason})
+            if verdict.is_settled and out_of_sync.round > self.round + 1:
+                self._workers.distrust(out_of_sync.peer)
             else:
                 await asyncio.sleep(UNDECIDED_S)
             return
-        if self.round and verdict.place.round > self.round + 2:
+        if self.round and verdict.position.round > self.round + 2:
             await self._save()
             await self._compute(self._checkpoints.set_aside)
         download = StateDownload(
             bytes.fromhex(self.job_id),
-            verdict.place.state,
+            verdict.position.state,
             max_bytes=max_state_bytes(self._replica.trainer.parameter_count),
         )
         try:
             data = await download.run(
-                self._dependencies.transport,
-                self._others.sources(verdict.peers, only=not self._method.shares_weights),
+                self._transport,
+                self._workers.sources(verdict.peers, only=not self._method.shares_weights),
                 self._dependencies.timing,
                 partial(self._dependencies.progress, "fetching the state"),
             )
         except SwarmnetError as error:
-            # A state may be gone by the time we ask for it; the next gathering says which is the one now.
-            self._report({"event": "heal_failed", "round": verdict.place.round, "reason": str(error)})
-            await asyncio.sleep(HEAL_S)
+            # The state may have been replaced meanwhile; the next matchmaking tells which one is current.
+            self._emit({"event": "heal_failed", "round": verdict.position.round, "reason": str(error)})
+            await asyncio.sleep(RETRY_DOWNLOAD_S)
             return
-        await self._compute(self._replica.take, data)
-        self.round, self._slot, self._pending = verdict.place.round, None, None
-        await self._share_state()
-        self._report(
+        await self._compute(self._replica.load_shared, data)
+        self.round, self._slot, self._pending = verdict.position.round, None, None
+        await self._publish_state()
+        self._emit(
             {
                 "event": "healed",
                 "round": self.round,
                 "bytes": len(data),
-                "seconds": round(self._now() - began, 3),
+                "seconds": round(self._now() - start_s, 3),
                 "dropped": [{"peer_id": peer, "reason": why} for peer, why in download.dropped.items()],
             }
         )
 
-    async def _share_state(self) -> None:
-        """Offer the present state to newcomers; its id is what we and the others compare."""
-        self._state = self._states.offer(await self._compute(lambda: PackedState.of(self._replica.pack())))
-        await self._gathering.stand(self.round, self._state)
+    async def _publish_state(self) -> None:
+        """Serve the current shared state to other workers, and use its hash in matchmaking."""
+        packed = await self._compute(lambda: PackedState.of(self._replica.pack_shared()))
+        self._state = self._state_server.offer(packed)
+        await self._matchmaking.set_position(self.round, self._state)
 
     async def _save(self) -> None:
+        """Write a checkpoint. A round whose exchange is pending does not count as done."""
         done = self.round if self._pending is None else self._pending.round
 
         def save() -> None:
@@ -377,22 +427,40 @@ class Worker:
 
         await self._compute(save)
 
-    # ---- the others -------------------------------------------------------------------------------------
+    # ---- helpers ----------------------------------------------------------------------------------------
 
     async def _keep_announcing(self) -> None:
         while True:
-            transport = self._dependencies.transport
-            info = WorkerInfo(transport.peer_id, tuple(transport.addresses()), self.round, self._state)
-            with contextlib.suppress(SwarmnetError):  # the record outlives a missed announcement
+            addresses = tuple(self._transport.addresses())
+            info = WorkerInfo(self._transport.peer_id, addresses, self.round, self._state)
+            with contextlib.suppress(SwarmnetError):  # records outlive a missed announcement
                 await publish_worker(self._dependencies.directory, self.job_id, info)
                 await publish_job(self._dependencies.directory, self._sealed)
             await asyncio.sleep(ANNOUNCE_S * self._dependencies.rng.uniform(0.8, 1.0))
-
-    # ---- small things -----------------------------------------------------------------------------------
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
 
     async def _compute(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run ``function`` on the thread that computes."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._dependencies.executor, lambda: function(*args, **kwargs))
+
+
+def delivered_slices(outcome: Outcome, peer: PeerId) -> tuple[Slice, ...]:
+    """The slices of a committed average that contain the contribution of ``peer``."""
+    if not outcome.committed:
+        return ()
+    pairs = zip(outcome.slices, outcome.contributors, strict=True)
+    return tuple(share for share, names in pairs if peer in names)
+
+
+def averaging_rules(job: Job) -> Rules:
+    """The job's aggregation rules, equal on all workers."""
+
+    def aggregate_clipped(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return aggregate(job.exchange.aggregate, clip_to_median_norm_(rows, weights), weights)
+
+    tokens = job.training.batch_size * job.data.sequence_length * job.make_method().steps_per_round
+    verifiable = job.exchange.aggregate != "mean"
+    return Rules(aggregate_clipped, screen=outliers, max_weight=float(tokens), verifiable=verifiable)

@@ -164,11 +164,11 @@ def _open(
     with progress(quiet=quiet) as report:
         report("finding the swarm", 0, None)
         import_transformers()
-        from swarmnet_client.model.local_layers import Form
+        from swarmnet_client.model.local_layers import LoadOptions
         from swarmnet_client.model.model import load
 
-        form = Form.picked(dtype)
-        model = load(name, network=network, cache_dir=cache_dir or default_cache_dir(), form=form)
+        options = LoadOptions.picked(dtype)
+        model = load(name, network=network, cache_dir=cache_dir or default_cache_dir(), options=options)
     with model:
         yield model
 

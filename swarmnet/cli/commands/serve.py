@@ -197,7 +197,7 @@ async def _serve(local: LocalModel, network: Network, serving: _Serving) -> None
     from swarmnet.web.server import serve_http
     from swarmnet_client.batching.continuous_batching import Limits
     from swarmnet_client.batching.engine import open_engine
-    from swarmnet_client.model.local_layers import Form
+    from swarmnet_client.model.local_layers import LoadOptions
     from swarmnet_client.swarm.swarm import Swarm
     from swarmnet_protocols.machine.aio import race
 
@@ -205,11 +205,11 @@ async def _serve(local: LocalModel, network: Network, serving: _Serving) -> None
     if serving.stop_on_eof:
         interrupts.catch_end_of(sys.stdin)
     stop = asyncio.Event()
-    form = Form.picked(serving.dtype, serving.device)
+    options = LoadOptions.picked(serving.dtype, serving.device)
     limits = Limits(active=serving.max_concurrent, waiting=serving.max_concurrent)
     async with AsyncExitStack() as stack:
         swarm = await stack.enter_async_context(Swarm.visit(local, network))
-        engine = await stack.enter_async_context(open_engine(local, swarm, form, limits))
+        engine = await stack.enter_async_context(open_engine(local, swarm, options, limits))
         gateway = Gateway(engine, serving.quota)
         stack.callback(gateway.close)
         app = protect(gateway.app(), serving.access, max_body_bytes=gateway.parser.max_bytes)

@@ -3,12 +3,14 @@
 import asyncio
 import shlex
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from swarmnet.addresses import usual_listen, write_addresses
+from swarmnet.cli.commands import limits as limiting
 from swarmnet.cli.commands import train_status
 from swarmnet.cli.consent import TRAINING, ask_once
 from swarmnet.cli.interrupts import Interrupts, run_until_stopped
@@ -51,7 +53,7 @@ def template(
     method: Annotated[str, typer.Argument(metavar="METHOD", help="diloco, streaming, noloco, ...")],
 ) -> None:
     """Print a commented job file for a small task that runs as it is."""
-    from swarmnet_protocols.training.templates import template as template_of
+    from swarmnet_protocols.training.job_templates import template as template_of
 
     print_text(template_of(method), end="")
 
@@ -69,7 +71,7 @@ def create(
     """Check a job and its data, sign it with this machine's key, and publish it under the hash of its content."""
     entry = enter(swarm, data_dir or default_data_dir(), bootstrap)
 
-    from swarmnet_node.training.start import LocalFiles, check_job, keep_files, keep_job
+    from swarmnet_node.training.job_store import LocalFiles, check_job, store_job, store_local_files
     from swarmnet_protocols.net.identity import Identity
     from swarmnet_protocols.training.jobs import load_job, open_job, seal_job
 
@@ -79,8 +81,8 @@ def create(
             checked = check_job(written.job, cache_dir or default_cache_dir(), report)
         sealed = seal_job(checked, Identity.load_or_create(directory / "identity.key"))
         made = open_job(sealed)
-        keep_job(directory, made, sealed)
-        keep_files(directory, made.id, LocalFiles.named_in(written.job))
+        store_job(directory, made, sealed)
+        store_local_files(directory, made.id, LocalFiles.named_in(written.job))
         if entry.bootstrap:
             asyncio.run(_publish(entry.network(LOOPBACK), sealed))
     if as_json:
@@ -94,7 +96,7 @@ def create(
 
 
 async def _publish(network: Network, sealed: bytes) -> None:
-    from swarmnet_protocols.training.worker_board import publish_job
+    from swarmnet_protocols.training.job_records import publish_job
 
     async with connect(network, client_mode=True) as (_, directory):
         await publish_job(directory, sealed)
@@ -128,6 +130,8 @@ def join(  # noqa: PLR0913 - a command line, not an interface
             "--model", metavar="PATH", help="Your copy of the model that the job begins with. Remembered."
         ),
     ] = None,
+    up: limiting.Up = None,
+    down: limiting.Down = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask whether to train this job.")] = False,
     issuer: IssuerOption = None,
     as_json: JsonFlag = False,
@@ -137,31 +141,42 @@ def join(  # noqa: PLR0913 - a command line, not an interface
     The first time it says what the job reads, sends and uses on this machine, and asks.
     """
     check_job_id(job)
+    changes = limiting.read_options({"up": up, "down": down})
     entry = enter(swarm, data_dir or default_data_dir(), bootstrap)
     note_if_first(entry.bootstrap, as_json=as_json)
     with locked_data_dir(data_dir or default_data_dir()) as directory:
         with progress(quiet=as_json) as report:
             report("looking for the job", 0, None)
-            from swarmnet_node.training.start import (
+            from swarmnet_node.training.job_store import (
                 LocalFiles,
-                WorkerConfig,
                 job_folder,
-                keep_files,
-                kept_files,
-                kept_job,
+                load_local_files,
+                load_stored_job,
+                store_local_files,
             )
+            from swarmnet_node.training.start import WorkerConfig
 
             asyncio.run(_fetch(entry.network(LOOPBACK), directory, job))
-        sealed, _ = kept_job(directory, job)
-        before = kept_files(directory, job)
+        sealed, _ = load_stored_job(directory, job)
+        before = load_local_files(directory, job)
         files = LocalFiles(data or before.data, model or before.model)
-        local = files.given_to(sealed.job)
+        local = files.applied_to(sealed.job)
         facts = facts_of(local, device=device, threads=threads, disk=job_folder(directory, job))
         ask_once(job_folder(directory, job), facts, TRAINING, asking=not yes, as_json=as_json)
-        keep_files(directory, job, files)
-        network = entry.network(listen or usual_listen(directory), announce, issuer)
+        store_local_files(directory, job, files)
+        limits = replace(limiting.remembered(directory), **changes)
+        if changes:
+            limiting.remember(directory, limits)
         config = WorkerConfig(
-            job, network, directory, cache_dir or default_cache_dir(), device, threads, files
+            job=job,
+            network=entry.network(listen or usual_listen(directory), announce, issuer),
+            data_dir=directory,
+            cache_dir=cache_dir or default_cache_dir(),
+            device=device,
+            threads=threads,
+            files=files,
+            up_bytes_per_s=limits.up_bytes_per_s,
+            down_bytes_per_s=limits.down_bytes_per_s,
         )
         with display(as_json=as_json) as shown:
             record = TrainingRecord(job_folder(directory, job), job, wall_clock)
@@ -169,14 +184,13 @@ def join(  # noqa: PLR0913 - a command line, not an interface
 
 
 async def _fetch(network: Network, data_dir: Path, job: str) -> None:
-    """Have the job here: it is kept already, or the swarm has it."""
-    from swarmnet_node.training.start import has_job, keep_job
-    from swarmnet_protocols.training.worker_board import find_job
+    """Fetch the job from the swarm unless the data directory has it."""
+    from swarmnet_node.training.job_store import fetch_job, has_job
 
     if has_job(data_dir, job):
         return
     async with connect(network, client_mode=True) as (_, directory):
-        keep_job(data_dir, *await find_job(directory, job))
+        await fetch_job(data_dir, directory, job)
 
 
 async def _work(config: "WorkerConfig", record: TrainingRecord, shown: Display) -> None:

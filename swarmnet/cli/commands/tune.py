@@ -130,7 +130,7 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
         virtual_tokens=virtual_tokens,
     )
     with display(as_json=as_json) as shown, ExitStack() as stack:
-        from swarmnet_client.model.local_layers import Form
+        from swarmnet_client.model.local_layers import LoadOptions
         from swarmnet_client.model.model import load
         from swarmnet_client.tuning.batches import Dataset
         from swarmnet_client.tuning.run_dir import RunDir, alone
@@ -146,8 +146,8 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
         folder = RunDir(out, about | settings.to_json(), force=force)
         shown.progress("finding the swarm", 0, None)
         network = client_network(swarm, bootstrap, data_dir, parse_hosts(hosts))
-        form = Form.picked(dtype, device, len(dataset.labels) or None)
-        opened = stack.enter_context(load(model, network=network, cache_dir=cache_dir, form=form))
+        options = LoadOptions.picked(dtype, device, len(dataset.labels) or None)
+        opened = stack.enter_context(load(model, network=network, cache_dir=cache_dir, options=options))
         tuned = attach(opened, model, settings)
         tuner = Tuner(tuned, dataset, settings, lambda: _usage(opened))
         if folder.unfinished is not None:

@@ -10,9 +10,9 @@ from types import MappingProxyType
 import torch
 
 from swarmnet_protocols.errors import ConfigError
-from swarmnet_protocols.training.codecs.blocks import FP4, INT4, INT8
-from swarmnet_protocols.training.codecs.codec import Codec
-from swarmnet_protocols.training.codecs.feedback import ErrorFeedback
+from swarmnet_protocols.training.codecs.base import Codec
+from swarmnet_protocols.training.codecs.blockwise import FP4, INT4, INT8
+from swarmnet_protocols.training.codecs.error_feedback import ErrorFeedback
 from swarmnet_protocols.training.codecs.floats import FloatCodec
 from swarmnet_protocols.training.codecs.log8 import Log8Codec
 from swarmnet_protocols.training.codecs.topk import CHUNK, TopKCodec

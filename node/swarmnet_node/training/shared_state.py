@@ -1,4 +1,8 @@
-"""The state all workers of a job share between rounds, as bytes with a hash: what newcomers fetch and what is compared."""
+"""The state that all workers share between rounds, packed as bytes that newcomers download and workers compare by hash.
+
+The bytes are a safetensors file of a canonical form: equal states give equal bytes. Received ones are untrusted, so ``unpack`` accepts
+the canonical form only, and at most ``max_state_bytes``.
+"""
 
 import json
 import math
@@ -17,7 +21,7 @@ OUTER = "outer."
 INNER = "inner."
 
 _VECTORS = 4
-"""Agreed parameters, and at most this many vectors of their size less one: momentum, or two moments of AdamW."""
+"""Vectors of the model's size in a state, at most: agreed parameters, and momentum or AdamW's two moments."""
 _HEADER_BYTES = 1 << 16
 _LENGTH_BYTES = 8
 _DTYPES = {"F32": torch.float32, "I64": torch.int64}
@@ -25,7 +29,11 @@ _DTYPES = {"F32": torch.float32, "I64": torch.int64}
 
 @dataclass(frozen=True)
 class SharedState:
-    """What a round starts from. ``revision`` counts the committed rounds; ``inner`` is the optimizer's where workers share it."""
+    """The state at the start of a round, equal on all workers.
+
+    ``revision``: number of committed rounds. ``agreed``: parameters, ``[n]`` float32. ``outer``: the method's state. ``inner``: AdamW's
+    state if workers exchange gradients, else empty.
+    """
 
     revision: int
     agreed: torch.Tensor
@@ -33,7 +41,7 @@ class SharedState:
     inner: Mapping[str, torch.Tensor]
 
     def pack(self) -> list[Buffer]:
-        """The state as ``pack`` packs it, without a worker's own outer state."""
+        """The state as pieces of bytes, without outer state that is private to a worker."""
         tensors = {AGREED: self.agreed, REVISION: torch.tensor(self.revision)}
         tensors |= {OUTER + name: values for name, values in self.outer.items() if not name.startswith(OWN)}
         tensors |= {INNER + name: values for name, values in self.inner.items()}
@@ -41,7 +49,7 @@ class SharedState:
 
     @classmethod
     def unpack(cls, data: bytearray) -> "SharedState":
-        """What ``pack`` packed, its tensors views of ``data``. Raises ``IntegrityError`` for anything else."""
+        """A state that ``pack`` packed; its tensors are views of ``data``. Raises ``IntegrityError`` for anything else."""
         tensors = unpack(data)
         agreed, revision = tensors.pop(AGREED, None), tensors.pop(REVISION, None)
         if agreed is None or revision is None or revision.shape != () or revision.dtype != torch.int64:
@@ -56,13 +64,13 @@ class SharedState:
 
 
 def pack(tensors: Mapping[str, torch.Tensor]) -> list[Buffer]:
-    """A safetensors file in pieces: its header, and the memory of every tensor; the same for equal tensors."""
+    """A canonical safetensors file in pieces, without copying: its header and the memory of each tensor."""
     ordered = dict(sorted(tensors.items(), key=lambda each: (-each[1].itemsize, each[0])))
     return [_header(ordered), *(_memory(values) for values in ordered.values())]
 
 
 def unpack(data: bytearray) -> dict[str, torch.Tensor]:
-    """What ``pack`` packed, views of ``data``. Raises ``IntegrityError`` for anything else."""
+    """The tensors that ``pack`` packed, as views of ``data``. Raises ``IntegrityError`` for anything else."""
     try:
         return _views(data)
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
@@ -89,21 +97,21 @@ def _memory(values: torch.Tensor) -> memoryview:
 
 
 def _views(data: bytearray) -> dict[str, torch.Tensor]:
-    """The tensors of a packed state. Raises ``ValueError``, and what a header of another kind makes of the steps below."""
+    """The tensors of a packed state. A malformed header raises ``ValueError`` or whatever its processing raises."""
     length = int.from_bytes(data[:_LENGTH_BYTES], "little")
     if length > _HEADER_BYTES:
-        raise ValueError("a header that is too long")
+        raise ValueError("the header is too long")
     start = end = _LENGTH_BYTES + length
     tensors = {}
     for name, entry in json.loads(bytes(data[_LENGTH_BYTES:start])).items():
         dtype, shape = _DTYPES[entry["dtype"]], entry["shape"]
         if len(shape) > 1 or not all(type(size) is int and size > 0 for size in shape):
-            raise ValueError("neither a number nor a vector")
+            raise ValueError("a tensor is neither a number nor a vector")
         count = math.prod(shape)
         tensors[name] = torch.frombuffer(data, dtype=dtype, count=count, offset=end).view(shape)
         end += count * dtype.itemsize
     if end != len(data) or data[:start] != _header(tensors):
-        raise ValueError("a header that is not of these tensors")
+        raise ValueError("the header is not canonical")
     return tensors
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from swarmnet_protocols.errors import IntegrityError
-from swarmnet_protocols.training.codecs.codec import Codec
+from swarmnet_protocols.training.codecs.base import Codec
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Steps in flight: what was sent down a chain, what came of it, and what of that can be forgotten. No I/O."""
+"""Steps that were sent and not answered, with the log from which they are sent and replayed. No I/O."""
 
 import asyncio
 
@@ -13,8 +13,8 @@ from swarmnet_protocols.session.steps import Row, Step, decode_tensor
 from swarmnet_protocols.wire import session_pb2 as pb
 
 
-class Inflight:
-    """Steps are numbered and logged in ``outbox``, and wait for their outputs, however often they are replayed meanwhile."""
+class StepsInFlight:
+    """Numbers steps, logs them in ``outbox``, and lets each wait for its outputs, however often it is replayed meanwhile."""
 
     def __init__(self, log_bytes: int, hidden_size: int) -> None:
         """The log takes at most ``log_bytes``; outputs are [P, ``hidden_size``]."""
@@ -24,18 +24,20 @@ class Inflight:
         self._waiting: dict[int, tuple[Step, asyncio.Future[torch.Tensor]]] = {}
         self._received: set[int] = set()
         self._acked = 0
-        self._broken: SwarmnetError | None = None
+        self._failure: SwarmnetError | None = None
 
     @property
-    def is_idle(self) -> bool:
-        """Whether nobody waits for an output."""
+    def is_empty(self) -> bool:
+        """Whether no step waits for its outputs."""
         return not self._waiting
 
     async def send(self, rows: tuple[Row, ...], values: torch.Tensor) -> torch.Tensor:
-        """One step; the outputs its rows want, [wanted, D]. Raises ``ProtocolViolation`` for rows against ``session.steps``, and
-        what was said to ``fail``."""
-        if self._broken is not None:
-            raise self._broken
+        """Send one step and wait for the outputs that its rows want, [wanted, D].
+
+        Raises ``ProtocolViolation`` for rows against ``session.steps``, and the error given to ``fail``.
+        """
+        if self._failure is not None:
+            raise self._failure
         step = Step(seq=self.outbox.log.last + 1, rows=rows, values=values, acked=self._acked)
         self.outbox.append(step)
         future: asyncio.Future[torch.Tensor] = asyncio.get_running_loop().create_future()
@@ -45,10 +47,10 @@ class Inflight:
         finally:
             del self._waiting[step.seq]
 
-    def take(self, output: pb.Output, payload: Buffer) -> bool:
-        """Give a step's output to whoever waits for it, and say whether somebody did; what comes twice, after a replay, is dropped.
+    def complete(self, output: pb.Output, payload: Buffer) -> bool:
+        """End the wait of the step that ``output`` answers. False if none waits: a replay may answer a step twice.
 
-        Raises ``ProtocolViolation`` for what is no output of that step.
+        Raises ``ProtocolViolation`` for outputs of another shape than the step wants, or that are not finite.
         """
         if not self._acked < output.step <= self.outbox.log.last:
             return False
@@ -68,8 +70,8 @@ class Inflight:
         return is_awaited
 
     def fail(self, error: SwarmnetError) -> None:
-        """Every step that waits, now and later, ends with this."""
-        self._broken = error
+        """End every step with ``error``, those that wait and those to come."""
+        self._failure = error
         for _, future in self._waiting.values():
             if not future.done():
                 future.set_exception(error)

@@ -1,0 +1,88 @@
+"""The events of a training worker, and the report that the dashboard reads, which is made from them."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from swarmnet_protocols.directory.reports import MAX_CONTRIBUTIONS
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.training.jobs import SealedJob
+from swarmnet_protocols.training.rounds.averaging import Outcome
+from swarmnet_protocols.wire import report_pb2 as pb
+
+EventHandler = Callable[[dict[str, Any]], None]
+"""Receives each event as a JSON object with the fields that ``swarmnet train join --json`` prints."""
+
+_STATES = {"ready": "training", "waiting": "waiting", "leaving": "leaving", "round": "training"}
+
+
+def contributors(outcome: Outcome) -> tuple[PeerId, ...]:
+    """The workers whose contributions are in at least one slice of the average."""
+    return tuple(sorted({peer for slice in outcome.contributors for peer in slice}))
+
+
+def exchange_fields(outcome: Outcome) -> dict[str, Any]:
+    """The fields that describe an exchange in an event."""
+    return {
+        "committed": outcome.committed,
+        "bytes_sent": outcome.bytes_sent,
+        "bytes_received": outcome.bytes_received,
+        "contributors": list(contributors(outcome)),
+        "excluded": [{"peer_id": peer, "reason": why} for peer, why in outcome.excluded],
+        "reason": outcome.reason,
+    }
+
+
+class WorkerReporter:
+    """Passes a worker's events on to ``handler`` and keeps the totals for its report."""
+
+    def __init__(self, sealed: SealedJob, version: str, handler: EventHandler) -> None:
+        self._job = sealed.job
+        self._version = version
+        self._handler = handler
+        self._start_s = asyncio.get_running_loop().time()
+        self._contributions: Counter[str] = Counter()
+        self._report = pb.WorkerReport(
+            job=bytes.fromhex(sealed.id),
+            name=sealed.job.job.name,
+            method=sealed.job.method.name,
+            state="starting",
+            rounds=sealed.job.job.rounds,
+        )
+
+    def handle(self, event: dict[str, Any]) -> None:
+        """Add ``event`` to the report and pass it on."""
+        kind = event["event"]
+        if self._report.state != "leaving":
+            self._report.state = _STATES.get(kind, self._report.state)
+        if kind == "ready":
+            self._report.round = event["round"]
+        elif kind in {"round", "merge"}:
+            self._add_exchange(event)
+        elif kind == "eval":
+            self._report.val_loss = event["val_loss"]
+        elif kind == "done":
+            self._report.state = "done" if event["round"] >= self._job.job.rounds else "left"
+        self._handler(event)
+
+    def report(self) -> pb.NodeReport:
+        """The current report."""
+        del self._report.contributions[:]
+        for peer, rounds in self._contributions.most_common(MAX_CONTRIBUTIONS):
+            self._report.contributions.add(peer=peer, rounds=rounds)
+        uptime_s = asyncio.get_running_loop().time() - self._start_s
+        return pb.NodeReport(version=self._version, uptime_s=uptime_s, worker=self._report)
+
+    def _add_exchange(self, event: Mapping[str, Any]) -> None:
+        self._report.bytes_sent += event.get("bytes_sent", 0)
+        self._report.bytes_received += event.get("bytes_received", 0)
+        if event["event"] == "round":
+            self._report.round = event["round"] + 1
+            self._report.tokens += event["tokens"]
+            if event["loss"] is not None:
+                self._report.loss = event["loss"]
+        if event["committed"]:
+            self._contributions.update(event["contributors"])
+            while len(self._contributions) > MAX_CONTRIBUTIONS:
+                del self._contributions[min(self._contributions, key=self._contributions.__getitem__)]

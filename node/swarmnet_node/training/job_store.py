@@ -1,0 +1,140 @@
+"""The jobs kept on this machine: sealed job files, the local paths of their data, and the folders of their workers."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from swarmnet_protocols.errors import ConfigError, IntegrityError
+from swarmnet_protocols.machine.files import write_whole
+
+if TYPE_CHECKING:
+    from swarmnet_protocols.directory import Directory
+    from swarmnet_protocols.models import Progress
+    from swarmnet_protocols.training.jobs import Job, SealedJob
+
+
+@dataclass(frozen=True)
+class LocalFiles:
+    """Paths of a job's data and model on this machine, chosen by its user. Jobs of other peers contain no paths."""
+
+    data: Path | None = None
+    model: Path | None = None
+
+    @classmethod
+    def named_in(cls, job: "Job") -> "LocalFiles":
+        """The paths in a job file of this machine's user."""
+        from swarmnet_protocols.training.jobs import PYTHON_STDLIB, is_published
+
+        data, model = job.data.path, job.model.checkpoint
+        return cls(
+            None if data in (None, PYTHON_STDLIB) else Path(data).expanduser(),
+            None if model is None or is_published(model) else Path(model).expanduser(),
+        )
+
+    def applied_to(self, job: "Job") -> "Job":
+        """``job`` with these paths. Raises ``ConfigError`` if a path is missing or not needed."""
+        return job.with_files(self.data, self.model)
+
+
+def check_job(job: "Job", cache_dir: Path, progress: "Progress") -> "Job":
+    """The job in its published form: with the hashes of its data and checkpoint, and without local paths.
+
+    Reads the data and the checkpoint. Raises ``JobError`` if this machine could not train with them, or others could not get them.
+    """
+    import psutil
+
+    from swarmnet_node.training.data import open_corpus
+    from swarmnet_node.training.model import check_model, checkpoint_of
+
+    corpus = open_corpus(job.data, cache_dir, progress)
+    check_model(
+        job,
+        vocab_size=corpus.vocab_size,
+        available_bytes=psutil.virtual_memory().total,
+        cache_dir=cache_dir,
+    )
+    manifest = checkpoint_of(job.model, cache_dir).manifest.hash if job.model.is_checkpoint else None
+    return job.about(corpus.digest, corpus.size_bytes, manifest)
+
+
+def job_folder(data_dir: Path, job_id: str) -> Path:
+    """The folder of a job's worker: checkpoints, status and history."""
+    return data_dir / "training" / job_id
+
+
+def has_job(data_dir: Path, job_id: str) -> bool:
+    """Whether the data directory has the job."""
+    return _job_path(data_dir, job_id).exists()
+
+
+def store_job(data_dir: Path, job: "SealedJob", sealed: bytes) -> None:
+    """Write a sealed job into the data directory."""
+    write_whole(_job_path(data_dir, job.id), sealed)
+
+
+def store_local_files(data_dir: Path, job_id: str, files: LocalFiles) -> None:
+    """Write the local paths of a job's files into the data directory."""
+    paths = {"data": files.data, "model": files.model}
+    stored = {name: str(path.absolute()) for name, path in paths.items() if path is not None}
+    write_whole(_files_path(data_dir, job_id), json.dumps(stored).encode())
+
+
+def load_local_files(data_dir: Path, job_id: str) -> LocalFiles:
+    """The stored local paths of a job's files, if any. Raises ``ConfigError`` for a damaged file."""
+    path = _files_path(data_dir, job_id)
+    try:
+        stored = json.loads(path.read_bytes())
+        return LocalFiles(**{name: Path(stored[name]) for name in ("data", "model") if name in stored})
+    except FileNotFoundError:
+        return LocalFiles()
+    except (ValueError, TypeError) as error:
+        raise ConfigError(
+            f"{path} is damaged", hint="remove it, and give --data and --model again"
+        ) from error
+
+
+async def fetch_job(data_dir: Path, directory: "Directory", job_id: str) -> bytes:
+    """The sealed job with this id, from the data directory, or from the swarm and then stored.
+
+    Raises ``Unreachable`` if no peer has it.
+    """
+    from swarmnet_protocols.training.job_records import find_job
+
+    if has_job(data_dir, job_id):
+        return load_stored_job(data_dir, job_id)[1]
+    job, sealed = await find_job(directory, job_id)
+    store_job(data_dir, job, sealed)
+    return sealed
+
+
+def load_stored_job(data_dir: Path, job_id: str) -> "tuple[SealedJob, bytes]":
+    """A stored job and its sealed form. Raises ``ConfigError`` if there is none, ``IntegrityError`` if the file is damaged."""
+    from swarmnet_protocols.training.jobs import MAX_JOB_BYTES, open_job
+
+    path = _job_path(data_dir, job_id)
+    try:
+        with path.open("rb") as file:
+            sealed = file.read(MAX_JOB_BYTES + 1)
+    except FileNotFoundError:
+        raise ConfigError(
+            f"no job {job_id[:16]}… is kept in {data_dir}",
+            hint="name the data directory of its worker with --data-dir",
+        ) from None
+    try:
+        job = open_job(sealed)
+    except IntegrityError as error:
+        raise IntegrityError(f"{path}: {error}", hint="remove the file and get the job again") from error
+    if job.id != job_id:
+        raise IntegrityError(
+            f"{path} holds another job, {job.id[:16]}…, or one of another owner", hint="remove the file"
+        )
+    return job, sealed
+
+
+def _job_path(data_dir: Path, job_id: str) -> Path:
+    return data_dir / "jobs" / f"{job_id}.job"
+
+
+def _files_path(data_dir: Path, job_id: str) -> Path:
+    return data_dir / "jobs" / f"{job_id}.files"

@@ -1,0 +1,68 @@
+"""The other workers of a job as one worker knows them: alive, voters, and sources of the shared state."""
+
+import asyncio
+from collections.abc import Collection, Sequence
+
+from swarmnet_protocols.directory import Directory
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.training.catch_up import continued
+from swarmnet_protocols.training.job_records import find_workers
+from swarmnet_protocols.training.rosters import Candidate
+from swarmnet_protocols.training.state_transfer import Source
+
+DISTRUST_S = 120.0
+"""Seconds for which a worker is left out after it claimed a round that no voter confirms."""
+REFRESH_S = 5.0
+"""Seconds between two reads of the directory."""
+
+
+class KnownWorkers:
+    """The workers of ``job_id`` except ``me``.
+
+    Workers come from the directory and from each roster. Witnesses are the members of the last roster that continued the one before;
+    a majority of them decides whether this worker is behind, so newcomers cannot claim that it is.
+    """
+
+    def __init__(self, directory: Directory, job_id: str, me: PeerId) -> None:
+        self._directory = directory
+        self._job_id = job_id
+        self._me = me
+        self._known: dict[PeerId, Candidate] = {}
+        self._voters: dict[PeerId, Candidate] = {}
+        self._distrusted_until: dict[PeerId, float] = {}
+        self._refreshed_s = -REFRESH_S
+
+    async def refresh(self, *, now: bool = False) -> None:
+        """Add the workers in the directory; at most every ``REFRESH_S`` unless ``now``."""
+        clock = asyncio.get_running_loop().time
+        if not now and clock() - self._refreshed_s < REFRESH_S:
+            return
+        self._refreshed_s = clock()
+        for info in await find_workers(self._directory, self._job_id):
+            if info.peer != self._me:
+                self._known.setdefault(info.peer, info.member)
+
+    def alive(self) -> list[Candidate]:
+        """The workers that may be alive, without the distrusted ones."""
+        now = asyncio.get_running_loop().time()
+        return [each for peer, each in self._known.items() if self._distrusted_until.get(peer, now) <= now]
+
+    def distrust(self, peer: PeerId) -> None:
+        """Leave a worker out for ``DISTRUST_S``."""
+        self._distrusted_until[peer] = asyncio.get_running_loop().time() + DISTRUST_S
+
+    def voters(self) -> list[Candidate]:
+        """The workers that are asked whether this one is behind; before the first roster, all that may be alive."""
+        return list(self._voters.values()) or self.alive()
+
+    def set_roster(self, members: Sequence[Candidate]) -> None:
+        """Replace the known workers by the members of a new roster; they become the voters if it continues the last one."""
+        self._known = {member.peer: member for member in members if member.peer != self._me}
+        if self._known and continued([*self._voters, self._me], {member.peer: member for member in members}):
+            self._voters = dict(self._known)
+
+    def sources(self, peers: Collection[PeerId], *, only: bool) -> list[Source]:
+        """Sources for a state that ``peers`` have: ``peers``, and unless ``only`` all others after them."""
+        known = self._voters | self._known
+        others = [] if only else [each.peer for each in self.alive() if each.peer not in peers]
+        return [Source(peer, known[peer].addresses if peer in known else ()) for peer in (*peers, *others)]

@@ -1,0 +1,60 @@
+"""How often a chain is repaired, and what its user is told when it is given up."""
+
+import pytest
+
+from swarmnet_client.chain.retry_policy import ATTEMPTS, PAUSE_S, RetryPolicy, explain
+from swarmnet_protocols.errors import IncompatibleVersion, NotAuthorised, StreamRefused
+from swarmnet_protocols.net.refusal import Refused
+from swarmnet_protocols.net.resources import Exhausted
+from swarmnet_protocols.wire import session_pb2 as pb
+
+
+def test_the_error_says_why_hosts_refuse() -> None:
+    error = explain(StreamRefused("one refuses us: no member", hint="ask"))
+    assert isinstance(error, NotAuthorised)
+    assert (str(error), error.hint) == ("one refuses us: no member", "ask")
+    error = explain(StreamRefused("one refuses us: no room", retry_after_s=2.0))
+    assert isinstance(error, Exhausted)
+    assert error.retry_after_s == 2.0
+
+
+def test_hosts_of_another_version_are_no_reason_to_try_again() -> None:
+    error = explain(IncompatibleVersion("protocols not supported: [/swarmnet/pass/9]"))
+    assert isinstance(error, IncompatibleVersion)
+    assert "upgrade" in error.hint
+    assert "/swarmnet/pass/9" in str(error)
+
+
+def test_a_chain_is_given_up_after_many_attempts_and_recover_s() -> None:
+    retries = RetryPolicy(recover_s=12.0)
+    quick = [retries.is_given_up(0.1 * number, idle=False) for number in range(3 * ATTEMPTS)]
+    assert not any(quick), "not before recover_s has passed"
+    assert retries.is_given_up(12.1, idle=False)
+
+
+def test_an_answer_begins_the_count_anew() -> None:
+    retries = RetryPolicy(recover_s=1.0)
+    for number in range(100):
+        assert not retries.is_given_up(float(number), idle=False)
+        retries.answered()
+
+
+def test_a_full_host_is_asked_again_after_the_time_it_named() -> None:
+    retries = RetryPolicy(recover_s=12.0)
+    full = Refused(pb.REASON_OUT_OF_MEMORY, "no room", 3.0)
+    pauses = []
+    for number in range(4):
+        retries.is_given_up(float(number), idle=False)
+        pauses.append((retries.pause_s(full), retries.pause_s(None)))
+    assert pauses == [(0.0, 0.0), (0.0, 0.0), (3.0, PAUSE_S), (3.0, PAUSE_S)]
+    assert retries.pause_s(Refused(pb.REASON_OUT_OF_MEMORY, "no room", 60.0)) == 6.0
+
+
+@pytest.mark.parametrize("idle", [True, False])
+def test_an_idle_chain_may_break_now_and_then(idle: bool) -> None:
+    retries = RetryPolicy(recover_s=1.0)
+    given_up = []
+    for number in range(ATTEMPTS + 2):
+        given_up.append(retries.is_given_up(10.0 * number, idle=idle))
+        retries.repaired(10.0 * number + 0.5)
+    assert any(given_up) is not idle
