@@ -4,16 +4,16 @@ from pathlib import Path
 
 from swarmnet_node.training import worker
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.training.catching_up import Jump, Place
+from swarmnet_protocols.training.catch_up import Move, Position
 from tests.defences import Defence, Patch, replacing, yes
 from tests.sim import test_training_takeover
 from tests.unit import test_training_catching_up
 
 
 def believe_the_latest(patch: Patch) -> None:
-    def latest(_: Place, said: dict[PeerId, Place], **__: bool) -> Jump:
+    def latest(_: Position, said: dict[PeerId, Position], **__: bool) -> Move:
         place = max(said.values(), key=lambda each: each.round)
-        return Jump(place, tuple(peer for peer, each in said.items() if each == place))
+        return Move(place, tuple(peer for peer, each in said.items() if each == place))
 
     patch.setattr(worker, "catch_up", latest)
 

@@ -19,7 +19,7 @@ from swarmnet_protocols.net.subnets import SubnetLimits
 from swarmnet_protocols.session import steps
 from swarmnet_protocols.training import matchmaking as gathering
 from swarmnet_protocols.training import rosters
-from swarmnet_protocols.training.rosters import EXCHANGES_A_ROUND
+from swarmnet_protocols.training.rosters import EXCHANGES_PER_ROUND
 from swarmnet_protocols.wire import session_pb2, workers_pb2
 from tests.defences import Defence, nothing, replacing
 from tests.limit_defences import count_only, of_a_host, wait_for_ever
@@ -103,12 +103,12 @@ FLOODS = (
     ),
     Defence(
         "one place does not fill the waiting room",
-        replacing(waiting_room, "origin_of", lambda _: "the world"),
+        replacing(waiting_room, "subnet_of", lambda _: "the world"),
         test_admission.test_who_has_many_identities_in_one_place_displaces_its_own,
     ),
     Defence(
         "nor does it take all streams",
-        replacing(SubnetLimits, "_displace", nothing),
+        replacing(SubnetLimits, "_evict", nothing),
         lambda _: test_door_limits.test_sixteen_who_take_all_streams_keep_no_member_out(),
     ),
     Defence(
@@ -174,17 +174,17 @@ FLOODS = (
         lambda _: test_node_reports.test_who_asks_too_often_waits_and_a_report_is_made_once_for_all(),
     ),
     Defence(
-        "a guest does not use up the numbers of exchanges",
-        replacing(gathering, "latest_exchange", lambda *_: 1 << 64),
+        "a follower does not use up the numbers of last_exchange",
+        replacing(gathering, "highest_exchange_number", lambda *_: 1 << 64),
         lambda _: test_training_exchanges.test_whoever_claims_exchanges_that_nobody_saw_is_left_out(
-            9 * EXCHANGES_A_ROUND
+            9 * EXCHANGES_PER_ROUND
         ),
     ),
     Defence(
         "nor does a gatherer",
-        replacing(rosters, "latest_exchange", lambda *_: 1 << 64),
+        replacing(rosters, "highest_exchange_number", lambda *_: 1 << 64),
         lambda _: test_training_membership.test_a_roster_by_its_hash_is_checked(
-            workers_pb2.Roster(exchange=4 * EXCHANGES_A_ROUND)
+            workers_pb2.Roster(exchange_number=4 * EXCHANGES_PER_ROUND)
         ),
     ),
     Defence(

@@ -1,18 +1,18 @@
-"""The defences of rounds with a robust aggregation rule against owners of slices that lie."""
+"""The defences of rounds with a robust aggregation rule against reducers that lie."""
 
 from pathlib import Path
 
 import pytest
 
 from swarmnet_protocols.training.matchmaking import Matchmaking
-from swarmnet_protocols.training.rounds import transfers
+from swarmnet_protocols.training.rounds import reduction
 from tests.defences import Defence, nothing, replacing, yes
 from tests.sim import test_verifiable_rounds as rounds
 
 
 def leaves_all_others_out(_: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        rounds.test_a_lying_owner_moves_nothing_and_is_known_to_all(rounds.only_its_own, 4, patch)
+        rounds.test_a_lying_reducer_moves_nothing_and_is_known_to_all(rounds.only_its_own, 4, patch)
 
 
 def one_of_four_lies(folder: Path) -> None:
@@ -23,12 +23,12 @@ def one_of_four_lies(folder: Path) -> None:
 VERIFIABLE = (
     Defence(
         "a contribution counts only with its author's signature",
-        replacing(transfers, "verify", yes),
+        replacing(reduction, "verify", yes),
         lambda _: rounds.test_a_contribution_to_another_round_slice_or_job_is_not_taken_again(),
     ),
     Defence(
         "a robust result needs contributions of a quorum",
-        replacing(transfers, "_has_quorum", yes),
+        replacing(reduction, "_has_quorum", yes),
         leaves_all_others_out,
     ),
     Defence(

@@ -10,7 +10,7 @@ import uvloop
 
 from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
 from swarmnet_protocols.training.codecs import get_codec
-from swarmnet_protocols.training.rounds.averaging import Exchange, Member, Outcome, RoundTiming
+from swarmnet_protocols.training.rounds.averaging import Averager, Member, Outcome, RoundTiming
 from tests.support.training_lab import JOB
 
 from .conftest import LOOPBACK
@@ -18,7 +18,7 @@ from .conftest import LOOPBACK
 pytestmark = pytest.mark.slow
 
 SIZE = 2_000_000
-TIMING = RoundTiming(contribution_s=8.0, settle_s=12.0, deadline_s=18.0)
+TIMING = RoundTiming(contribution_s=8.0, majority_s=12.0, deadline_s=18.0)
 
 
 def test_three_workers_average_and_go_on_when_one_is_gone(tmp_path: Path) -> None:
@@ -38,7 +38,7 @@ def test_three_workers_average_and_go_on_when_one_is_gone(tmp_path: Path) -> Non
             )
             members = [Member(each.peer_id, tuple(each.addresses()), 1e7) for each in transports]
             exchanges = [
-                await stack.enter_async_context(Exchange(each, JOB, timing=TIMING)) for each in transports
+                await stack.enter_async_context(Averager(each, JOB, timing=TIMING)) for each in transports
             ]
             values = [torch.randn(SIZE, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
 

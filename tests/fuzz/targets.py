@@ -37,7 +37,7 @@ from swarmnet_protocols.net.rate_limit import RateLimiter
 from swarmnet_protocols.session import adapters, steps
 from swarmnet_protocols.training import jobs, rosters
 from swarmnet_protocols.training.codecs import get_codec
-from swarmnet_protocols.training.rounds import messages, transfers
+from swarmnet_protocols.training.rounds import messages, reduction
 from swarmnet_protocols.wire import (
     door_pb2,
     membership_pb2,
@@ -50,8 +50,8 @@ from swarmnet_protocols.wire import (
 )
 from swarmnet_protocols.wire.roles import ANY_ROLE
 from tests.defences import yes
-from tests.support.meters import a_meter
 from tests.support.source_code import ROOT
+from tests.support.stream_scopes import new_scope
 from tests.support.tiny_models import FAMILIES, save_tiny, write_gguf
 
 MAX_RSS_MIB = 3000
@@ -131,7 +131,7 @@ def read_frames(data: bytes) -> None:
         reader = asyncio.StreamReader()
         reader.feed_data(data)
         reader.feed_eof()
-        frames = FrameReader(LimitedReader(reader, RateLimiter()), SPEC, a_meter())
+        frames = FrameReader(LimitedReader(reader, RateLimiter()), SPEC, new_scope())
         while True:
             await frames.read()
 
@@ -301,7 +301,7 @@ def read_roster(data: bytes) -> None:
 
 
 def roster_seeds() -> list[bytes]:
-    exchange = rosters.next_exchange(7, 0)
+    exchange = rosters.next_exchange_number(7, 0)
     roster = rosters.Roster(7, exchange, (rosters.Candidate(_PEER, ("/ip4/203.0.113.5/tcp/4001",)),))
     return [rosters.roster_to_wire(roster).SerializeToString()]
 
@@ -311,8 +311,8 @@ def read_measured(data: bytes) -> None:
 
 
 def read_summary(data: bytes) -> None:
-    terms = transfers.SliceTerms(round=7, index=1, count=64, codec=get_codec("int8"))
-    transfers.read_summary(terms, 4, data)
+    terms = reduction.SliceTerms(exchange_number=7, index=1, count=64, codec=get_codec("int8"))
+    reduction.read_summary(terms, 4, data)
 
 
 def read_values(name: str, data: bytes) -> None:
@@ -333,7 +333,7 @@ def state_seeds() -> list[bytes]:
 
 
 def job_seeds() -> list[bytes]:
-    from swarmnet_protocols.training.templates import METHODS, template
+    from swarmnet_protocols.training.job_templates import METHODS, template
 
     return [template(method).encode() for method in METHODS]
 
@@ -450,7 +450,7 @@ TARGETS: dict[str, Target] = {
         read_measured, examples(workers_pb2.Measured), ("training.rosters.measured_from_wire",)
     ),
     "summary": Target(
-        read_summary, examples(training_pb2.Summary), ("training.rounds.transfers.read_summary",)
+        read_summary, examples(training_pb2.Summary), ("training.rounds.reduction.read_summary",)
     ),
     **{
         f"codec {name}": Target(

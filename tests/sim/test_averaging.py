@@ -3,15 +3,16 @@
 import asyncio
 import itertools
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
 
-from swarmnet_protocols.net import Message
 from swarmnet_protocols.net.memory import Delivery, LinkProfile
 from swarmnet_protocols.training.rounds.averaging import RoundTiming
-from swarmnet_protocols.training.rounds.member_link import Dial, MemberLink
+from swarmnet_protocols.training.rounds.member_link import MemberAddress, MemberLink
+from swarmnet_protocols.training.rounds.transfers import Outgoing
+from swarmnet_protocols.wire import training_pb2 as pb
 from tests.support.training_lab import (
     TIMING,
     Outcomes,
@@ -74,16 +75,20 @@ def test_a_result_that_takes_long_to_check_is_not_asked_for_again() -> None:
     assert sent == pytest.approx(4 * count * 4, rel=0.02), "two of three slices and two results of one, each"
 
 
-def test_what_is_still_to_be_sent_to_a_member_is_not_sent_twice() -> None:
+def test_bulk_data_that_is_queued_is_not_queued_again() -> None:
+    def messages(*payloads: bytes) -> Iterator[Outgoing]:
+        return iter([(pb.ExchangeRequest(), payload) for payload in payloads])
+
     async def scenario(lab: TrainingLab) -> None:
-        dial = Dial(lab.transports[lab.peers[0]], lab.peers[1], (), Message(b""), TIMING)
-        link = MemberLink(dial, lambda up: None)
-        link.post_bulk("contribution", "slice", iter([Message(b"1"), Message(b"2")]))
+        hello = pb.ExchangeRequest()
+        address = MemberAddress(lab.transports[lab.peers[0]], lab.peers[1], (), hello, TIMING)
+        link = MemberLink(address, lambda up: None)
+        link.post_bulk("contribution", "slice", messages(b"1", b"2"))
         first = link._next()
-        link.post_bulk("contribution", "slice", iter([Message(b"1"), Message(b"2")]))
-        assert [first, link._next(), link._next()] == [Message(b"1"), Message(b"2"), None]
-        link.post_bulk("contribution", "slice", iter([Message(b"1")]))
-        assert link._next() == Message(b"1"), "it was sent: whoever asks again did not get it"
+        link.post_bulk("contribution", "slice", messages(b"1", b"2"))
+        assert [first, link._next(), link._next()] == [*messages(b"1", b"2"), None]
+        link.post_bulk("contribution", "slice", messages(b"1"))
+        assert [link._next()] == [*messages(b"1")], "it had been sent, so it is queued again"
 
     simulate(scenario, TrainingLab(2))
 

@@ -11,10 +11,10 @@ from swarmnet_protocols.net.memory import Delivery
 from swarmnet_protocols.net.protocol_ids import EXCHANGE
 from swarmnet_protocols.training.codecs import get_codec
 from swarmnet_protocols.training.rounds.averaging import Rules
-from swarmnet_protocols.training.rounds.transfers import (
-    Payload,
-    Reader,
+from swarmnet_protocols.training.rounds.reduction import (
+    Contribution,
     Result,
+    ResultReader,
     SliceTerms,
     reduce_slice,
     result_hash,
@@ -24,12 +24,12 @@ from tests.sim.test_averaging import simulate
 from tests.support.training_lab import TrainingLab, Work
 
 COUNT = 5000
-TERMS = SliceTerms(round=3, index=1, count=COUNT, codec=get_codec("topk"))
+TERMS = SliceTerms(exchange_number=3, index=1, count=COUNT, codec=get_codec("topk"))
 MEMBERS = 4
 
 
-def payload_of(values: torch.Tensor, weight: float = 1.0) -> Payload:
-    return Payload.of(weight, TERMS.codec.encode(values))
+def payload_of(values: torch.Tensor, weight: float = 1.0) -> Contribution:
+    return Contribution.of(weight, TERMS.codec.encode(values))
 
 
 def vectors(seed: int = 0) -> list[torch.Tensor]:
@@ -41,13 +41,13 @@ PAYLOADS = [(member, payload_of(values, member + 1.0)) for member, values in enu
 OTHER = payload_of(vectors(seed=1)[0], 1.0)
 
 
-def bundle(payloads: Sequence[tuple[int, Payload]], hashes: Mapping[int, bytes] = {}) -> Result:
+def bundle(payloads: Sequence[tuple[int, Contribution]], hashes: Mapping[int, bytes] = {}) -> Result:
     """A result that an owner may make up: these payloads, under these hashes where they are not their own."""
     contributors = [
         pb.Contributor(member=member, weight=payload.weight, hash=hashes.get(member, payload.hash))
         for member, payload in payloads
     ]
-    summary = pb.Summary(round=3, slice=1, contributors=contributors).SerializeToString()
+    summary = pb.Summary(exchange_number=3, slice=1, contributors=contributors).SerializeToString()
     data = b"".join(payload.data for _, payload in payloads)
     return Result(result_hash(summary, data), summary, data)
 
@@ -55,8 +55,8 @@ def bundle(payloads: Sequence[tuple[int, Payload]], hashes: Mapping[int, bytes] 
 RULES = Rules()
 
 
-def reader(me: int = 3, rules: Rules = RULES) -> Reader:
-    return Reader(TERMS, rules, MEMBERS, me, dict(PAYLOADS).get(me))
+def reader(me: int = 3, rules: Rules = RULES) -> ResultReader:
+    return ResultReader(TERMS, rules, MEMBERS, me, dict(PAYLOADS).get(me))
 
 
 def test_all_get_the_bits_that_the_owner_has_and_the_payloads_come_as_they_were() -> None:
@@ -81,7 +81,7 @@ def test_an_altered_contribution_is_not_what_its_hash_says() -> None:
 @pytest.mark.parametrize(
     "forged", [OTHER, replace(PAYLOADS[0][1], weight=2.0)], ids=["values and hash", "weight"]
 )
-def test_the_author_of_a_contribution_refuses_a_forged_one(forged: Payload) -> None:
+def test_the_author_of_a_contribution_refuses_a_forged_one(forged: Contribution) -> None:
     result = bundle([(0, forged), *PAYLOADS[1:]])
     with pytest.raises(ProtocolViolation, match="that it did not make"):
         reader(0).read(result)
@@ -102,7 +102,7 @@ def test_a_bundle_of_another_size_than_its_summary_says_is_refused() -> None:
 
 def test_a_bundle_with_what_no_owner_may_count_is_refused() -> None:
     garbage = b"\xff" * TERMS.contribution_bytes
-    broken = Payload.of(1.0, garbage)
+    broken = Contribution.of(1.0, garbage)
     with pytest.raises(ProtocolViolation, match="member 2 is in a bundle, but"):
         reader().read(bundle([*PAYLOADS[:2], (2, broken)]))
     unwanted = TERMS.codec.decode(PAYLOADS[1][1].data, COUNT)
@@ -121,7 +121,7 @@ def test_a_weight_that_is_none_is_refused(weight: float) -> None:
 
 def test_what_decodes_to_nothing_that_counts_is_left_out_of_the_bundle() -> None:
     garbage = b"\xff" * TERMS.contribution_bytes
-    broken = Payload.of(1.0, garbage)
+    broken = Contribution.of(1.0, garbage)
     reduced = reduce_slice(TERMS, Rules(), [PAYLOADS[0], (1, broken), PAYLOADS[2]])
     assert reduced is not None
     assert len(reduced[0].payload) == TERMS.result_bytes(2)

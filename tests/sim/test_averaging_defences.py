@@ -7,20 +7,20 @@ import pytest
 import torch
 
 from swarmnet_protocols.errors import ConfigError, ProtocolViolation
-from swarmnet_protocols.net import Message, PeerId, memory_stream
+from swarmnet_protocols.net import Message, PeerId, memory
 from swarmnet_protocols.net.memory import LinkProfile
 from swarmnet_protocols.net.protocol_ids import EXCHANGE
 from swarmnet_protocols.net.resources import Resource
 from swarmnet_protocols.training.codecs import get_codec
 from swarmnet_protocols.training.rounds.averaging import Member, Outcome, Rules
-from swarmnet_protocols.training.rounds.terms import Terms
-from swarmnet_protocols.training.rounds.transfers import (
-    Payload,
-    Reader,
+from swarmnet_protocols.training.rounds.reduction import (
+    Contribution,
+    ResultReader,
     SliceTerms,
     read_summary,
     reduce_slice,
 )
+from swarmnet_protocols.training.rounds.terms import Terms
 from swarmnet_protocols.wire import training_pb2 as pb
 from tests.sim.test_averaging import averaged, random_round, simulate
 from tests.support.training_lab import JOB, PEERS, TIMING, TrainingLab, Work, check_agreement
@@ -79,12 +79,12 @@ def test_what_is_screened_out_or_weighs_too_much_is_left_out_and_named() -> None
 
 def test_what_is_not_what_its_hash_says_does_not_count() -> None:
     codec = get_codec("float32")
-    terms = SliceTerms(round=0, index=0, count=2, codec=codec)
+    terms = SliceTerms(exchange_number=0, index=0, count=2, codec=codec)
     good, other = (codec.encode(torch.tensor(values)) for values in ([1.0, 2.0], [5.0, 6.0]))
     payloads = [
-        (0, Payload.of(1.0, good)),
-        (1, replace(Payload.of(1.0, good), data=other)),
-        (2, Payload.of(1.0, good[:-1])),
+        (0, Contribution.of(1.0, good)),
+        (1, replace(Contribution.of(1.0, good), data=other)),
+        (2, Contribution.of(1.0, good[:-1])),
     ]
     reduced = reduce_slice(terms, Rules(), payloads)
     assert reduced is not None
@@ -93,7 +93,7 @@ def test_what_is_not_what_its_hash_says_does_not_count() -> None:
     assert [each.member for each in summary.contributors] == [0]
     assert [each.member for each in summary.excluded] == [1, 2]
     assert values.tolist() == [1.0, 2.0]
-    reader = Reader(terms, Rules(), 3, 2, None)
+    reader = ResultReader(terms, Rules(), 3, 2, None)
     assert reader.read(result).tolist() == [1.0, 2.0]
     with pytest.raises(ProtocolViolation, match="hash"):
         reader.read(replace(result, payload=other))
@@ -190,15 +190,15 @@ def test_a_message_out_of_bounds_ends_the_stream_and_harms_nobody(request_: pb.E
     terms = Terms.of(JOB, 0, members, SIZE, work.codec)
 
     async def lie() -> str:
-        hello = pb.Hello(round=0, agreement=terms.digest())
+        hello = pb.Hello(exchange_number=0, agreement=terms.digest())
         stream = await lab.transports[bad].open(target, EXCHANGE, deadline_s=2.0)
         await stream.send(Message(pb.ExchangeRequest(hello=hello).SerializeToString()))
         await stream.send(Message(request_.SerializeToString(), bytes(8)))
         while True:
             reply = pb.ExchangeReply.FromString((await stream.receive()).header)
-            if reply.HasField("refusal"):
+            if reply.HasField("refused"):
                 stream.close()
-                return reply.refusal.detail
+                return reply.refused.detail
 
     async def scenario(lab: TrainingLab) -> tuple[dict[PeerId, Outcome], str]:
         # The liar's own exchange never begins the round.
@@ -229,25 +229,25 @@ def test_a_stranger_is_turned_away() -> None:
         async with lab.network.transport(PEERS[12]) as stranger:
             await lab.average(work)
             stream = await stranger.open(lab.peers[0], EXCHANGE, deadline_s=2.0)
-            hello = pb.Hello(round=0, agreement=terms.digest())
+            hello = pb.Hello(exchange_number=0, agreement=terms.digest())
             await stream.send(Message(pb.ExchangeRequest(hello=hello).SerializeToString()))
             while True:
                 reply = pb.ExchangeReply.FromString((await stream.receive()).header)
-                if reply.HasField("refusal"):
-                    return reply.refusal.detail
+                if reply.HasField("refused"):
+                    return reply.refused.detail
 
     assert "not in the roster" in simulate(scenario, lab)
 
 
 def test_nobody_is_kept_waiting_by_who_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beats to a member that waits for a round to begin, and reads none of them, end with its place among those who wait."""
-    monkeypatch.setattr(memory_stream, "WINDOW_BYTES", 16)
+    monkeypatch.setattr(memory, "STREAM_BUFFER_BYTES", 16)
     lab = TrainingLab(2)
     target, idle = lab.peers
 
     async def scenario(lab: TrainingLab) -> None:
         stream = await lab.transports[idle].open(target, EXCHANGE, deadline_s=2.0)
-        hello = pb.ExchangeRequest(hello=pb.Hello(round=9, agreement=bytes(16)))
+        hello = pb.ExchangeRequest(hello=pb.Hello(exchange_number=9, agreement=bytes(16)))
         await stream.send(Message(hello.SerializeToString()))
         await asyncio.sleep(1.0)
         used = lab.transports[target].resources.peer(idle, asyncio.get_running_loop().time()).used
@@ -267,7 +267,7 @@ def test_rounds_follow_one_another_and_never_go_back() -> None:
             work = Work.random(lab, SIZE, seed=round)
             check_agreement(work, outcomes := await lab.average(work, round=round))
             assert all(outcome.committed for outcome in outcomes.values())
-        with pytest.raises(ConfigError, match="round 5"):
+        with pytest.raises(ConfigError, match="exchange 5"):
             await lab.average(work, round=5)
 
     simulate(scenario, lab)

@@ -10,7 +10,7 @@ from swarmnet_protocols.net.memory import Delivery, LinkProfile
 from swarmnet_protocols.net.protocol_ids import EXCHANGE
 from swarmnet_protocols.training.bandwidth import MIN_BYTES, ArrivalRates
 from swarmnet_protocols.training.rounds.averaging import RoundTiming
-from swarmnet_protocols.training.rounds.deadlines import SENDING
+from swarmnet_protocols.training.rounds.deadlines import SENDING_FRACTION
 from swarmnet_protocols.wire import training_pb2 as pb
 from tests.sim.test_averaging import nth, simulate
 from tests.support.training_lab import Outcomes, TrainingLab, Work, check_agreement, on_delivery
@@ -141,7 +141,7 @@ def test_however_long_it_might_take_the_deadlines_hold() -> None:
     lab = TrainingLab(4)
     for outcome in exchanged(lab, Work.random(lab, COUNT // 4), spread_s=1e6).values():
         assert all(len(names) == 4 for names in outcome.contributors)
-        assert outcome.wait_s <= lab.timing.late_s + 0.5
+        assert outcome.wait_s <= lab.timing.replace_reducer_s + 0.5
 
 
 @pytest.mark.parametrize(
@@ -177,5 +177,5 @@ def test_workers_spread_an_exchange_over_the_steps_that_it_overlaps(
     assert later
     for parts in later:
         (began_s, whole), (ended_s, last) = parts[0], parts[-1]
-        evenly_s = 0.5 * SENDING * overlap_s * (whole - last) / whole
+        evenly_s = 0.5 * SENDING_FRACTION * overlap_s * (whole - last) / whole
         assert ended_s - began_s == pytest.approx(evenly_s, abs=0.02)

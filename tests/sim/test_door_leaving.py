@@ -12,7 +12,7 @@ from swarmnet_protocols.membership.revocations import Named, sign_list
 from swarmnet_protocols.membership.rules import Admission, Rules
 from swarmnet_protocols.net import Message, Stream
 from swarmnet_protocols.net.identity import Identity
-from swarmnet_protocols.net.protocol_ids import DOOR, GATHER, REVOCATIONS, SESSION
+from swarmnet_protocols.net.protocol_ids import DOOR, MATCHMAKING, REVOCATIONS, SESSION
 from swarmnet_protocols.wire import door_pb2 as pb
 from swarmnet_protocols.wire.roles import ANY_ROLE, Role
 from tests.support.door_world import (
@@ -44,7 +44,9 @@ def test_the_streams_of_a_revoked_member_end_at_once() -> None:
         assert await seconds_until_the_end(ours) == 0
         loop = asyncio.get_running_loop()
         started = loop.time()
-        with pytest.raises(StreamRefused, match=f"{server.peer_id} refuses us: this peer was revoked"):
+        with pytest.raises(
+            StreamRefused, match=f"{server.peer_id} refused the stream: this peer was revoked"
+        ):
             await theirs.receive()
         assert loop.time() - started <= 1.01 * DELAY_S
         await asyncio.sleep(1.0)
@@ -242,16 +244,16 @@ def test_who_is_less_when_its_certificate_ended_begins_anew_as_that() -> None:
 
     async def scenario(world: World) -> None:
         server = await world.member("bob")
-        for protocol in (SESSION, GATHER):
+        for protocol in (SESSION, MATCHMAKING):
             await server.transport.serve(protocol, answer)
         trainer = world.swarm.certificate("alice", Role.TRAINER, lifetime_s=3600)
         alice = await world.peer("alice", trainer)
-        stream = await converse(alice, server, GATHER)
+        stream = await converse(alice, server, MATCHMAKING)
         assert await seconds_until_the_end(stream) == pytest.approx(3600, abs=2.0)
         await asyncio.sleep(1.0)
         await converse(alice, server, SESSION)
         with pytest.raises(NotAuthorised, match="is for"):
-            await converse(alice, server, GATHER)
+            await converse(alice, server, MATCHMAKING)
 
     rules = replace(PrivateSwarm().rules, admission=Admission.OPEN, anyone=frozenset({Role.CLIENT}))
     run(scenario, PrivateSwarm(rules=rules))

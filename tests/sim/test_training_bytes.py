@@ -3,8 +3,8 @@
 import pytest
 
 from swarmnet_node.training.trainer import Trainer
+from swarmnet_protocols.training.job_templates import template
 from swarmnet_protocols.training.jobs import parse_job
-from swarmnet_protocols.training.templates import template
 from tests.support.round_bytes import bytes_of_a_round
 
 GOAL_BYTES = 100

@@ -1,4 +1,4 @@
-"""The numbers of exchanges, which grow from one to the next, and those who would use them up."""
+"""The numbers of last_exchange, which grow from one to the next, and those who would use them up."""
 
 import asyncio
 from dataclasses import replace
@@ -6,23 +6,25 @@ from dataclasses import replace
 import pytest
 
 from swarmnet_protocols.net.memory import MemoryNetwork
-from swarmnet_protocols.training.rosters import EXCHANGES_A_ROUND, MAX_AHEAD
+from swarmnet_protocols.training.rosters import EXCHANGES_PER_ROUND, MAX_AHEAD_OF_LEADER
 from tests.support.training_peers import Worker, simulate
 
-FIRST = 3 * EXCHANGES_A_ROUND
+FIRST = 3 * EXCHANGES_PER_ROUND
 """Before the first exchange of the round that they gather."""
 
 
-@pytest.mark.parametrize("exchanges", [(1 << 64) - 1, 9 * EXCHANGES_A_ROUND, FIRST + MAX_AHEAD])
-def test_whoever_claims_exchanges_that_nobody_saw_is_left_out(exchanges: int) -> None:
+@pytest.mark.parametrize(
+    "last_exchange", [(1 << 64) - 1, 9 * EXCHANGES_PER_ROUND, FIRST + MAX_AHEAD_OF_LEADER]
+)
+def test_whoever_claims_exchanges_that_nobody_saw_is_left_out(last_exchange: int) -> None:
     """With a number near the largest it would end the job: no exchange could follow."""
 
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
         liar, present = workers[3], workers[:3]
-        liar.member = replace(liar.member, exchanges=exchanges)
+        liar.member = replace(liar.member, last_exchange=last_exchange)
         lying = asyncio.create_task(liar.gather(workers))
         rosters = await asyncio.gather(*(worker.gather(workers) for worker in present))
-        assert {roster.exchange for roster in rosters} == {FIRST + 1}
+        assert {roster.exchange_number for roster in rosters} == {FIRST + 1}
         assert {tuple(member.peer for member in roster.members) for roster in rosters} == {
             tuple(worker.member.peer for worker in present)
         }
@@ -34,8 +36,8 @@ def test_whoever_claims_exchanges_that_nobody_saw_is_left_out(exchanges: int) ->
 def test_whoever_was_not_there_follows_those_who_tried_a_round_many_times() -> None:
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
         for worker in workers[:2]:
-            worker.member = replace(worker.member, exchanges=FIRST + MAX_AHEAD - 1)
+            worker.member = replace(worker.member, last_exchange=FIRST + MAX_AHEAD_OF_LEADER - 1)
         rosters = await asyncio.gather(*(worker.gather(workers) for worker in workers))
-        assert {roster.exchange for roster in rosters} == {FIRST + MAX_AHEAD}
+        assert {roster.exchange_number for roster in rosters} == {FIRST + MAX_AHEAD_OF_LEADER}
 
     simulate(3, scenario)

@@ -8,15 +8,15 @@ import pytest
 from swarmnet_protocols.errors import ProtocolViolation, StreamEnded
 from swarmnet_protocols.net import Message, PeerId
 from swarmnet_protocols.net.memory import Delivery, MemoryNetwork
-from swarmnet_protocols.net.protocol_ids import GATHER
+from swarmnet_protocols.net.protocol_ids import MATCHMAKING
 from swarmnet_protocols.training import matchmaking as gathering
-from swarmnet_protocols.training.matchmaking import Elsewhere
+from swarmnet_protocols.training.matchmaking import OutOfSync
 from swarmnet_protocols.training.rosters import (
-    EXCHANGES_A_ROUND,
-    MAX_LEAP,
-    NOWHERE,
+    EXCHANGES_PER_ROUND,
+    MAX_AHEAD_OF_FOLLOWER,
+    NO_ADDRESSES,
+    AddressBook,
     Candidate,
-    Places,
     Roster,
     roster_from_wire,
     roster_to_wire,
@@ -24,7 +24,7 @@ from swarmnet_protocols.training.rosters import (
 from swarmnet_protocols.wire import workers_pb2 as pb
 from tests.support.training_peers import JOB, PATIENCE_S, START, TIMING, Worker, simulate
 
-FIRST = 3 * EXCHANGES_A_ROUND  # before the first exchange of the round that they gather
+FIRST = 3 * EXCHANGES_PER_ROUND  # before the first exchange of the round that they gather
 
 
 def names(roster: Roster) -> list[PeerId]:
@@ -72,7 +72,7 @@ def test_a_gatherer_that_fails_is_followed_by_the_next(fault: str, moment: str) 
         fail = getattr(network, fault)
 
         def watch(delivery: Delivery) -> None:
-            if delivery.protocol == GATHER and delivery.target == first:
+            if delivery.protocol == MATCHMAKING and delivery.target == first:
                 fail(first)
 
         if moment == "before":
@@ -86,16 +86,16 @@ def test_a_gatherer_that_fails_is_followed_by_the_next(fault: str, moment: str) 
     simulate(4, scenario)
 
 
-@pytest.mark.parametrize("place", [0, 2], ids=["the gatherer", "a guest"])
+@pytest.mark.parametrize("place", [0, 2], ids=["the gatherer", "a follower"])
 def test_nobody_waits_for_who_leaves(place: int) -> None:
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
         leaver = workers[place]
         present = [worker for worker in workers if worker is not leaver]
-        await leaver.gathering.stand(3, START)
+        await leaver.matchmaking.set_position(3, START)
         asking = [asyncio.create_task(worker.gather(workers)) for worker in present]
         await asyncio.sleep(TIMING.ping_s / 2)
         assert not any(task.done() for task in asking), "they wait for it"
-        await leaver.gathering.leave()
+        await leaver.matchmaking.leave()
         rosters = await asyncio.gather(*asking)
         assert [names(roster) for roster in rosters] == [[worker.member.peer for worker in present]] * 3
         assert asyncio.get_running_loop().time() < 2 * TIMING.ping_s
@@ -119,7 +119,7 @@ def test_a_laggard_learns_where_the_others_are() -> None:
         late = asyncio.ensure_future(workers[3].gather(workers, round=2))  # they might be about to follow
         await asyncio.sleep(1)
         rosters = await asyncio.gather(*(worker.gather(workers[:3], round=5) for worker in workers[:3]))
-        with pytest.raises(Elsewhere) as caught:
+        with pytest.raises(OutOfSync) as caught:
             await late
         assert (caught.value.round, caught.value.state) == (5, START)
         assert len(rosters[0].members) == 3
@@ -131,7 +131,7 @@ def test_a_newcomer_that_would_gather_learns_where_the_others_are() -> None:
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
         newcomer, others = workers[0], workers[1:]
         await asyncio.gather(*(worker.gather(others, round=7) for worker in others))
-        with pytest.raises(Elsewhere) as caught:
+        with pytest.raises(OutOfSync) as caught:
             await newcomer.gather(workers, round=0, state=b"0" * 32)
         assert (caught.value.round, caught.value.state) == (7, START)
 
@@ -149,7 +149,7 @@ def test_one_with_another_state_than_most_learns_that_it_is_the_stray() -> None:
         stray, others = workers[0], workers[1:]
         gathered = asyncio.gather(*(worker.gather(others) for worker in others))
         await asyncio.sleep(0.1)
-        with pytest.raises(Elsewhere) as caught:
+        with pytest.raises(OutOfSync) as caught:
             await stray.gather(workers, state=b"x" * 32)
         assert caught.value.state == START
         await gathered
@@ -161,7 +161,7 @@ def test_a_worker_with_another_state_is_not_let_in() -> None:
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
         strange = asyncio.ensure_future(workers[2].gather(workers, state=b"x" * 32))
         rosters = await asyncio.gather(*(worker.gather(workers[:2]) for worker in workers[:2]))
-        with pytest.raises(Elsewhere) as caught:
+        with pytest.raises(OutOfSync) as caught:
             await strange
         assert caught.value.state == START
         assert names(rosters[0]) == [worker.member.peer for worker in workers[:2]]
@@ -172,7 +172,7 @@ def test_a_worker_with_another_state_is_not_let_in() -> None:
 def test_a_full_round_takes_contributors_before_newcomers() -> None:
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
         for worker in workers:
-            worker.gathering._max_members = 3
+            worker.matchmaking._max_members = 3
         workers[1].member = replace(workers[1].member, weight=0.0)
         await workers[0].gather([], round=2)
         others = [asyncio.ensure_future(worker.gather(workers)) for worker in workers[1:]]
@@ -191,7 +191,7 @@ def test_a_roster_says_of_every_member_what_the_others_measured_of_it() -> None:
         truth = dict(zip(peers, [1e5, 1e6, 2e6, 3e6], strict=True))
         for worker in workers:
             worker.measured = {peer: rate for peer, rate in truth.items() if peer != worker.member.peer}
-        for liar in (0, 3):  # the one who gathers is asked as little about itself as a guest is
+        for liar in (0, 3):  # the one who gathers is asked as little about itself as a follower is
             workers[liar].measured |= {peers[liar]: 1e12}
         workers[3].measured |= {peers[1]: 1e-3, peers[2]: 1e12}
         rosters = await asyncio.gather(*(worker.gather(workers) for worker in workers))
@@ -219,24 +219,24 @@ def test_a_guest_that_measured_what_cannot_be_is_not_in_the_round(
 @pytest.mark.parametrize("rates", [[], [1e6], [1e6, 0.0], [1e6, float("nan")], [1e6] * 3])
 def test_a_roster_without_a_good_rate_for_every_member_is_refused(rates: list[float]) -> None:
     members = [pb.Member(id="a"), pb.Member(id="b")]
-    wire = pb.Roster(round=3, members=members, exchange=FIRST + 1, bytes_per_s=[1e6, 2e6])
+    wire = pb.Roster(round=3, members=members, exchange_number=FIRST + 1, bytes_per_s=[1e6, 2e6])
     assert roster_from_wire(wire, round=3, me=Candidate(PeerId("a"), ())).members[1].bytes_per_s == 2e6
     with pytest.raises(ProtocolViolation):
         roster_from_wire(
-            pb.Roster(round=3, members=members, exchange=FIRST + 1, bytes_per_s=rates),
+            pb.Roster(round=3, members=members, exchange_number=FIRST + 1, bytes_per_s=rates),
             round=3,
             me=Candidate(PeerId("a"), ()),
         )
 
 
 def test_a_guest_of_a_guest_is_sent_on_to_the_gatherer() -> None:
-    """Whoever comes back and is first in the order is a guest where it was told where the others are."""
+    """Whoever comes back and is first in the order is a follower where it was told where the others are."""
 
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
         back, leader, other = workers
         for worker in (leader, other):
-            await worker.gathering.stand(3, START)
-        with pytest.raises(Elsewhere):
+            await worker.matchmaking.set_position(3, START)
+        with pytest.raises(OutOfSync):
             await back.gather(workers, round=0, state=b"0" * 32)
         asking = [asyncio.create_task(back.gather(workers))]
         await asyncio.sleep(1)  # the others are still at their inner steps
@@ -254,7 +254,7 @@ def test_a_guest_of_a_guest_is_sent_on_to_the_gatherer() -> None:
 def test_a_guest_stays_where_it_is_if_the_gatherer_is_out_of_reach(fault: str) -> None:
     async def scenario(network: MemoryNetwork, workers: list[Worker]) -> None:
         first, second, third = workers
-        await first.gathering.stand(3, START)
+        await first.matchmaking.set_position(3, START)
         asking = [asyncio.create_task(second.gather(workers))]
         await asyncio.sleep(1)
         if fault == "cut":
@@ -269,8 +269,8 @@ def test_a_guest_stays_where_it_is_if_the_gatherer_is_out_of_reach(fault: str) -
         else:
             roster, _ = await asyncio.gather(first.gather(workers[:2]), asking[0])
             assert names(roster) == [first.member.peer, second.member.peer]
-            await second.gathering.stand(4, b"t" * 32)
-            with pytest.raises(Elsewhere) as caught:
+            await second.matchmaking.set_position(4, b"t" * 32)
+            with pytest.raises(OutOfSync) as caught:
                 await asking[1]
             assert (caught.value.round, caught.value.state) == (4, b"t" * 32)
 
@@ -282,7 +282,7 @@ def sizes(network: MemoryNetwork) -> list[int]:
     found: list[int] = []
 
     def watch(delivery: Delivery) -> None:
-        if delivery.protocol == GATHER:
+        if delivery.protocol == MATCHMAKING:
             found.append(len(delivery.message.header))
 
     network.observers.append(watch)
@@ -324,7 +324,7 @@ def test_whoever_does_not_know_the_roster_is_told_it(change: str) -> None:
                 await asyncio.gather(*(worker.gather(three, round=4) for worker in three))
             case "new gatherer":
                 present = workers[1:]
-                workers[1].gathering._places = NOWHERE
+                workers[1].matchmaking._places = NO_ADDRESSES
             case "fewer":
                 present = workers[:3]
         rosters = await asyncio.gather(*(worker.gather(present, round=5) for worker in present))
@@ -335,21 +335,23 @@ def test_whoever_does_not_know_the_roster_is_told_it(change: str) -> None:
     simulate(4, scenario)
 
 
-A = Candidate(PeerId("a"), ("/ip4/10.0.0.1",), bytes_per_s=1e6, weight=1.0, exchanges=2 * EXCHANGES_A_ROUND)
+A = Candidate(
+    PeerId("a"), ("/ip4/10.0.0.1",), bytes_per_s=1e6, weight=1.0, last_exchange=2 * EXCHANGES_PER_ROUND
+)
 B = Candidate(PeerId("b"), (), bytes_per_s=2e6, weight=0.0)
 ROSTER = Roster(3, FIRST + 7, (A, B))
-SHORT = roster_to_wire(ROSTER, Places.of(ROSTER.members).hash)
+SHORT = roster_to_wire(ROSTER, AddressBook.of(ROSTER.members).hash)
 
 
 def test_a_roster_by_its_hash_says_the_same() -> None:
     assert not SHORT.members
-    short = roster_from_wire(SHORT, round=3, me=A, places=Places.of(ROSTER.members))
-    assert short.members == (replace(A, exchanges=0), B)
+    short = roster_from_wire(SHORT, round=3, me=A, book=AddressBook.of(ROSTER.members))
+    assert short.members == (replace(A, last_exchange=0), B)
     equal = Roster(3, FIRST + 7, (A, replace(A, peer=PeerId("b"))))
-    places = Places.of(equal.members)
+    places = AddressBook.of(equal.members)
     wire = roster_to_wire(equal, places.hash)
     assert (list(wire.weights), list(wire.bytes_per_s)) == ([1.0], [1e6])
-    assert [each.weight for each in roster_from_wire(wire, round=3, me=A, places=places).members] == [1, 1]
+    assert [each.weight for each in roster_from_wire(wire, round=3, me=A, book=places).members] == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -361,9 +363,9 @@ def test_a_roster_by_its_hash_says_the_same() -> None:
         pb.Roster(bytes_per_s=[1.0]),
         pb.Roster(members=[pb.Member(id="c")]),
         pb.Roster(round=4),
-        pb.Roster(exchange=3 * EXCHANGES_A_ROUND),
-        pb.Roster(exchange=3 * EXCHANGES_A_ROUND + MAX_LEAP + 1),
-        pb.Roster(exchange=(1 << 64) - 1),
+        pb.Roster(exchange_number=3 * EXCHANGES_PER_ROUND),
+        pb.Roster(exchange_number=3 * EXCHANGES_PER_ROUND + MAX_AHEAD_OF_FOLLOWER + 1),
+        pb.Roster(exchange_number=(1 << 64) - 1),
     ],
     ids=lambda wrong: str(wrong)[:20],
 )
@@ -372,27 +374,27 @@ def test_a_roster_by_its_hash_is_checked(wrong: pb.Roster) -> None:
     wire.CopyFrom(SHORT)
     wire.MergeFrom(wrong)  # what is repeated is made longer
     with pytest.raises(ProtocolViolation):
-        roster_from_wire(wire, round=3, me=A, places=Places.of(ROSTER.members))
+        roster_from_wire(wire, round=3, me=A, book=AddressBook.of(ROSTER.members))
 
 
 def test_a_roster_whose_exchange_this_worker_has_seen_is_refused() -> None:
-    """An exchange of that number could not begin: whoever says less of our exchanges than we did does not get us there."""
-    wire = roster_to_wire(Roster(3, FIRST + 4, (replace(A, exchanges=FIRST + 3), B)))
-    with pytest.raises(ProtocolViolation, match="later than any before"):
-        roster_from_wire(wire, round=3, me=replace(A, exchanges=FIRST + 4))
+    """An exchange of that number could not begin: whoever says less of our last_exchange than we did does not get us there."""
+    wire = roster_to_wire(Roster(3, FIRST + 4, (replace(A, last_exchange=FIRST + 3), B)))
+    with pytest.raises(ProtocolViolation, match="exchange number 196612"):
+        roster_from_wire(wire, round=3, me=replace(A, last_exchange=FIRST + 4))
 
 
 def test_a_guest_that_never_says_who_it_is_is_turned_away() -> None:
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
-        host, guest = workers
-        await host.gathering.stand(3, START)
-        request = pb.GatherRequest(
+        host, follower = workers
+        await host.matchmaking.set_position(3, START)
+        request = pb.MatchmakingRequest(
             job=JOB, round=3, state=START, member=pb.Member(weight=1.0), known=b"0" * 16
         )
-        stream = await guest.transport.open(host.member.peer, GATHER, deadline_s=2.0)
+        stream = await follower.transport.open(host.member.peer, MATCHMAKING, deadline_s=2.0)
         for _again in range(2):
             await stream.send(Message(request.SerializeToString()))
-        reply = pb.GatherReply.FromString((await stream.receive()).header)
+        reply = pb.MatchmakingReply.FromString((await stream.receive()).header)
         assert reply.HasField("unknown")
         with pytest.raises(StreamEnded):
             await stream.receive()

@@ -54,16 +54,16 @@ class RatesLab(TrainingLab):
         """What each round gave everybody."""
         work = Work.random(self, COUNT)
         rates = {peer: ArrivalRates() for peer in self.peers}
-        gatherings = {
+        groups = {
             peer: Matchmaking(self.transports[peer], JOB, max_members=8, timing=Timing())
             for peer in self.peers
         }
-        for gathering in gatherings.values():
-            await gathering.serve()
+        for matchmaking in groups.values():
+            await matchmaking.serve()
         outcomes = []
         for number in range(ROUNDS):
             rosters = await asyncio.gather(
-                *(self._gather(gatherings[peer], peer, number, rates[peer]) for peer in self.peers)
+                *(self._form_group(groups[peer], peer, number, rates[peer]) for peer in self.peers)
             )
             (roster,) = set(rosters)
             outcomes.append(await self.average(work, round=number, members=roster.members))
@@ -72,11 +72,13 @@ class RatesLab(TrainingLab):
                 rates[peer].add(outcome.arrivals)
         return outcomes
 
-    async def _gather(self, gathering: Matchmaking, me: PeerId, number: int, rates: ArrivalRates) -> Roster:
-        await gathering.stand(number, b"s" * 32)
+    async def _form_group(
+        self, matchmaking: Matchmaking, me: PeerId, number: int, rates: ArrivalRates
+    ) -> Roster:
+        await matchmaking.set_position(number, b"s" * 32)
         everybody = {peer: Candidate(peer, (), weight=1.0) for peer in self.peers}
-        return await gathering.gather(
-            everybody.pop(me), list(everybody.values()), measured=rates.bytes_per_s(), patience_s=10.0
+        return await matchmaking.form_group(
+            everybody.pop(me), list(everybody.values()), measured=rates.bytes_per_s(), timeout_s=10.0
         )
 
 

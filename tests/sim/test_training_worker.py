@@ -9,7 +9,7 @@ import pytest
 from swarmnet_node.training.checkpoint import CheckpointStore, WorkerCheckpoint, params_hash
 from swarmnet_node.training.replica import RESIDUAL
 from swarmnet_protocols.net.memory import Delivery, LinkProfile
-from swarmnet_protocols.net.protocol_ids import EXCHANGE, GATHER
+from swarmnet_protocols.net.protocol_ids import EXCHANGE, MATCHMAKING
 from swarmnet_protocols.training.jobs import open_job
 from swarmnet_protocols.wire import workers_pb2 as pb
 from tests.support.training_workers import ROUNDS, WorkerLab, train, write_job
@@ -239,8 +239,8 @@ def test_who_ends_behind_comes_back_without_what_it_made_meanwhile(method: str, 
         if not cut and delivery.protocol == EXCHANGE and delivery.message.payload and 1 in lab.rounds(name):
             cut.append(asyncio.get_running_loop().time())
             lab.network.isolate(lost)
-        if delivery.protocol == GATHER and delivery.source == lost and behind():
-            weights.append(pb.GatherRequest.FromString(delivery.message.header).member.weight)
+        if delivery.protocol == MATCHMAKING and delivery.source == lost and behind():
+            weights.append(pb.MatchmakingRequest.FromString(delivery.message.header).member.weight)
 
     def behind() -> bool:
         return any(event["event"] == "behind" for event in lab.events[name])

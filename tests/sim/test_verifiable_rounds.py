@@ -1,4 +1,4 @@
-"""Rounds of jobs with a robust aggregation rule: an owner of a slice that lies is refuted, and moves nothing."""
+"""Rounds of jobs with a robust aggregation rule: a reducer that lies is refuted, and moves nothing."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,19 +13,20 @@ from swarmnet_protocols.errors import ConfigError, ProtocolViolation
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.training.codecs import ALIGNMENT, get_codec
 from swarmnet_protocols.training.jobs import open_job
-from swarmnet_protocols.training.rounds import round_runner, shares
-from swarmnet_protocols.training.rounds.aggregate import aggregate
-from swarmnet_protocols.training.rounds.averaging import Exchange, Rules
-from swarmnet_protocols.training.rounds.round_runner import RoundRunner
-from swarmnet_protocols.training.rounds.terms import Terms
-from swarmnet_protocols.training.rounds.transfers import (
-    Payload,
-    Reader,
+from swarmnet_protocols.training.rounds import round_runner
+from swarmnet_protocols.training.rounds import terms as terms_module
+from swarmnet_protocols.training.rounds.aggregation_rules import aggregate
+from swarmnet_protocols.training.rounds.averaging import Averager, Rules
+from swarmnet_protocols.training.rounds.reduction import (
+    Contribution,
     Result,
+    ResultReader,
     SliceTerms,
     reduce_slice,
     result_hash,
 )
+from swarmnet_protocols.training.rounds.round_runner import RoundRunner
+from swarmnet_protocols.training.rounds.terms import Terms
 from swarmnet_protocols.wire import training_pb2 as pb
 from tests.sim.test_averaging import simulate
 from tests.support.training_lab import IDENTITIES, JOB, Outcomes, TrainingLab, Work
@@ -34,9 +35,9 @@ from tests.support.virtual_time import run
 
 COUNT = 8 * ALIGNMENT
 LIAR = 0
-"""The member that lies, by its place in the roster: it owns the first slice."""
+"""The member that lies, by its place in the roster: it reduces the first slice."""
 
-Payloads = Sequence[tuple[int, Payload]]
+Payloads = Sequence[tuple[int, Contribution]]
 Lie = Callable[[SliceTerms, Payloads], Result]
 
 
@@ -52,13 +53,13 @@ def bundle(terms: SliceTerms, payloads: Payloads) -> Result:
         pb.Contributor(member=member, weight=each.weight, hash=each.hash, signature=each.signature)
         for member, each in payloads
     ]
-    summary = pb.Summary(round=terms.round, slice=terms.index, contributors=contributors)
+    summary = pb.Summary(exchange_number=terms.exchange_number, slice=terms.index, contributors=contributors)
     data = b"".join(each.data for _, each in payloads)
     return Result(result_hash(summary.SerializeToString(), data), summary.SerializeToString(), data)
 
 
-def forged(terms: SliceTerms) -> Payload:
-    return Payload.of(1.0, terms.codec.encode(torch.full((terms.count,), 1e6)))
+def forged(terms: SliceTerms) -> Contribution:
+    return Contribution.of(1.0, terms.codec.encode(torch.full((terms.count,), 1e6)))
 
 
 def another_average(terms: SliceTerms, payloads: Payloads) -> Result:
@@ -103,7 +104,7 @@ def average_with(lie: Lie, count: int, patch: pytest.MonkeyPatch, rules: Rules) 
 
 @pytest.mark.parametrize("count", [4, 8])
 @pytest.mark.parametrize("lie", LIES)
-def test_a_lying_owner_moves_nothing_and_is_known_to_all(
+def test_a_lying_reducer_moves_nothing_and_is_known_to_all(
     lie: Lie, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     work, outcomes = average_with(lie, count, monkeypatch, ROBUST)
@@ -139,8 +140,8 @@ def test_honest_members_commit_what_the_rule_makes_of_all_contributions(codec: s
             assert torch.equal(outcome.average[start:end], robust(torch.stack(rows), weights))
 
 
-def signed(terms: Terms, member: int, values: torch.Tensor, *, index: int = 0) -> Payload:
-    payload = Payload.of(1.0, terms.codec.encode(values))
+def signed(terms: Terms, member: int, values: torch.Tensor, *, index: int = 0) -> Contribution:
+    payload = Contribution.of(1.0, terms.codec.encode(values))
     key = IDENTITIES[terms.members[member].peer]
     return replace(payload, signature=key.sign(terms.slice(index).signed_bytes(payload)))
 
@@ -151,7 +152,7 @@ def test_a_contribution_to_another_round_slice_or_job_is_not_taken_again() -> No
     here = Terms.of(JOB, 7, members, COUNT, codec, verifiable=True)
     values = torch.ones(here.slice(0).count)
     good = [(member, signed(here, member, values)) for member in range(3)]
-    reader = Reader(here.slice(0), ROBUST, 4, 3, None)
+    reader = ResultReader(here.slice(0), ROBUST, 4, 3, None)
     assert torch.equal(reader.read(bundle(here.slice(0), good)), values)
     elsewhere = [
         (Terms.of(JOB, 6, members, COUNT, codec, verifiable=True), 0),
@@ -170,7 +171,7 @@ def test_a_contribution_to_another_round_slice_or_job_is_not_taken_again() -> No
 def test_a_worker_without_a_key_cannot_take_part() -> None:
     lab = TrainingLab(1)
     with pytest.raises(ConfigError, match="need a key"):
-        Exchange(lab.network.transport(lab.peers[0]), JOB, rules=ROBUST)
+        Averager(lab.network.transport(lab.peers[0]), JOB, rules=ROBUST)
     with pytest.raises(ConfigError, match="cannot sign"):
         Terms.of(
             JOB,
@@ -183,10 +184,10 @@ def test_a_worker_without_a_key_cannot_take_part() -> None:
 
 
 def lying_workers(patch: pytest.MonkeyPatch, liars: set[PeerId]) -> None:
-    """Workers that send averages of their own making whenever they own a slice."""
+    """Workers that send averages of their own making whenever they reduce a slice."""
     honest = RoundRunner._reduce
 
-    async def reduce(self: RoundRunner, index: int, payloads: list[tuple[int, Payload]]) -> None:
+    async def reduce(self: RoundRunner, index: int, payloads: list[tuple[int, Contribution]]) -> None:
         if self._terms.members[self._me].peer not in liars:
             await honest(self, index, payloads)
             return
@@ -202,7 +203,9 @@ def test_workers_train_on_without_those_whose_results_were_false(
 ) -> None:
     exchange = 'min_workers = 2\naggregate = "centered-clip"'
     lab = WorkerLab(tmp_path, write_job(tmp_path, "diloco", "sync_every = 2", exchange, rounds=12))
-    monkeypatch.setattr(shares, "ALIGNMENT", 16)  # so that each of them owns a slice of so small a model
+    monkeypatch.setattr(
+        terms_module, "ALIGNMENT", 16
+    )  # so that each of them reduces a slice of so small a model
     good, bad = [
         [f"{kind}-{number}" for number in range(count)] for kind, count in (("good", honest), ("bad", lying))
     ]

@@ -10,11 +10,11 @@ from statistics import NormalDist
 from types import MappingProxyType
 
 import torch
+from swarmnet_node.training.outcomes import averaging_rules
 from torch import Tensor
 
 from swarmnet_node.training.data import open_corpus
 from swarmnet_node.training.model import build_model
-from swarmnet_node.training.outcomes import averaging_rules
 from swarmnet_node.training.replica import Replica
 from swarmnet_node.training.trainer import Trainer
 from swarmnet_protocols.net import PeerId
@@ -23,7 +23,7 @@ from swarmnet_protocols.training.codecs.floats import FloatCodec
 from swarmnet_protocols.training.jobs import Job, parse_job
 from swarmnet_protocols.training.methods import Average
 from swarmnet_protocols.training.rounds.averaging import Outcome
-from swarmnet_protocols.training.rounds.transfers import Rules
+from swarmnet_protocols.training.rounds.reduction import Rules
 from tests.support.training_lab import TrainingLab
 from tests.support.training_workers import write_job
 from tests.support.virtual_time import run

@@ -14,13 +14,13 @@ from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.memory import Delivery, LinkProfile, MemoryNetwork, MemoryTransport
 from swarmnet_protocols.net.protocol_ids import EXCHANGE
 from swarmnet_protocols.training.codecs import Codec, get_codec, result_codec
-from swarmnet_protocols.training.rounds.aggregate import weighted_mean
-from swarmnet_protocols.training.rounds.averaging import Exchange, Member, Outcome, RoundTiming, Rules
+from swarmnet_protocols.training.rounds.aggregation_rules import weighted_mean
+from swarmnet_protocols.training.rounds.averaging import Averager, Member, Outcome, RoundTiming, Rules
 from swarmnet_protocols.wire import training_pb2 as pb
 from tests.support.deliveries import once
 
 JOB = bytes(range(32))
-TIMING = RoundTiming(contribution_s=6.0, settle_s=12.0, deadline_s=18.0)
+TIMING = RoundTiming(contribution_s=6.0, majority_s=12.0, deadline_s=18.0)
 SLACK_S = 0.5
 
 IDENTITIES = {
@@ -47,7 +47,7 @@ class TrainingLab:
     def __post_init__(self) -> None:
         self.network = MemoryNetwork(random.Random(f"{self.seed}/network"), self.link)
         self.peers = sorted(PEERS[: self.count])
-        self.exchanges: dict[PeerId, Exchange] = {}
+        self.exchanges: dict[PeerId, Averager] = {}
         self.transports: dict[PeerId, MemoryTransport] = {}
         self.crashed: list[PeerId] = []
         self._calls: dict[PeerId, asyncio.Task[Outcome]] = {}
@@ -56,7 +56,7 @@ class TrainingLab:
     async def __aenter__(self) -> "TrainingLab":
         for peer in self.peers:
             transport = await self._stack.enter_async_context(self.network.transport(peer))
-            exchange = Exchange(
+            exchange = Averager(
                 transport, JOB, timing=self.timing, rules=self.rules, sign=IDENTITIES[peer].sign
             )
             self.transports[peer] = transport

@@ -29,14 +29,16 @@ PATIENCE_S = 10.0
 class Worker:
     transport: Transport
     member: Candidate
-    gathering: Matchmaking
+    matchmaking: Matchmaking
     states: StateServer
     measured: dict[PeerId, float] = field(default_factory=dict)
 
     async def gather(self, others: "list[Worker]", *, round: int = 3, state: bytes = START) -> Roster:
         known = [other.member for other in others if other is not self]
-        await self.gathering.stand(round, state)
-        return await self.gathering.gather(self.member, known, measured=self.measured, patience_s=PATIENCE_S)
+        await self.matchmaking.set_position(round, state)
+        return await self.matchmaking.form_group(
+            self.member, known, measured=self.measured, timeout_s=PATIENCE_S
+        )
 
 
 async def start(network: MemoryNetwork, living: list[asyncio.Task[None]], seed: int) -> Worker:
@@ -46,11 +48,11 @@ async def start(network: MemoryNetwork, living: list[asyncio.Task[None]], seed: 
     async def live() -> None:
         async with network.transport(identity.peer_id) as transport:
             member = Candidate(identity.peer_id, (), weight=100.0)
-            gathering = Matchmaking(transport, JOB, max_members=8, timing=TIMING)
+            matchmaking = Matchmaking(transport, JOB, max_members=8, timing=TIMING)
             states = StateServer(transport, JOB, TIMING)
-            await gathering.serve()
+            await matchmaking.serve()
             await states.serve()
-            up.set_result(Worker(transport, member, gathering, states))
+            up.set_result(Worker(transport, member, matchmaking, states))
             await asyncio.Event().wait()
 
     living.append(asyncio.create_task(live()))

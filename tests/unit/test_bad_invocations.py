@@ -80,6 +80,7 @@ BAD = [
     (f"{JOIN} --threads 0", 2, "--threads", "join --help"),
     (f"{JOIN} --name 'bell\a'", 2, "--name", "join --help"),
     (f"{JOIN} --up fast", 2, "--up", "join --help"),
+    (f"train join {'0' * 64} --swarm lab --down fast", 2, "--down", "join --help"),
     (f"{JOIN} --schedule sometimes", 3, "sometimes", "19:00"),
     (f"{JOIN} --listen /ip4/127.0.0.1/tcp/70000", 3, "port", "/ip4/"),
     (f"{JOIN} --announce /ip4/300.0.0.1/tcp/1", 3, "host", "/ip4/"),

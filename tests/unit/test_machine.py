@@ -1,6 +1,7 @@
 """What a node remembers of its owner's limits and of its month, and how it behaves beside other programs."""
 
 import asyncio
+import errno
 import os
 import stat
 import subprocess
@@ -13,29 +14,39 @@ from swarmnet_node.owner import machine as machine_module
 from swarmnet_node.owner.idleness import idle_s
 from swarmnet_node.owner.limits import Limits, Usage
 from swarmnet_node.owner.machine import LIMITS_NAME, USAGE_NAME, OwnersMachine, load_limits
-from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.errors import ConfigError, OutOfResources
 from swarmnet_protocols.net.rate_limit import LinkLimiter
 
 NOVEMBER = 1_795_000_000.0
 
 
-def _machine(folder: Path, pace: LinkLimiter | None = None, now: float = NOVEMBER) -> OwnersMachine:
-    return OwnersMachine(folder, pace or LinkLimiter(), lambda: now, lambda limits: None)
+def _machine(folder: Path, link: LinkLimiter | None = None, now: float = NOVEMBER) -> OwnersMachine:
+    return OwnersMachine(folder, link or LinkLimiter(), lambda: now, lambda limits: None)
 
 
 def test_limits_hold_after_a_restart(tmp_path: Path) -> None:
     limits = Limits(up_bytes_per_s=1e6, schedule="19:00-07:00", cores=2)
 
     async def enforce() -> LinkLimiter:
-        pace, told = LinkLimiter(), list[Limits]()
-        OwnersMachine(tmp_path, pace, lambda: NOVEMBER, told.append).enforce(limits)
+        link, told = LinkLimiter(), list[Limits]()
+        OwnersMachine(tmp_path, link, lambda: NOVEMBER, told.append).enforce(limits)
         assert told == [limits]
-        return pace
+        return link
 
-    pace = asyncio.run(enforce())
-    assert (pace.up.is_limited, pace.down.is_limited) == (True, False)
+    link = asyncio.run(enforce())
+    assert (link.up.is_limited, link.down.is_limited) == (True, False)
     assert load_limits(tmp_path) == limits
     assert stat.S_IMODE((tmp_path / LIMITS_NAME).stat().st_mode) == 0o600
+
+
+def test_a_full_disk_at_the_end_is_out_of_resources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(machine_module, "write_whole", write)
+    with pytest.raises(OutOfResources, match=f"{tmp_path}: No space left") as caught:
+        _machine(tmp_path).close()
+    assert caught.value.hint == "make room on its disk"
 
 
 def test_without_a_file_nothing_is_limited(tmp_path: Path) -> None:
@@ -52,10 +63,10 @@ def test_a_damaged_file_of_limits_is_named(tmp_path: Path, text: str) -> None:
 
 def test_the_bytes_of_a_month_survive_a_restart(tmp_path: Path) -> None:
     async def use(up: int, down: int) -> Usage:
-        pace = LinkLimiter()
-        machine = _machine(tmp_path, pace)
-        pace.up.reconcile(up, is_complete=True)
-        pace.down.reconcile(down, is_complete=True)
+        link = LinkLimiter()
+        machine = _machine(tmp_path, link)
+        link.up.reconcile(up, is_complete=True)
+        link.down.reconcile(down, is_complete=True)
         machine.save_usage()
         return machine.usage()
 

@@ -2,42 +2,44 @@
 
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.training.bandwidth import Measured
-from swarmnet_protocols.training.rosters import EXCHANGES_A_ROUND, Candidate, Guest, Roster
+from swarmnet_protocols.training.rosters import EXCHANGES_PER_ROUND, Candidate, JoinRequest, Roster
 from swarmnet_protocols.training.rounds.terms import UNMEASURED_BYTES_PER_S
 
 A, B, C, D = map(PeerId, "abcd")
 
 
-def guest(
-    peer: PeerId, *, weight: float = 1.0, exchanges: int = 0, measured: Measured | None = None
-) -> Guest:
-    return Guest(Candidate(peer, (), weight=weight, exchanges=exchanges), 3, b"", measured or {})
+def follower(
+    peer: PeerId, *, weight: float = 1.0, last_exchange: int = 0, measured: Measured | None = None
+) -> JoinRequest:
+    return JoinRequest(
+        Candidate(peer, (), weight=weight, last_exchange=last_exchange), 3, b"", measured or {}
+    )
 
 
 def test_contributors_come_before_listeners_and_all_are_in_order() -> None:
-    guests = [guest(D), guest(A, weight=0), guest(B)]
-    roster = Roster.of(3, Candidate(C, (), weight=1.0), {}, guests, 3)
+    followers = [follower(D), follower(A, weight=0), follower(B)]
+    roster = Roster.of(3, Candidate(C, (), weight=1.0), {}, followers, 3)
     assert [member.peer for member in roster.members] == [B, C, D]
 
 
 def test_a_round_of_one_has_no_room() -> None:
     me = Candidate(B, ())
-    assert Roster.of(3, me, {}, [guest(A)], 1).members == (me,)
+    assert Roster.of(3, me, {}, [follower(A)], 1).members == (me,)
 
 
 def test_the_exchange_is_later_than_any_of_a_member_and_of_this_round() -> None:
-    me = Candidate(A, (), weight=1.0, exchanges=3 * EXCHANGES_A_ROUND + 5)
-    later = guest(B, exchanges=3 * EXCHANGES_A_ROUND + 7)
-    assert Roster.of(3, me, {}, [later], 2).exchange == 3 * EXCHANGES_A_ROUND + 8
-    assert Roster.of(3, me, {}, [later], 1).exchange == 3 * EXCHANGES_A_ROUND + 6
-    assert Roster.of(4, me, {}, [later], 2).exchange == 4 * EXCHANGES_A_ROUND + 1
+    me = Candidate(A, (), weight=1.0, last_exchange=3 * EXCHANGES_PER_ROUND + 5)
+    later = follower(B, last_exchange=3 * EXCHANGES_PER_ROUND + 7)
+    assert Roster.of(3, me, {}, [later], 2).exchange_number == 3 * EXCHANGES_PER_ROUND + 8
+    assert Roster.of(3, me, {}, [later], 1).exchange_number == 3 * EXCHANGES_PER_ROUND + 6
+    assert Roster.of(4, me, {}, [later], 2).exchange_number == 4 * EXCHANGES_PER_ROUND + 1
 
 
 def test_rates_are_what_members_measured_of_each_other() -> None:
     me = Candidate(A, (), weight=1.0)
     everybody = {A: 4e6, B: 4e6, C: 8e6, D: 1e3}
-    guests = [guest(B, measured=everybody), guest(C, measured=everybody), guest(D, weight=0)]
-    roster = Roster.of(3, me, everybody, guests, 3)
+    followers = [follower(B, measured=everybody), follower(C, measured=everybody), follower(D, weight=0)]
+    roster = Roster.of(3, me, everybody, followers, 3)
     assert {member.peer: member.bytes_per_s for member in roster.members} == {A: 4e6, B: 4e6, C: 8e6}
     alone = Roster.of(3, me, everybody, [], 3)
     assert [member.bytes_per_s for member in alone.members] == [UNMEASURED_BYTES_PER_S]

@@ -11,7 +11,10 @@ import pytest
 
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.training.codecs import ALIGNMENT
-from swarmnet_protocols.training.rounds.events import (
+from swarmnet_protocols.training.rounds.deadlines import RoundTiming
+from swarmnet_protocols.training.rounds.messages import (
+    DISCARD,
+    Assignment,
     Began,
     Contributed,
     Effect,
@@ -20,19 +23,20 @@ from swarmnet_protocols.training.rounds.events import (
     Holds,
     LinkDown,
     LinkUp,
+    Prepare,
     Received,
     Reduce,
-    RoundTiming,
+    Report,
     Send,
     SendContribution,
     SendResult,
     Tick,
+    Vote,
 )
-from swarmnet_protocols.training.rounds.messages import DISCARD, Prepare, Report, Slot, Vote
 from swarmnet_protocols.training.rounds.round_state import Round
-from swarmnet_protocols.training.rounds.shares import MAX_SHARE, shares
+from swarmnet_protocols.training.rounds.terms import MAX_FRACTION, partition
 
-TIMING = RoundTiming(contribution_s=6.0, settle_s=12.0, deadline_s=18.0)
+TIMING = RoundTiming(contribution_s=6.0, majority_s=12.0, deadline_s=18.0)
 ROUNDS_PER_SEED = 6
 
 
@@ -109,7 +113,7 @@ class Net:
             self.later(target, at_s - self.now, action)
 
     def contribute(self, source: int, target: int, index: int) -> None:
-        if self.rounds[target].owns(index):
+        if self.rounds[target].reduces(index):
             self.feed(target, Contributed(index, source))
 
     def offer(self, source: int, target: int, index: int, result: bytes) -> None:
@@ -194,7 +198,7 @@ def test_an_owner_that_lives_and_does_not_deliver_is_replaced(seed: int) -> None
     net.run()
     net.check()
     assert all(finish.hashes for finish in net.finishes.values())
-    assert net.now < TIMING.settle_s
+    assert net.now < TIMING.majority_s
 
 
 def test_nobody_waits_longer_for_a_member_that_has_not_begun_than_for_a_contribution(seed: int) -> None:
@@ -208,7 +212,7 @@ def test_nobody_waits_longer_for_a_member_that_has_not_begun_than_for_a_contribu
         early.extend(net.finishes)
         net.wake(absent)
 
-    net.later(-1, TIMING.settle_s - 0.1, wake)
+    net.later(-1, TIMING.majority_s - 0.1, wake)
     net.run()
     net.check()
     assert len(early) == len(net.rounds) - 1
@@ -278,7 +282,7 @@ def test_a_minority_never_decides() -> None:
     member = machine(0)
     member.handle(LinkDown(1), 1.0)
     member.handle(LinkDown(2), 1.0)
-    effects = member.handle(Tick(), TIMING.settle_s + 0.1)
+    effects = member.handle(Tick(), TIMING.majority_s + 0.1)
     effects += member.handle(Tick(), 1.0 + TIMING.give_up_s)
     (finish,) = [effect for effect in effects if isinstance(effect, Finish)]
     assert finish.hashes is None
@@ -286,7 +290,10 @@ def test_a_minority_never_decides() -> None:
 
 
 def test_a_slice_of_a_dead_owner_goes_to_a_live_member_unless_somebody_has_its_result() -> None:
-    for held, slot in ((NOTHING_HELD, Slot(0)), (((), (), (b"r" * 32,)), Slot(2, b"r" * 32, 1))):
+    for held, assignment in (
+        (NOTHING_HELD, Assignment(0)),
+        (((), (), (b"r" * 32,)), Assignment(2, b"r" * 32, 1)),
+    ):
         coordinator = machine(0)
         coordinator.handle(Received(1, Report(0, held, None)), 0.5)
         coordinator.handle(LinkDown(2), 1.0)
@@ -294,14 +301,14 @@ def test_a_slice_of_a_dead_owner_goes_to_a_live_member_unless_somebody_has_its_r
         (plan,) = {
             effect.message
             for effect in effects
-            if isinstance(effect, Send) and hasattr(effect.message, "slots")
+            if isinstance(effect, Send) and hasattr(effect.message, "assignments")
         }
-        assert plan.slots[2] == slot
+        assert plan.assignments[2] == assignment
 
 
 @pytest.mark.parametrize(
     "timing",
-    [{"contribution_s": 50.0}, {"settle_s": 60.0}, {"contribution_s": 0.0}, {"heartbeat_s": 1.0}],
+    [{"contribution_s": 50.0}, {"majority_s": 60.0}, {"contribution_s": 0.0}, {"heartbeat_s": 1.0}],
 )
 def test_deadlines_that_contradict_each_other_are_refused(timing: dict[str, float]) -> None:
     with pytest.raises(ConfigError):
@@ -312,7 +319,7 @@ def test_shares_cover_the_vector_in_whole_blocks_and_no_other_cut_is_much_better
     rng = random.Random(seed)
     rates = [rng.choice([1e5, 1e6, 1e7, 1e8]) * rng.uniform(0.5, 1.0) for _ in range(rng.randint(2, 64))]
     count = rng.randint(1, 1 << 26)
-    bounds = shares(count, rates)
+    bounds = partition(count, rates)
     assert [start for start, _ in bounds] == [0, *(end for _, end in bounds[:-1])]
     assert bounds[-1][1] == count
     assert all(start <= end and (end % ALIGNMENT == 0 or end == count) for start, end in bounds)
@@ -327,19 +334,19 @@ def test_shares_cover_the_vector_in_whole_blocks_and_no_other_cut_is_much_better
         moved = sizes[giver] * rng.random()
         sizes[giver] -= moved
         sizes[taker] += moved
-        if sizes[taker] > MAX_SHARE * count + ALIGNMENT:
+        if sizes[taker] > MAX_FRACTION * count + ALIGNMENT:
             continue
         assert best_s <= busiest_s(sizes) + ALIGNMENT * len(rates) / min(rates)
 
 
 def test_a_slow_member_owns_nothing_and_equals_own_the_same() -> None:
-    assert shares(64 * ALIGNMENT, [1e6] * 4) == tuple(
+    assert partition(64 * ALIGNMENT, [1e6] * 4) == tuple(
         (start, start + 16 * ALIGNMENT) for start in range(0, 64 * ALIGNMENT, 16 * ALIGNMENT)
     )
-    assert [end - start for start, end in shares(ALIGNMENT * 100, [1e9, 1e9, 1e9, 1e3])][-1] == 0
+    assert [end - start for start, end in partition(ALIGNMENT * 100, [1e9, 1e9, 1e9, 1e3])][-1] == 0
 
 
 @pytest.mark.parametrize("rates", [[], [0.0, 1.0], [float("inf"), 1.0], [float("nan"), 1.0]])
 def test_bandwidths_that_cannot_be_are_refused(rates: list[float]) -> None:
     with pytest.raises(ConfigError):
-        shares(1, rates)
+        partition(1, rates)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from swarmnet_protocols.errors import ConfigError
-from swarmnet_protocols.training.rounds import aggregate as module
-from swarmnet_protocols.training.rounds.aggregate import (
+from swarmnet_protocols.training.rounds import aggregation_rules as module
+from swarmnet_protocols.training.rounds.aggregation_rules import (
     AGGREGATORS,
     aggregate,
     centered_clip,
@@ -110,7 +110,7 @@ def test_columns_worked_on_at_a_time_change_no_bit_of_a_median_and_threads_none_
         assert torch.equal(aggregate(name, contributions, weights), whole)
     finally:
         torch.set_num_threads(1)
-    monkeypatch.setattr(module, "COLUMNS", 70)
+    monkeypatch.setattr(module, "COORDINATES_AT_ONCE", 70)
     torch.testing.assert_close(aggregate(name, contributions, weights), whole)
     if name != "centered-clip":
         assert torch.equal(aggregate(name, contributions, weights), whole)

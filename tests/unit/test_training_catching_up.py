@@ -4,45 +4,50 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.training.catching_up import Jump, Place, Stay, catch_up, continued
+from swarmnet_protocols.training.catch_up import Move, Position, Stay, catch_up, continued
 
-MINE = Place(5, b"mine")
-LATER = Place(9, b"later")
-places = st.builds(Place, st.integers(0, 20), st.sampled_from([b"a", b"b", b"mine"]))
+MINE = Position(5, b"mine")
+LATER = Position(9, b"later")
+places = st.builds(Position, st.integers(0, 20), st.sampled_from([b"a", b"b", b"mine"]))
 
 
-def said(*each: Place) -> dict[PeerId, Place]:
+def said(*each: Position) -> dict[PeerId, Position]:
     return {PeerId(f"p{number}"): place for number, place in enumerate(each)}
 
 
 def test_more_than_half_of_those_who_answer_move_a_worker() -> None:
-    assert catch_up(MINE, said(LATER, LATER, MINE), same_state=True) == Jump(
+    assert catch_up(MINE, said(LATER, LATER, MINE), same_state=True) == Move(
         LATER, (PeerId("p0"), PeerId("p1"))
     )
     assert catch_up(MINE, said(LATER, LATER, MINE, MINE), same_state=True) == Stay(is_settled=False)
     assert catch_up(MINE, said(LATER, MINE, MINE), same_state=True) == Stay(is_settled=True)
-    assert catch_up(MINE, said(LATER, Place(9, b"else")), same_state=True) == Stay(is_settled=False)
+    assert catch_up(MINE, said(LATER, Position(9, b"else")), same_state=True) == Stay(is_settled=False)
     assert catch_up(MINE, {}, same_state=True) == Stay(is_settled=False)
 
 
 def test_of_two_halves_of_a_round_one_follows_the_other() -> None:
-    other = Place(5, b"other")
-    assert isinstance(catch_up(MINE, said(MINE, other, other), same_state=True), Jump)
+    other = Position(5, b"other")
+    assert isinstance(catch_up(MINE, said(MINE, other, other), same_state=True), Move)
     assert isinstance(catch_up(other, said(other, MINE, MINE), same_state=True), Stay)
 
 
 def test_where_states_differ_anyway_the_median_of_rounds_counts() -> None:
-    verdict = catch_up(MINE, said(Place(300, b"x"), Place(6, b"a"), Place(6, b"b")), same_state=False)
-    assert verdict == Jump(Place(6, b"a"), (PeerId("p1"),))
+    verdict = catch_up(
+        MINE, said(Position(300, b"x"), Position(6, b"a"), Position(6, b"b")), same_state=False
+    )
+    assert verdict == Move(Position(6, b"a"), (PeerId("p1"),))
     assert isinstance(
-        catch_up(MINE, said(Place(300, b"x"), Place(5, b"a"), Place(5, b"b")), same_state=False), Stay
+        catch_up(MINE, said(Position(300, b"x"), Position(5, b"a"), Position(5, b"b")), same_state=False),
+        Stay,
     )
 
 
 @given(st.lists(places, max_size=6), st.lists(places, max_size=6), st.booleans())
-def test_fewer_than_half_move_a_worker_nowhere(honest: list[Place], liars: list[Place], same: bool) -> None:
+def test_fewer_than_half_move_a_worker_nowhere(
+    honest: list[Position], liars: list[Position], same: bool
+) -> None:
     """Honest witnesses are where we are, or in the round before it."""
-    here = [MINE if same or place.round % 2 else Place(4, place.state) for place in honest]
+    here = [MINE if same or place.round % 2 else Position(4, place.state) for place in honest]
     liars = liars[: max(0, len(here) - 1)]
     verdict = catch_up(MINE, said(*here, *liars), same_state=same)
     assert isinstance(verdict, Stay) or verdict.place.round == MINE.round

@@ -9,8 +9,8 @@ import pytest
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.training import jobs, methods
+from swarmnet_protocols.training.job_templates import METHODS, template
 from swarmnet_protocols.training.jobs import JobError, open_job, parse_job, seal_job
-from swarmnet_protocols.training.templates import METHODS, template
 from tests.support.tiny_job import for_others
 
 OWNER = Identity.from_seed(b"owner")

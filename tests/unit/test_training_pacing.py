@@ -6,30 +6,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmnet_protocols.net import Message
 from swarmnet_protocols.training.codecs import get_codec
 from swarmnet_protocols.training.methods.streaming import StreamingSettings
 from swarmnet_protocols.training.rounds.deadlines import (
-    BY_DEADLINE,
+    CONTRIBUTION_FRACTION,
     MAX_PART_BYTES,
+    MAX_PARTS,
     MIN_PART_BYTES,
-    PARTS,
-    SENDING,
+    SENDING_FRACTION,
     Pace,
-    Spread,
+    RoundTiming,
+    SendSchedule,
 )
-from swarmnet_protocols.training.rounds.events import RoundTiming
-from swarmnet_protocols.training.rounds.transfers import (
-    Part,
-    Payload,
-    Result,
-    SliceTerms,
-    contribution_messages,
-    parts,
-    result_messages,
-)
+from swarmnet_protocols.training.rounds.reduction import Contribution, Result, SliceTerms
+from swarmnet_protocols.training.rounds.transfers import Part, contribution_messages, parts, result_messages
 
-TIMING = RoundTiming(contribution_s=20.0, settle_s=40.0, deadline_s=60.0)
+TIMING = RoundTiming(contribution_s=20.0, majority_s=40.0, deadline_s=60.0)
 SECONDS = st.floats(0.0, 100.0)
 SIZES = st.integers(0, 1 << 32)
 
@@ -59,8 +51,8 @@ def test_a_pace_begins_and_ends_when_it_says(start_s: float, seconds: float, siz
     assert pace.due_s(size_bytes) <= pace.end_s + 1e-9
     assert pace.due_s(size_bytes // 2) <= start_s + seconds / 2 + 1e-9
     assert 0 < pace.part_bytes <= MAX_PART_BYTES
-    if seconds > 1 and MIN_PART_BYTES * PARTS < size_bytes < MAX_PART_BYTES * PARTS:
-        assert size_bytes / PARTS <= pace.part_bytes < size_bytes / PARTS + 1
+    if seconds > 1 and MIN_PART_BYTES * MAX_PARTS < size_bytes < MAX_PART_BYTES * MAX_PARTS:
+        assert size_bytes / MAX_PARTS <= pace.part_bytes < size_bytes / MAX_PARTS + 1
 
 
 def test_what_has_no_time_is_sent_at_once_in_large_parts() -> None:
@@ -70,28 +62,28 @@ def test_what_has_no_time_is_sent_at_once_in_large_parts() -> None:
 
 
 def test_contributions_and_results_have_one_rate_and_their_turn() -> None:
-    spread = Spread(10.0, 0.25, 0.0, TIMING)
+    spread = SendSchedule(10.0, 0.25, 0.0, TIMING)
     contribution = spread.contribution(1, 100, 0.5)
-    assert contribution.end_s - contribution.start_s == pytest.approx(0.25 * SENDING * 10.0)
+    assert contribution.end_s - contribution.start_s == pytest.approx(0.25 * SENDING_FRACTION * 10.0)
     early = spread.result(1, 300, 1.0)
     assert early.start_s == contribution.end_s, "after the contribution on the same link"
-    assert early.end_s - early.start_s == pytest.approx(0.75 * SENDING * 10.0)
+    assert early.end_s - early.start_s == pytest.approx(0.75 * SENDING_FRACTION * 10.0)
     assert spread.result(2, 300, 1.0).start_s == 1.0
 
 
 def test_however_long_an_exchange_may_take_its_rate_is_one() -> None:
-    spread = Spread(1e6, 0.25, 0.0, TIMING)
+    spread = SendSchedule(1e6, 0.25, 0.0, TIMING)
     contribution = spread.contribution(1, 100, 0.0)
-    assert contribution.end_s == BY_DEADLINE * TIMING.contribution_s
+    assert contribution.end_s == CONTRIBUTION_FRACTION * TIMING.contribution_s
     result = spread.result(1, 300, 1.0)
-    assert result.end_s == TIMING.late_s
-    spread = Spread(1e6, 0.5, 0.0, TIMING)
+    assert result.end_s == TIMING.replace_reducer_s
+    spread = SendSchedule(1e6, 0.5, 0.0, TIMING)
     contribution, result = spread.contribution(1, 100, 0.0), spread.result(1, 100, 1.0)
     assert contribution.end_s - contribution.start_s == result.end_s - result.start_s == 10.0
 
 
 def test_who_need_not_spread_sends_at_once() -> None:
-    spread = Spread(0.0, 0.5, 7.0, TIMING)
+    spread = SendSchedule(0.0, 0.5, 7.0, TIMING)
     assert spread.contribution(1, 100, 8.0) == Pace(8.0, 8.0, 100)
     assert spread.result(1, 100, 9.0) == Pace(9.0, 9.0, 100)
 
@@ -99,33 +91,35 @@ def test_who_need_not_spread_sends_at_once() -> None:
 @given(SECONDS.map(lambda value: 100 * value), st.floats(0.01, 0.99), SECONDS, SECONDS)
 def test_no_pace_misses_a_deadline(spread_s: float, contributions: float, now: float, later_s: float) -> None:
     began_s = 3.0
-    spread = Spread(spread_s, contributions, began_s, TIMING)
+    spread = SendSchedule(spread_s, contributions, began_s, TIMING)
     contribution = spread.contribution(1, 100, began_s + now)
     result = spread.result(1, 100, began_s + now + later_s)
     if contribution.end_s > contribution.start_s:
-        assert contribution.end_s <= began_s + BY_DEADLINE * TIMING.contribution_s
+        assert contribution.end_s <= began_s + CONTRIBUTION_FRACTION * TIMING.contribution_s
     if result.end_s > result.start_s:
-        assert result.end_s <= began_s + TIMING.late_s
-    assert result.start_s <= max(began_s + now + later_s, began_s + BY_DEADLINE * TIMING.contribution_s)
+        assert result.end_s <= began_s + TIMING.replace_reducer_s
+    assert result.start_s <= max(
+        began_s + now + later_s, began_s + CONTRIBUTION_FRACTION * TIMING.contribution_s
+    )
 
 
-def sent(pace_of: Spread, terms: SliceTerms, members: int) -> list[tuple[float, int]]:
+def sent(schedule: SendSchedule, terms: SliceTerms, members: int) -> list[tuple[float, int]]:
     """When one link carries how many bytes: a contribution and, when it has ended, a result."""
     now = 0.1
     times = []
     contribution = bytes(terms.contribution_bytes)
-    pace = pace_of.contribution(1, len(contribution), now)
+    pace = schedule.contribution(1, len(contribution), now)
     messages = [
         contribution_messages(
-            0, Payload.of(1e5, contribution), parts(contribution, pace, lambda: now), lambda: True
+            0, Contribution.of(1e5, contribution), parts(contribution, pace, lambda: now), lambda: True
         )
     ]
     result = bytes(terms.result_bytes(members))
-    pace = pace_of.result(1, len(result), pace.end_s + 0.1)
+    pace = schedule.result(1, len(result), pace.end_s + 0.1)
     messages.append(result_messages(0, Result(bytes(32), b"", result), parts(result, pace, lambda: now)))
     for turn in (turn for each in messages for turn in each):
-        if isinstance(turn, Message):
-            times.append((now, len(turn.header) + len(turn.payload)))
+        if isinstance(turn, tuple):
+            times.append((now, turn[0].ByteSize() + len(turn[1])))
         else:
             now = turn
     return times
@@ -137,7 +131,7 @@ def test_streaming_in_int4_peaks_below_a_hundredth_of_allreduce() -> None:
     whole = SliceTerms(0, 0, parameters, get_codec("float32"))
     slice = SliceTerms(0, 0, parameters // method.fragments // members, get_codec("int4"))
     of_both = slice.contribution_bytes + slice.result_bytes(members)
-    spread = Spread(
+    spread = SendSchedule(
         method.overlap_steps * step_s,
         slice.contribution_bytes / of_both,
         0.0,

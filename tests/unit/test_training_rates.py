@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.training.bandwidth import MAX_PEERS, MIN_BYTES, Arrival, ArrivalRates, agreed_rates
 from swarmnet_protocols.training.codecs import ALIGNMENT
-from swarmnet_protocols.training.rounds.shares import shares
-from swarmnet_protocols.training.rounds.terms import UNMEASURED_BYTES_PER_S
-from swarmnet_protocols.training.rounds.transfers import Assembly
+from swarmnet_protocols.training.rounds.terms import UNMEASURED_BYTES_PER_S, partition
+from swarmnet_protocols.training.rounds.transfers import PartialPayload
 
 RATES = st.floats(min_value=1e3, max_value=1e9)
 ANYTHING = st.floats(min_value=1e-300, max_value=1e12)
@@ -43,7 +42,7 @@ def test_short_payloads_and_those_that_took_no_time_say_nothing() -> None:
 
 
 def test_only_parts_that_were_not_held_back_say_how_fast_a_link_is() -> None:
-    assembly = Assembly(size_bytes=10, hash=b"")
+    assembly = PartialPayload(size_bytes=10, hash=b"")
     assembly.add(0, b"ab", now=5.0, paced=False)
     assembly.add(2, b"cde", now=6.0, paced=False)
     assembly.add(5, b"f", now=20.0, paced=True)
@@ -119,10 +118,10 @@ def test_a_liar_is_not_believed_before_the_others_have_measured() -> None:
 def test_whatever_a_roster_says_nobody_owns_more_than_half(rates: list[float], fastest: int) -> None:
     rates[fastest % len(rates)] = 1e12
     count = 1 << 24
-    owned = [end - start for start, end in shares(count, rates)]
+    owned = [end - start for start, end in partition(count, rates)]
     assert max(owned) <= count // 2 + ALIGNMENT
     assert sum(owned) == count
 
 
 def test_of_two_each_owns_half() -> None:
-    assert shares(1 << 20, [1e12, 1.0]) == ((0, 1 << 19), (1 << 19, 1 << 20))
+    assert partition(1 << 20, [1e12, 1.0]) == ((0, 1 << 19), (1 << 19, 1 << 20))

@@ -15,6 +15,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from swarmnet.cli import execute
+from swarmnet.cli.commands import train
 from swarmnet.cli.progress.training import sentence
 from swarmnet_node.training import start as start_module
 from swarmnet_node.training.checkpoint import CheckpointStore, WorkerCheckpoint
@@ -39,8 +41,8 @@ from swarmnet_protocols.membership.rules import Admission, Rules
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.memory import LinkProfile, MemoryNetwork, MemoryTransport
 from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.training.job_records import _job_topic, publish_job
 from swarmnet_protocols.training.jobs import Job, SealedJob, open_job, parse_job, seal_job
-from swarmnet_protocols.training.worker_board import _job_topic, publish_job
 from swarmnet_protocols.wire import workers_pb2
 from tests.support.tiny_job import CONFIG, for_others, tiny_job, tiny_trainer
 from tests.support.tiny_models import save_tiny
@@ -72,7 +74,7 @@ async def memory_directory() -> AsyncIterator[Directory]:
 class Stepping:
     """A worker that would take inner steps for ever, and is now among the first of them."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, **limits: float) -> None:
         job = parse_job(write_job(folder, "diloco", "sync_every = 1000000").encode()).job
         self.job = kept(folder, job)
         self.network = MemoryNetwork(random.Random(0), LinkProfile())
@@ -87,6 +89,7 @@ class Stepping:
             "cpu",
             threads=1,
             files=LocalFiles.named_in(job),
+            **limits,
         )
         monkeypatch.setattr(start_module, "connect", self._connected)
 
@@ -107,6 +110,7 @@ class Stepping:
 
     @asynccontextmanager
     async def _connected(self, network: Network) -> AsyncIterator[tuple[MemoryTransport, Directory]]:
+        self.link = network.pace
         async with self.network.transport(OWNER.peer_id) as transport:
             self.transport = transport
             yield transport, MemoryDirectory(self.board, OWNER, SWARM)
@@ -129,6 +133,41 @@ def test_the_owner_of_a_key_of_which_there_is_a_copy_is_told(
             assert sentence(event) == event["warning"]
 
     asyncio.run(scenario())
+
+
+def test_rate_limits_hold_on_the_link_of_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Stepping(tmp_path, monkeypatch, up_bytes_per_s=2.5e6, down_bytes_per_s=125_000.0)
+
+    async def scenario() -> None:
+        async with worker.run():
+            assert worker.link is not None
+            assert (worker.link.up.bytes_per_s, worker.link.down.bytes_per_s) == (2.5e6, 125_000.0)
+
+    asyncio.run(scenario())
+
+
+def test_train_join_keeps_its_limits_as_join_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limits are given once, kept in the data directory, and replaced one by one."""
+    started: list[WorkerConfig] = []
+
+    async def work(config: WorkerConfig, *_: object) -> None:
+        started.append(config)
+
+    monkeypatch.setattr(train, "_work", work)
+    job = parse_job(write_job(tmp_path, "diloco", "sync_every = 10").encode()).job
+    data_dir = tmp_path / "data"
+    job_id = kept(data_dir, job).id
+    assert execute(["swarm", "create", "lab", "--open", "--out", str(tmp_path / "lab")]) == 0
+    command = ["train", "join", job_id, "--swarm", str(tmp_path / "lab" / "swarm.toml"), "--yes"]
+    command += ["--data-dir", str(data_dir), "--cache-dir", str(tmp_path / "cache")]
+    for options in ([], ["--up", "20mbit", "--down", "1mbit"], [], ["--down", "8mbit"]):
+        assert execute([*command, *options]) == 0
+    assert [(config.up_bytes_per_s, config.down_bytes_per_s) for config in started] == [
+        (None, None),
+        (2.5e6, 125_000.0),
+        (2.5e6, 125_000.0),
+        (2.5e6, 1e6),
+    ]
 
 
 def test_leaving_ends_inner_steps_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,14 +14,14 @@ def terms(**weights: float) -> Terms:
 
 def test_a_newcomer_owns_no_slice() -> None:
     ours = terms(anna=5.0, boris=0.0, clara=7.0)
-    assert [ours.members[owner].peer for owner in ours.owners] == ["anna", "clara"]
+    assert [ours.members[owner].peer for owner in ours.reducers] == ["anna", "clara"]
     assert ours.slices[0][0] == 0
     assert ours.slices[-1][1] == COUNT
-    assert terms(anna=0.0, boris=1.0).owners == (1,)
+    assert terms(anna=0.0, boris=1.0).reducers == (1,)
 
 
 def test_where_nobody_is_said_to_contribute_all_own() -> None:
-    assert terms(anna=0.0, boris=0.0, clara=0.0).owners == (0, 1, 2)
+    assert terms(anna=0.0, boris=0.0, clara=0.0).reducers == (0, 1, 2)
 
 
 def test_members_that_differ_on_who_is_new_do_not_average_together() -> None:

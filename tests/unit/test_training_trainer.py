@@ -19,8 +19,8 @@ from swarmnet_node.training.model import (
 )
 from swarmnet_node.training.trainer import Trainer, learning_rate
 from swarmnet_protocols.errors import ConfigError, IntegrityError
+from swarmnet_protocols.training.job_templates import template
 from swarmnet_protocols.training.jobs import Job, JobError, TrainingSection, parse_job
-from swarmnet_protocols.training.templates import template
 from tests.support.tiny_job import CONFIG, tiny_job, tiny_trainer
 
 PARAMETERS = 256 * 32 + 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48 + 2 * 32) + 32

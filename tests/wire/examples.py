@@ -153,24 +153,31 @@ def record_messages() -> Iterator[Protobuf]:
 def worker_messages() -> Iterator[Protobuf]:
     pb = workers_pb2
     addresses = _ADDRESSES
-    member = pb.Member(id=_PEER.id, addresses=addresses, weight=8192, exchanges=9)
+    member = pb.Member(id=_PEER.id, addresses=addresses, weight=8192, last_exchange=9)
     measured = pb.Measured(id=_PEER.id, bytes_per_s=2.5e6)
     yield pb.WorkerRecord(job=_MANIFEST, round=7, state=_MANIFEST[::-1], addresses=addresses, protocol=1)
     yield pb.JobRecord(sealed=b"a sealed job")
-    yield pb.GatherRequest(job=_MANIFEST, round=7, state=_MANIFEST[::-1], member=member, measured=[measured])
-    yield pb.GatherReply(heartbeat=pb.GatherHeartbeat())
+    yield pb.MatchmakingRequest(
+        job=_MANIFEST, round=7, state=_MANIFEST[::-1], member=member, measured=[measured]
+    )
+    yield pb.MatchmakingReply(heartbeat=pb.LeaderHeartbeat())
     leader = pb.Member(id=_PEER.id, addresses=addresses)
-    yield pb.GatherReply(heartbeat=pb.GatherHeartbeat(leader=leader))
-    yield pb.GatherReply(roster=pb.Roster(round=7, members=[member], exchange=10, bytes_per_s=[2.5e6]))
-    yield pb.GatherRequest(
-        job=_MANIFEST, state=_MANIFEST[::-1], member=pb.Member(weight=8192, exchanges=9), known=_MANIFEST[:16]
+    yield pb.MatchmakingReply(heartbeat=pb.LeaderHeartbeat(leader=leader))
+    yield pb.MatchmakingReply(
+        roster=pb.Roster(round=7, members=[member], exchange_number=10, bytes_per_s=[2.5e6])
     )
-    roster = pb.Roster(round=7, exchange=10, known=_MANIFEST[:16], weights=[8192, 0], bytes_per_s=[2.5e6])
-    yield pb.GatherReply(roster=roster)
-    yield pb.GatherReply(unknown=pb.Unknown())
-    yield pb.GatherReply(
-        refused=pb.GatherRefused(round=8, state=_MANIFEST, reason="this worker is at round 8")
+    yield pb.MatchmakingRequest(
+        job=_MANIFEST,
+        state=_MANIFEST[::-1],
+        member=pb.Member(weight=8192, last_exchange=9),
+        known=_MANIFEST[:16],
     )
+    roster = pb.Roster(
+        round=7, exchange_number=10, known=_MANIFEST[:16], weights=[8192, 0], bytes_per_s=[2.5e6]
+    )
+    yield pb.MatchmakingReply(roster=roster)
+    yield pb.MatchmakingReply(unknown=pb.UnknownAddresses())
+    yield pb.MatchmakingReply(position=pb.Position(round=8, state=_MANIFEST))
     yield pb.StateRequest(job=_MANIFEST, state=_MANIFEST[::-1], describe=pb.Describe())
     yield pb.StateRequest(job=_MANIFEST, state=_MANIFEST[::-1], fetch=pb.Fetch(chunk=300))
     yield pb.StateReply(description=pb.Description(size_bytes=1 << 30))
@@ -181,19 +188,22 @@ def worker_messages() -> Iterator[Protobuf]:
 def training_messages() -> Iterator[Protobuf]:
     pb = training_pb2
     vote = pb.Vote(attempt=3, hashes=_MANIFEST + _MANIFEST[::-1])
-    yield pb.ExchangeRequest(hello=pb.Hello(round=1 << 40, agreement=_MANIFEST[:16]))
+    yield pb.ExchangeRequest(hello=pb.Hello(exchange_number=1 << 40, agreement=_MANIFEST[:16]))
     yield pb.ExchangeRequest(prepare=pb.Prepare(attempt=3))
     yield pb.ExchangeRequest(
         report=pb.Report(attempt=3, held=[pb.Held(slice=1, hash=_MANIFEST)], vote=pb.Vote(attempt=2))
     )
     yield pb.ExchangeRequest(
-        plan=pb.Plan(attempt=3, slots=[pb.Slot(owner=1), pb.Slot(owner=2, chosen=_MANIFEST, holder=7)])
+        plan=pb.Plan(
+            attempt=3,
+            assignments=[pb.Assignment(reducer=1), pb.Assignment(reducer=2, chosen=_MANIFEST, holder=7)],
+        )
     )
     yield pb.ExchangeRequest(propose=vote)
     yield pb.ExchangeRequest(ack=pb.Ack(attempt=3))
     yield pb.ExchangeRequest(decided=pb.Decided(hashes=vote.hashes))
-    yield pb.ExchangeRequest(want=pb.Want(slice=1, hash=_MANIFEST))
-    yield pb.ExchangeRequest(call=pb.Call(slice=1))
+    yield pb.ExchangeRequest(request_result=pb.RequestResult(slice=1, hash=_MANIFEST))
+    yield pb.ExchangeRequest(request_contribution=pb.RequestContribution(slice=1))
     yield pb.ExchangeRequest(
         contribution=pb.Contribution(
             slice=1, weight=0.5, size_bytes=1 << 33, offset=1 << 32, hash=_MANIFEST[:16]
@@ -219,9 +229,9 @@ def training_messages() -> Iterator[Protobuf]:
         result=pb.Result(slice=1, size_bytes=1 << 33, offset=1 << 32, hash=_MANIFEST, paced=True)
     )
     yield pb.ExchangeReply(heartbeat=pb.Heartbeat())
-    yield pb.ExchangeReply(refusal=pb.Refusal(detail="this worker is in another job"))
+    yield pb.ExchangeReply(refused=pb.ExchangeRefused(detail="this worker is in another job"))
     yield pb.Summary(
-        round=7,
+        exchange_number=7,
         slice=1,
         contributors=[
             pb.Contributor(member=2, weight=512.0, hash=_MANIFEST[:16], signature=bytes(range(64)))
@@ -238,7 +248,7 @@ def frame() -> dict[str, str]:
         "header": message.header.hex(),
         "payload": bytes(payload).hex(),
         "frame": (head + bytes(payload)).hex(),
-        "refusal": encode_refusal(Refusal("it has no room for more at the moment", 2.0)).hex(),
+        "refusal": encode_refusal(Refusal("it is overloaded at the moment", 2.0)).hex(),
         "end": ENDED.hex(),
         "wait": SIZES.pack(LIMIT, 1 << 14).hex(),
         "waiting": waiting.hex(),
@@ -317,7 +327,7 @@ def door_messages() -> Iterator[Protobuf]:
     serial = pb.Serial(signer=_MANIFEST, serial=7)
     yield pb.DoorMessage(hello=pb.Hello(swarm=_MANIFEST, certificate=b"sealed", serials=[serial]))
     yield pb.DoorMessage(refused=pb.Refused(reason="this certificate was revoked", time_ms=1_800_000_000_000))
-    yield pb.Refused(reason="it has no room for more at the moment", retry_ms=2000)
+    yield pb.Refused(reason="it is overloaded at the moment", retry_ms=2000)
     yield pb.RevocationsRequest(serials=[serial])
     yield pb.RevocationsReply()
 

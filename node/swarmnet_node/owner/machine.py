@@ -14,7 +14,7 @@ import psutil
 
 from swarmnet_node.owner.idleness import idle_s
 from swarmnet_node.owner.limits import Limits, Observed, Usage, month_of
-from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.errors import ConfigError, OutOfResources
 from swarmnet_protocols.machine.clock import Clock
 from swarmnet_protocols.machine.files import write_whole
 from swarmnet_protocols.net.rate_limit import LinkLimiter
@@ -48,15 +48,25 @@ def load_limits(folder: Path) -> Limits:
         raise ConfigError(f"{path}: {error}", hint=f"correct it, or delete it: {path}") from error
 
 
+def save_limits(folder: Path, limits: Limits) -> None:
+    """Keep ``limits`` in ``folder`` for later starts. Raises ``ConfigError`` if they cannot be written."""
+    try:
+        write_whole(folder / LIMITS_NAME, limits.to_json().encode())
+    except OSError as error:
+        raise ConfigError(
+            f"the limits cannot be kept in {folder}: {error.strerror}", hint="make room on its disk"
+        ) from error
+
+
 class OwnersMachine:
     """The ``Machine`` of a real node. Its limits and what it used in the month are kept in ``folder``."""
 
     def __init__(
-        self, folder: Path, pace: LinkLimiter, clock: Clock, limit_computing: Callable[[Limits], None]
+        self, folder: Path, link: LinkLimiter, clock: Clock, limit_computing: Callable[[Limits], None]
     ) -> None:
         """``limit_computing`` has whatever computes keep to its cores and to its part of the device's memory."""
         self._folder = folder
-        self._pace = pace
+        self._link = link
         self._clock = clock
         self._limit_computing = limit_computing
         self._process = psutil.Process()
@@ -81,7 +91,7 @@ class OwnersMachine:
     def usage(self) -> Usage:
         month = month_of(datetime.fromtimestamp(self._clock()))  # noqa: DTZ006
         with self._counting:  # ``observe`` asks on another thread
-            up, down = int(self._pace.up.total_bytes), int(self._pace.down.total_bytes)
+            up, down = int(self._link.up.total_bytes), int(self._link.down.total_bytes)
             self._usage = self._usage.plus(month, up - self._counted[0], down - self._counted[1])
             self._counted = (up, down)
             return self._usage
@@ -92,6 +102,15 @@ class OwnersMachine:
         self._saved_at = self._clock()
         write_whole(self._folder / USAGE_NAME, json.dumps(vars(usage)).encode())
 
+    def close(self) -> None:
+        """Keep what was used so far. Raises ``OutOfResources`` if the disk is full."""
+        try:
+            self.save_usage()
+        except OSError as error:
+            raise OutOfResources(
+                f"cannot write into {self._folder}: {error.strerror}", hint="make room on its disk"
+            ) from error
+
     def ram_bytes(self) -> int:
         # To find children is to look at every process of the machine.
         if self._clock() - self._children_at >= CHILDREN_EVERY_S:
@@ -101,14 +120,9 @@ class OwnersMachine:
         return sum(map(_rss_bytes, (self._process, *self._children)))
 
     def enforce(self, limits: Limits) -> None:
-        try:
-            write_whole(self._folder / LIMITS_NAME, limits.to_json().encode())
-        except OSError as error:
-            raise ConfigError(
-                f"the limits cannot be kept in {self._folder}: {error.strerror}", hint="make room on its disk"
-            ) from error
-        self._pace.up.set_rate(limits.up_bytes_per_s)
-        self._pace.down.set_rate(limits.down_bytes_per_s)
+        save_limits(self._folder, limits)
+        self._link.up.set_rate(limits.up_bytes_per_s)
+        self._link.down.set_rate(limits.down_bytes_per_s)
         self._limit_computing(limits)
 
     def release(self) -> None:

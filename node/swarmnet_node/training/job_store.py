@@ -99,7 +99,7 @@ async def fetch_job(data_dir: Path, directory: "Directory", job_id: str) -> byte
 
     Raises ``Unreachable`` if no peer has it.
     """
-    from swarmnet_protocols.training.worker_board import find_job
+    from swarmnet_protocols.training.job_records import find_job
 
     if has_job(data_dir, job_id):
         return load_stored_job(data_dir, job_id)[1]

@@ -1,17 +1,17 @@
-"""The other workers of a job as one worker knows them: alive, witnesses, and sources of the shared state."""
+"""The other workers of a job as one worker knows them: alive, voters, and sources of the shared state."""
 
 import asyncio
 from collections.abc import Collection, Sequence
 
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.training.catching_up import continued
+from swarmnet_protocols.training.catch_up import continued
+from swarmnet_protocols.training.job_records import find_workers
 from swarmnet_protocols.training.rosters import Candidate
 from swarmnet_protocols.training.state_transfer import Source
-from swarmnet_protocols.training.worker_board import find_workers
 
 DISTRUST_S = 120.0
-"""Seconds for which a worker is left out after it claimed a round that no witness confirms."""
+"""Seconds for which a worker is left out after it claimed a round that no voter confirms."""
 REFRESH_S = 5.0
 """Seconds between two reads of the directory."""
 
@@ -28,7 +28,7 @@ class KnownWorkers:
         self._job_id = job_id
         self._me = me
         self._known: dict[PeerId, Candidate] = {}
-        self._witnesses: dict[PeerId, Candidate] = {}
+        self._voters: dict[PeerId, Candidate] = {}
         self._distrusted_until: dict[PeerId, float] = {}
         self._refreshed_s = -REFRESH_S
 
@@ -51,20 +51,18 @@ class KnownWorkers:
         """Leave a worker out for ``DISTRUST_S``."""
         self._distrusted_until[peer] = asyncio.get_running_loop().time() + DISTRUST_S
 
-    def witnesses(self) -> list[Candidate]:
+    def voters(self) -> list[Candidate]:
         """The workers that are asked whether this one is behind; before the first roster, all that may be alive."""
-        return list(self._witnesses.values()) or self.alive()
+        return list(self._voters.values()) or self.alive()
 
     def set_roster(self, members: Sequence[Candidate]) -> None:
-        """Replace the known workers by the members of a new roster; they become the witnesses if it continues the last one."""
+        """Replace the known workers by the members of a new roster; they become the voters if it continues the last one."""
         self._known = {member.peer: member for member in members if member.peer != self._me}
-        if self._known and continued(
-            [*self._witnesses, self._me], {member.peer: member for member in members}
-        ):
-            self._witnesses = dict(self._known)
+        if self._known and continued([*self._voters, self._me], {member.peer: member for member in members}):
+            self._voters = dict(self._known)
 
     def sources(self, peers: Collection[PeerId], *, only: bool) -> list[Source]:
         """Sources for a state that ``peers`` have: ``peers``, and unless ``only`` all others after them."""
-        known = self._witnesses | self._known
+        known = self._voters | self._known
         others = [] if only else [each.peer for each in self.alive() if each.peer not in peers]
         return [Source(peer, known[peer].addresses if peer in known else ()) for peer in (*peers, *others)]

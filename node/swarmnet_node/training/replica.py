@@ -16,7 +16,7 @@ from swarmnet_protocols.net import Buffer
 from swarmnet_protocols.training.codecs import ErrorFeedback, get_codec
 from swarmnet_protocols.training.jobs import Job
 from swarmnet_protocols.training.methods import OWN, Average, ZeroOrder
-from swarmnet_protocols.training.rounds.shares import Share
+from swarmnet_protocols.training.rounds.terms import Slice
 
 NO_STEPS = StepReport(0.0, 0, 0.0)
 RESIDUAL = f"{OWN}error"
@@ -63,13 +63,13 @@ class Replica:
             return method.contribution(round_number, gradient), report
         return method.contribution(round_number, self.trainer.view()), NO_STEPS
 
-    def apply(self, round_number: int, average: Average | None, delivered: Sequence[Share] = ()) -> None:
+    def apply(self, round_number: int, average: Average | None, delivered: Sequence[Slice] = ()) -> None:
         """Apply the outcome of a round: ``average``, or None if it was discarded.
 
         ``delivered``: the slices that contain this worker's contribution; the others stay in the residual.
         """
         if self._feedback is not None:
-            self._feedback.settle(round_number, delivered)
+            self._feedback.acknowledge(round_number, delivered)
         if average is not None:
             self.revision += 1
         if self.method.kind == "gradients":
@@ -147,7 +147,7 @@ class Replica:
         return ErrorFeedback(self.codec, self.trainer.parameter_count, self.method.feedback_decay)
 
     def _residual(self) -> dict[str, torch.Tensor]:
-        return {} if self._feedback is None else {RESIDUAL: self._feedback.owed()}
+        return {} if self._feedback is None else {RESIDUAL: self._feedback.residual()}
 
     def _slopes(self, method: ZeroOrder, round_number: int, slot: int) -> tuple[torch.Tensor, StepReport]:
         """The slopes along the round's directions, each measured at the parameters that this worker's previous steps led to."""

@@ -8,7 +8,7 @@
 4. Exchange: average the contributions of the group in the background (``rounds.averaging``).
 
 Between rounds all workers hold the same shared state, compared by its hash. A worker whose group is ahead, or has another state,
-is out of sync: it asks the witnesses where the job is, downloads their state and goes on from there. A worker without a slot, as
+is out of sync: it asks the voters where the job is, downloads their state and goes on from there. A worker without a slot, as
 after that or when it is new, joins one exchange without a contribution to obtain one.
 
 The protocols with other workers are in ``swarmnet_protocols.training``; all computation is in ``replica.py``.
@@ -39,17 +39,17 @@ from swarmnet_protocols.models import Progress
 from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.training.bandwidth import ArrivalRates
-from swarmnet_protocols.training.catching_up import Place, Stay, catch_up
+from swarmnet_protocols.training.catch_up import Position, Stay, catch_up
 from swarmnet_protocols.training.codecs import get_codec
+from swarmnet_protocols.training.job_records import WorkerInfo, publish_job, publish_worker
 from swarmnet_protocols.training.jobs import Job, open_job
-from swarmnet_protocols.training.matchmaking import Elsewhere, Matchmaking
+from swarmnet_protocols.training.matchmaking import Matchmaking, OutOfSync
 from swarmnet_protocols.training.methods import Average
 from swarmnet_protocols.training.rosters import Candidate, Roster
-from swarmnet_protocols.training.rounds.aggregate import aggregate, clip_to_median_norm_, outliers
-from swarmnet_protocols.training.rounds.averaging import Exchange, Outcome, RoundTiming, Rules
-from swarmnet_protocols.training.rounds.shares import Share
+from swarmnet_protocols.training.rounds.aggregation_rules import aggregate, clip_to_median_norm_, outliers
+from swarmnet_protocols.training.rounds.averaging import Averager, Outcome, RoundTiming, Rules
+from swarmnet_protocols.training.rounds.terms import Slice
 from swarmnet_protocols.training.state_transfer import PackedState, StateDownload, StateServer
-from swarmnet_protocols.training.worker_board import WorkerInfo, publish_job, publish_worker
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -57,7 +57,7 @@ T = TypeVar("T")
 ANNOUNCE_S = 20.0
 """Seconds between announcements in the directory."""
 UNDECIDED_S = 1.0
-"""Seconds before the witnesses are asked again, if they were between two rounds."""
+"""Seconds before the voters are asked again, if they were between two rounds."""
 RETRY_DOWNLOAD_S = 5.0
 """Seconds before another attempt to download the shared state."""
 
@@ -139,7 +139,7 @@ class Worker:
             same_state=self._method.shares_weights,
         )
         deadline_s = self._job.exchange.deadline_s
-        self._averager = Exchange(
+        self._averager = Averager(
             self._transport,
             job_hash,
             timing=RoundTiming(deadline_s / 3, 2 * deadline_s / 3, deadline_s),
@@ -197,7 +197,7 @@ class Worker:
                 await self._run_round()
                 if self._is_done() or not self._method.overlap_steps:
                     await self._finish_exchange()  # may put the round back, which is then repeated
-            except Elsewhere as out_of_sync:
+            except OutOfSync as out_of_sync:
                 await self._catch_up(out_of_sync)
         if self.round < self._job.job.rounds:
             await self._matchmaking.leave()
@@ -209,7 +209,7 @@ class Worker:
         return self.stopping or self.round >= self._job.job.rounds
 
     async def _run_round(self) -> None:
-        """One round, up to the start of its exchange. Raises ``Elsewhere`` if this worker is out of sync."""
+        """One round, up to the start of its exchange. Raises ``OutOfSync`` if this worker is out of sync."""
         contribution, report = None, NO_STEPS
         if self._slot is not None:
             contribution, report = await self._train(self._slot)
@@ -254,12 +254,12 @@ class Worker:
         """The roster of this round's group. ``weight``: the tokens that this worker has trained on."""
         await self._workers.refresh()
         addresses = tuple(self._transport.addresses())
-        me = Candidate(self._transport.peer_id, addresses, weight=weight, exchanges=self._last_exchange)
-        roster = await self._matchmaking.gather(
+        me = Candidate(self._transport.peer_id, addresses, weight=weight, last_exchange=self._last_exchange)
+        roster = await self._matchmaking.form_group(
             me,
             self._workers.alive(),
             measured=self._rates.bytes_per_s(),
-            patience_s=self._job.exchange.deadline_s,
+            timeout_s=self._job.exchange.deadline_s,
         )
         self._workers.set_roster(roster.members)
         return roster
@@ -273,14 +273,14 @@ class Worker:
         start, end = self._method.range(self.round)
         is_last = self.stopping or self.round + 1 >= self._job.job.rounds
         averaging = self._averager.average(
-            roster.exchange,
+            roster.exchange_number,
             [member for member in roster.members if member.peer in partners],
             torch.zeros(end - start) if contribution is None else contribution,
             weight=float(report.tokens),
             codec=self._replica.codec,
             spread_s=0.0 if is_last else self._method.overlap_steps * self._step_s,
         )
-        self._last_exchange = roster.exchange
+        self._last_exchange = roster.exchange_number
         weights = {member.peer: member.weight for member in roster.members}
         task = asyncio.create_task(averaging, name="exchange")
         self._pending = PendingExchange(self.round, weights, report, task, self._now(), matchmaking_s)
@@ -334,12 +334,12 @@ class Worker:
         weight = 0.0 if self._slot is None else 1.0
         try:
             roster = await self._form_group(weight)
-        except Elsewhere as out_of_sync:
+        except OutOfSync as out_of_sync:
             self._emit({**event, "committed": False, "reason": str(out_of_sync)})
             return
         start_s = self._now()
         outcome = await self._averager.average(
-            roster.exchange,
+            roster.exchange_number,
             roster.members,
             self._method.agreed(),
             weight=weight,
@@ -362,14 +362,14 @@ class Worker:
             await self._compute(self._replica.restore, saved)
         await self._publish_state()
 
-    async def _catch_up(self, out_of_sync: Elsewhere) -> None:
-        """Move to the round and state that most witnesses have, whatever the worker claims that reported us out of sync."""
+    async def _catch_up(self, out_of_sync: OutOfSync) -> None:
+        """Move to the round and state that most voters have, whatever the worker claims that reported us out of sync."""
         start_s = self._now()
         await self._workers.refresh(now=True)
-        positions = await self._matchmaking.places(self._workers.witnesses())
-        if not positions:  # all witnesses have left
-            positions = await self._matchmaking.places(self._workers.alive())
-        mine = Place(self.round, self._state)
+        positions = await self._matchmaking.positions(self._workers.voters())
+        if not positions:  # all voters have left
+            positions = await self._matchmaking.positions(self._workers.alive())
+        mine = Position(self.round, self._state)
         verdict = catch_up(mine, positions, same_state=self._method.shares_weights)
         if isinstance(verdict, Stay):
             reason = f"{out_of_sync}, and most workers of the last roster do not confirm it"
@@ -379,12 +379,12 @@ class Worker:
             else:
                 await asyncio.sleep(UNDECIDED_S)
             return
-        if self.round and verdict.place.round > self.round + 2:
+        if self.round and verdict.position.round > self.round + 2:
             await self._save()
             await self._compute(self._checkpoints.set_aside)
         download = StateDownload(
             bytes.fromhex(self.job_id),
-            verdict.place.state,
+            verdict.position.state,
             max_bytes=max_state_bytes(self._replica.trainer.parameter_count),
         )
         try:
@@ -396,11 +396,11 @@ class Worker:
             )
         except SwarmnetError as error:
             # The state may have been replaced meanwhile; the next matchmaking tells which one is current.
-            self._emit({"event": "heal_failed", "round": verdict.place.round, "reason": str(error)})
+            self._emit({"event": "heal_failed", "round": verdict.position.round, "reason": str(error)})
             await asyncio.sleep(RETRY_DOWNLOAD_S)
             return
         await self._compute(self._replica.load_shared, data)
-        self.round, self._slot, self._pending = verdict.place.round, None, None
+        self.round, self._slot, self._pending = verdict.position.round, None, None
         await self._publish_state()
         self._emit(
             {
@@ -416,7 +416,7 @@ class Worker:
         """Serve the current shared state to other workers, and use its hash in matchmaking."""
         packed = await self._compute(lambda: PackedState.of(self._replica.pack_shared()))
         self._state = self._state_server.offer(packed)
-        await self._matchmaking.stand(self.round, self._state)
+        await self._matchmaking.set_position(self.round, self._state)
 
     async def _save(self) -> None:
         """Write a checkpoint. A round whose exchange is pending does not count as done."""
@@ -447,7 +447,7 @@ class Worker:
         return await loop.run_in_executor(self._dependencies.executor, lambda: function(*args, **kwargs))
 
 
-def delivered_slices(outcome: Outcome, peer: PeerId) -> tuple[Share, ...]:
+def delivered_slices(outcome: Outcome, peer: PeerId) -> tuple[Slice, ...]:
     """The slices of a committed average that contain the contribution of ``peer``."""
     if not outcome.committed:
         return ()

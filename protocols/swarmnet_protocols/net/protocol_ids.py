@@ -53,9 +53,11 @@ REPORT = ProtocolSpec(
 
 PROBE = ProtocolSpec("/swarmnet/probe/1", max_header_bytes=1024, roles=ANY_ROLE, served_by=_KEEPERS)
 
-GATHER = ProtocolSpec("/swarmnet/gather/2", max_header_bytes=1 << 20, roles=_TRAINER, served_by=_TRAINER)
+MATCHMAKING = ProtocolSpec(
+    "/swarmnet/matchmaking/1", max_header_bytes=1 << 20, roles=_TRAINER, served_by=_TRAINER
+)
 STATE = ProtocolSpec(
-    "/swarmnet/state/1",
+    "/swarmnet/state/2",
     max_header_bytes=1024,
     max_payload_bytes=2 << 20,
     roles=_TRAINER,
@@ -63,7 +65,7 @@ STATE = ProtocolSpec(
 )
 
 EXCHANGE = ProtocolSpec(
-    "/swarmnet/exchange/2",
+    "/swarmnet/exchange/3",
     max_header_bytes=64 << 10,
     max_payload_bytes=1 << 20,
     roles=_TRAINER,
@@ -93,7 +95,7 @@ ADMISSION = ProtocolSpec("/swarmnet/admission/1", max_header_bytes=128 << 10)
 
 INFERENCE = (SESSION, LINK, PASS, ADAPTER, PING)
 """What a node serves, besides ``REPORT``."""
-TRAINING = (GATHER, STATE, EXCHANGE)
+TRAINING = (MATCHMAKING, STATE, EXCHANGE)
 """What a training worker serves, besides ``REPORT``."""
 DIRECTORY = (DHT_PING, DHT_FIND, DHT_STORE)
 """What who keeps a part of the directory serves: calls of hivemind's, one message each way."""

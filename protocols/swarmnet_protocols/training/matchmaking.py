@@ -1,30 +1,39 @@
-"""Agreeing on who averages in a round.
+"""Matchmaking: forming the group of workers that average in a round.
 
-One worker gathers: the first, in the order of peer ids, of those its peers think alive. Everybody else opens a stream to it
-and waits; when all it expects have come, or its patience ends, each gets the same roster. A worker that meets a gatherer
-of another round or another state learns which, and heals.
+The worker with the lowest peer id among those believed alive is the *leader*; the others are its *followers*:
+
+1. A follower opens a stream to the leader, sends its position (round and state) and waits; the leader sends heartbeats.
+2. The leader waits until all workers that it expects have come, but at most ``timeout_s``. Meanwhile it probes those that are missing and stops
+   expecting those that do not answer.
+3. Every follower gets the same roster and closes its stream.
+
+Special cases: a worker that asks a follower is redirected to its leader, since a leader does not wait for the followers of a follower. A worker at
+another position than the leader gets the leader's position instead of a roster, and catches up (``catch_up.py``).
 """
 
 import asyncio
+import contextlib
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from swarmnet_protocols.errors import NotAuthorised, ProtocolViolation, StreamEnded, SwarmnetError
 from swarmnet_protocols.machine.aio import cancel, race
-from swarmnet_protocols.net import Message, PeerId, Stream, Transport
-from swarmnet_protocols.net.messages import parse, receive_within, send_within
-from swarmnet_protocols.net.protocol_ids import GATHER
+from swarmnet_protocols.net import PeerId, Stream, Transport
+from swarmnet_protocols.net.messages import parse, receive_within
+from swarmnet_protocols.net.protocol_ids import MATCHMAKING
+from swarmnet_protocols.net.typed_stream import TypedStream, ask
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.training.bandwidth import Measured
-from swarmnet_protocols.training.catching_up import Place
+from swarmnet_protocols.training.catch_up import Position
 from swarmnet_protocols.training.rosters import (
-    MAX_AHEAD,
-    NOWHERE,
+    MAX_AHEAD_OF_LEADER,
+    NO_ADDRESSES,
+    AddressBook,
     Candidate,
-    Guest,
-    Places,
+    JoinRequest,
     Roster,
-    latest_exchange,
+    highest_exchange_number,
     measured_from_wire,
     measured_to_wire,
     member_from_wire,
@@ -37,22 +46,22 @@ from swarmnet_protocols.wire import workers_pb2 as pb
 
 
 @dataclass(frozen=True)
-class _Waiting(Guest):
-    """A guest of ours."""
+class _Follower(JoinRequest):
+    """A follower that waits on its stream for ``answer``."""
 
     answer: asyncio.Future[Roster]
 
 
-class _Guesting(SwarmnetError):
-    """Whoever we asked is a guest itself, of ``gatherer``."""
+class _Redirected(SwarmnetError):
+    """The worker that was asked follows ``leader`` itself."""
 
     def __init__(self, leader: Candidate) -> None:
-        super().__init__(f"{leader.peer} gathers")
+        super().__init__(f"{leader.peer} is the leader")
         self.leader = leader
 
 
-class Elsewhere(SwarmnetError):
-    """Others are at another round, or start this one from another state."""
+class OutOfSync(SwarmnetError):
+    """``peer`` is at another round than this worker, or starts the same round from another state."""
 
     def __init__(self, peer: PeerId, round: int, state: bytes) -> None:
         super().__init__(f"{peer} is at round {round} with state {state.hex()[:16]}")
@@ -62,9 +71,9 @@ class Elsewhere(SwarmnetError):
 
 
 class Matchmaking:
-    """One worker's side of gathering the rounds of one job, as guest or as gatherer.
+    """Matchmaking of one worker in one job, as leader or as follower.
 
-    Without ``same_state`` workers may start a round from states of their own, as replicas that gossip do.
+    ``same_state``: all workers start a round from one state. False for gossip methods, whose replicas differ.
     """
 
     def __init__(
@@ -76,337 +85,348 @@ class Matchmaking:
         self._max_members = min(max_members, MAX_MEMBERS)
         self._timing = timing
         self._round = 0
-        self._exchanges = 0
+        self._last_exchange = 0
         self._state = b""
         self._left_for_good = False
         self._averaging = False
-        """The roster of this round is made: its state is about to be the last one."""
-        self._host: PeerId | None = None
-        """Who sent us to the state of the others, and expects us back."""
-        self._places = NOWHERE
-        """Where the members of our newest roster are."""
+        """The roster of this round exists, so the present state is about to be replaced."""
+        self._synced_by: PeerId | None = None
+        """The peer that sent its position, and expects this worker back with that state."""
+        self._book = NO_ADDRESSES
+        """The addresses in the last roster."""
         self._leader: Candidate | None = None
-        """Whose guest we are: our own guests do better to go there."""
-        self._guests: dict[PeerId, _Waiting] = {}
-        self._coming: dict[PeerId, Candidate] = {}
-        """Whom we have told where we are since the last roster: they fetch that state now, and are expected."""
+        """The leader that this worker follows: its own followers are redirected there."""
+        self._followers: dict[PeerId, _Follower] = {}
+        self._catching_up: dict[PeerId, Candidate] = {}
+        """Workers that were sent this worker's position since the last roster: they fetch the state, and are expected."""
         self._excluded: set[PeerId] = set()
         self._changed = asyncio.Condition()
 
     async def serve(self) -> None:
-        """Receive guests until the transport closes."""
-        await self._transport.serve(GATHER, self._receive)
+        """Accept followers until the transport closes."""
+        await self._transport.serve(MATCHMAKING, self._receive)
 
-    async def stand(self, round: int, state: bytes) -> None:
-        """From now on we are at ``round``, which starts from ``state``: newcomers hear it before we gather."""
+    async def set_position(self, round: int, state: bytes) -> None:
+        """This worker is now at ``round``, which starts from ``state``. Followers at other positions are told at once."""
         self._round, self._state, self._averaging = round, state, False
-        await self._send_away()
+        await self._dismiss_out_of_sync()
 
     def exclude(self, peers: Iterable[PeerId]) -> None:
-        """Neither follow nor lead ``peers`` again: they sent results that were false."""
+        """Never again follow or lead ``peers``, which sent false results."""
         self._excluded.update(peers)
 
     async def leave(self) -> None:
-        """Answer nobody any more, so that nobody waits for us."""
+        """Accept no followers any more, and end the streams of those that wait."""
         self._left_for_good = True
-        for guest in self._guests.values():
-            if not guest.answer.done():
-                guest.answer.set_exception(StreamEnded("this worker leaves"))
+        for follower in self._followers.values():
+            if not follower.answer.done():
+                follower.answer.set_exception(StreamEnded("this worker leaves"))
 
-    async def gather(
-        self, me: Candidate, others: Sequence[Candidate], *, measured: Measured, patience_s: float
+    async def form_group(
+        self, me: Candidate, others: Sequence[Candidate], *, measured: Measured, timeout_s: float
     ) -> Roster:
-        """The roster of the round where we stand.
+        """The roster of the round at this worker's position.
 
-        ``others`` are the workers thought to be alive, ``measured`` is what we know of their links. Whoever gathers waits for them
-        ``patience_s`` at most. Raises ``Elsewhere`` when the others are somewhere else than we are.
+        ``others``: workers believed to be alive. ``measured``: bandwidths that this worker measured. A leader waits ``timeout_s`` for its
+        followers. Raises ``OutOfSync`` if the others are at another position.
         """
         self._averaging = False
-        self._exchanges = me.exchanges
-        await self._send_away()
-        roster = await self._gather(me, others, measured, patience_s)
+        self._last_exchange = me.last_exchange
+        await self._dismiss_out_of_sync()
+        roster = await self._form_group(me, others, measured, timeout_s)
         self._averaging = True
-        self._places = Places.of(roster.members)
+        self._book = AddressBook.of(roster.members)
         return roster
 
-    async def _gather(
-        self, me: Candidate, others: Sequence[Candidate], measured: Measured, patience_s: float
+    async def _form_group(
+        self, me: Candidate, others: Sequence[Candidate], measured: Measured, timeout_s: float
     ) -> Roster:
-        others = sorted(
-            (member for member in others if member.peer not in self._excluded), key=lambda member: member.peer
-        )
-        hosts = [member for member in others if member.peer == self._host]
-        before = [member for member in others if member.peer < me.peer and member.peer not in self._guests]
+        allowed = (member for member in others if member.peer not in self._excluded)
+        others = sorted(allowed, key=lambda member: member.peer)
+        synced_by = [member for member in others if member.peer == self._synced_by]
+        before = [member for member in others if member.peer < me.peer and member.peer not in self._followers]
         after = [member for member in others if member.peer > me.peer]
-        self._host = None
-        roster = await self._ask_each([*hosts, *before], me, measured, patience_s)
+        self._synced_by = None
+        roster = await self._follow_first([*synced_by, *before], me, measured, timeout_s)
         if roster is None:
             try:
-                return await self._lead(me, {member.peer: member for member in after}, measured, patience_s)
-            except Elsewhere:
-                # Whoever gathers the others is to know that we come: then it waits for us with the state it sends us to.
-                roster = await self._ask_each(after, me, measured, patience_s)
+                return await self._lead(me, {member.peer: member for member in after}, measured, timeout_s)
+            except OutOfSync:
+                # Introduces this worker to the leader of the others, which then expects it back with its state.
+                roster = await self._follow_first(after, me, measured, timeout_s)
                 if roster is None:
                     raise
         return roster
 
-    async def _ask_each(
-        self, others: Sequence[Candidate], me: Candidate, measured: Measured, patience_s: float
+    async def _follow_first(
+        self, others: Sequence[Candidate], me: Candidate, measured: Measured, timeout_s: float
     ) -> Roster | None:
-        """What the first of ``others`` says who answers and does not lag; who lags learns of us when it looks."""
+        """The roster from the first of ``others`` that answers and is not behind this worker; None if there is none."""
         for member in others:
             try:
-                return await self._ask_on(member, me, measured, patience_s)
-            except Elsewhere as elsewhere:
+                return await self._follow(member, me, measured, timeout_s)
+            except OutOfSync as elsewhere:
                 if elsewhere.round >= self._round:
-                    self._host = member.peer
+                    self._synced_by = member.peer
                     raise
             except SwarmnetError:
                 continue
         return None
 
-    async def places(self, members: Sequence[Candidate]) -> dict[PeerId, Place]:
-        """Where each of ``members`` says it is; those that do not answer are left out."""
-        said = await asyncio.gather(*(self._place_of(member) for member in members[:MAX_MEMBERS]))
-        return {each.peer: Place(each.round, each.state) for each in said if each is not None}
+    async def positions(self, members: Sequence[Candidate]) -> dict[PeerId, Position]:
+        """The positions of ``members``, without those that do not answer."""
+        found = await asyncio.gather(*(self._position_of(member) for member in members[:MAX_MEMBERS]))
+        return {each.peer: Position(each.round, each.state) for each in found if each is not None}
 
-    # ---- as a guest -------------------------------------------------------------------------------------
+    # ---- as follower ------------------------------------------------------------------------------------
 
-    async def _ask_on(
-        self, member: Candidate, me: Candidate, measured: Measured, patience_s: float
-    ) -> Roster:
-        """Ask ``member``, or whom it asks itself: its gatherer does not wait for a guest of a guest."""
+    async def _follow(self, member: Candidate, me: Candidate, measured: Measured, timeout_s: float) -> Roster:
+        """Follow ``member``, or the leader that it follows itself."""
         try:
-            return await self._ask(member, me, measured, patience_s)
-        except _Guesting as guesting:
+            return await self._ask(member, me, measured, timeout_s)
+        except _Redirected as redirected:
             try:
-                return await self._ask(guesting.leader, me, measured, patience_s, follow=False)
-            except Elsewhere:
+                return await self._ask(redirected.leader, me, measured, timeout_s, redirect=False)
+            except OutOfSync:
                 raise
             except SwarmnetError:
-                # Not for us to reach: with a guest we learn at least what became of the round.
-                return await self._ask(member, me, measured, patience_s, follow=False)
+                # The leader cannot be reached from here: a follower of it at least sends the position after the round.
+                return await self._ask(member, me, measured, timeout_s, redirect=False)
 
     async def _ask(
         self,
         leader: Candidate,
         me: Candidate,
         measured: Measured,
-        patience_s: float,
+        timeout_s: float,
         *,
-        follow: bool = True,
+        redirect: bool = True,
     ) -> Roster:
+        def on_heartbeat(reply: pb.MatchmakingReply) -> None:
+            if me.peer < leader.peer in self._followers:
+                raise StreamEnded(f"{leader.peer} follows this worker, which has the lower peer id")
+            if redirect and reply.heartbeat.HasField("leader"):
+                there = member_from_wire(reply.heartbeat.leader)
+                if there.peer != me.peer:
+                    raise _Redirected(there)
+            else:
+                self._leader = leader
+
         stream = await self._transport.open(
-            leader.peer, GATHER, addresses=leader.addresses, deadline_s=self._timing.open_s
+            leader.peer, MATCHMAKING, addresses=leader.addresses, deadline_s=self._timing.open_s
+        )
+        typed = TypedStream(
+            stream,
+            pb.MatchmakingRequest,
+            pb.MatchmakingReply,
+            silence_s=self._timing.matchmaking_silence_s,
+            send_s=self._timing.chunk_s,
+            on_heartbeat=on_heartbeat,
         )
         try:
-            await self._introduce(stream, me, measured, self._places)
-            # The gatherer may still be at its inner steps: it is as patient as we are, counted from its own end of them.
-            async with asyncio.timeout(2 * patience_s):
-                return await self._answered(stream, leader, me, measured, follow=follow)
+            # Twice: the leader may still be at its inner steps, and its own timeout begins when it has finished them.
+            async with asyncio.timeout(2 * timeout_s):
+                return await self._request_roster(typed, me, measured)
         except TimeoutError as error:
-            raise StreamEnded(f"{leader.peer} gathers for ever") from error
+            raise StreamEnded(f"{leader.peer} gave no roster within {2 * timeout_s:g} s") from error
         finally:
             self._leader = None
-            stream.close()
+            typed.close()
 
-    async def _introduce(self, stream: Stream, me: Candidate, measured: Measured, places: Places) -> None:
-        """Say who comes; to somebody who has ``places``, not where that is."""
-        request = pb.GatherRequest(
+    async def _request_roster(
+        self,
+        stream: "TypedStream[pb.MatchmakingRequest, pb.MatchmakingReply]",
+        me: Candidate,
+        measured: Measured,
+    ) -> Roster:
+        book = self._book
+        await stream.send(self._request(me, measured, book))
+        while True:
+            reply, _ = await stream.receive()
+            match reply.WhichOneof("kind"):
+                case "position":
+                    raise OutOfSync(stream.peer, reply.position.round, reply.position.state)
+                case "roster":
+                    return roster_from_wire(reply.roster, round=self._round, me=me, book=book)
+                case "unknown" if book is not NO_ADDRESSES:
+                    book = NO_ADDRESSES
+                    await stream.send(self._request(me, measured, book))
+                case _:
+                    raise ProtocolViolation("not a reply of a leader")
+
+    def _request(self, me: Candidate, measured: Measured, book: AddressBook) -> pb.MatchmakingRequest:
+        return pb.MatchmakingRequest(
             job=self._job,
             round=self._round,
             state=self._state,
-            member=member_to_wire(me, places),
+            member=member_to_wire(me, book),
             measured=measured_to_wire(measured),
-            known=places.hash if places.has(me) else b"",
+            known=book.hash if book.has(me) else b"",
         )
-        await send_within(stream, Message(request.SerializeToString()), self._timing.chunk_s)
 
-    async def _answered(
-        self, stream: Stream, leader: Candidate, me: Candidate, measured: Measured, *, follow: bool
-    ) -> Roster:
-        places = self._places
-        while True:
-            message = await receive_within(stream, self._timing.matchmaking_silence_s)
-            reply = parse(pb.GatherReply, message.header)
-            match reply.WhichOneof("kind"):
-                case "heartbeat" if me.peer < stream.peer in self._guests:
-                    raise StreamEnded(f"{stream.peer} asks us as we ask it, and we come first")
-                case "heartbeat" if follow and reply.heartbeat.HasField("leader"):
-                    there = member_from_wire(reply.heartbeat.leader)
-                    if there.peer != me.peer:
-                        raise _Guesting(there)
-                case "heartbeat":
-                    self._leader = leader
-                case "refused":
-                    raise Elsewhere(stream.peer, reply.refused.round, reply.refused.state)
-                case "roster":
-                    return roster_from_wire(reply.roster, round=self._round, me=me, places=places)
-                case "unknown" if places is not NOWHERE:
-                    places = NOWHERE
-                    await self._introduce(stream, me, measured, places)
-                case _:
-                    raise ProtocolViolation("not an answer of a gatherer")
+    async def _position_of(self, member: Candidate) -> OutOfSync | None:
+        """The position of a worker; None if it does not answer."""
+        with contextlib.suppress(SwarmnetError):
+            stream = await self._transport.open(
+                member.peer, MATCHMAKING, addresses=member.addresses, deadline_s=self._timing.open_s
+            )
+            request = pb.MatchmakingRequest(job=self._job)
+            reply, _ = await ask(stream, request, pb.MatchmakingReply, within_s=self._timing.silence_s)
+            return OutOfSync(member.peer, reply.position.round, reply.position.state)
+        return None
 
-    # ---- as the gatherer --------------------------------------------------------------------------------
+    # ---- as leader --------------------------------------------------------------------------------------
 
     async def _lead(
-        self, me: Candidate, expected: dict[PeerId, Candidate], measured: Measured, patience_s: float
+        self, me: Candidate, expected: dict[PeerId, Candidate], measured: Measured, timeout_s: float
     ) -> Roster:
-        expected |= self._coming
-        self._coming.clear()
+        expected |= self._catching_up
+        self._catching_up.clear()
 
         def complete() -> bool:
-            here = {guest.member.peer for guest in self._ready()}
+            here = {follower.member.peer for follower in self._ready()}
             return {*expected} <= here or len(here) + 1 >= self._max_members
 
         async def enough() -> None:
             async with self._changed:
                 await self._changed.wait_for(complete)
 
-        try:
-            async with asyncio.timeout(patience_s):
-                await race(enough(), self._look_after(expected))
-        except TimeoutError:
-            pass  # whoever has not come is not in this round
-        guests = self._ready()
-        roster = Roster.of(self._round, me, measured, guests, self._max_members)
+        with contextlib.suppress(TimeoutError):  # workers that have not come in time are not in this round
+            async with asyncio.timeout(timeout_s):
+                await race(enough(), self._probe_missing(expected))
+        followers = self._ready()
+        roster = Roster.of(self._round, me, measured, followers, self._max_members)
         members = {member.peer for member in roster.members}
-        for guest in guests:
-            if guest.member.peer in members:
-                guest.answer.set_result(roster)
+        for follower in followers:
+            if follower.member.peer in members:
+                follower.answer.set_result(roster)
         return roster
 
-    async def _look_after(self, expected: dict[PeerId, Candidate]) -> None:
-        """Expect nobody who does not answer: a round shall not wait for the dead. Raises ``Elsewhere`` if we are the stray."""
-        pause_s = self._timing.heartbeat_s  # who comes when we do is not worth a question
+    async def _probe_missing(self, expected: dict[PeerId, Candidate]) -> None:
+        """Remove workers that do not answer from ``expected``. Raises ``OutOfSync`` if this worker is the one at the wrong position."""
+        pause_s = self._timing.heartbeat_s  # workers that arrive at about the same time need no probe
         while True:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, self._timing.matchmaking_poll_s)
-            here = {guest.member.peer for guest in self._ready()}
+            here = {follower.member.peer for follower in self._ready()}
             missing = [member for peer, member in expected.items() if peer not in here]
-            places = await asyncio.gather(*(self._place_of(member) for member in missing))
-            for member, place in zip(missing, places, strict=True):
-                if place is None:
+            positions = await asyncio.gather(*(self._position_of(member) for member in missing))
+            for member, position in zip(missing, positions, strict=True):
+                if position is None:
                     expected.pop(member.peer, None)
-            strangers = [place for place in places if place is not None and self._is_stranger(place)]
-            if strangers and (strangers[0].round > self._round or len(strangers) > len(here)):
-                raise strangers[0]
+            others = [each for each in positions if each is not None and self._is_elsewhere(each)]
+            if others and (others[0].round > self._round or len(others) > len(here)):
+                raise others[0]
             async with self._changed:
                 self._changed.notify_all()
 
-    def _is_stranger(self, place: Elsewhere) -> bool:
-        """Whether that place is later than ours, or ours with another state."""
-        same_round = place.round == self._round and place.state != b""
-        return place.round > self._round or (same_round and self._is_other(place.state))
+    def _is_elsewhere(self, position: OutOfSync) -> bool:
+        """Whether the position is at a later round, or at this round with another state."""
+        same_round = position.round == self._round and position.state != b""
+        return position.round > self._round or (same_round and self._is_other(position.state))
 
     def _is_other(self, state: bytes) -> bool:
         return self._same_state and state != self._state
 
-    async def _place_of(self, member: Candidate) -> Elsewhere | None:
-        """Where a worker is; None if it does not answer."""
-        try:
-            stream = await self._transport.open(
-                member.peer, GATHER, addresses=member.addresses, deadline_s=self._timing.open_s
-            )
-        except SwarmnetError:
-            return None
-        try:
-            await stream.send(Message(pb.GatherRequest(job=self._job).SerializeToString()))
-            reply = parse(pb.GatherReply, (await receive_within(stream, self._timing.silence_s)).header)
-        except SwarmnetError:
-            return None
-        finally:
-            stream.close()
-        return Elsewhere(member.peer, reply.refused.round, reply.refused.state)
-
-    def _ready(self) -> list[_Waiting]:
-        latest = latest_exchange(self._round, self._exchanges, MAX_AHEAD)
+    def _ready(self) -> list[_Follower]:
+        """The followers at this worker's position that wait for a roster."""
+        highest = highest_exchange_number(self._round, self._last_exchange, MAX_AHEAD_OF_LEADER)
         return [
-            guest
-            for guest in self._guests.values()
-            if guest.round == self._round
-            and not self._is_other(guest.state)
-            and not guest.answer.done()
-            and guest.member.exchanges < latest
+            follower
+            for follower in self._followers.values()
+            if follower.round == self._round
+            and not self._is_other(follower.state)
+            and not follower.answer.done()
+            and follower.member.last_exchange < highest
         ]
 
     async def _receive(self, stream: Stream) -> None:
         if stream.peer in self._excluded:
             raise NotAuthorised(f"{stream.peer} sent false results")
-        message = await stream.receive()
-        request = parse(pb.GatherRequest, message.header)
+        request = parse(pb.MatchmakingRequest, (await stream.receive()).header)
         if request.job != self._job:
             raise ProtocolViolation("another job")
         if self._left_for_good:
             return
-        if not request.HasField("member"):  # it only wants to know where we are
-            refused = pb.GatherRefused(round=self._round, state=self._state)
-            await self._say(stream, pb.GatherReply(refused=refused))
+        typed = TypedStream(
+            stream,
+            pb.MatchmakingReply,
+            pb.MatchmakingRequest,
+            silence_s=math.inf,
+            send_s=self._timing.chunk_s,
+        )
+        if not request.HasField("member"):  # only asks for the position
+            await typed.send(self._position_reply(self._round, self._state))
             return
-        if request.known and not self._places.are(request.known, stream.peer):
-            await self._say(stream, pb.GatherReply(unknown=pb.Unknown()))
-            message = await receive_within(stream, self._timing.matchmaking_silence_s)
-            request = parse(pb.GatherRequest, message.header)
-        if request.known:
-            if not self._places.are(request.known, stream.peer):
-                raise ProtocolViolation("a guest that does not say who it is")
-            request.member.id = stream.peer
-            request.member.addresses[:] = self._places.addresses[stream.peer]
-        member = member_from_wire(request.member)
-        if member.peer != stream.peer:
-            raise ProtocolViolation("a guest comes for itself")
-        answer: asyncio.Future[Roster] = asyncio.get_running_loop().create_future()
-        measured = measured_from_wire(request.measured)
-        guest = _Waiting(member, request.round, request.state, measured, answer)
-        self._guests[member.peer] = guest
-        await self._send_away()
+        if request.known and not self._book.matches(request.known, stream.peer):
+            await typed.send(pb.MatchmakingReply(unknown=pb.UnknownAddresses()))
+            again = await receive_within(stream, self._timing.matchmaking_silence_s)
+            request = parse(pb.MatchmakingRequest, again.header)
+        follower = self._follower_of(request, stream.peer)
+        self._followers[stream.peer] = follower
+        await self._dismiss_out_of_sync()
         try:
-            roster = await race(self._heartbeats(stream), self._left(stream), _value(answer))
-            await self._say(stream, pb.GatherReply(roster=roster_to_wire(roster, request.known)))
-        except Elsewhere as elsewhere:
-            if len(self._coming) < MAX_MEMBERS:
-                self._coming[member.peer] = member
-            refused = pb.GatherRefused(round=elsewhere.round, state=elsewhere.state, reason=str(elsewhere))
-            await self._say(stream, pb.GatherReply(refused=refused))
+            roster = await race(self._send_heartbeats(typed), self._until_it_ends(typed), _result(follower))
+            await typed.send(pb.MatchmakingReply(roster=roster_to_wire(roster, request.known)))
+        except OutOfSync as elsewhere:
+            if len(self._catching_up) < MAX_MEMBERS:
+                self._catching_up[stream.peer] = follower.member
+            await typed.send(self._position_reply(elsewhere.round, elsewhere.state))
         finally:
-            await cancel(answer)
-            if self._guests.get(member.peer) is guest:
-                del self._guests[member.peer]
+            await cancel(follower.answer)
+            if self._followers.get(stream.peer) is follower:
+                del self._followers[stream.peer]
             async with self._changed:
                 self._changed.notify_all()
 
-    async def _send_away(self) -> None:
-        """Tell guests of another round or state where we are. Who is one round ahead may wait: we are about to follow.
+    def _follower_of(self, request: pb.MatchmakingRequest, peer: PeerId) -> _Follower:
+        if request.known:
+            if not self._book.matches(request.known, peer):
+                raise ProtocolViolation("a follower must send its id and addresses")
+            request.member.id = peer
+            request.member.addresses[:] = self._book.addresses[peer]
+        member = member_from_wire(request.member)
+        if member.peer != peer:
+            raise ProtocolViolation("a follower may join only under its own peer id")
+        answer: asyncio.Future[Roster] = asyncio.get_running_loop().create_future()
+        measured = measured_from_wire(request.measured)
+        return _Follower(member, request.round, request.state, measured, answer)
 
-        While a round is averaged all may wait: what they would fetch now is old before they have it.
+    def _position_reply(self, round: int, state: bytes) -> pb.MatchmakingReply:
+        return pb.MatchmakingReply(position=pb.Position(round=round, state=state))
+
+    async def _dismiss_out_of_sync(self) -> None:
+        """Send this worker's position to followers at other positions.
+
+        A follower one round ahead may wait: this worker is about to follow. During averaging all may wait: the state that they would
+        fetch is about to be replaced.
         """
         if self._averaging:
             return
-        here = Elsewhere(self._transport.peer_id, self._round, self._state)
-        for guest in self._guests.values():
-            other_state = guest.round == self._round and self._is_other(guest.state)
-            elsewhere = guest.round < self._round or other_state or guest.round > self._round + 1
-            if elsewhere and not guest.answer.done():
-                guest.answer.set_exception(here)
+        here = OutOfSync(self._transport.peer_id, self._round, self._state)
+        for follower in self._followers.values():
+            other_state = follower.round == self._round and self._is_other(follower.state)
+            elsewhere = follower.round < self._round or other_state or follower.round > self._round + 1
+            if elsewhere and not follower.answer.done():
+                follower.answer.set_exception(here)
         async with self._changed:
             self._changed.notify_all()
 
-    async def _heartbeats(self, stream: Stream) -> Roster:
-        while True:
-            there = self._leader
-            heartbeat = pb.GatherHeartbeat(leader=None if there is None else member_to_wire(there))
-            await self._say(stream, pb.GatherReply(heartbeat=heartbeat))
-            await asyncio.sleep(self._timing.matchmaking_heartbeat_s)
+    async def _send_heartbeats(
+        self, stream: "TypedStream[pb.MatchmakingReply, pb.MatchmakingRequest]"
+    ) -> Roster:
+        def heartbeat() -> pb.LeaderHeartbeat:
+            leader = self._leader
+            return pb.LeaderHeartbeat(leader=None if leader is None else member_to_wire(leader))
 
-    async def _say(self, stream: Stream, reply: pb.GatherReply) -> None:
-        await send_within(stream, Message(reply.SerializeToString()), self._timing.chunk_s)
+        await stream.send_heartbeats(self._timing.matchmaking_heartbeat_s, heartbeat)
 
-    async def _left(self, stream: Stream) -> Roster:
-        """A guest says nothing more: its stream only ends."""
+    async def _until_it_ends(
+        self, stream: "TypedStream[pb.MatchmakingReply, pb.MatchmakingRequest]"
+    ) -> Roster:
         await stream.receive()
-        raise ProtocolViolation("a guest asks once")
+        raise ProtocolViolation("a follower sends one request")
 
 
-async def _value(answer: "asyncio.Future[Roster]") -> Roster:
-    return await answer
+async def _result(follower: _Follower) -> Roster:
+    return await follower.answer

@@ -1,4 +1,4 @@
-"""Who comes to a round, and the roster that it gives: what they are, and how they travel. Pure."""
+"""Rosters: the join requests of a round, the roster that a leader makes of them, and their wire form. Pure."""
 
 import hashlib
 import json
@@ -15,27 +15,27 @@ MAX_ADDRESSES = 16
 MAX_BYTES_PER_S = 1e12
 MAX_ID = 128
 MAX_WEIGHT = 1e12
-EXCHANGES_A_ROUND = 1 << 16
-"""Numbers that a round has for its exchanges: whoever claims to be far ahead can use up those of one round only."""
-MAX_AHEAD = 256
-"""A guest may have seen so many more exchanges of a round than whoever gathers it."""
-MAX_LEAP = 4096
-"""So many more may a roster be ahead of a worker that was not there when the round was tried."""
-PLACES_BYTES = 16
-"""Of a hash, enough to see whether two are told of the same."""
+EXCHANGES_PER_ROUND = 1 << 16
+"""Exchange numbers of one round: a peer that claims a high number can use up those of one round only."""
+MAX_AHEAD_OF_LEADER = 256
+"""How far a follower's last exchange number may be above the leader's. A follower further ahead is left out."""
+MAX_AHEAD_OF_FOLLOWER = 4096
+"""How far a roster's exchange number may be above a follower's last one: it may have missed earlier attempts of the round."""
+ADDRESS_BOOK_HASH_BYTES = 16
+"""Half a SHA-256: enough to see whether two workers have the same addresses."""
 
 
 @dataclass(frozen=True)
 class Candidate(Member):
-    """A worker that wants to be in a round."""
+    """A worker that wants to join a round."""
 
-    exchanges: int = 0
-    """Number of the newest exchange it took part in."""
+    last_exchange: int = 0
+    """Number of the last exchange that it took part in."""
 
 
 @dataclass(frozen=True)
-class Guest:
-    """What a worker says to whoever gathers a round that it wants to be in."""
+class JoinRequest:
+    """What a follower sends to its leader: itself, its position (round and state), and the rates that it measured."""
 
     member: Candidate
     round: int
@@ -45,89 +45,176 @@ class Guest:
 
 @dataclass(frozen=True)
 class Roster:
-    """The members of one round, in the order of peer ids."""
+    """The members of one exchange, in the order of peer ids."""
 
     round: int
-    exchange: int
-    """Number of the exchange that follows: a round may take several, and each has a number of its own."""
+    exchange_number: int
     members: tuple[Candidate, ...]
 
     @classmethod
     def of(
-        cls, round: int, me: Candidate, measured: Measured, guests: Sequence[Guest], max_members: int
+        cls,
+        round: int,
+        me: Candidate,
+        measured: Measured,
+        followers: Sequence[JoinRequest],
+        max_members: int,
     ) -> "Roster":
-        """The roster that ``me``, who gathers and knows what is ``measured``, gives: with guests as long as there is room."""
-        # Contributors before listeners: a full round is no place for newcomers.
-        invited = sorted(guests, key=lambda guest: (guest.member.weight == 0, guest.member.peer))
-        chosen = invited[: max_members - 1]
-        members = sorted([me, *(guest.member for guest in chosen)], key=lambda member: member.peer)
-        reports = {me.peer: measured} | {guest.member.peer: guest.measured for guest in chosen}
+        """The roster that leader ``me`` makes of its followers. If there are too many, contributors go before newcomers."""
+        ordered = sorted(followers, key=lambda follower: (follower.member.weight == 0, follower.member.peer))
+        chosen = ordered[: max_members - 1]
+        members = sorted([me, *(follower.member for follower in chosen)], key=lambda member: member.peer)
+        reports = {me.peer: measured} | {follower.member.peer: follower.measured for follower in chosen}
         rates = agreed_rates([member.peer for member in members], reports)
         return cls(
             round,
-            next_exchange(round, max(member.exchanges for member in members)),
+            next_exchange_number(round, max(member.last_exchange for member in members)),
             tuple(replace(member, bytes_per_s=rates[member.peer]) for member in members),
         )
 
     def slot(self, peer: PeerId) -> int:
-        """The place of a member: its share of the data in the next round."""
+        """The index of a member, which selects its share of the data in the next round."""
         return [member.peer for member in self.members].index(peer)
 
 
 @dataclass(frozen=True)
-class Places:
-    """Where the members of a roster are: what all of them were told, and need not be told again while ``hash`` is the same."""
+class AddressBook:
+    """The addresses of a roster's members. A worker that has the book with the same ``hash`` need not be sent them again."""
 
     addresses: Mapping[PeerId, tuple[str, ...]]
-    """In the order of peer ids."""
+    """By peer, in the order of peer ids."""
     hash: bytes
 
     @classmethod
-    def of(cls, members: Sequence[Member]) -> "Places":
+    def of(cls, members: Sequence[Member]) -> "AddressBook":
         addresses = {member.peer: member.addresses[:MAX_ADDRESSES] for member in members}
         text = json.dumps(list(addresses.items()))
-        return cls(addresses, hashlib.sha256(text.encode()).digest()[:PLACES_BYTES])
+        return cls(addresses, hashlib.sha256(text.encode()).digest()[:ADDRESS_BOOK_HASH_BYTES])
 
-    def are(self, hash: bytes, peer: PeerId) -> bool:
-        """Whether they are those of this hash, and that of ``peer`` is among them."""
+    def matches(self, hash: bytes, peer: PeerId) -> bool:
+        """Whether this is the book with this hash, and ``peer`` is in it."""
         return hash == self.hash and peer in self.addresses
 
     def has(self, member: Member) -> bool:
-        """Whether it is where it was."""
+        """Whether the book has the present addresses of ``member``."""
         return self.addresses.get(member.peer) == member.addresses[:MAX_ADDRESSES]
 
 
-NOWHERE = Places.of(())
+NO_ADDRESSES = AddressBook.of(())
 
 
-def member_to_wire(member: Candidate, places: Places = NOWHERE) -> pb.Member:
-    """Without what ``places`` says of it."""
-    known = places.has(member)
+def next_exchange_number(round: int, seen: int) -> int:
+    """The lowest number of an exchange of ``round`` that is above ``seen``."""
+    return max(round * EXCHANGES_PER_ROUND, seen) + 1
+
+
+def highest_exchange_number(round: int, seen: int, ahead: int) -> int:
+    """The highest number of an exchange of ``round`` that a worker accepts whose last one was ``seen``: at most ``ahead`` above it."""
+    return min(max(round * EXCHANGES_PER_ROUND, seen) + ahead, (round + 1) * EXCHANGES_PER_ROUND)
+
+
+def member_to_wire(member: Candidate, book: AddressBook = NO_ADDRESSES) -> pb.Member:
+    """The wire form; without id and addresses if ``book`` has them."""
+    known = book.has(member)
     return pb.Member(
         id="" if known else member.peer,
         addresses=() if known else member.addresses[:MAX_ADDRESSES],
         weight=member.weight,
-        exchanges=member.exchanges,
+        last_exchange=member.last_exchange,
     )
 
 
 def member_from_wire(member: pb.Member) -> Candidate:
+    """Raises ``ProtocolViolation`` for an invalid peer id or weight."""
     return Candidate(
         _peer(member.id),
         tuple(member.addresses[:MAX_ADDRESSES]),
         weight=_weight(member.weight),
-        exchanges=member.exchanges,
+        last_exchange=member.last_exchange,
     )
 
 
-def next_exchange(round: int, seen: int) -> int:
-    """The number of an exchange of ``round`` where those up to ``seen`` were before."""
-    return max(round * EXCHANGES_A_ROUND, seen) + 1
+def measured_to_wire(measured: Measured) -> list[pb.Measured]:
+    """The wire form of the newest ``MAX_MEMBERS`` rates."""
+    newest = list(measured.items())[-MAX_MEMBERS:]
+    return [pb.Measured(id=peer, bytes_per_s=min(rate, MAX_BYTES_PER_S)) for peer, rate in newest]
 
 
-def latest_exchange(round: int, seen: int, ahead: int) -> int:
-    """The highest number of an exchange of ``round`` that somebody who has ``seen`` one believes, of others ``ahead`` of it."""
-    return min(max(round * EXCHANGES_A_ROUND, seen) + ahead, (round + 1) * EXCHANGES_A_ROUND)
+def measured_from_wire(measured: Sequence[pb.Measured]) -> Measured:
+    """Raises ``ProtocolViolation`` for an invalid peer id or rate."""
+    return {_peer(each.id): _rate(each.bytes_per_s) for each in measured[:MAX_MEMBERS]}
+
+
+def roster_to_wire(roster: Roster, known: bytes = b"") -> pb.Roster:
+    """The wire form for a follower that has the address book with the hash ``known``."""
+    rates = [member.bytes_per_s for member in roster.members]
+    if AddressBook.of(roster.members).hash != known:
+        return pb.Roster(
+            round=roster.round,
+            members=map(member_to_wire, roster.members),
+            exchange_number=roster.exchange_number,
+            bytes_per_s=rates,
+        )
+    return pb.Roster(
+        round=roster.round,
+        exchange_number=roster.exchange_number,
+        known=known,
+        weights=_compact([member.weight for member in roster.members]),
+        bytes_per_s=_compact(rates),
+    )
+
+
+def roster_from_wire(
+    wire: pb.Roster, *, round: int, me: Candidate, book: AddressBook = NO_ADDRESSES
+) -> Roster:
+    """The roster of ``round``, which must contain ``me``. ``book``: the addresses that it may name by their hash.
+
+    Raises ``ProtocolViolation`` for any other roster, and for an exchange number that is not above the last one of every member, or too
+    far above that of ``me``.
+    """
+    members = _known_members(wire, book) if wire.known else _listed_members(wire)
+    peers = [member.peer for member in members]
+    if peers != sorted(set(peers)):
+        raise ProtocolViolation("a roster must be sorted by peer id, without duplicates")
+    if wire.round != round or me.peer not in peers:
+        raise ProtocolViolation("the roster of another round, or one without this worker")
+    newest = max(me.last_exchange, *(member.last_exchange for member in members))
+    lowest = next_exchange_number(round, newest)
+    highest = highest_exchange_number(round, me.last_exchange, MAX_AHEAD_OF_FOLLOWER)
+    if not lowest <= wire.exchange_number <= highest:
+        raise ProtocolViolation(f"exchange number {wire.exchange_number} is not in [{lowest}, {highest}]")
+    return Roster(wire.round, wire.exchange_number, members)
+
+
+def _listed_members(wire: pb.Roster) -> tuple[Candidate, ...]:
+    if not len(wire.members) == len(wire.bytes_per_s) <= MAX_MEMBERS:
+        raise ProtocolViolation(f"a roster must have one rate for each member, and at most {MAX_MEMBERS}")
+    return tuple(
+        replace(member_from_wire(member), bytes_per_s=_rate(rate))
+        for member, rate in zip(wire.members, wire.bytes_per_s, strict=True)
+    )
+
+
+def _known_members(wire: pb.Roster, book: AddressBook) -> tuple[Candidate, ...]:
+    if wire.members or wire.known != book.hash:
+        raise ProtocolViolation("a roster of addresses that this worker does not have")
+    weights = _expand(wire.weights, len(book.addresses))
+    rates = _expand(wire.bytes_per_s, len(book.addresses))
+    return tuple(
+        Candidate(peer, addresses, bytes_per_s=_rate(rate), weight=_weight(weight))
+        for (peer, addresses), rate, weight in zip(book.addresses.items(), rates, weights, strict=True)
+    )
+
+
+def _compact(numbers: list[float]) -> list[float]:
+    """One number if all are equal, else all."""
+    return numbers[:1] if len(set(numbers)) == 1 else numbers
+
+
+def _expand(numbers: Sequence[float], count: int) -> Sequence[float]:
+    if len(numbers) not in (1, count):
+        raise ProtocolViolation(f"{len(numbers)} numbers for {count} members")
+    return list(numbers) * count if len(numbers) == 1 else numbers
 
 
 def _weight(weight: float) -> float:
@@ -144,81 +231,5 @@ def _peer(id: str) -> PeerId:
 
 def _rate(bytes_per_s: float) -> float:
     if not 0 < bytes_per_s <= MAX_BYTES_PER_S:
-        raise ProtocolViolation(f"a link of {bytes_per_s:g} bytes a second")
+        raise ProtocolViolation(f"a rate of {bytes_per_s:g} bytes per second")
     return bytes_per_s
-
-
-def measured_to_wire(measured: Measured) -> list[pb.Measured]:
-    newest = list(measured.items())[-MAX_MEMBERS:]
-    return [pb.Measured(id=peer, bytes_per_s=min(rate, MAX_BYTES_PER_S)) for peer, rate in newest]
-
-
-def measured_from_wire(measured: Sequence[pb.Measured]) -> Measured:
-    return {_peer(each.id): _rate(each.bytes_per_s) for each in measured[:MAX_MEMBERS]}
-
-
-def roster_to_wire(roster: Roster, known: bytes = b"") -> pb.Roster:
-    """The wire form, for somebody who has the places of this hash."""
-    rates = [member.bytes_per_s for member in roster.members]
-    if Places.of(roster.members).hash != known:
-        return pb.Roster(
-            round=roster.round,
-            members=map(member_to_wire, roster.members),
-            exchange=roster.exchange,
-            bytes_per_s=rates,
-        )
-    return pb.Roster(
-        round=roster.round,
-        exchange=roster.exchange,
-        known=known,
-        weights=_shortened([member.weight for member in roster.members]),
-        bytes_per_s=_shortened(rates),
-    )
-
-
-def roster_from_wire(wire: pb.Roster, *, round: int, me: Candidate, places: Places = NOWHERE) -> Roster:
-    """The roster of ``round``, in which ``me`` is; ``places`` are those it may name by their hash.
-
-    Raises ``ProtocolViolation`` for anything else, and for an exchange that is no later than the newest of ``me``.
-    """
-    members = _known_members(wire, places) if wire.known else _told_members(wire)
-    peers = [member.peer for member in members]
-    if peers != sorted(set(peers)):
-        raise ProtocolViolation("the members of a roster are in order, and none twice")
-    if wire.round != round or me.peer not in peers:
-        raise ProtocolViolation("the roster of another round")
-    newest = max(me.exchanges, *(member.exchanges for member in members))
-    if not next_exchange(round, newest) <= wire.exchange <= latest_exchange(round, me.exchanges, MAX_LEAP):
-        raise ProtocolViolation("the number of an exchange is later than any before, and not by far")
-    return Roster(wire.round, wire.exchange, members)
-
-
-def _told_members(wire: pb.Roster) -> tuple[Candidate, ...]:
-    if not len(wire.members) == len(wire.bytes_per_s) <= MAX_MEMBERS:
-        raise ProtocolViolation("a roster has a rate for every member, and not too many of either")
-    return tuple(
-        replace(member_from_wire(member), bytes_per_s=_rate(rate))
-        for member, rate in zip(wire.members, wire.bytes_per_s, strict=True)
-    )
-
-
-def _known_members(wire: pb.Roster, places: Places) -> tuple[Candidate, ...]:
-    if wire.members or wire.known != places.hash:
-        raise ProtocolViolation("a roster of members that nobody told")
-    weights = _lengthened(wire.weights, len(places.addresses))
-    rates = _lengthened(wire.bytes_per_s, len(places.addresses))
-    return tuple(
-        Candidate(peer, addresses, bytes_per_s=_rate(rate), weight=_weight(weight))
-        for (peer, addresses), rate, weight in zip(places.addresses.items(), rates, weights, strict=True)
-    )
-
-
-def _shortened(numbers: list[float]) -> list[float]:
-    """One number that stands for all, if they are equal."""
-    return numbers[:1] if len(set(numbers)) == 1 else numbers
-
-
-def _lengthened(numbers: Sequence[float], count: int) -> Sequence[float]:
-    if len(numbers) not in (1, count):
-        raise ProtocolViolation(f"{len(numbers)} numbers of {count} members")
-    return list(numbers) * count if len(numbers) == 1 else numbers

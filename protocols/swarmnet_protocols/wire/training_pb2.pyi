@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ExchangeRequest(_message.Message):
-    __slots__ = ("hello", "prepare", "report", "plan", "propose", "ack", "decided", "want", "call", "contribution", "result")
+    __slots__ = ("hello", "prepare", "report", "plan", "propose", "ack", "decided", "request_result", "request_contribution", "contribution", "result")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     PREPARE_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
@@ -15,8 +15,8 @@ class ExchangeRequest(_message.Message):
     PROPOSE_FIELD_NUMBER: _ClassVar[int]
     ACK_FIELD_NUMBER: _ClassVar[int]
     DECIDED_FIELD_NUMBER: _ClassVar[int]
-    WANT_FIELD_NUMBER: _ClassVar[int]
-    CALL_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_RESULT_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_CONTRIBUTION_FIELD_NUMBER: _ClassVar[int]
     CONTRIBUTION_FIELD_NUMBER: _ClassVar[int]
     RESULT_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
@@ -26,33 +26,33 @@ class ExchangeRequest(_message.Message):
     propose: Vote
     ack: Ack
     decided: Decided
-    want: Want
-    call: Call
+    request_result: RequestResult
+    request_contribution: RequestContribution
     contribution: Contribution
     result: Result
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., prepare: _Optional[_Union[Prepare, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., propose: _Optional[_Union[Vote, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., decided: _Optional[_Union[Decided, _Mapping]] = ..., want: _Optional[_Union[Want, _Mapping]] = ..., call: _Optional[_Union[Call, _Mapping]] = ..., contribution: _Optional[_Union[Contribution, _Mapping]] = ..., result: _Optional[_Union[Result, _Mapping]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., prepare: _Optional[_Union[Prepare, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., propose: _Optional[_Union[Vote, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., decided: _Optional[_Union[Decided, _Mapping]] = ..., request_result: _Optional[_Union[RequestResult, _Mapping]] = ..., request_contribution: _Optional[_Union[RequestContribution, _Mapping]] = ..., contribution: _Optional[_Union[Contribution, _Mapping]] = ..., result: _Optional[_Union[Result, _Mapping]] = ...) -> None: ...
 
 class ExchangeReply(_message.Message):
-    __slots__ = ("heartbeat", "refusal")
+    __slots__ = ("heartbeat", "refused")
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
-    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
     heartbeat: Heartbeat
-    refusal: Refusal
-    def __init__(self, heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ...) -> None: ...
+    refused: ExchangeRefused
+    def __init__(self, heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., refused: _Optional[_Union[ExchangeRefused, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("round", "agreement")
-    ROUND_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("exchange_number", "agreement")
+    EXCHANGE_NUMBER_FIELD_NUMBER: _ClassVar[int]
     AGREEMENT_FIELD_NUMBER: _ClassVar[int]
-    round: int
+    exchange_number: int
     agreement: bytes
-    def __init__(self, round: _Optional[int] = ..., agreement: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, exchange_number: _Optional[int] = ..., agreement: _Optional[bytes] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class Refusal(_message.Message):
+class ExchangeRefused(_message.Message):
     __slots__ = ("detail",)
     DETAIL_FIELD_NUMBER: _ClassVar[int]
     detail: str
@@ -83,22 +83,22 @@ class Held(_message.Message):
     def __init__(self, slice: _Optional[int] = ..., hash: _Optional[bytes] = ...) -> None: ...
 
 class Plan(_message.Message):
-    __slots__ = ("attempt", "slots")
+    __slots__ = ("attempt", "assignments")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
-    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    ASSIGNMENTS_FIELD_NUMBER: _ClassVar[int]
     attempt: int
-    slots: _containers.RepeatedCompositeFieldContainer[Slot]
-    def __init__(self, attempt: _Optional[int] = ..., slots: _Optional[_Iterable[_Union[Slot, _Mapping]]] = ...) -> None: ...
+    assignments: _containers.RepeatedCompositeFieldContainer[Assignment]
+    def __init__(self, attempt: _Optional[int] = ..., assignments: _Optional[_Iterable[_Union[Assignment, _Mapping]]] = ...) -> None: ...
 
-class Slot(_message.Message):
-    __slots__ = ("owner", "chosen", "holder")
-    OWNER_FIELD_NUMBER: _ClassVar[int]
+class Assignment(_message.Message):
+    __slots__ = ("reducer", "chosen", "holder")
+    REDUCER_FIELD_NUMBER: _ClassVar[int]
     CHOSEN_FIELD_NUMBER: _ClassVar[int]
     HOLDER_FIELD_NUMBER: _ClassVar[int]
-    owner: int
+    reducer: int
     chosen: bytes
     holder: int
-    def __init__(self, owner: _Optional[int] = ..., chosen: _Optional[bytes] = ..., holder: _Optional[int] = ...) -> None: ...
+    def __init__(self, reducer: _Optional[int] = ..., chosen: _Optional[bytes] = ..., holder: _Optional[int] = ...) -> None: ...
 
 class Vote(_message.Message):
     __slots__ = ("attempt", "hashes")
@@ -120,7 +120,7 @@ class Decided(_message.Message):
     hashes: bytes
     def __init__(self, hashes: _Optional[bytes] = ...) -> None: ...
 
-class Want(_message.Message):
+class RequestResult(_message.Message):
     __slots__ = ("slice", "hash")
     SLICE_FIELD_NUMBER: _ClassVar[int]
     HASH_FIELD_NUMBER: _ClassVar[int]
@@ -128,7 +128,7 @@ class Want(_message.Message):
     hash: bytes
     def __init__(self, slice: _Optional[int] = ..., hash: _Optional[bytes] = ...) -> None: ...
 
-class Call(_message.Message):
+class RequestContribution(_message.Message):
     __slots__ = ("slice",)
     SLICE_FIELD_NUMBER: _ClassVar[int]
     slice: int
@@ -169,16 +169,16 @@ class Result(_message.Message):
     def __init__(self, slice: _Optional[int] = ..., size_bytes: _Optional[int] = ..., offset: _Optional[int] = ..., hash: _Optional[bytes] = ..., summary: _Optional[bytes] = ..., paced: _Optional[bool] = ...) -> None: ...
 
 class Summary(_message.Message):
-    __slots__ = ("round", "slice", "contributors", "excluded")
-    ROUND_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("exchange_number", "slice", "contributors", "excluded")
+    EXCHANGE_NUMBER_FIELD_NUMBER: _ClassVar[int]
     SLICE_FIELD_NUMBER: _ClassVar[int]
     CONTRIBUTORS_FIELD_NUMBER: _ClassVar[int]
     EXCLUDED_FIELD_NUMBER: _ClassVar[int]
-    round: int
+    exchange_number: int
     slice: int
     contributors: _containers.RepeatedCompositeFieldContainer[Contributor]
     excluded: _containers.RepeatedCompositeFieldContainer[Exclusion]
-    def __init__(self, round: _Optional[int] = ..., slice: _Optional[int] = ..., contributors: _Optional[_Iterable[_Union[Contributor, _Mapping]]] = ..., excluded: _Optional[_Iterable[_Union[Exclusion, _Mapping]]] = ...) -> None: ...
+    def __init__(self, exchange_number: _Optional[int] = ..., slice: _Optional[int] = ..., contributors: _Optional[_Iterable[_Union[Contributor, _Mapping]]] = ..., excluded: _Optional[_Iterable[_Union[Exclusion, _Mapping]]] = ...) -> None: ...
 
 class Contributor(_message.Message):
     __slots__ = ("member", "weight", "hash", "signature")

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\rworkers.proto\x12\x13swarmnet.workers.v1\"d\n\x0cWorkerRecord\x12\x0b\n\x03job\x18\x01 \x01(\x0c\x12\r\n\x05round\x18\x02 \x01(\x04\x12\r\n\x05state\x18\x03 \x01(\x0c\x12\x11\n\taddresses\x18\x04 \x03(\t\x12\x10\n\x08protocol\x18\x06 \x01(\rJ\x04\x08\x05\x10\x06\"\x1b\n\tJobRecord\x12\x0e\n\x06sealed\x18\x01 \x01(\x0c\"P\n\x06Member\x12\n\n\x02id\x18\x01 \x01(\t\x12\x11\n\taddresses\x18\x02 \x03(\t\x12\x0e\n\x06weight\x18\x04 \x01(\x01\x12\x11\n\texchanges\x18\x05 \x01(\x04J\x04\x08\x03\x10\x04\"\xa7\x01\n\rGatherRequest\x12\x0b\n\x03job\x18\x01 \x01(\x0c\x12\r\n\x05round\x18\x02 \x01(\x04\x12\r\n\x05state\x18\x03 \x01(\x0c\x12+\n\x06member\x18\x04 \x01(\x0b\x32\x1b.swarmnet.workers.v1.Member\x12/\n\x08measured\x18\x05 \x03(\x0b\x32\x1d.swarmnet.workers.v1.Measured\x12\r\n\x05known\x18\x06 \x01(\x0c\"+\n\x08Measured\x12\n\n\x02id\x18\x01 \x01(\t\x12\x13\n\x0b\x62ytes_per_s\x18\x02 \x01(\x01\"\xe7\x01\n\x0bGatherReply\x12\x39\n\theartbeat\x18\x01 \x01(\x0b\x32$.swarmnet.workers.v1.GatherHeartbeatH\x00\x12-\n\x06roster\x18\x02 \x01(\x0b\x32\x1b.swarmnet.workers.v1.RosterH\x00\x12\x35\n\x07refused\x18\x03 \x01(\x0b\x32\".swarmnet.workers.v1.GatherRefusedH\x00\x12/\n\x07unknown\x18\x04 \x01(\x0b\x32\x1c.swarmnet.workers.v1.UnknownH\x00\x42\x06\n\x04kind\"\t\n\x07Unknown\">\n\x0fGatherHeartbeat\x12+\n\x06leader\x18\x01 \x01(\x0b\x32\x1b.swarmnet.workers.v1.Member\"\x8c\x01\n\x06Roster\x12\r\n\x05round\x18\x01 \x01(\x04\x12,\n\x07members\x18\x02 \x03(\x0b\x32\x1b.swarmnet.workers.v1.Member\x12\x10\n\x08\x65xchange\x18\x03 \x01(\x04\x12\x13\n\x0b\x62ytes_per_s\x18\x04 \x03(\x01\x12\r\n\x05known\x18\x05 \x01(\x0c\x12\x0f\n\x07weights\x18\x06 \x03(\x01\"=\n\rGatherRefused\x12\r\n\x05round\x18\x01 \x01(\x04\x12\r\n\x05state\x18\x02 \x01(\x0c\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x92\x01\n\x0cStateRequest\x12\x0b\n\x03job\x18\x01 \x01(\x0c\x12\r\n\x05state\x18\x02 \x01(\x0c\x12\x31\n\x08\x64\x65scribe\x18\x03 \x01(\x0b\x32\x1d.swarmnet.workers.v1.DescribeH\x00\x12+\n\x05\x66\x65tch\x18\x04 \x01(\x0b\x32\x1a.swarmnet.workers.v1.FetchH\x00\x42\x06\n\x04kind\"\n\n\x08\x44\x65scribe\"\x16\n\x05\x46\x65tch\x12\r\n\x05\x63hunk\x18\x01 \x01(\r\"\xb0\x01\n\nStateReply\x12\x37\n\x0b\x64\x65scription\x18\x01 \x01(\x0b\x32 .swarmnet.workers.v1.DescriptionH\x00\x12+\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x1a.swarmnet.workers.v1.ChunkH\x00\x12\x34\n\x07refused\x18\x03 \x01(\x0b\x32!.swarmnet.workers.v1.StateRefusedH\x00\x42\x06\n\x04kind\"!\n\x0b\x44\x65scription\x12\x12\n\nsize_bytes\x18\x01 \x01(\x04\"\x16\n\x05\x43hunk\x12\r\n\x05index\x18\x01 \x01(\r\"\x1e\n\x0cStateRefused\x12\x0e\n\x06reason\x18\x01 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\rworkers.proto\x12\x13swarmnet.workers.v1\"d\n\x0cWorkerRecord\x12\x0b\n\x03job\x18\x01 \x01(\x0c\x12\r\n\x05round\x18\x02 \x01(\x04\x12\r\n\x05state\x18\x03 \x01(\x0c\x12\x11\n\taddresses\x18\x04 \x03(\t\x12\x10\n\x08protocol\x18\x06 \x01(\rJ\x04\x08\x05\x10\x06\"\x1b\n\tJobRecord\x12\x0e\n\x06sealed\x18\x01 \x01(\x0c\"T\n\x06Member\x12\n\n\x02id\x18\x01 \x01(\t\x12\x11\n\taddresses\x18\x02 \x03(\t\x12\x0e\n\x06weight\x18\x04 \x01(\x01\x12\x15\n\rlast_exchange\x18\x05 \x01(\x04J\x04\x08\x03\x10\x04\"\xac\x01\n\x12MatchmakingRequest\x12\x0b\n\x03job\x18\x01 \x01(\x0c\x12\r\n\x05round\x18\x02 \x01(\x04\x12\r\n\x05state\x18\x03 \x01(\x0c\x12+\n\x06member\x18\x04 \x01(\x0b\x32\x1b.swarmnet.workers.v1.Member\x12/\n\x08measured\x18\x05 \x03(\x0b\x32\x1d.swarmnet.workers.v1.Measured\x12\r\n\x05known\x18\x06 \x01(\x0c\"+\n\x08Measured\x12\n\n\x02id\x18\x01 \x01(\t\x12\x13\n\x0b\x62ytes_per_s\x18\x02 \x01(\x01\"\xf1\x01\n\x10MatchmakingReply\x12\x39\n\theartbeat\x18\x01 \x01(\x0b\x32$.swarmnet.workers.v1.LeaderHeartbeatH\x00\x12-\n\x06roster\x18\x02 \x01(\x0b\x32\x1b.swarmnet.workers.v1.RosterH\x00\x12\x31\n\x08position\x18\x03 \x01(\x0b\x32\x1d.swarmnet.workers.v1.PositionH\x00\x12\x38\n\x07unknown\x18\x04 \x01(\x0b\x32%.swarmnet.workers.v1.UnknownAddressesH\x00\x42\x06\n\x04kind\"\x12\n\x10UnknownAddresses\">\n\x0fLeaderHeartbeat\x12+\n\x06leader\x18\x01 \x01(\x0b\x32\x1b.swarmnet.workers.v1.Member\"\x93\x01\n\x06Roster\x12\r\n\x05round\x18\x01 \x01(\x04\x12,\n\x07members\x18\x02 \x03(\x0b\x32\x1b.swarmnet.workers.v1.Member\x12\x17\n\x0f\x65xchange_number\x18\x03 \x01(\x04\x12\x13\n\x0b\x62ytes_per_s\x18\x04 \x03(\x01\x12\r\n\x05known\x18\x05 \x01(\x0c\x12\x0f\n\x07weights\x18\x06 \x03(\x01\"(\n\x08Position\x12\r\n\x05round\x18\x01 \x01(\x04\x12\r\n\x05state\x18\x02 \x01(\x0c\"\x92\x01\n\x0cStateRequest\x12\x0b\n\x03job\x18\x01 \x01(\x0c\x12\r\n\x05state\x18\x02 \x01(\x0c\x12\x31\n\x08\x64\x65scribe\x18\x03 \x01(\x0b\x32\x1d.swarmnet.workers.v1.DescribeH\x00\x12+\n\x05\x66\x65tch\x18\x04 \x01(\x0b\x32\x1a.swarmnet.workers.v1.FetchH\x00\x42\x06\n\x04kind\"\n\n\x08\x44\x65scribe\"\x16\n\x05\x46\x65tch\x12\r\n\x05\x63hunk\x18\x01 \x01(\r\"\xb0\x01\n\nStateReply\x12\x37\n\x0b\x64\x65scription\x18\x01 \x01(\x0b\x32 .swarmnet.workers.v1.DescriptionH\x00\x12+\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x1a.swarmnet.workers.v1.ChunkH\x00\x12\x34\n\x07refused\x18\x03 \x01(\x0b\x32!.swarmnet.workers.v1.StateRefusedH\x00\x42\x06\n\x04kind\"!\n\x0b\x44\x65scription\x12\x12\n\nsize_bytes\x18\x01 \x01(\x04\"\x16\n\x05\x43hunk\x12\r\n\x05index\x18\x01 \x01(\r\"\x1e\n\x0cStateRefused\x12\x0e\n\x06reason\x18\x01 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,33 +36,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_JOBRECORD']._serialized_start=140
   _globals['_JOBRECORD']._serialized_end=167
   _globals['_MEMBER']._serialized_start=169
-  _globals['_MEMBER']._serialized_end=249
-  _globals['_GATHERREQUEST']._serialized_start=252
-  _globals['_GATHERREQUEST']._serialized_end=419
-  _globals['_MEASURED']._serialized_start=421
-  _globals['_MEASURED']._serialized_end=464
-  _globals['_GATHERREPLY']._serialized_start=467
-  _globals['_GATHERREPLY']._serialized_end=698
-  _globals['_UNKNOWN']._serialized_start=700
-  _globals['_UNKNOWN']._serialized_end=709
-  _globals['_GATHERHEARTBEAT']._serialized_start=711
-  _globals['_GATHERHEARTBEAT']._serialized_end=773
-  _globals['_ROSTER']._serialized_start=776
-  _globals['_ROSTER']._serialized_end=916
-  _globals['_GATHERREFUSED']._serialized_start=918
-  _globals['_GATHERREFUSED']._serialized_end=979
-  _globals['_STATEREQUEST']._serialized_start=982
-  _globals['_STATEREQUEST']._serialized_end=1128
-  _globals['_DESCRIBE']._serialized_start=1130
-  _globals['_DESCRIBE']._serialized_end=1140
-  _globals['_FETCH']._serialized_start=1142
-  _globals['_FETCH']._serialized_end=1164
-  _globals['_STATEREPLY']._serialized_start=1167
-  _globals['_STATEREPLY']._serialized_end=1343
-  _globals['_DESCRIPTION']._serialized_start=1345
-  _globals['_DESCRIPTION']._serialized_end=1378
-  _globals['_CHUNK']._serialized_start=1380
-  _globals['_CHUNK']._serialized_end=1402
-  _globals['_STATEREFUSED']._serialized_start=1404
-  _globals['_STATEREFUSED']._serialized_end=1434
+  _globals['_MEMBER']._serialized_end=253
+  _globals['_MATCHMAKINGREQUEST']._serialized_start=256
+  _globals['_MATCHMAKINGREQUEST']._serialized_end=428
+  _globals['_MEASURED']._serialized_start=430
+  _globals['_MEASURED']._serialized_end=473
+  _globals['_MATCHMAKINGREPLY']._serialized_start=476
+  _globals['_MATCHMAKINGREPLY']._serialized_end=717
+  _globals['_UNKNOWNADDRESSES']._serialized_start=719
+  _globals['_UNKNOWNADDRESSES']._serialized_end=737
+  _globals['_LEADERHEARTBEAT']._serialized_start=739
+  _globals['_LEADERHEARTBEAT']._serialized_end=801
+  _globals['_ROSTER']._serialized_start=804
+  _globals['_ROSTER']._serialized_end=951
+  _globals['_POSITION']._serialized_start=953
+  _globals['_POSITION']._serialized_end=993
+  _globals['_STATEREQUEST']._serialized_start=996
+  _globals['_STATEREQUEST']._serialized_end=1142
+  _globals['_DESCRIBE']._serialized_start=1144
+  _globals['_DESCRIBE']._serialized_end=1154
+  _globals['_FETCH']._serialized_start=1156
+  _globals['_FETCH']._serialized_end=1178
+  _globals['_STATEREPLY']._serialized_start=1181
+  _globals['_STATEREPLY']._serialized_end=1357
+  _globals['_DESCRIPTION']._serialized_start=1359
+  _globals['_DESCRIPTION']._serialized_end=1392
+  _globals['_CHUNK']._serialized_start=1394
+  _globals['_CHUNK']._serialized_end=1416
+  _globals['_STATEREFUSED']._serialized_start=1418
+  _globals['_STATEREFUSED']._serialized_end=1448
 # @@protoc_insertion_point(module_scope)

@@ -27,18 +27,18 @@ class JobRecord(_message.Message):
     def __init__(self, sealed: _Optional[bytes] = ...) -> None: ...
 
 class Member(_message.Message):
-    __slots__ = ("id", "addresses", "weight", "exchanges")
+    __slots__ = ("id", "addresses", "weight", "last_exchange")
     ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
-    EXCHANGES_FIELD_NUMBER: _ClassVar[int]
+    LAST_EXCHANGE_FIELD_NUMBER: _ClassVar[int]
     id: str
     addresses: _containers.RepeatedScalarFieldContainer[str]
     weight: float
-    exchanges: int
-    def __init__(self, id: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., weight: _Optional[float] = ..., exchanges: _Optional[int] = ...) -> None: ...
+    last_exchange: int
+    def __init__(self, id: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., weight: _Optional[float] = ..., last_exchange: _Optional[int] = ...) -> None: ...
 
-class GatherRequest(_message.Message):
+class MatchmakingRequest(_message.Message):
     __slots__ = ("job", "round", "state", "member", "measured", "known")
     JOB_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
@@ -62,53 +62,51 @@ class Measured(_message.Message):
     bytes_per_s: float
     def __init__(self, id: _Optional[str] = ..., bytes_per_s: _Optional[float] = ...) -> None: ...
 
-class GatherReply(_message.Message):
-    __slots__ = ("heartbeat", "roster", "refused", "unknown")
+class MatchmakingReply(_message.Message):
+    __slots__ = ("heartbeat", "roster", "position", "unknown")
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     ROSTER_FIELD_NUMBER: _ClassVar[int]
-    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
     UNKNOWN_FIELD_NUMBER: _ClassVar[int]
-    heartbeat: GatherHeartbeat
+    heartbeat: LeaderHeartbeat
     roster: Roster
-    refused: GatherRefused
-    unknown: Unknown
-    def __init__(self, heartbeat: _Optional[_Union[GatherHeartbeat, _Mapping]] = ..., roster: _Optional[_Union[Roster, _Mapping]] = ..., refused: _Optional[_Union[GatherRefused, _Mapping]] = ..., unknown: _Optional[_Union[Unknown, _Mapping]] = ...) -> None: ...
+    position: Position
+    unknown: UnknownAddresses
+    def __init__(self, heartbeat: _Optional[_Union[LeaderHeartbeat, _Mapping]] = ..., roster: _Optional[_Union[Roster, _Mapping]] = ..., position: _Optional[_Union[Position, _Mapping]] = ..., unknown: _Optional[_Union[UnknownAddresses, _Mapping]] = ...) -> None: ...
 
-class Unknown(_message.Message):
+class UnknownAddresses(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class GatherHeartbeat(_message.Message):
+class LeaderHeartbeat(_message.Message):
     __slots__ = ("leader",)
     LEADER_FIELD_NUMBER: _ClassVar[int]
     leader: Member
     def __init__(self, leader: _Optional[_Union[Member, _Mapping]] = ...) -> None: ...
 
 class Roster(_message.Message):
-    __slots__ = ("round", "members", "exchange", "bytes_per_s", "known", "weights")
+    __slots__ = ("round", "members", "exchange_number", "bytes_per_s", "known", "weights")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
-    EXCHANGE_FIELD_NUMBER: _ClassVar[int]
+    EXCHANGE_NUMBER_FIELD_NUMBER: _ClassVar[int]
     BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     KNOWN_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     round: int
     members: _containers.RepeatedCompositeFieldContainer[Member]
-    exchange: int
+    exchange_number: int
     bytes_per_s: _containers.RepeatedScalarFieldContainer[float]
     known: bytes
     weights: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, round: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., exchange: _Optional[int] = ..., bytes_per_s: _Optional[_Iterable[float]] = ..., known: _Optional[bytes] = ..., weights: _Optional[_Iterable[float]] = ...) -> None: ...
+    def __init__(self, round: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., exchange_number: _Optional[int] = ..., bytes_per_s: _Optional[_Iterable[float]] = ..., known: _Optional[bytes] = ..., weights: _Optional[_Iterable[float]] = ...) -> None: ...
 
-class GatherRefused(_message.Message):
-    __slots__ = ("round", "state", "reason")
+class Position(_message.Message):
+    __slots__ = ("round", "state")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
-    REASON_FIELD_NUMBER: _ClassVar[int]
     round: int
     state: bytes
-    reason: str
-    def __init__(self, round: _Optional[int] = ..., state: _Optional[bytes] = ..., reason: _Optional[str] = ...) -> None: ...
+    def __init__(self, round: _Optional[int] = ..., state: _Optional[bytes] = ...) -> None: ...
 
 class StateRequest(_message.Message):
     __slots__ = ("job", "state", "describe", "fetch")

@@ -100,6 +100,13 @@ def remembered(data_dir: Path) -> Limits:
     return load_limits(data_dir)
 
 
+def remember(data_dir: Path, limits: Limits) -> None:
+    """Keep ``limits`` for the next start in ``data_dir``. Raises ``ConfigError`` if they cannot be written."""
+    from swarmnet_node.owner.machine import save_limits
+
+    save_limits(data_dir, limits)
+
+
 def lifted(names: Sequence[str]) -> dict[str, Any]:
     """The fields of ``Limits`` for these options, as they are without a limit. Raises ``typer.BadParameter`` for others."""
     if unknown := [name for name in names if name not in _READERS]:

@@ -3,12 +3,14 @@
 import asyncio
 import shlex
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from swarmnet.addresses import usual_listen, write_addresses
+from swarmnet.cli.commands import limits as limiting
 from swarmnet.cli.commands import train_status
 from swarmnet.cli.consent import TRAINING, ask_once
 from swarmnet.cli.interrupts import Interrupts, run_until_stopped
@@ -51,7 +53,7 @@ def template(
     method: Annotated[str, typer.Argument(metavar="METHOD", help="diloco, streaming, noloco, ...")],
 ) -> None:
     """Print a commented job file for a small task that runs as it is."""
-    from swarmnet_protocols.training.templates import template as template_of
+    from swarmnet_protocols.training.job_templates import template as template_of
 
     print_text(template_of(method), end="")
 
@@ -94,7 +96,7 @@ def create(
 
 
 async def _publish(network: Network, sealed: bytes) -> None:
-    from swarmnet_protocols.training.worker_board import publish_job
+    from swarmnet_protocols.training.job_records import publish_job
 
     async with connect(network, client_mode=True) as (_, directory):
         await publish_job(directory, sealed)
@@ -128,6 +130,8 @@ def join(  # noqa: PLR0913 - a command line, not an interface
             "--model", metavar="PATH", help="Your copy of the model that the job begins with. Remembered."
         ),
     ] = None,
+    up: limiting.Up = None,
+    down: limiting.Down = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask whether to train this job.")] = False,
     issuer: IssuerOption = None,
     as_json: JsonFlag = False,
@@ -137,6 +141,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
     The first time it says what the job reads, sends and uses on this machine, and asks.
     """
     check_job_id(job)
+    changes = limiting.read_options({"up": up, "down": down})
     entry = enter(swarm, data_dir or default_data_dir(), bootstrap)
     note_if_first(entry.bootstrap, as_json=as_json)
     with locked_data_dir(data_dir or default_data_dir()) as directory:
@@ -159,9 +164,19 @@ def join(  # noqa: PLR0913 - a command line, not an interface
         facts = facts_of(local, device=device, threads=threads, disk=job_folder(directory, job))
         ask_once(job_folder(directory, job), facts, TRAINING, asking=not yes, as_json=as_json)
         store_local_files(directory, job, files)
-        network = entry.network(listen or usual_listen(directory), announce, issuer)
+        limits = replace(limiting.remembered(directory), **changes)
+        if changes:
+            limiting.remember(directory, limits)
         config = WorkerConfig(
-            job, network, directory, cache_dir or default_cache_dir(), device, threads, files
+            job=job,
+            network=entry.network(listen or usual_listen(directory), announce, issuer),
+            data_dir=directory,
+            cache_dir=cache_dir or default_cache_dir(),
+            device=device,
+            threads=threads,
+            files=files,
+            up_bytes_per_s=limits.up_bytes_per_s,
+            down_bytes_per_s=limits.down_bytes_per_s,
         )
         with display(as_json=as_json) as shown:
             record = TrainingRecord(job_folder(directory, job), job, wall_clock)

@@ -68,7 +68,7 @@ def _watch_here(folder: Path, *, watch: bool, as_json: bool) -> None:
 
 
 async def _watch_swarm(network: Network, job_id: str, *, watch: bool, as_json: bool) -> None:
-    from swarmnet_protocols.training.worker_board import find_job, find_workers
+    from swarmnet_protocols.training.job_records import find_job, find_workers
 
     shown: dict[str, Any] = {}
     with ExitStack() as waiting:

@@ -32,7 +32,7 @@ from swarmnet_protocols.net import PeerId, Stream, Transport
 from swarmnet_protocols.net.protocol_ids import REPORT
 from swarmnet_protocols.routing.cost import HostInfo
 from swarmnet_protocols.timing import Timing
-from swarmnet_protocols.training.worker_board import WorkerInfo, find_job, find_workers
+from swarmnet_protocols.training.job_records import WorkerInfo, find_job, find_workers
 from swarmnet_protocols.wire import records_pb2, report_pb2
 
 MAX_PEERS = 2000

@@ -1,67 +1,120 @@
-"""How the sending of an exchange is spread over the time it may take, so that it needs little of a link at any moment. Pure."""
+"""The deadlines of an averaging round, and the schedule by which transfers are spread over the time up to them.
 
+A round has four phases, in seconds since the member began it (``RoundTiming``):
+
+1. until ``contribution_s``: contributions arrive at the reducers;
+2. until ``majority_s``: results arrive, and all live members must hold all of them to commit. A reducer that has sent no result half-way
+   through this phase (``replace_reducer_s``) is replaced;
+3. until ``deadline_s``: a majority of holders is enough to commit; without one the round is discarded;
+4. afterwards: a member that knows no decision is behind.
+"""
+
+import math
 from dataclasses import dataclass
 
-from swarmnet_protocols.training.rounds.events import RoundTiming
+from swarmnet_protocols.errors import ConfigError
 
-SENDING = 0.99
-"""Of the time an exchange may take; the rest is for what is on its way, and to agree."""
-BY_DEADLINE = 0.5
-"""Of the time until contributions are due: whoever paces itself has sent them by then."""
-PARTS = 256
-"""Of a payload that is paced: a burst is no more than one of them."""
+SENDING_FRACTION = 0.99
+"""Fraction of the available time over which a transfer is spread; the rest is for data in flight and for the decision."""
+CONTRIBUTION_FRACTION = 0.5
+"""Paced contributions are sent within this fraction of ``contribution_s``, which leaves the other half for retries."""
+MAX_PARTS = 256
+"""Parts of a paced payload: a burst is at most one part."""
 MIN_PART_BYTES = 4 << 10
 MAX_PART_BYTES = 256 << 10
-"""Of a payload in one message: small, as what is urgent waits for no more than one."""
+"""Largest part of a payload in one message: control messages wait for at most one part."""
 MIN_WAIT_S = 1e-3
-"""What is due so soon may go now."""
+"""A part that is due within this time is sent at once."""
+
+
+@dataclass(frozen=True)
+class RoundTiming:
+    """Deadlines of a round in seconds since this member began it, and timeouts of its streams in seconds."""
+
+    contribution_s: float = 20.0
+    """A later contribution is left out. A member that takes over a slice waits as long again."""
+    majority_s: float = 40.0
+    """From here on a majority is enough to commit; if no majority holds all results, the round is discarded."""
+    deadline_s: float = 60.0
+    """A member that knows no decision by now is behind."""
+    silence_s: float = 2.0
+    """A member that sent no heartbeat for this long counts as lost until its stream opens again."""
+    heartbeat_s: float = 0.4
+    open_s: float = 2.5
+    """Timeout for dialling a member and opening a stream."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.contribution_s < self.majority_s < self.deadline_s < math.inf:
+            raise ConfigError("a round needs 0 < contribution_s < majority_s < deadline_s")
+        if self.silence_s < 3 * self.heartbeat_s:
+            raise ConfigError(
+                "silence_s must be at least three heartbeats, or one late packet looks like a death"
+            )
+
+    @property
+    def replace_reducer_s(self) -> float:
+        """A reducer that has delivered nothing by now is replaced, early enough for another one to finish before ``majority_s``."""
+        return (self.contribution_s + self.majority_s) / 2
+
+    @property
+    def attempt_s(self) -> float:
+        """Time that a coordinator has after ``majority_s`` before the next attempt begins: there are four until the deadline."""
+        return (self.deadline_s - self.majority_s) / 4
+
+    @property
+    def give_up_s(self) -> float:
+        """A member that has been cut off from the majority for this long ends behind."""
+        return 3 * (self.silence_s + self.open_s)
 
 
 @dataclass(frozen=True)
 class Pace:
-    """``size_bytes`` that leave evenly from ``start_s`` to ``end_s``, or as fast as they can if that is no later."""
+    """``size_bytes`` sent at an even rate from ``start_s`` to ``end_s`` (loop time), or at once if ``end_s`` is not later."""
 
     start_s: float
     end_s: float
     size_bytes: int
 
     def due_s(self, sent_bytes: int) -> float:
-        """When the next may go after ``sent_bytes``. It follows the plan, not the last part: who is behind it does not wait."""
+        """When the next part may be sent after ``sent_bytes``. A sender that is late does not wait: the schedule is absolute."""
         share = sent_bytes / max(1, self.size_bytes)
         return self.start_s + max(0.0, self.end_s - self.start_s) * share
 
     @property
     def part_bytes(self) -> int:
-        """How much to send at a time."""
+        """Size of one part."""
         if self.end_s - self.start_s < MIN_WAIT_S:
             return MAX_PART_BYTES
-        return min(MAX_PART_BYTES, max(MIN_PART_BYTES, -(-self.size_bytes // PARTS)))
+        return min(MAX_PART_BYTES, max(MIN_PART_BYTES, -(-self.size_bytes // MAX_PARTS)))
 
 
-class Spread:
-    """The paces of one round at a member that began it at ``began_s`` and may take ``spread_s`` to send; 0 for at once.
+class SendSchedule:
+    """The paces of all transfers of one round at one member, so that an exchange that overlaps inner steps uses little bandwidth.
 
-    ``contributions`` is what part contributions are of all bytes: the same rate lasts through them and the results. A result
-    begins when the contribution on the same link has ended, and however late either begins, deadlines hold: what is sent
-    again, or for somebody who failed, has less time or none.
+    Contributions and results are sent at one common rate. A result to a member starts when the contribution to that member has
+    ended. The deadlines hold however late either begins, so a transfer that is repeated, or made for a reducer that
+    failed, has less time or is sent at once.
     """
 
-    def __init__(self, spread_s: float, contributions: float, began_s: float, timing: RoundTiming) -> None:
-        contribute_by_s = BY_DEADLINE * timing.contribution_s
-        sending_s = min(SENDING * spread_s, contribute_by_s / contributions)
-        self._contribution_s = sending_s * contributions
+    def __init__(
+        self, spread_s: float, contribution_fraction: float, began_s: float, timing: RoundTiming
+    ) -> None:
+        """``spread_s``: seconds over which the round may send; 0: at once. ``contribution_fraction``: contributions' share of all bytes."""
+        contribute_by_s = CONTRIBUTION_FRACTION * timing.contribution_s
+        sending_s = min(SENDING_FRACTION * spread_s, contribute_by_s / contribution_fraction)
+        self._contribution_s = sending_s * contribution_fraction
         self._result_s = sending_s - self._contribution_s
         self._contribute_by = began_s + contribute_by_s
-        self._deliver_by = began_s + timing.late_s
-        self._contributed: dict[int, float] = {}
+        self._deliver_by = began_s + timing.replace_reducer_s
+        self._contribution_end: dict[int, float] = {}
 
     def contribution(self, member: int, size_bytes: int, now: float) -> Pace:
-        """For a contribution to ``member``, from ``now``."""
+        """The pace of a contribution to ``member`` that starts ``now``."""
         end_s = min(now + self._contribution_s, self._contribute_by)
-        self._contributed.setdefault(member, end_s)
+        self._contribution_end.setdefault(member, end_s)
         return Pace(now, end_s, size_bytes)
 
     def result(self, member: int, size_bytes: int, now: float) -> Pace:
-        """For a result to ``member``, that is here ``now``."""
-        start_s = max(now, self._contributed.get(member, now))
+        """The pace of a result to ``member`` that is available ``now``."""
+        start_s = max(now, self._contribution_end.get(member, now))
         return Pace(start_s, min(start_s + self._result_s, self._deliver_by), size_bytes)

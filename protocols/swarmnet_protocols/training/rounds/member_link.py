@@ -1,4 +1,4 @@
-"""A stream of our own to one other member of a round: what is urgent first, opened again while the round lasts."""
+"""This member's own stream to one other member of a round: control messages before bulk data, reopened while the round lasts."""
 
 import asyncio
 import contextlib
@@ -8,122 +8,123 @@ from dataclasses import dataclass
 
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.machine.aio import race
-from swarmnet_protocols.net import Message, PeerId, Stream, Transport
-from swarmnet_protocols.net.messages import parse, receive_within
+from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.net.protocol_ids import EXCHANGE
 from swarmnet_protocols.net.refusal import printable
-from swarmnet_protocols.training.rounds.events import RoundTiming
+from swarmnet_protocols.net.typed_stream import TypedStream
+from swarmnet_protocols.training.rounds.deadlines import RoundTiming
+from swarmnet_protocols.training.rounds.transfers import Outgoing
 from swarmnet_protocols.wire import training_pb2 as pb
 
 
-class TurnedAway(SwarmnetError):
-    """The other member is not in this round, or means another by it."""
+class RoundRefused(SwarmnetError):
+    """The other member is not in this round, or disagrees on its terms."""
 
 
 @dataclass(frozen=True)
-class Dial:
-    """How to reach a member, and the first message to it."""
+class MemberAddress:
+    """How to reach a member, and the first message on each stream to it."""
 
     transport: Transport
     peer: PeerId
     addresses: tuple[str, ...]
-    hello: Message
+    hello: pb.ExchangeRequest
     timing: RoundTiming
 
 
 class MemberLink:
-    """Sends to one member. ``on_change`` hears, at once, that it can be reached (True) or is lost (False)."""
+    """Sends to one member. ``on_change`` is called when the member becomes reachable (True) and when it is lost (False)."""
 
-    def __init__(self, dial: Dial, on_change: Callable[[bool], None]) -> None:
+    def __init__(self, address: MemberAddress, on_change: Callable[[bool], None]) -> None:
         self.bytes_sent = 0
-        self._dial = dial
+        self._address = address
         self._on_change = on_change
-        self._urgent: deque[Message] = deque()
-        self._bulk: dict[str, dict[Hashable, Iterator[Message | float]]] = {}
-        self._news = asyncio.Event()
+        self._control: deque[pb.ExchangeRequest] = deque()
+        self._bulk: dict[str, dict[Hashable, Iterator[Outgoing | float]]] = {}
+        self._posted = asyncio.Event()
         self._draining = False
 
-    def post(self, message: Message) -> None:
-        """Send as soon as possible."""
-        self._urgent.append(message)
-        self._news.set()
+    def post(self, message: pb.ExchangeRequest) -> None:
+        """Send a control message before any bulk data."""
+        self._control.append(message)
+        self._posted.set()
 
-    def post_bulk(self, sequence: str, name: Hashable, messages: Iterator[Message | float]) -> None:
-        """Send while nothing is urgent, in order within a ``lane``. ``messages`` is asked for the next only when there is room for it.
+    def post_bulk(self, queue: str, name: Hashable, messages: Iterator[Outgoing | float]) -> None:
+        """Send ``messages`` when no control message waits, in order within a ``queue``.
 
-        A number is the loop's time until which it has none: then it is asked again, and meanwhile other lanes have their
-        turn. Nothing is sent again while what has the same name is still to be sent.
+        The iterator is advanced only when its next message can be sent. A float is the loop time until which it has no message;
+        meanwhile other queues are served. A ``name`` that is already queued is not queued again.
         """
-        self._bulk.setdefault(sequence, {}).setdefault(name, messages)
-        self._news.set()
+        self._bulk.setdefault(queue, {}).setdefault(name, messages)
+        self._posted.set()
 
     def drain(self) -> None:
-        """End ``run`` when everything posted has been sent."""
+        """Make ``run`` return once everything posted has been sent."""
         self._draining = True
-        self._news.set()
+        self._posted.set()
 
     async def run(self) -> None:
-        """Keep a stream open until drained; what was posted to a stream that broke is dropped."""
+        """Keep a stream open until drained. Messages posted to a stream that broke are dropped: the state machine repeats them."""
         while True:
             with contextlib.suppress(SwarmnetError):
-                await self._converse()
+                await self._use_one_stream()
                 return
-            self._urgent.clear()
+            self._control.clear()
             self._bulk.clear()
             self._on_change(False)
             if self._draining:
                 return
-            await asyncio.sleep(self._dial.timing.heartbeat_s)
+            await asyncio.sleep(self._address.timing.heartbeat_s)
 
-    async def _converse(self) -> None:
-        dial = self._dial
-        stream = await dial.transport.open(
-            dial.peer, EXCHANGE, addresses=dial.addresses, deadline_s=dial.timing.open_s
+    async def _use_one_stream(self) -> None:
+        address = self._address
+        stream = await address.transport.open(
+            address.peer, EXCHANGE, addresses=address.addresses, deadline_s=address.timing.open_s
         )
-        try:
-            await self._transmit(stream, dial.hello)
+        typed = TypedStream(stream, pb.ExchangeRequest, pb.ExchangeReply, silence_s=address.timing.silence_s)
+        with contextlib.closing(stream):
+            await self._transmit(typed, (address.hello, b""))
             self._on_change(True)
-            await race(self._send(stream), self._listen(stream))
-        finally:
-            stream.close()
+            await race(self._send(typed), self._watch(typed))
 
-    async def _send(self, stream: Stream) -> None:
+    async def _send(self, stream: "TypedStream[pb.ExchangeRequest, pb.ExchangeReply]") -> None:
         while True:
             turn = self._next()
-            if isinstance(turn, Message):
+            if isinstance(turn, tuple):
                 await self._transmit(stream, turn)
             elif turn is None and self._draining:
                 return
             else:
-                self._news.clear()
+                self._posted.clear()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout_at(turn):
-                        await self._news.wait()
+                        await self._posted.wait()
 
-    def _next(self) -> Message | float | None:
-        """What is to be sent now, or when there will be something; None if nothing is posted."""
-        if self._urgent:
-            return self._urgent.popleft()
+    def _next(self) -> Outgoing | float | None:
+        """The message to send now, or the time when one will be due; None if nothing is posted."""
+        if self._control:
+            return self._control.popleft(), b""
         due_s = []
-        for sequence in self._bulk.values():
-            while sequence:
-                name, messages = next(iter(sequence.items()))
+        for queue in self._bulk.values():
+            while queue:
+                name, messages = next(iter(queue.items()))
                 turn = next(messages, None)
-                if isinstance(turn, Message):
+                if isinstance(turn, tuple):
                     return turn
                 if turn is not None:
                     due_s.append(turn)
                     break
-                del sequence[name]
+                del queue[name]
         return min(due_s, default=None)
 
-    async def _transmit(self, stream: Stream, message: Message) -> None:
-        await stream.send(message)
-        self.bytes_sent += len(message.header) + len(message.payload)
+    async def _transmit(
+        self, stream: "TypedStream[pb.ExchangeRequest, pb.ExchangeReply]", outgoing: Outgoing
+    ) -> None:
+        message, payload = outgoing
+        await stream.send(message, payload)
+        self.bytes_sent += message.ByteSize() + len(payload)
 
-    async def _listen(self, stream: Stream) -> None:
-        while True:
-            message = await receive_within(stream, self._dial.timing.silence_s)
-            reply = parse(pb.ExchangeReply, message.header)
-            if reply.HasField("refusal"):
-                raise TurnedAway(f"{stream.peer}: {printable(reply.refusal.detail)}")
+    async def _watch(self, stream: "TypedStream[pb.ExchangeRequest, pb.ExchangeReply]") -> None:
+        """Raise ``DeadlineExceeded`` when heartbeats stop, and ``RoundRefused`` if the member refuses."""
+        reply, _ = await stream.receive()
+        raise RoundRefused(f"{stream.peer}: {printable(reply.refused.detail)}")

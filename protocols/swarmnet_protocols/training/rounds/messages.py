@@ -1,4 +1,8 @@
-"""What members of a round tell each other to reach one decision, and its wire form. All of it is bounded by :class:`Shape`."""
+"""Everything that goes into and out of the state machine of a round: control messages with their wire form, events and effects.
+
+``Round.handle`` (round_state.py) takes one event and returns effects. Control messages arrive inside the event ``Received`` and leave inside the
+effect ``Send``. Numbers in received messages are checked against :class:`Shape`.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,32 +13,35 @@ from swarmnet_protocols.wire import training_pb2 as pb
 HASH_BYTES = 32
 MAX_ATTEMPT = 1 << 16
 CANDIDATES = 2
-"""Results a member keeps of one slice: two, when an owner was replaced after it had answered some."""
+"""Results that a member keeps of one slice. There are two when a reducer was replaced after some members had its result."""
 
 Hashes = tuple[bytes, ...]
-"""A proposal: the hash of every slice's result to commit, or nothing to discard."""
+"""A proposal: the hash of every slice's result (COMMIT), or the empty tuple (DISCARD)."""
 
 DISCARD: Hashes = ()
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes every message of a round must keep to."""
+    """Exclusive upper bounds on the member and slice numbers in the messages of a round."""
 
     members: int
     slices: int
 
 
+# Control messages ---------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Prepare:
-    """There is an attempt of this number: report to its coordinator."""
+    """Attempt ``attempt`` has begun: report to its coordinator (Paxos phase 1a)."""
 
     attempt: int
 
 
 @dataclass(frozen=True)
 class Vote:
-    """Hashes proposed, or accepted, under an attempt."""
+    """Hashes proposed or accepted in an attempt (Paxos phase 2a, and the accepted value in phase 1b)."""
 
     attempt: int
     hashes: Hashes
@@ -42,7 +49,7 @@ class Vote:
 
 @dataclass(frozen=True)
 class Report:
-    """A member's promise to accept nothing below ``attempt``, with the results it holds of every slice and its last vote."""
+    """Promise to accept nothing below ``attempt``, with the results held of every slice and the last vote (Paxos phase 1b)."""
 
     attempt: int
     held: tuple[tuple[bytes, ...], ...]
@@ -50,48 +57,165 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Slot:
-    """Who reduces a slice, which result all are to have (b"": none yet), and who has it."""
+class Assignment:
+    """Of one slice: the member that reduces it, the hash of the result chosen (b"": none yet) and a member that holds it."""
 
-    owner: int
+    reducer: int
     chosen: bytes = b""
     holder: int = 0
 
 
 @dataclass(frozen=True)
 class Plan:
+    """The coordinator's assignment of every slice."""
+
     attempt: int
-    slots: tuple[Slot, ...]
+    assignments: tuple[Assignment, ...]
 
 
 @dataclass(frozen=True)
 class Ack:
-    """The proposal of this attempt is accepted."""
+    """The proposal of this attempt is accepted (Paxos phase 2b)."""
 
     attempt: int
 
 
 @dataclass(frozen=True)
 class Decided:
+    """The decision of the round, which is final."""
+
     hashes: Hashes
 
 
 @dataclass(frozen=True)
-class Want:
-    """Send me this result."""
+class RequestResult:
+    """Send the sender of this message the result of ``slice`` with this hash."""
 
     slice: int
     hash: bytes
 
 
 @dataclass(frozen=True)
-class Call:
-    """This slice is mine to reduce now: send me your contribution."""
+class RequestContribution:
+    """The sender of this message has taken over ``slice``: send it your contribution."""
 
     slice: int
 
 
-Control = Prepare | Report | Plan | Vote | Ack | Decided | Want | Call
+Control = Prepare | Report | Plan | Vote | Ack | Decided | RequestResult | RequestContribution
+
+
+# Events: what a member observes -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LinkUp:
+    """This member's own stream to ``member`` is open."""
+
+    member: int
+
+
+@dataclass(frozen=True)
+class LinkDown:
+    """This member's own stream to ``member`` is lost."""
+
+    member: int
+
+
+@dataclass(frozen=True)
+class Received:
+    """A control message arrived from ``member``."""
+
+    member: int
+    message: Control
+
+
+@dataclass(frozen=True)
+class Began:
+    """``member`` has begun this round: its Hello arrived."""
+
+    member: int
+
+
+@dataclass(frozen=True)
+class Contributed:
+    """The whole contribution of ``member`` to a slice arrived, or its statement that it contributes nothing."""
+
+    slice: int
+    member: int
+
+
+@dataclass(frozen=True)
+class Receiving:
+    """A part of a result of ``slice`` arrived."""
+
+    slice: int
+
+
+@dataclass(frozen=True)
+class Holds:
+    """This member has a whole and verified result of ``slice``."""
+
+    slice: int
+    hash: bytes
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time has passed. Sent once per heartbeat period."""
+
+
+Event = LinkUp | LinkDown | Began | Received | Contributed | Receiving | Holds | Tick
+
+
+# Effects: what a member must do -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Send:
+    """Send a control message to ``member``."""
+
+    member: int
+    message: Control
+
+
+@dataclass(frozen=True)
+class SendContribution:
+    """Send this member's contribution to ``slice`` to ``member``."""
+
+    member: int
+    slice: int
+
+
+@dataclass(frozen=True)
+class SendResult:
+    """Send the result of ``slice`` with this hash to ``member``."""
+
+    member: int
+    slice: int
+    hash: bytes
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """Aggregate the contributions of ``members`` to ``slice`` and feed the event ``Holds``."""
+
+    slice: int
+    members: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Finish:
+    """The round has ended at this member: committed (``hashes``), discarded (``DISCARD``) or behind (None)."""
+
+    hashes: Hashes | None
+    reason: str
+
+
+Effect = Send | SendContribution | SendResult | Reduce | Finish
+
+
+# Wire form ----------------------------------------------------------------------------------------------
 
 
 def encode_control(message: Control) -> pb.ExchangeRequest:
@@ -106,25 +230,28 @@ def encode_control(message: Control) -> pb.ExchangeRequest:
             return pb.ExchangeRequest(
                 report=pb.Report(attempt=attempt, held=entries, vote=None if vote is None else _vote(vote))
             )
-        case Plan(attempt, slots):
-            parts = [pb.Slot(owner=slot.owner, chosen=slot.chosen, holder=slot.holder) for slot in slots]
-            return pb.ExchangeRequest(plan=pb.Plan(attempt=attempt, slots=parts))
+        case Plan(attempt, assignments):
+            parts = [
+                pb.Assignment(reducer=assignment.reducer, chosen=assignment.chosen, holder=assignment.holder)
+                for assignment in assignments
+            ]
+            return pb.ExchangeRequest(plan=pb.Plan(attempt=attempt, assignments=parts))
         case Vote():
             return pb.ExchangeRequest(propose=_vote(message))
         case Ack(attempt):
             return pb.ExchangeRequest(ack=pb.Ack(attempt=attempt))
         case Decided(hashes):
             return pb.ExchangeRequest(decided=pb.Decided(hashes=b"".join(hashes)))
-        case Want(index, wanted):
-            return pb.ExchangeRequest(want=pb.Want(slice=index, hash=wanted))
-        case Call(index):
-            return pb.ExchangeRequest(call=pb.Call(slice=index))
+        case RequestResult(index, wanted):
+            return pb.ExchangeRequest(request_result=pb.RequestResult(slice=index, hash=wanted))
+        case RequestContribution(index):
+            return pb.ExchangeRequest(request_contribution=pb.RequestContribution(slice=index))
 
 
 def decode_control(request: pb.ExchangeRequest, shape: Shape) -> Control | None:
-    """The control message in ``request``, every number within ``shape``; None if it is of another kind.
+    """The control message in ``request``; None if ``request`` is a contribution, a result or a hello.
 
-    Raises ``ProtocolViolation``.
+    Raises ``ProtocolViolation`` for a number outside ``shape`` or a hash of the wrong size.
     """
     match request.WhichOneof("kind"):
         case "prepare":
@@ -134,30 +261,33 @@ def decode_control(request: pb.ExchangeRequest, shape: Shape) -> Control | None:
             vote = _read_vote(report.vote, shape) if report.HasField("vote") else None
             return Report(_attempt(report.attempt), _held(report.held, shape), vote)
         case "plan":
-            return Plan(_attempt(request.plan.attempt), _slots(request.plan.slots, shape))
+            return Plan(_attempt(request.plan.attempt), _assignments(request.plan.assignments, shape))
         case "propose":
             return _read_vote(request.propose, shape)
         case "ack":
             return Ack(_attempt(request.ack.attempt))
         case "decided":
             return Decided(_hashes(request.decided.hashes, shape))
-        case "want":
-            return Want(below(request.want.slice, shape.slices, "slice"), hash_of_size(request.want.hash))
-        case "call":
-            return Call(below(request.call.slice, shape.slices, "slice"))
+        case "request_result":
+            return RequestResult(
+                below(request.request_result.slice, shape.slices, "slice"),
+                hash_of_size(request.request_result.hash),
+            )
+        case "request_contribution":
+            return RequestContribution(below(request.request_contribution.slice, shape.slices, "slice"))
         case _:
             return None
 
 
 def below(number: int, limit: int, what: str) -> int:
-    """``number``, or ``ProtocolViolation`` unless it is in [0, limit)."""
+    """Return ``number``. Raises ``ProtocolViolation`` unless it is in [0, limit)."""
     if not 0 <= number < limit:
         raise ProtocolViolation(f"{what} {number} is not below {limit}")
     return number
 
 
 def hash_of_size(value: bytes, size_bytes: int = HASH_BYTES) -> bytes:
-    """``value``, or ``ProtocolViolation`` unless it has this size: without another, that of a SHA-256."""
+    """Return ``value``. Raises ``ProtocolViolation`` unless it has ``size_bytes``."""
     if len(value) != size_bytes:
         raise ProtocolViolation(f"a hash of {len(value)} bytes")
     return value
@@ -190,12 +320,12 @@ def _held(entries: Sequence[pb.Held], shape: Shape) -> tuple[tuple[bytes, ...], 
     return tuple(held)
 
 
-def _slots(entries: Sequence[pb.Slot], shape: Shape) -> tuple[Slot, ...]:
+def _assignments(entries: Sequence[pb.Assignment], shape: Shape) -> tuple[Assignment, ...]:
     if len(entries) != shape.slices:
         raise ProtocolViolation(f"a plan of {len(entries)} slices, not {shape.slices}")
     return tuple(
-        Slot(
-            below(entry.owner, shape.members, "member"),
+        Assignment(
+            below(entry.reducer, shape.members, "member"),
             hash_of_size(entry.chosen) if entry.chosen else b"",
             below(entry.holder, shape.members, "member"),
         )

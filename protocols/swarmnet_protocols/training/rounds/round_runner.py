@@ -1,4 +1,7 @@
-"""One round as this member lives it: the state machine of ``rounds.py`` with streams, slices and time."""
+"""Running one averaging round: connects the state machine (``round_state.Round``) to streams, slices and the clock.
+
+Every observation is fed to the state machine as an event (``_feed``), and every effect that it returns is performed (``_perform``).
+"""
 
 import asyncio
 import math
@@ -10,11 +13,14 @@ from typing import Any, TypeVar
 import torch
 
 from swarmnet_protocols.errors import ConfigError, ProtocolViolation
-from swarmnet_protocols.net import Buffer, Message, PeerId, Stream, Transport
-from swarmnet_protocols.net.messages import parse
+from swarmnet_protocols.net import Buffer, PeerId, Transport
+from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.training.bandwidth import Arrival
-from swarmnet_protocols.training.rounds.deadlines import Spread
-from swarmnet_protocols.training.rounds.events import (
+from swarmnet_protocols.training.rounds.deadlines import RoundTiming, SendSchedule
+from swarmnet_protocols.training.rounds.member_link import MemberAddress, MemberLink
+from swarmnet_protocols.training.rounds.messages import (
+    DISCARD,
+    HASH_BYTES,
     Began,
     Contributed,
     Effect,
@@ -26,36 +32,32 @@ from swarmnet_protocols.training.rounds.events import (
     Received,
     Receiving,
     Reduce,
-    RoundTiming,
     Send,
     SendContribution,
     SendResult,
     Tick,
-)
-from swarmnet_protocols.training.rounds.member_link import Dial, MemberLink
-from swarmnet_protocols.training.rounds.messages import (
-    DISCARD,
-    HASH_BYTES,
     below,
     decode_control,
     encode_control,
     hash_of_size,
 )
-from swarmnet_protocols.training.rounds.round_state import Round
-from swarmnet_protocols.training.rounds.shares import Share
-from swarmnet_protocols.training.rounds.terms import Terms
-from swarmnet_protocols.training.rounds.transfers import (
-    MAX_SUMMARY_BYTES,
-    NAME_BYTES,
-    Assembly,
-    Payload,
-    Reader,
+from swarmnet_protocols.training.rounds.reduction import (
+    CONTRIBUTION_HASH_BYTES,
+    Contribution,
     Result,
+    ResultReader,
     Rules,
-    contribution_messages,
-    parts,
     read_summary,
     reduce_slice,
+)
+from swarmnet_protocols.training.rounds.round_state import Round
+from swarmnet_protocols.training.rounds.terms import Slice, Terms
+from swarmnet_protocols.training.rounds.transfers import (
+    MAX_SUMMARY_BYTES,
+    Outgoing,
+    PartialPayload,
+    contribution_messages,
+    parts,
     result_messages,
 )
 from swarmnet_protocols.wire import training_pb2 as pb
@@ -65,67 +67,70 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a round ended for this member.
+    """How a round ended at this member: committed, discarded (neither ``committed`` nor ``behind``), or behind.
 
-    ``committed``: ``average`` [n] is what every member has that committed, bit for bit. Otherwise ``average`` is None, and unless ``behind``
-    nobody has one. ``behind``: the others may have committed; compare parameters with them, or heal, before the next round.
+    ``committed``: ``average`` [n] has the same bits at every member that committed. Otherwise ``average`` is None.
+    Discarded: no member has an average. ``behind``: the others may have committed, so this worker has to compare its state with theirs.
     """
 
     committed: bool
     behind: bool
     average: torch.Tensor | None
-    slices: tuple[Share, ...]
+    slices: tuple[Slice, ...]
     contributors: tuple[tuple[PeerId, ...], ...]
-    """Of every slice, in the order of peer ids."""
+    """The contributors to each slice, in the order of peer ids."""
     excluded: tuple[tuple[PeerId, str], ...]
-    """Whose contribution arrived and was left out of some slice, and why."""
+    """Peers whose contribution arrived and was left out of a slice, with the reason."""
     refuted: tuple[PeerId, ...]
-    """Members that sent this one a result which is not what its slice's contributions make."""
+    """Members that sent this one a result which is not the aggregate of its slice's contributions."""
     reason: str
     bytes_sent: int
     bytes_received: int
     wait_s: float
     arrivals: tuple[Arrival, ...]
-    """The last contribution and the last result of every member, and how fast they came."""
+    """Transfer times of the last contribution and the last result of every member."""
 
 
 @dataclass(frozen=True)
-class Engagement:
-    """What a round works with. ``own`` runs a task for as long as the exchange is open."""
+class RoundContext:
+    """What a round needs from its ``Averager``. ``spawn`` starts a task that is cancelled when the averager closes."""
 
     transport: Transport
     timing: RoundTiming
     rules: Rules
     executor: Executor | None
     sign: Callable[[bytes], bytes]
-    own: Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
+    spawn: Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 
 
 class RoundRunner:
-    """``prepare``, then ``run``, which takes ``spread_s`` to send. It goes on to answer others until ``close``."""
+    """One round at this member: ``prepare``, then ``run``. Other members are served until ``close``."""
 
-    def __init__(self, terms: Terms, engagement: Engagement, spread_s: float) -> None:
-        me = terms.find(engagement.transport.peer_id)
+    def __init__(self, terms: Terms, context: RoundContext, spread_s: float) -> None:
+        """``spread_s``: seconds over which transfers are spread. Raises ``ConfigError`` if this worker is not in the roster."""
+        me = terms.find(context.transport.peer_id)
         if me is None:
             raise ConfigError("this worker is not in the roster of the round")
         self._terms = terms
-        self._engagement = engagement
+        self._context = context
         self._me = me
         self._loop = asyncio.get_running_loop()
         self._began_s = self._loop.time()
-        self._round = Round(me, terms.coordinators(), terms.owners, engagement.timing, self._began_s)
-        self._spread = Spread(spread_s, terms.contributions, self._began_s, engagement.timing)
+        self._round = Round(me, terms.coordinators(), terms.reducers, context.timing, self._began_s)
+        self._schedule = SendSchedule(spread_s, terms.contribution_fraction, self._began_s, context.timing)
         self._ended: asyncio.Future[Finish] = self._loop.create_future()
         self._links: dict[int, MemberLink] = {}
-        self._running: dict[int, asyncio.Task[None]] = {}
-        self._incoming: dict[int, Stream] = {}
-        self._own: list[Payload] = []
+        self._link_tasks: dict[int, asyncio.Task[None]] = {}
+        self._incoming: dict[int, TypedStream[pb.ExchangeReply, pb.ExchangeRequest]] = {}
+        self._own: list[Contribution] = []
+        """This member's contribution to each slice; empty if it makes none."""
         self._withheld = ""
-        self._contributions: list[dict[int, Payload]] = [{} for _ in terms.slices]
-        self._assemblies: dict[tuple[int, str], Assembly] = {}
+        """Why this member contributes nothing."""
+        self._contributions: list[dict[int, Contribution]] = [{} for _ in terms.slices]
+        self._partial: dict[tuple[int, str], PartialPayload] = {}
         self._results: dict[tuple[int, bytes], Result] = {}
         self._reading: list[int] = []
-        """Slices whose result is here and being checked: it is not to be asked for again."""
+        """Slices whose result has arrived and is being verified: it need not be requested again."""
         self._refuted: dict[PeerId, str] = {}
         self._average = torch.empty(terms.count)
         self._in_average: list[bytes] = [b""] * len(terms.slices)
@@ -135,20 +140,20 @@ class RoundRunner:
 
     @property
     def peers(self) -> frozenset[PeerId]:
-        """Its members."""
+        """The round's members."""
         return frozenset(member.peer for member in self._terms.members)
 
     async def prepare(self, values: torch.Tensor, weight: float) -> None:
-        """Encode what this member contributes: nothing if ``weight`` is 0 or ``values`` are not finite."""
+        """Encode this member's contribution: none if ``weight`` is 0 or a value is not finite."""
         try:
             self._own = await self._compute(lambda: self._encode(values, weight))
         except ValueError as error:
             self._withheld = str(error)
-        for index, payload in enumerate(self._own):
-            self._contributions[index][self._me] = payload
+        for index, contribution in enumerate(self._own):
+            self._contributions[index][self._me] = contribution
 
     async def run(self) -> Outcome:
-        """Take part until the round ends here."""
+        """Take part until the round ends at this member."""
         try:
             for member in range(len(self._terms.members)):
                 if member != self._me:
@@ -156,7 +161,7 @@ class RoundRunner:
                     self._keep_running(member)
             self._feed(Tick())
             while not self._ended.done():
-                await asyncio.wait([self._ended], timeout=self._engagement.timing.heartbeat_s)
+                await asyncio.wait([self._ended], timeout=self._context.timing.heartbeat_s)
                 for index in self._reading:
                     self._feed(Receiving(index))
                 self._feed(Tick())
@@ -169,39 +174,46 @@ class RoundRunner:
             link.drain()
         self._own = []
         self._contributions = [{} for _ in self._terms.slices]
-        self._assemblies.clear()
+        self._partial.clear()
         return outcome
 
-    async def serve(self, stream: Stream, agreement: bytes) -> None:
-        """Take in what another member sends on a stream of its own. Raises ``ProtocolViolation`` if it is not one, or means another round."""
+    async def serve(
+        self, stream: "TypedStream[pb.ExchangeReply, pb.ExchangeRequest]", agreement: bytes
+    ) -> None:
+        """Receive from another member's stream until it ends.
+
+        Raises ``ProtocolViolation`` if the peer is not a member, or its ``agreement`` differs from the hash of this round's terms.
+        """
         member = self._terms.find(stream.peer)
         if member is None or member == self._me:
-            raise ProtocolViolation(f"{stream.peer} is not in the roster of round {self._terms.round}")
+            raise ProtocolViolation(
+                f"{stream.peer} is not in the roster of exchange {self._terms.exchange_number}"
+            )
         if agreement != self._terms.digest():
             raise ProtocolViolation(
-                f"{stream.peer} means another round {self._terms.round}: job, members, sizes or codecs differ"
+                f"{stream.peer} has other terms of exchange {self._terms.exchange_number}: job, members, sizes or codecs differ"
             )
         if self._closed:
-            raise ProtocolViolation(f"round {self._terms.round} is over here")
+            raise ProtocolViolation(f"exchange {self._terms.exchange_number} is over here")
         if before := self._incoming.get(member):
             before.close()
         self._incoming[member] = stream
         self._feed(Began(member))
         while True:
-            message = await stream.receive()
-            self._bytes_received += len(message.header) + len(message.payload)
-            await self._take(member, parse(pb.ExchangeRequest, message.header), message.payload)
+            request, payload = await stream.receive()
+            self._bytes_received += request.ByteSize() + len(payload)
+            await self._take(member, request, payload)
 
     def close(self) -> None:
-        """Say no more to anybody, and hold no results: links refer back to this, so it lives until garbage is collected. Idempotent."""
+        """End all streams and free the results at once: links refer to this object, so it lives until the garbage collector runs. Idempotent."""
         self._closed = True
-        for task in self._running.values():
+        for task in self._link_tasks.values():
             task.cancel()
         for stream in self._incoming.values():
             stream.close()
         self._results.clear()
 
-    # what is to be done
+    # ---- effects ----------------------------------------------------------------------------------------
 
     def _feed(self, event: Event) -> None:
         for effect in self._round.handle(event, self._loop.time()):
@@ -210,7 +222,7 @@ class RoundRunner:
     def _perform(self, effect: Effect) -> None:
         match effect:
             case Send(member, message):
-                self._links[member].post(Message(encode_control(message).SerializeToString()))
+                self._links[member].post(encode_control(message))
                 self._keep_running(member)
             case SendContribution(member, index):
                 self._links[member].post_bulk("contribution", index, self._contribution(member, index))
@@ -218,32 +230,31 @@ class RoundRunner:
                 self._links[member].post_bulk("result", (index, wanted), self._result(member, index, result))
                 self._keep_running(member)
             case Reduce(index, members):
-                payloads = [
-                    (m, self._contributions[index][m]) for m in members if m in self._contributions[index]
-                ]
+                arrived = self._contributions[index]
+                contributions = [(member, arrived[member]) for member in members if member in arrived]
                 self._contributions[index] = {}
-                self._engagement.own(self._reduce(index, payloads)).add_done_callback(self._reduced)
+                self._context.spawn(self._reduce(index, contributions)).add_done_callback(self._reduced)
             case Finish():
                 self._ended.set_result(effect)
 
-    def _contribution(self, member: int, index: int) -> Iterator[Message | float]:
-        payload = self._own[index] if self._own else Payload.of(0.0, b"")
+    def _contribution(self, member: int, index: int) -> Iterator[Outgoing | float]:
+        contribution = self._own[index] if self._own else Contribution.of(0.0, b"")
         clock = self._loop.time
-        pace = self._spread.contribution(member, len(payload.data), clock())
+        pace = self._schedule.contribution(member, len(contribution.data), clock())
 
         def wanted() -> bool:
             return self._round.wants_contribution(member, index, clock())
 
-        return contribution_messages(index, payload, parts(payload.data, pace, clock), wanted)
+        return contribution_messages(index, contribution, parts(contribution.data, pace, clock), wanted)
 
-    def _result(self, member: int, index: int, result: Result) -> Iterator[Message | float]:
+    def _result(self, member: int, index: int, result: Result) -> Iterator[Outgoing | float]:
         clock = self._loop.time
-        pace = self._spread.result(member, len(result.payload), clock())
+        pace = self._schedule.result(member, len(result.payload), clock())
         return result_messages(index, result, parts(result.payload, pace, clock))
 
-    async def _reduce(self, index: int, payloads: list[tuple[int, Payload]]) -> None:
-        terms, rules = self._terms.slice(index), self._engagement.rules
-        reduced = await self._compute(lambda: reduce_slice(terms, rules, payloads))
+    async def _reduce(self, index: int, contributions: list[tuple[int, Contribution]]) -> None:
+        terms, rules = self._terms.slice(index), self._context.rules
+        reduced = await self._compute(lambda: reduce_slice(terms, rules, contributions))
         if reduced is not None:
             self._keep(index, *reduced)
 
@@ -258,12 +269,12 @@ class RoundRunner:
             self._feed(Holds(index, result.hash))
 
     def _write(self, index: int, result: bytes, values: torch.Tensor) -> None:
-        if not self._ended.done():  # from then on the average is the caller's
+        if not self._ended.done():  # afterwards the average belongs to the caller
             start, end = self._terms.slices[index]
             self._average[start:end] = values
             self._in_average[index] = result
 
-    # what comes
+    # ---- received messages ------------------------------------------------------------------------------
 
     async def _take(self, member: int, request: pb.ExchangeRequest, payload: Buffer) -> None:
         match request.WhichOneof("kind"):
@@ -279,15 +290,15 @@ class RoundRunner:
 
     def _take_contribution(self, member: int, header: pb.Contribution, part: Buffer) -> None:
         index = below(header.slice, len(self._terms.slices), "slice")
-        if not self._round.owns(index) or member in self._contributions[index]:
+        if not self._round.reduces(index) or member in self._contributions[index]:
             return
         if not (math.isfinite(header.weight) and header.weight >= 0):
             raise ProtocolViolation(f"a contribution of weight {header.weight:g}")
         terms = self._terms.slice(index)
-        data = self._assemble((member, "contribution"), header, part, terms.contribution_bytes)
+        data = self._add_part((member, "contribution"), header, part, terms.contribution_bytes)
         if data is not None:
             if header.weight > 0:
-                self._contributions[index][member] = Payload(
+                self._contributions[index][member] = Contribution(
                     header.weight, data.data, data.hash, header.signature
                 )
             self._feed(Contributed(index, member))
@@ -300,59 +311,59 @@ class RoundRunner:
         self._feed(Receiving(index))
         reader = self._reader(index)
         limit = reader.terms.result_bytes(len(self._terms.members))
-        data = self._assemble((member, "result"), header, part, limit)
+        data = self._add_part((member, "result"), header, part, limit)
         if data is not None:
             result = Result(data.hash, data.summary, data.data)
             self._reading.append(index)
             try:
                 self._keep(index, result, await self._compute(lambda: reader.read(result)))
             except ProtocolViolation as error:
-                # Only the sender can have made it: a member passes on no result that it has not checked.
+                # The sender made it up: an honest member forwards only results that it has verified.
                 self._refuted[self._terms.members[member].peer] = str(error)
                 raise
             finally:
                 self._reading.remove(index)
 
-    def _assemble(
+    def _add_part(
         self, key: tuple[int, str], header: pb.Contribution | pb.Result, part: Buffer, limit: int
-    ) -> Assembly | None:
-        """The whole payload, once all its parts are here. Of each kind one at a time from each member."""
+    ) -> PartialPayload | None:
+        """Add a part; the whole payload once all parts have arrived. One payload of each kind at a time from each member."""
         if header.offset == 0:
-            summary, hash_bytes = b"", NAME_BYTES
+            summary, hash_bytes = b"", CONTRIBUTION_HASH_BYTES
             if isinstance(header, pb.Result):
                 summary, hash_bytes = header.summary, HASH_BYTES
             if header.size_bytes > limit or len(summary) > MAX_SUMMARY_BYTES:
                 raise ProtocolViolation(f"{header.size_bytes} bytes for a slice of at most {limit}")
-            self._assemblies[key] = Assembly(
+            self._partial[key] = PartialPayload(
                 header.size_bytes, hash_of_size(header.hash, hash_bytes), summary
             )
-        assembly = self._assemblies.get(key)
-        if assembly is None or assembly.hash != header.hash:
-            return None  # its beginning was not wanted
-        if not assembly.add(header.offset, part, self._loop.time(), paced=header.paced):
+        partial = self._partial.get(key)
+        if partial is None or partial.hash != header.hash:
+            return None  # its first part was not wanted
+        if not partial.add(header.offset, part, self._loop.time(), paced=header.paced):
             return None
         peer = self._terms.members[key[0]].peer
-        self._arrivals[key] = Arrival(peer, assembly.timed_bytes, assembly.timed_s)
-        return self._assemblies.pop(key)
+        self._arrivals[key] = Arrival(peer, partial.timed_bytes, partial.timed_s)
+        return self._partial.pop(key)
 
-    # links and the end
+    # ---- links and the outcome --------------------------------------------------------------------------
 
     def _link(self, member: int) -> MemberLink:
         terms = self._terms
-        hello = pb.Hello(round=terms.round, agreement=terms.digest())
-        dial = Dial(
-            self._engagement.transport,
+        hello = pb.Hello(exchange_number=terms.exchange_number, agreement=terms.digest())
+        address = MemberAddress(
+            self._context.transport,
             terms.members[member].peer,
             terms.members[member].addresses,
-            Message(pb.ExchangeRequest(hello=hello).SerializeToString()),
-            self._engagement.timing,
+            pb.ExchangeRequest(hello=hello),
+            self._context.timing,
         )
-        return MemberLink(dial, lambda up: self._feed(LinkUp(member) if up else LinkDown(member)))
+        return MemberLink(address, lambda up: self._feed(LinkUp(member) if up else LinkDown(member)))
 
     def _keep_running(self, member: int) -> None:
-        task = self._running.get(member)
+        task = self._link_tasks.get(member)
         if (task is None or task.done()) and not self._closed:
-            self._running[member] = self._engagement.own(self._links[member].run())
+            self._link_tasks[member] = self._context.spawn(self._links[member].run())
 
     def _outcome(self, finish: Finish) -> Outcome:
         committed = bool(finish.hashes)
@@ -389,21 +400,21 @@ class RoundRunner:
             arrivals=tuple(self._arrivals.values()),
         )
 
-    def _encode(self, values: torch.Tensor, weight: float) -> list[Payload]:
-        payloads = []
+    def _encode(self, values: torch.Tensor, weight: float) -> list[Contribution]:
+        contributions = []
         for index, (start, end) in enumerate(self._terms.slices if weight > 0 else ()):
-            payload = Payload.of(weight, self._terms.codec.encode(values[start:end]))
+            contribution = Contribution.of(weight, self._terms.codec.encode(values[start:end]))
             if self._terms.verification is not None:
-                signature = self._engagement.sign(self._terms.slice(index).signed_bytes(payload))
-                payload = replace(payload, signature=signature)
-            payloads.append(payload)
-        return payloads
+                signature = self._context.sign(self._terms.slice(index).signed_bytes(contribution))
+                contribution = replace(contribution, signature=signature)
+            contributions.append(contribution)
+        return contributions
 
-    def _reader(self, index: int) -> Reader:
+    def _reader(self, index: int) -> ResultReader:
         own = self._own[index] if self._own else None
-        return Reader(
-            self._terms.slice(index), self._engagement.rules, len(self._terms.members), self._me, own
+        return ResultReader(
+            self._terms.slice(index), self._context.rules, len(self._terms.members), self._me, own
         )
 
     async def _compute(self, function: Callable[[], T]) -> T:
-        return await self._loop.run_in_executor(self._engagement.executor, function)
+        return await self._loop.run_in_executor(self._context.executor, function)

@@ -1,58 +1,64 @@
-"""A round, as one member sees it: who reduces what, who holds which result, and one decision. Pure: no clock, no network.
+"""The state machine of one averaging round at one member: slice assignments, results held, and one decision. Pure: no clock, no network.
 
-The decision is single-decree Paxos (Lamport, "Paxos Made Simple", 2001, section 2) among the members of a fixed roster: an attempt is a
-ballot, its coordinator follows from its number, and a majority of the roster must accept. What is not decided with a
-majority is not decided: a member cut off from it ends *behind*, not with a decision of its own.
+What a member does, in this order:
+
+1. It sends its contribution to each slice's reducer (``_contribute``); a reducer aggregates what arrived in time (``_reduce``) and
+   sends the result to all members.
+2. It reports the results that it holds to the coordinator of the current attempt (``_report``).
+3. The coordinator (``_coordinate``) replaces reducers that failed, chooses one result for each slice, and proposes to commit or to discard.
+4. Members fetch chosen results that they lack (``_fetch``).
+5. The round ends (``_conclude``): committed, discarded, or behind.
+
+The decision is single-decree Paxos (Lamport, "Paxos Made Simple", 2001, section 2) among the members of a fixed roster. An attempt is a
+ballot, its coordinator follows from its number, and a majority of the roster must accept. A member that is cut off from the
+majority never decides: it ends *behind*.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from swarmnet_protocols.training.rounds.events import (
-    Began,
-    Contributed,
-    Effect,
-    Event,
-    Finish,
-    Holds,
-    LinkDown,
-    LinkUp,
-    Received,
-    Receiving,
-    Reduce,
-    RoundTiming,
-    Send,
-    SendContribution,
-    SendResult,
-    Tick,
-)
+from swarmnet_protocols.training.rounds.deadlines import RoundTiming
 from swarmnet_protocols.training.rounds.messages import (
     CANDIDATES,
     DISCARD,
     MAX_ATTEMPT,
     Ack,
-    Call,
+    Assignment,
+    Began,
+    Contributed,
     Control,
     Decided,
+    Effect,
+    Event,
+    Finish,
     Hashes,
+    Holds,
+    LinkDown,
+    LinkUp,
     Plan,
     Prepare,
+    Received,
+    Receiving,
+    Reduce,
     Report,
-    Slot,
+    RequestContribution,
+    RequestResult,
+    Send,
+    SendContribution,
+    SendResult,
+    Tick,
     Vote,
-    Want,
 )
-from swarmnet_protocols.training.rounds.plans import plan, propose
 
 
 class Round:
-    """The state of one round at member ``me``. ``order`` gives the coordinators: attempt k belongs to ``order[k % members]``.
+    """The state of one round at member ``me``. Attempt k is coordinated by ``order[k % len(order)]``.
 
-    What one member sends another arrives in order while their link is up; when it goes down the rest may be lost.
+    Messages from one member to another arrive in order while their link is up; when it goes down, unread ones may be lost.
     """
 
     def __init__(
-        self, me: int, order: Sequence[int], owners: Sequence[int], timing: RoundTiming, now: float
+        self, me: int, order: Sequence[int], reducers: Sequence[int], timing: RoundTiming, now: float
     ) -> None:
         self.decision: Hashes | None = None
         self.finished = False
@@ -63,25 +69,26 @@ class Round:
         self._timing = timing
         self._began = now
         self._effects: list[Effect] = []
-        # the others
+        # the other members
         self._linked: set[int] = set()
         self._lost: dict[int, float] = {}
         self._heard: set[int] = set()
         self._majority_lost_at = math.inf
         # slices
-        self._first_owners = tuple(owners)
-        self._slots = tuple(Slot(owner) for owner in owners)
-        self._due = [now + timing.contribution_s] * len(
-            owners
-        )  # of contributions, where this member is the owner
-        self._contributed: list[set[int]] = [set() for _ in owners]
+        self._first_reducers = tuple(reducers)
+        self._assignments = tuple(Assignment(reducer) for reducer in reducers)
+        self._due = [now + timing.contribution_s] * len(reducers)
+        """When contributions are due, for slices that this member reduces."""
+        self._contributed: list[set[int]] = [set() for _ in reducers]
         self._taken_over: set[int] = set()
         self._reduced: set[int] = set()
-        self._offered: dict[tuple[int, int], float] = {}  # until when a member may still have our slice
-        self._held: list[tuple[bytes, ...]] = [()] * len(owners)
-        self._late_at = [now + timing.late_s] * len(owners)  # when its owner must have delivered a result
-        self._progress_at = [-math.inf] * len(owners)
-        self._asked = [0] * len(owners)
+        self._offered: dict[tuple[int, int], float] = {}
+        """For each (slice, member) that this member's contribution is sent to: until when it is of use."""
+        self._held: list[tuple[bytes, ...]] = [()] * len(reducers)
+        self._late_at = [now + timing.replace_reducer_s] * len(reducers)
+        """When the reducer of each slice must have delivered a result."""
+        self._progress_at = [-math.inf] * len(reducers)
+        self._asked = [0] * len(reducers)
         # as an acceptor
         self._promised = 0
         self._promised_at = now
@@ -89,12 +96,12 @@ class Round:
         self._reported: Report | None = None
         # as the coordinator of ``_promised``
         self._reports: dict[int, Report] = {}
-        self._announced: tuple[Slot, ...] = ()
+        self._announced: tuple[Assignment, ...] = ()
         self._proposal: Vote | None = None
         self._acks: set[int] = set()
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        """Take in one event; what is to be done about it, in order. ``now`` never goes back."""
+        """Process one event and return its effects in order. ``now`` must not decrease between calls."""
         match event:
             case LinkUp(member):
                 self._lost.pop(member, None)
@@ -116,31 +123,39 @@ class Round:
             case Tick():
                 pass
         if not self.finished and not isinstance(event, Receiving):
-            if isinstance(event, Tick | LinkDown):  # no faster, lest two members outbid each other
-                self._follow(now)
+            if isinstance(
+                event, Tick | LinkDown
+            ):  # at most once per tick, or two members could outbid each other for ever
+                self._advance_attempt(now)
             self._advance(now, tick=isinstance(event, Tick))
         effects, self._effects = self._effects, []
         return effects
 
     def wants_contribution(self, member: int, index: int, now: float) -> bool:
-        """Whether it is still of use to send ``member`` this member's contribution to a slice."""
+        """Whether ``member`` can still use this member's contribution to a slice."""
         return self.decision is None and not self.finished and now < self._offered.get((index, member), now)
 
-    def owns(self, index: int) -> bool:
-        """Whether contributions to this slice are for this member to reduce, and it has not yet begun to."""
-        return self._slots[index].owner == self._me and index not in self._reduced and not self._held[index]
+    def reduces(self, index: int) -> bool:
+        """Whether this member reduces the slice and has not begun to."""
+        return (
+            self._assignments[index].reducer == self._me
+            and index not in self._reduced
+            and not self._held[index]
+        )
 
     def accepts_result(self, member: int, index: int, result: bytes) -> bool:
-        """Whether a result offered by ``member`` is to be taken: it is new, and its owner's or the chosen one."""
+        """Whether to receive a result from ``member``: it is not held yet, and is the chosen one or comes from the slice's reducer."""
         if result in self._held[index]:
             return False
         if self.decision is not None:
             return bool(self.decision) and result == self.decision[index]
-        slot = self._slots[index]
-        return result == slot.chosen or (member == slot.owner and len(self._held[index]) < CANDIDATES)
+        assignment = self._assignments[index]
+        return result == assignment.chosen or (
+            member == assignment.reducer and len(self._held[index]) < CANDIDATES
+        )
 
     def _advance(self, now: float, *, tick: bool) -> None:
-        """Do whatever the facts call for. The facts are complete: doing it twice changes nothing."""
+        """Do everything that the state calls for. Idempotent."""
         if self.decision is None:
             self._contribute(now)
             self._reduce(now)
@@ -162,7 +177,7 @@ class Round:
             self._send(member, message)
 
     def _greet(self, member: int) -> None:
-        """Bring a member that can be reached now, or again, up to date."""
+        """Send a member whose link came up what it may have missed."""
         if self.finished:
             return
         for offer in [offer for offer in self._offered if offer[1] == member]:
@@ -177,11 +192,11 @@ class Round:
                 self._send(member, self._proposal)
         elif self._coordinator(self._promised) == member:
             self._report(again=True)
-        for index, slot in enumerate(self._slots):
-            if slot.owner == self._me:
+        for index, assignment in enumerate(self._assignments):
+            if assignment.reducer == self._me:
                 self._effects.extend(SendResult(member, index, result) for result in self._held[index])
-                if index in self._taken_over and self.owns(index):
-                    self._send(member, Call(index))
+                if index in self._taken_over and self.reduces(index):
+                    self._send(member, RequestContribution(index))
 
     def _receive(self, member: int, message: Control, now: float) -> None:
         if self.decision is not None and isinstance(message, Prepare | Report | Vote | Plan):
@@ -190,10 +205,10 @@ class Round:
         match message:
             case Decided(hashes):
                 self.decision = hashes if self.decision is None else self.decision
-            case Want(index, result):
+            case RequestResult(index, result):
                 if result in self._held[index]:
                     self._effects.append(SendResult(member, index, result))
-            case Call(index):
+            case RequestContribution(index):
                 self._offered.pop((index, member), None)
                 self._offer(member, index, now + self._timing.contribution_s, now)
             case Ack(attempt):
@@ -204,10 +219,10 @@ class Round:
                 if attempt < self._promised:
                     self._send(member, Prepare(self._promised))
                 elif attempt == self._promised:
-                    self._heed(member, message, now)
+                    self._receive_current(member, message, now)
 
-    def _heed(self, member: int, message: Prepare | Report | Plan | Vote, now: float) -> None:
-        """A message of the attempt this member is in."""
+    def _receive_current(self, member: int, message: Prepare | Report | Plan | Vote, now: float) -> None:
+        """Process a message of the current attempt."""
         leads = self._coordinator(self._promised)
         match message:
             case Prepare():
@@ -217,30 +232,30 @@ class Round:
                 if message.vote is not None and message.vote == self._proposal:
                     self._acks.add(member)
             case Plan() if leads == member:
-                self._adopt(message.slots, now)
+                self._adopt(message.assignments, now)
             case Vote() if leads == member:
                 self._vote = message
-                self._reported = self._own_report()  # which the Ack says as well
+                self._reported = self._own_report()  # the Ack implies it
                 self._send(member, Ack(message.attempt))
 
-    # attempts
+    # ---- attempts ---------------------------------------------------------------------------------------
 
     def _coordinator(self, attempt: int) -> int:
         return self._order[attempt % len(self._order)]
 
-    def _follow(self, now: float) -> None:
-        """Go on to the next attempt that somebody may lead, if nobody leads this one."""
+    def _advance_attempt(self, now: float) -> None:
+        """Go on to the next attempt with a live coordinator, if the current one is lost or has run out of time."""
         if self.decision is not None:
             return
         attempt = self._promised
-        if now >= max(self._promised_at, self._began + self._timing.settle_s) + self._timing.attempt_s:
+        if now >= max(self._promised_at, self._began + self._timing.majority_s) + self._timing.attempt_s:
             attempt += 1
         while not self._takes_part(self._coordinator(attempt), now):
             attempt += 1
         self._promise(attempt, now)
 
     def _takes_part(self, member: int, now: float) -> bool:
-        """Whether a member is there, and has begun this round or still may."""
+        """Whether a member is reachable, and has begun this round or still may."""
         begun = member in self._heard or now < self._began + self._timing.contribution_s
         return member == self._me or (member not in self._lost and begun)
 
@@ -265,11 +280,11 @@ class Round:
             self._reported = report
             self._send(coordinator, report)
 
-    # slices
+    # ---- slices -----------------------------------------------------------------------------------------
 
     def _contribute(self, now: float) -> None:
-        for index, owner in enumerate(self._first_owners):
-            self._offer(owner, index, self._began + self._timing.contribution_s, now)
+        for index, reducer in enumerate(self._first_reducers):
+            self._offer(reducer, index, self._began + self._timing.contribution_s, now)
 
     def _offer(self, member: int, index: int, until: float, now: float) -> None:
         if member == self._me:
@@ -278,22 +293,22 @@ class Round:
             self._offered[index, member] = until
             self._effects.append(SendContribution(member, index))
 
-    def _adopt(self, slots: tuple[Slot, ...], now: float) -> None:
-        """Take on a plan; whoever owns a slice by it, and did not before, calls for the contributions."""
-        before, self._slots = self._slots, slots
-        for index, slot in enumerate(slots):
-            if slot.owner != before[index].owner:
-                self._late_at[index] = now + self._timing.late_s - self._timing.contribution_s
-            if slot.owner == self._me != before[index].owner and not self._held[index]:
+    def _adopt(self, assignments: tuple[Assignment, ...], now: float) -> None:
+        """Adopt a plan. A member that becomes the reducer of a slice requests the contributions to it."""
+        before, self._assignments = self._assignments, assignments
+        for index, assignment in enumerate(assignments):
+            if assignment.reducer != before[index].reducer:
+                self._late_at[index] = now + self._timing.replace_reducer_s - self._timing.contribution_s
+            if assignment.reducer == self._me != before[index].reducer and not self._held[index]:
                 self._taken_over.add(index)
                 self._contributed[index].add(self._me)
-                left_s = self._began + self._timing.settle_s - now
+                left_s = self._began + self._timing.majority_s - now
                 self._due[index] = now + min(self._timing.contribution_s, left_s / 2)
-                self._broadcast(Call(index))
+                self._broadcast(RequestContribution(index))
 
     def _reduce(self, now: float) -> None:
-        for index in range(len(self._slots)):
-            if not self.owns(index):
+        for index in range(len(self._assignments)):
+            if not self.reduces(index):
                 continue
             awaited = [
                 m for m in self._members if self._takes_part(m, now) and m not in self._contributed[index]
@@ -310,24 +325,28 @@ class Round:
             self._effects.extend(SendResult(member, index, result) for member in self._others())
 
     def _fetch(self, now: float) -> None:
-        """Ask for a result that is to be had and does not come by itself."""
+        """Request chosen results that are missing and are not being sent."""
         if self.decision == DISCARD:
             return
-        for index, slot in enumerate(self._slots):
-            wanted = self.decision[index] if self.decision else slot.chosen
+        for index, assignment in enumerate(self._assignments):
+            wanted = self.decision[index] if self.decision else assignment.chosen
             if not wanted or wanted in self._held[index]:
                 continue
-            coming = self.decision is None and slot.owner not in self._lost
+            coming = self.decision is None and assignment.reducer not in self._lost
             if coming and self._progress_at[index] == -math.inf:
                 self._progress_at[index] = now
             if now - self._progress_at[index] >= self._timing.silence_s and (others := self._others()):
                 tries = self._asked[index]
-                holder = slot.holder if tries == 0 and slot.holder in others else others[tries % len(others)]
+                holder = (
+                    assignment.holder
+                    if tries == 0 and assignment.holder in others
+                    else others[tries % len(others)]
+                )
                 self._asked[index] += 1
                 self._progress_at[index] = now
-                self._send(holder, Want(index, wanted))
+                self._send(holder, RequestResult(index, wanted))
 
-    # the coordinator
+    # ---- as coordinator ---------------------------------------------------------------------------------
 
     def _coordinate(self, now: float, *, tick: bool) -> None:
         reports = {member: self._reports[member] for member in sorted(self._reports)}
@@ -336,14 +355,18 @@ class Round:
             return
         if self._proposal is None:
             live = [member for member in self._members if self._takes_part(member, now)]
-            replaced = [index for index in range(len(self._slots)) if self._is_to_be_replaced(index, now)]
-            slots = plan(self._slots, reports, live, replaced)
-            self._adopt(slots, now)
-            if tick and slots != self._announced:
-                self._announced = slots
-                self._broadcast(Plan(self._promised, slots))
-            settled = now >= self._began + self._timing.settle_s
-            hashes = propose(slots, reports, live, majority=self._majority, settled=settled)
+            replaced = [
+                index for index in range(len(self._assignments)) if self._must_be_replaced(index, now)
+            ]
+            assignments = plan(self._assignments, reports, live, replaced)
+            self._adopt(assignments, now)
+            if tick and assignments != self._announced:
+                self._announced = assignments
+                self._broadcast(Plan(self._promised, assignments))
+            majority_suffices = now >= self._began + self._timing.majority_s
+            hashes = propose(
+                assignments, reports, live, majority=self._majority, majority_suffices=majority_suffices
+            )
             if hashes is None:
                 return
             self._proposal = self._vote = Vote(self._promised, hashes)
@@ -353,15 +376,15 @@ class Round:
             self.decision = self._proposal.hashes
             self._broadcast(Decided(self.decision))
 
-    def _is_to_be_replaced(self, index: int, now: float) -> bool:
-        """Whether somebody else is to reduce a slice, whose owner is lost, absent, or there and does not deliver."""
-        owner = self._slots[index].owner
-        if owner in self._lost:  # a member that has its result has had two beats to say so
-            return now - self._lost[owner] >= 2 * self._timing.heartbeat_s
+    def _must_be_replaced(self, index: int, now: float) -> bool:
+        """Whether the reducer of a slice is lost, has not begun the round, or is late with its result."""
+        reducer = self._assignments[index].reducer
+        if reducer in self._lost:  # within two heartbeats, a member that has its result reports it
+            return now - self._lost[reducer] >= 2 * self._timing.heartbeat_s
         coming = now - self._progress_at[index] < self._timing.silence_s
-        return not self._takes_part(owner, now) or (now >= self._late_at[index] and not coming)
+        return not self._takes_part(reducer, now) or (now >= self._late_at[index] and not coming)
 
-    # the end
+    # ---- the end ----------------------------------------------------------------------------------------
 
     def _conclude(self, now: float) -> None:
         left = len(self._members) - len(self._lost)
@@ -376,7 +399,7 @@ class Round:
         elif now >= self._began + self._timing.deadline_s:
             self._finish(
                 None,
-                "committed, but results did not come in time" if self.decision else "no decision in time",
+                "committed, but results did not arrive in time" if self.decision else "no decision in time",
             )
         elif now - self._majority_lost_at >= self._timing.give_up_s:
             self._finish(None, f"only {left} of {len(self._members)} members are left, a majority is not")
@@ -384,3 +407,70 @@ class Round:
     def _finish(self, hashes: Hashes | None, reason: str) -> None:
         self.finished = True
         self._effects.append(Finish(hashes, reason))
+
+
+Reports = Mapping[int, Report]
+"""The reports of one attempt by member, including the coordinator's own."""
+
+
+def plan(
+    assignments: Sequence[Assignment], reports: Reports, live: Sequence[int], replaced: Sequence[int]
+) -> tuple[Assignment, ...]:
+    """The assignments of all slices: a result that a live member holds if there is one, else a new reducer for slices in ``replaced``.
+
+    A chosen result stays chosen while a live member holds it. The new reducer is the live member with the fewest slices.
+    """
+    reporting = [member for member in live if member in reports]
+    planned = list(assignments)
+    for index, assignment in enumerate(assignments):
+        holders = [member for member in reporting if reports[member].held[index]]
+        if holders:
+            planned[index] = _with_result(index, assignment, {member: reports[member] for member in holders})
+        elif index in replaced:
+            load = [each.reducer for each in planned]
+            candidates = [member for member in reporting if member != assignment.reducer] or [
+                assignment.reducer
+            ]
+            planned[index] = Assignment(min(candidates, key=lambda member: (load.count(member), member)))
+        else:
+            planned[index] = Assignment(assignment.reducer)
+    return tuple(planned)
+
+
+def _with_result(index: int, assignment: Assignment, holding: Reports) -> Assignment:
+    first = assignment.reducer if assignment.reducer in holding else min(holding)
+    if any(assignment.chosen in report.held[index] for report in holding.values()):
+        chosen = assignment.chosen
+    else:
+        chosen = holding[first].held[index][0]
+    holders = [member for member, report in holding.items() if chosen in report.held[index]]
+    return Assignment(
+        assignment.reducer, chosen, assignment.reducer if assignment.reducer in holders else min(holders)
+    )
+
+
+def propose(
+    assignments: Sequence[Assignment],
+    reports: Reports,
+    live: Sequence[int],
+    *,
+    majority: int,
+    majority_suffices: bool,
+) -> Hashes | None:
+    """What the coordinator proposes, given reports from a majority; None: nothing yet.
+
+    The vote of the latest attempt among the reports must be proposed again (Paxos). Otherwise COMMIT once all live members hold all
+    results. From ``majority_s`` on (``majority_suffices``) a majority of holders is enough, and without one it is DISCARD.
+    """
+    votes = [report.vote for report in reports.values() if report.vote is not None]
+    if votes:
+        return max(votes, key=lambda vote: vote.attempt).hashes
+    chosen = tuple(assignment.chosen for assignment in assignments)
+    complete = [member for member in live if member in reports and _holds_all(reports[member], chosen)]
+    if len(complete) >= majority and (majority_suffices or complete == list(live)):
+        return chosen
+    return DISCARD if majority_suffices else None
+
+
+def _holds_all(report: Report, hashes: Hashes) -> bool:
+    return all(result in held for result, held in zip(hashes, report.held, strict=True))

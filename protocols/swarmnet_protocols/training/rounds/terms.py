@@ -1,44 +1,58 @@
-"""What the members of a round must mean by it: who they are, what is averaged, who reduces which slice."""
+"""The terms of an averaging round: its members, the slices of the vector, and which member reduces which slice.
+
+Every member derives the terms from the roster, and sends their hash in the first message of each stream, so a round runs only among
+members that agree on them. Slices are contiguous and sized by measured bandwidth.
+"""
 
 import hashlib
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import public_key_of
-from swarmnet_protocols.training.codecs import Codec
+from swarmnet_protocols.training.codecs import ALIGNMENT, Codec
 from swarmnet_protocols.training.rounds.messages import Shape
-from swarmnet_protocols.training.rounds.shares import Share, shares
-from swarmnet_protocols.training.rounds.transfers import SliceTerms, Verification
+from swarmnet_protocols.training.rounds.reduction import SliceTerms, Verification
 
 MAX_MEMBERS = 64
 MAX_VALUES = 1 << 40
 AGREEMENT_BYTES = 16
 UNMEASURED_BYTES_PER_S = 1e6
-"""Of a link that nobody has measured."""
+"""Assumed bandwidth of a member that no other member has measured."""
+MAX_FRACTION = 0.5
+"""Largest fraction of the vector that one of three or more members reduces, whatever bandwidth is reported for it."""
+
+Slice = tuple[int, int]
+"""[start, end) of a slice in the vector."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """A worker in a round, as the roster describes it, and so the same at all members."""
+    """A worker in a round, as the roster describes it, and therefore equal at all members."""
 
     peer: PeerId
     addresses: tuple[str, ...]
     bytes_per_s: float = UNMEASURED_BYTES_PER_S
     weight: float = 0.0
-    """Tokens behind its contribution; 0 for a newcomer, who listens in its first round."""
+    """Tokens behind its contribution. 0: a newcomer, which only receives in its first round."""
 
 
 @dataclass(frozen=True)
 class Terms:
-    """Made by :meth:`of`. ``slices`` and ``owners`` leave out members that own nothing."""
+    """What all members of one averaging round agree on. Made by :meth:`of`.
+
+    Members are numbered in the order of their peer ids, slices in the order of the vector. ``reducers[i]`` is the member that reduces
+    ``slices[i]``; members with an empty slice reduce none.
+    """
 
     job: bytes
-    round: int
+    exchange_number: int
     members: tuple[Member, ...]
-    slices: tuple[Share, ...]
-    owners: tuple[int, ...]
+    slices: tuple[Slice, ...]
+    reducers: tuple[int, ...]
     codec: Codec
     verification: Verification | None = None
 
@@ -46,71 +60,75 @@ class Terms:
     def of(
         cls,
         job: bytes,
-        round: int,
+        exchange_number: int,
         members: Sequence[Member],
         count: int,
         codec: Codec,
         *,
         verifiable: bool = False,
     ) -> "Terms":
-        """The terms of averaging ``count`` values.
+        """The terms for averaging ``count`` values among ``members``, given in any order. ``verifiable``: see :class:`Verification`.
 
         Raises ``ConfigError`` for a roster that is empty, too long or names a peer twice, and for a number out of range.
         """
         ordered = tuple(sorted(members, key=lambda member: member.peer))
         if not 1 <= len({member.peer for member in ordered}) == len(ordered) <= MAX_MEMBERS:
             raise ConfigError(f"a round has 1 to {MAX_MEMBERS} members, each once; not {len(ordered)}")
-        if not (0 <= round < 1 << 63 and 0 < count <= MAX_VALUES):
-            raise ConfigError(f"round {round} of {count} values is out of range")
-        # A newcomer has enough to fetch. If nobody is said to contribute, all own.
-        may_own = [index for index, member in enumerate(ordered) if member.weight] or range(len(ordered))
-        parts = shares(count, [ordered[index].bytes_per_s for index in may_own])
-        owned = [(owner, part) for owner, part in zip(may_own, parts, strict=True) if part[0] < part[1]]
-        owners, slices = zip(*owned, strict=True)
+        if not (0 <= exchange_number < 1 << 63 and 0 < count <= MAX_VALUES):
+            raise ConfigError(f"exchange {exchange_number} of {count} values is out of range")
+        # Newcomers reduce nothing: their link is busy with the state transfer. If no member contributes, all reduce.
+        eligible = [index for index, member in enumerate(ordered) if member.weight] or range(len(ordered))
+        parts = partition(count, [ordered[index].bytes_per_s for index in eligible])
+        assigned = [
+            (reducer, part) for reducer, part in zip(eligible, parts, strict=True) if part[0] < part[1]
+        ]
+        reducers, slices = zip(*assigned, strict=True)
         verification = None
         if verifiable:
-            verification = Verification(job, _keys(ordered), quorum=len(may_own) // 2 + 1)
-        return cls(job, round, ordered, slices, owners, codec, verification)
+            verification = Verification(job, _keys(ordered), quorum=len(eligible) // 2 + 1)
+        return cls(job, exchange_number, ordered, slices, reducers, codec, verification)
 
     @property
     def count(self) -> int:
+        """Number of values in the vector."""
         return self.slices[-1][1]
 
     @property
     def shape(self) -> Shape:
+        """Bounds for the numbers in this round's messages."""
         return Shape(len(self.members), len(self.slices))
 
     @property
-    def contributions(self) -> float:
-        """What part contributions are of all bytes that are exchanged; the rest are results."""
-        whole = SliceTerms(self.round, 0, self.count, self.codec, self.verification)
+    def contribution_fraction(self) -> float:
+        """Contributions' share of all bytes sent in the round; the rest are results."""
+        whole = SliceTerms(self.exchange_number, 0, self.count, self.codec, self.verification)
         result_bytes = whole.result_bytes(len(self.members))
         return whole.contribution_bytes / (whole.contribution_bytes + result_bytes)
 
     def slice(self, index: int) -> SliceTerms:
+        """The terms of one slice."""
         start, end = self.slices[index]
-        return SliceTerms(self.round, index, end - start, self.codec, self.verification)
+        return SliceTerms(self.exchange_number, index, end - start, self.codec, self.verification)
 
     def find(self, peer: PeerId) -> int | None:
-        """The number of a member."""
+        """The number of the member with this peer id; None if it is not in the roster."""
         return next((index for index, member in enumerate(self.members) if member.peer == peer), None)
 
     def coordinators(self) -> tuple[int, ...]:
-        """Members in the order in which they lead attempts: another one every round."""
+        """Members in the order in which they coordinate attempts: a pseudo-random order, another one in each round."""
         return tuple(sorted(range(len(self.members)), key=self._lot))
 
     def digest(self) -> bytes:
-        """Of the SHA-256 of all that must be equal: enough to see that it is."""
+        """The first 16 bytes of the SHA-256 of everything that must be equal at all members."""
         peers = " ".join(member.peer for member in self.members)
-        text = f"{self.round} {peers} {self.slices} {self.owners} {self.codec.name}"
+        text = f"{self.exchange_number} {peers} {self.slices} {self.reducers} {self.codec.name}"
         if self.verification is not None:
             text += " verifiable"
         return hashlib.sha256(self.job + text.encode()).digest()[:AGREEMENT_BYTES]
 
     def _lot(self, member: int) -> bytes:
-        return hashlib.sha256(
-            self.job + self.round.to_bytes(8, "big") + self.members[member].peer.encode()
-        ).digest()
+        number = self.exchange_number.to_bytes(8, "big")
+        return hashlib.sha256(self.job + number + self.members[member].peer.encode()).digest()
 
 
 def _keys(members: Sequence[Member]) -> tuple[bytes, ...]:
@@ -118,3 +136,54 @@ def _keys(members: Sequence[Member]) -> tuple[bytes, ...]:
         return tuple(public_key_of(member.peer) for member in members)
     except ValueError as error:
         raise ConfigError(f"a member of the round cannot sign: {error}") from error
+
+
+def partition(count: int, bytes_per_s: Sequence[float]) -> tuple[Slice, ...]:
+    """Cut ``count`` values into one slice per member, in the order of members; empty for members too slow to reduce one.
+
+    Cuts are at multiples of ``ALIGNMENT``. Raises ``ConfigError`` for a bandwidth that is not positive and finite, and for no values
+    or no members.
+    """
+    if count < 1 or not bytes_per_s:
+        raise ConfigError(f"{count} values cannot be divided among {len(bytes_per_s)} members")
+    if any(not (math.isfinite(each) and each > 0) for each in bytes_per_s):
+        raise ConfigError("a member's bandwidth must be positive and finite")
+    blocks = math.ceil(count / ALIGNMENT)
+    bounds = [0]
+    so_far = 0.0
+    for fraction in _fractions(bytes_per_s):
+        so_far += fraction
+        bounds.append(min(round(so_far * blocks) * ALIGNMENT, count))
+    bounds[-1] = count
+    return tuple(itertools.pairwise(bounds))
+
+
+def _fractions(bytes_per_s: Sequence[float]) -> list[float]:
+    """The fraction w_i of the vector that each of m members reduces.
+
+    They minimise max_i (1 + (m - 2) w_i) / b_i subject to w_i >= 0, sum w_i = 1 and w_i <= ``MAX_FRACTION``: member i sends all of its vector
+    except its own slice, and the result of its slice to m - 1 members, that is 1 + (m - 2) w_i vectors over bandwidth b_i
+    (hivemind, ``averaging/load_balancing.py``; the cap is ours). For two members the traffic does not depend on w.
+    """
+    members = len(bytes_per_s)
+    if members <= 2:
+        return [1.0 / members] * members
+    fractions = _filled(bytes_per_s, members - 2, 1.0)
+    largest = max(range(members), key=fractions.__getitem__)
+    if fractions[largest] > MAX_FRACTION:
+        others = [*bytes_per_s[:largest], *bytes_per_s[largest + 1 :]]
+        fractions = _filled(others, members - 2, 1.0 - MAX_FRACTION)
+        fractions.insert(largest, MAX_FRACTION)
+    return fractions
+
+
+def _filled(bytes_per_s: Sequence[float], spare: int, total: float) -> list[float]:
+    """The w_i >= 0 with sum ``total`` that minimise max_i (1 + spare w_i) / b_i, by water filling from the fastest member."""
+    busiest_s = math.inf
+    used = 0.0
+    for reducers, rate in enumerate(sorted(bytes_per_s, reverse=True), start=1):
+        if rate * busiest_s <= 1.0:
+            break
+        used += rate
+        busiest_s = (spare * total + reducers) / used
+    return [max(0.0, (busiest_s * each - 1.0) / spare) for each in bytes_per_s]

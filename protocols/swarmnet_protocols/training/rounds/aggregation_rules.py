@@ -18,7 +18,7 @@ AGGREGATORS = ("mean", "median", "centered-clip")
 CLIP_ITERATIONS = 20
 TINY = 1e-30  # no distance at all divides nothing
 OUTLIER = 100
-COLUMNS = 1 << 18  # worked on at a time: temporaries take about 32 bytes x contributions x this
+COORDINATES_AT_ONCE = 1 << 18  # worked on at a time: temporaries take about 32 bytes x contributions x this
 
 
 def outliers(contributions: Tensor, weights: Tensor) -> list[str]:
@@ -65,11 +65,11 @@ def weighted_mean(contributions: Tensor, weights: Tensor) -> Tensor:
 def weighted_median(contributions: Tensor, weights: Tensor) -> Tensor:
     """Per coordinate, a value with at most half of the weight below it and at most half above; the middle of two if both fit."""
     return torch.cat(
-        [weighted_median_columns(part, weights) for part in torch.split(contributions, COLUMNS, dim=1)]
+        [_median_of_part(part, weights) for part in torch.split(contributions, COORDINATES_AT_ONCE, dim=1)]
     )
 
 
-def weighted_median_columns(contributions: Tensor, weights: Tensor) -> Tensor:
+def _median_of_part(contributions: Tensor, weights: Tensor) -> Tensor:
     ordered, order = contributions.sort(dim=0, stable=True)
     below = weights.double()[order].cumsum(dim=0)
     half = below[-1] / 2
@@ -129,7 +129,9 @@ def shares(weights: Tensor) -> list[float]:
 def combine(rows: Tensor, factors: Sequence[float]) -> Tensor:
     """Sum of factor x row, float32 [n], rows added in their order."""
     total = torch.zeros_like(rows[0])
-    for part, columns in zip(torch.split(total, COLUMNS), torch.split(rows, COLUMNS, dim=1), strict=True):
+    for part, columns in zip(
+        torch.split(total, COORDINATES_AT_ONCE), torch.split(rows, COORDINATES_AT_ONCE, dim=1), strict=True
+    ):
         for row, factor in zip(columns, factors, strict=True):
             part.add_(row * factor)
     return total
@@ -143,7 +145,7 @@ def median(numbers: Sequence[float], weights: Tensor) -> float:
 def norms(rows: Tensor) -> list[float]:
     """Euclidean norm of every row [k, n]: squares in float64, folded in halves so that the order of additions is fixed."""
     totals = [0.0] * len(rows)
-    for part in torch.split(rows, COLUMNS, dim=1):
+    for part in torch.split(rows, COORDINATES_AT_ONCE, dim=1):
         squares = part.double().square()
         while (count := squares.shape[1]) > 1:
             half = (count + 1) // 2

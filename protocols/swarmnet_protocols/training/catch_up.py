@@ -1,0 +1,73 @@
+"""When a worker that is behind may replace its weights with those of others. Pure.
+
+No single worker may send another to a state of its choice. A worker that learns of a later position therefore asks its *voters*, each over a
+stream that proves the peer id: the members of the last roster that continued the one before it. It moves only to a position that more
+than half of the answering voters name. So a minority of its former group, and newcomers in any number, cannot replace its weights.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from statistics import median_low
+from typing import TypeVar
+
+from swarmnet_protocols.net import PeerId
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Position:
+    """A worker's next round number, and the id of the state that this round starts from."""
+
+    round: int
+    state: bytes
+
+
+@dataclass(frozen=True)
+class Move:
+    """Fetch the state of ``position``, which these voters have, and go on from there."""
+
+    position: Position
+    peers: tuple[PeerId, ...]
+
+
+@dataclass(frozen=True)
+class Stay:
+    """Keep the present state. ``is_settled``: most voters are at this worker's position, so the worker that named another is not worth asking soon."""
+
+    is_settled: bool
+
+
+def catch_up(mine: Position, votes: Mapping[PeerId, Position], *, same_state: bool) -> Move | Stay:
+    """Whether a worker at position ``mine`` moves, given the positions that its voters named.
+
+    ``same_state``: all workers share one state (all methods but gossip), so positions can be compared. Otherwise the median of the
+    voters' rounds counts, and one voter at that round is the source.
+    """
+    if not votes:
+        return Stay(is_settled=False)
+    if same_state:
+        position, count = Counter(votes.values()).most_common(1)[0]
+        with_us = sum(each == mine for each in votes.values()) + 1
+        is_later = position.round > mine.round and 2 * count > len(votes)
+        # A round that was split in two: the larger part wins; of equal parts, the one whose state has the larger id.
+        is_other = position.round == mine.round and (count, position.state) > (with_us, mine.state)
+        if position != mine and (is_later or is_other):
+            return Move(position, tuple(peer for peer, each in votes.items() if each == position))
+    else:
+        reached = median_low(each.round for each in votes.values())
+        there = {peer: each for peer, each in votes.items() if each.round == reached}
+        if reached > mine.round:
+            peer = min(there)
+            return Move(there[peer], (peer,))
+    near = sum(each.round <= mine.round + 1 for each in votes.values())
+    return Stay(is_settled=2 * near > len(votes))
+
+
+def continued(before: Collection[PeerId], roster: Mapping[PeerId, T]) -> bool:
+    """Whether ``roster`` continues the roster ``before``: more than half of the earlier members are in it.
+
+    A minority that was cut off, and a roster of many newcomers, do not continue it.
+    """
+    return not before or 2 * len(set(before) & roster.keys()) > len(before)

@@ -1,0 +1,35 @@
+"""The interface of a codec."""
+
+from typing import Protocol
+
+import torch
+
+from swarmnet_protocols.net import Buffer
+
+
+class Codec(Protocol):
+    """Encodes float32 vectors as bytes. Stateless, so one instance serves all callers."""
+
+    @property
+    def name(self) -> str:
+        """The name in job files."""
+
+    @property
+    def biased(self) -> bool:
+        """Whether some values never arrive however often they are sent, unless the caller uses error feedback."""
+
+    @property
+    def sparse(self) -> bool:
+        """Whether most values decode as zero. A mean of such vectors is not sparse, so members exchange all contributions instead."""
+
+    def encode(self, values: torch.Tensor) -> Buffer:
+        """Encode ``values``, float32 [n] on the CPU. Raises ``ValueError`` if one is not finite."""
+
+    def decode(self, payload: Buffer, count: int) -> torch.Tensor:
+        """Decode to float32 [count], all finite. Raises ``ProtocolViolation`` for a payload that is not one of ``count`` values.
+
+        The size is checked before memory is allocated.
+        """
+
+    def max_bytes(self, count: int) -> int:
+        """Size of the payload of ``count`` values in bytes. It does not depend on the values."""
