@@ -103,12 +103,12 @@ FLOODS = (
     ),
     Defence(
         "one place does not fill the waiting room",
-        replacing(waiting_room, "origin_of", lambda _: "the world"),
+        replacing(waiting_room, "subnet_of", lambda _: "the world"),
         test_admission.test_who_has_many_identities_in_one_place_displaces_its_own,
     ),
     Defence(
         "nor does it take all streams",
-        replacing(SubnetLimits, "_displace", nothing),
+        replacing(SubnetLimits, "_evict", nothing),
         lambda _: test_door_limits.test_sixteen_who_take_all_streams_keep_no_member_out(),
     ),
     Defence(

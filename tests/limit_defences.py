@@ -13,10 +13,10 @@ from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.membership import handshake as door
 from swarmnet_protocols.net import Message, framing
 from swarmnet_protocols.net.flow_control import ReceiveWindow, SendWindow
-from swarmnet_protocols.net.meter import Meter
 from swarmnet_protocols.net.p2pd import pipe as p2pd_pipe
 from swarmnet_protocols.net.p2pd import stream as p2pd_stream
 from swarmnet_protocols.net.resources import Resource, Scope
+from swarmnet_protocols.net.stream_scope import StreamScope
 from swarmnet_protocols.session import steps
 from tests.defences import Defence, Patch, nothing, replacing
 from tests.properties import test_framing
@@ -41,14 +41,14 @@ from tests.unit import (
 
 def wait_for_ever(patch: Patch) -> None:
     """For the first word on a stream, and for what is said at the door."""
-    of_theirs, hear = Meter.of_theirs, door.hear
+    inbound, hear = StreamScope.inbound, door.hear
 
-    def patient(*arguments: Any) -> Meter:
-        meter = of_theirs(*arguments)
-        meter._opening_until = None
+    def patient(*arguments: Any) -> StreamScope:
+        meter = inbound(*arguments)
+        meter._first_message_by = None
         return meter
 
-    patch.setattr(Meter, "of_theirs", patient)
+    patch.setattr(StreamScope, "inbound", patient)
     patch.setattr(door, "hear", lambda stream, _: hear(stream, None))
 
 
@@ -140,7 +140,7 @@ LIMITS = (
     ),
     Defence(
         "who was served has to go in time",
-        replacing(p2pd_stream, "MAX_MIB_ON_ITS_WAY", 1e9),
+        replacing(p2pd_stream, "MAX_IN_FLIGHT_MIB", 1e9),
         lambda _: test_p2pd_stream.test_who_was_sent_a_lot_has_no_more_time_than_a_line_holds(),
     ),
     Defence(

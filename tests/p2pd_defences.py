@@ -15,7 +15,7 @@ from swarmnet_protocols.wire import records_pb2 as pb
 from tests.conformance import test_p2pd_guard
 from tests.defences import Defence, replacing
 from tests.flood_defences import take_what_can_be_read
-from tests.unit import test_crowds, test_dht_contacts
+from tests.unit import test_dht_contacts, test_subnets
 from tests.unit import test_p2pd_guard as test_excess
 
 
@@ -81,7 +81,7 @@ P2PD = (
     Defence(
         "an IPv6 host has a /64",
         replacing(crowds, "_HOST_BITS", {"ip4": 32, "ip6": 128}),
-        lambda _: test_crowds.test_a_host_of_ipv6_has_a_whole_64(),
+        lambda _: test_subnets.test_an_ipv6_host_is_a_64(),
     ),
     Defence(
         "those at work behind an attacker's address stay",

@@ -61,9 +61,9 @@ async def start(config: NodeConfig, *, progress: "Progress | None" = None) -> As
     loop = asyncio.get_running_loop()
     async with AsyncExitStack() as stack:
         executor = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="torch"))
-        pace = LinkLimiter()
-        pace.up.set_rate(config.limits.up_bytes_per_s)
-        pace.down.set_rate(config.limits.down_bytes_per_s)
+        link = LinkLimiter()
+        link.up.set_rate(config.limits.up_bytes_per_s)
+        link.down.set_rate(config.limits.down_bytes_per_s)
         asides: list[Callable[[str], AbstractAsyncContextManager[None]]] = []
 
         @asynccontextmanager
@@ -77,7 +77,7 @@ async def start(config: NodeConfig, *, progress: "Progress | None" = None) -> As
         loading = loop.run_in_executor(executor, _Loaded.of, config, progress)
         try:
             transport, directory = await stack.enter_async_context(
-                connect(replace(config.network, pace=pace, step_aside=step_aside))
+                connect(replace(config.network, link=link, step_aside=step_aside))
             )
         finally:
             loaded = await loading
@@ -103,7 +103,7 @@ async def start(config: NodeConfig, *, progress: "Progress | None" = None) -> As
             use_cores(executor, limits.cores or every_core)
             limit_memory(loaded.device, limits.max_gpu_mem)
 
-        machine = OwnersMachine(config.folder, pace, wall_clock, limit_computing)
+        machine = OwnersMachine(config.folder, link, wall_clock, limit_computing)
         stack.callback(machine.close)
         hosting = loaded.hosting(config)
         node = await stack.enter_async_context(Supervisor.run(dependencies, hosting, machine, config.limits))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from swarmnet_protocols.errors import ConfigError, ProtocolViolation
-from swarmnet_protocols.net import Message, PeerId, memory_stream
+from swarmnet_protocols.net import Message, PeerId, memory
 from swarmnet_protocols.net.memory import LinkProfile
 from swarmnet_protocols.net.protocol_ids import EXCHANGE
 from swarmnet_protocols.net.resources import Resource
@@ -241,7 +241,7 @@ def test_a_stranger_is_turned_away() -> None:
 
 def test_nobody_is_kept_waiting_by_who_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beats to a member that waits for a round to begin, and reads none of them, end with its place among those who wait."""
-    monkeypatch.setattr(memory_stream, "WINDOW_BYTES", 16)
+    monkeypatch.setattr(memory, "STREAM_BUFFER_BYTES", 16)
     lab = TrainingLab(2)
     target, idle = lab.peers
 

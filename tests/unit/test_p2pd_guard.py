@@ -9,7 +9,7 @@ from swarmnet_protocols.net.p2pd import connection_limits as p2pd_guard
 from swarmnet_protocols.net.p2pd import process as p2pd_process
 from swarmnet_protocols.net.p2pd.connection_limits import Connection, ConnectionLimits, Worth
 from swarmnet_protocols.net.p2pd.process import listening_at
-from swarmnet_protocols.net.subnets import origin_of
+from swarmnet_protocols.net.subnets import subnet_of
 
 PEER = Identity.from_seed(b"somebody").peer_id
 LIMITS = ConnectionLimits(each_host=4, each_subnet=8, in_all=16)
@@ -17,7 +17,7 @@ LIMITS = ConnectionLimits(each_host=4, each_subnet=8, in_all=16)
 
 def connections(host: str, number: int, since: float = 0.0) -> list[Connection]:
     return [
-        Connection(f"{host} {since + age}".encode(), PEER, host, origin_of(f"/ip4/{host}"), since + age)
+        Connection(f"{host} {since + age}".encode(), PEER, host, subnet_of(f"/ip4/{host}"), since + age)
         for age in range(number)
     ]
 

@@ -53,7 +53,7 @@ class Network:
     issuer: "IssuerConfig | None" = None
     """What makes this peer let others in."""
     trust: Trust = Trust()
-    pace: "LinkLimiter | None" = None
+    link: "LinkLimiter | None" = None
     """Counts what goes over the network, and holds it back to the rates it is set to."""
     max_p2pd_bytes: int = MAX_MEMORY_BYTES
     """See ``P2pdConfig``, as for ``step_aside``."""
@@ -102,7 +102,7 @@ async def connect(
             bootstrap=others,
             # Where others begin must be able to start when nobody else is there.
             require_bootstrap=bool(others) and others == network.bootstrap,
-            pace=network.pace or LinkLimiter(),
+            link=network.link or LinkLimiter(),
             only_dials=client_mode,
             max_daemon_bytes=network.max_p2pd_bytes,
             step_aside=network.step_aside,

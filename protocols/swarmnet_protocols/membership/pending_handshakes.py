@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from swarmnet_protocols.net import Stream
 from swarmnet_protocols.net.resources import Reservation, Resource, Scope
-from swarmnet_protocols.net.subnets import Place, first_to_go, origin_of
+from swarmnet_protocols.net.subnets import Occupancy, Place, subnet_of
 
 
 class PendingHandshakes:
@@ -30,7 +30,7 @@ class PendingHandshakes:
             self._waiting.pop(slowest)[0].release()
             slowest.close()
         hold = stream.scope.reserve(self._resource)
-        self._waiting[stream] = hold, origin_of(stream.address) or stream.peer
+        self._waiting[stream] = hold, subnet_of(stream.address) or stream.peer
         try:
             yield
         finally:
@@ -47,4 +47,4 @@ class PendingHandshakes:
             Place(origin, stream.peer, 1, (number,), stream)
             for number, (stream, (_, origin)) in enumerate(self._waiting.items())
         ]
-        return first_to_go(places, lambda _: True)
+        return Occupancy(places).victim(lambda _: True)

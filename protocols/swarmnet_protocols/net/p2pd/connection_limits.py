@@ -15,7 +15,7 @@ from swarmnet_protocols.errors import PeerUnreachable
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.p2pd.daemon import P2pd, unpack_multiaddr, unpack_peer
 from swarmnet_protocols.net.resources import Resource, ResourceManager
-from swarmnet_protocols.net.subnets import host_of, origin_of
+from swarmnet_protocols.net.subnets import host_of, subnet_of
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class Connection:
     host: str
     """As of ``host_of``."""
     subnet: str
-    """As of ``origin_of``."""
+    """As of ``subnet_of``."""
     since: float
     """When it was first seen."""
 
@@ -115,7 +115,7 @@ def _connection(peer: bytes, packed_address: bytes, now: float) -> Connection:
         address = unpack_multiaddr(packed_address)
     except ValueError:  # of a kind that we do not know
         address = ""
-    return Connection(peer, unpack_peer(peer), host_of(address), origin_of(address), now)
+    return Connection(peer, unpack_peer(peer), host_of(address), subnet_of(address), now)
 
 
 class Guard:

@@ -21,9 +21,7 @@ from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.machine.identity_lock import identity_in_use
 from swarmnet_protocols.net import Handler, PeerId, ProtocolSpec
 from swarmnet_protocols.net.dialling import dialable, own_interfaces, shared_networks
-from swarmnet_protocols.net.handlers import supervise
 from swarmnet_protocols.net.identity import Identity
-from swarmnet_protocols.net.meter import Meter
 from swarmnet_protocols.net.p2pd.connection_limits import ConnectionLimits, Guard
 from swarmnet_protocols.net.p2pd.daemon import P2pd, prepare_hivemind, run_p2pd, unpack_multiaddr
 from swarmnet_protocols.net.p2pd.pipe import Pipe
@@ -31,8 +29,9 @@ from swarmnet_protocols.net.p2pd.process import MAX_MEMORY_BYTES, DaemonConfig, 
 from swarmnet_protocols.net.p2pd.stream import P2pdStream
 from swarmnet_protocols.net.p2pd.wire_meter import WireMeter
 from swarmnet_protocols.net.rate_limit import LinkLimiter
-from swarmnet_protocols.net.refusal import LINGER_S, encode_refusal, no_room
+from swarmnet_protocols.net.refusal import LINGER_S, encode_refusal, overloaded
 from swarmnet_protocols.net.resources import ResourceLimitReached, ResourceManager
+from swarmnet_protocols.net.stream_scope import StreamScope, supervise
 from swarmnet_protocols.net.subnets import SubnetLimits
 from swarmnet_protocols.timing import Timing
 
@@ -63,7 +62,7 @@ class P2pdConfig:
     """Other addresses that our owner named. They are dialled as they are, as those of ``bootstrap``."""
     require_bootstrap: bool = False
     """Fail with ``Unreachable`` when none of them answers."""
-    pace: LinkLimiter = field(default_factory=LinkLimiter)
+    link: LinkLimiter = field(default_factory=LinkLimiter)
     """Counts what goes over the network, and holds it back to the rates it is set to."""
     only_dials: bool = False
     """Nobody dials us: several processes of this machine may then be on the network under one identity."""
@@ -99,13 +98,13 @@ class P2pdTransport:
     ) -> None:
         self.resources = ResourceManager()
         self._timing = config.timing
-        self._crowds = SubnetLimits(self.resources, self._timing)
+        self._subnet_limits = SubnetLimits(self.resources, self._timing)
         self._peer_id = peer_id
         self._daemon = daemon
         self._daemon_config = daemon_config
         self._config = config
         self._socket_path = socket_path
-        self._pace = config.pace
+        self._link = config.link
         self._named = frozenset((*config.bootstrap, *config.named))
         self._places = (*self._named, *(() if config.only_dials else (*config.listen, *config.announce)))
         self._addresses: tuple[str, ...] = ()
@@ -185,7 +184,7 @@ class P2pdTransport:
                 pipe = await self._daemon.open_stream(peer, protocol.id, deadline_s=deadline_s)
         except TimeoutError as error:
             raise PeerUnreachable(f"{peer} did not answer within {deadline_s:g} s") from error
-        stream = self._stream(peer, protocol, pipe, Meter.of_ours(self.resources, peer, self._timing))
+        stream = self._stream(peer, protocol, pipe, StreamScope.outbound(self.resources, peer, self._timing))
         self._own(self._check(peer), self._tasks)
         return stream
 
@@ -219,11 +218,11 @@ class P2pdTransport:
         """
         clock, patience_s = asyncio.get_running_loop().time, self._timing.alive_s
         asked = clock()
-        if peer in self._checking or self._has_heard(peer, asked - patience_s):
+        if peer in self._checking or self._has_received(peer, asked - patience_s):
             return
         self._checking.add(peer)
         try:
-            if await self._daemon.answers(peer, within_s=patience_s) or self._has_heard(peer, asked):
+            if await self._daemon.answers(peer, within_s=patience_s) or self._has_received(peer, asked):
                 return
             if any(stream.arrives_by > clock() for stream in self._with(peer)):
                 return
@@ -234,8 +233,8 @@ class P2pdTransport:
         finally:
             self._checking.discard(peer)
 
-    def _has_heard(self, peer: PeerId, since: float) -> bool:
-        return any(stream.heard > since for stream in self._with(peer))
+    def _has_received(self, peer: PeerId, since: float) -> bool:
+        return any(stream.received_at > since for stream in self._with(peer))
 
     def _with(self, peer: PeerId) -> list[P2pdStream]:
         return [stream for stream in self._streams if stream.peer == peer]
@@ -322,10 +321,10 @@ class P2pdTransport:
         protocol, handler = self._handlers[info.proto]
         peer = PeerId(PeerID(info.peer).to_base58())
         try:
-            meter = self._crowds.admit(peer, unpack_multiaddr(info.addr) if info.addr else "")
+            scope = self._subnet_limits.accept(peer, unpack_multiaddr(info.addr) if info.addr else "")
         except ResourceLimitReached as error:
             _log.debug("no stream of %s is taken: %s", peer, error)
-            refusal = encode_refusal(no_room(error))
+            refusal = encode_refusal(overloaded(error))
             if len(self._turned_away) < MAX_LINGERING:
                 pipe.end(refusal, within_s=LINGER_S)
                 self._own(pipe.closed(), self._turned_away)
@@ -333,12 +332,12 @@ class P2pdTransport:
                 pipe.writer.write(refusal)
                 pipe.writer.close()
             return
-        stream = self._stream(peer, protocol, pipe, meter)
+        stream = self._stream(peer, protocol, pipe, scope)
         stream.packed_address = info.addr
         await supervise(handler, stream, protocol)
 
-    def _stream(self, peer: PeerId, protocol: ProtocolSpec, pipe: Pipe, meter: Meter) -> P2pdStream:
-        stream = P2pdStream(peer, protocol, pipe, meter, self._stream_closed, self._pace)
+    def _stream(self, peer: PeerId, protocol: ProtocolSpec, pipe: Pipe, scope: StreamScope) -> P2pdStream:
+        stream = P2pdStream(peer, protocol, pipe, scope, self._stream_closed, self._link)
         self._streams.add(stream)
         return stream
 
@@ -364,7 +363,7 @@ class P2pdTransport:
         """Charge the lines with what p2pd really sends and receives: the directory, relaying and repetitions too."""
         if not WireMeter.is_supported():
             return
-        up, down = self._pace.up, self._pace.down
+        up, down = self._link.up, self._link.down
         meter, sees_all, settled_bytes = WireMeter(self._daemon.process.pid), False, 0.0
         for look in itertools.count():
             if self._daemon.process.returncode is not None:
