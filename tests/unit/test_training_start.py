@@ -110,7 +110,7 @@ class Stepping:
 
     @asynccontextmanager
     async def _connected(self, network: Network) -> AsyncIterator[tuple[MemoryTransport, Directory]]:
-        self.link = network.pace
+        self.link = network.link
         async with self.network.transport(OWNER.peer_id) as transport:
             self.transport = transport
             yield transport, MemoryDirectory(self.board, OWNER, SWARM)
