@@ -10,7 +10,7 @@ from statistics import NormalDist
 from types import MappingProxyType
 
 import torch
-from swarmnet_node.training.outcomes import averaging_rules
+from swarmnet_node.training.worker import averaging_rules
 from torch import Tensor
 
 from swarmnet_node.training.data import open_corpus

@@ -1,4 +1,4 @@
-"""A transformers model whose blocks run in the swarm.
+"""A transformers model whose blocks run on hosts.
 
 It is the architecture's own CausalLM with embeddings, norm and head from the checkpoint; its layers are the swarm. So
 ``generate()`` with its samplers, beams, streamers and stopping criteria, the scaling of embeddings, soft caps on logits
@@ -174,7 +174,7 @@ def load(name: str, *, network: Network, cache_dir: Path, options: LoadOptions) 
     """
     if not network.bootstrap:
         raise Unreachable(
-            "nobody to ask where the swarm is", hint="give the address that a node prints: --bootstrap ADDR"
+            "no bootstrap peer is known", hint="give the address that a node prints: --bootstrap ADDR"
         )
     local = resolve(name, cache_dir=cache_dir)
     runtime = Runtime(lambda: Swarm.visit(local, network))
@@ -215,7 +215,7 @@ def _swarm_class(base: "type[PreTrainedModel]") -> type:
             prefix = prefix_tensors(past_key_values, self.config)
             past_key_values = self._generating
         is_alone = past_key_values is None
-        # While ``generate`` runs, nobody changes the adapter: looking once is enough.
+        # The adapter does not change while ``generate`` runs: one look is enough.
         own = (
             past_key_values.checked_adapter if past_key_values is self._generating and not is_alone else None
         )
@@ -275,7 +275,7 @@ def _generate(architecture: Any) -> Callable[..., Any]:
             if cache is None and self._session is not None:
                 cache = self._session
                 ids = inputs if inputs is not None else kwargs.get("input_ids")
-                # Whoever puts prompts before the tokens has to begin with them.
+                # Prompts before the tokens are sent at the beginning.
                 is_prompted = cache.prefix_positions or _is_prompted(self)
                 cache.rewind(0 if is_prompted else _shared(cache, ids))
             if cache is None:
