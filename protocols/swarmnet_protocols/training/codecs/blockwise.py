@@ -146,4 +146,4 @@ INT4 = BlockCodec("int4", 4, 64, 7, 7.0, _integer_codes, _integer_levels)
 """4.25 bits per value: symmetric integers, rounded half to even."""
 
 FP4 = BlockCodec("fp4", 4, 64, 7, 64.0, _power_codes, _power_levels)
-"""4.25 bits per value, E3M0 (Streaming DiLoCo, Douillard et al., arXiv 2501.18512, section 2.4): a sign, and zero or a power 2^0 .. 2^6."""
+"""4.25 bits per value, E3M0 (Streaming DiLoCo, Douillard et al., arXiv 2501.18512, quantized outer gradients): a sign, and zero or a power 2^0 .. 2^6."""
