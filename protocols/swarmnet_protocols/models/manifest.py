@@ -9,6 +9,7 @@ from pathlib import PurePosixPath
 from typing import Any, Literal
 
 from swarmnet_protocols.errors import IntegrityError
+from swarmnet_protocols.wire.canonical_json import canonical_json
 
 BlockKey = int | Literal["local_layers"]
 """The number of a block, or "local_layers" for what a client computes itself: embeddings, final norm, lm_head."""
@@ -51,8 +52,7 @@ class Manifest:
             "files": sorted([file.sha256.hex(), file.size] for file in self.files),
             "tensors": {str(key): sorted(names) for key, names in self.tensors.items()},
         }
-        encoded = json.dumps(canonical, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-        return hashlib.sha256(b"swarmnet-manifest-1\n" + encoded.encode()).digest()
+        return hashlib.sha256(b"swarmnet-manifest-1\n" + canonical_json(canonical)).digest()
 
     def to_json(self) -> str:
         """A JSON object, which :meth:`from_json` reads."""

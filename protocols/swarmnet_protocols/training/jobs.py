@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, m
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.machine.toml_lines import line_of
 from swarmnet_protocols.net.identity import KEY_BYTES, SIGNATURE_BYTES, Identity, verify
+from swarmnet_protocols.wire.canonical_json import canonical_json
 
 if TYPE_CHECKING:
     from swarmnet_protocols.training.methods import Method
@@ -387,7 +388,7 @@ def seal_job(job: Job, owner: Identity) -> bytes:
     job.check_published()
     fields = _signed_fields(job, owner.public_key)
     signature = owner.sign(_SIGNATURE_DOMAIN + fields)
-    sealed = _canonical({**json.loads(fields), "signature": signature.hex()})
+    sealed = canonical_json({**json.loads(fields), "signature": signature.hex()})
     if len(sealed) > MAX_JOB_BYTES:
         raise ConfigError(f"the job is larger than {MAX_JOB_BYTES} bytes", hint="shorten its model config")
     return sealed
@@ -405,7 +406,7 @@ def open_job(data: bytes) -> SealedJob:
     try:
         document = json.loads(data)
         owner, signature = bytes.fromhex(document["owner"]), bytes.fromhex(document.pop("signature"))
-        content, canonical = document["job"], _canonical(document)
+        content, canonical = document["job"], canonical_json(document)
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise broken from error
     if (
@@ -414,7 +415,7 @@ def open_job(data: bytes) -> SealedJob:
         or document.keys() != {"format", "job", "owner"}
     ):
         raise broken
-    if _canonical({**document, "signature": signature.hex()}) != data:  # a job has only one sealed form
+    if canonical_json({**document, "signature": signature.hex()}) != data:  # a job has only one sealed form
         raise broken
     if not verify(owner, signature, _SIGNATURE_DOMAIN + canonical):
         raise broken
@@ -429,13 +430,7 @@ def open_job(data: bytes) -> SealedJob:
 
 
 def _signed_fields(job: Job, owner: bytes) -> bytes:
-    return _canonical({"format": FORMAT, "job": job.model_dump(mode="json"), "owner": owner.hex()})
-
-
-def _canonical(fields: Mapping[str, object]) -> bytes:
-    return json.dumps(
-        fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
-    ).encode()
+    return canonical_json({"format": FORMAT, "job": job.model_dump(mode="json"), "owner": owner.hex()})
 
 
 def _validate(document: object) -> Job:
