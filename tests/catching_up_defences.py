@@ -19,7 +19,7 @@ def believe_the_latest(patch: Patch) -> None:
 
 
 def one_of_four(folder: Path) -> None:
-    test_training_takeover.test_nobody_takes_the_weights_of_workers_that_claim_a_later_round(3, 1, folder)
+    test_training_takeover.test_claims_of_a_later_round_by_newcomers_are_ignored(3, 1, folder)
 
 
 CATCHING_UP = (

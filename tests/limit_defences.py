@@ -146,7 +146,7 @@ LIMITS = (
     Defence(
         "positions of a step are bounded",
         replacing(steps, "MAX_POSITION", 1 << 40),
-        lambda _: test_steps.test_numbers_from_the_wire_are_bounded({"start": test_steps.MAX_POSITION}),
+        lambda _: test_steps.test_numbers_of_a_decoded_step_are_bounded({"start": test_steps.MAX_POSITION}),
     ),
     Defence(
         "rows of a step are bounded",
