@@ -40,7 +40,7 @@ def rendering_in_process(patch: pytest.MonkeyPatch) -> None:
         (text,), _ = render_jinja_template([fields["messages"]], chat_template=fields["template"])
         return {"text": text}
 
-    patch.setattr(chat_template._Renderer, "ask", ask)
+    patch.setattr(chat_template._Renderer, "request", ask)
 
 
 def with_full_environment(patch: pytest.MonkeyPatch) -> None:

@@ -267,9 +267,9 @@ def test_sessions_overtake_a_pass_for_a_limited_time(forward_s: float) -> None:
 
 
 class Crowded(NoCoreLock):
-    """The turns of a node that shares its cores with others."""
+    """The core lock of a node that shares its cores with others."""
 
-    def beside(self) -> AbstractAsyncContextManager[bool]:
+    def shared(self) -> AbstractAsyncContextManager[bool]:
         return nullcontext(True)
 
 
