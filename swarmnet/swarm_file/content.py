@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from swarmnet_protocols.errors import ConfigError
-from swarmnet_protocols.membership.quotas import Quotas
-from swarmnet_protocols.membership.rules import Admission, Rules
+from swarmnet_protocols.membership.rules import Admission, Quotas, Rules
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.wire.roles import ANY_ROLE, Role
 

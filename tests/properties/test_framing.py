@@ -33,7 +33,7 @@ from swarmnet_protocols.net.refusal import (
     encode_refusal,
     printable,
 )
-from swarmnet_protocols.wire import door_pb2 as pb
+from swarmnet_protocols.wire import handshake_pb2 as pb
 from tests.defences import nothing
 from tests.support.meters import a_meter
 
@@ -196,7 +196,7 @@ def test_a_refusal_arrives_in_any_pieces_and_is_the_last_word(
 
 @pytest.mark.parametrize("over", [0, 1])
 def test_a_refusal_of_the_largest_size_is_heard_and_one_of_a_byte_more_is_not(over: int) -> None:
-    said = pb.Refused(reason="a" * 2000)
+    said = pb.Refusal(reason="a" * 2000)
     said.reason += "a" * (MAX_REFUSAL_BYTES + over - said.ByteSize())
     assert said.ByteSize() == MAX_REFUSAL_BYTES + over
     frame = struct.pack(">II", REFUSED, said.ByteSize()) + said.SerializeToString()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from swarmnet.dashboard.observing.sightings import Announced, JobSighting, Reported, Sighting
 from swarmnet_node.engine.counters import Histogram
 from swarmnet_protocols.directory.catalog import CatalogModel
-from swarmnet_protocols.directory.reports import BOUNDS_S, check
+from swarmnet_protocols.directory.node_reports import BOUNDS_S, check
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.wire import report_pb2

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 from swarmnet_node.engine.counters import Histogram
-from swarmnet_protocols.directory.reports import BOUNDS_S, MAX_FLOWS, clean
+from swarmnet_protocols.directory.node_reports import BOUNDS_S, MAX_FLOWS, clean
 from swarmnet_protocols.errors import DeadlineExceeded
 from swarmnet_protocols.net import Message, PeerId, Stream
 from swarmnet_protocols.net.messages import parse, receive_within, send_within

@@ -6,12 +6,12 @@ from swarmnet_protocols.errors import OutOfResources, StreamRefused, SwarmnetErr
 from swarmnet_protocols.net import Refusal
 from swarmnet_protocols.net.messages import parse
 from swarmnet_protocols.net.resources import ResourceLimitReached
-from swarmnet_protocols.wire import door_pb2 as pb
+from swarmnet_protocols.wire import handshake_pb2 as pb
 from swarmnet_protocols.wire import session_pb2
 
 SIZES = struct.Struct(">II")
 REFUSED = 0xFFFF_FFFF
-"""In place of the size of a header: a ``Refused`` of as many bytes as the second size says, and nothing after it."""
+"""In place of the size of a header: a ``Refusal`` of as many bytes as the second size says, and nothing after it."""
 ENDED = SIZES.pack(REFUSED, 0)
 """The last word on a stream that is done with: everything has been said, and whoever has read it may close."""
 MAX_REFUSAL_BYTES = 2048
@@ -37,13 +37,13 @@ def encode_refusal(refusal: Refusal) -> bytes:
     """The frame of ``refusal``, which always has something to say: one that has not is ``ENDED``."""
     reason = refusal.reason[:MAX_REASON_CHARS] or NO_REASON
     retry_ms = round(1000 * min(max(0.0, refusal.retry_after_s), MAX_RETRY_S))
-    said = pb.Refused(reason=reason, retry_ms=retry_ms).SerializeToString()
+    said = pb.Refusal(reason=reason, retry_ms=retry_ms).SerializeToString()
     return SIZES.pack(REFUSED, len(said)) + said
 
 
 def decode_refusal(said: bytes) -> Refusal:
     """What follows the sizes in a frame. Raises ``ProtocolViolation``."""
-    refused = parse(pb.Refused, said)
+    refused = parse(pb.Refusal, said)
     return Refusal(refused.reason, min(refused.retry_ms / 1000, MAX_RETRY_S))
 
 
