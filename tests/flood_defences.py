@@ -27,9 +27,9 @@ from tests.sim import (
     test_admission,
     test_handshake_limits,
     test_host_defences,
+    test_matchmaking,
     test_pass_graphs,
     test_training_exchanges,
-    test_training_membership,
 )
 from tests.unit import test_dht_rpc, test_hostile_messages, test_node_reports, test_probes, test_resources
 from tests.web_defences import patched
@@ -102,12 +102,12 @@ FLOODS = (
     ),
     Defence(
         "one subnet does not fill the pending handshakes",
-        replacing(waiting_room, "origin_of", lambda _: "the world"),
+        replacing(waiting_room, "subnet_of", lambda _: "the world"),
         test_admission.test_who_has_many_identities_in_one_place_displaces_its_own,
     ),
     Defence(
         "nor does it take all streams",
-        replacing(SubnetLimits, "_displace", nothing),
+        replacing(SubnetLimits, "_evict", nothing),
         lambda _: test_handshake_limits.test_sixteen_who_take_all_streams_keep_no_member_out(),
     ),
     Defence(
@@ -177,14 +177,14 @@ FLOODS = (
     Defence(
         "a follower does not use up the numbers of last_exchange",
         replacing(gathering, "highest_exchange_number", lambda *_: 1 << 64),
-        lambda _: test_training_exchanges.test_whoever_claims_exchanges_that_nobody_saw_is_left_out(
+        lambda _: test_training_exchanges.test_a_follower_that_claims_a_high_exchange_number_is_left_out(
             9 * EXCHANGES_PER_ROUND
         ),
     ),
     Defence(
         "nor does a gatherer",
         replacing(rosters, "highest_exchange_number", lambda *_: 1 << 64),
-        lambda _: test_training_membership.test_a_roster_by_its_hash_is_checked(
+        lambda _: test_matchmaking.test_a_roster_by_hash_is_checked(
             workers_pb2.Roster(exchange_number=4 * EXCHANGES_PER_ROUND)
         ),
     ),

@@ -40,7 +40,7 @@ def rendering_in_process(patch: pytest.MonkeyPatch) -> None:
         (text,), _ = render_jinja_template([fields["messages"]], chat_template=fields["template"])
         return {"text": text}
 
-    patch.setattr(chat_template._Renderer, "ask", ask)
+    patch.setattr(chat_template._Renderer, "request", ask)
 
 
 def with_full_environment(patch: pytest.MonkeyPatch) -> None:
@@ -58,7 +58,7 @@ def reading(name: str, size: str) -> Any:
 def timed(folder: Path) -> None:
     del folder
     with pytest.MonkeyPatch.context() as patch:
-        test_chat_template.test_a_template_takes_no_more_time_than_it_may(
+        test_chat_template.test_a_template_is_stopped_at_its_time_limit(
             "RENDER_S", 0.1, test_chat_template.loops(3000), patch
         )
 
@@ -66,7 +66,7 @@ def timed(folder: Path) -> None:
 def without_secrets(folder: Path) -> None:
     del folder
     with pytest.MonkeyPatch.context() as patch:
-        test_chat_template.test_no_secret_of_ours_is_where_templates_are_rendered(patch)
+        test_chat_template.test_the_environment_is_hidden_from_templates(patch)
 
 
 GATEWAY = (

@@ -18,7 +18,7 @@ from tests.unit import (
 
 def opens_nothing(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        test_training_start.test_a_worker_opens_nothing_that_a_job_of_another_peer_names(folder, patch)
+        test_training_start.test_no_file_named_by_another_peers_job_is_opened(folder, patch)
 
 
 def refused(section: str, key: str, value: object) -> Defence:
@@ -39,7 +39,7 @@ JOBS = (
     Defence(
         "no more is read than the job is about",
         replacing(test_training_data.data_module, "_counted", lambda source, *_: source),
-        test_training_data.test_no_more_is_read_than_the_job_is_about,
+        test_training_data.test_data_beyond_the_jobs_size_is_not_read,
     ),
     *(
         Defence(

@@ -13,10 +13,10 @@ from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.membership import handshake
 from swarmnet_protocols.net import Message, framing
 from swarmnet_protocols.net.flow_control import ReceiveWindow, SendWindow
-from swarmnet_protocols.net.meter import Meter
 from swarmnet_protocols.net.p2pd import pipe as p2pd_pipe
 from swarmnet_protocols.net.p2pd import stream as p2pd_stream
 from swarmnet_protocols.net.resources import Resource, Scope
+from swarmnet_protocols.net.stream_scope import StreamScope
 from swarmnet_protocols.session import steps
 from tests.defences import Defence, Patch, nothing, replacing
 from tests.properties import test_framing
@@ -41,14 +41,14 @@ from tests.unit import (
 
 def wait_for_ever(patch: Patch) -> None:
     """No timeout for the first message of a stream, nor for handshake messages."""
-    of_theirs, receive = Meter.of_theirs, handshake.receive
+    inbound, receive = StreamScope.inbound, handshake.receive
 
-    def patient(*arguments: Any) -> Meter:
-        meter = of_theirs(*arguments)
-        meter._opening_until = None
+    def patient(*arguments: Any) -> StreamScope:
+        meter = inbound(*arguments)
+        meter._first_message_by = None
         return meter
 
-    patch.setattr(Meter, "of_theirs", patient)
+    patch.setattr(StreamScope, "inbound", patient)
     patch.setattr(handshake, "receive", lambda stream, _: receive(stream, None))
 
 
@@ -140,13 +140,13 @@ LIMITS = (
     ),
     Defence(
         "who was served has to go in time",
-        replacing(p2pd_stream, "MAX_MIB_ON_ITS_WAY", 1e9),
+        replacing(p2pd_stream, "MAX_IN_FLIGHT_MIB", 1e9),
         lambda _: test_p2pd_stream.test_who_was_sent_a_lot_has_no_more_time_than_a_line_holds(),
     ),
     Defence(
         "positions of a step are bounded",
         replacing(steps, "MAX_POSITION", 1 << 40),
-        lambda _: test_steps.test_numbers_from_the_wire_are_bounded({"start": test_steps.MAX_POSITION}),
+        lambda _: test_steps.test_numbers_of_a_decoded_step_are_bounded({"start": test_steps.MAX_POSITION}),
     ),
     Defence(
         "rows of a step are bounded",

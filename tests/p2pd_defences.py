@@ -8,15 +8,14 @@ from swarmnet_protocols.directory import dht_contacts
 from swarmnet_protocols.directory.dht_contacts import Contacts
 from swarmnet_protocols.directory.records import Record
 from swarmnet_protocols.net import subnets as crowds
-from swarmnet_protocols.net.p2pd import connection_limits as p2pd_guard
+from swarmnet_protocols.net.p2pd import connection_limits
 from swarmnet_protocols.net.p2pd import process as p2pd_process
-from swarmnet_protocols.net.p2pd.connection_limits import Connection, ConnectionLimits, Guard, Worth
+from swarmnet_protocols.net.p2pd.connection_limits import Connection, ConnectionGuard, ConnectionLimits, Use
 from swarmnet_protocols.wire import records_pb2 as pb
-from tests.conformance import test_p2pd_guard
+from tests.conformance import test_p2pd_limits
 from tests.defences import Defence, replacing
 from tests.flood_defences import take_what_can_be_read
-from tests.unit import test_crowds, test_dht_contacts
-from tests.unit import test_p2pd_guard as test_excess
+from tests.unit import test_connection_limits, test_dht_contacts, test_subnets
 
 
 def close_none(*_: object) -> list[Connection]:
@@ -49,59 +48,61 @@ def learn_of_anybody(patch: pytest.MonkeyPatch) -> None:
 
 def all_alike(patch: pytest.MonkeyPatch) -> None:
     """Whatever a connection is to us."""
-    excess = p2pd_guard.excess
+    excess = connection_limits.excess
 
     def blind(there: Iterable[Connection], _worth: object, limits: ConnectionLimits) -> Sequence[Connection]:
-        return excess(there, lambda _: Worth.IDLE, limits)
+        return excess(there, lambda _: Use.IDLE, limits)
 
-    patch.setattr(p2pd_guard, "excess", blind)
+    patch.setattr(connection_limits, "excess", blind)
 
 
 P2PD = (
     Defence(
         "libp2p's own Kademlia keeps nothing for outsiders",
         have_a_kademlia,
-        test_p2pd_guard.test_an_outsider_leaves_nothing_in_libp2ps_own_kademlia,
+        test_p2pd_limits.test_an_outsider_leaves_nothing_in_libp2ps_own_kademlia,
     ),
     Defence(
         "one address has so many connections",
-        replacing(p2pd_guard, "excess", close_none),
-        test_p2pd_guard.test_one_address_has_so_many_connections_and_those_at_work_stay,
+        replacing(connection_limits, "excess", close_none),
+        test_p2pd_limits.test_one_address_has_so_many_connections_and_those_at_work_stay,
     ),
     Defence(
         "a subnet has so many",
-        replacing(p2pd_guard, "_subnet", lambda each: each.peer),
-        lambda _: test_excess.test_a_subnet_has_its_share(),
+        replacing(connection_limits, "_subnet", lambda each: each.peer),
+        lambda _: test_connection_limits.test_a_subnet_has_its_share(),
     ),
     Defence(
         "a crowd in a few subnets displaces its own",
         replacing(crowds, "_PREFIX_BITS", {"ip4": 0, "ip6": 0}),
-        lambda _: test_excess.test_in_all_those_from_where_most_come_from_go_first(),
+        lambda _: test_connection_limits.test_in_all_those_from_where_most_come_from_go_first(),
     ),
     Defence(
         "an IPv6 host has a /64",
         replacing(crowds, "_HOST_BITS", {"ip4": 32, "ip6": 128}),
-        lambda _: test_crowds.test_a_host_of_ipv6_has_a_whole_64(),
+        lambda _: test_subnets.test_an_ipv6_host_is_a_64(),
     ),
     Defence(
         "those at work behind an attacker's address stay",
         all_alike,
-        lambda _: test_excess.test_those_at_work_behind_the_address_of_an_attacker_stay(),
+        lambda _: test_connection_limits.test_those_at_work_behind_the_address_of_an_attacker_stay(),
     ),
     Defence(
         "where p2pd holds too much strangers go",
-        replacing(Guard, "_worth", lambda *_: Worth.KNOWN),
-        test_p2pd_guard.test_where_p2pd_holds_too_much_strangers_go_first,
+        replacing(ConnectionGuard, "_use", lambda *_: Use.KNOWN),
+        test_p2pd_limits.test_where_p2pd_holds_too_much_strangers_go_first,
     ),
     Defence(
         "and it is restarted",
-        replacing(Guard, "_is_worn", lambda _: False),
-        test_p2pd_guard.test_a_p2pd_that_holds_too_much_is_restarted_in_its_place,
+        replacing(ConnectionGuard, "_must_restart", lambda _: False),
+        test_p2pd_limits.test_a_p2pd_that_holds_too_much_is_restarted_in_its_place,
     ),
     Defence(
         "a relay buffers little",
         lambda patch: patch.setitem(p2pd_process.FLAGS, "relayBufferSize", 1 << 24),
-        lambda _: test_excess.test_what_a_relay_may_buffer_is_a_small_part_of_the_memory_that_p2pd_may_hold(),
+        lambda _: (
+            test_connection_limits.test_what_a_relay_may_buffer_is_a_small_part_of_the_memory_that_p2pd_may_hold()
+        ),
     ),
     Defence(
         "nobody else says where a peer is",

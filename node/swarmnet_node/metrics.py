@@ -4,17 +4,15 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import psutil
-from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client import CollectorRegistry, Histogram, ProcessCollector
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
-    HistogramMetricFamily,
     InfoMetricFamily,
     Metric,
 )
 from prometheus_client.registry import Collector
 
-from swarmnet_node.engine.counters import Histogram
 from swarmnet_node.owner.control import NodeStatus
 from swarmnet_protocols.net.resources import Rate, Snapshot
 from swarmnet_protocols.wire import session_pb2 as pb
@@ -102,10 +100,10 @@ def _of_engine(engine: "Engine") -> Iterator[Metric]:
         "graph_bytes", "What forward passes have left for backward passes.", engine.graph_cache.nbytes
     )
     yield _gauge("queue_seconds", "How long new work of a session would wait now.", engine.queue_s)
-    yield _histogram("forward_seconds", "How long one forward of sessions' work took.", counters.forward_s)
-    yield _histogram("forward_positions", "Positions in one such forward.", counters.forward_positions)
-    yield _histogram("wait_seconds", "How long work of sessions waited for its forward.", counters.wait_s)
-    yield _histogram("pass_seconds", "How long one training pass took to compute.", counters.pass_s)
+    yield _histogram(counters.forward_s)
+    yield _histogram(counters.forward_positions)
+    yield _histogram(counters.wait_s)
+    yield _histogram(counters.pass_s)
 
 
 def _of_host(host: "Host") -> Iterator[Metric]:
@@ -122,10 +120,8 @@ def _of_host(host: "Host") -> Iterator[Metric]:
     for name in REASONS:
         refused.add_metric([name], numbers.refused[name])
     yield refused
-    yield _histogram(
-        "first_token_seconds", "From a prompt to its first token, by its first hop.", numbers.first_tokens
-    )
-    yield _histogram("token_seconds", "From one token to the next, by their first hop.", numbers.token_times)
+    yield _histogram(numbers.first_tokens)
+    yield _histogram(numbers.token_times)
 
 
 def _of_resources(seen: Snapshot) -> Iterator[Metric]:
@@ -168,7 +164,7 @@ def _counter(name: str, about: str, value: float) -> Metric:
     return CounterMetricFamily(PREFIX + name, about, value=value)
 
 
-def _histogram(name: str, about: str, seen: Histogram) -> Metric:
-    bounds = [*(f"{float(bound)}" for bound in seen.bounds), "+Inf"]
-    buckets = list(zip(bounds, seen.cumulative(), strict=True))
-    return HistogramMetricFamily(PREFIX + name, about, buckets=buckets, sum_value=seen.total)
+def _histogram(histogram: Histogram) -> Metric:
+    (metric,) = histogram.collect()
+    metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
+    return metric

@@ -61,9 +61,9 @@ async def start(config: NodeConfig, *, progress: "Progress | None" = None) -> As
     loop = asyncio.get_running_loop()
     async with AsyncExitStack() as stack:
         executor = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="torch"))
-        pace = LinkLimiter()
-        pace.up.set_rate(config.limits.up_bytes_per_s)
-        pace.down.set_rate(config.limits.down_bytes_per_s)
+        link = LinkLimiter()
+        link.up.set_rate(config.limits.up_bytes_per_s)
+        link.down.set_rate(config.limits.down_bytes_per_s)
         asides: list[Callable[[str], AbstractAsyncContextManager[None]]] = []
 
         @asynccontextmanager
@@ -77,7 +77,7 @@ async def start(config: NodeConfig, *, progress: "Progress | None" = None) -> As
         loading = loop.run_in_executor(executor, _Loaded.of, config, progress)
         try:
             transport, directory = await stack.enter_async_context(
-                connect(replace(config.network, pace=pace, step_aside=step_aside))
+                connect(replace(config.network, link=link, step_aside=step_aside))
             )
         finally:
             loaded = await loading
@@ -86,7 +86,7 @@ async def start(config: NodeConfig, *, progress: "Progress | None" = None) -> As
         from swarmnet_node.supervisor import Supervisor
         from swarmnet_protocols.directory.duplicate_identity import DuplicateWatch
         from swarmnet_protocols.machine.clock import wall_clock
-        from swarmnet_protocols.machine.core_lock import take_turns
+        from swarmnet_protocols.machine.core_lock import open_core_lock
         from swarmnet_protocols.machine.devices import limit_memory
         from swarmnet_protocols.machine.threads import compute_on, use_cores
         from swarmnet_protocols.timing import Timing
@@ -97,13 +97,13 @@ async def start(config: NodeConfig, *, progress: "Progress | None" = None) -> As
         )
         dependencies = Dependencies(transport, directory, executor, random.Random(), warning=watch.warning)
         if loaded.device.type == "cpu":
-            dependencies = replace(dependencies, turns=stack.enter_context(take_turns()))
+            dependencies = replace(dependencies, core_lock=stack.enter_context(open_core_lock()))
 
         def limit_computing(limits: Limits) -> None:
             use_cores(executor, limits.cores or every_core)
             limit_memory(loaded.device, limits.max_gpu_mem)
 
-        machine = OwnersMachine(config.folder, pace, wall_clock, limit_computing)
+        machine = OwnersMachine(config.folder, link, wall_clock, limit_computing)
         stack.callback(machine.close)
         hosting = loaded.hosting(config)
         node = await stack.enter_async_context(Supervisor.run(dependencies, hosting, machine, config.limits))

@@ -6,7 +6,6 @@ another swarm. A swarm without an authority has a random nonce; its id is a hash
 """
 
 import hashlib
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from datetime import datetime
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.membership.rules import Admission, Quotas, Rules
 from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.wire.canonical_json import canonical_json
 from swarmnet_protocols.wire.roles import ANY_ROLE, Role
 
 FORMAT = 2
@@ -124,11 +124,11 @@ class SwarmFile:
             del fields["bootstrap"]
         else:
             fields = {"name": self.name, "founders": [key.hex() for key in self.authority.founders]}
-        return hashlib.sha256(_ID_DOMAIN + _canonical(fields)).digest()
+        return hashlib.sha256(_ID_DOMAIN + canonical_json(fields)).digest()
 
     def signed_bytes(self) -> bytes:
         """What the authority signs: every field."""
-        return _FILE_DOMAIN + _canonical(self._fields())
+        return _FILE_DOMAIN + canonical_json(self._fields())
 
     def is_signed_by_authority(self, signature: bytes) -> bool:
         from swarmnet_protocols.net.identity import verify
@@ -188,7 +188,7 @@ def rotation_bytes(swarm_id: bytes, number: int, rotation: Rotation) -> bytes:
     """What a key signs when others take its place as rotation ``number``, counted from 0."""
     fields = {"swarm": swarm_id.hex(), "number": number} | _rotation_fields(rotation)
     del fields["signature"]
-    return _ROTATION_DOMAIN + _canonical(fields)
+    return _ROTATION_DOMAIN + canonical_json(fields)
 
 
 def _rotation_fields(rotation: Rotation) -> dict[str, object]:
@@ -197,7 +197,3 @@ def _rotation_fields(rotation: Rotation) -> dict[str, object]:
         "previous_until": rotation.previous_until.isoformat(),
         "signature": rotation.signature.hex(),
     }
-
-
-def _canonical(fields: Mapping[str, object]) -> bytes:
-    return json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()

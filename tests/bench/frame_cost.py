@@ -18,10 +18,10 @@ import uvloop
 from swarmnet_protocols.net import Message, PeerId
 from swarmnet_protocols.net.flow_control import LimitedReader
 from swarmnet_protocols.net.framing import FrameReader
-from swarmnet_protocols.net.meter import Meter
 from swarmnet_protocols.net.protocol_ids import LINK
 from swarmnet_protocols.net.rate_limit import RateLimit, RateLimiter
 from swarmnet_protocols.net.resources import Rate, ResourceManager
+from swarmnet_protocols.net.stream_scope import StreamScope
 from swarmnet_protocols.timing import Timing
 
 FRAME = struct.pack(">II", 60, 2304) + bytes(60 + 2304)  # a step of one position of SmolLM2-135M
@@ -39,16 +39,16 @@ async def measure(frames: int, rounds: int) -> dict[str, float]:
     resources.limit_rate(
         Rate.FRAMES, system=RateLimit(1e9, 1e9), per_peer=RateLimit(1e9, 1e9)
     )  # nobody is to wait
-    meter = Meter.of_theirs(resources, PeerId("somebody"), Timing())
+    scope = StreamScope.inbound(resources, PeerId("somebody"), Timing())
     times: dict[str, list[float]] = {"without": [], "with": []}
     for _ in range(rounds):
         for name, seconds in times.items():
             reader = asyncio.StreamReader(limit=1 << 30)
             reader.feed_data(FRAME * frames)
-            framed = FrameReader(LimitedReader(reader, RateLimiter()), LINK, meter)
+            framed = FrameReader(LimitedReader(reader, RateLimiter()), LINK, scope)
 
             async def receive(framed: FrameReader = framed) -> Message:
-                return await meter.receive(framed.read)
+                return await scope.receive(framed.read)
 
             async def plain(reader: asyncio.StreamReader = reader) -> Message:
                 return await bare(reader)

@@ -126,7 +126,7 @@ class Worker:
 
     def apply(self, round_number: int, average: Average) -> None:
         if self._feedback is not None:
-            self._feedback.settle(round_number, [(0, len(average.values))])
+            self._feedback.acknowledge(round_number, [(0, len(average.values))])
         if self.method.kind == "gradients":
             gradient = self.method.apply(round_number, average.values, average)
             self.trainer.apply_gradient(round_number, 0, gradient)

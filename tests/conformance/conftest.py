@@ -30,7 +30,7 @@ Scenario = Callable[[Transport, Transport], Awaitable[None]]
 
 
 class Lab(Protocol):
-    pace: LinkLimiter
+    link: LinkLimiter
     """Kept by the second of the two."""
 
     def run(self, scenario: Scenario) -> None:
@@ -39,7 +39,7 @@ class Lab(Protocol):
 
 class MemoryLab:
     def __init__(self) -> None:
-        self.pace = LinkLimiter()
+        self.link = LinkLimiter()
 
     def run(self, scenario: Scenario) -> None:
         async def main() -> None:
@@ -48,7 +48,7 @@ class MemoryLab:
             )
             alice, bob = (Identity.from_seed(seed).peer_id for seed in (b"alice", b"bob"))
             async with network.transport(alice) as a, network.transport(bob) as b:
-                b.pace = self.pace
+                b.link = self.link
                 await scenario(a, b)
 
         virtual_time.run(main())
@@ -58,7 +58,7 @@ class GuardedLab:
     """Two members of a private swarm. Whoever dials meets the other first."""
 
     def __init__(self) -> None:
-        self.pace = LinkLimiter()
+        self.link = LinkLimiter()
 
     def run(self, scenario: Scenario) -> None:
         async def main() -> None:
@@ -70,7 +70,7 @@ class GuardedLab:
                 swarm.member(network, "alice", ANY_ROLE) as alice,
                 swarm.member(network, "bob", ANY_ROLE) as bob,
             ):
-                bob.raw.pace = self.pace
+                bob.raw.link = self.link
                 await scenario(alice.transport, bob.transport)
 
         virtual_time.run(main())
@@ -80,20 +80,20 @@ class P2pdLab:
     """Its two p2pd processes serve all tests of a module."""
 
     def __init__(self, runner: asyncio.Runner, directory: Path, listen: tuple[str, ...] = LOOPBACK) -> None:
-        self.pace = LinkLimiter()
+        self.link = LinkLimiter()
         self._runner = runner
         self._directory = directory
         self._listen = listen
         self._stack = contextlib.AsyncExitStack()
         self._pair: tuple[P2pdTransport, P2pdTransport] | None = None
 
-    async def _peer(self, name: str, pace: LinkLimiter) -> P2pdTransport:
-        config = P2pdConfig(self._directory / name, listen=self._listen, pace=pace)
+    async def _peer(self, name: str, link: LinkLimiter) -> P2pdTransport:
+        config = P2pdConfig(self._directory / name, listen=self._listen, link=link)
         return await self._stack.enter_async_context(P2pdTransport.create(config))
 
     async def pair(self) -> tuple[P2pdTransport, P2pdTransport]:
         if self._pair is None:
-            self._pair = (await self._peer("a", LinkLimiter()), await self._peer("b", self.pace))
+            self._pair = (await self._peer("a", LinkLimiter()), await self._peer("b", self.link))
         return self._pair
 
     def run(self, scenario: Callable[[P2pdTransport, P2pdTransport], Awaitable[None]]) -> None:

@@ -94,7 +94,9 @@ def test_who_is_refused_learns_why(lab: Lab, protocol: ProtocolSpec, is_in_use: 
             with contextlib.suppress(StreamEnded):
                 await stream.send(Message(b"hello", bytes(100_000)))
             for _ in range(2):
-                with pytest.raises(StreamRefused, match=f"{b.peer_id} refuses us: it is .1mclosed") as info:
+                with pytest.raises(
+                    StreamRefused, match=f"{b.peer_id} refused the stream: it is .1mclosed"
+                ) as info:
                     await stream.receive()
                 assert info.value.retry_after_s == 2.5
                 assert info.value.hint == "try again in 2 s"

@@ -207,11 +207,11 @@ def test_what_waits_for_grants_comes_whole_and_at_the_rate(
         await listening
 
     async def at_the_rate(a: Transport, b: Transport) -> None:
-        lab.pace.down.set_rate(rate)
+        lab.link.down.set_rate(rate)
         try:
             await scenario(a, b)
         finally:
-            lab.pace.down.set_rate(None)
+            lab.link.down.set_rate(None)
 
     lab.run(at_the_rate)
 

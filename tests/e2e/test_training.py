@@ -120,7 +120,7 @@ def test_strangers_end_their_own_streams_and_nothing_else(
 
 @pytest.mark.slow
 @pytest.mark.alone
-def test_a_worker_whose_p2pd_dies_saves_and_says_what_to_do(anna: tuple[str, WorkerProcess]) -> None:
+def test_a_worker_whose_p2pd_dies_saves_and_raises(anna: tuple[str, WorkerProcess]) -> None:
     job, worker = anna
     worker.wait("round", round=2)
     worker.send_signal(signal.SIGKILL, python=False)

@@ -51,8 +51,8 @@ from swarmnet_protocols.wire import (
 )
 from swarmnet_protocols.wire.roles import ANY_ROLE
 from tests.defences import yes
-from tests.support.meters import a_meter
 from tests.support.source_code import ROOT
+from tests.support.stream_scopes import new_scope
 from tests.support.tiny_models import FAMILIES, save_tiny, write_gguf
 
 MAX_RSS_MIB = 3000
@@ -132,7 +132,7 @@ def read_frames(data: bytes) -> None:
         reader = asyncio.StreamReader()
         reader.feed_data(data)
         reader.feed_eof()
-        frames = FrameReader(LimitedReader(reader, RateLimiter()), SPEC, a_meter())
+        frames = FrameReader(LimitedReader(reader, RateLimiter()), SPEC, new_scope())
         while True:
             await frames.read()
 

@@ -35,31 +35,35 @@ from swarmnet_protocols.net.refusal import (
 )
 from swarmnet_protocols.wire import handshake_pb2 as pb
 from tests.defences import nothing
-from tests.support.meters import a_meter
+from tests.support.stream_scopes import new_scope
 
 SMALL = ProtocolSpec("/test/1", max_header_bytes=50, max_payload_bytes=200)
 
 messages = st.builds(Message, st.binary(max_size=50), st.binary(max_size=200))
-LOCAL_LAYERS = (0, SMALL.max_header_bytes, SMALL.max_payload_bytes, MAX_REFUSAL_BYTES, NEEDS_CREDIT, REFUSED)
+LIMITS = (0, SMALL.max_header_bytes, SMALL.max_payload_bytes, MAX_REFUSAL_BYTES, NEEDS_CREDIT, REFUSED)
 sizes = st.integers(0, 2**32 - 1) | st.sampled_from(
-    [edge + by for edge in LOCAL_LAYERS for by in (-1, 0, 1) if 0 <= edge + by < 2**32]
+    [limit + by for limit in LIMITS for by in (-1, 0, 1) if 0 <= limit + by < 2**32]
 )
 
 
-HALVES = ("", "waits", "grants")
+WINDOWS = ("", "send", "receive")
 
 
 def read_all(
-    chunks: Sequence[bytes], protocol: ProtocolSpec, half: str = ""
+    chunks: Sequence[bytes], protocol: ProtocolSpec, window: str = ""
 ) -> tuple[list[Message], Exception]:
-    """What a reader makes of ``chunks``: messages, and how it ended. It may be one who waits for grants, or one who grants."""
+    """The messages read from ``chunks``, and the error at the end. ``window``: the side of flow control that reads."""
 
     async def main() -> tuple[list[Message], Exception]:
-        reader, line = asyncio.StreamReader(), RateLimiter()
-        allowance = SendWindow() if half == "waits" else None
-        grants = ReceiveWindow(line, nothing) if half == "grants" else None
-        paced = LimitedReader(reader, line, grants)
-        frames = FrameReader(paced, protocol, a_meter(), allowance=allowance, grants=grants)
+        reader, limiter = asyncio.StreamReader(), RateLimiter()
+        receiving = ReceiveWindow(limiter, nothing) if window == "receive" else None
+        frames = FrameReader(
+            LimitedReader(reader, limiter, receiving),
+            protocol,
+            new_scope(),
+            send_window=SendWindow() if window == "send" else None,
+            receive_window=receiving,
+        )
         received: list[Message] = []
 
         async def read() -> Exception:
@@ -99,7 +103,7 @@ def test_round_trip_in_any_pieces(sent: list[Message], places: list[int]) -> Non
 
 
 @given(messages, st.integers(min_value=1))
-def test_every_truncation_is_seen(message: Message, short: int) -> None:
+def test_every_truncation_is_detected(message: Message, short: int) -> None:
     data = encoded(message)
     received, end = read_all([data[: -(1 + short % len(data))]], SMALL)
     assert received == []
@@ -107,8 +111,8 @@ def test_every_truncation_is_seen(message: Message, short: int) -> None:
 
 
 @given(sizes, sizes, st.binary(max_size=300))
-def test_what_comes_of_two_sizes_whatever_follows(first: int, second: int, rest: bytes) -> None:
-    """Over a limit they are refused at once. Within, they are waited for; and what came is the message, or the last word."""
+def test_any_two_sizes_with_any_bytes_after_them(first: int, second: int, rest: bytes) -> None:
+    """Sizes over a limit are violations at once; within it, the bytes are a message, a refusal or the end."""
     received, end = read_all([struct.pack(">II", first, second) + rest], SMALL)
     if first == REFUSED:
         assert received == []
@@ -129,15 +133,13 @@ def test_what_comes_of_two_sizes_whatever_follows(first: int, second: int, rest:
 
 
 @given(sizes, sizes, st.binary(max_size=300))
-def test_a_payload_that_waits_comes_after_it_was_granted_and_no_sooner(
-    first: int, second: int, rest: bytes
-) -> None:
-    """Nor to anybody who grants nothing. All of ``rest`` is here before anything is granted."""
-    header_bytes = min(first, NEEDS_CREDIT - 4)  # what is over is the word for something else
+def test_a_payload_before_its_credit_is_a_violation(first: int, second: int, rest: bytes) -> None:
+    """So is a payload that needs credit at a reader that grants none. All of ``rest`` is there before any credit."""
+    header_bytes = min(first, NEEDS_CREDIT - 4)  # larger values mark other frames
     frame = struct.pack(">II", NEEDS_CREDIT + header_bytes, second) + rest
-    for half in ("", "waits"):
-        assert isinstance(read_all([frame], SMALL, half)[1], ProtocolViolation)
-    received, end = read_all([frame], SMALL, "grants")
+    for window in ("", "send"):
+        assert isinstance(read_all([frame], SMALL, window)[1], ProtocolViolation)
+    received, end = read_all([frame], SMALL, "receive")
     if (
         header_bytes > SMALL.max_header_bytes
         or second > SMALL.max_payload_bytes
@@ -153,20 +155,20 @@ def test_a_payload_that_waits_comes_after_it_was_granted_and_no_sooner(
 
 
 @given(sizes, st.sampled_from([LIMIT, CREDIT]))
-def test_what_is_said_of_grants_is_heard_by_those_who_wait_and_by_nobody_else(size: int, word: int) -> None:
-    frame = struct.pack(">II", word, size) + encoded(Message(b"next"))
-    for half in HALVES:
-        received, end = read_all([frame], SMALL, half)
-        is_heard = half == "waits" and word == LIMIT
-        assert received == ([Message(b"next")] if is_heard else [])
-        assert isinstance(end, StreamEnded if is_heard else ProtocolViolation)
+def test_only_a_send_window_handles_flow_control_frames(size: int, kind: int) -> None:
+    frame = struct.pack(">II", kind, size) + encoded(Message(b"next"))
+    for window in WINDOWS:
+        received, end = read_all([frame], SMALL, window)
+        is_handled = window == "send" and kind == LIMIT
+        assert received == ([Message(b"next")] if is_handled else [])
+        assert isinstance(end, StreamEnded if is_handled else ProtocolViolation)
 
 
-def test_a_violation_stays_one() -> None:
+def test_a_violation_is_raised_at_every_later_read() -> None:
     async def main() -> None:
         reader = asyncio.StreamReader()
         reader.feed_data(struct.pack(">II", 51, 0) + encoded(Message(b"fine")))
-        frames = FrameReader(LimitedReader(reader, RateLimiter()), SMALL, a_meter())
+        frames = FrameReader(LimitedReader(reader, RateLimiter()), SMALL, new_scope())
         for _ in range(3):
             with pytest.raises(ProtocolViolation):
                 await frames.read()
@@ -183,36 +185,36 @@ def test_oversized_messages_are_not_encoded(message: Message) -> None:
 
 
 @given(st.text(), st.floats(0, 100), st.lists(st.integers(0, 2000), max_size=5), st.binary(max_size=50))
-def test_a_refusal_arrives_in_any_pieces_and_is_the_last_word(
+def test_a_refusal_arrives_in_any_pieces_and_ends_the_stream(
     reason: str, retry_s: float, places: list[int], rest: bytes
 ) -> None:
     frame = encode_refusal(Refusal(reason, retry_s)) + rest
     received, error = read_all(cut(encoded(Message(b"before")) + frame, places), SMALL)
     assert received == [Message(b"before")]
     assert isinstance(error, StreamRefused)
-    assert str(error).endswith(f" refuses us: {printable(reason or NO_REASON)}")
+    assert str(error).endswith(f" refused the stream: {printable(reason or NO_REASON)}")
     assert error.retry_after_s == pytest.approx(min(retry_s, MAX_RETRY_S), abs=0.001)
 
 
 @pytest.mark.parametrize("over", [0, 1])
-def test_a_refusal_of_the_largest_size_is_heard_and_one_of_a_byte_more_is_not(over: int) -> None:
-    said = pb.Refusal(reason="a" * 2000)
-    said.reason += "a" * (MAX_REFUSAL_BYTES + over - said.ByteSize())
-    assert said.ByteSize() == MAX_REFUSAL_BYTES + over
-    frame = struct.pack(">II", REFUSED, said.ByteSize()) + said.SerializeToString()
+def test_refusals_have_a_largest_size(over: int) -> None:
+    encoded_refusal = pb.Refusal(reason="a" * 2000)
+    encoded_refusal.reason += "a" * (MAX_REFUSAL_BYTES + over - encoded_refusal.ByteSize())
+    assert encoded_refusal.ByteSize() == MAX_REFUSAL_BYTES + over
+    frame = struct.pack(">II", REFUSED, encoded_refusal.ByteSize()) + encoded_refusal.SerializeToString()
     _, error = read_all([frame], SMALL)
     assert isinstance(error, ProtocolViolation if over else StreamRefused)
 
 
-def test_the_longest_reason_is_cut_to_what_is_heard() -> None:
+def test_long_reasons_are_cut() -> None:
     longest = "\U0001f41d" * 1000  # four bytes each
     _, error = read_all([encode_refusal(Refusal(longest, 1e9))], SMALL)
     assert isinstance(error, StreamRefused)
-    assert str(error).endswith(f" refuses us: {longest[:MAX_REASON_CHARS]}")
+    assert str(error).endswith(f" refused the stream: {longest[:MAX_REASON_CHARS]}")
 
 
 @given(st.lists(st.integers(0, 2000), max_size=5), st.binary(max_size=50))
-def test_the_end_of_a_stream_is_the_last_word(places: list[int], rest: bytes) -> None:
+def test_nothing_is_read_after_the_end_frame(places: list[int], rest: bytes) -> None:
     received, error = read_all(cut(encoded(Message(b"before")) + ENDED + rest, places), SMALL)
     assert received == [Message(b"before")]
     assert isinstance(error, StreamEnded)
@@ -228,12 +230,12 @@ def test_an_oversized_refusal_is_a_violation(size_bytes: int, rest: bytes) -> No
 
 
 @pytest.mark.parametrize("protocol", ALL, ids=lambda protocol: protocol.id)
-@given(garbage=st.binary(max_size=4096), half=st.sampled_from(HALVES))
-def test_garbage_costs_no_more_than_it_weighs(protocol: ProtocolSpec, garbage: bytes, half: str) -> None:
+@given(garbage=st.binary(max_size=4096), window=st.sampled_from(WINDOWS))
+def test_garbage_costs_no_more_than_it_weighs(protocol: ProtocolSpec, garbage: bytes, window: str) -> None:
     def peak_bytes() -> int:
         tracemalloc.start()
         try:
-            _, end = read_all([garbage], protocol, half)
+            _, end = read_all([garbage], protocol, window)
             assert isinstance(end, ProtocolViolation | StreamEnded)
             return tracemalloc.get_traced_memory()[1]
         finally:

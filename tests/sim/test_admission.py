@@ -17,7 +17,7 @@ from swarmnet_protocols.membership.signed import seal
 from swarmnet_protocols.net import Message, Stream
 from swarmnet_protocols.net.protocol_ids import ADMISSION
 from swarmnet_protocols.net.resources import Resource
-from swarmnet_protocols.net.subnets import origin_of
+from swarmnet_protocols.net.subnets import subnet_of
 from swarmnet_protocols.wire import membership_pb2 as pb
 from swarmnet_protocols.wire.roles import Role
 from tests.support.admission_lab import World, address, redeem, run
@@ -264,13 +264,13 @@ def test_who_asks_without_end_keeps_nobody_from_asking(tmp_path: Path) -> None:
     ],
 )
 def test_where_somebody_comes_from(address: str, other: str, same: bool) -> None:
-    assert origin_of(address)
-    assert (origin_of(address) == origin_of(other)) is same
+    assert subnet_of(address)
+    assert (subnet_of(address) == subnet_of(other)) is same
 
 
 @pytest.mark.parametrize("address", ["", "/memory/0", "/ip4/nonsense/tcp/1", "/dns4/example.org/tcp/1"])
 def test_somewhere_that_is_not_known(address: str) -> None:
-    assert not origin_of(address)
+    assert not subnet_of(address)
 
 
 def test_who_is_sent_off_without_a_word_comes_again(tmp_path: Path) -> None:

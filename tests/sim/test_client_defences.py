@@ -12,7 +12,7 @@ from swarmnet_protocols.directory.host_announcements import hosts_topic, read_ho
 from swarmnet_protocols.directory.memory_directory import MemoryDirectory
 from swarmnet_protocols.errors import OutOfResources
 from swarmnet_protocols.net import Message
-from swarmnet_protocols.net.memory_stream import MemoryStream
+from swarmnet_protocols.net.memory import MemoryStream
 from swarmnet_protocols.net.protocol_ids import LINK, SESSION
 from swarmnet_protocols.session.steps import Row, encode_tensor
 from swarmnet_protocols.wire import records_pb2

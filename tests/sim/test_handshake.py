@@ -216,7 +216,7 @@ def test_who_is_refused_a_stream_by_newer_rules_than_its_own_learns_why() -> Non
         await server.transport.serve(SESSION, answer)
         with pytest.raises(
             StreamRefused,
-            match=f"bob refuses us: {SESSION.id} is for client; .* as observer".replace(
+            match=f"bob refused the stream: {SESSION.id} is for client; .* as observer".replace(
                 "bob", server.peer_id
             ),
         ) as info:

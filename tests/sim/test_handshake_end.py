@@ -44,7 +44,9 @@ def test_the_streams_of_a_revoked_member_end_at_once() -> None:
         assert await seconds_until_the_end(ours) == 0
         loop = asyncio.get_running_loop()
         started = loop.time()
-        with pytest.raises(StreamRefused, match=f"{server.peer_id} refuses us: this peer was revoked"):
+        with pytest.raises(
+            StreamRefused, match=f"{server.peer_id} refused the stream: this peer was revoked"
+        ):
             await theirs.receive()
         assert loop.time() - started <= 1.01 * DELAY_S
         await asyncio.sleep(1.0)

@@ -162,7 +162,7 @@ def test_one_client_leaves_early_links_to_others(reference: Reference) -> None:
         for number in range(1, 3):
             await stranger.link(session=bytes([number]) * 16)
         refused = (await link_reply(await stranger.link(session=b"z" * 16))).refused
-        assert "early links of " + stranger.transport.peer_id in refused.detail
+        assert "pending links of " + stranger.transport.peer_id in refused.detail
 
     with_stranger(reference, talk, limits=HostLimits(early_links_per_client=2))
 

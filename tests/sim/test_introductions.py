@@ -94,7 +94,7 @@ def test_every_failure_looks_the_same_and_takes_as_long(
         began = clock()
         with pytest.raises(PeerUnreachable) as caught:
             await transport.open(HOST.peer_id, LINK, addresses=addresses, deadline_s=DEADLINE_S)
-        assert str(caught.value) == "the next hop is not reached"
+        assert str(caught.value) == "the next hop was not reached"
         assert clock() - began == pytest.approx(DEADLINE_S)
         assert caught.value.__cause__ is None
         assert len(dialled.attempts) == bool(addresses)

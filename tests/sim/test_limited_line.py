@@ -9,9 +9,9 @@ import torch
 from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_client.chain.passes import RemoteBatch
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.net.memory_stream import MemoryStream
-from swarmnet_protocols.net.meter import VIOLATION_FRAMES
+from swarmnet_protocols.net.memory import MemoryStream
 from swarmnet_protocols.net.resources import Rate
+from swarmnet_protocols.net.stream_scope import VIOLATION_FRAMES
 from swarmnet_protocols.session.adapters import Adapter
 from swarmnet_protocols.session.steps import Row
 from tests.sim.test_host_defences import Stranger, a_step, assert_ends, link_reply
@@ -64,7 +64,7 @@ class Arrivals:
 def limit(lab: Lab, name: str, rate: float = RATE) -> None:
     transport = lab.network.find(lab.peer_id(name))
     assert transport is not None
-    transport.pace.down.set_rate(rate)
+    transport.link.down.set_rate(rate)
 
 
 def rows(start: int, count: int) -> tuple[Row, ...]:
@@ -213,8 +213,8 @@ def test_a_feeder_that_does_not_wait_for_grants_is_ended_and_has_to_pay(referenc
             link = await stranger.link()
             assert (await link_reply(link)).HasField("linked")
             assert isinstance(link, MemoryStream)
-            assert link._allowance is not None
-            link._allowance.max_uncredited_bytes = 1e9
+            assert link._send_window is not None
+            link._send_window.max_uncredited_bytes = 1e9
             host = lab.nodes["a"]._dependencies.transport.resources.system
             before = host.spent[Rate.FRAMES]
             await stranger.step(link, a_step(1, 0, 256))

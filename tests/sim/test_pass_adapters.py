@@ -13,8 +13,7 @@ from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_client.chain.passes import RemoteBatch, split
 from swarmnet_protocols.errors import OutOfResources
 from swarmnet_protocols.net import Message, Transport
-from swarmnet_protocols.net.memory import Delivery
-from swarmnet_protocols.net.memory_stream import MemoryStream
+from swarmnet_protocols.net.memory import Delivery, MemoryStream
 from swarmnet_protocols.net.protocol_ids import ADAPTER, PASS
 from swarmnet_protocols.session.adapters import Adapter
 from swarmnet_protocols.session.passes import MAX_POSITIONS, pack_tensors, split_tensor

@@ -11,7 +11,7 @@ from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_client.chain.passes import RemoteBatch
 from swarmnet_node.hosting.host import HostLimits
 from swarmnet_protocols.errors import StreamEnded
-from swarmnet_protocols.net import Message, Stream, Transport, memory_stream
+from swarmnet_protocols.net import Message, Stream, Transport, memory
 from swarmnet_protocols.net.protocol_ids import PASS
 from swarmnet_protocols.session.passes import MAX_POSITIONS, MAX_SEQUENCES
 from swarmnet_protocols.session.steps import encode_tensor
@@ -208,7 +208,7 @@ def test_who_does_not_take_the_answer_loses_the_place(
     reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who reads nothing; one message fits on the way."""
-    monkeypatch.setattr(memory_stream, "WINDOW_BYTES", 1)
+    monkeypatch.setattr(memory, "STREAM_BUFFER_BYTES", 1)
 
     async def scenario(lab: Lab) -> None:
         await lab.start("a", lab.hosting((0, 6), limits=HostLimits(passes_per_client=1)))

@@ -15,8 +15,7 @@ from swarmnet_client.chain.passes import RemoteBatch, split
 from swarmnet_node.hosting.host import HostLimits
 from swarmnet_protocols.errors import ConfigError, NoRoute, OutOfResources
 from swarmnet_protocols.net import Message, PeerId
-from swarmnet_protocols.net.memory import Delivery, LinkProfile
-from swarmnet_protocols.net.memory_stream import MemoryStream
+from swarmnet_protocols.net.memory import Delivery, LinkProfile, MemoryStream
 from swarmnet_protocols.net.protocol_ids import PASS
 from swarmnet_protocols.session.passes import MAX_POSITIONS
 from swarmnet_protocols.session.steps import encode_tensor

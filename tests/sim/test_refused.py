@@ -20,7 +20,9 @@ def test_hosts_that_have_no_room_are_named_and_answer_once_they_have(
         assert host is not None
         host.resources.limit(Resource.INBOUND_STREAMS, per_peer=0)
         async with lab.client() as swarm, lab.chain(swarm) as chain:
-            with pytest.raises(OutOfResources, match=f"{host.peer_id} refuses us: it has no room") as info:
+            with pytest.raises(
+                OutOfResources, match=f"{host.peer_id} refused the stream: it is overloaded"
+            ) as info:
                 await lab.generate(chain, PROMPT, 2)
             assert "try again later" in info.value.hint
             host.resources.limit(Resource.INBOUND_STREAMS, per_peer=99)

@@ -1,4 +1,4 @@
-"""Workers that claim to be rounds ahead, with weights of their own making, replace nobody's; a worker that was really away catches up."""
+"""Workers with forged weights that claim to be rounds ahead are ignored; a worker that was away catches up."""
 
 import dataclasses
 from pathlib import Path
@@ -61,7 +61,7 @@ def attacked(
 
 
 @pytest.mark.parametrize(("honest", "attackers"), [(3, 1), (5, 3)], ids=["1 of 4", "3 of 8"])
-def test_nobody_takes_the_weights_of_workers_that_claim_a_later_round(
+def test_claims_of_a_later_round_by_newcomers_are_ignored(
     honest: int, attackers: int, tmp_path: Path
 ) -> None:
     liars = tuple(f"mallory-{number}" for number in range(attackers))
@@ -75,7 +75,7 @@ def test_nobody_takes_the_weights_of_workers_that_claim_a_later_round(
         assert abs(float(saved.parameters.mean()) - FORGED) > FORGED / 2
 
 
-def test_a_worker_that_was_away_for_long_catches_up_and_keeps_what_it_had(tmp_path: Path) -> None:
+def test_a_worker_after_a_long_absence_catches_up_and_keeps_its_old_checkpoint(tmp_path: Path) -> None:
     lab = WorkerLab(tmp_path, write_job(tmp_path, "diloco", "sync_every = 2", "min_workers = 2", rounds=14))
 
     def watch(name: str, event: dict[str, Any]) -> None:

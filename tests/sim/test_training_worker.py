@@ -1,4 +1,4 @@
-"""Whole workers, unmodified, train a tiny job together in virtual time while some of them fail."""
+"""Complete workers train a tiny job in virtual time while some of them fail."""
 
 import asyncio
 from pathlib import Path
@@ -31,7 +31,7 @@ MIN = "min_workers = %d"
 
 
 @pytest.mark.parametrize("method", SETTINGS)
-def test_every_method_trains_to_the_end(method: str, tmp_path: Path) -> None:
+def test_every_method_completes_a_job(method: str, tmp_path: Path) -> None:
     lab = WorkerLab(tmp_path, write_job(tmp_path, method, SETTINGS[method], MIN % 3))
     run(train(lab, *NAMES[:3]))
 
@@ -39,12 +39,12 @@ def test_every_method_trains_to_the_end(method: str, tmp_path: Path) -> None:
         assert list(lab.rounds(name)) == list(range(ROUNDS))
         assert lab.events[name][-1]["event"] == "done"
         assert all(event["loss"] > 0 for event in lab.rounds(name).values())
-    if method != "noloco":  # whose replicas are near each other and never equal
+    if method != "noloco":  # its replicas are close but never equal
         lab.check_equal()
         assert all(len(event["contributors"]) == 3 for event in lab.rounds("anna").values())
 
 
-def test_replicas_that_differ_end_as_one_model(tmp_path: Path) -> None:
+def test_different_replicas_are_merged_at_the_end(tmp_path: Path) -> None:
     lab = WorkerLab(tmp_path, write_job(tmp_path, "noloco", SETTINGS["noloco"], MIN % 3))
     run(train(lab, *NAMES[:3]))
 
@@ -57,18 +57,18 @@ def test_replicas_that_differ_end_as_one_model(tmp_path: Path) -> None:
     assert len(last) > 1, "before it they differed"
 
 
-def test_replicas_that_cannot_be_merged_stay_as_they_are(tmp_path: Path) -> None:
+def test_replicas_without_a_majority_are_not_merged(tmp_path: Path) -> None:
     lab = WorkerLab(tmp_path, write_job(tmp_path, "noloco", SETTINGS["noloco"], MIN % 3))
     names = {lab.peer(name): name for name in NAMES[:3]}
 
-    def cut_the_first_to_send(delivery: Delivery) -> None:
-        """Its last message to leave is what the others wait for: with two of three gone, no majority is left."""
+    def isolate_all(delivery: Delivery) -> None:
+        """Isolate all workers when the first one sends its contribution to the merge."""
         ready = all(lab.rounds(name).get(ROUNDS - 1) for name in names.values())
         if ready and delivery.protocol == EXCHANGE and len(delivery.message.payload) > 1000:
             for peer in names:
                 lab.network.isolate(peer)
 
-    lab.network.observers.append(cut_the_first_to_send)
+    lab.network.observers.append(isolate_all)
     run(train(lab, *NAMES[:3]))
 
     for name in NAMES[:3]:
@@ -110,7 +110,7 @@ def test_workers_stay_equal_under_every_codec(codec: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("fault", ["crash", "hang", "isolate"])
 @pytest.mark.parametrize("method", ["diloco", "streaming", "eager"])
-def test_a_worker_that_fails_costs_its_own_contribution(fault: str, method: str, tmp_path: Path) -> None:
+def test_a_failed_worker_costs_only_its_own_contribution(fault: str, method: str, tmp_path: Path) -> None:
     lab = WorkerLab(tmp_path, write_job(tmp_path, method, SETTINGS[method], MIN % 3))
 
     def watch(name: str, event: dict[str, Any]) -> None:
@@ -119,7 +119,7 @@ def test_a_worker_that_fails_costs_its_own_contribution(fault: str, method: str,
                 lab.crash("boris")
             else:
                 getattr(lab.network, fault)(lab.peer("boris"))
-                lab.tasks["boris"].cancel()  # it will not end by itself
+                lab.tasks["boris"].cancel()  # a frozen worker does not end by itself
 
     lab.observer = watch
     run(train(lab, *NAMES))
@@ -131,7 +131,7 @@ def test_a_worker_that_fails_costs_its_own_contribution(fault: str, method: str,
         assert lab.peer("boris") not in lab.rounds(name)[ROUNDS - 1]["contributors"]
 
 
-def test_a_newcomer_fetches_the_state_and_contributes_from_its_second_round(tmp_path: Path) -> None:
+def test_a_newcomer_downloads_the_state_and_contributes_from_its_second_round(tmp_path: Path) -> None:
     lab = WorkerLab(tmp_path, write_job(tmp_path, "diloco", "sync_every = 2", MIN % 2, rounds=8))
 
     def watch(name: str, event: dict[str, Any]) -> None:
@@ -151,7 +151,7 @@ def test_a_newcomer_fetches_the_state_and_contributes_from_its_second_round(tmp_
     assert all(lab.peer("dora") in each for each in contributors[1:])
 
 
-def test_who_comes_while_a_round_is_averaged_fetches_one_state_only(tmp_path: Path) -> None:
+def test_a_newcomer_during_an_exchange_downloads_one_state_only(tmp_path: Path) -> None:
     lab = WorkerLab(tmp_path, write_job(tmp_path, "diloco", "sync_every = 2", MIN % 2, rounds=6))
     slow = LinkProfile(delay_s=0.02, bytes_per_s=2e4)
     lab.network.set_link(lab.peer("anna"), lab.peer("boris"), slow)  # an exchange takes a second
@@ -170,12 +170,12 @@ def test_who_comes_while_a_round_is_averaged_fetches_one_state_only(tmp_path: Pa
 
 
 @pytest.mark.parametrize("place", range(3), ids=["first", "second", "last"])
-def test_the_others_wait_with_the_state_that_a_newcomer_fetches(place: int, tmp_path: Path) -> None:
+def test_a_state_is_served_until_a_newcomer_has_downloaded_it(place: int, tmp_path: Path) -> None:
     lab = WorkerLab(tmp_path, write_job(tmp_path, "diloco", "sync_every = 2", MIN % 2, rounds=6))
     others = sorted(NAMES[:3], key=lab.peer)
     newcomer = others.pop(place)
     for name in others:
-        slow = LinkProfile(delay_s=0.02, bytes_per_s=3e4)  # its fetch takes longer than their rounds
+        slow = LinkProfile(delay_s=0.02, bytes_per_s=3e4)  # the download takes longer than a round
         lab.network.set_link(lab.peer(newcomer), lab.peer(name), slow)
 
     def watch(name: str, event: dict[str, Any]) -> None:
@@ -190,7 +190,7 @@ def test_the_others_wait_with_the_state_that_a_newcomer_fetches(place: int, tmp_
     assert lab.peer(newcomer) in lab.rounds(others[0])[4]["contributors"]
 
 
-def test_the_last_worker_goes_on_alone_and_others_come_back_to_it(tmp_path: Path) -> None:
+def test_the_last_worker_continues_alone_and_others_rejoin(tmp_path: Path) -> None:
     lab = WorkerLab(tmp_path, write_job(tmp_path, "diloco", "sync_every = 2", rounds=6))
 
     def watch(name: str, event: dict[str, Any]) -> None:
@@ -209,7 +209,7 @@ def test_the_last_worker_goes_on_alone_and_others_come_back_to_it(tmp_path: Path
 
 
 @pytest.mark.parametrize("method", ["diloco", "streaming", "eager", "co2"])
-def test_who_ends_its_last_round_behind_does_it_again(method: str, tmp_path: Path) -> None:
+def test_a_worker_behind_in_its_last_round_repeats_it(method: str, tmp_path: Path) -> None:
     lab = WorkerLab(tmp_path, write_job(tmp_path, method, SETTINGS[method]))
     names = {lab.peer(name): name for name in NAMES[:2]}
 
@@ -229,7 +229,7 @@ def test_who_ends_its_last_round_behind_does_it_again(method: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("method", ["eager", "co2"])
-def test_who_ends_behind_comes_back_without_what_it_made_meanwhile(method: str, tmp_path: Path) -> None:
+def test_a_worker_that_ended_behind_resumes_from_the_shared_state(method: str, tmp_path: Path) -> None:
     lab = WorkerLab(tmp_path, write_job(tmp_path, method, SETTINGS[method], MIN % 3))
     *_, (lost, name) = sorted((lab.peer(name), name) for name in NAMES[:3])
     cut: list[float] = []
@@ -258,7 +258,7 @@ def test_who_ends_behind_comes_back_without_what_it_made_meanwhile(method: str, 
     assert lab.events[name][-1] == {"event": "done", "round": ROUNDS, "rounds": ROUNDS, "revision": ROUNDS}
 
 
-def test_a_job_goes_on_from_the_checkpoint_of_any_worker(tmp_path: Path) -> None:
+def test_a_job_resumes_from_the_checkpoint_of_any_worker(tmp_path: Path) -> None:
     toml = write_job(tmp_path, "diloco", "sync_every = 2", rounds=6)
     lab = WorkerLab(tmp_path, toml)
 

@@ -5,8 +5,10 @@ import math
 import random
 from dataclasses import dataclass, field
 
+from prometheus_client import Histogram
+
 from swarmnet.dashboard.observing.sightings import Announced, JobSighting, Reported, Sighting
-from swarmnet_node.engine.counters import Histogram
+from swarmnet_node.engine.counters import cumulative_counts, node_histogram, total
 from swarmnet_protocols.directory.catalog import CatalogModel
 from swarmnet_protocols.directory.node_reports import BOUNDS_S, check
 from swarmnet_protocols.net import PeerId
@@ -39,8 +41,8 @@ class Host:
     answered: float = 0.0
     rebuilt: int = 0
     links_lost: int = 0
-    firsts: Histogram = field(default_factory=lambda: Histogram(BOUNDS_S))
-    tokens: Histogram = field(default_factory=lambda: Histogram(BOUNDS_S))
+    firsts: Histogram = field(default_factory=lambda: node_histogram("firsts", "", BOUNDS_S))
+    tokens: Histogram = field(default_factory=lambda: node_histogram("tokens", "", BOUNDS_S))
     flows: dict[tuple[str, str], list[float]] = field(default_factory=dict)
     died_s: float | None = None
     before: Reported | None = None
@@ -67,8 +69,8 @@ class Host:
             answered=int(self.answered),
             rebuilt=self.rebuilt,
             links_lost=self.links_lost,
-            first_tokens=report_pb2.Times(counts=self.firsts.cumulative(), total_s=self.firsts.total),
-            token_times=report_pb2.Times(counts=self.tokens.cumulative(), total_s=self.tokens.total),
+            first_tokens=report_pb2.Times(counts=cumulative_counts(self.firsts), total_s=total(self.firsts)),
+            token_times=report_pb2.Times(counts=cumulative_counts(self.tokens), total_s=total(self.tokens)),
             flows=[
                 report_pb2.Flow(upstream=up, downstream=down, sessions=int(flow[0]), positions=int(flow[1]))
                 for (up, down), flow in list(self.flows.items())[-64:]

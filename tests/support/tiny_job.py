@@ -23,7 +23,7 @@ CONFIG: dict[str, Any] = {
 
 
 def tiny_job(folder: Path, **changes: dict[str, Any]) -> Job:
-    """A job whose text lies in ``folder``; ``changes`` are more keys of its sections."""
+    """A job with its text in ``folder``; ``changes`` are further keys of its sections."""
     path = folder / "text.txt"
     if not path.exists():
         path.write_text("".join(f"{n} squared is {n * n}, and its cube is {n**3}.\n" for n in range(8000)))
@@ -39,7 +39,7 @@ def tiny_job(folder: Path, **changes: dict[str, Any]) -> Job:
 
 
 def for_others(job: Job, manifest: bytes | None = None) -> Job:
-    """``job`` as it travels, of data that nobody has."""
+    """``job`` in its published form, with data that no machine has."""
     return job.about("00" * 32, 1, manifest)
 
 

@@ -10,13 +10,13 @@ from statistics import NormalDist
 from types import MappingProxyType
 
 import torch
-from swarmnet_node.training.outcomes import averaging_rules
 from torch import Tensor
 
 from swarmnet_node.training.data import open_corpus
 from swarmnet_node.training.model import build_model
 from swarmnet_node.training.replica import Replica
 from swarmnet_node.training.trainer import Trainer
+from swarmnet_node.training.worker import averaging_rules
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.training.codecs import get_codec
 from swarmnet_protocols.training.codecs.floats import FloatCodec

@@ -1,4 +1,4 @@
-"""Whole training workers over simulated links in virtual time, and the tiny job they train."""
+"""Complete training workers over simulated links in virtual time, and their tiny job."""
 
 import asyncio
 import random
@@ -27,7 +27,7 @@ SWARM = bytes(32)
 EPOCH = 1_800_000_000.0
 ROUNDS = 5
 COMPUTE_S = 0.2
-"""Virtual seconds of anything that is computed, such as the inner steps of a round."""
+"""Virtual seconds of each call to the computing thread."""
 SOURCES = 60
 
 _JOB = """
@@ -65,14 +65,14 @@ batches = 2
 
 
 def copy_sources(folder: Path) -> None:
-    """Data for ``write_job`` that takes longer to learn: some of the standard library's source."""
+    """Write data for ``write_job`` that is harder to learn: source code of the standard library."""
     (folder / "data").mkdir(parents=True)
     for source in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:SOURCES]:
         shutil.copy(source, (folder / "data" / source.name).with_suffix(".txt"))
 
 
 def write_job(folder: Path, method: str, settings: str = "", exchange: str = "", rounds: int = ROUNDS) -> str:
-    """The TOML of a job that trains in a second, with its data in ``folder``: words drawn at random, unless there is some."""
+    """The TOML of a job that trains in a second. Its data in ``folder`` are random words unless they exist."""
     data = folder / "data"
     if not data.exists():
         data.mkdir()
@@ -85,7 +85,7 @@ def write_job(folder: Path, method: str, settings: str = "", exchange: str = "",
 
 @dataclass
 class WorkerLab:
-    """Workers of one job by name, each with a folder that outlives its process."""
+    """Workers of one job by name, each with a folder that survives crashes."""
 
     folder: Path
     toml: str
@@ -112,12 +112,12 @@ class WorkerLab:
         self.tasks[name] = asyncio.create_task(self._live(name), name=name)
 
     def crash(self, name: str) -> None:
-        """End a process: the network sees its streams end."""
+        """Crash a worker; its streams are closed."""
         self.network.crash(self.peer(name))
         self.tasks[name].cancel()
 
     async def finished(self) -> None:
-        """Every worker that was not crashed has done its rounds, those too that start meanwhile."""
+        """Wait until every worker that has not crashed is done, including those that start meanwhile."""
         while waiting := [task for task in self.tasks.values() if not task.done()]:
             await asyncio.wait(waiting)
         for task in self.tasks.values():
@@ -133,7 +133,7 @@ class WorkerLab:
         }
 
     def check_equal(self) -> None:
-        """Whoever committed a round holds the same bits after it."""
+        """Assert that all workers that committed a round have the same parameters after it."""
         hashes: dict[int, set[str]] = {}
         for name in self.events:
             for number, event in self.rounds(name).items():

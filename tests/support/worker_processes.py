@@ -1,4 +1,4 @@
-"""Real training workers: processes of ``swarmnet train join`` on this machine, with what they print."""
+"""Real training workers: processes of ``swarmnet train join`` and their events."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,7 +26,7 @@ class WorkerProcess(RunningCommand):
         super().__init__(arguments, folder / f"{name}.log", place)
 
     def rounds(self, *, committed: bool = True) -> dict[int, dict[str, Any]]:
-        """Its rounds that were committed, or else those that were discarded."""
+        """Its committed rounds, or the discarded ones."""
         return {
             event["round"]: event
             for event in list(self.events)
@@ -34,12 +34,12 @@ class WorkerProcess(RunningCommand):
         }
 
     def hashes(self) -> dict[int, str]:
-        """Of the parameters after every committed round."""
+        """The hash of the parameters after every committed round."""
         return {number: event["params_hash"] for number, event in self.rounds().items()}
 
 
 def create_job(folder: Path, toml: str) -> str:
-    """A swarm and a job, which the worker ``anna`` keeps; the id of the job."""
+    """Create a swarm and a job, stored by the worker ``anna``; returns the id of the job."""
     (folder / "job.toml").write_text(toml)
     call("swarm", "create", "lab", "--open", "--out", str(folder))
     kept = ("--swarm", str(folder / "swarm.toml"), "--data-dir", str(folder / "anna"))
@@ -49,7 +49,7 @@ def create_job(folder: Path, toml: str) -> str:
 
 @contextmanager
 def workers(folder: Path, job: str, *names: str) -> Iterator[dict[str, WorkerProcess]]:
-    """Workers that are all ready; whatever is in the dictionary at the end is stopped."""
+    """Start workers and wait until they are ready; those in the dictionary at the end are killed."""
     running: dict[str, WorkerProcess] = {}
     try:
         for name in names:
@@ -65,6 +65,6 @@ def workers(folder: Path, job: str, *names: str) -> Iterator[dict[str, WorkerPro
 
 
 def bootstrap(running: dict[str, WorkerProcess]) -> list[str]:
-    """Where a newcomer finds the first of those that run."""
+    """An address of the first running worker."""
     first = next(iter(running.values()), None)
     return [] if first is None else [*first.wait("ready")["addresses"]][:1]

@@ -64,7 +64,7 @@ def loops(count: int) -> str:
 @pytest.mark.parametrize(
     ("limit", "value", "template"), [("CPU_S", 0, loops(90_000)), ("RENDER_S", 0.1, loops(3000))]
 )
-def test_a_template_takes_no_more_time_than_it_may(
+def test_a_template_is_stopped_at_its_time_limit(
     limit: str, value: float, template: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     render_chat(of("started"), SAID, add_generation_prompt=True)
@@ -75,7 +75,7 @@ def test_a_template_takes_no_more_time_than_it_may(
     assert render_chat(of("again"), SAID, add_generation_prompt=True) == "again"
 
 
-def test_no_secret_of_ours_is_where_templates_are_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_is_hidden_from_templates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SWARMNET_API_KEY", "correct-horse")
     renderer = chat_template._Renderer()
     try:
@@ -83,16 +83,14 @@ def test_no_secret_of_ours_is_where_templates_are_rendered(monkeypatch: pytest.M
         assert renderer._process is not None
         assert b"correct-horse" not in Path(f"/proc/{renderer._process.pid}/environ").read_bytes()
     finally:
-        renderer.end()
+        renderer.stop()
 
 
-def test_a_process_that_was_taken_over_is_not_believed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_invalid_replies_of_the_process_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     script = tmp_path / "child.py"
     for says in (b"\xff\xff\xff\xff", b"\0\0\0\2[]", b'\0\0\0\7{"a":1}', b"\0\0\0\2{}{}", b""):
         script.write_text(f"import sys\nsys.stdout.buffer.write({says!r})\n")
-        monkeypatch.setattr(chat_template, "_CHILD", script)
+        monkeypatch.setattr(chat_template, "_PROGRAM", script)
         renderer = chat_template._Renderer()
         with pytest.raises(TemplateFailed, match="did not start"):
-            renderer.ask(b"{}", 100)
+            renderer.request(b"{}", 100)

@@ -238,7 +238,7 @@ def test_the_link_is_full_at_a_round_trip_of_a_fifth_of_a_second(streams: int) -
             read.release()
 
         async with network.transport(sender) as a, network.transport(reader) as b:
-            b.pace.down.set_rate(rate)
+            b.link.down.set_rate(rate)
             await b.serve(protocol, take)
             opened = [await a.open(reader, protocol, deadline_s=1.0) for _ in range(streams)]
             for stream in opened:

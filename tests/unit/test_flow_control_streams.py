@@ -9,7 +9,7 @@ from swarmnet_protocols.net import Message
 from swarmnet_protocols.net.flow_control import MIN_BYTES
 from swarmnet_protocols.net.rate_limit import LinkLimiter
 from swarmnet_protocols.timing import Timing
-from tests.support.stream_ends import End, a_stream_to, connected, two_ends
+from tests.support.socket_streams import End, connect, inbound_stream, two_ends
 from tests.support.virtual_time import run
 
 SOON_S = 0.5
@@ -17,9 +17,9 @@ RATE = 100_000.0
 
 
 def limited_to(rate: float) -> LinkLimiter:
-    pace = LinkLimiter()
-    pace.down.set_rate(rate)
-    return pace
+    link = LinkLimiter()
+    link.down.set_rate(rate)
+    return link
 
 
 def test_a_large_payload_is_sent_no_further_than_its_credit() -> None:
@@ -93,8 +93,8 @@ def test_a_slow_limit_extends_the_deadline_of_the_sender() -> None:
 
 def test_a_limit_holds_from_the_next_message_until_it_is_lifted() -> None:
     async def main() -> None:
-        pace, loop = LinkLimiter(), asyncio.get_running_loop()
-        async with two_ends(pace) as (one, other):
+        link, loop = LinkLimiter(), asyncio.get_running_loop()
+        async with two_ends(link) as (one, other):
             listening = asyncio.create_task(other.stream.receive())
             large = Message(b"", bytes(300_000))
 
@@ -106,14 +106,14 @@ def test_a_limit_holds_from_the_next_message_until_it_is_lifted() -> None:
                 return loop.time() - began
 
             assert await carry() == 0
-            pace.down.set_rate(RATE)
+            link.down.set_rate(RATE)
             assert await carry() == pytest.approx(3, rel=0.1)
             sending = asyncio.create_task(other.stream.send(large))
             await asyncio.sleep(SOON_S)
             assert not sending.done()
             assert await one.stream.receive() == large
             await sending
-            pace.down.set_rate(None)
+            link.down.set_rate(None)
             assert await carry() == 0
             listening.cancel()
 
@@ -122,7 +122,7 @@ def test_a_limit_holds_from_the_next_message_until_it_is_lifted() -> None:
 
 def test_a_host_without_a_limit_sends_no_flow_control() -> None:
     async def main() -> None:
-        async with a_stream_to() as (end, theirs):
+        async with inbound_stream() as (end, theirs):
             theirs.sendall(bytes.fromhex("00000000 00010000") + bytes(1 << 16))
             await end.stream.receive()
             await asyncio.sleep(SOON_S)
@@ -138,7 +138,7 @@ LIMITED, CREDITED = bytes.fromhex("fffffffd 00004000"), bytes.fromhex("fffffffe 
 @pytest.mark.parametrize("is_flagged", [False, True])
 def test_a_sender_that_ignores_flow_control_is_disconnected(is_flagged: bool) -> None:
     async def main() -> None:
-        async with a_stream_to(limited_to(RATE)) as (end, theirs):
+        async with inbound_stream(limited_to(RATE)) as (end, theirs):
             loop = asyncio.get_running_loop()
             receiving = asyncio.create_task(end.stream.receive())
             assert await loop.sock_recv(theirs, 100) == LIMITED
@@ -152,7 +152,7 @@ def test_a_sender_that_ignores_flow_control_is_disconnected(is_flagged: bool) ->
 
 def test_a_sender_that_does_not_use_its_credit_times_out() -> None:
     async def main() -> None:
-        async with a_stream_to(limited_to(RATE)) as (end, theirs):
+        async with inbound_stream(limited_to(RATE)) as (end, theirs):
             loop = asyncio.get_running_loop()
             receiving = asyncio.create_task(end.stream.receive())
             assert await loop.sock_recv(theirs, 100) == LIMITED
@@ -164,17 +164,17 @@ def test_a_sender_that_does_not_use_its_credit_times_out() -> None:
             with pytest.raises(DeadlineExceeded):
                 await receiving
             assert loop.time() == pytest.approx(Timing().chunk_s, rel=0.1)
-            assert end.pace.down.open_windows == 1
+            assert end.link.down.open_windows == 1
             end.stream.close()
-            assert end.pace.down.open_windows == 0, "the window no longer shares the link"
+            assert end.link.down.open_windows == 0, "the window no longer shares the link"
 
     run(main())
 
 
 def test_a_host_that_grants_unexpected_credit_is_disconnected() -> None:
     async def main() -> None:
-        async with a_stream_to() as (end, theirs):
-            other = End(await connected(theirs.dup()), LinkLimiter(), is_ours=True)
+        async with inbound_stream() as (end, theirs):
+            other = End(await connect(theirs.dup()), LinkLimiter(), is_outbound=True)
             end.pipe.writer.write(LIMITED + CREDITED)
             for _ in range(2):
                 with pytest.raises(ProtocolViolation, match="credit of 16384 bytes while 0 need credit"):

@@ -14,9 +14,9 @@ from swarmnet_protocols.net import Message, PeerId, ProtocolSpec
 from swarmnet_protocols.net import messages as talking
 from swarmnet_protocols.net.flow_control import LimitedReader
 from swarmnet_protocols.net.framing import FrameReader
-from swarmnet_protocols.net.meter import MAX_OWED_S, OPENING_FRAMES, Meter
 from swarmnet_protocols.net.rate_limit import RateLimit, RateLimiter
 from swarmnet_protocols.net.resources import Rate, Resource, ResourceLimitReached, ResourceManager
+from swarmnet_protocols.net.stream_scope import MAX_WAIT_S, OPEN_FRAMES, StreamScope
 from swarmnet_protocols.session.adapters import read_part
 from swarmnet_protocols.session.steps import decode_tensor
 from swarmnet_protocols.timing import Timing
@@ -81,12 +81,12 @@ def with_frames(
 
     async def main() -> None:
         reader, resources = asyncio.StreamReader(), ResourceManager()
-        meter = Meter.of_theirs(resources, PeerId("mallory"), Timing())
-        frames = FrameReader(LimitedReader(reader, RateLimiter()), SPEC, meter)
+        scope = StreamScope.inbound(resources, PeerId("mallory"), Timing())
+        frames = FrameReader(LimitedReader(reader, RateLimiter()), SPEC, scope)
         try:
-            await talk(reader, lambda: meter.receive(frames.read), resources)
+            await talk(reader, lambda: scope.receive(frames.read), resources)
         finally:
-            meter.close()
+            scope.close()
         assert not any(resources.system.used.values())
 
     run(main())
@@ -139,7 +139,7 @@ def test_who_is_at_work_with_us_and_held_up_is_waited_for(why: str) -> None:
             reader.feed_data(struct.pack(">II", 1, 0) + b"1")
             await receive()
         started = asyncio.get_running_loop().time()
-        second = Meter.of_theirs(resources, PeerId("mallory"), Timing())
+        second = StreamScope.inbound(resources, PeerId("mallory"), Timing())
         with pytest.raises(DeadlineExceeded):
             await second.receive(asyncio.Event().wait)  # type: ignore[arg-type]
         assert asyncio.get_running_loop().time() - started == pytest.approx(Timing().chunk_s)
@@ -197,15 +197,15 @@ def test_frames_are_read_at_the_rate_of_their_peer_over_all_its_streams() -> Non
         async def read_all(count: int) -> None:
             reader = asyncio.StreamReader()
             reader.feed_data((struct.pack(">II", 1, 0) + b"x") * count)
-            meter = Meter.of_theirs(resources, PeerId("mallory"), Timing())
-            frames = FrameReader(LimitedReader(reader, RateLimiter()), SPEC, meter)
+            scope = StreamScope.inbound(resources, PeerId("mallory"), Timing())
+            frames = FrameReader(LimitedReader(reader, RateLimiter()), SPEC, scope)
             for _ in range(count):
-                await meter.receive(frames.read)
-            meter.close()
+                await scope.receive(frames.read)
+            scope.close()
 
         await asyncio.gather(*(read_all(100) for _ in range(3)))
         # 300 frames and 3 openings, of which 60 are a burst; the last of each stream is not waited for.
-        assert loop.time() == pytest.approx((300 + 3 * OPENING_FRAMES - 60) / 100.0, abs=0.1)
+        assert loop.time() == pytest.approx((300 + 3 * OPEN_FRAMES - 60) / 100.0, abs=0.1)
 
     run(main())
 
@@ -214,13 +214,13 @@ def test_streams_of_a_peer_that_owes_too_much_are_not_taken() -> None:
     async def main() -> None:
         resources = ResourceManager()
         resources.limit_rate(Rate.FRAMES, per_peer=RateLimit(per_s=100.0, burst=100.0))
-        for _ in range(int(100 + 100 * MAX_OWED_S) // OPENING_FRAMES + 1):
-            Meter.of_theirs(resources, PeerId("mallory"), Timing())
+        for _ in range(int(100 + 100 * MAX_WAIT_S) // OPEN_FRAMES + 1):
+            StreamScope.inbound(resources, PeerId("mallory"), Timing())
         with pytest.raises(ResourceLimitReached) as caught:
-            Meter.of_theirs(resources, PeerId("mallory"), Timing())
-        assert caught.value.retry_after_s > MAX_OWED_S
+            StreamScope.inbound(resources, PeerId("mallory"), Timing())
+        assert caught.value.retry_after_s > MAX_WAIT_S
         await asyncio.sleep(caught.value.retry_after_s)
-        Meter.of_theirs(resources, PeerId("mallory"), Timing())
-        Meter.of_theirs(resources, PeerId("bob"), Timing())
+        StreamScope.inbound(resources, PeerId("mallory"), Timing())
+        StreamScope.inbound(resources, PeerId("bob"), Timing())
 
     run(main())

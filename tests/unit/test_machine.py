@@ -20,21 +20,21 @@ from swarmnet_protocols.net.rate_limit import LinkLimiter
 NOVEMBER = 1_795_000_000.0
 
 
-def _machine(folder: Path, pace: LinkLimiter | None = None, now: float = NOVEMBER) -> OwnersMachine:
-    return OwnersMachine(folder, pace or LinkLimiter(), lambda: now, lambda limits: None)
+def _machine(folder: Path, link: LinkLimiter | None = None, now: float = NOVEMBER) -> OwnersMachine:
+    return OwnersMachine(folder, link or LinkLimiter(), lambda: now, lambda limits: None)
 
 
 def test_limits_hold_after_a_restart(tmp_path: Path) -> None:
     limits = Limits(up_bytes_per_s=1e6, schedule="19:00-07:00", cores=2)
 
     async def enforce() -> LinkLimiter:
-        pace, told = LinkLimiter(), list[Limits]()
-        OwnersMachine(tmp_path, pace, lambda: NOVEMBER, told.append).enforce(limits)
+        link, told = LinkLimiter(), list[Limits]()
+        OwnersMachine(tmp_path, link, lambda: NOVEMBER, told.append).enforce(limits)
         assert told == [limits]
-        return pace
+        return link
 
-    pace = asyncio.run(enforce())
-    assert (pace.up.is_limited, pace.down.is_limited) == (True, False)
+    link = asyncio.run(enforce())
+    assert (link.up.is_limited, link.down.is_limited) == (True, False)
     assert load_limits(tmp_path) == limits
     assert stat.S_IMODE((tmp_path / LIMITS_NAME).stat().st_mode) == 0o600
 
@@ -63,10 +63,10 @@ def test_a_damaged_file_of_limits_is_named(tmp_path: Path, text: str) -> None:
 
 def test_the_bytes_of_a_month_survive_a_restart(tmp_path: Path) -> None:
     async def use(up: int, down: int) -> Usage:
-        pace = LinkLimiter()
-        machine = _machine(tmp_path, pace)
-        pace.up.reconcile(up, is_complete=True)
-        pace.down.reconcile(down, is_complete=True)
+        link = LinkLimiter()
+        machine = _machine(tmp_path, link)
+        link.up.reconcile(up, is_complete=True)
+        link.down.reconcile(down, is_complete=True)
         machine.save_usage()
         return machine.usage()
 

@@ -63,7 +63,7 @@ def test_a_span_holds_the_tensors_of_its_blocks(family: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_edges_around_a_layer_are_the_reference_without_its_blocks(family: str, tmp_path: Path) -> None:
+def test_local_layers_around_the_blocks_are_the_reference_model(family: str, tmp_path: Path) -> None:
     path = save_tiny(family, tmp_path / "model")
     reference = reference_of(path)
 

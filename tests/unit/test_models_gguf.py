@@ -89,10 +89,12 @@ def test_gguf_config_and_tokenizer_are_read_once(tmp_path: Path, monkeypatch: py
     again.load_span(0, 1, **FLOAT32)
 
 
-def test_a_full_disk_is_said_before_anything_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_before_anything_is_cached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", "llama")
     monkeypatch.setattr(shutil, "disk_usage", lambda where: shutil._ntuple_diskusage(10**9, 10**9, 0))  # type: ignore[attr-defined]
-    with pytest.raises(OutOfResources, match="no room") as caught:
+    with pytest.raises(OutOfResources, match="too little free space") as caught:
         load(path, tmp_path)
     assert "--cache-dir" in caught.value.hint
     monkeypatch.undo()

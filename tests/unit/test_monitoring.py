@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from swarmnet.addresses import parse_endpoint
 from swarmnet.web.monitoring import Monitor
-from swarmnet_node.engine.counters import Histogram
+from swarmnet_node.engine.counters import cumulative_counts, node_histogram, total
 from swarmnet_node.metrics import Measured, registry_of
 from swarmnet_node.owner.control import NodeStatus
 from swarmnet_protocols.errors import ConfigError, Unreachable
@@ -149,12 +149,12 @@ def test_refusals_are_counted_by_their_reason_and_logged(
     assert {(each["reason"], each["levelname"]) for each in refused} == {("leaving", "INFO")}
 
 
-def test_a_histogram_counts_what_is_no_larger() -> None:
-    seen = Histogram([1, 2, 4])
+def test_a_histogram_counts_cumulatively() -> None:
+    seen = node_histogram("tests", "For a test.", [1, 2, 4])
     for value in (0.5, 1, 3, 4, 9):
         seen.observe(value)
-    assert seen.cumulative() == [2, 2, 4, 5]
-    assert seen.total == 17.5
+    assert cumulative_counts(seen) == [2, 2, 4, 5]
+    assert total(seen) == 17.5
 
 
 @pytest.mark.parametrize(

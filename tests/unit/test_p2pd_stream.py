@@ -9,7 +9,7 @@ from swarmnet_protocols.net import Message, Refusal
 from swarmnet_protocols.net.p2pd.pipe import LINGER_BYTES
 from swarmnet_protocols.net.rate_limit import LinkLimiter
 from swarmnet_protocols.timing import Timing
-from tests.support.stream_ends import a_stream_to, two_ends
+from tests.support.socket_streams import inbound_stream, two_ends
 from tests.support.virtual_time import run
 
 PATIENCE_S = 60.0
@@ -71,7 +71,7 @@ def test_two_who_end_it_at_the_same_time_do_not_wait_for_each_other() -> None:
 
 def test_who_has_said_nothing_closes_at_once() -> None:
     async def main() -> None:
-        async with a_stream_to() as (end, theirs):
+        async with inbound_stream() as (end, theirs):
             end.stream.close()
             async with asyncio.timeout(SOON_S):
                 await asyncio.gather(*end.flushes)
@@ -82,7 +82,7 @@ def test_who_has_said_nothing_closes_at_once() -> None:
 
 def test_who_waits_for_a_message_is_told_at_once_that_the_stream_was_closed() -> None:
     async def main() -> None:
-        async with a_stream_to() as (end, _):
+        async with inbound_stream() as (end, _):
             await end.stream.send(Message(b"hello"))
             waiting = asyncio.create_task(end.stream.receive())
             await asyncio.sleep(SOON_S)
@@ -96,9 +96,9 @@ def test_who_waits_for_a_message_is_told_at_once_that_the_stream_was_closed() ->
 
 def test_half_a_message_is_followed_by_nothing() -> None:
     async def main() -> None:
-        pace = LinkLimiter()
-        pace.up.set_rate(100_000.0)
-        async with a_stream_to(pace) as (end, theirs):
+        link = LinkLimiter()
+        link.up.set_rate(100_000.0)
+        async with inbound_stream(link) as (end, theirs):
             sending = asyncio.create_task(end.stream.send(Message(b"", b"x" * 1_000_000)))
             await asyncio.sleep(SOON_S)
             end.stream.refuse(Refusal("no", 2.0))
@@ -117,7 +117,7 @@ def test_half_a_message_is_followed_by_nothing() -> None:
 
 def test_who_was_refused_and_does_not_close_is_not_waited_for() -> None:
     async def main() -> None:
-        async with a_stream_to() as (end, _):
+        async with inbound_stream() as (end, _):
             end.stream.refuse(Refusal("no", 2.0))
             async with asyncio.timeout(PATIENCE_S):
                 await asyncio.gather(*end.flushes)
@@ -128,7 +128,7 @@ def test_who_was_refused_and_does_not_close_is_not_waited_for() -> None:
 
 async def waited_for_s(said_mib: int) -> float:
     """How long whoever was sent so much, and does not close, is waited for."""
-    async with a_stream_to() as (end, theirs):
+    async with inbound_stream() as (end, theirs):
         loop = asyncio.get_running_loop()
         for _ in range(said_mib):
             message = Message(b"", bytes(1 << 20))
@@ -154,7 +154,7 @@ def test_who_was_sent_a_lot_has_no_more_time_than_a_line_holds() -> None:
 
 def test_who_goes_on_speaking_is_not_listened_to_for_ever() -> None:
     async def main() -> None:
-        async with a_stream_to() as (end, theirs):
+        async with inbound_stream() as (end, theirs):
             end.stream.refuse(Refusal("no", 2.0))
             taken_bytes = 0
             try:

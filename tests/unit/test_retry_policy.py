@@ -5,16 +5,16 @@ import pytest
 from swarmnet_client.chain.retry_policy import ATTEMPTS, PAUSE_S, RetryPolicy, explain
 from swarmnet_protocols.errors import IncompatibleVersion, NotAuthorised, StreamRefused
 from swarmnet_protocols.net.refusal import Refused
-from swarmnet_protocols.net.resources import Exhausted
+from swarmnet_protocols.net.resources import ResourceLimitReached
 from swarmnet_protocols.wire import session_pb2 as pb
 
 
 def test_the_error_says_why_hosts_refuse() -> None:
-    error = explain(StreamRefused("one refuses us: no member", hint="ask"))
+    error = explain(StreamRefused("one refused the stream: no member", hint="ask"))
     assert isinstance(error, NotAuthorised)
-    assert (str(error), error.hint) == ("one refuses us: no member", "ask")
-    error = explain(StreamRefused("one refuses us: no room", retry_after_s=2.0))
-    assert isinstance(error, Exhausted)
+    assert (str(error), error.hint) == ("one refused the stream: no member", "ask")
+    error = explain(StreamRefused("one refused the stream: no room", retry_after_s=2.0))
+    assert isinstance(error, ResourceLimitReached)
     assert error.retry_after_s == 2.0
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints: a worker that is killed or has no disk left keeps one that is whole."""
+"""Checkpoints: kills and full disks leave a valid one."""
 
 import json
 import resource
@@ -22,7 +22,7 @@ def _save(root: Path, round_number: int, job_id: str = "a job") -> Path:
     return CheckpointStore(root).save(checkpoint_of(round_number, job_id), plain_model)
 
 
-def test_everything_comes_back_bit_for_bit(tmp_path: Path) -> None:
+def test_a_checkpoint_restores_every_bit(tmp_path: Path) -> None:
     trainer = tiny_trainer(tmp_path)
     trainer.steps(0, 0, 3)
     checkpoints = CheckpointStore(tmp_path / "checkpoints")
@@ -39,7 +39,7 @@ def test_everything_comes_back_bit_for_bit(tmp_path: Path) -> None:
         assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
-def test_a_checkpoint_loads_in_plain_transformers_and_so_does_what_is_exported(tmp_path: Path) -> None:
+def test_transformers_loads_checkpoints_and_exports(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     trainer = tiny_trainer(tmp_path)
@@ -55,14 +55,14 @@ def test_a_checkpoint_loads_in_plain_transformers_and_so_does_what_is_exported(t
         checkpoints.export(tmp_path / "out" / "model")
 
 
-def test_the_newest_two_stay(tmp_path: Path) -> None:
+def test_the_newest_two_checkpoints_are_kept(tmp_path: Path) -> None:
     for number in range(1, 5):
         _save(tmp_path, number)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-00000003", "checkpoint-00000004"]
     assert _round_of(tmp_path) == 4
 
 
-def test_there_is_none_at_first(tmp_path: Path) -> None:
+def test_without_a_checkpoint_none_is_loaded(tmp_path: Path) -> None:
     checkpoints = CheckpointStore(tmp_path / "nothing")
     assert checkpoints.load_newest("a job") is None
     with pytest.raises(ConfigError, match="no checkpoint"):
@@ -95,7 +95,7 @@ def _progress(path: Path, **changes: object) -> None:
     "name", ["model.safetensors", "config.json", "state/optimizer.safetensors", "state/outer.safetensors"]
 )
 @pytest.mark.parametrize("fault", [_flip, _cut, Path.unlink])
-def test_one_that_is_not_what_was_written_is_passed_over(tmp_path: Path, name: str, fault: Any) -> None:
+def test_a_damaged_checkpoint_is_skipped(tmp_path: Path, name: str, fault: Any) -> None:
     _save(tmp_path, 1)
     fault(_save(tmp_path, 2) / name)
     assert _round_of(tmp_path) == 1
@@ -105,27 +105,27 @@ def test_one_that_is_not_what_was_written_is_passed_over(tmp_path: Path, name: s
     "changes",
     [{"files": {}}, {"files": None}, {"round": -1}, {"round": True}, {"revision": "1"}, {"job": None}],
 )
-def test_one_whose_progress_makes_no_sense_is_passed_over(tmp_path: Path, changes: dict[str, object]) -> None:
+def test_a_checkpoint_with_invalid_progress_is_skipped(tmp_path: Path, changes: dict[str, object]) -> None:
     _save(tmp_path, 1)
     _progress(_save(tmp_path, 2) / "progress.json", **changes)
     assert _round_of(tmp_path) == 1
 
 
 @pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "[]"])
-def test_one_without_progress_is_passed_over(tmp_path: Path, text: str) -> None:
+def test_a_checkpoint_without_progress_is_skipped(tmp_path: Path, text: str) -> None:
     _save(tmp_path, 1)
     (_save(tmp_path, 2) / "progress.json").write_text(text)
     assert _round_of(tmp_path) == 1
 
 
-def test_one_with_a_file_more_is_passed_over(tmp_path: Path) -> None:
+def test_a_checkpoint_with_an_additional_file_is_skipped(tmp_path: Path) -> None:
     _save(tmp_path, 1)
     (_save(tmp_path, 2) / "more.safetensors").touch()
     assert _round_of(tmp_path) == 1
 
 
 @pytest.mark.slow
-def test_a_kill_at_any_point_of_a_write_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+def test_a_kill_at_any_point_of_a_write_leaves_a_valid_checkpoint(tmp_path: Path) -> None:
     """Every child writes the next checkpoint and is killed before the n-th call that its write makes."""
     answer = subprocess.run(
         [sys.executable, "-m", "tests.support.torn_writes", str(tmp_path), str(KILLS)],
@@ -138,7 +138,7 @@ def test_a_kill_at_any_point_of_a_write_leaves_a_whole_checkpoint(tmp_path: Path
     report = json.loads(answer.stdout)
     assert len(report["rounds"]) >= KILLS
     assert all(after in (before, before + 1) for before, after in report["rounds"]), report
-    assert report["torn"] > KILLS // 2  # the kills hit writes, not what comes before or after
+    assert report["torn"] > KILLS // 2  # most kills happen during a write
     assert len(list(tmp_path.iterdir())) <= 3 + 1
 
 
@@ -153,7 +153,7 @@ def _save_with_little_disk(root: Path, limit_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("limit_bytes", [0, 100, 10_000])
-def test_a_full_disk_fails_the_write_and_not_the_worker(tmp_path: Path, limit_bytes: int) -> None:
+def test_a_full_disk_leaves_the_last_checkpoint_valid(tmp_path: Path, limit_bytes: int) -> None:
     _save(tmp_path, 1)
     _save_with_little_disk(tmp_path, limit_bytes)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-00000001"]
@@ -162,7 +162,7 @@ def test_a_full_disk_fails_the_write_and_not_the_worker(tmp_path: Path, limit_by
     assert _round_of(tmp_path) == 2
 
 
-def test_an_export_without_room_leaves_nothing(tmp_path: Path) -> None:
+def test_an_export_on_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
     _save(tmp_path / "checkpoints", 1)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))

@@ -188,8 +188,8 @@ def places(*low: int) -> int:
 
 
 @pytest.mark.parametrize("low", [places(0, 0, 1), places(0, 2, 1), places(0, 1, 3), places(0, 2, 2)])
-def test_places_that_are_out_of_range_or_do_not_increase_are_refused(low: int) -> None:
-    with pytest.raises(ProtocolViolation, match="places"):
+def test_indices_that_are_out_of_range_or_do_not_increase_are_refused(low: int) -> None:
+    with pytest.raises(ProtocolViolation, match="indices"):
         get_codec("topk").decode(topk_payload(low), 3)
 
 
@@ -264,7 +264,7 @@ def drifting(name: str) -> torch.Tensor:
 def delivered(feedback: ErrorFeedback, codec: Codec, number: int, values: torch.Tensor) -> torch.Tensor:
     """What the others decode of a contribution that arrives whole."""
     wanted = feedback.send(number, 0, values)
-    feedback.settle(number, [(0, len(values))])
+    feedback.acknowledge(number, [(0, len(values))])
     return codec.decode(codec.encode(wanted), len(values))
 
 
@@ -287,7 +287,7 @@ def test_error_feedback_transmits_what_the_codec_alone_loses(name: str, step: fl
     sent = rounds * values.double()
     assert float((sent - received).abs().max()) <= step
     torch.testing.assert_close(
-        sent - received, feedback.owed().double(), rtol=0, atol=1e-5 * float(sent.max())
+        sent - received, feedback.residual().double(), rtol=0, atol=1e-5 * float(sent.max())
     )
     alone = rounds * codec.decode(codec.encode(values), len(values)).double()
     lost = (alone == 0) & (values > 0)

@@ -1,4 +1,4 @@
-"""What a worker trains on: documents, tokens, and who gets which sequence."""
+"""Training data: documents, tokens, and the sequences of each slot."""
 
 import json
 import sysconfig
@@ -32,12 +32,12 @@ def _write_texts(folder: Path, count: int = 40) -> list[bytes]:
 
 
 @given(size=st.integers(1, 3000), key=st.binary(min_size=32, max_size=32))
-def test_a_pass_is_a_permutation(size: int, key: bytes) -> None:
+def test_an_epoch_is_a_permutation(size: int, key: bytes) -> None:
     images = permute(np.arange(size, dtype=np.uint64), size, key)
     assert sorted(images.tolist()) == list(range(size))
 
 
-def test_a_pass_is_not_in_order_and_the_next_is_another() -> None:
+def test_epochs_have_different_permutations() -> None:
     sampler = Sampler(seed=1, sequences=1000, batch_size=1000, steps_per_round=1, slots=1)
     first, second = sampler.batch(0, 0, 0), sampler.batch(1, 0, 0)
     assert (first != second).mean() > 0.99
@@ -45,8 +45,8 @@ def test_a_pass_is_not_in_order_and_the_next_is_another() -> None:
     assert abs(np.corrcoef(first, np.arange(1000))[0, 1]) < 0.15
 
 
-def test_what_the_permutation_gives_does_not_change() -> None:
-    """Workers of different versions must agree on it."""
+def test_the_permutation_is_stable_across_versions() -> None:
+    """Workers of different versions must agree on the permutation."""
     assert permute(np.arange(8, dtype=np.uint64), 1000, bytes(32)).tolist() == GOLDEN
 
 
@@ -60,31 +60,31 @@ GOLDEN = [458, 439, 611, 706, 210, 891, 373, 521]
     slots=st.integers(1, 5),
     seed=st.integers(0, 2**62),
 )
-def test_no_sequence_comes_twice_in_a_pass(
+def test_no_sequence_occurs_twice_in_an_epoch(
     sequences: int, batch_size: int, steps: int, slots: int, seed: int
 ) -> None:
     sampler = Sampler(seed, sequences, batch_size, steps, slots)
     taken: list[int] = []
-    for place in range(-(-2 * sequences // batch_size)):  # two passes, in the order of the row
+    for place in range(-(-2 * sequences // batch_size)):  # two epochs, in order
         step, slot = divmod(place, slots)
         taken += sampler.batch(step // steps, step % steps, slot).tolist()
     for start in (0, sequences):
         assert Counter(taken[start : start + sequences]) == Counter(range(sequences))
 
 
-def test_any_worker_can_tell_what_another_trains_on() -> None:
+def test_batches_follow_from_the_seed_alone() -> None:
     mine, theirs = (Sampler(7, 100, 4, 10, 8) for _ in range(2))
     assert mine.batch(3, 2, 5).tolist() == theirs.batch(3, 2, 5).tolist()
     assert Sampler(8, 100, 4, 10, 8).batch(3, 2, 5).tolist() != mine.batch(3, 2, 5).tolist()
 
 
 @pytest.mark.parametrize("place", [(-1, 0, 0), (0, 10, 0), (0, -1, 0), (0, 0, 8)])
-def test_there_is_no_batch_outside_the_job(place: tuple[int, int, int]) -> None:
+def test_a_batch_outside_the_job_is_a_value_error(place: tuple[int, int, int]) -> None:
     with pytest.raises(ValueError, match="no batch"):
         Sampler(7, 100, 4, 10, 8).batch(*place)
 
 
-def test_tokens_are_those_of_the_documents_and_each_is_in_one_part(tmp_path: Path) -> None:
+def test_every_document_is_tokenised_into_one_part(tmp_path: Path) -> None:
     texts = _write_texts(tmp_path / "texts")
     corpus = open_corpus(_section(tmp_path / "texts"), tmp_path / "cache")
     parts = [bytes(part.tokens.astype(np.uint8)) for part in (corpus.train, corpus.validation)]
@@ -94,7 +94,7 @@ def test_tokens_are_those_of_the_documents_and_each_is_in_one_part(tmp_path: Pat
     assert found[0] == [text for text in texts if text in found[0]]
 
 
-def test_a_document_is_on_the_same_side_whatever_else_is_there(tmp_path: Path) -> None:
+def test_the_part_of_a_document_depends_on_its_content_only(tmp_path: Path) -> None:
     _write_texts(tmp_path / "few", 40)
     _write_texts(tmp_path / "many", 60)
     few, many = (
@@ -108,7 +108,7 @@ def test_a_document_is_on_the_same_side_whatever_else_is_there(tmp_path: Path) -
     assert few <= many
 
 
-def test_a_sequence_predicts_the_next_token(tmp_path: Path) -> None:
+def test_a_sequence_has_one_target_more(tmp_path: Path) -> None:
     _write_texts(tmp_path / "texts")
     train = open_corpus(_section(tmp_path / "texts"), tmp_path / "cache").train
     rows = train.take(np.array([0, 1, len(train) - 1]))
@@ -125,7 +125,7 @@ def test_the_cache_is_used_again_until_the_content_changes(
     section = _section(tmp_path / "texts")
     first = open_corpus(section, tmp_path / "cache")
     with monkeypatch.context() as patch:
-        patch.setattr(ByteTokenizer, "encode", None)  # cannot tokenise any more
+        patch.setattr(ByteTokenizer, "encode", None)  # the cache must be used
         again = open_corpus(section, tmp_path / "cache")
         with pytest.raises(TypeError):
             open_corpus(_section(tmp_path / "texts", validation=0.3), tmp_path / "cache")
@@ -135,7 +135,7 @@ def test_the_cache_is_used_again_until_the_content_changes(
     assert isinstance(first.train.tokens, np.memmap)
 
 
-def test_no_more_is_read_than_the_job_is_about(tmp_path: Path) -> None:
+def test_data_beyond_the_jobs_size_is_not_read(tmp_path: Path) -> None:
     size = sum(map(len, _write_texts(tmp_path / "texts")))
     assert open_corpus(_section(tmp_path / "texts", size_bytes=size), tmp_path / "cache").size_bytes == size
     (tmp_path / "texts" / "999.txt").write_bytes(b"x" * 10)
@@ -144,7 +144,7 @@ def test_no_more_is_read_than_the_job_is_about(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("path", "hint"), [("texts", "very files"), ("python-stdlib", "the Python")])
-def test_other_data_than_the_jobs_is_refused_with_both_digests(
+def test_different_data_is_refused_with_both_digests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, hint: str
 ) -> None:
     _write_texts(tmp_path / "texts")
@@ -158,7 +158,7 @@ def test_other_data_than_the_jobs_is_refused_with_both_digests(
     assert hint in caught.value.hint
 
 
-def test_long_steps_are_heard_of(tmp_path: Path) -> None:
+def test_reading_and_tokenising_report_progress(tmp_path: Path) -> None:
     _write_texts(tmp_path / "texts", 5)
     heard: list[tuple[str, int, int | None]] = []
     section = _section(tmp_path / "texts", sequence_length=2, validation=0.5)
@@ -169,7 +169,7 @@ def test_long_steps_are_heard_of(tmp_path: Path) -> None:
     assert heard[-1] == ("tokenising the data", size, size)
 
 
-def test_a_tokenisation_that_fails_leaves_nothing(tmp_path: Path) -> None:
+def test_a_failed_tokenisation_leaves_nothing(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "one"}\n{"text": 2}\n')
     with pytest.raises(JobError, match=r"rows\.jsonl:2 has no text"):
@@ -177,14 +177,14 @@ def test_a_tokenisation_that_fails_leaves_nothing(tmp_path: Path) -> None:
     assert list((tmp_path / "cache" / "tokens").iterdir()) == []
 
 
-def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+def test_an_unwritable_cache_is_out_of_resources(tmp_path: Path) -> None:
     _write_texts(tmp_path / "texts")
     (tmp_path / "cache").write_text("a file")
     with pytest.raises(OutOfResources, match="cannot keep the tokens"):
         open_corpus(_section(tmp_path / "texts"), tmp_path / "cache")
 
 
-def test_json_lines_give_a_field_a_line(tmp_path: Path) -> None:
+def test_each_json_line_is_a_document(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("\n\n".join(json.dumps({"body": f"row {number}"}) for number in range(50)))
     section = _section(path, format="jsonl", field="body", max_documents=30)
@@ -192,14 +192,14 @@ def test_json_lines_give_a_field_a_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ["{", "[1]", "{}", "[" * 5000, '{"text": null}'])
-def test_a_line_that_is_no_document_is_named(tmp_path: Path, line: str) -> None:
+def test_an_invalid_line_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "fine"}\n' + line)
     with pytest.raises(JobError, match=r"rows\.jsonl:2"):
         list(documents.documents(_section(path, format="jsonl"), (path,)))
 
 
-def test_a_line_without_end_is_not_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endless_line_is_not_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents, "MAX_LINE_BYTES", 100)
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"text": "x" * 100}))
@@ -207,7 +207,7 @@ def test_a_line_without_end_is_not_read_whole(tmp_path: Path, monkeypatch: pytes
         list(documents.documents(_section(path, format="jsonl"), (path,)))
 
 
-def test_a_long_text_is_several_documents_cut_at_lines(tmp_path: Path) -> None:
+def test_a_long_text_is_split_at_line_ends(tmp_path: Path) -> None:
     path = tmp_path / "long.txt"
     text = b"".join(b"line %d\n" % number for number in range(30_000))
     path.write_bytes(text)
@@ -215,11 +215,11 @@ def test_a_long_text_is_several_documents_cut_at_lines(tmp_path: Path) -> None:
     assert b"".join(parts) == text
     assert len(parts) == -(-len(text) // documents.TEXT_DOCUMENT_BYTES)
     assert all(part.endswith(b"\n") for part in parts)
-    path.write_bytes(b"x" * 10 * documents.TEXT_DOCUMENT_BYTES)  # no line ends at all
+    path.write_bytes(b"x" * 10 * documents.TEXT_DOCUMENT_BYTES)  # a file without line ends
     assert max(map(len, documents.documents(_section(path), (path,)))) <= 2 * documents.TEXT_DOCUMENT_BYTES
 
 
-def test_the_standard_library_is_its_own_source_only() -> None:
+def test_the_standard_library_excludes_tests_and_packages() -> None:
     files = documents.files_of(_section("python-stdlib"))
     root = Path(sysconfig.get_path("stdlib"))
     assert root / "json" / "decoder.py" in files
@@ -229,7 +229,7 @@ def test_the_standard_library_is_its_own_source_only() -> None:
     assert list(files) == sorted(files, key=Path.as_posix)
 
 
-def test_a_glob_and_a_file_and_a_directory_name_files(tmp_path: Path) -> None:
+def test_data_may_be_a_glob_a_file_or_a_directory(tmp_path: Path) -> None:
     _write_texts(tmp_path / "texts", 12)
     assert len(documents.files_of(_section(tmp_path / "texts"))) == 12
     assert len(documents.files_of(_section(tmp_path / "texts" / "00*.txt"))) == 10
@@ -237,21 +237,21 @@ def test_a_glob_and_a_file_and_a_directory_name_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["nowhere", "empty", "no*thing"])
-def test_data_that_is_missing_is_said(tmp_path: Path, path: str) -> None:
+def test_missing_data_is_a_job_error(tmp_path: Path, path: str) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(JobError, match=r"'path' in \[data\] is wrong: there is no text file") as caught:
         open_corpus(_section(tmp_path / path), tmp_path / "cache")
     assert caught.value.hint
 
 
-def test_a_tokenizer_that_is_none_is_said(tmp_path: Path) -> None:
+def test_an_unknown_tokenizer_is_a_job_error(tmp_path: Path) -> None:
     _write_texts(tmp_path / "texts", 2)
     section = _section(tmp_path / "texts").model_copy(update={"tokenizer": "byts"})
     with pytest.raises(JobError, match=r"'tokenizer' in \[data\] is wrong: there is no model 'byts'"):
         open_corpus(section, tmp_path / "cache")
 
 
-def test_data_that_is_too_short_is_said_for_each_part(tmp_path: Path) -> None:
+def test_too_short_data_is_a_job_error_for_each_part(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").touch()
     with pytest.raises(JobError, match="train part has 0 tokens"):
         open_corpus(_section(tmp_path / "empty.txt"), tmp_path / "cache")
@@ -261,14 +261,12 @@ def test_data_that_is_too_short_is_said_for_each_part(tmp_path: Path) -> None:
         open_corpus(_section(tmp_path / "texts"), tmp_path / "cache")
 
 
-def test_an_optional_package_that_is_not_there_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_optional_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     (tmp_path / "a.parquet").touch()
     with pytest.raises(JobError, match="pyarrow") as caught:
         open_corpus(_section(tmp_path, format="parquet"), tmp_path / "cache")
-    assert "pip install 'swarmnet-p2p[data]'" in caught.value.hint
+    assert "pip install '.[data]'" in caught.value.hint
 
 
 def test_parquet_rows_are_documents(tmp_path: Path) -> None:

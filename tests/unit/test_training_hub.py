@@ -1,4 +1,4 @@
-"""Datasets of the hub: which files are read, how much of them, and what a repository cannot do."""
+"""Hugging Face datasets: which files are read and how much, and that repositories run no code."""
 
 import io
 import json
@@ -59,7 +59,7 @@ def test_the_files_whose_names_begin_with_the_split_are_read_in_order(
     assert not {f"data/test-0.{suffix}", "data/train.csv"} & hub.sent.keys()
 
 
-def test_what_a_repository_says_of_itself_has_no_effect(hub: DatasetHub, tmp_path: Path) -> None:
+def test_scripts_and_settings_of_a_repository_have_no_effect(hub: DatasetHub, tmp_path: Path) -> None:
     secret = tmp_path / "secret.txt"
     secret.write_text("private")
     settings = f"---\nconfigs:\n- config_name: default\n  data_files: {secret}\n---\n"
@@ -74,21 +74,21 @@ def test_what_a_repository_says_of_itself_has_no_effect(hub: DatasetHub, tmp_pat
     assert not [each for each in heard if "secret" in each]
 
 
-def test_no_more_is_fetched_than_the_job_is_about(hub: DatasetHub, tmp_path: Path) -> None:
+def test_data_beyond_the_jobs_size_is_not_fetched(hub: DatasetHub, tmp_path: Path) -> None:
     hub.files = {"train.txt": b"x" * (40 << 20)}
     with pytest.raises(JobError, match="size_bytes"):
         open_corpus(section(size_bytes=100_000), tmp_path / "cache")
     assert hub.sent["train.txt"] < 12 << 20
 
 
-def test_a_line_without_end_is_refused(hub: DatasetHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endless_line_is_refused(hub: DatasetHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swarmnet_node.training.documents.MAX_LINE_BYTES", 1000)
     hub.files = {"train.jsonl": rows("x" * 1000)}
     with pytest.raises(JobError, match="longer than 1000 bytes"):
         list(documents(section(format="jsonl"), ()))
 
 
-def test_a_dataset_that_is_not_there_is_said(hub: DatasetHub) -> None:
+def test_a_missing_dataset_is_a_job_error(hub: DatasetHub) -> None:
     with pytest.raises(JobError, match="no file whose name begins with 'train'"):
         list(documents(section(), ()))
     other = section(hub=NAME.replace("org", "gro"))
@@ -96,7 +96,7 @@ def test_a_dataset_that_is_not_there_is_said(hub: DatasetHub) -> None:
         list(documents(other, ()))
 
 
-def test_a_hub_that_does_not_answer_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_hub_is_unreachable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:1")
     monkeypatch.setattr("huggingface_hub.constants.AGENT_HARNESSES_PATH", str(tmp_path / "agents.json"))
     with pytest.raises(Unreachable, match="the hub does not answer"):

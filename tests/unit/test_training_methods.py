@@ -79,7 +79,7 @@ class Swarm:
         """What the others decode of a contribution, with error feedback."""
         start, _ = self.methods[worker].range(number)
         wanted = self._feedback[worker].send(number, start, values)
-        self._feedback[worker].settle(number, () if number in self._discarded else [(0, len(wanted))])
+        self._feedback[worker].acknowledge(number, () if number in self._discarded else [(0, len(wanted))])
         return self._codec.decode(self._codec.encode(wanted), len(wanted))
 
     def _train(self) -> None:

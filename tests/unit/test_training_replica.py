@@ -1,4 +1,4 @@
-"""What a worker owes of its earlier contributions: fed back for every biased codec, kept in its checkpoint, lost with nothing."""
+"""The residual of a worker's contributions: fed back for biased codecs, kept in checkpoints and through failed rounds."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -36,7 +36,7 @@ def replica(folder: Path, method: str = "diloco", codec: str | None = "int4") ->
 
 
 def deliver(worker: Replica, number: int, sent: torch.Tensor) -> torch.Tensor:
-    """A round of this worker alone, in one slice: what the others decode."""
+    """A round of this worker alone, in one slice; returns the decoded contribution."""
     values = worker.codec.decode(worker.codec.encode(sent), len(sent))
     worker.apply(number, Average(values, (ME,)), [(0, len(sent))])
     return values
@@ -47,16 +47,16 @@ def owed(worker: Replica) -> torch.Tensor:
 
 
 def moved(worker: Replica, seed: int) -> None:
-    """The worker takes inner steps: to anywhere near."""
+    """Move the parameters by a small random step."""
     noise = torch.randn(worker.trainer.parameter_count, generator=torch.Generator().manual_seed(seed))
     worker.trainer.load(worker.trainer.parameters() + 0.01 * noise)
 
 
 @pytest.mark.parametrize("method", [name for name in SETTINGS if name != "zo"])
-def test_what_arrives_in_fifty_rounds_is_what_was_contributed(
+def test_error_feedback_delivers_the_sum_of_fifty_contributions(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Off by one level of the codec at most. What four bits give alone is off by more in every second place."""
+    """The error is at most one level of the codec. Without feedback four bits exceed it in half of the values."""
     worker = replica(tmp_path, method)
     count = worker.trainer.parameter_count
     values = torch.randn(count, generator=torch.Generator().manual_seed(0))
@@ -80,7 +80,7 @@ def test_what_arrives_in_fifty_rounds_is_what_was_contributed(
 
 
 @pytest.mark.parametrize("codec", ["float16", "int8", "int4", "fp4", "topk", None])
-def test_a_biased_codec_is_fed_back(codec: str | None, tmp_path: Path) -> None:
+def test_a_biased_codec_has_error_feedback(codec: str | None, tmp_path: Path) -> None:
     worker = replica(tmp_path, "sparseloco", codec)
     assert owed(worker).shape == (worker.trainer.parameter_count,)
 
@@ -88,13 +88,13 @@ def test_a_biased_codec_is_fed_back(codec: str | None, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("method", "codec"), [("diloco", "float32"), ("diloco", "bfloat16"), ("zo", None), ("zo", "int8")]
 )
-def test_what_loses_nothing_for_good_and_scalars_are_not(
+def test_unbiased_codecs_and_scalars_have_no_error_feedback(
     method: str, codec: str | None, tmp_path: Path
 ) -> None:
     assert RESIDUAL not in replica(tmp_path, method, codec).checkpoint("a job", 1).outer
 
 
-def test_the_error_outlives_the_process(tmp_path: Path) -> None:
+def test_the_residual_is_in_the_checkpoint(tmp_path: Path) -> None:
     worker = replica(tmp_path)
     moved(worker, 0)
     deliver(worker, 0, worker.contribution(0, 0)[0])
@@ -111,7 +111,7 @@ def test_the_error_outlives_the_process(tmp_path: Path) -> None:
     assert torch.equal(again.contribution(1, 0)[0], worker.contribution(1, 0)[0])
 
 
-def test_a_checkpoint_counts_what_is_under_way_as_not_delivered(tmp_path: Path) -> None:
+def test_a_checkpoint_counts_a_pending_contribution_as_residual(tmp_path: Path) -> None:
     worker = replica(tmp_path)
     moved(worker, 0)
     deliver(worker, 0, worker.contribution(0, 0)[0])
@@ -120,7 +120,7 @@ def test_a_checkpoint_counts_what_is_under_way_as_not_delivered(tmp_path: Path) 
     assert torch.equal(owed(worker), before)
 
 
-def test_a_discarded_round_loses_nothing(tmp_path: Path) -> None:
+def test_a_discarded_round_stays_in_the_residual(tmp_path: Path) -> None:
     worker = replica(tmp_path)
     moved(worker, 0)
     deliver(worker, 0, worker.contribution(0, 0)[0])
@@ -131,7 +131,7 @@ def test_a_discarded_round_loses_nothing(tmp_path: Path) -> None:
     assert torch.equal(worker.contribution(2, 0)[0], sent)
 
 
-def test_a_round_committed_without_this_worker_leaves_what_it_owed(tmp_path: Path) -> None:
+def test_a_round_committed_without_this_worker_stays_in_the_residual(tmp_path: Path) -> None:
     worker = replica(tmp_path)
     moved(worker, 0)
     deliver(worker, 0, worker.contribution(0, 0)[0])
@@ -141,7 +141,7 @@ def test_a_round_committed_without_this_worker_leaves_what_it_owed(tmp_path: Pat
     assert torch.equal(owed(worker), before)
 
 
-def test_who_takes_the_state_of_others_owes_nothing(tmp_path: Path) -> None:
+def test_loading_a_shared_state_clears_the_residual(tmp_path: Path) -> None:
     worker = replica(tmp_path)
     moved(worker, 0)
     deliver(worker, 0, worker.contribution(0, 0)[0])
@@ -152,14 +152,14 @@ def test_who_takes_the_state_of_others_owes_nothing(tmp_path: Path) -> None:
 
 
 def in_use(folder: Path, method: str = "diloco") -> Replica:
-    """A replica that owes something."""
+    """A replica with a residual."""
     worker = replica(folder, method)
     moved(worker, 0)
     deliver(worker, 0, worker.contribution(0, 0)[0])
     return worker
 
 
-def test_a_checkpoint_without_an_error_is_one_of_before(tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_residual_is_loaded(tmp_path: Path) -> None:
     worker = replica(tmp_path)
     saved = worker.checkpoint("a job", 1)
     worker.restore(replace(saved, outer={name: v for name, v in saved.outer.items() if name != RESIDUAL}))

@@ -1,4 +1,4 @@
-"""What a worker says of its job while it trains."""
+"""The report of a training worker, made from its events."""
 
 import asyncio
 from pathlib import Path
@@ -28,7 +28,7 @@ def trained(number: int, *peers: str, loss: float | None = 3.0, committed: bool 
 
 
 def told(tmp_path: Path, *events: dict[str, Any]) -> report_pb2.WorkerReport:
-    """What a worker reports after these events; each is handed on."""
+    """The report after these events, all of which are passed on."""
 
     async def run() -> report_pb2.WorkerReport:
         handed_on: list[dict[str, Any]] = []
@@ -46,7 +46,7 @@ def told(tmp_path: Path, *events: dict[str, Any]) -> report_pb2.WorkerReport:
     return asyncio.run(run())
 
 
-def test_rounds_add_up(tmp_path: Path) -> None:
+def test_the_report_sums_rounds(tmp_path: Path) -> None:
     report = told(tmp_path, READY, trained(2, ME, OTHER), trained(3, OTHER, loss=None))
     assert (report.name, report.method, report.round, report.rounds) == ("tiny", "diloco", 4, 10)
     assert (report.loss, report.HasField("val_loss"), report.tokens) == (3.0, False, 640)
@@ -54,7 +54,7 @@ def test_rounds_add_up(tmp_path: Path) -> None:
     assert {each.peer: each.rounds for each in report.contributions} == {OTHER: 2, ME: 1}
 
 
-def test_what_was_not_committed_is_nobodys_contribution(tmp_path: Path) -> None:
+def test_discarded_rounds_are_not_contributions(tmp_path: Path) -> None:
     report = told(tmp_path, READY, trained(2, ME, committed=False), {"event": "eval", "val_loss": 2.5})
     assert (len(report.contributions), report.val_loss) == (0, 2.5)
 
@@ -72,11 +72,11 @@ def test_what_was_not_committed_is_nobodys_contribution(tmp_path: Path) -> None:
         ([READY, {"event": "healed"}], "training"),
     ],
 )
-def test_its_state_is_told(tmp_path: Path, events: list[dict[str, Any]], state: str) -> None:
+def test_the_report_has_the_workers_state(tmp_path: Path, events: list[dict[str, Any]], state: str) -> None:
     assert told(tmp_path, *events).state == state
 
 
-def test_contributors_are_bounded(tmp_path: Path) -> None:
+def test_contributors_are_bounded_in_number(tmp_path: Path) -> None:
     peers = [Identity.from_seed(f"{number}".encode()).peer_id for number in range(MAX_CONTRIBUTIONS + 20)]
     report = told(tmp_path, READY, trained(2, ME), trained(3, ME), *(trained(4, peer) for peer in peers))
     assert len(report.contributions) == MAX_CONTRIBUTIONS

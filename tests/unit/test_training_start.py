@@ -51,7 +51,7 @@ from tests.support.training_workers import SWARM, write_job
 from tests.unit.test_training_jobs import hostile
 
 OWNER = Identity.from_seed(b"owner")
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 
 
 def quiet(description: str, done: int, total: int | None) -> None:
@@ -73,7 +73,7 @@ async def memory_directory() -> AsyncIterator[Directory]:
 
 
 class Stepping:
-    """A worker that would take inner steps for ever, and is now among the first of them."""
+    """A worker in the first of a million inner steps."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, **limits: float) -> None:
         job = parse_job(write_job(folder, "diloco", "sync_every = 1000000").encode()).job
@@ -111,15 +111,13 @@ class Stepping:
 
     @asynccontextmanager
     async def _connected(self, network: Network) -> AsyncIterator[tuple[MemoryTransport, Directory]]:
-        self.link = network.pace
+        self.link = network.link
         async with self.network.transport(OWNER.peer_id) as transport:
             self.transport = transport
             yield transport, MemoryDirectory(self.board, OWNER, SWARM)
 
 
-def test_the_owner_of_a_key_of_which_there_is_a_copy_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_duplicate_identity_is_an_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "Timing", partial(Timing, identity_announce_s=0.05))
     worker = Stepping(tmp_path, monkeypatch)
 
@@ -129,7 +127,7 @@ def test_the_owner_of_a_key_of_which_there_is_a_copy_is_told(
             copy = DuplicateWatch.keep(
                 worker.transport, directory, random.Random(0), Timing(identity_announce_s=0.05)
             )
-            async with copy, asyncio.timeout(PATIENCE_S):
+            async with copy, asyncio.timeout(TIMEOUT_S):
                 while (event := await worker.events.get())["event"] != "identity":
                     pass
             assert f"another process is on the network as {OWNER.peer_id}" in event["warning"]
@@ -173,7 +171,9 @@ def test_train_join_keeps_its_limits_as_join_does(tmp_path: Path, monkeypatch: p
     ]
 
 
-def test_leaving_ends_inner_steps_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leaving_the_context_ends_inner_steps_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     worker = Stepping(tmp_path, monkeypatch)
 
     async def scenario() -> None:
@@ -185,9 +185,7 @@ def test_leaving_ends_inner_steps_at_once(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(worker.steps) < 10_000
 
 
-def test_a_worker_whose_p2pd_dies_saves_and_says_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_whose_p2pd_dies_saves_and_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = Stepping(tmp_path, monkeypatch)
 
     async def scenario() -> None:
@@ -213,13 +211,13 @@ def test_a_job_is_checked_with_its_data_and_model(tmp_path: Path) -> None:
         check_job(tiny_job(tmp_path, model={"config": CONFIG | too_large}), tmp_path / "cache", quiet)
 
 
-def test_a_model_of_absurdly_many_layers_is_refused_before_it_is_counted(tmp_path: Path) -> None:
+def test_a_model_of_too_many_layers_is_refused_before_it_is_counted(tmp_path: Path) -> None:
     endless = {"num_hidden_layers": 10**9}
     with pytest.raises(ConfigError, match="layers"):
         check_job(tiny_job(tmp_path, model={"config": CONFIG | endless}), tmp_path / "cache", quiet)
 
 
-def test_a_job_from_the_swarm_is_kept(tmp_path: Path) -> None:
+def test_a_job_from_the_swarm_is_stored(tmp_path: Path) -> None:
     async def scenario() -> None:
         sealed = seal_job(for_others(tiny_job(tmp_path)), OWNER)
         job_id = open_job(sealed).id
@@ -234,10 +232,10 @@ def test_a_job_from_the_swarm_is_kept(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_a_worker_opens_nothing_that_a_job_of_another_peer_names(
+def test_no_file_named_by_another_peers_job_is_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The job is signed and says where a private key is; without that name it would train."""
+    """The signed job contains the path of a private key; without the path it would train."""
     secret = tmp_path / "secrets" / "id_ed25519"
     secret.parent.mkdir()
     secret.write_text("secret " * 500)
@@ -266,7 +264,7 @@ def test_a_worker_opens_nothing_that_a_job_of_another_peer_names(
 
 
 def hear_of_files(heard: list[str]) -> Callable[[], None]:
-    """Note every file that is opened, and every folder that is listed, until what is returned is called."""
+    """Record every file that is opened and every folder that is listed, until the returned function is called."""
     listening = True
 
     def hear(event: str, arguments: tuple[object, ...]) -> None:
@@ -281,7 +279,7 @@ def hear_of_files(heard: list[str]) -> Callable[[], None]:
     return stop
 
 
-def test_a_kept_job_that_was_changed_is_refused_with_its_file(tmp_path: Path) -> None:
+def test_a_changed_job_file_is_refused(tmp_path: Path) -> None:
     async def find(job_id: str) -> None:
         async with memory_directory() as directory:
             await fetch_job(tmp_path, directory, job_id)
@@ -308,7 +306,7 @@ def trained(folder: Path, **changes: dict[str, Any]) -> str:
     return job.id
 
 
-def test_a_model_of_bytes_is_exported_with_a_tokenizer_of_bytes(tmp_path: Path) -> None:
+def test_a_byte_model_is_exported_with_a_byte_tokenizer(tmp_path: Path) -> None:
     job, out = trained(tmp_path), tmp_path / "out"
     name = export_model(tmp_path, job, out, cache_dir=tmp_path / "cache", overwrite=False, progress=quiet)
     assert name == "bytes"
@@ -338,7 +336,7 @@ def test_a_model_is_exported_with_its_tokenizer(tmp_path: Path) -> None:
     assert AutoModelForCausalLM.from_pretrained(out).config.model_type == "llama"
 
 
-def test_what_is_there_is_replaced_only_when_asked_and_if_it_is_a_model(tmp_path: Path) -> None:
+def test_only_a_models_folder_is_overwritten_and_only_on_request(tmp_path: Path) -> None:
     def export(*, overwrite: bool) -> None:
         export_model(tmp_path, job, out, cache_dir=tmp_path / "c", overwrite=overwrite, progress=quiet)
 

@@ -1,4 +1,4 @@
-"""The state that workers share: equal bytes for equal tensors, taken without a copy, and nothing else is taken."""
+"""The packed shared state: canonical, unpacked without a copy, and safe against hostile bytes."""
 
 import json
 from collections.abc import Callable
@@ -22,7 +22,7 @@ def packed() -> bytearray:
     return bytearray().join(STATE.pack())
 
 
-def test_a_state_is_a_safetensors_file_of_what_is_shared() -> None:
+def test_a_packed_state_is_a_safetensors_file() -> None:
     tensors = load(bytes(packed()))
     assert set(tensors) == {"agreed", "revision", "outer.momentum", "inner.step"}
     assert torch.equal(tensors["agreed"], STATE.agreed)
@@ -31,7 +31,7 @@ def test_a_state_is_a_safetensors_file_of_what_is_shared() -> None:
     assert len(packed()) <= max_state_bytes(COUNT)
 
 
-def test_a_state_is_packed_and_taken_without_a_copy() -> None:
+def test_packing_and_unpacking_copy_nothing() -> None:
     pieces = STATE.pack()
     STATE.agreed[7] = 4.25
     data = bytearray().join(pieces)
@@ -43,7 +43,7 @@ def test_a_state_is_packed_and_taken_without_a_copy() -> None:
     assert torch.equal(taken.outer["momentum"], OUTER["momentum"])
 
 
-def test_equal_tensors_are_equal_bytes_in_whatever_order_they_come() -> None:
+def test_equal_states_are_equal_bytes() -> None:
     outer = {"b": torch.ones(3), "a": torch.zeros(2)}
     one = SharedState(1, torch.ones(4), outer, {})
     other = SharedState(1, torch.ones(4), dict(reversed(outer.items())), {})
@@ -81,7 +81,7 @@ def rewritten(change: Callable[[dict[str, Any]], object]) -> bytearray:
         lambda header: header.update(other=header.pop("inner.step")),
     ],
 )
-def test_another_header_is_refused(change: Callable[[dict[str, Any]], object]) -> None:
+def test_a_header_that_is_not_canonical_is_refused(change: Callable[[dict[str, Any]], object]) -> None:
     assert rewritten(lambda header: None) == packed()
     with pytest.raises(IntegrityError):
         SharedState.unpack(rewritten(change))
@@ -101,6 +101,6 @@ def test_another_header_is_refused(change: Callable[[dict[str, Any]], object]) -
         packed() + b"\x00",
     ],
 )
-def test_what_is_no_state_is_refused(data: bytes) -> None:
+def test_other_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(IntegrityError):
         SharedState.unpack(bytearray(data))

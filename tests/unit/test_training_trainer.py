@@ -1,4 +1,4 @@
-"""The inner loop: the same numbers as a plain PyTorch loop, and nothing hidden from one step to the next."""
+"""The inner loop: equal to a plain PyTorch loop, and without hidden state between steps."""
 
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ PARAMETERS = 256 * 32 + 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48 + 2 * 32) +
 
 
 def _bare_loop(job: Job, trainer: Trainer, folder: Path, steps: int) -> Tensor:
-    """What a person would write: one optimizer over the model's own parameters. Gives the parameters at the end."""
+    """The reference: one optimizer over the model's own parameters. Returns the final parameters."""
     model: Any = build_model(job.model, job.job.seed, folder)
     t = job.training
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, betas=t.betas, weight_decay=t.weight_decay)
@@ -45,7 +45,7 @@ def _bare_loop(job: Job, trainer: Trainer, folder: Path, steps: int) -> Tensor:
 
 @pytest.mark.parametrize("clip_norm", [0.1, 100.0])
 @pytest.mark.parametrize("tied", [True, False])
-def test_steps_are_those_of_a_plain_loop(tmp_path: Path, clip_norm: float, tied: bool) -> None:
+def test_steps_equal_a_plain_pytorch_loop(tmp_path: Path, clip_norm: float, tied: bool) -> None:
     changes: dict[str, Any] = {
         "training": {"clip_norm": clip_norm},
         "model": {"config": CONFIG | {"tie_word_embeddings": tied}},
@@ -72,7 +72,7 @@ def test_the_loss_goes_down(tmp_path: Path) -> None:
     assert report.loss == pytest.approx(before, rel=0.25)
 
 
-def test_the_first_weights_follow_from_the_seed_alone(tmp_path: Path) -> None:
+def test_initial_weights_follow_from_the_seed(tmp_path: Path) -> None:
     torch.manual_seed(0)
     kept = torch.random.get_rng_state()
     first = tiny_trainer(tmp_path).parameters()
@@ -84,7 +84,7 @@ def test_the_first_weights_follow_from_the_seed_alone(tmp_path: Path) -> None:
     assert first.dtype == torch.float32
 
 
-def test_a_round_in_two_parts_is_the_round(tmp_path: Path) -> None:
+def test_a_round_in_two_parts_equals_one_in_one(tmp_path: Path) -> None:
     whole, parts = tiny_trainer(tmp_path), tiny_trainer(tmp_path)
     whole.steps(0, 1, 5)
     parts.steps(0, 1, 2)
@@ -101,7 +101,7 @@ def test_slots_train_on_different_samples(tmp_path: Path) -> None:
         one.steps(0, 4, 1)
 
 
-def test_a_gradient_that_is_handed_back_is_a_step(tmp_path: Path) -> None:
+def test_applying_the_own_gradient_equals_a_step(tmp_path: Path) -> None:
     own, handed = tiny_trainer(tmp_path), tiny_trainer(tmp_path)
     for step in range(3):
         own.steps(0, 0, 1, first=step)
@@ -118,7 +118,7 @@ def test_microbatches_give_the_gradient_of_the_batch(tmp_path: Path) -> None:
     torch.testing.assert_close(parts, whole, atol=1e-6, rtol=1e-4)
 
 
-def test_training_goes_on_from_parameters_and_optimizer_state(tmp_path: Path) -> None:
+def test_training_resumes_from_parameters_and_optimizer_state(tmp_path: Path) -> None:
     straight, resumed = tiny_trainer(tmp_path), tiny_trainer(tmp_path)
     straight.steps(0, 0, 5)
     resumed.load(straight.parameters())
@@ -133,7 +133,7 @@ def test_training_goes_on_from_parameters_and_optimizer_state(tmp_path: Path) ->
     assert forgetful.optimizer_state() == {}
 
 
-def test_a_copy_stays_and_a_view_does_not(tmp_path: Path) -> None:
+def test_parameters_is_a_copy_and_view_is_not(tmp_path: Path) -> None:
     trainer = tiny_trainer(tmp_path)
     trainer.steps(0, 0, 1)
     parameters, view = trainer.parameters(), trainer.view()
@@ -177,7 +177,7 @@ def test_parameters_of_another_model_are_refused(tmp_path: Path) -> None:
             trainer.apply_gradient(0, 0, wrong)
 
 
-def test_the_loss_is_that_of_the_present_parameters_and_takes_no_memory_for_gradients(tmp_path: Path) -> None:
+def test_loss_uses_current_parameters_and_no_gradients(tmp_path: Path) -> None:
     trainer = tiny_trainer(tmp_path)
     start = trainer.parameters()
     direction = torch.randn(PARAMETERS, generator=torch.Generator().manual_seed(0))
@@ -203,7 +203,7 @@ def test_the_learning_rate_warms_up_and_falls_to_a_tenth() -> None:
     assert learning_rate(section.model_copy(update={"schedule": "constant"}), 100, 110) == 1.0
 
 
-def test_a_checkpoint_is_what_fine_tuning_starts_from(tmp_path: Path) -> None:
+def test_fine_tuning_starts_from_a_checkpoint(tmp_path: Path) -> None:
     trained = tiny_trainer(tmp_path)
     trained.steps(0, 0, 2)
     trained.write(tmp_path / "model", trained.parameters())
@@ -213,7 +213,7 @@ def test_a_checkpoint_is_what_fine_tuning_starts_from(tmp_path: Path) -> None:
     assert not torch.equal(tuned.parameters(), trained.parameters())
 
 
-def test_the_standard_task_has_the_size_it_says(tmp_path: Path) -> None:
+def test_the_standard_task_has_the_documented_size(tmp_path: Path) -> None:
     job = parse_job(template("diloco").encode()).job
     count = parameter_count(model_config(job.model, tmp_path))
     assert count == pytest.approx(1.3e6, rel=0.02)
@@ -225,7 +225,7 @@ def test_the_standard_task_has_the_size_it_says(tmp_path: Path) -> None:
         check_model(job, vocab_size=256, available_bytes=needed - 1, cache_dir=tmp_path)
 
 
-def test_a_job_of_forwards_only_fits_into_less_memory(tmp_path: Path) -> None:
+def test_a_job_without_gradients_needs_less_memory(tmp_path: Path) -> None:
     job = tiny_job(tmp_path, method={"name": "zo", "settings": {}})
     needed = PARAMETERS * 16
     assert check_model(job, vocab_size=256, available_bytes=needed, cache_dir=tmp_path) == PARAMETERS
@@ -258,13 +258,13 @@ def test_a_model_that_cannot_be_trained_is_refused_before_it_is_built(
         tiny_trainer(tmp_path, **changes)
 
 
-def test_a_model_that_is_huge_is_refused_without_taking_its_memory(tmp_path: Path) -> None:
+def test_a_huge_model_is_refused_without_allocating_it(tmp_path: Path) -> None:
     huge = CONFIG | {"hidden_size": 1 << 14, "intermediate_size": 1 << 16, "num_hidden_layers": 100}
     with pytest.raises(JobError, match="parameters: training takes"):
         tiny_trainer(tmp_path, model={"config": huge})
 
 
-def test_a_model_is_written_so_that_plain_transformers_loads_it(tmp_path: Path) -> None:
+def test_transformers_loads_a_written_model(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     trainer = tiny_trainer(tmp_path)

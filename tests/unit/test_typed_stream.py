@@ -8,8 +8,7 @@ import pytest
 
 from swarmnet_protocols.errors import DeadlineExceeded, ProtocolViolation
 from swarmnet_protocols.net import Message, PeerId, Stream
-from swarmnet_protocols.net.memory import MemoryNetwork
-from swarmnet_protocols.net.memory_stream import MemoryStream
+from swarmnet_protocols.net.memory import MemoryNetwork, MemoryStream
 from swarmnet_protocols.net.protocol_ids import PASS
 from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.net.typed_stream import TypedStream, ask

@@ -248,7 +248,7 @@ def frame() -> dict[str, str]:
         "header": message.header.hex(),
         "payload": bytes(payload).hex(),
         "frame": (head + bytes(payload)).hex(),
-        "refusal": encode_refusal(Refusal("it has no room for more at the moment", 2.0)).hex(),
+        "refusal": encode_refusal(Refusal("it is overloaded at the moment", 2.0)).hex(),
         "end": ENDED.hex(),
         "wait": SIZES.pack(LIMIT, 1 << 14).hex(),
         "waiting": waiting.hex(),
@@ -329,7 +329,7 @@ def handshake_messages() -> Iterator[Protobuf]:
     yield pb.HandshakeMessage(
         refusal=pb.Refusal(reason="this certificate was revoked", time_ms=1_800_000_000_000)
     )
-    yield pb.Refusal(reason="it has no room for more at the moment", retry_ms=2000)
+    yield pb.Refusal(reason="it is overloaded at the moment", retry_ms=2000)
     yield pb.RevocationsRequest(serials=[serial])
     yield pb.RevocationsReply()
 

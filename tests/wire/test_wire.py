@@ -37,7 +37,7 @@ from swarmnet_protocols.wire import (
     workers_pb2,
 )
 from swarmnet_protocols.wire.roles import Role
-from tests.support.meters import a_meter
+from tests.support.stream_scopes import new_scope
 
 ROOT = Path(__file__).parents[2]
 PROTO = ROOT / "proto"
@@ -141,44 +141,49 @@ def test_the_frame() -> None:
     async def read(frame: bytes) -> Message:
         reader = asyncio.StreamReader()
         reader.feed_data(frame)
-        return await FrameReader(LimitedReader(reader, RateLimiter()), protocol_ids.LINK, a_meter()).read()
+        return await FrameReader(LimitedReader(reader, RateLimiter()), protocol_ids.LINK, new_scope()).read()
 
     assert asyncio.run(read(vector["frame"])) == message
-    with pytest.raises(StreamRefused, match="it has no room for more at the moment") as refused:
+    with pytest.raises(StreamRefused, match="it is overloaded at the moment") as refused:
         asyncio.run(read(vector["refusal"]))
     assert refused.value.retry_after_s == 2.0
     with pytest.raises(StreamEnded, match="the stream ended"):
         asyncio.run(read(vector["end"]))
 
 
-def test_the_frames_of_grants() -> None:
+def test_the_frames_of_flow_control() -> None:
     vector = {name: bytes.fromhex(digits) for name, digits in vectors("frame").items()}
     message = Message(vector["header"], vector["payload"])
 
     async def grant() -> None:
-        """As whoever grants: what waits is read once it is granted."""
-        reader, line, told = asyncio.StreamReader(), RateLimiter(), asyncio.Queue[bytes]()
-        grants = ReceiveWindow(line, lambda *sizes: told.put_nowait(SIZES.pack(*sizes)))
-        frames = FrameReader(LimitedReader(reader, line, grants), protocol_ids.LINK, a_meter(), grants=grants)
+        """The receiver: a payload that needs credit is read once credit is granted."""
+        reader, limiter, sent = asyncio.StreamReader(), RateLimiter(), asyncio.Queue[bytes]()
+        receiving = ReceiveWindow(limiter, lambda *sizes: sent.put_nowait(SIZES.pack(*sizes)))
+        frames = FrameReader(
+            LimitedReader(reader, limiter, receiving),
+            protocol_ids.LINK,
+            new_scope(),
+            receive_window=receiving,
+        )
         reader.feed_data(vector["waiting"])
         reading = asyncio.create_task(frames.read())
-        assert await told.get() == vector["grant"]
+        assert await sent.get() == vector["grant"]
         reader.feed_data(vector["payload"])
         assert await reading == message
 
     async def wait() -> None:
-        """As whoever waits."""
-        reader, allowance = asyncio.StreamReader(), SendWindow()
+        """The sender."""
+        reader, window = asyncio.StreamReader(), SendWindow()
         frames = FrameReader(
-            LimitedReader(reader, RateLimiter()), protocol_ids.LINK, a_meter(), allowance=allowance
+            LimitedReader(reader, RateLimiter()), protocol_ids.LINK, new_scope(), send_window=window
         )
         reader.feed_data(vector["wait"] + vector["frame"])
         assert await frames.read() == message
-        assert allowance.max_uncredited_bytes == 1 << 14
-        allowance.start(len(message.payload))
+        assert window.max_uncredited_bytes == 1 << 14
+        window.start(len(message.payload))
         reader.feed_data(vector["grant"] + vector["frame"])
         assert await frames.read() == message
-        assert await allowance.acquire(1 << 20) == len(message.payload)
+        assert await window.acquire(1 << 20) == len(message.payload)
 
     asyncio.run(grant())
     asyncio.run(wait())

@@ -1,1 +1,1 @@
-"""Wrong outputs of hosts are found: a small random share of blocks is computed again by others."""
+"""Audits find hosts with wrong outputs: a small random share of outputs is computed again by other hosts. Pure decisions."""

@@ -1,4 +1,4 @@
-"""Which hop is audited next, over how many positions, and whether that may be afforded. Pure but for the random source.
+"""Which hop is audited next, over how many positions, and whether the budget allows it. Pure but for the random source.
 
 An audit of ``m`` positions finds a host whose outputs are wrong from position ``x`` on if ``m >= x``, and costs ``m`` positions of the
 host's blocks, because all positions before it are needed to compute one. So ``m`` is drawn with P(m >= x) = 1 / x: a lie that begins at
@@ -14,15 +14,15 @@ from swarmnet_protocols.routing.chain_search import Hop, HostInfo
 from swarmnet_protocols.session.received_digests import MAX_DIGEST_POSITIONS
 
 SHARE = 0.03
-"""Of the work that hosts do for a client, so much more is done to audit them: positions times blocks count, at most."""
+"""Extra work for audits, as a share of the work that hosts do for the client, in positions times blocks."""
 NEWCOMER_POSITIONS = 4
-"""Positions of the first audit of a host at most, so that every host of a chain is audited within 200 positions."""
+"""Most positions of a host's first audit, so that every host of a chain is audited within 200 positions."""
 MAX_REMEMBERED = 4096
 
 
 @dataclass(frozen=True)
 class Plan:
-    """To audit ``hop`` over its first ``positions`` positions of a lane."""
+    """An audit of ``hop`` over the first ``positions`` positions of a sequence."""
 
     hop: Hop
     positions: int
@@ -34,7 +34,7 @@ class Plan:
 
 
 class Ledger:
-    """What a client may spend on audits, and whom it has audited: one for all its chains."""
+    """The audit budget of a client, and the hosts it has audited. All its chains share one."""
 
     def __init__(self, rng: random.Random) -> None:
         """Hosts must not be able to predict ``rng``."""
@@ -45,14 +45,14 @@ class Ledger:
         self._audited: dict[PeerId, None] = {}
 
     def earn(self, work: int) -> None:
-        """Hosts have computed so many positions times blocks."""
+        """Hosts have computed ``work`` positions times blocks: a share of it may be spent on audits."""
         self._credit += SHARE * work
 
     def may_spend(self, cost: int) -> bool:
         return cost <= self._credit
 
     def charge(self, cost: int) -> None:
-        """Spend on an audit; a negative cost is given back. A mismatch is decided at once, on credit where need be."""
+        """Spend ``cost`` on an audit; a negative cost is given back. The third computation after a mismatch may overdraw the budget."""
         self._credit -= cost
 
     def plan(self, hops: Sequence[Hop]) -> Plan:
@@ -74,7 +74,7 @@ class Ledger:
 def witnesses(
     hosts: Sequence[HostInfo], span: tuple[int, int], without: frozenset[PeerId], rng: random.Random
 ) -> list[Hop]:
-    """Random hosts, none of them in ``without``, that have the blocks of ``span`` between them. Empty where there are none."""
+    """Random hosts outside of ``without`` that together have the blocks of ``span``; empty if there are none."""
     able = [host for host in hosts if host.online and host.peer not in without]
     found: list[Hop] = []
     reached = span[0]

@@ -1,4 +1,4 @@
-"""Who is wrong when computations of the same outputs differ. Pure."""
+"""Which host is wrong when computations of the same outputs differ. Pure."""
 
 from enum import Enum, auto
 
@@ -8,16 +8,16 @@ from swarmnet_client.audit.measure import TOLERANCE, relative_errors
 
 
 class Verdict(Enum):
-    """What is known of the host that is audited."""
+    """What an audit found out about the audited host."""
 
     RIGHT = auto()
     """A second host computed the same."""
     OPEN = auto()
     """A second host did not: a third one decides."""
     WRONG = auto()
-    """Two other hosts agree with each other, and not with it."""
+    """Two other hosts agree with each other and not with the audited one."""
     DOUBTED_WITNESS = auto()
-    """The third host agrees with it and not with the second. That is no proof against the second: the two may lie for each other."""
+    """The third host agrees with the audited one and not with the second. No proof against the second: the two may collude."""
     UNDECIDED = auto()
     """All three differ, or the third agrees with both."""
 
@@ -28,7 +28,7 @@ def agree(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def judge(said: torch.Tensor, second: torch.Tensor, third: torch.Tensor | None = None) -> Verdict:
-    """The verdict on what a host ``said``, by what others computed from the same inputs."""
+    """The verdict on the outputs that a host ``said``, given what other hosts computed from the same inputs."""
     if agree(said, second):
         return Verdict.RIGHT
     if third is None:

@@ -1,4 +1,4 @@
-"""One lane of a chain, as the client remembers it for an audit: what it sent, and what came home. No I/O."""
+"""The sequence of a chain that is audited next: what the client sent, and what came back. No I/O."""
 
 from dataclasses import dataclass, field
 
@@ -11,9 +11,9 @@ from swarmnet_protocols.session.steps import Row
 
 @dataclass(eq=False)
 class Watched:
-    """The first positions of a lane since it began. ``failovers``: how often the chain had been mended by then.
+    """The first positions of a sequence. ``failovers``: of the chain, when the sequence began.
 
-    ``changes`` counts how often positions were dropped since: what was asked before such a change says nothing after it.
+    ``changes`` counts the times that positions were dropped: answers of hops from before such a change are of no use after it.
     """
 
     sequence: int
@@ -25,14 +25,14 @@ class Watched:
     _outputs: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def cut(self, length: int) -> None:
-        """Positions from ``length`` on are dropped."""
+        """Drop the positions from ``length`` on."""
         self.changes += 1
         self.length = min(self.length, length)
         self._inputs = [torch.cat(self._inputs)[:length]] if self._inputs and length else []
         self._outputs = {at: output for at, output in self._outputs.items() if at < length}
 
     def add(self, row: Row, values: torch.Tensor, outputs: torch.Tensor) -> None:
-        """A row has come home: ``values`` [count, ...] were sent, ``outputs`` [wanted, D] came."""
+        """Add a row: ``values`` [count, ...] were sent, ``outputs`` [wanted, D] came back."""
         if row.start < MAX_DIGEST_POSITIONS:
             self._inputs.append(values[: MAX_DIGEST_POSITIONS - row.start].clone())
         wanted = [*range(row.start, row.start + row.first), *range(row.end - row.outputs, row.end)]
@@ -42,10 +42,10 @@ class Watched:
         self.length = row.end
 
     def inputs(self, count: int) -> torch.Tensor:
-        """What was sent for the first ``count`` positions, ``MAX_DIGEST_POSITIONS`` at most."""
+        """What was sent for the first ``count`` positions; ``count`` is at most ``MAX_DIGEST_POSITIONS``."""
         return torch.cat(self._inputs)[:count]
 
     def outputs(self, count: int) -> tuple[list[int], torch.Tensor]:
-        """Those of the first ``count`` positions whose outputs the client has, and the outputs."""
+        """The positions among the first ``count`` whose outputs the client has, and these outputs."""
         known = sorted(at for at in self._outputs if at < count)
         return known, torch.stack([self._outputs[at] for at in known])

@@ -1,1 +1,1 @@
-"""Continuous batching of several sequences over one chain."""
+"""Continuous batching: many answers at once over a few chains."""

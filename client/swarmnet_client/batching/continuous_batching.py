@@ -1,4 +1,4 @@
-"""Many answers at once through one process: its head, and a few chains whose lanes they share."""
+"""Continuous batching of many requests: which start, on which chain, and what happens when a chain fails."""
 
 import asyncio
 import math
@@ -15,15 +15,15 @@ from swarmnet_protocols.machine.aio import cancel
 
 SEQUENCES_PER_CHAIN = 32
 RETRIES = 2
-"""Times an answer is moved to another chain without a new token in between."""
+"""Times an answer is moved to another chain in a row without a new token."""
 EXPECTED_TOKENS = 1024
-"""An answer that may be longer hardly ever is: more than this is not kept free for it."""
+"""Tokens for which room is kept for an answer that may be longer: few are."""
 SMOOTHING = 0.2
-"""Weight of the newest answer in the running mean of how long one takes."""
+"""Weight of the newest answer in the running mean of their durations."""
 
 
 class Busy(OutOfResources):
-    """Too many answers are under way. It is worth trying again in ``retry_after_s``."""
+    """Too many answers are being computed. A caller may try again after ``retry_after_s``."""
 
     def __init__(self, retry_after_s: int) -> None:
         super().__init__("too many requests are being answered", hint=f"try again in {retry_after_s} s")
@@ -32,9 +32,9 @@ class Busy(OutOfResources):
 
 @dataclass(frozen=True)
 class Limits:
-    """``active``: answers computed at a time; ``waiting``: how many more may wait for their turn.
+    """``active``: most answers computed at a time; ``waiting``: most requests in the queue behind them.
 
-    ``positions``: what the prompts and answers under way are expected to come to, all together.
+    ``positions``: most positions that the active prompts and their answers are expected to have together.
     """
 
     active: int = 32
@@ -44,7 +44,8 @@ class Limits:
 
 @dataclass(frozen=True)
 class Load:
-    """What is under way. ``room``: answers that hosts had caches for lately; ``answer_s``: how long one takes."""
+    """``active`` answers of ``positions`` in all, ``waiting`` requests. ``room``: answers for which hosts had memory lately;
+    ``answer_s``: mean duration of an answer."""
 
     active: int = 0
     waiting: int = 0
@@ -54,26 +55,26 @@ class Load:
 
 
 def may_start(load: Load, limits: Limits, positions: int) -> bool:
-    """Whether an answer of so many positions may start now. One always may where none is under way."""
+    """Whether an answer of ``positions`` may start now. One may always be active."""
     return load.active == 0 or (
         load.active < min(limits.active, load.room) and load.positions + positions <= limits.positions
     )
 
 
 def may_wait(load: Load, limits: Limits, answers: int = 1) -> bool:
-    """Whether so many more may wait for their turn, but for those that find a free lane."""
+    """Whether ``answers`` more requests may be queued, those not counted that can start at once."""
     free = max(0, min(limits.active, load.room) - load.active - load.waiting)
     return load.waiting + max(1, answers - free) <= limits.waiting
 
 
 def retry_after_s(load: Load) -> int:
-    """When somebody who is refused now may be lucky: half of those who are here have left."""
+    """Seconds after which a refused caller should try again: half of the present requests are done by then."""
     turns = (load.active + load.waiting) / max(1, load.active)
     return max(1, min(60, math.ceil(turns * load.answer_s / 2)))
 
 
 class Batcher:
-    """Answers requests. What starts first is what came first; chains that break give their answers to others."""
+    """Answers requests in the order in which they came. Answers of a chain that failed go on with another chain."""
 
     def __init__(
         self,
@@ -81,7 +82,7 @@ class Batcher:
         open_chain: Callable[[], AbstractAsyncContextManager[Chain]],
         limits: Limits,
     ) -> None:
-        """``open_chain`` gives chains whose lanes are long enough for every request."""
+        """``open_chain`` opens chains whose sequences are long enough for every request."""
         self.limits = limits
         self._head = head
         self._open_chain = open_chain
@@ -100,7 +101,7 @@ class Batcher:
         open_chain: Callable[[], AbstractAsyncContextManager[Chain]],
         limits: Limits,
     ) -> AsyncIterator["Batcher"]:
-        """Answers while the context is open."""
+        """A batcher that answers while the context is open."""
         batcher = cls(head, open_chain, limits)
         try:
             yield batcher
@@ -115,23 +116,23 @@ class Batcher:
 
     @property
     def failovers(self) -> int:
-        """Times a chain lost hops and was mended."""
+        """Times that a chain lost hops and was repaired."""
         return self._past_failovers + sum(group.report.failovers for group in self._groups)
 
     @property
     def wrong_hosts(self) -> int:
-        """Hosts that were found to give wrong outputs."""
+        """Hosts that audits convicted of wrong outputs."""
         return self._past_wrong_hosts + sum(len(group.report.wrong) for group in self._groups)
 
     def check_room(self, answers: int = 1) -> None:
-        """Raise ``Busy`` when so many more may not even wait."""
+        """Raise ``Busy`` if ``answers`` more requests may not be queued."""
         load = self.load
         if not may_wait(load, self.limits, answers):
             raise Busy(retry_after_s(load))
 
     @asynccontextmanager
     async def answer(self, request: Request) -> AsyncIterator[Answer]:
-        """The answer to a request, which is given up with the context. Raises ``Busy``."""
+        """The answer to a request; leaving the context cancels it. Raises ``Busy``."""
         self.check_room()
         answer = Answer(request)
         started = asyncio.get_running_loop().time()
@@ -151,7 +152,7 @@ class Batcher:
             self._start_waiting()
 
     def _start_waiting(self) -> None:
-        """Give lanes to those who wait, as far as there are any."""
+        """Start queued requests, as many as may start."""
         while self._waiting and may_start(self.load, self.limits, _positions(self._waiting[0].request)):
             answer = self._waiting.popleft()
             self._group_for(answer.request).join(answer)
@@ -165,7 +166,7 @@ class Batcher:
         return group
 
     async def _keep(self, group: SequenceGroup) -> None:
-        """Run a group to its end; then whatever it has not answered goes on elsewhere."""
+        """Run a group to its end. The answers that it has not completed go back to the queue."""
         why = SwarmnetError("the chain was closed")
         try:
             await group.run()
@@ -192,7 +193,7 @@ def _positions(request: Request) -> int:
 
 
 def _goes_on(answer: Answer, why: SwarmnetError) -> bool:
-    """Whether it is worth trying again after this, and note that it is."""
+    """Whether an answer is tried on another chain after ``why``. Counts the attempt."""
     if isinstance(why, NoRoute | NotAuthorised | ConfigError):
         return False
     if len(answer.ids) > answer.ids_at_retry:

@@ -1,4 +1,4 @@
-"""A model on a swarm, opened for many callers in one loop: its tokenizer, its head, its chains."""
+"""A model for many callers in one event loop: tokenizer, lm_head and the batcher over its chains."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -19,7 +19,7 @@ from swarmnet_protocols.routing.chain_search import uncovered
 
 @dataclass(frozen=True)
 class BatchingEngine:
-    """One model for many callers. ``end_ids`` end an answer; ``max_length`` positions are all that a prompt and its answer have."""
+    """One model. ``end_ids`` end an answer; a prompt and its answer have at most ``max_length`` positions together."""
 
     local: LocalModel
     tokenizer: Any
@@ -30,7 +30,7 @@ class BatchingEngine:
 
     @property
     def missing(self) -> list[tuple[int, int]]:
-        """Blocks that nobody is known to host now."""
+        """Ranges of blocks without a known host."""
         online = [host for host in self.swarm.hosts if host.online]
         return uncovered(online, (0, self.local.manifest.blocks))
 
@@ -39,7 +39,7 @@ class BatchingEngine:
 async def open_engine(
     local: LocalModel, swarm: Swarm, options: LoadOptions, limits: Limits
 ) -> AsyncIterator[BatchingEngine]:
-    """``local``'s CausalLM over ``swarm``, while the context is open."""
+    """The CausalLM of ``local`` over ``swarm``, while the context is open."""
     computing = ThreadPoolExecutor(1, thread_name_prefix="head")
     try:
         await compute_on(computing, threads=None)
@@ -60,7 +60,7 @@ async def open_engine(
 
 
 def _end_ids(generation_config: Any, tokenizer: Any) -> frozenset[int]:
-    """The tokens that end an answer, as the checkpoint or else its tokenizer has them."""
+    """The tokens that end an answer: as the checkpoint says, or else its tokenizer."""
     named = generation_config.eos_token_id
     if named is None:
         named = tokenizer.eos_token_id

@@ -1,4 +1,4 @@
-"""The lanes of one chain: each has one answer at a time, and all that are ready take their next step together."""
+"""The sequences of one chain. Each computes one answer at a time; those that are ready take their next step together."""
 
 import asyncio
 from collections import Counter
@@ -18,20 +18,20 @@ from swarmnet_protocols.machine.aio import race
 from swarmnet_protocols.session.steps import MAX_SEQUENCE, Row
 
 PREFILL = 2 * CHUNK
-"""Positions of prompts that travel ahead of the next tokens of answers: more would keep those waiting, fewer leave hops idle."""
+"""Prompt positions in flight at a time. More would delay the next tokens of other answers, fewer leave hops idle."""
 FRESH = MAX_SEQUENCE
-"""A lane that never holds anything: whoever starts from it gets new caches, and the old ones are freed."""
+"""The number of a sequence that is always empty. A row that starts from it gets fresh KV caches, and its old ones are freed."""
 MIN_SHARED = 16
-"""A beginning shorter than this is not worth to keep the old caches for."""
+"""Shortest common beginning, in tokens, for which old KV caches are kept."""
 IDLE_S = 60.0
-"""A chain without answers is kept this long, for the next turn of a conversation."""
+"""Seconds that a chain without answers is kept, for the next turn of a chat."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What to answer: the prompt, [1, ...) token ids; at most ``max_tokens`` more, up to one of ``end_ids``.
+    """A prompt of at least one token id, and at most ``max_tokens`` more, up to one of ``end_ids``.
 
-    ``owner``: whose conversations may be continued from caches that are still there.
+    KV caches of earlier requests are reused only for the same ``owner``.
     """
 
     ids: tuple[int, ...]
@@ -42,23 +42,23 @@ class Request:
 
 
 class Answer:
-    """The tokens of one answer as they come: iterate. ``SwarmnetError`` is raised where it cannot go on."""
+    """The tokens of one answer, as an asynchronous iterator. Iterating raises ``SwarmnetError`` when it cannot go on."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self.ids: list[int] = []
         self.counts: Counter[int] = Counter()
-        """How often each token is in it, where its sampling asks."""
+        """How often the answer has each token, if its sampling has penalties."""
         self.reused = 0
-        """Positions of the prompt whose caches were there already."""
+        """Positions of the prompt whose KV caches were reused."""
         self.finish_reason: str | None = None
-        """``stop`` or ``length`` once it is complete."""
+        """``stop`` or ``length``, once the answer is complete."""
         self.retries = 0
         self.ids_at_retry = 0
         self._news: asyncio.Queue[Token | SwarmnetError | None] = asyncio.Queue()
 
     def take(self, token: Token) -> bool:
-        """Add the next token. True when more are wanted."""
+        """Add the next token. Returns whether more are wanted."""
         self.ids.append(token.id)
         if self.request.sampling.penalises:
             self.counts[token.id] += 1
@@ -73,7 +73,7 @@ class Answer:
         return False
 
     def stop(self) -> None:
-        """Its reader has all it wanted: the answer is complete, whatever else would come."""
+        """Complete the answer early: its reader has found a stop string."""
         self.finish_reason = "stop"
 
     def fail(self, error: SwarmnetError) -> None:
@@ -88,7 +88,7 @@ class Answer:
 
 @dataclass(eq=False)
 class RunningSequence:
-    """One row of the chain's steps. ``held``: the ids whose caches the hosts have; ``todo``: those to send for ``answer``."""
+    """One sequence of the chain. ``held``: the ids whose KV caches the hosts have; ``todo``: the ids to send for ``answer``."""
 
     number: int
     held: list[int] = field(default_factory=list)
@@ -97,10 +97,10 @@ class RunningSequence:
     answer: Answer | None = None
     todo: list[int] = field(default_factory=list)
     start: int = 0
-    """Where in ``held`` the first of ``todo`` belongs."""
+    """The position of the first of ``todo``."""
 
     def shared(self, request: Request) -> int:
-        """How many ids of the prompt, short of its last, are held for the same owner."""
+        """How many ids at the beginning of the prompt, without its last, are held for the same owner."""
         if self.owner != request.owner:
             return 0
         count = 0
@@ -111,7 +111,7 @@ class RunningSequence:
         return count if count >= MIN_SHARED else 0
 
     def row(self, count: int) -> tuple[Row, list[int]]:
-        """The next ``count`` ids to send as a row, and the ids. What the lane holds is then what it will hold."""
+        """The next ``count`` ids to send, as a row and as ids. ``held`` is updated as if they had been computed."""
         ids, self.todo = self.todo[:count], self.todo[count:]
         source = FRESH if self.start == 0 and self.held else self.number
         rewrite = source == FRESH or self.start < len(self.held)
@@ -124,13 +124,13 @@ class RunningSequence:
 
 
 def pick_sequence(sequences: Sequence[RunningSequence], request: Request) -> RunningSequence:
-    """The free lane that holds most of the request; if none does, the one that was left longest ago."""
+    """The free sequence that holds most of the request; if none does, the one unused for longest."""
     free = [sequence for sequence in sequences if sequence.answer is None]
     return max(free, key=lambda sequence: (sequence.shared(request), -sequence.used))
 
 
 def share(room: int, wanted: Sequence[int]) -> list[int]:
-    """Positions for each prompt that wants so many: short ones whole, as far as ``room`` goes, long ones equally."""
+    """``room`` positions shared among prompts that want ``wanted``: short prompts whole, the rest in equal parts."""
     given = [0] * len(wanted)
     order = sorted(range(len(wanted)), key=wanted.__getitem__)
     for done, index in enumerate(order):
@@ -140,7 +140,7 @@ def share(room: int, wanted: Sequence[int]) -> list[int]:
 
 
 class SequenceGroup:
-    """Some lanes, and the chain they are on. ``run`` it; the chain ends with that."""
+    """The sequences of one chain. The chain is open while ``run`` runs."""
 
     def __init__(
         self, size: int, head: LmHead, open_chain: Callable[[], AbstractAsyncContextManager[Chain]]
@@ -163,11 +163,11 @@ class SequenceGroup:
         return [sequence.answer for sequence in self._sequences if sequence.answer is not None]
 
     def shared(self, request: Request) -> int:
-        """The most of the request that a free lane holds."""
+        """The most positions of the request that a free sequence holds."""
         return pick_sequence(self._sequences, request).shared(request)
 
     def join(self, answer: Answer) -> None:
-        """Give an answer one of the free lanes."""
+        """Start an answer on one of the free sequences."""
         request = answer.request
         sequence = pick_sequence(self._sequences, request)
         sequence.start = sequence.shared(request)
@@ -178,13 +178,13 @@ class SequenceGroup:
         self._arrived.set()
 
     def leave(self, answer: Answer) -> None:
-        """Free the lane of an answer that nobody wants any more; nothing more is computed for it."""
+        """Free the sequence of an answer that was cancelled."""
         for sequence in self._sequences:
             if sequence.answer is answer:
                 self._release(sequence)
 
     async def run(self) -> None:
-        """Work until there was nothing to do for ``IDLE_S``. Raises what ``Chain.forward`` raises."""
+        """Compute answers until there were none for ``IDLE_S``. Raises what ``Chain.forward`` raises."""
         async with self._open_chain() as chain:
             self.report = chain.report
             await race(self._send_prompts(chain), self._send_tokens(chain), self._idle())
@@ -216,11 +216,11 @@ class SequenceGroup:
 
     @staticmethod
     def _is_ready(sequence: RunningSequence) -> bool:
-        """Whether it has a token to send that follows what it holds, and no more of a prompt."""
+        """Whether a sequence is past its prompt and has its newest token to send."""
         return sequence.answer is not None and bool(sequence.answer.ids) and len(sequence.todo) == 1
 
     async def _step(self, chain: Chain, parts: list[tuple[RunningSequence, int]]) -> None:
-        """Send positions of these lanes, and give the answers that are not behind their next tokens."""
+        """Send one step, and choose the next tokens of the answers whose newest token was in it."""
         rows, ids, asking = [], [], []
         for sequence, count in parts:
             row, sent = sequence.row(count)

@@ -1,4 +1,4 @@
-"""Bringing an adapter to the hosts that are to apply it."""
+"""Uploads the parts of an adapter to the hosts that apply them."""
 
 import asyncio
 from collections import defaultdict
@@ -21,16 +21,16 @@ _Place = tuple[PeerId, int, int]
 """A host and a span of blocks."""
 
 ATTEMPTS = 3
-"""Times a host is brought a part that it says it does not have. One that forgets faster is no use."""
+"""Uploads of one part to a host that says it does not have it. A host that forgets faster is of no use."""
 
 
 class Placement:
-    """Where the parts of one adapter, or of none, have been brought to."""
+    """Which hosts have which part of one adapter. Without an adapter there are no parts."""
 
     def __init__(
         self, swarm: Swarm, adapter: Adapter | None, moved: Callable[[], None] = lambda: None
     ) -> None:
-        """``moved`` is called whenever a host has taken some of the bytes."""
+        """``moved`` is called whenever a host has received some of the bytes."""
         self.swarm = swarm
         self._adapter = adapter
         self._moved = moved
@@ -38,9 +38,9 @@ class Placement:
         self._placing: defaultdict[_Place, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def ask(self, hop: Hop, question: Callable[[bytes], Awaitable[T]]) -> T:
-        """What ``question`` answers, given what to name as the adapter to ``hop``, which has it by then.
+        """The result of ``question``, called with the hash of the adapter's part for ``hop`` once the host has that part.
 
-        A host that has lost it is brought it again. Raises what ``place`` and ``question`` raise.
+        The part is uploaded again to a host that has dropped it. Raises what ``place`` and ``question`` raise.
         """
         for _ in range(ATTEMPTS - 1):
             try:
@@ -52,7 +52,7 @@ class Placement:
         return await question(await self._at(hop))
 
     async def _at(self, hop: Hop) -> bytes:
-        """Those who ask at the same time share one journey."""
+        """The hash of the part at ``hop``. Callers at the same time share one upload."""
         where = hop.peer, hop.start, hop.end
         async with self._placing[where]:
             if where not in self._hashes:
@@ -63,7 +63,7 @@ class Placement:
 async def place(
     swarm: Swarm, hop: Hop, adapter: Adapter | None, moved: Callable[[], None] = lambda: None
 ) -> bytes:
-    """See to it that a host has the part for its blocks; returns what to name it by, nothing for nothing.
+    """Upload the adapter's part for the blocks of ``hop`` unless the host has it. Returns its hash; empty without an adapter.
 
     Raises ``ConfigError`` for a prefix that some of the blocks lack, what opening a stream raises, ``Refused``,
     ``StreamEnded`` or ``DeadlineExceeded``.
@@ -100,9 +100,9 @@ async def place(
                     case _:
                         raise ProtocolViolation("an unexpected message on an adapter")
     except TimeoutError as error:
-        raise DeadlineExceeded(f"{hop.peer} takes no adapter") from error
+        raise DeadlineExceeded(f"{hop.peer} accepts no more of the adapter") from error
     finally:
-        await cancel(sending)  # what stopped it, whoever listens has seen as well
+        await cancel(sending)  # the receiving side has seen the same error
         stream.close()
 
 

@@ -1,8 +1,8 @@
-"""Audits of one chain, beside its steps: what a hop sent on is computed again by another host, and a third decides a mismatch.
+"""Audits one chain beside its steps: outputs of a hop are computed again by another host, and a third host decides a mismatch.
 
-The hop's inputs are what the hop before it says it sent, and its outputs what it says it sent itself; both are compared with the
-digests of what the receivers say they got. So no neighbour can have a host convicted by lying about what went between them: they
-only disagree, and are kept apart. The client is the first hop's upstream and the last hop's downstream.
+The inputs of a hop are what the hop before it says it sent, its outputs what it says it sent itself. Both are compared with digests that the
+receivers report. So no neighbour can have a host convicted by lying about what went between them: if they disagree, both are replaced and
+not made neighbours again. For the first hop the client is the sender, for the last hop the receiver.
 """
 
 import asyncio
@@ -29,15 +29,15 @@ from swarmnet_protocols.wire import session_pb2 as pb
 _log = logging.getLogger(__name__)
 
 MAX_SEQUENCES_BYTES = 64 << 20
-"""Hosts keep so much of what they sent on; in larger sessions they need not have what they are asked for."""
+"""Bytes of outputs that hosts keep. Larger sessions are not audited: their hosts need not have what they would be asked for."""
 
 Mark = tuple[Watched, int] | None
-"""What was watched when a step was sent, and how often that had changed."""
+"""The watched sequence when a step was sent, and its count of changes."""
 
 
 @dataclass(frozen=True)
 class _Evidence:
-    """What a hop was sent, and what it sent on at the positions ``at``."""
+    """The inputs of a hop, and its outputs at the positions ``at``."""
 
     inputs: torch.Tensor
     at: list[int]
@@ -45,7 +45,7 @@ class _Evidence:
 
 
 class Auditor:
-    """Sessions with an adapter are not audited: witnesses would have to be brought it first."""
+    """Audits hops of one chain. Sessions with an adapter are not audited: witnesses would need the adapter first."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Auditor:
     # ---- what goes through the chain --------------------------------------------------------------------
 
     def add_audited_outputs(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
-        """The rows, with the outputs that an audit of the last hop needs: some of the first positions of each lane."""
+        """The rows, with some outputs of first positions of each sequence added, which an audit of the last hop needs."""
         if self._spec.adapter is not None:
             return rows
         return tuple(
@@ -77,7 +77,7 @@ class Auditor:
         )
 
     def step_sent(self, rows: tuple[Row, ...]) -> Mark:
-        """Note that a step is about to be sent; what this returns belongs to ``came``."""
+        """A step is about to be sent. Pass the result to ``step_done``."""
         for row in rows:
             self._lengths[row.sequence] = row.end
             watched = self._watched
@@ -95,7 +95,7 @@ class Auditor:
     def step_done(
         self, mark: Mark, rows: tuple[Row, ...], values: torch.Tensor, outputs: torch.Tensor
     ) -> torch.Tensor:
-        """Note what came of a step. Returns the outputs without those that only the audit wanted."""
+        """A step was answered. Returns its outputs without those that ``add_audited_outputs`` added."""
         self._ledger.earn(sum(row.count for row in rows) * self._spec.blocks)
         inputs = torch.split(values, [row.count for row in rows])
         parts = torch.split(outputs, [row.wanted for row in rows])
@@ -112,7 +112,7 @@ class Auditor:
     # ---- audits -----------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Audit, one hop at a time, for as long as there is something to audit and the means."""
+        """Audit one hop at a time, whenever the budget allows."""
         if self._spec.adapter is not None:
             return
         while True:
@@ -121,9 +121,7 @@ class Auditor:
             try:
                 if self._watched is not None:
                     await self._look(self._watched)
-            except (
-                SwarmnetError
-            ) as error:  # somebody was out of reach: the next audit finds out whether they still are
+            except SwarmnetError as error:  # a host was out of reach: the next audit tries again
                 _log.debug("an audit came to nothing", extra={"reason": str(error)[:200]})
             except Exception:  # noqa: BLE001 - audits are beside the answer, which must not end with them
                 _log.exception("an audit broke")
@@ -153,7 +151,7 @@ class Auditor:
     async def _evidence(
         self, watched: Watched, index: int, hops: tuple[LiveHop, ...], count: int
     ) -> _Evidence | None:
-        """What a hop and its neighbours say, if they agree; those who do not are replaced."""
+        """The inputs and outputs of a hop, if it and its neighbours agree on them; otherwise they are replaced, and None."""
         changes = watched.changes
         live = hops[index]
         before = hops[index - 1] if index else None
@@ -195,7 +193,7 @@ class Auditor:
         return _Evidence(inputs, list(range(count)), own.sent)
 
     async def _show(self, live: LiveHop, watched: Watched, count: int) -> Shown | None:
-        """What a hop says of a lane. None when it does not say it."""
+        """What a hop received and sent of a sequence; None if it does not answer."""
         is_last = live.hop.end == self._spec.blocks
         try:
             shown = await live.show(watched.sequence, count, within_s=self._swarm.timing.chunk_s)
@@ -231,7 +229,7 @@ class Auditor:
     async def _recompute(
         self, plan: Plan, evidence: _Evidence, asked: tuple[PeerId, ...]
     ) -> tuple[torch.Tensor | None, tuple[PeerId, ...]]:
-        """What other hosts than those ``asked`` make of the same inputs, and who they are. None where nobody else can say."""
+        """Outputs that hosts other than ``asked`` compute from the same inputs, and these hosts; None if no other host answers."""
         tried: tuple[PeerId, ...] = asked
         while path := self._witnesses(plan.hop, tried):
             tried = (*tried, *(hop.peer for hop in path))
@@ -259,7 +257,7 @@ class Auditor:
         return outputs
 
     def _witnesses(self, hop: Hop, tried: tuple[PeerId, ...]) -> list[Hop]:
-        """Nobody of the chain: who is audited may not answer for itself or for those it works with."""
+        """Hosts outside of the chain: an audited host must not witness for itself or its neighbours."""
         in_chain = {live.hop.peer for live in self._supervisor.hops}
         without = frozenset({*in_chain, *tried, *self._ledger.doubted, *self._swarm.banned})
         return witnesses(self._swarm.hosts, (hop.start, hop.end), without, self._ledger.rng)

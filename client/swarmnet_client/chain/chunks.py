@@ -1,4 +1,4 @@
-"""Long rows cut to steps, so that every hop of a chain has one to work on."""
+"""Splits long rows into steps, so that every hop of a chain has one to compute."""
 
 from collections.abc import Sequence
 
@@ -7,16 +7,16 @@ import torch
 from swarmnet_protocols.session.steps import MAX_ROWS, Row
 
 CHUNK = 256
-"""Positions in one step: a hop works on one while the next hop works on the one before."""
+"""Positions in one step: a hop computes one while the next hop computes the one before."""
 
 Part = list[tuple[int, Row]]
 """The pieces of one step, each with the index of the row it is a piece of."""
 
 
 def cut(rows: tuple[Row, ...]) -> list[Part]:
-    """Rows cut to steps of at most ``CHUNK`` positions, or one for each row where there are more rows.
+    """Rows split into steps of at most ``CHUNK`` positions; of more rows than that, at most one position of each row.
 
-    Rows that start from another lane mean the lanes as they are now, so all rows of such a batch start in one step.
+    A row that starts from another sequence means that sequence as it is before the batch, so all rows of such a batch begin in one step.
     """
     done = [0] * len(rows)
     parts: list[Part] = []
@@ -28,7 +28,7 @@ def cut(rows: tuple[Row, ...]) -> list[Part]:
 
 
 def cut_values(parts: Sequence[Part], rows: Sequence[Row], values: torch.Tensor) -> list[torch.Tensor]:
-    """What each part has of the rows' values [P, ...], which lie one row after another."""
+    """The values of each part. ``values`` [P, ...] are those of ``rows``, one after another."""
     inputs = torch.split(values, [row.count for row in rows])
     taken = [0] * len(rows)
     cuts = []
@@ -58,7 +58,7 @@ def _cut_rest(rows: Sequence[Row], done: Sequence[int]) -> list[Part]:
 
 
 def _piece(row: Row, done: int, count: int) -> Row:
-    """``count`` positions of a row, after the first ``done``, which are in earlier steps."""
+    """``count`` positions of a row after the first ``done``, which earlier steps have."""
     left = row.count - done - count
     outputs = max(0, min(count, row.outputs - left))
     source = row.sequence if done else row.source

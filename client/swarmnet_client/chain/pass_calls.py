@@ -1,4 +1,4 @@
-"""Passes as their client asks hosts for them."""
+"""One pass at one host: the request, its tensors, the answer, and who is at fault if there is none."""
 
 import asyncio
 from collections import Counter, defaultdict
@@ -32,24 +32,24 @@ from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import session_pb2 as pb
 
 PASSES_PER_HOST = 2
-"""At once: one is computed while the tensors of the other travel."""
+"""Passes of a batch at one host at a time: one is computed while the tensors of the other travel."""
 
 T = TypeVar("T")
 
 
 class GraphGone(SwarmnetError):
-    """The host does not have, or no longer has, the graph that a backward pass was to use."""
+    """The host does not have the graph of a forward pass that the backward pass was to use."""
 
 
 class InDoubt(SwarmnetError):
-    """What other hosts have made of the same sequences may be why a host fails: all of it is to be computed anew."""
+    """A host failed, and outputs of other hosts for the same sequences may be why: all of them are to be computed again."""
 
 
 @dataclass(frozen=True)
 class Leg:
-    """One host's share of the forward of some sequences, and what it was sent [P, D].
+    """The forward pass of some sequences at one host, with its inputs [P, D].
 
-    ``before`` are the hosts whose outputs led to ``inputs``. ``graph`` is the name under which the host may have kept the graph,
+    ``before`` are the hosts whose outputs led to ``inputs``. ``graph`` is the id under which the host may have kept the autograd graph,
     empty for none.
     """
 
@@ -61,7 +61,7 @@ class Leg:
 
 
 class Hosts:
-    """The hosts as the passes of one batch ask them: some at a time, and whoever fails is not asked by those who waited."""
+    """Passes of one batch at all its hosts: a few at a time at each, and none at a host that failed meanwhile."""
 
     def __init__(self, swarm: Swarm, spec: ChainSpec, report: ChainReport) -> None:
         self._swarm = swarm
@@ -75,9 +75,10 @@ class Hosts:
         self._blame = Blame(swarm)
 
     async def forward(self, leg: Leg) -> torch.Tensor:
-        """The outputs [P, D] of a leg. Raises ``SwarmnetError`` when the host does not give them, ``ConfigError`` when none will.
+        """The outputs [P, D] of a leg.
 
-        Of these ``InDoubt`` is that of a host which cannot compute with what those before it made.
+        Raises ``ConfigError`` if no host would compute it, ``InDoubt`` if the host cannot compute with what the hosts before it made,
+        another ``SwarmnetError`` if it fails otherwise.
         """
 
         async def question(adapter: bytes) -> torch.Tensor:
@@ -90,9 +91,9 @@ class Hosts:
     async def backward(
         self, leg: Leg, grad_outputs: torch.Tensor, after: Sequence[Leg]
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """What gradients of a leg's outputs come to at its inputs, and at the adapter's tensors for its blocks.
+        """The gradients of a leg's inputs, and of the adapter's tensors for its blocks, from those of its outputs [P, D].
 
-        They have come back along the legs ``after`` it. Raises ``GraphGone`` for a leg with a graph that is not there,
+        ``grad_outputs`` came back along the legs ``after`` it. Raises ``GraphGone`` for a leg with a graph that is not there,
         ``SwarmnetError`` as ``forward`` does.
         """
         own = self._own(leg.hop)
@@ -129,7 +130,7 @@ class Hosts:
         failures = self._failures[hop.peer]
         async with self._rooms[hop.peer]:
             if self._failures[hop.peer] > failures:
-                raise PeerUnreachable(f"{hop.peer} has failed others while we waited for it")
+                raise PeerUnreachable(f"{hop.peer} has failed another pass meanwhile")
             try:
                 answer = await self._placement.ask(hop, question)
             except (GraphGone, ConfigError):
@@ -141,7 +142,7 @@ class Hosts:
                 if suspects != [hop]:
                     raise InDoubt(str(error)) from error
                 raise
-        if self._failures[hop.peer] == failures:  # else it has come under suspicion meanwhile
+        if self._failures[hop.peer] == failures:  # otherwise it is a suspect of another pass
             self._swarm.served(hop.peer)
         return answer
 
@@ -149,7 +150,7 @@ class Hosts:
 async def ask_pass(
     swarm: Swarm, hop: Hop, begin: pb.Begin, tensors: Sequence[torch.Tensor], shapes: Sequence[torch.Size]
 ) -> list[torch.Tensor]:
-    """Have ``hop`` compute the pass ``begin`` from ``tensors``; the tensors of its answer have these ``shapes``.
+    """Have ``hop`` compute the pass ``begin`` from ``tensors``; returns tensors of ``shapes``.
 
     Raises ``GraphGone``, what opening a stream raises, ``Refused``, ``DeadlineExceeded``, ``StreamEnded`` or ``ProtocolViolation``.
     """
@@ -157,15 +158,15 @@ async def ask_pass(
     stream = await swarm.transport.open(hop.peer, PASS, addresses=hop.addresses, deadline_s=timing.open_s)
     try:
         async with asyncio.timeout(timing.stall_s) as limit:
-            conversation = _Conversation.on(stream, timing, limit)
-            sending = asyncio.create_task(conversation.send(begin, tensors))
+            request = _PassRequest.on(stream, timing, limit)
+            sending = asyncio.create_task(request.send(begin, tensors))
             try:
                 return [
-                    await receive_tensor(conversation.next_part, positions=rows, hidden_size=width)
+                    await receive_tensor(request.next_part, positions=rows, hidden_size=width)
                     for rows, width in shapes
                 ]
             finally:
-                await cancel(sending)  # what stopped it, whoever listens has seen as well
+                await cancel(sending)  # the receiving side has seen the same error
     except Refused as refusal:
         if refusal.reason == pb.REASON_GRAPH_GONE and begin.backward and begin.graph:
             raise GraphGone(str(refusal)) from refusal
@@ -177,8 +178,8 @@ async def ask_pass(
 
 
 @dataclass(frozen=True)
-class _Conversation:
-    """The client's side of one pass. Every part that goes or comes moves ``limit``; none goes before ``admitted``."""
+class _PassRequest:
+    """The client's side of one pass. Each part moves the deadline ``limit``; tensors are sent once the host has ``admitted`` the pass."""
 
     stream: TypedStream[pb.PassRequest, pb.PassReply]
     timing: Timing

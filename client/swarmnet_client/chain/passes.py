@@ -1,7 +1,7 @@
-"""A batch on its way through the swarm and back, for training: forward and backward passes, one host after another.
+"""A training batch through all blocks and back: forward and backward passes, one host after another.
 
-The batch is cut into microbatches, which go through the hosts one behind the other, so that every host has work. What each
-host was sent stays here: whoever hosts the same blocks later can compute the gradients from it.
+The batch is split into microbatches that follow each other through the hosts, so that all hosts compute at the same time. The client keeps
+the inputs of every pass: any other host of the same blocks can compute the gradients from them.
 """
 
 import asyncio
@@ -27,15 +27,15 @@ from swarmnet_protocols.session.passes import MAX_POSITIONS, MAX_SEQUENCES
 from swarmnet_protocols.wire import session_pb2 as pb
 
 MICROBATCHES = 8
-"""A batch is cut into so many or more where it can be: three hops are idle for a fifth of the time then."""
+"""Least number of microbatches of a batch that is large enough: three hops then idle for a fifth of the time."""
 MIN_POSITIONS = 256
-"""A host computes small microbatches more slowly: with 1024 positions in those of 256 by an eighth, in those of 128 by a third."""
+"""Least positions of a microbatch. 1,024 positions take an eighth longer in microbatches of 256, a third longer in those of 128."""
 
 
 def split(counts: Sequence[int], prefix_positions: int = 0) -> list[tuple[int, ...]]:
-    """Sequences of these lengths as microbatches, in order. Raises ``OutOfResources`` for one that no host takes.
+    """Microbatches, as tuples of sequence lengths, in order. Raises ``OutOfResources`` for a sequence that is too long for a host.
 
-    A host counts the prefix that each begins with as well.
+    ``prefix_positions`` of an adapter count for every sequence.
     """
     if max(counts) + prefix_positions > MAX_POSITIONS:
         longest = MAX_POSITIONS - prefix_positions
@@ -56,9 +56,9 @@ def split(counts: Sequence[int], prefix_positions: int = 0) -> list[tuple[int, .
 class RemoteBatch:
     """Sequences of ``counts`` positions, laid one after another: forward once, then backward as often as wanted.
 
-    Both wait through failures as long as somebody hosts every block, with the same result. They raise ``NoRoute`` when nobody
-    does for ``recover_s``, ``OutOfResources`` when the hosts have no room, ``Unreachable`` when every attempt fails, ``ConfigError``
-    when hosts agree that it is what we send.
+    Both wait through failures as long as every block is hosted, and the result is the same. They raise ``NoRoute`` when a block has no host
+    for ``recover_s``, ``OutOfResources`` when the hosts are full, ``Unreachable`` when every attempt fails, ``ConfigError`` when independent
+    hosts refuse what the client sends.
     """
 
     def __init__(self, swarm: Swarm, spec: ChainSpec, counts: Sequence[int]) -> None:
@@ -73,7 +73,7 @@ class RemoteBatch:
     async def forward(self, inputs: torch.Tensor, *, keep_graphs: bool = False) -> torch.Tensor:
         """Hidden states [P, D] through all blocks. Raises ``ConfigError`` for values that are not finite.
 
-        With ``keep_graphs`` the hosts keep what makes a ``backward`` soon after it cheaper, where they have room.
+        With ``keep_graphs`` hosts keep autograd graphs for the backward passes, if they have memory.
         """
         parts = await self._cut(inputs)
         done = await all_of(
@@ -87,9 +87,9 @@ class RemoteBatch:
         return torch.cat([outputs for _, outputs in done])
 
     async def backward(self, gradients: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """From gradients of the outputs of ``forward`` [P, D] to those of its inputs and of the adapter's tensors.
+        """The gradients of the inputs of ``forward`` and of the adapter's tensors, from those of its outputs [P, D].
 
-        Whoever answers first, the bits are the same where the hosts' are. Raises ``ConfigError`` as ``forward`` does.
+        They are summed in a fixed order, so the result does not depend on which host answers first. Raises ``ConfigError`` as ``forward`` does.
         """
         values = await self._cut(gradients)
         walked = self._walked
@@ -102,12 +102,12 @@ class RemoteBatch:
         return torch.cat([found for found, _ in done]), own
 
     async def _cut(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """The microbatches as they are sent, all of them checked. Others have the loop in between: a batch may be large."""
+        """The microbatches in their wire type, checked. Yields to the event loop in between: a batch may be large."""
         parts = []
         for part in torch.split(values, [sum(counts) for counts in self._parts]):
             if not torch.isfinite(part).all():
                 raise ConfigError(
-                    "hidden states or gradients are not finite: no host computes with them",
+                    "hidden states or gradients are not finite",
                     hint=CLIENT_FAULTS[pb.REASON_NOT_FINITE],
                 )
             parts.append(part.to(self._spec.wire))
@@ -117,7 +117,7 @@ class RemoteBatch:
     async def _forward(
         self, values: torch.Tensor, counts: tuple[int, ...], *, keep_graphs: bool
     ) -> tuple[list[Leg], torch.Tensor]:
-        """A microbatch through all blocks; from the start again whenever what hosts have made of it is in doubt."""
+        """A microbatch through all blocks; from the start again when outputs of hosts are in doubt."""
         retries = RetryPolicy(self._swarm.timing.recover_s)
         while True:
             try:
@@ -134,7 +134,7 @@ class RemoteBatch:
         *,
         keep_graphs: bool,
     ) -> tuple[list[Leg], torch.Tensor]:
-        """From the outputs of ``before`` through the blocks of ``span``, by whoever hosts them now. Raises ``InDoubt``."""
+        """Through the blocks of ``span`` on their present hosts; ``values`` are outputs of ``before``. Raises ``InDoubt``."""
         legs: list[Leg] = []
         reached = span[0]
         retries = RetryPolicy(self._swarm.timing.recover_s)
@@ -156,7 +156,7 @@ class RemoteBatch:
     async def _backward(
         self, walked: Sequence[Leg], gradients: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Back along the legs; along others, walked anew, whenever what hosts have made of the microbatch is in doubt."""
+        """Back along the legs; when outputs of hosts are in doubt, forward again on other hosts first."""
         retries = RetryPolicy(self._swarm.timing.recover_s)
         while True:
             try:
@@ -168,7 +168,7 @@ class RemoteBatch:
     async def _walk_back(
         self, walked: Sequence[Leg], gradients: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Back along the legs. A leg whose host is gone is walked forward again by others, who then take its place."""
+        """Back along the legs. A leg whose host failed is computed again by other hosts, which then take its place."""
         legs, after = list(walked), list[Leg]()
         own: dict[str, torch.Tensor] = {}
         retries = RetryPolicy(self._swarm.timing.recover_s)
@@ -192,7 +192,7 @@ class RemoteBatch:
         return gradients, own
 
     async def _recover(self, retries: RetryPolicy, error: SwarmnetError) -> None:
-        """Pause before the next attempt, or raise what stands in the way of any."""
+        """Pause before the next attempt, or raise the error if there is none."""
         if isinstance(error, ConfigError):
             raise error
         if retries.is_given_up(asyncio.get_running_loop().time(), idle=False):

@@ -1,4 +1,4 @@
-"""The swarm's blocks as a function that autograd differentiates with respect to its inputs and the client's own tensors."""
+"""The remote blocks as a function that autograd differentiates, with respect to its inputs and the client's adapter."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +19,7 @@ def run_blocks(
 ) -> torch.Tensor:
     """Hidden states [B, n, D] through all blocks; gradients flow back to them and to the tensors of ``adapter``.
 
-    ``columns`` are those [first, end) of each row that hold tokens; the others are never sent and come back as zeros.
+    ``columns`` are the [first, end) of each row that hold tokens; padding is not sent and comes back as zeros.
     Raises what ``Adapter`` and ``RemoteBatch`` raise.
     """
     places = torch.arange(hidden_states.shape[1], device=hidden_states.device)
@@ -35,7 +35,7 @@ def run_blocks(
 
 
 class _Passes(torch.autograd.Function):
-    """[P, D] of all sequences together, in and out. What hosts compute with are copies of ``tensors``, sorted by name."""
+    """Hidden states [P, D] of all sequences, in and out. ``tensors`` are the adapter's, sorted by name; hosts have copies."""
 
     @staticmethod
     def forward(

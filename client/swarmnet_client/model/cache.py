@@ -1,4 +1,4 @@
-"""The KV cache as transformers sees it: it lives in the swarm, here is only which positions are there."""
+"""The KV cache as transformers sees it. Keys and values are on the hosts; here is which positions they have."""
 
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -18,14 +18,14 @@ from swarmnet_protocols.session.steps import Row
 
 @dataclass(frozen=True)
 class NewPositions:
-    """What one forward adds, in padded columns: [first, end) of each row that hold tokens, and how many outputs are wanted."""
+    """What one forward adds: the columns [first, end) of each row that hold tokens, and how many last columns need outputs."""
 
     columns: list[tuple[int, int]]
     outputs: int
 
 
 class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
-    """Lanes of one session in the swarm: one lane a row of the batch, left padding never sent.
+    """The sequences of one chain: one for each row of the batch. Left padding is never sent.
 
     Supports what ``generate`` asks of a cache: its length, beam reordering, cropping. A prefix is no part of its columns.
     """
@@ -49,7 +49,7 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
     # ---- what transformers asks -------------------------------------------------------------------------
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns held, padding included."""
+        """Number of columns held, padding included."""
         return self._length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
@@ -90,21 +90,21 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
 
     @property
     def takes_embeddings(self) -> bool:
-        """Whether it goes on with embeddings, because it began so."""
+        """Whether the session began with embeddings, and so has to go on with them."""
         return self._length > 0 and not self._are_ids
 
     def recheck_adapter(self) -> None:
-        """Look closely at what the next columns are to be computed with."""
+        """Compare the adapter's values before the next columns."""
         self._is_checked = False
 
     @property
     def checked_adapter(self) -> ClientAdapter | None:
-        """What its lanes are computed with, once that is known to be what the columns to come are to be computed with."""
+        """The adapter of its sequences, once it was checked that the next columns are to be computed with it."""
         return self._own if self._is_checked else None
 
     @property
     def prefix_positions(self) -> int:
-        """Positions that every lane begins with, before the first column."""
+        """Positions of the adapter's prefix, before the first column of every sequence."""
         return self._adapter.prefix_positions if self._adapter is not None else 0
 
     @property
@@ -158,7 +158,7 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
         self._blocks.run(self._stack.aclose())
 
     def _use_adapter(self, own: ClientAdapter, *, are_ids: bool, is_token: bool) -> None:
-        """See to it that the lanes are for inputs of this kind and computed with ``own``. Those that hold nothing may become so."""
+        """Check that the sequences are for inputs of this kind and computed with ``own``; empty ones are opened anew."""
         if own is self._own and self._is_checked and self._are_ids == are_ids:
             return
         if self._own is not None:
@@ -177,7 +177,7 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
         self._adapter, self._is_checked = self._blocks.adapter(own), True
 
     def _is_in_use(self, own: ClientAdapter, *, is_token: bool) -> bool:
-        """Whether the lanes are computed with ``own``; a prefix is named only where it begins. For one token a quick look must do."""
+        """Whether the sequences are computed with ``own``. A prefix is given only with the first call; for one token only versions are compared."""
         if own.prefix or (self.prefix_positions and not self._length):
             return False
         if lora.version_of(own.pairs) != self._version:

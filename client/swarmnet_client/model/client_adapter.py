@@ -1,4 +1,4 @@
-"""What of a client's own lies in the blocks: LoRA pairs and a prefix, as one forward finds them."""
+"""The client's own parameters inside the blocks: LoRA pairs and a prefix, as they are during one forward."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -12,19 +12,19 @@ from swarmnet_protocols.session.adapters import Adapter
 
 @dataclass(frozen=True)
 class ClientAdapter:
-    """Parameters that hosts apply to this client's tokens. ``prefix``: what ``prefix.tensors_of`` gives, or nothing."""
+    """Parameters that hosts apply to this client's tokens. ``prefix`` is as ``prefix.tensors_of`` returns it, or empty."""
 
     pairs: lora.Pairs = field(default_factory=dict)
     prefix: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
     def found(cls, layers: Iterable[Placeholder], prefix: Mapping[str, torch.Tensor]) -> "ClientAdapter":
-        """What is active now. Raises ``ConfigError`` for what hosts cannot do."""
+        """The active parameters. Raises ``ConfigError`` for an adapter that hosts cannot apply."""
         return cls(lora.active_pairs(layers), prefix)
 
     @property
     def learns(self) -> bool:
-        """Whether any of it wants gradients."""
+        """Whether any of them requires gradients."""
         return any(
             tensor.requires_grad
             for tensor in (
@@ -43,12 +43,12 @@ class ClientAdapter:
         return next((tensor.shape[1] for tensor in self.prefix.values()), 0)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All of it as an adapter's tensors, in the graph of the parameters they come from."""
+        """All of them as tensors of an adapter, part of their parameters' autograd graph."""
         return {**lora.tensors_of(self.pairs), **self.prefix}
 
     @torch.no_grad()
     def is_in(self, adapter: Adapter | None) -> bool:
-        """Whether ``adapter`` is all of it, as it is now."""
+        """Whether ``adapter`` has exactly these values."""
         tensors = self.tensors()
         known = {} if adapter is None else adapter.tensors
         return tensors.keys() == known.keys() and all(
@@ -57,14 +57,14 @@ class ClientAdapter:
 
 
 class AdapterMaker:
-    """Makes adapters, and keeps the last one: while nothing changes, what hosts get of it is hashed once."""
+    """Makes adapters, and keeps the last one: its parts are hashed once while its values do not change."""
 
     def __init__(self) -> None:
         self._last: Adapter | None = None
 
     @torch.no_grad()
     def adapter(self, own: ClientAdapter) -> Adapter | None:
-        """The adapter for ``own`` as it is now; None when there is nothing in it. Raises what ``Adapter`` raises."""
+        """The adapter with the present values of ``own``; None if it has no parameters. Raises what ``Adapter`` raises."""
         if not own.pairs and not own.prefix:
             return None
         if self._last is None or not own.is_in(self._last):

@@ -1,4 +1,4 @@
-"""What a client has of a model itself: embeddings before the blocks, norm and head after them."""
+"""The local layers of a model: embeddings before the blocks, final norm and lm_head after them."""
 
 import asyncio
 from concurrent.futures import Executor
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 IMPLEMENTATION = "swarmnet_remote"
-"""The name under which transformers is told to build no attention mask: the hosts know what attends to what."""
+"""Name of an attention implementation for which transformers builds no mask: hosts know which positions attend to which."""
 
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """What is made of a checkpoint: its CausalLM, or with ``labels`` its classifier of so many classes."""
+    """How a checkpoint is loaded: as its CausalLM, or as a classifier of ``labels`` classes."""
 
     dtype: torch.dtype
     device: torch.device
@@ -32,15 +32,15 @@ class LoadOptions:
 
     @classmethod
     def picked(cls, dtype: str = "auto", device: str = "auto", labels: int | None = None) -> "LoadOptions":
-        """From what a person typed. Raises ``ConfigError`` for a device or a precision there is not."""
+        """From command-line options. Raises ``ConfigError`` for an unknown device or precision."""
         place = pick_device(device)
         return cls(pick_dtype(dtype, place), place, labels)
 
 
 def load_local_layers(local: LocalModel, options: LoadOptions) -> "PreTrainedModel":
-    """The architecture's class, with placeholders for its blocks and a head that is packed where that can be.
+    """An instance of the architecture's class with placeholders for its blocks, and a packed ``lm_head`` where possible.
 
-    Its ``forward`` takes ``swarm_call``, which gets the embedded inputs and gives what comes out of the blocks.
+    Its ``forward`` takes ``swarm_call``, a function from embedded inputs [B, n, D] to the outputs of the last block.
     """
     AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)
     model = local.load_local_layers(
@@ -59,7 +59,7 @@ def _no_mask(*_: Any, **__: Any) -> None:
 
 
 class LocalLayers:
-    """Embeddings and head of one model, for many answers at once."""
+    """Embeddings, final norm and lm_head of one model, for many answers at once."""
 
     def __init__(self, local: LocalModel, options: LoadOptions) -> None:
         self._model: Any = load_local_layers(local, options)
@@ -67,18 +67,18 @@ class LocalLayers:
 
     @property
     def generation_config(self) -> Any:
-        """What the checkpoint says about generating."""
+        """The checkpoint's generation config."""
         return self._model.generation_config
 
     @torch.inference_mode()
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """Token ids [P] as the first hop takes them: [P, D]."""
+        """Embeddings [P, D] of token ids [P], on the CPU."""
         embedded: torch.Tensor = self._model.get_input_embeddings()(ids.to(self._device))
         return embedded.cpu()
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Scores [N, V], float32, of what follows hidden states [N, D] that came out of the blocks."""
+        """Logits [N, V], float32, for outputs [N, D] of the last block."""
         states = hidden.to(self._device, self._model.dtype)[:, None]
         output = self._model(
             inputs_embeds=states, use_cache=False, return_dict=True, swarm_call=lambda _: states
@@ -88,14 +88,14 @@ class LocalLayers:
 
 
 class LmHead:
-    """Chooses next tokens on the one thread that computes."""
+    """Applies lm_head and samples next tokens, on the one thread that computes."""
 
     def __init__(self, local_layers: LocalLayers, computing: Executor) -> None:
         self._local_layers = local_layers
         self._computing = computing
 
     async def choose(self, hidden: torch.Tensor, draws: list[Draw]) -> list[Token]:
-        """The token that follows each of hidden states [N, D], one draw for each."""
+        """The next token for each of the hidden states [N, D], one draw for each."""
         work = partial(self._choose, hidden, draws)
         return await asyncio.get_running_loop().run_in_executor(self._computing, work)
 

@@ -1,4 +1,4 @@
-"""A transformers model whose blocks run in the swarm.
+"""A transformers model whose blocks run on hosts.
 
 It is the architecture's own CausalLM with embeddings, norm and head from the checkpoint; its layers are the swarm. So
 ``generate()`` with its samplers, beams, streamers and stopping criteria, the scaling of embeddings, soft caps on logits
@@ -28,7 +28,7 @@ from swarmnet_client.swarm.swarm import Swarm
 from swarmnet_client.swarm.traffic import Traffic
 from swarmnet_protocols.errors import ConfigError, Unreachable
 from swarmnet_protocols.joining.network import Network
-from swarmnet_protocols.machine.core_lock import ALONE, CoreLock, NoCoreLock, take_turns
+from swarmnet_protocols.machine.core_lock import NO_CORE_LOCK, CoreLock, open_core_lock
 from swarmnet_protocols.models import LocalModel, resolve
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class _Call:
             between.close()
         output = self.cache.extend(inputs, self.new, self.own)
         self.model.blocks.report = self.cache.report
-        (self.head if between is None else between).enter_context(self.model.turns.share())
+        (self.head if between is None else between).enter_context(self.model.core_lock.briefly())
         return output.to(hidden_states)
 
 
@@ -87,7 +87,7 @@ class SwarmModel:
     _between: ExitStack | None
     """While ``generate`` runs: closed when what it computes from one step's output to the next step is computed."""
     _closing: ExitStack
-    turns: CoreLock | NoCoreLock
+    core_lock: CoreLock
     """Of the machine's nodes, where its head shares their cores."""
 
     def run(self, work: Any) -> Any:
@@ -161,7 +161,7 @@ def wrap(local: LocalModel, runtime: Runtime, options: LoadOptions) -> SwarmMode
     model._between = None
     model._closing = ExitStack()
     model._closing.callback(runtime.close)
-    model.turns = ALONE
+    model.core_lock = NO_CORE_LOCK
     wrapped: SwarmModel = model
     return wrapped
 
@@ -174,14 +174,14 @@ def load(name: str, *, network: Network, cache_dir: Path, options: LoadOptions) 
     """
     if not network.bootstrap:
         raise Unreachable(
-            "nobody to ask where the swarm is", hint="give the address that a node prints: --bootstrap ADDR"
+            "no bootstrap peer is known", hint="give the address that a node prints: --bootstrap ADDR"
         )
     local = resolve(name, cache_dir=cache_dir)
     runtime = Runtime(lambda: Swarm.visit(local, network))
     try:
         model = wrap(local, runtime, options)
         if options.device.type == "cpu":
-            model.turns = model._closing.enter_context(take_turns())
+            model.core_lock = model._closing.enter_context(open_core_lock())
         return model
     except BaseException:
         runtime.close()
@@ -215,7 +215,7 @@ def _swarm_class(base: "type[PreTrainedModel]") -> type:
             prefix = prefix_tensors(past_key_values, self.config)
             past_key_values = self._generating
         is_alone = past_key_values is None
-        # While ``generate`` runs, nobody changes the adapter: looking once is enough.
+        # The adapter does not change while ``generate`` runs: one look is enough.
         own = (
             past_key_values.checked_adapter if past_key_values is self._generating and not is_alone else None
         )
@@ -275,7 +275,7 @@ def _generate(architecture: Any) -> Callable[..., Any]:
             if cache is None and self._session is not None:
                 cache = self._session
                 ids = inputs if inputs is not None else kwargs.get("input_ids")
-                # Whoever puts prompts before the tokens has to begin with them.
+                # Prompts before the tokens are sent at the beginning.
                 is_prompted = cache.prefix_positions or _is_prompted(self)
                 cache.rewind(0 if is_prompted else _shared(cache, ids))
             if cache is None:

@@ -78,7 +78,7 @@ class PackedWeight:
 
 
 class Watched(nn.Parameter):
-    """A weight that knows whether somebody may have changed its values in a way that its version does not tell."""
+    """A weight that notices when its values may have been changed in a way that its version counter does not show."""
 
     is_touched = False
 
@@ -95,7 +95,7 @@ class Watched(nn.Parameter):
 
 
 class PackedLinear(nn.Linear):
-    """A linear layer that multiplies few rows by a packed weight, until somebody changes the weight itself."""
+    """A linear layer that multiplies few rows by a packed weight, until the weight is changed."""
 
     def __init__(self, weight: nn.Parameter, packed: PackedWeight) -> None:
         """``packed`` has the values of ``weight``, which is watched from here on, wherever else it is used."""
@@ -127,16 +127,16 @@ class PackedLinear(nn.Linear):
         return self._packed.times(input.reshape(rows, -1)).view(*input.shape[:-1], -1)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Linear:
-        """A plain layer: whoever asks for a copy means to change it."""
+        """A plain layer: a copy is made to be changed."""
         copy = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
         copy.weight = nn.Parameter(self.weight.detach().clone(), requires_grad=self.weight.requires_grad)
         return copy.train(self.training)
 
 
 def pack_head(model: Any, cache_dir: Path) -> None:
-    """Let a CausalLM read its head's weight as the checkpoint stores it, if this machine and the values allow it.
+    """Let a CausalLM's lm_head read its weight as the checkpoint stores it, if this machine and the values allow it.
 
-    The weight itself stays, for the embeddings that share it, for many rows, and for whoever trains it.
+    The dense weight stays, for the embeddings that share it, for many rows, and for training.
     """
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear or head.bias is not None:
@@ -144,7 +144,7 @@ def pack_head(model: Any, cache_dir: Path) -> None:
     weight = head.weight
     if weight.dtype != torch.float32 or weight.device.type != "cpu" or weight.shape[1] % BLOCK:
         return
-    if weight.is_inference():  # it has no version, so nobody could tell whether it was changed
+    if weight.is_inference():  # it has no version, so changes could not be noticed
         return
     native = Native.load(cache_dir)
     packed = None if native is None else PackedWeight.of(weight, native)

@@ -1,18 +1,18 @@
-"""What an attention mask says: which columns of a padded batch hold tokens."""
+"""Padding of a batch, as its attention mask describes it: which columns hold tokens."""
 
 from collections.abc import Sequence
 
 import torch
 
 Columns = list[tuple[int, int]]
-"""For each row [first, end): the columns that hold its tokens, once ``Unpadded`` where there are holes."""
+"""The columns [first, end) of each row that hold its tokens; of a batch with holes, after ``Unpadded.close``."""
 
 
 def read_mask(mask: torch.Tensor | None, batch: int, held: int, width: int) -> Columns:
-    """Columns of ``held`` ones that came before and ``width`` new ones. ``mask`` is [B, held + width] or wider.
+    """The columns of each row after ``held`` columns of earlier calls and ``width`` new ones. ``mask`` is [B, held + width] or wider.
 
-    What a mask leaves out in front of a row's last token counts as left padding. Raises ``ValueError`` for padding among
-    new columns behind those held, which can only be on the left.
+    Masked columns before a row's last token count as left padding. Raises ``ValueError`` for masked new columns behind held ones: padding
+    must be on the left.
     """
     total = held + width
     if mask is None:
@@ -29,16 +29,16 @@ def read_mask(mask: torch.Tensor | None, batch: int, held: int, width: int) -> C
 
 
 def check_positions(position_ids: torch.Tensor, columns: Columns, held: int) -> None:
-    """Hosts number the tokens of a sequence one after another: raise ``ValueError`` for numbers [B or 1, n] that do not."""
+    """Raise ``ValueError`` for position ids [B or 1, n] that do not count up by one, as hosts number positions."""
     for row, (first, end) in zip(position_ids.expand(len(columns), -1), columns, strict=True):
         if not bool((row[max(first - held, 0) : end - held].diff() == 1).all()):
             raise ValueError("position_ids must number the tokens of a row one after another")
 
 
 class Unpadded:
-    """A batch whose rows have holes, as prompts in front of left padding leave them, and the same with none.
+    """Removes the holes of a batch: masked columns between tokens, as prompt tuning in front of left padding leaves them.
 
-    A row's tokens become neighbours, in their order, up to its last one.
+    The tokens of a row become neighbours, in order, up to its last one.
     """
 
     def __init__(self, mask: torch.Tensor, columns: Sequence[tuple[int, int]]) -> None:
@@ -52,7 +52,7 @@ class Unpadded:
     def needed(
         cls, mask: torch.Tensor | None, columns: Columns, held: int, width: int, *, are_ids: bool
     ) -> "Unpadded | None":
-        """None for a batch without holes. Raises ``ValueError`` for ids with holes: nobody says how they are numbered."""
+        """None for a batch without holes. Raises ``ValueError`` for token ids with holes: their positions would be ambiguous."""
         if mask is None or held:
             return None
         mask = mask[:, :width].cpu()

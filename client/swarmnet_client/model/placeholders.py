@@ -1,6 +1,6 @@
-"""What stands where a model's blocks would: the names and shapes of their weights, and no memory.
+"""Placeholders for a model's blocks: names and shapes of their weights, without memory.
 
-The weights themselves are on the hosts. PEFT and whoever else looks at names and shapes sees the whole model.
+The weights are on the hosts. PEFT and other code that looks at names and shapes sees the whole model.
 """
 
 import math
@@ -16,7 +16,7 @@ Apply = Callable[[torch.Tensor], torch.Tensor]
 
 
 class RemoteWeight(nn.Parameter):
-    """A weight that the hosts have. One number is stored, whatever its shape: NaN, so that nobody computes with it.
+    """A weight that only hosts have. It stores a single NaN, whatever its shape, so that computing with it shows.
 
     Reading its values, or setting others, raises ``ConfigError``.
     """
@@ -46,7 +46,7 @@ class RemoteWeight(nn.Parameter):
 
 
 class Placeholder(nn.Module):
-    """Stands for one block: block 0 hands the hidden states to ``swarm_call``, which runs them all; the others pass them on."""
+    """Takes the place of one block. Block 0 passes hidden states to ``swarm_call``, which runs all blocks; the others return them."""
 
     def __init__(self, layer: nn.Module, block: int, device: torch.device) -> None:
         """Takes over the modules and attributes of ``layer``, which is on the meta device, and gives up its tensors."""
@@ -72,11 +72,11 @@ class Placeholder(nn.Module):
 
     @property
     def is_frozen(self) -> bool:
-        """Whether nobody asked for gradients of the block's own weights."""
+        """Whether none of the block's own weights requires gradients."""
         return not any(weight.requires_grad for weight in self._weights)
 
     def replaced(self) -> Iterator[tuple[str, nn.Module, nn.Module | None]]:
-        """Modules that somebody put into the block: their path, themselves, and what was there."""
+        """Modules that were put into the block, by PEFT for example: path, module, and the module that was there before."""
         for path, now, before in self._native:
             if now != before:
                 for name, module in now.items():
@@ -105,13 +105,13 @@ def _remote_names(module: nn.Module) -> list[str]:
 
 
 def _leave_out(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
-    """A state has what is here."""
+    """Leave weights of hosts out of a state dict."""
     for name in _remote_names(module):
         state_dict.pop(prefix + name)
 
 
 def _do_not_miss(module: nn.Module, incompatible: Any) -> None:
-    """A state that is loaded need not have what is not here."""
+    """Do not report weights of hosts as missing from a loaded state dict."""
     suffixes = tuple(f".layers.{module.block}.{name}" for name in _remote_names(module))
     incompatible.missing_keys[:] = [
         key for key in incompatible.missing_keys if not f".{key}".endswith(suffixes)

@@ -1,4 +1,4 @@
-"""The prefix that PEFT's PREFIX_TUNING hands over as a cache, as hosts take it."""
+"""The prefix of PEFT's PREFIX_TUNING, which arrives as a KV cache, as tensors for hosts."""
 
 from typing import Any
 

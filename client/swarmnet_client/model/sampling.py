@@ -1,4 +1,4 @@
-"""How a next token is chosen from the scores of all. Pure: what is random follows from a seed and a position.
+"""Samples next tokens from logits. Pure: randomness follows from a seed and a position.
 
 So a seeded answer is the same whatever else is in the batch, and after a failure in the middle of it.
 """
@@ -69,7 +69,7 @@ def choose(scores: torch.Tensor, draws: list[Draw]) -> list[Token]:
 
 
 def _changed(scores: torch.Tensor, draws: list[Draw]) -> torch.Tensor:
-    """The scores with biases and penalties: all at once, and the same tensor where nobody asks for any."""
+    """The scores with biases and penalties of all rows; the same tensor if there are none."""
     rows, tokens, values = array("q"), array("q"), array("f")  # torch reads lists fifty times more slowly
     for row, draw in enumerate(draws):
         changes = _changes(draw)

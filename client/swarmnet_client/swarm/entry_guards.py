@@ -1,4 +1,4 @@
-"""The few hosts that a client uses as first and last hop for weeks.
+"""Entry guards: the few hosts that a client uses as first and last hop for weeks, as Tor does with its relays.
 
 The first hop can read the prompt and the last can compute the answer, so a client that picks new ones each time would sooner or
 later pick a hostile one. Clients draw different guards, so load spreads.
@@ -16,15 +16,15 @@ from swarmnet_protocols.machine.files import make_private, write_whole
 from swarmnet_protocols.net import PeerId
 
 WANTED = 2
-"""Guards that are online, for each end, below which another is kept."""
+"""Guards online at each end, below which another one is chosen."""
 MOST = 4
-"""Guards kept for each end, online or not."""
+"""Most guards kept for each end, online or not."""
 LIFETIME_S = (14 * 86400.0, 42 * 86400.0)
-"""A guard is kept for a time drawn from this range, so that an observer cannot foresee the end."""
+"""Seconds that a guard is kept, drawn from this range, so that an observer cannot foresee the end."""
 ABSENT_S = 7 * 86400.0
-"""A guard that has not been online for this long is given up."""
+"""Seconds offline after which a guard is given up."""
 SEEN_EVERY_S = 3600.0
-"""How often it is written down that a guard is still online."""
+"""Seconds between two updates of a guard's last sighting in the file."""
 MAX_FILE_BYTES = 16 << 10
 _ENDS = ("first", "last")
 
@@ -36,7 +36,7 @@ class _Guard:
 
 
 class EntryGuards:
-    """The guards of one client for one model. With a ``path`` they outlast the process, if that file can be written."""
+    """The guards of one client for one model. They are kept in the file at ``path``, if given and writable."""
 
     def __init__(self, path: Path | None, rng: random.Random, wall_clock: Callable[[], float]) -> None:
         self._path = path
@@ -45,12 +45,12 @@ class EntryGuards:
         self._ends: dict[str, dict[PeerId, _Guard]] = _read(path) if path else {end: {} for end in _ENDS}
 
     def peers(self) -> frozenset[PeerId]:
-        """The guards now."""
+        """The present guards."""
         self._forget()
         return frozenset(peer for guards in self._ends.values() for peer in guards)
 
     def used(self, first: PeerId, last: PeerId, online: Container[PeerId]) -> None:
-        """A chain of these ends was built while the hosts ``online`` were known. An end becomes a guard where too few are online."""
+        """A chain with these ends was opened while the hosts ``online`` were known. An end becomes a guard if too few guards are online."""
         self._forget()
         now, is_changed = self._clock(), False
         for end, peer in zip(_ENDS, (first, last), strict=True):
@@ -90,7 +90,7 @@ class EntryGuards:
 
 
 def _read(path: Path) -> dict[str, dict[PeerId, _Guard]]:
-    """What the file at ``path`` keeps; nothing where it is missing or damaged."""
+    """The guards in the file at ``path``; none if it is missing or damaged."""
     ends: dict[str, dict[PeerId, _Guard]] = {end: {} for end in _ENDS}
     try:
         with path.open("rb") as stream:

@@ -1,4 +1,4 @@
-"""The client's event loop: a thread that owns the network while the user's own thread runs torch and transformers."""
+"""The client's event loop: its thread owns the network, while the caller's thread runs torch and transformers."""
 
 import asyncio
 import threading
@@ -19,7 +19,7 @@ Connect = Callable[[], AbstractAsyncContextManager[Swarm]]
 
 
 class Runtime:
-    """A swarm connection on a loop of its own, for callers without one. Close it, or use it as a context manager."""
+    """A connection to a swarm on an event loop of its own, for callers without one. Close it, or use it as a context manager."""
 
     def __init__(self, connect: Connect) -> None:
         """Connect; raises what connecting raises."""
@@ -36,15 +36,15 @@ class Runtime:
         finally:
             torch.set_num_threads(threads)
 
-    def run(self, conversation: Coroutine[Any, Any, T]) -> T:
-        """Run ``conversation`` on the loop and wait for it. An interrupt of the caller cancels it.
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run ``work`` on the loop and wait for it. An interrupt of the caller cancels it.
 
         Raises ``SwarmnetError`` at once when the client is closed or its transport has died, before or meanwhile.
         """
         if self._loop is None or self._over.done():
-            conversation.close()
+            work.close()
             return self._over.result()
-        future = asyncio.run_coroutine_threadsafe(conversation, self._loop)
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
         either: tuple[Future[Any], ...] = (future, self._over)
         try:
             wait(either, return_when=FIRST_COMPLETED)
@@ -85,7 +85,7 @@ class Runtime:
                     refused = error
                 finally:
                     closed = self._stop.is_set()
-                    what = "this client is closed" if closed else "p2pd died: this client reaches nobody"
+                    what = "this client is closed" if closed else "p2pd died: this client reaches no peer"
                     hint = "connect again, with from_pretrained() or the same command"
                     self._over.set_exception(refused or SwarmnetError(what, hint=hint))
         except BaseException as error:

@@ -1,4 +1,4 @@
-"""What a client knows of the swarm: who hosts the model, how far away they are, and who failed lately."""
+"""The hosts of one model as a client knows them: their announcements, delays, speeds and failures, and the routes that follow."""
 
 import asyncio
 import contextlib
@@ -35,19 +35,19 @@ from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import session_pb2 as pb
 
 PINGED_HOSTS = 24
-"""Hosts a client keeps a ping stream to. Beyond these a swarm is large enough to route by announcements."""
+"""Hosts to which a client keeps a ping stream. A larger swarm is routed by announcements."""
 PARTED_S = 60.0
-"""How long two hosts that do not reach each other are not made neighbours."""
+"""Seconds for which two hosts that did not reach each other are not made neighbours."""
 CONVICTED_S = 6 * 3600.0
-"""How long a host that gave wrong outputs is not used."""
+"""Seconds for which a host with wrong outputs is not used."""
 SMOOTHING = 0.3
 """Weight of the newest ping in the running mean of a host's delay."""
 EXPLORE = 0.05
-"""Share of the chains in which an unmeasured host may count as being as fast as the fastest measured one."""
+"""Share of routes in which an unmeasured host counts as fast as the fastest measured one, so that it gets measured."""
 
 
 class Swarm:
-    """The hosts of one model as one client sees them. Feeds the router; is fed by the directory, pings and failures."""
+    """The hosts of one model. The directory, pings and chains report to it; chains ask it for routes."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Swarm:
         timing: Timing,
         trust: Trust = Trust(),  # noqa: B008 - it is frozen
     ) -> None:
-        """Session ids are drawn from ``rng``: outside of simulations it is a ``SystemRandom``."""
+        """Session ids are drawn from ``rng``, which outside of simulations is a ``SystemRandom``."""
         self._trust = trust
         path = None
         if trust.guards_folder is not None:
@@ -94,7 +94,7 @@ class Swarm:
         timing: Timing,
         trust: Trust = Trust(),  # noqa: B008 - it is frozen
     ) -> AsyncIterator["Swarm"]:
-        """A view that refreshes itself for as long as the context."""
+        """A view of the hosts that is refreshed while the context is open."""
         swarm = cls(transport, directory, manifest, rng, timing, trust)
         watching = asyncio.create_task(swarm._watch(), name="swarm")
         try:
@@ -105,7 +105,7 @@ class Swarm:
     @classmethod
     @asynccontextmanager
     async def visit(cls, local: LocalModel, network: Network) -> AsyncIterator["Swarm"]:
-        """The hosts of ``local`` on the swarm that ``network`` leads to, from a place where nothing is served.
+        """Join the swarm of ``network`` as a client, and watch the hosts of ``local``.
 
         Raises ``ConfigError`` where the swarm is for other models, and what ``connect`` raises.
         """
@@ -127,7 +127,7 @@ class Swarm:
     def route(
         self, span: tuple[int, int], *, source: PeerId | None = None, sink: PeerId | None = None
     ) -> list[Hop]:
-        """Hosts for the blocks of ``span``, by what is known now. Raises ``NoRoute``."""
+        """The hosts of a chain over the blocks of ``span``. Raises ``NoRoute``."""
         view = self._view(explore=self._rng.random() < EXPLORE)
         try:
             return find_chain(view, span, self._rng, source=source, sink=sink)
@@ -135,42 +135,42 @@ class Swarm:
             raise self.no_route(error.missing) from error
 
     def no_route(self, missing: Sequence[tuple[int, int]]) -> NoRoute:
-        """The error for blocks that no host serves which this client may use."""
+        """The error for blocks without a host that this client may use."""
         return NoRoute(missing, among_trusted=bool(self._trust.hosts))
 
     def measured(self, chain: Sequence[Hop], step_s: float) -> None:
-        """Note that a step of one token took ``step_s`` through ``chain``, from the client and back to it."""
+        """A decode step took ``step_s`` through ``chain``, from the client and back."""
         now = self._now()
         self._speeds.measured(believed(self._view()), chain, step_s, now)
 
     def built(self, first: PeerId, last: PeerId) -> None:
-        """Note that a chain with these ends is whole."""
+        """A chain with these first and last hops was opened."""
         if not self._trust.first_and_last:
             self._guards.used(first, last, self._hosts)
 
     def can_replace(self, hop: Hop) -> bool:
-        """Whether others are known to host all blocks of ``hop``."""
+        """Whether other hosts have all blocks of ``hop``."""
         others = [
             host for host in self._hosts.values() if host.peer not in {hop.peer, *self._bans.at(self._now())}
         ]
         return not uncovered(others, (hop.start, hop.end))
 
     def new_session(self) -> bytes:
-        """A session id: who knows it may link to the session, so nobody may guess it."""
+        """A random session id. It is a secret: a host that knows it may link to the session."""
         return self._rng.randbytes(16)
 
     def parted(self, one: PeerId, other: PeerId) -> None:
-        """Note that two hosts live but do not reach each other."""
+        """Two hosts are alive and do not reach each other."""
         now = self._now()
         self._parted = {pair: until for pair, until in self._parted.items() if until > now}
         self._parted[pair_of(one, other)] = now + PARTED_S
 
     def failed(self, peer: PeerId) -> None:
-        """Note that a peer let us down."""
+        """A host failed: ban it for a while."""
         self._bans.failed(peer, self._now())
 
     def convict(self, peer: PeerId) -> None:
-        """Note that a peer gave wrong outputs: it is not used for ``CONVICTED_S``, even where nobody else hosts its blocks."""
+        """A host gave wrong outputs: it is not used for ``CONVICTED_S``, even if no other host has its blocks."""
         now = self._now()
         self._convicted = {each: until for each, until in self._convicted.items() if until > now}
         self._convicted[peer] = now + CONVICTED_S
@@ -178,11 +178,11 @@ class Swarm:
 
     @property
     def banned(self) -> Sequence[PeerId]:
-        """Peers that failed us lately."""
+        """Hosts that are banned now."""
         return self._bans.at(self._now())
 
     def served(self, peer: PeerId) -> None:
-        """Note that a peer did what it was asked."""
+        """A host answered: lift its ban."""
         self._bans.served(peer)
 
     @property
@@ -195,14 +195,14 @@ class Swarm:
         return tuple(self._hosts.values())
 
     def record_of(self, peer: PeerId) -> bytes:
-        """The newest announcement of a host, as it signed it; empty if none is known."""
+        """The newest signed announcement of a host; empty if none is known."""
         info = self._hosts.get(peer)
         return info.record if info else b""
 
     async def refresh(self) -> None:
-        """Read the directory now. Callers at the same time share one look.
+        """Read the directory now. Callers at the same time share one look-up.
 
-        A directory out of reach shows nothing; what is known then stays in use.
+        If the directory is out of reach, the known hosts stay in use.
         """
         if self._refreshing.locked():
             async with self._refreshing:
@@ -238,7 +238,7 @@ class Swarm:
 
     async def _watch(self) -> None:
         while True:
-            # A directory that does not answer now may answer later; what is known stays in use.
+            # The directory may answer later; the known hosts stay in use.
             with contextlib.suppress(SwarmnetError):
                 await self.refresh()
             await asyncio.sleep(self.timing.refresh_s)
@@ -253,7 +253,7 @@ class Swarm:
                 self._pings[host.peer] = asyncio.create_task(self._ping(host))
 
     async def _ping(self, host: HostInfo) -> None:
-        """Measure one host until it fails us: then it is banned for a while, and the next refresh tries again."""
+        """Measure the delay and queue of one host until it fails: then it is banned, and the next refresh tries again."""
         try:
             stream = await self.transport.open(
                 host.peer, PING, addresses=host.addresses, deadline_s=self.timing.open_s

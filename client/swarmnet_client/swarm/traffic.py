@@ -1,4 +1,4 @@
-"""What a client sends and receives, counted where all its streams are opened."""
+"""Counts the bytes that a client sends and receives."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,14 +9,14 @@ from swarmnet_protocols.net.wrappers import StreamWrapper, TransportWrapper
 
 @dataclass
 class Traffic:
-    """Bytes of messages so far, without what the network adds."""
+    """Bytes of messages so far, without headers of the network."""
 
     sent: int = 0
     received: int = 0
 
 
 class CountingTransport(TransportWrapper):
-    """``transport``, with what goes through streams that are opened here added to ``traffic``."""
+    """A transport that adds the messages of streams opened through it to ``traffic``."""
 
     def __init__(self, transport: Transport, traffic: Traffic) -> None:
         super().__init__(transport)

@@ -75,7 +75,7 @@ def hashes_of(directory: Path) -> dict[str, str]:
 
 def _check_hashes(directory: Path) -> None:
     if not (directory / SUMMARY_FILE).is_file():
-        return  # not ours: nobody has said what it should be
+        return  # an adapter of another origin has no recorded hash
     hashes = _read_json(directory / SUMMARY_FILE, _MAX_SUMMARY_BYTES).get("files")
     if hashes is not None and hashes != hashes_of(directory):
         raise IntegrityError(

@@ -136,7 +136,7 @@ class AdapterStore:
                 self._make_way(self._in_all, nbytes, lambda owner: True)
             return Room(scope, nbytes)
         except ResourceLimitReached as error:
-            raise Refused.no_room(error) from error
+            raise Refused.overloaded(error) from error
 
     def _make_way(self, scope: Scope, nbytes: int, counts: Callable[[PeerId], bool]) -> bool:
         """Drop adapters that count in ``scope`` and nobody uses, the oldest first, until it has room; none if that is in vain."""

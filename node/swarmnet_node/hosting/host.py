@@ -225,7 +225,7 @@ class Host:
         try:
             return held.enter_context(slots.take(stream, give_way))
         except ResourceLimitReached as error:
-            raise Refused.no_room(error) from error
+            raise Refused.overloaded(error) from error
 
     async def make_room(self, scope: Scope, cache_bytes: int) -> None:
         """Have idle sessions make way for so many more bytes of caches in ``scope``, if that is what it takes."""
@@ -255,7 +255,7 @@ class Host:
         except ProtocolViolation as error:
             await self._refuse(stream, Refused(pb.REASON_PROTOCOL, str(error)))
         except OutOfResources as error:
-            await self._refuse(stream, Refused.no_room(error))
+            await self._refuse(stream, Refused.overloaded(error))
         except Refused as refusal:
             await self._refuse(stream, refusal)
 

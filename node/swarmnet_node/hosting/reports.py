@@ -7,7 +7,9 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
-from swarmnet_node.engine.counters import Histogram
+from prometheus_client import Histogram
+
+from swarmnet_node.engine.counters import cumulative_counts, node_histogram, total
 from swarmnet_protocols.directory.node_reports import BOUNDS_S, MAX_FLOWS, clean
 from swarmnet_protocols.errors import DeadlineExceeded
 from swarmnet_protocols.net import Message, PeerId, Stream
@@ -51,8 +53,12 @@ class HostNumbers:
         self.clients_lost = 0
         self.refused: Counter[str] = Counter()
         """How often something was refused for a reason, by the names of session.proto."""
-        self.first_tokens = Histogram(BOUNDS_S)
-        self.token_times = Histogram(BOUNDS_S)
+        self.first_tokens = node_histogram(
+            "first_token_seconds", "From a prompt to its first token, by its first hop.", BOUNDS_S
+        )
+        self.token_times = node_histogram(
+            "token_seconds", "From one token to the next, by their first hop.", BOUNDS_S
+        )
         self._positions: OrderedDict[Pair, int] = OrderedDict()
 
     def refuse(self, refusal: Refused, peer: PeerId) -> None:
@@ -168,4 +174,4 @@ class Reporter:
 
 
 def _times(histogram: Histogram) -> pb.Times:
-    return pb.Times(counts=histogram.cumulative(), total_s=histogram.total)
+    return pb.Times(counts=cumulative_counts(histogram), total_s=total(histogram))

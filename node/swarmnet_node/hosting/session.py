@@ -182,7 +182,7 @@ class HostedSession:
             try:
                 await room.grow(asked.count * self._stage.hidden_size * torch.float32.itemsize)
             except ResourceLimitReached as error:
-                raise Refused.no_room(error) from error
+                raise Refused.overloaded(error) from error
             sent = self._outbox.log.values(asked.sequence, asked.count)
             if sent is None:
                 await self._client.send(pb.SessionReply(shown=pb.Shown()))
@@ -304,7 +304,7 @@ class HostedSession:
             except ProtocolViolation as error:
                 self._fail(Refused(pb.REASON_PROTOCOL, str(error)))
             except OutOfResources as error:
-                self._fail(Refused.no_room(error))
+                self._fail(Refused.overloaded(error))
             except Refused as refusal:
                 self._fail(refusal)
             except Exception as error:  # noqa: BLE001 - whatever broke inside the model breaks this session only

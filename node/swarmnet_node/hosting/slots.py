@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from swarmnet_protocols.net import PeerId, Stream
 from swarmnet_protocols.net.resources import Reservation, Resource, Scope
-from swarmnet_protocols.net.subnets import Place, first_to_go, origin_of
+from swarmnet_protocols.net.subnets import Occupancy, Place, subnet_of
 
 NEW_S = 3.0
 """The first work for a slot may be on its way for so long: the hosts before this one compute it first."""
@@ -57,7 +57,7 @@ def who_gives_way(slots: Iterable[Slot], now: float, amount: Callable[[Slot], in
         for slot in slots
         if (held := amount(slot))
     ]
-    return first_to_go(places, lambda slot: slot.is_idle(now))
+    return Occupancy(places).victim(lambda slot: slot.is_idle(now))
 
 
 class Slots:
@@ -82,7 +82,7 @@ class Slots:
                 del self._slots[leaving]
                 leaving.hold.release()
                 leaving.give_way()
-        slot = Slot(stream.peer, origin_of(stream.address) or stream.peer, now, give_way, new_s=self._new_s)
+        slot = Slot(stream.peer, subnet_of(stream.address) or stream.peer, now, give_way, new_s=self._new_s)
         with stream.scope.reserve(self._resource) as slot.hold:
             self._slots[slot] = None
             try:

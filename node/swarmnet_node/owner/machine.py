@@ -62,11 +62,11 @@ class OwnersMachine:
     """The ``Machine`` of a real node. Its limits and what it used in the month are kept in ``folder``."""
 
     def __init__(
-        self, folder: Path, pace: LinkLimiter, clock: Clock, limit_computing: Callable[[Limits], None]
+        self, folder: Path, link: LinkLimiter, clock: Clock, limit_computing: Callable[[Limits], None]
     ) -> None:
         """``limit_computing`` has whatever computes keep to its cores and to its part of the device's memory."""
         self._folder = folder
-        self._pace = pace
+        self._link = link
         self._clock = clock
         self._limit_computing = limit_computing
         self._process = psutil.Process()
@@ -91,7 +91,7 @@ class OwnersMachine:
     def usage(self) -> Usage:
         month = month_of(datetime.fromtimestamp(self._clock()))  # noqa: DTZ006
         with self._counting:  # ``observe`` asks on another thread
-            up, down = int(self._pace.up.total_bytes), int(self._pace.down.total_bytes)
+            up, down = int(self._link.up.total_bytes), int(self._link.down.total_bytes)
             self._usage = self._usage.plus(month, up - self._counted[0], down - self._counted[1])
             self._counted = (up, down)
             return self._usage
@@ -121,8 +121,8 @@ class OwnersMachine:
 
     def enforce(self, limits: Limits) -> None:
         save_limits(self._folder, limits)
-        self._pace.up.set_rate(limits.up_bytes_per_s)
-        self._pace.down.set_rate(limits.down_bytes_per_s)
+        self._link.up.set_rate(limits.up_bytes_per_s)
+        self._link.down.set_rate(limits.down_bytes_per_s)
         self._limit_computing(limits)
 
     def release(self) -> None:

@@ -69,7 +69,7 @@ class Replica:
         ``delivered``: the slices that contain this worker's contribution; the others stay in the residual.
         """
         if self._feedback is not None:
-            self._feedback.settle(round_number, delivered)
+            self._feedback.acknowledge(round_number, delivered)
         if average is not None:
             self.revision += 1
         if self.method.kind == "gradients":
@@ -147,7 +147,7 @@ class Replica:
         return ErrorFeedback(self.codec, self.trainer.parameter_count, self.method.feedback_decay)
 
     def _residual(self) -> dict[str, torch.Tensor]:
-        return {} if self._feedback is None else {RESIDUAL: self._feedback.owed()}
+        return {} if self._feedback is None else {RESIDUAL: self._feedback.residual()}
 
     def _slopes(self, method: ZeroOrder, round_number: int, slot: int) -> tuple[torch.Tensor, StepReport]:
         """The slopes along the round's directions, each measured at the parameters that this worker's previous steps led to."""

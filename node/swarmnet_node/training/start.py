@@ -62,7 +62,7 @@ async def start(
         link = LinkLimiter()
         link.up.set_rate(config.up_bytes_per_s)
         link.down.set_rate(config.down_bytes_per_s)
-        transport, directory = await stack.enter_async_context(connect(replace(config.network, pace=link)))
+        transport, directory = await stack.enter_async_context(connect(replace(config.network, link=link)))
         executor = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="torch"))
         codec_executor = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="codec"))
         stack.callback(stopped.set)

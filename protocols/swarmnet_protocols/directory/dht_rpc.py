@@ -14,10 +14,10 @@ from swarmnet_protocols.membership.handshake import Handshakes
 from swarmnet_protocols.net import PeerId, Stream
 from swarmnet_protocols.net.calls import Calls
 from swarmnet_protocols.net.messages import parse
-from swarmnet_protocols.net.meter import MAX_OWED_S
 from swarmnet_protocols.net.protocol_ids import DHT_FIND, DHT_PING, DHT_STORE, DIRECTORY
 from swarmnet_protocols.net.resources import Rate, Resource, ResourceManager, Scope
-from swarmnet_protocols.net.subnets import origin_of
+from swarmnet_protocols.net.stream_scope import MAX_WAIT_S
+from swarmnet_protocols.net.subnets import subnet_of
 
 _ENTER_S = 5.0
 """Longer than a call may take: whoever is met for the first time is there for the next one."""
@@ -70,7 +70,7 @@ class GuardedP2P:
             clock = asyncio.get_running_loop().time
             peer = stream.peer
             scope = self._resources.peer(peer, clock())
-            scope.check_rate(Rate.FRAMES, MAX_OWED_S, clock())
+            scope.check_rate(Rate.FRAMES, MAX_WAIT_S, clock())
             scope.charge(Rate.FRAMES, 1 + len(request) / BYTES_PER_FRAME, clock())
             if len(request) > MAX_REQUEST_BYTES[name]:
                 raise ProtocolViolation(
@@ -84,7 +84,7 @@ class GuardedP2P:
                 context = P2PContext(
                     handle_name=name, local_id=self.peer_id, remote_id=PeerID.from_base58(peer)
                 )
-                self._origin = origin_of(stream.address) or peer
+                self._origin = subnet_of(stream.address) or peer
                 try:
                     reply = await handler(call, context)
                 except Exception as error:  # hivemind finds out as it goes along that a call makes no sense

@@ -67,7 +67,7 @@ class Network:
     issuer: "IssuerConfig | None" = None
     """Makes this peer an issuer."""
     trust: Trust = Trust()
-    pace: "LinkLimiter | None" = None
+    link: "LinkLimiter | None" = None
     """Counts and limits what this peer sends and receives."""
     max_p2pd_bytes: int = MAX_MEMORY_BYTES
     """See ``P2pdConfig``; also for ``step_aside``."""
@@ -117,7 +117,7 @@ async def connect(
             bootstrap=others,
             # A bootstrap peer must be able to start alone.
             require_bootstrap=bool(others) and others == network.bootstrap,
-            pace=network.pace or LinkLimiter(),
+            link=network.link or LinkLimiter(),
             only_dials=client_mode,
             max_daemon_bytes=network.max_p2pd_bytes,
             step_aside=network.step_aside,

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from swarmnet_protocols.net import Stream
 from swarmnet_protocols.net.resources import Reservation, Resource, Scope
-from swarmnet_protocols.net.subnets import Place, first_to_go, origin_of
+from swarmnet_protocols.net.subnets import Occupancy, Place, subnet_of
 
 
 class PendingHandshakes:
@@ -30,7 +30,7 @@ class PendingHandshakes:
             self._pending.pop(oldest)[0].release()
             oldest.close()
         reservation = stream.scope.reserve(self._resource)
-        self._pending[stream] = reservation, origin_of(stream.address) or stream.peer
+        self._pending[stream] = reservation, subnet_of(stream.address) or stream.peer
         try:
             yield
         finally:
@@ -46,4 +46,4 @@ class PendingHandshakes:
             Place(subnet, stream.peer, 1, (number,), stream)
             for number, (stream, (_, subnet)) in enumerate(self._pending.items())
         ]
-        return first_to_go(places, lambda _: True)
+        return Occupancy(places).victim(lambda _: True)

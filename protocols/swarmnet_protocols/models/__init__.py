@@ -1,4 +1,4 @@
-"""Models on this machine: where they come from, what identifies them, and loading parts of them."""
+"""Models on this machine: finding them by name, their identity, and loading parts of them with transformers."""
 
 from swarmnet_protocols.models.checkpoint import Progress
 from swarmnet_protocols.models.local_model import LocalModel

@@ -1,7 +1,7 @@
-"""The process in which chat templates are rendered, for ``chat_template.py``. It reads requests from stdin and answers on stdout.
+"""The program of the process in which ``chat_template.py`` renders: reads requests from stdin and writes replies to stdout.
 
-A template is a program of whoever published the model. Jinja's sandbox keeps it from our files and objects, and bounds neither
-its time nor its memory: the limits of this process do. It imports nothing of ours.
+Jinja's sandbox keeps a template from files and Python objects, but limits neither time nor memory; the resource limits of this process
+do. It imports nothing of swarmnet.
 """
 
 import json
@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 LENGTH = struct.Struct(">I")
+"""The length of a request or reply, before each."""
 MEMORY_BYTES = 64 << 20
-"""What one rendering may take beside what the process has at rest, and beside ``BYTES_PER_BYTE`` for each byte of its request."""
+"""Bytes that one rendering may take, in addition to the idle process and to ``BYTES_PER_BYTE`` for each byte of the request."""
 BYTES_PER_BYTE = 16
-MAX_SAID_CHARS = 500
+MAX_ERROR_CHARS = 500
+"""Characters of an error message at most."""
 _PAGE_BYTES = resource.getpagesize()
 
 
@@ -37,7 +39,7 @@ def main() -> None:
             return {"failed": f"it takes more than {MEMORY_BYTES >> 20} MiB of memory"}
         except TemplateError as error:
             return {"refused": _printable(str(error))}
-        except Exception as error:  # noqa: BLE001 - the template may raise whatever an expression of it raises
+        except Exception as error:  # noqa: BLE001 - a template's expressions can raise anything
             return {"refused": _printable(f"{type(error).__name__}: {error}")}
         if len(text) > request["max_chars"]:
             return {"failed": f"it writes more than {request['max_chars']} characters"}
@@ -47,20 +49,20 @@ def main() -> None:
     for kind in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):
         resource.setrlimit(kind, (0, 0))
     _send({})
-    at_rest = int(Path("/proc/self/statm").read_text().split()[0]) * _PAGE_BYTES
+    idle_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * _PAGE_BYTES
     while head := sys.stdin.buffer.read(LENGTH.size):
         (size,) = LENGTH.unpack(head)
         request = json.loads(sys.stdin.buffer.read(size))
         used = resource.getrusage(resource.RUSAGE_SELF)
         cpu_s = math.ceil(used.ru_utime + used.ru_stime) + request["cpu_s"]
         resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, resource.RLIM_INFINITY))
-        memory = at_rest + MEMORY_BYTES + BYTES_PER_BYTE * size
+        memory = idle_bytes + MEMORY_BYTES + BYTES_PER_BYTE * size
         resource.setrlimit(resource.RLIMIT_AS, (memory, resource.RLIM_INFINITY))
         _send(render(request))
 
 
 def _printable(text: str) -> str:
-    return "".join(letter if letter.isprintable() else " " for letter in text[:MAX_SAID_CHARS])
+    return "".join(letter if letter.isprintable() else " " for letter in text[:MAX_ERROR_CHARS])
 
 
 def _send(answer: dict[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""What the two kinds of checkpoint, safetensors and gguf, have in common."""
+"""The interface of a model's files on disk, which safetensors directories and gguf files implement, and hashing of files."""
 
 import hashlib
 import re
@@ -15,43 +15,43 @@ if TYPE_CHECKING:
 _CHUNK_BYTES = 1 << 20
 
 CONFIG_FAULTS = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError)
-"""What transformers raises, at some place or other, for a config that makes no sense. NotImplementedError is among them."""
+"""Exceptions that transformers raises for a config that describes no model. RuntimeError includes NotImplementedError."""
 
 
 class Progress(Protocol):
-    """Hears how far a long step has come; ``total`` is None while it is unknown."""
+    """Receives the progress of a long operation: ``done`` of ``total``, which is None while it is unknown."""
 
     def __call__(self, description: str, done: int, total: int | None) -> None: ...
 
 
 @dataclass(frozen=True)
 class BlockNaming:
-    """How a kind of checkpoint numbers blocks in tensor names: ``pattern`` matches what is before, the number, the rest."""
+    """Where tensor names have the number of their block: the groups of ``pattern`` are what precedes it, the number, and the rest."""
 
     pattern: re.Pattern[str]
 
     def block_of(self, tensor_name: str) -> int | None:
-        """The block a tensor belongs to; None for the edges."""
+        """The block that a tensor belongs to; None for the local layers."""
         match = self.pattern.match(tensor_name)
         return int(match[2]) if match else None
 
     def renumbered(self, tensor_name: str, first_block: int) -> str:
-        """The name with ``first_block`` counted as block 0."""
+        """The name with blocks numbered from ``first_block``."""
         return self.pattern.sub(
             lambda match: f"{match[1]}{int(match[2]) - first_block}{match[3]}", tensor_name
         )
 
 
 class ModelCheckpoint(Protocol):
-    """Weights, config and tokenizer on disk. Opening one has checked its headers; tensors are read one by one."""
+    """Weights, config and tokenizer of a model on disk. Headers are checked when it is opened; tensors are read one by one."""
 
     @property
     def root(self) -> Path:
-        """The directory that the paths of ``files`` are relative to."""
+        """The directory to which the paths of ``files`` are relative."""
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Every file the model is made of."""
+        """Every file of the model."""
 
     @property
     def tensor_names(self) -> tuple[str, ...]: ...
@@ -60,24 +60,24 @@ class ModelCheckpoint(Protocol):
     def naming(self) -> BlockNaming: ...
 
     def holders(self, names: Iterable[str]) -> set[str]:
-        """Those of ``files`` that hold these tensors."""
+        """The files that contain these tensors."""
 
     def config(self) -> "PretrainedConfig": ...
 
     def generation_config(self) -> "GenerationConfig | None":
-        """What the checkpoint itself says about generation."""
+        """The generation config of the checkpoint; None if it has none."""
 
     def tokenizer(self) -> "PreTrainedTokenizerBase": ...
 
     def state_dict(self, names: Sequence[str], first_block: int, model: "PreTrainedModel") -> dict[str, Any]:
-        """These tensors under the names transformers loads them by, ``first_block`` becoming block 0.
+        """These tensors by the names that transformers uses, blocks numbered from ``first_block``.
 
-        ``model`` is what they are loaded into; it may lie on the meta device.
+        ``model`` is the model that will load them; it may be on the meta device.
         """
 
 
 def sha256_of(path: Path, progress: Progress | None) -> bytes:
-    """The SHA-256 of a file; raises ``IntegrityError`` when it cannot be read."""
+    """The SHA-256 of a file. Raises ``IntegrityError`` if it cannot be read."""
     digest = hashlib.sha256()
     try:
         total = path.stat().st_size

@@ -1,4 +1,4 @@
-"""A model in one gguf file."""
+"""Models in one gguf file: checks the header, and reads tensors, config and tokenizer."""
 
 import hashlib
 import math
@@ -30,7 +30,7 @@ _NAMING = BlockNaming(re.compile(r"^(blk\.)(\d+)(\..+)$"))
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """Where a tensor lies: ``offset`` from the start of the file; dimensions outermost first."""
+    """Where a tensor is: ``offset`` in bytes from the start of the file, dimensions outermost first."""
 
     shape: tuple[int, ...]
     type: int
@@ -39,7 +39,7 @@ class GgufTensor:
 
 
 class _Cursor:
-    """Reads little-endian fields, never beyond the end."""
+    """Reads little-endian fields. Raises ``ValueError`` at the end of the file."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data
@@ -48,7 +48,7 @@ class _Cursor:
     def skip(self, size: int) -> int:
         start = self.position
         if size > len(self._data) - start:
-            raise ValueError("it ends within its header")
+            raise ValueError("it ends in the header")
         self.position = start + size
         return start
 
@@ -66,7 +66,7 @@ class _Cursor:
         return self.take(size).decode()
 
     def value(self, kind: int) -> bytes:
-        """Pass over a metadata value; the bytes of a scalar or string, nothing of an array."""
+        """Read a metadata value: the bytes of a scalar or string, nothing of an array."""
         if kind == _STRING:
             return self.take(self.integer(8))
         if kind == _ARRAY:
@@ -87,7 +87,7 @@ def _scalar_bytes(kind: int) -> int:
 
 
 def read_header(path: Path) -> tuple[str, dict[str, GgufTensor]]:
-    """The architecture's name in gguf and where the tensors lie; all of them lie within the file."""
+    """The architecture's name in gguf, and the tensors, all of which are within the file. Raises ``IntegrityError``."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _parse(_Cursor(data), len(data))
@@ -140,9 +140,9 @@ def _entry(cursor: _Cursor) -> tuple[str, GgufTensor]:
 
 
 class _Names:
-    """What transformers asks of a model to map tensor names, with the names of the whole CausalLM and no submodules.
+    """Stands for a model when transformers maps gguf's tensor names: has the names of the whole CausalLM and no submodules.
 
-    It would repeat the mapping for every submodule, for families whose checkpoints lack the base model's prefix.
+    With submodules transformers would repeat the mapping for each, for families whose checkpoints lack the base model's prefix.
     """
 
     def __init__(self, model: "PreTrainedModel") -> None:
@@ -157,15 +157,15 @@ class _Names:
         return []
 
 
-KEPT_BYTES = 32 << 20
-"""Room for a config or a tokenizer in Hugging Face layout."""
+METADATA_BYTES = 32 << 20
+"""Free bytes that saving a config or a tokenizer in Hugging Face layout needs, at most."""
 
 
 class GgufCheckpoint:
-    """A model in one gguf file. Raises ``IntegrityError`` when the file is not sound.
+    """``ModelCheckpoint`` of one gguf file. Raises ``IntegrityError`` if the file is damaged.
 
-    transformers takes seconds to read a config or a tokenizer from gguf, so both are kept, in Hugging Face layout,
-    under ``metadata_dir``: a directory for this file as it is now. What is not as it was written is made anew.
+    transformers takes seconds to read a config or a tokenizer from gguf, so both are cached in Hugging Face layout under
+    ``metadata_dir``, which belongs to this version of the file. A cached copy that has changed is made again.
     """
 
     def __init__(self, path: Path, metadata_dir: Path) -> None:
@@ -193,7 +193,7 @@ class GgufCheckpoint:
 
         try:
             return AutoConfig.from_pretrained(
-                self._kept("config", lambda: AutoConfig.from_pretrained(**self._source)),
+                self._cached("config", lambda: AutoConfig.from_pretrained(**self._source)),
                 local_files_only=True,
             )
         except CONFIG_FAULTS as error:
@@ -209,40 +209,40 @@ class GgufCheckpoint:
         from transformers.models.auto.tokenization_auto import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(
-            self._kept("tokenizer", lambda: AutoTokenizer.from_pretrained(**self._source)),
+            self._cached("tokenizer", lambda: AutoTokenizer.from_pretrained(**self._source)),
             local_files_only=True,
         )
 
-    def _kept(self, part: str, make: Callable[[], Any]) -> Path:
-        """The directory where ``part`` is saved, made on first use, named by its hash; it appears complete or not at all."""
+    def _cached(self, part: str, make: Callable[[], Any]) -> Path:
+        """The directory in which ``part`` is cached: made on first use, named by its hash, and renamed into place when it is complete."""
         from transformers import __version__
 
         prefix = f"{part}-{__version__}-"
-        for kept in self._metadata_dir.glob(f"{prefix}*"):
-            if kept.name == prefix + _hash_of(kept):
-                return kept
-            shutil.rmtree(kept)
+        for cached in self._metadata_dir.glob(f"{prefix}*"):
+            if cached.name == prefix + _hash_of(cached):
+                return cached
+            shutil.rmtree(cached)
         self._metadata_dir.mkdir(parents=True, exist_ok=True)
-        # The tokenizer is written by native code, which does not say in a way to act on that the disk is full.
-        if shutil.disk_usage(self._metadata_dir).free < KEPT_BYTES:
+        # The tokenizer is saved by native code, whose error for a full disk cannot be told from others.
+        if shutil.disk_usage(self._metadata_dir).free < METADATA_BYTES:
             raise OutOfResources(
-                f"there is no room in {self._metadata_dir} for what is read of {self.path.name}",
-                hint="make room there, or choose another --cache-dir",
+                f"{self._metadata_dir} has too little free space for the config and tokenizer of {self.path.name}",
+                hint="free some space, or choose another --cache-dir",
             )
         with tempfile.TemporaryDirectory(dir=self._metadata_dir, prefix=".new-") as scratch:
             fresh = Path(scratch, part)
             make().save_pretrained(fresh)
-            kept = self._metadata_dir / (prefix + _hash_of(fresh))
+            cached = self._metadata_dir / (prefix + _hash_of(fresh))
             try:
-                os.rename(fresh, kept)
+                os.rename(fresh, cached)
             except OSError:
-                if not kept.is_dir():  # else another process was quicker
+                if not cached.is_dir():  # otherwise another process was faster
                     raise
                 shutil.rmtree(fresh)
-        return kept
+        return cached
 
     def state_dict(self, names: Sequence[str], first_block: int, model: "PreTrainedModel") -> dict[str, Any]:
-        """Dequantised tensors; the conversion from gguf's layout is transformers' own."""
+        """Dequantised tensors, converted from gguf's layout by transformers."""
         import numpy as np
         import torch
         from gguf import GGMLQuantizationType, dequantize
@@ -277,14 +277,14 @@ class GgufCheckpoint:
                     parsed_parameters=parsed,
                 )
                 if result.name in hf_names:
-                    # What was dequantised is ours already; what lies as it did in the file is a view of its bytes.
+                    # Dequantised weights are new arrays; others are read-only views of the bytes that were read.
                     own = np.require(result.weights, requirements=["C_CONTIGUOUS", "WRITEABLE"])
                     parsed["tensors"][hf_names[result.name]] = torch.from_numpy(own)
         return parsed["tensors"]
 
 
 def _hash_of(folder: Path) -> str:
-    """32 hexadecimal digits that name what is in a directory without directories."""
+    """32 hexadecimal digits: a hash of the names and contents of a directory's files."""
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
         digest.update(hashlib.sha256(path.name.encode()).digest() + sha256_of(path, None))

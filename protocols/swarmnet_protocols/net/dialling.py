@@ -1,8 +1,8 @@
-"""Which addresses a peer may give for itself that are dialled from here, and how much dialling one peer may ask of another.
+"""Which addresses from the network are dialled, and how many dials one peer may cause.
 
-A signature shows who says that it is at an address, not that it is there. So a peer that names addresses could have others
-dial into networks that it cannot reach itself, or into the same victim from everywhere. The rules here hold for every address
-that came from the network; those that the owner of this machine named are dialled as they are.
+A signed address proves who named it, not that the signer is there. Without rules a peer could have others dial into networks that it
+cannot reach itself, or many peers dial one victim. The rules apply to every address that came from the network; addresses that the
+owner of this machine named are dialled as they are.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from swarmnet_protocols.net.wrappers import TransportWrapper
 _log = logging.getLogger(__name__)
 
 MAX_DIALLED = 8
-"""Of the addresses of one peer, for one attempt to reach it."""
+"""Addresses of one peer that are dialled in one attempt."""
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -41,17 +41,17 @@ _CARRIES_IPV4 = tuple(
         ("::ffff:0:0/96", "::/96", "64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32"),
     )
 )
-"""IPv6 addresses that some router turns into an IPv4 address, which may be any."""
+"""IPv6 ranges that routers translate to arbitrary IPv4 addresses."""
 _BROADCAST = ipaddress.ip_address("255.255.255.255")
 _PORT = re.compile(r"[0-9]{1,5}")
 _PEER_ID = re.compile(r"[1-9A-HJ-NP-Za-km-z]{32,128}")
 
 
 def dialable(peer: PeerId, addresses: Iterable[str], networks: Sequence[Network]) -> tuple[str, ...]:
-    """Those of ``addresses``, which came from the network, at which ``peer`` may be dialled: at most ``MAX_DIALLED``, in order.
+    """Those of ``addresses`` at which ``peer`` may be dialled, in order and at most ``MAX_DIALLED``.
 
-    An address has to be a public IP address, or one in ``networks``: the networks that are not public and that this peer is part of.
-    Names are never resolved. Only the address of a relay counts where one is in between.
+    An address must be a public IP address or lie in ``networks`` (:func:`shared_networks`). Names are never resolved. Of an address
+    through a relay, the relay's address counts.
     """
     found: dict[str, None] = {}
     for address in addresses:
@@ -63,12 +63,11 @@ def dialable(peer: PeerId, addresses: Iterable[str], networks: Sequence[Network]
 
 
 def shared_networks(interfaces: Iterable[tuple[str, str]], named: Sequence[str]) -> tuple[Network, ...]:
-    """The networks that are not public and that a peer is part of.
+    """The networks with private addresses in which addresses of other peers may be dialled.
 
-    ``interfaces`` are addresses of this machine with their netmasks, ``named`` the multiaddrs that its owner named: to listen
-    on, to announce, to begin with. A private network is shared where this machine has an address in it, or the owner named one.
-    Loopback is shared only where everything that the owner named is on loopback, or the machine has nothing else: then the
-    whole swarm is on this machine.
+    ``interfaces``: the addresses and netmasks of this machine. ``named``: the multiaddrs that its owner named (to listen, announce and
+    bootstrap). A private network is shared if this machine has an interface in it, or the owner named an address in it. Loopback is
+    shared only if all addresses that the owner named are on loopback, or the machine has no other: then the whole swarm is on it.
     """
     attached = [ip for address, netmask in interfaces if (ip := _interface(address, netmask)) is not None]
     found = {each.network for each in attached if not _is_special(each.ip) and each.network.num_addresses > 1}
@@ -84,7 +83,7 @@ def shared_networks(interfaces: Iterable[tuple[str, str]], named: Sequence[str])
 
 
 def own_interfaces() -> list[tuple[str, str]]:
-    """The IP addresses of this machine, each with its netmask."""
+    """The IP addresses and netmasks of this machine."""
     import psutil
 
     return [
@@ -96,7 +95,7 @@ def own_interfaces() -> list[tuple[str, str]]:
 
 
 def ip_of(address: str) -> _Address | None:
-    """The IP address at the beginning of a multiaddr; None where there is none."""
+    """The IP address at the beginning of a multiaddr, if there is one."""
     match address.split("/"):
         case ["", "ip4", host, *_]:
             kind: type[_Address] = ipaddress.IPv4Address
@@ -110,55 +109,52 @@ def ip_of(address: str) -> _Address | None:
 
 
 class Introductions:
-    """Opens streams to peers that other peers named. One attempt to reach a peer at a time, whoever named it."""
+    """Opens streams to peers that other peers named, with one attempt at a time for each."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self._trying: WeakValueDictionary[PeerId, asyncio.Lock] = WeakValueDictionary()
+        self._dialling: WeakValueDictionary[PeerId, asyncio.Lock] = WeakValueDictionary()
 
     def by(self, asker: Scope) -> "IntroducedTransport":
-        """A transport for what the peer of ``asker`` wants to be connected. What is dialled for it is charged to it."""
-        return IntroducedTransport(self._transport, asker, self._trying)
+        """A transport that opens streams on behalf of the peer of ``asker``, whose scope is charged for the dials."""
+        return IntroducedTransport(self._transport, asker, self._dialling)
 
 
 class IntroducedTransport(TransportWrapper):
-    """Opens streams, and says nothing of why one cannot be opened: the asker would learn what is at addresses out of its reach."""
+    """Opens streams without a reason for failures: the asking peer would learn what is at addresses out of its reach."""
 
     def __init__(
-        self, transport: Transport, asker: Scope, trying: "WeakValueDictionary[PeerId, asyncio.Lock]"
+        self, transport: Transport, asker: Scope, dialling: "WeakValueDictionary[PeerId, asyncio.Lock]"
     ) -> None:
         super().__init__(transport)
         self._asker = asker
-        self._trying = trying
+        self._dialling = dialling
 
     async def open(
         self, peer: PeerId, protocol: ProtocolSpec, *, addresses: Sequence[str] = (), deadline_s: float
     ) -> Stream:
-        """As promised by ``Transport``, over a connection that stands or one that is made to ``addresses``.
-
-        Every failure is the same ``PeerUnreachable``, raised after ``deadline_s`` and not before.
-        """
+        """As ``Transport.open``. Every failure is the same ``PeerUnreachable``, raised after ``deadline_s`` and not before."""
         clock = asyncio.get_running_loop().time
         when = clock() + deadline_s
         try:
-            async with asyncio.timeout_at(when), self._trying.setdefault(peer, asyncio.Lock()):
+            async with asyncio.timeout_at(when), self._dialling.setdefault(peer, asyncio.Lock()):
                 if not await self.is_connected(peer):
                     self._charge(addresses, clock())
                 return await super().open(peer, protocol, addresses=addresses, deadline_s=deadline_s)
         except (SwarmnetError, TimeoutError) as error:
-            _log.info("%s, whom a peer named, is not reached: %s", peer, error)
+            _log.info("%s, named by another peer, was not reached: %s", peer, error)
         await asyncio.sleep(when - clock())
-        raise PeerUnreachable("the next hop is not reached")
+        raise PeerUnreachable("the next hop was not reached")
 
     def _charge(self, addresses: Sequence[str], now: float) -> None:
         if not addresses:
-            raise PeerUnreachable("it is not connected, and has signed no address")
+            raise PeerUnreachable("it is not connected and has no signed address")
         self._asker.check_rate(Rate.DIALS, 0.0, now)
         self._asker.charge(Rate.DIALS, 1, now)
 
 
 def _clean(peer: PeerId, address: str, networks: Sequence[Network]) -> str | None:
-    """``address`` without the id of ``peer``, if it may be dialled."""
+    """``address`` in canonical form without the peer id; None if it may not be dialled."""
     match address.removesuffix(f"/p2p/{peer}").split("/"):
         case ["", "ip4" | "ip6" as family, _, "tcp", port, *rest]:
             base = f"tcp/{port}"
@@ -184,12 +180,12 @@ def _may_dial(ip: _Address, networks: Sequence[Network]) -> bool:
 
 
 def _is_special(ip: _Address) -> bool:
-    """Whether no network makes this the address of another machine that may be dialled."""
+    """Whether this is no address of another machine in any network."""
     return ip.is_loopback or ip.is_link_local or ip.is_multicast or ip.is_unspecified or ip == _BROADCAST
 
 
 def _interface(address: str, netmask: str) -> ipaddress.IPv4Interface | ipaddress.IPv6Interface | None:
-    """An address of this machine in its network; None for what is neither IPv4 nor IPv6."""
+    """An address of this machine with its network; None if it is neither IPv4 nor IPv6."""
     with suppress(ValueError):
         ip = ipaddress.ip_address(address.partition("%")[0])
         bits = int(ipaddress.ip_address(netmask)) if netmask else (1 << ip.max_prefixlen) - 1

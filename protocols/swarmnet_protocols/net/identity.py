@@ -1,4 +1,4 @@
-"""Who a peer is: an Ed25519 key, and the libp2p peer id that contains it."""
+"""The identity of a peer: an Ed25519 key, and the libp2p peer id that contains its public key."""
 
 import hashlib
 import os
@@ -38,14 +38,14 @@ class Identity:
 
     @classmethod
     def from_seed(cls, seed: bytes) -> "Identity":
-        """The same identity for the same seed of any length: for simulations and tests."""
+        """An identity derived from a seed of any length. For simulations and tests."""
         return cls(Ed25519PrivateKey.from_private_bytes(hashlib.sha256(seed).digest()))
 
     @classmethod
     def load_or_create(cls, path: Path) -> "Identity":
-        """The identity kept in ``path``, which is made (0600, in the format p2pd reads) if it does not exist.
+        """The identity in the file ``path``, which is created (0600, in p2pd's format) if it does not exist.
 
-        Raises ``ConfigError`` for a file that others can read, that is not such a key, or that cannot be written.
+        Raises ``ConfigError`` if others can read the file, if it is not an Ed25519 key, or if it cannot be written.
         """
         try:
             if not path.exists():
@@ -61,7 +61,7 @@ class Identity:
 
 
 def verify(public_key: bytes, signature: bytes, data: bytes) -> bool:
-    """Whether ``signature`` was made over ``data`` with the private half of ``public_key``."""
+    """Whether ``signature`` is that of ``public_key`` over ``data``."""
     if len(public_key) != KEY_BYTES or len(signature) != SIGNATURE_BYTES:
         return False
     try:
@@ -79,7 +79,7 @@ def peer_id_of(public_key: bytes) -> PeerId:
 
 
 def public_key_of(peer: PeerId) -> bytes:
-    """The raw Ed25519 public key that ``peer`` is made of. Raises ``ValueError`` for an id without one."""
+    """The raw Ed25519 public key in a peer id. Raises ``ValueError`` for an id without one."""
     number = 0
     for digit in peer[:MAX_PEER_ID_CHARS]:
         number = number * len(_BASE58) + _BASE58.index(digit)
@@ -110,7 +110,9 @@ def _create_key_file(path: Path) -> None:
             file.write(_PRIVATE_KEY_PREFIX + seed + public)
             file.flush()
             os.fsync(file.fileno())
-        os.link(temporary, path)  # unlike a rename, never replaces a key made by somebody else meanwhile
+        os.link(
+            temporary, path
+        )  # unlike a rename, never replaces a key that another process created meanwhile
     except FileExistsError:
         pass
     finally:

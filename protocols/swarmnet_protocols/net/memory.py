@@ -1,6 +1,10 @@
-"""The Internet in one process: simulated links between peers, for tests and the simulator.
+"""A simulated network in one process, for tests: links with delay and bandwidth between peers that crash, hang and are cut off.
 
-All times come from the running loop, so that in virtual time a network has no cost and one seed gives one trace.
+All times come from the running loop. In virtual time a network costs nothing, and one seed gives one trace of deliveries.
+
+- :class:`MemoryNetwork` carries messages over links and injects faults.
+- :class:`MemoryTransport` is one peer on it, and :class:`MemoryStream` one end of a stream. They apply the same limits as the transport
+  over libp2p, with the same code: resources, subnets, rates and flow control.
 """
 
 import asyncio
@@ -10,18 +14,28 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Self
 
-from swarmnet_protocols.errors import IncompatibleVersion, PeerUnreachable, SwarmnetError
-from swarmnet_protocols.net import Handler, Message, PeerId, ProtocolSpec
-from swarmnet_protocols.net.handlers import supervise
-from swarmnet_protocols.net.memory_stream import MemoryStream
-from swarmnet_protocols.net.meter import Meter
+from swarmnet_protocols.errors import (
+    IncompatibleVersion,
+    PeerUnreachable,
+    ProtocolViolation,
+    StreamEnded,
+    SwarmnetError,
+)
+from swarmnet_protocols.net import Handler, Message, PeerId, ProtocolSpec, Refusal
+from swarmnet_protocols.net.flow_control import ReceiveWindow, SendWindow
+from swarmnet_protocols.net.framing import check_sizes, encode
 from swarmnet_protocols.net.rate_limit import LinkLimiter
-from swarmnet_protocols.net.refusal import no_room
-from swarmnet_protocols.net.resources import ResourceLimitReached, ResourceManager
+from swarmnet_protocols.net.refusal import SIZES, overloaded, refused_by
+from swarmnet_protocols.net.resources import ResourceLimitReached, ResourceManager, Scope
+from swarmnet_protocols.net.stream_scope import StreamScope, supervise
 from swarmnet_protocols.net.subnets import SubnetLimits
 from swarmnet_protocols.timing import Timing
+
+STREAM_BUFFER_BYTES = 1 << 20
+"""A send waits while this much or more has been sent on the stream and not been received."""
 
 
 @dataclass(frozen=True)
@@ -30,13 +44,13 @@ class LinkProfile:
 
     delay_s: float = 0.01
     jitter_s: float = 0.0
-    """Up to this much is added to the delay, uniformly."""
+    """Largest random addition to the delay, uniformly distributed."""
     bytes_per_s: float = math.inf
 
 
 @dataclass(frozen=True)
 class Delivery:
-    """A message as it arrives."""
+    """A message at the time of its delivery."""
 
     time_s: float
     source: PeerId
@@ -46,20 +60,20 @@ class Delivery:
 
 
 class _Link:
-    """What is on its way from one peer to another."""
+    """One direction between two peers."""
 
     def __init__(self, profile: LinkProfile, rng: random.Random) -> None:
         self.profile = profile
-        self.waiting: deque[Callable[[], None]] = deque()
-        """What has not arrived, in order: timers of equal deadlines may fire in any."""
+        self.in_flight: deque[Callable[[], None]] = deque()
+        """What has been sent and not delivered, in order: timers of equal deadlines may fire in any order."""
         self.due = 0
-        """How many of them would have arrived, were the path open."""
+        """How many of them are due, and wait only for the path to open again."""
         self._rng = rng
         self._free_at = 0.0
         self._last_arrival = 0.0
 
     def arrival(self, now: float, size_bytes: int) -> float:
-        """When something handed to the link at ``now`` comes out of it."""
+        """The time at which something sent at ``now`` arrives."""
         self._free_at = max(now, self._free_at) + size_bytes / self.profile.bytes_per_s
         delay_s = self.profile.delay_s + self._rng.uniform(0.0, self.profile.jitter_s)
         self._last_arrival = max(self._last_arrival, self._free_at + delay_s)
@@ -67,11 +81,11 @@ class _Link:
 
 
 class MemoryNetwork:
-    """Every peer, the links between them, and what may happen to both."""
+    """The peers, the links between them, and their faults."""
 
     def __init__(self, rng: random.Random, default: LinkProfile = LinkProfile()) -> None:
         self.observers: list[Callable[[Delivery], None]] = []
-        """Called with each message before its receiver sees it: the place to inject a fault."""
+        """Called with each message before it is delivered: the place to inject a fault."""
         self._seed = rng.getrandbits(64)
         self._default = default
         self._links: dict[tuple[PeerId, PeerId], _Link] = {}
@@ -83,63 +97,63 @@ class MemoryNetwork:
         self._trace = hashlib.sha256()
 
     def transport(self, peer: PeerId) -> "MemoryTransport":
-        """The transport of ``peer``, which is on the network while the context is open. A crashed peer may come back."""
+        """The transport of ``peer``, which is on the network while its context is open. A crashed peer may get another one."""
         return MemoryTransport(self, peer)
 
     def set_link(self, a: PeerId, b: PeerId, profile: LinkProfile) -> None:
-        """Use ``profile`` in both directions between two peers from now on."""
+        """Use ``profile`` in both directions between two peers."""
         self._link(a, b).profile = profile
         self._link(b, a).profile = profile
 
     def move(self, peer: PeerId, address: str) -> None:
-        """``peer`` opens its streams from this multiaddr from now on."""
+        """Set the multiaddr from which ``peer`` opens its streams."""
         self._addresses[peer] = address
 
     def address_of(self, peer: PeerId) -> str:
-        """Where ``move`` has put a peer; empty if it has not."""
+        """The multiaddr set by ``move``; empty without one."""
         return self._addresses.get(peer, "")
 
     def crash(self, peer: PeerId) -> None:
-        """The process of ``peer`` is gone: the other ends of its streams see the end, nobody can dial it."""
+        """End the process of ``peer``: the other ends of its streams see the end, and it cannot be dialled."""
         self.resume(peer)
         if transport := self._transports.get(peer):
             transport.end("the peer crashed")
 
     def hang(self, peer: PeerId) -> None:
-        """``peer`` is stopped: nothing is delivered to or from it, its streams stay open."""
+        """Stop ``peer`` (SIGSTOP): nothing is delivered to or from it, and its streams stay open."""
         self._hung.add(peer)
 
     def resume(self, peer: PeerId) -> None:
-        """Undo ``hang``: what was held back arrives now."""
+        """Undo ``hang``: deliver what was held back."""
         self._hung.discard(peer)
         self._release()
 
     def reset(self, a: PeerId, b: PeerId, protocol: ProtocolSpec) -> None:
-        """End the streams under ``protocol`` between two peers, as when a connection is reset; both may make new ones."""
+        """End the streams under ``protocol`` between two peers, as a connection reset does."""
         for peer, other in ((a, b), (b, a)):
             if transport := self._transports.get(peer):
                 transport.reset(other, protocol)
 
     def cut(self, a: PeerId, b: PeerId) -> None:
-        """Nothing passes between two peers, and neither is told."""
+        """Drop the path between two peers without notice to either."""
         self._cut |= {(a, b), (b, a)}
 
     def heal(self, a: PeerId, b: PeerId) -> None:
-        """Undo ``cut``: what was held back arrives now."""
+        """Undo ``cut``: deliver what was held back."""
         self._cut -= {(a, b), (b, a)}
         self._release()
 
     def isolate(self, peer: PeerId) -> None:
-        """Cut ``peer`` off from everybody."""
+        """Drop all paths of ``peer``."""
         self._isolated.add(peer)
 
     def rejoin(self, peer: PeerId) -> None:
-        """Undo ``isolate``: what was held back arrives now."""
+        """Undo ``isolate``: deliver what was held back."""
         self._isolated.discard(peer)
         self._release()
 
     def is_online(self, peer: PeerId) -> bool:
-        """Whether ``peer`` runs and is neither hung nor isolated."""
+        """Whether ``peer`` runs and is neither stopped nor isolated."""
         return peer in self._transports and peer not in self._hung and peer not in self._isolated
 
     def passes(self, a: PeerId, b: PeerId) -> bool:
@@ -147,17 +161,17 @@ class MemoryNetwork:
         return {a, b} <= self._transports.keys() and not self._blocked((a, b)) and not self._blocked((b, a))
 
     def trace_hash(self) -> str:
-        """A digest of every delivery so far, with its time."""
+        """A digest of all deliveries and their times."""
         return self._trace.hexdigest()
 
     def attach(self, transport: "MemoryTransport") -> None:
-        """Put a peer on the network. Raises ``SwarmnetError`` for a second one with the same id."""
+        """Add a peer. Raises ``SwarmnetError`` if one with the same id is there."""
         if transport.peer_id in self._transports:
             raise SwarmnetError(f"{transport.peer_id} is already on the network")
         self._transports[transport.peer_id] = transport
 
     def detach(self, transport: "MemoryTransport") -> None:
-        """Take a peer off the network; idempotent."""
+        """Remove a peer. Idempotent."""
         if self._transports.get(transport.peer_id) is transport:
             del self._transports[transport.peer_id]
 
@@ -165,14 +179,14 @@ class MemoryNetwork:
         return self._transports.get(peer)
 
     def carry(self, source: PeerId, target: PeerId, size_bytes: int, arrive: Callable[[], None]) -> None:
-        """Call ``arrive`` when ``size_bytes`` sent now from ``source`` reach ``target``."""
+        """Send ``size_bytes`` from ``source`` to ``target``; ``arrive`` is called when they are delivered."""
         loop = asyncio.get_running_loop()
         link = self._link(source, target)
-        link.waiting.append(arrive)
+        link.in_flight.append(arrive)
         loop.call_at(link.arrival(loop.time(), size_bytes), self._fall_due, (source, target))
 
     def record(self, source: PeerId, target: PeerId, protocol: ProtocolSpec, message: Message) -> None:
-        """Add what arrives now to the trace and show it to the observers."""
+        """Add a delivery to the trace and call the observers."""
         delivery = Delivery(asyncio.get_running_loop().time(), source, target, protocol, message)
         digest = hashlib.sha256(message.header)
         digest.update(message.payload)
@@ -185,7 +199,7 @@ class MemoryNetwork:
 
     def _link(self, source: PeerId, target: PeerId) -> _Link:
         if (source, target) not in self._links:
-            # A generator of its own, so that a peer more does not change what happens on other links.
+            # A generator for each link, so that another peer does not change the jitter of existing links.
             rng = random.Random(f"{self._seed}/{source}/{target}")
             self._links[source, target] = _Link(self._default, rng)
         return self._links[source, target]
@@ -198,7 +212,7 @@ class MemoryNetwork:
     def _deliver_due(self, path: tuple[PeerId, PeerId], link: _Link) -> None:
         while link.due and not self._blocked(path):
             link.due -= 1
-            link.waiting.popleft()()
+            link.in_flight.popleft()()
 
     def _blocked(self, path: tuple[PeerId, PeerId]) -> bool:
         return path in self._cut or any(peer in self._hung or peer in self._isolated for peer in path)
@@ -214,16 +228,16 @@ class MemoryTransport:
     def __init__(self, network: MemoryNetwork, peer_id: PeerId) -> None:
         self.network = network
         self.resources = ResourceManager()
-        self.pace = LinkLimiter()
-        """What it sends is not held back, what comes is."""
+        self.link = LinkLimiter()
+        """Only the incoming direction is limited."""
         self._timing = Timing()
-        self._crowds = SubnetLimits(self.resources, self._timing)
+        self._subnet_limits = SubnetLimits(self.resources, self._timing)
         self._peer_id = peer_id
         self._handlers: dict[str, tuple[ProtocolSpec, Handler]] = {}
-        # A dict, not a set: closing follows the order of opening.
+        # A dict keeps the order of opening, in which streams are closed.
         self._streams: dict[MemoryStream, None] = {}
         self._connected: dict[PeerId, MemoryTransport] = {}
-        """With whom there was a stream: as in libp2p, a connection outlasts its streams, until either side leaves."""
+        """Peers with which there was a stream: as in libp2p, a connection outlasts its streams until either side leaves."""
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._open = False
         self._left = asyncio.Event()
@@ -256,10 +270,10 @@ class MemoryTransport:
 
     async def open(
         self, peer: PeerId, protocol: ProtocolSpec, *, addresses: Sequence[str] = (), deadline_s: float
-    ) -> MemoryStream:
+    ) -> "MemoryStream":
         if not self._open:
             raise PeerUnreachable("this peer is not on the network")
-        stream = MemoryStream(self, peer, protocol, Meter.of_ours(self.resources, peer, self._timing))
+        stream = MemoryStream(self, peer, protocol, StreamScope.outbound(self.resources, peer, self._timing))
         self._streams[stream] = None
         answer: asyncio.Future[SwarmnetError | None] = asyncio.get_running_loop().create_future()
         self.network.carry(self._peer_id, peer, 0, lambda: self._request_arrives(stream, protocol, answer))
@@ -277,8 +291,8 @@ class MemoryTransport:
             raise
         return stream
 
-    def forget(self, stream: MemoryStream) -> None:
-        """The stream has been closed."""
+    def forget(self, stream: "MemoryStream") -> None:
+        """Remove a closed stream."""
         self._streams.pop(stream, None)
 
     def reset(self, peer: PeerId, protocol: ProtocolSpec) -> None:
@@ -288,7 +302,7 @@ class MemoryTransport:
                 stream.end("the connection was reset")
 
     def end(self, reason: str) -> None:
-        """Leave the network and close every stream; handlers are cancelled. Idempotent."""
+        """Leave the network, close every stream and cancel the handlers. Idempotent."""
         self._open = False
         self._left.set()
         self.network.detach(self)
@@ -298,7 +312,7 @@ class MemoryTransport:
             task.cancel()
 
     def _request_arrives(
-        self, client: MemoryStream, protocol: ProtocolSpec, answer: "asyncio.Future[SwarmnetError | None]"
+        self, client: "MemoryStream", protocol: ProtocolSpec, answer: "asyncio.Future[SwarmnetError | None]"
     ) -> None:
         if client.closed:
             return
@@ -314,16 +328,16 @@ class MemoryTransport:
 
         self.network.carry(client.peer, self._peer_id, 0, answer_arrives)
 
-    def _accept(self, client: MemoryStream, peer: PeerId, protocol: ProtocolSpec) -> SwarmnetError | None:
+    def _accept(self, client: "MemoryStream", peer: PeerId, protocol: ProtocolSpec) -> SwarmnetError | None:
         if protocol.id not in self._handlers:
             return IncompatibleVersion(f"{self._peer_id} does not speak {protocol.id}")
         served, handler = self._handlers[protocol.id]
         try:
-            meter = self._crowds.admit(peer, self.network.address_of(peer))
+            scope = self._subnet_limits.accept(peer, self.network.address_of(peer))
         except ResourceLimitReached as error:
-            client.refused(no_room(error))
+            client.on_refused(overloaded(error))
             return None
-        stream = MemoryStream(self, peer, served, meter)
+        stream = MemoryStream(self, peer, served, scope)
         stream.connect(client)
         self._streams[stream] = None
         if (opener := self.network.find(peer)) is not None:
@@ -332,3 +346,230 @@ class MemoryTransport:
         self._tasks[task] = None
         task.add_done_callback(self._tasks.pop)
         return None
+
+
+@dataclass(eq=False)
+class _Incoming:
+    """A message of which at least the header has arrived."""
+
+    message: Message
+    size_bytes: int
+    needs_credit: bool
+    """The payload arrives in pieces, as credit is granted."""
+    unread_bytes: int = 0
+    """Bytes of the payload that have arrived and not been read, if it needs credit."""
+    is_started: bool = False
+    """The receive window knows of it."""
+
+
+class MemoryStream:
+    """One end of a stream on a :class:`MemoryNetwork`."""
+
+    def __init__(
+        self, transport: MemoryTransport, peer: PeerId, protocol: ProtocolSpec, scope: StreamScope
+    ) -> None:
+        self.remote: MemoryStream | None = None
+        """The other end, once the stream is open."""
+        self._transport = transport
+        self._network = transport.network
+        self._peer = peer
+        self._protocol = protocol
+        self._scope = scope
+        scope.evict = self.close
+        self._inbox: deque[_Incoming | tuple[int, int]] = deque()
+        """Messages, and control frames of flow control."""
+        self._unreceived_bytes = 0
+        """Bytes sent by this end and not received by the other."""
+        self._send_lock = asyncio.Lock()
+        self._changed = asyncio.Event()
+        self._closed = False
+        self._end_reason = ""
+        self._refusal: Refusal | None = None
+        self._send_window = SendWindow() if protocol.has_flow_control and scope.is_outbound else None
+        self._receive_window: ReceiveWindow | None = None
+
+    def connect(self, remote: "MemoryStream") -> None:
+        """Connect this end to ``remote``, which opened the stream."""
+        self.remote, remote.remote = remote, self
+        if self._protocol.has_flow_control:
+            self._receive_window = ReceiveWindow(self._transport.link.down, self._send_control)
+
+    @property
+    def peer(self) -> PeerId:
+        return self._peer
+
+    @property
+    def address(self) -> str:
+        return self._network.address_of(self._peer)
+
+    @property
+    def scope(self) -> Scope:
+        return self._scope.peer_scope
+
+    @property
+    def protocol(self) -> ProtocolSpec:
+        return self._protocol
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    async def send(self, message: Message) -> None:
+        async with self._send_lock:
+            window = self._send_window
+            max_uncredited_bytes = math.inf if window is None else window.max_uncredited_bytes
+            head, payload = encode(message, self._protocol, max_uncredited_bytes=max_uncredited_bytes)
+            # A copy: the caller may reuse its buffers as soon as this returns.
+            message = Message(message.header, bytes(payload))
+            size_bytes = len(head) + len(payload)
+            await self._scope.wait_send(size_bytes)
+            while self._unreceived_bytes >= STREAM_BUFFER_BYTES and not self._closed and not self._end_reason:
+                await self._wait_changed()
+            if self._closed or self._end_reason or self.remote is None:
+                raise self._end_error()
+            self._unreceived_bytes += size_bytes
+            incoming = _Incoming(message, size_bytes, needs_credit=len(payload) > max_uncredited_bytes)
+            if window is not None and incoming.needs_credit:
+                await self._send_credited(self.remote, incoming, window)
+            else:
+                self._carry(size_bytes, partial(self.remote._deliver, incoming))
+
+    async def _send_credited(self, remote: "MemoryStream", incoming: _Incoming, window: SendWindow) -> None:
+        left_bytes = len(incoming.message.payload)
+        window.start(left_bytes)
+        self._carry(incoming.size_bytes - left_bytes, partial(remote._deliver, incoming))
+        try:
+            while left_bytes:
+                piece_bytes = await window.acquire(left_bytes)
+                left_bytes -= piece_bytes
+                self._carry(
+                    piece_bytes, partial(remote._deliver_piece, incoming, piece_bytes, is_last=not left_bytes)
+                )
+        except BaseException:  # part of a message has been sent
+            self.close()
+            raise
+
+    async def receive(self) -> Message:
+        return await self._scope.receive(self._read)
+
+    async def _read(self) -> Message:
+        incoming = await self._next_message()
+        message, size_bytes = incoming.message, incoming.size_bytes
+        check_sizes(len(message.header), len(message.payload), self._protocol)
+        header_bytes, payload_bytes = size_bytes - len(message.payload), len(message.payload)
+        window = self._receive_window
+        if window is not None and not incoming.is_started:
+            window.start(
+                header_bytes,
+                payload_bytes,
+                needs_credit=incoming.needs_credit,
+                received_bytes=header_bytes,
+            )
+            incoming.is_started = True
+        await self._scope.reserve(size_bytes)
+        if window is not None and incoming.needs_credit:
+            await self._read_credited(incoming, window)
+        else:
+            await self._transport.link.down.acquire(size_bytes, message_bytes=size_bytes)
+        self._inbox.popleft()
+        if self.remote is not None:
+            self.remote._on_received(size_bytes)
+        return message
+
+    async def _next_message(self) -> _Incoming:
+        """The first message in the inbox. Control frames before it are handled."""
+        while True:
+            while not self._inbox or self._closed:
+                if self._closed or self._end_reason:
+                    raise self._end_error()
+                await self._wait_changed()
+            first = self._inbox[0]
+            if isinstance(first, _Incoming):
+                return first
+            if self._send_window is None:
+                raise ProtocolViolation("flow control on a stream without it")
+            self._send_window.on_control(*first)
+            self._inbox.popleft()
+
+    async def _read_credited(self, incoming: _Incoming, window: ReceiveWindow) -> None:
+        while window.is_open:
+            if self._closed or self._end_reason:
+                raise self._end_error()
+            if incoming.unread_bytes:
+                read_bytes, incoming.unread_bytes = incoming.unread_bytes, 0
+                window.received(read_bytes)
+            elif not await window.grant() and not incoming.unread_bytes:
+                await self._wait_changed()
+
+    def close(self) -> None:
+        self.end("the other side closed the stream")
+
+    def refuse(self, refusal: Refusal) -> None:
+        if self.remote is not None and not self._closed:
+            remote = self.remote
+            self._carry(0, lambda: remote.on_refused(refusal))
+        self.close()
+
+    def on_refused(self, refusal: Refusal) -> None:
+        """The other side has refused the stream."""
+        self._refusal = refusal
+        self._on_end("the other side refused the stream")
+
+    def end(self, reason: str) -> None:
+        """Close this end. The other one receives the end and its reason after everything that was sent. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._scope.close()
+        self._transport.forget(self)
+        self._changed.set()
+        for window in (self._send_window, self._receive_window):
+            if window is not None:
+                window.close()
+        if remote := self.remote:
+            self._carry(0, lambda: remote._on_end(reason))
+
+    def _end_error(self) -> StreamEnded:
+        if self._refusal is not None and not self._closed:
+            return refused_by(self._peer, self._refusal)
+        return StreamEnded(self._end_reason or "the stream was closed")
+
+    async def _wait_changed(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
+
+    def _carry(self, size_bytes: int, arrive: Callable[[], None]) -> None:
+        self._network.carry(self._transport.peer_id, self._peer, size_bytes, arrive)
+
+    def _send_control(self, kind: int, size_bytes: int) -> None:
+        if self.remote is not None:
+            self._carry(SIZES.size, partial(self.remote._deliver, (kind, size_bytes)))
+
+    def _deliver(self, first: _Incoming | tuple[int, int]) -> None:
+        """Deliver a message, of one that needs credit the header, or a control frame."""
+        if self._closed:
+            return
+        if isinstance(first, _Incoming) and not first.needs_credit:
+            self._network.record(self._peer, self._transport.peer_id, self._protocol, first.message)
+        self._inbox.append(first)
+        self._changed.set()
+
+    def _deliver_piece(self, incoming: _Incoming, size_bytes: int, *, is_last: bool) -> None:
+        """Deliver more of a payload."""
+        if self._closed:
+            return
+        if is_last:
+            self._network.record(self._peer, self._transport.peer_id, self._protocol, incoming.message)
+        incoming.unread_bytes += size_bytes
+        self._changed.set()
+
+    def _on_received(self, size_bytes: int) -> None:
+        """The other side has received this much."""
+        self._unreceived_bytes -= size_bytes
+        self._changed.set()
+
+    def _on_end(self, reason: str) -> None:
+        self._end_reason = reason
+        self._changed.set()
+        if self._send_window is not None:
+            self._send_window.close()

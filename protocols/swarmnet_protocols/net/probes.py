@@ -1,4 +1,4 @@
-"""Asking another peer what one cannot know alone: is my port open from where you are, and what time is it there?"""
+"""Probes: another peer dials this one's ports and sends the time, so that a node learns whether it can be reached and its clock is right."""
 
 import asyncio
 import ipaddress
@@ -11,24 +11,27 @@ from swarmnet_protocols.machine.clock import Clock
 from swarmnet_protocols.net import Message, PeerId, Stream
 from swarmnet_protocols.net.messages import parse, receive_within, send_within
 from swarmnet_protocols.net.resources import Resource
+from swarmnet_protocols.net.typed_stream import ask
 from swarmnet_protocols.wire import probe_pb2 as pb
 
 MAX_PORTS = 4
 DIAL_S = 4.0
+"""Timeout for dialling one port."""
 REPLY_S = 6.0
+"""Timeout for the request and for the reply, which comes after the dials."""
 HELLO = b"\x13/multistream/1.0.0\n"
-"""What libp2p says first to whoever connects."""
+"""The first bytes that libp2p sends on a TCP connection."""
 
 
 @dataclass(frozen=True)
 class Probed:
-    """What one peer saw of us. ``observed_ip`` is empty when we come through a relay."""
+    """The reply of one peer. ``observed_ip`` is empty for a connection through a relay."""
 
     peer: PeerId
     observed_ip: str
     reached: tuple[int, ...]
     behind_s: float
-    """How far our clock is behind theirs; negative: ahead. Off by half of the round trip at most."""
+    """How far the clock of this machine is behind the peer's; negative: ahead. Accurate to half the round trip."""
     round_trip_s: float
 
 
@@ -36,14 +39,14 @@ class Probes:
     """Answers probes: ``transport.serve(PROBE, Probes(…).answer)``."""
 
     def __init__(self, addresses_of: Callable[[PeerId], Awaitable[Sequence[str]]], clock: Clock) -> None:
-        """``addresses_of`` tells the multiaddrs from which a peer is connected to us now."""
+        """``addresses_of``: the multiaddrs from which a peer is connected."""
         self._addresses_of = addresses_of
         self._clock = clock
 
     async def answer(self, stream: Stream) -> None:
-        """Dials nobody but the asker, whose address an established connection has proven: no probe can be turned on others.
+        """Serve one probe. Only the address that the peer is connected from is dialled, so that a probe cannot target others.
 
-        Raises ``ResourceLimitReached`` while the asker, or too many of them, are dialled already.
+        Raises ``ResourceLimitReached`` while a port of this peer, or those of too many peers, are being dialled.
         """
         request = parse(pb.ProbeRequest, (await receive_within(stream, REPLY_S)).header)
         ports = list(dict.fromkeys(request.ports))
@@ -72,7 +75,7 @@ def direct_ip(addresses: Sequence[str]) -> str:
 
 
 async def speaks_libp2p(host: str, port: int) -> bool:
-    """Whether something at this TCP port begins as libp2p does, within ``DIAL_S``."""
+    """Whether a TCP port accepts within ``DIAL_S`` and sends the first bytes of libp2p."""
     writer = None
     try:
         async with asyncio.timeout(DIAL_S):
@@ -86,20 +89,18 @@ async def speaks_libp2p(host: str, port: int) -> bool:
 
 
 async def probe(stream: Stream, ports: Sequence[int], clock: Clock) -> Probed:
-    """What the peer at the other end of a PROBE stream sees of us.
+    """Ask the other side of a PROBE stream to dial ``ports`` of this machine. Closes the stream.
 
-    Raises ``StreamEnded``, ``DeadlineExceeded`` when it is silent, ``ProtocolViolation`` for what cannot be.
+    Raises ``StreamEnded``, ``DeadlineExceeded`` without a reply, and ``ProtocolViolation`` for an invalid one.
     """
     asked = clock()
-    request = pb.ProbeRequest(ports=ports[:MAX_PORTS])
-    await stream.send(Message(request.SerializeToString()))
-    reply = parse(pb.ProbeReply, (await receive_within(stream, REPLY_S)).header)
+    reply, _ = await ask(stream, pb.ProbeRequest(ports=ports[:MAX_PORTS]), pb.ProbeReply, within_s=REPLY_S)
     answered = clock()
     try:
         observed_ip = str(ipaddress.ip_address(reply.observed_ip)) if reply.observed_ip else ""
     except ValueError as error:
         raise ProtocolViolation("an observed address is an IP address") from error
-    # The answer is stamped when it is sent, after the dials.
+    # The reply has the time of its sending, after the dials.
     return Probed(
         stream.peer,
         observed_ip,

@@ -5,11 +5,11 @@ from swarmnet_protocols.wire.roles import ANY_ROLE, Role
 
 _ACTIVATIONS_BYTES = 64 << 20
 _PART_BYTES = 256 << 10
-"""Of a tensor or an adapter: a dozen share a line of 1 mbit/s, and each arrives within ``Timing.chunk_s``."""
+"""A part of a tensor or an adapter. Twelve of them at once arrive within ``Timing.chunk_s`` over a link of 1 Mbit/s."""
 _CLIENT = frozenset({Role.CLIENT})
 _HOST = frozenset({Role.HOST})
 _TRAINER = frozenset({Role.TRAINER})
-_KEEPERS = frozenset({Role.HOST, Role.TRAINER, Role.BOOTSTRAP})
+_DHT_NODES = frozenset({Role.HOST, Role.TRAINER, Role.BOOTSTRAP})
 
 SESSION = ProtocolSpec(
     "/swarmnet/session/1",
@@ -51,7 +51,7 @@ REPORT = ProtocolSpec(
     served_by=_HOST | _TRAINER,
 )
 
-PROBE = ProtocolSpec("/swarmnet/probe/1", max_header_bytes=1024, roles=ANY_ROLE, served_by=_KEEPERS)
+PROBE = ProtocolSpec("/swarmnet/probe/1", max_header_bytes=1024, roles=ANY_ROLE, served_by=_DHT_NODES)
 
 MATCHMAKING = ProtocolSpec(
     "/swarmnet/matchmaking/1", max_header_bytes=1 << 20, roles=_TRAINER, served_by=_TRAINER
@@ -74,13 +74,13 @@ EXCHANGE = ProtocolSpec(
 
 _MAX_RPC_BYTES = 4 << 20
 DHT_PING = ProtocolSpec(
-    "SwarmDirectoryV1.rpc_ping", max_header_bytes=_MAX_RPC_BYTES, roles=ANY_ROLE, served_by=_KEEPERS
+    "SwarmDirectoryV1.rpc_ping", max_header_bytes=_MAX_RPC_BYTES, roles=ANY_ROLE, served_by=_DHT_NODES
 )
 DHT_FIND = ProtocolSpec(
-    "SwarmDirectoryV1.rpc_find", max_header_bytes=_MAX_RPC_BYTES, roles=ANY_ROLE, served_by=_KEEPERS
+    "SwarmDirectoryV1.rpc_find", max_header_bytes=_MAX_RPC_BYTES, roles=ANY_ROLE, served_by=_DHT_NODES
 )
 DHT_STORE = ProtocolSpec(
-    "SwarmDirectoryV1.rpc_store", max_header_bytes=_MAX_RPC_BYTES, roles=_KEEPERS, served_by=_KEEPERS
+    "SwarmDirectoryV1.rpc_store", max_header_bytes=_MAX_RPC_BYTES, roles=_DHT_NODES, served_by=_DHT_NODES
 )
 
 REVOCATIONS = ProtocolSpec(
@@ -94,11 +94,11 @@ HANDSHAKE = ProtocolSpec("/swarmnet/handshake/1", max_header_bytes=4096, max_pay
 ADMISSION = ProtocolSpec("/swarmnet/admission/1", max_header_bytes=128 << 10)
 
 INFERENCE = (SESSION, LINK, PASS, ADAPTER, PING)
-"""What a node serves, besides ``REPORT``."""
+"""Served by nodes, besides ``REPORT``."""
 TRAINING = (MATCHMAKING, STATE, EXCHANGE)
-"""What a training worker serves, besides ``REPORT``."""
+"""Served by training workers, besides ``REPORT``."""
 DIRECTORY = (DHT_PING, DHT_FIND, DHT_STORE)
-"""What who keeps a part of the directory serves: calls of hivemind's, one message each way."""
+"""Served by DHT nodes: hivemind's calls, one request and one reply."""
 ENTRANCE = (HANDSHAKE, ADMISSION)
 """What a peer may speak before it is known to be a member: these need no role."""
 ALL: tuple[ProtocolSpec, ...] = (*INFERENCE, REPORT, PROBE, *TRAINING, *DIRECTORY, REVOCATIONS, *ENTRANCE)

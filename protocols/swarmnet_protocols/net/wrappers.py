@@ -1,4 +1,4 @@
-"""A transport and a stream that pass everything on: whoever changes one thing on the way says only that."""
+"""Base classes for wrappers of a transport or a stream: they delegate everything, and a subclass overrides what it changes."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from swarmnet_protocols.net.resources import ResourceManager, Scope
 
 
 class StreamWrapper:
-    """``stream``, as it is."""
+    """Delegates to ``stream``."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
@@ -39,7 +39,7 @@ class StreamWrapper:
 
 
 class TransportWrapper:
-    """``transport``, as it is. It belongs to whoever made it."""
+    """Delegates to ``transport``, which it does not close."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport

@@ -1,8 +1,15 @@
-"""The activation log: what one hop sent down the chain, kept so that a replacement can be rebuilt from it.
+"""The activation log: what one hop has sent down the chain, kept so that a failed hop behind it can be replaced.
 
-Steps the client has acknowledged are folded into one growing buffer per lane: every hop downstream has computed them,
-so only a fresh hop will ever need them, and it is rebuilt faster by long prefills than by single tokens. Steps not yet
-acknowledged stay as they were sent, because a surviving hop may lack any suffix of them.
+A log belongs to one hop (the client has one too, of token ids) and feeds at most one downstream hop at a time. It has two parts:
+
+1. Pending steps, as they were sent. A *survivor*, a downstream hop that keeps its KV caches while its upstream is replaced, may lack any
+   number of the latest steps.
+2. The compacted part: one growing buffer for each sequence. Steps that the client has acknowledged were computed by every hop, so only
+   a *fresh* hop, which has nothing, needs them; it computes them fastest as long prefills.
+
+:meth:`ActivationLog.attach` starts feeding a hop. A fresh hop gets the compacted part as replay steps of ``REPLAY_POSITIONS``, then the
+pending steps; a survivor gets the pending steps after the last one it has. Each step is delivered once, in order; the steps' positions
+leave no gap and no overlap, which ``check`` enforces when they are added.
 """
 
 from collections import deque
@@ -16,19 +23,19 @@ from swarmnet_protocols.net.resources import Reservation, ResourceLimitReached
 from swarmnet_protocols.session.steps import Row, Step, check_rows
 
 REPLAY_POSITIONS = 512
-"""Positions in one part of a replay: long enough to be computed efficiently, short enough to be pipelined."""
+"""Positions of one replay step: enough to compute efficiently, few enough that the next hop can work on the one before."""
 
 
 class LogDropped(OutOfResources):
-    """The log outgrew its bound and no longer reaches back to the start: it can feed survivors, not a fresh hop."""
+    """The log outgrew its limit and dropped its compacted part: it can feed a survivor, not a fresh hop."""
 
 
 class StepsCompacted(SwarmnetError):
-    """The downstream hop lacks steps that are no longer kept singly: only a fresh one can be fed."""
+    """The downstream hop lacks steps that are compacted by now: only a fresh hop can be fed."""
 
 
-class _Sequence:
-    """The values of one lane, [length, ...], in a buffer that doubles."""
+class _SequenceBuffer:
+    """The compacted values of one sequence, [length, ...], in a buffer that doubles when it is full."""
 
     def __init__(self) -> None:
         self.length = 0
@@ -39,8 +46,9 @@ class _Sequence:
         return self._buffer.nbytes if self._buffer is not None else 0
 
     def values(self, end: int) -> torch.Tensor:
+        """The first ``end`` values: a view, which later appends do not change."""
         if self._buffer is None:
-            raise ProtocolViolation("a lane without positions has no values")
+            raise ProtocolViolation("a sequence without positions has no values")
         return self._buffer[:end]
 
     def append(self, values: torch.Tensor) -> None:
@@ -54,8 +62,9 @@ class _Sequence:
         self._buffer[self.length : end] = values
         self.length = end
 
-    def prefix(self, end: int) -> "_Sequence":
-        copy = _Sequence()
+    def prefix(self, end: int) -> "_SequenceBuffer":
+        """A copy of the first ``end`` values."""
+        copy = _SequenceBuffer()
         if end:
             copy.append(self.values(end))
         return copy
@@ -64,28 +73,31 @@ class _Sequence:
 class Cursor:
     """How far one downstream hop has been fed. Made by ``ActivationLog.attach``, advanced by ``next``.
 
-    ``applied`` is the last step that a survivor has or was sent; it stays 0 for a fresh hop.
+    ``replay`` has the replay steps that are left. ``index`` is the position of the next pending step. ``applied`` is the last step that
+    a survivor has or was sent; 0 for a fresh hop.
     """
 
-    def __init__(self, snapshot: Iterator[Step], index: int, applied: int) -> None:
-        self.snapshot = snapshot
+    def __init__(self, replay: Iterator[Step], index: int, applied: int) -> None:
+        self.replay = replay
         self.index = index
         self.applied = applied
 
 
 class ActivationLog:
-    """Outputs of this hop, for at most one downstream hop at a time. No I/O.
+    """The steps that one hop has sent. No I/O."""
 
-    Its bytes are held in ``room``. Where that has no room for the folded part, or without ``keep_values``, the log forgets that part,
-    and from then on raises ``LogDropped`` for a fresh hop.
-    """
+    def __init__(self, reservation: Reservation, *, keep_values: bool = True) -> None:
+        """The log's bytes count in ``reservation``. If its limit is reached, the compacted part is dropped.
 
-    def __init__(self, room: Reservation, *, keep_values: bool = True) -> None:
-        self._room = room
-        self._sequences: dict[int, _Sequence] | None = {} if keep_values else None
-        self._folded_bytes = 0
+        ``keep_values`` false: no compacted part from the start, for a hop that has no hop behind it.
+        """
+        self._reservation = reservation
+        self._buffers: dict[int, _SequenceBuffer] | None = {} if keep_values else None
+        """The compacted part by sequence; None if it was dropped."""
+        self._compacted_bytes = 0
         self._pending_bytes = 0
-        self._folded = 0
+        self._compacted = 0
+        """The last step in the compacted part."""
         self._pending: deque[tuple[int, Step]] = deque()
         self._indices = count()
         self._lengths: dict[int, int] = {}
@@ -100,19 +112,20 @@ class ActivationLog:
 
     @property
     def lengths(self) -> Mapping[int, int]:
-        """Positions each lane holds after the newest step."""
+        """Positions of each sequence after the newest step."""
         return self._lengths
 
     @property
     def nbytes(self) -> int:
-        return self._folded_bytes + self._pending_bytes
+        """Bytes of both parts."""
+        return self._compacted_bytes + self._pending_bytes
 
     def append(self, step: Step) -> None:
-        """Add the newest step, which ``check`` accepts. Raises ``OutOfResources`` where there is no room for it."""
+        """Add the newest step. Raises what ``check`` raises, and ``OutOfResources`` if pending steps alone reach the limit."""
         self.check(step)
         self._pending_bytes += step.values.nbytes
         try:
-            self._hold()
+            self._resize_reservation()
         except ResourceLimitReached:
             self._pending_bytes -= step.values.nbytes
             raise
@@ -122,7 +135,7 @@ class ActivationLog:
         self.acknowledge(step.acked)
 
     def check(self, step: Step) -> None:
-        """Raise ``ProtocolViolation`` for a step that leaves a gap in the sequence or in positions, or overlaps."""
+        """Raise ``ProtocolViolation`` unless the step follows the newest one, and its rows follow the positions so far."""
         if step.replay:
             if self._last:
                 raise ProtocolViolation("a replay after steps were applied")
@@ -131,23 +144,23 @@ class ActivationLog:
         check_rows(step.rows, self._lengths)
 
     def acknowledge(self, seq: int) -> None:
-        """Note that the client holds the outputs of every step up to ``seq``, and fold what nobody will ask for singly."""
+        """Note that the client has the outputs of every step up to ``seq``, and compact the steps that no survivor needs."""
         self._acked = max(self._acked, seq)
         while self._pending:
             index, step = self._pending[0]
             unsent = (
                 self._cursor is not None
                 and index >= self._cursor.index
-                and not self._skips(self._cursor, step)
+                and not self._has_step(self._cursor, step)
             )
             if unsent or not (step.replay or step.seq <= self._acked):
                 return
             self._pending.popleft()
             self._pending_bytes -= step.values.nbytes
-            self._fold(step)
+            self._compact(step)
 
     def values(self, sequence: int, count: int) -> torch.Tensor | None:
-        """The first ``count`` positions of a lane, as it is after the newest step. None where they are not here, or no longer."""
+        """The first ``count`` positions of a sequence after the newest step. None if the log does not have them."""
         if not 0 < count <= self._lengths.get(sequence, 0):
             return None
         pieces: list[torch.Tensor] = []
@@ -168,44 +181,40 @@ class ActivationLog:
             sequence = row.source
             if not count:
                 return torch.cat(pieces[::-1])
-        folded = None if self._sequences is None else self._sequences.get(sequence)
-        if folded is None or folded.length < count:
+        buffer = None if self._buffers is None else self._buffers.get(sequence)
+        if buffer is None or buffer.length < count:
             return None
-        return torch.cat([folded.values(count), *pieces[::-1]])
+        return torch.cat([buffer.values(count), *pieces[::-1]])
 
     def attach(self, applied: int) -> Cursor:
-        """Start feeding a downstream hop that has computed steps up to ``applied`` (0: it is fresh).
+        """Start feeding a downstream hop that has computed all steps up to ``applied``; 0 for a fresh one. Ends the previous cursor.
 
-        Takes the place of the previous cursor. Raises ``LogDropped`` when a fresh hop can no longer be fed, ``StepsCompacted``
-        when that one cannot be, but a fresh one could.
+        Raises ``LogDropped`` if a fresh hop cannot be fed, ``StepsCompacted`` if this survivor cannot be fed but a fresh hop could.
         """
+        replay: Iterator[Step] = iter(())
         if applied == 0:
-            if self._sequences is None:
+            if self._buffers is None:
                 raise LogDropped("the activation log was too long to keep")
-            cursor = Cursor(
-                self._snapshot(self._sequences), self._pending[0][0] if self._pending else 0, applied
-            )
-        else:
-            if applied < self._folded:
-                raise StepsCompacted(f"steps {applied + 1} to {self._folded} are folded")
-            cursor = Cursor(iter(()), self._pending[0][0] if self._pending else 0, applied)
-        self._cursor = cursor
-        return cursor
+            replay = self._replay_steps(self._buffers)
+        elif applied < self._compacted:
+            raise StepsCompacted(f"steps {applied + 1} to {self._compacted} are compacted")
+        self._cursor = Cursor(replay, self._pending[0][0] if self._pending else 0, applied)
+        return self._cursor
 
     def detach(self) -> None:
-        """Stop feeding: no downstream hop at present."""
+        """Stop feeding: there is no downstream hop at present."""
         self._cursor = None
 
     def next(self, cursor: Cursor) -> Step | None:
-        """The next step for the hop behind ``cursor``, or None when it has everything. May raise ``StepsCompacted``."""
+        """The next step for the hop behind ``cursor``; None if it has all of them. Raises ``StepsCompacted`` if it cannot be fed on."""
         if cursor is not self._cursor:
             return None
-        for part in cursor.snapshot:
-            return part
-        if 0 < cursor.applied < self._folded:
-            raise StepsCompacted(f"steps {cursor.applied + 1} to {self._folded} came in a replay")
+        for step in cursor.replay:
+            return step
+        if 0 < cursor.applied < self._compacted:
+            raise StepsCompacted(f"steps {cursor.applied + 1} to {self._compacted} came in a replay")
         for index, step in self._pending:
-            if index >= cursor.index and not self._skips(cursor, step):
+            if index >= cursor.index and not self._has_step(cursor, step):
                 cursor.index = index + 1
                 if cursor.applied:
                     cursor.applied = step.seq
@@ -214,43 +223,45 @@ class ActivationLog:
         return None
 
     @staticmethod
-    def _skips(cursor: Cursor, step: Step) -> bool:
+    def _has_step(cursor: Cursor, step: Step) -> bool:
+        """Whether the hop behind ``cursor`` is a survivor that has computed the step."""
         return cursor.applied > 0 and (step.replay or step.seq <= cursor.applied)
 
-    def _fold(self, step: Step) -> None:
-        self._folded = max(self._folded, step.seq)
-        if self._sequences is None:
-            self._hold()
+    def _compact(self, step: Step) -> None:
+        """Move a step, the oldest pending one, to the compacted part."""
+        self._compacted = max(self._compacted, step.seq)
+        if self._buffers is None:
+            self._resize_reservation()
             return
-        before = dict(self._sequences)
+        before = dict(self._buffers)
         for row, values in zip(step.rows, step.split(), strict=True):
-            sequence = before.get(row.source) or _Sequence()
+            buffer = before.get(row.source) or _SequenceBuffer()
             if row.rewrite:
-                sequence = sequence.prefix(row.start)
-            sequence.append(values)
-            self._sequences[row.sequence] = sequence
-        self._folded_bytes = sum(sequence.nbytes for sequence in self._sequences.values())
-        self._hold()
+                buffer = buffer.prefix(row.start)
+            buffer.append(values)
+            self._buffers[row.sequence] = buffer
+        self._compacted_bytes = sum(buffer.nbytes for buffer in self._buffers.values())
+        self._resize_reservation()
 
-    def _hold(self) -> None:
-        """Hold as much as there is now. The folded part goes where there is no room for it."""
+    def _resize_reservation(self) -> None:
+        """Reserve the present size. Drops the compacted part if its bytes do not fit; raises if pending steps do not fit either."""
         try:
-            self._room.resize(self.nbytes)
+            self._reservation.resize(self.nbytes)
         except ResourceLimitReached:
-            self._sequences, self._folded_bytes = None, 0
-            self._room.resize(self.nbytes)
+            self._buffers, self._compacted_bytes = None, 0
+            self._reservation.resize(self.nbytes)
 
-    def _snapshot(self, sequences: Mapping[int, _Sequence]) -> Iterator[Step]:
-        """Replay steps that rebuild the folded part. They are views taken now: later folding does not move them."""
+    def _replay_steps(self, buffers: Mapping[int, _SequenceBuffer]) -> Iterator[Step]:
+        """Replay steps that rebuild the compacted part as it is now: views that later compaction does not change."""
         parts = [
             (
-                Row(number, start, min(REPLAY_POSITIONS, sequence.length - start), 0, number),
-                sequence.values(sequence.length)[start:],
+                Row(number, start, min(REPLAY_POSITIONS, buffer.length - start), 0, number),
+                buffer.values(buffer.length)[start:],
             )
-            for number, sequence in sequences.items()
-            for start in range(0, sequence.length, REPLAY_POSITIONS)
+            for number, buffer in buffers.items()
+            for start in range(0, buffer.length, REPLAY_POSITIONS)
         ]
-        seqs = [0] * (len(parts) - 1) + [self._folded]
+        seqs = [0] * (len(parts) - 1) + [self._compacted]
         steps = [
             Step(seq=seq, rows=(row,), values=values[: row.count], acked=seq, replay=True)
             for seq, (row, values) in zip(seqs, parts, strict=False)

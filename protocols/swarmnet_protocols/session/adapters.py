@@ -1,11 +1,11 @@
-"""Adapters: a client's own small parameters in the blocks that hosts compute for it, and the parts hosts hold of them.
+"""Adapters: a client's LoRA pairs and prefixes for the blocks that hosts compute, and the parts of them that hosts keep.
 
-An adapter is tensors by name, blocks numbered as in the whole model:
+An adapter is tensors by name, with blocks numbered as in the whole model:
 
-- ``{block}.{module}.down`` [rank, inputs] and ``{block}.{module}.up`` [outputs, rank] add ``x @ down.T @ up.T`` to what the linear
-  module makes of ``x`` (LoRA, arXiv:2106.09685, section 4.1; ``up`` holds the scaling);
-- ``{block}.prefix.key`` and ``{block}.prefix.value`` [key heads, n, head size] are n positions that every sequence begins with
-  (P-tuning v2, arXiv:2110.07602, section 3.2): its tokens are numbered from n.
+- ``{block}.{module}.down`` [rank, inputs] and ``{block}.{module}.up`` [outputs, rank] add ``x @ down.T @ up.T`` to the output of
+  the linear module for ``x`` (LoRA, arXiv:2106.09685, section 4.1; ``up`` includes the scaling);
+- ``{block}.prefix.key`` and ``{block}.prefix.value`` [key heads, n, head size] are those of n positions before the first token
+  (P-tuning v2, arXiv:2110.07602, section 3.2): tokens are numbered from n.
 
 A part is a safetensors file with the tensors of one span of blocks, named by its SHA-256.
 """
@@ -25,7 +25,7 @@ from swarmnet_protocols.errors import ConfigError, ProtocolViolation
 MAX_RANK = 256
 MAX_PREFIX_POSITIONS = 512
 MAX_HEADER_BYTES = 1 << 20
-"""Of a part: what it takes to name the tensors of a few hundred blocks."""
+"""Bytes of a part's safetensors header at most: enough for the tensors of a few hundred blocks."""
 
 _NAME = re.compile(r"(0|[1-9][0-9]{0,4})\.(?:prefix\.(key|value)|([A-Za-z0-9_.]{1,200})\.(down|up))")
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -33,7 +33,7 @@ _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 @dataclass
 class BlockTensors:
-    """What an adapter has for one block: (down, up) of linear modules by their path in the layer, and a prefix's (key, value)."""
+    """An adapter's tensors for one block: (down, up) of linear modules by path in the layer, and (key, value) of a prefix."""
 
     pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     prefix: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -41,17 +41,17 @@ class BlockTensors:
 
 @dataclass(frozen=True)
 class AdapterPart:
-    """The file for one span of blocks, and its SHA-256."""
+    """The safetensors file for one span of blocks, and its SHA-256."""
 
     data: bytes = field(repr=False)
     hash: bytes
 
 
 class Adapter:
-    """Named tensors, as they were when the adapter was made: float32 on the CPU."""
+    """Copies of named tensors, in float32 on the CPU."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Raises ``ConfigError`` for what no host would take."""
+        """Raises ``ConfigError`` for tensors that no host would accept."""
         copies = {
             name: tensor.detach().to("cpu", torch.float32, copy=True, memory_format=torch.contiguous_format)
             for name, tensor in tensors.items()
@@ -61,20 +61,20 @@ class Adapter:
             check_finite(copies)
         except ProtocolViolation as error:
             raise ConfigError(
-                f"an adapter that hosts do not take: {error}", hint="train it again, or smaller"
+                f"an adapter that hosts do not accept: {error}", hint="train it again, or smaller"
             ) from None
         self.tensors: Mapping[str, torch.Tensor] = copies
         self._parts: dict[tuple[int, int], AdapterPart | None] = {}
 
     @property
     def prefix_positions(self) -> int:
-        """Positions that every sequence begins with."""
+        """Positions of the prefix; 0 without one."""
         return prefix_positions(self.blocks)
 
     def part(self, start: int, end: int) -> AdapterPart | None:
-        """What concerns blocks [start, end), None if nothing does. Computed once for a span.
+        """The part for blocks [start, end); None if the adapter has no tensors there. Computed once for each span.
 
-        Raises ``ConfigError`` for a prefix that some of the blocks lack.
+        Raises ``ConfigError`` if the adapter has a prefix, but not for all of the blocks.
         """
         if (start, end) not in self._parts:
             lacking = [n for n in range(start, end) if n not in self.blocks or self.blocks[n].prefix is None]
@@ -89,15 +89,15 @@ class Adapter:
 
 
 def block_of(name: str) -> int:
-    """The block of a tensor. Raises ``ProtocolViolation`` for a name that no tensor of an adapter has."""
+    """The block of a tensor. Raises ``ProtocolViolation`` unless the name is one of an adapter's."""
     return int(_match(name)[1])
 
 
 def by_block(tensors: Mapping[str, torch.Tensor]) -> dict[int, BlockTensors]:
-    """The tensors, which may be part of an autograd graph, sorted by what they do.
+    """The tensors, which may be part of an autograd graph, by block and purpose.
 
-    Raises ``ProtocolViolation`` for other names than those of this module, half a pair, shapes that contradict each other, a
-    rank or a prefix out of bounds. What the blocks are made of is not looked at.
+    Raises ``ProtocolViolation`` for other names than those of this module, half a pair, shapes that do not match, a
+    rank or a prefix that is too large. Whether the model has such modules is not checked.
     """
     blocks: defaultdict[int, BlockTensors] = defaultdict(BlockTensors)
     for name, tensor in tensors.items():
@@ -115,7 +115,7 @@ def by_block(tensors: Mapping[str, torch.Tensor]) -> dict[int, BlockTensors]:
 
 
 def prefix_positions(blocks: Mapping[int, BlockTensors]) -> int:
-    """Positions of the prefixes of all blocks. Raises ``ProtocolViolation`` when they differ."""
+    """Positions of the prefix in every block. Raises ``ProtocolViolation`` if blocks differ."""
     lengths = {block.prefix[0].shape[1] for block in blocks.values() if block.prefix is not None}
     if len(lengths) > 1:
         raise ProtocolViolation(f"prefixes of {min(lengths)} and of {max(lengths)} positions")
@@ -123,17 +123,14 @@ def prefix_positions(blocks: Mapping[int, BlockTensors]) -> int:
 
 
 def check_finite(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise ``ProtocolViolation`` for a tensor with values that are not finite."""
+    """Raise ``ProtocolViolation`` if any value is not finite."""
     for name, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
             raise ProtocolViolation(f"{name} has values that are not finite")
 
 
 def read_part(data: bytes) -> dict[str, torch.Tensor]:
-    """The tensors of a part from the network, on the CPU, finite, for all that ``by_block`` demands.
-
-    Raises ``ProtocolViolation`` for anything else.
-    """
+    """The tensors of a part from a peer, on the CPU. Raises ``ProtocolViolation`` unless they are finite and ``by_block`` accepts them."""
     if int.from_bytes(data[:8], "little") > MAX_HEADER_BYTES:
         raise ProtocolViolation(f"an adapter whose header has more than {MAX_HEADER_BYTES} bytes")
     try:

@@ -1,4 +1,9 @@
-"""Feeding one downstream hop from an activation log: the same code in a host and in the client."""
+"""Links: how a hop, or the client, sends its steps to the next hop.
+
+The sender opens a link stream and names the client's session there and the epoch of the chain. The next hop answers with the last step
+that it has computed, and :class:`LinkSender` sends every later one from the activation log: first what the hop lacks, then each step as
+it is added.
+"""
 
 import asyncio
 import contextlib
@@ -23,7 +28,7 @@ _Link = TypedStream[pb.LinkRequest, pb.LinkReply]
 
 @dataclass(frozen=True)
 class NextHop:
-    """The next hop: the client's session there, and the epoch under which the link to it is made."""
+    """Where a link goes: the next hop, the client's session there, and the epoch of the chain."""
 
     peer: PeerId
     addresses: tuple[str, ...]
@@ -33,19 +38,22 @@ class NextHop:
 
 @dataclass
 class Outbox:
-    """A log with the news that it grew. One feeder at a time waits for it."""
+    """An activation log, and an event that is set when it grows. One ``LinkSender`` at a time waits for that."""
 
     log: ActivationLog
-    news: asyncio.Event
+    appended: asyncio.Event
 
     def append(self, step: Step) -> None:
         self.log.append(step)
-        self.news.set()
+        self.appended.set()
 
 
 @dataclass(frozen=True)
 class LinkSender:
-    """How a hop sends on: ``render`` turns a logged step into one whose values are [P, D]."""
+    """Sends the steps of an outbox to the next hop.
+
+    ``render`` turns a logged step into one whose values are [P, D]; the client logs token ids. ``wire`` is the dtype that is sent.
+    """
 
     transport: Transport
     outbox: Outbox
@@ -54,11 +62,12 @@ class LinkSender:
     render: Callable[[Step], Step] = lambda step: step
 
     async def run(self, target: NextHop) -> NoReturn:
-        """Link to ``target``, send it whatever it lacks, then every new step as it comes.
+        """Link to ``target``, send the steps it lacks, then every new step, until cancelled.
 
-        Ends only with an error: the link could not be made, ended twice, fell silent, or was refused; or it is cancelled.
+        Raises what opening a stream raises, ``Refused``, ``DeadlineExceeded`` if the next hop falls silent, ``StreamEnded`` if the link ends
+        twice, and what ``ActivationLog.attach`` and ``next`` raise.
         """
-        with contextlib.suppress(StreamEnded):  # a connection may be reset while both ends are well
+        with contextlib.suppress(StreamEnded):  # a connection can be reset although both peers are alive
             await self._feed(target)
         await self._feed(target)
         raise ProtocolViolation("a link ended without a reason")
@@ -78,7 +87,7 @@ class LinkSender:
             stream.close()
 
     async def _linked(self, link: _Link) -> int:
-        """The last step that the next hop has computed."""
+        """Wait until the next hop accepts the link; returns the last step that it has computed."""
         while True:
             reply, _ = await link.receive()
             if reply.HasField("linked"):
@@ -92,8 +101,8 @@ class LinkSender:
         while True:
             step = self.outbox.log.next(cursor)
             if step is None:
-                self.outbox.news.clear()
-                await self.outbox.news.wait()
+                self.outbox.appended.clear()
+                await self.outbox.appended.wait()
                 continue
             message, payload = encode_step(self.render(step), self.wire)
             await link.send(pb.LinkRequest(step=message), payload)

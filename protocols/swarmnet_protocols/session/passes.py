@@ -1,6 +1,6 @@
-"""Passes: whole sequences through some blocks, forward or backward. Their bounds and their tensors.
+"""Passes: whole sequences through some blocks, forward or backward, for training. Their limits, and how their tensors are sent.
 
-Shape legend: P positions of all sequences of a pass together, D hidden size.
+Shapes: P positions of all sequences of a pass together, D hidden size.
 """
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -14,41 +14,44 @@ from swarmnet_protocols.session.steps import decode_tensor, encode_tensor, wire_
 from swarmnet_protocols.wire import session_pb2 as pb
 
 MAX_POSITIONS = 1024
-"""In one pass, and so in one sequence, each with its prefix. A token of somebody's session may have to wait for all of these."""
+"""Positions of one pass at most, including the prefix of each sequence. A step of another client's session may wait for the whole pass."""
 MAX_SEQUENCES = 256
+"""Sequences of one pass at most."""
 
 NextPart = Callable[[], Awaitable[tuple[pb.Part, Buffer]]]
+"""Receives the next part of a tensor and its payload."""
 
 
 def check_counts(counts: Sequence[int]) -> None:
-    """Raise ``ProtocolViolation`` unless these may be the lengths of a pass's sequences. ``MAX_POSITIONS`` is not looked at."""
+    """Raise ``ProtocolViolation`` unless ``counts`` can be the lengths of a pass's sequences. ``MAX_POSITIONS`` is not checked."""
     if not 1 <= len(counts) <= MAX_SEQUENCES or min(counts) < 1:
         raise ProtocolViolation(f"a pass of {len(counts)} sequences, or one without positions")
 
 
 def split_tensor(values: torch.Tensor) -> Iterator[tuple[pb.Part, memoryview]]:
-    """The parts of a CPU tensor [P, D], each as large as a message may be."""
+    """The messages for a CPU tensor [P, D], each as large as a message may be."""
     for piece in torch.split(values, _positions_in_part(values.shape[1], values.dtype)):
         tensor, payload = encode_tensor(piece)
         yield pb.Part(tensor=tensor), payload
 
 
 def pack_tensors(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """All numbers of tensors in the order of their names: float32 [numbers, 1]."""
+    """All values of tensors in the order of their names: float32 [values, 1]."""
     return torch.cat([tensors[name].flatten().float() for name in sorted(tensors)])[:, None]
 
 
-def unpack_tensors(column: torch.Tensor, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors of the names and shapes of ``like``, from what ``pack_tensors`` made of them."""
+def unpack_tensors(packed: torch.Tensor, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The inverse of ``pack_tensors``, for tensors with the names and shapes of ``like``."""
     names = sorted(like)
-    parts = torch.split(column[:, 0], [like[name].numel() for name in names])
+    parts = torch.split(packed[:, 0], [like[name].numel() for name in names])
     return {name: part.view(like[name].shape) for name, part in zip(names, parts, strict=True)}
 
 
 async def receive_tensor(next_part: NextPart, *, positions: int, hidden_size: int) -> torch.Tensor:
-    """A finite tensor [positions, hidden_size] from parts as ``split_tensor`` makes them.
+    """A finite tensor [positions, hidden_size] from the messages of ``split_tensor``.
 
-    Memory grows with what has come. Raises ``ProtocolViolation`` for other parts, and what ``next_part`` raises.
+    Memory grows with what has arrived, not with what was announced. Raises ``ProtocolViolation`` for other messages, and what
+    ``next_part`` raises.
     """
     pieces = []
     left = positions

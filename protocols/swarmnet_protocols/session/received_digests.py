@@ -1,6 +1,7 @@
-"""What a hop can say of the positions it received: digests that show whether it is what its upstream sent. No I/O.
+"""Digests of the positions that a hop received, which show in an audit whether its upstream sent what it says. No I/O.
 
-The first positions of every lane are enough: what a hop computes at a position depends on none that come after it.
+Only the first positions of each sequence are digested: what a hop computes at a position depends on no later one, so an audit can
+compute the first positions again without the rest.
 """
 
 import hashlib
@@ -11,16 +12,17 @@ from swarmnet_protocols.net.resources import Reservation, ResourceLimitReached
 from swarmnet_protocols.session.steps import Step, encode_tensor
 
 MAX_DIGEST_POSITIONS = 256
-"""Positions of a lane that a hop is asked for at most."""
+"""Positions of a sequence that are digested, and that an audit asks for, at most."""
 DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 def digest(values: torch.Tensor) -> bytes:
-    """What stands for a CPU tensor [P, D] as it goes over the wire: 32 bytes."""
-    return hashlib.sha256(_each(values)).digest()
+    """SHA-256 over the SHA-256 of each position of a CPU tensor [P, D], in the form that is sent."""
+    return hashlib.sha256(_position_digests(values)).digest()
 
 
-def _each(values: torch.Tensor) -> bytes:
+def _position_digests(values: torch.Tensor) -> bytes:
+    """The SHA-256 of each position, one after another."""
     _, payload = encode_tensor(values)
     size = len(payload) // max(1, len(values))
     return b"".join(
@@ -29,36 +31,38 @@ def _each(values: torch.Tensor) -> bytes:
 
 
 class ReceivedDigests:
-    """Digests of the first positions of every lane, ``MAX_DIGEST_POSITIONS`` at most. Their bytes are held in ``room``; without room it has none."""
+    """Digests of the first ``MAX_DIGEST_POSITIONS`` positions of each sequence of a session."""
 
-    def __init__(self, room: Reservation) -> None:
-        self._room = room
+    def __init__(self, reservation: Reservation) -> None:
+        """The digests' bytes count in ``reservation``. If its limit is reached, all digests are dropped."""
+        self._reservation = reservation
         self._sequences: dict[int, bytes] | None = {}
 
     def add(self, step: Step) -> None:
-        """Note a step that was applied."""
+        """Add the positions of a step that was applied."""
         if self._sequences is None:
             return
         before = dict(self._sequences)
         for row, values in zip(step.rows, step.split(), strict=True):
             if row.start < MAX_DIGEST_POSITIONS:
                 kept = before.get(row.source, b"")[: row.start * DIGEST_BYTES]
-                self._sequences[row.sequence] = kept + _each(values[: MAX_DIGEST_POSITIONS - row.start])
+                added = _position_digests(values[: MAX_DIGEST_POSITIONS - row.start])
+                self._sequences[row.sequence] = kept + added
             elif row.source != row.sequence:
                 self._sequences[row.sequence] = before.get(row.source, b"")
         try:
-            self._room.resize(sum(map(len, self._sequences.values())))
+            self._reservation.resize(sum(map(len, self._sequences.values())))
         except ResourceLimitReached:
             self._sequences = None
-            self._room.resize(0)
+            self._reservation.resize(0)
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Start again without any positions."""
         self._sequences = {}
-        self._room.resize(0)
+        self._reservation.resize(0)
 
     def digest(self, sequence: int, count: int) -> bytes:
-        """Of the first ``count`` positions of a lane, as ``digest`` has it. Empty where they are not here."""
+        """What ``digest`` returns for the first ``count`` positions of a sequence; empty if they are not known."""
         known = (self._sequences or {}).get(sequence, b"")[: count * DIGEST_BYTES]
         if count < 1 or len(known) < count * DIGEST_BYTES:
             return b""

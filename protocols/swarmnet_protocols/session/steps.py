@@ -1,6 +1,6 @@
-"""Steps: the unit that travels down a chain, its wire form, and the rules for the positions it may touch.
+"""Steps: the unit that travels down a chain, its encoding, and the rules for its positions.
 
-Shape legend: P positions of all rows of a step together, D hidden size.
+A step has one row for each sequence it extends. Shapes: P positions of all rows of a step together, D hidden size.
 """
 
 from collections.abc import Mapping
@@ -13,8 +13,11 @@ from swarmnet_protocols.net import Buffer
 from swarmnet_protocols.wire import session_pb2 as pb
 
 MAX_ROWS = 256
+"""Rows of one step at most."""
 MAX_SEQUENCE = 1 << 16
+"""The largest number of a sequence."""
 MAX_POSITION = 1 << 24
+"""Positions of one sequence at most."""
 
 _DTYPES: dict[int, torch.dtype] = {
     pb.DTYPE_FLOAT32: torch.float32,
@@ -26,11 +29,11 @@ _WIRE = {dtype: code for code, dtype in _DTYPES.items()}
 
 @dataclass(frozen=True)
 class Row:
-    """New positions [start, start + count) of one lane.
+    """New positions [start, start + count) of one sequence.
 
-    The lane is first set to the first ``start`` positions of ``source``, as they were before the step. Where that drops positions or
-    takes them from another lane, ``rewrite`` must say so. The client wants the outputs of the last ``outputs`` positions, and of the
-    ``first`` ones.
+    The sequence is first set to the first ``start`` positions of ``source``, as they were before the step: of itself, or of another
+    sequence that it is forked from. ``rewrite`` must be true if that drops positions or takes another sequence's. The client wants the
+    outputs of the first ``first`` and the last ``outputs`` positions.
     """
 
     sequence: int
@@ -43,17 +46,22 @@ class Row:
 
     @property
     def wanted(self) -> int:
-        """How many outputs the client wants."""
+        """The number of outputs that the client wants."""
         return self.first + self.outputs
 
     @property
     def end(self) -> int:
+        """Positions of the sequence after the step."""
         return self.start + self.count
 
 
 @dataclass(frozen=True)
 class Step:
-    """Rows with their values [P, D], in the order of the rows (a client's own log holds token ids [P])."""
+    """Rows and their values [P, D], in the order of the rows; in the client's log token ids [P].
+
+    ``seq`` counts the steps of a session from 1. ``acked`` is the last step whose outputs the client has. ``replay`` marks a part of a
+    log that rebuilds a fresh hop.
+    """
 
     seq: int
     rows: tuple[Row, ...]
@@ -62,6 +70,7 @@ class Step:
     replay: bool = False
 
     def with_values(self, values: torch.Tensor) -> "Step":
+        """The step with other values, for instance its outputs."""
         return replace(self, values=values)
 
     @property
@@ -69,11 +78,11 @@ class Step:
         return sum(row.count for row in self.rows)
 
     def split(self) -> tuple[torch.Tensor, ...]:
-        """The values row by row: [count, D] each."""
+        """The values of each row, [count, D]."""
         return torch.split(self.values, [row.count for row in self.rows])
 
     def wanted(self) -> torch.Tensor:
-        """The values of the positions the client wants back, row after row."""
+        """The values of the positions that the client wants, row after row."""
         parts = []
         for row, part in zip(self.rows, self.split(), strict=True):
             parts += [part[: row.first], part[row.count - row.outputs :]]
@@ -81,40 +90,40 @@ class Step:
 
 
 def check_rows(rows: tuple[Row, ...], lengths: Mapping[int, int]) -> None:
-    """Refuse a step that leaves a gap, overlaps unasked, or names a lane twice.
+    """Raise ``ProtocolViolation`` for a step that leaves a gap, rewrites positions without saying so, or names a sequence twice.
 
-    ``lengths`` gives the positions every lane holds before the step. Raises ``ProtocolViolation``.
+    ``lengths`` has the positions of each sequence before the step.
     """
     if len({row.sequence for row in rows}) != len(rows):
-        raise ProtocolViolation("a step names a lane twice")
+        raise ProtocolViolation("a step names a sequence twice")
     for row in rows:
         held = lengths.get(row.source, 0)
         if row.start > held:
             raise ProtocolViolation(
-                f"gap: lane {row.source} holds {held} positions, the step starts at {row.start}"
+                f"gap: sequence {row.source} has {held} positions, the step starts at {row.start}"
             )
         appends = row.source == row.sequence and row.start == held
         if not appends and not row.rewrite:
             raise ProtocolViolation(
-                f"overlap: lane {row.sequence} would be rewritten from {row.start} unasked"
+                f"overlap: sequence {row.sequence} would be rewritten from {row.start}, which the row does not say"
             )
 
 
 def wire_dtype(code: int) -> torch.dtype:
-    """The element type a peer named, or ``ProtocolViolation``."""
+    """The dtype of a code from a peer. Raises ``ProtocolViolation`` for an unknown one."""
     dtype = _DTYPES.get(code)
     if dtype is None:
-        raise ProtocolViolation(f"unknown element type {code}")
+        raise ProtocolViolation(f"unknown dtype {code}")
     return dtype
 
 
 def wire_code(dtype: torch.dtype) -> "pb.DType":
-    """How an element type is named on the wire."""
+    """The code of a dtype."""
     return _WIRE[dtype]  # type: ignore[return-value]
 
 
 def encode_tensor(values: torch.Tensor) -> tuple[pb.Tensor, memoryview]:
-    """Header and raw bytes of a CPU tensor [P, D]."""
+    """Header and payload of a CPU tensor [P, D]. The payload shares the memory of a contiguous tensor."""
     contiguous = values.detach().contiguous()
     header = pb.Tensor(dtype=wire_code(contiguous.dtype), shape=list(contiguous.shape))
     if contiguous.numel() == 0:
@@ -123,9 +132,9 @@ def encode_tensor(values: torch.Tensor) -> tuple[pb.Tensor, memoryview]:
 
 
 def decode_tensor(header: pb.Tensor, payload: Buffer, *, positions: int, hidden_size: int) -> torch.Tensor:
-    """The tensor [positions, hidden_size] that ``header`` announces, or ``ProtocolViolation``.
+    """The tensor [positions, hidden_size] of a header and payload from a peer. Raises ``ProtocolViolation`` for any other shape or size.
 
-    The payload is already in memory and bounded by its frame; nothing is allocated from what the header claims.
+    The payload is in memory and bounded by its frame; nothing is allocated because a header claims it.
     """
     dtype = wire_dtype(header.dtype)
     _check_shape(header, [positions, hidden_size])
@@ -139,11 +148,11 @@ def decode_tensor(header: pb.Tensor, payload: Buffer, *, positions: int, hidden_
 
 def _check_shape(header: pb.Tensor, expected: list[int]) -> None:
     if list(header.shape) != expected:
-        raise ProtocolViolation(f"a tensor of shape {list(header.shape)[:8]} where {expected} belongs")
+        raise ProtocolViolation(f"a tensor of shape {list(header.shape)[:8]} instead of {expected}")
 
 
 def encode_step(step: Step, dtype: torch.dtype) -> tuple[pb.Step, memoryview]:
-    """The wire form of a step whose values are [P, D]."""
+    """Message and payload of a step whose values are [P, D], sent as ``dtype``."""
     tensor, payload = encode_tensor(step.values.to(dtype))
     rows = [
         pb.Row(
@@ -161,7 +170,7 @@ def encode_step(step: Step, dtype: torch.dtype) -> tuple[pb.Step, memoryview]:
 
 
 def decode_step(message: pb.Step, payload: Buffer, *, hidden_size: int) -> Step:
-    """A step from the wire, every number bounded, or ``ProtocolViolation``. Position rules are ``check_rows``'."""
+    """A step from a peer. Raises ``ProtocolViolation`` if a number is out of range; ``check_rows`` checks the positions."""
     if not 1 <= len(message.rows) <= MAX_ROWS:
         raise ProtocolViolation(f"a step of {len(message.rows)} rows")
     rows = tuple(
@@ -170,7 +179,7 @@ def decode_step(message: pb.Step, payload: Buffer, *, hidden_size: int) -> Step:
     )
     for row in rows:
         if row.sequence > MAX_SEQUENCE or row.source > MAX_SEQUENCE:
-            raise ProtocolViolation(f"lane {max(row.sequence, row.source)} is out of range")
+            raise ProtocolViolation(f"sequence {max(row.sequence, row.source)} is out of range")
         if row.count < 1 or row.end > MAX_POSITION or row.wanted > row.count:
             raise ProtocolViolation(f"a row of {row.count} positions from {row.start}, {row.wanted} wanted")
     if message.replay and any(row.wanted for row in rows):

@@ -1,4 +1,4 @@
-"""Jobs and their workers in the directory: where a job is found by its id, and who trains it now."""
+"""DHT records of a job: the sealed job under its id, and the workers that train it."""
 
 from dataclasses import dataclass
 
@@ -14,17 +14,19 @@ from swarmnet_protocols.training.rosters import MAX_ADDRESSES, Candidate
 from swarmnet_protocols.wire import workers_pb2 as pb
 
 PROTOCOL = 1
-"""Version of workers.proto that this software speaks."""
+"""Version of the records in workers.proto. Records of other versions are ignored."""
 MAX_PUBLISHED_BYTES = 12 << 10
-"""Of a sealed job: it has to fit a record."""
+"""Upper bound on a sealed job, so that it fits a DHT record."""
 JOB_LIFETIME_S = 24 * 3600.0
+"""Every worker of a job publishes it again, so a job outlives its creator by a day."""
 WORKER_LIFETIME_S = 60.0
+"""Workers announce themselves every 20 s: two announcements may be lost."""
 HASH_BYTES = 32
 
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """What a worker says of itself: ``round`` is the next one it takes part in, ``state`` what that starts from."""
+    """A worker's record: its addresses, its next round, and the id of the state that this round starts from."""
 
     peer: PeerId
     addresses: tuple[str, ...]
@@ -33,11 +35,12 @@ class WorkerInfo:
 
     @property
     def member(self) -> Candidate:
+        """The worker as a candidate for a roster."""
         return Candidate(self.peer, self.addresses)
 
 
 async def publish_job(directory: Directory, sealed: bytes) -> None:
-    """Store a sealed job under its id, for a day; every worker of it prolongs that. Raises ``ConfigError`` if it is too large."""
+    """Publish a sealed job under its id, for a day. Raises ``ConfigError`` if it is larger than ``MAX_PUBLISHED_BYTES``."""
     if len(sealed) > MAX_PUBLISHED_BYTES:
         raise ConfigError(
             f"the job has {len(sealed)} bytes, {MAX_PUBLISHED_BYTES} fit a record",
@@ -48,7 +51,7 @@ async def publish_job(directory: Directory, sealed: bytes) -> None:
 
 
 async def find_job(directory: Directory, job_id: str) -> tuple[SealedJob, bytes]:
-    """The job with this id, and its sealed form. Raises ``Unreachable`` if nobody has it, ``ConfigError`` if what is there is refused."""
+    """The job with this id, and its sealed form. Raises ``Unreachable`` if there is no record of it, ``ConfigError`` if this version refuses the job."""
     refused: ConfigError | None = None
     for record in await directory.lookup(_job_topic(job_id)):
         try:
@@ -64,12 +67,13 @@ async def find_job(directory: Directory, job_id: str) -> tuple[SealedJob, bytes]
     if refused is not None:
         raise refused
     raise Unreachable(
-        f"nobody in this swarm knows the job {job_id[:16]}…",
+        f"no peer in this swarm has the job {job_id[:16]}…",
         hint="check the id and the bootstrap address; a job is kept by its workers, and for a day after `train create`",
     )
 
 
 async def publish_worker(directory: Directory, job_id: str, info: WorkerInfo) -> None:
+    """Publish this worker's record for ``WORKER_LIFETIME_S``."""
     record = pb.WorkerRecord(
         job=bytes.fromhex(job_id),
         round=info.round,
@@ -82,7 +86,7 @@ async def publish_worker(directory: Directory, job_id: str, info: WorkerInfo) ->
 
 
 async def find_workers(directory: Directory, job_id: str) -> list[WorkerInfo]:
-    """Everybody who credibly says to train the job, in the order of peer ids."""
+    """The workers with a valid record for the job, in the order of peer ids."""
     found = []
     for record in await directory.lookup(f"train/{job_id}"):
         try:

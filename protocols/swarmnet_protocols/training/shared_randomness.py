@@ -1,4 +1,4 @@
-"""Random directions that every machine draws alike, any part of them alone: a bit of a counter-based generator each."""
+"""Shared randomness: random sign vectors from a counter-based generator, equal on every machine, of which any part can be drawn alone."""
 
 import numpy as np
 import torch
@@ -13,15 +13,15 @@ _LOW = np.uint64(UINT32_END - 1)
 _HALF = np.uint64(32)
 
 _BLOCK = 128
-"""Signs of one counter: the bits of four words."""
+"""Signs from one counter value: the bits of four 32-bit words."""
 _CHUNK_BLOCKS = 1 << 12
-"""Blocks at a time, so that the intermediates stay in the cache."""
+"""Blocks computed at a time, so that intermediates stay in the processor's cache."""
 
 
 def philox4x32(counters: NDArray[np.uint64], key: tuple[int, int]) -> NDArray[np.uint64]:
-    """Philox4x32-10 of ``counters`` [4, n] under ``key``: [4, n], all 32-bit words in uint64.
+    """Philox4x32-10 of ``counters`` [4, n] under ``key``; returns [4, n]. All values are 32-bit words in uint64.
 
-    Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+    Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011, section 3.3.
     """
     words = list(counters)
     for round in range(_ROUNDS):
@@ -37,19 +37,19 @@ def philox4x32(counters: NDArray[np.uint64], key: tuple[int, int]) -> NDArray[np
 
 
 def add_signs(values: torch.Tensor, scale: float, seed: int, stream: tuple[int, int], start: int = 0) -> None:
-    """values <- values + scale z in place, float32 [n] on any device, ``scale`` taken as float32.
+    """values <- values + scale z in place: float32 [n] on any device, ``scale`` rounded to float32.
 
-    z is elements [start, start + n) of the sequence of random signs that ``seed`` and ``stream`` name. Element i is bit i % 32 of
-    word i // 32 % 4 of the Philox block i // 128: 0 for 1 and 1 for -1. So z is exact, and the sum is one IEEE addition: the
-    same bits on every machine. z is never held whole.
+    z is elements [start, start + n) of the sequence of random signs named by ``seed`` (64 bits) and ``stream`` (two 32-bit numbers): element i is
+    bit i % 32 of word i // 32 % 4 of Philox block i // 128, where 0 stands for 1 and 1 for -1. z is exact and the sum is one IEEE
+    addition, so every machine gets the same bits. z is never held whole.
 
-    Raises ``ValueError`` unless the seed is a 64-bit and each of ``stream`` a 32-bit number.
+    Raises ``ValueError`` for a seed, stream or element out of range.
     """
     end = start + len(values)
     if not 0 <= seed < UINT32_END**2 or not all(0 <= word < UINT32_END for word in stream):
         raise ValueError(f"seed {seed} or stream {stream} out of range")
     if not 0 <= start <= end <= UINT32_END**2:
-        raise ValueError(f"no elements [{start}, {end})")
+        raise ValueError(f"elements [{start}, {end}) are out of range")
     of_byte = _signs_of_bytes().mul_(scale).to(values.device)
     last = -(-end // _BLOCK)
     for block in range(start // _BLOCK, last, _CHUNK_BLOCKS):
@@ -61,13 +61,13 @@ def add_signs(values: torch.Tensor, scale: float, seed: int, stream: tuple[int, 
 
 
 def _signs_of_bytes() -> torch.Tensor:
-    """[256, 8] float32: the signs that the bits of each byte stand for, the lowest bit first."""
+    """The signs of the bits of each byte value, lowest bit first: float32 [256, 8]."""
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
     return torch.from_numpy(1 - 2 * bits.astype(np.float32))
 
 
 def _random_bytes(seed: int, stream: tuple[int, int], first: int, last: int) -> torch.Tensor:
-    """The 16 bytes of each block [first, last), uint8: its four words, the lowest byte first."""
+    """The bytes of blocks [first, last), 16 each: four little-endian words, uint8."""
     blocks = np.arange(first, last, dtype=np.uint64)
     counters = np.empty((4, len(blocks)), dtype=np.uint64)
     counters[0] = blocks & _LOW

@@ -1,7 +1,7 @@
-"""Handing the state of a job to a newcomer or a laggard: by hash, in chunks, from several peers at once.
+"""State transfer: a newcomer, or a worker that was away, downloads a job's state by hash, in chunks, from several workers at once.
 
-The id of a state is the hash of its chunks' hashes, so every chunk is checked on its own and it does not matter who sent it. A
-source that sends a wrong byte is dropped and named; its chunks come from the others.
+The id of a state is the SHA-256 of its size and its chunks' hashes, so every chunk is verified on its own, whichever worker sent it. A source that
+sends wrong bytes is dropped and named; its chunks are fetched from the others.
 """
 
 import asyncio
@@ -13,47 +13,49 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from swarmnet_protocols.errors import IntegrityError, ProtocolViolation, SwarmnetError, Unreachable
-from swarmnet_protocols.net import Buffer, Message, PeerId, Stream, Transport
-from swarmnet_protocols.net.messages import parse, receive_within, send_within
+from swarmnet_protocols.net import Buffer, PeerId, Stream, Transport
 from swarmnet_protocols.net.protocol_ids import STATE
 from swarmnet_protocols.net.refusal import printable
 from swarmnet_protocols.net.resources import Resource
+from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import workers_pb2 as pb
 
 CHUNK_BYTES = 1 << 20
 HASH_BYTES = 32
-ASKED_AHEAD = 2
-"""Chunks asked of a source at a time: while one is on its way the request for the next is there, and a long line stays full."""
+CHUNKS_IN_FLIGHT = 2
+"""Chunks requested from a source at a time, so that the next request is there when a chunk has been sent: the link stays busy."""
 KEPT_STATES = 2
-"""Whoever fetches a state when the next one is committed can finish. Nobody else keeps it in memory."""
+"""States in memory: the newest, and an older one only while a peer downloads it."""
 
 
 @dataclass(frozen=True)
 class StateManifest:
-    """What a state is made of: its size, and the SHA-256 of every chunk."""
+    """The size of a state in bytes, and the SHA-256 of every chunk."""
 
     size_bytes: int
     chunk_hashes: tuple[bytes, ...]
 
     @property
     def id(self) -> bytes:
+        """The state's id, 32 bytes."""
         return hashlib.sha256(struct.pack(">Q", self.size_bytes) + b"".join(self.chunk_hashes)).digest()
 
     def chunk_bytes(self, index: int) -> int:
+        """Size of one chunk: ``CHUNK_BYTES``, or less for the last."""
         return min(CHUNK_BYTES, self.size_bytes - index * CHUNK_BYTES)
 
 
 @dataclass(frozen=True)
 class PackedState:
-    """A state as bytes, in pieces that stay where they are: whoever packs it changes them no more."""
+    """A state as bytes in several pieces, which are not copied and must not be changed."""
 
     pieces: tuple[memoryview, ...]
     manifest: StateManifest
 
     @classmethod
     def of(cls, pieces: Iterable[Buffer]) -> "PackedState":
-        """Hashes all of it."""
+        """Hash ``pieces`` into a manifest."""
         views = tuple(memoryview(piece) for piece in pieces)
         size_bytes = sum(len(view) for view in views)
         hashes = []
@@ -66,15 +68,17 @@ class PackedState:
 
     @property
     def id(self) -> bytes:
+        """The state's id, 32 bytes."""
         return self.manifest.id
 
     def chunk(self, index: int) -> Buffer:
+        """The bytes of one chunk; copied only if they span pieces."""
         first, *others = _between(self.pieces, index * CHUNK_BYTES, (index + 1) * CHUNK_BYTES)
         return b"".join((first, *others)) if others else first
 
 
 def _between(pieces: Sequence[memoryview], start: int, end: int) -> list[memoryview]:
-    """The bytes [start, end) of all pieces."""
+    """The bytes [start, end) of the concatenated pieces."""
     ends = itertools.accumulate(len(piece) for piece in pieces)
     cut = [
         piece[max(0, start - stop + len(piece)) : max(0, end - stop + len(piece))]
@@ -85,12 +89,14 @@ def _between(pieces: Sequence[memoryview], start: int, end: int) -> list[memoryv
 
 @dataclass(frozen=True)
 class Source:
+    """A worker that may have a state."""
+
     peer: PeerId
     addresses: tuple[str, ...] = ()
 
 
 class StateServer:
-    """Serves the newest state of one job to whoever asks, and the one before it to whoever was fetching that."""
+    """Serves the newest state of one job, and an older one to peers that were already downloading it."""
 
     def __init__(self, transport: Transport, job: bytes, timing: Timing) -> None:
         self._transport = transport
@@ -100,11 +106,11 @@ class StateServer:
         self._fetched: dict[Stream, bytes] = {}
 
     async def serve(self) -> None:
-        """Answer until the transport closes."""
+        """Serve until the transport closes."""
         await self._transport.serve(STATE, self._answer)
 
     def offer(self, state: PackedState) -> bytes:
-        """Make ``state`` the newest; its id."""
+        """Make ``state`` the newest and return its id."""
         self._states.pop(state.id, None)
         self._states[state.id] = state
         self._forget()
@@ -117,47 +123,50 @@ class StateServer:
             del self._states[state]
 
     async def _answer(self, stream: Stream) -> None:
+        typed = TypedStream(
+            stream,
+            pb.StateReply,
+            pb.StateRequest,
+            silence_s=self._timing.client_silence_s,
+            send_s=self._timing.chunk_s,
+        )
         try:
             with stream.scope.reserve(Resource.TRANSFERS):
                 while True:
-                    message = await receive_within(stream, self._timing.client_silence_s)
-                    await self._reply(stream, parse(pb.StateRequest, message.header))
+                    request, _ = await typed.receive()
+                    await typed.send(*self._reply(stream, request))
         finally:
             if self._fetched.pop(stream, None) is not None:
                 self._forget()
 
-    async def _reply(self, stream: Stream, request: pb.StateRequest) -> None:
+    def _reply(self, stream: Stream, request: pb.StateRequest) -> tuple[pb.StateReply, Buffer]:
+        """The reply to a request and its payload."""
         state = self._states.get(request.state)
         if request.job != self._job or state is None:
-            refused = pb.StateRefused(reason="this state is not kept here")
-            await self._send(stream, Message(pb.StateReply(refused=refused).SerializeToString()))
-            return
+            return pb.StateReply(refused=pb.StateRefused(reason="this state is not kept here")), b""
         self._fetched[stream] = state.id
         manifest = state.manifest
         match request.WhichOneof("kind"):
             case "describe":
-                description = pb.StateReply(description=pb.Description(size_bytes=manifest.size_bytes))
-                await self._send(
-                    stream, Message(description.SerializeToString(), b"".join(manifest.chunk_hashes))
-                )
+                description = pb.Description(size_bytes=manifest.size_bytes)
+                return pb.StateReply(description=description), b"".join(manifest.chunk_hashes)
             case "fetch" if request.fetch.chunk < len(manifest.chunk_hashes):
-                chunk = pb.StateReply(chunk=pb.Chunk(index=request.fetch.chunk))
-                data = state.chunk(request.fetch.chunk)
-                await self._send(stream, Message(chunk.SerializeToString(), data))
+                index = request.fetch.chunk
+                return pb.StateReply(chunk=pb.Chunk(index=index)), state.chunk(index)
             case _:
                 raise ProtocolViolation("not a request for a part of a state")
 
-    async def _send(self, stream: Stream, message: Message) -> None:
-        await send_within(stream, message, self._timing.chunk_s)
+
+StateStream = TypedStream[pb.StateRequest, pb.StateReply]
 
 
 class StateDownload:
-    """One state on its way here. What has arrived stays when sources are lost: ``run`` may be called again with others."""
+    """The download of one state. Chunks that arrived are kept when sources are lost: ``run`` may be called again with other sources."""
 
     def __init__(self, job: bytes, state: bytes, *, max_bytes: int) -> None:
-        """``max_bytes``: the largest this state can be; nothing larger is allocated."""
+        """``max_bytes``: upper bound on the size of this state; a larger one is refused before memory is allocated."""
         self.dropped: dict[PeerId, str] = {}
-        """Sources that sent what is not this state, and what that was."""
+        """Sources that sent wrong data, and the error."""
         self._job = job
         self._state = state
         self._max_bytes = max_bytes
@@ -174,10 +183,10 @@ class StateDownload:
         timing: Timing,
         on_chunk: Callable[[int, int], None] = lambda done, total: None,
     ) -> bytearray:
-        """The state. ``on_chunk`` hears of chunks held and chunks in all.
+        """Download the state and return it. ``on_chunk`` is called with the number of chunks held and of all chunks.
 
-        Raises ``IntegrityError`` when all sources were dropped for what they sent, ``Unreachable`` when none of them is left
-        for another reason; both name the sources.
+        Raises ``IntegrityError`` if all sources sent wrong data, and ``Unreachable`` if no source is left for another reason; both
+        name the sources.
         """
         errors: dict[PeerId, SwarmnetError] = {}
 
@@ -197,7 +206,7 @@ class StateDownload:
             return self._data
         causes = "; ".join(f"{peer}: {reason}" for peer, reason in {**self.dropped, **errors}.items())
         kind = IntegrityError if self.dropped and not errors else Unreachable
-        raise kind(f"the state could not be fetched ({causes or 'nobody offers it'})")
+        raise kind(f"the state could not be fetched ({causes or 'no worker offers it'})")
 
     async def _take(
         self,
@@ -206,22 +215,23 @@ class StateDownload:
         timing: Timing,
         on_chunk: Callable[[int, int], None],
     ) -> None:
-        """Take chunks from one source until none is left to take."""
+        """Fetch chunks from one source until all chunks have arrived."""
         stream = await transport.open(
             source.peer, STATE, addresses=source.addresses, deadline_s=timing.open_s
         )
+        typed = StateStream(stream, pb.StateRequest, pb.StateReply, silence_s=timing.chunk_s)
         asked: deque[int] = deque()
         try:
-            manifest = await self._described(stream, timing)
+            manifest = await self._get_manifest(typed)
             while self._left:
-                while self._missing and len(asked) < ASKED_AHEAD:
+                while self._missing and len(asked) < CHUNKS_IN_FLIGHT:
                     asked.append(self._missing.popleft())
-                    await self._ask(stream, fetch=pb.Fetch(chunk=asked[-1]))
-                if not asked:  # the last ones are on their way from others, who may yet fail
+                    await typed.send(self._request(fetch=pb.Fetch(chunk=asked[-1])))
+                if not asked:  # the rest was requested from other sources, which may still fail
                     await self._done.wait()
                     self._done.clear()
                     continue
-                await self._take_chunk(stream, manifest, asked[0], timing)
+                await self._receive_chunk(typed, manifest, asked[0])
                 asked.popleft()
                 self._done.set()
                 self._left -= 1
@@ -229,49 +239,47 @@ class StateDownload:
         finally:
             self._missing.extend(asked)
             self._done.set()
-            stream.close()
+            typed.close()
 
-    async def _described(self, stream: Stream, timing: Timing) -> StateManifest:
+    async def _get_manifest(self, stream: StateStream) -> StateManifest:
         if self._manifest is not None:
             return self._manifest
-        await self._ask(stream, describe=pb.Describe())
-        message, reply = await self._answer(stream, timing)
-        size, hashes = reply.description.size_bytes, bytes(message.payload)
+        await stream.send(self._request(describe=pb.Describe()))
+        reply, payload = await self._receive(stream)
+        size, hashes = reply.description.size_bytes, bytes(payload)
         chunks = -(-size // CHUNK_BYTES)
         if not reply.HasField("description") or len(hashes) != chunks * HASH_BYTES:
-            raise IntegrityError("a description that does not describe its state")
+            raise IntegrityError("a description that does not fit its size")
         parts = tuple(hashes[start : start + HASH_BYTES] for start in range(0, len(hashes), HASH_BYTES))
         manifest = StateManifest(size, parts)
         if manifest.id != self._state:
             raise IntegrityError("the description of another state")
         if size > self._max_bytes:
-            raise IntegrityError(f"a state of {size} bytes, {self._max_bytes} were expected at most")
+            raise IntegrityError(f"a state of {size} bytes, at most {self._max_bytes} were expected")
         if self._manifest is None:
             self._manifest, self._data = manifest, bytearray(size)
             self._missing, self._left = deque(range(chunks)), chunks
         return self._manifest
 
-    async def _take_chunk(self, stream: Stream, manifest: StateManifest, index: int, timing: Timing) -> None:
-        message, reply = await self._answer(stream, timing)
+    async def _receive_chunk(self, stream: StateStream, manifest: StateManifest, index: int) -> None:
+        reply, payload = await self._receive(stream)
         good = (
             reply.HasField("chunk")
-            and len(message.payload) == manifest.chunk_bytes(index)
-            and hashlib.sha256(message.payload).digest() == manifest.chunk_hashes[index]
+            and len(payload) == manifest.chunk_bytes(index)
+            and hashlib.sha256(payload).digest() == manifest.chunk_hashes[index]
         )
         if not good:
-            raise IntegrityError(f"chunk {index} is not what its hash says")
+            raise IntegrityError(f"chunk {index} does not have its hash")
         start = index * CHUNK_BYTES
-        self._data[start : start + len(message.payload)] = message.payload
+        self._data[start : start + len(payload)] = payload
 
-    async def _ask(
-        self, stream: Stream, *, describe: pb.Describe | None = None, fetch: pb.Fetch | None = None
-    ) -> None:
-        request = pb.StateRequest(job=self._job, state=self._state, describe=describe, fetch=fetch)
-        await stream.send(Message(request.SerializeToString()))
+    def _request(
+        self, *, describe: pb.Describe | None = None, fetch: pb.Fetch | None = None
+    ) -> pb.StateRequest:
+        return pb.StateRequest(job=self._job, state=self._state, describe=describe, fetch=fetch)
 
-    async def _answer(self, stream: Stream, timing: Timing) -> tuple[Message, pb.StateReply]:
-        message = await receive_within(stream, timing.chunk_s)
-        reply = parse(pb.StateReply, message.header)
+    async def _receive(self, stream: StateStream) -> tuple[pb.StateReply, Buffer]:
+        reply, payload = await stream.receive()
         if reply.HasField("refused"):
             raise Unreachable(printable(reply.refused.reason))
-        return message, reply
+        return reply, payload

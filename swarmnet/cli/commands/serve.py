@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import resource
 import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -34,6 +33,7 @@ from swarmnet.swarm_file.entry import client_network
 from swarmnet.swarm_file.keys import API_KEY, read_secret
 from swarmnet_protocols.errors import ConfigError, SwarmnetError
 from swarmnet_protocols.joining.network import Network
+from swarmnet_protocols.machine.files import allow_open_files
 from swarmnet_protocols.machine.lean_imports import import_transformers
 from swarmnet_protocols.models import DEFAULT_MODEL, LocalModel, resolve
 from swarmnet_protocols.models.chat_template import prepare_rendering
@@ -46,6 +46,7 @@ DRAIN_S = 60.0
 """What runs when the command is told to stop has this long to end."""
 MAX_KEY_FILE_BYTES = 1 << 20
 MAX_FILES = 65536
+"""Limit on open files: each idle HTTP connection takes one, and the usual limit is 1024."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ def serve(  # noqa: PLR0913 - a command line, not an interface
         local = resolve(model, cache_dir=cache_dir or default_cache_dir(), progress=report)
     serving = _Serving(host, port, access, quota, max_concurrent, dtype, device, as_json, stop_on_eof)
     prepare_rendering()
-    _allow_many_connections()
+    allow_open_files(MAX_FILES)
     run_until_stopped(_serve(local, network, serving))
 
 
@@ -181,14 +182,6 @@ def _named(line: str, place: str) -> tuple[str, str]:
     """The name and the key of a line, which is found at ``place``."""
     name, colon, key = line.strip().partition(":")
     return (name, key) if colon else (place, name)
-
-
-def _allow_many_connections() -> None:
-    """Idle connections cost a file descriptor each, and the usual limit is 1024."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 async def _serve(local: LocalModel, network: Network, serving: _Serving) -> None:

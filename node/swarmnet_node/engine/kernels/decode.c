@@ -1,8 +1,8 @@
-/* A few new positions of some sequences through decoder layers of the Llama shape, in float32, each with its sequence's LoRA
- * pairs or none.
+/* One decode step: a few new positions of some sequences through all decoder layers of the Llama shape, in float32, with the LoRA
+ * updates of each sequence's adapter.
  *
- * The whole step is one parallel region. Each thread computes a share of the rows of every product, and a barrier stands
- * before every reader of what others wrote. The structures have twins in native_backend.py.
+ * The step is one OpenMP parallel region. Each thread computes a share of the outputs of every product; a barrier separates writes
+ * from reads by other threads. native_backend.py declares the same structs, and fills them with pointers to torch's memory.
  */
 
 #include <math.h>
@@ -22,7 +22,7 @@ typedef struct {
 } norm;
 
 typedef struct {
-    linear qkv, output, gate_up, down; /* qkv: the rows of all query heads, then of keys, then of values */
+    linear qkv, output, gate_up, down; /* qkv: outputs of all query heads, then key heads, then value heads */
     norm attention_norm, query_norm, key_norm, mlp_norm;
     int64_t heads, key_heads, inner;
     float scaling;
@@ -30,38 +30,38 @@ typedef struct {
 
 typedef struct {
     int64_t layers, hidden_size, head_size;
-    int64_t shared_floats, thread_floats; /* of the scratch: one part for all, then one for each thread */
-    int64_t rows, threads, ranks; /* ranks: the most that any addition has */
+    int64_t shared_floats, thread_floats; /* scratch memory: one part for all threads, then one for each */
+    int64_t rows, threads, ranks; /* rows: new positions; ranks: largest sum of ranks of any update */
 } step;
 
-/* One pair of LoRA (Hu et al. 2021, equation 3): what it adds to some of a product's outputs. */
+/* The B of one LoRA pair (Hu et al. 2021, equation 3), for outputs [first, first + outputs) of a product. */
 typedef struct {
     const float *weight; /* [outputs][ranks] */
     int64_t first, outputs, first_rank, ranks;
 } up;
 
 typedef struct {
-    const float *down; /* [ranks][inputs] of the product: those of all pairs, one after another */
+    const float *down; /* [ranks][inputs]: the A of all pairs, one after another */
     const up *ups;
     int64_t ranks, pairs;
-} addition;
+} update;
 
 enum { QKV, OUTPUT, GATE_UP, DOWN, PRODUCTS };
 
-/* Where a row is. Those of one sequence are at positions one after another, and have the same caches. */
+/* The new position of one row. Rows of one sequence follow each other and have the same caches. */
 typedef struct {
     int64_t position, capacity;
-    const float *angles;  /* [2][head_size]: cosines and sines of the position */
-    float *const *caches; /* keys and values [key_heads][capacity][head_size] of every layer */
-    const addition *additions; /* [layers][PRODUCTS], or NULL */
-} place;
+    const float *angles;  /* [2][head_size]: cosines and sines */
+    float *const *caches; /* keys and values [key_heads][capacity][head_size] of each layer */
+    const update *updates; /* [layers][PRODUCTS], or NULL */
+} new_position;
 
 typedef struct {
     int64_t first, end;
 } range;
 
-/* What one instruction multiplies, and the counts of outputs and rows whose sums fit into the processor's registers: all of one
- * with half of the other. */
+/* WIDTH: floats of one vector register. The sums of OUTPUTS outputs for half of TILE_ROWS rows fit into the registers, and so do those
+ * of half of the outputs for all rows. */
 #if defined __AVX512F__
 enum { WIDTH = 16, OUTPUTS = 4, TILE_ROWS = 8 };
 #elif defined __AVX__
@@ -97,11 +97,11 @@ static float sum_of(floats x) {
     return (parts[0][0] + parts[0][1]) + (parts[0][2] + parts[0][3]);
 }
 
-/* Some outputs of some rows, at most OUTPUTS and TILE_ROWS, both known to the compiler: their sums stay in registers, and are
- * enough that none waits for the latency of its own additions. A sum is the same whatever else is in its tile.
+/* A tile of a product: at most OUTPUTS outputs of at most TILE_ROWS rows, both compile-time constants, so that the sums stay in
+ * registers. There are enough sums to hide the latency of one. A sum does not depend on what else is in its tile.
  *
- * The weights that lie so far ahead, or none for 0, are fetched meanwhile: otherwise memory would wait for the arithmetic of
- * several rows. To fetch what lies behind the last of them does nothing. */
+ * Weights that are so many floats ahead are prefetched (0: none), because otherwise memory would be idle during the arithmetic of
+ * several rows. A prefetch beyond the end of the weights has no effect. */
 static inline __attribute__((always_inline)) void tile(const float *weights, int64_t ahead, const float *x, int64_t size,
                                                        const int outputs, const int rows, float *out,
                                                        int64_t stride) {
@@ -141,7 +141,7 @@ static void tiles(const float *weights, int64_t ahead, const float *x, int64_t s
     switch (rows) { TILES(1) TILES(2) TILES(3) TILES(4) TILES(5) TILES(6) TILES(7) TILES(8) }
 }
 
-/* x [rows][inputs] to the outputs in mine of out [rows][stride]. Weights are read once for all rows. */
+/* The outputs of a product in the range mine, from x [rows][inputs] to out [rows][stride]. Weights are read once for all rows. */
 static void product(linear of, const float *x, int64_t rows, range mine, float *out, int64_t stride) {
     int64_t output = mine.first, size = of.inputs;
     for (; output + OUTPUTS <= mine.end; output += OUTPUTS)
@@ -157,13 +157,12 @@ static void product(linear of, const float *x, int64_t rows, range mine, float *
         for (output = mine.first; output < mine.end; output++) out[row * stride + output] += of.bias[output];
 }
 
-/* What the downs of a product's additions make of x [rows][inputs], to low [rows][ranks]. Where there are any, all threads have
- * it afterwards. */
-static void lower(const step *s, const place *places, int64_t which, const float *x, int64_t inputs, float *low) {
+/* The A of a product's LoRA updates times x [rows][inputs], to low [rows][ranks]. Ends with a barrier if there are any. */
+static void lower(const step *s, const new_position *positions, int64_t which, const float *x, int64_t inputs, float *low) {
     int any = 0;
     for (int64_t row = 0; row < s->rows; row++) {
-        if (!places[row].additions || !places[row].additions[which].pairs) continue;
-        const addition *of = places[row].additions + which;
+        if (!positions[row].updates || !positions[row].updates[which].pairs) continue;
+        const update *of = positions[row].updates + which;
         linear down = {of->down, NULL, inputs};
         product(down, x + row * inputs, 1, share(of->ranks), low + row * s->ranks, s->ranks);
         any = 1;
@@ -173,13 +172,13 @@ static void lower(const step *s, const place *places, int64_t which, const float
     }
 }
 
-/* As product, and what the places' additions to it come to, given what lower made of x. */
-static void adapted(const step *s, const place *places, int64_t which, linear of, const float *x, const float *low,
+/* A product with its LoRA updates; low is the result of lower for x. */
+static void adapted(const step *s, const new_position *positions, int64_t which, linear of, const float *x, const float *low,
                     range mine, float *out, int64_t stride) {
     product(of, x, s->rows, mine, out, stride);
     for (int64_t row = 0; row < s->rows; row++, low += s->ranks, out += stride) {
-        if (!places[row].additions) continue;
-        const addition *added = places[row].additions + which;
+        if (!positions[row].updates) continue;
+        const update *added = positions[row].updates + which;
         for (const up *u = added->ups; u < added->ups + added->pairs; u++) {
             int64_t end = least(u->first + u->outputs, mine.end);
             for (int64_t output = u->first > mine.first ? u->first : mine.first; output < end; output++)
@@ -196,7 +195,7 @@ static void normalise(norm of, const float *x, int64_t size, float *out, int64_t
     }
 }
 
-/* Rotary embedding (RoFormer, section 3.4.2), the halves of a head being its pairs. */
+/* Rotary embedding (RoFormer, section 3.4.2); component i of a head is paired with i + size / 2. */
 static void rotate(float *x, const float *cosines, const float *sines, int64_t size) {
     int64_t half = size / 2;
     for (int64_t i = 0; i < half; i++) {
@@ -206,10 +205,10 @@ static void rotate(float *x, const float *cosines, const float *sines, int64_t s
     }
 }
 
-/* exp of at most 88, within two units in the last place, and for a loop over vectors, which that of libm is not (Cephes, expf).
- * Below -87 it is 1e-38. */
+/* exp(x) within two units in the last place, in a form that compilers vectorise, unlike libm's (Cephes, expf). Arguments are
+ * clamped to [-87, 88]. */
 static inline float exponential(float x) {
-    const float rounds = 3 << 22; /* in a sum with it no bit is left for fractions */
+    const float rounds = 3 << 22; /* adding this rounds to an integer: no bit is left for the fraction */
     uint32_t power, bits;
     x = x < -87 ? -87 : x > 88 ? 88 : x;
     float sum = x * 1.44269504f + rounds, whole = sum - rounds;
@@ -222,13 +221,13 @@ static inline float exponential(float x) {
     y = y * left * left + left + 1;
     memcpy(&power, &sum, sizeof power);
     memcpy(&bits, &y, sizeof bits);
-    bits += power << 23; /* times two to the whole */
+    bits += power << 23; /* multiplies by two to the power of whole */
     memcpy(&y, &bits, sizeof y);
     return y;
 }
 
-/* Scores to the weights that softmax makes of them. */
-static void soften(float *scores, int64_t count) {
+/* Softmax in place. */
+static void softmax(float *scores, int64_t count) {
     float highest = -INFINITY, total = 0;
 #pragma omp simd reduction(max : highest)
     for (int64_t p = 0; p < count; p++) highest = scores[p] > highest ? scores[p] : highest;
@@ -237,7 +236,7 @@ static void soften(float *scores, int64_t count) {
     for (int64_t p = 0; p < count; p++) scores[p] /= total;
 }
 
-/* weights [queries][count] times values [count][size]; at most QUERIES, known to the compiler. */
+/* weights [queries][count] times values [count][size]; queries, at most QUERIES, is a compile-time constant. */
 static inline __attribute__((always_inline)) void mix(const float *weights, const float *values, int64_t count,
                                                       int64_t size, const int queries, float *restrict out) {
     int64_t i = 0;
@@ -257,11 +256,11 @@ static inline __attribute__((always_inline)) void mix(const float *weights, cons
     }
 }
 
-/* What queries [queries][size] that share keys and values attend to. keys: a product that gives their scores. */
+/* Attention of queries [queries][size] that share a key head. The product with keys gives the scores. */
 static void attend(const float *query, int64_t queries, linear keys, const float *values, int64_t count, float *scores,
                    float *out) {
     product(keys, query, queries, (range){0, count}, scores, count);
-    for (int64_t q = 0; q < queries; q++) soften(scores + q * count, count);
+    for (int64_t q = 0; q < queries; q++) softmax(scores + q * count, count);
 #define MIX(n)                                                             \
     case n:                                                                \
         if (n <= QUERIES) mix(scores, values, count, keys.inputs, n, out); \
@@ -269,13 +268,13 @@ static void attend(const float *query, int64_t queries, linear keys, const float
     switch (queries) { MIX(1) MIX(2) MIX(3) MIX(4) }
 }
 
-/* Heads to their final form, queries scaled, and the new keys and values into the caches. states: [rows][heads of all
- * kinds][head_size]. */
-static void place_heads(const step *s, const layer *l, const place *places, int64_t index, float *states) {
+/* Norms and rotates the heads in states [rows][query, key and value heads][head_size], scales queries, and writes keys and values to
+ * the caches. */
+static void finish_heads(const step *s, const layer *l, const new_position *positions, int64_t index, float *states) {
     int64_t size = s->head_size, keys = l->heads, values = keys + l->key_heads, all = values + l->key_heads;
     range mine = share(s->rows * all);
     for (int64_t i = mine.first; i < mine.end; i++) {
-        const place *of = places + i / all;
+        const new_position *of = positions + i / all;
         int64_t head = i % all;
         float *x = states + i * size;
         if (head < values) {
@@ -292,14 +291,14 @@ static void place_heads(const step *s, const layer *l, const place *places, int6
     }
 }
 
-/* What the queries in states attend to, right behind states: [rows][heads][head_size]. */
-static void attention(const step *s, const layer *l, const place *places, int64_t index, float *states,
+/* Attention of the queries in states. The output [rows][heads][head_size] follows states in memory. */
+static void attention(const step *s, const layer *l, const new_position *positions, int64_t index, float *states,
                       float *scores) {
     int64_t size = s->head_size, all = l->heads + 2 * l->key_heads, sharers = l->heads / l->key_heads;
     float *out = states + s->rows * all * size;
     range mine = share(s->rows * l->heads);
     for (int64_t i = mine.first, queries; i < mine.end; i += queries) {
-        const place *of = places + i / l->heads;
+        const new_position *of = positions + i / l->heads;
         int64_t head = i % l->heads, from = head / sharers * of->capacity * size;
         queries = least(sharers - head % sharers, least(mine.end - i, QUERIES));
         linear keys = {of->caches[2 * index] + from, NULL, size};
@@ -308,14 +307,14 @@ static void attention(const step *s, const layer *l, const place *places, int64_
     }
 }
 
-/* out [rows][inner] */
-static void gated(const step *s, const layer *l, const place *places, int64_t index, const float *x, float *low,
+/* SwiGLU (Shazeer 2020) of the gate_up product, to out [rows][inner]. */
+static void swiglu(const step *s, const layer *l, const new_position *positions, int64_t index, const float *x, float *low,
                   float *gates_ups, float *out) {
     range gates = share(l->inner), ups = {gates.first + l->inner, gates.end + l->inner};
     int64_t which = index * PRODUCTS + GATE_UP;
-    lower(s, places, which, x, s->hidden_size, low);
-    adapted(s, places, which, l->gate_up, x, low, gates, gates_ups, 2 * l->inner);
-    adapted(s, places, which, l->gate_up, x, low, ups, gates_ups, 2 * l->inner);
+    lower(s, positions, which, x, s->hidden_size, low);
+    adapted(s, positions, which, l->gate_up, x, low, gates, gates_ups, 2 * l->inner);
+    adapted(s, positions, which, l->gate_up, x, low, ups, gates_ups, 2 * l->inner);
     for (int64_t row = 0; row < s->rows; row++, gates_ups += 2 * l->inner, out += l->inner) {
 #pragma omp simd
         for (int64_t i = gates.first; i < gates.end; i++)
@@ -323,18 +322,19 @@ static void gated(const step *s, const layer *l, const place *places, int64_t in
     }
 }
 
-static void add_product(const step *s, const place *places, int64_t which, linear of, const float *x, float *low,
+/* Adds a product with its LoRA updates to hidden. */
+static void add_product(const step *s, const new_position *positions, int64_t which, linear of, const float *x, float *low,
                         float *scratch, float *hidden) {
     range mine = share(s->hidden_size);
-    lower(s, places, which, x, of.inputs, low);
-    adapted(s, places, which, of, x, low, mine, scratch, s->hidden_size);
+    lower(s, positions, which, x, of.inputs, low);
+    adapted(s, positions, which, of, x, low, mine, scratch, s->hidden_size);
     for (int64_t row = 0; row < s->rows; row++, scratch += s->hidden_size, hidden += s->hidden_size)
         for (int64_t i = mine.first; i < mine.end; i++) hidden[i] += scratch[i];
 }
 
-/* hidden [rows][hidden_size] becomes the output, a row for each of places [rows], whose caches are written at their
- * positions. A thread's scratch holds [rows][hidden_size] and [QUERIES][the last position + 1]. */
-void decode(const step *s, const layer *layers, const place *places, float *scratch, float *hidden) {
+/* Replaces hidden [rows][hidden_size] by the output of all layers, and writes keys and values to the caches. The scratch memory of a
+ * thread has room for [rows][hidden_size] and [QUERIES][largest position + 1] floats. */
+void decode(const step *s, const layer *layers, const new_position *positions, float *scratch, float *hidden) {
 #pragma omp parallel num_threads(s->threads)
     {
         float *normed = scratch + s->shared_floats + omp_get_thread_num() * s->thread_floats;
@@ -347,19 +347,19 @@ void decode(const step *s, const layer *layers, const place *places, float *scra
             float *added = inner + s->rows * l->inner, *low = added + s->rows * s->hidden_size;
             int64_t first = index * PRODUCTS;
             normalise(l->attention_norm, hidden, s->hidden_size, normed, s->rows);
-            lower(s, places, first + QKV, normed, s->hidden_size, low);
-            adapted(s, places, first + QKV, l->qkv, normed, low, share(states_width), states, states_width);
+            lower(s, positions, first + QKV, normed, s->hidden_size, low);
+            adapted(s, positions, first + QKV, l->qkv, normed, low, share(states_width), states, states_width);
 #pragma omp barrier
-            place_heads(s, l, places, index, states);
+            finish_heads(s, l, positions, index, states);
 #pragma omp barrier
-            attention(s, l, places, index, states, scores);
+            attention(s, l, positions, index, states, scores);
 #pragma omp barrier
-            add_product(s, places, first + OUTPUT, l->output, attended, low, added, hidden);
+            add_product(s, positions, first + OUTPUT, l->output, attended, low, added, hidden);
 #pragma omp barrier
             normalise(l->mlp_norm, hidden, s->hidden_size, normed, s->rows);
-            gated(s, l, places, index, normed, low, gates_ups, inner);
+            swiglu(s, l, positions, index, normed, low, gates_ups, inner);
 #pragma omp barrier
-            add_product(s, places, first + DOWN, l->down, inner, low, added, hidden);
+            add_product(s, positions, first + DOWN, l->down, inner, low, added, hidden);
 #pragma omp barrier
         }
     }

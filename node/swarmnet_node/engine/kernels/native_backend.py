@@ -61,7 +61,7 @@ class _Step(Structure):
         (name, c_int64)
         for name in (
             *("layers", "hidden_size", "head_size", "shared_floats", "thread_floats"),
-            *("positions", "threads", "ranks"),
+            *("rows", "threads", "ranks"),
         )
     )
 
@@ -177,7 +177,7 @@ class NativeDecodeStep:
             head_size=self._head_size,
             shared_floats=shared_floats,
             thread_floats=thread_floats,
-            positions=count,
+            rows=count,
             threads=threads,
             ranks=ranks,
         )

@@ -1,7 +1,7 @@
-"""What strangers may hold of p2pd itself: connections, by address, by subnet and in all, and memory.
+"""Limits on p2pd's connections, by host, by subnet and in total, and on its memory.
 
-p2pd answers some protocols of libp2p without asking us, and limits neither connections nor memory. So its connections are looked at once
-a second, whatever they run over, and those beyond the caps are closed: idle ones first, those at work with us last.
+p2pd itself limits neither. So its connections are listed once a second, and those beyond the limits are closed: idle ones first, those of
+known peers last. When its memory stays above the limit although no unknown peer is connected, it has to be restarted.
 """
 
 import asyncio
@@ -15,79 +15,80 @@ from swarmnet_protocols.errors import PeerUnreachable
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.p2pd.daemon import P2pd, unpack_multiaddr, unpack_peer
 from swarmnet_protocols.net.resources import Resource, ResourceManager
-from swarmnet_protocols.net.subnets import host_of, origin_of
+from swarmnet_protocols.net.subnets import host_of, subnet_of
 
 _log = logging.getLogger(__name__)
 
-LOOK_S, LOOK_AGAIN_S = 1.0, 0.2
-"""Between two looks, and after one that found too much: in a second p2pd takes some 500 connections of 100 kB each on two cores."""
+CHECK_S = 1.0
+"""Period of the checks. p2pd accepts about 500 connections a second on two cores, of 100 kB each."""
+RECHECK_S = 0.2
+"""Time to the next check after one that closed connections."""
 NEW_S = 5.0
-"""A new connection is given so long to be put to use."""
+"""Age up to which a connection without streams counts as new rather than idle."""
 RELIEF_S = 3.0
-"""Above its limit of memory, p2pd is given so long without strangers before it is restarted."""
-
-
+"""Time above the memory limit, without unknown peers, after which p2pd is restarted."""
 STREAM_BYTES = 96 << 10
-"""What p2pd takes for a stream: buffers of 32 KiB each way, and its own of each."""
+"""Memory of p2pd for one stream: buffers of 32 KiB each way, and its own of each."""
 
 
-class Worth(IntEnum):
-    """What a connection is to us: the least goes first."""
+class Use(IntEnum):
+    """The use of a connection. The lowest is closed first."""
 
     IDLE = 0
     NEW = 1
     USED = 2
-    """The peer has streams open to us."""
+    """The peer has open streams."""
     KNOWN = 3
-    """We serve it, have let it in, or have dialled it."""
+    """The peer is known, or this process dialled it."""
 
 
 @dataclass(frozen=True)
 class Connection:
     peer: bytes
-    """Packed, as p2pd takes it."""
+    """In binary form."""
     peer_id: PeerId
     host: str
-    """As of ``host_of``."""
+    """See ``host_of``."""
     subnet: str
-    """As of ``origin_of``."""
+    """See ``subnet_of``."""
     since: float
-    """When it was first seen."""
+    """When it was first listed."""
 
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """Caps on connections. One home or campus has one address; 512 connections take about 60 MB of p2pd's memory."""
+    """Numbers of connections. A home or campus has one address; 512 connections take about 60 MB of p2pd's memory."""
 
-    each_host: int = 64
-    each_subnet: int = 256
-    in_all: int = 512
+    per_host: int = 64
+    per_subnet: int = 256
+    total: int = 512
 
 
 def excess(
-    connections: Iterable[Connection], worth: Callable[[Connection], Worth], limits: ConnectionLimits
+    connections: Iterable[Connection], use: Callable[[Connection], Use], limits: ConnectionLimits
 ) -> list[Connection]:
-    """Those to close so that the others are within ``limits``.
+    """The connections to close so that the rest is within ``limits``.
 
-    Of one host or subnet the least worth go first, among equals the newest. In all, of the least worth those from where most come from.
+    Within a host or a subnet, those of the lowest use are closed, of equal use the newest. Beyond the total, those of the lowest use are
+    closed, of equal use those of the subnet with most of them.
     """
-    closed: list[Connection] = []
-    kept = sorted(connections, key=lambda each: (-worth(each), each.since))
-    for place, cap in (_host, limits.each_host), (_subnet, limits.each_subnet):
+    closing: list[Connection] = []
+    kept = sorted(connections, key=lambda each: (-use(each), each.since))
+    for place, cap in (_host, limits.per_host), (_subnet, limits.per_subnet):
         counts = Counter[Hashable]()
         within: list[Connection] = []
         for each in kept:
             counts[place(each)] += 1
-            (within if counts[place(each)] <= cap else closed).append(each)
+            (within if counts[place(each)] <= cap else closing).append(each)
         kept = within
-    places = defaultdict[tuple[Worth, str], int](int)
+    places = defaultdict[tuple[Use, str], int](int)
     ranked = []
     for each in kept:
-        rank = worth(each), each.subnet
+        rank = use(each), each.subnet
         ranked.append((-rank[0], places[rank], each.since))
         places[rank] += 1
     order = sorted(range(len(kept)), key=ranked.__getitem__)
-    return closed + [kept[number] for number in order[limits.in_all :]]
+    return closing + [kept[number] for number in order[limits.total :]]
 
 
 def _host(each: Connection) -> str:
@@ -99,13 +100,13 @@ def _subnet(each: Connection) -> str:
 
 
 class Connections:
-    """The connections of a p2pd, each with when it was first seen."""
+    """The connections of a p2pd with the times they were first listed."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[bytes, bytes], Connection] = {}
 
-    def see(self, listed: Iterable[tuple[bytes, bytes]], now: float) -> Sequence[Connection]:
-        """Those that p2pd lists ``now``, as peer and multiaddr."""
+    def update(self, listed: Iterable[tuple[bytes, bytes]], now: float) -> Sequence[Connection]:
+        """The connections for a list of peers and multiaddrs in binary form."""
         self._known = {key: self._known.get(key) or _connection(*key, now) for key in listed}
         return list(self._known.values())
 
@@ -113,12 +114,12 @@ class Connections:
 def _connection(peer: bytes, packed_address: bytes, now: float) -> Connection:
     try:
         address = unpack_multiaddr(packed_address)
-    except ValueError:  # of a kind that we do not know
+    except ValueError:  # of an unknown kind
         address = ""
-    return Connection(peer, unpack_peer(peer), host_of(address), origin_of(address), now)
+    return Connection(peer, unpack_peer(peer), host_of(address), subnet_of(address), now)
 
 
-class Guard:
+class ConnectionGuard:
     """Keeps a p2pd within its limits."""
 
     def __init__(
@@ -130,65 +131,63 @@ class Guard:
         self._max_memory_bytes = max_memory_bytes
         self._connections = Connections()
         self._dialled: dict[PeerId, float] = {}
-        """When we dialled those who are connected."""
+        """Connected peers that this process dialled, and when."""
         self._above_since: float | None = None
 
     def dialled(self, peer: PeerId) -> None:
-        """We have connected to ``peer``: it is known as long as it is connected."""
+        """Record that this process dialled ``peer``, which protects its connections."""
         self._dialled[peer] = asyncio.get_running_loop().time()
 
-    async def keep(self) -> bool:
-        """Do so until p2pd ends, or must be restarted because its memory stays above the limit: whether that is so."""
+    async def run(self) -> bool:
+        """Check until p2pd ends (False) or must be restarted because its memory stays above the limit (True)."""
         self._above_since = None
-        wait_s = LOOK_S
+        wait_s = CHECK_S
         while self._daemon.process.returncode is None:
             await asyncio.sleep(wait_s)
-            wait_s = LOOK_S
+            wait_s = CHECK_S
             try:
-                if await self._look():
-                    wait_s = LOOK_AGAIN_S
+                if await self._check():
+                    wait_s = RECHECK_S
             except PeerUnreachable as error:
-                _log.debug("the connections of p2pd are not seen: %s", error)
-            if self._is_worn():
+                _log.debug("p2pd does not list its connections: %s", error)
+            if self._must_restart():
                 return True
         return False
 
-    async def _look(self) -> bool:
-        """Close what is too much: whether anything was."""
+    async def _check(self) -> bool:
+        """Close the connections beyond the limits. Returns whether there were any."""
         now = asyncio.get_running_loop().time()
-        connections = self._connections.see(await self._daemon.packed_connections(), now)
-        there = {each.peer_id for each in connections}
-        self._dialled = {peer: at for peer, at in self._dialled.items() if peer in there or at >= now}
+        connections = self._connections.update(await self._daemon.packed_connections(), now)
+        connected = {each.peer_id for each in connections}
+        self._dialled = {peer: at for peer, at in self._dialled.items() if peer in connected or at >= now}
         limit_bytes = self._max_memory_bytes + STREAM_BYTES * self._resources.known_peer_streams()
         if self._daemon.memory_bytes() <= limit_bytes:
             self._above_since = None
         elif self._above_since is None:
             self._above_since = now
-            _log.warning("p2pd holds more than %d MiB: strangers are disconnected", limit_bytes >> 20)
+            _log.warning("p2pd uses more than %d MiB: disconnecting unknown peers", limit_bytes >> 20)
 
-        def worth(each: Connection) -> Worth:
-            return self._worth(each, now)
+        def use(each: Connection) -> Use:
+            return self._use(each, now)
 
-        closing = excess(connections, worth, self._limits)
-        if (
-            self._above_since is not None
-        ):  # first those who do nothing, at the next look everybody whom we do not know
-            needed = Worth.USED if self._above_since == now else Worth.KNOWN
-            closing += [each for each in connections if worth(each) < needed]
+        closing = excess(connections, use, self._limits)
+        if self._above_since is not None:  # first unused connections, at the next check all of unknown peers
+            needed = Use.USED if self._above_since == now else Use.KNOWN
+            closing += [each for each in connections if use(each) < needed]
         if peers := list(dict.fromkeys(each.peer for each in closing)):
-            _log.debug("%d peers are disconnected", len(peers))
+            _log.debug("disconnecting %d peers", len(peers))
             await self._daemon.disconnect_all(peers)
         return bool(peers)
 
-    def _is_worn(self) -> bool:
-        """Whether it has held too much memory for a while although strangers are gone."""
+    def _must_restart(self) -> bool:
+        """Whether the memory has been above the limit for ``RELIEF_S``."""
         now = asyncio.get_running_loop().time()
         return self._above_since is not None and now - self._above_since >= RELIEF_S
 
-    def _worth(self, each: Connection, now: float) -> Worth:
+    def _use(self, each: Connection, now: float) -> Use:
         scope = self._resources.find(each.peer_id)
         if each.peer_id in self._dialled or (scope is not None and not scope.is_unknown):
-            return Worth.KNOWN
+            return Use.KNOWN
         if scope is not None and (scope.used[Resource.INBOUND_STREAMS] or scope.used[Resource.CALLS]):
-            return Worth.USED
-        return Worth.NEW if now - each.since < NEW_S else Worth.IDLE
+            return Use.USED
+        return Use.NEW if now - each.since < NEW_S else Use.IDLE

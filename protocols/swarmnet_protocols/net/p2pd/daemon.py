@@ -1,7 +1,7 @@
 """The p2pd child process (go-libp2p, shipped in hivemind's wheel) and the calls on its control socket.
 
-p2pd ends by itself when its persistent control connection closes, so it outlives us by milliseconds even if we are
-killed; before that connection stands, ``-idleTimeout`` does the same.
+p2pd ends by itself when its persistent control connection closes, so that it outlives this process by milliseconds even after SIGKILL. Until
+that connection is open, ``-idleTimeout`` ends it.
 """
 
 import asyncio
@@ -17,13 +17,13 @@ from typing import Any
 
 from swarmnet_protocols.errors import ConfigError, IncompatibleVersion, PeerUnreachable
 from swarmnet_protocols.machine.aio import until
-from swarmnet_protocols.machine.files import MAX_SOCKET_PATH_BYTES
+from swarmnet_protocols.machine.files import MAX_SOCKET_PATH_BYTES, allow_open_files
 from swarmnet_protocols.machine.lean_imports import prepare_package
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.p2pd.pipe import Pipe
 from swarmnet_protocols.net.p2pd.process import (
+    OPEN_FILES,
     DaemonConfig,
-    allow_open_files,
     check_free,
     log_output,
     spawn,
@@ -32,20 +32,20 @@ from swarmnet_protocols.net.p2pd.process import (
 _log = logging.getLogger(__name__)
 
 _LONGEST_SOCKET = "swarmnet-xxxxxxxx/streams.sock"
-"""In a folder for temporary files."""
-_SHORT_FOLDER = "/tmp"  # noqa: S108 - where hivemind has its sockets anyway; what we make there is open to us alone
+"""Longest path of a socket within the folder for temporary files."""
+_SHORT_FOLDER = "/tmp"  # noqa: S108 - hivemind's sockets are there, too; the folder made in it has mode 0700
 
 _SHUTDOWN_S = 5.0
 _DISCONNECTS_AT_ONCE = 8
-_PING, _PING_BYTES = "/ipfs/ping/1.0.0", 32  # of libp2p: whatever comes is sent back
-_P2P_CODE = b"\xa5\x03"  # of multiaddr's table
+_PING, _PING_BYTES = "/ipfs/ping/1.0.0", 32  # libp2p's ping echoes what it receives
+_P2P_CODE = b"\xa5\x03"  # of the multicodec table
 
 
 def prepare_hivemind() -> None:
-    """Import what we need of hivemind without letting it write to the terminal."""
+    """Import the parts of hivemind that are used, and keep it from writing to the terminal."""
     prepare_package("hivemind")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit, used at import
+        warnings.simplefilter("ignore", DeprecationWarning)  # from torch.jit at import
         from hivemind.utils.logging import use_hivemind_log_handler
 
     use_hivemind_log_handler("nowhere")
@@ -76,7 +76,7 @@ def pack_multiaddr(address: str) -> bytes:
 
 
 def unpack_multiaddr(packed: bytes) -> str:
-    """A multiaddr as p2pd gives it, in text. Raises ``ValueError`` for what is none."""
+    """The text of a multiaddr in binary form. Raises ``ValueError`` for invalid bytes."""
     from hivemind.utils.multiaddr import Multiaddr
 
     try:
@@ -86,12 +86,12 @@ def unpack_multiaddr(packed: bytes) -> str:
         LookupError,
         ArithmeticError,
         EOFError,
-    ) as error:  # lengths of which the bytes fall short
+    ) as error:  # lengths beyond the end of the bytes
         raise ValueError(f"not a multiaddr: {error}") from error
 
 
 def pack_peer(peer: PeerId) -> bytes:
-    """The binary form of a peer id. Raises ``ConfigError`` for what is none."""
+    """The binary form of a peer id. Raises ``ConfigError`` for an invalid one."""
     from hivemind.p2p import PeerID
 
     try:
@@ -105,7 +105,7 @@ def pack_peer(peer: PeerId) -> bytes:
 
 
 def unpack_peer(packed: bytes) -> PeerId:
-    """A peer id as p2pd gives it, in base58."""
+    """The base58 form of a peer id in binary form."""
     from hivemind.p2p import PeerID
 
     return PeerId(PeerID(packed).to_base58())
@@ -123,7 +123,7 @@ class P2pd:
         self._is_up.set()
 
     async def attend(self) -> None:
-        """Have the process live as long as we do, and what it prints logged, so that it never waits for a reader."""
+        """Open the persistent connection that ties p2pd's life to this process, and log its output."""
         from hivemind.proto import p2pd_pb2 as pb
 
         self._output = asyncio.create_task(log_output(self.process))
@@ -131,7 +131,7 @@ class P2pd:
         await self._exchange(pb.Request(type=pb.Request.PERSISTENT_CONN_UPGRADE), self._lifeline)
 
     async def ended(self) -> None:
-        """Return once p2pd has ended and is not started again."""
+        """Return when p2pd has ended and is not being restarted."""
         process = None
         while process is not self.process:
             process = self.process
@@ -139,7 +139,7 @@ class P2pd:
             await self._is_up.wait()
 
     async def restart(self, config: DaemonConfig) -> None:
-        """End it and start it anew. Calls wait meanwhile; every connection and stream ends. Raises as :func:`run_p2pd` does."""
+        """Restart p2pd. Calls wait meanwhile; every connection and stream ends. Raises as :func:`run_p2pd` does."""
         self._is_up.clear()
         try:
             await self.stop()
@@ -164,7 +164,7 @@ class P2pd:
             await self._output
 
     def memory_bytes(self) -> int:
-        """Resident memory; 0 when it has ended."""
+        """Resident memory; 0 after it has ended."""
         import psutil
 
         try:
@@ -181,14 +181,14 @@ class P2pd:
         return [unpack_multiaddr(packed) for packed in response.identify.addrs]
 
     async def connections(self) -> dict[PeerId, list[str]]:
-        """Who is connected, each with the multiaddrs it is connected from."""
+        """Connected peers, each with the multiaddrs of its connections."""
         found: dict[PeerId, list[str]] = {}
         for peer, address in await self.packed_connections():
             found.setdefault(unpack_peer(peer), []).append(unpack_multiaddr(address))
         return found
 
     async def packed_connections(self) -> list[tuple[bytes, bytes]]:
-        """Peer and multiaddr of every connection, as p2pd gives them; a peer may have several."""
+        """Peer and multiaddr of every connection, in binary form. A peer may have several."""
         from hivemind.proto import p2pd_pb2 as pb
 
         response = await self._call(pb.Request(type=pb.Request.LIST_PEERS))
@@ -211,7 +211,7 @@ class P2pd:
         )
 
     async def open_stream(self, peer: PeerId, protocol_id: str, *, deadline_s: float) -> Pipe:
-        """A raw stream to ``peer``. Raises ``PeerUnreachable`` or ``IncompatibleVersion``."""
+        """Open a raw stream to a connected peer. Raises ``PeerUnreachable`` or ``IncompatibleVersion``."""
         from hivemind.proto import p2pd_pb2 as pb
 
         request = pb.Request(
@@ -229,7 +229,7 @@ class P2pd:
         return pipe
 
     async def answers(self, peer: PeerId, *, within_s: float) -> bool:
-        """Whether the connection to ``peer`` carries anything both ways, or has ended. Its p2pd answers, however busy its process is.
+        """Ping ``peer``: whether its p2pd answered in time, however busy its process is, or the connection has ended.
 
         Raises ``PeerUnreachable`` or ``IncompatibleVersion``.
         """
@@ -255,7 +255,7 @@ class P2pd:
         await self.disconnect_all([pack_peer(peer)])
 
     async def disconnect_all(self, packed_peers: Sequence[bytes]) -> None:
-        """As ``disconnect``, some at once: p2pd takes a while for one that does not read."""
+        """As ``disconnect``, for several peers in parallel: one that does not read takes p2pd a while."""
         from hivemind.proto import p2pd_pb2 as pb
 
         async def disconnect(share: Sequence[bytes]) -> None:
@@ -292,7 +292,7 @@ class P2pd:
         except OSError as error:
             raise PeerUnreachable("p2pd is not running", hint="restart this node") from error
         except asyncio.CancelledError:
-            # It takes no time, and a connection that is cancelled while it is made has a writer that nobody closes.
+            # A connection cancelled while it is being made has a writer that is never closed. Waiting takes no time.
             with contextlib.suppress(OSError):
                 _, pipe = await dialling
                 pipe.writer.close()
@@ -330,7 +330,7 @@ async def run_p2pd(config: DaemonConfig) -> AsyncIterator[P2pd]:
         pack_multiaddr(address)
     for address in config.listen:
         check_free(address)
-    allow_open_files()
+    allow_open_files(OPEN_FILES)
     folder = Path(tempfile.gettempdir())
     if len(bytes(folder / _LONGEST_SOCKET)) > MAX_SOCKET_PATH_BYTES:
         folder = Path(_SHORT_FOLDER)

@@ -1,4 +1,4 @@
-"""Starting p2pd: its flags and environment, its ports, its memory."""
+"""Starting p2pd: flags and environment, ports, memory."""
 
 import asyncio
 import contextlib
@@ -6,7 +6,6 @@ import errno
 import importlib.resources
 import logging
 import os
-import resource
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,26 +17,26 @@ from swarmnet_protocols.net.resources import SYSTEM_LIMITS, Resource
 _log = logging.getLogger(__name__)
 
 OPEN_FILES = 2 * SYSTEM_LIMITS[Resource.INBOUND_STREAMS]
-"""Every stream is a descriptor, here and in p2pd; the usual limit of 1024 is less than what peers may open."""
+"""Descriptor limit of this process and p2pd. Each stream takes one in both, and the usual limit of 1024 is less than ``SYSTEM_LIMITS``."""
 
 _STARTUP_S = 20.0
 _IDLE_TIMEOUT = "60s"
 MAX_MEMORY_BYTES = 256 << 20
-"""p2pd takes 40 to 60 MB at work. What it keeps of peers that have left, up to an hour, has no other bound than a restart."""
+"""Memory of p2pd at which it is restarted. It uses 40 to 60 MB; what it keeps of disconnected peers, for up to an hour, has no other bound."""
 MIN_MEMORY_BYTES = 128 << 20
 _GO_SHARE = 3 / 8
-"""Of the limit, from which on Go's garbage collector works harder, so that only what is really held reaches the limit."""
+"""Share of the limit given to Go as GOMEMLIMIT: above it Go collects garbage more often, so that only live memory reaches the limit."""
 RELAY_RESERVATIONS, RELAY_CIRCUITS, RELAY_BUFFER_BYTES = 64, 8, 16 << 10
-"""A relay buffers so much each way of a circuit, and each peer takes part in so many: 16 MiB in all. p2pd's own defaults add up to 64 GiB."""
+"""Limits of the relay: 16 MiB of buffers in all. p2pd's defaults add up to 64 GiB."""
 FLAGS: dict[str, object] = {
     "relay": 1,
     "relayMaxReservations": RELAY_RESERVATIONS,
     "relayMaxCircuits": RELAY_CIRCUITS,
     "relayBufferSize": RELAY_BUFFER_BYTES,
-    "relayDiscovery": 0,  # it would ask the Kademlia
+    "relayDiscovery": 0,  # it queries the Kademlia DHT
     "idleTimeout": _IDLE_TIMEOUT,
 }
-"""No ``dht`` but as a client: libp2p's own Kademlia keeps whatever an outsider stores. No ``connManager``: it ends connections at work (``p2pd_guard.py``)."""
+"""Without ``dht``: libp2p's Kademlia stores any outsider's records. Without ``connManager``: it closes connections in use (see ``connection_limits.py``)."""
 
 
 @dataclass(frozen=True)
@@ -49,18 +48,10 @@ class DaemonConfig:
     max_memory_bytes: int = MAX_MEMORY_BYTES
 
 
-def allow_open_files() -> None:
-    """Have this process, and what it starts, open as many files as peers may open streams."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
 def check_free(address: str) -> None:
-    """Raise ``ConfigError`` unless p2pd could listen on ``address`` alone.
+    """Raise ``ConfigError`` if the port of ``address`` is in use.
 
-    p2pd itself would share a port with another p2pd (SO_REUSEPORT), and connections would reach either.
+    p2pd would share it with another p2pd (SO_REUSEPORT), and connections would reach either.
     """
     match address.split("/"):
         case ["", ("ip4" | "ip6") as family, host, ("tcp" | "udp") as kind, port, *_] if (
@@ -74,7 +65,7 @@ def check_free(address: str) -> None:
         socket.SOCK_STREAM if kind == "tcp" else socket.SOCK_DGRAM,
     ) as probe:
         if kind == "tcp":
-            # Connections in TIME_WAIT do not matter.
+            # Connections in TIME_WAIT do not count.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == "ip6":
             probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
@@ -89,7 +80,7 @@ def check_free(address: str) -> None:
 
 
 async def spawn(config: DaemonConfig, control_path: Path) -> asyncio.subprocess.Process:
-    """A p2pd that has started. Raises ``ConfigError`` when it cannot as configured."""
+    """Start p2pd and wait until it is ready. Raises ``ConfigError`` if it cannot start with this configuration."""
     import hivemind.hivemind_cli
 
     loopback = all("/127.0.0.1/" in address or "/::1/" in address for address in config.listen)
@@ -102,9 +93,7 @@ async def spawn(config: DaemonConfig, control_path: Path) -> asyncio.subprocess.
         "trustedRelays": ",".join(relays),
         "autonat": int(not loopback),
         "autoRelay": int(bool(relays)),
-        "dhtClient": int(
-            bool(relays)
-        ),  # p2pd has no autoRelay without it. A client of the Kademlia stores nothing
+        "dhtClient": int(bool(relays)),  # autoRelay needs it; a client of Kademlia stores nothing
         "natPortMap": int(not loopback),
     }
     binary = importlib.resources.files(hivemind.hivemind_cli) / "p2pd"
@@ -117,7 +106,7 @@ async def spawn(config: DaemonConfig, control_path: Path) -> asyncio.subprocess.
             stderr=asyncio.subprocess.STDOUT,
             env=os.environ
             | {"GOLOG_LOG_LEVEL": "error", "GOMEMLIMIT": str(int(config.max_memory_bytes * _GO_SHARE))},
-            start_new_session=True,  # Ctrl-C is for us: we close streams first, then p2pd
+            start_new_session=True,  # Ctrl-C must not reach p2pd before this process has closed its streams
         )
     except OSError as error:
         raise SwarmnetError(
@@ -147,14 +136,14 @@ async def _wait_ready(process: asyncio.subprocess.Process) -> None:
 
 
 async def log_output(process: asyncio.subprocess.Process) -> None:
-    """Until it ends: it never waits for a reader."""
+    """Log what p2pd prints until it ends, so that it never blocks on a full pipe."""
     assert process.stdout is not None  # noqa: S101 - a pipe was asked for
     while chunk := await process.stdout.read(1 << 16):
         _log.debug("p2pd: %s", chunk.decode(errors="replace").rstrip())
 
 
 def listening_at(listen: str, addresses: Sequence[str]) -> str:
-    """``listen`` with the port that was chosen where it leaves that open, as ``addresses`` tell."""
+    """``listen`` with the port that was chosen for port 0, taken from the ``addresses`` p2pd listens on."""
     match listen.split("/"):
         case ["", family, host, kind, "0", *rest]:
             for address in addresses:

@@ -1,4 +1,4 @@
-"""A stream of real nodes: framed messages over the unix socket that p2pd makes of a libp2p stream."""
+"""A stream over libp2p: framed messages over the unix socket that p2pd makes of a libp2p stream."""
 
 import asyncio
 import math
@@ -8,15 +8,15 @@ from swarmnet_protocols.errors import StreamEnded
 from swarmnet_protocols.net import Buffer, Message, PeerId, ProtocolSpec, Refusal
 from swarmnet_protocols.net.flow_control import LimitedReader, ReceiveWindow, SendWindow
 from swarmnet_protocols.net.framing import FrameReader, encode
-from swarmnet_protocols.net.meter import Meter
 from swarmnet_protocols.net.p2pd.daemon import unpack_multiaddr
 from swarmnet_protocols.net.p2pd.pipe import Pipe
 from swarmnet_protocols.net.rate_limit import PIECE_BYTES, LinkLimiter
 from swarmnet_protocols.net.refusal import ENDED, LINGER_S, SIZES, encode_refusal
 from swarmnet_protocols.net.resources import Scope
+from swarmnet_protocols.net.stream_scope import StreamScope
 
-MAX_MIB_ON_ITS_WAY = 16.0
-"""libp2p takes so much of what is sent on a stream before the other side has any of it."""
+MAX_IN_FLIGHT_MIB = 16.0
+"""libp2p accepts this much on a stream before the other side has received any of it."""
 
 
 class P2pdStream:
@@ -27,36 +27,45 @@ class P2pdStream:
         peer: PeerId,
         protocol: ProtocolSpec,
         pipe: Pipe,
-        meter: Meter,
+        scope: StreamScope,
         on_close: Callable[["P2pdStream"], None],
-        pace: LinkLimiter,
+        link: LinkLimiter,
     ) -> None:
         self.packed_address = b""
-        self._up = pace.up
+        """The multiaddr of the other side as p2pd packs it; empty where it is not known."""
+        self._up = link.up
         self._on_close = on_close
         self._peer = peer
         self._protocol = protocol
         self._pipe = pipe
-        self._meter = meter
-        meter.drop = self.drop
-        pipe.heard = 0.0  # p2pd spoke first, whatever becomes of the other side
+        self._scope = scope
+        scope.evict = self.evict
+        pipe.received_at = 0.0  # what came so far is p2pd's reply, not the peer's
         # ``send`` then returns when the kernel has all of a message, and the caller may reuse its buffers.
         pipe.writer.transport.set_write_buffer_limits(high=0)
-        self._sending = asyncio.Lock()
+        self._send_lock = asyncio.Lock()
         self._sent_bytes = 0
         self.arrives_by = 0.0
-        """When all that was sent is on the other side, over the slowest line that is worth waiting for."""
-        self._is_halfway = False
-        """Part of a message has been sent, and what follows would be taken for the rest."""
+        """When all that was sent has arrived, over the slowest link worth using, on the clock of the loop."""
+        self._is_mid_message = False
+        """Part of a message has been sent: any other frame would be taken for the rest."""
         self._closed = False
-        self._owed = bytearray()
-        """What is to be granted, and has to wait for the end of a message."""
-        self._allowance = SendWindow() if protocol.has_flow_control and meter.is_ours else None
-        self._grants = (
-            ReceiveWindow(pace.down, self._tell) if protocol.has_flow_control and not meter.is_ours else None
+        self._control = bytearray()
+        """Flow control frames that wait for the end of a message."""
+        has_flow_control = protocol.has_flow_control
+        self._send_window = SendWindow() if has_flow_control and scope.is_outbound else None
+        self._receive_window = (
+            ReceiveWindow(link.down, self._send_control)
+            if has_flow_control and not scope.is_outbound
+            else None
         )
-        reader = LimitedReader(pipe.reader, pace.down, self._grants)
-        self._frames = FrameReader(reader, protocol, meter, allowance=self._allowance, grants=self._grants)
+        self._frames = FrameReader(
+            LimitedReader(pipe.reader, link.down, self._receive_window),
+            protocol,
+            scope,
+            send_window=self._send_window,
+            receive_window=self._receive_window,
+        )
 
     @property
     def peer(self) -> PeerId:
@@ -68,84 +77,84 @@ class P2pdStream:
 
     @property
     def scope(self) -> Scope:
-        return self._meter.scope
+        return self._scope.peer_scope
+
+    @property
+    def received_at(self) -> float:
+        """When anything was last received, on the clock of the loop; 0 if nothing was."""
+        return self._pipe.received_at
 
     async def send(self, message: Message) -> None:
         try:
-            async with self._sending:
+            async with self._send_lock:
                 await self._send(message)
         except OSError as error:
             raise StreamEnded(f"the stream broke: {error}") from error
         finally:
-            self._tell_owed()
+            self._flush_control()
 
     async def _send(self, message: Message) -> None:
-        max_uncredited_bytes = math.inf if self._allowance is None else self._allowance.max_uncredited_bytes
+        window = self._send_window
+        max_uncredited_bytes = math.inf if window is None else window.max_uncredited_bytes
         head, payload = encode(message, self._protocol, max_uncredited_bytes=max_uncredited_bytes)
-        await self._meter.send(len(head) + len(payload))
+        message_bytes = len(head) + len(payload)
+        await self._scope.wait_send(message_bytes)
         self._check_open()
-        if self._pipe.writer.is_closing() or self._pipe.reader.at_eof() or self._frames.is_over:
+        if self._pipe.writer.is_closing() or self._pipe.reader.at_eof() or self._frames.is_ending:
             raise StreamEnded("the stream ended")
-        if len(payload) > max_uncredited_bytes or (
-            self._up.is_limited and len(head) + len(payload) > PIECE_BYTES
-        ):
-            await self._write_in_pieces(head, memoryview(payload), waits=len(payload) > max_uncredited_bytes)
+        needs_credit = len(payload) > max_uncredited_bytes
+        if needs_credit or (self._up.is_limited and message_bytes > PIECE_BYTES):
+            await self._write_in_pieces(head, memoryview(payload), window if needs_credit else None)
             return
-        await self._turn(len(head) + len(payload), of_bytes=len(head) + len(payload))
+        await self._acquire(message_bytes, message_bytes=message_bytes)
         self._pipe.writer.write(head)
         if payload:
             self._pipe.writer.write(payload)
         await self._pipe.writer.drain()
 
-    async def _write_in_pieces(self, head: bytes, payload: memoryview, *, waits: bool) -> None:
-        allowance = self._allowance if waits else None
-        if allowance is not None:
-            allowance.start(len(payload))
+    async def _write_in_pieces(self, head: bytes, payload: memoryview, window: SendWindow | None) -> None:
+        if window is not None:
+            window.start(len(payload))
         piece: Buffer = head
         sent_bytes = 0
         try:
             while piece:
-                await self._turn(len(piece), of_bytes=len(head) + len(payload))
-                self._is_halfway = True
+                await self._acquire(len(piece), message_bytes=len(head) + len(payload))
+                self._is_mid_message = True
                 self._pipe.writer.write(piece)
                 await self._pipe.writer.drain()
                 next_bytes = min(PIECE_BYTES, len(payload) - sent_bytes)
-                if allowance is not None and next_bytes:
-                    next_bytes = await allowance.acquire(next_bytes)
+                if window is not None and next_bytes:
+                    next_bytes = await window.acquire(next_bytes)
                 piece = payload[sent_bytes : sent_bytes + next_bytes]
                 sent_bytes += next_bytes
         except BaseException:
             self.close()
             raise
-        self._is_halfway = False
+        self._is_mid_message = False
 
-    async def _turn(self, size_bytes: int, *, of_bytes: int) -> None:
-        await self._up.acquire(size_bytes, message_bytes=of_bytes)
+    async def _acquire(self, size_bytes: int, *, message_bytes: int) -> None:
+        await self._up.acquire(size_bytes, message_bytes=message_bytes)
         self._check_open()
         self._sent_bytes += size_bytes
         begins = max(self.arrives_by, asyncio.get_running_loop().time())
-        self.arrives_by = begins + self._meter.piece_s * size_bytes / (1 << 20)
+        self.arrives_by = begins + self._scope.mib_s * size_bytes / (1 << 20)
 
-    def _tell(self, word: int, size_bytes: int) -> None:
-        """Say so between two messages."""
-        self._owed += SIZES.pack(word, size_bytes)
-        if not self._sending.locked():
-            self._tell_owed()
+    def _send_control(self, kind: int, size_bytes: int) -> None:
+        """Send a flow control frame, after the message that is being sent."""
+        self._control += SIZES.pack(kind, size_bytes)
+        if not self._send_lock.locked():
+            self._flush_control()
 
-    def _tell_owed(self) -> None:
-        if self._owed and not self._closed and not self._pipe.writer.is_closing():
-            self._up.count(len(self._owed))
-            self._pipe.writer.write(self._owed)
-            self._owed = bytearray()
-
-    @property
-    def heard(self) -> float:
-        """When anything last came, on the clock of the loop; 0 if nothing has."""
-        return self._pipe.heard
+    def _flush_control(self) -> None:
+        if self._control and not self._closed and not self._pipe.writer.is_closing():
+            self._up.count(len(self._control))
+            self._pipe.writer.write(self._control)
+            self._control = bytearray()
 
     async def receive(self) -> Message:
         self._check_open()
-        message = await self._meter.receive(self._frames.read)
+        message = await self._scope.receive(self._frames.read)
         self._check_open()
         return message
 
@@ -154,39 +163,39 @@ class P2pdStream:
             raise StreamEnded("the stream was closed")
 
     def close(self) -> None:
-        if self._sent_bytes and not self._frames.is_over:
-            mib_on_its_way = min(self._sent_bytes / (1 << 20), MAX_MIB_ON_ITS_WAY)
-            self._end(ENDED, within_s=self._meter.piece_s * (1 + mib_on_its_way))
+        if self._sent_bytes and not self._frames.is_ending:
+            in_flight_mib = min(self._sent_bytes / (1 << 20), MAX_IN_FLIGHT_MIB)
+            self._end(ENDED, within_s=self._scope.mib_s * (1 + in_flight_mib))
         else:
             self._end(b"", within_s=0.0)
 
-    def drop(self) -> None:
-        """As ``close``, and it is not waited until the other side has heard anything."""
+    def evict(self) -> None:
+        """Close the stream without waiting until the other side has received everything."""
         self.close()
-        self._meter.close()
+        self._scope.close()
         self._pipe.writer.close()
 
     def refuse(self, refusal: Refusal) -> None:
         self._end(encode_refusal(refusal), within_s=LINGER_S)
 
-    def _end(self, last_word: bytes, *, within_s: float) -> None:
-        """End it with a last word if there is one, and at once if there is none, or if it would not be understood."""
+    def _end(self, last_frame: bytes, *, within_s: float) -> None:
+        """End the stream with ``last_frame``; at once if there is none, or if it would follow part of a message."""
         if self._closed:
             return
         self._closed = True
-        self._meter.end()
-        for half in (self._allowance, self._grants):
-            if half is not None:
-                half.close()
-        if last_word and not self._is_halfway:
-            self._pipe.end(last_word, within_s=within_s)
+        self._scope.stop_reading()
+        for window in (self._send_window, self._receive_window):
+            if window is not None:
+                window.close()
+        if last_frame and not self._is_mid_message:
+            self._pipe.end(last_frame, within_s=within_s)
         else:
             self._pipe.writer.close()
         self._on_close(self)
 
     async def flush(self) -> None:
-        """Wait until the other side has everything that was sent before ``close``, or has had its time."""
+        """Wait until the other side has received everything sent before ``close``, or its time is over."""
         try:
             await self._pipe.closed()
         finally:
-            self._meter.close()
+            self._scope.close()

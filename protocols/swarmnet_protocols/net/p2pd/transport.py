@@ -1,4 +1,4 @@
-"""The transport of real nodes: libp2p, through a p2pd child process."""
+"""The transport over libp2p, through a p2pd child process."""
 
 import asyncio
 import contextlib
@@ -21,34 +21,38 @@ from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.machine.identity_lock import identity_in_use
 from swarmnet_protocols.net import Handler, PeerId, ProtocolSpec
 from swarmnet_protocols.net.dialling import dialable, own_interfaces, shared_networks
-from swarmnet_protocols.net.handlers import supervise
 from swarmnet_protocols.net.identity import Identity
-from swarmnet_protocols.net.meter import Meter
-from swarmnet_protocols.net.p2pd.connection_limits import ConnectionLimits, Guard
+from swarmnet_protocols.net.p2pd.connection_limits import ConnectionGuard, ConnectionLimits
 from swarmnet_protocols.net.p2pd.daemon import P2pd, prepare_hivemind, run_p2pd, unpack_multiaddr
 from swarmnet_protocols.net.p2pd.pipe import Pipe
 from swarmnet_protocols.net.p2pd.process import MAX_MEMORY_BYTES, DaemonConfig, listening_at
 from swarmnet_protocols.net.p2pd.stream import P2pdStream
 from swarmnet_protocols.net.p2pd.wire_meter import WireMeter
 from swarmnet_protocols.net.rate_limit import LinkLimiter
-from swarmnet_protocols.net.refusal import LINGER_S, encode_refusal, no_room
+from swarmnet_protocols.net.refusal import LINGER_S, encode_refusal, overloaded
 from swarmnet_protocols.net.resources import ResourceLimitReached, ResourceManager
+from swarmnet_protocols.net.stream_scope import StreamScope, supervise
 from swarmnet_protocols.net.subnets import SubnetLimits
 from swarmnet_protocols.timing import Timing
 
 _log = logging.getLogger(__name__)
 
 _BOOTSTRAP_S = 5.0
+"""Timeout for connecting to a bootstrap peer."""
 _FLUSH_S = 2.0
-_ADDRESSES_EVERY_S = 30.0
-_SETTLE_S = 0.5
-_SETTLE_UNLIMITED_S = 5.0
+"""Time at close for streams to deliver what was sent."""
+_ADDRESSES_S = 30.0
+"""Period at which p2pd is asked for this peer's addresses."""
+_MEASURE_S = 0.5
+"""Period at which bytes on the wire are measured while the link is limited."""
+_MEASURE_UNLIMITED_S = 5.0
+"""The same while it is not limited."""
 MAX_LINGERING = 64
-"""For so many streams that there is no room for, it is seen to that the other side learns so."""
+"""Refused streams kept open at once so that the other side reads the refusal. Others are closed at once."""
 _CONNECTIONS_EVERY = 4
-"""So many times that bytes are counted, it is looked which connections there are."""
-_RESTING_EVERY = 2 * _CONNECTIONS_EVERY
-"""So many times that they could be, bytes are counted while no line is limited and nothing goes through streams: the directory's few."""
+"""Measurements between two checks whether a connection uses QUIC."""
+_IDLE_EVERY = 2 * _CONNECTIONS_EVERY
+"""Measurements that become one while the link is neither limited nor used by streams."""
 
 
 @dataclass(frozen=True)
@@ -56,27 +60,27 @@ class P2pdConfig:
     identity_path: Path
     listen: tuple[str, ...]
     announce: tuple[str, ...] = ()
-    """Published instead of the addresses found by p2pd."""
+    """Addresses to publish instead of those that p2pd finds."""
     bootstrap: tuple[str, ...] = ()
-    """Peers to connect to at the start; they also relay for us if nobody can dial us."""
+    """Peers to connect to at the start. They are also relays, if this peer cannot be dialled."""
     named: tuple[str, ...] = ()
-    """Other addresses that our owner named. They are dialled as they are, as those of ``bootstrap``."""
+    """Other addresses that the owner named. They are dialled as they are, like those of ``bootstrap``."""
     require_bootstrap: bool = False
-    """Fail with ``Unreachable`` when none of them answers."""
-    pace: LinkLimiter = field(default_factory=LinkLimiter)
-    """Counts what goes over the network, and holds it back to the rates it is set to."""
+    """Fail with ``Unreachable`` if no bootstrap peer answers."""
+    link: LinkLimiter = field(default_factory=LinkLimiter)
+    """Counts the bytes on the network link and limits their rate."""
     only_dials: bool = False
-    """Nobody dials us: several processes of this machine may then be on the network under one identity."""
+    """This peer is never dialled. Several processes may then use one identity."""
     timing: Timing = field(default_factory=Timing)
     max_daemon_bytes: int = MAX_MEMORY_BYTES
-    """p2pd is restarted when it holds more memory than this although no stranger is connected."""
+    """p2pd is restarted when it uses more memory than this although no unknown peer is connected."""
     connections: ConnectionLimits = field(default_factory=ConnectionLimits)
     step_aside: Callable[[], AbstractAsyncContextManager[object]] = contextlib.nullcontext
-    """Entered before p2pd is restarted, and left when it is back: what is served to others moves away first."""
+    """Context around a restart of p2pd, in which sessions are moved to other hosts."""
 
 
 def peer_of(address: str) -> PeerId:
-    """The peer id at the end of a multiaddr. Raises ``ConfigError`` if there is none."""
+    """The peer id at the end of a multiaddr. Raises ``ConfigError`` without one."""
     _, _, peer = address.rpartition("/p2p/")
     if not peer or "/" in peer:
         raise ConfigError(
@@ -87,7 +91,7 @@ def peer_of(address: str) -> PeerId:
 
 
 class P2pdTransport:
-    """Made by :meth:`create`."""
+    """A libp2p peer. Made by :meth:`create`."""
 
     def __init__(
         self,
@@ -99,31 +103,36 @@ class P2pdTransport:
     ) -> None:
         self.resources = ResourceManager()
         self._timing = config.timing
-        self._crowds = SubnetLimits(self.resources, self._timing)
+        self._subnet_limits = SubnetLimits(self.resources, self._timing)
         self._peer_id = peer_id
         self._daemon = daemon
         self._daemon_config = daemon_config
         self._config = config
         self._socket_path = socket_path
-        self._pace = config.pace
+        self._link = config.link
         self._named = frozenset((*config.bootstrap, *config.named))
-        self._places = (*self._named, *(() if config.only_dials else (*config.listen, *config.announce)))
+        self._owners_addresses = (
+            *self._named,
+            *(() if config.only_dials else (*config.listen, *config.announce)),
+        )
         self._addresses: tuple[str, ...] = ()
         self._handlers: dict[str, tuple[ProtocolSpec, Handler]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._flushes: set[asyncio.Task[None]] = set()
-        self._turned_away: set[asyncio.Task[None]] = set()
+        self._refused: set[asyncio.Task[None]] = set()
         self._streams: set[P2pdStream] = set()
-        self._checking: set[PeerId] = set()
-        self._guard = Guard(daemon, self.resources, config.connections, config.max_daemon_bytes)
+        self._pinging: set[PeerId] = set()
+        self._connection_guard = ConnectionGuard(
+            daemon, self.resources, config.connections, config.max_daemon_bytes
+        )
 
     @classmethod
     @contextlib.asynccontextmanager
     async def create(cls, config: P2pdConfig) -> AsyncIterator["P2pdTransport"]:
-        """A transport that is up while the context is open.
+        """A transport that runs while the context is open.
 
-        Raises ``ConfigError`` for a bad identity file or address, for a port in use, and for an identity under which another
-        process is on the network, ``Unreachable`` when ``require_bootstrap`` is set and nobody answers.
+        Raises ``ConfigError`` for an invalid identity file or address, a port in use, and an identity in use by another
+        process, and ``Unreachable`` if ``require_bootstrap`` is set and no bootstrap peer answers.
         """
         identity = Identity.load_or_create(config.identity_path)
         prepare_hivemind()
@@ -143,7 +152,7 @@ class P2pdTransport:
             server = await loop.create_unix_server(lambda: Pipe(transport._accept), str(socket_path))
             try:
                 await transport._refresh_addresses()
-                transport._own(transport._live(), transport._tasks)
+                transport._start(transport._supervise_daemon(), transport._tasks)
                 await transport._bootstrap(config)
                 yield transport
             finally:
@@ -161,7 +170,7 @@ class P2pdTransport:
         return peer in await self._daemon.connections()
 
     async def died(self) -> None:
-        """Return once p2pd has ended, whoever ended it."""
+        """Return when p2pd has ended and is not restarted."""
         await self._daemon.ended()
 
     async def serve(self, protocol: ProtocolSpec, handler: Handler) -> None:
@@ -173,10 +182,10 @@ class P2pdTransport:
     async def open(
         self, peer: PeerId, protocol: ProtocolSpec, *, addresses: Sequence[str] = (), deadline_s: float
     ) -> P2pdStream:
-        """As promised by ``Transport``: what may be dialled is said by ``dialable``, and what our owner named. That a peer which was connected died unseen is found out by the first ``receive``.
+        """As ``Transport.open``. Addresses are dialled if ``dialable`` allows them or the owner named them.
 
-        Where the connection died and not the peer, it is closed after ``alive_s``, and every stream over it ends: the next one is
-        opened over a new connection.
+        The stream opens even if the connection is dead. Within ``alive_s`` a ping detects that and closes the connection with all its
+        streams, so that the next stream is opened over a new one.
         """
         try:
             async with asyncio.timeout(deadline_s):
@@ -185,63 +194,66 @@ class P2pdTransport:
                 pipe = await self._daemon.open_stream(peer, protocol.id, deadline_s=deadline_s)
         except TimeoutError as error:
             raise PeerUnreachable(f"{peer} did not answer within {deadline_s:g} s") from error
-        stream = self._stream(peer, protocol, pipe, Meter.of_ours(self.resources, peer, self._timing))
-        self._own(self._check(peer), self._tasks)
+        stream = self._stream(peer, protocol, pipe, StreamScope.outbound(self.resources, peer, self._timing))
+        self._start(self._check_alive(peer), self._tasks)
         return stream
 
     async def _dialable(self, peer: PeerId, addresses: Sequence[str]) -> Sequence[str]:
         named = [address for address in addresses if address in self._named]
         if len(named) == len(addresses):
             return named
-        found = [*named, *dialable(peer, addresses, shared_networks(own_interfaces(), self._places))]
+        found = [
+            *named,
+            *dialable(peer, addresses, shared_networks(own_interfaces(), self._owners_addresses)),
+        ]
         if not found and not await self.is_connected(peer):
-            raise PeerUnreachable(f"no address of {peer} may be dialled from here")
+            raise PeerUnreachable(f"none of the addresses of {peer} may be dialled")
         return found
 
     async def connect(self, peer: PeerId, addresses: Sequence[str], *, deadline_s: float) -> None:
-        """Connect to ``peer`` unless it is connected. The addresses are dialled as they are. Raises ``PeerUnreachable`` within about ``deadline_s``."""
+        """Connect to ``peer`` unless it is connected, at any of ``addresses``. Raises ``PeerUnreachable`` after about ``deadline_s``."""
         # TCP first: a killed process ends its TCP connections at once, its QUIC connections after 30 s.
         tcp = [address for address in addresses if "/tcp/" in address and "/p2p-circuit" not in address]
         if tcp and len(tcp) < len(addresses):
             with contextlib.suppress(PeerUnreachable, TimeoutError):
                 async with asyncio.timeout(deadline_s / 2):
                     await self._daemon.connect(peer, tcp, deadline_s=deadline_s / 2)
-                    self._guard.dialled(peer)
+                    self._connection_guard.dialled(peer)
                     return
         await self._daemon.connect(peer, addresses, deadline_s=deadline_s)
-        self._guard.dialled(peer)
+        self._connection_guard.dialled(peer)
 
-    async def _check(self, peer: PeerId) -> None:
-        """Close the connection to ``peer`` if it carries nothing.
+    async def _check_alive(self, peer: PeerId) -> None:
+        """Close the connection to ``peer`` if it does not answer a ping.
 
-        When a link was cut and is whole again, TCP may take as long as it was cut to try again, and p2pd as long to give it up;
-        meanwhile streams over it open at once, and nothing comes back.
+        After an interruption of the path TCP retransmits about as long after it as it lasted, and p2pd keeps the connection for 40 s.
+        Meanwhile streams over it open, and nothing arrives.
         """
-        clock, patience_s = asyncio.get_running_loop().time, self._timing.alive_s
+        clock, alive_s = asyncio.get_running_loop().time, self._timing.alive_s
         asked = clock()
-        if peer in self._checking or self._has_heard(peer, asked - patience_s):
+        if peer in self._pinging or self._has_received(peer, asked - alive_s):
             return
-        self._checking.add(peer)
+        self._pinging.add(peer)
         try:
-            if await self._daemon.answers(peer, within_s=patience_s) or self._has_heard(peer, asked):
+            if await self._daemon.answers(peer, within_s=alive_s) or self._has_received(peer, asked):
                 return
-            if any(stream.arrives_by > clock() for stream in self._with(peer)):
+            if any(stream.arrives_by > clock() for stream in self._streams_with(peer)):
                 return
-            _log.info("the connection to %s carries nothing: it is dialled anew", peer)
+            _log.info("the connection to %s does not answer: closing it", peer)
             await self._daemon.disconnect(peer)
-        except (PeerUnreachable, IncompatibleVersion) as error:  # there is none, or somebody answered
-            _log.debug("no echo of %s: %s", peer, error)
+        except (PeerUnreachable, IncompatibleVersion) as error:  # no connection, or one that answered
+            _log.debug("no ping of %s: %s", peer, error)
         finally:
-            self._checking.discard(peer)
+            self._pinging.discard(peer)
 
-    def _has_heard(self, peer: PeerId, since: float) -> bool:
-        return any(stream.heard > since for stream in self._with(peer))
+    def _has_received(self, peer: PeerId, since: float) -> bool:
+        return any(stream.received_at > since for stream in self._streams_with(peer))
 
-    def _with(self, peer: PeerId) -> list[P2pdStream]:
+    def _streams_with(self, peer: PeerId) -> list[P2pdStream]:
         return [stream for stream in self._streams if stream.peer == peer]
 
     async def addresses_of(self, peer: PeerId) -> list[str]:
-        """The multiaddrs from which ``peer`` is connected now; none if it is not."""
+        """The multiaddrs from which ``peer`` is connected."""
         return (await self._daemon.connections()).get(peer, [])
 
     async def _bootstrap(self, config: P2pdConfig) -> None:
@@ -265,36 +277,36 @@ class P2pdTransport:
 
     # ---- p2pd ---------------------------------------------------------------------------------------------
 
-    async def _live(self) -> None:
-        """Look after p2pd until it ends of itself, and restart it when it must be."""
+    async def _supervise_daemon(self) -> None:
+        """Enforce the limits on p2pd, and restart it when its memory requires it, until it ends by itself."""
         loop = asyncio.get_running_loop()
         while True:
-            beside = [
+            background = [
                 loop.create_task(each)
                 for each in (
-                    self._keep_addresses_fresh(),
-                    self._settle(),
+                    self._refresh_addresses_periodically(),
+                    self._measure_traffic(),
                 )
             ]
             try:
-                is_worn = await self._guard.keep()
+                must_restart = await self._connection_guard.run()
             finally:
-                await cancel(*beside)
-            if not is_worn:
+                await cancel(*background)
+            if not must_restart:
                 return
             try:
                 await self.restart_daemon()
-            except SwarmnetError as error:  # whoever waits for ``died`` is told
-                _log.error("p2pd does not start again: %s", error)
+            except SwarmnetError as error:  # ``died`` returns
+                _log.error("p2pd could not be restarted: %s", error)
                 return
 
     async def restart_daemon(self) -> None:
-        """End p2pd and start it anew at the same ports, once what is served to others has moved away.
+        """Restart p2pd on the same ports, after sessions have moved to other hosts (``step_aside``).
 
-        Every connection and stream ends. Raises ``ConfigError`` when it does not start.
+        Every connection and stream ends. Raises ``ConfigError`` if it does not start.
         """
         async with self._config.step_aside():
-            _log.warning("p2pd is restarted: it holds %d MiB", self._daemon.memory_bytes() >> 20)
+            _log.warning("restarting p2pd, which uses %d MiB", self._daemon.memory_bytes() >> 20)
             listen = tuple(listening_at(each, self._addresses) for each in self._daemon_config.listen)
             await self._daemon.restart(replace(self._daemon_config, listen=listen))
             for protocol, _ in self._handlers.values():
@@ -303,7 +315,7 @@ class P2pdTransport:
             await self._bootstrap(replace(self._config, require_bootstrap=False))
 
     def _accept(self, pipe: Pipe) -> None:
-        self._own(self._handle(pipe), self._tasks)
+        self._start(self._handle(pipe), self._tasks)
 
     async def _handle(self, pipe: Pipe) -> None:
         from hivemind.p2p import PeerID
@@ -313,7 +325,7 @@ class P2pdTransport:
         info = pb.StreamInfo()
         try:
             await read_pbmsg_safe(pipe.reader, info)
-        except (OSError, asyncio.IncompleteReadError):  # p2pd gave up before it said who calls
+        except (OSError, asyncio.IncompleteReadError):  # p2pd closed the socket before it named the peer
             pipe.writer.close()
             return
         except asyncio.CancelledError:
@@ -322,31 +334,31 @@ class P2pdTransport:
         protocol, handler = self._handlers[info.proto]
         peer = PeerId(PeerID(info.peer).to_base58())
         try:
-            meter = self._crowds.admit(peer, unpack_multiaddr(info.addr) if info.addr else "")
+            scope = self._subnet_limits.accept(peer, unpack_multiaddr(info.addr) if info.addr else "")
         except ResourceLimitReached as error:
-            _log.debug("no stream of %s is taken: %s", peer, error)
-            refusal = encode_refusal(no_room(error))
-            if len(self._turned_away) < MAX_LINGERING:
+            _log.debug("refused a stream of %s: %s", peer, error)
+            refusal = encode_refusal(overloaded(error))
+            if len(self._refused) < MAX_LINGERING:
                 pipe.end(refusal, within_s=LINGER_S)
-                self._own(pipe.closed(), self._turned_away)
+                self._start(pipe.closed(), self._refused)
             else:
                 pipe.writer.write(refusal)
                 pipe.writer.close()
             return
-        stream = self._stream(peer, protocol, pipe, meter)
+        stream = self._stream(peer, protocol, pipe, scope)
         stream.packed_address = info.addr
         await supervise(handler, stream, protocol)
 
-    def _stream(self, peer: PeerId, protocol: ProtocolSpec, pipe: Pipe, meter: Meter) -> P2pdStream:
-        stream = P2pdStream(peer, protocol, pipe, meter, self._stream_closed, self._pace)
+    def _stream(self, peer: PeerId, protocol: ProtocolSpec, pipe: Pipe, scope: StreamScope) -> P2pdStream:
+        stream = P2pdStream(peer, protocol, pipe, scope, self._stream_closed, self._link)
         self._streams.add(stream)
         return stream
 
     def _stream_closed(self, stream: P2pdStream) -> None:
         self._streams.discard(stream)
-        self._own(stream.flush(), self._flushes)
+        self._start(stream.flush(), self._flushes)
 
-    def _own(self, coroutine: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> None:
+    def _start(self, coroutine: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)
         tasks.add(task)
         task.add_done_callback(tasks.discard)
@@ -354,38 +366,38 @@ class P2pdTransport:
     async def _refresh_addresses(self) -> None:
         self._addresses = tuple(f"{address}/p2p/{self._peer_id}" for address in await self._daemon.identify())
 
-    async def _keep_addresses_fresh(self) -> None:
-        with contextlib.suppress(PeerUnreachable):  # p2pd is gone: there is nothing to keep fresh
+    async def _refresh_addresses_periodically(self) -> None:
+        with contextlib.suppress(PeerUnreachable):  # p2pd has ended
             while True:
-                await asyncio.sleep(_ADDRESSES_EVERY_S)
+                await asyncio.sleep(_ADDRESSES_S)
                 await self._refresh_addresses()
 
-    async def _settle(self) -> None:
-        """Charge the lines with what p2pd really sends and receives: the directory, relaying and repetitions too."""
+    async def _measure_traffic(self) -> None:
+        """Reconcile the rate limiters with the bytes p2pd really sends and receives: retransmissions and relayed bytes, too."""
         if not WireMeter.is_supported():
             return
-        up, down = self._pace.up, self._pace.down
-        meter, sees_all, settled_bytes = WireMeter(self._daemon.process.pid), False, 0.0
-        for look in itertools.count():
+        up, down = self._link.up, self._link.down
+        meter, is_complete, reconciled_bytes = WireMeter(self._daemon.process.pid), False, 0.0
+        for number in itertools.count():
             if self._daemon.process.returncode is not None:
                 return
             is_limited = up.is_limited or down.is_limited
-            is_resting = up.total_bytes + down.total_bytes == settled_bytes and not is_limited
-            if not is_resting or look % _RESTING_EVERY == 0:
+            is_idle = up.total_bytes + down.total_bytes == reconciled_bytes and not is_limited
+            if not is_idle or number % _IDLE_EVERY == 0:
                 try:
-                    if look % _CONNECTIONS_EVERY == 0:
-                        sees_all = not await self._uses_quic()
-                    carried = meter.read()
-                except (OSError, PeerUnreachable) as error:  # no file is left, say: estimates stand
-                    _log.debug("it is not seen what p2pd carries: %s", error)
+                    if number % _CONNECTIONS_EVERY == 0:
+                        is_complete = not await self._uses_quic()
+                    traffic = meter.read()
+                except (OSError, PeerUnreachable) as error:  # no file descriptor left, for example
+                    _log.debug("the traffic of p2pd is not measured: %s", error)
                 else:
-                    up.reconcile(carried.up, is_complete=sees_all)
-                    down.reconcile(carried.down, is_complete=sees_all)
-                    settled_bytes = up.total_bytes + down.total_bytes
-            await asyncio.sleep(_SETTLE_S if is_limited else _SETTLE_UNLIMITED_S)
+                    up.reconcile(traffic.up, is_complete=is_complete)
+                    down.reconcile(traffic.down, is_complete=is_complete)
+                    reconciled_bytes = up.total_bytes + down.total_bytes
+            await asyncio.sleep(_MEASURE_S if is_limited else _MEASURE_UNLIMITED_S)
 
     async def _uses_quic(self) -> bool:
-        """Whether any connection is one whose bytes the kernel does not count by process."""
+        """Whether any connection uses QUIC, whose bytes the kernel does not count by process."""
         connections = await self._daemon.connections()
         return any("/quic" in address for addresses in connections.values() for address in addresses)
 
@@ -396,7 +408,7 @@ class P2pdTransport:
         await asyncio.gather(*tasks, return_exceptions=True)
         for stream in list(self._streams):
             stream.close()
-        if flushes := self._flushes | self._turned_away:
+        if flushes := self._flushes | self._refused:
             _, late = await asyncio.wait(flushes, timeout=_FLUSH_S)
             for task in late:
                 task.cancel()

@@ -1,7 +1,14 @@
-"""Codecs: how the values that workers exchange travel as bytes.
+"""Codecs: float32 vectors to bytes and back, with and without loss.
 
-``decode`` of the same bytes gives the same bits on every machine, so workers that average decoded payloads stay
-identical under every codec. All numbers on the wire are little endian.
+Decoding the same bytes gives the same bits on every machine, so workers that average decoded contributions stay identical under every
+codec. All numbers on the wire are little endian.
+
+| name | bits per value | |
+|---|---|---|
+| ``float32``, ``bfloat16``, ``float16`` | 32, 16, 16 | ``floats.py`` |
+| ``int8``, ``int4``, ``fp4`` | 8.06, 4.25, 4.25 | ``blockwise.py`` |
+| ``topk`` | 0.17 | ``topk.py``, sparse |
+| ``log8`` | 8 | ``log8.py``, for the scalars of ``zo`` |
 """
 
 from collections.abc import Mapping
@@ -20,7 +27,7 @@ from swarmnet_protocols.training.codecs.topk import CHUNK, TopKCodec
 __all__ = ["ALIGNMENT", "Codec", "ErrorFeedback", "get_codec", "result_codec"]
 
 ALIGNMENT = CHUNK
-"""A vector cut at multiples of this many values decodes, part by part, to the same bits as when encoded whole."""
+"""Slices are cut at multiples of this many values: encoded part by part, a vector then decodes to the same bits as when encoded whole."""
 
 _CODECS: Mapping[str, Codec] = MappingProxyType(
     {
@@ -43,16 +50,16 @@ _RESULTS: Mapping[str, Codec] = MappingProxyType({"int4": INT8, "fp4": INT8})
 
 
 def result_codec(codec: Codec) -> Codec:
-    """How the mean of contributions in ``codec`` travels: the same, but for four bits.
+    """The codec of the mean of contributions in ``codec``: the same, except int8 for four-bit codecs (docs/decisions/0031).
 
-    Fed back, the small values of a worker come as rare steps of a whole level. In a mean of workers they are fractions
-    of a level, which four bits would round away again.
+    With error feedback a small value is sent as a rare whole level. In a mean of workers that is a fraction of a level, which four
+    bits would round to zero.
     """
     return _RESULTS.get(codec.name, codec)
 
 
 def get_codec(name: str) -> Codec:
-    """The codec of this name, or ``ConfigError``."""
+    """The codec of this name. Raises ``ConfigError`` for an unknown name."""
     codec = _CODECS.get(name)
     if codec is None:
         raise ConfigError(f"unknown codec {name!r}", hint=f"one of: {', '.join(_CODECS)}")

@@ -1,4 +1,4 @@
-"""What a codec is."""
+"""The interface of a codec."""
 
 from typing import Protocol
 
@@ -8,27 +8,28 @@ from swarmnet_protocols.net import Buffer
 
 
 class Codec(Protocol):
-    """Float32 values to bytes and back. Stateless: one may serve any number of callers."""
+    """Encodes float32 vectors as bytes. Stateless, so one instance serves all callers."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The name in job files."""
 
     @property
     def biased(self) -> bool:
-        """Whether some value may be lost however often it is sent, unless the caller feeds the error back."""
+        """Whether some values never arrive however often they are sent, unless the caller uses error feedback."""
 
     @property
     def sparse(self) -> bool:
-        """Whether most values decode as zero: those of a mean would not, and payloads are small enough for all to have all."""
+        """Whether most values decode as zero. A mean of such vectors is not sparse, so members exchange all contributions instead."""
 
     def encode(self, values: torch.Tensor) -> Buffer:
-        """The payload of ``values``, float32 [n] on the CPU. Raises ``ValueError`` unless all are finite."""
+        """Encode ``values``, float32 [n] on the CPU. Raises ``ValueError`` if one is not finite."""
 
     def decode(self, payload: Buffer, count: int) -> torch.Tensor:
-        """Float32 [count], all finite. Raises ``ProtocolViolation`` unless ``payload`` is one of ``count`` values.
+        """Decode to float32 [count], all finite. Raises ``ProtocolViolation`` for a payload that is not one of ``count`` values.
 
-        The size is checked before anything is allocated.
+        The size is checked before memory is allocated.
         """
 
     def max_bytes(self, count: int) -> int:
-        """The size of every payload of ``count`` values."""
+        """Size of the payload of ``count`` values in bytes. It does not depend on the values."""

@@ -1,7 +1,7 @@
-"""Values quantised in blocks: small signed codes, and a scale for each block.
+"""Blockwise quantization (``int8``, ``int4``, ``fp4``): a small signed code for each value and a scale for each block.
 
-A payload is the scales [blocks] in bfloat16, then the codes: a byte each, or two a byte with the first in the low half.
-Codes are in two's complement, and a code c stands for ``levels(c) * scale``.
+A payload is the scales [blocks] in bfloat16, then the codes in two's complement: one per byte, or two with the first in the low half.
+Code c stands for ``levels(c) * scale``.
 """
 
 from collections.abc import Callable
@@ -23,16 +23,16 @@ from swarmnet_protocols.training.codecs.payload import (
 )
 
 _VALUES_AT_ONCE = 1 << 14
-"""Computed together, a multiple of every block: enough to be fast, few enough for the cache and for torch to use one thread."""
+"""Values computed at a time, a multiple of every block size: small enough for the cache, and for torch to use one thread."""
 
 
 @dataclass(frozen=True)
 class BlockCodec:
-    """Codes of ``bits`` (8 or 4), at most ``largest_code`` in magnitude, for blocks of ``block`` values.
+    """Codes of ``bits`` (8 or 4) bits and magnitude at most ``largest_code``, in blocks of ``block`` values.
 
-    The largest magnitude of a block is scaled to at most ``peak``. ``codes`` maps scaled values to the codes of the nearest
-    levels (int8), ``levels`` maps codes to levels (float32). Magnitudes above ``peak * MAX_SCALE`` are clamped, blocks
-    whose scale would be under ``MIN_SCALE`` become zero.
+    The largest magnitude of a block is scaled to at most ``peak``. ``codes`` maps scaled values to the codes (int8) of the nearest
+    levels, ``levels`` maps codes to levels (float32). Magnitudes above ``peak * MAX_SCALE`` are clamped; blocks whose scale
+    would be below ``MIN_SCALE`` become zero.
     """
 
     name: str
@@ -55,7 +55,7 @@ class BlockCodec:
         if not largest.isfinite().all():
             raise ValueError("a value is not finite")
         scales = round_up_scales(largest / self.peak)
-        # Divided by infinity, the values of a block without a scale are zero.
+        # Values of a block with scale zero are divided by infinity, which gives zero.
         divisors = scales.float().where(scales > 0, torch.inf)
         scaled = (blocks / divisors[:, None]).clamp_(-self.peak, self.peak)
         codes = self.codes(scaled).view(-1)[: len(values)]
@@ -73,7 +73,7 @@ class BlockCodec:
         if codes[count:].any():
             raise ProtocolViolation("the padding is not zero")
         if count and codes.amin() < -self.largest_code:
-            raise ProtocolViolation(f"a code is under {-self.largest_code}")
+            raise ProtocolViolation(f"a code is below {-self.largest_code}")
         values = torch.empty(count)
         parts = zip(
             torch.split(values, _VALUES_AT_ONCE),
@@ -93,24 +93,24 @@ class BlockCodec:
         return -(-count // self.block)
 
     def _in_blocks(self, values: torch.Tensor) -> torch.Tensor:
-        """The values [n], and zeros after them, as [blocks, block]."""
+        """The values [n], padded with zeros, as [blocks, block]."""
         padded = F.pad(values, (0, -len(values) % self.block))
         return padded.view(self._blocks(len(values)), self.block)
 
 
 def _pack(codes: torch.Tensor) -> torch.Tensor:
-    """Codes [n] of four bits, two a byte: [ceil(n / 2)]."""
+    """Pack four-bit codes [n] into bytes [ceil(n / 2)]."""
     pairs = F.pad(codes, (0, len(codes) % 2)).view(-1, 2)
     return (pairs[:, 0] & 0xF) | (pairs[:, 1] << 4)
 
 
 def _unpack(packed: torch.Tensor) -> torch.Tensor:
-    """The codes [2n], int8, of packed bytes [n], int8: a right shift keeps the sign."""
+    """Unpack bytes [n], int8, into codes [2n], int8. A right shift keeps the sign."""
     return torch.stack(((packed << 4) >> 4, packed >> 4), dim=1).view(-1)
 
 
 def _integer_codes(scaled: torch.Tensor) -> torch.Tensor:
-    # numpy's, because torch's shares even a small tensor among threads: on a busy machine that took 20 times the time.
+    # numpy rather than torch, which divides even a small tensor among threads: on a busy machine that took 20 times as long.
     return torch.from_numpy(np.rint(scaled.numpy()).astype(np.int8))
 
 
@@ -127,7 +127,7 @@ def _power_codes(scaled: torch.Tensor) -> torch.Tensor:
     magnitudes = scaled.abs()
     bits = magnitudes.view(torch.int32)
     odd = (bits >> _FLOAT32_MANTISSA_BITS) & 1
-    # Rounding the mantissa away, half to even, carries into the exponent where the next power of two is nearer.
+    # Rounding the mantissa to zero bits, half to even, carries into the exponent where the next power of two is nearer.
     exponents = (bits + 0x3FFFFF + odd) >> _FLOAT32_MANTISSA_BITS
     powers = (exponents - _EXPONENT_OF_CODE_0).clamp_(min=1)
     return powers.where(magnitudes > 0.5, 0).to(torch.int8) * scaled.sign().to(torch.int8)
@@ -140,10 +140,10 @@ def _power_levels(codes: torch.Tensor) -> torch.Tensor:
 
 
 INT8 = BlockCodec("int8", 8, 256, 127, 127.0, _integer_codes, _integer_levels)
-"""8.06 bits a value: symmetric integers, rounded half to even."""
+"""8.06 bits per value: symmetric integers, rounded half to even."""
 
 INT4 = BlockCodec("int4", 4, 64, 7, 7.0, _integer_codes, _integer_levels)
-"""4.25 bits a value: symmetric integers, rounded half to even."""
+"""4.25 bits per value: symmetric integers, rounded half to even."""
 
 FP4 = BlockCodec("fp4", 4, 64, 7, 64.0, _power_codes, _power_levels)
-"""4.25 bits a value, E3M0 (Streaming DiLoCo, arXiv 2501.18512): a sign, and zero or one of 2^0 .. 2^6."""
+"""4.25 bits per value, E3M0 (Streaming DiLoCo, Douillard et al., arXiv 2501.18512, quantized outer gradients): a sign, and zero or a power 2^0 .. 2^6."""

@@ -1,4 +1,4 @@
-"""Error feedback: what a codec lost of a contribution is in the next one."""
+"""Error feedback: what a lossy codec drops from a contribution (the residual) is added to the next one."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,68 +10,74 @@ from swarmnet_protocols.training.codecs.base import Codec
 
 
 @dataclass(frozen=True)
-class _Sent:
-    """A contribution on its way: what it is to say, and the error [n] that is in it."""
+class _InFlight:
+    """A contribution whose round has not ended: the ``values`` [n] sent from ``start`` on, and the ``residual`` [n] that is part of them."""
 
     start: int
-    wanted: torch.Tensor
-    error: torch.Tensor
+    values: torch.Tensor
+    residual: torch.Tensor
 
 
 class ErrorFeedback:
-    """e <- decay * e + values; the payload is that of e; e <- e - decoded payload (SparseLoCo, arXiv 2508.15706).
+    """e <- decay e + values; send Q(e); e <- e - Q(e), where Q is encoding and decoding.
 
-    One vector e over all parameters, float32 [count], of which a round takes a range. That part is under way with the round
-    from ``send`` to ``settle``, so that of two rounds under way only one has it. Where a round does not deliver, e is as it
-    was before: whether the round's values are lost or come again is for the method to say.
+    Error feedback with a decay (SparseLoCo, Sarfi et al., arXiv 2508.15706, algorithm 1; without decay: EF-SGD, Karimireddy et al.,
+    arXiv 1901.09847, algorithm 1).
+
+    The residual e is one vector over all parameters, float32 [count]; a round exchanges a range of it. From ``send`` to ``acknowledge`` this range
+    belongs to the round, so of two rounds in flight only one sends it. If a round does not deliver, e is as before it: whether the
+    round's values are sent again is up to the method.
     """
 
     def __init__(self, codec: Codec, count: int, decay: float = 1.0) -> None:
+        """``decay``: factor applied to the residual in each round."""
         self._codec = codec
         self._decay = decay
-        self._error = torch.zeros(count)
-        self._under_way: dict[int, _Sent] = {}
+        self._residual = torch.zeros(count)
+        self._in_flight: dict[int, _InFlight] = {}
 
     def send(self, round: int, start: int, values: torch.Tensor) -> torch.Tensor:
-        """What to contribute to a round instead of ``values``, float32 [n], which are those from ``start`` on.
+        """What to contribute to ``round`` instead of ``values``, float32 [n], the values from index ``start`` on.
 
-        What was sent to this round or a later one before was not delivered.
+        Contributions in flight to this round or a later one count as not delivered: the round is being repeated.
         """
-        for again in [each for each in self._under_way if each >= round]:
-            self.settle(again, ())
-        part = self._error[start : start + len(values)]
-        error = part.clone()
+        for again in [each for each in self._in_flight if each >= round]:
+            self.acknowledge(again, ())
+        part = self._residual[start : start + len(values)]
+        residual = part.clone()
         part.zero_()
-        wanted = error * self._decay + values
-        self._under_way[round] = _Sent(start, wanted, error)
-        return wanted
+        corrected = residual * self._decay + values
+        self._in_flight[round] = _InFlight(start, corrected, residual)
+        return corrected
 
-    def settle(self, round: int, delivered: Sequence[tuple[int, int]]) -> None:
-        """The round is over, and the [start, end) of what was sent to it, each encoded by itself, count. Nothing if none was."""
-        sent = self._under_way.pop(round, None)
+    def acknowledge(self, round: int, delivered: Sequence[tuple[int, int]]) -> None:
+        """``round`` has ended and delivered the slices [start, end) of its contribution, each encoded separately.
+
+        Does nothing if no contribution to ``round`` is in flight.
+        """
+        sent = self._in_flight.pop(round, None)
         if sent is None:
             return
-        error = sent.error
+        residual = sent.residual
         for start, end in delivered:
-            part = sent.wanted[start:end]
-            error[start:end] = part - self._codec.decode(self._codec.encode(part), end - start)
-        self._error[sent.start : sent.start + len(error)] += error
+            part = sent.values[start:end]
+            residual[start:end] = part - self._codec.decode(self._codec.encode(part), end - start)
+        self._residual[sent.start : sent.start + len(residual)] += residual
 
-    def owed(self) -> torch.Tensor:
-        """e [count], as if nothing that is under way were delivered."""
-        owed = self._error.clone()
-        for sent in self._under_way.values():
-            owed[sent.start : sent.start + len(sent.error)] += sent.error
-        return owed
+    def residual(self) -> torch.Tensor:
+        """e [count], as if no contribution in flight were delivered."""
+        residual = self._residual.clone()
+        for sent in self._in_flight.values():
+            residual[sent.start : sent.start + len(sent.residual)] += sent.residual
+        return residual
 
-    def restore(self, owed: torch.Tensor) -> None:
-        """Go on from what ``owed`` gave, with nothing under way. Raises ``IntegrityError`` for anything else."""
-        self._check(owed)
-        self._error = owed.clone()
-        self._under_way = {}
+    def restore(self, residual: torch.Tensor) -> None:
+        """Continue from what ``residual`` returned, with nothing in flight.
 
-    def _check(self, error: torch.Tensor) -> None:
-        if error.shape != self._error.shape or error.dtype != torch.float32 or not error.isfinite().all():
-            raise IntegrityError(
-                f"{list(error.shape)[:8]} {error.dtype} is no error of this model, or not finite"
-            )
+        Raises ``IntegrityError`` for another shape or dtype, or a value that is not finite.
+        """
+        shape, dtype = list(residual.shape), residual.dtype
+        if shape != list(self._residual.shape) or dtype != torch.float32 or not residual.isfinite().all():
+            raise IntegrityError(f"{shape[:8]} {dtype} is not a residual of this model, or not finite")
+        self._residual = residual.clone()
+        self._in_flight = {}

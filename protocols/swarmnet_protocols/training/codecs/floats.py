@@ -1,4 +1,4 @@
-"""Values as float32, bfloat16 or float16, rounded half to even."""
+"""Plain floating point: values as float32, bfloat16 or float16, rounded half to even."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from swarmnet_protocols.training.codecs.payload import all_finite, check_size, r
 
 @dataclass(frozen=True)
 class FloatCodec:
-    """Each value in ``dtype``. What is too large for it becomes its largest finite number.
+    """Each value in ``dtype``; values beyond its range become its largest finite number.
 
     float16 is biased because it has no value below 6e-8 and none above 65504; bfloat16 has the range of float32.
     """

@@ -1,6 +1,6 @@
-"""What the codecs share: checked reads of a payload, and scales of two bytes.
+"""Helpers of all codecs: checked reads of a payload, and bfloat16 scales.
 
-Bytes are copied by numpy, which lets other threads run meanwhile: 128 MB copied by Python stop inner steps for 0.3 s.
+Bytes are copied by numpy, which releases the GIL: a copy of 128 MB by Python would stop inner steps for 0.3 s.
 """
 
 import numpy as np
@@ -10,10 +10,10 @@ from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.net import Buffer
 
 MAX_SCALE = 2.0**99
-"""The largest scale or bucket mean on the wire: 127 of them, summed over thousands of workers, are still finite."""
+"""Largest scale or bucket mean on the wire: 127 times this, summed over thousands of workers, is still finite."""
 
 MIN_SCALE = 2.0**-99
-"""The smallest but zero. Multiples of it are normal numbers: no machine that flushes subnormals decodes otherwise."""
+"""Smallest scale except zero: its multiples are normal numbers, so machines that flush subnormals decode the same bits."""
 
 SCALE_BYTES = 2
 
@@ -30,15 +30,15 @@ def check_size(payload: Buffer, size_bytes: int, count: int) -> None:
 
 
 def read(payload: Buffer, dtype: torch.dtype) -> torch.Tensor:
-    """The payload as a tensor that owns its memory, [len(payload) / size of dtype]."""
+    """A copy of the payload as a tensor [len(payload) / itemsize]."""
     if len(payload) == 0:
         return torch.empty(0, dtype=dtype)
     return torch.from_numpy(np.frombuffer(payload, np.uint8).copy()).view(dtype)
 
 
 def write(values: torch.Tensor) -> Buffer:
-    """A copy of the raw bytes of a CPU tensor."""
-    if values.numel() == 0:  # whose strides may be any
+    """A copy of a CPU tensor's bytes."""
+    if values.numel() == 0:  # an empty tensor may have any strides
         return b""
     return values.contiguous().view(torch.uint8).numpy().copy().data
 
@@ -52,7 +52,7 @@ def all_finite(values: torch.Tensor) -> bool:
 
 
 def round_up_scales(scales: torch.Tensor) -> torch.Tensor:
-    """Non-negative float32 scales as the next bfloat16 numbers up; those out of bounds as zero or ``MAX_SCALE``."""
+    """Round non-negative float32 scales up to bfloat16. Scales out of bounds become zero or ``MAX_SCALE``."""
     rounded = ((scales.view(torch.int32) + 0xFFFF) >> 16).to(torch.int16)
     rounded.clamp_(max=_MAX_SCALE_BITS)
     return rounded.where(rounded >= _MIN_SCALE_BITS, 0).view(torch.bfloat16)

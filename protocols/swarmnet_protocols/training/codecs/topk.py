@@ -1,9 +1,13 @@
-"""The largest values of each chunk, in two bits each (SparseLoCo, arXiv 2508.15706, sections 3 and 4).
+"""Top-k sparsification with two-bit values: the 64 largest of every 4096 values (SparseLoCo, arXiv 2508.15706, sections 3 and 4).
 
-A payload is a record for each chunk: four bucket means in bfloat16; the places of the kept values in their chunk,
-strictly increasing, as Elias-Fano (Elias, JACM 21(2), 1974) writes them; their buckets, 2 bits each. Of a place p the low
-six bits are written as they are, and of the i-th kept value bit p // 64 + i is set in a bitmap. Bits fill bytes from the
-lowest. A full chunk of 4096 values takes 88 bytes: 11 bits a kept value, 186 times less than float32.
+A payload is one record per chunk:
+
+1. four bucket means in bfloat16;
+2. the indices of the kept values in the chunk, strictly increasing, in Elias-Fano coding (Elias, JACM 21(2), 1974): the low six bits of
+   each index, then a bitmap in which bit ``index // 64 + i`` is set for the i-th kept value;
+3. the bucket of each kept value, 2 bits.
+
+Bits fill bytes from the lowest. A full chunk takes 88 bytes: 11 bits per kept value, 186 times less than float32.
 """
 
 from dataclasses import dataclass
@@ -29,10 +33,10 @@ CHUNK = 4096
 _KEPT = 64
 _BUCKETS = 4
 _BUCKET_WIDTH = 6 / _BUCKETS
-"""In standard deviations of the values kept: the buckets span six, around their mean."""
+"""Width of a bucket in standard deviations of the kept values: the buckets span six, around the mean."""
 
 _CHUNKS_AT_ONCE = 64
-"""Encoded together: enough to be fast, few enough to stay in the processor's cache."""
+"""Chunks encoded at a time, few enough to stay in the processor's cache."""
 
 _MEANS_BYTES = _BUCKETS * SCALE_BYTES
 _LOW_BITS = 6
@@ -44,9 +48,9 @@ Integers = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class TopKCodec:
-    """Of every 4096 values the 64 largest in magnitude, the earlier of equals; of a shorter last chunk up to 64.
+    """Keeps the 64 values of largest magnitude in every chunk of 4096 (the earlier of equals; a shorter last chunk keeps up to 64).
 
-    Every other value decodes as zero, and a kept one as the mean of its bucket.
+    A kept value decodes as the mean of its bucket, every other value as zero.
     """
 
     name: str = "topk"
@@ -78,7 +82,7 @@ class TopKCodec:
 
 @dataclass(frozen=True)
 class _Record:
-    """What is in the record of a chunk of ``length`` values."""
+    """The layout of the record of a chunk of ``length`` values."""
 
     length: int
 
@@ -92,7 +96,7 @@ class _Record:
 
     @property
     def field_bytes(self) -> tuple[int, ...]:
-        """Of the means, the low bits, the bitmap and the buckets."""
+        """Sizes of the means, the low bits, the bitmap and the buckets."""
         bits = self.kept * _LOW_BITS, self.bitmap_bits, self.kept * _BUCKET_BITS
         return _MEANS_BYTES, *(-(-each // 8) for each in bits)
 
@@ -102,15 +106,15 @@ class _Record:
 
 
 def _encode_chunks(chunks: NDArray[np.float32]) -> bytes:
-    """The records of chunks [chunks, length]."""
+    """Encode chunks [chunks, length] as records."""
     count = len(chunks)
     record = _Record(chunks.shape[1])
-    places = _largest(chunks, record.kept)
-    kept = np.take_along_axis(chunks, places, axis=1).astype(np.float64)
+    indices = _largest(chunks, record.kept)
+    kept = np.take_along_axis(chunks, indices, axis=1).astype(np.float64)
     if not np.isfinite(kept).all():
         raise ValueError("a value is not finite")
     deviations = kept.std(axis=1, keepdims=True)
-    # Divided by infinity, equal values all fall into one bucket.
+    # Equal values have deviation zero: divided by infinity, all fall into one bucket.
     widths = np.where(deviations > 0, _BUCKET_WIDTH * deviations, np.inf)
     steps = np.floor((kept - kept.mean(axis=1, keepdims=True)) / widths)
     buckets = np.clip(steps + _BUCKETS // 2, 0, _BUCKETS - 1).astype(np.int64)
@@ -119,29 +123,29 @@ def _encode_chunks(chunks: NDArray[np.float32]) -> bytes:
     sums = np.bincount(slots, weights=kept.ravel(), minlength=count * _BUCKETS)
     means = _bounded(torch.from_numpy(sums / np.maximum(sizes, 1)))
     means_bytes = np.frombuffer(write(means), dtype=np.uint8).reshape(count, _MEANS_BYTES)
-    low = _pack(places & (1 << _LOW_BITS) - 1, _LOW_BITS)
-    columns = means_bytes, low, _bitmap(places, record), _pack(buckets, _BUCKET_BITS)
+    low = _pack(indices & (1 << _LOW_BITS) - 1, _LOW_BITS)
+    columns = means_bytes, low, _bitmap(indices, record), _pack(buckets, _BUCKET_BITS)
     return np.concatenate(columns, axis=1).tobytes()
 
 
 def _decode_chunks(records: Bytes, chunks: NDArray[np.float32]) -> None:
-    """Write what the records [chunks, record] say into ``chunks``, zeros [chunks, length]."""
+    """Decode records [chunks, record] into ``chunks`` [chunks, length], which holds zeros."""
     record = _Record(chunks.shape[1])
     means_bytes, low, bitmap, buckets_bytes = np.split(records, np.cumsum(record.field_bytes[:-1]), axis=1)
     means = read(means_bytes.tobytes(), torch.bfloat16)
     check_scales(means.abs())
-    places = _high_parts(bitmap, record) << _LOW_BITS | _unpack(low, _LOW_BITS, record.kept)
+    indices = _high_parts(bitmap, record) << _LOW_BITS | _unpack(low, _LOW_BITS, record.kept)
     buckets = _unpack(buckets_bytes, _BUCKET_BITS, record.kept)
-    if (places[:, -1] >= record.length).any() or (np.diff(places, axis=1) <= 0).any():
-        raise ProtocolViolation("the places of the kept values are not strictly increasing, or out of range")
+    if (indices[:, -1] >= record.length).any() or (np.diff(indices, axis=1) <= 0).any():
+        raise ProtocolViolation("the indices of the kept values are not strictly increasing, or out of range")
     table = means.float().numpy().reshape(len(records), _BUCKETS)
-    np.put_along_axis(chunks, places, np.take_along_axis(table, buckets, axis=1), axis=1)
+    np.put_along_axis(chunks, indices, np.take_along_axis(table, buckets, axis=1), axis=1)
 
 
 def _largest(chunks: NDArray[np.float32], kept: int) -> Integers:
-    """The places [chunks, kept], increasing, of the largest magnitudes; the earliest of those equal to the smallest."""
+    """The increasing indices [chunks, kept] of the largest magnitudes; of equal ones the earliest."""
     count, length = chunks.shape
-    # As integers the bits of magnitudes have the order of the magnitudes, and NaNs come last.
+    # The bits of non-negative floats, read as integers, have the same order; NaNs come last.
     magnitudes = np.abs(chunks).view(np.int32)
     smallest = np.partition(magnitudes, length - kept, axis=1)[:, length - kept]
     found = np.flatnonzero(magnitudes >= smallest[:, None])
@@ -155,28 +159,28 @@ def _largest(chunks: NDArray[np.float32], kept: int) -> Integers:
 
 
 def _bounded(means: torch.Tensor) -> torch.Tensor:
-    """Means as bfloat16 within the bounds of a scale; those under it are zero."""
+    """Means as bfloat16, clamped to the bounds of a scale; those below ``MIN_SCALE`` become zero."""
     rounded = means.clamp(-MAX_SCALE, MAX_SCALE).to(torch.bfloat16)
     return rounded.where(rounded.abs() >= MIN_SCALE, 0)
 
 
-def _bitmap(places: Integers, record: _Record) -> Bytes:
-    """The high parts of increasing places [chunks, kept]."""
-    bits = np.zeros((len(places), record.bitmap_bits), dtype=np.uint8)
-    np.put_along_axis(bits, (places >> _LOW_BITS) + np.arange(record.kept), 1, axis=1)
+def _bitmap(indices: Integers, record: _Record) -> Bytes:
+    """The Elias-Fano bitmap of increasing indices [chunks, kept]."""
+    bits = np.zeros((len(indices), record.bitmap_bits), dtype=np.uint8)
+    np.put_along_axis(bits, (indices >> _LOW_BITS) + np.arange(record.kept), 1, axis=1)
     return np.packbits(bits, axis=1, bitorder="little")
 
 
 def _high_parts(bitmap: Bytes, record: _Record) -> Integers:
     bits = _checked_bits(bitmap, record.bitmap_bits)
     if (bits.sum(axis=1) != record.kept).any():
-        raise ProtocolViolation(f"a bitmap of places does not have {record.kept} bits set")
+        raise ProtocolViolation(f"a bitmap of indices does not have {record.kept} bits set")
     found: Integers = np.flatnonzero(bits) % record.bitmap_bits
     return found.reshape(len(bitmap), record.kept) - np.arange(record.kept)
 
 
 def _pack(numbers: Integers, width: int) -> Bytes:
-    """Numbers [chunks, k] below 2 ** ``width``, as that many bits each."""
+    """Pack numbers [chunks, k] below 2 ** ``width`` into ``width`` bits each."""
     bits = np.unpackbits(numbers.astype(np.uint8)[:, :, None], axis=2, count=width, bitorder="little")
     return np.packbits(bits.reshape(len(numbers), -1), axis=1, bitorder="little")
 
@@ -187,7 +191,7 @@ def _unpack(packed: Bytes, width: int, count: int) -> Integers:
 
 
 def _checked_bits(packed: Bytes, count: int) -> Bytes:
-    """The first ``count`` bits of each row. Raises ``ProtocolViolation`` unless the others are zero."""
+    """The first ``count`` bits of each row. Raises ``ProtocolViolation`` if another bit is set."""
     bits = np.unpackbits(packed, axis=1, bitorder="little")
     if bits[:, count:].any():
         raise ProtocolViolation("the padding is not zero")

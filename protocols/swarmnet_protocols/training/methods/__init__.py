@@ -1,6 +1,6 @@
-"""How workers that train together turn what they exchange into new parameters: one small module a method.
+"""Training methods: the update rules by which workers turn an exchanged average into new parameters. One module per method.
 
-``base.py`` says what a method promises; ``get_method`` makes one from a job's settings.
+``base.py`` defines the interface; ``get_method`` creates a method from a job's settings.
 """
 
 from collections.abc import Callable, Mapping
@@ -36,11 +36,11 @@ _METHODS: Mapping[str, tuple[Callable[[Any], Method], type[Settings]]] = Mapping
 )
 
 METHODS = tuple(_METHODS)
-"""The names that ``get_method`` knows."""
+"""The names of all methods."""
 
 
 def get_method(name: str, settings: Mapping[str, float | int | str]) -> Method:
-    """The method of this name, or ``ConfigError`` that names the setting that is wrong."""
+    """Create the method of this name. Raises ``ConfigError`` for an unknown name, and names the setting that is wrong."""
     if name not in _METHODS:
         raise ConfigError(f"unknown method {name!r}", hint=f"one of: {', '.join(_METHODS)}")
     make, model = _METHODS[name]

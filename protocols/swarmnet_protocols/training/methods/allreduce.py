@@ -1,18 +1,21 @@
-"""Plain data parallelism, the yardstick: gradients are averaged before every optimizer step."""
+"""Data-parallel training, the baseline: gradients are averaged before every optimizer step.
+
+g <- mean_i g_i(θ); θ <- Optimizer(θ, g), where g_i is worker i's gradient.
+"""
 
 import torch
 
-from swarmnet_protocols.training.methods.base import Average, Kind, Settings, WholeSwarm
+from swarmnet_protocols.training.methods.base import AllToAll, Average, Kind, Settings
 
 
 class AllReduceSettings(Settings):
-    """None."""
+    """There are no settings."""
 
 
-class AllReduce(WholeSwarm):
-    """Every worker's own optimizer steps on the mean gradient, from equal parameters with equal optimizer state.
+class AllReduce(AllToAll):
+    """Every worker's own optimizer steps on the mean gradient, from equal parameters and with equal optimizer state.
 
-    The parameters are the worker's: it calls ``begin`` with them after each optimizer step, for ``agreed`` to name them.
+    The worker calls ``begin`` with its parameters after each optimizer step, so that ``agreed`` returns them.
     """
 
     kind: Kind = "gradients"

@@ -1,17 +1,17 @@
-"""Elementwise float32 arithmetic with the same bits on every machine."""
+"""Elementwise float32 arithmetic that gives the same bits on every machine."""
 
 import torch
 
 _CHUNK = 1 << 15
-"""Values at a time: the float64 intermediates stay in the cache, and torch does not divide so few among threads."""
+"""Values computed at a time: float64 intermediates stay in the cache, and torch uses one thread."""
 
 
 def add_scaled(a: torch.Tensor, alpha: float, b: torch.Tensor) -> torch.Tensor:
-    """a + alpha * b, float32 [n], alpha taken as float32.
+    """a + alpha * b, float32 [n], with alpha rounded to float32.
 
-    ``torch.add(a, b, alpha=alpha)`` rounds once on a CPU with fused multiply-add and twice on others. Here the product
-    is exact in float64 everywhere, and the sum is rounded there and then to float32: the fused result, but for the
-    one sum in about 2**29 that float64 rounds to the midpoint of two float32 numbers.
+    ``torch.add(a, b, alpha=alpha)`` rounds once on a CPU with fused multiply-add and twice on others. Here the product is exact in float64,
+    and the sum is rounded to float64 and then to float32. That is the fused result, except for about one sum in 2**29 that
+    float64 rounds to the midpoint of two float32 numbers.
     """
     factor = torch.tensor(alpha, dtype=torch.float32).item()
     out = torch.empty_like(a)
@@ -24,7 +24,7 @@ def add_scaled(a: torch.Tensor, alpha: float, b: torch.Tensor) -> torch.Tensor:
 def nesterov(
     weights: torch.Tensor, momentum: torch.Tensor, gradient: torch.Tensor, lr: float, mu: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights and momentum after v <- mu v + g; θ <- θ - lr (g + mu v): one step of ``torch.optim.SGD(nesterov=True)``."""
+    """Weights and momentum after one step of ``torch.optim.SGD(nesterov=True)``: v <- mu v + g; θ <- θ - lr (g + mu v)."""
     stepped, moved = torch.empty_like(weights), torch.empty_like(momentum)
     for start in range(0, len(weights), _CHUNK):
         part = slice(start, start + _CHUNK)

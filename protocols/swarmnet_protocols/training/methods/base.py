@@ -1,4 +1,4 @@
-"""What every method promises, and what those with outer weights share."""
+"""The interface of a method, and base classes for methods that average all parameters among all workers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,99 +12,104 @@ from swarmnet_protocols.errors import IntegrityError
 Kind = Literal["parameters", "gradients", "scalars"]
 
 OWN = "own."
-"""Prefix of the outer state that differs between workers."""
+"""Prefix of the names of outer state that differs between workers."""
 
 
 @dataclass(frozen=True, eq=False)
 class Average:
-    """What a committed round gave: the mean of the contributions to its range, float32 [end - start], and whose."""
+    """The average of a committed round: float32 [end - start] for the round's range, and the peer ids of its contributors."""
 
     values: torch.Tensor
     contributors: tuple[str, ...]
 
 
 class Settings(BaseModel):
-    """The settings of one method, checked when they are made."""
+    """The settings of a method, validated on construction."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class Method(Protocol):
-    """How workers turn what they exchange into new parameters. All vectors are float32 on the CPU, and values: none that is given
-    to ``begin`` or ``restore``, or comes from a method, is changed after that by either side. So a state can be handed to
-    newcomers for as long as they take, without a copy. ``parameters`` are valid during a call only.
+    """An update rule. All vectors are float32 on the CPU.
 
-    A worker calls ``begin`` once, then for each round: ``steps_per_round`` inner steps, ``contribution``, the exchange,
-    ``apply``. With ``overlap_steps`` = k > 0 the exchange runs while the worker takes k inner steps of the next round, and
-    ``apply`` comes after those. If k is ``steps_per_round``, the next round's ``contribution`` comes first, ``apply`` second.
+    A worker calls ``begin`` once, then for each round: ``steps_per_round`` inner steps, ``contribution``, the exchange, ``apply``.
+    With ``overlap_steps`` = k > 0 the exchange runs while the worker takes the first k inner steps of the next round, and ``apply`` comes
+    after those. If k equals ``steps_per_round``, the next round's ``contribution`` comes before ``apply``.
 
-    ``kind`` says what the argument ``parameters`` of ``contribution`` and ``apply`` is:
+    ``kind`` determines the argument ``parameters`` of ``contribution`` and ``apply``:
 
     - "parameters": the worker's current parameters [n]. ``apply`` returns its new ones.
-    - "gradients": the mean gradient of the worker's round [n]. ``apply`` returns the gradient that the worker's own
-      optimizer steps on; after a discarded round the worker takes no step.
+    - "gradients": the mean gradient of the worker's round [n]. ``apply`` returns the gradient for the worker's own optimizer; after a
+      discarded round the worker takes no step.
     - "scalars": for ``contribution`` the slopes that the worker measured [k]; for ``apply`` the parameters.
+
+    Vectors passed to ``begin`` and ``restore``, and vectors that a method returns, are never changed afterwards by either side, so a state can be
+    served to newcomers without a copy. ``parameters`` may be used only during the call.
 
     Outer arithmetic is elementwise IEEE float32 in a fixed order: equal inputs give equal bits on every machine.
     """
 
     @property
-    def kind(self) -> Kind: ...
+    def kind(self) -> Kind:
+        """What is contributed."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The name in job files."""
 
     @property
     def shares_weights(self) -> bool:
-        """Whether ``agreed`` is the same on all workers. If not, each has replicas of its own that stay near the others."""
+        """Whether ``agreed`` is equal on all workers. If not, each has its own replica, near the others."""
 
     @property
     def codec(self) -> str:
-        """The codec that fits what is contributed, unless the job names another."""
+        """The default codec of contributions."""
 
     @property
     def feedback_decay(self) -> float:
-        """What is kept, per round, of the error of a biased codec that is fed back."""
+        """Factor applied in each round to the residual of error feedback."""
 
     @property
-    def steps_per_round(self) -> int: ...
+    def steps_per_round(self) -> int:
+        """Inner steps of a round."""
 
     @property
-    def overlap_steps(self) -> int: ...
+    def overlap_steps(self) -> int:
+        """Inner steps of the next round that run during the exchange."""
 
     def begin(self, parameters: torch.Tensor) -> None:
-        """Start from the agreed parameters [n], with outer state zero. ``restore`` may follow."""
+        """Start from the shared parameters [n], with outer state zero. ``restore`` may follow."""
 
     def partners(self, round: int, roster: Sequence[str], me: str) -> tuple[str, ...]:
-        """Who averages together in this round: sorted, ``me`` included. The order of ``roster`` does not matter."""
+        """The members of ``roster``, in any order, that average with ``me`` in this round: sorted, including ``me``."""
 
     def range(self, round: int) -> tuple[int, int]:
-        """Start and end of what is exchanged in this round: of the parameters, or [0, k) for k scalars."""
+        """The range [start, end) of the parameters that is exchanged in this round, or [0, k) for k scalars."""
 
     def contribution(self, round: int, parameters: torch.Tensor) -> torch.Tensor:
-        """What this worker contributes: the values of ``range(round)``."""
+        """This worker's contribution: the values of ``range(round)``."""
 
     def apply(self, round: int, parameters: torch.Tensor, average: Average | None) -> torch.Tensor:
         """The worker's new parameters (``kind`` "gradients": the mean gradient).
 
-        None stands for a discarded round: outer state is as if the round had not been. A worker that contributed nothing
-        may apply what the others did, and is then equal to them.
+        ``average`` None: the round was discarded, and outer state stays as before it. A worker that contributed nothing may apply
+        the others' average and is then equal to them.
         """
 
     def agreed(self) -> torch.Tensor:
-        """The weights [n] that all workers share bit for bit between rounds."""
+        """The weights [n] that all workers share bit for bit between rounds (the global parameters)."""
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Outer state beside ``agreed()``: equal on all workers, but for names prefixed "own."."""
+        """Outer state besides ``agreed()``: equal on all workers, except names with the prefix "own."."""
 
     def restore(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Go on from the ``state()`` of this or another worker, after ``begin(agreed)``. "own." entries may be missing.
+        """Continue from the ``state()`` of this or another worker, after ``begin(agreed)``. "own." entries may be missing.
 
-        Raises ``IntegrityError`` for another name, shape or dtype, or a value that is not finite.
+        Raises ``IntegrityError`` for a wrong name, shape or dtype, or a value that is not finite.
         """
 
 
-class WholeSwarm:
+class AllToAll:
     """Every worker averages with every other, all parameters in every round."""
 
     shares_weights = True
@@ -132,10 +137,10 @@ class WholeSwarm:
         check_state(state, {})
 
 
-class OuterMethod(WholeSwarm):
-    """Workers take inner steps from the outer weights and contribute how far they came: Δ = θ - θ_i.
+class OuterMethod(AllToAll):
+    """Workers take inner steps from the outer weights θ and contribute the pseudo-gradient Δ_i = θ - θ_i.
 
-    After a discarded round a worker keeps the way it came: its next contribution covers both rounds.
+    After a discarded round a worker keeps θ_i, so its next pseudo-gradient covers both rounds.
     """
 
     kind: Kind = "parameters"

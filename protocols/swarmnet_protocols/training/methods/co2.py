@@ -1,4 +1,9 @@
-"""CO2 (Sun et al., arXiv 2401.16265): outer updates one step late, with a penalty for staleness."""
+"""CO2 (Sun et al., arXiv 2401.16265, algorithm 1): the exchange overlaps the next inner steps, so outer updates are one round late.
+
+m <- clip(μ m + (x - x̄)/Λ, ±φ); x <- x - α m.
+x: outer weights; x̄: mean of the workers' parameters Λ rounds ago; m: outer momentum; Λ: staleness in rounds (staleness gap penalty); φ: ``clip``
+(outer momentum clipping); α: ``outer_lr``; μ: ``momentum``.
+"""
 
 import re
 from collections.abc import Mapping
@@ -11,16 +16,16 @@ from swarmnet_protocols.training.methods.arithmetic import add_scaled
 from swarmnet_protocols.training.methods.base import Average, OuterMethod, Settings, check_state
 
 MAX_BASES = 8
-"""Rounds that may be under way at once."""
+"""Upper bound on rounds in flight in a restored state."""
 
 
 class CO2Settings(Settings):
     sync_every: int = Field(default=8, ge=1)
-    """τ, inner steps between exchanges; an exchange has as long to complete. 48 sends a sixth, and ends at
-    a loss 3 % higher in the standard task."""
+    """τ, inner steps between exchanges, and the time that an exchange has. 48 sends a sixth of the bytes and ends at a loss 3 % higher in the
+    standard task."""
     outer_lr: float = Field(default=0.5, gt=0)
-    """α. Where all rounds pull the same way, x follows by α/(1 + α - μ) of their steps, which is less than all: the inner
-    learning rate is to be larger than that of other methods, three times in the standard task."""
+    """α. If all rounds pull in the same direction, x moves by α/(1 + α - μ) of their steps, which is less than all of them: the inner learning
+    rate has to be larger than that of other methods, three times as large in the standard task."""
     momentum: float = Field(default=0.3, ge=0, lt=1)
     """μ."""
     clip: float = Field(default=1.0, gt=0)
@@ -28,10 +33,8 @@ class CO2Settings(Settings):
 
 
 class CO2(OuterMethod):
-    """m <- clip(μ m + (x - x̄)/Λ, ±φ); x <- x - α m, where x̄ is the mean of the workers' parameters Λ rounds ago.
-
-    Λ is measured: how many contributions ``apply`` comes late, at least one. Workers stay equal if they apply a round
-    after the same contribution. What is contributed to round r is x(r) - x_i(r), so x(r) is kept until it is applied.
+    """Λ is measured: the number of contributions by which ``apply`` is late, at least one. Workers stay equal if all apply a round after
+    the same contribution. The contribution to round r is x(r) - x_i(r), so x(r) is kept until round r is applied.
     """
 
     name = "co2"
@@ -73,7 +76,7 @@ class CO2(OuterMethod):
     def restore(self, state: Mapping[str, torch.Tensor]) -> None:
         bases = {name: values for name, values in state.items() if re.fullmatch(r"base\.\d{1,10}", name)}
         if len(bases) > MAX_BASES:
-            raise IntegrityError(f"outer state of {len(bases)} rounds under way, more than {MAX_BASES}")
+            raise IntegrityError(f"outer state of {len(bases)} rounds in flight, more than {MAX_BASES}")
         check_state(bases, dict.fromkeys(bases, self._weights))
         super().restore({name: values for name, values in state.items() if name not in bases})
         self._bases = {int(name.removeprefix("base.")): values for name, values in bases.items()}

@@ -1,4 +1,8 @@
-"""DiLoCo (Douillard et al., arXiv 2311.08105, algorithm 1): many inner steps, then one outer step on their mean."""
+"""DiLoCo (Douillard et al., arXiv 2311.08105, algorithm 1): H inner steps, then one outer step on the mean pseudo-gradient.
+
+Δ_i = θ - θ_i after H inner steps of worker i from θ; Δ̄ = mean_i Δ_i; v <- μ v + Δ̄; θ <- θ - η (Δ̄ + μ v).
+θ: global parameters; v: outer Nesterov momentum; η: ``outer_lr``; μ: ``momentum``.
+"""
 
 import torch
 from pydantic import Field
@@ -11,11 +15,13 @@ class DiLoCoSettings(Settings):
     sync_every: int = Field(default=50, ge=1)
     """H, inner steps between exchanges."""
     outer_lr: float = Field(default=0.7, gt=0)
+    """η."""
     momentum: float = Field(default=0.9, ge=0, lt=1)
+    """μ."""
 
 
 class DiLoCo(OuterMethod):
-    """v <- μ v + Δ̄; θ <- θ - η (Δ̄ + μ v). Workers go on from θ."""
+    """Every worker starts its next round from the new θ."""
 
     name = "diloco"
     codec = "float32"

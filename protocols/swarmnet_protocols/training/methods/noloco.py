@@ -1,4 +1,8 @@
-"""NoLoCo (Kolehmainen et al., arXiv 2506.10911): random pairs average, and nobody waits for the whole swarm."""
+"""NoLoCo (Kolehmainen et al., arXiv 2506.10911, modified Nesterov momentum): random pairs average, so no round waits for all workers.
+
+δ_i <- α δ_i + (β/n) Σ_k (θ_k - φ_k) - γ (φ_i - mean_k φ_k); φ_i <- φ_i + δ_i; θ_i <- φ_i, with k over the n = 2 members of the pair of i.
+θ_i: parameters after the inner steps; φ_i: slow weights; δ_i: outer momentum; α, β, γ: settings.
+"""
 
 import math
 from collections.abc import Sequence
@@ -13,11 +17,11 @@ from swarmnet_protocols.training.methods.base import Average, OuterMethod, Setti
 
 
 def gamma_bound(alpha: float, replicas: float = math.inf) -> float:
-    """The γ at and above which the variance between ``replicas``, paired anew each round, no longer shrinks.
+    """The γ from which on the variance between ``replicas``, paired anew in each round, does not shrink.
 
-    With d the deviation of a replica from the mean, δ its momentum and P the projection that takes away the mean of a
-    pair, δ <- α δ - γ (d - P d); d <- d + δ. Of a deviation, q = (1 - 1/n)(1 + 1/(N - 1)), n = 2, is expected within the pairs.
-    The second moments of (d, δ) shrink iff 0 < γ < 2 (1 - α²) / (1 + α - 2 α q).
+    For the deviation d of a replica from the mean and its momentum δ: δ <- α δ - γ (d - m), d <- d + δ, where m is the mean of d in the pair.
+    The expected share of a deviation's variance within pairs of n = 2 out of N replicas is q = (1 - 1/n)(1 + 1/(N - 1)). The second moments
+    of (d, δ) shrink if and only if 0 < γ < 2 (1 - α²) / (1 + α - 2 α q).
     """
     within = 0.5 * (1 + 1 / (replicas - 1))
     return 2 * (1 - alpha**2) / (1 + alpha - 2 * alpha * within)
@@ -31,9 +35,9 @@ class NoLoCoSettings(Settings):
     beta: float = Field(default=1.0, gt=0)
     """Outer learning rate."""
     gamma: float = Field(default=0.4, gt=0)
-    """How strongly paired replicas pull at each other."""
+    """Pull of the replicas in a pair towards their mean."""
     seed: int = Field(default=0, ge=0)
-    """Of the pairs."""
+    """Seed of the pairing."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -47,14 +51,12 @@ class NoLoCoSettings(Settings):
 
 
 class NoLoCo(OuterMethod):
-    """δ_i <- α δ_i + (β/n) Σ_k (θ_k - φ_k) - γ (φ_i - mean_k φ_k); φ_i <- φ_i + δ_i; θ_i <- φ_i, k over the n = 2 of a pair.
+    """A worker contributes β (θ_k - φ_k) + γ φ_k, whose mean is all that the step needs from the pair. This holds whole weights rather than a
+    difference, so a coarse codec costs more accuracy here than elsewhere. Error feedback works as elsewhere: φ accumulates what it receives,
+    so it does not matter that another partner receives the residual.
 
-    What a worker contributes is β (θ_k - φ_k) + γ φ_k: the mean of it is all that the step takes from the pair. It holds
-    whole weights, not a difference, so a coarse codec costs more here than elsewhere. As φ sums up what it is told, the
-    codec's error is fed back as it is elsewhere; another partner than before may hear of it, which is the same to the swarm.
-
-    ``agreed`` is this worker's own slow weights φ_i: replicas stay near each other and are never equal. The odd one out,
-    and a worker whose partner is gone, take the step alone.
+    ``agreed`` is this worker's own φ_i: replicas stay near each other and are never equal. An odd worker, and a worker whose partner is
+    gone, takes the step alone.
     """
 
     name = "noloco"
@@ -67,7 +69,7 @@ class NoLoCo(OuterMethod):
         self._settings = settings
 
     def partners(self, round: int, roster: Sequence[str], me: str) -> tuple[str, ...]:
-        """The pair of ``me``: neighbours in an order drawn from the seed and the round."""
+        """The pair of ``me``: neighbours in a pseudo-random order given by the seed and the round."""
         order = sorted(
             roster, key=lambda peer: sha256(f"{self._settings.seed}/{round}/{peer}".encode()).digest()
         )
@@ -79,7 +81,7 @@ class NoLoCo(OuterMethod):
         return add_scaled(progress, self._settings.gamma, self._weights)
 
     def apply(self, round: int, parameters: torch.Tensor, average: Average | None) -> torch.Tensor:
-        """The new φ_i. None: the partner is gone, and the worker is a pair of its own."""
+        """The new φ_i. ``average`` None: the partner is gone, and the worker takes the step alone."""
         mean = self.contribution(round, parameters) if average is None else average.values
         pull = add_scaled(mean, -self._settings.gamma, self._weights)
         momentum = add_scaled(pull, self._settings.alpha, self._state["own.momentum"])

@@ -1,4 +1,8 @@
-"""SparseLoCo (Sarfi et al., arXiv 2508.15706): the largest of what was not sent yet, and no outer momentum."""
+"""SparseLoCo (Sarfi et al., arXiv 2508.15706, section 3): top-k pseudo-gradients with error feedback, and no outer momentum.
+
+e_i <- ρ e_i + Δ_i; q_i = Q(TopK(e_i)); e_i <- e_i - q_i; θ <- θ - α mean_i q_i.
+Δ_i: pseudo-gradient of worker i; e_i: its residual; Q: two-bit quantization (``codecs/topk.py``); ρ: ``decay``; α: ``outer_lr``.
+"""
 
 import torch
 from pydantic import Field
@@ -11,16 +15,13 @@ class SparseLoCoSettings(Settings):
     sync_every: int = Field(default=30, ge=1)
     """H, inner steps between exchanges."""
     decay: float = Field(default=0.95, ge=0, le=1)
-    """Of the error that is fed back."""
+    """ρ, factor applied to the residual in each round."""
     outer_lr: float = Field(default=3.0, gt=0)
-    """α. A coordinate that one of M workers sends moves by an M-th: more than 1 makes up for it."""
+    """α. A coordinate that only one of M workers sends moves by an M-th of its value, which α > 1 makes up for."""
 
 
 class SparseLoCo(OuterMethod):
-    """e_i <- decay e_i + Δ_i; q_i = Q(TopK(e_i)); e_i <- e_i - q_i; θ <- θ - α mean_i q_i.
-
-    What is contributed is Δ_i; e_i is the error that every biased codec has fed back, here with a decay.
-    """
+    """The contribution is Δ_i. The residual is kept by ``ErrorFeedback``, as for every lossy codec, here with a decay."""
 
     name = "sparseloco"
     codec = "topk"

@@ -1,4 +1,8 @@
-"""Streaming DiLoCo (Douillard et al., arXiv 2501.18512): one fragment at a time, while training goes on."""
+"""Streaming DiLoCo (Douillard et al., arXiv 2501.18512, streaming partial updates with overlap): one fragment at a time, during inner steps.
+
+Round r exchanges fragment p = r mod P: θ_p <- Outer(θ_p, Δ̄_p), the outer step of DiLoCo, then θ_i,p <- (1 - α) θ_p + α θ_i,p.
+θ_p: fragment p of the global parameters; θ_i,p: that of worker i; P: ``fragments``; α: ``mixing``.
+"""
 
 from typing import Self
 
@@ -13,9 +17,9 @@ class StreamingSettings(Settings):
     sync_every: int = Field(default=100, ge=1)
     """H, inner steps between two exchanges of the same fragment."""
     fragments: int = Field(default=4, ge=1)
-    """P: contiguous parts of the vector, equal but for rounding."""
+    """P, contiguous parts of the parameter vector of equal size, up to rounding."""
     overlap_steps: int = Field(default=5, ge=0)
-    """τ, inner steps during which a fragment is under way."""
+    """τ, inner steps during which a fragment is exchanged."""
     mixing: float = Field(default=0.5, ge=0, lt=1)
     """α, the share of the worker's own fragment that is kept."""
     outer_lr: float = Field(default=0.4, gt=0)
@@ -28,16 +32,13 @@ class StreamingSettings(Settings):
         if self.overlap_steps >= self.sync_every // self.fragments:
             raise ValueError(
                 f"overlap_steps = {self.overlap_steps} must be less than sync_every / fragments ="
-                f" {self.sync_every // self.fragments}: one fragment is under way at a time"
+                f" {self.sync_every // self.fragments}: only one fragment is exchanged at a time"
             )
         return self
 
 
 class Streaming(OuterMethod):
-    """Round r exchanges fragment p = r mod P: θ_p <- Outer(θ_p, Δ̄_p) as in DiLoCo; local_p <- (1 - α) θ_p + α local_p.
-
-    After a discarded round the worker's fragment falls back to θ_p.
-    """
+    """After a discarded round the worker's fragment is reset to θ_p."""
 
     name = "streaming"
     codec = "int4"

@@ -1,13 +1,16 @@
-"""Zeroth-order training with shared randomness (SPSA, Spall 1992; MeZO, arXiv 2305.17333; Just One Byte): only slopes travel.
+"""Zeroth-order training with shared randomness: workers exchange only slopes (SPSA, Spall 1992; MeZO, Malladi et al., arXiv 2305.17333, algorithm 1).
 
-All workers try the same random directions, each on data of its own, so their slopes can be averaged as other contributions
-are, with the same checks and aggregators. A round of H steps is H scalars; a history of n rounds is n H.
+Step j of worker i: g_j = [L(θ_i + ε z_j) - L(θ_i - ε z_j)] / 2ε; θ_i <- θ_i - η g_j z_j.
+After a round of H steps: θ <- θ - η Σ_j ḡ_j z_j from where the round began.
+z_j: random signs drawn from (seed, round, j), equal at all workers; ḡ_j: mean slope of all workers; ε, η: settings.
 
-What a job sends is its slopes, a byte each, from every worker and back, and what a round costs whatever H is: to gather, to agree,
-and to see who is there, which grows with the square of the workers. With H = 100 eight workers that come
-at one time send 79 bytes a step in all over links of 20 ms, 88 over 100 ms, two send 8, framing included
-(``tests/sim/test_training_bytes.py``); announcements in the directory, which go by time, are not. Where gradients are linear H
-costs no progress: the mean of slopes measured where each worker's own steps led is the slope at the mean of these places.
+All workers measure slopes along the same directions on their own data, so slopes are averaged, checked and aggregated as other
+contributions are. A round is H scalars, so a history of n rounds is n H scalars.
+
+Traffic is H bytes per worker and round in each direction, plus matchmaking and the decision, which do not depend on H and grow with the square of
+the workers. With H = 100, eight workers send 79 bytes per step in total over links of 20 ms and 88 over 100 ms, two send 8, framing
+included and DHT announcements excluded (``tests/sim/test_training_bytes.py``). A large H costs no progress where gradients are linear: the mean of
+slopes measured at different points is the slope at the mean of these points.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,31 +19,27 @@ import torch
 from pydantic import Field
 
 from swarmnet_protocols.errors import ProtocolViolation
-from swarmnet_protocols.training.methods.base import Average, Kind, Settings, WholeSwarm
+from swarmnet_protocols.training.methods.base import AllToAll, Average, Kind, Settings
 from swarmnet_protocols.training.shared_randomness import add_signs
 
 _CHUNK = 1 << 20
-"""Values of the parameters at a time when a history is replayed: its directions are never held whole."""
+"""Parameters updated at a time when a history is replayed, so that no direction is held whole."""
 
 
 class ZeroOrderSettings(Settings):
     sync_every: int = Field(default=100, ge=1, le=4096)
     """H, steps between exchanges, each along a direction of its own."""
     epsilon: float = Field(default=1e-3, gt=0)
-    """How far along a direction the loss is taken."""
+    """ε, distance along a direction at which the loss is measured."""
     learning_rate: float = Field(default=1e-6, gt=0)
     seed: int = Field(default=0, ge=0, lt=1 << 63)
-    """Of the directions."""
+    """Seed of the directions."""
 
 
-class ZeroOrder(WholeSwarm):
-    """A worker's step j: g_j = [L(θ_i + ε z_j) - L(θ_i - ε z_j)] / 2ε; θ_i <- θ_i - η g_j z_j.
+class ZeroOrder(AllToAll):
+    """Directions are random signs: of the perturbations that SPSA allows, those with the least variance (MeZO uses normal numbers).
 
-    z_j is random signs, drawn from (seed, round, j): of all perturbations that SPSA allows, those that estimate with the
-    least variance. MeZO draws normal ones.
-
-    After a round all go on from θ <- θ - η Σ_j ḡ_j z_j: where its H steps began, moved by the mean slopes. A slope
-    that comes after its round was committed counts for nothing: the mean in the log is what was applied.
+    A slope that arrives after its round was committed does not count: what is applied is the mean in the log.
     """
 
     kind: Kind = "scalars"
@@ -59,9 +58,9 @@ class ZeroOrder(WholeSwarm):
     def step(
         self, parameters: torch.Tensor, round: int, step: int, loss: Callable[[], float]
     ) -> tuple[float, float]:
-        """Take a step in place: the slope, and the mean of ``loss``, which is called with ``parameters`` at θ + ε z and θ - ε z.
+        """Take one step in place and return the slope and the mean loss. ``loss`` is called with ``parameters`` at θ + ε z and at θ - ε z.
 
-        No other vector as large is made (MeZO, Algorithm 1); going there and back costs a rounding or two.
+        No other vector of this size is allocated (MeZO, algorithm 1), at the cost of up to two roundings of θ.
         """
         epsilon = self._settings.epsilon
         self._move(parameters, epsilon, round, step)
@@ -81,9 +80,9 @@ class ZeroOrder(WholeSwarm):
         return self._weights
 
     def replay(self, parameters: torch.Tensor, log: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:
-        """The parameters after the committed rounds in ``log``: (round, mean slopes [H]) in order.
+        """The parameters after the committed rounds in ``log``, a sequence of (round, mean slopes [H]).
 
-        Bit for bit what ``apply`` gave those who were there. Raises ``ProtocolViolation`` for an entry that is not H
+        Equal to the result of ``apply`` in each of these rounds, bit for bit. Raises ``ProtocolViolation`` for an entry that is not H
         finite slopes.
         """
         for round, slopes in log:

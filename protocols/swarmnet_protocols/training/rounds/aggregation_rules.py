@@ -1,8 +1,8 @@
-"""What many contributions become, and which of them count. Pure.
+"""Aggregation rules: from contributions and weights to one vector, and the screen for outliers. Pure.
 
-Sums over coordinates are folded in one fixed order of elementwise additions, so equal inputs in equal order give equal bits on
-every machine, whatever its threads and vector width: whoever sees the contributions can audit who aggregated them. The caller
-puts contributions in an order all agree on (sorted by contributor).
+Sums over coordinates are elementwise additions in one fixed order, so equal inputs in equal order give equal bits on every machine, whatever its
+number of threads and vector width. Any member that has the contributions can therefore check an aggregate. The caller orders contributions by
+member.
 """
 
 import itertools
@@ -16,13 +16,16 @@ from swarmnet_protocols.errors import ConfigError
 
 AGGREGATORS = ("mean", "median", "centered-clip")
 CLIP_ITERATIONS = 20
-TINY = 1e-30  # no distance at all divides nothing
+TINY = 1e-30
+"""Smallest divisor, for distances of zero."""
 OUTLIER = 100
-COORDINATES_AT_ONCE = 1 << 18  # worked on at a time: temporaries take about 32 bytes x contributions x this
+"""A contribution is an outlier if its norm is more than this many times the median norm."""
+COORDINATES_AT_ONCE = 1 << 18
+"""Coordinates computed at a time: temporaries take about 32 bytes times contributions times this."""
 
 
 def outliers(contributions: Tensor, weights: Tensor) -> list[str]:
-    """For each row of ``contributions`` [k, n] why it must not count, or "": longer than any batch of data can make it."""
+    """For each row of ``contributions`` [k, n]: why it is left out, or "". A row is left out if its norm is over ``OUTLIER`` times the median."""
     lengths = norms(contributions)
     limit = OUTLIER * median(lengths, weights)
     return [
@@ -32,7 +35,7 @@ def outliers(contributions: Tensor, weights: Tensor) -> list[str]:
 
 
 def clip_to_median_norm_(contributions: Tensor, weights: Tensor) -> Tensor:
-    """Shorten rows of ``contributions`` [k, n], in place, to the weighted median of the rows' norms (SparseLoCo, templar ``neurons.py``)."""
+    """Shorten rows of ``contributions`` [k, n] in place to the weighted median of all norms (templar, the SparseLoCo code, ``neurons.py``)."""
     lengths = norms(contributions)
     limit = median(lengths, weights)
     scales = [limit / length if length > limit else 1.0 for length in lengths]
@@ -40,13 +43,17 @@ def clip_to_median_norm_(contributions: Tensor, weights: Tensor) -> Tensor:
 
 
 def aggregate(name: str, contributions: Tensor, weights: Tensor) -> Tensor:
-    """The aggregate [n], float32, of finite ``contributions`` [k, n] under positive ``weights`` [k].
+    """The aggregate, float32 [n], of finite ``contributions`` [k, n] with positive ``weights`` [k].
 
-    "mean" trusts everybody. "median" (per coordinate) and "centered-clip" stay near the honest ones while those hold more than
-    half of the weight. Raises ``ConfigError`` for another name and ``ValueError`` for weights that do not fit the contributions.
+    - "mean": the weighted mean. One lying contributor can move it anywhere.
+    - "median": the weighted median of each coordinate (Yin et al. 2018, "Byzantine-Robust Distributed Learning", algorithm 1, option I).
+    - "centered-clip": ``centered_clip`` after ``mix_neighbours``.
+
+    The robust rules stay near the honest contributions while these hold more than half of the weight. Raises ``ConfigError`` for an
+    unknown name and ``ValueError`` for weights that do not fit.
     """
     if weights.shape != contributions.shape[:1] or not bool(((weights > 0) & weights.isfinite()).all()):
-        raise ValueError("there must be one positive weight a contribution")
+        raise ValueError("there must be one positive weight for each contribution")
     match name:
         case "mean":
             return weighted_mean(contributions, weights)
@@ -58,12 +65,12 @@ def aggregate(name: str, contributions: Tensor, weights: Tensor) -> Tensor:
 
 
 def weighted_mean(contributions: Tensor, weights: Tensor) -> Tensor:
-    """Sum of w x over sum of w, rows added in their order."""
+    """sum_i w_i x_i / sum_i w_i, rows added in order."""
     return combine(contributions, shares(weights))
 
 
 def weighted_median(contributions: Tensor, weights: Tensor) -> Tensor:
-    """Per coordinate, a value with at most half of the weight below it and at most half above; the middle of two if both fit."""
+    """For each coordinate a value with at most half of the weight below and at most half above; the middle of two such values."""
     return torch.cat(
         [_median_of_part(part, weights) for part in torch.split(contributions, COORDINATES_AT_ONCE, dim=1)]
     )
@@ -79,10 +86,10 @@ def _median_of_part(contributions: Tensor, weights: Tensor) -> Tensor:
 
 
 def mix_neighbours(contributions: Tensor, weights: Tensor) -> Tensor:
-    """Every row [k, n] as the weighted mean of itself and the rows nearest to it, up to more than half of the weight.
+    """Replace every row [k, n] by the weighted mean of itself and its nearest rows, until these hold more than half of the weight.
 
-    Allouah et al. 2023, "Fixing by Mixing", section 4 (nearest neighbour mixing). Without it, what honest contributions differ by
-    pulls a median, and so a clip's start and radius, towards liars who are nearly as many.
+    Nearest neighbour mixing (Allouah et al. 2023, "Fixing by Mixing", section 4). Without it the differences between honest
+    contributions pull the median, and with it the start and radius of the clipping, towards the lying ones when these are nearly as many.
     """
     count, fractions = len(contributions), shares(weights)
     distances = [[0.0] * count for _ in range(count)]
@@ -92,19 +99,19 @@ def mix_neighbours(contributions: Tensor, weights: Tensor) -> Tensor:
     mixed = torch.empty_like(contributions)
     for row in range(count):
         near = sorted(range(count), key=lambda other: (distances[row][other], other != row, other))
-        gathered = list(itertools.accumulate(fractions[other] for other in near))
-        enough = next(number for number, share in enumerate(gathered, 1) if share > 0.5)
+        cumulative = list(itertools.accumulate(fractions[other] for other in near))
+        enough = next(number for number, share in enumerate(cumulative, 1) if share > 0.5)
         chosen = sorted(near[:enough])
         mixed[row] = combine(contributions[chosen], shares(weights[chosen]))
     return mixed
 
 
 def centered_clip(contributions: Tensor, weights: Tensor, *, radius: float | None = None) -> Tensor:
-    """The point v at which contributions, each pulling with at most ``radius``, balance: v += sum w min(1, r/|x-v|) (x-v) / sum w.
+    """Centered clipping: v <- v + sum_i w_i min(1, r / |x_i - v|) (x_i - v) / sum_i w_i, ``CLIP_ITERATIONS`` times from the median.
 
-    Karimireddy et al. 2021, "Learning from History for Byzantine Robust Optimization", section 4, from the coordinate median.
-    Without ``radius`` it is the weighted median distance of the contributions from that start: free of their scale, and an
-    honest distance while the honest hold more than half of the weight.
+    Karimireddy et al. 2021, "Learning from History for Byzantine Robust Optimization", section 4. Without ``radius``, r is the weighted
+    median distance of the contributions from the start: it needs no scale, and lies between distances of honest contributions while these hold
+    more than half of the weight.
     """
     center = weighted_median(contributions, weights)
     if radius is None:
@@ -120,14 +127,14 @@ def centered_clip(contributions: Tensor, weights: Tensor, *, radius: float | Non
 
 
 def shares(weights: Tensor) -> list[float]:
-    """Each weight over the exact sum of all."""
+    """Each weight divided by the exact sum of all."""
     listed = weights.double().tolist()
     total = math.fsum(listed)
     return [weight / total for weight in listed]
 
 
 def combine(rows: Tensor, factors: Sequence[float]) -> Tensor:
-    """Sum of factor x row, float32 [n], rows added in their order."""
+    """sum_i factor_i row_i, float32 [n], rows added in order."""
     total = torch.zeros_like(rows[0])
     for part, columns in zip(
         torch.split(total, COORDINATES_AT_ONCE), torch.split(rows, COORDINATES_AT_ONCE, dim=1), strict=True
@@ -138,12 +145,12 @@ def combine(rows: Tensor, factors: Sequence[float]) -> Tensor:
 
 
 def median(numbers: Sequence[float], weights: Tensor) -> float:
-    """Weighted median of ``numbers``, one a weight."""
+    """The weighted median of ``numbers``."""
     return weighted_median(torch.tensor(numbers, dtype=torch.float64)[:, None], weights).item()
 
 
 def norms(rows: Tensor) -> list[float]:
-    """Euclidean norm of every row [k, n]: squares in float64, folded in halves so that the order of additions is fixed."""
+    """Euclidean norm of every row [k, n]. Squares are float64 and added by halving, in a fixed order."""
     totals = [0.0] * len(rows)
     for part in torch.split(rows, COORDINATES_AT_ONCE, dim=1):
         squares = part.double().square()

@@ -5,19 +5,19 @@ import random
 import pytest
 
 from swarmnet_protocols.net.identity import Identity
-from swarmnet_protocols.net.p2pd import connection_limits as p2pd_guard
+from swarmnet_protocols.net.p2pd import connection_limits
 from swarmnet_protocols.net.p2pd import process as p2pd_process
-from swarmnet_protocols.net.p2pd.connection_limits import Connection, ConnectionLimits, Worth
+from swarmnet_protocols.net.p2pd.connection_limits import Connection, ConnectionLimits, Use
 from swarmnet_protocols.net.p2pd.process import listening_at
-from swarmnet_protocols.net.subnets import origin_of
+from swarmnet_protocols.net.subnets import subnet_of
 
 PEER = Identity.from_seed(b"somebody").peer_id
-LIMITS = ConnectionLimits(each_host=4, each_subnet=8, in_all=16)
+LIMITS = ConnectionLimits(per_host=4, per_subnet=8, total=16)
 
 
 def connections(host: str, number: int, since: float = 0.0) -> list[Connection]:
     return [
-        Connection(f"{host} {since + age}".encode(), PEER, host, origin_of(f"/ip4/{host}"), since + age)
+        Connection(f"{host} {since + age}".encode(), PEER, host, subnet_of(f"/ip4/{host}"), since + age)
         for age in range(number)
     ]
 
@@ -26,10 +26,10 @@ def kept(there: list[Connection], known: list[Connection] | None = None) -> set[
     """The peers that stay, of those in any order."""
     shuffled = random.Random(0).sample(there, len(there))
 
-    def worth(each: Connection) -> Worth:
-        return Worth.KNOWN if each in (known or []) else Worth.IDLE
+    def use(each: Connection) -> Use:
+        return Use.KNOWN if each in (known or []) else Use.IDLE
 
-    closed = p2pd_guard.excess(shuffled, worth, LIMITS)
+    closed = connection_limits.excess(shuffled, use, LIMITS)
     assert len(set(closed)) == len(closed)
     return {each.peer for each in there} - {each.peer for each in closed}
 

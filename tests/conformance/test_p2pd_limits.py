@@ -11,7 +11,7 @@ import pytest
 import uvloop
 
 from swarmnet_protocols.net import Message, ProtocolSpec, Stream
-from swarmnet_protocols.net.p2pd import connection_limits as p2pd_guard
+from swarmnet_protocols.net.p2pd import connection_limits
 from swarmnet_protocols.net.p2pd.connection_limits import ConnectionLimits
 from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
 from swarmnet_protocols.wire.roles import ANY_ROLE
@@ -66,9 +66,9 @@ def test_one_address_has_so_many_connections_and_those_at_work_stay(tmp_path: Pa
             accepted, dialled = await dial(b, a, ECHO), await dial(a, c, ECHO)
             for stream in accepted, dialled:
                 await echoes(stream)
-            async with outsiders(a.addresses()[0], LIMITS.each_host + 36) as crowd:
-                assert len(crowd) == LIMITS.each_host + 36
-                await until(lambda: connected(crowd) <= LIMITS.each_host)
+            async with outsiders(a.addresses()[0], LIMITS.per_host + 36) as crowd:
+                assert len(crowd) == LIMITS.per_host + 36
+                await until(lambda: connected(crowd) <= LIMITS.per_host)
                 assert len(await a.addresses_of(b.peer_id)) == 1
                 for stream in accepted, dialled:
                     await echoes(stream)
@@ -78,7 +78,7 @@ def test_one_address_has_so_many_connections_and_those_at_work_stay(tmp_path: Pa
 
 def test_many_addresses_keep_no_newcomer_out(tmp_path: Path) -> None:
     """Of a crowd in a few subnets some go, and somebody in another one stays."""
-    limits = ConnectionLimits(each_host=4, each_subnet=8, in_all=20)
+    limits = ConnectionLimits(per_host=4, per_subnet=8, total=20)
     crowd_sources = tuple(f"127.0.{net}.{host}" for net in (1, 2, 3) for host in (1, 2, 3, 4))
 
     async def main() -> None:
@@ -86,12 +86,12 @@ def test_many_addresses_keep_no_newcomer_out(tmp_path: Path) -> None:
             peer(tmp_path / "a", connections=limits) as a,
             outsiders(a.addresses()[0], 6, sources=crowd_sources) as crowd,
         ):
-            await until(lambda: connected(crowd) <= limits.in_all)
+            await until(lambda: connected(crowd) <= limits.total)
             async with (
                 outsiders(a.addresses()[0], 1, sources=("127.0.9.1",)) as [newcomer],
                 outsiders(a.addresses()[0], 2, sources=crowd_sources) as more,
             ):
-                await until(lambda: connected(crowd) + connected(more) < limits.in_all)
+                await until(lambda: connected(crowd) + connected(more) < limits.total)
                 assert newcomer.is_connected
 
     run(main)
@@ -150,5 +150,5 @@ def test_where_p2pd_holds_too_much_strangers_go_first(tmp_path: Path) -> None:
             await until(lambda: connected(crowd) == 0)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(p2pd_guard, "RELIEF_S", math.inf)  # it is not restarted
+        patch.setattr(connection_limits, "RELIEF_S", math.inf)  # it is not restarted
         run(main)

@@ -29,20 +29,20 @@ def test_it_follows_its_equation(decay: float) -> None:
         values = vector(number)
         wanted = error * decay + values
         assert torch.equal(feedback.send(number, 0, values), wanted)
-        feedback.settle(number, whole(values))
+        feedback.acknowledge(number, whole(values))
         error = wanted - decoded(wanted)
-        assert torch.equal(feedback.owed(), error)
+        assert torch.equal(feedback.residual(), error)
         assert error.any()
 
 
 def test_a_round_that_delivers_nothing_leaves_the_error_as_it_was() -> None:
     feedback = ErrorFeedback(CODEC, SIZE, decay=0.5)
     feedback.send(0, 0, vector(0))
-    feedback.settle(0, whole(vector(0)))
-    before = feedback.owed()
+    feedback.acknowledge(0, whole(vector(0)))
+    before = feedback.residual()
     first = feedback.send(1, 0, vector(1))
-    feedback.settle(1, ())
-    assert torch.equal(feedback.owed(), before)
+    feedback.acknowledge(1, ())
+    assert torch.equal(feedback.residual(), before)
     assert torch.equal(feedback.send(2, 0, vector(1)), first)
 
 
@@ -50,70 +50,70 @@ def test_only_the_slices_that_were_delivered_count() -> None:
     size = 3 * ALIGNMENT
     feedback = ErrorFeedback(CODEC, size)
     feedback.send(0, 0, vector(0, size))
-    feedback.settle(0, [(0, size)])
-    before = feedback.owed()
+    feedback.acknowledge(0, [(0, size)])
+    before = feedback.residual()
     wanted = feedback.send(1, 0, vector(1, size))
     middle = slice(ALIGNMENT, 2 * ALIGNMENT)
-    feedback.settle(1, [(middle.start, middle.stop)])
+    feedback.acknowledge(1, [(middle.start, middle.stop)])
     after = before.clone()
     after[middle] = wanted[middle] - decoded(wanted[middle])
-    assert torch.equal(feedback.owed(), after)
+    assert torch.equal(feedback.residual(), after)
 
 
 def test_of_two_rounds_under_way_only_one_has_the_error() -> None:
     feedback = ErrorFeedback(CODEC, SIZE)
     feedback.send(0, 0, vector(0))
-    feedback.settle(0, whole(vector(0)))
-    error = feedback.owed()
+    feedback.acknowledge(0, whole(vector(0)))
+    error = feedback.residual()
     assert torch.equal(feedback.send(1, 0, vector(1)), error + vector(1))
     assert torch.equal(feedback.send(2, 0, vector(2)), vector(2))
-    assert torch.equal(feedback.owed(), error), "nothing has arrived yet"
-    feedback.settle(1, whole(vector(1)))
-    feedback.settle(2, whole(vector(2)))
+    assert torch.equal(feedback.residual(), error), "nothing has arrived yet"
+    feedback.acknowledge(1, whole(vector(1)))
+    feedback.acknowledge(2, whole(vector(2)))
     lost = error + vector(1) - decoded(error + vector(1)), vector(2) - decoded(vector(2))
-    torch.testing.assert_close(feedback.owed(), lost[0] + lost[1])
+    torch.testing.assert_close(feedback.residual(), lost[0] + lost[1])
 
 
 def test_a_round_that_begins_again_was_not_delivered() -> None:
     feedback = ErrorFeedback(CODEC, SIZE)
     feedback.send(0, 0, vector(0))
-    feedback.settle(0, whole(vector(0)))
+    feedback.acknowledge(0, whole(vector(0)))
     first = feedback.send(1, 0, vector(1))
     feedback.send(2, 0, vector(2))
     assert torch.equal(feedback.send(1, 0, vector(1)), first)
-    before = feedback.owed()
-    feedback.settle(2, whole(vector(2)))
-    assert torch.equal(feedback.owed(), before), "a later round than the one that begins again is over"
+    before = feedback.residual()
+    feedback.acknowledge(2, whole(vector(2)))
+    assert torch.equal(feedback.residual(), before), "a later round than the one that begins again is over"
 
 
 def test_fragments_have_parts_of_one_error() -> None:
     feedback = ErrorFeedback(CODEC, 2 * SIZE)
     for number, start in enumerate((0, SIZE)):
         feedback.send(number, start, vector(number))
-        feedback.settle(number, whole(vector(number)))
+        feedback.acknowledge(number, whole(vector(number)))
     lost = [vector(number) - decoded(vector(number)) for number in range(2)]
-    assert torch.equal(feedback.owed(), torch.cat(lost))
+    assert torch.equal(feedback.residual(), torch.cat(lost))
     assert torch.equal(feedback.send(2, SIZE, vector(2)), lost[1] + vector(2))
 
 
 def test_what_is_not_finite_and_so_never_sent_does_not_stay() -> None:
     feedback = ErrorFeedback(CODEC, SIZE)
     feedback.send(0, 0, torch.full((SIZE,), torch.nan))
-    feedback.settle(0, ())
-    assert torch.equal(feedback.owed(), torch.zeros(SIZE))
+    feedback.acknowledge(0, ())
+    assert torch.equal(feedback.residual(), torch.zeros(SIZE))
 
 
 def test_a_round_that_nothing_was_sent_to_changes_nothing() -> None:
     feedback = ErrorFeedback(CODEC, SIZE)
-    feedback.settle(0, [(0, SIZE)])
-    assert not feedback.owed().any()
+    feedback.acknowledge(0, [(0, SIZE)])
+    assert not feedback.residual().any()
 
 
 @pytest.mark.parametrize(
     "wrong", [torch.zeros(SIZE + 1), torch.zeros(SIZE, dtype=torch.float64), torch.full((SIZE,), torch.inf)]
 )
 def test_a_foreign_error_is_refused(wrong: torch.Tensor) -> None:
-    with pytest.raises(IntegrityError, match="no error of this model"):
+    with pytest.raises(IntegrityError, match="not a residual of this model"):
         ErrorFeedback(CODEC, SIZE).restore(wrong)
 
 
@@ -131,7 +131,7 @@ def test_a_mean_of_four_bits_travels_finer_so_that_what_was_fed_back_is_in_it(na
             values = common * (1 + vector(number * workers + worker, size))
             sums["true"] += values / workers
             sent = feedback[worker].send(number, 0, values)
-            feedback[worker].settle(number, whole(values))
+            feedback[worker].acknowledge(number, whole(values))
             rows.append(codec.decode(codec.encode(sent), size))
         mean = torch.stack(rows).mean(dim=0)
         for each, result in results.items():

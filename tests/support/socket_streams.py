@@ -1,4 +1,4 @@
-"""Streams of real nodes without p2pd: its socket is one of a pair."""
+"""Streams of the libp2p transport over a socket pair in place of p2pd."""
 
 import asyncio
 import socket
@@ -6,27 +6,29 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.net.meter import Meter
 from swarmnet_protocols.net.p2pd.pipe import Pipe
 from swarmnet_protocols.net.p2pd.stream import P2pdStream
 from swarmnet_protocols.net.protocol_ids import LINK
 from swarmnet_protocols.net.rate_limit import LinkLimiter
 from swarmnet_protocols.net.resources import Resource, ResourceManager
+from swarmnet_protocols.net.stream_scope import StreamScope
 from swarmnet_protocols.timing import Timing
-from tests.support.meters import a_meter
+from tests.support.stream_scopes import new_scope
 
 
 class End:
-    """A stream on one end of a pair of sockets, and what it takes."""
+    """A stream on one end of a socket pair, with its resources."""
 
-    def __init__(self, pipe: Pipe, pace: LinkLimiter, *, is_ours: bool = False) -> None:
+    def __init__(self, pipe: Pipe, link: LinkLimiter, *, is_outbound: bool = False) -> None:
         self.resources = ResourceManager()
         self.pipe = pipe
-        self.pace = pace
+        self.link = link
         self.flushes: list[asyncio.Task[None]] = []
-        peer = PeerId("somebody")
-        meter = Meter.of_ours(self.resources, peer, Timing()) if is_ours else a_meter(self.resources)
-        self.stream = P2pdStream(peer, LINK, pipe, meter, self._closed, pace)
+        peer = PeerId("other")
+        scope = (
+            StreamScope.outbound(self.resources, peer, Timing()) if is_outbound else new_scope(self.resources)
+        )
+        self.stream = P2pdStream(peer, LINK, pipe, scope, self._closed, link)
 
     @property
     def streams(self) -> int:
@@ -36,19 +38,19 @@ class End:
         self.flushes.append(asyncio.get_running_loop().create_task(stream.flush()))
 
 
-async def connected(end: socket.socket) -> Pipe:
+async def connect(end: socket.socket) -> Pipe:
     loop = asyncio.get_running_loop()
     _, pipe = await loop.create_unix_connection(Pipe, sock=end)
     return pipe
 
 
 @asynccontextmanager
-async def a_stream_to(pace: LinkLimiter | None = None) -> AsyncIterator[tuple[End, socket.socket]]:
-    """A stream, and the socket of whoever is on its other side."""
+async def inbound_stream(link: LinkLimiter | None = None) -> AsyncIterator[tuple[End, socket.socket]]:
+    """An inbound stream, and the socket of the other side."""
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
     with theirs:
-        end = End(await connected(ours), pace or LinkLimiter())
+        end = End(await connect(ours), link or LinkLimiter())
         try:
             yield end, theirs
         finally:
@@ -57,10 +59,10 @@ async def a_stream_to(pace: LinkLimiter | None = None) -> AsyncIterator[tuple[En
 
 
 @asynccontextmanager
-async def two_ends(pace: LinkLimiter | None = None) -> AsyncIterator[tuple[End, End]]:
-    """The other one has opened the stream; the one keeps ``pace``."""
-    async with a_stream_to(pace) as (one, theirs):
-        other = End(await connected(theirs.dup()), LinkLimiter(), is_ours=True)
+async def two_ends(link: LinkLimiter | None = None) -> AsyncIterator[tuple[End, End]]:
+    """Both ends of a stream: the one that serves it, with ``link``, and the one that opened it."""
+    async with inbound_stream(link) as (one, theirs):
+        other = End(await connect(theirs.dup()), LinkLimiter(), is_outbound=True)
         theirs.close()
         try:
             yield one, other

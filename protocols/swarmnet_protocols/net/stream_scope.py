@@ -1,0 +1,172 @@
+"""Resource accounting of one stream, from the check before it is accepted to its close, and the supervision of its handler."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Self
+
+from swarmnet_protocols.errors import (
+    DeadlineExceeded,
+    NotAuthorised,
+    ProtocolViolation,
+    StreamEnded,
+    SwarmnetError,
+)
+from swarmnet_protocols.machine.aio import until
+from swarmnet_protocols.net import Handler, Message, PeerId, ProtocolSpec, Stream
+from swarmnet_protocols.net.refusal import overloaded
+from swarmnet_protocols.net.resources import Rate, Resource, ResourceLimitReached, ResourceManager, Scope
+from swarmnet_protocols.timing import Timing
+
+_log = logging.getLogger(__name__)
+
+OPEN_FRAMES = 10
+"""Cost of opening a stream, in messages."""
+VIOLATION_FRAMES = 100
+"""Cost of a protocol violation, in messages: a peer that repeats it is read ever more slowly."""
+MAX_WAIT_S = 1.0
+"""Streams of a peer that has overdrawn its message rate by more seconds than this are refused rather than delayed."""
+
+
+class StreamScope:
+    """What one stream reserves and uses of its peer's scope: the stream itself, the message being read or handled, and rates.
+
+    Made with the stream, by ``inbound`` or ``outbound``.
+    """
+
+    def __init__(self, peer_scope: Scope, resource: Resource, timing: Timing) -> None:
+        """Raises ``ResourceLimitReached``."""
+        self.peer_scope = peer_scope
+        self.is_outbound = resource is Resource.OUTBOUND_STREAMS
+        self.evict: Callable[[], None] = self.close
+        """Ends the stream at once, to make room for another. The stream sets it."""
+        self.on_close: Callable[[], None] = _nothing
+        self.mib_s = timing.chunk_s
+        """Timeout for each MiB of a message."""
+        self._clock = asyncio.get_running_loop().time
+        self._first_message_by: float | None = None
+        self._receive_at = 0.0
+        self._send_at = 0.0
+        self._is_open = True
+        self._has_message = False
+        """A message has been received, and is reserved until the next ``receive``."""
+        self._stream = peer_scope.reserve(resource)
+        self._message = peer_scope.reserve(Resource.MEMORY, 0)
+        self._active = peer_scope.reserve(Resource.ACTIVE_STREAMS, 0)
+
+    @classmethod
+    def inbound(cls, resources: ResourceManager, peer: PeerId, timing: Timing) -> Self:
+        """For a stream that ``peer`` opened. Raises ``ResourceLimitReached``."""
+        now = asyncio.get_running_loop().time()
+        peer_scope = resources.peer(peer, now)
+        peer_scope.check_rate(Rate.FRAMES, MAX_WAIT_S, now)
+        peer_scope.charge(Rate.FRAMES, OPEN_FRAMES, now)
+        scope = cls(peer_scope, Resource.INBOUND_STREAMS, timing)
+        # A peer that works with this process may have a busy machine; one that has sent nothing at all gets less time.
+        is_active = peer_scope.used[Resource.ACTIVE_STREAMS] or not peer_scope.is_unknown
+        scope._first_message_by = now + (timing.chunk_s if is_active else timing.first_message_s)
+        return scope
+
+    @classmethod
+    def outbound(cls, resources: ResourceManager, peer: PeerId, timing: Timing) -> Self:
+        """For a stream that this process opens to ``peer``."""
+        peer_scope = resources.peer(peer, asyncio.get_running_loop().time())
+        return cls(peer_scope, Resource.OUTBOUND_STREAMS, timing)
+
+    async def receive(self, read: Callable[[], Awaitable[Message]]) -> Message:
+        """The next message, from ``read``, as soon as the peer's rates allow it. Releases the memory of the one before.
+
+        Raises ``DeadlineExceeded`` when the first message of an inbound stream does not come, and what ``read`` raises.
+        """
+        if self._has_message:
+            self._message.release()
+            self._has_message = False
+        if (wait_s := self._receive_at - self._clock()) > 0:
+            await asyncio.sleep(wait_s)
+        if self._first_message_by is None:
+            message = await read()
+        else:
+            message = await self._receive_first(read, self._first_message_by)
+        self._has_message = True
+        size_bytes = len(message.header) + len(message.payload)
+        now = self._clock()
+        frames_s = self.peer_scope.charge(Rate.FRAMES, 1, now)
+        self._receive_at = now + max(frames_s, self.peer_scope.charge(Rate.BYTES_IN, size_bytes, now))
+        return message
+
+    async def reserve(self, size_bytes: int) -> None:
+        """Reserve memory for the message about to be read, waiting up to ``mib_s`` for it.
+
+        Raises ``ResourceLimitReached`` if the limits never allow it, ``DeadlineExceeded``, and ``StreamEnded`` on a closed stream.
+        """
+        try:
+            self._message.resize(size_bytes)
+        except ResourceLimitReached:
+            try:
+                async with asyncio.timeout(self.mib_s):
+                    await self._message.grow(size_bytes)
+            except TimeoutError as error:
+                raise DeadlineExceeded(
+                    f"no memory for a message became available within {self.mib_s:g} s"
+                ) from error
+        if not self._is_open:
+            self._message.release()
+            raise StreamEnded("the stream was closed")
+
+    async def wait_send(self, size_bytes: int) -> None:
+        """Wait until the peer's rates allow a message of this size, and charge it."""
+        if (wait_s := self._send_at - self._clock()) > 0:
+            await asyncio.sleep(wait_s)
+        now = self._clock()
+        self._send_at = now + self.peer_scope.charge(Rate.BYTES_OUT, size_bytes, now)
+
+    def stop_reading(self) -> None:
+        """Release the memory for messages: none is read any more. Idempotent."""
+        self._is_open = False
+        self._message.release()
+        self._active.release()
+
+    def close(self) -> None:
+        """Release everything. Idempotent."""
+        self.stop_reading()
+        self._stream.release()
+        on_close, self.on_close = self.on_close, _nothing
+        on_close()
+
+    async def _receive_first(self, read: Callable[[], Awaitable[Message]], when: float) -> Message:
+        try:
+            message = await until(when, read)
+        except TimeoutError as error:
+            raise DeadlineExceeded("no message came on a new stream") from error
+        self._first_message_by = None
+        if self._is_open:
+            self._active.resize(1)
+        return message
+
+
+async def supervise(handler: Handler, stream: Stream, protocol: ProtocolSpec) -> None:
+    """Run ``handler`` on an inbound ``stream`` and close it. Errors are logged and end no other stream."""
+    try:
+        await handler(stream)
+    except ResourceLimitReached as error:
+        _log.debug("%s with %s: %s", protocol.id, stream.peer, error)
+        stream.refuse(overloaded(error))
+    except (
+        DeadlineExceeded,
+        NotAuthorised,
+        StreamEnded,  # this stream, or another one that the handler opened
+    ) as error:  # any peer can cause these at any rate: not worth a warning
+        _log.debug("%s with %s: %s", protocol.id, stream.peer, error)
+    except ProtocolViolation as error:
+        stream.scope.charge(Rate.FRAMES, VIOLATION_FRAMES, asyncio.get_running_loop().time())
+        _log.warning("%s with %s: %s", protocol.id, stream.peer, error)
+    except SwarmnetError as error:
+        _log.warning("%s with %s: %s", protocol.id, stream.peer, error)
+    except Exception:  # noqa: BLE001 - errors of a handler end its stream only
+        _log.exception("%s with %s failed", protocol.id, stream.peer)
+    finally:
+        stream.close()
+
+
+def _nothing() -> None:
+    pass
