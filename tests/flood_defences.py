@@ -155,7 +155,7 @@ FLOODS = (
     Defence(
         "a client has its share of the room for graphs",
         replacing(engine, "GRAPH_CLIENT_SHARE", 1),
-        of_a_host(test_pass_graphs.test_one_client_has_its_share_of_the_room),
+        of_a_host(test_pass_graphs.test_graphs_of_one_client_take_at_most_its_share),
     ),
     Defence(
         "a message waits for room",
