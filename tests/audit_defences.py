@@ -84,7 +84,7 @@ AUDITS = (
     Defence(
         "audits spend what was earned",
         replacing(plan.Ledger, "may_spend", yes),
-        lambda _: decisions.test_audits_cost_three_percent_at_most_and_accuse_nobody_in_100_000_steps(),
+        lambda _: decisions.test_audits_cost_at_most_three_percent_and_accuse_no_honest_host(),
     ),
     Defence(
         "neighbours have to agree on what went between them",

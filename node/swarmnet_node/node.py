@@ -25,12 +25,12 @@ from swarmnet_node.hosting.services import Services
 from swarmnet_node.owner.control import NodeStatus
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.directory.catalog import CatalogModel, keep_model_announced
-from swarmnet_protocols.directory.hosts import PROTOCOL, hosts_topic, listed, read_records
-from swarmnet_protocols.directory.reports import clean
+from swarmnet_protocols.directory.host_announcements import PROTOCOL, hosts_topic, listed, read_records
+from swarmnet_protocols.directory.node_reports import clean
 from swarmnet_protocols.errors import SwarmnetError, Unreachable
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.machine.clock import Clock, wall_clock
-from swarmnet_protocols.machine.core_lock import ALONE, CoreLock, NoCoreLock
+from swarmnet_protocols.machine.core_lock import NO_CORE_LOCK, CoreLock
 from swarmnet_protocols.net import Transport
 from swarmnet_protocols.net.protocol_ids import REPORT
 from swarmnet_protocols.routing.placement import Claim, choose_start, settle
@@ -57,7 +57,7 @@ class Dependencies:
     timing: Timing = field(default_factory=Timing)
     stopwatch: Callable[[], float] = time.perf_counter
     """What forwards are timed by. The loop's own clock stands still while the loop does."""
-    turns: CoreLock | NoCoreLock = ALONE
+    core_lock: CoreLock = NO_CORE_LOCK
     """To compute in, where nodes share the cores of a machine."""
     clock: Clock = wall_clock
     """By which records expire."""
@@ -120,7 +120,7 @@ class Node:
                 dependencies.executor,
                 dependencies.transport.resources,
                 max_cache_bytes=hosting.max_cache_bytes,
-                core_lock=dependencies.turns,
+                core_lock=dependencies.core_lock,
                 stopwatch=dependencies.stopwatch,
             ) as engine,
             Services.on(dependencies.transport) as services,

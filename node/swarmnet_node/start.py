@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from swarmnet_node.hosting.host import HostLimits
     from swarmnet_node.node import Hosting
     from swarmnet_node.supervisor import Supervisor
-    from swarmnet_protocols.membership.quotas import Quotas
+    from swarmnet_protocols.membership.rules import Quotas
     from swarmnet_protocols.models import LocalModel, Progress
     from swarmnet_protocols.net import Transport
 
@@ -86,7 +86,7 @@ async def start(config: NodeConfig, *, progress: "Progress | None" = None) -> As
         from swarmnet_node.supervisor import Supervisor
         from swarmnet_protocols.directory.duplicate_identity import DuplicateWatch
         from swarmnet_protocols.machine.clock import wall_clock
-        from swarmnet_protocols.machine.core_lock import take_turns
+        from swarmnet_protocols.machine.core_lock import open_core_lock
         from swarmnet_protocols.machine.devices import limit_memory
         from swarmnet_protocols.machine.threads import compute_on, use_cores
         from swarmnet_protocols.timing import Timing
@@ -97,7 +97,7 @@ async def start(config: NodeConfig, *, progress: "Progress | None" = None) -> As
         )
         dependencies = Dependencies(transport, directory, executor, random.Random(), warning=watch.warning)
         if loaded.device.type == "cpu":
-            dependencies = replace(dependencies, turns=stack.enter_context(take_turns()))
+            dependencies = replace(dependencies, core_lock=stack.enter_context(open_core_lock()))
 
         def limit_computing(limits: Limits) -> None:
             use_cores(executor, limits.cores or every_core)

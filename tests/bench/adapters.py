@@ -2,7 +2,7 @@
 
     python -m tests.bench.adapters [--blocks 10] [--rounds 15] [--rank 8] [--threads 2]
 
-Medians in milliseconds of a forward, with one thread of the time it computes, whatever else the machine does: one new position of 1 or 8 lanes, of which all, one or none have an adapter of their own, and a prompt of 128 positions.
+Medians in milliseconds of a forward, with one thread of the time it computes, whatever else the machine does: one new position of 1 or 8 sequences, of which all, one or none have an adapter of their own, and a prompt of 128 positions.
 ``native`` and ``fused`` are how few positions are computed: by native code, or by layers of torch. Prints JSON.
 """
 
@@ -36,7 +36,7 @@ Clock = Callable[[], float]
 def timed(
     stage: Stage, sequences: int, count: int, adapted: list[dict[str, torch.Tensor]]
 ) -> Callable[[Clock], float]:
-    """Seconds of one forward of ``count`` positions of each lane, the first with an adapter each, the others with none."""
+    """Seconds of one forward of ``count`` positions of each sequence, the first with an adapter each, the others with none."""
     adapters = [stage.load_adapter(tensors, 0) for tensors in adapted] + [None] * (sequences - len(adapted))
     inputs = torch.randn(count, stage.hidden_size)
     filled = [stage.new_sequence(adapter) for adapter in adapters]

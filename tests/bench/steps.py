@@ -1,8 +1,8 @@
-"""What a forward of few positions takes by native code and by layers of torch: one stage of SmolLM2-135M in this process, in turn.
+"""Duration of a forward of few positions by the decode step in C and by torch: one stage of SmolLM2-135M in this process, in turns.
 
     python -m tests.bench.steps [--blocks 10] [--rounds 9] [--threads 2] [--contexts 64 2048]
 
-Medians in milliseconds. ``lanes``: one new position of so many lanes; ``chunk``: so many positions of one lane. All lanes hold a
+Medians in milliseconds. ``sequences``: one new position of so many sequences; ``chunk``: so many positions of one. All have a
 context of so many positions before. Between two forwards other memory is read, as nodes that share a machine do. Prints JSON, a line
 for each context.
 """
@@ -35,7 +35,7 @@ def measure(stages: dict[str, Stage], context: int, rounds: int) -> dict[str, di
     for name, stage in stages.items():
         for sequence in filled[name]:
             stage.forward([(sequence, torch.randn(context, stage.hidden_size))])
-    cases = [(f"lanes {count}", count, 1) for count in SEQUENCES]
+    cases = [(f"sequences {count}", count, 1) for count in SEQUENCES]
     cases += [(f"chunk {count}", 1, count) for count in CHUNKS]
     for _ in range(rounds + 1):
         for case, sequences, positions in cases:

@@ -14,7 +14,7 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
 
 from swarmnet_protocols.errors import ConfigError
-from swarmnet_protocols.machine.core_lock import CoreLock
+from swarmnet_protocols.machine.core_lock import FileCoreLock
 from swarmnet_protocols.models import resolve
 from swarmnet_protocols.net.memory import Delivery
 from swarmnet_protocols.net.protocol_ids import LINK
@@ -62,16 +62,16 @@ def test_generate_gives_what_transformers_gives(
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_a_client_computes_between_turns_of_nodes(
+def test_a_client_computes_between_forwards_of_nodes(
     tiny: TinySwarm, is_streamed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From an output to the next step, or only its head if a streamer may take its time. Nobody waits for it after the answer."""
+    """It holds the core lock from an output to the next step; with a streamer, which may be slow, only for lm_head."""
     shared: list[tuple[str, bool]] = []
 
     def look(part: str, *_: object) -> None:
-        with (tmp_path / "t" / "room").open() as room:
+        with (tmp_path / "t" / "cores").open() as cores:
             try:
-                fcntl.flock(room, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(cores, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shared.append((part, False))
             except BlockingIOError:
                 shared.append((part, True))
@@ -82,8 +82,8 @@ def test_a_client_computes_between_turns_of_nodes(
 
     streamer = SimpleNamespace(put=lambda _: None, end=lambda: None) if is_streamed else None
     parts = {"embedding": tiny.model.get_input_embeddings(), "head": tiny.model.get_output_embeddings()}
-    with CoreLock.open(tmp_path / "t") as turns:
-        monkeypatch.setattr(tiny.model, "turns", turns)
+    with FileCoreLock.open(tmp_path / "t") as core_lock:
+        monkeypatch.setattr(tiny.model, "core_lock", core_lock)
         hooks = [part.register_forward_hook(partial(look, name)) for name, part in parts.items()]
         generate(tiny.model, PROMPTS[:1], max_new_tokens=2, logits_processor=[choose], streamer=streamer)
         for hook in hooks:

@@ -15,7 +15,7 @@ from swarmnet_client.audit.plan import SHARE, Ledger, witnesses
 from swarmnet_client.audit.verdict import Verdict, judge
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.resources import Resource, Scope
-from swarmnet_protocols.routing.cost import Hop, HostInfo
+from swarmnet_protocols.routing.chain_search import Hop, HostInfo
 from swarmnet_protocols.session.activation_log import ActivationLog
 from swarmnet_protocols.session.received_digests import MAX_DIGEST_POSITIONS, ReceivedDigests, digest
 from swarmnet_protocols.session.steps import Row, Step
@@ -70,7 +70,7 @@ def test_wrong_outputs_are_found_within_200_steps_in_a_thousand_runs() -> None:
     assert sum(step is not None for step in found) >= 990
 
 
-def test_audits_cost_three_percent_at_most_and_accuse_nobody_in_100_000_steps() -> None:
+def test_audits_cost_at_most_three_percent_and_accuse_no_honest_host() -> None:
     found, share = run(random.Random(2), 100_000, None)
     assert found is None
     assert SHARE / 2 < share <= SHARE
@@ -148,7 +148,7 @@ Rows = list[tuple[int, int, int, int]]
     ),
     st.integers(0, 3),
 )
-def test_a_log_shows_what_each_lane_holds_and_its_receiver_has_the_digest_of_it(
+def test_the_digests_of_a_receiver_match_its_upstreams_log(
     rows: list[tuple[int, int, float, int]], behind: int
 ) -> None:
     scope = Scope("test", {}, {})

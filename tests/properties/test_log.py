@@ -1,4 +1,4 @@
-"""The activation log against a model that simply remembers every lane: any hop can be rebuilt from it, any survivor fed."""
+"""The activation log against a model that remembers every sequence whole: it rebuilds any hop and feeds any survivor."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field

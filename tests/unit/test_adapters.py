@@ -1,4 +1,4 @@
-"""Adapters in stages: what transformers with PEFT computes, whoever else is in the batch."""
+"""Adapters in stages match transformers with PEFT, in any batch."""
 
 import random
 import shutil
@@ -53,7 +53,7 @@ def ids(count: int, seed: int) -> torch.Tensor:
 
 
 class Chain:
-    """The whole model in stages, with one lane a text in each."""
+    """The whole model in stages, with one sequence for each text."""
 
     def __init__(self, model: LocalModel, tensors: list[dict[str, torch.Tensor]]) -> None:
         self.plain = whole(model)
@@ -100,7 +100,7 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("family", "kind"), cases())
-def test_an_adapter_gives_what_peft_gives(family: str, kind: str, tmp_path: Path) -> None:
+def test_an_adapter_matches_peft(family: str, kind: str, tmp_path: Path) -> None:
     """Of texts with an adapter, another adapter and none, in one batch, entered in chunks of random sizes."""
     model = load(family, tmp_path)
     texts = [ids(count, count) for count in (25, 14, 19)]
@@ -127,7 +127,7 @@ def test_an_adapter_gives_what_peft_gives(family: str, kind: str, tmp_path: Path
     assert (plain - adapted).abs().max() > 1e-2
 
 
-def test_single_positions_of_lanes_with_adapters_are_native(tmp_path: Path) -> None:
+def test_single_positions_with_adapters_use_the_decode_step(tmp_path: Path) -> None:
     """They give what the layers of torch give, side by side and one after the other."""
     if shutil.which("cc") is None:
         pytest.skip("no C compiler")
@@ -169,7 +169,7 @@ def test_single_positions_of_lanes_with_adapters_are_native(tmp_path: Path) -> N
     assert calls == [2, 3, 1, 1]
 
 
-def test_an_adapter_is_applied_in_the_element_type_of_its_stage(tmp_path: Path) -> None:
+def test_an_adapter_is_applied_in_the_dtype_of_its_stage(tmp_path: Path) -> None:
     model = load("llama-tied", tmp_path)
     stage = Stage.load(model, 0, 5, dtype=torch.bfloat16, device=CPU)
     tensors = random_tensors(range(5)) | {
@@ -184,7 +184,7 @@ def test_an_adapter_is_applied_in_the_element_type_of_its_stage(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("family", ["llama-tied", "gemma3"])
-def test_a_part_of_a_stage_applies_what_is_for_its_blocks(family: str, tmp_path: Path) -> None:
+def test_a_part_of_a_stage_applies_the_tensors_of_its_blocks(family: str, tmp_path: Path) -> None:
     model = load(family, tmp_path)
     start, end = 2, 4
     whole_stage, alone = (

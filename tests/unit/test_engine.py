@@ -1,4 +1,4 @@
-"""The engine: batches form by themselves, memory is bounded before it is taken, and nobody waits for ever."""
+"""The engine: continuous batching, memory limits before allocation, and no work that waits for ever."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -58,7 +58,7 @@ def in_virtual_time(
     return stage
 
 
-def test_lanes_that_come_right_behind_each_other_are_computed_together() -> None:
+def test_sequences_that_arrive_closely_share_a_forward() -> None:
     async def use(engine: Engine, real: Stage, clock: Callable[[], float]) -> None:
         sequences = [sequence_of(engine) for _ in range(4)]
 
@@ -72,7 +72,7 @@ def test_lanes_that_come_right_behind_each_other_are_computed_together() -> None
     assert in_virtual_time(use).batches == [[1] * 4] * 5
 
 
-def test_only_lanes_that_had_work_lately_are_waited_for() -> None:
+def test_a_forward_waits_only_for_sequences_with_recent_work() -> None:
     async def use(engine: Engine, real: Stage, clock: Callable[[], float]) -> None:
         stays, leaves = sequence_of(engine), sequence_of(engine)
 
@@ -91,7 +91,7 @@ def test_only_lanes_that_had_work_lately_are_waited_for() -> None:
     in_virtual_time(use)
 
 
-def test_whoever_trickles_in_keeps_a_forward_no_longer_than_it_takes() -> None:
+def test_a_forward_waits_no_longer_than_it_takes() -> None:
     async def use(engine: Engine, real: Stage, clock: Callable[[], float]) -> None:
         sequences = [sequence_of(engine) for _ in range(100)]
         await engine.compute(real, [(sequence, torch.zeros(1, 3)) for sequence in sequences])
@@ -108,7 +108,7 @@ def test_whoever_trickles_in_keeps_a_forward_no_longer_than_it_takes() -> None:
     in_virtual_time(use)
 
 
-def test_long_work_is_cut_to_the_budget_and_put_together_again() -> None:
+def test_long_work_is_split_into_batches_and_joined_again() -> None:
     stage = Doubling()
     inputs = torch.arange(2 * MAX_BATCH_TOKENS + 10, dtype=torch.float32)[:, None]
 
@@ -123,7 +123,7 @@ def test_long_work_is_cut_to_the_budget_and_put_together_again() -> None:
     assert stage.batches == [[MAX_BATCH_TOKENS], [MAX_BATCH_TOKENS], [10]]
 
 
-def test_caches_are_bounded_before_anything_is_allocated() -> None:
+def test_the_cache_limit_is_enforced_before_memory_is_allocated() -> None:
     async def use(engine: Engine, real: Stage) -> None:
         sequence = sequence_of(engine)
         with pytest.raises(OutOfResources):
@@ -137,7 +137,7 @@ def test_caches_are_bounded_before_anything_is_allocated() -> None:
     with_engine(Doubling(), use, max_cache_bytes=GEOMETRY.bytes_for(64))
 
 
-def test_work_that_waits_counts_against_the_bound() -> None:
+def test_waiting_work_counts_against_the_cache_limit() -> None:
     async def use(engine: Engine, real: Stage) -> None:
         works = [engine.compute(real, [(sequence_of(engine), torch.zeros(64, 3))]) for _ in range(3)]
         results = await asyncio.gather(*works, return_exceptions=True)
@@ -146,7 +146,7 @@ def test_work_that_waits_counts_against_the_bound() -> None:
     with_engine(Doubling(), use, max_cache_bytes=2 * GEOMETRY.bytes_for(64))
 
 
-def test_a_forward_that_fails_fails_its_own_work_only() -> None:
+def test_a_failed_forward_fails_only_its_own_work() -> None:
     failures = [RuntimeError("out of luck")]
 
     def before() -> None:
@@ -161,7 +161,7 @@ def test_a_forward_that_fails_fails_its_own_work_only() -> None:
     with_engine(Doubling(before), use)
 
 
-def test_whoever_waits_when_the_engine_stops_is_told() -> None:
+def test_waiting_work_fails_when_the_engine_stops() -> None:
     async def main() -> None:
         real = cast(Stage, Doubling())
         with ThreadPoolExecutor(1) as executor:

@@ -60,7 +60,7 @@ def test_a_pass_waits_until_no_session_has_work() -> None:
     assert order == ["token", "first pass", "token", "second pass"]
 
 
-def test_a_pass_that_fails_fails_its_own_client_only() -> None:
+def test_a_failed_pass_fails_only_for_its_client() -> None:
     def fail() -> torch.Tensor:
         raise RuntimeError("out of luck")
 
@@ -92,7 +92,7 @@ def test_a_pass_whose_client_left_is_not_computed() -> None:
     with_engine(Doubling(), use)
 
 
-def test_a_pass_whose_client_left_is_not_kept_while_others_compute() -> None:
+def test_a_pass_whose_client_left_is_freed_while_others_compute() -> None:
     goes_on = threading.Event()
 
     async def use(engine: Engine, real: Stage) -> None:
@@ -114,7 +114,7 @@ def test_a_pass_whose_client_left_is_not_kept_while_others_compute() -> None:
     with_engine(Doubling(), use)
 
 
-def test_passes_that_wait_when_the_engine_stops_are_told() -> None:
+def test_waiting_passes_fail_when_the_engine_stops() -> None:
     async def main() -> None:
         with ThreadPoolExecutor(1) as executor:
             async with Engine.run(
@@ -138,7 +138,7 @@ def name_of(number: int, owner: str = "one") -> GraphKey:
     return GraphKey(PeerId(owner), bytes([number]), (0, 1), (1,), b"")
 
 
-def test_graphs_make_way_for_sessions_the_oldest_first() -> None:
+def test_the_oldest_graphs_are_dropped_for_sessions() -> None:
     sequence_bytes = GEOMETRY.bytes_for(1)
 
     async def use(engine: Engine, real: Stage) -> None:
@@ -156,7 +156,7 @@ def test_graphs_make_way_for_sessions_the_oldest_first() -> None:
     with_engine(Doubling(), use, max_cache_bytes=4 * sequence_bytes)
 
 
-def test_one_client_has_no_more_of_the_caches_than_its_share() -> None:
+def test_one_client_takes_at_most_its_share_of_the_caches() -> None:
     sequence_bytes = GEOMETRY.bytes_for(1)
 
     async def main() -> None:
@@ -181,7 +181,7 @@ def test_one_client_has_no_more_of_the_caches_than_its_share() -> None:
     asyncio.run(main())
 
 
-def test_graphs_take_what_sessions_leave_and_a_client_its_share_of_all() -> None:
+def test_graphs_take_what_caches_leave_free_and_each_client_its_share() -> None:
     async def use(engine: Engine, real: Stage) -> None:
         geometry = real.geometry
         sequence = sequence_of(engine)
@@ -213,7 +213,7 @@ def test_an_engine_that_stops_keeps_no_graphs() -> None:
     assert engines[0].graph_cache.nbytes == 0
 
 
-def test_passes_count_as_a_queue() -> None:
+def test_passes_count_in_the_queue_time() -> None:
     seconds = iter(range(0, 1000, 2))
 
     async def main() -> None:
@@ -238,7 +238,7 @@ def test_passes_count_as_a_queue() -> None:
 
 
 @pytest.mark.parametrize("forward_s", [0.01, 0.5, 4.0])
-def test_sessions_overtake_each_pass_for_so_long_and_no_longer(forward_s: float) -> None:
+def test_sessions_overtake_a_pass_for_a_limited_time(forward_s: float) -> None:
     """However long one of their forwards takes: that which has begun is finished."""
     passes = 3
 
@@ -267,16 +267,14 @@ def test_sessions_overtake_each_pass_for_so_long_and_no_longer(forward_s: float)
 
 
 class Crowded(NoCoreLock):
-    """The turns of a node that shares its cores with others."""
+    """The core lock of a node that shares its cores with others."""
 
-    def beside(self) -> AbstractAsyncContextManager[bool]:
+    def shared(self) -> AbstractAsyncContextManager[bool]:
         return nullcontext(True)
 
 
 @pytest.mark.parametrize(("core_lock", "threads"), [(NoCoreLock(), 4), (Crowded(), 2)])
-def test_a_pass_is_computed_on_half_the_cores_where_other_nodes_compute(
-    core_lock: NoCoreLock, threads: int
-) -> None:
+def test_a_pass_uses_half_the_cores_while_other_nodes_compute(core_lock: NoCoreLock, threads: int) -> None:
     async def main() -> None:
         stage = cast(Stage, Doubling())
         loop = asyncio.get_running_loop()
@@ -295,7 +293,7 @@ def test_a_pass_is_computed_on_half_the_cores_where_other_nodes_compute(
     asyncio.run(main())
 
 
-def test_a_device_without_memory_is_a_shortage_and_graphs_make_way() -> None:
+def test_a_full_device_is_reported_and_its_graphs_are_dropped() -> None:
     """What the failed work held is free before the next work begins."""
     held: list[weakref.ref[torch.Tensor]] = []
 

@@ -1,4 +1,4 @@
-"""Copies of lanes are made on the torch thread; their bytes are counted all the while."""
+"""Copies of sequences are made on the torch thread, and their bytes are reserved before."""
 
 import asyncio
 import threading
@@ -20,7 +20,7 @@ SEQUENCE_BYTES = GEOMETRY.bytes_for(GROWTH_POSITIONS)
 
 
 def with_sequence(sequences_of_room: int, use: Callable[[Engine, SequenceCache], Awaitable[None]]) -> None:
-    """An engine with room for so many lanes, and a lane that takes all of one."""
+    """An engine with room for so many sequences, and a sequence of that size."""
 
     async def main() -> None:
         no_stage = cast(Stage, None)
@@ -37,7 +37,7 @@ def with_sequence(sequences_of_room: int, use: Callable[[Engine, SequenceCache],
     asyncio.run(main())
 
 
-def test_without_room_nothing_is_copied() -> None:
+def test_nothing_is_copied_beyond_the_limit() -> None:
     async def use(engine: Engine, sequence: SequenceCache) -> None:
         with pytest.raises(OutOfResources):
             await engine.fork([sequence, sequence], engine._system)
@@ -48,7 +48,7 @@ def test_without_room_nothing_is_copied() -> None:
     with_sequence(2, use)
 
 
-def test_copies_count_while_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_are_reserved_before_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     copying, go_on = threading.Event(), threading.Event()
     fork = SequenceCache.fork
     threads: list[str] = []

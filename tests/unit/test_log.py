@@ -36,7 +36,7 @@ def test_a_refused_step_leaves_the_log_as_it_was() -> None:
     assert (log.last, dict(log.lengths)) == (1, {0: 1})
 
 
-def test_what_is_acknowledged_is_replayed_in_long_parts() -> None:
+def test_acknowledged_steps_are_replayed_in_long_parts() -> None:
     log = a_log()
     for seq in range(1, REPLAY_POSITIONS + 3):
         log.append(step(seq, seq - 1, acked=seq - 1))
@@ -44,11 +44,11 @@ def test_what_is_acknowledged_is_replayed_in_long_parts() -> None:
     sent = []
     while (part := log.next(cursor)) is not None:
         sent.append((part.seq, part.positions, part.replay))
-    folded = REPLAY_POSITIONS + 1
-    assert sent == [(0, REPLAY_POSITIONS, True), (folded, 1, True), (folded + 1, 1, False)]
+    compacted = REPLAY_POSITIONS + 1
+    assert sent == [(0, REPLAY_POSITIONS, True), (compacted, 1, True), (compacted + 1, 1, False)]
 
 
-def test_a_log_over_its_bound_feeds_survivors_but_no_fresh_hop() -> None:
+def test_a_log_over_its_limit_feeds_survivors_but_no_fresh_hop() -> None:
     log = a_log(256)
     for seq in range(1, 41):
         log.append(step(seq, seq - 1, acked=seq - 1))
@@ -61,7 +61,7 @@ def test_a_log_over_its_bound_feeds_survivors_but_no_fresh_hop() -> None:
     assert sent.seq == 40
 
 
-def test_a_hop_behind_what_is_folded_is_not_fed_a_gap() -> None:
+def test_a_survivor_that_lacks_compacted_steps_is_refused() -> None:
     log = a_log()
     for seq in range(1, 6):
         log.append(step(seq, seq - 1, acked=seq - 1))
@@ -69,7 +69,7 @@ def test_a_hop_behind_what_is_folded_is_not_fed_a_gap() -> None:
         log.attach(2)
 
 
-def test_a_hop_behind_what_came_in_a_replay_is_not_fed_a_gap() -> None:
+def test_a_survivor_that_lacks_replayed_steps_is_refused() -> None:
     log = a_log()
     cursor = log.attach(2)
     log.append(step(4, 0, 4, acked=4, replay=True))

@@ -33,7 +33,7 @@ def dequantised_by_transformers(model: LocalModel) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3moe"])
-def test_gguf_tensors_are_those_transformers_dequantises(architecture: str, tmp_path: Path) -> None:
+def test_gguf_tensors_match_those_that_transformers_dequantises(architecture: str, tmp_path: Path) -> None:
     model = load(write_gguf(tmp_path / "tiny.gguf", architecture), tmp_path)
     expected = dequantised_by_transformers(model)
     assert_gguf_parts_are(model, expected, (1, 3))
@@ -89,7 +89,9 @@ def test_gguf_config_and_tokenizer_are_read_once(tmp_path: Path, monkeypatch: py
     again.load_span(0, 1, **FLOAT32)
 
 
-def test_a_full_disk_is_said_before_anything_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_before_anything_is_cached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", "llama")
     monkeypatch.setattr(shutil, "disk_usage", lambda where: shutil._ntuple_diskusage(10**9, 10**9, 0))  # type: ignore[attr-defined]
     with pytest.raises(OutOfResources, match="too little free space") as caught:
@@ -113,7 +115,7 @@ def test_a_gguf_architecture_that_is_unknown_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_default_model_is_what_transformers_dequantises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_model_matches_what_transformers_dequantises(monkeypatch: pytest.MonkeyPatch) -> None:
     # transformers makes the same map of names for each of its 397 modules.
     monkeypatch.setattr(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map))
     model = resolve(DEFAULT_MODEL, cache_dir=default_cache_dir())

@@ -1,4 +1,4 @@
-"""A few positions by native code against the same layers by torch."""
+"""The decode step in C against the same layers by torch."""
 
 import platform
 from collections.abc import Sequence
@@ -93,10 +93,10 @@ def one_by_one(stage: Stage, sequence: SequenceCache, rows: torch.Tensor) -> tor
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_native_layers_give_what_torch_gives(
+def test_the_decode_step_matches_torch(
     shape: str, native: NativeBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prompt by torch, then single positions until the buffers of the lane have grown."""
+    """A prompt by torch, then single positions until the buffers of the sequence have grown."""
     monkeypatch.setattr(native_backend, "MAX_POSITIONS", 6)
     expected, got = load(tmp_path, shape, None), load(tmp_path, shape, native)
     assert (expected.has_decode_step, got.has_decode_step) == (False, True)
@@ -116,7 +116,9 @@ def test_native_layers_give_what_torch_gives(
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_lanes_of_different_lengths_step_together(shape: str, native: NativeBackend, tmp_path: Path) -> None:
+def test_sequences_of_different_lengths_share_a_step(
+    shape: str, native: NativeBackend, tmp_path: Path
+) -> None:
     expected, got = load(tmp_path, shape, None), load(tmp_path, shape, native)
     for count in (2, 21):
         outputs = []
@@ -135,8 +137,8 @@ def test_lanes_of_different_lengths_step_together(shape: str, native: NativeBack
         assert (outputs[1] - outputs[0]).norm() < 1e-6 * outputs[0].norm()
 
 
-def test_gates_of_any_size_are_what_torch_gives(native: NativeBackend, tmp_path: Path) -> None:
-    """Of exp nothing is left of some, and too much for float32 of others."""
+def test_gates_of_any_size_match_torch(native: NativeBackend, tmp_path: Path) -> None:
+    """exp underflows for some gates and overflows float32 for others."""
     outputs = []
     for each in (None, native):
         stage = load(tmp_path, "llama", each)
@@ -147,7 +149,7 @@ def test_gates_of_any_size_are_what_torch_gives(native: NativeBackend, tmp_path:
 
 
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_not_finite_does_not_become_so(wrong: float, native: NativeBackend, tmp_path: Path) -> None:
+def test_values_that_are_not_finite_stay_so(wrong: float, native: NativeBackend, tmp_path: Path) -> None:
     stage = load(tmp_path, "llama", native)
     rows = inputs(stage, 3)
     rows[1, 7] = wrong
@@ -158,7 +160,7 @@ def test_what_is_not_finite_does_not_become_so(wrong: float, native: NativeBacke
 @pytest.mark.parametrize(
     "shape", ["llama", "llama, odd sizes", "llama, wide heads, six of which share a key"]
 )
-def test_a_lane_gets_the_same_bits_whoever_is_beside_it(
+def test_a_sequence_gets_the_same_bits_in_any_batch(
     shape: str, native: NativeBackend, tmp_path: Path
 ) -> None:
     stage = load(tmp_path, shape, native)
@@ -170,7 +172,7 @@ def test_a_lane_gets_the_same_bits_whoever_is_beside_it(
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_several_positions_of_lanes_are_what_torch_gives(
+def test_several_positions_of_a_sequence_match_torch(
     shape: str, native: NativeBackend, tmp_path: Path
 ) -> None:
     check_several_positions(shape, native, tmp_path)
@@ -189,7 +191,7 @@ def test_processors_with_smaller_vectors_compute_the_same(
 
 
 def check_several_positions(shape: str, native: NativeBackend, tmp_path: Path) -> None:
-    """Chunks, single positions and the beginnings of others in one step, of lanes that grow on the way."""
+    """Chunks, single positions and first positions of sequences in one step; the sequences grow meanwhile."""
     expected, got = load(tmp_path, shape, None), load(tmp_path, shape, native)
     assert got.has_decode_step
     outputs: list[list[torch.Tensor]] = []
@@ -208,7 +210,7 @@ def check_several_positions(shape: str, native: NativeBackend, tmp_path: Path) -
 @pytest.mark.parametrize(
     "shape", ["llama", "llama, odd sizes", "llama, wide heads, six of which share a key"]
 )
-def test_a_chunk_gets_the_bits_of_its_positions_one_by_one(
+def test_a_chunk_gets_the_same_bits_as_its_positions_one_by_one(
     shape: str, native: NativeBackend, tmp_path: Path
 ) -> None:
     stage = load(tmp_path, shape, native)
@@ -237,16 +239,16 @@ ADAPTERS = (
     (("q", "k", "v", "o", "gate", "up", "down"), 9),
     ((), 0),
 )
-"""Of the lanes of a batch: which modules have a pair, of what rank."""
+"""For each sequence of a batch: the modules that have a LoRA pair, and its rank."""
 
 
 @pytest.mark.parametrize(
     ("shape", "threads"), [*((shape, 1) for shape in SHAPES), ("llama, odd sizes", 3), ("qwen2, biases", 16)]
 )
-def test_every_lane_has_its_own_adapter(
+def test_every_sequence_has_its_own_adapter(
     shape: str, threads: int, native: NativeBackend, tmp_path: Path
 ) -> None:
-    """In stages and in parts of them, beside lanes that have none, and alone."""
+    """In stages and in parts of them, beside sequences without an adapter, and alone."""
     expected, got = load(tmp_path, shape, None), load(tmp_path, shape, native)
     outputs: list[list[torch.Tensor]] = []
     torch.set_num_threads(threads)
@@ -272,7 +274,7 @@ def test_every_lane_has_its_own_adapter(
         assert (mine - theirs).norm() < 1e-6 * theirs.norm()
 
 
-def test_few_positions_are_computed_by_native_code(
+def test_few_positions_use_the_decode_step(
     native: NativeBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage = load(tmp_path, "llama", native)
@@ -289,7 +291,7 @@ def test_few_positions_are_computed_by_native_code(
 
 @pytest.mark.parametrize("threads", [2, 3, 64])
 def test_any_number_of_threads_gives_the_same(threads: int, native: NativeBackend, tmp_path: Path) -> None:
-    """More of them than there are heads, too: then some have no rows of a product."""
+    """Also more threads than heads, so that some have no share of a product."""
     stage = load(tmp_path, "llama, odd sizes", native)
     rows = inputs(stage, 3)
     expected = one_by_one(stage, stage.new_sequence(), rows)
@@ -301,10 +303,10 @@ def test_any_number_of_threads_gives_the_same(threads: int, native: NativeBacken
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_parts_and_packed_batches_share_lanes(
+def test_decode_steps_and_packed_batches_share_sequences(
     native: NativeBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Positions of one lane may come alone, in chunks of each size and beside another lane; parts have lanes of their own."""
+    """Positions of a sequence are computed alone, in chunks and beside another sequence, in parts that have caches of their own."""
     monkeypatch.setattr(native_backend, "MAX_POSITIONS", 3)
     stage = load(tmp_path, "llama", native)
     rows = inputs(stage, 12)
@@ -336,7 +338,7 @@ def test_inputs_are_left_as_they_were(native: NativeBackend, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("family", ["mistral", "qwen2", "gemma3", "granite"])
-def test_what_native_code_does_not_know_is_left_to_torch(
+def test_families_that_the_decode_step_lacks_are_left_to_torch(
     family: str, native: NativeBackend, tmp_path: Path
 ) -> None:
     """Sliding windows, and layers of another kind."""
@@ -349,10 +351,10 @@ def test_other_precisions_are_left_to_torch(native: NativeBackend, tmp_path: Pat
     assert (stage.has_llama_layers, stage.has_decode_step) == (True, False)
 
 
-def test_native_code_that_computes_something_else_is_not_used(
+def test_a_decode_step_that_computes_something_else_is_not_used(
     native: NativeBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The trial finds it, whatever it is: here the code leaves its input as it is."""
+    """The trial finds it: here the code returns its input."""
     monkeypatch.setattr(native, "decode", lambda *_: None)
     stage = load(tmp_path, "llama", native)
     assert (stage.has_llama_layers, stage.has_decode_step) == (True, False)

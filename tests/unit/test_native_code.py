@@ -1,4 +1,4 @@
-"""Code of ours is compiled by the machine's compiler once, and loaded only if nobody else can have touched it."""
+"""Native code is compiled once on each machine, and loaded only if no other user can have changed it."""
 
 import logging
 import shutil

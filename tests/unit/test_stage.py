@@ -40,7 +40,7 @@ def forward(stage: Stage, sequence: SequenceCache, rows: torch.Tensor) -> torch.
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_stage_on_a_gpu_gives_what_can_be_sent(tmp_path: Path) -> None:
+def test_outputs_of_a_stage_on_a_gpu_can_be_sent(tmp_path: Path) -> None:
     model = load("llama-tied", tmp_path)
     expected, got = (
         Stage.load(model, 1, 4, dtype=torch.float32, device=torch.device(device))
@@ -55,8 +55,8 @@ def test_a_stage_on_a_gpu_gives_what_can_be_sent(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_packed_lanes_give_what_transformers_gives(family: str, tmp_path: Path) -> None:
-    """Prompts of different lengths enter in chunks of random sizes, beside lanes that already decode."""
+def test_packed_sequences_match_transformers(family: str, tmp_path: Path) -> None:
+    """Prompts of different lengths enter in chunks of random sizes, beside sequences that already decode."""
     model = load(family, tmp_path)
     reference = AutoModelForCausalLM.from_pretrained(
         model.path, dtype=torch.float32, attn_implementation="eager"
@@ -92,7 +92,7 @@ def test_packed_lanes_give_what_transformers_gives(family: str, tmp_path: Path) 
             assert greedy.tolist() == text[-NEW_TOKENS:].tolist()
 
 
-def test_a_truncated_lane_continues_as_if_the_rest_had_never_been(tmp_path: Path) -> None:
+def test_a_truncated_sequence_continues_as_if_the_rest_had_never_been(tmp_path: Path) -> None:
     stage = load_stage(tmp_path, "gemma3")
     sequence, other = stage.new_sequence(), stage.new_sequence()
     forward(stage, sequence, inputs(20))
@@ -127,7 +127,7 @@ def test_a_fork_and_its_original_do_not_touch_each_other(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_bytes_of_a_lane_are_those_of_its_buffers(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_the_bytes_of_a_sequence_are_those_of_its_buffers(dtype: torch.dtype, tmp_path: Path) -> None:
     stage = load_stage(tmp_path, dtype=dtype)
     sequence = stage.new_sequence()
     assert sequence.nbytes == stage.geometry.bytes_for(0) == 0
@@ -144,7 +144,7 @@ def test_the_bytes_of_a_lane_are_those_of_its_buffers(dtype: torch.dtype, tmp_pa
     assert sequence.fork().nbytes == stage.geometry.bytes_for(1)
 
 
-def test_growing_keeps_what_a_lane_holds(tmp_path: Path) -> None:
+def test_growing_keeps_the_positions_of_a_sequence(tmp_path: Path) -> None:
     stage = load_stage(tmp_path)
     rows = inputs(GROWTH_POSITIONS + 5)
     at_once, one_by_one = stage.new_sequence(), stage.new_sequence()
@@ -154,7 +154,7 @@ def test_growing_keeps_what_a_lane_holds(tmp_path: Path) -> None:
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
 
 
-def test_a_lane_may_be_in_a_batch_only_once(tmp_path: Path) -> None:
+def test_a_sequence_may_be_in_a_batch_only_once(tmp_path: Path) -> None:
     stage = load_stage(tmp_path)
     sequence = stage.new_sequence()
 
@@ -177,7 +177,7 @@ def test_an_empty_batch_has_no_outputs(tmp_path: Path) -> None:
     assert load_stage(tmp_path).forward([]) == []
 
 
-def test_a_failed_forward_leaves_every_lane_as_long_as_it_was(tmp_path: Path) -> None:
+def test_a_failed_forward_leaves_the_length_of_every_sequence(tmp_path: Path) -> None:
     stage = load_stage(tmp_path, "gemma3")
     first, second = stage.new_sequence(), stage.new_sequence()
     forward(stage, first, inputs(5))
@@ -196,20 +196,20 @@ def test_a_failed_forward_leaves_every_lane_as_long_as_it_was(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("family", "fused"), [("llama-tied", True), ("qwen2", True), ("qwen3", True), ("mixtral", False)]
 )
-def test_layers_of_the_llama_shape_are_fused(family: str, fused: bool, tmp_path: Path) -> None:
-    """That they compute the same, every test of this file says."""
+def test_families_of_the_llama_shape_use_llama_layers(family: str, fused: bool, tmp_path: Path) -> None:
+    """Every other test of this file shows that they compute the same."""
     assert load_stage(tmp_path, family).has_llama_layers == fused
 
 
 def test_layers_that_only_look_like_llamas_are_left_to_transformers(tmp_path: Path) -> None:
-    """Granite has the parts of Llama and scales what its layers add."""
+    """Granite has the modules of Llama, but scales what its layers add."""
     stage = load_stage(tmp_path, "granite")
 
     assert has_llama_shape(stage._model)
     assert not stage.has_llama_layers
 
 
-def test_fused_layers_hold_no_second_copy_of_the_weights(tmp_path: Path) -> None:
+def test_llama_layers_have_no_second_copy_of_the_weights(tmp_path: Path) -> None:
     stage = load_stage(tmp_path)
     attention = stage._model.layers[0].self_attn
 
@@ -217,7 +217,7 @@ def test_fused_layers_hold_no_second_copy_of_the_weights(tmp_path: Path) -> None
     assert memories == {stage._llama_layers.layers[0].qkv.weight.untyped_storage().data_ptr()}
 
 
-def test_a_stage_says_what_it_is(tmp_path: Path) -> None:
+def test_a_stage_describes_itself(tmp_path: Path) -> None:
     stage = load_stage(tmp_path, dtype=torch.bfloat16)
 
     assert (stage.blocks, stage.hidden_size, stage.dtype, stage.device) == (3, 32, torch.bfloat16, CPU)
@@ -227,7 +227,7 @@ def test_a_stage_says_what_it_is(tmp_path: Path) -> None:
 
 
 def test_layers_that_keep_another_state_are_refused(tmp_path: Path) -> None:
-    """Gated delta net layers carry a recurrent state, which a lane would silently lose."""
+    """Gated delta net layers carry a recurrent state, which a KV cache would silently lose."""
     model = load("qwen3-next", tmp_path)
 
     with pytest.raises(ConfigError, match="more than keys and values"):
@@ -274,7 +274,7 @@ def local_gradients(
 
 
 def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """To 1e-5 of its size."""
+    """Assert a relative error below 1e-5."""
     assert found.shape == expected.shape
     assert (found - expected).norm() <= 1e-5 * expected.norm()
 
@@ -293,7 +293,7 @@ def test_gradients_are_those_of_transformers(family: str, counts: tuple[int, ...
     assert_near(stage.gradients(graph, wanted)[0], gradients)
 
 
-def test_weights_gather_no_gradients_and_stay_as_they_are(tmp_path: Path) -> None:
+def test_weights_get_no_gradients_and_stay_unchanged(tmp_path: Path) -> None:
     stage = load_stage(tmp_path)
     before = [parameter.clone() for parameter in stage._model.parameters()]
     for _ in range(2):
@@ -322,14 +322,14 @@ def saved_storages(node: Any) -> dict[int, int]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_graph_knows_what_it_keeps(family: str, tmp_path: Path) -> None:
+def test_a_graph_counts_the_memory_it_keeps_alive(family: str, tmp_path: Path) -> None:
     stage = Stage.load(load(family, tmp_path), 0, 5, dtype=torch.float32, device=CPU)
     _, graph = stage.record_sequences(inputs(40), (29, 11))
     held = saved_storages(graph.outputs.node)
     held[graph.inputs.untyped_storage().data_ptr()] = graph.inputs.untyped_storage().nbytes()
     for weight in (*stage._model.parameters(), *stage._model.buffers()):
         held.pop(weight.untyped_storage().data_ptr(), None)
-    # Numbers that stand in an expression are saved as tensors too, without telling anybody: 8 bytes each.
+    # Scalars of an expression are saved as tensors too, 8 bytes each, which the hooks do not see.
     assert graph.nbytes == pytest.approx(sum(held.values()), rel=1e-3)
 
 

@@ -30,9 +30,9 @@ from swarmnet_protocols.wire import session_pb2 as pb
         (Row(1, 5, 1, 1, 0, rewrite=True),),
         (Row(0, 5, 1, 0, 0), Row(1, 3, 1, 0, 0, rewrite=True)),
     ],
-    ids=["append", "new lane", "roll back", "copy", "append and copy"],
+    ids=["append", "new sequence", "roll back", "copy", "append and copy"],
 )
-def test_what_a_step_may_do(rows: tuple[Row, ...]) -> None:
+def test_valid_rows_are_accepted(rows: tuple[Row, ...]) -> None:
     check_rows(rows, {0: 5})
 
 
@@ -47,7 +47,7 @@ def test_what_a_step_may_do(rows: tuple[Row, ...]) -> None:
         ((Row(0, 5, 1, 1, 0), Row(0, 5, 1, 1, 0)), "twice"),
     ],
 )
-def test_what_a_step_may_not_do(rows: tuple[Row, ...], what: str) -> None:
+def test_invalid_rows_are_refused(rows: tuple[Row, ...], what: str) -> None:
     with pytest.raises(ProtocolViolation, match=what):
         check_rows(rows, {0: 5})
 
@@ -71,7 +71,7 @@ def wire(**row: int) -> tuple[pb.Step, bytes]:
     ],
     ids=str,
 )
-def test_numbers_from_the_wire_are_bounded(row: dict[str, int]) -> None:
+def test_numbers_of_a_decoded_step_are_bounded(row: dict[str, int]) -> None:
     decode_step(*wire(), hidden_size=2)
     with pytest.raises(ProtocolViolation):
         decode_step(*wire(**row), hidden_size=2)
@@ -105,13 +105,13 @@ def test_a_replay_wants_no_outputs() -> None:
     ],
     ids=str,
 )
-def test_a_tensor_is_what_its_header_says_or_refused(header: pb.Tensor, size_bytes: int) -> None:
+def test_a_tensor_that_does_not_match_its_header_is_refused(header: pb.Tensor, size_bytes: int) -> None:
     with pytest.raises(ProtocolViolation):
         decode_tensor(header, bytes(size_bytes), positions=3, hidden_size=2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_tensors_come_back_as_they_went(dtype: torch.dtype) -> None:
+def test_tensors_survive_encoding_and_decoding(dtype: torch.dtype) -> None:
     values = torch.randn(3, 4).T.to(dtype)
     header, payload = encode_tensor(values)
     assert torch.equal(decode_tensor(header, payload, positions=4, hidden_size=3), values)
@@ -119,7 +119,7 @@ def test_tensors_come_back_as_they_went(dtype: torch.dtype) -> None:
     assert decode_tensor(header, payload, positions=0, hidden_size=3).shape == (0, 3)
 
 
-def test_steps_come_back_as_they_went() -> None:
+def test_steps_survive_encoding_and_decoding() -> None:
     rows = (Row(0, 5, 2, 1, 0), Row(3, 1, 1, 1, 0, rewrite=True))
     step = Step(7, rows, torch.randn(3, 2), acked=4)
     message, payload = encode_step(step, torch.float32)

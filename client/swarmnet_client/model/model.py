@@ -28,7 +28,7 @@ from swarmnet_client.swarm.swarm import Swarm
 from swarmnet_client.swarm.traffic import Traffic
 from swarmnet_protocols.errors import ConfigError, Unreachable
 from swarmnet_protocols.joining.network import Network
-from swarmnet_protocols.machine.core_lock import ALONE, CoreLock, NoCoreLock, take_turns
+from swarmnet_protocols.machine.core_lock import NO_CORE_LOCK, CoreLock, open_core_lock
 from swarmnet_protocols.models import LocalModel, resolve
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class _Call:
             between.close()
         output = self.cache.extend(inputs, self.new, self.own)
         self.model.blocks.report = self.cache.report
-        (self.head if between is None else between).enter_context(self.model.turns.share())
+        (self.head if between is None else between).enter_context(self.model.core_lock.briefly())
         return output.to(hidden_states)
 
 
@@ -87,7 +87,7 @@ class SwarmModel:
     _between: ExitStack | None
     """While ``generate`` runs: closed when what it computes from one step's output to the next step is computed."""
     _closing: ExitStack
-    turns: CoreLock | NoCoreLock
+    core_lock: CoreLock
     """Of the machine's nodes, where its head shares their cores."""
 
     def run(self, work: Any) -> Any:
@@ -161,7 +161,7 @@ def wrap(local: LocalModel, runtime: Runtime, options: LoadOptions) -> SwarmMode
     model._between = None
     model._closing = ExitStack()
     model._closing.callback(runtime.close)
-    model.turns = ALONE
+    model.core_lock = NO_CORE_LOCK
     wrapped: SwarmModel = model
     return wrapped
 
@@ -181,7 +181,7 @@ def load(name: str, *, network: Network, cache_dir: Path, options: LoadOptions) 
     try:
         model = wrap(local, runtime, options)
         if options.device.type == "cpu":
-            model.turns = model._closing.enter_context(take_turns())
+            model.core_lock = model._closing.enter_context(open_core_lock())
         return model
     except BaseException:
         runtime.close()

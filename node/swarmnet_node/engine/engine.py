@@ -37,7 +37,7 @@ from swarmnet_node.engine.scheduler import Waiting, batching_delay_s, schedule
 from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.errors import Unreachable
 from swarmnet_protocols.machine.aio import cancel
-from swarmnet_protocols.machine.core_lock import ALONE, CoreLock, NoCoreLock
+from swarmnet_protocols.machine.core_lock import NO_CORE_LOCK, CoreLock
 from swarmnet_protocols.machine.threads import on_half_the_cores
 from swarmnet_protocols.net.resources import (
     RETRY_S,
@@ -104,7 +104,7 @@ class Engine:
         resources: ResourceManager,
         *,
         max_cache_bytes: int,
-        core_lock: CoreLock | NoCoreLock,
+        core_lock: CoreLock,
         stopwatch: Callable[[], float],
     ) -> None:
         """Use :meth:`run`, which also runs the loop."""
@@ -146,7 +146,7 @@ class Engine:
         resources: ResourceManager,
         *,
         max_cache_bytes: int,
-        core_lock: CoreLock | NoCoreLock = ALONE,
+        core_lock: CoreLock = NO_CORE_LOCK,
         stopwatch: Callable[[], float] = time.perf_counter,
     ) -> AsyncIterator["Engine"]:
         """An engine whose loop runs as long as the context; the KV caches of all clients take ``max_cache_bytes`` at most.
@@ -237,7 +237,7 @@ class Engine:
     async def compute(
         self, stage: Stage, rows: Sequence[tuple[SequenceCache, torch.Tensor]]
     ) -> list[torch.Tensor]:
-        """Outputs [count, D] for rows of (sequence, inputs [count, D]) on our stage or a part of it; each sequence grows by ``count``.
+        """Outputs [count, D] for rows of (sequence, inputs [count, D]) on the stage or a part of it; each sequence grows by ``count``.
 
         Raises ``OutOfResources``, before anything is computed, if the KV caches may not grow so far; ``Unreachable`` if the engine has
         stopped. Graphs are dropped to make room.
@@ -290,14 +290,14 @@ class Engine:
                 self._wake.clear()
                 await self._wake.wait()
             if self._is_pass_next():
-                async with self._core_lock.beside() as are_others:
+                async with self._core_lock.shared() as are_others:
                     if self._is_pass_next():
                         work = self._passes[0]
                         await self._run_pass(work, are_others=are_others)
                         self._last_pass_at = asyncio.get_running_loop().time()
                         self._remove_pass(work)
                 continue
-            async with self._core_lock.turn():
+            async with self._core_lock.exclusive():
                 await asyncio.sleep(0)  # steps that the network has delivered already join this batch
                 await self._wait_for_more()
                 if self._steps:  # clients may have left meanwhile

@@ -1,8 +1,16 @@
-"""Nodes of one machine compute in turns: together they would wait for each other's threads at every product.
+"""The core lock: the nodes and clients of one machine compute one after the other, as far as they can wait for each other.
 
-Clients compute between two turns, all of them at once: then their next steps come to the first node together, and are one forward there.
-Training passes are long, so they need not be done soon, but all of them need to be: those of several nodes are computed at once, each on
-fewer cores.
+Each node has a thread for every core. Two that compute at once wait for each other's threads in every matrix product, which takes longer
+than one after the other. A node without neighbours takes two uncontended file locks a forward. There are three ways to hold the lock:
+
+1. ``exclusive``: a forward of a node. Nothing else computes.
+2. ``shared``: a training pass of a node. Passes of several nodes are computed at once, each on half the cores: they are long, so that none
+   should wait for all others.
+3. ``briefly``: a client's local layers, for some milliseconds. All clients compute between two forwards of a node, so that their next steps
+   reach the first node together and become one forward there.
+
+A holder that is stopped (SIGSTOP) or gone does not keep the others from computing: the kernel releases the locks of a dead process, and a
+holder without a sign of life is waited for ``STOPPED_S``, once.
 """
 
 import asyncio
@@ -29,7 +37,7 @@ from contextlib import (
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
-from typing import IO
+from typing import IO, Protocol
 
 import platformdirs
 
@@ -37,158 +45,165 @@ from swarmnet_protocols.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
-PATIENCE_S = 0.2
-"""A holder that gives no sign for so long is stopped, and is not waited for."""
+STOPPED_S = 0.2
+"""A holder that gave no sign of life for this long counts as stopped, and is not waited for."""
 SIGN_S = 0.04
-SHARING_PATIENCE_S = 0.05
-"""How long a client, which computes for a few milliseconds, waits for the turn of a node."""
+"""Period of a holder's signs of life."""
+BRIEF_WAIT_S = 0.05
+"""Longest wait of ``briefly``, which computes for a few milliseconds."""
 RECENT_S = 5.0
-"""Whoever began to compute within this time is taken to go on: longer than a pass takes."""
+"""A node that computed within this time is expected to go on. Longer than a pass takes."""
 
 _ENTRY = struct.Struct("8sd")
-"""Who went into the room last, and when, by the clock of the machine."""
+"""The last process that held the lock, and when, on the machine's monotonic clock."""
 
 
-def default_folder() -> Path:
-    """Where the nodes of this user on this machine meet: in the user's own cache, where no other user could make it first."""
-    cache = platformdirs.user_cache_path("swarmnet", appauthor=False)
-    return cache / f"turns-{socket.gethostname()}"
+class CoreLock(Protocol):
+    """The lock of one process."""
+
+    def exclusive(self) -> AbstractAsyncContextManager[None]:
+        """Compute alone while the context is open."""
+
+    def shared(self) -> AbstractAsyncContextManager[bool]:
+        """Compute beside others in ``shared``; yields whether another node has computed within ``RECENT_S``."""
+
+    def briefly(self) -> AbstractContextManager[None]:
+        """Compute for a few milliseconds on one thread, beside others in ``briefly`` and ``shared``. Needs no event loop."""
 
 
 class NoCoreLock:
-    """The turns of a node that shares its cores with no other."""
+    """A :class:`CoreLock` that excludes nothing: for a process that shares its cores with no other."""
 
-    def turn(self) -> AbstractAsyncContextManager[None]:
-        """See ``Turns``."""
+    def exclusive(self) -> AbstractAsyncContextManager[None]:
         return nullcontext()
 
-    def beside(self) -> AbstractAsyncContextManager[bool]:
-        """See ``Turns``."""
+    def shared(self) -> AbstractAsyncContextManager[bool]:
         return nullcontext(False)
 
-    def share(self) -> AbstractContextManager[None]:
-        """See ``Turns``."""
+    def briefly(self) -> AbstractContextManager[None]:
         return nullcontext()
 
 
-ALONE = NoCoreLock()
+NO_CORE_LOCK = NoCoreLock()
 
 
-class CoreLock:
-    """Two locks that the kernel takes back from whoever dies.
+class FileCoreLock:
+    """A :class:`CoreLock` of all processes that open the same folder, made of two file locks.
 
-    Who holds ``room`` computes, alone or with others that are content with that. Who wants it waits at ``door``, one at a time, so
-    nobody goes twice in a row while another waits.
+    The holder of ``cores`` computes, alone or shared. A process that wants it waits at ``queue``, one at a time, so that none computes
+    twice in a row while another waits.
     """
 
-    def __init__(self, door: "_Lock", room: "_Lock", last: int) -> None:
+    def __init__(self, queue: "_FileLock", cores: "_FileLock", last: int) -> None:
         """See ``open``."""
-        self._door = door
-        self._room = room
+        self._queue = queue
+        self._cores = cores
         self._last = last
         self._name = secrets.token_bytes(8)
         self._others_at = -RECENT_S
 
     @classmethod
     @contextmanager
-    def open(cls, folder: Path) -> Iterator["CoreLock"]:
-        """Turns of all who open the same folder. Raises ``ConfigError`` unless it is, or can be made, ours."""
+    def open(cls, folder: Path) -> Iterator["FileCoreLock"]:
+        """The lock in ``folder``, which is created. Raises ``ConfigError`` if it cannot be, or belongs to another user."""
         with ExitStack() as stack:
             try:
                 folder.parent.mkdir(parents=True, exist_ok=True)
                 folder.mkdir(mode=0o700, exist_ok=True)
                 status = folder.lstat()
                 if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-                    raise PermissionError("it belongs to somebody else")
-                door, room = (stack.enter_context(_Lock.open(folder / name)) for name in ("door", "room"))
+                    raise PermissionError("it belongs to another user")
+                queue, cores = (
+                    stack.enter_context(_FileLock.open(folder / name)) for name in ("queue", "cores")
+                )
                 last = stack.enter_context((folder / "last").open("w+"))
             except OSError as error:
                 raise ConfigError(
                     f"cannot use {folder}: {error}", hint="set XDG_CACHE_HOME to a folder of yours"
                 ) from None
-            yield cls(door, room, last.fileno())
+            yield cls(queue, cores, last.fileno())
 
     @asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
-        """Compute alone while the context is open, as far as the others can be waited for."""
-        async with self._inside(fcntl.LOCK_EX):
-            self._meet()
+    async def exclusive(self) -> AsyncIterator[None]:
+        async with self._held(fcntl.LOCK_EX):
+            self._exchange_last()
             yield
 
     @asynccontextmanager
-    async def beside(self) -> AsyncIterator[bool]:
-        """Compute while nobody has a turn, as far as that can be waited for; yields whether other nodes compute these days."""
-        async with self._inside(fcntl.LOCK_SH):
-            self._meet()
+    async def shared(self) -> AsyncIterator[bool]:
+        async with self._held(fcntl.LOCK_SH):
+            self._exchange_last()
             yield time.monotonic() - self._others_at < RECENT_S
 
     @contextmanager
-    def share(self) -> Iterator[None]:
-        """Compute something short, on one thread and without a loop, while nobody has a turn, as far as that can be waited for.
-
-        So several clients compute at once what comes between two steps, and what they send next comes to the nodes together.
-        """
-        with self._room.shared():
+    def briefly(self) -> Iterator[None]:
+        with self._cores.held_briefly():
             yield
 
     @asynccontextmanager
-    async def _inside(self, kind: int) -> AsyncIterator[None]:
-        async with self._door.held() as is_next, AsyncExitStack() as stack:
+    async def _held(self, kind: int) -> AsyncIterator[None]:
+        async with self._queue.held() as is_next, AsyncExitStack() as stack:
             if is_next:
-                await stack.enter_async_context(self._room.held(kind))
-            inside = stack.pop_all()
-        async with inside:
+                await stack.enter_async_context(self._cores.held(kind))
+            held = stack.pop_all()
+        async with held:
             yield
 
-    def _meet(self) -> None:
-        """See who was here before us, and leave our name."""
+    def _exchange_last(self) -> None:
+        """Read which process held the lock last, and write this one."""
         entry = os.pread(self._last, _ENTRY.size, 0)
         if len(entry) == _ENTRY.size:
             name, at = _ENTRY.unpack(entry)
             if name != self._name:
                 self._others_at = at
-        with suppress(OSError):  # where the disk is full, the others do not learn of us
+        with suppress(OSError):  # with a full disk, the others do not learn of this process
             os.pwrite(self._last, _ENTRY.pack(self._name, time.monotonic()), 0)
 
 
+def default_folder() -> Path:
+    """The folder of this user on this machine: in the user's cache, where no other user can create it first."""
+    cache = platformdirs.user_cache_path("swarmnet", appauthor=False)
+    return cache / f"core-lock-{socket.gethostname()}"
+
+
 @contextmanager
-def take_turns(folder: Path | None = None) -> Iterator["CoreLock | NoCoreLock"]:
-    """Turns with the other processes of this user. Without a usable folder for them, which only costs speed, this process takes none."""
+def open_core_lock(folder: Path | None = None) -> Iterator[CoreLock]:
+    """The core lock of this user's processes; ``NO_CORE_LOCK`` and a warning if the folder cannot be used."""
     with ExitStack() as stack:
-        turns: CoreLock | NoCoreLock = ALONE
+        core_lock: CoreLock = NO_CORE_LOCK
         try:
-            turns = stack.enter_context(CoreLock.open(folder or default_folder()))
+            core_lock = stack.enter_context(FileCoreLock.open(folder or default_folder()))
         except ConfigError as error:
             _log.warning(
                 "nodes of this machine will compute at the same time, more slowly: %s (%s)", error, error.hint
             )
-        yield turns
+        yield core_lock
 
 
-class _Lock:
-    """The lock on a file. Whoever holds it gives signs of life, which the file's time of change shows the others."""
+class _FileLock:
+    """A lock on a file. Its holder touches the file as a sign of life."""
 
-    def __init__(self, file: IO[str], waiting: "_Waiting") -> None:
+    def __init__(self, file: IO[str], waiter: "_LockWaiter") -> None:
         self._file = file
-        self._waiting = waiting
-        self._in_vain = 0
-        """The last sign of the holder that we gave up waiting for."""
+        self._waiter = waiter
+        self._stopped_sign = 0
+        """The last sign of a holder that counts as stopped."""
 
     @classmethod
     @contextmanager
-    def open(cls, path: Path) -> Iterator["_Lock"]:
+    def open(cls, path: Path) -> Iterator["_FileLock"]:
         """The lock on ``path``. Raises ``OSError``."""
         with path.open("w+") as file:
-            waiting = _Waiting(path.open("w+"))
+            waiter = _LockWaiter(path.open("w+"))
             try:
-                yield cls(file, waiting)
+                yield cls(file, waiter)
             finally:
-                waiting.close()
+                waiter.close()
 
     @asynccontextmanager
     async def held(self, kind: int = fcntl.LOCK_EX) -> AsyncIterator[bool]:
-        """Hold the lock while the context is open; False if its holder is not waited for, the second time at once."""
-        locked = await self._take(kind)
+        """Hold the lock while the context is open; yields False without it if its holder is stopped."""
+        locked = await self._acquire(kind)
         if locked is None:
             yield False
             return
@@ -196,18 +211,18 @@ class _Lock:
         try:
             yield True
         finally:
-            self._signing.cancel()
+            self._sign_timer.cancel()
             fcntl.flock(locked, fcntl.LOCK_UN)
 
     @contextmanager
-    def shared(self) -> Iterator[None]:
-        """Share the lock while the context is open, or go without it where that takes too long."""
+    def held_briefly(self) -> Iterator[None]:
+        """Share the lock while the context is open, or go without it after ``BRIEF_WAIT_S``."""
         locked: IO[str] | None = self._file
-        if not _try(self._file, fcntl.LOCK_SH):
-            wish = self._waiting.wish(fcntl.LOCK_SH)
+        if not _try_lock(self._file, fcntl.LOCK_SH):
+            request = self._waiter.request(fcntl.LOCK_SH)
             with suppress(TimeoutError):
-                wish.result(SHARING_PATIENCE_S)
-            locked = None if wish.cancel() else self._waiting.file
+                request.result(BRIEF_WAIT_S)
+            locked = None if request.cancel() else self._waiter.file
         if locked is not None:
             os.utime(locked.fileno())
         try:
@@ -218,82 +233,79 @@ class _Lock:
 
     def _sign(self) -> None:
         os.utime(self._file.fileno())
-        self._signing = asyncio.get_running_loop().call_later(SIGN_S, self._sign)
+        self._sign_timer = asyncio.get_running_loop().call_later(SIGN_S, self._sign)
 
-    async def _take(self, kind: int) -> IO[str] | None:
-        """The file that is locked then; None if its holder is not waited for."""
-        if _try(self._file, kind):
+    async def _acquire(self, kind: int) -> IO[str] | None:
+        """The file that is locked; None if the holder is stopped."""
+        if _try_lock(self._file, kind):
             return self._file
         loop = asyncio.get_running_loop()
-        came = asyncio.Event()
-        wish = self._waiting.wish(kind)
-        wish.add_done_callback(lambda _: loop.call_soon_threadsafe(came.set))
+        done = asyncio.Event()
+        request = self._waiter.request(kind)
+        request.add_done_callback(lambda _: loop.call_soon_threadsafe(done.set))
         try:
-            last, heard = 0, loop.time()
-            while not wish.done():
+            last, last_at = 0, loop.time()
+            while not request.done():
                 sign = os.fstat(self._file.fileno()).st_mtime_ns
                 if sign != last:
-                    last, heard = sign, loop.time()
-                if sign == self._in_vain or loop.time() - heard >= PATIENCE_S:
-                    self._in_vain = sign
+                    last, last_at = sign, loop.time()
+                if sign == self._stopped_sign or loop.time() - last_at >= STOPPED_S:
+                    self._stopped_sign = sign
                     break
                 with suppress(TimeoutError):
                     async with asyncio.timeout(SIGN_S):
-                        await came.wait()
+                        await done.wait()
         except asyncio.CancelledError:
-            if not wish.cancel():
-                fcntl.flock(self._waiting.file, fcntl.LOCK_UN)
+            if not request.cancel():
+                fcntl.flock(self._waiter.file, fcntl.LOCK_UN)
             raise
-        return None if wish.cancel() else self._waiting.file
+        return None if request.cancel() else self._waiter.file
 
 
-class _Waiting:
-    """A thread that the kernel wakes when a lock is free.
-
-    Whoever looked again and again would push aside the threads of those who compute, each of which the others wait for.
-    """
+class _LockWaiter:
+    """A thread that blocks in flock(2). Polling instead would displace the threads of the process that computes."""
 
     def __init__(self, file: IO[str]) -> None:
-        """``file`` is ours, and opened for us alone: the lock that a wish gave up may come when its owner holds it already."""
+        """``file`` is opened for this thread alone: the lock of a cancelled request may come when the process holds another."""
         self.file = file
-        self._wishes: SimpleQueue[tuple[int, Future[None]] | None] = SimpleQueue()
+        self._requests: SimpleQueue[tuple[int, Future[None]] | None] = SimpleQueue()
         self._thread: Thread | None = None
 
-    def wish(self, kind: int) -> "Future[None]":
-        """Done when ``file`` is locked. If it can be cancelled, it is not and will not be."""
-        wish: Future[None] = Future()
-        self._wishes.put((kind, wish))
+    def request(self, kind: int) -> "Future[None]":
+        """Done when ``file`` is locked. If it can be cancelled, it will not be locked."""
+        request: Future[None] = Future()
+        self._requests.put((kind, request))
         if self._thread is None:
-            # Not one that the interpreter waits for at its end: the holder of the lock may be stopped for good.
-            self._thread = Thread(target=self._wait, name="turns", daemon=True)
+            # A daemon thread, which does not delay the end of the process: the holder may be stopped for good.
+            self._thread = Thread(target=self._run, name="core lock", daemon=True)
             self._thread.start()
-        return wish
+        return request
 
     def close(self) -> None:
-        """End the thread, and with it the file, as soon as the kernel lets it go."""
+        """Close the file and end the thread, once flock(2) returns."""
         if self._thread is None:
             self.file.close()
         else:
-            self._wishes.put(None)
+            self._requests.put(None)
 
-    def _wait(self) -> None:
+    def _run(self) -> None:
         with self.file:
-            while (asked := self._wishes.get()) is not None:
-                kind, wish = asked
-                if wish.cancelled():
+            while (next_request := self._requests.get()) is not None:
+                kind, request = next_request
+                if request.cancelled():
                     continue
                 try:
                     fcntl.flock(self.file, kind)
                 except OSError:  # a file system without locks
-                    wish.cancel()
+                    request.cancel()
                     continue
-                if wish.set_running_or_notify_cancel():
-                    wish.set_result(None)
+                if request.set_running_or_notify_cancel():
+                    request.set_result(None)
                 else:
                     fcntl.flock(self.file, fcntl.LOCK_UN)
 
 
-def _try(file: IO[str], kind: int) -> bool:
+def _try_lock(file: IO[str], kind: int) -> bool:
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
