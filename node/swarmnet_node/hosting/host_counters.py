@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from swarmnet_node.engine.counters import node_histogram
-from swarmnet_protocols.directory.reports import BOUNDS_S, MAX_FLOWS
+from swarmnet_protocols.directory.node_reports import BOUNDS_S, MAX_FLOWS
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.session.steps import Row

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import Histogram
 
 from swarmnet_node.engine.counters import cumulative_counts, total
-from swarmnet_protocols.directory.reports import clean
+from swarmnet_protocols.directory.node_reports import clean
 from swarmnet_protocols.errors import DeadlineExceeded
 from swarmnet_protocols.net import Message, Stream
 from swarmnet_protocols.net.messages import parse, receive_within, send_within

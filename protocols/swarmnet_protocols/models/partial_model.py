@@ -45,7 +45,7 @@ def causal_class(config: "PretrainedConfig") -> type:
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(
             f"{architecture_of(config)} is not a text generation model that transformers knows",
-            hint="use a decoder-only language model such as Llama, Qwen3, Gemma 3 or Mixtral",
+            hint="use a decoder-only language model such as Llama, Qwen3, Mistral or Mixtral",
         )
     found: type = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     return found
@@ -108,7 +108,7 @@ def base_class(config: "PretrainedConfig") -> type:
     """
     refusal = ConfigError(
         f"{architecture_of(config)} cannot be split into blocks: it is not just embeddings, layers and a norm",
-        hint="use a model of a family such as Llama, Qwen3, Gemma 3 or Mixtral",
+        hint="use a model of a family such as Llama, Qwen3, Mistral or Mixtral",
     )
     cls = causal_class(config)
     if not all(isinstance(getattr(config, name, None), int) for name in ("num_hidden_layers", "hidden_size")):
