@@ -2,7 +2,7 @@
 
 from swarmnet_client.swarm.exclusions import CONVICTED_S, PARTED_S, Exclusions
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.routing.cost import pair_of
+from swarmnet_protocols.routing.chain_search import pair_of
 
 ONE, OTHER = PeerId("one"), PeerId("other")
 

@@ -3,7 +3,7 @@
 import math
 
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.routing.cost import Bans, pair_of
+from swarmnet_protocols.routing.chain_search import Bans, pair_of
 
 PARTED_S = 60.0
 """Seconds for which two hosts that did not reach each other are not made neighbours."""

@@ -8,7 +8,7 @@ What is known of a host, and from where:
 4. Whether it is excluded: from failures, audits, and links that broke (:class:`Exclusions`).
 5. Whether it is one of the client's entry guards (:class:`EntryGuards`), and whether its user trusts it (:class:`Trust`).
 
-All of this is one :class:`View`, in which ``routing.cost.find_chain`` finds the chain of least estimated time per token
+All of this is one :class:`View`, in which ``routing.chain_search.find_chain`` finds the chain of least estimated time per token
 (:meth:`Swarm.route`). Chains report back what became of their hosts.
 """
 
@@ -24,14 +24,14 @@ from swarmnet_client.swarm.exclusions import Exclusions
 from swarmnet_client.swarm.pings import PingMonitor
 from swarmnet_client.swarm.traffic import CountingTransport, Traffic
 from swarmnet_protocols.directory import Directory
-from swarmnet_protocols.directory.hosts import read_hosts
+from swarmnet_protocols.directory.host_announcements import read_hosts
 from swarmnet_protocols.errors import NoRoute, SwarmnetError
 from swarmnet_protocols.joining.network import Network, Trust, connect
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.machine.clock import wall_clock
 from swarmnet_protocols.models import LocalModel
 from swarmnet_protocols.net import PeerId, Transport
-from swarmnet_protocols.routing.cost import (
+from swarmnet_protocols.routing.chain_search import (
     Hop,
     HostInfo,
     View,
