@@ -1,4 +1,4 @@
-"""The search for the cheapest chain of hosts. Pure: a function of a view of the swarm and a random source.
+"""The search for the cheapest chain of hosts: a pure function of a view of the swarm and a random source.
 
 A chain covers blocks [start, end) with hops, each a host and the blocks it runs there. Its cost is the expected seconds of one decode
 step of one token::

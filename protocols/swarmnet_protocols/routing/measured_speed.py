@@ -1,4 +1,4 @@
-"""Speed estimates of hosts, from the time that steps take through whole chains. Pure."""
+"""Speed estimates of hosts, from the time that steps take through whole chains."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The choice of blocks of a joining host. Pure.
+"""The choice of blocks of a joining host: a pure function of the claims of all hosts.
 
 Petals' rule (Borzunov et al. 2023, "Distributed Inference and Fine-tuning of Large Language Models Over The Internet",
 section 3.2): the throughput of a swarm is that of its weakest block, so a new host takes the contiguous window whose blocks are the weakest.
