@@ -28,9 +28,9 @@ from tests.sim import (
     test_admission,
     test_door_limits,
     test_host_defences,
+    test_matchmaking,
     test_pass_graphs,
     test_training_exchanges,
-    test_training_membership,
 )
 from tests.unit import test_dht_guard, test_hostile_messages, test_node_reports, test_probes, test_resources
 from tests.web_defences import patched
@@ -154,7 +154,7 @@ FLOODS = (
     Defence(
         "a client has its share of the room for graphs",
         replacing(engine, "GRAPH_CLIENT_SHARE", 1),
-        of_a_host(test_pass_graphs.test_one_client_has_its_share_of_the_room),
+        of_a_host(test_pass_graphs.test_graphs_of_one_client_take_at_most_its_share),
     ),
     Defence(
         "a message waits for room",
@@ -176,14 +176,14 @@ FLOODS = (
     Defence(
         "a follower does not use up the numbers of last_exchange",
         replacing(gathering, "highest_exchange_number", lambda *_: 1 << 64),
-        lambda _: test_training_exchanges.test_whoever_claims_exchanges_that_nobody_saw_is_left_out(
+        lambda _: test_training_exchanges.test_a_follower_that_claims_a_high_exchange_number_is_left_out(
             9 * EXCHANGES_PER_ROUND
         ),
     ),
     Defence(
         "nor does a gatherer",
         replacing(rosters, "highest_exchange_number", lambda *_: 1 << 64),
-        lambda _: test_training_membership.test_a_roster_by_its_hash_is_checked(
+        lambda _: test_matchmaking.test_a_roster_by_hash_is_checked(
             workers_pb2.Roster(exchange_number=4 * EXCHANGES_PER_ROUND)
         ),
     ),

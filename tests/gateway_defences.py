@@ -40,7 +40,7 @@ def rendering_in_process(patch: pytest.MonkeyPatch) -> None:
         (text,), _ = render_jinja_template([fields["messages"]], chat_template=fields["template"])
         return {"text": text}
 
-    patch.setattr(chat_template._Renderer, "ask", ask)
+    patch.setattr(chat_template._Renderer, "request", ask)
 
 
 def with_full_environment(patch: pytest.MonkeyPatch) -> None:
@@ -98,13 +98,13 @@ GATEWAY = (
     Defence(
         "a chat template has a memory limit",
         rendering_in_process,
-        lambda _: test_chat_template.test_a_template_takes_no_more_memory_than_it_may(),
+        lambda _: test_chat_template.test_a_template_is_stopped_at_its_memory_limit(),
     ),
     Defence("a chat template has a time limit", rendering_in_process, timed),
     Defence(
         "a chat template has an output limit",
         rendering_in_process,
-        lambda _: test_chat_template.test_a_template_writes_no_more_than_it_may(),
+        lambda _: test_chat_template.test_a_template_is_stopped_at_its_output_limit(),
     ),
     Defence("chat templates have no secrets", with_full_environment, without_secrets),
     Defence(

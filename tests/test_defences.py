@@ -7,7 +7,7 @@ import pytest
 
 from swarmnet_protocols.errors import SwarmnetError
 from tests.audit_defences import AUDITS
-from tests.catching_up_defences import CATCHING_UP
+from tests.catch_up_defences import CATCH_UP
 from tests.defences import Defence
 from tests.dial_defences import DIALS
 from tests.directory_defences import DIRECTORY
@@ -26,7 +26,7 @@ from tests.web_defences import WEB
 from tests.word_defences import WORDS
 
 DEFENCES = (
-    *CATCHING_UP,
+    *CATCH_UP,
     *DOOR,
     *ISSUER,
     *FILES,

@@ -12,7 +12,7 @@ from tests.sim import test_verifiable_rounds as rounds
 
 def leaves_all_others_out(_: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        rounds.test_a_lying_reducer_moves_nothing_and_is_known_to_all(rounds.only_its_own, 4, patch)
+        rounds.test_a_lying_reducer_changes_nothing_and_is_refuted_by_all(rounds.only_its_own, 4, patch)
 
 
 def one_of_four_lies(folder: Path) -> None:

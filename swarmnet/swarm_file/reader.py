@@ -52,7 +52,7 @@ class Reader:
         if version > FORMAT:
             raise IncompatibleVersion(
                 f"this swarm file has format {version}, and this swarmnet reads format {FORMAT}",
-                hint="upgrade: pip install --upgrade swarmnet-p2p",
+                hint="upgrade your clone of swarmnet: git pull && pip install .",
             )
         if version != FORMAT:
             raise top.wrong("format", f"must be {FORMAT}")

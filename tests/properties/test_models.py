@@ -93,7 +93,7 @@ def test_a_manifest_with_any_part_replaced_is_read_or_refused(
 
 
 @given(st.binary(max_size=200) | json_values.map(lambda value: json.dumps(value).encode()))
-def test_arbitrary_bytes_are_no_manifest(raw: bytes) -> None:
+def test_arbitrary_bytes_are_refused_as_a_manifest(raw: bytes) -> None:
     with pytest.raises(IntegrityError):
         Manifest.from_json(raw)
 
@@ -171,7 +171,7 @@ entries = st.fixed_dictionaries(
 
 @fuzz
 @given(header=st.dictionaries(st.sampled_from(["a", "b", "__metadata__"]), entries | json_values, max_size=3))
-def test_a_header_that_is_believed_agrees_with_the_file(header: dict[str, Any], scratch: Path) -> None:
+def test_an_accepted_header_matches_the_file(header: dict[str, Any], scratch: Path) -> None:
     raw = json.dumps(header).encode()
     scratch.write_bytes(len(raw).to_bytes(8, "little") + raw + bytes(8))
     try:

@@ -49,7 +49,7 @@ def averaged(lab: TrainingLab, work: Work) -> Outcomes:
 
 
 @pytest.mark.parametrize("codec", ["float32", "bfloat16", "float16", "int8", "int4", "fp4", "topk"])
-def test_everybody_ends_with_the_mean_of_all(codec: str) -> None:
+def test_all_members_get_the_mean(codec: str) -> None:
     lab = TrainingLab(4)
     work = Work.random(lab, 30_000, codec)
     outcomes = averaged(lab, work)
@@ -120,7 +120,7 @@ def test_a_death_in_the_midst_of_bundles_leaves_the_same_bits(kind: str) -> None
 
 @pytest.mark.parametrize("victim", ["source", "target"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_who_hangs_and_wakes_learns_the_decision_or_that_it_is_behind(kind: str, victim: str) -> None:
+def test_a_member_that_hangs_and_wakes_gets_the_decision_or_is_behind(kind: str, victim: str) -> None:
     lab = TrainingLab(5)
     work = Work.random(lab, 30_000)
     hung = []

@@ -1,4 +1,4 @@
-"""Results of a sparse codec: everybody gets the contributions themselves, and no owner can make others of them."""
+"""Results of a sparse codec: all members get the contributions themselves, and no reducer can change them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -42,7 +42,7 @@ OTHER = payload_of(vectors(seed=1)[0], 1.0)
 
 
 def bundle(payloads: Sequence[tuple[int, Contribution]], hashes: Mapping[int, bytes] = {}) -> Result:
-    """A result that an owner may make up: these payloads, under these hashes where they are not their own."""
+    """A result that a lying reducer may make: these contributions, under ``hashes`` where given."""
     contributors = [
         pb.Contributor(member=member, weight=payload.weight, hash=hashes.get(member, payload.hash))
         for member, payload in payloads
@@ -59,7 +59,7 @@ def reader(me: int = 3, rules: Rules = RULES) -> ResultReader:
     return ResultReader(TERMS, rules, MEMBERS, me, dict(PAYLOADS).get(me))
 
 
-def test_all_get_the_bits_that_the_owner_has_and_the_payloads_come_as_they_were() -> None:
+def test_members_decode_a_bundle_to_the_bits_of_the_reducer() -> None:
     reduced = reduce_slice(TERMS, Rules(), PAYLOADS)
     assert reduced is not None
     result, values = reduced
@@ -88,7 +88,7 @@ def test_the_author_of_a_contribution_refuses_a_forged_one(forged: Contribution)
     reader(1).read(result)  # who is not the author cannot tell
 
 
-def test_who_contributed_nothing_refuses_to_be_named() -> None:
+def test_a_member_without_a_contribution_refuses_a_result_that_names_it() -> None:
     with pytest.raises(ProtocolViolation, match="that it did not make"):
         reader(3).read(bundle([*PAYLOADS, (3, OTHER)]))
 
@@ -100,7 +100,7 @@ def test_a_bundle_of_another_size_than_its_summary_says_is_refused() -> None:
             reader().read(Result(result_hash(whole.summary, data), whole.summary, data))
 
 
-def test_a_bundle_with_what_no_owner_may_count_is_refused() -> None:
+def test_a_bundle_with_an_invalid_contribution_is_refused() -> None:
     garbage = b"\xff" * TERMS.contribution_bytes
     broken = Contribution.of(1.0, garbage)
     with pytest.raises(ProtocolViolation, match="member 2 is in a bundle, but"):
@@ -129,7 +129,7 @@ def test_what_decodes_to_nothing_that_counts_is_left_out_of_the_bundle() -> None
 
 
 def traffic(codec: str, count: int) -> tuple[int, int]:
-    """All bytes that a round of 8 workers takes: those of the busiest sender, and of everybody, beats included."""
+    """Bytes sent in a round of 8 workers, heartbeats included: by the busiest worker, and by all."""
     lab = TrainingLab(8)
     work = Work.random(lab, count, codec)
     in_all = []

@@ -29,7 +29,7 @@ SIZE = 30_000
 
 
 @pytest.mark.parametrize("late_s", [1.0, 7.0, 13.0])
-def test_who_begins_late_still_learns_the_average(late_s: float) -> None:
+def test_a_member_that_begins_late_still_gets_the_average(late_s: float) -> None:
     lab = TrainingLab(4)
     work = Work.random(lab, SIZE)
     late = lab.peers[1]
@@ -40,7 +40,7 @@ def test_who_begins_late_still_learns_the_average(late_s: float) -> None:
     assert all((late in names) == contributes for names in outcomes[late].contributors)
 
 
-def test_who_owns_nothing_and_sends_too_slowly_is_left_out() -> None:
+def test_a_slow_member_without_a_slice_is_left_out() -> None:
     lab = TrainingLab(4)
     work = Work.random(lab, SIZE)
     slow = lab.peers[0]
@@ -106,7 +106,7 @@ def test_contributions_that_all_fail_discard_the_round() -> None:
         assert not outcome.behind
 
 
-def test_who_stays_is_screened_again() -> None:
+def test_remaining_contributions_are_screened_again() -> None:
     """Nobody may be in a result whom its readers would leave out of it."""
 
     def first_of_many(rows: torch.Tensor, _: torch.Tensor) -> list[str]:
@@ -141,7 +141,7 @@ def test_of_two_one_alone_does_not_decide_and_does_not_wait_for_the_deadline() -
     assert "1 of 2" in outcome.reason
 
 
-def test_who_means_another_roster_is_turned_away_and_behind() -> None:
+def test_a_member_with_another_roster_is_refused_and_ends_behind() -> None:
     lab = TrainingLab(4)
     work = Work.random(lab, SIZE)
     odd = lab.peers[3]
@@ -182,7 +182,7 @@ def test_who_means_another_roster_is_turned_away_and_behind() -> None:
     ],
     ids=lambda request: str(request).partition("{")[0],
 )
-def test_a_message_out_of_bounds_ends_the_stream_and_harms_nobody(request_: pb.ExchangeRequest) -> None:
+def test_a_message_out_of_bounds_ends_only_its_stream(request_: pb.ExchangeRequest) -> None:
     lab = TrainingLab(4)
     work = Work.random(lab, SIZE)
     members = lab.members()
@@ -220,7 +220,7 @@ def test_a_message_out_of_bounds_ends_the_stream_and_harms_nobody(request_: pb.E
     assert all(outcome.committed for outcome in outcomes.values())
 
 
-def test_a_stranger_is_turned_away() -> None:
+def test_a_peer_outside_the_roster_is_refused() -> None:
     lab = TrainingLab(3)
     work = Work.random(lab, SIZE)
     terms = Terms.of(JOB, 0, lab.members(), SIZE, work.codec)
@@ -239,7 +239,7 @@ def test_a_stranger_is_turned_away() -> None:
     assert "not in the roster" in simulate(scenario, lab)
 
 
-def test_nobody_is_kept_waiting_by_who_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heartbeats_to_a_peer_that_does_not_read_end_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beats to a member that waits for a round to begin, and reads none of them, end with its place among those who wait."""
     monkeypatch.setattr(memory, "STREAM_BUFFER_BYTES", 16)
     lab = TrainingLab(2)

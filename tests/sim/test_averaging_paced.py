@@ -1,4 +1,4 @@
-"""An exchange that takes its time: no burst on any link, and still the same bits, in time, whoever fails in its midst."""
+"""An exchange spread over time: no burst on any link, and the same bits in time, whichever member fails."""
 
 from collections import deque
 from pathlib import Path
@@ -74,7 +74,7 @@ def test_no_inner_step_sees_more_than_its_share_of_an_exchange() -> None:
     assert max(outcome.wait_s for outcome in outcomes.values()) <= 1.05 * SPREAD_S
 
 
-def test_who_begins_later_than_the_others_does_not_send_contributions_and_results_at_once() -> None:
+def test_a_member_that_begins_late_sends_results_after_contributions() -> None:
     spread, _ = peak_share(SPREAD_S, late_s=STEP_S)
     assert spread <= GRAIN / OVERLAP_STEPS
 
@@ -117,7 +117,7 @@ def test_a_link_slower_than_the_pace_is_not_slowed_further() -> None:
     assert took_s(0.8 * at_once_s) <= 1.02 * at_once_s
 
 
-def test_who_holds_back_is_not_taken_for_slow() -> None:
+def test_a_paced_sender_does_not_count_as_slow() -> None:
     lab = TrainingLab(3, link=FAST)
     outcomes = exchanged(lab, Work.random(lab, COUNT))
     arrivals = [arrival for outcome in outcomes.values() for arrival in outcome.arrivals]

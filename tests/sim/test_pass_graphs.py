@@ -1,4 +1,4 @@
-"""Hosts keep what a forward pass leaves for its backward pass, for a while, within bounds: with it or without, the result is the same."""
+"""Hosts keep autograd graphs for a while, within limits; gradients are the same with and without them."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -118,7 +118,7 @@ def test_a_second_backward_computes_the_forward_again(reference: Reference) -> N
     assert not watch.refusals
 
 
-def test_graphs_that_are_gone_cost_a_question_each(reference: Reference) -> None:
+def test_each_missing_graph_costs_one_refusal(reference: Reference) -> None:
     async def drop(lab: Lab, batch: RemoteBatch) -> None:
         engine_of(lab, "a").graph_cache.shrink(0)
 
@@ -140,7 +140,7 @@ def test_graphs_are_not_kept_for_long(reference: Reference) -> None:
     assert watch.refusals == [pb.REASON_GRAPH_GONE] * len(COUNTS) * len(SPANS)
 
 
-def test_one_client_has_its_share_of_the_room(reference: Reference) -> None:
+def test_graphs_of_one_client_take_at_most_its_share(reference: Reference) -> None:
     """There is room for two graphs of the four, for this client."""
     _, graph = reference.stage(0, 3).record_sequences(states(0, COUNTS[0]), COUNTS[:1])
     room = GRAPH_CLIENT_SHARE * (2 * graph.nbytes + 1)
@@ -152,7 +152,7 @@ def test_one_client_has_its_share_of_the_room(reference: Reference) -> None:
     assert watch.refusals == [pb.REASON_GRAPH_GONE] * 4
 
 
-def test_a_graph_that_goes_while_its_backward_waits_is_asked_for_no_more(
+def test_a_backward_whose_graph_was_dropped_meanwhile_is_refused(
     reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The gradients have been sent when a session takes the room."""
@@ -222,7 +222,7 @@ def with_clients(reference: Reference, talk: Callable[[Lab, Client, Client], Awa
     simulate(reference, scenario)
 
 
-def test_nobody_else_uses_a_graph_or_takes_its_place(reference: Reference) -> None:
+def test_another_client_neither_uses_nor_replaces_a_graph(reference: Reference) -> None:
     async def talk(lab: Lab, one: Client, other: Client) -> None:
         assert (await one.ask(states(0, 8))).HasField("part")
         stolen = await other.ask(states(1, 8), backward=True)
@@ -244,7 +244,7 @@ def test_a_graph_is_of_one_pass(reference: Reference, other: dict[str, Any]) -> 
     with_clients(reference, talk)
 
 
-def test_a_graph_has_a_name_of_its_size(reference: Reference) -> None:
+def test_the_id_of_a_graph_has_a_fixed_size(reference: Reference) -> None:
     async def talk(lab: Lab, one: Client, _: Client) -> None:
         refusal = await one.ask(states(0, 8), graph=b"short")
         assert refusal.refused.reason == pb.REASON_PROTOCOL
@@ -253,7 +253,7 @@ def test_a_graph_has_a_name_of_its_size(reference: Reference) -> None:
     with_clients(reference, talk)
 
 
-def test_a_name_that_is_used_again_is_of_the_newer_pass(reference: Reference) -> None:
+def test_an_id_that_is_used_again_names_the_newer_pass(reference: Reference) -> None:
     async def talk(lab: Lab, one: Client, _: Client) -> None:
         sizes = []
         for _ in range(2):

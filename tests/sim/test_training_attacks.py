@@ -32,9 +32,7 @@ def test_seven_liars_of_sixteen_spoil_a_mean_and_not_a_centered_clip(folder: Pat
     ("attack", "reason"),
     [("nan", "a value is not finite"), ("x1000", "times the median"), ("constant", "times the median")],
 )
-def test_whoever_sends_what_cannot_be_is_named_with_the_reason(
-    attack: str, reason: str, folder: Path
-) -> None:
+def test_an_invalid_contribution_is_excluded_with_its_reason(attack: str, reason: str, folder: Path) -> None:
     trained = train(attack_job(folder, "mean", rounds=1, steps=1), folder, 3, ATTACKS[attack])
     (excluded,) = trained.excluded
     assert sorted(excluded) == sorted(trained.bad)

@@ -16,7 +16,7 @@ FIRST = 3 * EXCHANGES_PER_ROUND
 @pytest.mark.parametrize(
     "last_exchange", [(1 << 64) - 1, 9 * EXCHANGES_PER_ROUND, FIRST + MAX_AHEAD_OF_LEADER]
 )
-def test_whoever_claims_exchanges_that_nobody_saw_is_left_out(last_exchange: int) -> None:
+def test_a_follower_that_claims_a_high_exchange_number_is_left_out(last_exchange: int) -> None:
     """With a number near the largest it would end the job: no exchange could follow."""
 
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
@@ -33,7 +33,7 @@ def test_whoever_claims_exchanges_that_nobody_saw_is_left_out(last_exchange: int
     simulate(4, scenario)
 
 
-def test_whoever_was_not_there_follows_those_who_tried_a_round_many_times() -> None:
+def test_a_worker_that_missed_many_attempts_of_a_round_joins() -> None:
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
         for worker in workers[:2]:
             worker.member = replace(worker.member, last_exchange=FIRST + MAX_AHEAD_OF_LEADER - 1)

@@ -51,7 +51,7 @@ class RatesLab(TrainingLab):
         self.network = HomeNetwork({self.slow: 4e6} | dict.fromkeys(others, 4e7))
 
     async def rounds(self) -> list[dict[PeerId, Outcome]]:
-        """What each round gave everybody."""
+        """The outcomes of each round."""
         work = Work.random(self, COUNT)
         rates = {peer: ArrivalRates() for peer in self.peers}
         groups = {
@@ -76,9 +76,9 @@ class RatesLab(TrainingLab):
         self, matchmaking: Matchmaking, me: PeerId, number: int, rates: ArrivalRates
     ) -> Roster:
         await matchmaking.set_position(number, b"s" * 32)
-        everybody = {peer: Candidate(peer, (), weight=1.0) for peer in self.peers}
+        candidates = {peer: Candidate(peer, (), weight=1.0) for peer in self.peers}
         return await matchmaking.form_group(
-            everybody.pop(me), list(everybody.values()), measured=rates.bytes_per_s(), timeout_s=10.0
+            candidates.pop(me), list(candidates.values()), measured=rates.bytes_per_s(), timeout_s=10.0
         )
 
 

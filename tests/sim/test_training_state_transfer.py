@@ -53,7 +53,7 @@ def test_a_state_comes_from_several_peers_at_once() -> None:
     simulate(4, scenario)
 
 
-def test_a_long_line_to_one_source_stays_full() -> None:
+def test_a_long_link_to_one_source_stays_busy() -> None:
     rate = 12_500_000.0
 
     async def scenario(network: MemoryNetwork, workers: list[Worker]) -> None:
@@ -143,7 +143,7 @@ def test_a_state_larger_than_can_be_is_not_allocated() -> None:
     simulate(2, scenario)
 
 
-def test_an_older_state_is_kept_for_as_long_as_somebody_fetches_it() -> None:
+def test_an_older_state_is_kept_while_a_peer_downloads_it() -> None:
     async def scenario(network: MemoryNetwork, workers: list[Worker]) -> None:
         states = workers[1].states
         states.offer(PACKED)
@@ -184,7 +184,7 @@ def test_of_states_that_are_fetched_the_newest_two_are_kept() -> None:
     simulate(2, scenario)
 
 
-def test_a_state_that_nobody_fetched_in_time_is_refused() -> None:
+def test_a_state_that_was_replaced_is_refused() -> None:
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
         workers[1].states.offer(PACKED)
         workers[1].states.offer(PackedState.of([b"one more"]))

@@ -104,7 +104,7 @@ def average_with(lie: Lie, count: int, patch: pytest.MonkeyPatch, rules: Rules) 
 
 @pytest.mark.parametrize("count", [4, 8])
 @pytest.mark.parametrize("lie", LIES)
-def test_a_lying_reducer_moves_nothing_and_is_known_to_all(
+def test_a_lying_reducer_changes_nothing_and_is_refuted_by_all(
     lie: Lie, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     work, outcomes = average_with(lie, count, monkeypatch, ROBUST)

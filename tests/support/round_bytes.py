@@ -25,8 +25,8 @@ class CountingNetwork(MemoryNetwork):
 
 
 def bytes_of_a_round(workers: int, steps: int, *, delay_s: float = 0.02) -> int:
-    """What all ``workers`` of a job with ``zo`` send from the end of a round of ``steps`` to that of the next, gathering included,
-    nobody joining; the most of all but the first."""
+    """What all ``workers`` of a job with ``zo`` send from the end of a round of ``steps`` to that of the next, matchmaking included,
+    no worker joining; the most of all but the first."""
     network = CountingNetwork(random.Random(0), LinkProfile(delay_s=delay_s))
     names = [f"worker-{number}" for number in range(workers)]
     ends = []

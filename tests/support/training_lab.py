@@ -79,7 +79,7 @@ class TrainingLab:
         late_s: Mapping[PeerId, float] = {},
         spread_s: float = 0.0,
     ) -> Outcomes:
-        """What everybody got who did not crash."""
+        """The outcomes of all members that did not crash."""
 
         async def call(peer: PeerId) -> Outcome:
             await asyncio.sleep(late_s.get(peer, 0.0))
@@ -142,7 +142,7 @@ class Work:
 
 
 def check_agreement(work: Work, outcomes: Outcomes) -> None:
-    """All that know a decision know the same; whoever committed has the same bits, and they are the named contributors' mean."""
+    """All decisions are equal; all members that committed have the same bits, which are the mean of the named contributors."""
     known = [outcome for outcome in outcomes.values() if not outcome.behind]
     assert len({outcome.committed for outcome in known}) <= 1
     committed = [outcome for outcome in known if outcome.committed]
@@ -160,7 +160,7 @@ def check_agreement(work: Work, outcomes: Outcomes) -> None:
 
 
 def kind_of(delivery: Delivery) -> str:
-    """The kind of message a delivery carries: "hello", "report", ...; "beat" for what the accepting side says."""
+    """The kind of message a delivery carries: "hello", "report", ...; "heartbeat" for messages of the accepting side."""
     return pb.ExchangeRequest.FromString(delivery.message.header).WhichOneof("kind") or "heartbeat"
 
 

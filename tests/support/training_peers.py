@@ -1,4 +1,4 @@
-"""Workers that gather rounds and serve states over simulated links, and do nothing else."""
+"""Workers that only form groups and serve states, over simulated links."""
 
 import asyncio
 import random
@@ -22,7 +22,7 @@ T = TypeVar("T")
 JOB = b"j" * 32
 START = b"s" * 32
 TIMING = Timing()
-PATIENCE_S = 10.0
+TIMEOUT_S = 10.0
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Worker:
         known = [other.member for other in others if other is not self]
         await self.matchmaking.set_position(round, state)
         return await self.matchmaking.form_group(
-            self.member, known, measured=self.measured, timeout_s=PATIENCE_S
+            self.member, known, measured=self.measured, timeout_s=TIMEOUT_S
         )
 
 

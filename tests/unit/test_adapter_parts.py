@@ -1,4 +1,4 @@
-"""What an adapter may be: at its owner's, and as bytes from a stranger."""
+"""Limits of an adapter, as its owner makes it and as bytes from another peer."""
 
 import json
 import struct
@@ -60,13 +60,13 @@ BAD: dict[str, tuple[Tensors, str]] = {
 
 
 @pytest.mark.parametrize(("tensors", "why"), BAD.values(), ids=BAD.keys())
-def test_what_no_host_would_take_is_no_adapter(tensors: Tensors, why: str) -> None:
+def test_tensors_that_no_host_would_accept_are_refused(tensors: Tensors, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         Adapter(tensors)
 
 
 @pytest.mark.parametrize(("tensors", "why"), BAD.values(), ids=BAD.keys())
-def test_such_a_part_is_refused(tensors: Tensors, why: str) -> None:
+def test_a_part_with_such_tensors_is_refused(tensors: Tensors, why: str) -> None:
     with pytest.raises(ProtocolViolation, match=why):
         read_part(save(tensors))
 
@@ -116,7 +116,7 @@ def test_a_part_has_the_tensors_of_its_blocks(dtype: torch.dtype) -> None:
     assert again == part, "the same tensors have another hash"
 
 
-def test_an_adapter_does_not_follow_its_tensors() -> None:
+def test_an_adapter_copies_its_tensors() -> None:
     tensors = random_tensors([0])
     adapter = Adapter(tensors)
     before = adapter.part(0, 1)

@@ -100,7 +100,7 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("family", "kind"), cases())
-def test_an_adapter_gives_what_peft_gives(family: str, kind: str, tmp_path: Path) -> None:
+def test_an_adapter_matches_peft(family: str, kind: str, tmp_path: Path) -> None:
     """Of texts with an adapter, another adapter and none, in one batch, entered in chunks of random sizes."""
     model = load(family, tmp_path)
     texts = [ids(count, count) for count in (25, 14, 19)]
@@ -184,7 +184,7 @@ def test_an_adapter_is_applied_in_the_dtype_of_its_stage(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("family", ["llama-tied", "gemma3"])
-def test_a_part_of_a_stage_applies_what_is_for_its_blocks(family: str, tmp_path: Path) -> None:
+def test_a_part_of_a_stage_applies_the_tensors_of_its_blocks(family: str, tmp_path: Path) -> None:
     model = load(family, tmp_path)
     start, end = 2, 4
     whole_stage, alone = (

@@ -1,4 +1,4 @@
-"""Chat templates are rendered as transformers does, and none takes more than it may."""
+"""Chat templates are rendered as transformers does, within limits of time, memory and output."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ def of(template: str) -> Any:
 
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("add_generation_prompt", [False, True])
-def test_a_template_writes_what_it_writes_in_transformers(template: str, add_generation_prompt: bool) -> None:
+def test_a_template_renders_as_in_transformers(template: str, add_generation_prompt: bool) -> None:
     usual, _ = render_jinja_template(
         [SAID], chat_template=template, add_generation_prompt=add_generation_prompt, bos_token="<s>"
     )
@@ -41,18 +41,18 @@ def test_a_template_writes_what_it_writes_in_transformers(template: str, add_gen
         ("{% if %}", "Expected an expression"),
     ],
 )
-def test_a_template_that_refuses_says_why(template: str, why: str) -> None:
+def test_the_error_of_a_template_is_reported(template: str, why: str) -> None:
     with pytest.raises(TemplateRefused, match=why):
         render_chat(of(template), SAID, add_generation_prompt=True)
 
 
-def test_a_template_takes_no_more_memory_than_it_may() -> None:
+def test_a_template_is_stopped_at_its_memory_limit() -> None:
     with pytest.raises(TemplateFailed, match="memory"):
         render_chat(of("{% set x = 'a' * 200000000 %}{{ x | length }}"), SAID, add_generation_prompt=True)
     assert render_chat(of("again"), SAID, add_generation_prompt=True) == "again"
 
 
-def test_a_template_writes_no_more_than_it_may() -> None:
+def test_a_template_is_stopped_at_its_output_limit() -> None:
     with pytest.raises(TemplateFailed, match="1000 characters"):
         render_chat(of("{{ 'a' * 1001 }}"), SAID, add_generation_prompt=True, max_chars=1000)
 

@@ -1,4 +1,4 @@
-"""What others may hold of a host whose memory is limited, and what is left of that when it no longer is."""
+"""Limits of clients' resources while a host's memory is limited, and after the limit is removed."""
 
 from types import SimpleNamespace
 from typing import cast

@@ -128,7 +128,7 @@ def test_a_damaged_file_of_limits_is_refused(text: str) -> None:
 FOOTPRINT = Footprint(runtime_bytes=400 * MIB, block_bytes=14 * MIB, widths=LayerWidths(576, 576, 1536))
 
 
-def test_as_many_blocks_are_taken_as_fit_and_the_smallest_limit_is_named() -> None:
+def test_the_blocks_that_fit_and_the_smallest_limit_are_reported() -> None:
     fitting = FOOTPRINT.blocks_within(900 * MIB)
     assert FOOTPRINT.min_ram_bytes(fitting) <= 900 * MIB < FOOTPRINT.min_ram_bytes(fitting + 1)
     FOOTPRINT.check(900 * MIB, fitting)
@@ -139,7 +139,7 @@ def test_as_many_blocks_are_taken_as_fit_and_the_smallest_limit_is_named() -> No
     FOOTPRINT.check(least * MIB, fitting + 1)
 
 
-def test_what_others_may_hold_never_adds_up_to_more_than_is_left() -> None:
+def test_limits_of_clients_never_add_up_to_more_than_is_free() -> None:
     limit, fixed = 1000 * MIB, 600 * MIB
     held = {Resource.CACHE: 100 * MIB, Resource.LOG: 20 * MIB}
     found = resource_limits(limit, fixed + 120 * MIB, held, FOOTPRINT, fixed)
@@ -148,7 +148,7 @@ def test_what_others_may_hold_never_adds_up_to_more_than_is_left() -> None:
 
 
 @pytest.mark.parametrize("rss_mib", [720, 900, 1200])
-def test_memory_that_nobody_accounts_for_makes_others_wait(rss_mib: int) -> None:
+def test_memory_that_is_counted_nowhere_reduces_the_limits(rss_mib: int) -> None:
     held = {Resource.CACHE: 100 * MIB}
     found = resource_limits(1000 * MIB, rss_mib * MIB, held, FOOTPRINT, 600 * MIB)
     if rss_mib >= 980:
@@ -156,7 +156,7 @@ def test_memory_that_nobody_accounts_for_makes_others_wait(rss_mib: int) -> None
     assert sum(found.values()) + (rss_mib - 100) * MIB <= max(980, rss_mib) * MIB
 
 
-def test_memory_that_was_reserved_and_not_touched_is_not_given_away_twice() -> None:
+def test_reserved_memory_that_is_not_resident_is_not_given_away_twice() -> None:
     held = {Resource.CACHE: 300 * MIB}
     assert resource_limits(1000 * MIB, 600 * MIB, held, FOOTPRINT, 600 * MIB) == resource_limits(
         1000 * MIB, 900 * MIB, held, FOOTPRINT, 600 * MIB

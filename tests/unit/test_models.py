@@ -44,7 +44,7 @@ def assert_same_tensors(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_span_holds_the_tensors_of_its_blocks(family: str, tmp_path: Path) -> None:
+def test_a_span_has_the_tensors_of_its_blocks(family: str, tmp_path: Path) -> None:
     path = save_tiny(family, tmp_path / "model", max_shard_size="40KB")
     span = load(path, tmp_path).load_span(1, 4, **FLOAT32)
 
@@ -155,7 +155,7 @@ def test_a_tensor_of_another_shape_is_refused(tmp_path: Path) -> None:
 # ---- what a model is
 
 
-def test_the_manifest_says_what_there_is(model: LocalModel) -> None:
+def test_the_manifest_describes_the_model(model: LocalModel) -> None:
     manifest = model.manifest
     assert (manifest.architecture, manifest.blocks, manifest.hidden_size) == ("LlamaForCausalLM", 5, 32)
     assert model.max_positions == 256
@@ -171,9 +171,7 @@ def test_a_manifest_survives_json(model: LocalModel) -> None:
     assert again.hash == model.manifest.hash
 
 
-def test_a_copy_elsewhere_is_the_same_model_and_a_changed_one_is_not(
-    model: LocalModel, tmp_path: Path
-) -> None:
+def test_a_copy_has_the_same_manifest_and_a_changed_copy_another(model: LocalModel, tmp_path: Path) -> None:
     copy = tmp_path / "elsewhere"
     shutil.copytree(model.path, copy)
     assert load(copy, tmp_path).manifest.hash == model.manifest.hash
@@ -216,7 +214,7 @@ def test_a_damaged_cache_entry_is_made_again(model: LocalModel, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("family", "name"), [("gpt2", "GPT2LMHeadModel"), ("phi3-longrope", "Phi3ForCausalLM")]
 )
-def test_an_architecture_that_cannot_be_cut_is_named(family: str, name: str, tmp_path: Path) -> None:
+def test_an_architecture_that_cannot_be_split_is_named(family: str, name: str, tmp_path: Path) -> None:
     assert family in REFUSED
     with pytest.raises(ConfigError, match=name):
         load(save_tiny(family, tmp_path / "model"), tmp_path)
@@ -236,7 +234,7 @@ def test_an_architecture_that_cannot_be_cut_is_named(family: str, name: str, tmp
         {"auto_map": {"AutoConfig": "evil.Config"}, "model_type": "evil"},
     ],
 )
-def test_a_config_that_makes_no_model_is_refused(
+def test_a_config_that_describes_no_model_is_refused(
     change: dict[str, Any], model: LocalModel, tmp_path: Path
 ) -> None:
     config = model.path / "config.json"
@@ -309,7 +307,9 @@ GOOD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         ([], 8),
     ],
 )
-def test_a_safetensors_header_that_lies_is_refused(header: object, data_bytes: int, tmp_path: Path) -> None:
+def test_a_safetensors_header_that_does_not_match_its_file_is_refused(
+    header: object, data_bytes: int, tmp_path: Path
+) -> None:
     write_safetensors(tmp_path / "good", {"a": GOOD}, 8)
     assert read_header(tmp_path / "good") == ("a",)
     write_safetensors(tmp_path / "bad", header, data_bytes)

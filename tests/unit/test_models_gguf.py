@@ -33,7 +33,7 @@ def dequantised_by_transformers(model: LocalModel) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3moe"])
-def test_gguf_tensors_are_those_transformers_dequantises(architecture: str, tmp_path: Path) -> None:
+def test_gguf_tensors_match_those_that_transformers_dequantises(architecture: str, tmp_path: Path) -> None:
     model = load(write_gguf(tmp_path / "tiny.gguf", architecture), tmp_path)
     expected = dequantised_by_transformers(model)
     assert_gguf_parts_are(model, expected, (1, 3))
@@ -115,7 +115,7 @@ def test_a_gguf_architecture_that_is_unknown_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_default_model_is_what_transformers_dequantises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_model_matches_what_transformers_dequantises(monkeypatch: pytest.MonkeyPatch) -> None:
     # transformers makes the same map of names for each of its 397 modules.
     monkeypatch.setattr(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map))
     model = resolve(DEFAULT_MODEL, cache_dir=default_cache_dir())

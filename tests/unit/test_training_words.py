@@ -111,7 +111,7 @@ def test_without_a_terminal_there_are_sentences(tmp_path: Path, capsys: pytest.C
             "seconds": 1.0,
             "dropped": [{"peer_id": "a", "reason": "b"}],
         },
-        {"event": "heal_failed", "round": 3, "reason": "nobody offers it"},
+        {"event": "heal_failed", "round": 3, "reason": "no worker offers it"},
         {"event": "behind", "round": 3, "reason": "no majority"},
         {"event": "merge", "round": 3, "committed": False, "reason": "late"},
         {"event": "merge", "round": 3, "committed": True, "reason": "", "workers": 2},
@@ -123,9 +123,7 @@ def test_without_a_terminal_there_are_sentences(tmp_path: Path, capsys: pytest.C
 )
 def test_every_event_has_words(event: dict[str, Any], tmp_path: Path) -> None:
     assert len(sentence(event)) > 10
-    assert not sentence(event).startswith(
-        f"{event['event']}: "
-    )  # as an event that nobody wrote a sentence for
+    assert not sentence(event).startswith(f"{event['event']}: ")  # as an event without a sentence
     record = TrainingRecord(tmp_path, "job", every_second())
     record.take(READY)
     record.take(event)

@@ -319,4 +319,4 @@ def test_without_peft_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match="peft") as caught:
         require_peft()
-    assert "pip install 'swarmnet-p2p[tune]'" in caught.value.hint
+    assert "pip install '.[tune]'" in caught.value.hint

@@ -2,11 +2,14 @@
 
 import io
 import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from swarmnet.cli.commands.tune import _train
 from swarmnet.cli.progress.displays import Lines, bars
 from swarmnet.cli.progress.tuning import Words
 
@@ -75,4 +78,46 @@ def test_lines_tell_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     assert "step 5 of 8: loss 3.2500" in told
     assert "saved after step 5\n" in told
     assert "the adapter is in out. Held-out loss 2.5000, accuracy 75.0%." in told
-    assert "pip install 'swarmnet-p2p[plots]'" in told
+    assert "pip install '.[plots]'" in told
+
+
+class InterruptedTuner:
+    """Is interrupted after step 2 and the evaluation that follows it."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.is_whole = True
+        self.history: list[int] = []
+
+    def run(self, *, evaluate_every: int) -> Iterator[dict[str, Any]]:
+        for number in (1, 2):
+            self.step = number
+            self.history.append(number)
+            yield step(number)
+        self.history.append(2)
+        yield evaluation(2)
+        raise KeyboardInterrupt
+
+
+class SavedSteps:
+    def __init__(self) -> None:
+        self.saved: list[tuple[int, int]] = []
+
+    def save(self, tuner: InterruptedTuner) -> Path:
+        self.saved.append((tuner.step, len(tuner.history)))
+        return Path("checkpoint")
+
+
+@pytest.mark.parametrize(("save_every", "saved"), [(2, [(2, 2), (2, 3)]), (5, [(2, 3)])])
+def test_an_interrupt_after_a_checkpoint_says_once_that_the_step_is_saved(
+    save_every: int, saved: list[tuple[int, int]]
+) -> None:
+    """The evaluation after the checkpoint is saved as well."""
+    tuner: Any = InterruptedTuner()
+    folder: Any = SavedSteps()
+    events: list[Any] = []
+    with pytest.raises(KeyboardInterrupt):
+        _train(tuner, folder, events.append, evaluate_every=2, save_every=save_every)
+    assert folder.saved == saved
+    assert [event["step"] for event in events if event["event"] == "saved"] == [2]
+    assert events[-1]["event"] == "stopped"

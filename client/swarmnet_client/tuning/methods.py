@@ -61,7 +61,7 @@ class Settings:
 def require_peft() -> None:
     """Raise ``ConfigError`` where PEFT is not installed."""
     if importlib.util.find_spec("peft") is None:
-        raise ConfigError("fine-tuning needs peft", hint="install it with: pip install 'swarmnet-p2p[tune]'")
+        raise ConfigError("fine-tuning needs peft", hint="in your clone of swarmnet: pip install '.[tune]'")
 
 
 @contextmanager

@@ -237,7 +237,7 @@ class Engine:
     async def compute(
         self, stage: Stage, rows: Sequence[tuple[SequenceCache, torch.Tensor]]
     ) -> list[torch.Tensor]:
-        """Outputs [count, D] for rows of (sequence, inputs [count, D]) on our stage or a part of it; each sequence grows by ``count``.
+        """Outputs [count, D] for rows of (sequence, inputs [count, D]) on the stage or a part of it; each sequence grows by ``count``.
 
         Raises ``OutOfResources``, before anything is computed, if the KV caches may not grow so far; ``Unreachable`` if the engine has
         stopped. Graphs are dropped to make room.

@@ -2,7 +2,7 @@
 
 A stage computes a forward in one of three ways, chosen when it is loaded:
 
-1. by transformers' own layers, with attention and LoRA of ours: every family whose layers keep nothing but keys and values;
+1. by transformers' own layers, with the packed attention and LoRA of this package: every family whose layers keep nothing but keys and values;
 2. by ``LlamaLayers``, for families of the Llama shape;
 3. of few positions by the backend's decode step, where the backend has one for these layers.
 

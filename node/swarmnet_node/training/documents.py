@@ -15,7 +15,7 @@ from swarmnet_protocols.training.jobs import PYTHON_STDLIB, DataSection, JobErro
 MAX_LINE_BYTES = 16 << 20
 TEXT_DOCUMENT_BYTES = 16 << 10
 _SUFFIXES = {"text": "*.txt", "jsonl": "*.jsonl", "parquet": "*.parquet"}
-_INSTALL = "pip install 'swarmnet-p2p[data]'"
+_INSTALL = "pip install '.[data]'"
 _NOT_STDLIB = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
 
 

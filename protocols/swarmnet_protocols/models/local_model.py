@@ -109,7 +109,7 @@ class LocalModel:
         """
         from torch import nn
 
-        from swarmnet_protocols.models.partial_model import ModelHead, build_local_layers
+        from swarmnet_protocols.models.partial_model import build_local_layers
 
         config = self.config
         if labels is not None:
@@ -121,7 +121,7 @@ class LocalModel:
             nonlocal layers
             layers = built
 
-        model: Any = build_local_layers(config, ModelHead(labels), take).load(
+        model: Any = build_local_layers(config, take, labels=labels).load(
             lambda model: self._state_dict(self.manifest.tensors["local_layers"], 0, model),
             dtype=dtype,
             device=device,

@@ -45,7 +45,7 @@ def causal_class(config: "PretrainedConfig") -> type:
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(
             f"{architecture_of(config)} is not a text generation model that transformers knows",
-            hint="use a decoder-only language model such as Llama, Qwen3, Gemma 3 or Mixtral",
+            hint="use a decoder-only language model such as Llama, Qwen3, Mistral or Mixtral",
         )
     found: type = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     return found
@@ -108,7 +108,7 @@ def base_class(config: "PretrainedConfig") -> type:
     """
     refusal = ConfigError(
         f"{architecture_of(config)} cannot be split into blocks: it is not just embeddings, layers and a norm",
-        hint="use a model of a family such as Llama, Qwen3, Gemma 3 or Mixtral",
+        hint="use a model of a family such as Llama, Qwen3, Mistral or Mixtral",
     )
     cls = causal_class(config)
     if not all(isinstance(getattr(config, name, None), int) for name in ("num_hidden_layers", "hidden_size")):
@@ -148,41 +148,32 @@ def build_span(config: "PretrainedConfig", start: int, end: int) -> "ModelBuilde
 
 
 def build_local_layers(
-    config: "PretrainedConfig", head: "ModelHead", on_layers: Callable[[nn.ModuleList], None]
+    config: "PretrainedConfig", on_layers: Callable[[nn.ModuleList], None], *, labels: int | None = None
 ) -> "ModelBuilder":
-    """A builder of the model with this head and without its layers. ``on_layers`` is called with the layers, on the meta device."""
+    """A builder of the model without its layers. ``on_layers`` is called with the layers, on the meta device.
+
+    The model is the CausalLM, or with ``labels`` the sequence classifier of so many classes, whose head is initialised if the checkpoint
+    has none. Raises ``ConfigError`` if transformers has no such class for the architecture.
+    """
     base_class(config)
 
     def strip(model: Any) -> None:
         on_layers(model.base_model.layers)
         model.base_model.layers = nn.ModuleList()
 
-    return ModelBuilder(
-        _stripped_class(head.model_class(config), strip), config, optional=head.optional_weights
-    )
+    if labels is None:
+        return ModelBuilder(_stripped_class(causal_class(config), strip), config)
+    return ModelBuilder(_stripped_class(_classifier_class(config), strip), config, optional=("score.weight",))
 
 
-@dataclass(frozen=True)
-class ModelHead:
-    """What follows the decoder stack: the LM head, or a classifier of ``labels`` classes, initialised if the checkpoint has none."""
+def _classifier_class(config: "PretrainedConfig") -> type:
+    """The sequence classifier of an architecture. Raises ``ConfigError`` if transformers has none."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
-    labels: int | None = None
-
-    @property
-    def optional_weights(self) -> tuple[str, ...]:
-        """Names of weights that the checkpoint may lack; they are initialised then."""
-        return () if self.labels is None else ("score.weight",)
-
-    def model_class(self, config: "PretrainedConfig") -> type:
-        """The architecture's class with this head. Raises ``ConfigError`` if transformers has none."""
-        from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
-
-        if self.labels is None:
-            return causal_class(config)
-        if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
-            raise ConfigError(f"transformers has no classifier for {architecture_of(config)}")
-        found: type = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
-        return found
+    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        raise ConfigError(f"transformers has no classifier for {architecture_of(config)}")
+    found: type = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
+    return found
 
 
 def keep_layers(model: Any, start: int, end: int) -> None:

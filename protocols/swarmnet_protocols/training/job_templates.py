@@ -1,4 +1,4 @@
-"""Job files that run as they are: the standard task, with every method."""
+"""Templates of job files, one per method, which run as they are on a small standard task."""
 
 from dataclasses import dataclass
 
@@ -161,9 +161,9 @@ METHODS = tuple(name for name, _ in _TEMPLATES)
 
 
 def template(method: str) -> str:
-    """A commented job file for the standard task: a byte-level Llama of 1.3 million parameters, or, for ``zo``, SmolLM2.
+    """A commented job file for the standard task: a byte-level Llama of 1.3 million parameters, or SmolLM2 for ``zo``.
 
-    Raises ``ConfigError`` for a method that does not exist.
+    Raises ``ConfigError`` for an unknown method.
     """
     chosen = dict(_TEMPLATES).get(method)
     if chosen is None:

@@ -1,11 +1,10 @@
-"""A job: everything workers must agree on before they train together, as a person writes it and as it travels.
+"""Jobs: the signed description of a training run on which all its workers agree, as a TOML file and in sealed form.
 
-A person writes TOML (``load_job``). What travels is the sealed job: canonical JSON with the owner's Ed25519 key and
-signature (``seal_job``, ``open_job``). The id of a job is a hash of its content and its owner, so whoever fetches a job
-by its id knows whose it is.
+The owner writes a TOML file (``load_job``). What is published is the sealed job: canonical JSON with the owner's Ed25519 key and signature
+(``seal_job``, ``open_job``). The id of a job is a hash of its content and its owner, so a worker that fetches a job by its id knows its owner.
 
-The file may name files of its owner's machine. A sealed job names none: it says by a hash which data and which model files it is about, and each
-worker's user says where its copies are (``Job.with_files``).
+The TOML file may name files on the owner's machine. A sealed job names none: it identifies its data and model files by hash, and each worker's user gives
+the paths of local copies (``Job.with_files``).
 """
 
 import hashlib
@@ -34,7 +33,7 @@ MAX_JOB_BYTES = 64 << 10
 PYTHON_STDLIB = "python-stdlib"
 BYTES = "bytes"
 OF_THE_MODEL = "model"
-"""The tokenizer that comes with the files of the model."""
+"""Tokenizer of a sealed job: the one among the model's files."""
 BUILT_IN_MODEL = "smollm2-135m-instruct"
 _ID_DOMAIN = b"swarmnet-training-job-id-1\0"
 _SIGNATURE_DOMAIN = b"swarmnet-training-job-1\0"
@@ -47,7 +46,7 @@ Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class JobError(ConfigError):
-    """A value of a job is wrong. Of a job that came from a file, ``JobFile.naming_lines`` adds the line."""
+    """A wrong value in a job. For a job read from a file, ``JobFile.naming_lines`` adds file and line."""
 
     def __init__(self, section: str, key: str, must: str, *, hint: str = "") -> None:
         super().__init__(f"{key!r} in [{section}] {must}" if key else f"[{section}] {must}", hint=hint)
@@ -66,19 +65,19 @@ class JobSection(_Section):
 
 
 class ModelSection(_Section):
-    """Either a transformers config, for a model that is initialised from the seed, or a checkpoint.
+    """Either a transformers config, for a model initialised from the seed, or the name of a checkpoint.
 
-    ``checkpoint`` is its name; in a sealed job ``manifest`` says which files are meant, and without a name each worker's user gives them.
+    In a sealed job ``manifest`` identifies the checkpoint's files; without a ``checkpoint`` name each worker's user gives their path.
     """
 
     config: dict[str, JsonValue] | None = None
     checkpoint: Name | None = None
     manifest: Digest | None = None
-    """SHA-256 of the checkpoint's manifest; `train create` fills it in."""
+    """SHA-256 of the checkpoint's manifest, set by `train create`."""
 
     @property
     def is_checkpoint(self) -> bool:
-        """Whether training begins with the weights of a checkpoint."""
+        """Whether training starts from the weights of a checkpoint."""
         return self.config is None
 
     @model_validator(mode="after")
@@ -91,30 +90,30 @@ class ModelSection(_Section):
             except ValueError as error:
                 raise JobError("model", "config", "may hold finite numbers only") from error
             if not isinstance(self.config.get("model_type"), str):
-                raise JobError("model", "config", "must say which 'model_type' it is, such as \"llama\"")
+                raise JobError("model", "config", "must have a 'model_type', such as \"llama\"")
         return self
 
 
 class DataSection(_Section):
     """Local files (``path``: a file, a directory, a glob, or ``python-stdlib``) or a dataset of the hub, ``org/name@REVISION``.
 
-    In a sealed job ``path`` is ``python-stdlib`` or missing; without ``hub`` each worker's user says where the files are.
+    In a sealed job ``path`` is ``python-stdlib`` or missing; without ``hub`` each worker's user gives the path of the files.
     """
 
     format: Literal["text", "jsonl", "parquet"] = "text"
     path: Name | None = None
     hub: Name | None = None
     split: str = Field(default="train", pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}$")
-    """How the names of a dataset's files begin."""
+    """Prefix of the names of a dataset's files."""
     field: Name = "text"
     tokenizer: Name = BYTES
     sequence_length: int = Field(ge=2, le=1 << 20)
     validation: float = Field(default=0.02, gt=0, le=0.5)
     max_documents: int | None = Field(default=None, ge=1)
     digest: Digest | None = None
-    """SHA-256 of the tokens; `train create` fills it in. A worker that has other data does not train on it."""
+    """SHA-256 of the tokens, set by `train create`. A worker with other data refuses to train."""
     size_bytes: int | None = Field(default=None, ge=1, lt=1 << 50)
-    """Of all documents together; `train create` fills it in. No worker reads more."""
+    """Size of all documents, set by `train create`. Workers read no more than this."""
 
     @model_validator(mode="after")
     def _check(self) -> "DataSection":
@@ -151,7 +150,7 @@ class MethodSection(_Section):
 
 class ExchangeSection(_Section):
     codec: Name | None = None
-    """None: the method's own."""
+    """None: the method's default codec."""
     deadline_s: float = Field(default=60.0, gt=0, le=86_400)
     min_workers: int = Field(default=1, ge=1, le=1024)
     max_workers: int = Field(default=64, ge=1, le=1024)
@@ -175,7 +174,7 @@ class EvalSection(_Section):
 
 
 class Job(_Section):
-    """A validated job. Equal jobs have equal canonical forms, whatever order and spacing a person chose."""
+    """A validated job. Equal jobs have equal canonical forms, whatever the order and spacing of their files."""
 
     job: JobSection
     model: ModelSection
@@ -186,7 +185,7 @@ class Job(_Section):
     eval: EvalSection = EvalSection()
 
     def make_method(self) -> "Method":
-        """The update rule with this job's settings. Raises ``JobError`` naming the setting that is wrong."""
+        """The method with this job's settings. Raises ``JobError`` naming the setting that is wrong."""
         from swarmnet_protocols.training.methods import get_method
 
         try:
@@ -196,9 +195,9 @@ class Job(_Section):
             raise JobError("method", next(named, "name"), f"is wrong: {error}", hint=error.hint) from error
 
     def about(self, digest: str, size_bytes: int, manifest: bytes | None) -> "Job":
-        """This job of the data, and with the checkpoint, that have these hashes, without the paths of this machine.
+        """This job in publishable form: with the hashes of its data and of its checkpoint's manifest, and without local paths.
 
-        Raises ``JobError`` for a tokenizer that others could not have.
+        Raises ``JobError`` for a tokenizer that other machines cannot have.
         """
         data, model = self.data, self.model
         tokenizer = data.tokenizer
@@ -228,7 +227,7 @@ class Job(_Section):
         return job
 
     def check_published(self) -> None:
-        """Raise ``JobError`` unless this job is one for others: it names no file of any machine, and says by hash what it is about."""
+        """Raise ``JobError`` unless the job is publishable: it names no local file, and identifies its data and model by hash."""
         data, model = self.data, self.model
         if data.path not in (None, PYTHON_STDLIB):
             raise JobError(
@@ -261,28 +260,28 @@ class Job(_Section):
             raise JobError("model", "manifest", "is missing", hint="make the job with `train create`")
 
     def with_files(self, data: Path | None = None, model: Path | None = None) -> "Job":
-        """This job, its data and its model read from these paths, which the user of this machine gave.
+        """This job with the local paths of its data and its model, which this machine's user gave.
 
-        Raises ``ConfigError`` for one that is missing, or that the job has no use for.
+        Raises ``ConfigError`` if a path is missing, or is given though the job does not need it.
         """
         job = self
         if self.data.path is None and self.data.hub is None:
             if data is None:
                 raise ConfigError(
-                    "the data of this job are files that its owner gave to its workers by another way",
-                    hint="say where your copy is: --data PATH",
+                    "the data of this job are files that its owner distributes separately",
+                    hint="give the path of your copy: --data PATH",
                 )
             job = job.model_copy(update={"data": job.data.model_copy(update={"path": str(data)})})
         elif data is not None:
-            raise ConfigError("this job says itself where its data are", hint="leave out --data")
+            raise ConfigError("this job names its data itself", hint="leave out --data")
         if model is not None:
             if not self.model.is_checkpoint:
-                raise ConfigError("this job begins with a new model", hint="leave out --model")
+                raise ConfigError("this job starts from a new model", hint="leave out --model")
             job = job.model_copy(update={"model": job.model.model_copy(update={"checkpoint": str(model)})})
         elif self.model.is_checkpoint and self.model.checkpoint is None:
             raise ConfigError(
-                "the model of this job is files that its owner gave to its workers by another way",
-                hint="say where your copy is: --model PATH",
+                "the model of this job is a set of files that its owner distributes separately",
+                hint="give the path of your copy: --model PATH",
             )
         if job.data.tokenizer == OF_THE_MODEL:
             tokenizer = {"tokenizer": job.model.checkpoint}
@@ -290,7 +289,7 @@ class Job(_Section):
         return job
 
     def check(self) -> None:
-        """Raise ``JobError`` where the method or the codec is unknown or refuses its settings."""
+        """Raise ``JobError`` if the method or the codec is unknown, or the method refuses its settings."""
         self.make_method()
         if self.exchange.codec is None:
             return
@@ -303,13 +302,13 @@ class Job(_Section):
 
 
 def is_published(name: str) -> bool:
-    """Whether ``name`` is a model that every machine can fetch, and that no file of a machine can stand in for."""
+    """Whether every machine can fetch a model by this name, and no local path has it."""
     return name == BUILT_IN_MODEL or _PUBLISHED.fullmatch(name) is not None
 
 
 @dataclass(frozen=True)
 class SealedJob:
-    """A job whose owner is known: ``owner`` is the Ed25519 public key (32 bytes) that signed it."""
+    """A job with the Ed25519 public key (32 bytes) of the owner that signed it."""
 
     job: Job
     owner: bytes
@@ -321,7 +320,7 @@ class SealedJob:
 
     @contextmanager
     def naming_job(self) -> Iterator[None]:
-        """Turn a ``JobError`` raised inside into a ``ConfigError`` that names the job as well."""
+        """Convert a ``JobError`` raised inside to a ``ConfigError`` that names the job."""
         try:
             yield
         except JobError as error:
@@ -330,7 +329,7 @@ class SealedJob:
 
 @dataclass(frozen=True)
 class JobFile:
-    """A job and the text it was read from."""
+    """A job with the text and the path that it was read from."""
 
     job: Job
     text: str
@@ -338,7 +337,7 @@ class JobFile:
 
     @contextmanager
     def naming_lines(self) -> Iterator[None]:
-        """Turn a ``JobError`` raised inside into a ``ConfigError`` that names the file and the line as well."""
+        """Convert a ``JobError`` raised inside to a ``ConfigError`` that names file and line."""
         try:
             yield
         except JobError as error:
@@ -359,7 +358,7 @@ def load_job(path: Path) -> JobFile:
 
 
 def parse_job(data: bytes, *, source: str = "job.toml") -> JobFile:
-    """The validated job in a TOML file; errors as for ``load_job``, which name ``source``."""
+    """Parse and validate a TOML job. Errors are those of ``load_job`` and name ``source``."""
     if len(data) > MAX_JOB_BYTES:
         raise ConfigError(f"{source} is larger than {MAX_JOB_BYTES} bytes", hint="this is not a job file")
     try:
@@ -382,9 +381,9 @@ def parse_job(data: bytes, *, source: str = "job.toml") -> JobFile:
 
 
 def seal_job(job: Job, owner: Identity) -> bytes:
-    """The job as it travels: at most ``MAX_JOB_BYTES`` bytes, signed.
+    """The sealed form of a job, signed by ``owner``: at most ``MAX_JOB_BYTES`` bytes.
 
-    Raises ``ConfigError`` for one that is larger, or that is not for others (``Job.check_published``).
+    Raises ``ConfigError`` for a larger job, and for one that is not publishable (``Job.check_published``).
     """
     job.check_published()
     fields = _signed_fields(job, owner.public_key)
@@ -396,10 +395,10 @@ def seal_job(job: Job, owner: Identity) -> bytes:
 
 
 def open_job(data: bytes) -> SealedJob:
-    """The verified content of a sealed job.
+    """Verify and parse a sealed job.
 
-    Raises ``IntegrityError`` for what is not a sealed job or was changed after it was signed, ``ConfigError`` for one whose
-    values this version refuses.
+    Raises ``IntegrityError`` if it is not a sealed job or was changed after it was signed, and ``ConfigError`` for values that this
+    version refuses.
     """
     broken = IntegrityError("this is not a sealed job, or it was changed", hint="get the job again")
     if len(data) > MAX_JOB_BYTES:
@@ -416,7 +415,7 @@ def open_job(data: bytes) -> SealedJob:
         or document.keys() != {"format", "job", "owner"}
     ):
         raise broken
-    if canonical_json({**document, "signature": signature.hex()}) != data:  # one job has one form
+    if canonical_json({**document, "signature": signature.hex()}) != data:  # a job has only one sealed form
         raise broken
     if not verify(owner, signature, _SIGNATURE_DOMAIN + canonical):
         raise broken
@@ -442,7 +441,7 @@ def _validate(document: object) -> Job:
 
 
 def _refuse(error: ValidationError) -> NoReturn:
-    # A misspelt key is an unknown one and a missing one: the unknown one says more.
+    # A misspelt key gives two errors, an unknown and a missing key; the unknown one is more helpful.
     first = min(error.errors(include_url=False), key=lambda found: found["type"] != "extra_forbidden")
     section, key = ([str(part) for part in first["loc"]] + ["", ""])[:2]
     if section == "method" and len(first["loc"]) > 2:

@@ -211,7 +211,7 @@ def _train(
     evaluate_every: int,
     save_every: int,
 ) -> None:
-    """To the last step. Whatever ends it before, it is saved where it stands."""
+    """Train to the last step. A run that ends before, for any reason, is saved as it stands."""
     saved, points = None, 0
     try:
         for event in tuner.run(evaluate_every=evaluate_every):
@@ -221,8 +221,12 @@ def _train(
                 show(saved)
     except BaseException:
         if tuner.is_whole and tuner.step and len(tuner.history) > points:
-            saved = _save(tuner, folder)
-            show(saved)
+            again = _save(tuner, folder)
+            if (
+                again != saved
+            ):  # otherwise only an evaluation came after the last checkpoint, which said this step
+                show(again)
+            saved = again
         if saved is not None:
             show(saved | {"event": "stopped"})
         raise

@@ -40,7 +40,7 @@ def save_panels(panels: Sequence[Panel], path: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError(
-            "plots need matplotlib", hint="install it with: pip install 'swarmnet-p2p[plots]'"
+            "plots need matplotlib", hint="in your clone of swarmnet: pip install '.[plots]'"
         ) from error
     with mpl.rc_context({"axes.grid": True, "grid.alpha": 0.3, "lines.markersize": 2.5}):
         figure = Figure(figsize=(max(7, 6 * len(panels)), 4.5), layout="constrained")

@@ -41,7 +41,7 @@ class Words:
                 return f"stopped; the same command goes on after step {event['step']}, which is saved"
             case "done":
                 scores = f" Held-out {_scores(event)}." if "val_loss" in event else ""
-                curve = "" if event["curve"] else " No loss.png: pip install 'swarmnet-p2p[plots]'."
+                curve = "" if event["curve"] else " No loss.png: pip install '.[plots]'."
                 return f"done: the adapter is in {event['path']}.{scores}{curve}"
             case kind:
                 raise ValueError(kind)

@@ -1,1 +1,1 @@
-"""One averaging round: its messages, its state machine, its transfers, and the task that runs it."""
+"""One averaging round: members of a roster average a vector slice by slice and commit the result or discard it."""

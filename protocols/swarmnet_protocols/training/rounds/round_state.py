@@ -72,7 +72,7 @@ class Round:
         # the other members
         self._linked: set[int] = set()
         self._lost: dict[int, float] = {}
-        self._heard: set[int] = set()
+        self._begun: set[int] = set()
         self._majority_lost_at = math.inf
         # slices
         self._first_reducers = tuple(reducers)
@@ -82,13 +82,13 @@ class Round:
         self._contributed: list[set[int]] = [set() for _ in reducers]
         self._taken_over: set[int] = set()
         self._reduced: set[int] = set()
-        self._offered: dict[tuple[int, int], float] = {}
+        self._sending_until: dict[tuple[int, int], float] = {}
         """For each (slice, member) that this member's contribution is sent to: until when it is of use."""
         self._held: list[tuple[bytes, ...]] = [()] * len(reducers)
         self._late_at = [now + timing.replace_reducer_s] * len(reducers)
         """When the reducer of each slice must have delivered a result."""
         self._progress_at = [-math.inf] * len(reducers)
-        self._asked = [0] * len(reducers)
+        self._requests_made = [0] * len(reducers)
         # as an acceptor
         self._promised = 0
         self._promised_at = now
@@ -106,12 +106,12 @@ class Round:
             case LinkUp(member):
                 self._lost.pop(member, None)
                 self._linked.add(member)
-                self._greet(member)
+                self._send_missed(member)
             case LinkDown(member):
                 self._linked.discard(member)
                 self._lost.setdefault(member, now)
             case Began(member):
-                self._heard.add(member)
+                self._begun.add(member)
             case Received(member, message):
                 self._receive(member, message, now)
             case Contributed(index, member):
@@ -133,7 +133,11 @@ class Round:
 
     def wants_contribution(self, member: int, index: int, now: float) -> bool:
         """Whether ``member`` can still use this member's contribution to a slice."""
-        return self.decision is None and not self.finished and now < self._offered.get((index, member), now)
+        return (
+            self.decision is None
+            and not self.finished
+            and now < self._sending_until.get((index, member), now)
+        )
 
     def reduces(self, index: int) -> bool:
         """Whether this member reduces the slice and has not begun to."""
@@ -176,12 +180,12 @@ class Round:
         for member in self._others():
             self._send(member, message)
 
-    def _greet(self, member: int) -> None:
+    def _send_missed(self, member: int) -> None:
         """Send a member whose link came up what it may have missed."""
         if self.finished:
             return
-        for offer in [offer for offer in self._offered if offer[1] == member]:
-            del self._offered[offer]
+        for key in [key for key in self._sending_until if key[1] == member]:
+            del self._sending_until[key]
         if self.decision is not None:
             self._send(member, Decided(self.decision))
         elif self._coordinator(self._promised) == self._me:
@@ -209,8 +213,8 @@ class Round:
                 if result in self._held[index]:
                     self._effects.append(SendResult(member, index, result))
             case RequestContribution(index):
-                self._offered.pop((index, member), None)
-                self._offer(member, index, now + self._timing.contribution_s, now)
+                self._sending_until.pop((index, member), None)
+                self._send_contribution(member, index, now + self._timing.contribution_s, now)
             case Ack(attempt):
                 if attempt == self._promised:
                     self._acks.add(member)
@@ -223,17 +227,17 @@ class Round:
 
     def _receive_current(self, member: int, message: Prepare | Report | Plan | Vote, now: float) -> None:
         """Process a message of the current attempt."""
-        leads = self._coordinator(self._promised)
+        coordinator = self._coordinator(self._promised)
         match message:
             case Prepare():
                 self._report(again=True)
-            case Report() if leads == self._me:
+            case Report() if coordinator == self._me:
                 self._reports[member] = message
                 if message.vote is not None and message.vote == self._proposal:
                     self._acks.add(member)
-            case Plan() if leads == member:
+            case Plan() if coordinator == member:
                 self._adopt(message.assignments, now)
-            case Vote() if leads == member:
+            case Vote() if coordinator == member:
                 self._vote = message
                 self._reported = self._own_report()  # the Ack implies it
                 self._send(member, Ack(message.attempt))
@@ -256,7 +260,7 @@ class Round:
 
     def _takes_part(self, member: int, now: float) -> bool:
         """Whether a member is reachable, and has begun this round or still may."""
-        begun = member in self._heard or now < self._began + self._timing.contribution_s
+        begun = member in self._begun or now < self._began + self._timing.contribution_s
         return member == self._me or (member not in self._lost and begun)
 
     def _promise(self, attempt: int, now: float) -> None:
@@ -284,13 +288,13 @@ class Round:
 
     def _contribute(self, now: float) -> None:
         for index, reducer in enumerate(self._first_reducers):
-            self._offer(reducer, index, self._began + self._timing.contribution_s, now)
+            self._send_contribution(reducer, index, self._began + self._timing.contribution_s, now)
 
-    def _offer(self, member: int, index: int, until: float, now: float) -> None:
+    def _send_contribution(self, member: int, index: int, until: float, now: float) -> None:
         if member == self._me:
             self._contributed[index].add(member)
-        elif member in self._linked and (index, member) not in self._offered and now < until:
-            self._offered[index, member] = until
+        elif member in self._linked and (index, member) not in self._sending_until and now < until:
+            self._sending_until[index, member] = until
             self._effects.append(SendContribution(member, index))
 
     def _adopt(self, assignments: tuple[Assignment, ...], now: float) -> None:
@@ -332,17 +336,17 @@ class Round:
             wanted = self.decision[index] if self.decision else assignment.chosen
             if not wanted or wanted in self._held[index]:
                 continue
-            coming = self.decision is None and assignment.reducer not in self._lost
-            if coming and self._progress_at[index] == -math.inf:
+            expected = self.decision is None and assignment.reducer not in self._lost
+            if expected and self._progress_at[index] == -math.inf:
                 self._progress_at[index] = now
             if now - self._progress_at[index] >= self._timing.silence_s and (others := self._others()):
-                tries = self._asked[index]
+                tries = self._requests_made[index]
                 holder = (
                     assignment.holder
                     if tries == 0 and assignment.holder in others
                     else others[tries % len(others)]
                 )
-                self._asked[index] += 1
+                self._requests_made[index] += 1
                 self._progress_at[index] = now
                 self._send(holder, RequestResult(index, wanted))
 
@@ -381,8 +385,8 @@ class Round:
         reducer = self._assignments[index].reducer
         if reducer in self._lost:  # within two heartbeats, a member that has its result reports it
             return now - self._lost[reducer] >= 2 * self._timing.heartbeat_s
-        coming = now - self._progress_at[index] < self._timing.silence_s
-        return not self._takes_part(reducer, now) or (now >= self._late_at[index] and not coming)
+        arriving = now - self._progress_at[index] < self._timing.silence_s
+        return not self._takes_part(reducer, now) or (now >= self._late_at[index] and not arriving)
 
     # ---- the end ----------------------------------------------------------------------------------------
 

@@ -55,7 +55,7 @@ def test_without_mixing_neighbours_liars_nearly_as_many_pull_a_clip_away(attack:
     assert error(aggregate("centered-clip", clipped, weights), honest_mean) < 0.05
 
 
-def test_norms_brought_to_the_median_save_a_mean_from_whoever_shouts() -> None:
+def test_clipping_norms_to_the_median_protects_a_mean_from_scaled_contributions() -> None:
     sent, honest_mean = contributions_under("x1000", 7)
     weights = torch.ones(WORKERS)
     assert error(aggregate("mean", sent, weights), honest_mean) > 100
@@ -87,7 +87,7 @@ def crowd(size: int = 50) -> Tensor:
 
 
 @pytest.mark.parametrize("name", AGGREGATORS)
-def test_aggregates_do_not_depend_on_who_comes_first(name: str) -> None:
+def test_aggregates_do_not_depend_on_the_order_of_contributors(name: str) -> None:
     contributions, weights = crowd(), torch.arange(1.0, 17.0)
     order = torch.randperm(16, generator=torch.Generator().manual_seed(2))
     permuted = aggregate(name, contributions[order], weights[order])

@@ -150,7 +150,7 @@ class Net:
             self.link(member, victim, False)
 
     def run(self) -> None:
-        """Until everybody alive has finished."""
+        """Run until all live members have finished."""
         while len(self.finishes.keys() | self.dead) < len(self.rounds):
             at, _, member, action = heapq.heappop(self._queue)
             self.now = max(self.now, at)
@@ -168,7 +168,7 @@ class Net:
             assert len(set(votes.values())) == 1
 
 
-def test_without_faults_everybody_commits_in_the_first_attempt() -> None:
+def test_without_faults_all_members_commit_in_the_first_attempt() -> None:
     net = Net(5, random.Random(0))
     net.run()
     net.check()
@@ -191,7 +191,7 @@ def test_one_death_or_one_hang_leaves_a_committed_round(seed: int, index: int) -
     assert all(finish.hashes for member, finish in net.finishes.items() if member != victim)
 
 
-def test_an_owner_that_lives_and_does_not_deliver_is_replaced(seed: int) -> None:
+def test_a_live_reducer_that_does_not_deliver_is_replaced(seed: int) -> None:
     rng = random.Random(f"{seed}/stuck")
     net = Net(rng.randint(3, 7), rng)
     net.stuck = {rng.randrange(len(net.rounds))}
@@ -201,7 +201,7 @@ def test_an_owner_that_lives_and_does_not_deliver_is_replaced(seed: int) -> None
     assert net.now < TIMING.majority_s
 
 
-def test_nobody_waits_longer_for_a_member_that_has_not_begun_than_for_a_contribution(seed: int) -> None:
+def test_a_member_that_has_not_begun_is_awaited_only_until_contribution_s(seed: int) -> None:
     rng = random.Random(f"{seed}/absent")
     net = Net(rng.randint(3, 7), rng)
     absent = rng.randrange(len(net.rounds))
@@ -250,7 +250,7 @@ HASHES = (b"a" * 32, b"b" * 32, b"c" * 32)
 NOTHING_HELD = ((), (), ())
 
 
-def test_what_somebody_accepted_is_proposed_again() -> None:
+def test_an_accepted_proposal_is_proposed_again() -> None:
     coordinator = machine(1)
     coordinator.handle(LinkDown(0), 1.0)  # the first coordinator is gone: attempt 1 is ours
     effects = coordinator.handle(Received(2, Report(1, NOTHING_HELD, Vote(0, HASHES))), 1.0)
@@ -273,7 +273,7 @@ def test_after_a_promise_lower_attempts_get_no_acceptance() -> None:
     assert member.handle(Received(0, Vote(0, HASHES)), 0.2) == [Send(0, Prepare(1))]
 
 
-def test_a_proposal_of_somebody_who_does_not_lead_the_attempt_is_ignored() -> None:
+def test_a_proposal_of_another_than_the_coordinator_is_ignored() -> None:
     member = machine(2)
     assert member.handle(Received(1, Vote(0, HASHES)), 0.1) == []
 
@@ -289,7 +289,7 @@ def test_a_minority_never_decides() -> None:
     assert "1 of 3" in finish.reason
 
 
-def test_a_slice_of_a_dead_owner_goes_to_a_live_member_unless_somebody_has_its_result() -> None:
+def test_a_slice_of_a_dead_reducer_is_reassigned_unless_a_member_holds_its_result() -> None:
     for held, assignment in (
         (NOTHING_HELD, Assignment(0)),
         (((), (), (b"r" * 32,)), Assignment(2, b"r" * 32, 1)),
@@ -339,7 +339,7 @@ def test_shares_cover_the_vector_in_whole_blocks_and_no_other_cut_is_much_better
         assert best_s <= busiest_s(sizes) + ALIGNMENT * len(rates) / min(rates)
 
 
-def test_a_slow_member_owns_nothing_and_equals_own_the_same() -> None:
+def test_a_slow_member_reduces_nothing_and_equal_members_reduce_equal_slices() -> None:
     assert partition(64 * ALIGNMENT, [1e6] * 4) == tuple(
         (start, start + 16 * ALIGNMENT) for start in range(0, 64 * ALIGNMENT, 16 * ALIGNMENT)
     )

@@ -1,4 +1,4 @@
-"""Gathering the members of a round, while peers die and lie."""
+"""Matchmaking under crashes, hangs, cuts and lying peers."""
 
 import asyncio
 from dataclasses import replace
@@ -9,7 +9,7 @@ from swarmnet_protocols.errors import ProtocolViolation, StreamEnded
 from swarmnet_protocols.net import Message, PeerId
 from swarmnet_protocols.net.memory import Delivery, MemoryNetwork
 from swarmnet_protocols.net.protocol_ids import MATCHMAKING
-from swarmnet_protocols.training import matchmaking as gathering
+from swarmnet_protocols.training import matchmaking
 from swarmnet_protocols.training.matchmaking import OutOfSync
 from swarmnet_protocols.training.rosters import (
     EXCHANGES_PER_ROUND,
@@ -22,28 +22,29 @@ from swarmnet_protocols.training.rosters import (
     roster_to_wire,
 )
 from swarmnet_protocols.wire import workers_pb2 as pb
-from tests.support.training_peers import JOB, PATIENCE_S, START, TIMING, Worker, simulate
+from tests.support.training_peers import JOB, START, TIMEOUT_S, TIMING, Worker, simulate
 
-FIRST = 3 * EXCHANGES_PER_ROUND  # before the first exchange of the round that they gather
+FIRST = 3 * EXCHANGES_PER_ROUND
+"""One below the first exchange number of round 3."""
 
 
 def names(roster: Roster) -> list[PeerId]:
     return [member.peer for member in roster.members]
 
 
-def test_all_who_are_there_get_the_same_roster() -> None:
+def test_all_workers_get_the_same_roster() -> None:
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
         rosters = await asyncio.gather(*(worker.gather(workers) for worker in workers))
         assert set(rosters) == {rosters[0]}
         assert names(rosters[0]) == [worker.member.peer for worker in workers]
         assert [rosters[0].slot(worker.member.peer) for worker in workers] == [0, 1, 2, 3]
-        assert asyncio.get_running_loop().time() < 1.0, "nobody waits when all are there"
+        assert asyncio.get_running_loop().time() < 1.0, "no worker waits when all are there"
 
     simulate(4, scenario)
 
 
 @pytest.mark.parametrize("fault", ["crash", "hang", "isolate"])
-def test_a_round_does_not_wait_for_the_dead(fault: str) -> None:
+def test_a_round_does_not_wait_for_dead_workers(fault: str) -> None:
     async def scenario(network: MemoryNetwork, workers: list[Worker]) -> None:
         getattr(network, fault)(workers[2].member.peer)
         present = [worker for worker in workers if worker is not workers[2]]
@@ -54,19 +55,19 @@ def test_a_round_does_not_wait_for_the_dead(fault: str) -> None:
     simulate(4, scenario)
 
 
-def test_whoever_does_not_come_in_time_is_left_out() -> None:
+def test_a_worker_that_is_late_is_left_out() -> None:
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
         present = workers[:3]
         rosters = await asyncio.gather(*(worker.gather(workers) for worker in present))
         assert [names(roster) for roster in rosters] == [[worker.member.peer for worker in present]] * 3
-        assert PATIENCE_S <= asyncio.get_running_loop().time() < PATIENCE_S + 1
+        assert TIMEOUT_S <= asyncio.get_running_loop().time() < TIMEOUT_S + 1
 
     simulate(4, scenario)
 
 
 @pytest.mark.parametrize("fault", ["crash", "hang"])
 @pytest.mark.parametrize("moment", ["before", "asked"])
-def test_a_gatherer_that_fails_is_followed_by_the_next(fault: str, moment: str) -> None:
+def test_the_next_worker_leads_when_the_leader_fails(fault: str, moment: str) -> None:
     async def scenario(network: MemoryNetwork, workers: list[Worker]) -> None:
         first = workers[0].member.peer
         fail = getattr(network, fault)
@@ -86,8 +87,8 @@ def test_a_gatherer_that_fails_is_followed_by_the_next(fault: str, moment: str) 
     simulate(4, scenario)
 
 
-@pytest.mark.parametrize("place", [0, 2], ids=["the gatherer", "a follower"])
-def test_nobody_waits_for_who_leaves(place: int) -> None:
+@pytest.mark.parametrize("place", [0, 2], ids=["leader", "follower"])
+def test_no_worker_waits_for_one_that_leaves(place: int) -> None:
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
         leaver = workers[place]
         present = [worker for worker in workers if worker is not leaver]
@@ -106,14 +107,14 @@ def test_nobody_waits_for_who_leaves(place: int) -> None:
     simulate(4, scenario)
 
 
-def test_a_worker_alone_goes_on_alone() -> None:
+def test_a_single_worker_gets_a_roster_of_one() -> None:
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
         assert names(await workers[0].gather([])) == [workers[0].member.peer]
 
     simulate(1, scenario)
 
 
-def test_a_laggard_learns_where_the_others_are() -> None:
+def test_a_worker_that_is_behind_gets_the_position_of_the_others() -> None:
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
         await asyncio.gather(*(worker.gather(workers[:3], round=1) for worker in workers[:3]))
         late = asyncio.ensure_future(workers[3].gather(workers, round=2))  # they might be about to follow
@@ -127,7 +128,7 @@ def test_a_laggard_learns_where_the_others_are() -> None:
     simulate(4, scenario)
 
 
-def test_a_newcomer_that_would_gather_learns_where_the_others_are() -> None:
+def test_a_newcomer_with_the_lowest_peer_id_gets_the_position_of_the_others() -> None:
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
         newcomer, others = workers[0], workers[1:]
         await asyncio.gather(*(worker.gather(others, round=7) for worker in others))
@@ -135,29 +136,29 @@ def test_a_newcomer_that_would_gather_learns_where_the_others_are() -> None:
             await newcomer.gather(workers, round=0, state=b"0" * 32)
         assert (caught.value.round, caught.value.state) == (7, START)
 
-        # Meanwhile nobody waits for it, though it comes first in their order.
+        # Meanwhile no worker waits for it, although it has the lowest peer id.
         started = asyncio.get_running_loop().time()
         rosters = await asyncio.gather(*(worker.gather(workers, round=8) for worker in others))
         assert names(rosters[0]) == [worker.member.peer for worker in others]
-        assert asyncio.get_running_loop().time() - started < PATIENCE_S
+        assert asyncio.get_running_loop().time() - started < TIMEOUT_S
 
     simulate(4, scenario)
 
 
-def test_one_with_another_state_than_most_learns_that_it_is_the_stray() -> None:
+def test_a_worker_with_another_state_than_most_is_out_of_sync() -> None:
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
-        stray, others = workers[0], workers[1:]
-        gathered = asyncio.gather(*(worker.gather(others) for worker in others))
+        newcomer, others = workers[0], workers[1:]
+        rosters = asyncio.gather(*(worker.gather(others) for worker in others))
         await asyncio.sleep(0.1)
         with pytest.raises(OutOfSync) as caught:
-            await stray.gather(workers, state=b"x" * 32)
+            await newcomer.gather(workers, state=b"x" * 32)
         assert caught.value.state == START
-        await gathered
+        await rosters
 
     simulate(4, scenario)
 
 
-def test_a_worker_with_another_state_is_not_let_in() -> None:
+def test_a_follower_with_another_state_is_out_of_sync() -> None:
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
         strange = asyncio.ensure_future(workers[2].gather(workers, state=b"x" * 32))
         rosters = await asyncio.gather(*(worker.gather(workers[:2]) for worker in workers[:2]))
@@ -185,13 +186,13 @@ def test_a_full_round_takes_contributors_before_newcomers() -> None:
     simulate(4, scenario)
 
 
-def test_a_roster_says_of_every_member_what_the_others_measured_of_it() -> None:
+def test_rates_in_a_roster_are_those_that_other_members_measured() -> None:
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
         peers = [worker.member.peer for worker in workers]
         truth = dict(zip(peers, [1e5, 1e6, 2e6, 3e6], strict=True))
         for worker in workers:
             worker.measured = {peer: rate for peer, rate in truth.items() if peer != worker.member.peer}
-        for liar in (0, 3):  # the one who gathers is asked as little about itself as a follower is
+        for liar in (0, 3):  # the leader and a follower: neither counts for its own rate
             workers[liar].measured |= {peers[liar]: 1e12}
         workers[3].measured |= {peers[1]: 1e-3, peers[2]: 1e12}
         rosters = await asyncio.gather(*(worker.gather(workers) for worker in workers))
@@ -202,12 +203,12 @@ def test_a_roster_says_of_every_member_what_the_others_measured_of_it() -> None:
 
 
 @pytest.mark.parametrize("rate", [0.0, -1.0, float("nan"), float("inf"), 1e13])
-def test_a_guest_that_measured_what_cannot_be_is_not_in_the_round(
+def test_a_follower_with_an_impossible_measurement_is_left_out(
     rate: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
         strange = pb.Measured(id=workers[0].member.peer, bytes_per_s=rate)
-        monkeypatch.setattr(gathering, "measured_to_wire", lambda measured: [strange] if measured else [])
+        monkeypatch.setattr(matchmaking, "measured_to_wire", lambda measured: [strange] if measured else [])
         workers[1].measured = {workers[0].member.peer: 1e6}
         rosters = await asyncio.gather(*(worker.gather(workers) for worker in workers))
         alone = [worker.member.peer for worker in (workers[0], workers[2])]
@@ -229,8 +230,8 @@ def test_a_roster_without_a_good_rate_for_every_member_is_refused(rates: list[fl
         )
 
 
-def test_a_guest_of_a_guest_is_sent_on_to_the_gatherer() -> None:
-    """Whoever comes back and is first in the order is a follower where it was told where the others are."""
+def test_a_follower_of_a_follower_is_redirected_to_the_leader() -> None:
+    """A worker that caught up follows the worker that told it the position, although it has the lowest peer id."""
 
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
         back, leader, other = workers
@@ -245,13 +246,13 @@ def test_a_guest_of_a_guest_is_sent_on_to_the_gatherer() -> None:
         asking.append(asyncio.create_task(leader.gather(workers)))
         rosters = await asyncio.gather(*asking)
         assert [names(roster) for roster in rosters] == [[worker.member.peer for worker in workers]] * 3
-        assert asyncio.get_running_loop().time() < PATIENCE_S
+        assert asyncio.get_running_loop().time() < TIMEOUT_S
 
     simulate(3, scenario)
 
 
 @pytest.mark.parametrize("fault", ["crash", "cut"])
-def test_a_guest_stays_where_it_is_if_the_gatherer_is_out_of_reach(fault: str) -> None:
+def test_a_follower_stays_if_the_leader_it_is_redirected_to_is_unreachable(fault: str) -> None:
     async def scenario(network: MemoryNetwork, workers: list[Worker]) -> None:
         first, second, third = workers
         await first.matchmaking.set_position(3, START)
@@ -278,7 +279,7 @@ def test_a_guest_stays_where_it_is_if_the_gatherer_is_out_of_reach(fault: str) -
 
 
 def sizes(network: MemoryNetwork) -> list[int]:
-    """Of every message of a gathering that arrives from now on."""
+    """The size of every matchmaking message that arrives from now on."""
     found: list[int] = []
 
     def watch(delivery: Delivery) -> None:
@@ -289,7 +290,7 @@ def sizes(network: MemoryNetwork) -> list[int]:
     return found
 
 
-def test_a_roster_is_told_once() -> None:
+def test_addresses_are_sent_once() -> None:
     async def scenario(network: MemoryNetwork, workers: list[Worker]) -> None:
         for worker in workers:
             worker.member = replace(worker.member, addresses=tuple(f"/ip4/10.0.0.{n}" for n in range(9)))
@@ -309,8 +310,8 @@ def test_a_roster_is_told_once() -> None:
     simulate(4, scenario)
 
 
-@pytest.mark.parametrize("change", ["moved", "weight", "missed", "new gatherer", "fewer"])
-def test_whoever_does_not_know_the_roster_is_told_it(change: str) -> None:
+@pytest.mark.parametrize("change", ["moved", "weight", "missed", "new leader", "fewer"])
+def test_a_follower_without_the_address_book_gets_the_whole_roster(change: str) -> None:
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
         await asyncio.gather(*(worker.gather(workers) for worker in workers))
         present = workers
@@ -322,9 +323,9 @@ def test_whoever_does_not_know_the_roster_is_told_it(change: str) -> None:
             case "missed":
                 three = [worker for worker in workers if worker is not workers[2]]
                 await asyncio.gather(*(worker.gather(three, round=4) for worker in three))
-            case "new gatherer":
+            case "new leader":
                 present = workers[1:]
-                workers[1].matchmaking._places = NO_ADDRESSES
+                workers[1].matchmaking._book = NO_ADDRESSES
             case "fewer":
                 present = workers[:3]
         rosters = await asyncio.gather(*(worker.gather(present, round=5) for worker in present))
@@ -343,15 +344,15 @@ ROSTER = Roster(3, FIRST + 7, (A, B))
 SHORT = roster_to_wire(ROSTER, AddressBook.of(ROSTER.members).hash)
 
 
-def test_a_roster_by_its_hash_says_the_same() -> None:
+def test_a_roster_by_hash_has_the_same_members() -> None:
     assert not SHORT.members
     short = roster_from_wire(SHORT, round=3, me=A, book=AddressBook.of(ROSTER.members))
     assert short.members == (replace(A, last_exchange=0), B)
     equal = Roster(3, FIRST + 7, (A, replace(A, peer=PeerId("b"))))
-    places = AddressBook.of(equal.members)
-    wire = roster_to_wire(equal, places.hash)
+    book = AddressBook.of(equal.members)
+    wire = roster_to_wire(equal, book.hash)
     assert (list(wire.weights), list(wire.bytes_per_s)) == ([1.0], [1e6])
-    assert [each.weight for each in roster_from_wire(wire, round=3, me=A, book=places).members] == [1, 1]
+    assert [each.weight for each in roster_from_wire(wire, round=3, me=A, book=book).members] == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -369,22 +370,22 @@ def test_a_roster_by_its_hash_says_the_same() -> None:
     ],
     ids=lambda wrong: str(wrong)[:20],
 )
-def test_a_roster_by_its_hash_is_checked(wrong: pb.Roster) -> None:
+def test_a_roster_by_hash_is_checked(wrong: pb.Roster) -> None:
     wire = pb.Roster()
     wire.CopyFrom(SHORT)
-    wire.MergeFrom(wrong)  # what is repeated is made longer
+    wire.MergeFrom(wrong)  # repeated fields are extended
     with pytest.raises(ProtocolViolation):
         roster_from_wire(wire, round=3, me=A, book=AddressBook.of(ROSTER.members))
 
 
-def test_a_roster_whose_exchange_this_worker_has_seen_is_refused() -> None:
-    """An exchange of that number could not begin: whoever says less of our last_exchange than we did does not get us there."""
+def test_a_roster_with_an_exchange_number_that_was_used_is_refused() -> None:
+    """A leader that reports a lower last exchange than the follower sent cannot make it repeat one."""
     wire = roster_to_wire(Roster(3, FIRST + 4, (replace(A, last_exchange=FIRST + 3), B)))
     with pytest.raises(ProtocolViolation, match="exchange number 196612"):
         roster_from_wire(wire, round=3, me=replace(A, last_exchange=FIRST + 4))
 
 
-def test_a_guest_that_never_says_who_it_is_is_turned_away() -> None:
+def test_a_follower_that_never_sends_its_addresses_is_refused() -> None:
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
         host, follower = workers
         await host.matchmaking.set_position(3, START)

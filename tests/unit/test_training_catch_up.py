@@ -15,7 +15,7 @@ def said(*each: Position) -> dict[PeerId, Position]:
     return {PeerId(f"p{number}"): place for number, place in enumerate(each)}
 
 
-def test_more_than_half_of_those_who_answer_move_a_worker() -> None:
+def test_more_than_half_of_the_answering_voters_move_a_worker() -> None:
     assert catch_up(MINE, said(LATER, LATER, MINE), same_state=True) == Move(
         LATER, (PeerId("p0"), PeerId("p1"))
     )
@@ -46,14 +46,14 @@ def test_where_states_differ_anyway_the_median_of_rounds_counts() -> None:
 def test_fewer_than_half_move_a_worker_nowhere(
     honest: list[Position], liars: list[Position], same: bool
 ) -> None:
-    """Honest witnesses are where we are, or in the round before it."""
+    """Honest voters are at this worker's position, or one round before it."""
     here = [MINE if same or place.round % 2 else Position(4, place.state) for place in honest]
     liars = liars[: max(0, len(here) - 1)]
     verdict = catch_up(MINE, said(*here, *liars), same_state=same)
     assert isinstance(verdict, Stay) or verdict.place.round == MINE.round
 
 
-def test_a_crowd_of_strangers_and_a_part_that_was_cut_off_do_not_continue_a_roster() -> None:
+def test_newcomers_and_a_minority_that_was_cut_off_continue_no_roster() -> None:
     before = [PeerId(name) for name in "abcd"]
     assert continued([], {PeerId("x"): 0})
     assert continued(before, dict.fromkeys(map(PeerId, "abcx"), 0))

@@ -26,7 +26,7 @@ SECONDS = st.floats(0.0, 100.0)
 SIZES = st.integers(0, 1 << 32)
 
 
-def test_parts_leave_evenly_and_whoever_is_behind_does_not_wait() -> None:
+def test_parts_are_sent_evenly_and_a_late_sender_does_not_wait() -> None:
     now = 10.0
     size_bytes = 8 * MIN_PART_BYTES
     coming = parts(bytes(size_bytes), Pace(10.0, 18.0, size_bytes), lambda: now)
@@ -82,7 +82,7 @@ def test_however_long_an_exchange_may_take_its_rate_is_one() -> None:
     assert contribution.end_s - contribution.start_s == result.end_s - result.start_s == 10.0
 
 
-def test_who_need_not_spread_sends_at_once() -> None:
+def test_without_a_spread_parts_are_sent_at_once() -> None:
     spread = SendSchedule(0.0, 0.5, 7.0, TIMING)
     assert spread.contribution(1, 100, 8.0) == Pace(8.0, 8.0, 100)
     assert spread.result(1, 100, 9.0) == Pace(9.0, 9.0, 100)

@@ -1,0 +1,32 @@
+"""The defences of workers against claims of a later round."""
+
+from pathlib import Path
+
+from swarmnet_node.training import worker
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.training.catch_up import Move, Position
+from tests.defences import Defence, Patch, replacing, yes
+from tests.sim import test_training_takeover
+from tests.unit import test_training_catch_up
+
+
+def believe_the_latest(patch: Patch) -> None:
+    def latest(_: Position, votes: dict[PeerId, Position], **__: bool) -> Move:
+        position = max(votes.values(), key=lambda each: each.round)
+        return Move(position, tuple(peer for peer, each in votes.items() if each == position))
+
+    patch.setattr(worker, "catch_up", latest)
+
+
+def one_of_four(folder: Path) -> None:
+    test_training_takeover.test_claims_of_a_later_round_by_newcomers_are_ignored(3, 1, folder)
+
+
+CATCH_UP = (
+    Defence("a claim of a later round replaces no worker's weights", believe_the_latest, one_of_four),
+    Defence(
+        "a roster of newcomers continues no other",
+        replacing(test_training_catch_up, "continued", yes),
+        lambda _: test_training_catch_up.test_newcomers_and_a_minority_that_was_cut_off_continue_no_roster(),
+    ),
+)
