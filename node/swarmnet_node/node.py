@@ -25,8 +25,8 @@ from swarmnet_node.hosting.services import Services
 from swarmnet_node.owner.control import NodeStatus
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.directory.catalog import CatalogModel, keep_model_announced
-from swarmnet_protocols.directory.hosts import PROTOCOL, hosts_topic, listed, read_records
-from swarmnet_protocols.directory.reports import clean
+from swarmnet_protocols.directory.host_announcements import PROTOCOL, hosts_topic, listed, read_records
+from swarmnet_protocols.directory.node_reports import clean
 from swarmnet_protocols.errors import SwarmnetError, Unreachable
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.machine.clock import Clock, wall_clock

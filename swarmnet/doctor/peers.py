@@ -51,9 +51,9 @@ async def _connected(entry: "Entry", listen: Sequence[str]) -> "AsyncIterator[Tr
     )
     async with (
         P2pdTransport.create(config) as raw,
-        Handshakes.run(raw, membership, Timing()) as door,
+        Handshakes.run(raw, membership, Timing()) as handshakes,
     ):
-        yield GuardedTransport(raw, door)
+        yield GuardedTransport(raw, handshakes)
 
 
 def _import_transport() -> None:

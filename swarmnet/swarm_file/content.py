@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from swarmnet_protocols.errors import ConfigError
-from swarmnet_protocols.membership.quotas import Quotas
-from swarmnet_protocols.membership.rules import Admission, Rules
+from swarmnet_protocols.membership.rules import Admission, Quotas, Rules
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.wire.canonical_json import canonical_json
 from swarmnet_protocols.wire.roles import ANY_ROLE, Role

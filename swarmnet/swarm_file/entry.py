@@ -20,8 +20,8 @@ from swarmnet_protocols.membership.rules import Rules
 from swarmnet_protocols.net import PeerId
 
 if TYPE_CHECKING:
-    from swarmnet_protocols.joining.admission import IssuerConfig
     from swarmnet_protocols.membership.invites import Invite
+    from swarmnet_protocols.membership.issuer import IssuerConfig
     from swarmnet_protocols.wire.membership_pb2 import Admitted
 
 T = TypeVar("T")
@@ -68,7 +68,7 @@ class Entry:
         return remember(self.identity_path.parent, data, source="an issuer's swarm file").rules()
 
     def _issuer(self, key_path: Path) -> "IssuerConfig":
-        from swarmnet_protocols.joining.admission import IssuerConfig
+        from swarmnet_protocols.membership.issuer import IssuerConfig
 
         if self.folder is None:
             raise ConfigError(
@@ -137,7 +137,7 @@ def _certify_owner(file: SwarmFile, key_path: Path, data_dir: Path) -> None:
     """Whoever has the authority's key beside the swarm file is a member by it, in all roles, without an invite."""
     if not key_path.exists():
         return
-    from swarmnet_protocols.joining.admission import IssuerConfig
+    from swarmnet_protocols.membership.issuer import IssuerConfig
     from swarmnet_protocols.membership.membership import Membership
     from swarmnet_protocols.net.identity import Identity
 
@@ -171,7 +171,7 @@ def _enter_by_invite(text: str, data_dir: Path, bootstrap: Sequence[str]) -> Ent
 
 
 def _redeem(text: str, data_dir: Path, bootstrap: tuple[str, ...]) -> Entry:
-    from swarmnet_protocols.joining.admission import redeem
+    from swarmnet_protocols.joining.network import redeem
     from swarmnet_protocols.membership.invites import read_invite
 
     invite = replace(read_invite(text, now=wall_clock()), bootstrap=bootstrap)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from swarmnet_protocols.errors import NoRoute
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.routing.cost import MARGIN, Hop, HostInfo, View, believed, find_chain, pair_of
+from swarmnet_protocols.routing.chain_search import MARGIN, Hop, HostInfo, View, believed, find_chain, pair_of
 
 BLOCKS = 4
 SECONDS = st.floats(0.0, 1.0)

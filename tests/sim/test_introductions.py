@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from swarmnet_protocols.directory.hosts import hosts_topic, signed_addresses
+from swarmnet_protocols.directory.host_announcements import hosts_topic, signed_addresses
 from swarmnet_protocols.directory.records import Record, seal
 from swarmnet_protocols.errors import PeerUnreachable
 from swarmnet_protocols.net import PeerId, ProtocolSpec, Stream, Transport

@@ -15,8 +15,10 @@ from swarmnet.dashboard.observing import observer as observers
 from swarmnet.dashboard.observing.observer import Observer, Vantage
 from swarmnet.dashboard.observing.sightings import SwarmAbout
 from swarmnet_node.engine.counters import cumulative_counts, total
-from swarmnet_protocols.directory import MemoryDirectory, Publisher, catalog
-from swarmnet_protocols.directory.hosts import PROTOCOL, hosts_topic
+from swarmnet_protocols.directory import catalog
+from swarmnet_protocols.directory.host_announcements import PROTOCOL, hosts_topic
+from swarmnet_protocols.directory.memory_directory import MemoryDirectory
+from swarmnet_protocols.directory.records import Publisher
 from swarmnet_protocols.errors import Unreachable
 from swarmnet_protocols.net.memory import LinkProfile
 from swarmnet_protocols.wire import records_pb2

@@ -18,7 +18,7 @@ from swarmnet.dashboard.observing.tally import MAX_PER_SECOND, NO_TIMES, Tallies
 from swarmnet.dashboard.state.coverage import advice, quantiles, replicas_of
 from swarmnet.dashboard.state.state import State, derive, merge_patch
 from swarmnet_protocols.directory.catalog import CatalogModel
-from swarmnet_protocols.directory.reports import MAX_NUMBER
+from swarmnet_protocols.directory.node_reports import MAX_NUMBER
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.wire import report_pb2

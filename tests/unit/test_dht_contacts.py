@@ -2,7 +2,7 @@
 
 import pytest
 
-from swarmnet_protocols.directory import Publisher, dht_contacts
+from swarmnet_protocols.directory import dht_contacts
 from swarmnet_protocols.directory.dht_contacts import (
     LIFETIME_S,
     MAX_CONTACT_BYTES,
@@ -12,6 +12,7 @@ from swarmnet_protocols.directory.dht_contacts import (
     contacts_in,
     with_contacts,
 )
+from swarmnet_protocols.directory.records import Publisher
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.wire import records_pb2 as pb
 

@@ -21,7 +21,7 @@ from swarmnet_node.hosting.reports import (
     TokenTimes,
 )
 from swarmnet_protocols.directory.catalog import MAX_MODELS, CatalogModel, merge
-from swarmnet_protocols.directory.reports import MAX_FLOWS, MAX_NUMBER, ask, check, clean
+from swarmnet_protocols.directory.node_reports import MAX_FLOWS, MAX_NUMBER, ask, check, clean
 from swarmnet_protocols.errors import ProtocolViolation, StreamEnded, StreamRefused
 from swarmnet_protocols.net import Message, Stream
 from swarmnet_protocols.net.identity import Identity

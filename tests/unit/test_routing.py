@@ -7,7 +7,7 @@ import pytest
 
 from swarmnet_protocols.errors import NoRoute
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.routing.cost import (
+from swarmnet_protocols.routing.chain_search import (
     BAN_MAX_S,
     BAN_S,
     CANDIDATES_PER_BLOCK,

@@ -21,7 +21,7 @@ from swarmnet_client.chain.supervisor import ChainSupervisor
 from swarmnet_client.swarm.swarm import Swarm
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError, Unreachable
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.routing.cost import Hop
+from swarmnet_protocols.routing.chain_search import Hop
 from swarmnet_protocols.session.received_digests import digest
 from swarmnet_protocols.session.steps import Row, wire_code
 from swarmnet_protocols.wire import session_pb2 as pb

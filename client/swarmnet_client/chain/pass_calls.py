@@ -24,7 +24,7 @@ from swarmnet_protocols.net import Buffer, PeerId, Stream
 from swarmnet_protocols.net.protocol_ids import PASS
 from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.net.typed_stream import TypedStream
-from swarmnet_protocols.routing.cost import Hop
+from swarmnet_protocols.routing.chain_search import Hop
 from swarmnet_protocols.session.adapters import block_of
 from swarmnet_protocols.session.passes import receive_tensor, split_tensor, unpack_tensors
 from swarmnet_protocols.session.steps import wire_code

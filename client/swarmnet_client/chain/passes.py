@@ -22,7 +22,7 @@ from swarmnet_protocols.errors import (
     SwarmnetError,
 )
 from swarmnet_protocols.machine.aio import all_of
-from swarmnet_protocols.routing.cost import Hop
+from swarmnet_protocols.routing.chain_search import Hop
 from swarmnet_protocols.session.passes import MAX_POSITIONS, MAX_SEQUENCES
 from swarmnet_protocols.wire import session_pb2 as pb
 

@@ -35,7 +35,7 @@ from swarmnet_protocols.errors import (
 from swarmnet_protocols.machine.aio import all_of, cancel, race
 from swarmnet_protocols.net import Buffer
 from swarmnet_protocols.net.refusal import Refused
-from swarmnet_protocols.routing.cost import Hop
+from swarmnet_protocols.routing.chain_search import Hop
 from swarmnet_protocols.session.link import LinkSender, NextHop
 from swarmnet_protocols.wire import session_pb2 as pb
 

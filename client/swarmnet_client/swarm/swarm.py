@@ -11,7 +11,7 @@ from swarmnet_client.audit.plan import Ledger
 from swarmnet_client.swarm.entry_guards import EntryGuards
 from swarmnet_client.swarm.traffic import CountingTransport, Traffic
 from swarmnet_protocols.directory import Directory
-from swarmnet_protocols.directory.hosts import read_hosts
+from swarmnet_protocols.directory.host_announcements import read_hosts
 from swarmnet_protocols.errors import NoRoute, ProtocolViolation, SwarmnetError
 from swarmnet_protocols.joining.network import Network, Trust, connect
 from swarmnet_protocols.machine.aio import cancel
@@ -20,7 +20,7 @@ from swarmnet_protocols.models import LocalModel
 from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.net.protocol_ids import PING
 from swarmnet_protocols.net.typed_stream import TypedStream
-from swarmnet_protocols.routing.cost import (
+from swarmnet_protocols.routing.chain_search import (
     Bans,
     Hop,
     HostInfo,

@@ -24,7 +24,7 @@ from swarmnet_node.hosting.reports import HostNumbers
 from swarmnet_node.hosting.session import HostedSession, LinkStream, SessionStream, idle
 from swarmnet_node.hosting.slots import IDLE_S, Slot, Slots, who_gives_way
 from swarmnet_node.owner.limits import ONE_CLIENT
-from swarmnet_protocols.directory.hosts import signed_addresses
+from swarmnet_protocols.directory.host_announcements import signed_addresses
 from swarmnet_protocols.errors import DeadlineExceeded, OutOfResources, ProtocolViolation, StreamEnded
 from swarmnet_protocols.machine.aio import race
 from swarmnet_protocols.machine.clock import Clock, wall_clock

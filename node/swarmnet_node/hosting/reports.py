@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from prometheus_client import Histogram
 
 from swarmnet_node.engine.counters import cumulative_counts, node_histogram, total
-from swarmnet_protocols.directory.reports import BOUNDS_S, MAX_FLOWS, clean
+from swarmnet_protocols.directory.node_reports import BOUNDS_S, MAX_FLOWS, clean
 from swarmnet_protocols.errors import DeadlineExceeded
 from swarmnet_protocols.net import Message, PeerId, Stream
 from swarmnet_protocols.net.messages import parse, receive_within, send_within

@@ -14,7 +14,7 @@ from swarmnet_node.engine.kv_cache import SequenceCache
 from swarmnet_node.hosting.passes import finite
 from swarmnet_node.hosting.reports import Pair, TokenTimes
 from swarmnet_node.hosting.slots import Slot
-from swarmnet_protocols.directory.reports import is_peer_id
+from swarmnet_protocols.directory.node_reports import is_peer_id
 from swarmnet_protocols.errors import (
     DeadlineExceeded,
     OutOfResources,

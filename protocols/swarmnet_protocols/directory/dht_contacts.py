@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from google.protobuf.message import DecodeError
 
-from swarmnet_protocols.directory import Publisher
-from swarmnet_protocols.directory.hosts import MAX_ADDRESSES
-from swarmnet_protocols.directory.records import Record, open_valid
+from swarmnet_protocols.directory.host_announcements import MAX_ADDRESSES
+from swarmnet_protocols.directory.records import Publisher, Record, open_valid
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.wire import records_pb2 as pb
 

@@ -12,8 +12,8 @@ from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import dht_pb2
 
-from swarmnet_protocols.directory.dht_calls import BUCKET_SIZE, BYTES_PER_FRAME, MAX_KEYS, GuardedP2P
 from swarmnet_protocols.directory.dht_replication import REPLICAS
+from swarmnet_protocols.directory.dht_rpc import BUCKET_SIZE, BYTES_PER_FRAME, MAX_KEYS, GuardedP2P
 from swarmnet_protocols.directory.dht_storage import BoundedStorage, StorageLimits
 from swarmnet_protocols.directory.records import MAX_RECORD_BYTES, dht_keys, open_record
 from swarmnet_protocols.errors import IntegrityError, NotAuthorised, ProtocolViolation

@@ -19,7 +19,7 @@ from typing import NoReturn
 from google.protobuf.message import DecodeError
 
 from swarmnet_protocols.directory import Directory
-from swarmnet_protocols.directory.hosts import MAX_ADDRESSES, listed
+from swarmnet_protocols.directory.host_announcements import MAX_ADDRESSES, listed
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net import PeerId, Transport
@@ -36,7 +36,7 @@ REMEMBERED_S = 600.0
 MORE_OFTEN = 12
 """By how much whoever may have a double looks and speaks more often."""
 DOUBTS_AT_START, DOUBTS = 0.25, 1.5
-"""How long it does, in ``Timing.presence_s``: until another who starts now, or after a double's word one who is there, has looked too."""
+"""How long it does, in ``Timing.identity_announce_s``: until another who starts now, or after a double's word one who is there, has looked too."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class DuplicateWatch:
         self._rng = rng
         self._timing = timing
         self._process = rng.randbytes(PROCESS_BYTES)
-        self._double = Duplicate(self._process, timing.presence_s, self._now())
+        self._double = Duplicate(self._process, timing.identity_announce_s, self._now())
 
     @classmethod
     @asynccontextmanager
@@ -172,7 +172,7 @@ class DuplicateWatch:
         await self._directory.publish(
             topic_of(self._transport.peer_id),
             said.SerializeToString(),
-            lifetime_s=3 * self._timing.presence_s,
+            lifetime_s=3 * self._timing.identity_announce_s,
         )
 
     def _now(self) -> float:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from google.protobuf.message import DecodeError
 
 from swarmnet_protocols.errors import IntegrityError, NotAuthorised
+from swarmnet_protocols.machine.clock import Clock
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import Identity, peer_id_of, verify
 from swarmnet_protocols.wire import records_pb2 as pb
@@ -68,6 +69,32 @@ def seal(identity: Identity, record: Record) -> bytes:
     if len(data) > max_bytes(record.topic):
         raise ValueError(f"the record has {len(data)} bytes, {max_bytes(record.topic)} are allowed")
     return data
+
+
+class Publisher:
+    """Seals the records of one peer. Sequence numbers grow with every record; so do expiries, unless the clock was set back by more
+    than a day."""
+
+    def __init__(self, identity: Identity, swarm: bytes, clock: Clock) -> None:
+        self._identity = identity
+        self.swarm = swarm
+        self.clock = clock
+        self._last: dict[str, Record] = {}
+
+    def seal(self, topic: str, body: bytes, *, lifetime_s: float) -> tuple[Record, bytes]:
+        """The next record under ``topic``, and its sealed form."""
+        now = self.clock()
+        sequence, expires_at = int(now * 1000), now + lifetime_s
+        if last := self._last.get(topic):
+            sequence = max(sequence, last.sequence + 1)
+            # A replica replaces a record only by one that expires later. A record that outlives MAX_LIFETIME_S was sealed while the
+            # clock was ahead: replicas refused it, and would refuse a successor that expires even later.
+            if last.expires_at < now + MAX_LIFETIME_S:
+                expires_at = max(expires_at, last.expires_at + 0.001)
+        record = Record(self.swarm, topic, self._identity.public_key, sequence, round(expires_at, 3), body)
+        sealed = seal(self._identity, record)
+        self._last[topic] = record
+        return record, sealed
 
 
 def max_bytes(topic: str) -> int:

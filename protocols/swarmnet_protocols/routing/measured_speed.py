@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.routing.cost import Hop, HostInfo, View
+from swarmnet_protocols.routing.chain_search import Hop, HostInfo, View
 
 GAIN = 0.5
 """Share of the difference between a measured time and the expected one by which a measurement corrects the hosts of a chain."""

@@ -17,8 +17,8 @@ from swarmnet.dashboard.observing.sightings import JobSighting, Look, SwarmAbout
 from swarmnet.dashboard.observing.tally import Tallies
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.directory.catalog import Catalog, CatalogModel, read_catalog
-from swarmnet_protocols.directory.hosts import read_numbered
-from swarmnet_protocols.directory.reports import ask, check
+from swarmnet_protocols.directory.host_announcements import read_numbered
+from swarmnet_protocols.directory.node_reports import ask, check
 from swarmnet_protocols.errors import (
     PeerUnreachable,
     ProtocolViolation,
@@ -30,7 +30,7 @@ from swarmnet_protocols.machine.aio import all_of, cancel
 from swarmnet_protocols.machine.clock import Clock
 from swarmnet_protocols.net import PeerId, Stream, Transport
 from swarmnet_protocols.net.protocol_ids import REPORT
-from swarmnet_protocols.routing.cost import HostInfo
+from swarmnet_protocols.routing.chain_search import HostInfo
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.training.job_records import WorkerInfo, find_job, find_workers
 from swarmnet_protocols.wire import records_pb2, report_pb2

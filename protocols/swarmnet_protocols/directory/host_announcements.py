@@ -11,7 +11,7 @@ from swarmnet_protocols.directory.records import open_valid
 from swarmnet_protocols.models.manifest import MAX_BLOCKS
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import peer_id_of
-from swarmnet_protocols.routing.cost import HostInfo
+from swarmnet_protocols.routing.chain_search import HostInfo
 from swarmnet_protocols.wire import records_pb2 as pb
 
 MAX_ADDRESSES = 16

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from swarmnet_protocols.directory import Publisher
-from swarmnet_protocols.directory.records import dht_keys
+from swarmnet_protocols.directory.records import Publisher, dht_keys
 from swarmnet_protocols.net.identity import Identity
 from tests.support.virtual_time import run
 

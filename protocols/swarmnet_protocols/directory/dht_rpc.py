@@ -38,11 +38,16 @@ class GuardedP2P:
     """
 
     def __init__(
-        self, peer_id: PeerID, calls: Calls, door: Handshakes, resources: ResourceManager, contacts: Contacts
+        self,
+        peer_id: PeerID,
+        calls: Calls,
+        handshakes: Handshakes,
+        resources: ResourceManager,
+        contacts: Contacts,
     ) -> None:
         self.peer_id = peer_id
         self._calls = calls
-        self._door = door
+        self._handshakes = handshakes
         self._resources = resources
         self._contacts = contacts
         self._origin = ""
@@ -72,8 +77,8 @@ class GuardedP2P:
                     f"{name}: {len(request)} bytes, {MAX_REQUEST_BYTES[name]} are the most"
                 )
             with scope.reserve(Resource.CALLS), scope.reserve(Resource.MEMORY, len(request)):
-                await self._door.settled(peer)
-                self._door.check(peer, protocol)
+                await self._handshakes.wait_outgoing(peer)
+                self._handshakes.check(peer, protocol)
                 call = parse(input_type, request)
                 self._contacts.learn(contacts_in(request)[:1], only=peer)
                 context = P2PContext(
@@ -109,7 +114,7 @@ class GuardedP2P:
     ) -> Protobuf:
         peer_id, protocol = PeerId(peer.to_base58()), self._protocols[name]
         addresses = self._contacts.addresses_of(peer_id)
-        await self._door.enter(peer_id, protocol, addresses=addresses, deadline_s=_ENTER_S)
+        await self._handshakes.ensure(peer_id, protocol, addresses=addresses, deadline_s=_ENTER_S)
         mine = [self._contacts.mine()] if self._is_called else []
         call = with_contacts(request.SerializeToString(), mine)
         answer = await self._calls.call(peer_id, protocol, call, addresses=addresses)

@@ -10,8 +10,7 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
 
-from swarmnet_protocols.directory import Publisher
-from swarmnet_protocols.directory.records import Record, dht_keys, newest, open_valid
+from swarmnet_protocols.directory.records import Publisher, Record, dht_keys, newest, open_valid
 from swarmnet_protocols.errors import NotAuthorised, PeerUnreachable, StreamRefused
 from swarmnet_protocols.membership.handshake import Handshakes
 from swarmnet_protocols.net.calls import Calls
@@ -35,7 +34,7 @@ class DhtDirectory:
     def __init__(
         self,
         transport: P2pdTransport,
-        door: Handshakes,
+        handshakes: Handshakes,
         node: "DHTNode",
         bootstrap: Sequence[str],
         publisher: Publisher,
@@ -43,12 +42,12 @@ class DhtDirectory:
         from swarmnet_protocols.directory.dht_replication import Replicator
 
         self._transport = transport
-        self._door = door
+        self._handshakes = handshakes
         self._node = node
         self._bootstrap = tuple(bootstrap)
         self._publisher = publisher
-        self._keepers = Replicator(node, publisher.clock)
-        self._silent: set[str] = set()
+        self._replicator = Replicator(node, publisher.clock)
+        self._unresponsive: set[str] = set()
         """Bootstrap peers that did not answer when they were asked last."""
 
     @property
@@ -60,7 +59,7 @@ class DhtDirectory:
     async def create(
         cls,
         transport: P2pdTransport,
-        door: Handshakes,
+        handshakes: Handshakes,
         identity: Identity,
         *,
         bootstrap: Sequence[str] = (),
@@ -75,16 +74,18 @@ class DhtDirectory:
         """
         from hivemind.p2p import PeerID
 
-        from swarmnet_protocols.directory.dht_calls import GuardedP2P
         from swarmnet_protocols.directory.dht_contacts import Contacts
         from swarmnet_protocols.directory.dht_node import create_node
+        from swarmnet_protocols.directory.dht_rpc import GuardedP2P
 
-        swarm, clock = door.membership.rules.swarm, door.membership.clock
+        swarm, clock = handshakes.membership.rules.swarm, handshakes.membership.clock
         contacts = Contacts(Publisher(identity, swarm, clock), transport.addresses)
         calls = Calls(transport, Timing())
-        p2p = GuardedP2P(PeerID.from_base58(transport.peer_id), calls, door, transport.resources, contacts)
+        p2p = GuardedP2P(
+            PeerID.from_base58(transport.peer_id), calls, handshakes, transport.resources, contacts
+        )
         node = await create_node(p2p, swarm, client_mode=client_mode, clock=clock)
-        directory = cls(transport, door, node, bootstrap, Publisher(identity, swarm, clock))
+        directory = cls(transport, handshakes, node, bootstrap, Publisher(identity, swarm, clock))
         try:
             await directory._join()
             yield directory
@@ -97,7 +98,7 @@ class DhtDirectory:
     async def publish(self, topic: str, body: bytes, *, lifetime_s: float) -> None:
         record, sealed = self._publisher.seal(topic, body, lifetime_s=lifetime_s)
         await self._join()
-        await self._keepers.store(record, sealed)
+        await self._replicator.store(record, sealed)
 
     async def lookup(self, topic: str) -> Sequence[Record]:
         await self._join()
@@ -111,7 +112,7 @@ class DhtDirectory:
 
     async def _join(self) -> None:
         """Meet the bootstrap peers, unless some peer is known. Raises ``NotAuthorised`` if we are no member any more."""
-        self._door.membership.check()
+        self._handshakes.membership.check()
         if self._node.protocol.routing_table.uid_to_peer_id:
             return
         refusals: list[NotAuthorised] = []
@@ -130,16 +131,16 @@ class DhtDirectory:
         try:
             async with asyncio.timeout(_BOOTSTRAP_S):
                 await self._transport.connect(peer, [address], deadline_s=_BOOTSTRAP_S)
-                await self._door.enter(peer, DHT_PING, deadline_s=_BOOTSTRAP_S)
+                await self._handshakes.ensure(peer, DHT_PING, deadline_s=_BOOTSTRAP_S)
         except NotAuthorised as error:
             _log.warning("bootstrap peer %s: %s", address, error)
             refusals.append(error)
             return False
         except (PeerUnreachable, StreamRefused, TimeoutError) as error:
-            if address not in self._silent:  # said once, for every look-up asks again
-                self._silent.add(address)
+            if address not in self._unresponsive:  # said once, for every look-up asks again
+                self._unresponsive.add(address)
                 why = str(error).partition("\n")[0] or f"nothing within {_BOOTSTRAP_S:g} s"
                 _log.warning("bootstrap peer %s does not answer: %s", address, why)
             return False
-        self._silent.discard(address)
+        self._unresponsive.discard(address)
         return await self._node.protocol.call_ping(PeerID.from_base58(peer)) is not None

@@ -7,7 +7,6 @@ from itertools import pairwise
 
 import pytest
 
-from swarmnet_protocols.directory import MemoryBoard, MemoryDirectory
 from swarmnet_protocols.directory.duplicate_identity import (
     DOUBTS,
     REMEMBERED_S,
@@ -16,6 +15,7 @@ from swarmnet_protocols.directory.duplicate_identity import (
     Presence,
     topic_of,
 )
+from swarmnet_protocols.directory.memory_directory import MemoryBoard, MemoryDirectory
 from swarmnet_protocols.directory.records import Record
 from swarmnet_protocols.net import Transport
 from swarmnet_protocols.net.identity import Identity
@@ -29,7 +29,7 @@ EPOCH = 1_800_000_000.0
 SWARM = bytes(32)
 ALICE, MALLORY = Identity.from_seed(b"alice"), Identity.from_seed(b"mallory")
 TIMING = Timing()
-TWO_LOOKS_S = 2 * TIMING.presence_s
+TWO_LOOKS_S = 2 * TIMING.identity_announce_s
 
 
 class At(TransportWrapper):
@@ -110,10 +110,10 @@ def test_two_machines_with_one_key_find_each_other_and_say_what_to_do(
 def test_both_owners_are_told_soon_after_the_second_has_started(alone_s: float) -> None:
     async def scenario(machines: Machines) -> None:
         one = machines.watch(1)
-        first = asyncio.create_task(live(one, alone_s + DOUBTS * TIMING.presence_s))
+        first = asyncio.create_task(live(one, alone_s + DOUBTS * TIMING.identity_announce_s))
         await asyncio.sleep(alone_s)
         other = machines.watch(2)
-        await live(other, DOUBTS * TIMING.presence_s - 1.0)
+        await live(other, DOUBTS * TIMING.identity_announce_s - 1.0)
         assert one.warning()
         assert other.warning()
         await first
@@ -130,10 +130,10 @@ def test_who_has_no_double_looks_seldom_before_long() -> None:
                 looked.append(asyncio.get_running_loop().time())
                 return await super().lookup(topic)
 
-        await live(machines.watch(1, Noting), 20 * TIMING.presence_s)
+        await live(machines.watch(1, Noting), 20 * TIMING.identity_announce_s)
         pauses = [later - earlier for earlier, later in pairwise(looked)]
-        assert max(pauses[:3]) < TIMING.presence_s / 5
-        assert min(pauses[8:]) > 0.8 * TIMING.presence_s
+        assert max(pauses[:3]) < TIMING.identity_announce_s / 5
+        assert min(pauses[8:]) > 0.8 * TIMING.identity_announce_s
 
     run(scenario)
 
@@ -177,7 +177,7 @@ def test_whoever_has_another_key_is_not_heard() -> None:
 
 
 def test_one_word_of_a_process_that_may_be_gone_is_not_enough() -> None:
-    double = Duplicate(b"ours", TIMING.presence_s, 0.0)
+    double = Duplicate(b"ours", TIMING.identity_announce_s, 0.0)
     for now in range(100):
         double.look(Presence(b"theirs", (), 7), float(now))
         double.look(Presence(b"ours", (), 8), float(now))

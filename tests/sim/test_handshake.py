@@ -10,9 +10,9 @@ from swarmnet_protocols.errors import NotAuthorised, PeerUnreachable, StreamEnde
 from swarmnet_protocols.membership.rules import Admission
 from swarmnet_protocols.net import Message, ProtocolSpec
 from swarmnet_protocols.net.memory import Delivery
-from swarmnet_protocols.net.protocol_ids import DOOR, LINK, PING, PROBE, REVOCATIONS, SESSION
+from swarmnet_protocols.net.protocol_ids import HANDSHAKE, LINK, PING, PROBE, REVOCATIONS, SESSION
 from swarmnet_protocols.wire.roles import ANY_ROLE, Role
-from tests.support.door_world import (
+from tests.support.handshake_lab import (
     DEADLINE_S,
     DELAY_S,
     GUARDED,
@@ -77,7 +77,7 @@ def test_an_intruder_is_refused_under_every_protocol(name: str, protocol: Protoc
         await victim.transport.serve(protocol, answer)
         mallory, intruder = await world.stranger("mallory"), INTRUDERS[name]
         reply = await knock(mallory, victim, hello(intruder.swarm, intruder.certificate(world, protocol)))
-        assert intruder.reason in reply.refused.reason
+        assert intruder.reason in reply.refusal.reason
         with pytest.raises(StreamEnded):
             await hear(mallory, victim.raw, protocol)
 
@@ -141,7 +141,7 @@ def test_a_member_who_may_not_serve_it_is_not_asked(protocol: ProtocolSpec) -> N
         await pretender.raw.serve(protocol, answer)
         with pytest.raises(NotAuthorised, match="is for"):
             await hear(asking.transport, pretender.raw, protocol)
-        assert {delivery.protocol for delivery in heard} == {DOOR}
+        assert {delivery.protocol for delivery in heard} == {HANDSHAKE}
 
     run(scenario)
 
@@ -154,7 +154,7 @@ def test_a_replayed_handshake_is_refused_under_every_protocol(protocol: Protocol
         overheard: list[Message] = []
 
         def overhear(delivery: Delivery) -> None:
-            if delivery.protocol == DOOR and delivery.source == alice.peer_id:
+            if delivery.protocol == HANDSHAKE and delivery.source == alice.peer_id:
                 overheard.append(delivery.message)
 
         world.network.observers.append(overhear)
@@ -162,7 +162,7 @@ def test_a_replayed_handshake_is_refused_under_every_protocol(protocol: Protocol
         mallory = await world.stranger("mallory")
         for message in overheard:
             reply = await knock(mallory, victim, message)
-            assert "another peer" in reply.refused.reason
+            assert "another peer" in reply.refusal.reason
             with pytest.raises(StreamEnded):
                 await hear(mallory, victim.raw, protocol)
 
@@ -197,7 +197,7 @@ def test_a_refused_member_learns_why_and_what_to_do() -> None:
     async def scenario(world: World) -> None:
         victim, stranger = await world.member("bob"), await world.peer("mallory")
         with pytest.raises(NotAuthorised, match="no certificate") as info:
-            await stranger.door.enter(victim.peer_id, SESSION, deadline_s=DEADLINE_S)
+            await stranger.handshakes.ensure(victim.peer_id, SESSION, deadline_s=DEADLINE_S)
         assert "invite" in info.value.hint
 
     run(scenario)
@@ -259,7 +259,7 @@ def test_many_at_once_meet_once() -> None:
         await server.transport.serve(SESSION, answer)
         knocks: list[Delivery] = []
         world.network.observers.append(
-            lambda delivery: knocks.append(delivery) if delivery.protocol == DOOR else None
+            lambda delivery: knocks.append(delivery) if delivery.protocol == HANDSHAKE else None
         )
         await asyncio.gather(*(hear(client.transport, server.raw, SESSION) for _ in range(20)))
         assert len(knocks) == 2
@@ -271,8 +271,8 @@ def test_who_gives_up_waiting_does_not_end_the_meeting() -> None:
     async def scenario(world: World) -> None:
         server, client = await world.member("bob"), await world.member("alice")
         with pytest.raises(PeerUnreachable):
-            await client.door.enter(server.peer_id, SESSION, deadline_s=DELAY_S)
+            await client.handshakes.ensure(server.peer_id, SESSION, deadline_s=DELAY_S)
         await asyncio.sleep(4 * DELAY_S)
-        await client.door.enter(server.peer_id, SESSION, deadline_s=DELAY_S / 100)
+        await client.handshakes.ensure(server.peer_id, SESSION, deadline_s=DELAY_S / 100)
 
     run(scenario)

@@ -6,9 +6,10 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
 from typing import TypeVar
 
-from swarmnet_protocols.directory import MemoryBoard, MemoryDirectory
-from swarmnet_protocols.joining.admission import Admissions, IssuerConfig, ask
+from swarmnet_protocols.directory.memory_directory import MemoryBoard, MemoryDirectory
+from swarmnet_protocols.joining.admission import Admissions, ask
 from swarmnet_protocols.membership.invites import Invite, Terms, make_invite, read_invite, redemption
+from swarmnet_protocols.membership.issuer import IssuerConfig
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.memory import LinkProfile, MemoryNetwork, MemoryTransport
 from swarmnet_protocols.wire import membership_pb2 as pb
