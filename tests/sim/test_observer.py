@@ -109,7 +109,7 @@ def test_times_are_those_that_the_client_waits(reference: Reference, tmp_path: A
             await until(feed, lambda body: any(entry["tokens"] for entry in body["peers"].values()))
             host = lab.nodes["a"].host
             assert host is not None
-            times, firsts = host.numbers.token_times, host.numbers.first_tokens
+            times, firsts = host.counters.token_times, host.counters.first_tokens
             assert cumulative_counts(times)[-1] == 58
             assert total(times) / 58 == pytest.approx(0.12, abs=0.005)
             assert cumulative_counts(firsts)[-1] == 1
@@ -117,7 +117,7 @@ def test_times_are_those_that_the_client_waits(reference: Reference, tmp_path: A
             for other in "bc":
                 host = lab.nodes[other].host
                 assert host is not None
-                assert cumulative_counts(host.numbers.token_times)[-1] == 0, (
+                assert cumulative_counts(host.counters.token_times)[-1] == 0, (
                     "only the first hop sees the client"
                 )
 
