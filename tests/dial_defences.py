@@ -6,7 +6,7 @@ from weakref import WeakValueDictionary
 
 import pytest
 
-from swarmnet_protocols.directory import hosts
+from swarmnet_protocols.directory import host_announcements
 from swarmnet_protocols.directory.records import Record
 from swarmnet_protocols.net import dialling
 from swarmnet_protocols.net.dialling import IntroducedTransport, Introductions
@@ -78,7 +78,7 @@ DIALS = (
     ),
     Defence(
         "a next hop is dialled where it has signed that it is",
-        replacing(hosts, "open_valid", believe_anybody),
+        replacing(host_announcements, "open_valid", believe_anybody),
         lambda _: test_introductions.test_nothing_else_names_addresses(
             test_introductions.announced()[:-1] + b"x"
         ),

@@ -6,7 +6,7 @@ from pathlib import Path
 from swarmnet_protocols.directory import records
 from swarmnet_protocols.directory.dht_storage import BoundedStorage
 from tests.defences import Defence, Patch, nothing, replacing
-from tests.unit import test_dht_guard, test_dht_keepers, test_dht_storage
+from tests.unit import test_dht_replication, test_dht_rpc, test_dht_storage
 
 
 def one_origin(patch: Patch) -> None:
@@ -23,9 +23,9 @@ def check_nothing(patch: Patch) -> None:
     from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind
 
     prepare_hivemind()
-    from swarmnet_protocols.directory import dht_calls as dht_guard
+    from swarmnet_protocols.directory import dht_rpc
 
-    patch.setattr(dht_guard, "_check_found", nothing)
+    patch.setattr(dht_rpc, "_check_found", nothing)
 
 
 def believe_all_is_kept(patch: Patch) -> None:
@@ -62,12 +62,12 @@ DIRECTORY = (
     Defence(
         "an answer keeps nobody busy",
         check_nothing,
-        lambda _: test_dht_guard.test_an_answer_that_would_keep_us_busy_is_refused([21]),
+        lambda _: test_dht_rpc.test_an_answer_that_would_keep_us_busy_is_refused([21]),
     ),
     Defence(
         "a full peer is passed over",
         believe_all_is_kept,
-        lambda _: test_dht_keepers.test_a_peer_that_has_no_room_is_passed_over(),
+        lambda _: test_dht_replication.test_a_peer_that_has_no_room_is_passed_over(),
     ),
 )
 

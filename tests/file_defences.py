@@ -10,8 +10,7 @@ from swarmnet_client.tuning import adapter_dir
 from swarmnet_client.tuning import checkpoint as tune_checkpoint
 from swarmnet_node.training import checkpoint as training_checkpoint
 from swarmnet_node.training import data
-from swarmnet_protocols.directory import duplicate_identity as presence
-from swarmnet_protocols.directory import records
+from swarmnet_protocols.directory import duplicate_identity, records
 from swarmnet_protocols.directory.duplicate_identity import Duplicate
 from swarmnet_protocols.membership import invites, signed
 from swarmnet_protocols.models import resolver
@@ -20,7 +19,13 @@ from swarmnet_protocols.training import jobs
 from tests.defences import Defence, nothing, replacing, yes
 from tests.properties import test_membership as mutations
 from tests.properties import test_records as record_mutations
-from tests.unit import test_flipped_bits, test_identity_lock, test_presence, test_swarm_file, test_swarm_keys
+from tests.unit import (
+    test_duplicate_identity,
+    test_flipped_bits,
+    test_identity_lock,
+    test_swarm_file,
+    test_swarm_keys,
+)
 
 
 def refused_bits(name: str) -> Callable[[Path], object]:
@@ -70,12 +75,12 @@ IDENTITY = (
     Defence(
         "a copied identity is found",
         replacing(Duplicate, "look", nothing),
-        lambda _: test_presence.test_one_word_of_a_process_that_may_be_gone_is_not_enough(),
+        lambda _: test_duplicate_identity.test_one_word_of_a_process_that_may_be_gone_is_not_enough(),
     ),
     Defence(
         "by somebody with that key only",
-        replacing(presence, "peer_id_of", lambda _: test_presence.ALICE.peer_id),
-        lambda _: test_presence.test_whoever_has_another_key_is_not_heard(),
+        replacing(duplicate_identity, "peer_id_of", lambda _: test_duplicate_identity.ALICE.peer_id),
+        lambda _: test_duplicate_identity.test_whoever_has_another_key_is_not_heard(),
     ),
 )
 STATEMENTS = (

@@ -7,9 +7,7 @@ from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as Protobuf
 
 from swarmnet_node.engine import engine
-from swarmnet_protocols.membership import handshake as door
-from swarmnet_protocols.membership import pending_handshakes as waiting_room
-from swarmnet_protocols.membership import revocations
+from swarmnet_protocols.membership import handshake, pending_handshakes, revocations
 from swarmnet_protocols.net import messages as talking
 from swarmnet_protocols.net import resources
 from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind
@@ -26,13 +24,13 @@ from tests.limit_defences import count_only, of_a_host, wait_for_ever
 from tests.properties import test_membership
 from tests.sim import (
     test_admission,
-    test_door_limits,
+    test_handshake_limits,
     test_host_defences,
     test_matchmaking,
     test_pass_graphs,
     test_training_exchanges,
 )
-from tests.unit import test_dht_guard, test_hostile_messages, test_node_reports, test_probes, test_resources
+from tests.unit import test_dht_rpc, test_hostile_messages, test_node_reports, test_probes, test_resources
 from tests.web_defences import patched
 
 
@@ -46,9 +44,9 @@ def take_what_can_be_read(kind: type[Protobuf], header: bytes) -> Protobuf:
 
 def allow_large_calls(patch: pytest.MonkeyPatch) -> None:
     prepare_hivemind()
-    from swarmnet_protocols.directory import dht_calls as dht_guard
+    from swarmnet_protocols.directory import dht_rpc
 
-    patch.setitem(dht_guard.MAX_REQUEST_BYTES, DHT_FIND.id, 1 << 30)
+    patch.setitem(dht_rpc.MAX_REQUEST_BYTES, DHT_FIND.id, 1 << 30)
 
 
 FLOODS = (
@@ -65,17 +63,17 @@ FLOODS = (
     Defence(
         "nor calls the DHT",
         replacing(Scope, "check_rate", nothing),
-        lambda _: test_dht_guard.test_who_calls_without_end_is_told_to_wait_before_its_calls_are_parsed(),
+        lambda _: test_dht_rpc.test_who_calls_without_end_is_told_to_wait_before_its_calls_are_parsed(),
     ),
     Defence(
         "calls of the DHT have a largest size",
         allow_large_calls,
-        lambda _: test_dht_guard.test_a_call_that_asks_for_too_much_is_not_parsed(),
+        lambda _: test_dht_rpc.test_a_call_that_asks_for_too_much_is_not_parsed(),
     ),
     Defence(
         "a peer has its share of calls at once",
         count_only,
-        lambda _: test_dht_guard.test_calls_that_wait_at_the_door_are_few(),
+        lambda _: test_dht_rpc.test_calls_that_wait_at_the_door_are_few(),
     ),
     Defence(
         "a tensor is as large as it must be, whatever its header says",
@@ -97,19 +95,19 @@ FLOODS = (
         lambda _: test_hostile_messages.test_a_first_message_that_drips_in_is_not_waited_for(),
     ),
     Defence(
-        "the silent make room at the door",
+        "silent streams are evicted from the pending handshakes",
         replacing(Scope, "available", lambda *_: 1 << 30),
-        lambda _: test_door_limits.test_silent_strangers_keep_no_member_out(),
+        lambda _: test_handshake_limits.test_silent_strangers_keep_no_member_out(),
     ),
     Defence(
-        "one place does not fill the waiting room",
-        replacing(waiting_room, "subnet_of", lambda _: "the world"),
+        "one subnet does not fill the pending handshakes",
+        replacing(pending_handshakes, "subnet_of", lambda _: "the world"),
         test_admission.test_who_has_many_identities_in_one_place_displaces_its_own,
     ),
     Defence(
         "nor does it take all streams",
         replacing(SubnetLimits, "_evict", nothing),
-        lambda _: test_door_limits.test_sixteen_who_take_all_streams_keep_no_member_out(),
+        lambda _: test_handshake_limits.test_sixteen_who_take_all_streams_keep_no_member_out(),
     ),
     Defence(
         "silent newcomers make room",
@@ -122,9 +120,11 @@ FLOODS = (
         test_admission.test_who_asks_without_end_keeps_nobody_from_asking,
     ),
     Defence(
-        "who has no door any more is remembered",
-        replacing(door, "MAX_REMEMBERED", 0),
-        patched(test_door_limits.test_whose_door_was_shut_for_want_of_room_is_let_in_until_it_is_revoked),
+        "a peer stays admitted when its handshake stream is evicted",
+        replacing(handshake, "MAX_WITHOUT_STREAM", 0),
+        patched(
+            test_handshake_limits.test_whose_door_was_shut_for_want_of_room_is_let_in_until_it_is_revoked
+        ),
     ),
     Defence(
         "a revocation stays for as long as it counts",
@@ -138,8 +138,8 @@ FLOODS = (
     ),
     Defence(
         "a member shuts no doors but its own",
-        replacing(door, "MAX_DOORS_EACH", 1 << 30),
-        lambda _: test_door_limits.test_one_member_shuts_no_doors_but_its_own(),
+        replacing(handshake, "MAX_STREAMS_PER_PEER", 1 << 30),
+        lambda _: test_handshake_limits.test_a_member_evicts_only_its_own_handshake_streams(),
     ),
     Defence(
         "strangers leave room to those we know",
@@ -149,7 +149,7 @@ FLOODS = (
     Defence(
         "and some calls of the DHT",
         replacing(resources, "KNOWN_PEER_SHARE", {}),
-        lambda _: test_dht_guard.test_however_many_strangers_call_those_we_know_are_answered(),
+        lambda _: test_dht_rpc.test_however_many_strangers_call_those_we_know_are_answered(),
     ),
     Defence(
         "a client has its share of the room for graphs",

@@ -10,7 +10,7 @@ import pytest
 from swarmnet_client.chain.blame import Blame, Suspects
 from swarmnet_client.chain.supervisor import ChainSupervisor
 from swarmnet_protocols.errors import ProtocolViolation
-from swarmnet_protocols.membership import handshake as door
+from swarmnet_protocols.membership import handshake
 from swarmnet_protocols.net import Message, framing
 from swarmnet_protocols.net.flow_control import ReceiveWindow, SendWindow
 from swarmnet_protocols.net.p2pd import pipe as p2pd_pipe
@@ -22,7 +22,7 @@ from tests.defences import Defence, Patch, nothing, replacing
 from tests.properties import test_framing
 from tests.sim import (
     test_client_defences,
-    test_door_limits,
+    test_handshake_limits,
     test_host_defences,
     test_limited_line,
     test_pass_blame,
@@ -40,8 +40,8 @@ from tests.unit import (
 
 
 def wait_for_ever(patch: Patch) -> None:
-    """For the first word on a stream, and for what is said at the door."""
-    inbound, hear = StreamScope.inbound, door.hear
+    """No timeout for the first message of a stream, nor for handshake messages."""
+    inbound, receive = StreamScope.inbound, handshake.receive
 
     def patient(*arguments: Any) -> StreamScope:
         meter = inbound(*arguments)
@@ -49,7 +49,7 @@ def wait_for_ever(patch: Patch) -> None:
         return meter
 
     patch.setattr(StreamScope, "inbound", patient)
-    patch.setattr(door, "hear", lambda stream, _: hear(stream, None))
+    patch.setattr(handshake, "receive", lambda stream, _: receive(stream, None))
 
 
 def count_only(patch: Patch) -> None:
@@ -116,7 +116,7 @@ LIMITS = (
     Defence(
         "the silent are gone in time",
         wait_for_ever,
-        lambda _: test_door_limits.test_who_says_nothing_at_the_door_is_gone_in_time(),
+        lambda _: test_handshake_limits.test_who_says_nothing_at_the_door_is_gone_in_time(),
     ),
     Defence(
         "messages have a largest size",

@@ -5,8 +5,8 @@ from typing import Any
 
 from swarmnet_client.swarm.entry_guards import EntryGuards
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.routing import cost as routing
-from swarmnet_protocols.routing.cost import HostInfo
+from swarmnet_protocols.routing import chain_search
+from swarmnet_protocols.routing.chain_search import HostInfo
 from tests.defences import Defence, Patch, nothing, replacing
 from tests.unit import test_claimed_speed as test
 
@@ -15,20 +15,20 @@ THIRTY = 30
 
 def ordered_by_id(patch: Patch) -> None:
     def shortlist(view: Any, hosts: Sequence[HostInfo], span: Any, stretch: Any) -> list[HostInfo]:
-        return sorted(hosts, key=lambda host: PeerId(host.peer))[: routing.CANDIDATES_PER_BLOCK]
+        return sorted(hosts, key=lambda host: PeerId(host.peer))[: chain_search.CANDIDATES_PER_BLOCK]
 
-    patch.setattr(routing, "_shortlist", shortlist)
+    patch.setattr(chain_search, "_shortlist", shortlist)
 
 
 ROUTING = (
     Defence(
         "an unmeasured host counts as the median at best",
-        replacing(routing, "median_high", min),
+        replacing(chain_search, "median_high", min),
         lambda _: test.test_a_liar_has_few_more_chains_than_a_truthful_host(THIRTY, 1.0),
     ),
     Defence(
         "a claim of no queue counts as the median",
-        replacing(routing, "median_high", min),
+        replacing(chain_search, "median_high", min),
         lambda _: test.test_a_claim_of_no_queue_gains_nothing(),
     ),
     Defence(

@@ -11,12 +11,12 @@ from tests.catch_up_defences import CATCH_UP
 from tests.defences import Defence
 from tests.dial_defences import DIALS
 from tests.directory_defences import DIRECTORY
-from tests.door_defences import DOOR, ISSUER
 from tests.file_defences import FILES, HASHES, IDENTITY, STATEMENTS
 from tests.flood_defences import FLOODS
 from tests.gateway_defences import GATEWAY
 from tests.job_defences import JOBS
 from tests.limit_defences import LIMITS
+from tests.membership_defences import HANDSHAKE, ISSUER
 from tests.p2pd_defences import P2PD
 from tests.routing_defences import ROUTING
 from tests.slot_defences import EVICTIONS
@@ -27,7 +27,7 @@ from tests.word_defences import WORDS
 
 DEFENCES = (
     *CATCH_UP,
-    *DOOR,
+    *HANDSHAKE,
     *ISSUER,
     *FILES,
     *IDENTITY,

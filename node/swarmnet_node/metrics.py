@@ -107,21 +107,21 @@ def _of_engine(engine: "Engine") -> Iterator[Metric]:
 
 
 def _of_host(host: "Host") -> Iterator[Metric]:
-    numbers = host.numbers
+    counters = host.counters
     yield _counter(
-        "answered_positions", "Positions sent home to clients, as their last hop.", numbers.answered
+        "answered_positions", "Positions sent home to clients, as their last hop.", counters.answered
     )
     yield _counter(
-        "rebuilt_sessions", "Sessions that came by replay, in place of another host.", numbers.rebuilt
+        "rebuilt_sessions", "Sessions that came by replay, in place of another host.", counters.rebuilt
     )
-    yield _counter("lost_links", "Next hops that were lost.", numbers.links_lost)
-    yield _counter("lost_clients", "Sessions whose client fell silent.", numbers.clients_lost)
+    yield _counter("lost_links", "Next hops that were lost.", counters.links_lost)
+    yield _counter("lost_clients", "Sessions whose client fell silent.", counters.clients_lost)
     refused = _labelled(CounterMetricFamily, "refusals", "What others were refused, and why.", "reason")
     for name in REASONS:
-        refused.add_metric([name], numbers.refused[name])
+        refused.add_metric([name], counters.refused[name])
     yield refused
-    yield _histogram(numbers.first_tokens)
-    yield _histogram(numbers.token_times)
+    yield _histogram(counters.first_tokens)
+    yield _histogram(counters.token_times)
 
 
 def _of_resources(seen: Snapshot) -> Iterator[Metric]:

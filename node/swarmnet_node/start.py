@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from swarmnet_node.hosting.host import HostLimits
     from swarmnet_node.node import Hosting
     from swarmnet_node.supervisor import Supervisor
-    from swarmnet_protocols.membership.quotas import Quotas
+    from swarmnet_protocols.membership.rules import Quotas
     from swarmnet_protocols.models import LocalModel, Progress
     from swarmnet_protocols.net import Transport
 

@@ -1,14 +1,14 @@
-"""The errors of the project: a small tree, named for what failed.
+"""The exceptions of the project, named for what failed.
 
-Every error a person may see carries ``hint``: one sentence that says what to do next. Foreign exceptions
-(libp2p, the operating system, a model library) are turned into these at the edge where they arise.
+An error that the user may see has a ``hint``: one sentence on what to do next. Exceptions of libp2p, the operating system and model
+libraries are converted where they arise.
 """
 
 from collections.abc import Sequence
 
 
 class SwarmnetError(Exception):
-    """Something failed for a reason we can name."""
+    """Base class: something failed for a known reason."""
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(message)
@@ -16,15 +16,15 @@ class SwarmnetError(Exception):
 
 
 class ConfigError(SwarmnetError):
-    """A file, flag or argument is wrong: nothing was started."""
+    """A file, flag or argument is wrong. Nothing was started."""
 
 
 class NotAuthorised(SwarmnetError):
-    """The peer, the swarm or the record is not allowed to do this."""
+    """A peer or a record lacks the permission."""
 
 
 class Unreachable(SwarmnetError):
-    """Nobody answers where somebody is needed."""
+    """No peer that is needed answers."""
 
 
 class PeerUnreachable(Unreachable):
@@ -32,17 +32,17 @@ class PeerUnreachable(Unreachable):
 
 
 class NoRoute(Unreachable):
-    """No live peer hosts some blocks of the model."""
+    """Some blocks of the model have no live host."""
 
     def __init__(
         self, missing: Sequence[tuple[int, int]], *, hint: str = "", among_trusted: bool = False
     ) -> None:
-        """``among_trusted``: others than the hosts that the user or the swarm file names may host them."""
+        """``missing``: spans of blocks. ``among_trusted``: hosts outside the trusted list were not considered."""
         spans = ", ".join(f"{start}:{end}" for start, end in missing)
         if among_trusted:
             hint = hint or "name more hosts with --hosts, or start a trusted node for these blocks"
         super().__init__(
-            f"no trusted host serves blocks {spans}" if among_trusted else f"nobody hosts blocks {spans}",
+            f"no trusted host serves blocks {spans}" if among_trusted else f"no host serves blocks {spans}",
             hint=hint
             or f"start a node for them: swarmnet join SWARM --blocks {missing[0][0]}:{missing[0][1]}",
         )
@@ -54,7 +54,7 @@ class OutOfResources(SwarmnetError):
 
 
 class IntegrityError(SwarmnetError):
-    """Bytes are not what their hash, signature or header says."""
+    """Bytes do not match their hash, signature or header."""
 
 
 class IncompatibleVersion(SwarmnetError):
@@ -62,17 +62,17 @@ class IncompatibleVersion(SwarmnetError):
 
 
 class ProtocolViolation(SwarmnetError):
-    """A peer sent something the protocol does not allow. The stream it came on is not used again."""
+    """A peer sent something that the protocol does not allow. Its stream is not used again."""
 
 
 class StreamEnded(SwarmnetError):
-    """The other side of a stream is gone: it closed, it died, or the path to it broke."""
+    """A stream ended: the other side closed it or failed, or the path broke."""
 
 
 class StreamRefused(StreamEnded):
-    """The other side of a stream does not want it, and has said why.
+    """The other side refused the stream and gave a reason.
 
-    It is worth trying again after ``retry_after_s``; where that is 0, not before something has changed.
+    It is worth trying again after ``retry_after_s``; 0: not before something has changed.
     """
 
     def __init__(self, message: str, *, retry_after_s: float = 0.0, hint: str = "") -> None:
@@ -81,4 +81,4 @@ class StreamRefused(StreamEnded):
 
 
 class DeadlineExceeded(SwarmnetError):
-    """An answer did not come within its deadline."""
+    """Something did not happen before its deadline."""

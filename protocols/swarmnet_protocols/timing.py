@@ -51,7 +51,7 @@ class Timing:
     """Lifetime of a host's announcement in the directory."""
     announce_s: float = 15.0
     """Period of a host's announcements."""
-    presence_s: float = 60.0
+    identity_announce_s: float = 60.0
     """Period of presence records. A second process with the same key is found after at most one and a half."""
     chunk_s: float = 30.0
     """Timeout for one chunk of a job's state, one part of a training pass, or each MiB of any message, over the slowest link worth using.

@@ -13,8 +13,7 @@ from swarmnet.swarm_file.content import FORMAT, Authority, ListedModel, Policy, 
 from swarmnet.units import parse_duration_s
 from swarmnet_protocols.errors import ConfigError, IncompatibleVersion
 from swarmnet_protocols.machine.toml_lines import line_of
-from swarmnet_protocols.membership.quotas import Quotas
-from swarmnet_protocols.membership.rules import MAX_KEYS, MAX_LIFETIME_S, MIN_LIFETIME_S, Admission
+from swarmnet_protocols.membership.rules import MAX_KEYS, MAX_LIFETIME_S, MIN_LIFETIME_S, Admission, Quotas
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.wire.roles import ANY_ROLE, Role
 
@@ -31,7 +30,7 @@ _MAX_MODEL_NAME_CHARS = 256
 _MAX_REFRESH_S = 60
 """With a refresh this often, a revocation is everywhere within two minutes."""
 _MAX_QUOTA = 1 << 50
-_GET_IT_AGAIN = "correct it, or get the file again from whoever runs the swarm"
+_GET_IT_AGAIN = "correct it, or get the file again from the person who runs the swarm"
 _E = TypeVar("_E", bound=StrEnum)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgpack  # type: ignore[import-untyped]
 import pytest
 
-from swarmnet_protocols.directory.dht import DhtDirectory
+from swarmnet_protocols.directory.dht_directory import DhtDirectory
 from swarmnet_protocols.directory.records import MAX_RECORD_BYTES, Record, dht_keys, seal
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.machine.clock import wall_clock
@@ -75,9 +75,9 @@ async def join(
     config = P2pdConfig(path, listen=LOOPBACK, bootstrap=bootstrap)
     async with (
         P2pdTransport.create(config) as transport,
-        Handshakes.run(transport, membership, Timing()) as door,
+        Handshakes.run(transport, membership, Timing()) as handshakes,
         DhtDirectory.create(
-            transport, door, identity, bootstrap=bootstrap, client_mode=client_mode
+            transport, handshakes, identity, bootstrap=bootstrap, client_mode=client_mode
         ) as directory,
     ):
         yield Peer(identity, transport, directory)
@@ -384,7 +384,9 @@ def test_a_dead_bootstrap_peer_is_named_once_and_in_one_line(
 
     asyncio.run(main())
     (said,) = [
-        each.getMessage() for each in caplog.records if each.name == "swarmnet_protocols.directory.dht"
+        each.getMessage()
+        for each in caplog.records
+        if each.name == "swarmnet_protocols.directory.dht_directory"
     ]
     assert "does not answer" in said
     assert "\n" not in said

@@ -121,7 +121,7 @@ def test_the_command_of_a_client_that_is_revoked_ends_as_documented(private: Pri
     assert (again.returncode, again.stdout) == (NOT_AUTHORISED, "")
     assert again.stderr.splitlines()[-2:] == [
         "error: this peer was revoked",
-        "hint: ask whoever runs the swarm",
+        "hint: ask the owner of the swarm",
     ]
 
 

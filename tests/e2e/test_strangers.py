@@ -21,7 +21,7 @@ import pytest
 from swarmnet.swarm_file import load_valid
 from swarmnet_node.hosting.host import HostLimits
 from swarmnet_node.hosting.slots import NEW_S
-from swarmnet_protocols.directory.hosts import hosts_topic
+from swarmnet_protocols.directory.host_announcements import hosts_topic
 from swarmnet_protocols.directory.records import Record, seal
 from swarmnet_protocols.errors import IncompatibleVersion
 from swarmnet_protocols.machine.clock import wall_clock

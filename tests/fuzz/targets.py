@@ -19,8 +19,9 @@ from google.protobuf.message import Message as Protobuf
 from swarmnet import swarm_file
 from swarmnet.swarm_file import writer as swarm_writer
 from swarmnet_node.training import shared_state
-from swarmnet_protocols.directory import Publisher, catalog, records, reports
+from swarmnet_protocols.directory import catalog, node_reports, records
 from swarmnet_protocols.directory.dht_contacts import Contacts, contacts_in, with_contacts
+from swarmnet_protocols.directory.records import Publisher
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
 from swarmnet_protocols.membership import certificates, invites, revocations, signed
 from swarmnet_protocols.membership.rules import Admission, Rules
@@ -39,7 +40,7 @@ from swarmnet_protocols.training import jobs, rosters
 from swarmnet_protocols.training.codecs import get_codec
 from swarmnet_protocols.training.rounds import messages, reduction
 from swarmnet_protocols.wire import (
-    door_pb2,
+    handshake_pb2,
     membership_pb2,
     probe_pb2,
     records_pb2,
@@ -60,7 +61,7 @@ MAX_INPUT_S = 5
 HIDDEN = 8
 NOW = 1_800_000_000.0
 SCHEMAS = (
-    door_pb2,
+    handshake_pb2,
     membership_pb2,
     probe_pb2,
     records_pb2,
@@ -229,7 +230,7 @@ def statement(kind: str) -> list[bytes]:
 def read_record(data: bytes) -> None:
     record = records.open_record(data, swarm=SWARM, now=NOW)
     catalog.merge([record.body])
-    for kind in (records_pb2.HostRecord, records_pb2.PresenceRecord):
+    for kind in (records_pb2.HostRecord, records_pb2.ProcessRecord):
         try:
             kind.FromString(record.body)
         except DecodeError as error:
@@ -284,7 +285,7 @@ def swarm_file_seeds() -> list[bytes]:
 
 
 def read_report(data: bytes) -> None:
-    reports.check(talking.parse(report_pb2.NodeReport, data))
+    node_reports.check(talking.parse(report_pb2.NodeReport, data))
 
 
 # ---- training --------------------------------------------------------------------------------------------
@@ -409,7 +410,7 @@ TARGETS: dict[str, Target] = {
     "frames": Target(read_frames, frame_seeds, ("net.framing.FrameReader",)),
     "messages": Target(read_message, message_seeds, ("net.messages.parse",)),
     "refusal": Target(
-        read_refusal, examples(door_pb2.Refused), ("net.refusal.decode_refusal",), max_bytes=4096
+        read_refusal, examples(handshake_pb2.Refusal), ("net.refusal.decode_refusal",), max_bytes=4096
     ),
     "multiaddr": Target(
         read_multiaddr,

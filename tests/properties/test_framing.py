@@ -33,7 +33,7 @@ from swarmnet_protocols.net.refusal import (
     encode_refusal,
     printable,
 )
-from swarmnet_protocols.wire import door_pb2 as pb
+from swarmnet_protocols.wire import handshake_pb2 as pb
 from tests.defences import nothing
 from tests.support.stream_scopes import new_scope
 
@@ -198,7 +198,7 @@ def test_a_refusal_arrives_in_any_pieces_and_ends_the_stream(
 
 @pytest.mark.parametrize("over", [0, 1])
 def test_refusals_have_a_largest_size(over: int) -> None:
-    encoded_refusal = pb.Refused(reason="a" * 2000)
+    encoded_refusal = pb.Refusal(reason="a" * 2000)
     encoded_refusal.reason += "a" * (MAX_REFUSAL_BYTES + over - encoded_refusal.ByteSize())
     assert encoded_refusal.ByteSize() == MAX_REFUSAL_BYTES + over
     frame = struct.pack(">II", REFUSED, encoded_refusal.ByteSize()) + encoded_refusal.SerializeToString()

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError, NotAuthorised
+from swarmnet_protocols.membership.authorise import admit
 from swarmnet_protocols.membership.certificates import Admittance, issue, open_certificate
 from swarmnet_protocols.membership.invites import Terms, make_invite, open_redemption, read_invite, redemption
-from swarmnet_protocols.membership.revocations import KEPT_S, Named, Revocations, open_list, sign_list
-from swarmnet_protocols.membership.rules import MAX_LIFETIME_S, Admission, Rules, admit
+from swarmnet_protocols.membership.revocations import KEPT_S, Revocations, RevokedIds, open_list, sign_list
+from swarmnet_protocols.membership.rules import MAX_LIFETIME_S, Admission, Rules
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.wire import membership_pb2 as pb
 from swarmnet_protocols.wire.roles import Role
@@ -46,7 +47,9 @@ SEALED: dict[str, tuple[bytes, Read]] = {
     ),
     "grant": (SHOWN.grant, read_redemption),
     "revocations": (
-        sign_list(Named(frozenset({ALICE}), frozenset({bytes(16)})), serial=7, swarm=SWARM, key=AUTHORITY),
+        sign_list(
+            RevokedIds(frozenset({ALICE}), frozenset({bytes(16)})), serial=7, swarm=SWARM, key=AUTHORITY
+        ),
         lambda data: open_list(data, rules=RULES, now=NOW),
     ),
 }
@@ -102,7 +105,7 @@ def test_no_mutated_proof_redeems_an_invite() -> None:
 
 
 def test_no_replay_is_accepted() -> None:
-    """What alice showed, shown again by somebody else, as often as there are examples: at the door, and to an issuer."""
+    """What alice showed, shown again by somebody else, as often as there are examples: in a handshake, and to an issuer."""
     bob = Identity.from_seed(b"bob").peer_id
     certificate, _ = SEALED["certificate"]
     for _ in range(settings().max_examples):
@@ -120,17 +123,17 @@ def test_a_list_names_whoever_could_still_come_in_and_never_grows_for_ever(
     revocations: list[tuple[int, int, bool]],
 ) -> None:
     """Each a while after the one before, of one of a few peers or of invites, by a tool that signs the list anew each time."""
-    named, now, revoked_at = Named(), int(NOW), dict[object, int]()
+    named, now, revoked_at = RevokedIds(), int(NOW), dict[object, int]()
     for days, number, is_peer in revocations:
         now += days * DAY_S
         peer, invite = Identity.from_seed(b"%d" % number).peer_id, bytes([number]) * 16
         named = (
-            named.naming(peers=frozenset({peer})) if is_peer else named.naming(invites=frozenset({invite}))
+            named.adding(peers=frozenset({peer})) if is_peer else named.adding(invites=frozenset({invite}))
         )
         revoked_at[peer if is_peer else invite] = now
         named = named.still_needed(now, peers_for_ever=False)
         sealed = sign_list(named, serial=now, swarm=SWARM, key=AUTHORITY)
-        assert open_list(sealed, rules=RULES, now=now).named == named
+        assert open_list(sealed, rules=RULES, now=now).revoked == named
         recent = {each for each, then in revoked_at.items() if now < then + KEPT_S}
         assert set(named.in_order()) == set(named.since) == recent
     for revoked, then in revoked_at.items():

@@ -16,7 +16,7 @@ from swarmnet_node.hosting.adapter_store import AdapterStore
 from swarmnet_node.hosting.host import HostLimits
 from swarmnet_protocols.net import Message, Stream, Transport
 from swarmnet_protocols.net.protocol_ids import ADAPTER, SESSION
-from swarmnet_protocols.routing.cost import Hop
+from swarmnet_protocols.routing.chain_search import Hop
 from swarmnet_protocols.session.adapters import Adapter
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.support.peft_oracle import random_tensors

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from swarmnet_protocols.directory import MemoryDirectory
+from swarmnet_protocols.directory.memory_directory import MemoryDirectory
 from swarmnet_protocols.errors import NotAuthorised, StreamEnded, Unreachable
-from swarmnet_protocols.joining.admission import AGAIN_S, ISSUERS_TOPIC, ask
+from swarmnet_protocols.joining.admission import ISSUERS_TOPIC, RETRY_PAUSES_S, ask
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.membership.certificates import open_certificate
 from swarmnet_protocols.membership.invites import redemption
@@ -20,7 +20,7 @@ from swarmnet_protocols.net.resources import Resource
 from swarmnet_protocols.net.subnets import subnet_of
 from swarmnet_protocols.wire import membership_pb2 as pb
 from swarmnet_protocols.wire.roles import Role
-from tests.support.admission_world import World, address, redeem, run
+from tests.support.admission_lab import World, address, redeem, run
 from tests.support.private_swarm import AUTHORITY, EPOCH, identity_of, virtual_clock
 
 DEADLINE_S = 5.0
@@ -106,7 +106,7 @@ def test_a_slow_directory_holds_up_only_those_who_need_it(
         assert not any(task.done() for task in waiting)
         answers.set()
         for task in waiting:
-            with pytest.raises(Unreachable, match="nobody"):
+            with pytest.raises(Unreachable, match="no issuer"):
                 await task
 
     run(tmp_path, scenario)
@@ -116,7 +116,7 @@ def test_without_an_issuer_there_is_nobody_to_ask(tmp_path: Path) -> None:
     async def scenario(world: World) -> None:
         member = await world.member("member", world.swarm.certificate("member", Role.HOST))
         newcomer = await world.stranger("newcomer")
-        with pytest.raises(Unreachable, match="nobody"):
+        with pytest.raises(Unreachable, match="no issuer"):
             await redeem(newcomer, world.invite(address(member.peer_id), address(identity_of("x").peer_id)))
 
     run(tmp_path, scenario)
@@ -283,7 +283,7 @@ def test_who_is_sent_off_without_a_word_comes_again(tmp_path: Path) -> None:
         async def answer(stream: Stream) -> None:
             nonlocal came
             came += 1
-            if came > len(AGAIN_S):
+            if came > len(RETRY_PAUSES_S):
                 await stream.receive()
                 admitted = pb.AdmissionReply(admitted=pb.Admitted(certificate=b"a certificate"))
                 await stream.send(Message(admitted.SerializeToString()))

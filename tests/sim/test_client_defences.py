@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from swarmnet_protocols.directory import MemoryDirectory
-from swarmnet_protocols.directory.hosts import hosts_topic, read_hosts
+from swarmnet_protocols.directory.host_announcements import hosts_topic, read_hosts
+from swarmnet_protocols.directory.memory_directory import MemoryDirectory
 from swarmnet_protocols.errors import OutOfResources
 from swarmnet_protocols.net import Message
 from swarmnet_protocols.net.memory import MemoryStream

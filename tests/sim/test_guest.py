@@ -12,7 +12,7 @@ import torch
 from swarmnet_node.engine.stage import Stage
 from swarmnet_node.owner.limits import Limits, Usage
 from swarmnet_node.supervisor import GOVERN_S, LOOK_S, PAUSE_GRACE_S, Supervisor
-from swarmnet_protocols.directory.hosts import read_records
+from swarmnet_protocols.directory.host_announcements import read_records
 from swarmnet_protocols.errors import IntegrityError
 from swarmnet_protocols.session.steps import Row
 from swarmnet_protocols.wire import records_pb2 as pb

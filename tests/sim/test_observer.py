@@ -15,8 +15,10 @@ from swarmnet.dashboard.observing import observer as observers
 from swarmnet.dashboard.observing.observer import Observer, Vantage
 from swarmnet.dashboard.observing.sightings import SwarmAbout
 from swarmnet_node.engine.counters import cumulative_counts, total
-from swarmnet_protocols.directory import MemoryDirectory, Publisher, catalog
-from swarmnet_protocols.directory.hosts import PROTOCOL, hosts_topic
+from swarmnet_protocols.directory import catalog
+from swarmnet_protocols.directory.host_announcements import PROTOCOL, hosts_topic
+from swarmnet_protocols.directory.memory_directory import MemoryDirectory
+from swarmnet_protocols.directory.records import Publisher
 from swarmnet_protocols.errors import Unreachable
 from swarmnet_protocols.net.memory import LinkProfile
 from swarmnet_protocols.wire import records_pb2
@@ -107,7 +109,7 @@ def test_times_are_those_that_the_client_waits(reference: Reference, tmp_path: A
             await until(feed, lambda body: any(entry["tokens"] for entry in body["peers"].values()))
             host = lab.nodes["a"].host
             assert host is not None
-            times, firsts = host.numbers.token_times, host.numbers.first_tokens
+            times, firsts = host.counters.token_times, host.counters.first_tokens
             assert cumulative_counts(times)[-1] == 58
             assert total(times) / 58 == pytest.approx(0.12, abs=0.005)
             assert cumulative_counts(firsts)[-1] == 1
@@ -115,7 +117,7 @@ def test_times_are_those_that_the_client_waits(reference: Reference, tmp_path: A
             for other in "bc":
                 host = lab.nodes[other].host
                 assert host is not None
-                assert cumulative_counts(host.numbers.token_times)[-1] == 0, (
+                assert cumulative_counts(host.counters.token_times)[-1] == 0, (
                     "only the first hop sees the client"
                 )
 

@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 
 from swarmnet_protocols.errors import IntegrityError, NotAuthorised
-from swarmnet_protocols.joining.admission import FILE_S, ISSUERS_TOPIC, Admissions, IssuerConfig
+from swarmnet_protocols.joining.admission import FILE_S, ISSUERS_TOPIC, Admissions
+from swarmnet_protocols.membership.issuer import IssuerConfig
 from swarmnet_protocols.membership.rules import Rules
 from swarmnet_protocols.membership.signed import seal
 from swarmnet_protocols.net import Message, Stream
 from swarmnet_protocols.net.protocol_ids import ADMISSION, SESSION
 from swarmnet_protocols.wire import membership_pb2 as pb
 from swarmnet_protocols.wire.roles import Role
-from tests.support.admission_world import World, address, run
+from tests.support.admission_lab import World, address, run
 from tests.support.conversations import echo
 from tests.support.private_swarm import identity_of
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from swarmnet_protocols.directory import MemoryDirectory
-from swarmnet_protocols.directory.hosts import PROTOCOL, hosts_topic
+from swarmnet_protocols.directory.host_announcements import PROTOCOL, hosts_topic
+from swarmnet_protocols.directory.memory_directory import MemoryDirectory
 from swarmnet_protocols.errors import NoRoute
 from swarmnet_protocols.net.memory import LinkProfile
 from swarmnet_protocols.session.steps import Row

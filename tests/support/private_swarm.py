@@ -10,7 +10,7 @@ from swarmnet_protocols.membership.certificates import Admittance, issue
 from swarmnet_protocols.membership.guarded_transport import GuardedTransport
 from swarmnet_protocols.membership.handshake import Handshakes
 from swarmnet_protocols.membership.membership import Membership
-from swarmnet_protocols.membership.revocations import Named, sign_list
+from swarmnet_protocols.membership.revocations import RevokedIds, sign_list
 from swarmnet_protocols.membership.rules import Admission, Rules
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import Identity
@@ -34,12 +34,12 @@ def identity_of(name: str) -> Identity:
 
 @dataclass
 class Someone:
-    """A peer of the swarm, or one who would be: with the door, and what lies below it."""
+    """A peer of the swarm, or one who would be: with its handshakes and the transport below them."""
 
     identity: Identity
     raw: MemoryTransport
     transport: GuardedTransport
-    door: Handshakes
+    handshakes: Handshakes
     membership: Membership
 
     @property
@@ -78,7 +78,7 @@ class PrivateSwarm:
 
     def revocation(self, *peers: PeerId, invites: tuple[bytes, ...] = (), serial: int = 1) -> bytes:
         """A sealed list by the authority."""
-        named = Named(peers=frozenset(peers), invites=frozenset(invites))
+        named = RevokedIds(peers=frozenset(peers), invites=frozenset(invites))
         return sign_list(named, serial=serial, swarm=self.rules.swarm, key=AUTHORITY)
 
     @asynccontextmanager
@@ -91,9 +91,9 @@ class PrivateSwarm:
         membership.certificate = certificate
         async with (
             network.transport(identity.peer_id) as raw,
-            Handshakes.run(raw, membership, self.timing) as door,
+            Handshakes.run(raw, membership, self.timing) as handshakes,
         ):
-            yield Someone(identity, raw, GuardedTransport(raw, door), door, membership)
+            yield Someone(identity, raw, GuardedTransport(raw, handshakes), handshakes, membership)
 
     @asynccontextmanager
     async def member(

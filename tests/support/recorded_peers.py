@@ -10,7 +10,7 @@ from prometheus_client import Histogram
 from swarmnet.dashboard.observing.sightings import Announced, JobSighting, Reported, Sighting
 from swarmnet_node.engine.counters import cumulative_counts, node_histogram, total
 from swarmnet_protocols.directory.catalog import CatalogModel
-from swarmnet_protocols.directory.reports import BOUNDS_S, check
+from swarmnet_protocols.directory.node_reports import BOUNDS_S, check
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.wire import report_pb2

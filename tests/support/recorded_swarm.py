@@ -30,7 +30,7 @@ from swarmnet.dashboard.observing.sightings import Look, Sighting, SwarmAbout
 from swarmnet.dashboard.observing.tally import Counts, Tallies
 from swarmnet_node.engine.counters import Histogram
 from swarmnet_protocols.directory.catalog import CatalogModel
-from swarmnet_protocols.directory.reports import BOUNDS_S
+from swarmnet_protocols.directory.node_reports import BOUNDS_S
 from swarmnet_protocols.machine.clock import Clock, wall_clock
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import Identity

@@ -18,7 +18,7 @@ from swarmnet_node.engine.stage import Stage
 from swarmnet_node.node import Dependencies, Hosting, Node
 from swarmnet_node.owner.limits import Limits
 from swarmnet_node.supervisor import Supervisor
-from swarmnet_protocols.directory import MemoryBoard, MemoryDirectory
+from swarmnet_protocols.directory.memory_directory import MemoryBoard, MemoryDirectory
 from swarmnet_protocols.membership.guarded_transport import GuardedTransport
 from swarmnet_protocols.membership.handshake import Handshakes
 from swarmnet_protocols.membership.membership import Membership
@@ -96,7 +96,7 @@ class Lab:
     link: LinkProfile = field(default_factory=lambda: LinkProfile(delay_s=0.01))
     timing: Timing = field(default_factory=Timing)
     private: PrivateSwarm | None = None
-    """Whose members everybody is, each behind its door; without one, nobody asks."""
+    """Whose members everybody is, each with its handshakes; without one there are none."""
 
     def __post_init__(self) -> None:
         self.network = MemoryNetwork(random.Random(f"{self.seed}/network"), self.link)
@@ -147,8 +147,8 @@ class Lab:
             membership = Membership(self.private.rules, identity.peer_id, virtual_clock)
             membership.take_certificate(self.private.certify(identity.peer_id, role))
             self.memberships[name] = membership
-            async with Handshakes.run(raw, membership, self.timing) as door:
-                yield GuardedTransport(raw, door)
+            async with Handshakes.run(raw, membership, self.timing) as handshakes:
+                yield GuardedTransport(raw, handshakes)
 
     @asynccontextmanager
     async def guest(

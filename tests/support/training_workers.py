@@ -15,7 +15,7 @@ from swarmnet_node.training.checkpoint import CheckpointStore
 from swarmnet_node.training.job_store import LocalFiles, check_job
 from swarmnet_node.training.trainer import Trainer
 from swarmnet_node.training.worker import Worker, WorkerDependencies
-from swarmnet_protocols.directory import MemoryBoard, MemoryDirectory
+from swarmnet_protocols.directory.memory_directory import MemoryBoard, MemoryDirectory
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import Identity

@@ -18,7 +18,7 @@ from swarmnet.dashboard.observing.tally import MAX_PER_SECOND, NO_TIMES, Tallies
 from swarmnet.dashboard.state.coverage import advice, quantiles, replicas_of
 from swarmnet.dashboard.state.state import State, derive, merge_patch
 from swarmnet_protocols.directory.catalog import CatalogModel
-from swarmnet_protocols.directory.reports import MAX_NUMBER
+from swarmnet_protocols.directory.node_reports import MAX_NUMBER
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.wire import report_pb2
@@ -109,7 +109,7 @@ def test_advice_is_the_weakest_window_of_a_usual_length() -> None:
     ]
     found = advice(MODEL, ("swarm.toml",), hosts, replicas_of(12, [each for _, each in hosts]))
     assert found["blocks"] == [4, 8]
-    assert found["reason"] == "nobody hosts blocks 4:8: the model cannot answer"
+    assert found["reason"] == "no peer hosts blocks 4:8: the model cannot answer"
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from swarmnet_protocols.directory import Publisher, dht_contacts
+from swarmnet_protocols.directory import dht_contacts
 from swarmnet_protocols.directory.dht_contacts import (
     LIFETIME_S,
     MAX_CONTACT_BYTES,
@@ -12,6 +12,7 @@ from swarmnet_protocols.directory.dht_contacts import (
     contacts_in,
     with_contacts,
 )
+from swarmnet_protocols.directory.records import Publisher
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.wire import records_pb2 as pb
 
@@ -83,7 +84,7 @@ def test_a_caller_speaks_for_itself_only() -> None:
 def test_a_record_of_something_else_is_no_contact() -> None:
     world = World()
     body = pb.ContactRecord(addresses=world.reached_at).SerializeToString()
-    _, sealed = Publisher(ALICE, SWARM, world.clock).seal("presence/", body, lifetime_s=60.0)
+    _, sealed = Publisher(ALICE, SWARM, world.clock).seal("identity/", body, lifetime_s=60.0)
     bob = world.contacts(BOB)
     bob.learn([sealed])
     assert bob.addresses_of(ALICE.peer_id) == ()

@@ -4,8 +4,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from swarmnet_protocols.directory import MemoryBoard, MemoryDirectory, Publisher
-from swarmnet_protocols.directory.records import open_record
+from swarmnet_protocols.directory.memory_directory import MemoryBoard, MemoryDirectory
+from swarmnet_protocols.directory.records import Publisher, open_record
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.memory import MemoryNetwork
 from tests.support import virtual_time

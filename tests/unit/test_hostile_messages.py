@@ -21,7 +21,7 @@ from swarmnet_protocols.session.adapters import read_part
 from swarmnet_protocols.session.steps import decode_tensor
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import (
-    door_pb2,
+    handshake_pb2,
     membership_pb2,
     probe_pb2,
     report_pb2,
@@ -45,8 +45,8 @@ FIRST_MESSAGES: list[type[Protobuf]] = [
     workers_pb2.MatchmakingRequest,
     workers_pb2.StateRequest,
     training_pb2.ExchangeRequest,
-    door_pb2.DoorMessage,
-    door_pb2.RevocationsRequest,
+    handshake_pb2.HandshakeMessage,
+    handshake_pb2.RevocationsRequest,
     membership_pb2.AdmissionRequest,
 ]
 

@@ -20,8 +20,8 @@ from swarmnet_protocols.membership.invites import (
     read_invite,
     redemption,
 )
-from swarmnet_protocols.membership.issuer import LEDGER_NAME, Issuer, Ledger
-from swarmnet_protocols.membership.revocations import Named, Revocations, sign_list
+from swarmnet_protocols.membership.issuer import ISSUED_NAME, IssuedCertificates, Issuer
+from swarmnet_protocols.membership.revocations import Revocations, RevokedIds, sign_list
 from swarmnet_protocols.membership.rules import Admission, Rules
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import Identity
@@ -47,7 +47,7 @@ def invite(terms: Terms = TERMS, *, key: Identity = AUTHORITY, swarm: bytes = SW
 
 @pytest.fixture
 def issuer(tmp_path: Path) -> Iterator[Issuer]:
-    with Ledger.open(tmp_path) as ledger:
+    with IssuedCertificates.open(tmp_path) as ledger:
         yield Issuer(AUTHORITY, RULES, ledger, now=NOW)
 
 
@@ -121,17 +121,17 @@ def test_an_invite_lets_in_as_many_peers_as_it_says_and_each_as_often_as_it_asks
 def test_uses_are_counted_across_restarts(tmp_path: Path) -> None:
     shown = invite()
     for peer in (ALICE, BOB):
-        with Ledger.open(tmp_path) as ledger:
+        with IssuedCertificates.open(tmp_path) as ledger:
             admitted(Issuer(AUTHORITY, RULES, ledger, now=NOW), shown, peer)
-    with Ledger.open(tmp_path) as ledger, pytest.raises(NotAuthorised, match="used up"):
+    with IssuedCertificates.open(tmp_path) as ledger, pytest.raises(NotAuthorised, match="used up"):
         admitted(Issuer(AUTHORITY, RULES, ledger, now=NOW), shown, CAROL)
-    assert (tmp_path / LEDGER_NAME).stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / ISSUED_NAME).stat().st_mode & 0o777 == 0o600
 
 
 def test_who_comes_back_when_its_certificate_has_ended_uses_nothing_up(tmp_path: Path) -> None:
     rules = replace(RULES, certificate_lifetime_s=HOUR_S)
     shown = invite(replace(TERMS, uses=1, not_after=int(NOW) + 24 * HOUR_S))
-    with Ledger.open(tmp_path) as ledger:
+    with IssuedCertificates.open(tmp_path) as ledger:
         issuer = Issuer(AUTHORITY, rules, ledger, now=NOW)
         first = admitted(issuer, shown, ALICE)
         second = admitted(issuer, shown, ALICE, NOW + 2 * HOUR_S)
@@ -142,7 +142,7 @@ def test_who_comes_back_when_its_certificate_has_ended_uses_nothing_up(tmp_path:
 
 def test_a_certificate_is_answered_after_it_is_on_disk(tmp_path: Path, issuer: Issuer) -> None:
     admitted(issuer, invite(), ALICE)
-    with sqlite3.connect(tmp_path / LEDGER_NAME) as other:
+    with sqlite3.connect(tmp_path / ISSUED_NAME) as other:
         assert other.execute("SELECT peer FROM issued").fetchall() == [(ALICE,)]
     other.close()
 
@@ -166,7 +166,7 @@ def test_an_invite_for_one_peer_is_for_nobody_else(issuer: Issuer) -> None:
 
 
 def test_invites_that_do_not_count(issuer: Issuer) -> None:
-    with pytest.raises(NotAuthorised, match="nobody who may"):
+    with pytest.raises(NotAuthorised, match="key that the swarm does not trust"):
         admitted(issuer, invite(key=Identity.from_seed(b"stranger")), ALICE)
     with pytest.raises(NotAuthorised, match="another swarm"):
         admitted(issuer, invite(swarm=bytes(32)), ALICE)
@@ -184,14 +184,14 @@ def test_invites_that_do_not_count(issuer: Issuer) -> None:
         issuer.redeem(redemption(forged, ALICE), ALICE, NOBODY_OUT, NOW)
 
 
-def revoked(named: Named) -> Revocations:
+def revoked(named: RevokedIds) -> Revocations:
     return NOBODY_OUT.learn([sign_list(named, serial=1, swarm=SWARM, key=AUTHORITY)], rules=RULES, now=NOW)
 
 
 def test_who_is_revoked_gets_no_certificate(issuer: Issuer) -> None:
     shown = invite()
     sealed = issuer.redeem(redemption(shown, ALICE), ALICE, NOBODY_OUT, NOW)
-    for out in (Named(frozenset({ALICE})), Named(invites=frozenset({shown.grant.id}))):
+    for out in (RevokedIds(frozenset({ALICE})), RevokedIds(invites=frozenset({shown.grant.id}))):
         with pytest.raises(NotAuthorised, match="revoked"):
             issuer.redeem(redemption(shown, ALICE), ALICE, revoked(out), NOW)
         with pytest.raises(NotAuthorised, match="revoked"):
@@ -225,7 +225,7 @@ def test_another_issuer_renews_what_the_first_one_issued(tmp_path: Path, issuer:
     (tmp_path / "other").mkdir()
     other = Identity.from_seed(b"other")
     rules = replace(RULES, keys={**RULES.keys, other.public_key: math.inf})
-    with Ledger.open(tmp_path / "other") as ledger:
+    with IssuedCertificates.open(tmp_path / "other") as ledger:
         renewed = Issuer(other, rules, ledger, now=NOW).renew(sealed, ALICE, NOBODY_OUT, NOW)
     assert open_certificate(renewed, rules=rules, now=NOW).issuer == other.public_key
 
@@ -242,7 +242,7 @@ def certificate_by(key: Identity, peer: PeerId = ALICE) -> bytes:
 
 def renewed_by(key: Identity, sealed: bytes, folder: Path, *, rules: Rules = BOTH, now: float = NOW) -> bytes:
     (home := folder / f"{key.public_key.hex()}-{now}").mkdir()
-    with Ledger.open(home) as ledger:
+    with IssuedCertificates.open(home) as ledger:
         return Issuer(key, rules, ledger, now=now).renew(sealed, ALICE, NOBODY_OUT, now)
 
 
@@ -259,7 +259,7 @@ def test_a_membership_that_a_stolen_key_made_up_ends_with_the_key_whoever_renewe
 
 
 def test_so_does_one_whose_invite_it_signed(tmp_path: Path) -> None:
-    with Ledger.open(tmp_path) as ledger:
+    with IssuedCertificates.open(tmp_path) as ledger:
         issuer = Issuer(HONEST, BOTH, ledger, now=NOW)
         sealed = issuer.redeem(redemption(invite(key=STOLEN), ALICE), ALICE, NOBODY_OUT, NOW)
     assert open_certificate(sealed, rules=BOTH, now=NOW).issuer == HONEST.public_key
@@ -317,14 +317,17 @@ def test_a_certificate_made_by_hand_is_renewed_too(issuer: Issuer) -> None:
 
 
 def test_a_key_that_the_file_does_not_name_makes_no_issuer(tmp_path: Path) -> None:
-    with Ledger.open(tmp_path) as ledger, pytest.raises(ConfigError, match="may not issue") as caught:
+    with (
+        IssuedCertificates.open(tmp_path) as ledger,
+        pytest.raises(ConfigError, match="may not issue") as caught,
+    ):
         Issuer(Identity.from_seed(b"stranger"), RULES, ledger, now=NOW)
     assert "issuers" in caught.value.hint
 
 
 def test_nobody_is_let_in_whom_the_ledger_cannot_note(tmp_path: Path, issuer: Issuer) -> None:
     shown = invite(replace(TERMS, uses=1))
-    with sqlite3.connect(tmp_path / LEDGER_NAME) as other:
+    with sqlite3.connect(tmp_path / ISSUED_NAME) as other:
         other.execute(
             "CREATE TRIGGER full BEFORE INSERT ON issued BEGIN SELECT RAISE(ABORT, 'disk full'); END"
         )
@@ -336,6 +339,6 @@ def test_nobody_is_let_in_whom_the_ledger_cannot_note(tmp_path: Path, issuer: Is
 
 
 def test_a_damaged_ledger_is_named(tmp_path: Path) -> None:
-    (tmp_path / LEDGER_NAME).write_bytes(b"not a database" * 100)
-    with pytest.raises(ConfigError, match=LEDGER_NAME), Ledger.open(tmp_path):
+    (tmp_path / ISSUED_NAME).write_bytes(b"not a database" * 100)
+    with pytest.raises(ConfigError, match=ISSUED_NAME), IssuedCertificates.open(tmp_path):
         pass

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from swarmnet_protocols.errors import IntegrityError, NotAuthorised
+from swarmnet_protocols.membership.authorise import admit
 from swarmnet_protocols.membership.certificates import (
     CLOCK_SKEW_S,
     Admittance,
@@ -18,12 +19,12 @@ from swarmnet_protocols.membership.certificates import (
 from swarmnet_protocols.membership.revocations import (
     KEPT_S,
     MAX_ENTRIES,
-    Named,
     Revocations,
+    RevokedIds,
     open_list,
     sign_list,
 )
-from swarmnet_protocols.membership.rules import MAX_LIFETIME_S, MIN_LIFETIME_S, Admission, Rules, admit
+from swarmnet_protocols.membership.rules import MAX_LIFETIME_S, MIN_LIFETIME_S, Admission, Rules
 from swarmnet_protocols.membership.signed import seal
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import Identity
@@ -96,7 +97,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "signed by a stranger": (
         lambda: open_certificate(sealed(key=STRANGER), rules=RULES, now=NOW),
-        "signed by nobody who may",
+        "signed by a key that the swarm does not trust",
     ),
     "signed by one who counts no more": (
         lambda: admit(
@@ -107,7 +108,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
             NOBODY_OUT,
             NOW,
         ),
-        "signed by nobody who may",
+        "signed by a key that the swarm does not trust",
     ),
 }
 
@@ -180,7 +181,7 @@ def learned(*lists: bytes, known: Revocations = NOBODY_OUT) -> Revocations:
     return known.learn(lists, rules=RULES, now=NOW)
 
 
-def revoke(named: Named, *, serial: int = 1, key: Identity = AUTHORITY, swarm: bytes = SWARM) -> bytes:
+def revoke(named: RevokedIds, *, serial: int = 1, key: Identity = AUTHORITY, swarm: bytes = SWARM) -> bytes:
     return sign_list(named, serial=serial, swarm=swarm, key=key)
 
 
@@ -189,54 +190,57 @@ def test_the_revoked_are_out_whatever_the_admission(admission: Admission) -> Non
     rules = replace(RULES, admission=admission, anyone=ANY_ROLE, allow={ALICE: ANY_ROLE})
     shown = certificate(invite=bytes(16))
     for named in (
-        Named(peers=frozenset({ALICE})),
-        Named(certificates=frozenset({shown.id})),
-        Named(invites=frozenset({bytes(16)})),
+        RevokedIds(peers=frozenset({ALICE})),
+        RevokedIds(certificates=frozenset({shown.id})),
+        RevokedIds(invites=frozenset({bytes(16)})),
     ):
         with pytest.raises(NotAuthorised, match="revoked"):
             admit(rules, shown, ALICE, CLIENT, learned(revoke(named)), NOW)
-    others = learned(revoke(Named(frozenset({BOB}), frozenset({bytes(16)}), frozenset({shown.id}))))
+    others = learned(revoke(RevokedIds(frozenset({BOB}), frozenset({bytes(16)}), frozenset({shown.id}))))
     assert admit(rules, shown, ALICE, CLIENT, others, NOW)
 
 
 def test_of_one_signer_the_newest_list_counts_and_of_all_signers_all() -> None:
-    old, new = revoke(Named(frozenset({ALICE})), serial=1), revoke(Named(frozenset({BOB})), serial=2)
-    other = revoke(Named(frozenset({ALICE})), key=ISSUER)
+    old, new = (
+        revoke(RevokedIds(frozenset({ALICE})), serial=1),
+        revoke(RevokedIds(frozenset({BOB})), serial=2),
+    )
+    other = revoke(RevokedIds(frozenset({ALICE})), key=ISSUER)
 
     for order in ((old, new), (new, old)):
         known = learned(*order)
-        assert (known.why_out(ALICE, None), bool(known.why_out(BOB, None))) == (None, True)
+        assert (known.reason_revoked(ALICE, None), bool(known.reason_revoked(BOB, None))) == (None, True)
     assert learned(old, known=known) is known
 
     both = learned(other, known=known)
-    assert both.why_out(ALICE, None)
-    assert both.why_out(BOB, None)
+    assert both.reason_revoked(ALICE, None)
+    assert both.reason_revoked(BOB, None)
     assert both.serials == {AUTHORITY.public_key: 2, ISSUER.public_key: 1}
     assert both.newer_than({AUTHORITY.public_key: 2}) == (other,)
     assert set(both.newer_than({})) == {new, other}
 
     later = replace(RULES, keys={AUTHORITY.public_key: math.inf})
-    assert both.believed(rules=later, now=NOW).why_out(ALICE, None) is None
+    assert both.believed(rules=later, now=NOW).reason_revoked(ALICE, None) is None
 
 
 def test_lists_that_are_not_as_they_should_be_are_refused() -> None:
-    good = revoke(Named(frozenset({ALICE})))
+    good = revoke(RevokedIds(frozenset({ALICE})))
     with pytest.raises(NotAuthorised, match="another swarm"):
-        learned(revoke(Named(), swarm=bytes(32)))
-    with pytest.raises(NotAuthorised, match="nobody who may"):
-        learned(good, revoke(Named(), key=STRANGER))
+        learned(revoke(RevokedIds(), swarm=bytes(32)))
+    with pytest.raises(NotAuthorised, match="key that the swarm does not trust"):
+        learned(good, revoke(RevokedIds(), key=STRANGER))
     with pytest.raises(IntegrityError):
         learned(good[:-1] + bytes([good[-1] ^ 1]))
     with pytest.raises(IntegrityError):
         learned(sealed())  # a certificate is no list
     with pytest.raises(ValueError, match="at most"):
-        revoke(Named(frozenset(PeerId(f"{n:052}") for n in range(MAX_ENTRIES + 1))))
+        revoke(RevokedIds(frozenset(PeerId(f"{n:052}") for n in range(MAX_ENTRIES + 1))))
 
 
 def test_the_longest_list_there_can_be_fits() -> None:
-    named = Named(frozenset(PeerId(f"{n:052}") for n in range(MAX_ENTRIES)))
+    named = RevokedIds(frozenset(PeerId(f"{n:052}") for n in range(MAX_ENTRIES)))
     dated = named.still_needed(NOW, peers_for_ever=False)
-    assert open_list(revoke(dated), rules=RULES, now=NOW).named == dated
+    assert open_list(revoke(dated), rules=RULES, now=NOW).revoked == dated
 
 
 @pytest.mark.parametrize(
@@ -256,10 +260,12 @@ def test_a_list_says_everything_once_and_dates_all_of_it_or_nothing(change: dict
 
 
 def test_what_was_revoked_long_ago_leaves_the_list_and_may_be_revoked_again() -> None:
-    old = Named(frozenset({ALICE}), invites=frozenset({bytes(16)})).still_needed(NOW, peers_for_ever=False)
+    old = RevokedIds(frozenset({ALICE}), invites=frozenset({bytes(16)})).still_needed(
+        NOW, peers_for_ever=False
+    )
     later = NOW + KEPT_S
     assert old.still_needed(later - 1, peers_for_ever=False) == old
     assert not old.still_needed(later, peers_for_ever=False).in_order()
     assert old.still_needed(later, peers_for_ever=True).in_order() == (ALICE,)
-    again = old.naming(peers=frozenset({ALICE})).still_needed(later, peers_for_ever=False)
+    again = old.adding(peers=frozenset({ALICE})).still_needed(later, peers_for_ever=False)
     assert (again.in_order(), again.since[ALICE]) == ((ALICE,), later)

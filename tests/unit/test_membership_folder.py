@@ -8,7 +8,7 @@ import pytest
 
 from swarmnet_protocols.errors import NotAuthorised, OutOfResources
 from swarmnet_protocols.membership.membership import Membership
-from swarmnet_protocols.membership.revocations import Named, sign_list
+from swarmnet_protocols.membership.revocations import RevokedIds, sign_list
 from swarmnet_protocols.membership.rules import MAX_KEYS, Rules
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.wire.roles import Role
@@ -56,7 +56,7 @@ def test_lists_of_signers_of_old_hide_none_of_those_who_count(tmp_path: Path) ->
     )
     for key in made[: MAX_KEYS + 1]:
         rules = replace(SWARM.rules, keys={key.public_key: math.inf})
-        named = Named(peers=frozenset({ALICE}))
+        named = RevokedIds(peers=frozenset({ALICE}))
         member(tmp_path, rules).take_revocations([sign_list(named, serial=1, swarm=rules.swarm, key=key)])
     member(tmp_path).take_revocations([SWARM.revocation(MALLORY)])
     assert made[MAX_KEYS].public_key < AUTHORITY.public_key

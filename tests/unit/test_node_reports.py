@@ -11,17 +11,10 @@ import pytest
 
 from swarmnet_node.engine.counters import cumulative_counts, total
 from swarmnet_node.hosting import reports
-from swarmnet_node.hosting.reports import (
-    EVERY_S,
-    IDLE_S,
-    MAX_PAIRS,
-    HostNumbers,
-    Pair,
-    Reporter,
-    TokenTimes,
-)
+from swarmnet_node.hosting.host_counters import MAX_PAIRS, HostCounters, Pair, TokenTimes
+from swarmnet_node.hosting.reports import EVERY_S, IDLE_S, Reporter
 from swarmnet_protocols.directory.catalog import MAX_MODELS, CatalogModel, merge
-from swarmnet_protocols.directory.reports import MAX_FLOWS, MAX_NUMBER, ask, check, clean
+from swarmnet_protocols.directory.node_reports import MAX_FLOWS, MAX_NUMBER, ask, check, clean
 from swarmnet_protocols.errors import ProtocolViolation, StreamEnded, StreamRefused
 from swarmnet_protocols.net import Message, Stream
 from swarmnet_protocols.net.identity import Identity
@@ -46,7 +39,7 @@ def worker_report() -> report_pb2.NodeReport:
 
 
 def test_the_busiest_pairs_are_told_and_all_are_bounded() -> None:
-    numbers = HostNumbers()
+    numbers = HostCounters()
     for number in range(2 * MAX_PAIRS):
         numbers.passed(Pair("", f"{number}"), number)
     flows = numbers.flows([Pair("", "3"), Pair("", "3"), Pair("a", "b")])
@@ -59,9 +52,9 @@ def test_the_busiest_pairs_are_told_and_all_are_bounded() -> None:
     assert len(numbers._positions) == MAX_PAIRS
 
 
-def steps(*rows: tuple[float, int, int, int]) -> HostNumbers:
+def steps(*rows: tuple[float, int, int, int]) -> HostCounters:
     """Steps of one lane: when, start, count, outputs."""
-    numbers = HostNumbers()
+    numbers = HostCounters()
     times = TokenTimes(numbers)
     for at_s, start, count, outputs in rows:
         times.arrived([Row(0, start, count, outputs, 0)], at_s)
@@ -122,7 +115,7 @@ def test_one_asker_has_so_many_streams_and_a_quiet_one_ends() -> None:
         streams = [await connect() for _ in range(STREAMS_EACH + 1)]
         for stream in streams[:-1]:
             await ask(stream, reply_s=5.0)
-        with pytest.raises(StreamRefused, match="no room"):
+        with pytest.raises(StreamRefused, match="overloaded"):
             await ask(streams[-1], reply_s=5.0)
         await asyncio.sleep(reports.IDLE_S + 1.0)
         with pytest.raises(StreamEnded):

@@ -110,7 +110,7 @@ def test_closed_streams_are_forgotten() -> None:
         for scope in [host.open(f"peer {number}", "/ip4/203.0.113.1/tcp/1") for number in range(5)]:
             scope.close()
             scope.close()
-        assert not host.subnet_limits._streams._places
+        assert not host.subnet_limits._streams._subnets
         await asyncio.sleep(0)
 
     on_a_host(scenario)

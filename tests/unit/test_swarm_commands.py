@@ -12,7 +12,7 @@ from swarmnet.swarm_file.folder import folder_of
 from swarmnet.swarm_file.keys import load_key
 from swarmnet_protocols.machine.clock import wall_clock
 from swarmnet_protocols.membership.invites import read_invite, redemption
-from swarmnet_protocols.membership.issuer import Issuer, Ledger
+from swarmnet_protocols.membership.issuer import IssuedCertificates, Issuer
 from swarmnet_protocols.membership.revocations import KEPT_S, Revocations, open_list
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import Identity
@@ -48,7 +48,7 @@ class Owner:
         file, now = swarm_file.load(self.directory), wall_clock()
         folder = folder_of(data_dir, file.swarm_id)
         folder.mkdir(parents=True, exist_ok=True)
-        with Ledger.open(folder) as ledger:
+        with IssuedCertificates.open(folder) as ledger:
             issuer = Issuer(load_key(self.directory / "authority.key"), file.rules(), ledger, now=now)
             issuer.redeem(redemption(read_invite(invite, now=now), peer), peer, Revocations(), now)
 
@@ -117,12 +117,12 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """The lists that were brought to the swarm."""
     lists: list[bytes] = []
 
-    async def spread(sealed: bytes, addresses: list[str], **_: object) -> list[str]:
+    async def push_revocations(sealed: bytes, addresses: list[str], **_: object) -> list[str]:
         assert addresses == [ADDRESS]
         lists.append(sealed)
         return [ALICE]
 
-    monkeypatch.setattr("swarmnet_protocols.joining.revocation_push.spread", spread)
+    monkeypatch.setattr("swarmnet_protocols.joining.network.push_revocations", push_revocations)
     return lists
 
 
@@ -140,13 +140,13 @@ def test_revoking_adds_to_the_list_and_brings_it_to_the_swarm(
     file = swarm_file.load(owner.directory)
     lists = [open_list(sealed, rules=file.rules(), now=wall_clock()) for sealed in told]
     assert [each.serial for each in lists] == sorted({each.serial for each in lists})
-    assert lists[-1].named.peers == {ALICE, bob}
-    assert lists[-1].named.invites == {bytes.fromhex(printed["id"]), b"\xab" * 16}
+    assert lists[-1].revoked.peers == {ALICE, bob}
+    assert lists[-1].revoked.invites == {bytes.fromhex(printed["id"]), b"\xab" * 16}
     (member,) = owner.swarm("members", "--data-dir", str(tmp_path / "data"))["members"]
     assert member["state"] == "revoked"
 
     owner.swarm("approve", ALICE)
-    assert open_list(told[-1], rules=file.rules(), now=wall_clock()).named.peers == {bob}
+    assert open_list(told[-1], rules=file.rules(), now=wall_clock()).revoked.peers == {bob}
 
 
 def test_what_was_revoked_long_ago_leaves_the_list_at_the_next_revocation(
@@ -159,7 +159,7 @@ def test_what_was_revoked_long_ago_leaves_the_list_at_the_next_revocation(
     owner.swarm("revoke", bob)
     owner.swarm("revoke", ALICE)
     file = swarm_file.load(owner.directory)
-    named = [open_list(sealed, rules=file.rules(), now=wall_clock()).named for sealed in told]
+    named = [open_list(sealed, rules=file.rules(), now=wall_clock()).revoked for sealed in told]
     assert [len(each.in_order()) for each in named] == [1, 2, 1, 2]
     assert named[-1].peers == {ALICE, bob}
 
@@ -180,16 +180,16 @@ def test_what_was_revoked_stays_revoked_under_a_new_key(owner: Owner, told: list
     assert rotated["authority"] != first["authority"]
     file = swarm_file.load(owner.directory)
     kept = open_list((owner.directory / "revocations").read_bytes(), rules=file.rules(), now=wall_clock())
-    assert kept.named.peers == {ALICE}
+    assert kept.revoked.peers == {ALICE}
     owner.swarm("revoke", Identity.from_seed(b"bob").peer_id)
-    assert len(open_list(told[-1], rules=file.rules(), now=wall_clock()).named.peers) == 2
+    assert len(open_list(told[-1], rules=file.rules(), now=wall_clock()).revoked.peers) == 2
 
 
 def test_nobody_told_is_an_error_that_says_so(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def spread(*_: object, **__: object) -> list[str]:
+    async def push_revocations(*_: object, **__: object) -> list[str]:
         return []
 
-    monkeypatch.setattr("swarmnet_protocols.joining.revocation_push.spread", spread)
+    monkeypatch.setattr("swarmnet_protocols.joining.network.push_revocations", push_revocations)
     failed = owner.swarm("revoke", ALICE, code=5)
     assert "no peer of the swarm could be told" in failed["message"]
     assert (owner.directory / "revocations").exists()
@@ -200,13 +200,13 @@ def test_whoever_is_approved_again_gets_an_invite_though_nobody_can_be_told(
 ) -> None:
     owner.swarm("revoke", ALICE)
 
-    async def spread(*_: object, **__: object) -> list[str]:
+    async def push_revocations(*_: object, **__: object) -> list[str]:
         return []
 
-    monkeypatch.setattr("swarmnet_protocols.joining.revocation_push.spread", spread)
+    monkeypatch.setattr("swarmnet_protocols.joining.network.push_revocations", push_revocations)
     assert owner.swarm("approve", ALICE)["peer_id"] == ALICE
     rules, sealed = swarm_file.load(owner.directory).rules(), (owner.directory / "revocations").read_bytes()
-    assert open_list(sealed, rules=rules, now=wall_clock()).named.peers == set()
+    assert open_list(sealed, rules=rules, now=wall_clock()).revoked.peers == set()
 
 
 @pytest.mark.parametrize("command", ["invite", "revoke", "approve"])

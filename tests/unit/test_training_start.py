@@ -31,8 +31,9 @@ from swarmnet_node.training.job_store import (
 )
 from swarmnet_node.training.start import WorkerConfig, start
 from swarmnet_protocols import timing
-from swarmnet_protocols.directory import Directory, MemoryBoard, MemoryDirectory
+from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.directory.duplicate_identity import DuplicateWatch
+from swarmnet_protocols.directory.memory_directory import MemoryBoard, MemoryDirectory
 from swarmnet_protocols.errors import ConfigError, IntegrityError, SwarmnetError, Unreachable
 from swarmnet_protocols.joining.network import Network
 from swarmnet_protocols.machine.aio import cancel
@@ -117,13 +118,15 @@ class Stepping:
 
 
 def test_a_duplicate_identity_is_an_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "Timing", partial(Timing, presence_s=0.05))
+    monkeypatch.setattr(timing, "Timing", partial(Timing, identity_announce_s=0.05))
     worker = Stepping(tmp_path, monkeypatch)
 
     async def scenario() -> None:
         async with worker.run():
             directory = MemoryDirectory(worker.board, OWNER, SWARM)
-            copy = DuplicateWatch.keep(worker.transport, directory, random.Random(0), Timing(presence_s=0.05))
+            copy = DuplicateWatch.keep(
+                worker.transport, directory, random.Random(0), Timing(identity_announce_s=0.05)
+            )
             async with copy, asyncio.timeout(TIMEOUT_S):
                 while (event := await worker.events.get())["event"] != "identity":
                     pass

@@ -20,7 +20,7 @@ from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.protocol_ids import LINK
 from swarmnet_protocols.net.refusal import ENDED, SIZES, encode_refusal
 from swarmnet_protocols.wire import (
-    door_pb2,
+    handshake_pb2,
     membership_pb2,
     probe_pb2,
     records_pb2,
@@ -145,7 +145,7 @@ def record_messages() -> Iterator[Protobuf]:
     yield pb.SignedRecord.FromString(seal(signer, record))
     yield pb.CatalogRecord(model=pb.CatalogModel(manifest=_MANIFEST, name="org/name", blocks=126))
     yield pb.CatalogRecord(job=pb.CatalogJob(id=_MANIFEST))
-    yield pb.PresenceRecord(process=bytes(range(16)), addresses=["/ip4/203.0.113.7/tcp/31337/p2p/12D3KooW"])
+    yield pb.ProcessRecord(process=bytes(range(16)), addresses=["/ip4/203.0.113.7/tcp/31337/p2p/12D3KooW"])
     yield pb.ContactRecord(addresses=["/ip4/203.0.113.7/tcp/31337/p2p/12D3KooW"])
     yield pb.WithContacts(contacts=[b"a signed record", b"another"])
 
@@ -322,12 +322,14 @@ def membership_messages() -> Iterator[Protobuf]:
     yield pb.IssuerRecord(addresses=["/ip4/203.0.113.5/tcp/4001/p2p/" + _PEER.id])
 
 
-def door_messages() -> Iterator[Protobuf]:
-    pb = door_pb2
+def handshake_messages() -> Iterator[Protobuf]:
+    pb = handshake_pb2
     serial = pb.Serial(signer=_MANIFEST, serial=7)
-    yield pb.DoorMessage(hello=pb.Hello(swarm=_MANIFEST, certificate=b"sealed", serials=[serial]))
-    yield pb.DoorMessage(refused=pb.Refused(reason="this certificate was revoked", time_ms=1_800_000_000_000))
-    yield pb.Refused(reason="it is overloaded at the moment", retry_ms=2000)
+    yield pb.HandshakeMessage(hello=pb.Hello(swarm=_MANIFEST, certificate=b"sealed", serials=[serial]))
+    yield pb.HandshakeMessage(
+        refusal=pb.Refusal(reason="this certificate was revoked", time_ms=1_800_000_000_000)
+    )
+    yield pb.Refusal(reason="it is overloaded at the moment", retry_ms=2000)
     yield pb.RevocationsRequest(serials=[serial])
     yield pb.RevocationsReply()
 
@@ -400,7 +402,7 @@ def write() -> None:
         "training": [vector(message) for message in training_messages()],
         "workers": [vector(message) for message in worker_messages()],
         "membership": [vector(message) for message in membership_messages()],
-        "door": [vector(message) for message in door_messages()],
+        "handshake": [vector(message) for message in handshake_messages()],
         "report": [vector(message) for message in report_messages()],
         "probe": [vector(message) for message in probe_messages()],
         "frame": frame(),

@@ -27,7 +27,7 @@ from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.rate_limit import RateLimiter
 from swarmnet_protocols.net.refusal import SIZES
 from swarmnet_protocols.wire import (
-    door_pb2,
+    handshake_pb2,
     membership_pb2,
     probe_pb2,
     records_pb2,
@@ -53,14 +53,14 @@ SCHEMAS = (
     records_pb2,
     workers_pb2,
     training_pb2,
-    door_pb2,
+    handshake_pb2,
     membership_pb2,
     report_pb2,
     probe_pb2,
 )
 MESSAGES: list[dict[str, Any]] = [
     vector
-    for name in ("session", "records", "workers", "training", "door", "membership", "report", "probe")
+    for name in ("session", "records", "workers", "training", "handshake", "membership", "report", "probe")
     for vector in vectors(name)
 ]
 
@@ -129,7 +129,7 @@ def test_the_signed_certificate_verifies() -> None:
     rules = Rules(swarm, Admission.CERTIFICATE, {authority: math.inf, inviter: math.inf})
     certificate = open_certificate(sealed[0], rules=rules, now=1_800_000_000.0)
     assert certificate.roles == {Role.CLIENT, Role.HOST}
-    assert open_list(sealed[2], rules=rules, now=1_800_000_000.0).named.peers == {certificate.peer}
+    assert open_list(sealed[2], rules=rules, now=1_800_000_000.0).revoked.peers == {certificate.peer}
 
 
 def test_the_frame() -> None:

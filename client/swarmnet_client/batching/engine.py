@@ -14,7 +14,7 @@ from swarmnet_client.model.local_layers import LmHead, LoadOptions, LocalLayers
 from swarmnet_client.swarm.swarm import Swarm
 from swarmnet_protocols.machine.threads import compute_on
 from swarmnet_protocols.models import LocalModel
-from swarmnet_protocols.routing.cost import uncovered
+from swarmnet_protocols.routing.chain_search import uncovered
 
 
 @dataclass(frozen=True)

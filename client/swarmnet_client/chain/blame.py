@@ -11,7 +11,7 @@ from swarmnet_client.swarm.swarm import Swarm
 from swarmnet_protocols.errors import ConfigError, SwarmnetError
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.refusal import Refused
-from swarmnet_protocols.routing.cost import Hop
+from swarmnet_protocols.routing.chain_search import Hop
 from swarmnet_protocols.wire import session_pb2 as pb
 
 CLIENT_FAULTS = {

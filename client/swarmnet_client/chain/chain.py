@@ -25,7 +25,7 @@ from swarmnet_client.swarm.swarm import Swarm
 from swarmnet_protocols.errors import OutOfResources, SwarmnetError
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net import Buffer
-from swarmnet_protocols.routing.cost import Hop
+from swarmnet_protocols.routing.chain_search import Hop
 from swarmnet_protocols.session.steps import Row
 from swarmnet_protocols.wire import session_pb2 as pb
 

@@ -24,7 +24,8 @@ from swarmnet_client.chain.blame import Blame
 from swarmnet_client.chain.hops import ChainReport, ChainSpec, ClientLink, LiveHop, gaps, open_hop, upstream
 from swarmnet_client.chain.retry_policy import PAUSE_S, RetryPolicy, explain
 from swarmnet_client.chain.steps_in_flight import StepsInFlight
-from swarmnet_client.swarm.swarm import CONVICTED_S, Swarm
+from swarmnet_client.swarm.exclusions import CONVICTED_S
+from swarmnet_client.swarm.swarm import Swarm
 from swarmnet_protocols.errors import (
     ConfigError,
     NoRoute,
@@ -35,7 +36,7 @@ from swarmnet_protocols.errors import (
 from swarmnet_protocols.machine.aio import all_of, cancel, race
 from swarmnet_protocols.net import Buffer
 from swarmnet_protocols.net.refusal import Refused
-from swarmnet_protocols.routing.cost import Hop
+from swarmnet_protocols.routing.chain_search import Hop
 from swarmnet_protocols.session.link import LinkSender, NextHop
 from swarmnet_protocols.wire import session_pb2 as pb
 

@@ -1,47 +1,47 @@
-"""The hosts of one model as a client knows them: their announcements, delays, speeds and failures, and the routes that follow."""
+"""The hosts of one model as a client knows them, and how it chooses a route among them.
+
+What is known of a host, and from where:
+
+1. Its blocks, addresses and claimed speed: from its announcement in the directory, read every ``refresh_s`` (:meth:`Swarm.refresh`).
+2. Its delay and queueing time: from pings (:class:`PingMonitor`).
+3. Its measured speed: from the decode steps of chains that it was part of (:class:`Speeds`).
+4. Whether it is excluded: from failures, audits, and links that broke (:class:`Exclusions`).
+5. Whether it is one of the client's entry guards (:class:`EntryGuards`), and whether its user trusts it (:class:`Trust`).
+
+All of this is one :class:`View`, in which ``routing.chain_search.find_chain`` finds the chain of least estimated time per token
+(:meth:`Swarm.route`). Chains report back what became of their hosts.
+"""
 
 import asyncio
 import contextlib
-import math
 import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from swarmnet_client.audit.plan import Ledger
 from swarmnet_client.swarm.entry_guards import EntryGuards
+from swarmnet_client.swarm.exclusions import Exclusions
+from swarmnet_client.swarm.pings import PingMonitor
 from swarmnet_client.swarm.traffic import CountingTransport, Traffic
 from swarmnet_protocols.directory import Directory
-from swarmnet_protocols.directory.hosts import read_hosts
-from swarmnet_protocols.errors import NoRoute, ProtocolViolation, SwarmnetError
+from swarmnet_protocols.directory.host_announcements import read_hosts
+from swarmnet_protocols.errors import NoRoute, SwarmnetError
 from swarmnet_protocols.joining.network import Network, Trust, connect
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.machine.clock import wall_clock
 from swarmnet_protocols.models import LocalModel
 from swarmnet_protocols.net import PeerId, Transport
-from swarmnet_protocols.net.protocol_ids import PING
-from swarmnet_protocols.net.typed_stream import TypedStream
-from swarmnet_protocols.routing.cost import (
-    Bans,
+from swarmnet_protocols.routing.chain_search import (
     Hop,
     HostInfo,
     View,
-    believed,
+    credible,
     find_chain,
-    pair_of,
     uncovered,
 )
 from swarmnet_protocols.routing.measured_speed import Speeds
 from swarmnet_protocols.timing import Timing
-from swarmnet_protocols.wire import session_pb2 as pb
 
-PINGED_HOSTS = 24
-"""Hosts to which a client keeps a ping stream. A larger swarm is routed by announcements."""
-PARTED_S = 60.0
-"""Seconds for which two hosts that did not reach each other are not made neighbours."""
-CONVICTED_S = 6 * 3600.0
-"""Seconds for which a host with wrong outputs is not used."""
-SMOOTHING = 0.3
-"""Weight of the newest ping in the running mean of a host's delay."""
 EXPLORE = 0.05
 """Share of routes in which an unmeasured host counts as fast as the fastest measured one, so that it gets measured."""
 
@@ -73,13 +73,10 @@ class Swarm:
         self._directory = directory
         self._rng = rng
         self._hosts: dict[PeerId, HostInfo] = {}
-        self._delay_s: dict[PeerId, float] = {}
-        self._queue_s: dict[PeerId, float] = {}
-        self._bans = Bans()
-        self._convicted: dict[PeerId, float] = {}
+        self._exclusions = Exclusions()
+        self._pings = PingMonitor(self.transport, timing, rng, self.failed)
         self.ledger = Ledger(rng)
-        self._parted: dict[tuple[PeerId, PeerId], float] = {}
-        self._pings: dict[PeerId, asyncio.Task[None]] = {}
+        """Of the audits of all chains."""
         self._refreshing = asyncio.Lock()
 
     @classmethod
@@ -100,7 +97,8 @@ class Swarm:
         try:
             yield swarm
         finally:
-            await cancel(watching, *swarm._pings.values())
+            await cancel(watching)
+            await swarm._pings.close()
 
     @classmethod
     @asynccontextmanager
@@ -124,80 +122,31 @@ class Swarm:
         ):
             yield swarm
 
-    def route(
-        self, span: tuple[int, int], *, source: PeerId | None = None, sink: PeerId | None = None
-    ) -> list[Hop]:
-        """The hosts of a chain over the blocks of ``span``. Raises ``NoRoute``."""
-        view = self._view(explore=self._rng.random() < EXPLORE)
-        try:
-            return find_chain(view, span, self._rng, source=source, sink=sink)
-        except NoRoute as error:
-            raise self.no_route(error.missing) from error
-
-    def no_route(self, missing: Sequence[tuple[int, int]]) -> NoRoute:
-        """The error for blocks without a host that this client may use."""
-        return NoRoute(missing, among_trusted=bool(self._trust.hosts))
-
-    def measured(self, chain: Sequence[Hop], step_s: float) -> None:
-        """A decode step took ``step_s`` through ``chain``, from the client and back."""
-        now = self._now()
-        self._speeds.measured(believed(self._view()), chain, step_s, now)
-
-    def built(self, first: PeerId, last: PeerId) -> None:
-        """A chain with these first and last hops was opened."""
-        if not self._trust.first_and_last:
-            self._guards.used(first, last, self._hosts)
-
-    def can_replace(self, hop: Hop) -> bool:
-        """Whether other hosts have all blocks of ``hop``."""
-        others = [
-            host for host in self._hosts.values() if host.peer not in {hop.peer, *self._bans.at(self._now())}
-        ]
-        return not uncovered(others, (hop.start, hop.end))
-
-    def new_session(self) -> bytes:
-        """A random session id. It is a secret: a host that knows it may link to the session."""
-        return self._rng.randbytes(16)
-
-    def parted(self, one: PeerId, other: PeerId) -> None:
-        """Two hosts are alive and do not reach each other."""
-        now = self._now()
-        self._parted = {pair: until for pair, until in self._parted.items() if until > now}
-        self._parted[pair_of(one, other)] = now + PARTED_S
-
-    def failed(self, peer: PeerId) -> None:
-        """A host failed: ban it for a while."""
-        self._bans.failed(peer, self._now())
-
-    def convict(self, peer: PeerId) -> None:
-        """A host gave wrong outputs: it is not used for ``CONVICTED_S``, even if no other host has its blocks."""
-        now = self._now()
-        self._convicted = {each: until for each, until in self._convicted.items() if until > now}
-        self._convicted[peer] = now + CONVICTED_S
-        self._hosts.pop(peer, None)
-
-    @property
-    def banned(self) -> Sequence[PeerId]:
-        """Hosts that are banned now."""
-        return self._bans.at(self._now())
-
-    def served(self, peer: PeerId) -> None:
-        """A host answered: lift its ban."""
-        self._bans.served(peer)
-
     @property
     def id(self) -> bytes:
         """Id of the swarm, 32 bytes."""
         return self._directory.swarm
 
+    def new_session(self) -> bytes:
+        """A random session id. It is a secret: a host that knows it may link to the session."""
+        return self._rng.randbytes(16)
+
+    # ---- hosts that are known ----------------------------------------------------------------------------
+
     @property
     def hosts(self) -> Sequence[HostInfo]:
+        """The known hosts that this client may use."""
         return tuple(self._hosts.values())
 
     def record_of(self, peer: PeerId) -> bytes:
         """The newest signed announcement of a host; empty if none is known."""
         info = self._hosts.get(peer)
         return info.record if info else b""
+
+    @property
+    def banned(self) -> Sequence[PeerId]:
+        """Hosts that are banned now, the one that failed longest ago first."""
+        return self._exclusions.bans.at(self._now())
 
     async def refresh(self) -> None:
         """Read the directory now. Callers at the same time share one look-up.
@@ -215,19 +164,70 @@ class Swarm:
                     host.peer: host
                     for host in found
                     if (not allowed or host.peer in allowed)
-                    and self._convicted.get(host.peer, -math.inf) <= now
+                    and not self._exclusions.is_convicted(host.peer, now)
                 }
-            self._ping_hosts()
+            self._pings.follow(self._hosts)
+
+    # ---- routes ------------------------------------------------------------------------------------------
+
+    def route(
+        self, span: tuple[int, int], *, source: PeerId | None = None, sink: PeerId | None = None
+    ) -> list[Hop]:
+        """The hosts of a chain over the blocks of ``span``. Raises ``NoRoute``."""
+        view = self._view(explore=self._rng.random() < EXPLORE)
+        try:
+            return find_chain(view, span, self._rng, source=source, sink=sink)
+        except NoRoute as error:
+            raise self.no_route(error.missing) from error
+
+    def no_route(self, missing: Sequence[tuple[int, int]]) -> NoRoute:
+        """The error for blocks without a host that this client may use."""
+        return NoRoute(missing, among_trusted=bool(self._trust.hosts))
+
+    def can_replace(self, hop: Hop) -> bool:
+        """Whether other hosts have all blocks of ``hop``."""
+        others = [host for host in self._hosts.values() if host.peer not in {hop.peer, *self.banned}]
+        return not uncovered(others, (hop.start, hop.end))
+
+    # ---- what chains report ------------------------------------------------------------------------------
+
+    def measured(self, chain: Sequence[Hop], step_s: float) -> None:
+        """A decode step took ``step_s`` through ``chain``, from the client and back."""
+        now = self._now()
+        self._speeds.measured(credible(self._view()), chain, step_s, now)
+
+    def built(self, first: PeerId, last: PeerId) -> None:
+        """A chain with these first and last hops was opened."""
+        if not self._trust.first_and_last:
+            self._guards.used(first, last, self._hosts)
+
+    def failed(self, peer: PeerId) -> None:
+        """A host failed: ban it for a while."""
+        self._exclusions.bans.failed(peer, self._now())
+
+    def served(self, peer: PeerId) -> None:
+        """A host answered: lift its ban."""
+        self._exclusions.bans.served(peer)
+
+    def parted(self, one: PeerId, other: PeerId) -> None:
+        """Two hosts are alive and do not reach each other."""
+        self._exclusions.part(one, other, self._now())
+
+    def convict(self, peer: PeerId) -> None:
+        """A host gave wrong outputs: it is not used, even if no other host has its blocks."""
+        self._exclusions.convict(peer, self._now())
+        self._hosts.pop(peer, None)
+
+    # ---- inside ------------------------------------------------------------------------------------------
 
     def _view(self, *, explore: bool = False) -> View:
         now = self._now()
-        parted = frozenset(pair for pair, until in self._parted.items() if until > now)
         return View(
             tuple(self._hosts.values()),
-            self._delay_s,
-            self._queue_s,
-            self._bans.at(now),
-            parted,
+            self._pings.delay_s,
+            self._pings.queue_s,
+            self.banned,
+            self._exclusions.parted(now),
             block_s=self._speeds.at(self._hosts, now),
             guards=self._trust.first_and_last or self._guards.peers(),
             explore=explore,
@@ -242,43 +242,3 @@ class Swarm:
             with contextlib.suppress(SwarmnetError):
                 await self.refresh()
             await asyncio.sleep(self.timing.refresh_s)
-
-    def _ping_hosts(self) -> None:
-        for peer in [peer for peer, task in self._pings.items() if task.done() or peer not in self._hosts]:
-            self._pings.pop(peer).cancel()
-        for host in list(self._hosts.values()):
-            if len(self._pings) >= PINGED_HOSTS:
-                return
-            if host.peer not in self._pings:
-                self._pings[host.peer] = asyncio.create_task(self._ping(host))
-
-    async def _ping(self, host: HostInfo) -> None:
-        """Measure the delay and queue of one host until it fails: then it is banned, and the next refresh tries again."""
-        try:
-            stream = await self.transport.open(
-                host.peer, PING, addresses=host.addresses, deadline_s=self.timing.open_s
-            )
-        except SwarmnetError:
-            self.failed(host.peer)
-            return
-        pings = TypedStream(stream, pb.Ping, pb.Pong, silence_s=self.timing.pong_s)
-        try:
-            while True:
-                await self._ping_once(pings)
-                await asyncio.sleep(self.timing.ping_s)
-        except SwarmnetError:
-            self.failed(host.peer)
-        finally:
-            stream.close()
-
-    async def _ping_once(self, stream: TypedStream[pb.Ping, pb.Pong]) -> None:
-        nonce = self._rng.getrandbits(63)
-        sent = self._now()
-        await stream.send(pb.Ping(nonce=nonce))
-        pong, _ = await stream.receive()
-        if pong.nonce != nonce:
-            raise ProtocolViolation(f"{stream.peer} answered another ping")
-        measured = (self._now() - sent) / 2
-        known = self._delay_s.get(stream.peer, measured)
-        self._delay_s[stream.peer] = known + SMOOTHING * (measured - known)
-        self._queue_s[stream.peer] = pong.queue_s if 0 <= pong.queue_s < math.inf else 0.0

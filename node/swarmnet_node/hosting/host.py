@@ -19,12 +19,12 @@ from swarmnet_node.engine.adapters import StageAdapter
 from swarmnet_node.engine.engine import Engine
 from swarmnet_node.hosting.adapter_store import AdapterStore
 from swarmnet_node.hosting.adapter_upload import AdapterUpload
+from swarmnet_node.hosting.host_counters import HostCounters
 from swarmnet_node.hosting.passes import HostedPass, PassStream
-from swarmnet_node.hosting.reports import HostNumbers
-from swarmnet_node.hosting.session import HostedSession, LinkStream, SessionStream, idle
+from swarmnet_node.hosting.session import HostedSession, LinkStream, SessionParts, SessionStream, idle
 from swarmnet_node.hosting.slots import IDLE_S, Slot, Slots, who_gives_way
 from swarmnet_node.owner.limits import ONE_CLIENT
-from swarmnet_protocols.directory.hosts import signed_addresses
+from swarmnet_protocols.directory.host_announcements import signed_addresses
 from swarmnet_protocols.errors import DeadlineExceeded, OutOfResources, ProtocolViolation, StreamEnded
 from swarmnet_protocols.machine.aio import race
 from swarmnet_protocols.machine.clock import Clock, wall_clock
@@ -137,7 +137,7 @@ class Host:
         self.transport = transport
         self.introductions = Introductions(transport)
         self.leaving = False
-        self.numbers = HostNumbers()
+        self.counters = HostCounters()
         self._in_all = transport.resources.system
         self.adapters = AdapterStore(self._in_all, idle_s=limits.adapter_idle_s)
         largest_step_bytes = REPLAY_POSITIONS * engine.stage.hidden_size * torch.float32.itemsize
@@ -146,6 +146,16 @@ class Host:
         engine.limit_caches(engine.max_cache_bytes)
         self._offer = offer
         self._clock = clock
+        self._session_parts = SessionParts(
+            engine,
+            offer.start,
+            limits.log_bytes,
+            timing,
+            self.counters,
+            self.introductions,
+            self.next_hop,
+            self.make_room,
+        )
         self._sessions: dict[bytes, HostedSession] = {}
         self._session_slots = Slots(self._in_all, Resource.SESSIONS)
         self._pass_slots = Slots(self._in_all, Resource.PASSES, new_s=IDLE_S)
@@ -164,7 +174,7 @@ class Host:
     def sessions(self) -> Sequence[HostedSession]:
         return tuple(self._sessions.values())
 
-    def target(self, next: pb.Peer, epoch: int) -> NextHop:
+    def next_hop(self, next: pb.Peer, epoch: int) -> NextHop:
         """The next hop as a client names it, at the addresses that this hop itself has signed, if any."""
         peer, offer = PeerId(next.id), self._offer
         addresses = signed_addresses(next.record, peer, offer.manifest, swarm=offer.swarm, now=self._clock())
@@ -200,7 +210,7 @@ class Host:
             try:
                 await session.run()
             except DeadlineExceeded:
-                self.numbers.clients_lost += 1
+                self.counters.clients_lost += 1
                 raise
             finally:
                 del self._sessions[session.id]
@@ -217,7 +227,9 @@ class Host:
         if len(wanted.session) != SESSION_ID_BYTES or wanted.session in self._sessions:
             raise ProtocolViolation("a session id is 16 fresh bytes")
         self._check_offered(wanted)
-        session = HostedSession(self, wanted, client, self._use_adapter(wanted, client.peer, held))
+        session = HostedSession(
+            self._session_parts, wanted, client, self._use_adapter(wanted, client.peer, held)
+        )
         session.slot = self._take(held, self._session_slots, client.stream, session.give_way)
         return session
 
@@ -244,7 +256,7 @@ class Host:
         return TypedStream(stream, sent, received, silence_s=silence_s, send_s=self.timing.chunk_s)
 
     async def _refuse(self, stream: TypedStream[Any, Any], refusal: Refused) -> None:
-        self.numbers.refuse(refusal, stream.peer)
+        self.counters.refuse(refusal, stream.peer)
         await stream.refuse(refusal)
 
     @asynccontextmanager

@@ -1,20 +1,33 @@
-"""One session on one host: its lanes, its log, the link that feeds it and the feeder that sends on."""
+"""One session on one host: KV caches, activation log, the link from the hop before, and the link to the next hop.
+
+The life of a session:
+
+1. **Opened.** The client opened a stream and asked for blocks; the host admitted it (``host.py``). The link to the next hop is made.
+2. **Linked.** The hop before, or the client, opens a link. The host answers with the last step it has computed, and the sender continues
+   after it: from the beginning, by a replay, if that is 0.
+3. **Computing.** Steps are applied one at a time, each exactly once: computed by the engine, appended to the log, sent to the next hop, or
+   answered to the client by the last hop.
+4. **Relinked.** When a neighbour fails, the client names another next hop, or another hop opens a link under a later epoch.
+5. **Ended.** The client's stream ends, or the session fails: for a broken rule of the protocol, for lack of memory, when it brings no work
+   while other clients wait, or when the host stops. The client is told the reason, and everything is freed.
+"""
 
 import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 
 from swarmnet_node.engine.adapters import StageAdapter
+from swarmnet_node.engine.engine import Engine
 from swarmnet_node.engine.kv_cache import SequenceCache
+from swarmnet_node.hosting.host_counters import HostCounters, Pair, TokenTimes
 from swarmnet_node.hosting.passes import finite
-from swarmnet_node.hosting.reports import Pair, TokenTimes
 from swarmnet_node.hosting.slots import Slot
-from swarmnet_protocols.directory.reports import is_peer_id
+from swarmnet_protocols.directory.node_reports import is_peer_id
 from swarmnet_protocols.errors import (
     DeadlineExceeded,
     OutOfResources,
@@ -24,68 +37,85 @@ from swarmnet_protocols.errors import (
 )
 from swarmnet_protocols.machine.aio import cancel, race
 from swarmnet_protocols.net import Stream
+from swarmnet_protocols.net.dialling import Introductions
 from swarmnet_protocols.net.refusal import Refused
-from swarmnet_protocols.net.resources import RETRY_S, Rate, Reservation, Resource, ResourceLimitReached
+from swarmnet_protocols.net.resources import RETRY_S, Rate, Reservation, Resource, ResourceLimitReached, Scope
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.session.activation_log import ActivationLog, LogDropped
 from swarmnet_protocols.session.link import LinkSender, NextHop, Outbox
 from swarmnet_protocols.session.received_digests import MAX_DIGEST_POSITIONS, ReceivedDigests
 from swarmnet_protocols.session.steps import Row, Step, decode_step, encode_tensor, wire_dtype
+from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import session_pb2 as pb
-
-if TYPE_CHECKING:
-    from swarmnet_node.hosting.host import Host
 
 _log = logging.getLogger(__name__)
 
 QUEUED_STEPS = 4
-"""Steps a link may have in memory before the upstream is made to wait."""
+"""Steps of a link in memory; beyond these its sender waits."""
 
 _Queue = asyncio.Queue[tuple[Step, int]]
-"""Steps, with the bytes that are held for each."""
+"""Steps, each with the bytes that are reserved for it."""
 
 SessionStream = TypedStream[pb.SessionReply, pb.SessionRequest]
 LinkStream = TypedStream[pb.LinkReply, pb.LinkRequest]
 
 
+@dataclass(frozen=True)
+class SessionParts:
+    """What the sessions of a host share."""
+
+    engine: Engine
+    start: int
+    """First block of the engine's stage."""
+    log_bytes: int
+    """Limit of one session's log."""
+    timing: Timing
+    counters: HostCounters
+    introductions: Introductions
+    next_hop: Callable[[pb.Peer, int], NextHop]
+    """The next hop as a client names it, with its epoch, at the addresses that the hop itself has signed."""
+    make_room: Callable[[Scope, int], Awaitable[None]]
+    """End idle sessions, if that takes, for so many more bytes of KV caches in a scope."""
+
+
 class HostedSession:
-    """The state of one client's session here. Steps are applied one at a time, each exactly once."""
+    """The state of one client's session on this host."""
 
     def __init__(
-        self, host: "Host", wanted: pb.Open, client: SessionStream, adapter: StageAdapter | None = None
+        self, parts: SessionParts, wanted: pb.Open, client: SessionStream, adapter: StageAdapter | None = None
     ) -> None:
         self.id = wanted.session
         self.stream = stream = client.stream
         self._client = client
         self.slot: Slot | None = None
         self.freed = asyncio.Event()
-        """Nothing is held any more."""
-        self._host = host
-        self._engine = host.engine
-        self._stage = host.engine.stage.part(wanted.span.start - host.start, wanted.span.end - host.start)
+        """Set when the session has freed its memory."""
+        self._parts = parts
+        self._engine = parts.engine
+        self._stage = parts.engine.stage.part(wanted.span.start - parts.start, wanted.span.end - parts.start)
         self._adapter = adapter
         self._prefix_positions = adapter.prefix_positions if adapter else 0
         self._max_length = wanted.max_length
         self._is_last = not wanted.HasField("next")
-        self._target = None if self._is_last else host.target(wanted.next, wanted.epoch)
-        self._scope = stream.scope.child("this session", {Resource.LOG: host.limits.log_bytes})
+        self._target = None if self._is_last else parts.next_hop(wanted.next, wanted.epoch)
+        self._scope = stream.scope.child("this session", {Resource.LOG: parts.log_bytes})
         self._log_room = self._scope.reserve(Resource.LOG, 0)
-        # Of the client's room for logs, not of this session's: what must be sent on comes first there.
+        # Charged to the client's limit for logs and not to this session's, where outputs for the next hop come first.
         self._received_room = stream.scope.reserve(Resource.LOG, 0)
         self._received = ReceivedDigests(self._received_room)
         self._sequences: dict[int, SequenceCache] = {}
         self._outbox = Outbox(self._new_log(), asyncio.Event())
         self._link_sender = LinkSender(
-            host.introductions.by(stream.scope), self._outbox, wire_dtype(wanted.wire), host.timing
+            parts.introductions.by(stream.scope), self._outbox, wire_dtype(wanted.wire), parts.timing
         )
-        self._feeding: asyncio.Task[None] | None = None
+        self._sending: asyncio.Task[None] | None = None
         self._switching = asyncio.Lock()
         self._over = False
         self._link_epoch = 0
         self._link: Stream | None = None
         self._applying = asyncio.Lock()
-        self._numbers = host.numbers
-        self._times = TokenTimes(host.numbers)
+        self._counters = parts.counters
+        self._times = TokenTimes(parts.counters)
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def _new_log(self) -> ActivationLog:
@@ -95,7 +125,7 @@ class HostedSession:
 
     @property
     def pair(self) -> Pair | None:
-        """Who sends to this session and to whom it sends on; None before somebody does, or where the client names nobody."""
+        """The peers before and after this session; None before it is linked, or if the client named no valid next hop."""
         downstream = self._target.peer if self._target else ""
         if self._link is None or (downstream and not is_peer_id(downstream)):
             return None
@@ -103,7 +133,7 @@ class HostedSession:
 
     @property
     def held_bytes(self) -> int:
-        """Of caches and log."""
+        """Bytes of KV caches and log."""
         return self._scope.used[Resource.CACHE] + self._scope.used[Resource.LOG]
 
     @property
@@ -111,11 +141,11 @@ class HostedSession:
         return self._scope.used[Resource.CACHE]
 
     def give_way(self) -> None:
-        """End, since the session brings no work and others need its place."""
+        """End: the session brings no work, and other clients wait."""
         self._fail(idle())
 
     def shed(self) -> None:
-        """End, since the owner's memory is needed."""
+        """End: the host is over its owner's memory limit."""
         self._fail(Refused(pb.REASON_OUT_OF_MEMORY, "this host is over its owner's limit", RETRY_S))
 
     # ---- the client's stream ----------------------------------------------------------------------------
@@ -124,13 +154,13 @@ class HostedSession:
         """Serve until the client's stream ends or the session fails; then free everything."""
         try:
             await self._client.send(pb.SessionReply(opened=pb.Opened()))
-            await self._feed_anew()
+            await self._send_to_next()
             await race(self._listen(), self._send_heartbeats(), self._failure(), self._first_step())
         except Refused as refusal:
-            self._free()  # whoever needs the room does not wait until the client has read why
-            self._numbers.refuse(refusal, self.stream.peer)
+            self._free()  # before the client has read the reason: other clients wait for the memory
+            self._counters.refuse(refusal, self.stream.peer)
             with contextlib.suppress(SwarmnetError, TimeoutError):
-                async with asyncio.timeout(self._host.timing.reply_s):
+                async with asyncio.timeout(self._parts.timing.reply_s):
                     await self._client.refuse(refusal)
         finally:
             # All that must happen comes before the first await: a second cancellation may end us there.
@@ -139,10 +169,10 @@ class HostedSession:
             if self._link is not None:
                 self._link.close()
             self.stream.close()
-            await cancel(self._feeding)
+            await cancel(self._sending)
 
     def _free(self) -> None:
-        """Hold nothing from now on. Idempotent."""
+        """Free all memory. Idempotent."""
         self._over = True
         self._release(self._sequences.values())
         self._sequences = {}
@@ -161,15 +191,15 @@ class HostedSession:
             if request.HasField("relink"):
                 if self._is_last:
                     raise ProtocolViolation("the last hop has no next hop to replace")
-                self._target = self._host.target(request.relink.next, request.relink.epoch)
-                await self._feed_anew()
+                self._target = self._parts.next_hop(request.relink.next, request.relink.epoch)
+                await self._send_to_next()
             elif request.HasField("show"):
                 await self._show(request.show)
             else:
                 raise ProtocolViolation("a session is opened once")
 
     async def _show(self, asked: pb.Show) -> None:
-        """Say what came in and went out for the first positions of a lane."""
+        """Answer an audit: what was received and sent for the first positions of a sequence."""
         if not 1 <= asked.count <= MAX_DIGEST_POSITIONS:
             raise ProtocolViolation(
                 f"asked for {asked.count} positions, {MAX_DIGEST_POSITIONS} are shown at most"
@@ -192,11 +222,11 @@ class HostedSession:
 
     async def _send_heartbeats(self) -> None:
         await self._client.send_heartbeats(
-            self._host.timing.heartbeat_s, lambda: pb.Heartbeat(applied=self._outbox.log.last)
+            self._parts.timing.heartbeat_s, lambda: pb.Heartbeat(applied=self._outbox.log.last)
         )
 
     async def _first_step(self) -> None:
-        await asyncio.sleep(self._host.timing.first_step_s)
+        await asyncio.sleep(self._parts.timing.first_step_s)
         if self.slot is not None and not self.slot.has_worked:
             raise idle()
         await self._failure()
@@ -206,23 +236,23 @@ class HostedSession:
 
     # ---- downstream -------------------------------------------------------------------------------------
 
-    async def _feed_anew(self, log: ActivationLog | None = None) -> None:
-        """Feed whoever is next now, from ``log`` if given, in place of whoever was fed before."""
+    async def _send_to_next(self, log: ActivationLog | None = None) -> None:
+        """Send steps to the present next hop, from ``log`` if given, instead of the one before."""
         async with self._switching:
-            await cancel(self._feeding)
+            await cancel(self._sending)
             if log is not None:
                 self._outbox.log = log
             if self._target is not None and not self._over:
-                self._feeding = asyncio.create_task(self._feed(self._target))
+                self._sending = asyncio.create_task(self._send_steps(self._target))
 
-    async def _feed(self, target: NextHop) -> None:
-        """Feed the next hop until that ends, then tell the client, who decides what comes next."""
+    async def _send_steps(self, target: NextHop) -> None:
+        """Send steps to the next hop until that fails; then tell the client, which names another."""
         try:
             await self._link_sender.run(target)
         except LogDropped as error:
             self._fail(Refused(pb.REASON_LOG_GONE, str(error)))
         except SwarmnetError as error:
-            self._numbers.links_lost += 1
+            self._counters.links_lost += 1
             _log.info("next hop lost", extra={"peer": target.peer, "reason": str(error)[:200]})
             lost = pb.LinkLost(epoch=target.epoch, peer=target.peer)
             with contextlib.suppress(StreamEnded, DeadlineExceeded):
@@ -254,7 +284,7 @@ class HostedSession:
         self._release(self._sequences.values())
         self._sequences = {}
         self._received.forget()
-        await self._feed_anew(self._new_log())
+        await self._send_to_next(self._new_log())
 
     async def _read(self, link: LinkStream, queue: _Queue, room: Reservation) -> None:
         clock = asyncio.get_running_loop().time
@@ -312,12 +342,12 @@ class HostedSession:
                 self._fail(Refused(pb.REASON_INTERNAL, f"{type(error).__name__}: {error}"))
 
     def _count(self, step: Step, *, is_rebuilt: bool) -> None:
-        self._numbers.rebuilt += is_rebuilt
+        self._counters.rebuilt += is_rebuilt
         pair = self.pair
         if pair is not None and not step.replay:
-            self._numbers.passed(pair, sum(row.count for row in step.rows))
+            self._counters.passed(pair, sum(row.count for row in step.rows))
             if self._is_last:
-                self._numbers.answered += sum(row.outputs for row in step.rows)
+                self._counters.answered += sum(row.outputs for row in step.rows)
 
     async def _compute(self, step: Step) -> torch.Tensor:
         longest = self._prefix_positions + max(row.end for row in step.rows)
@@ -325,7 +355,7 @@ class HostedSession:
             raise Refused(pb.REASON_TOO_LONG, f"position {longest} of {self._max_length}")
         if self.slot is not None:
             self.slot.worked()
-        await self._host.make_room(self._scope, self._new_bytes(step))
+        await self._parts.make_room(self._scope, self._new_bytes(step))
         await self._place(step.rows)
         rows = [
             (self._sequences[row.sequence], values)

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from swarmnet_protocols.directory.reports import MAX_CONTRIBUTIONS
+from swarmnet_protocols.directory.node_reports import MAX_CONTRIBUTIONS
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.training.jobs import SealedJob
 from swarmnet_protocols.training.rounds.averaging import Outcome

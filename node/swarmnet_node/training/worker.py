@@ -209,7 +209,7 @@ class Worker:
         return self.stopping or self.round >= self._job.job.rounds
 
     async def _run_round(self) -> None:
-        """One round, up to the start of its exchange. Raises ``OutOfSync`` if this worker is out of sync."""
+        """One round, up to the start of its exchange. Raises ``OutOfSync`` if its group is at another round or state."""
         contribution, report = None, NO_STEPS
         if self._slot is not None:
             contribution, report = await self._train(self._slot)

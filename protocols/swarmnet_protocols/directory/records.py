@@ -1,4 +1,4 @@
-"""Signed records: what a peer publishes about itself, in a form that nobody else can make, change or prolong."""
+"""Signed records: what a peer publishes in the directory, in a form that no other peer can make, change or prolong."""
 
 import contextlib
 import hashlib
@@ -9,14 +9,15 @@ from dataclasses import dataclass, field
 from google.protobuf.message import DecodeError
 
 from swarmnet_protocols.errors import IntegrityError, NotAuthorised
+from swarmnet_protocols.machine.clock import Clock
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import Identity, peer_id_of, verify
 from swarmnet_protocols.wire import records_pb2 as pb
 
 MAX_RECORD_BYTES = 16 << 10
 MAX_STATEMENT_BYTES = 4 << 10
-"""Of a record under one of ``_STATEMENTS``: many peers publish there, and all of them are read together."""
-_STATEMENTS = ("hosts/", "train/", "presence/")
+"""Most bytes of a record under one of ``_STATEMENTS``, where many peers publish and all records are read together."""
+_STATEMENTS = ("hosts/", "train/", "identity/")
 MAX_TOPIC_CHARS = 128
 MAX_LIFETIME_S = 24 * 3600.0
 SWARM_BYTES = 32
@@ -40,7 +41,7 @@ class Record:
     """Unix time, kept to the millisecond."""
     body: bytes
     sealed: bytes = field(default=b"", compare=False, repr=False)
-    """All of it with its signature, as it came; empty for one that did not come from anywhere."""
+    """The encoded record with its signature, as received; empty for a record made here."""
 
     @property
     def peer_id(self) -> PeerId:
@@ -70,16 +71,42 @@ def seal(identity: Identity, record: Record) -> bytes:
     return data
 
 
+class Publisher:
+    """Seals the records of one peer. Sequence numbers grow with every record; so do expiries, unless the clock was set back by more
+    than a day."""
+
+    def __init__(self, identity: Identity, swarm: bytes, clock: Clock) -> None:
+        self._identity = identity
+        self.swarm = swarm
+        self.clock = clock
+        self._last: dict[str, Record] = {}
+
+    def seal(self, topic: str, body: bytes, *, lifetime_s: float) -> tuple[Record, bytes]:
+        """The next record under ``topic``, and its sealed form."""
+        now = self.clock()
+        sequence, expires_at = int(now * 1000), now + lifetime_s
+        if last := self._last.get(topic):
+            sequence = max(sequence, last.sequence + 1)
+            # A replica replaces a record only by one that expires later. A record that outlives MAX_LIFETIME_S was sealed while the
+            # clock was ahead: replicas refused it, and would refuse a successor that expires even later.
+            if last.expires_at < now + MAX_LIFETIME_S:
+                expires_at = max(expires_at, last.expires_at + 0.001)
+        record = Record(self.swarm, topic, self._identity.public_key, sequence, round(expires_at, 3), body)
+        sealed = seal(self._identity, record)
+        self._last[topic] = record
+        return record, sealed
+
+
 def max_bytes(topic: str) -> int:
-    """The size of a sealed record under ``topic``, at most."""
+    """Largest size in bytes of a sealed record under ``topic``."""
     return MAX_STATEMENT_BYTES if topic.startswith(_STATEMENTS) else MAX_RECORD_BYTES
 
 
 def open_record(data: bytes, *, swarm: bytes, now: float) -> Record:
-    """The record in ``data``, once everything about it is checked.
+    """The record in ``data``, verified.
 
-    Raises ``NotAuthorised`` for a record of another swarm, ``IntegrityError`` for one that is too large, not in the
-    one accepted encoding, not signed by its signer, expired, or valid for longer than is allowed.
+    Raises ``NotAuthorised`` for a record of another swarm, ``IntegrityError`` for one that is too large, not in
+    canonical form, not signed by its signer, expired, or valid for longer than is allowed.
     """
     if len(data) > MAX_RECORD_BYTES:
         raise IntegrityError(f"the record has {len(data)} bytes, {MAX_RECORD_BYTES} are allowed")
@@ -88,7 +115,7 @@ def open_record(data: bytes, *, swarm: bytes, now: float) -> Record:
         message.ParseFromString(data)
     except DecodeError as error:
         raise IntegrityError("the record cannot be decoded") from error
-    # Protobuf has many encodings of one message; with only one accepted, nothing can be added around a signature.
+    # Protobuf has many encodings of one message. Accepting only one keeps unsigned bytes out.
     if _canonical(message) != data:
         raise IntegrityError("the record is not in canonical form")
     if message.swarm != swarm:
@@ -117,7 +144,7 @@ def open_valid(sealed: Iterable[bytes], *, swarm: bytes, now: float) -> Iterator
 
 
 def newest(records: Iterable[Record]) -> tuple[Record, ...]:
-    """Of every signer the record with the highest sequence, in the order of the signers' keys."""
+    """The record with the highest sequence of each signer, in the order of the signers' keys."""
     best: dict[bytes, Record] = {}
     for record in records:
         if record.signer not in best or best[record.signer].sequence < record.sequence:
@@ -126,7 +153,7 @@ def newest(records: Iterable[Record]) -> tuple[Record, ...]:
 
 
 def dht_keys(swarm: bytes, topic: str) -> tuple[bytes, ...]:
-    """Where records of ``topic`` are kept: several places, so that whoever surrounds one of them hides nothing."""
+    """The DHT keys of ``topic``. Several: peers that surround one of them cannot hide a record."""
     return tuple(
         hashlib.sha256(_with_sizes(_KEY_CONTEXT, bytes([salt]), swarm, topic.encode())).digest()
         for salt in range(_KEY_SALTS)

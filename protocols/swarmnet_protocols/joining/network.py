@@ -1,11 +1,16 @@
-"""A place on the network: libp2p and the DHT of one swarm, under one identity, behind a door."""
+"""Joining a swarm: transport, handshakes, directory and admission under one identity; also redeeming an invite and revoking.
 
-from collections.abc import AsyncIterator, Callable
+From below: p2pd, the membership handshake, the directory, the admission protocol, and on top the guarded transport, over which every
+other protocol runs.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from swarmnet_protocols.membership.rules import Rules
 from swarmnet_protocols.net import PeerId
@@ -13,50 +18,59 @@ from swarmnet_protocols.net.p2pd.process import MAX_MEMORY_BYTES
 
 if TYPE_CHECKING:
     from swarmnet_protocols.directory import Directory
-    from swarmnet_protocols.joining.admission import IssuerConfig
+    from swarmnet_protocols.machine.clock import Clock
+    from swarmnet_protocols.membership.handshake import Handshakes
+    from swarmnet_protocols.membership.invites import Invite
+    from swarmnet_protocols.membership.issuer import IssuerConfig
+    from swarmnet_protocols.membership.signed import Signer
     from swarmnet_protocols.net import Transport
     from swarmnet_protocols.net.rate_limit import LinkLimiter
+    from swarmnet_protocols.wire import membership_pb2 as pb
+
+T = TypeVar("T")
 
 ANY_PORT = ("/ip4/0.0.0.0/tcp/0", "/ip4/0.0.0.0/udp/0/quic-v1")
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
-"""For those who dial and are never dialled."""
+"""Listen address of a peer that dials and is never dialled."""
+FETCH_S = 30.0
+"""Timeout in seconds for one peer to fetch a revocation list."""
 
 
 @dataclass(frozen=True)
 class Trust:
-    """Which hosts a client uses, as its user or the swarm file names them."""
+    """Which hosts a client uses, as its owner or the swarm file names them."""
 
     hosts: frozenset[PeerId] = frozenset()
-    """No others are used; none named: all are."""
+    """The only hosts that are used; empty: all."""
     first_and_last: frozenset[PeerId] = frozenset()
-    """Preferred at the ends of a chain, where prompt and answer can be read; none named: guards that the client picks itself."""
+    """Hosts preferred as first and last hop, which can read prompt and answer; empty: guards that the client picks."""
     guards_folder: Path | None = None
-    """Where the client keeps these; without it, they last as long as the process."""
+    """Folder in which the client keeps the guards it picked; without it they last as long as the process."""
 
 
 @dataclass(frozen=True)
 class Network:
-    """Which swarm, as whom, and how to reach it."""
+    """Which swarm to join, under which identity, and at which addresses."""
 
     rules: Rules
     identity_path: Path | None = None
-    """Made with a fresh key if there is no such file. Without a path: a fresh identity each time."""
+    """Key file, created if missing. None: a new identity for each connection."""
     bootstrap: tuple[str, ...] = ()
     listen: tuple[str, ...] = ANY_PORT
     announce: tuple[str, ...] = ()
     membership_folder: Path | None = None
-    """Where the certificate of this identity is, and what is revoked is kept; without it, nothing is."""
+    """Folder of the certificate and the revocation lists. None: they are kept in memory only."""
     adopt: Callable[[bytes], Rules] | None = None
-    """Keeps a newer swarm file that an issuer hands out, and gives its rules: see ``Membership.adopt``."""
+    """Stores a newer swarm file and returns its rules: see ``Membership.adopt``."""
     swarm_file: Callable[[], bytes] | None = None
-    """Reads the newest one that is kept: see ``Membership.swarm_file``."""
+    """Reads the newest swarm file on disk: see ``Membership.swarm_file``."""
     issuer: "IssuerConfig | None" = None
-    """What makes this peer let others in."""
+    """Makes this peer an issuer."""
     trust: Trust = Trust()
     link: "LinkLimiter | None" = None
-    """Counts what goes over the network, and holds it back to the rates it is set to."""
+    """Counts and limits what this peer sends and receives."""
     max_p2pd_bytes: int = MAX_MEMORY_BYTES
-    """See ``P2pdConfig``, as for ``step_aside``."""
+    """See ``P2pdConfig``; also for ``step_aside``."""
     step_aside: Callable[[], AbstractAsyncContextManager[object]] = nullcontext
 
 
@@ -64,12 +78,13 @@ class Network:
 async def connect(
     network: Network, *, client_mode: bool = False
 ) -> AsyncIterator["tuple[Transport, Directory]"]:
-    """Connected while the context is open. In client mode no records are kept for others, and the identity may be shared.
+    """The guarded transport and the directory of a swarm, joined while the context is open.
 
-    Raises ``ConfigError`` for an identity that another process uses, ``NotAuthorised`` when this peer is not, or no more, a member of the swarm, and ``Unreachable`` when bootstraps are
-    named, this peer is none of them, and none answers.
+    In client mode this peer stores no records for others, and several processes may use its identity at once. Raises
+    ``ConfigError`` for an identity that another process uses, ``NotAuthorised`` when this peer is no member of the swarm, and
+    ``Unreachable`` when no bootstrap peer answers, unless none is named or this peer is one of them.
     """
-    from swarmnet_protocols.directory.dht import DhtDirectory
+    from swarmnet_protocols.directory.dht_directory import DhtDirectory
     from swarmnet_protocols.errors import NotAuthorised
     from swarmnet_protocols.joining.admission import Admissions
     from swarmnet_protocols.machine.clock import wall_clock
@@ -100,7 +115,7 @@ async def connect(
             listen=network.listen,
             announce=network.announce,
             bootstrap=others,
-            # Where others begin must be able to start when nobody else is there.
+            # A bootstrap peer must be able to start alone.
             require_bootstrap=bool(others) and others == network.bootstrap,
             link=network.link or LinkLimiter(),
             only_dials=client_mode,
@@ -108,14 +123,86 @@ async def connect(
             step_aside=network.step_aside,
         )
         raw = await stack.enter_async_context(P2pdTransport.create(config))
-        door = await stack.enter_async_context(Handshakes.run(raw, membership, Timing()))
+        handshakes = await stack.enter_async_context(Handshakes.run(raw, membership, Timing()))
         directory = await stack.enter_async_context(
-            DhtDirectory.create(raw, door, identity, bootstrap=others, client_mode=client_mode)
+            DhtDirectory.create(raw, handshakes, identity, bootstrap=others, client_mode=client_mode)
         )
         admissions = Admissions.run(raw, membership, directory, bootstrap=others, issuer=network.issuer)
         await stack.enter_async_context(admissions)
-        guarded = GuardedTransport(raw, door)
+        guarded = GuardedTransport(raw, handshakes)
         if not client_mode:
-            with suppress(NotAuthorised):  # an observer has no role to serve anybody in
+            with suppress(NotAuthorised):  # an observer has no role that may serve it
                 await guarded.serve(PROBE, Probes(raw.addresses_of, wall_clock).answer)
         yield guarded, directory
+
+
+async def redeem(invite: "Invite", identity_path: Path, take: "Callable[[pb.Admitted], T]") -> T:
+    """Exchange ``invite`` for a certificate of the identity in ``identity_path``, which is created if missing, and the swarm file.
+
+    ``take`` checks both, as for ``admission.ask``. Raises what that raises.
+    """
+    from swarmnet_protocols.joining.admission import ask
+    from swarmnet_protocols.machine.clock import wall_clock
+    from swarmnet_protocols.membership.invites import redemption
+    from swarmnet_protocols.net.identity import Identity
+    from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
+    from swarmnet_protocols.wire import membership_pb2 as pb
+
+    identity = Identity.load_or_create(identity_path)
+    request = pb.AdmissionRequest(redeem=redemption(invite, identity.peer_id))
+    config = P2pdConfig(identity_path, listen=LOOPBACK, named=tuple(invite.bootstrap), only_dials=True)
+    async with P2pdTransport.create(config) as transport:
+        return await ask(transport, invite.bootstrap, request, take, wall_clock)
+
+
+async def push_revocations(
+    sealed: bytes, addresses: Sequence[str], *, rules: Rules, key: "Signer", clock: "Clock"
+) -> list[PeerId]:
+    """Give the sealed revocation list to the peers at ``addresses``, which spread it; those that have it afterwards.
+
+    ``key`` signed the list. It also signs a certificate, valid for an hour, under which this process joins.
+    """
+    from swarmnet_protocols.membership.certificates import Admittance, issue
+    from swarmnet_protocols.membership.handshake import Handshakes
+    from swarmnet_protocols.membership.membership import Membership
+    from swarmnet_protocols.membership.rules import MIN_LIFETIME_S
+    from swarmnet_protocols.net.identity import Identity
+    from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
+    from swarmnet_protocols.timing import Timing
+    from swarmnet_protocols.wire.roles import Role
+
+    with TemporaryDirectory(prefix="swarmnet-") as scratch:  # 0700
+        identity_path = Path(scratch, "identity.key")
+        membership = Membership(rules, Identity.load_or_create(identity_path).peer_id, clock)
+        admittance = Admittance(membership.peer, frozenset({Role.OBSERVER}))
+        certificate = issue(
+            admittance, swarm=rules.swarm, key=key, now=clock(), lifetime_s=float(MIN_LIFETIME_S)
+        )
+        membership.take_certificate(certificate)
+        membership.take_revocations([sealed])
+        config = P2pdConfig(identity_path, listen=LOOPBACK, named=tuple(addresses))
+        async with (
+            P2pdTransport.create(config) as transport,
+            Handshakes.run(transport, membership, Timing()) as handshakes,
+        ):
+            return await send_revocations(handshakes, addresses)
+
+
+async def send_revocations(handshakes: "Handshakes", addresses: Sequence[str]) -> list[PeerId]:
+    """Complete a handshake with each peer at ``addresses``; the peers that have all revocations of this one afterwards."""
+    peers = await asyncio.gather(*(_send_revocations(handshakes, address) for address in addresses))
+    return sorted({peer for peer in peers if peer is not None})
+
+
+async def _send_revocations(handshakes: "Handshakes", address: str) -> PeerId | None:
+    from swarmnet_protocols.errors import SwarmnetError
+    from swarmnet_protocols.net.protocol_ids import REVOCATIONS
+
+    peer = PeerId(address.rpartition("/p2p/")[2])
+    try:
+        async with asyncio.timeout(FETCH_S):
+            await handshakes.ensure(peer, REVOCATIONS, addresses=[address], deadline_s=FETCH_S)
+            await handshakes.wait_revocations_known(peer)
+    except (SwarmnetError, TimeoutError):
+        return None
+    return peer

@@ -1,4 +1,4 @@
-"""Small tools for conversations that wait for several things at once."""
+"""Helpers for asyncio: wait for the first or all of several coroutines, with deadlines and clean cancellation."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
@@ -8,9 +8,9 @@ T = TypeVar("T")
 
 
 async def race(*runners: Coroutine[Any, Any, T]) -> T:
-    """Run all until the first ends; the others are cancelled and waited for. Its result or error is ours.
+    """Run all until the first ends, and cancel the others. Returns its result or raises its error.
 
-    Where several end at once, the first of the arguments counts.
+    If several end at once, the first of the arguments counts.
     """
     tasks = [asyncio.ensure_future(runner) for runner in runners]
     try:
@@ -21,9 +21,10 @@ async def race(*runners: Coroutine[Any, Any, T]) -> T:
 
 
 async def until(when: float, attempt: Callable[[], Awaitable[T]]) -> T:
-    """What ``attempt`` gives by ``when``, a time of the loop. It must lose nothing when it is cancelled. Raises ``TimeoutError``.
+    """The result of ``attempt`` by ``when`` on the clock of the loop. Raises ``TimeoutError``.
 
-    A process that was held up sees that time is over before it sees what came meanwhile: so it looks once more.
+    A process that was stopped sees the timeout before it sees what arrived meanwhile, so ``attempt`` is called once more after it. It must
+    lose nothing when it is cancelled.
     """
     try:
         async with asyncio.timeout_at(when):
@@ -35,7 +36,7 @@ async def until(when: float, attempt: Callable[[], Awaitable[T]]) -> T:
 
 
 async def all_of(*runners: Coroutine[Any, Any, T]) -> list[T]:
-    """Run all to their end and give their results. The first error cancels the others and is ours."""
+    """Run all and return their results. The first error cancels the others and is raised."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(runner) for runner in runners]
@@ -45,7 +46,7 @@ async def all_of(*runners: Coroutine[Any, Any, T]) -> list[T]:
 
 
 async def cancel(*tasks: "asyncio.Future[Any] | None") -> None:
-    """Cancel tasks and wait until they have ended; their errors are theirs."""
+    """Cancel tasks and wait until they have ended. Their errors are ignored."""
     pending = [task for task in tasks if task is not None]
     for task in pending:
         task.cancel()

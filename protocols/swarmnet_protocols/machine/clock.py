@@ -1,4 +1,4 @@
-"""The one place that reads the wall clock. Everything that stamps or judges an expiry takes a ``Clock``."""
+"""The wall clock. This is the only module that reads it: code that sets or checks an expiry takes a ``Clock``."""
 
 import time
 from collections.abc import Callable
@@ -7,16 +7,16 @@ Clock = Callable[[], float]
 """Seconds since the Unix epoch."""
 
 MAX_CLOCK_ERROR_S = 300.0
-"""A clock that is this far off does no harm."""
+"""Clock error in seconds that the expiries of records and certificates tolerate."""
 SET_CLOCK = "sudo timedatectl set-ntp true"
 
 
 def clock_advice(behind_s: float) -> str:
-    """What to do about a clock that is ``behind_s`` behind what peers say, or ahead if negative; empty while it does no harm."""
+    """Advice for a clock that is ``behind_s`` behind those of peers (negative: ahead); empty within ``MAX_CLOCK_ERROR_S``."""
     if abs(behind_s) <= MAX_CLOCK_ERROR_S:
         return ""
     way = "behind" if behind_s > 0 else "ahead of"
-    return f"the clock of this machine is {abs(behind_s) / 60:.0f} minutes {way} what peers say: set it with {SET_CLOCK}"
+    return f"the clock of this machine is {abs(behind_s) / 60:.0f} minutes {way} those of peers: set it with {SET_CLOCK}"
 
 
 wall_clock: Clock = time.time  # noqa: TID251 - the one permitted use

@@ -1,17 +1,17 @@
-"""Where to compute and in what precision, from what a person typed."""
+"""The device, precision and GPU memory limit that the user chose."""
 
 import torch
 
 from swarmnet_protocols.errors import ConfigError
 
 _MPS_DEFAULT_SHARE = 1.7
-"""Of what Metal recommends: PyTorch's own, which lets the system swap."""
+"""PyTorch's default limit as a share of Metal's recommendation. It lets the system swap."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def pick_device(name: str) -> torch.device:
-    """``auto`` is the fastest device there is. Raises ``ConfigError`` for one that is not there."""
+    """The device of that name; ``auto``: CUDA, else MPS, else the CPU. Raises ``ConfigError`` if it does not exist."""
     if name == "auto":
         if torch.cuda.is_available():
             return torch.device("cuda")
@@ -27,10 +27,10 @@ def pick_device(name: str) -> torch.device:
 
 
 def limit_memory(device: torch.device, most: float | None) -> None:
-    """Have this process allocate at most ``most`` of the memory of ``device``: a share up to 1, bytes above; None: all there is.
+    """Limit the memory that this process allocates on ``device`` to ``most``: a share if at most 1, else bytes; None: no limit.
 
-    What is allocated already stays. Whoever asks for more gets PyTorch's error. What the driver takes for itself, some hundred
-    MB, is not counted. A CPU has no memory of its own: nothing is done.
+    Existing allocations stay. Beyond the limit PyTorch raises its out-of-memory error. The driver's own memory, some hundred MB, is not
+    counted. Does nothing for a CPU.
     """
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
@@ -46,7 +46,7 @@ def _share(most: float, total_bytes: int) -> float:
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """``auto`` is bfloat16 on an accelerator and float32, exact and no slower, on a CPU."""
+    """The precision of that name; ``auto``: bfloat16 on an accelerator; float32, which is exact and no slower, on a CPU."""
     if name == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     if name not in DTYPES:

@@ -1,4 +1,4 @@
-"""One process at a time is found on the network under an identity: two would be taken for one peer, and each get half of what is its."""
+"""A lock on the identity file: one process at a time is reachable under an identity. Two would share one peer's messages."""
 
 import fcntl
 import os
@@ -13,10 +13,10 @@ _LOCKS = Path("/proc/locks")
 
 @contextmanager
 def identity_in_use(path: Path, *, alone: bool) -> Iterator[None]:
-    """Use the identity in the file ``path``, which is there, until the block ends or the process dies.
+    """Hold the lock on the identity file ``path`` while the context is open. The kernel releases it if the process dies.
 
-    Those who only dial may share it; ``alone`` is for whoever is dialled. Raises ``ConfigError``, naming the other process where the
-    system tells which it is, when one that is dialled has it, or when anybody has it and we want it alone.
+    ``alone``: for a process that can be dialled; processes that only dial share the lock. Raises ``ConfigError``, with the pid of the
+    holder where the system tells it, if the lock is held by another process in a way that excludes this one.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -31,7 +31,7 @@ def identity_in_use(path: Path, *, alone: bool) -> Iterator[None]:
             holders = ", ".join(f"pid {pid}" for pid in _holders(descriptor))
             raise ConfigError(
                 f"another process{f' ({holders})' if holders else ''} uses this identity: {path}",
-                hint="stop it first, or give this one another --data-dir; a copied identity is no second peer",
+                hint="stop it first, or give this one another --data-dir; a copied identity is not a second peer",
             ) from error
         except OSError as error:
             raise ConfigError(
@@ -44,7 +44,7 @@ def identity_in_use(path: Path, *, alone: bool) -> Iterator[None]:
 
 
 def _holders(descriptor: int) -> list[int]:
-    """The processes that have locked a file; none where the system does not tell."""
+    """The processes that hold a lock on a file, if the system tells."""
     info = os.fstat(descriptor)
     file = f"{os.major(info.st_dev):02x}:{os.minor(info.st_dev):02x}:{info.st_ino}"
     try:

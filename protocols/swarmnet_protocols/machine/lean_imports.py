@@ -1,7 +1,7 @@
-"""Libraries we stand on, imported without their parts that we have no use for. For processes that are ours alone.
+"""Imports transformers and hivemind without the parts that swarmnet does not use: half the start time of a node and 100 MB.
 
-As their packages would have it, a process that runs a model has half of torch's compiler, a computer algebra system and two
-frameworks for clusters in memory: 80 MB and 1.5 s of a processor, before it has done anything.
+Their packages import torch's compiler, sympy, scipy, trainers and distributed frameworks. Measurements are in decision record 0011. Only
+for processes of swarmnet itself: the libraries behave as usual afterwards, but import the rest when it is first used.
 """
 
 import gc
@@ -16,24 +16,24 @@ from typing import Any
 
 from swarmnet_protocols.errors import ConfigError
 
-_NOT_FOR_US = ("scipy", "accelerate", "PIL")
-"""What transformers takes if it is there: for losses of object detectors, for models on several devices, for pictures."""
+_HIDDEN_PACKAGES = ("scipy", "accelerate", "PIL")
+"""Optional dependencies of transformers: for losses of object detectors, models on several devices, and images."""
 
 _COMPILER = "torch._dynamo"
 
 
 class _Package(types.ModuleType):
-    """The package as its submodules need it. Whoever asks it for a submodule gets that; for anything else, all of the package."""
+    """A package without its ``__init__``. Submodules are imported on access; any other attribute runs the ``__init__``."""
 
     _importing = threading.RLock()
-    """One thread at a time imports a whole package, so that no other sees half of one."""
+    """One thread at a time runs an ``__init__``, so that no other sees half of a package."""
     _entered = False
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or self.__spec__ is None or self.__spec__.loader is None:
             raise AttributeError(name)
         submodule = f"{self.__name__}.{name}"
-        if submodule in sys.modules:  # an attribute from the end of its import on
+        if submodule in sys.modules:  # becomes an attribute at the end of its import
             raise AttributeError(name)
         if importlib.util.find_spec(submodule) is not None:
             return importlib.import_module(submodule)
@@ -41,7 +41,7 @@ class _Package(types.ModuleType):
             if not self._entered:
                 self._entered = True
                 self.__spec__.loader.exec_module(self)
-            whole = sys.modules[self.__name__]  # some put another module in their place
+            whole = sys.modules[self.__name__]  # some packages replace themselves in sys.modules
             if whole is not self:
                 return getattr(whole, name)
             if name in vars(self):
@@ -50,9 +50,10 @@ class _Package(types.ModuleType):
 
 
 def prepare_package(name: str, **stand_ins: object) -> None:
-    """Make ``import name.x.y`` import just that, without what the package's ``__init__`` would import.
+    """Let ``import name.x.y`` import that module without the package's ``__init__``.
 
-    ``stand_ins`` are there of what the package has itself. Call it before the first such import; idempotent.
+    ``stand_ins``: attributes of the package that submodules need. Called before the first import. Idempotent. Raises ``ConfigError`` if the
+    package is not installed.
     """
     if name in sys.modules:
         return
@@ -71,22 +72,21 @@ def prepare_package(name: str, **stand_ins: object) -> None:
 
 
 def import_transformers() -> None:
-    """Import transformers' model code as if torch could not compile nor work in clusters, unless it is imported already.
+    """Import transformers' model code without torch's compiler and distributed package. Idempotent.
 
-    What the process has by then is kept: it is looked through for garbage neither meanwhile nor afterwards, which would take
-    a fifth of a node's start, and hold up its tokens for 0.15 s now and then.
-    Who compiles afterwards gets torch's compiler, but what transformers wants left out of it is not known to it. The lists
-    of all that transformers has, for which it reads each of its thousands of files twice, are made when somebody
-    asks it, or its ``models``, for something that is not a module of that name.
+    The lazy import tables of transformers, for which it reads thousands of files twice, are made only when an attribute of the package is
+    used that is not a module. torch's compiler can be used afterwards, but without the exceptions that transformers
+    registers in it. All objects that exist at the end are frozen (``gc.freeze``): collecting them would take a fifth of a node's start,
+    and later delay tokens by 0.15 s now and then.
     """
     if "transformers.modeling_utils" in sys.modules:
         return
-    with _kept():
+    with _frozen():
         import torch
 
         torch.distributed.is_available = _no
-        # What transformers has once found installed it takes for granted.
-        hidden = () if "transformers" in sys.modules else _NOT_FOR_US
+        # transformers remembers which packages it has found.
+        hidden = () if "transformers" in sys.modules else _HIDDEN_PACKAGES
         prepare_package("transformers", __version__=version("transformers"))
         prepare_package("transformers.models")
         with _without_compiler(), _hidden(hidden):
@@ -98,8 +98,8 @@ def import_transformers() -> None:
 
 
 @contextmanager
-def _kept() -> Iterator[None]:
-    """Have the collector pass over all that is there at the end: 300,000 objects, hardly any of which are ever garbage."""
+def _frozen() -> Iterator[None]:
+    """Exclude all objects that exist at the end from garbage collection: 300,000, hardly any of which are ever garbage."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -112,7 +112,7 @@ def _kept() -> Iterator[None]:
 
 @contextmanager
 def _without_compiler() -> Iterator[None]:
-    """Have decorators that tell torch's compiler something do nothing, for which it would be imported."""
+    """Replace decorators of torch's compiler by ones that do nothing and do not import it."""
     if _COMPILER in sys.modules:
         yield
         return
@@ -127,7 +127,7 @@ def _without_compiler() -> Iterator[None]:
 
 @contextmanager
 def _no_second_package() -> Iterator[None]:
-    """Keep transformers from replacing its own package by all of it. The package gives that as well, to whoever asks for it."""
+    """Keep transformers from replacing its package in ``sys.modules`` by the whole one."""
     from transformers import utils
 
     direct_import = utils.direct_transformers_import
@@ -140,9 +140,9 @@ def _no_second_package() -> Iterator[None]:
 
 @contextmanager
 def _hidden(names: tuple[str, ...]) -> Iterator[None]:
-    """Have ``import`` say of those that are not imported yet that they are not installed."""
+    """Make packages that are not imported yet look as if they were not installed."""
     hidden = [name for name in names if name not in sys.modules]
-    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None is Python's way to say so
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None makes their import fail
     try:
         yield
     finally:
@@ -151,7 +151,7 @@ def _hidden(names: tuple[str, ...]) -> Iterator[None]:
 
 
 def _mark(function: Any = None, *_: object, **__: object) -> Any:
-    """In place of a decorator, with arguments or without."""
+    """A decorator that does nothing, with or without arguments."""
     return _mark if function is None else function
 
 

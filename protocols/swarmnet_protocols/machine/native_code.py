@@ -1,4 +1,4 @@
-"""C code of ours, compiled by the machine's own compiler at first use and kept in the cache."""
+"""Compiles C code of swarmnet with the machine's compiler at first use, and caches the library."""
 
 import ctypes
 import hashlib
@@ -21,7 +21,7 @@ class _Unavailable(Exception):
 
 
 def load(source: Path, cache_dir: Path, *, compiler: str = "cc") -> ctypes.CDLL | None:
-    """The compiled code of one file. None where it cannot be had, with a line in the log that says why."""
+    """The library compiled from one file; None, with a warning, if it cannot be compiled."""
     try:
         return ctypes.CDLL(str(_built(source, cache_dir / "native", compiler)))
     except (_Unavailable, OSError, subprocess.SubprocessError) as error:
@@ -30,7 +30,7 @@ def load(source: Path, cache_dir: Path, *, compiler: str = "cc") -> ctypes.CDLL 
 
 
 def _built(source: Path, folder: Path, compiler: str) -> Path:
-    """The library, whose name has the hash of what it was made from and its own."""
+    """The path of the library. Its name has the hash of its inputs and its own."""
     path = shutil.which(compiler)
     if path is None:
         raise _Unavailable(f"no {compiler} on this machine")
@@ -38,7 +38,7 @@ def _built(source: Path, folder: Path, compiler: str) -> Path:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.stat()
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise _Unavailable(f"others may write into {folder}")
+        raise _Unavailable(f"others can write into {folder}")
     key = [source.read_text(), *COMPILE, *LINK, path, str(openmp), *_processor()]
     digest = hashlib.sha256("\0".join(key).encode()).hexdigest()
     for library in folder.glob(f"{digest}-*.so"):
@@ -59,17 +59,17 @@ def _hash_of(library: Path) -> str:
 
 
 def _openmp_of_torch() -> Path:
-    """The OpenMP library that torch brings. Threads of a second one would compete with the first for the cores."""
+    """torch's OpenMP library. Threads of a second one would compete with its threads for the cores."""
     import torch
 
     found = list(Path(torch.__file__).parent.glob("lib/libgomp*.so*"))
     if len(found) != 1:
-        raise _Unavailable("torch brings no libgomp")
+        raise _Unavailable("torch has no libgomp")
     return found[0]
 
 
 def _processor() -> list[str]:
-    """What ``-march=native`` looks at."""
+    """The processor features that ``-march=native`` uses."""
     lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
     return [line for line in lines if line.startswith(("model", "flags", "CPU", "Features"))]
 

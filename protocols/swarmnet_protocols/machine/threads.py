@@ -1,8 +1,7 @@
-"""One thread of a process computes with torch on several cores; the thread of the event loop only moves tensors.
+"""Thread settings of torch: one thread of a process computes on several cores, all others on one.
 
-If both ever ran a parallel operation, each would have an OpenMP pool. libgomp then counts more threads than cores, hardly
-spins between operations, and decoding takes nearly twice as long from then on (measured on 2 cores: 23 ms for ten blocks
-of SmolLM2-135M, against 13 ms).
+A second thread with a parallel operation would get an OpenMP pool of its own. libgomp then has more threads than cores, hardly spins between
+operations, and decoding takes nearly twice as long from then on (23 ms instead of 13 ms for ten blocks of SmolLM2-135M on 2 cores).
 """
 
 import asyncio
@@ -16,33 +15,35 @@ T = TypeVar("T")
 
 
 def stay_serial() -> int:
-    """Run the torch operations of this thread on it alone; returns how many threads they would have had."""
-    threads = torch.get_num_threads()  # also makes this thread take its defaults now and not later
+    """Make torch operations of this thread use no other threads. Returns the number they would have used."""
+    threads = (
+        torch.get_num_threads()
+    )  # also initializes this thread's setting, which would overwrite it later
     torch.set_num_threads(1)
     return threads
 
 
 async def compute_on(computing: Executor, *serial: Executor, threads: int | None) -> int:
-    """Have the thread of ``computing`` compute on ``threads`` cores, default all; this one and ``serial`` stay serial.
+    """Make the thread of ``computing`` use ``threads`` cores, by default all; this thread and those of ``serial`` use one.
 
-    Returns how many all are.
+    Returns the number of all cores.
     """
     loop = asyncio.get_running_loop()
     every_core = stay_serial()
     for executor in serial:
         await loop.run_in_executor(executor, stay_serial)
-    # The last to be told: a part of the setting is the whole process's.
+    # Set last: part of the setting is global.
     await loop.run_in_executor(computing, torch.set_num_threads, threads or every_core)
     return every_core
 
 
 def use_cores(computing: Executor, threads: int) -> None:
-    """Have the thread of ``computing`` compute on so many cores from its next operation on."""
+    """Make the thread of ``computing`` use ``threads`` cores from its next operation on."""
     computing.submit(torch.set_num_threads, threads)
 
 
 def on_half_the_cores(work: Callable[[], T]) -> T:
-    """Call ``work`` here, on half as many cores as this thread computes on otherwise; on one at least."""
+    """Call ``work`` in this thread with half its cores, but at least one."""
     threads = torch.get_num_threads()
     torch.set_num_threads(max(1, threads // 2))
     try:

@@ -1,12 +1,12 @@
-"""Where in a TOML file a key stands, for messages about its value."""
+"""The line of a key in a TOML file, for error messages."""
 
 import re
 
 
 def line_of(text: str, section: str, key: str, index: int = 0) -> int:
-    """The line of ``key`` or of the table of that name, else that of its section's header, else 1.
+    """The line of ``key`` in ``section`` or of the table of that name, else of the section's header, else 1.
 
-    Of an array of tables, ``index`` says which.
+    ``index``: which table of an array of tables.
     """
     here, found = ("", 0), 1
     tables: dict[str, int] = {}

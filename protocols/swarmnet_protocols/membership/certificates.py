@@ -1,18 +1,18 @@
-"""Certificates: that a peer is a member of a swarm, in which roles, and until when.
+"""Certificates: signed statements that a peer is a member of a swarm, in which roles, and until when.
 
-A certificate names the peer it is for, and libp2p proves that id on every connection: shown by anybody else, or again by
-whoever overheard it, it is worth nothing.
+A certificate names its peer, and libp2p authenticates that id on every connection: shown by another peer it is refused.
 
-A renewal carries the certificate that first admitted its peer. It counts only while the keys behind that admission do, whichever
-issuers renewed it since: when a stolen key is taken out of the swarm file, every membership that it made up ends with it.
+A renewal contains the certificate that first admitted its peer, and is valid only while the keys behind that first admission are
+trusted, whichever issuers renewed it since. When a stolen key is removed from the swarm file, every membership that goes back to it
+ends.
 """
 
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from swarmnet_protocols.errors import IntegrityError
-from swarmnet_protocols.membership.rules import MAX_LIFETIME_S, MIN_LIFETIME_S, Rules, check_current
+from swarmnet_protocols.errors import IntegrityError, NotAuthorised
+from swarmnet_protocols.membership.rules import MAX_LIFETIME_S, MIN_LIFETIME_S, Rules
 from swarmnet_protocols.membership.signed import Signer, seal, unseal
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import KEY_BYTES
@@ -23,14 +23,15 @@ ID_BYTES = 16
 MAX_PEER_CHARS = 128
 MAX_CERTIFICATE_BYTES = 1024
 CLOCK_SKEW_S = 600
-"""A certificate begins so long before it is issued: the clocks of its issuer and its judge may each be five minutes off."""
+"""Seconds by which a certificate is dated back: the clocks of issuer and verifier may each be five minutes off."""
 
 _KIND = b"swarmnet-certificate-1"
+_ASK_FOR_INVITE = "ask the owner of the swarm for an invite"
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """What an authority or issuer of a swarm says of one peer. Times are Unix seconds."""
+    """A certificate that was opened. Times are Unix seconds."""
 
     swarm: bytes
     peer: PeerId
@@ -39,39 +40,39 @@ class Certificate:
     not_after: int
     id: bytes
     invite: bytes
-    """The id of the invite it goes back to; empty without one."""
+    """Id of the invite that was redeemed for it or for its first predecessor; empty without one."""
     issuer: bytes
-    """The key that signed it."""
+    """Public key that signed it."""
     admitted_by: tuple[bytes, ...] = ()
-    """The keys that its membership goes back to: of the issuer that admitted the peer, and of the signer of its invite."""
+    """Keys behind the first admission: of the issuer that admitted the peer, and of the signer of its invite."""
     admitted_at: float = 0.0
-    """When they did, Unix time."""
+    """Unix time of the first admission."""
     first: bytes = b""
-    """Of a renewal: the sealed certificate that admitted the peer."""
+    """The sealed certificate that first admitted the peer; empty if that is this one."""
 
     @property
     def renew_at(self) -> float:
-        """When two thirds of its life are over."""
+        """Unix time after two thirds of its lifetime."""
         return self.not_before + (self.not_after - self.not_before) * 2 / 3
 
 
 @dataclass(frozen=True)
 class Admittance:
-    """Who shall be a member, as what: what an issuer decides."""
+    """What an issuer decided: the content of a certificate before it is signed."""
 
     peer: PeerId
     roles: frozenset[Role]
     invite: bytes = b""
     grant_signer: bytes = b""
-    """The key that signed the invite."""
+    """Public key that signed the invite."""
     first: bytes = b""
-    """Of a renewal: the sealed certificate that admitted the peer."""
+    """The sealed certificate that first admitted the peer; empty if that is this one."""
 
 
 def issue(admittance: Admittance, *, swarm: bytes, key: Signer, now: float, lifetime_s: float) -> bytes:
     """A sealed certificate that begins ``CLOCK_SKEW_S`` before ``now`` and ends ``lifetime_s`` after it.
 
-    Raises ``ValueError`` for a lifetime outside of what is allowed, and when there is no role.
+    Raises ``ValueError`` for a lifetime outside of [``MIN_LIFETIME_S``, ``MAX_LIFETIME_S``], and without a role.
     """
     if not MIN_LIFETIME_S <= lifetime_s <= MAX_LIFETIME_S:
         raise ValueError(f"a certificate cannot be valid for {lifetime_s} s")
@@ -92,24 +93,48 @@ def issue(admittance: Admittance, *, swarm: bytes, key: Signer, now: float, life
 
 
 def open_certificate(data: bytes, *, rules: Rules, now: float) -> Certificate:
-    """The certificate in ``data``, once everything that can be said without knowing who shows it is checked.
+    """The certificate in ``data``, checked in all but the peer that shows it.
 
-    Raises ``IntegrityError`` for one that is not in the one accepted encoding or not signed by the key it names, and
-    ``NotAuthorised`` for one of another swarm, signed by nobody whom ``rules`` believe, not valid yet, or expired.
+    Raises ``IntegrityError`` for one that is not in canonical form or not signed by the key it names, and ``NotAuthorised`` as
+    :func:`check_current`.
     """
     certificate = _open(data)
     check_current(certificate, rules=rules, now=now)
     return certificate
 
 
+def check_current(certificate: Certificate, *, rules: Rules, now: float) -> None:
+    """Raise ``NotAuthorised`` unless ``certificate`` is of the swarm of ``rules``, signed by trusted keys, and valid at ``now``."""
+    if certificate.swarm != rules.swarm:
+        raise NotAuthorised("the certificate is of another swarm", hint=_ASK_FOR_INVITE)
+    if not rules.believe(certificate.issuer, now):
+        raise NotAuthorised(
+            "the certificate was signed by a key that the swarm does not trust", hint=_ASK_FOR_INVITE
+        )
+    if not all(rules.believe(key, certificate.admitted_at) for key in certificate.admitted_by):
+        raise NotAuthorised(
+            "the certificate goes back to a key that the swarm does not trust any more", hint=_ASK_FOR_INVITE
+        )
+    if now < certificate.not_before:
+        raise NotAuthorised(
+            f"the certificate begins in {certificate.not_before - now:.0f} s",
+            hint="check the clock of this machine and of the one that issued it",
+        )
+    if now >= certificate.not_after:
+        raise NotAuthorised(
+            f"the certificate ended {now - certificate.not_after:.0f} s ago",
+            hint="ask for a new invite; if it should still be valid, check the clock of this machine",
+        )
+
+
 def _open(data: bytes) -> Certificate:
-    """The certificate in ``data``, with the one in it that admitted the peer, whoever signed them and however old they are."""
+    """The certificate in ``data`` and the one inside it. Signatures and form are checked, not signers and times."""
     message, issuer = unseal(_KIND, pb.Certificate, data, max_body_bytes=MAX_CERTIFICATE_BYTES)
     roles = from_wire(message.roles)
     if not 0 < len(message.peer) <= MAX_PEER_CHARS or len(message.id) != ID_BYTES:
         raise IntegrityError("the certificate has no peer or no id")
     if len(message.invite) not in {0, ID_BYTES} or len(message.grant_signer) not in {0, KEY_BYTES}:
-        raise IntegrityError("the certificate names no invite as it should")
+        raise IntegrityError("the certificate has an invalid invite id or signer")
     if not 0 < message.not_after - message.not_before <= MAX_LIFETIME_S + CLOCK_SKEW_S:
         raise IntegrityError("the certificate is valid for longer than is allowed")
     certificate = Certificate(
@@ -136,13 +161,13 @@ def _open(data: bytes) -> Certificate:
 
 
 def to_wire(roles: Iterable[Role]) -> list[str]:
-    """Roles as a message takes them: in growing order, each once."""
+    """Roles as a message has them: in ascending order, each once."""
     wanted = set(roles)
     return [f"ROLE_{role.name}" for role in Role if role in wanted]
 
 
 def from_wire(numbers: Iterable[int]) -> frozenset[Role]:
-    """The roles of a message. Raises ``IntegrityError`` unless there is one and they stand as :func:`to_wire` gives them."""
+    """The roles of a message. Raises ``IntegrityError`` if there is none, or if they are not as :func:`to_wire` writes them."""
     listed = list(numbers)
     roles = frozenset(role for role in Role if pb.Role.Value(f"ROLE_{role.name}") in listed)
     if not roles or [pb.Role.Value(name) for name in to_wire(roles)] != listed:

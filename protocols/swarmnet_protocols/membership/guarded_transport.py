@@ -1,4 +1,4 @@
-"""A transport with a door: nobody is heard, and nobody spoken to, who does not belong to the swarm."""
+"""A transport whose every stream is to or from an admitted peer."""
 
 from collections.abc import Sequence
 
@@ -10,41 +10,41 @@ from swarmnet_protocols.net.wrappers import StreamWrapper, TransportWrapper
 
 
 class GuardedStream(StreamWrapper):
-    """A stream to somebody, which the door ends with their membership."""
+    """A stream that is tracked by ``handshakes`` until it is closed."""
 
-    def __init__(self, stream: Stream, door: Handshakes) -> None:
+    def __init__(self, stream: Stream, handshakes: Handshakes) -> None:
         super().__init__(stream)
-        self._door = door
-        door.hold(stream)
+        self._handshakes = handshakes
+        handshakes.track(stream)
 
     def close(self) -> None:
         super().close()
-        self._door.release(self._stream)
+        self._handshakes.untrack(self._stream)
 
 
 class GuardedTransport(TransportWrapper):
-    """Passes on what ``door`` lets through."""
+    """``transport``, with a handshake before every stream that is opened and a check of every stream that comes in."""
 
-    def __init__(self, transport: Transport, door: Handshakes) -> None:
+    def __init__(self, transport: Transport, handshakes: Handshakes) -> None:
         super().__init__(transport)
-        self._door = door
+        self._handshakes = handshakes
 
     async def died(self) -> None:
-        """As promised by ``Transport``; raises ``NotAuthorised`` when nobody lets us in any more."""
-        if self._door.membership.is_public:
+        """As promised by ``Transport``; raises ``NotAuthorised`` when the membership of this peer has ended."""
+        if self._handshakes.membership.is_public:
             await self._transport.died()
         else:
-            await race(self._transport.died(), self._door.membership.ended())
+            await race(self._transport.died(), self._handshakes.membership.ended())
 
     async def serve(self, protocol: ProtocolSpec, handler: Handler) -> None:
-        """As promised by ``Transport``; the stream of somebody who may not open it is refused before a byte of it is read.
+        """As promised by ``Transport``; a stream that its opener may not open is refused before a byte of it is read.
 
-        Raises ``NotAuthorised`` when we have no role to serve it in: nobody would come.
+        Raises ``NotAuthorised`` when this peer has no role that may serve ``protocol``: every other peer would refuse it.
         """
-        self._door.check_serving(protocol)
+        self._handshakes.check_serving(protocol)
 
         async def guarded(stream: Stream) -> None:
-            async with self._door.admitting(stream, protocol):
+            async with self._handshakes.admitting(stream, protocol):
                 await handler(stream)
 
         await self._transport.serve(protocol, guarded)
@@ -52,13 +52,13 @@ class GuardedTransport(TransportWrapper):
     async def open(
         self, peer: PeerId, protocol: ProtocolSpec, *, addresses: Sequence[str] = (), deadline_s: float
     ) -> Stream:
-        """As promised by ``Transport``; also raises ``NotAuthorised`` when either side does not let the other in, and
-        ``StreamRefused`` when it has no room for somebody new.
+        """As promised by ``Transport``; also raises ``NotAuthorised`` when either side refuses the other, and ``StreamRefused``
+        when ``peer`` has reached a resource limit.
         """
-        await self._door.enter(peer, protocol, addresses=addresses, deadline_s=deadline_s)
+        await self._handshakes.ensure(peer, protocol, addresses=addresses, deadline_s=deadline_s)
         stream = await self._transport.open(peer, protocol, addresses=addresses, deadline_s=deadline_s)
         try:
-            return GuardedStream(stream, self._door)
+            return GuardedStream(stream, self._handshakes)
         except NotAuthorised:
             stream.close()
             raise

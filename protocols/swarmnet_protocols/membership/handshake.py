@@ -1,8 +1,14 @@
-"""The door of a peer: whom it has met, and who may open which streams.
+"""The membership handshake: two peers of a private swarm prove their membership before any other protocol.
 
-Two peers meet once: they show each other their certificates on a stream of its own, which libp2p has bound to their peer
-ids, so that a certificate is worth nothing to anybody else. That stream stays open. Over it they tell each other of a
-renewed certificate and of newer revocations; when it has ended, they meet anew before the next stream.
+1. **Hello.** The opener of a handshake stream sends its certificate and the serials of the revocation lists it has; the other side
+   checks them and answers with its own. libp2p has authenticated both peer ids, and a certificate names the peer it is for: shown by
+   another peer it is refused.
+2. **Admitted.** The stream stays open. A side sends Hello again when its certificate or its lists have changed, and at the least
+   every ``revocation_refresh_s``. A side that lacks a list fetches it under ``REVOCATIONS``.
+3. **Expelled.** When a certificate ends or is revoked, every stream with that peer is refused, with the reason.
+
+When the handshake stream has ended and no other stream is open, the peer is forgotten; the next stream needs a new handshake. In a
+public swarm there are no certificates and no handshakes.
 """
 
 import asyncio
@@ -24,43 +30,75 @@ from swarmnet_protocols.errors import (
     SwarmnetError,
 )
 from swarmnet_protocols.machine.aio import cancel
-from swarmnet_protocols.membership.admitted import AdmittedPeer, check_role
-from swarmnet_protocols.membership.handshake_messages import explain, hear, hello, refusal, serials
-from swarmnet_protocols.membership.membership import LOOK_S, Membership
+from swarmnet_protocols.machine.clock import clock_advice
+from swarmnet_protocols.membership.authorise import Member, check_role
+from swarmnet_protocols.membership.certificates import Certificate
+from swarmnet_protocols.membership.membership import CLOCK_CHECK_S, Membership, Revoked
 from swarmnet_protocols.membership.pending_handshakes import PendingHandshakes
 from swarmnet_protocols.membership.revocations import MAX_LISTS
 from swarmnet_protocols.net import Message, PeerId, ProtocolSpec, Refusal, Stream, Transport
 from swarmnet_protocols.net.messages import parse, receive_within, send_within
-from swarmnet_protocols.net.protocol_ids import DOOR, REVOCATIONS
-from swarmnet_protocols.net.resources import Resource
+from swarmnet_protocols.net.protocol_ids import HANDSHAKE, REVOCATIONS
+from swarmnet_protocols.net.refusal import MAX_REASON_CHARS, printable
+from swarmnet_protocols.net.resources import Reservation, Resource
 from swarmnet_protocols.timing import Timing
-from swarmnet_protocols.wire import door_pb2 as pb
+from swarmnet_protocols.wire import handshake_pb2 as pb
 from swarmnet_protocols.wire.roles import name_roles
 
 _log = logging.getLogger(__name__)
 
-MAX_DOORS = 256
-"""Streams kept open with those we have met. Beyond these one ends, and its two peers meet anew when need be."""
-MAX_DOORS_EACH = 4
-"""Of them with one guest."""
-MAX_REMEMBERED = 4096
-"""Guests we have no such stream with any more, for want of room. They are let in all the same: what they open may be on its way."""
+MAX_STREAMS = 256
+"""Handshake streams kept open. Beyond these one is closed; its two peers repeat the handshake before their next stream."""
+MAX_STREAMS_PER_PEER = 4
+"""Handshake streams kept open with one peer."""
+MAX_WITHOUT_STREAM = 4096
+"""Peers that stay admitted after their handshake stream was closed for ``MAX_STREAMS``: a stream of theirs may be on its way."""
 HELLO_PAUSE_S = 0.5
-"""Between two things one peer says at the door; who says more is made to wait."""
+"""Seconds between two messages that are read from one handshake stream. Bounds the signatures checked for one peer."""
+
+
+class AdmittedPeer:
+    """A peer whose certificate was accepted, and the streams that are open with it."""
+
+    def __init__(self, member: Member, certificate: Certificate | None, reservation: Reservation) -> None:
+        self.member = member
+        self.certificate = certificate
+        self.handshake_streams: dict[Stream, None] = {}
+        self.streams: dict[Stream, None] = {}
+        """Streams of other protocols, closed when the membership ends."""
+        self.timer: asyncio.TimerHandle | None = None
+        """Fires when the certificate is to be checked again."""
+        self.serials: dict[bytes, int] = {}
+        """Serial of each revocation list that the peer has, by the signer's key."""
+        self.hello_received = asyncio.Event()
+        self._reservation = reservation
+
+    def end(self, refusal: Refusal | None = None) -> None:
+        """Close every stream, or refuse it with ``refusal``, and release the reservation."""
+        self._reservation.release()
+        if self.timer is not None:
+            self.timer.cancel()
+        for stream in (*self.handshake_streams, *self.streams):
+            if refusal is None:
+                stream.close()
+            else:
+                stream.refuse(refusal)
 
 
 class Handshakes:
-    """Made by :meth:`run`."""
+    """The handshakes of one peer, and the check that every other stream passes. Made by :meth:`run`."""
 
     def __init__(self, transport: Transport, membership: Membership, timing: Timing) -> None:
         self._transport = transport
         self.membership = membership
         self._timing = timing
-        self._guests: dict[PeerId, AdmittedPeer] = {}
-        self._doors: dict[Stream, AdmittedPeer] = {}
-        self._remembered: dict[PeerId, None] = {}
-        self._strangers = PendingHandshakes(transport.resources.system, Resource.PENDING_HANDSHAKES)
-        self._meetings: dict[tuple[PeerId, tuple[str, ...]], asyncio.Task[None]] = {}
+        self._admitted: dict[PeerId, AdmittedPeer] = {}
+        self._streams: dict[Stream, AdmittedPeer] = {}
+        """Handshake streams, oldest first."""
+        self._without_stream: dict[PeerId, None] = {}
+        """Peers whose handshake stream was closed for ``MAX_STREAMS``, oldest first."""
+        self._pending = PendingHandshakes(transport.resources.system, Resource.PENDING_HANDSHAKES)
+        self._outgoing: dict[tuple[PeerId, tuple[str, ...]], asyncio.Task[None]] = {}
         self._fetching: set[PeerId] = set()
         self._tasks: dict[asyncio.Task[None], None] = {}
 
@@ -69,283 +107,286 @@ class Handshakes:
     async def run(
         cls, transport: Transport, membership: Membership, timing: Timing
     ) -> AsyncIterator["Handshakes"]:
-        """A door that is watched while the context is open. ``transport`` is the one below: the door guards it."""
-        door = cls(transport, membership, timing)
-        await transport.serve(DOOR, door._answer)
-        await transport.serve(REVOCATIONS, door._tell_revocations)
-        membership.listeners.append(door._review)
-        comparing = asyncio.create_task(door._keep_comparing(), name="door")
+        """Answer handshakes while the context is open. ``transport`` is the one below :class:`GuardedTransport`."""
+        handshakes = cls(transport, membership, timing)
+        await transport.serve(HANDSHAKE, handshakes._answer)
+        await transport.serve(REVOCATIONS, handshakes._serve_revocations)
+        membership.listeners.append(handshakes._on_membership_change)
+        comparing = asyncio.create_task(handshakes._send_hellos_periodically(), name="handshakes")
         try:
-            yield door
+            yield handshakes
         finally:
-            membership.listeners.remove(door._review)
-            await cancel(comparing, *door._tasks)
-            for guest in door._guests.values():
-                guest.end()
+            membership.listeners.remove(handshakes._on_membership_change)
+            await cancel(comparing, *handshakes._tasks)
+            for admitted in handshakes._admitted.values():
+                admitted.end()
 
-    # ---- who may do what ---------------------------------------------------------------------------------
+    # ---- checks before a stream --------------------------------------------------------------------------
 
     def check(self, peer: PeerId, protocol: ProtocolSpec) -> None:
-        """Raises ``NotAuthorised`` unless ``peer`` may open streams under ``protocol`` here."""
+        """Raise ``NotAuthorised`` unless ``peer`` is admitted with a role that may open ``protocol``."""
         if not self.membership.is_public:
-            check_role(self._guest(peer).member, protocol.roles, protocol)
-
-    async def settled(self, peer: PeerId) -> None:
-        """Wait for the end of a meeting with ``peer`` that is under way: its word to us and its first stream may cross."""
-        meetings = [task for (other, _), task in self._meetings.items() if other == peer]
-        if meetings and peer not in self._guests:
-            await asyncio.wait(meetings)
+            check_role(self._admitted_peer(peer).member, protocol.roles, protocol)
 
     def check_serving(self, protocol: ProtocolSpec) -> None:
-        """Raises ``NotAuthorised`` unless others may open streams under ``protocol`` to us."""
+        """Raise ``NotAuthorised`` unless this peer has a role that may serve ``protocol``."""
         if not self.membership.is_public:
             check_role(self.membership.me, protocol.served_by, protocol)
 
+    async def wait_outgoing(self, peer: PeerId) -> None:
+        """Wait for the end of a handshake that this peer has opened to ``peer``: its answer and the first stream may cross."""
+        outgoing = [task for (other, _), task in self._outgoing.items() if other == peer]
+        if outgoing and peer not in self._admitted:
+            await asyncio.wait(outgoing)
+
     @asynccontextmanager
     async def admitting(self, stream: Stream, protocol: ProtocolSpec) -> AsyncIterator[None]:
-        """``check`` an incoming stream, and have it end with the membership of its opener for as long as the context.
+        """Check an incoming stream, and track it while the context is open.
 
-        One that is not let in learns why.
+        Refuses the stream with the reason and raises ``NotAuthorised`` if its opener may not open ``protocol``.
         """
-        await self.settled(stream.peer)
+        await self.wait_outgoing(stream.peer)
         try:
             self.check(stream.peer, protocol)
-            self.hold(stream)
+            self.track(stream)
         except NotAuthorised as error:
             stream.refuse(Refusal(str(error)))
             raise
         try:
             yield
         finally:
-            self.release(stream)
+            self.untrack(stream)
 
-    def hold(self, stream: Stream) -> None:
-        """Have ``stream`` closed when the membership of its other side ends, until it is released.
+    def track(self, stream: Stream) -> None:
+        """Refuse ``stream`` when the membership of its other side ends, until :meth:`untrack`.
 
-        Raises ``NotAuthorised`` when it has ended already.
+        Raises ``NotAuthorised`` when that has ended already.
         """
         if not self.membership.is_public:
-            self._guest(stream.peer).streams[stream] = None
+            self._admitted_peer(stream.peer).streams[stream] = None
 
-    def release(self, stream: Stream) -> None:
-        """Undo ``hold``; idempotent."""
-        if guest := self._guests.get(stream.peer):
-            guest.streams.pop(stream, None)
-            self._forget_if_gone(stream.peer, guest)
+    def untrack(self, stream: Stream) -> None:
+        """Undo :meth:`track`; idempotent."""
+        if admitted := self._admitted.get(stream.peer):
+            admitted.streams.pop(stream, None)
+            self._forget_if_unused(stream.peer, admitted)
 
-    async def enter(
+    async def ensure(
         self, peer: PeerId, protocol: ProtocolSpec, *, addresses: Sequence[str] = (), deadline_s: float
     ) -> None:
-        """Meet ``peer``, unless we have, before a stream under ``protocol``.
+        """Complete a handshake with ``peer``, unless one is open, before a stream under ``protocol``.
 
-        Raises ``NotAuthorised``, with who refused whom and why, ``StreamRefused`` when there is no room at its door, or
-        ``PeerUnreachable`` within ``deadline_s``.
+        Raises ``NotAuthorised`` with the side that refused and the reason, ``StreamRefused`` when ``peer`` has reached a resource
+        limit, and ``PeerUnreachable`` within ``deadline_s``.
         """
         if self.membership.is_public:
             return
         check_role(self.membership.me, protocol.roles, protocol)
-        if (guest := self._guests.get(peer)) is None or not guest.doors:
+        if (admitted := self._admitted.get(peer)) is None or not admitted.handshake_streams:
             try:
                 async with asyncio.timeout(deadline_s):
-                    await asyncio.shield(self._meeting(peer, tuple(addresses)))
+                    await asyncio.shield(self._outgoing_handshake(peer, tuple(addresses)))
             except TimeoutError as error:
                 raise PeerUnreachable(f"{peer} did not answer within {deadline_s:g} s") from error
-        check_role(self._guest(peer).member, protocol.served_by, protocol)
+        check_role(self._admitted_peer(peer).member, protocol.served_by, protocol)
 
-    async def told(self, peer: PeerId) -> None:
-        """Wait until ``peer``, whom we have met, has all the revocations that we have."""
-        guest = self._guest(peer)
-        while self.membership.revocations.newer_than(guest.serials):
-            guest.spoke.clear()
-            await guest.spoke.wait()
+    async def wait_revocations_known(self, peer: PeerId) -> None:
+        """Wait until ``peer``, which is admitted, reports all revocation lists that this peer has."""
+        admitted = self._admitted_peer(peer)
+        while self.membership.revocations.newer_than(admitted.serials):
+            admitted.hello_received.clear()
+            await admitted.hello_received.wait()
 
-    def _guest(self, peer: PeerId) -> AdmittedPeer:
+    def _admitted_peer(self, peer: PeerId) -> AdmittedPeer:
         try:
-            return self._guests[peer]
+            return self._admitted[peer]
         except KeyError:
             raise NotAuthorised(f"{peer} has not shown that it is a member") from None
 
-    # ---- meeting -----------------------------------------------------------------------------------------
+    # ---- the handshake -----------------------------------------------------------------------------------
 
-    def _meeting(self, peer: PeerId, addresses: tuple[str, ...]) -> "asyncio.Task[None]":
-        """The meeting that is under way, or a new one. It goes on when whoever waits for it gives up."""
+    def _outgoing_handshake(self, peer: PeerId, addresses: tuple[str, ...]) -> "asyncio.Task[None]":
+        """The handshake with ``peer`` that is running, or a new one. It continues when its callers are cancelled."""
         key = (peer, addresses)
-        if key not in self._meetings:
-            meeting = self._meetings[key] = self._own(self._meet(peer, addresses))
-            meeting.add_done_callback(lambda _: self._meetings.pop(key))
-        return self._meetings[key]
+        if key not in self._outgoing:
+            task = self._outgoing[key] = self._spawn(self._open(peer, addresses))
+            task.add_done_callback(lambda _: self._outgoing.pop(key))
+        return self._outgoing[key]
 
-    async def _meet(self, peer: PeerId, addresses: tuple[str, ...]) -> None:
+    async def _open(self, peer: PeerId, addresses: tuple[str, ...]) -> None:
         try:
             stream = await self._transport.open(
-                peer, DOOR, addresses=addresses, deadline_s=self._timing.handshake_s
+                peer, HANDSHAKE, addresses=addresses, deadline_s=self._timing.handshake_s
             )
         except IncompatibleVersion as error:
             raise NotAuthorised(f"{peer} is in no private swarm: {error}") from error
         try:
-            await stream.send(hello(self.membership))
-            said, shown = await hear(stream, self._timing.handshake_s)
+            await stream.send(_hello(self.membership))
+            message, revocation_list = await receive(stream, self._timing.handshake_s)
             try:
-                guest = self._take(peer, said, shown)
+                admitted = self._process(peer, message, revocation_list)
             except NotAuthorised as error:
                 await self._refuse(stream, error)
                 raise
         except BaseException as error:
             stream.close()
             if isinstance(error, StreamEnded | DeadlineExceeded) and not isinstance(error, StreamRefused):
-                raise PeerUnreachable(f"{peer} does not answer at the door: {error}") from error
+                raise PeerUnreachable(f"{peer} does not answer the handshake: {error}") from error
             raise
-        self._open_door(guest, stream)
-        self._own(self._listen(guest, stream))
+        self._add_stream(admitted, stream)
+        self._spawn(self._receive_updates(admitted, stream))
 
     async def _answer(self, stream: Stream) -> None:
-        """Somebody is at the door."""
-        peer = stream.peer
-        with self._strangers.enter(stream):
-            said, shown = await hear(stream, self._timing.handshake_s)
+        with self._pending.slot(stream):
+            message, revocation_list = await receive(stream, self._timing.handshake_s)
         try:
-            guest = self._take(peer, said, shown)
+            admitted = self._process(stream.peer, message, revocation_list)
         except NotAuthorised as error:
             await self._refuse(stream, error)
             raise
-        self._open_door(guest, stream)
+        self._add_stream(admitted, stream)
         try:
-            await send_within(stream, hello(self.membership), self._timing.handshake_s)
+            await send_within(stream, _hello(self.membership), self._timing.handshake_s)
         except BaseException:
-            self._close_door(guest, stream)
+            self._close_stream(admitted, stream)
             raise
-        await self._listen(guest, stream)
+        await self._receive_updates(admitted, stream)
 
-    def _take(self, peer: PeerId, said: pb.DoorMessage, shown: bytes) -> AdmittedPeer:
-        """The guest who said this. Raises ``NotAuthorised``."""
-        if said.HasField("refused"):
+    def _process(self, peer: PeerId, message: pb.HandshakeMessage, revocation_list: bytes) -> AdmittedPeer:
+        """Admit ``peer``, or update what it has shown. Raises ``NotAuthorised`` for a peer that is no member, and for a refusal."""
+        if message.HasField("refusal"):
             with contextlib.suppress(IntegrityError, NotAuthorised):
-                self.membership.take_revocations([shown] if shown else [])
-            raise explain(peer, said.refused, self.membership.clock())
-        if said.hello.swarm != self.membership.rules.swarm:
+                self.membership.take_revocations([revocation_list] if revocation_list else [])
+            raise _refused_by(peer, message.refusal, self.membership.clock())
+        hello = message.hello
+        if hello.swarm != self.membership.rules.swarm:
             raise NotAuthorised(f"{peer} belongs to another swarm")
-        certificate = self.membership.open(said.hello.certificate)
+        certificate = self.membership.open(hello.certificate)
         member = self.membership.admit(peer, certificate)
-        guest = self._guests.get(peer)
-        if guest is None:
+        admitted = self._admitted.get(peer)
+        if admitted is None:
             scope = self._transport.resources.peer(peer, asyncio.get_running_loop().time())
-            guest = self._guests[peer] = AdmittedPeer(
+            admitted = self._admitted[peer] = AdmittedPeer(
                 member, certificate, scope.reserve(Resource.ADMITTED_PEERS)
             )
-        guest.member, guest.certificate = member, certificate
-        guest.serials = {each.signer: each.serial for each in said.hello.serials[:MAX_LISTS]}
-        guest.spoke.set()
-        self._arm(peer, guest)
+        admitted.member, admitted.certificate = member, certificate
+        admitted.serials = {each.signer: each.serial for each in hello.serials[:MAX_LISTS]}
+        admitted.hello_received.set()
+        self._schedule_check(peer, admitted)
         ours = self.membership.revocations.serials
-        news = [signer for signer, serial in guest.serials.items() if ours.get(signer, -1) < serial]
-        if news and peer not in self._fetching:
+        lacks_a_list = any(ours.get(signer, -1) < serial for signer, serial in admitted.serials.items())
+        if lacks_a_list and peer not in self._fetching:
             self._fetching.add(peer)
-            self._own(self._fetch_revocations(peer))
-        return guest
+            self._spawn(self._fetch_revocations(peer))
+        return admitted
 
-    # ---- while the door is open --------------------------------------------------------------------------
+    # ---- while a handshake stream is open ----------------------------------------------------------------
 
-    def _open_door(self, guest: AdmittedPeer, stream: Stream) -> None:
-        guest.doors[stream] = None
-        self._doors[stream] = guest
-        self._remembered.pop(stream.peer, None)
-        if len(guest.doors) > MAX_DOORS_EACH:
-            self._close_door(guest, next(iter(guest.doors)))
-        if len(self._doors) > MAX_DOORS:
-            self._shut_one_of(list(self._doors)[:-1])
+    def _add_stream(self, admitted: AdmittedPeer, stream: Stream) -> None:
+        admitted.handshake_streams[stream] = None
+        self._streams[stream] = admitted
+        self._without_stream.pop(stream.peer, None)
+        if len(admitted.handshake_streams) > MAX_STREAMS_PER_PEER:
+            self._close_stream(admitted, next(iter(admitted.handshake_streams)))
+        if len(self._streams) > MAX_STREAMS:
+            self._evict_one_of(list(self._streams)[:-1])
 
-    def _shut_one_of(self, doors: Sequence[Stream]) -> None:
-        """The oldest of those whose guests have nothing else open, or of all; and remember its guest."""
-        stream = next((each for each in doors if not self._doors[each].streams), doors[0])
-        self._remembered[stream.peer] = None
-        self._close_door(self._doors[stream], stream)
-        if len(self._remembered) > MAX_REMEMBERED:
-            first = next(iter(self._remembered))
-            del self._remembered[first]
-            if first in self._guests:
-                self._forget_if_gone(first, self._guests[first])
+    def _evict_one_of(self, streams: Sequence[Stream]) -> None:
+        """Close the oldest handshake stream of a peer with no other stream, or else the oldest. Its peer stays admitted."""
+        stream = next((each for each in streams if not self._streams[each].streams), streams[0])
+        self._without_stream[stream.peer] = None
+        self._close_stream(self._streams[stream], stream)
+        if len(self._without_stream) > MAX_WITHOUT_STREAM:
+            first = next(iter(self._without_stream))
+            del self._without_stream[first]
+            if first in self._admitted:
+                self._forget_if_unused(first, self._admitted[first])
 
-    def _close_door(self, guest: AdmittedPeer, stream: Stream) -> None:
+    def _close_stream(self, admitted: AdmittedPeer, stream: Stream) -> None:
         stream.close()
-        self._doors.pop(stream, None)
-        guest.doors.pop(stream, None)
-        self._forget_if_gone(stream.peer, guest)
+        self._streams.pop(stream, None)
+        admitted.handshake_streams.pop(stream, None)
+        self._forget_if_unused(stream.peer, admitted)
 
-    async def _listen(self, guest: AdmittedPeer, stream: Stream) -> None:
-        """Hear what a guest has to say until it is gone."""
+    def _forget_if_unused(self, peer: PeerId, admitted: AdmittedPeer) -> None:
+        is_unused = (
+            not admitted.handshake_streams and not admitted.streams and peer not in self._without_stream
+        )
+        if is_unused and self._admitted.get(peer) is admitted:
+            del self._admitted[peer]
+            admitted.end()
+
+    async def _receive_updates(self, admitted: AdmittedPeer, stream: Stream) -> None:
+        """Process what the peer sends on its handshake stream until that ends."""
         try:
             while True:
                 await asyncio.sleep(HELLO_PAUSE_S)
-                said, shown = await hear(stream, None)
-                if stream not in guest.doors:
+                message, revocation_list = await receive(stream, None)
+                if stream not in admitted.handshake_streams:
                     return
-                self._take(stream.peer, said, shown)
+                self._process(stream.peer, message, revocation_list)
         except NotAuthorised as error:
             self._expel(stream.peer, error)
         finally:
-            self._close_door(guest, stream)
+            self._close_stream(admitted, stream)
 
-    def _forget_if_gone(self, peer: PeerId, guest: AdmittedPeer) -> None:
-        is_gone = not guest.doors and not guest.streams and peer not in self._remembered
-        if is_gone and self._guests.get(peer) is guest:
-            del self._guests[peer]
-            guest.end()
+    def _on_membership_change(self) -> None:
+        """The certificate of this peer, the rules or the revocations have changed: check every peer, and send Hello to the rest."""
+        for peer, admitted in list(self._admitted.items()):
+            self._recheck(peer, admitted)
+        self._send_hellos()
 
-    def _review(self) -> None:
-        """Our own certificate or the list of revocations has changed: tell everybody who is still to be told."""
-        for peer, guest in list(self._guests.items()):
-            self._check_again(peer, guest)
-        for stream in self._doors:
-            self._own(self._say(stream, hello(self.membership)))
-
-    async def _keep_comparing(self) -> None:
-        """Say every so often which revocations we have: what did not get through is fetched then."""
+    async def _send_hellos_periodically(self) -> None:
+        """A revocation list that did not get through is announced again, and fetched."""
         while True:
             await asyncio.sleep(self.membership.rules.revocation_refresh_s)
-            for stream in self._doors:
-                self._own(self._say(stream, hello(self.membership)))
+            self._send_hellos()
 
-    def _arm(self, peer: PeerId, guest: AdmittedPeer) -> None:
-        if guest.timer is not None:
-            guest.timer.cancel()
-        left_s = guest.member.until - self.membership.clock()
-        guest.timer = asyncio.get_running_loop().call_later(
-            min(max(left_s, 1.0), LOOK_S), self._check_again, peer, guest
+    def _send_hellos(self) -> None:
+        for stream in self._streams:
+            self._spawn(self._send(stream, _hello(self.membership)))
+
+    def _schedule_check(self, peer: PeerId, admitted: AdmittedPeer) -> None:
+        if admitted.timer is not None:
+            admitted.timer.cancel()
+        left_s = admitted.member.until - self.membership.clock()
+        admitted.timer = asyncio.get_running_loop().call_later(
+            min(max(left_s, 1.0), CLOCK_CHECK_S), self._recheck, peer, admitted
         )
 
-    def _check_again(self, peer: PeerId, guest: AdmittedPeer) -> None:
-        if self._guests.get(peer) is not guest:
+    def _recheck(self, peer: PeerId, admitted: AdmittedPeer) -> None:
+        if self._admitted.get(peer) is not admitted:
             return
         try:
-            member = self.membership.admit(peer, guest.certificate)
-            if not guest.member.roles <= member.roles:  # what is open may need those that it has lost
-                raise NotAuthorised(f"it is in the swarm as {name_roles(member.roles)} only from now on")
-            guest.member = member
-            self._arm(peer, guest)
+            member = self.membership.admit(peer, admitted.certificate)
+            if not admitted.member.roles <= member.roles:  # an open stream may need a role that was lost
+                raise NotAuthorised(f"its only remaining roles are {name_roles(member.roles)}")
+            admitted.member = member
+            self._schedule_check(peer, admitted)
         except NotAuthorised as error:
             self._expel(peer, error)
 
     def _expel(self, peer: PeerId, reason: NotAuthorised) -> None:
-        """End everything that is open with a peer, and tell it why."""
-        self._remembered.pop(peer, None)
-        guest = self._guests.pop(peer, None)
-        if guest is None:
+        """Refuse every open stream of ``peer`` with ``reason``, and forget it."""
+        self._without_stream.pop(peer, None)
+        admitted = self._admitted.pop(peer, None)
+        if admitted is None:
             return
-        _log.info("%s has to go: %s", peer, reason)
-        doors, guest.doors = guest.doors, {}
-        for stream in doors:
-            self._doors.pop(stream, None)
-            self._own(self._refuse(stream, reason))
-        guest.end(Refusal(str(reason)))
+        _log.info("%s is no longer admitted: %s", peer, reason)
+        streams, admitted.handshake_streams = admitted.handshake_streams, {}
+        for stream in streams:
+            self._streams.pop(stream, None)
+            self._spawn(self._refuse(stream, reason))
+        admitted.end(Refusal(str(reason)))
 
     async def _refuse(self, stream: Stream, reason: NotAuthorised) -> None:
         try:
-            await self._say(stream, refusal(reason, self.membership.clock()))
+            await self._send(stream, _refusal(reason, self.membership.clock()))
         finally:
             stream.close()
 
-    async def _say(self, stream: Stream, message: Message) -> None:
-        """Say something to somebody who may be gone. The stream of one who does not listen ends: what is said would pile up."""
+    async def _send(self, stream: Stream, message: Message) -> None:
+        """Send ``message``; a stream whose other side does not read is closed, or messages would queue without bound."""
         try:
             async with asyncio.timeout(self._timing.handshake_s):
                 with contextlib.suppress(StreamEnded):
@@ -353,9 +394,9 @@ class Handshakes:
         except TimeoutError:
             stream.close()
 
-    # ---- revocations -------------------------------------------------------------------------------------
+    # ---- revocation lists --------------------------------------------------------------------------------
 
-    async def _tell_revocations(self, stream: Stream) -> None:
+    async def _serve_revocations(self, stream: Stream) -> None:
         async with self.admitting(stream, REVOCATIONS):
             message = await receive_within(stream, self._timing.handshake_s)
             request = parse(pb.RevocationsRequest, message.header)
@@ -365,34 +406,75 @@ class Handshakes:
                 await send_within(stream, reply, self._timing.chunk_s)
 
     async def _fetch_revocations(self, peer: PeerId) -> None:
-        """Ask ``peer`` for the lists we lack. One who sends what is no list has to go."""
+        """Ask ``peer`` for the lists that this peer lacks. A peer that sends anything else is expelled."""
         try:
             stream = await self._transport.open(peer, REVOCATIONS, deadline_s=self._timing.chunk_s)
             with contextlib.closing(stream):
-                request = pb.RevocationsRequest(serials=serials(self.membership))
+                request = pb.RevocationsRequest(serials=_serials(self.membership))
                 await stream.send(Message(request.SerializeToString()))
                 for _ in range(MAX_LISTS):
                     message = await receive_within(stream, self._timing.chunk_s)
-                    with contextlib.suppress(NotAuthorised):  # of a signer whom an older swarm file named
+                    with contextlib.suppress(NotAuthorised):  # the signer is in the sender's older swarm file
                         self.membership.take_revocations([bytes(message.payload)])
         except (IntegrityError, ProtocolViolation) as error:
-            self._expel(peer, NotAuthorised(f"what it sends are no revocations: {error}"))
+            self._expel(peer, NotAuthorised(f"it sent an invalid revocation list: {error}"))
         except SwarmnetError as error:  # the end of the stream is the end of the lists
             _log.debug("revocations of %s: %s", peer, error)
         finally:
             self._fetching.discard(peer)
 
-    def _own(self, coroutine: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+    # ---- tasks -------------------------------------------------------------------------------------------
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks[task] = None
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._task_done)
         return task
 
-    def _ended(self, task: "asyncio.Task[None]") -> None:
+    def _task_done(self, task: "asyncio.Task[None]") -> None:
         del self._tasks[task]
         if task.cancelled() or (error := task.exception()) is None:
             return
-        if isinstance(error, SwarmnetError):  # of a meeting: whoever waits for it has it too
-            _log.debug("at the door: %s", error)
+        if isinstance(error, SwarmnetError):  # of a handshake: its callers get it too
+            _log.debug("handshake: %s", error)
         else:
-            _log.error("at the door", exc_info=error)
+            _log.error("handshake", exc_info=error)
+
+
+async def receive(stream: Stream, silence_s: float | None) -> tuple[pb.HandshakeMessage, bytes]:
+    """The next message and its payload: of a refusal, a sealed revocation list or nothing.
+
+    ``silence_s``: timeout; None: no limit. Raises ``ProtocolViolation`` for anything but a handshake message.
+    """
+    received = await (stream.receive() if silence_s is None else receive_within(stream, silence_s))
+    message = parse(pb.HandshakeMessage, received.header)
+    if message.WhichOneof("kind") is None:
+        raise ProtocolViolation("a handshake message without content")
+    return message, bytes(received.payload)
+
+
+def _hello(membership: Membership) -> Message:
+    hello = pb.Hello(
+        swarm=membership.rules.swarm, certificate=membership.certificate, serials=_serials(membership)
+    )
+    return Message(pb.HandshakeMessage(hello=hello).SerializeToString())
+
+
+def _serials(membership: Membership) -> list[pb.Serial]:
+    return [
+        pb.Serial(signer=signer, serial=serial) for signer, serial in membership.revocations.serials.items()
+    ]
+
+
+def _refusal(error: NotAuthorised, now: float) -> Message:
+    """The message that refuses a peer; to a revoked peer with the signed list that names it."""
+    refusal = pb.Refusal(reason=str(error)[:MAX_REASON_CHARS], time_ms=max(0, round(now * 1000)))
+    revocation_list = error.revocation_list if isinstance(error, Revoked) else b""
+    return Message(pb.HandshakeMessage(refusal=refusal).SerializeToString(), revocation_list)
+
+
+def _refused_by(peer: PeerId, refusal: pb.Refusal, now: float) -> NotAuthorised:
+    """The error for a refusal by ``peer``, with a hint about the clock if the two clocks differ."""
+    advice = clock_advice(refusal.time_ms / 1000 - now) if refusal.time_ms else ""
+    hint = advice or "ask the owner of the swarm for an invite"
+    return NotAuthorised(f"{peer} does not let us in: {printable(refusal.reason)}", hint=hint)

@@ -1,7 +1,7 @@
-"""Invites: one string that lets a newcomer in.
+"""Invites: strings that a newcomer exchanges for its first certificate.
 
-An authority signs what the invite grants, among it the invite's own public key; the string carries the private half. Who
-redeems it signs its own peer id with that half, so nothing an issuer or an eavesdropper sees lets another peer in.
+An authority signs a grant, which names the public key of the invite; the string contains the grant and the private key. A newcomer
+signs its own peer id with that private key, so nothing that an issuer or an eavesdropper sees admits another peer.
 """
 
 import base64
@@ -25,7 +25,7 @@ from swarmnet_protocols.wire.roles import Role
 PREFIX = "swn1"
 MAX_USES = 10_000
 MAX_VALID_S = MAX_LIFETIME_S
-"""From when it is made: that one was revoked need not be remembered for ever."""
+"""Longest lifetime of an invite, in seconds. Bounds how long its revocation must be kept."""
 MAX_BOOTSTRAPS = 8
 MAX_ADDRESS_CHARS = 512
 MAX_GRANT_BYTES = 1024
@@ -38,7 +38,7 @@ _PROOF = b"swarmnet-redeem-1"
 
 @dataclass(frozen=True)
 class Terms:
-    """What an invite gives. ``not_after`` is Unix time in seconds; ``peer`` the only one it lets in, if it is given."""
+    """What an invite grants. ``not_after``: Unix time in seconds; ``peer``: the only peer that may redeem it; None: any."""
 
     roles: frozenset[Role]
     not_after: int
@@ -59,7 +59,7 @@ class Grant:
 
 @dataclass(frozen=True)
 class Invite:
-    """What the string says."""
+    """A string that was read: the grant, the seed of the private key, and addresses to join at."""
 
     grant: Grant
     sealed_grant: bytes
@@ -68,9 +68,9 @@ class Invite:
 
 
 def make_invite(terms: Terms, *, swarm: bytes, key: Signer, bootstrap: Sequence[str]) -> str:
-    """The string, for whoever ``terms`` let in. The first ``MAX_BOOTSTRAPS`` of ``bootstrap`` are where the newcomer begins.
+    """An invite with ``terms``, signed by ``key``. The newcomer joins at the first ``MAX_BOOTSTRAPS`` addresses of ``bootstrap``.
 
-    Raises ``ValueError`` for terms that no invite can have.
+    Raises ``ValueError`` without a role, and for a number of uses outside of [1, ``MAX_USES``].
     """
     if not terms.roles or not 1 <= terms.uses <= MAX_USES:
         raise ValueError(f"an invite needs a role and 1 to {MAX_USES} uses")
@@ -90,15 +90,15 @@ def make_invite(terms: Terms, *, swarm: bytes, key: Signer, bootstrap: Sequence[
 
 
 def is_invite(text: str) -> bool:
-    """Whether somebody means ``text`` as an invite."""
+    """Whether ``text`` begins as an invite does."""
     return text.lstrip().startswith(PREFIX)
 
 
 def read_invite(text: str, *, now: float) -> Invite:
-    """What a pasted string says; white space in it does not matter.
+    """The invite in a pasted string; white space is ignored.
 
-    Raises ``ConfigError`` for one that is incomplete or changed, ``NotAuthorised`` for one that has expired at ``now``.
-    Whether its signer may invite is known once the swarm file is.
+    Raises ``ConfigError`` for one that is incomplete or changed, and ``NotAuthorised`` for one that has expired at
+    ``now``. Its signer is not checked: that needs the swarm file.
     """
     damaged = ConfigError("the invite is damaged", hint="copy all of it again, from swn1 to the end")
     text = "".join(text.split())
@@ -128,21 +128,24 @@ def read_invite(text: str, *, now: float) -> Invite:
 
 
 def redemption(invite: Invite, peer: PeerId) -> pb.Redeem:
-    """What ``peer`` shows an issuer."""
+    """The message with which ``peer`` redeems ``invite`` at an issuer."""
     proof = _key(invite.seed).sign(_proof_bytes(invite.grant.id, peer))
     return pb.Redeem(grant=invite.sealed_grant, proof=proof)
 
 
 def open_redemption(request: pb.Redeem, peer: PeerId, *, rules: Rules, now: float) -> Grant:
-    """The grant that ``peer`` may use, as far as can be said without a ledger. ``peer`` is the id the transport has proven.
+    """The grant that ``peer`` redeems, checked in all but its number of uses. ``peer`` is the id that the transport has
+    authenticated.
 
-    Raises ``IntegrityError`` or ``NotAuthorised``.
+    Raises ``IntegrityError`` for a damaged request and ``NotAuthorised`` for one that ``peer`` may not make.
     """
     grant = _open_grant(request.grant)
     if grant.swarm != rules.swarm:
         raise NotAuthorised("the invite is to another swarm")
     if not rules.believe(grant.signer, now):
-        raise NotAuthorised("the invite was signed by nobody who may", hint="ask for a new invite")
+        raise NotAuthorised(
+            "the invite was signed by a key that the swarm does not trust", hint="ask for a new invite"
+        )
     _check_expiry(grant, now)
     if grant.terms.peer not in {None, peer}:
         raise NotAuthorised("the invite is for another peer", hint=f"ask for an invite for {peer}")
@@ -155,7 +158,7 @@ def _open_grant(data: bytes) -> Grant:
     message, signer = unseal(_GRANT, pb.Grant, data, max_body_bytes=MAX_GRANT_BYTES)
     roles = from_wire(message.roles)
     if len(message.id) != ID_BYTES or len(message.key) != KEY_BYTES or len(message.peer) > MAX_PEER_CHARS:
-        raise IntegrityError("the invite names no id, key or peer as it should")
+        raise IntegrityError("the invite has an id, key or peer of the wrong size")
     if not 1 <= message.uses <= MAX_USES:
         raise IntegrityError(f"an invite has 1 to {MAX_USES} uses")
     peer = PeerId(message.peer) if message.peer else None

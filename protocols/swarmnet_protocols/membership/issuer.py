@@ -1,4 +1,4 @@
-"""An issuer: turns invites and ending certificates into new certificates, and remembers durably whom it let in."""
+"""An issuer: exchanges invites and expiring certificates for new certificates, and records each on disk."""
 
 import contextlib
 import sqlite3
@@ -8,16 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from swarmnet_protocols.errors import ConfigError, NotAuthorised, OutOfResources
+from swarmnet_protocols.membership.authorise import admit
 from swarmnet_protocols.membership.certificates import Admittance, issue, open_certificate
 from swarmnet_protocols.membership.invites import Grant, open_redemption
+from swarmnet_protocols.membership.membership import Membership
 from swarmnet_protocols.membership.revocations import Revocations
-from swarmnet_protocols.membership.rules import Rules, admit
+from swarmnet_protocols.membership.rules import Rules
 from swarmnet_protocols.membership.signed import Signer
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.wire import membership_pb2 as pb
 from swarmnet_protocols.wire.roles import ANY_ROLE, Role
 
-LEDGER_NAME = "issued.sqlite"
+ISSUED_NAME = "issued.sqlite"
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS issued (
@@ -33,7 +35,7 @@ CREATE TABLE IF NOT EXISTS issued (
 
 @dataclass(frozen=True)
 class Issued:
-    """Somebody who was let in: the invite that was used and the newest certificate that goes back to it."""
+    """A peer that was admitted, its invite, and the newest certificate that goes back to it."""
 
     peer: PeerId
     invite: bytes
@@ -43,8 +45,8 @@ class Issued:
     """Sealed."""
 
 
-class Ledger:
-    """Who was let in by which invite, in one SQLite file (0600). What it has answered, it has written to disk.
+class IssuedCertificates:
+    """Which peers redeemed which invites, in one SQLite file (0600). A method returns once its change is on disk.
 
     Methods raise ``OutOfResources`` when the file cannot be read or written.
     """
@@ -54,9 +56,9 @@ class Ledger:
 
     @classmethod
     @contextmanager
-    def open(cls, directory: Path) -> Iterator["Ledger"]:
-        """The ledger in ``directory``. Raises ``ConfigError`` for a file that is none."""
-        path = directory / LEDGER_NAME
+    def open(cls, directory: Path) -> Iterator["IssuedCertificates"]:
+        """The records in ``directory``. Raises ``ConfigError`` for a file in another format."""
+        path = directory / ISSUED_NAME
         try:
             path.touch(mode=0o600)
             with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
@@ -69,7 +71,7 @@ class Ledger:
             ) from error
 
     def members(self) -> Sequence[Issued]:
-        """Everybody who was let in, oldest first."""
+        """Every peer that was admitted, oldest first."""
         with self._transaction():
             rows = self._connection.execute(
                 "SELECT peer, invite, roles, first_at, certificate FROM issued ORDER BY first_at, peer, invite"
@@ -84,8 +86,8 @@ class Ledger:
             ).fetchone()
         return _read(row) if row else None
 
-    def admit(self, issued: Issued, *, uses: int | None) -> bool:
-        """Note a certificate. False, and nothing is noted, if ``uses`` other peers have used the invite already."""
+    def record(self, issued: Issued, *, uses: int | None) -> bool:
+        """Record a certificate. False, and no change, if ``uses`` other peers have redeemed the invite. ``uses`` None: no limit."""
         with self._transaction("IMMEDIATE"):
             if uses is not None:
                 (used,) = self._connection.execute(
@@ -102,7 +104,7 @@ class Ledger:
 
     @contextmanager
     def _transaction(self, kind: str = "DEFERRED") -> Iterator[None]:
-        """All of it or nothing. Raises ``OutOfResources`` when the disk does not let us."""
+        """A transaction. Raises ``OutOfResources`` when the file cannot be read or written."""
         try:
             self._connection.execute(f"BEGIN {kind}")
             try:
@@ -114,17 +116,42 @@ class Ledger:
                 raise
         except sqlite3.Error as error:
             raise OutOfResources(
-                f"the list of members cannot be used: {error}", hint="look after the disk of the issuer"
+                f"the list of members cannot be used: {error}", hint="check the disk of the issuer"
             ) from error
 
 
-class Issuer:
-    """Answers who asks to be let in, with a key that the swarm's rules believe.
+@dataclass(frozen=True)
+class IssuerConfig:
+    """What makes a peer an issuer: a key that the rules trust, the folder of its records, and the swarm file that it hands out."""
 
-    Each issuer counts the uses of an invite for itself.
+    key: Signer
+    folder: Path
+    swarm_file: bytes
+
+    def certify(self, membership: Membership) -> None:
+        """Give ``membership`` a certificate by this key, in all roles, unless it has one that is not due for renewal."""
+        with contextlib.suppress(NotAuthorised):
+            membership.check()
+            if not membership.certificate or membership.clock() < (membership.renew_at or 0.0):
+                return
+        rules = membership.rules
+        sealed = issue(
+            Admittance(membership.peer, ANY_ROLE),
+            swarm=rules.swarm,
+            key=self.key,
+            now=membership.clock(),
+            lifetime_s=rules.certificate_lifetime_s,
+        )
+        membership.take_certificate(sealed)
+
+
+class Issuer:
+    """Signs certificates with a key that the rules of the swarm trust.
+
+    Issuers do not share records: an invite has its number of uses at each of them.
     """
 
-    def __init__(self, key: Signer, rules: Rules, ledger: Ledger, *, now: float) -> None:
+    def __init__(self, key: Signer, rules: Rules, issued: IssuedCertificates, *, now: float) -> None:
         """Raises ``ConfigError`` for a key that the swarm file does not name."""
         if not rules.believe(key.public_key, now):
             raise ConfigError(
@@ -133,18 +160,19 @@ class Issuer:
             )
         self._key = key
         self._rules = rules
-        self._ledger = ledger
+        self._issued = issued
 
     def redeem(self, request: pb.Redeem, peer: PeerId, revocations: Revocations, now: float) -> bytes:
-        """A sealed certificate for ``peer``, which is the id the transport has proven.
+        """A sealed certificate for ``peer``, which is the id that the transport has authenticated.
 
-        Asking again gives a certificate again and uses nothing up. Raises ``NotAuthorised`` or ``IntegrityError``.
+        A peer that redeems an invite again gets a certificate again, and that is no further use. Raises ``NotAuthorised`` if it may
+        not, and ``IntegrityError`` for a damaged request.
         """
         grant = open_redemption(request, peer, rules=self._rules, now=now)
         if revocations.revokes_invite(grant.id):
             raise NotAuthorised("this invite was revoked", hint="ask for a new one")
-        if why := revocations.why_out(peer, None):
-            raise NotAuthorised(why, hint="ask whoever runs the swarm")
+        if reason := revocations.reason_revoked(peer, None):
+            raise NotAuthorised(reason, hint="ask the owner of the swarm")
         return self._certify(Admittance(peer, grant.terms.roles, grant.id, grant.signer), now, grant)
 
     def renew(self, sealed: bytes, peer: PeerId, revocations: Revocations, now: float) -> bytes:
@@ -155,7 +183,7 @@ class Issuer:
         return self._certify(renewal, now, None)
 
     def _certify(self, admittance: Admittance, now: float, grant: Grant | None) -> bytes:
-        last = self._ledger.find(admittance.peer, admittance.invite)
+        last = self._issued.find(admittance.peer, admittance.invite)
         if last and last.roles == admittance.roles and self._is_fresh(last.certificate, now):
             return last.certificate
         sealed = issue(
@@ -166,12 +194,12 @@ class Issuer:
             lifetime_s=self._rules.certificate_lifetime_s,
         )
         issued = Issued(admittance.peer, admittance.invite, admittance.roles, int(now), sealed)
-        if not self._ledger.admit(issued, uses=grant.terms.uses if grant else None):
+        if not self._issued.record(issued, uses=grant.terms.uses if grant else None):
             raise NotAuthorised("this invite is used up", hint="ask for a new one")
         return sealed
 
     def _is_fresh(self, sealed: bytes, now: float) -> bool:
-        """Whether a certificate can be given again: so who asks often costs no signatures and no writes."""
+        """Whether a certificate can be returned again: a peer that asks often costs no signature and no write."""
         try:
             return now < open_certificate(sealed, rules=self._rules, now=now).renew_at
         except NotAuthorised:

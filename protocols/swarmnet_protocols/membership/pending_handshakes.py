@@ -1,4 +1,4 @@
-"""Where those wait who have opened a stream and not yet said who they are, or what they want."""
+"""Incoming streams that have not sent their first message: a bounded number, shared fairly between subnets."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,42 +9,41 @@ from swarmnet_protocols.net.subnets import Occupancy, Place, subnet_of
 
 
 class PendingHandshakes:
-    """Has as many places as ``in_all`` has of ``stock``. Where they are taken somebody has to go: members speak at once.
+    """As many slots as ``system`` has of ``resource``. When all are taken, a new stream evicts one: members send at once.
 
-    It is the slowest of those who come from where most come from: who has many identities in one place displaces its own.
+    The oldest stream from the subnet with the most streams is evicted, so a peer with many identities in one subnet evicts its own.
     """
 
-    def __init__(self, in_all: Scope, resource: Resource) -> None:
-        self._in_all = in_all
+    def __init__(self, system: Scope, resource: Resource) -> None:
+        self._system = system
         self._resource = resource
-        self._waiting: dict[Stream, tuple[Reservation, str]] = {}
-        """Each with its place, and where it comes from."""
+        self._pending: dict[Stream, tuple[Reservation, str]] = {}
+        """Each stream's reservation and subnet, oldest first."""
 
     @contextmanager
-    def enter(self, stream: Stream) -> Iterator[None]:
-        """A place while the context is open. Raises ``ResourceLimitReached`` for a peer that has its share of them."""
+    def slot(self, stream: Stream) -> Iterator[None]:
+        """A slot while the context is open. Raises ``ResourceLimitReached`` for a peer that has used its share."""
         while (
-            self._in_all.available(self._resource) < 1 <= stream.scope.available(self._resource)
-            and (slowest := self._slowest()) is not None
+            self._system.available(self._resource) < 1 <= stream.scope.available(self._resource)
+            and (oldest := self._oldest_of_largest_subnet()) is not None
         ):
-            self._waiting.pop(slowest)[0].release()
-            slowest.close()
-        hold = stream.scope.reserve(self._resource)
-        self._waiting[stream] = hold, subnet_of(stream.address) or stream.peer
+            self._pending.pop(oldest)[0].release()
+            oldest.close()
+        reservation = stream.scope.reserve(self._resource)
+        self._pending[stream] = reservation, subnet_of(stream.address) or stream.peer
         try:
             yield
         finally:
-            self._waiting.pop(stream, None)
-            hold.release()
+            self._pending.pop(stream, None)
+            reservation.release()
 
     def has(self, stream: Stream) -> bool:
-        """Whether it has its place still."""
-        return stream in self._waiting
+        """Whether ``stream`` has its slot still."""
+        return stream in self._pending
 
-    def _slowest(self) -> Stream | None:
-        """Of the largest crowd, the first that came."""
+    def _oldest_of_largest_subnet(self) -> Stream | None:
         places = [
-            Place(origin, stream.peer, 1, (number,), stream)
-            for number, (stream, (_, origin)) in enumerate(self._waiting.items())
+            Place(subnet, stream.peer, 1, (number,), stream)
+            for number, (stream, (_, subnet)) in enumerate(self._pending.items())
         ]
         return Occupancy(places).victim(lambda _: True)

@@ -1,8 +1,8 @@
-"""Revocations: who is out before its certificate ends.
+"""Revocation lists: peers, certificates and invites that end before they expire.
 
-Every authority and issuer signs a list of its own. Of each signer the list with the highest serial counts, and what any
-of them names is out, so that two who revoke at the same time undo nothing of each other's. What was revoked so long ago that it has
-ended by itself leaves the list when it is next signed.
+Every authority and issuer signs its own list. The list with the highest serial of each signer is valid, and an entry of any valid
+list is revoked, so two signers that revoke at the same time do not overwrite each other. An entry leaves the list, when that is next
+signed, once everything it revokes has expired.
 """
 
 from collections.abc import Iterable, Mapping
@@ -21,57 +21,57 @@ from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.wire import membership_pb2 as pb
 
 MAX_ENTRIES = 4096
-"""Of all kinds together, in one list."""
+"""Most entries of one list, of all kinds together."""
 MAX_LIST_BYTES = 256 << 10
 MAX_LISTS = MAX_KEYS
 KEPT_S = 2 * MAX_LIFETIME_S + CLOCK_SKEW_S
-"""How long something stays on a list: an invite may be redeemed, or a certificate renewed, by an issuer that has not heard yet, and what
-comes of that lives once more as long as any certificate."""
+"""Seconds that an entry stays on a list: an issuer that does not have the list yet may redeem a revoked invite or renew a revoked
+certificate up to its end, and the new certificate lives as long again."""
 
 _KIND = b"swarmnet-revocations-1"
 
 
 @dataclass(frozen=True)
-class Named:
-    """What a list names."""
+class RevokedIds:
+    """The entries of a list."""
 
     peers: frozenset[PeerId] = frozenset()
     certificates: frozenset[bytes] = frozenset()
     invites: frozenset[bytes] = frozenset()
     since: Mapping[PeerId | bytes, int] = field(default_factory=dict)
-    """Unix time at which each was revoked; of what is missing it is not known."""
+    """Unix time at which each entry was revoked; unknown for an entry that is missing here."""
 
     def in_order(self) -> tuple[PeerId | bytes, ...]:
-        """All of it, as a list has it."""
+        """All entries in the order of the message."""
         return (*sorted(self.peers), *sorted(self.certificates), *sorted(self.invites))
 
-    def naming(
+    def adding(
         self, *, peers: frozenset[PeerId] = frozenset(), invites: frozenset[bytes] = frozenset()
-    ) -> "Named":
-        """With these too, which are revoked now, whether or not they were before."""
+    ) -> "RevokedIds":
+        """These entries and the given ones, which are dated anew if they were here."""
         since = {each: then for each, then in self.since.items() if each not in {*peers, *invites}}
-        return Named(self.peers | peers, self.certificates, self.invites | invites, since)
+        return RevokedIds(self.peers | peers, self.certificates, self.invites | invites, since)
 
-    def still_needed(self, now: float, *, peers_for_ever: bool) -> "Named":
-        """What has to stay on the list at ``now``, all of it dated: what is new was revoked just now.
+    def still_needed(self, now: float, *, peers_for_ever: bool) -> "RevokedIds":
+        """The entries that stay on the list at ``now``, all dated: an entry without a date was revoked just now.
 
-        ``peers_for_ever``: where a peer is a member without a certificate, nothing of it ends by itself.
+        ``peers_for_ever``: keep every peer, for a swarm whose members need no certificate that expires.
         """
         since = {each: self.since.get(each, int(now)) for each in self.in_order()}
         kept = {each for each, then in since.items() if now < then + KEPT_S}
         if peers_for_ever:
             kept |= self.peers
         since = {each: since[each] for each in kept}
-        return Named(self.peers & kept, self.certificates & kept, self.invites & kept, since)
+        return RevokedIds(self.peers & kept, self.certificates & kept, self.invites & kept, since)
 
 
 @dataclass(frozen=True)
 class RevocationList:
-    """What one signer says. ``sealed`` is what others are given."""
+    """The list of one signer. ``sealed`` is its signed form."""
 
     signer: bytes
     serial: int
-    named: Named
+    revoked: RevokedIds
     sealed: bytes
 
     def replaces(self, other: "RevocationList | None") -> bool:
@@ -79,7 +79,7 @@ class RevocationList:
 
 
 class Revocations:
-    """The newest list of every signer. Immutable."""
+    """The newest list of each signer. Immutable."""
 
     def __init__(self, lists: Iterable[RevocationList] = ()) -> None:
         self._lists: dict[bytes, RevocationList] = {}
@@ -93,7 +93,7 @@ class Revocations:
         return {signer: each.serial for signer, each in self._lists.items()}
 
     def newer_than(self, serials: Mapping[bytes, int]) -> tuple[bytes, ...]:
-        """The sealed lists that somebody with these ``serials`` lacks; with none, all lists."""
+        """The sealed lists that a peer with these ``serials`` lacks."""
         return tuple(
             self._lists[signer].sealed
             for signer in sorted(self._lists)
@@ -101,9 +101,9 @@ class Revocations:
         )
 
     def learn(self, sealed: Iterable[bytes], *, rules: Rules, now: float) -> "Revocations":
-        """With the lists in ``sealed`` that are newer; this very object if none is.
+        """These lists, updated with those in ``sealed`` that are newer; ``self`` if none is.
 
-        Raises ``IntegrityError`` or ``NotAuthorised``, and takes nothing, if one of them is not as it should be.
+        Raises what :func:`open_list` raises if one is invalid; then none is taken.
         """
         opened = [open_list(data, rules=rules, now=now) for data in sealed]
         if not any(each.replaces(self._lists.get(each.signer)) for each in opened):
@@ -115,57 +115,57 @@ class Revocations:
         return self._lists.get(signer)
 
     def believed(self, *, rules: Rules, now: float) -> "Revocations":
-        """Without the lists of signers whom ``rules`` do not believe any more."""
+        """The lists whose signers ``rules`` trust at ``now``."""
         return Revocations(each for each in self._lists.values() if rules.believe(each.signer, now))
 
-    def why_out(self, peer: PeerId, certificate: Certificate | None) -> str | None:
-        """Why ``peer`` with ``certificate`` is out; None if it is not."""
+    def reason_revoked(self, peer: PeerId, certificate: Certificate | None) -> str | None:
+        """Why ``peer`` with ``certificate`` is revoked; None if it is not."""
         for each in self._lists.values():
-            if peer in each.named.peers:
+            if peer in each.revoked.peers:
                 return "this peer was revoked"
-            if certificate is not None and certificate.id in each.named.certificates:
+            if certificate is not None and certificate.id in each.revoked.certificates:
                 return "this certificate was revoked"
-            if certificate is not None and certificate.invite in each.named.invites:
+            if certificate is not None and certificate.invite in each.revoked.invites:
                 return "the invite of this certificate was revoked"
         return None
 
     def revokes_invite(self, invite: bytes) -> bool:
-        return any(invite in each.named.invites for each in self._lists.values())
+        return any(invite in each.revoked.invites for each in self._lists.values())
 
 
-def sign_list(named: Named, *, serial: int, swarm: bytes, key: Signer) -> bytes:
+def sign_list(revoked: RevokedIds, *, serial: int, swarm: bytes, key: Signer) -> bytes:
     """A sealed list. Raises ``ValueError`` if it has more than ``MAX_ENTRIES``."""
-    if len(named.in_order()) > MAX_ENTRIES:
+    if len(revoked.in_order()) > MAX_ENTRIES:
         raise ValueError(f"a revocation list has {MAX_ENTRIES} entries at most")
     message = pb.RevocationList(
         swarm=swarm,
         serial=serial,
-        peers=sorted(named.peers),
-        certificates=sorted(named.certificates),
-        invites=sorted(named.invites),
-        since=[named.since.get(each, 0) for each in named.in_order()] if named.since else [],
+        peers=sorted(revoked.peers),
+        certificates=sorted(revoked.certificates),
+        invites=sorted(revoked.invites),
+        since=[revoked.since.get(each, 0) for each in revoked.in_order()] if revoked.since else [],
     )
     return seal(_KIND, message, key)
 
 
 def open_list(data: bytes, *, rules: Rules, now: float) -> RevocationList:
-    """The list in ``data``, checked. Raises ``IntegrityError`` for one that is changed or over the limits, and
-    ``NotAuthorised`` for one of another swarm or of a signer whom ``rules`` do not believe at ``now``."""
+    """The list in ``data``. Raises ``IntegrityError`` for one that is damaged or over the limits, and ``NotAuthorised`` for one of
+    another swarm or of a signer that ``rules`` do not trust at ``now``."""
     message, signer = unseal(_KIND, pb.RevocationList, data, max_body_bytes=MAX_LIST_BYTES)
     if message.swarm != rules.swarm:
-        raise NotAuthorised("the revocations are of another swarm")
+        raise NotAuthorised("the revocation list is of another swarm")
     if not rules.believe(signer, now):
-        raise NotAuthorised("the revocations were signed by nobody who may")
+        raise NotAuthorised("the revocation list was signed by a key that the swarm does not trust")
     ids = (*message.certificates, *message.invites)
     if len(message.peers) + len(ids) > MAX_ENTRIES:
         raise IntegrityError(f"a revocation list has more than {MAX_ENTRIES} entries")
     if any(len(each) != ID_BYTES for each in ids) or any(len(p) > MAX_PEER_CHARS for p in message.peers):
-        raise IntegrityError("a revocation list names something that cannot be")
-    named = Named(
+        raise IntegrityError("a revocation list has an entry of the wrong size")
+    revoked = RevokedIds(
         frozenset(map(PeerId, message.peers)), frozenset(message.certificates), frozenset(message.invites)
     )
-    entries = named.in_order()
+    entries = revoked.in_order()
     if (*message.peers, *ids) != entries or len(message.since) not in {0, len(entries)}:
         raise IntegrityError("the entries of a revocation list are not sorted, or not all dated")
     since = {each: then for each, then in zip(entries, message.since, strict=False) if then}
-    return RevocationList(signer, message.serial, replace(named, since=since), data)
+    return RevocationList(signer, message.serial, replace(revoked, since=since), data)

@@ -1,4 +1,4 @@
-"""A statement that somebody signed, in the one encoding that is accepted."""
+"""Signed messages in one canonical encoding: what certificates, grants and revocation lists are sealed in."""
 
 from typing import Protocol, TypeVar
 
@@ -11,11 +11,11 @@ from swarmnet_protocols.wire import membership_pb2 as pb
 M = TypeVar("M", bound=Message)
 
 _ENVELOPE_BYTES = 128
-"""What key, signature and tags add to a statement, rounded up."""
+"""Bytes that key, signature and field tags add to the body, rounded up."""
 
 
 class Signer(Protocol):
-    """An Ed25519 key: an ``Identity`` is one."""
+    """An Ed25519 private key, for example an ``Identity``."""
 
     @property
     def public_key(self) -> bytes:
@@ -25,7 +25,7 @@ class Signer(Protocol):
 
 
 def seal(kind: bytes, body: Message, signer: Signer) -> bytes:
-    """``body`` with ``signer``'s signature over it and its ``kind``."""
+    """``body``, signed by ``signer`` together with ``kind``: a signature of one kind is not valid for another."""
     data = body.SerializeToString(deterministic=True)
     signature = signer.sign(_signed_bytes(kind, data))
     message = pb.Signed(body=data, signer=signer.public_key, signature=signature)
@@ -33,12 +33,12 @@ def seal(kind: bytes, body: Message, signer: Signer) -> bytes:
 
 
 def unseal(kind: bytes, body_type: type[M], data: bytes, *, max_body_bytes: int) -> tuple[M, bytes]:
-    """The statement in ``data`` and the key that signed it, which says nothing about whose key that is.
+    """The body in ``data`` and the public key that signed it; whether that key is trusted is up to the caller.
 
-    Raises ``IntegrityError`` for one that is too large, not in canonical form, of another kind, or not signed by that key.
+    Raises ``IntegrityError`` if ``data`` is too large, not in canonical form, of another kind, or not signed by that key.
     """
     if len(data) > max_body_bytes + _ENVELOPE_BYTES:
-        raise IntegrityError(f"a signed statement of {len(data)} bytes is too large")
+        raise IntegrityError(f"a signed message of {len(data)} bytes is too large")
     message = decode(pb.Signed, data)
     if not verify(message.signer, message.signature, _signed_bytes(kind, message.body)):
         raise IntegrityError("the signature is wrong")
@@ -46,13 +46,13 @@ def unseal(kind: bytes, body_type: type[M], data: bytes, *, max_body_bytes: int)
 
 
 def decode(kind: type[M], data: bytes) -> M:
-    """The message in ``data``. Raises ``IntegrityError`` unless ``data`` is its canonical encoding and holds nothing more."""
+    """The message in ``data``. Raises ``IntegrityError`` unless ``data`` is its canonical encoding, without unknown fields."""
     message = kind()
     try:
         message.ParseFromString(data)
     except DecodeError as error:
         raise IntegrityError(f"this is no {kind.DESCRIPTOR.name}") from error
-    # Protobuf has many encodings of one message; with only one accepted, nothing can be added around a signature.
+    # Protobuf has many encodings of one message. Accepting only one keeps unsigned bytes out.
     message.DiscardUnknownFields()
     if message.SerializeToString(deterministic=True) != data:
         raise IntegrityError(f"the {kind.DESCRIPTOR.name} is not in canonical form")

@@ -1,4 +1,4 @@
-"""Calls: streams with one message each way."""
+"""Calls: streams with one request and one reply, in raw bytes."""
 
 import contextlib
 from collections.abc import Awaitable, Callable, Sequence
@@ -10,18 +10,18 @@ from swarmnet_protocols.net.resources import Resource
 from swarmnet_protocols.timing import Timing
 
 Answer = Callable[[bytes, Stream], Awaitable[bytes]]
-"""From a request, and the stream on which its caller waits, to the reply. May raise ``NotAuthorised``, ``ResourceLimitReached`` and ``ProtocolViolation``."""
+"""Makes the reply to a request from a stream. May raise ``NotAuthorised``, ``ResourceLimitReached`` and ``ProtocolViolation``."""
 
 
 class Calls:
-    """Made and answered over a transport."""
+    """Makes and serves calls over a transport."""
 
     def __init__(self, transport: Transport, timing: Timing) -> None:
         self._transport = transport
         self._timing = timing
 
     async def serve(self, protocol: ProtocolSpec, answer: Answer) -> None:
-        """Answer calls under ``protocol``. A caller who may not call is told so."""
+        """Serve calls under ``protocol``. A caller without permission gets the reason."""
 
         async def handle(stream: Stream) -> None:
             request = (await stream.receive()).header

@@ -1,4 +1,4 @@
-"""What every conversation does with what comes on a stream."""
+"""Protobufs on a stream, and timeouts for sending and receiving. ``typed_stream.py`` is built on it."""
 
 import asyncio
 from typing import TypeVar
@@ -14,7 +14,7 @@ P = TypeVar("P", bound=Protobuf)
 
 
 def parse(kind: type[P], header: bytes) -> P:
-    """A protobuf from the wire, or ``ProtocolViolation``."""
+    """Decode a protobuf. Raises ``ProtocolViolation`` for bytes that are none."""
     try:
         return kind.FromString(header)
     except DecodeError as error:
@@ -22,17 +22,17 @@ def parse(kind: type[P], header: bytes) -> P:
 
 
 async def receive_within(stream: Stream, silence_s: float) -> Message:
-    """The next message of a stream on which something, if only a beat, must come every so often."""
+    """The next message. Raises ``DeadlineExceeded`` if none comes within ``silence_s``."""
     try:
         return await until(asyncio.get_running_loop().time() + silence_s, stream.receive)
     except TimeoutError as error:
         raise DeadlineExceeded(f"{stream.peer} has been silent for {silence_s} s") from error
 
 
-async def send_within(stream: Stream, message: Message, patience_s: float) -> None:
-    """Send to somebody who has to read it in time: what is not read takes room here."""
+async def send_within(stream: Stream, message: Message, timeout_s: float) -> None:
+    """Send a message. Raises ``DeadlineExceeded`` if the other side has not read enough within ``timeout_s``."""
     try:
-        async with asyncio.timeout(patience_s):
+        async with asyncio.timeout(timeout_s):
             await stream.send(message)
     except TimeoutError as error:
-        raise DeadlineExceeded(f"{stream.peer} has not read for {patience_s:g} s") from error
+        raise DeadlineExceeded(f"{stream.peer} has not read for {timeout_s:g} s") from error

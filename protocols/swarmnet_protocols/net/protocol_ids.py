@@ -90,7 +90,7 @@ REVOCATIONS = ProtocolSpec(
     roles=ANY_ROLE,
     served_by=ANY_ROLE,
 )
-DOOR = ProtocolSpec("/swarmnet/door/1", max_header_bytes=4096, max_payload_bytes=320 << 10)
+HANDSHAKE = ProtocolSpec("/swarmnet/handshake/1", max_header_bytes=4096, max_payload_bytes=320 << 10)
 ADMISSION = ProtocolSpec("/swarmnet/admission/1", max_header_bytes=128 << 10)
 
 INFERENCE = (SESSION, LINK, PASS, ADAPTER, PING)
@@ -99,6 +99,6 @@ TRAINING = (MATCHMAKING, STATE, EXCHANGE)
 """Served by training workers, besides ``REPORT``."""
 DIRECTORY = (DHT_PING, DHT_FIND, DHT_STORE)
 """Served by DHT nodes: hivemind's calls, one request and one reply."""
-ENTRANCE = (DOOR, ADMISSION)
+ENTRANCE = (HANDSHAKE, ADMISSION)
 """What a peer may speak before it is known to be a member: these need no role."""
 ALL: tuple[ProtocolSpec, ...] = (*INFERENCE, REPORT, PROBE, *TRAINING, *DIRECTORY, REVOCATIONS, *ENTRANCE)

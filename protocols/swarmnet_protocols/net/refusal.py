@@ -6,7 +6,7 @@ from swarmnet_protocols.errors import OutOfResources, StreamRefused, SwarmnetErr
 from swarmnet_protocols.net import Refusal
 from swarmnet_protocols.net.messages import parse
 from swarmnet_protocols.net.resources import ResourceLimitReached
-from swarmnet_protocols.wire import door_pb2 as pb
+from swarmnet_protocols.wire import handshake_pb2 as pb
 from swarmnet_protocols.wire import session_pb2
 
 SIZES = struct.Struct(">II")
@@ -38,13 +38,13 @@ def encode_refusal(refusal: Refusal) -> bytes:
     """The frame of ``refusal``. Its size is never 0, which is ``ENDED``."""
     reason = refusal.reason[:MAX_REASON_CHARS] or NO_REASON
     retry_ms = round(1000 * min(max(0.0, refusal.retry_after_s), MAX_RETRY_S))
-    encoded = pb.Refused(reason=reason, retry_ms=retry_ms).SerializeToString()
+    encoded = pb.Refusal(reason=reason, retry_ms=retry_ms).SerializeToString()
     return SIZES.pack(REFUSED, len(encoded)) + encoded
 
 
 def decode_refusal(encoded: bytes) -> Refusal:
     """Decode what follows the sizes. Raises ``ProtocolViolation``."""
-    refused = parse(pb.Refused, encoded)
+    refused = parse(pb.Refusal, encoded)
     return Refusal(refused.reason, min(refused.retry_ms / 1000, MAX_RETRY_S))
 
 

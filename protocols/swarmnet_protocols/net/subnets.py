@@ -27,64 +27,75 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Place(Generic[T]):
-    """``amount`` of a resource, held by ``holder`` of ``peer`` in ``subnet``. The lowest ``rank`` is evicted first."""
+    """``amount`` of a resource, held by ``holder`` of ``peer`` in ``subnet``.
+
+    The lowest ``rank`` is evicted first; without ranks, the place that was added first.
+    """
 
     subnet: str
     peer: PeerId
     amount: int
-    rank: tuple[float, ...]
+    rank: tuple[float, ...] | None
     holder: T
 
 
+class _Subnet(Generic[T]):
+    """The places of one subnet, by peer."""
+
+    def __init__(self) -> None:
+        self.amount = 0
+        self.places: dict[PeerId, dict[T, Place[T]]] = {}
+
+
 class Occupancy(Generic[T]):
-    """The places of a limited resource, by subnet and peer, and whose place is evicted."""
+    """The places of a limited resource, by subnet and peer, and which one is evicted."""
 
     def __init__(self, places: Iterable[Place[T]] = ()) -> None:
-        self._places: dict[str, dict[PeerId, dict[T, Place[T]]]] = {}
-        self._of_subnet: Counter[str] = Counter()
-        self._of_peer: Counter[PeerId] = Counter()
+        self._subnets: dict[str, _Subnet[T]] = {}
+        self._peer_amounts: Counter[PeerId] = Counter()
         for place in places:
             self.add(place)
 
     def add(self, place: Place[T]) -> None:
-        self._places.setdefault(place.subnet, {}).setdefault(place.peer, {})[place.holder] = place
-        self._of_subnet[place.subnet] += place.amount
-        self._of_peer[place.peer] += place.amount
+        subnet = self._subnets.setdefault(place.subnet, _Subnet())
+        subnet.places.setdefault(place.peer, {})[place.holder] = place
+        subnet.amount += place.amount
+        self._peer_amounts[place.peer] += place.amount
 
     def remove(self, place: Place[T]) -> None:
         """Remove a place that was added."""
-        peers = self._places[place.subnet]
-        del peers[place.peer][place.holder]
-        self._of_subnet[place.subnet] -= place.amount
-        self._of_peer[place.peer] -= place.amount
-        if not peers[place.peer]:
-            del peers[place.peer]
-        if not self._of_peer[place.peer]:
-            del self._of_peer[place.peer]
-        if not peers:
-            del self._places[place.subnet], self._of_subnet[place.subnet]
+        subnet = self._subnets[place.subnet]
+        subnet.amount -= place.amount
+        self._peer_amounts[place.peer] -= place.amount
+        if not self._peer_amounts[place.peer]:
+            del self._peer_amounts[place.peer]
+        del subnet.places[place.peer][place.holder]
+        if not subnet.places[place.peer]:
+            del subnet.places[place.peer]
+        if not subnet.places:
+            del self._subnets[place.subnet]
 
     def victim(self, may_evict: Callable[[T], bool]) -> T | None:
-        """The holder to evict: in the subnet that holds the most, of the peer that holds the most, the one with the lowest rank.
+        """The holder to evict: in the subnet that holds the most, of the peer there that holds the most, the first by rank.
 
         Subnets and peers without a holder that may be evicted are passed over. None if there is none at all.
         """
-        for subnet_amount in sorted(set(self._of_subnet.values()), reverse=True):
-            peers = [
-                (peer, holders)
-                for subnet, in_subnet in self._places.items()
-                if self._of_subnet[subnet] == subnet_amount
-                for peer, holders in in_subnet.items()
-            ]
-            for peer_amount in sorted({self._of_peer[peer] for peer, _ in peers}, reverse=True):
+        subnets = self._subnets.values()
+        for amount in sorted({subnet.amount for subnet in subnets}, reverse=True):
+            largest = [subnet for subnet in subnets if subnet.amount == amount]
+            peer_amounts = {self._peer_amounts[peer] for subnet in largest for peer in subnet.places}
+            for peer_amount in sorted(peer_amounts, reverse=True):
                 places = (
                     place
-                    for peer, holders in peers
-                    if self._of_peer[peer] == peer_amount
-                    for place in holders.values()
+                    for subnet in largest
+                    for peer, held in subnet.places.items()
+                    if self._peer_amounts[peer] == peer_amount
+                    for place in held.values()
                     if may_evict(place.holder)
                 )
-                if (first := min(places, key=lambda place: place.rank, default=None)) is not None:
+                if (first := next(places, None)) is not None:
+                    if first.rank is not None:
+                        first = min(first, *places, first, key=lambda place: place.rank or ())
                     return first.holder
         return None
 
@@ -96,7 +107,6 @@ class SubnetLimits:
         self._resources = resources
         self._timing = timing
         self._streams = Occupancy[StreamScope]()
-        self._accepted = 0
 
     def accept(self, peer: PeerId, address: str) -> StreamScope:
         """The scope of a stream that ``peer`` opened from a multiaddr. Raises ``ResourceLimitReached``."""
@@ -107,8 +117,7 @@ class SubnetLimits:
         if is_full and peer_scope.available(Resource.INBOUND_STREAMS) >= 1:
             self._evict()
         scope = StreamScope.inbound(self._resources, peer, self._timing)
-        self._accepted += 1
-        place = Place(subnet_of(address) or peer, peer, 1, (self._accepted,), scope)
+        place = Place(subnet_of(address) or peer, peer, 1, None, scope)
         self._streams.add(place)
         scope.on_close = lambda: self._streams.remove(place)
         return scope

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from google.protobuf.message import DecodeError
 
 from swarmnet_protocols.directory import Directory
-from swarmnet_protocols.directory.hosts import listed
+from swarmnet_protocols.directory.host_announcements import listed
 from swarmnet_protocols.errors import ConfigError, SwarmnetError, Unreachable
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import peer_id_of

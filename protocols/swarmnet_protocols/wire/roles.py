@@ -1,4 +1,4 @@
-"""What a member of a swarm may be."""
+"""The roles of a swarm's members."""
 
 from collections.abc import Iterable
 from enum import StrEnum
@@ -14,12 +14,12 @@ class Role(StrEnum):
     OBSERVER = "observer"
     """Reads the directory."""
     BOOTSTRAP = "bootstrap"
-    """Keeps the directory, and is where others begin."""
+    """Stores a part of the directory; new peers connect to it first."""
 
 
 ANY_ROLE = frozenset(Role)
 
 
 def name_roles(roles: Iterable[Role]) -> str:
-    """Roles as people read them: ``client, host``; ``none`` if there is none."""
+    """Roles for messages: ``client, host``, or ``none``."""
     return ", ".join(role for role in Role if role in set(roles)) or "none"

@@ -33,7 +33,7 @@ from swarmnet_protocols.wire.roles import Role, name_roles
 
 if TYPE_CHECKING:
     from swarmnet_protocols.membership.invites import Terms
-    from swarmnet_protocols.membership.revocations import Named, RevocationList
+    from swarmnet_protocols.membership.revocations import RevocationList, RevokedIds
     from swarmnet_protocols.net.identity import Identity
 
 REVOCATIONS_NAME = "revocations"
@@ -66,7 +66,7 @@ def invite(  # noqa: PLR0913 - a command line, not an interface
     key: KeyOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Print an invite: one string that makes a member of whoever pastes it after `swarmnet join` or `run --swarm`."""
+    """Print an invite: one string that makes its user a member, after `swarmnet join` or `run --swarm`."""
     file = swarm_file.load_valid(swarm, wall_clock())
     if file.admission is Admission.ALLOW_LIST:
         raise ConfigError(f"{file.name} admits the peers its file lists", hint=_ONLY_CERTIFICATES)
@@ -89,8 +89,8 @@ def approve(  # noqa: PLR0913 - a command line, not an interface
     file = swarm_file.load_valid(swarm, wall_clock())
     signer = _key_for(swarm, file, key)
     own = _own_list(swarm, file, signer)
-    if own is not None and who in own.named.peers:
-        _sign_list(swarm, file, signer, replace(own.named, peers=own.named.peers - {who}))
+    if own is not None and who in own.revoked.peers:
+        _sign_list(swarm, file, signer, replace(own.revoked, peers=own.revoked.peers - {who}))
         try:
             _spread(swarm, file, signer, bootstrap)
         except Unreachable as error:  # the newcomer is let in all the same, once the list is there
@@ -118,42 +118,42 @@ def revoke(
     key: KeyOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Put a peer, or everybody an invite let in, out of the swarm before their certificates end."""
-    from swarmnet_protocols.membership.revocations import Named
+    """Put a peer, or all peers that an invite let in, out of the swarm before their certificates end."""
+    from swarmnet_protocols.membership.revocations import RevokedIds
 
     now = wall_clock()
     file = swarm_file.load_valid(swarm, now)
     signer = _key_for(swarm, file, key)
     own = _own_list(swarm, file, signer)
-    named = own.named if own is not None else Named()
+    revoked = own.revoked if own is not None else RevokedIds()
     if (identity := _invite_id(who)) is not None:
-        named = named.naming(invites=frozenset({identity}))
+        revoked = revoked.adding(invites=frozenset({identity}))
     else:
         peer = check_peer_id(who)
-        named = named.naming(peers=frozenset({peer}))
+        revoked = revoked.adding(peers=frozenset({peer}))
         if peer in file.allow and file.authority and signer.public_key in file.authority.keys:
             from swarmnet.swarm_file import writer as swarm_writer
 
             file = swarm_writer.disallow(swarm, peer, now=now)
             note(f"it is off the list of members: give the file out again, serial {file.serial}")
-    serial = _sign_list(swarm, file, signer, named)
+    serial = _sign_list(swarm, file, signer, revoked)
     told = _spread(swarm, file, signer, bootstrap)
     if as_json:
         print_json({"revoked": identity.hex() if identity else who, "serial": serial, "told": told})
         return
     print_text(f"revoked, serial {serial} of the list; told {counted(len(told), 'peer')}")
-    note("they tell everybody they are connected to, who tell the others")
+    note("they tell all peers that they are connected to, which tell the others")
 
 
 def _spread(swarm: Path, file: SwarmFile, signer: "Identity", bootstrap: list[str]) -> list[PeerId]:
     """Bring the list to the swarm; the peers that have it now."""
     import asyncio
 
-    from swarmnet_protocols.joining.revocation_push import spread
+    from swarmnet_protocols.joining.network import push_revocations
 
     addresses = list(dict.fromkeys((*file.bootstrap, *bootstrap)))
     sealed = _list_path(swarm).read_bytes()
-    told = asyncio.run(spread(sealed, addresses, rules=file.rules(), key=signer, clock=wall_clock))
+    told = asyncio.run(push_revocations(sealed, addresses, rules=file.rules(), key=signer, clock=wall_clock))
     if not told:
         raise Unreachable(
             "no peer of the swarm could be told of the new list",
@@ -174,14 +174,14 @@ def members(swarm: OwnSwarm = Path(), *, data_dir: DataDirOption = None, as_json
         until = f"  until {row['until']}" if row["until"] else ""
         print_folded(f"{row['peer_id']}  {row['state']}  {', '.join(row['roles'])}{until}{invite}")  # type: ignore[arg-type]
     if not rows:
-        note("nobody yet")
+        note("none yet")
 
 
 def sign_revocations_anew(swarm: Path, file: SwarmFile, key: "Identity", now: float) -> None:
     """Keep what the authority has revoked in force under its new ``key``."""
     path = _list_path(swarm)
     if path.exists():
-        _sign_list(swarm, file, key, _read_list(path, file, now).named)
+        _sign_list(swarm, file, key, _read_list(path, file, now).revoked)
 
 
 def _terms(role: list[Role], expires: str, *, uses: int = 1, peer: PeerId | None = None) -> "Terms":
@@ -221,7 +221,7 @@ def _print_invite(
         return
     print_text(text)
     whom = f"peer {terms.peer}" if terms.peer else counted(terms.uses, "peer")
-    secret = "worth nothing to another" if terms.peer else "keep it secret: whoever has it can use it"
+    secret = "worth nothing to another" if terms.peer else "keep it secret: it admits any peer"
     note(f"lets in {whom} as {name_roles(terms.roles)} until {_iso(terms.not_after)}; {secret}")
     if not known:
         note("it holds no address: the newcomer has to add --bootstrap ADDR")
@@ -237,19 +237,20 @@ def _listed(file: SwarmFile) -> list[dict[str, object]]:
 def _issued(file: SwarmFile, swarm: Path, data_dir: Path | None) -> list[dict[str, object]]:
     from swarmnet_protocols.errors import NotAuthorised
     from swarmnet_protocols.membership.certificates import open_certificate
-    from swarmnet_protocols.membership.issuer import LEDGER_NAME, Ledger
+    from swarmnet_protocols.membership.issuer import ISSUED_NAME, IssuedCertificates
     from swarmnet_protocols.membership.revocations import Revocations
 
     now, rules = wall_clock(), file.rules()
     folder = folder_of(data_dir or default_data_dir(), file.swarm_id)
-    if not (folder / LEDGER_NAME).exists():
+    if not (folder / ISSUED_NAME).exists():
         raise ConfigError(
-            f"nobody was let in from {folder}", hint="give the --data-dir of the node that runs with --issuer"
+            f"no peer was let in from {folder}",
+            hint="give the --data-dir of the node that runs with --issuer",
         )
     path = _list_path(swarm)
     revoked = Revocations([_read_list(path, file, now)] if path.exists() else [])
     rows: list[dict[str, object]] = []
-    with Ledger.open(folder) as ledger:
+    with IssuedCertificates.open(folder) as ledger:
         for issued in ledger.members():
             until, state = None, "ended"
             try:
@@ -258,7 +259,7 @@ def _issued(file: SwarmFile, swarm: Path, data_dir: Path | None) -> list[dict[st
                 certificate = None
             if certificate is not None:
                 until = _iso(certificate.not_after)
-                state = "revoked" if revoked.why_out(issued.peer, certificate) else "member"
+                state = "revoked" if revoked.reason_revoked(issued.peer, certificate) else "member"
             rows.append(
                 {
                     "peer_id": issued.peer,
@@ -274,7 +275,7 @@ def _issued(file: SwarmFile, swarm: Path, data_dir: Path | None) -> list[dict[st
 def _key_for(swarm: Path, file: SwarmFile, path: Path | None) -> "Identity":
     if file.authority is None:
         raise ConfigError(
-            f"{file.name} has no authority: whoever has its file is in",
+            f"{file.name} has no authority: every peer that has its file is a member",
             hint="for a swarm with members: swarmnet swarm create NAME --out DIR",
         )
     key = load_key(path or swarm_file.file_in(swarm).parent / KEY_NAME)
@@ -291,7 +292,7 @@ def _invite_id(text: str) -> bytes | None:
 
     if re.fullmatch("[0-9a-f]{32}", text):
         return bytes.fromhex(text)
-    # An invite that has ended may still have let somebody in.
+    # An invite that has ended may still have let a peer in.
     return read_invite(text, now=0.0).grant.id if is_invite(text) else None
 
 
@@ -324,7 +325,7 @@ def _read_list(path: Path, file: SwarmFile, now: float) -> "RevocationList":
         raise IntegrityError(f"{path}: {error}", hint="restore it from a backup") from error
 
 
-def _sign_list(swarm: Path, file: SwarmFile, key: "Identity", named: "Named") -> int:
+def _sign_list(swarm: Path, file: SwarmFile, key: "Identity", revoked: "RevokedIds") -> int:
     """Write the list anew, with a higher serial and without what has ended by itself; that serial."""
     from swarmnet_protocols.membership.revocations import sign_list
 
@@ -333,9 +334,9 @@ def _sign_list(swarm: Path, file: SwarmFile, key: "Identity", named: "Named") ->
     serial = int(now)
     if path.exists():
         serial = max(serial, _read_list(path, file, now).serial + 1)
-    named = named.still_needed(now, peers_for_ever=not file.rules().needs_certificate)
+    revoked = revoked.still_needed(now, peers_for_ever=not file.rules().needs_certificate)
     try:
-        sealed = sign_list(named, serial=serial, swarm=file.swarm_id, key=key)
+        sealed = sign_list(revoked, serial=serial, swarm=file.swarm_id, key=key)
     except ValueError as error:
         raise OutOfResources(
             str(error),

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from swarmnet.dashboard.observing.sightings import Announced, Reported, Sighting
 from swarmnet.dashboard.observing.tally import Tallies, is_same_run
 from swarmnet.dashboard.state.peers import GONE_SHOWN_S
-from swarmnet_protocols.directory.hosts import MAX_STEP_S
-from swarmnet_protocols.directory.reports import MAX_NAME_CHARS, MAX_NUMBER, clean
+from swarmnet_protocols.directory.host_announcements import MAX_STEP_S
+from swarmnet_protocols.directory.node_reports import MAX_NAME_CHARS, MAX_NUMBER, clean
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.routing.cost import HostInfo
+from swarmnet_protocols.routing.chain_search import HostInfo
 from swarmnet_protocols.wire import records_pb2, report_pb2
 
 SMOOTHING = 0.3

@@ -4,7 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import pairwise
 
-from swarmnet_protocols.directory.reports import BOUNDS_S
+from swarmnet_protocols.directory.node_reports import BOUNDS_S
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.wire import report_pb2
 

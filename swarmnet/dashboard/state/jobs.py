@@ -5,7 +5,7 @@ from typing import Any
 
 from swarmnet.dashboard.observing.sightings import JobSighting, Sighting
 from swarmnet.dashboard.state.peers import state_of
-from swarmnet_protocols.directory.reports import MAX_NUMBER
+from swarmnet_protocols.directory.node_reports import MAX_NUMBER
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.wire import report_pb2
 

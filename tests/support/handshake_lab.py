@@ -1,4 +1,4 @@
-"""Peers of a private swarm and their doors, in virtual time."""
+"""Peers of a private swarm and their handshakes, in virtual time."""
 
 import asyncio
 import contextlib
@@ -12,8 +12,8 @@ import pytest
 from swarmnet_protocols.errors import StreamEnded
 from swarmnet_protocols.net import Message, ProtocolSpec, Stream, Transport
 from swarmnet_protocols.net.memory import LinkProfile, MemoryNetwork, MemoryTransport
-from swarmnet_protocols.net.protocol_ids import ALL, DOOR, ENTRANCE, SESSION
-from swarmnet_protocols.wire import door_pb2 as pb
+from swarmnet_protocols.net.protocol_ids import ALL, ENTRANCE, HANDSHAKE, SESSION
+from swarmnet_protocols.wire import handshake_pb2 as pb
 from swarmnet_protocols.wire.roles import ANY_ROLE, Role
 from tests.support import virtual_time
 from tests.support.private_swarm import PrivateSwarm, Someone, identity_of
@@ -25,7 +25,7 @@ GUARDED = [protocol for protocol in ALL if protocol not in ENTRANCE]
 
 
 async def answer(stream: Stream) -> None:
-    """What every protocol does here: it answers whatever it hears."""
+    """The handler of every protocol: it answers each message."""
     while True:
         await stream.receive()
         await stream.send(HEARD)
@@ -45,7 +45,7 @@ class World:
         return await self.stack.enter_async_context(self.swarm.peer(self.network, name, certificate))
 
     async def stranger(self, name: str) -> MemoryTransport:
-        """Somebody who runs other software than ours."""
+        """A peer that runs other software."""
         return await self.stack.enter_async_context(self.network.transport(identity_of(name).peer_id))
 
 
@@ -77,15 +77,15 @@ async def hear(transport: Transport, other: Transport, protocol: ProtocolSpec) -
 
 
 def hello(swarm: bytes, certificate: bytes) -> Message:
-    said = pb.DoorMessage(hello=pb.Hello(swarm=swarm, certificate=certificate))
+    said = pb.HandshakeMessage(hello=pb.Hello(swarm=swarm, certificate=certificate))
     return Message(said.SerializeToString())
 
 
-async def knock(stranger: MemoryTransport, victim: Someone, message: Message) -> pb.DoorMessage:
-    """Say something at the door, whatever it is; the answer."""
-    stream = await stranger.open(victim.peer_id, DOOR, deadline_s=DEADLINE_S)
+async def send_handshake(stranger: MemoryTransport, victim: Someone, message: Message) -> pb.HandshakeMessage:
+    """Send any message on a handshake stream, and return the answer."""
+    stream = await stranger.open(victim.peer_id, HANDSHAKE, deadline_s=DEADLINE_S)
     await stream.send(message)
-    return pb.DoorMessage.FromString((await stream.receive()).header)
+    return pb.HandshakeMessage.FromString((await stream.receive()).header)
 
 
 async def converse(client: Someone, server: Someone, protocol: ProtocolSpec = SESSION) -> Stream:

@@ -10,7 +10,7 @@ import pytest
 
 from swarmnet_protocols.errors import NotAuthorised, StreamEnded, StreamRefused
 from swarmnet_protocols.machine.clock import wall_clock
-from swarmnet_protocols.membership.revocations import Named, sign_list
+from swarmnet_protocols.membership.revocations import RevokedIds, sign_list
 from swarmnet_protocols.net import ProtocolSpec
 from swarmnet_protocols.net.calls import Calls
 from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
@@ -125,7 +125,7 @@ def test_a_revoked_peer_is_out_of_every_routing_table(tmp_path: Path) -> None:
             mallory = await stack.enter_async_context(join(tmp_path / "m", bootstrap, rules=PRIVATE))
             await mallory.directory.publish("topic", b"x", lifetime_s=60.0)
             assert mallory.identity.peer_id in table(first)
-            named = Named(peers=frozenset({mallory.identity.peer_id}))
+            named = RevokedIds(peers=frozenset({mallory.identity.peer_id}))
             sealed = sign_list(named, serial=int(wall_clock()), swarm=SWARM, key=AUTHORITY)
             learned = asyncio.Event()
             second.directory._door.membership.listeners.append(learned.set)

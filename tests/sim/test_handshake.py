@@ -1,4 +1,4 @@
-"""Who is refused at the door, under every protocol id there is, and what meeting there costs."""
+"""Which peers the handshake refuses, under every protocol id, and what a handshake costs."""
 
 import asyncio
 from collections.abc import Callable
@@ -10,9 +10,9 @@ from swarmnet_protocols.errors import NotAuthorised, PeerUnreachable, StreamEnde
 from swarmnet_protocols.membership.rules import Admission
 from swarmnet_protocols.net import Message, ProtocolSpec
 from swarmnet_protocols.net.memory import Delivery
-from swarmnet_protocols.net.protocol_ids import DOOR, LINK, PING, PROBE, REVOCATIONS, SESSION
+from swarmnet_protocols.net.protocol_ids import HANDSHAKE, LINK, PING, PROBE, REVOCATIONS, SESSION
 from swarmnet_protocols.wire.roles import ANY_ROLE, Role
-from tests.support.door_world import (
+from tests.support.handshake_lab import (
     DEADLINE_S,
     DELAY_S,
     GUARDED,
@@ -21,8 +21,8 @@ from tests.support.door_world import (
     answer,
     hear,
     hello,
-    knock,
     run,
+    send_handshake,
 )
 from tests.support.private_swarm import EPOCH, LIFETIME_S, identity_of
 
@@ -31,7 +31,7 @@ from tests.support.private_swarm import EPOCH, LIFETIME_S, identity_of
 
 @dataclass(frozen=True)
 class Intruder:
-    """What mallory shows at the door, and what the door says of it."""
+    """What mallory shows in a handshake, and the reason of the refusal."""
 
     certificate: Callable[[World, ProtocolSpec], bytes]
     reason: str
@@ -76,8 +76,10 @@ def test_an_intruder_is_refused_under_every_protocol(name: str, protocol: Protoc
         )
         await victim.transport.serve(protocol, answer)
         mallory, intruder = await world.stranger("mallory"), INTRUDERS[name]
-        reply = await knock(mallory, victim, hello(intruder.swarm, intruder.certificate(world, protocol)))
-        assert intruder.reason in reply.refused.reason
+        reply = await send_handshake(
+            mallory, victim, hello(intruder.swarm, intruder.certificate(world, protocol))
+        )
+        assert intruder.reason in reply.refusal.reason
         with pytest.raises(StreamEnded):
             await hear(mallory, victim.raw, protocol)
 
@@ -85,7 +87,7 @@ def test_an_intruder_is_refused_under_every_protocol(name: str, protocol: Protoc
 
 
 @pytest.mark.parametrize("protocol", GUARDED, ids=lambda protocol: protocol.id)
-def test_who_did_not_come_through_the_door_is_refused_under_every_protocol(protocol: ProtocolSpec) -> None:
+def test_a_peer_without_a_handshake_is_refused_under_every_protocol(protocol: ProtocolSpec) -> None:
     async def scenario(world: World) -> None:
         victim = await world.member("bob")
         await victim.transport.serve(protocol, answer)
@@ -117,7 +119,7 @@ def test_the_wrong_role_is_refused_under_every_protocol(protocol: ProtocolSpec) 
         honest = await world.peer("mallory", certificate)
         with pytest.raises(NotAuthorised, match="is for"):
             await hear(honest.transport, victim.raw, protocol)
-        reply = await knock(honest.raw, victim, hello(bytes(32), certificate))
+        reply = await send_handshake(honest.raw, victim, hello(bytes(32), certificate))
         assert reply.HasField("hello")
         with pytest.raises(StreamRefused, match="is for"):
             await hear(honest.raw, victim.raw, protocol)
@@ -141,7 +143,7 @@ def test_a_member_who_may_not_serve_it_is_not_asked(protocol: ProtocolSpec) -> N
         await pretender.raw.serve(protocol, answer)
         with pytest.raises(NotAuthorised, match="is for"):
             await hear(asking.transport, pretender.raw, protocol)
-        assert {delivery.protocol for delivery in heard} == {DOOR}
+        assert {delivery.protocol for delivery in heard} == {HANDSHAKE}
 
     run(scenario)
 
@@ -154,15 +156,15 @@ def test_a_replayed_handshake_is_refused_under_every_protocol(protocol: Protocol
         overheard: list[Message] = []
 
         def overhear(delivery: Delivery) -> None:
-            if delivery.protocol == DOOR and delivery.source == alice.peer_id:
+            if delivery.protocol == HANDSHAKE and delivery.source == alice.peer_id:
                 overheard.append(delivery.message)
 
         world.network.observers.append(overhear)
         assert await hear(alice.transport, victim.raw, protocol) == HEARD
         mallory = await world.stranger("mallory")
         for message in overheard:
-            reply = await knock(mallory, victim, message)
-            assert "another peer" in reply.refused.reason
+            reply = await send_handshake(mallory, victim, message)
+            assert "another peer" in reply.refusal.reason
             with pytest.raises(StreamEnded):
                 await hear(mallory, victim.raw, protocol)
 
@@ -197,7 +199,7 @@ def test_a_refused_member_learns_why_and_what_to_do() -> None:
     async def scenario(world: World) -> None:
         victim, stranger = await world.member("bob"), await world.peer("mallory")
         with pytest.raises(NotAuthorised, match="no certificate") as info:
-            await stranger.door.enter(victim.peer_id, SESSION, deadline_s=DEADLINE_S)
+            await stranger.handshakes.ensure(victim.peer_id, SESSION, deadline_s=DEADLINE_S)
         assert "invite" in info.value.hint
 
     run(scenario)
@@ -231,7 +233,7 @@ def test_who_is_refused_a_stream_by_newer_rules_than_its_own_learns_why() -> Non
 
 
 def test_two_members_meet_once() -> None:
-    """Only the first stream waits for the door: a second costs what it costs without one."""
+    """Only the first stream waits for the handshake: a second costs what it costs without one."""
 
     async def scenario(world: World) -> None:
         server, client = await world.member("bob"), await world.member("alice")
@@ -259,7 +261,7 @@ def test_many_at_once_meet_once() -> None:
         await server.transport.serve(SESSION, answer)
         knocks: list[Delivery] = []
         world.network.observers.append(
-            lambda delivery: knocks.append(delivery) if delivery.protocol == DOOR else None
+            lambda delivery: knocks.append(delivery) if delivery.protocol == HANDSHAKE else None
         )
         await asyncio.gather(*(hear(client.transport, server.raw, SESSION) for _ in range(20)))
         assert len(knocks) == 2
@@ -271,8 +273,8 @@ def test_who_gives_up_waiting_does_not_end_the_meeting() -> None:
     async def scenario(world: World) -> None:
         server, client = await world.member("bob"), await world.member("alice")
         with pytest.raises(PeerUnreachable):
-            await client.door.enter(server.peer_id, SESSION, deadline_s=DELAY_S)
+            await client.handshakes.ensure(server.peer_id, SESSION, deadline_s=DELAY_S)
         await asyncio.sleep(4 * DELAY_S)
-        await client.door.enter(server.peer_id, SESSION, deadline_s=DELAY_S / 100)
+        await client.handshakes.ensure(server.peer_id, SESSION, deadline_s=DELAY_S / 100)
 
     run(scenario)

@@ -7,8 +7,8 @@ from typing import Any, Protocol, cast
 
 import pytest
 
-from swarmnet_protocols.directory import Publisher
 from swarmnet_protocols.directory.dht_contacts import Contacts
+from swarmnet_protocols.directory.records import Publisher
 from swarmnet_protocols.errors import NotAuthorised, ProtocolViolation
 from swarmnet_protocols.machine.clock import wall_clock
 from swarmnet_protocols.net import PeerId, ProtocolSpec
@@ -40,22 +40,22 @@ class Handed:
         self.answers[protocol.id] = answer
 
 
-class SlowDoor:
-    """Where one may wait, and who gets in is decided by ``lets_in``."""
+class SlowHandshakes:
+    """Handshakes that end when the test sets ``finished``, and admit every peer or none."""
 
     def __init__(self) -> None:
-        self.opens = asyncio.Event()
-        self.lets_in = True
+        self.finished = asyncio.Event()
+        self.admits = True
 
-    async def settled(self, _peer: str) -> None:
-        await self.opens.wait()
+    async def wait_outgoing(self, _peer: str) -> None:
+        await self.finished.wait()
 
     def check(self, _peer: str, _protocol: object) -> None:
-        if not self.lets_in:
+        if not self.admits:
             raise NotAuthorised("no member")
 
 
-def with_guard(talk: Callable[[Call, SlowDoor, ResourceManager], Awaitable[None]]) -> None:
+def with_guard(talk: Callable[[Call, SlowHandshakes, ResourceManager], Awaitable[None]]) -> None:
     """In virtual time: however slow the machine is, calls of one moment are many a second."""
 
     async def main() -> None:
@@ -65,12 +65,12 @@ def with_guard(talk: Callable[[Call, SlowDoor, ResourceManager], Awaitable[None]
         from hivemind.p2p import PeerID
         from hivemind.proto import dht_pb2
 
-        from swarmnet_protocols.directory.dht_calls import GuardedP2P
+        from swarmnet_protocols.directory.dht_rpc import GuardedP2P
 
-        handed, door, resources = Handed(), SlowDoor(), ResourceManager()
+        handed, handshakes, resources = Handed(), SlowHandshakes(), ResourceManager()
         contacts = Contacts(Publisher(Identity.from_seed(b"answerer"), bytes(32), wall_clock), tuple)
         me = PeerID.from_base58(Identity.from_seed(b"answerer").peer_id)
-        guard = GuardedP2P(me, cast(Any, handed), cast(Any, door), resources, contacts)
+        guard = GuardedP2P(me, cast(Any, handed), cast(Any, handshakes), resources, contacts)
 
         async def answer(_request: Any, _context: Any) -> Any:
             return dht_pb2.FindResponse()
@@ -83,21 +83,21 @@ def with_guard(talk: Callable[[Call, SlowDoor, ResourceManager], Awaitable[None]
             )
             return answer
 
-        await talk(call, door, resources)
+        await talk(call, handshakes, resources)
         assert not any(resources.system.used.values())
 
     run(main())
 
 
 def test_calls_that_wait_at_the_door_are_few() -> None:
-    async def talk(call: Call, door: SlowDoor, resources: ResourceManager) -> None:
+    async def talk(call: Call, handshakes: SlowHandshakes, resources: ResourceManager) -> None:
         calls = [asyncio.ensure_future(call(b"")) for _ in range(PEER_LIMITS[Resource.CALLS] + 1)]
         await asyncio.sleep(0)
         waiting, refused = calls[:-1], calls[-1]
         assert refused.done()
         with pytest.raises(ResourceLimitReached, match="calls"):
             await refused
-        door.opens.set()
+        handshakes.finished.set()
         await asyncio.gather(*waiting)
         await call(b"")
 
@@ -105,7 +105,7 @@ def test_calls_that_wait_at_the_door_are_few() -> None:
 
 
 def test_however_many_strangers_call_those_we_know_are_answered() -> None:
-    async def talk(call: Call, door: SlowDoor, resources: ResourceManager) -> None:
+    async def talk(call: Call, handshakes: SlowHandshakes, resources: ResourceManager) -> None:
         strangers = [
             Identity.from_seed(f"stranger {number}".encode()).peer_id
             for number in range(SYSTEM_LIMITS[Resource.CALLS] // PEER_LIMITS[Resource.CALLS])
@@ -119,7 +119,7 @@ def test_however_many_strangers_call_those_we_know_are_answered() -> None:
         with resources.peer(CALLER, 0.0).reserve(Resource.ADMITTED_PEERS):
             known = [asyncio.ensure_future(call(b"")) for _ in range(PEER_LIMITS[Resource.CALLS])]
             await asyncio.sleep(0)
-            door.opens.set()
+            handshakes.finished.set()
             await asyncio.gather(*known)
         outcomes = await asyncio.gather(*waiting, return_exceptions=True)
         assert sum(isinstance(outcome, bytes) for outcome in outcomes) == 0.75 * SYSTEM_LIMITS[Resource.CALLS]
@@ -130,10 +130,10 @@ def test_however_many_strangers_call_those_we_know_are_answered() -> None:
 def test_a_call_that_asks_for_too_much_is_not_parsed() -> None:
     """hivemind would look up every key of it before anybody else has a turn."""
 
-    async def talk(call: Call, door: SlowDoor, resources: ResourceManager) -> None:
+    async def talk(call: Call, handshakes: SlowHandshakes, resources: ResourceManager) -> None:
         from hivemind.proto import dht_pb2
 
-        door.opens.set()
+        handshakes.finished.set()
         await call(dht_pb2.FindRequest(keys=[bytes(20)] * 500).SerializeToString())
         with pytest.raises(ProtocolViolation, match="are the most"):
             await call(dht_pb2.FindRequest(keys=[bytes(20)] * 1000).SerializeToString())
@@ -142,8 +142,8 @@ def test_a_call_that_asks_for_too_much_is_not_parsed() -> None:
 
 
 def test_who_calls_without_end_is_told_to_wait_before_its_calls_are_parsed() -> None:
-    async def talk(call: Call, door: SlowDoor, resources: ResourceManager) -> None:
-        door.opens.set()
+    async def talk(call: Call, handshakes: SlowHandshakes, resources: ResourceManager) -> None:
+        handshakes.finished.set()
         refused = 0
         for _ in range(10_000):
             try:
@@ -156,9 +156,9 @@ def test_who_calls_without_end_is_told_to_wait_before_its_calls_are_parsed() -> 
 
 
 def test_what_a_stranger_sends_is_not_parsed() -> None:
-    async def talk(call: Call, door: SlowDoor, resources: ResourceManager) -> None:
-        door.opens.set()
-        door.lets_in = False
+    async def talk(call: Call, handshakes: SlowHandshakes, resources: ResourceManager) -> None:
+        handshakes.finished.set()
+        handshakes.admits = False
         with pytest.raises(NotAuthorised):
             await call(b"\xff" * 100)
 
@@ -172,7 +172,7 @@ def test_an_answer_that_would_keep_us_busy_is_refused(results: list[int]) -> Non
     prepare_hivemind()
     from hivemind.proto import dht_pb2
 
-    from swarmnet_protocols.directory.dht_calls import _check_found
+    from swarmnet_protocols.directory.dht_rpc import _check_found
 
     _check_found(dht_pb2.FindResponse(results=[dht_pb2.FindResult(nearest_peer_ids=[b"x"] * 20)] * 16))
     with pytest.raises(ProtocolViolation):

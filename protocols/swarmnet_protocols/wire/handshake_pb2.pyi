@@ -24,7 +24,7 @@ class Serial(_message.Message):
     serial: int
     def __init__(self, signer: _Optional[bytes] = ..., serial: _Optional[int] = ...) -> None: ...
 
-class Refused(_message.Message):
+class Refusal(_message.Message):
     __slots__ = ("reason", "time_ms", "retry_ms")
     REASON_FIELD_NUMBER: _ClassVar[int]
     TIME_MS_FIELD_NUMBER: _ClassVar[int]
@@ -34,13 +34,13 @@ class Refused(_message.Message):
     retry_ms: int
     def __init__(self, reason: _Optional[str] = ..., time_ms: _Optional[int] = ..., retry_ms: _Optional[int] = ...) -> None: ...
 
-class DoorMessage(_message.Message):
-    __slots__ = ("hello", "refused")
+class HandshakeMessage(_message.Message):
+    __slots__ = ("hello", "refusal")
     HELLO_FIELD_NUMBER: _ClassVar[int]
-    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
-    refused: Refused
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ...) -> None: ...
+    refusal: Refusal
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ...) -> None: ...
 
 class RevocationsRequest(_message.Message):
     __slots__ = ("serials",)

@@ -7,11 +7,17 @@ from typing import Any
 
 import pytest
 
-from swarmnet_protocols.directory.hosts import MAX_ADDRESSES, PROTOCOL, hosts_topic, read_hosts, read_records
+from swarmnet_protocols.directory.host_announcements import (
+    MAX_ADDRESSES,
+    PROTOCOL,
+    hosts_topic,
+    read_hosts,
+    read_records,
+)
 from swarmnet_protocols.directory.records import Record
 from swarmnet_protocols.models.manifest import MAX_BLOCKS
 from swarmnet_protocols.net.identity import Identity
-from swarmnet_protocols.routing.cost import HostInfo
+from swarmnet_protocols.routing.chain_search import HostInfo
 from swarmnet_protocols.wire import records_pb2 as pb
 
 SWARM, MANIFEST = bytes(32), bytes(range(32))

@@ -1,17 +1,17 @@
-"""What strangers and members can take of a door."""
+"""How much of a peer's handshake resources outsiders and members can use."""
 
 import asyncio
 
 import pytest
 
 from swarmnet_protocols.errors import StreamEnded, StreamRefused
-from swarmnet_protocols.membership import handshake as door_module
-from swarmnet_protocols.membership.handshake import MAX_DOORS_EACH
+from swarmnet_protocols.membership import handshake as handshake_module
+from swarmnet_protocols.membership.handshake import MAX_STREAMS_PER_PEER
 from swarmnet_protocols.net import Message, Stream
-from swarmnet_protocols.net.protocol_ids import DOOR, REVOCATIONS, SESSION
+from swarmnet_protocols.net.protocol_ids import HANDSHAKE, REVOCATIONS, SESSION
 from swarmnet_protocols.net.resources import RETRY_S, Resource
-from swarmnet_protocols.wire import door_pb2 as pb
-from tests.support.door_world import (
+from swarmnet_protocols.wire import handshake_pb2 as pb
+from tests.support.handshake_lab import (
     DEADLINE_S,
     HEARD,
     World,
@@ -31,7 +31,7 @@ def test_who_says_nothing_at_the_door_is_gone_in_time() -> None:
         server = await world.member("bob")
         strangers = [await world.stranger(f"stranger {number}") for number in range(100)]
         silent = [
-            await stranger.open(server.peer_id, DOOR, deadline_s=DEADLINE_S)
+            await stranger.open(server.peer_id, HANDSHAKE, deadline_s=DEADLINE_S)
             for stranger in strangers
             for _ in range(20)
         ]
@@ -49,7 +49,7 @@ def test_silent_strangers_keep_no_member_out() -> None:
         await server.transport.serve(SESSION, answer)
         for number in range(20):
             stranger = await world.stranger(f"stranger {number}")
-            await stranger.open(server.peer_id, DOOR, deadline_s=DEADLINE_S)
+            await stranger.open(server.peer_id, HANDSHAKE, deadline_s=DEADLINE_S)
         assert server.raw.resources.system.used[Resource.PENDING_HANDSHAKES] == 8
         await converse(client, server)
 
@@ -67,7 +67,7 @@ def test_sixteen_who_take_all_streams_keep_no_member_out() -> None:
         for number in range(16):
             stranger = await world.stranger(f"stranger {number}")
             world.network.move(stranger.peer_id, f"/ip4/203.0.113.{number}/tcp/1")
-            opening = (stranger.open(server.peer_id, DOOR, deadline_s=DEADLINE_S) for _ in range(4))
+            opening = (stranger.open(server.peer_id, HANDSHAKE, deadline_s=DEADLINE_S) for _ in range(4))
             await asyncio.gather(*opening)
         assert server.raw.resources.system.used[Resource.INBOUND_STREAMS] == 48
         await converse(client, server)
@@ -80,75 +80,75 @@ def test_whoever_there_is_no_room_for_at_the_door_learns_so_and_when_to_come_aga
         server, client = await world.member("bob"), await world.member("alice")
         server.raw.resources.limit(Resource.PENDING_HANDSHAKES, per_peer=0)
         with pytest.raises(StreamRefused, match="is overloaded") as info:
-            await client.door.enter(server.peer_id, SESSION, deadline_s=DEADLINE_S)
+            await client.handshakes.ensure(server.peer_id, SESSION, deadline_s=DEADLINE_S)
         assert info.value.retry_after_s == RETRY_S
         server.raw.resources.limit(Resource.INBOUND_STREAMS, per_peer=0)
         with pytest.raises(StreamRefused, match="is overloaded"):
-            await client.door.enter(server.peer_id, SESSION, deadline_s=DEADLINE_S)
+            await client.handshakes.ensure(server.peer_id, SESSION, deadline_s=DEADLINE_S)
         server.raw.resources.limit(Resource.INBOUND_STREAMS, per_peer=9)
         server.raw.resources.limit(Resource.PENDING_HANDSHAKES, per_peer=1)
-        await client.door.enter(server.peer_id, SESSION, deadline_s=DEADLINE_S)
+        await client.handshakes.ensure(server.peer_id, SESSION, deadline_s=DEADLINE_S)
 
     run(scenario)
 
 
-def test_the_door_of_a_guest_who_hears_nothing_is_shut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_handshake_stream_that_is_not_read_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(world: World) -> None:
         server, client = await world.member("bob"), await world.member("alice")
         await server.transport.serve(SESSION, answer)
         await converse(client, server)
-        (door,) = server.door._doors
+        (stream,) = server.handshakes._streams
 
         async def never(_: Message) -> None:
             await asyncio.Event().wait()
 
-        monkeypatch.setattr(door, "send", never)
+        monkeypatch.setattr(stream, "send", never)
         await asyncio.sleep(world.swarm.rules.revocation_refresh_s + world.swarm.timing.handshake_s + 1.0)
-        assert door not in server.door._doors
+        assert stream not in server.handshakes._streams
 
     run(scenario)
 
 
-def test_one_member_shuts_no_doors_but_its_own() -> None:
+def test_a_member_evicts_only_its_own_handshake_streams() -> None:
     async def scenario(world: World) -> None:
         server, client = await world.member("bob"), await world.member("alice")
         await server.transport.serve(SESSION, answer)
         await converse(client, server)
-        (hers,) = server.door._doors
+        (hers,) = server.handshakes._streams
         greedy = await world.member("mallory")
         said = pb.Hello(swarm=bytes(32), certificate=greedy.membership.certificate)
-        for _ in range(3 * MAX_DOORS_EACH):
-            stream = await greedy.raw.open(server.peer_id, DOOR, deadline_s=DEADLINE_S)
-            await stream.send(Message(pb.DoorMessage(hello=said).SerializeToString()))
+        for _ in range(3 * MAX_STREAMS_PER_PEER):
+            stream = await greedy.raw.open(server.peer_id, HANDSHAKE, deadline_s=DEADLINE_S)
+            await stream.send(Message(pb.HandshakeMessage(hello=said).SerializeToString()))
             await asyncio.sleep(0.5)
-        assert len(server.door._doors) == 1 + MAX_DOORS_EACH
-        assert hers in server.door._doors
+        assert len(server.handshakes._streams) == 1 + MAX_STREAMS_PER_PEER
+        assert hers in server.handshakes._streams
 
     run(scenario)
 
 
-def test_doors_are_kept_open_to_so_many_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door_module, "MAX_DOORS", 3)
+def test_handshake_streams_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshake_module, "MAX_STREAMS", 3)
 
     async def scenario(world: World) -> None:
         server = await world.member("bob")
         await server.transport.serve(SESSION, answer)
         clients = [await world.member(f"client {number}") for number in range(6)]
         streams = [await converse(client, server) for client in clients]
-        assert len(server.door._doors) == 3
+        assert len(server.handshakes._streams) == 3
         for stream in streams:  # who is busy stays known
             await stream.send(Message(b"still here?"))
             assert await stream.receive() == HEARD
         await asyncio.sleep(1.0)
         await converse(clients[0], server)  # and who is not meets us anew
-        assert len(server.door._doors) == 3
+        assert len(server.handshakes._streams) == 3
 
     run(scenario)
 
 
 async def crowded(world: World, monkeypatch: pytest.MonkeyPatch) -> tuple[Someone, list[Someone]]:
-    """A server that keeps three doors open, and five clients it has let in. Nothing else is open."""
-    monkeypatch.setattr(door_module, "MAX_DOORS", 3)
+    """A server that keeps three handshake streams open, and five admitted clients. No other stream is open."""
+    monkeypatch.setattr(handshake_module, "MAX_STREAMS", 3)
     server = await world.member("bob")
     await server.transport.serve(SESSION, answer)
     clients = [await world.member(f"client {number}") for number in range(5)]
@@ -161,7 +161,7 @@ async def crowded(world: World, monkeypatch: pytest.MonkeyPatch) -> tuple[Someon
 def test_whose_door_was_shut_for_want_of_room_is_let_in_until_it_is_revoked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A stream that it opened before it saw the end of its door."""
+    """A stream that was opened before the end of the handshake stream arrived."""
 
     async def scenario(world: World) -> None:
         server, clients = await crowded(world, monkeypatch)
@@ -175,11 +175,11 @@ def test_whose_door_was_shut_for_want_of_room_is_let_in_until_it_is_revoked(
 
 
 def test_so_many_are_remembered_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door_module, "MAX_REMEMBERED", 1)
+    monkeypatch.setattr(handshake_module, "MAX_WITHOUT_STREAM", 1)
 
     async def scenario(world: World) -> None:
         server, clients = await crowded(world, monkeypatch)
-        assert len(server.door._guests) == 3 + 1
+        assert len(server.handshakes._admitted) == 3 + 1
         with pytest.raises(StreamEnded):
             await hear(clients[0].raw, server.raw, SESSION)
         assert await hear(clients[1].raw, server.raw, SESSION) == HEARD
@@ -188,8 +188,8 @@ def test_so_many_are_remembered_only(monkeypatch: pytest.MonkeyPatch) -> None:
     run(scenario)
 
 
-def test_the_doors_of_those_who_are_busy_are_shut_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door_module, "MAX_DOORS", 3)
+def test_handshake_streams_of_busy_peers_are_evicted_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshake_module, "MAX_STREAMS", 3)
 
     async def scenario(world: World) -> None:
         server = await world.member("bob")
@@ -199,7 +199,7 @@ def test_the_doors_of_those_who_are_busy_are_shut_last(monkeypatch: pytest.Monke
         for number in range(5):
             (await converse(await world.member(f"client {number}"), server)).close()
             await asyncio.sleep(1.0)
-        assert any(stream.peer == busy.peer_id for stream in server.door._doors)
+        assert any(stream.peer == busy.peer_id for stream in server.handshakes._streams)
 
     run(scenario)
 
@@ -215,12 +215,12 @@ def test_who_sends_wrong_revocations_has_to_go() -> None:
         await liar.raw.serve(REVOCATIONS, lie)
         serials = [pb.Serial(signer=next(iter(world.swarm.rules.keys)), serial=1 << 60)]
         said = pb.Hello(swarm=bytes(32), certificate=liar.membership.certificate, serials=serials)
-        stream = await liar.raw.open(server.peer_id, DOOR, deadline_s=DEADLINE_S)
-        await stream.send(Message(pb.DoorMessage(hello=said).SerializeToString()))
-        assert pb.DoorMessage.FromString((await stream.receive()).header).HasField("hello")
-        refused = pb.DoorMessage.FromString((await stream.receive()).header).refused
-        assert "no revocations" in refused.reason
-        assert not server.door._guests
+        stream = await liar.raw.open(server.peer_id, HANDSHAKE, deadline_s=DEADLINE_S)
+        await stream.send(Message(pb.HandshakeMessage(hello=said).SerializeToString()))
+        assert pb.HandshakeMessage.FromString((await stream.receive()).header).HasField("hello")
+        refused = pb.HandshakeMessage.FromString((await stream.receive()).header).refusal
+        assert "invalid revocation list" in refused.reason
+        assert not server.handshakes._admitted
         assert not server.membership.revocations.serials
 
     run(scenario)

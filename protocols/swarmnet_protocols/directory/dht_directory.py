@@ -1,7 +1,7 @@
-"""The directory of real nodes: signed records in hivemind's Kademlia DHT.
+"""The directory over the network: signed records in hivemind's Kademlia DHT.
 
-hivemind's DHT believes what it is told. Here a node's id follows from its peer id and is checked before the node is
-used, only records that their signers signed are stored or read, and storage is bounded.
+hivemind's DHT trusts its peers. Here the id of a DHT node follows from its authenticated peer id, a record is stored and read only
+with the signature of its signer, every call comes from an admitted peer, and storage is bounded.
 """
 
 import asyncio
@@ -10,8 +10,7 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
 
-from swarmnet_protocols.directory import Publisher
-from swarmnet_protocols.directory.records import Record, dht_keys, newest, open_valid
+from swarmnet_protocols.directory.records import Publisher, Record, dht_keys, newest, open_valid
 from swarmnet_protocols.errors import NotAuthorised, PeerUnreachable, StreamRefused
 from swarmnet_protocols.membership.handshake import Handshakes
 from swarmnet_protocols.net.calls import Calls
@@ -30,12 +29,12 @@ _SHUTDOWN_S = 2.0
 
 
 class DhtDirectory:
-    """Made by :meth:`create`."""
+    """The directory of one peer. Made by :meth:`create`."""
 
     def __init__(
         self,
         transport: P2pdTransport,
-        door: Handshakes,
+        handshakes: Handshakes,
         node: "DHTNode",
         bootstrap: Sequence[str],
         publisher: Publisher,
@@ -43,13 +42,13 @@ class DhtDirectory:
         from swarmnet_protocols.directory.dht_replication import Replicator
 
         self._transport = transport
-        self._door = door
+        self._handshakes = handshakes
         self._node = node
         self._bootstrap = tuple(bootstrap)
         self._publisher = publisher
-        self._keepers = Replicator(node, publisher.clock)
-        self._silent: set[str] = set()
-        """Bootstrap peers that did not answer when they were asked last."""
+        self._replicator = Replicator(node, publisher.clock)
+        self._unresponsive: set[str] = set()
+        """Bootstrap peers that did not answer the last time."""
 
     @property
     def swarm(self) -> bytes:
@@ -60,36 +59,39 @@ class DhtDirectory:
     async def create(
         cls,
         transport: P2pdTransport,
-        door: Handshakes,
+        handshakes: Handshakes,
         identity: Identity,
         *,
         bootstrap: Sequence[str] = (),
         client_mode: bool = False,
     ) -> AsyncIterator["DhtDirectory"]:
-        """A directory of the swarm that ``door`` guards, which takes part in the DHT while the context is open.
+        """A directory of the swarm of ``handshakes``, which takes part in the DHT while the context is open.
 
-        ``bootstrap`` are multiaddrs, with ``/p2p/ID``, of peers to ask first and whenever no other peer is left; it is
-        no error if they are dead. In client mode no records are kept for others.
+        ``bootstrap``: multiaddrs, with ``/p2p/ID``, of peers that are asked whenever no other peer is known; peers that do not
+        answer are no error. In client mode this peer stores no records for others.
 
-        Raises ``NotAuthorised`` when we or they are not let in and there is nobody else, now and in each later call.
+        Raises ``NotAuthorised``, as does each later call, when this peer is no member, or is refused by a bootstrap peer and knows
+        no other peer.
         """
         from hivemind.p2p import PeerID
 
-        from swarmnet_protocols.directory.dht_calls import GuardedP2P
         from swarmnet_protocols.directory.dht_contacts import Contacts
         from swarmnet_protocols.directory.dht_node import create_node
+        from swarmnet_protocols.directory.dht_rpc import GuardedP2P
 
-        swarm, clock = door.membership.rules.swarm, door.membership.clock
+        swarm, clock = handshakes.membership.rules.swarm, handshakes.membership.clock
         contacts = Contacts(Publisher(identity, swarm, clock), transport.addresses)
         calls = Calls(transport, Timing())
-        p2p = GuardedP2P(PeerID.from_base58(transport.peer_id), calls, door, transport.resources, contacts)
+        p2p = GuardedP2P(
+            PeerID.from_base58(transport.peer_id), calls, handshakes, transport.resources, contacts
+        )
         node = await create_node(p2p, swarm, client_mode=client_mode, clock=clock)
-        directory = cls(transport, door, node, bootstrap, Publisher(identity, swarm, clock))
+        directory = cls(transport, handshakes, node, bootstrap, Publisher(identity, swarm, clock))
         try:
             await directory._join()
             yield directory
         finally:
-            # If p2pd has died, hivemind waits for its answers for ever.
+            # If p2pd has died, hivemind would wait for its answers without end.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_SHUTDOWN_S):
                     await node.shutdown()
@@ -97,7 +99,7 @@ class DhtDirectory:
     async def publish(self, topic: str, body: bytes, *, lifetime_s: float) -> None:
         record, sealed = self._publisher.seal(topic, body, lifetime_s=lifetime_s)
         await self._join()
-        await self._keepers.store(record, sealed)
+        await self._replicator.store(record, sealed)
 
     async def lookup(self, topic: str) -> Sequence[Record]:
         await self._join()
@@ -110,18 +112,18 @@ class DhtDirectory:
         return newest(open_valid(sealed, swarm=self._publisher.swarm, now=self._publisher.clock()))
 
     async def _join(self) -> None:
-        """Meet the bootstrap peers, unless some peer is known. Raises ``NotAuthorised`` if we are no member any more."""
-        self._door.membership.check()
+        """Connect to the bootstrap peers if no peer is known. Raises ``NotAuthorised`` as :meth:`create`."""
+        self._handshakes.membership.check()
         if self._node.protocol.routing_table.uid_to_peer_id:
             return
         refusals: list[NotAuthorised] = []
-        met = await asyncio.gather(*(self._meet(address, refusals) for address in self._bootstrap))
-        if any(met):
+        connected = await asyncio.gather(*(self._connect(address, refusals) for address in self._bootstrap))
+        if any(connected):
             await self._node.find_nearest_nodes([self._node.node_id])
         elif refusals:
             raise refusals[0]
 
-    async def _meet(self, address: str, refusals: list[NotAuthorised]) -> bool:
+    async def _connect(self, address: str, refusals: list[NotAuthorised]) -> bool:
         from hivemind.p2p import PeerID
 
         peer = peer_of(address)
@@ -130,16 +132,16 @@ class DhtDirectory:
         try:
             async with asyncio.timeout(_BOOTSTRAP_S):
                 await self._transport.connect(peer, [address], deadline_s=_BOOTSTRAP_S)
-                await self._door.enter(peer, DHT_PING, deadline_s=_BOOTSTRAP_S)
+                await self._handshakes.ensure(peer, DHT_PING, deadline_s=_BOOTSTRAP_S)
         except NotAuthorised as error:
             _log.warning("bootstrap peer %s: %s", address, error)
             refusals.append(error)
             return False
         except (PeerUnreachable, StreamRefused, TimeoutError) as error:
-            if address not in self._silent:  # said once, for every look-up asks again
-                self._silent.add(address)
-                why = str(error).partition("\n")[0] or f"nothing within {_BOOTSTRAP_S:g} s"
-                _log.warning("bootstrap peer %s does not answer: %s", address, why)
+            if address not in self._unresponsive:  # logged once: every look-up tries again
+                self._unresponsive.add(address)
+                reason = str(error).partition("\n")[0] or f"no answer within {_BOOTSTRAP_S:g} s"
+                _log.warning("bootstrap peer %s does not answer: %s", address, reason)
             return False
-        self._silent.discard(address)
+        self._unresponsive.discard(address)
         return await self._node.protocol.call_ping(PeerID.from_base58(peer)) is not None

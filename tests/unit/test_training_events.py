@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from swarmnet_node.training.events import WorkerReporter
-from swarmnet_protocols.directory.reports import MAX_CONTRIBUTIONS, check
+from swarmnet_protocols.directory.node_reports import MAX_CONTRIBUTIONS, check
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.training.jobs import open_job, seal_job
 from swarmnet_protocols.wire import report_pb2

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 import pytest
 
 from swarmnet_protocols.errors import NotAuthorised, StreamRefused
-from swarmnet_protocols.membership.revocations import Named, sign_list
+from swarmnet_protocols.membership.revocations import RevokedIds, sign_list
 from swarmnet_protocols.membership.rules import Admission, Rules
 from swarmnet_protocols.net import Message, Stream
 from swarmnet_protocols.net.identity import Identity
-from swarmnet_protocols.net.protocol_ids import DOOR, MATCHMAKING, REVOCATIONS, SESSION
-from swarmnet_protocols.wire import door_pb2 as pb
+from swarmnet_protocols.net.protocol_ids import HANDSHAKE, MATCHMAKING, REVOCATIONS, SESSION
+from swarmnet_protocols.wire import handshake_pb2 as pb
 from swarmnet_protocols.wire.roles import ANY_ROLE, Role
-from tests.support.door_world import (
+from tests.support.handshake_lab import (
     DEADLINE_S,
     DELAY_S,
     HEARD,
@@ -68,8 +68,10 @@ def test_a_revoked_member_is_shown_the_list_that_names_it() -> None:
         await server.transport.serve(SESSION, answer)
         await converse(client, server)
         ended = asyncio.create_task(client.transport.died())
-        (door,) = server.door._doors
-        await door.send(Message(pb.DoorMessage(refused=pb.Refused(reason="revoked!")).SerializeToString()))
+        (stream,) = server.handshakes._streams
+        await stream.send(
+            Message(pb.HandshakeMessage(refusal=pb.Refusal(reason="revoked!")).SerializeToString())
+        )
         await asyncio.sleep(1.0)
         assert not ended.done()
         await converse(client, server)
@@ -126,8 +128,8 @@ def test_a_stream_that_overtakes_the_word_at_the_door_waits_for_it() -> None:
             told.append(await calling)
             await stream.receive()
 
-        await asked.raw.serve(DOOR, word_after_stream)
-        await asking.door.enter(asked.peer_id, SESSION, deadline_s=DEADLINE_S)
+        await asked.raw.serve(HANDSHAKE, word_after_stream)
+        await asking.handshakes.ensure(asked.peer_id, SESSION, deadline_s=DEADLINE_S)
         await asyncio.sleep(1.0)
         assert told == [HEARD]
 
@@ -149,7 +151,7 @@ def test_a_list_that_did_not_get_through_is_fetched_later() -> None:
         await asyncio.sleep(5.0)
         assert refused
         assert not server.membership.revocations.serials
-        await client.raw.serve(REVOCATIONS, client.door._tell_revocations)
+        await client.raw.serve(REVOCATIONS, client.handshakes._serve_revocations)
         await asyncio.sleep(world.swarm.rules.revocation_refresh_s + 5.0)
         assert server.membership.revocations.serials
 
@@ -169,7 +171,7 @@ class Signers:
 
     def revoke(self, swarm: PrivateSwarm, name: str) -> tuple[bytes, bytes]:
         """That list of each that puts ``name`` out."""
-        named = Named(peers=frozenset({identity_of(name).peer_id}))
+        named = RevokedIds(peers=frozenset({identity_of(name).peer_id}))
         first, second = (
             sign_list(named, serial=1, swarm=swarm.rules.swarm, key=key)
             for key in (self.removed, self.staying)
@@ -291,8 +293,8 @@ def test_a_clock_that_is_far_off_is_named() -> None:
         client = await world.member("alice")
         server.membership.clock = lambda: EPOCH + 26 * 3600
         with pytest.raises(NotAuthorised, match="ended") as info:
-            await client.door.enter(server.peer_id, SESSION, deadline_s=DEADLINE_S)
-        assert "clock of this machine is 1560 minutes behind what peers say" in info.value.hint
+            await client.handshakes.ensure(server.peer_id, SESSION, deadline_s=DEADLINE_S)
+        assert "clock of this machine is 1560 minutes behind those of peers" in info.value.hint
 
     run(scenario)
 
@@ -315,10 +317,10 @@ def test_nothing_is_kept_of_somebody_who_left() -> None:
         await server.transport.serve(SESSION, answer)
         async with world.swarm.member(world.network, "alice", ANY_ROLE) as client:
             await converse(client, server)
-            assert server.door._guests
+            assert server.handshakes._admitted
         await asyncio.sleep(1.0)
-        assert not server.door._guests
-        assert not server.door._doors
-        assert not server.door._tasks
+        assert not server.handshakes._admitted
+        assert not server.handshakes._streams
+        assert not server.handshakes._tasks
 
     run(scenario)

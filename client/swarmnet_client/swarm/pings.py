@@ -1,0 +1,88 @@
+"""Pings a client's hosts, and keeps the delay and the queueing time of each."""
+
+import asyncio
+import math
+import random
+from collections.abc import Callable, Mapping
+
+from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
+from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.net import PeerId, Transport
+from swarmnet_protocols.net.protocol_ids import PING
+from swarmnet_protocols.net.typed_stream import TypedStream
+from swarmnet_protocols.routing.chain_search import HostInfo
+from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.wire import session_pb2 as pb
+
+PINGED_HOSTS = 24
+"""Hosts to which a client keeps a ping stream. A larger swarm is routed by announcements."""
+SMOOTHING = 0.3
+"""Weight of the newest ping in the running mean of a host's delay."""
+
+
+class PingMonitor:
+    """One ping stream to each of at most ``PINGED_HOSTS`` hosts."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        timing: Timing,
+        rng: random.Random,
+        on_failure: Callable[[PeerId], None],
+    ) -> None:
+        """``on_failure`` is called with a host that does not answer; it is pinged again after the next ``follow``."""
+        self.delay_s: dict[PeerId, float] = {}
+        """Seconds from the client to the host, one way."""
+        self.queue_s: dict[PeerId, float] = {}
+        """Seconds that work waits at the host, as the host says."""
+        self._transport = transport
+        self._timing = timing
+        self._rng = rng
+        self._on_failure = on_failure
+        self._pings: dict[PeerId, asyncio.Task[None]] = {}
+
+    def follow(self, hosts: Mapping[PeerId, HostInfo]) -> None:
+        """Ping these hosts from now on, and no others."""
+        for peer in [peer for peer, task in self._pings.items() if task.done() or peer not in hosts]:
+            self._pings.pop(peer).cancel()
+        for host in hosts.values():
+            if len(self._pings) >= PINGED_HOSTS:
+                return
+            if host.peer not in self._pings:
+                self._pings[host.peer] = asyncio.create_task(self._ping(host))
+
+    async def close(self) -> None:
+        """End all ping streams."""
+        await cancel(*self._pings.values())
+
+    async def _ping(self, host: HostInfo) -> None:
+        """Ping one host until it fails."""
+        try:
+            stream = await self._transport.open(
+                host.peer, PING, addresses=host.addresses, deadline_s=self._timing.open_s
+            )
+        except SwarmnetError:
+            self._on_failure(host.peer)
+            return
+        pings = TypedStream(stream, pb.Ping, pb.Pong, silence_s=self._timing.pong_s)
+        try:
+            while True:
+                await self._ping_once(pings)
+                await asyncio.sleep(self._timing.ping_s)
+        except SwarmnetError:
+            self._on_failure(host.peer)
+        finally:
+            stream.close()
+
+    async def _ping_once(self, stream: TypedStream[pb.Ping, pb.Pong]) -> None:
+        clock = asyncio.get_running_loop().time
+        nonce = self._rng.getrandbits(63)
+        sent_at = clock()
+        await stream.send(pb.Ping(nonce=nonce))
+        pong, _ = await stream.receive()
+        if pong.nonce != nonce:
+            raise ProtocolViolation(f"{stream.peer} answered another ping")
+        measured_s = (clock() - sent_at) / 2
+        known_s = self.delay_s.get(stream.peer, measured_s)
+        self.delay_s[stream.peer] = known_s + SMOOTHING * (measured_s - known_s)
+        self.queue_s[stream.peer] = pong.queue_s if 0 <= pong.queue_s < math.inf else 0.0
