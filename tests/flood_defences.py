@@ -7,8 +7,7 @@ from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as Protobuf
 
 from swarmnet_node.engine import engine
-from swarmnet_protocols.membership import handshake, revocations
-from swarmnet_protocols.membership import pending_handshakes as waiting_room
+from swarmnet_protocols.membership import handshake, pending_handshakes, revocations
 from swarmnet_protocols.net import messages as talking
 from swarmnet_protocols.net import resources
 from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind
@@ -102,7 +101,7 @@ FLOODS = (
     ),
     Defence(
         "one subnet does not fill the pending handshakes",
-        replacing(waiting_room, "subnet_of", lambda _: "the world"),
+        replacing(pending_handshakes, "subnet_of", lambda _: "the world"),
         test_admission.test_who_has_many_identities_in_one_place_displaces_its_own,
     ),
     Defence(
@@ -140,7 +139,7 @@ FLOODS = (
     Defence(
         "a member shuts no doors but its own",
         replacing(handshake, "MAX_STREAMS_PER_PEER", 1 << 30),
-        lambda _: test_handshake_limits.test_one_member_shuts_no_doors_but_its_own(),
+        lambda _: test_handshake_limits.test_a_member_evicts_only_its_own_handshake_streams(),
     ),
     Defence(
         "strangers leave room to those we know",

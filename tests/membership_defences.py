@@ -30,7 +30,7 @@ def ignore_the_calendar(patch: Patch) -> None:
         patch.setattr(module, "check_current", nothing)
 
 
-def admit_anybody(patch: Patch) -> None:
+def admit_any_peer(patch: Patch) -> None:
     patch.setattr(membership, "admit", lambda _, certificate, peer, *__: Member(peer, ANY_ROLE))
 
 
@@ -50,18 +50,18 @@ def check_no_stream(patch: Patch) -> None:
     patch.setattr(Handshakes, "admitting", admitting)
 
 
-def review_nobody(patch: Patch) -> None:
+def keep_admitted(patch: Patch) -> None:
     patch.setattr(Handshakes, "_on_membership_change", nothing)
 
 
-def end_without_a_word(patch: Patch) -> None:
+def end_without_a_reason(patch: Patch) -> None:
     end = AdmittedPeer.end
     patch.setattr(AdmittedPeer, "end", lambda guest, *_: end(guest))
 
 
-def never_look_at_the_clock(patch: Patch) -> None:
+def never_check_again(patch: Patch) -> None:
     async def keep_quiet(_: Handshakes) -> None:
-        """Say nothing that would make the other side look again."""
+        """Send nothing that would make the other side check again."""
 
     patch.setattr(Handshakes, "_schedule_check", nothing)
     patch.setattr(Handshakes, "_send_hellos_periodically", keep_quiet)
@@ -84,12 +84,12 @@ def of_an_issuer(test: Callable[[Issuer], object]) -> Callable[[Path], object]:
     return fails
 
 
-def shown_twice(issuer: Issuer) -> None:
+def redeemed_by_two_peers(issuer: Issuer) -> None:
     test_issuer.test_replays_cost_no_use_and_give_nobody_else_anything(issuer)
 
 
 HANDSHAKE = (
-    Defence("an outsider stays out", admit_anybody, intruder("outsider")),
+    Defence("an outsider stays out", admit_any_peer, intruder("outsider")),
     Defence("certificates end", ignore_the_calendar, intruder("expired")),
     Defence("certificates begin", ignore_the_calendar, intruder("not yet")),
     Defence("the revoked are out", replacing(Revocations, "reason_revoked", nothing), intruder("revoked")),
@@ -104,9 +104,7 @@ HANDSHAKE = (
     Defence(
         "every stream is checked",
         check_no_stream,
-        lambda _: test_handshake.test_who_did_not_come_through_the_door_is_refused_under_every_protocol(
-            SESSION
-        ),
+        lambda _: test_handshake.test_a_peer_without_a_handshake_is_refused_under_every_protocol(SESSION),
     ),
     Defence(
         "openers have the role",
@@ -120,21 +118,21 @@ HANDSHAKE = (
     ),
     Defence(
         "streams end with a revocation",
-        review_nobody,
+        keep_admitted,
         lambda _: test_handshake_end.test_the_streams_of_a_revoked_member_end_at_once(),
     ),
     Defence(
-        "and say so",
-        end_without_a_word,
+        "revoked peers get the reason",
+        end_without_a_reason,
         lambda _: test_handshake_end.test_the_streams_of_a_revoked_member_end_at_once(),
     ),
     Defence(
         "streams end with the certificate",
-        never_look_at_the_clock,
+        never_check_again,
         lambda _: test_handshake_end.test_streams_end_with_the_certificate(),
     ),
     Defence(
-        "removed signers revoke nobody",
+        "removed signers cannot revoke",
         replacing(Revocations, "believed", lambda revocations, **_: revocations),
         lambda _: test_handshake_end.test_nobody_is_out_by_the_word_of_a_signer_who_was_removed(),
     ),
@@ -148,7 +146,9 @@ ISSUER = (
         ),
     ),
     Defence(
-        "only who has the invite redeems it", replacing(invites, "verify", yes), of_an_issuer(shown_twice)
+        "only the holder of an invite redeems it",
+        replacing(invites, "verify", yes),
+        of_an_issuer(redeemed_by_two_peers),
     ),
     Defence(
         "invites end",

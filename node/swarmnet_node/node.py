@@ -33,7 +33,7 @@ from swarmnet_protocols.machine.clock import Clock, wall_clock
 from swarmnet_protocols.machine.core_lock import NO_CORE_LOCK, CoreLock
 from swarmnet_protocols.net import Transport
 from swarmnet_protocols.net.protocol_ids import REPORT
-from swarmnet_protocols.routing.placement import Claim, choose_start, settle
+from swarmnet_protocols.routing.placement import Claim, choose_start, resolve_claims
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import records_pb2 as pb
 from swarmnet_protocols.wire import report_pb2
@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 MIN_STEP_S = 1e-6
 _GOING = (pb.HOST_STATE_LEAVING, pb.HOST_STATE_PAUSED)
 SETTLE_ROUNDS = 5
-"""Looks at the others' intents before a host takes what it has: each look lets one more rival settle."""
+"""Looks at the others' intents before a host takes what it has: each look lets one more rival resolve_claims."""
 
 
 @dataclass(frozen=True)
@@ -264,7 +264,7 @@ class Node:
             await asyncio.sleep(self._dependencies.timing.intent_s * self._dependencies.rng.uniform(0.9, 1.1))
             claims, usual = await self._claims()
             mine = Claim(self._dependencies.transport.peer_id, *self._span, usual, settled=False)
-            wanted = settle(mine, claims, blocks=total).start
+            wanted = resolve_claims(mine, claims, blocks=total).start
             if wanted == start:
                 return
             start = wanted

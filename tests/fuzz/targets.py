@@ -230,7 +230,7 @@ def statement(kind: str) -> list[bytes]:
 def read_record(data: bytes) -> None:
     record = records.open_record(data, swarm=SWARM, now=NOW)
     catalog.merge([record.body])
-    for kind in (records_pb2.HostRecord, records_pb2.PresenceRecord):
+    for kind in (records_pb2.HostRecord, records_pb2.ProcessRecord):
         try:
             kind.FromString(record.body)
         except DecodeError as error:

@@ -105,7 +105,7 @@ def test_no_mutated_proof_redeems_an_invite() -> None:
 
 
 def test_no_replay_is_accepted() -> None:
-    """What alice showed, shown again by somebody else, as often as there are examples: at the door, and to an issuer."""
+    """What alice showed, shown again by somebody else, as often as there are examples: in a handshake, and to an issuer."""
     bob = Identity.from_seed(b"bob").peer_id
     certificate, _ = SEALED["certificate"]
     for _ in range(settings().max_examples):

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.routing.placement import Claim, choose_start, settle
+from swarmnet_protocols.routing.placement import Claim, choose_start, resolve_claims
 
 BLOCKS = 8
 
@@ -53,9 +53,11 @@ def test_hosts_that_join_at_once_settle_in_any_order(
     for _ in range(len(joining)):
         for peer in rng.sample(sorted(joining), len(joining)):
             others = [*old, *(claim for other, claim in joining.items() if other != peer)]
-            joining[peer] = settle(joining[peer], others, blocks=BLOCKS)
+            joining[peer] = resolve_claims(joining[peer], others, blocks=BLOCKS)
     again = {
-        peer: settle(claim, [*old, *(c for other, c in joining.items() if other != peer)], blocks=BLOCKS)
+        peer: resolve_claims(
+            claim, [*old, *(c for other, c in joining.items() if other != peer)], blocks=BLOCKS
+        )
         for peer, claim in joining.items()
     }
     assert again == joining, "nobody changes its mind any more"

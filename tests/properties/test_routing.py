@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from swarmnet_protocols.errors import NoRoute
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.routing.chain_search import MARGIN, Hop, HostInfo, View, believed, find_chain, pair_of
+from swarmnet_protocols.routing.chain_search import MARGIN, Hop, HostInfo, View, credible, find_chain, pair_of
 
 BLOCKS = 4
 SECONDS = st.floats(0.0, 1.0)
@@ -30,7 +30,7 @@ def views(draw: st.DrawFn) -> View:
         delay_s=draw(st.dictionaries(st.sampled_from(peers), SECONDS)),
         queue_s=draw(st.dictionaries(st.sampled_from(peers), SECONDS)),
         banned=draw(st.lists(st.sampled_from(peers), max_size=3, unique=True)),
-        parted=frozenset(pair_of(*pair) for pair in draw(st.lists(pairs, max_size=2))),
+        unreachable=frozenset(pair_of(*pair) for pair in draw(st.lists(pairs, max_size=2))),
         block_s=draw(st.dictionaries(st.sampled_from(peers), SECONDS)),
         explore=draw(st.booleans()),
     )
@@ -86,6 +86,6 @@ def test_a_chain_covers_exactly_and_costs_little_more_than_the_best(
     by_peer = {host.peer: host for host in view.hosts}
     assert all(by_peer[hop.peer].start <= hop.start < hop.end <= by_peer[hop.peer].end for hop in chain)
     assert all(one.peer != other.peer for one, other in pairwise(chain))
-    view = believed(view)
+    view = credible(view)
     best = min(cost(view, other, source, sink) for other in chains)
     assert cost(view, chain, source, sink) <= best * (1 + MARGIN) + 1e-9

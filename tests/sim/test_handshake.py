@@ -1,4 +1,4 @@
-"""Who is refused at the door, under every protocol id there is, and what meeting there costs."""
+"""Which peers the handshake refuses, under every protocol id, and what a handshake costs."""
 
 import asyncio
 from collections.abc import Callable
@@ -21,8 +21,8 @@ from tests.support.handshake_lab import (
     answer,
     hear,
     hello,
-    knock,
     run,
+    send_handshake,
 )
 from tests.support.private_swarm import EPOCH, LIFETIME_S, identity_of
 
@@ -31,7 +31,7 @@ from tests.support.private_swarm import EPOCH, LIFETIME_S, identity_of
 
 @dataclass(frozen=True)
 class Intruder:
-    """What mallory shows at the door, and what the door says of it."""
+    """What mallory shows in a handshake, and the reason of the refusal."""
 
     certificate: Callable[[World, ProtocolSpec], bytes]
     reason: str
@@ -76,7 +76,9 @@ def test_an_intruder_is_refused_under_every_protocol(name: str, protocol: Protoc
         )
         await victim.transport.serve(protocol, answer)
         mallory, intruder = await world.stranger("mallory"), INTRUDERS[name]
-        reply = await knock(mallory, victim, hello(intruder.swarm, intruder.certificate(world, protocol)))
+        reply = await send_handshake(
+            mallory, victim, hello(intruder.swarm, intruder.certificate(world, protocol))
+        )
         assert intruder.reason in reply.refusal.reason
         with pytest.raises(StreamEnded):
             await hear(mallory, victim.raw, protocol)
@@ -85,7 +87,7 @@ def test_an_intruder_is_refused_under_every_protocol(name: str, protocol: Protoc
 
 
 @pytest.mark.parametrize("protocol", GUARDED, ids=lambda protocol: protocol.id)
-def test_who_did_not_come_through_the_door_is_refused_under_every_protocol(protocol: ProtocolSpec) -> None:
+def test_a_peer_without_a_handshake_is_refused_under_every_protocol(protocol: ProtocolSpec) -> None:
     async def scenario(world: World) -> None:
         victim = await world.member("bob")
         await victim.transport.serve(protocol, answer)
@@ -117,7 +119,7 @@ def test_the_wrong_role_is_refused_under_every_protocol(protocol: ProtocolSpec) 
         honest = await world.peer("mallory", certificate)
         with pytest.raises(NotAuthorised, match="is for"):
             await hear(honest.transport, victim.raw, protocol)
-        reply = await knock(honest.raw, victim, hello(bytes(32), certificate))
+        reply = await send_handshake(honest.raw, victim, hello(bytes(32), certificate))
         assert reply.HasField("hello")
         with pytest.raises(StreamRefused, match="is for"):
             await hear(honest.raw, victim.raw, protocol)
@@ -161,7 +163,7 @@ def test_a_replayed_handshake_is_refused_under_every_protocol(protocol: Protocol
         assert await hear(alice.transport, victim.raw, protocol) == HEARD
         mallory = await world.stranger("mallory")
         for message in overheard:
-            reply = await knock(mallory, victim, message)
+            reply = await send_handshake(mallory, victim, message)
             assert "another peer" in reply.refusal.reason
             with pytest.raises(StreamEnded):
                 await hear(mallory, victim.raw, protocol)
@@ -231,7 +233,7 @@ def test_who_is_refused_a_stream_by_newer_rules_than_its_own_learns_why() -> Non
 
 
 def test_two_members_meet_once() -> None:
-    """Only the first stream waits for the door: a second costs what it costs without one."""
+    """Only the first stream waits for the handshake: a second costs what it costs without one."""
 
     async def scenario(world: World) -> None:
         server, client = await world.member("bob"), await world.member("alice")

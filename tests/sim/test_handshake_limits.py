@@ -1,4 +1,4 @@
-"""What strangers and members can take of a door."""
+"""How much of a peer's handshake resources outsiders and members can use."""
 
 import asyncio
 
@@ -92,7 +92,7 @@ def test_whoever_there_is_no_room_for_at_the_door_learns_so_and_when_to_come_aga
     run(scenario)
 
 
-def test_the_door_of_a_guest_who_hears_nothing_is_shut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_handshake_stream_that_is_not_read_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(world: World) -> None:
         server, client = await world.member("bob"), await world.member("alice")
         await server.transport.serve(SESSION, answer)
@@ -109,7 +109,7 @@ def test_the_door_of_a_guest_who_hears_nothing_is_shut(monkeypatch: pytest.Monke
     run(scenario)
 
 
-def test_one_member_shuts_no_doors_but_its_own() -> None:
+def test_a_member_evicts_only_its_own_handshake_streams() -> None:
     async def scenario(world: World) -> None:
         server, client = await world.member("bob"), await world.member("alice")
         await server.transport.serve(SESSION, answer)
@@ -127,7 +127,7 @@ def test_one_member_shuts_no_doors_but_its_own() -> None:
     run(scenario)
 
 
-def test_doors_are_kept_open_to_so_many_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_handshake_streams_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handshake_module, "MAX_STREAMS", 3)
 
     async def scenario(world: World) -> None:
@@ -147,7 +147,7 @@ def test_doors_are_kept_open_to_so_many_only(monkeypatch: pytest.MonkeyPatch) ->
 
 
 async def crowded(world: World, monkeypatch: pytest.MonkeyPatch) -> tuple[Someone, list[Someone]]:
-    """A server that keeps three doors open, and five clients it has let in. Nothing else is open."""
+    """A server that keeps three handshake streams open, and five admitted clients. No other stream is open."""
     monkeypatch.setattr(handshake_module, "MAX_STREAMS", 3)
     server = await world.member("bob")
     await server.transport.serve(SESSION, answer)
@@ -161,7 +161,7 @@ async def crowded(world: World, monkeypatch: pytest.MonkeyPatch) -> tuple[Someon
 def test_whose_door_was_shut_for_want_of_room_is_let_in_until_it_is_revoked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A stream that it opened before it saw the end of its door."""
+    """A stream that was opened before the end of the handshake stream arrived."""
 
     async def scenario(world: World) -> None:
         server, clients = await crowded(world, monkeypatch)
@@ -188,7 +188,7 @@ def test_so_many_are_remembered_only(monkeypatch: pytest.MonkeyPatch) -> None:
     run(scenario)
 
 
-def test_the_doors_of_those_who_are_busy_are_shut_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_handshake_streams_of_busy_peers_are_evicted_last(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handshake_module, "MAX_STREAMS", 3)
 
     async def scenario(world: World) -> None:

@@ -49,7 +49,7 @@ def test_addresses_are_those_that_the_host_has_signed() -> None:
         announced(signer=Identity.from_seed(b"mallory")),
         announced(replace(GOOD, swarm=bytes([1] * 32))),
         announced(replace(GOOD, topic=hosts_topic(bytes(32)))),
-        announced(replace(GOOD, topic="presence/x")),
+        announced(replace(GOOD, topic="identity/x")),
         announced(replace(GOOD, expires_at=EPOCH - 1)),
         announced(replace(GOOD, expires_at=EPOCH + 48 * 3600)),
     ],

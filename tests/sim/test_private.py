@@ -1,4 +1,4 @@
-"""Whole nodes and clients of a private swarm, each behind its door."""
+"""Whole nodes and clients of a private swarm."""
 
 import asyncio
 

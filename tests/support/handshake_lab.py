@@ -1,4 +1,4 @@
-"""Peers of a private swarm and their doors, in virtual time."""
+"""Peers of a private swarm and their handshakes, in virtual time."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,7 @@ GUARDED = [protocol for protocol in ALL if protocol not in ENTRANCE]
 
 
 async def answer(stream: Stream) -> None:
-    """What every protocol does here: it answers whatever it hears."""
+    """The handler of every protocol: it answers each message."""
     while True:
         await stream.receive()
         await stream.send(HEARD)
@@ -45,7 +45,7 @@ class World:
         return await self.stack.enter_async_context(self.swarm.peer(self.network, name, certificate))
 
     async def stranger(self, name: str) -> MemoryTransport:
-        """Somebody who runs other software than ours."""
+        """A peer that runs other software."""
         return await self.stack.enter_async_context(self.network.transport(identity_of(name).peer_id))
 
 
@@ -81,8 +81,8 @@ def hello(swarm: bytes, certificate: bytes) -> Message:
     return Message(said.SerializeToString())
 
 
-async def knock(stranger: MemoryTransport, victim: Someone, message: Message) -> pb.HandshakeMessage:
-    """Say something at the door, whatever it is; the answer."""
+async def send_handshake(stranger: MemoryTransport, victim: Someone, message: Message) -> pb.HandshakeMessage:
+    """Send any message on a handshake stream, and return the answer."""
     stream = await stranger.open(victim.peer_id, HANDSHAKE, deadline_s=DEADLINE_S)
     await stream.send(message)
     return pb.HandshakeMessage.FromString((await stream.receive()).header)

@@ -9,7 +9,7 @@ import pytest
 
 from swarmnet_client.swarm.entry_guards import LIFETIME_S, MOST, WANTED, EntryGuards
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.routing.chain_search import Hop, HostInfo, View, believed, find_chain
+from swarmnet_protocols.routing.chain_search import Hop, HostInfo, View, credible, find_chain
 from swarmnet_protocols.routing.measured_speed import MEMORY_S, Speeds
 
 MOST_OF_A_TRUTHFUL_HOST = 1.5
@@ -55,7 +55,7 @@ def live(
         used.append(chain)
         taken_s = 2 * DELAY_S * len(chain) + sum(true_s[hop.peer] * (hop.end - hop.start) for hop in chain)
         view = View(view.hosts, delay_s, queue_s or {}, block_s=view.block_s)
-        speeds.measured(believed(view), chain, taken_s * rng.uniform(0.97, 1.05), now)
+        speeds.measured(credible(view), chain, taken_s * rng.uniform(0.97, 1.05), now)
     return used
 
 
@@ -105,7 +105,7 @@ def test_hosts_that_are_truly_faster_get_the_chains_once_measured() -> None:
 def test_a_measurement_is_forgotten_and_gone_hosts_with_it() -> None:
     hosts = {PeerId("a"): HostInfo(PeerId("a"), 0, 4, 0.4)}
     speeds = Speeds()
-    speeds.measured(believed(View(list(hosts.values()))), [Hop(PeerId("a"), 0, 4)], 1.3, 0.0)
+    speeds.measured(credible(View(list(hosts.values()))), [Hop(PeerId("a"), 0, 4)], 1.3, 0.0)
     assert speeds.at(hosts, MEMORY_S - 1) == pytest.approx({"a": 0.175})
     assert speeds.at({}, 1.0) == {}
     assert speeds.at(hosts, MEMORY_S) == {}

@@ -84,7 +84,7 @@ def test_a_caller_speaks_for_itself_only() -> None:
 def test_a_record_of_something_else_is_no_contact() -> None:
     world = World()
     body = pb.ContactRecord(addresses=world.reached_at).SerializeToString()
-    _, sealed = Publisher(ALICE, SWARM, world.clock).seal("presence/", body, lifetime_s=60.0)
+    _, sealed = Publisher(ALICE, SWARM, world.clock).seal("identity/", body, lifetime_s=60.0)
     bob = world.contacts(BOB)
     bob.learn([sealed])
     assert bob.addresses_of(ALICE.peer_id) == ()

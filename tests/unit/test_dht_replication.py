@@ -224,7 +224,7 @@ def test_who_cannot_be_found_reads_why(caplog: pytest.LogCaptureFixture) -> None
         for _ in range(3):
             await keeping.publish()
         assert [record.message for record in caplog.records] == [
-            "no other peer of the directory keeps our record of topic: others do not find us there"
+            "no other peer stores the record of topic: this peer is not found there"
         ]
         keeping.near.full = set()
         await keeping.publish()

@@ -8,11 +8,11 @@ from itertools import pairwise
 import pytest
 
 from swarmnet_protocols.directory.duplicate_identity import (
-    DOUBTS,
     REMEMBERED_S,
+    SUSPECTED,
     Duplicate,
     DuplicateWatch,
-    Presence,
+    ProcessAnnouncement,
     topic_of,
 )
 from swarmnet_protocols.directory.memory_directory import MemoryBoard, MemoryDirectory
@@ -110,10 +110,10 @@ def test_two_machines_with_one_key_find_each_other_and_say_what_to_do(
 def test_both_owners_are_told_soon_after_the_second_has_started(alone_s: float) -> None:
     async def scenario(machines: Machines) -> None:
         one = machines.watch(1)
-        first = asyncio.create_task(live(one, alone_s + DOUBTS * TIMING.identity_announce_s))
+        first = asyncio.create_task(live(one, alone_s + SUSPECTED * TIMING.identity_announce_s))
         await asyncio.sleep(alone_s)
         other = machines.watch(2)
-        await live(other, DOUBTS * TIMING.identity_announce_s - 1.0)
+        await live(other, SUSPECTED * TIMING.identity_announce_s - 1.0)
         assert one.warning()
         assert other.warning()
         await first
@@ -121,7 +121,7 @@ def test_both_owners_are_told_soon_after_the_second_has_started(alone_s: float) 
     run(scenario)
 
 
-def test_who_has_no_double_looks_seldom_before_long() -> None:
+def test_who_has_no_duplicate_looks_seldom_before_long() -> None:
     async def scenario(machines: Machines) -> None:
         looked: list[float] = []
 
@@ -152,7 +152,7 @@ def test_what_the_status_warns_of_is_in_the_log(caplog: pytest.LogCaptureFixture
     run(scenario)
 
 
-def test_who_was_started_again_is_no_double() -> None:
+def test_who_was_started_again_is_no_duplicate() -> None:
     async def scenario(machines: Machines) -> None:
         for _ in range(4):
             watch = machines.watch(1)
@@ -168,7 +168,7 @@ def test_whoever_has_another_key_is_not_heard() -> None:
         watch = machines.watch(1)
         living = asyncio.create_task(live(watch, 3 * TWO_LOOKS_S))
         while not living.done():
-            said = pb.PresenceRecord(process=b"mallory").SerializeToString()
+            said = pb.ProcessRecord(process=b"mallory").SerializeToString()
             await mallory.publish(topic_of(ALICE.peer_id), said, lifetime_s=60.0)
             await asyncio.sleep(1.0)
         assert not watch.warning()
@@ -179,9 +179,9 @@ def test_whoever_has_another_key_is_not_heard() -> None:
 def test_one_word_of_a_process_that_may_be_gone_is_not_enough() -> None:
     double = Duplicate(b"ours", TIMING.identity_announce_s, 0.0)
     for now in range(100):
-        double.look(Presence(b"theirs", (), 7), float(now))
-        double.look(Presence(b"ours", (), 8), float(now))
+        double.look(ProcessAnnouncement(b"theirs", (), 7), float(now))
+        double.look(ProcessAnnouncement(b"ours", (), 8), float(now))
         assert double.at(float(now)) is None
-    double.look(Presence(b"theirs", (), 9), 100.0)
-    assert double.at(100.0) == Presence(b"theirs", (), 9)
+    double.look(ProcessAnnouncement(b"theirs", (), 9), 100.0)
+    assert double.at(100.0) == ProcessAnnouncement(b"theirs", (), 9)
     assert double.at(100.0 + REMEMBERED_S) is None

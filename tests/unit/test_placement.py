@@ -3,7 +3,7 @@
 import pytest
 
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.routing.placement import Claim, choose_start, settle
+from swarmnet_protocols.routing.placement import Claim, choose_start, resolve_claims
 
 A, B, C = (PeerId(name) for name in "abc")
 
@@ -31,6 +31,6 @@ def test_claims_beyond_the_model_count_only_within_it() -> None:
 
 def test_rivals_give_way_by_peer_id_and_all_to_the_settled() -> None:
     mine, rival = Claim(B, 0, 2, settled=False), Claim(A, 0, 2, settled=False)
-    assert settle(mine, [rival], blocks=4).start == 2
-    assert settle(rival, [mine], blocks=4).start == 0
-    assert settle(rival, [Claim(C, 0, 2)], blocks=4).start == 2
+    assert resolve_claims(mine, [rival], blocks=4).start == 2
+    assert resolve_claims(rival, [mine], blocks=4).start == 0
+    assert resolve_claims(rival, [Claim(C, 0, 2)], blocks=4).start == 2

@@ -16,7 +16,7 @@ from swarmnet_protocols.routing.chain_search import (
     HostInfo,
     View,
     _shortlist,
-    believed,
+    credible,
     find_chain,
     pair_of,
 )
@@ -61,10 +61,10 @@ def test_banned_hosts_take_turns_where_only_they_are_left() -> None:
 
 def test_hosts_that_do_not_reach_each_other_are_not_neighbours_while_there_are_others() -> None:
     hosts = [HostInfo(A, 0, 2, 0.001), HostInfo(B, 2, 4, 0.001), HostInfo(C, 2, 4, 5.0)]
-    view = View(hosts, parted=frozenset({pair_of(B, A)}))
+    view = View(hosts, unreachable=frozenset({pair_of(B, A)}))
     assert [hop.peer for hop in chain(view)] == [A, C]
     assert [hop.peer for hop in chain(view, (2, 4), source=A)] == [C]
-    assert [hop.peer for hop in chain(View(hosts[:2], parted=view.parted))] == [A, B]
+    assert [hop.peer for hop in chain(View(hosts[:2], unreachable=view.unreachable))] == [A, B]
 
 
 def test_a_busy_or_distant_host_gives_way() -> None:
@@ -84,7 +84,7 @@ def test_clients_spread_over_equals() -> None:
 def test_the_search_is_bounded_in_a_large_swarm() -> None:
     hosts = [HostInfo(PeerId(f"p{index:03}"), index % 4, index % 4 + 1, 0.1) for index in range(400)]
     equal = dict.fromkeys((host.peer for host in hosts), 1.0)
-    assert len(_shortlist(believed(View(hosts)), hosts, (0, 4), equal)) <= 4 * CANDIDATES_PER_BLOCK
+    assert len(_shortlist(credible(View(hosts)), hosts, (0, 4), equal)) <= 4 * CANDIDATES_PER_BLOCK
     firsts = {chain(View(hosts), seed=seed)[0].peer for seed in range(100)}
     assert len(firsts) > CANDIDATES_PER_BLOCK, "some peer ids are ahead of others"
 

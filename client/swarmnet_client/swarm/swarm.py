@@ -35,7 +35,7 @@ from swarmnet_protocols.routing.chain_search import (
     Hop,
     HostInfo,
     View,
-    believed,
+    credible,
     find_chain,
     uncovered,
 )
@@ -194,7 +194,7 @@ class Swarm:
     def measured(self, chain: Sequence[Hop], step_s: float) -> None:
         """A decode step took ``step_s`` through ``chain``, from the client and back."""
         now = self._now()
-        self._speeds.measured(believed(self._view()), chain, step_s, now)
+        self._speeds.measured(credible(self._view()), chain, step_s, now)
 
     def built(self, first: PeerId, last: PeerId) -> None:
         """A chain with these first and last hops was opened."""

@@ -1,4 +1,4 @@
-"""The catalog of a swarm: which models are hosted and which jobs trained, for whoever knows neither their hashes nor their ids."""
+"""The catalog of a swarm: the models that are hosted and the jobs that are trained, for clients that know no hash or id."""
 
 import asyncio
 import contextlib
@@ -17,11 +17,11 @@ from swarmnet_protocols.wire import records_pb2 as pb
 TOPIC = "catalog"
 MAX_NAME_CHARS = 128
 MAX_MODELS = 32
-"""That are read: those that most peers name. Anybody may name what does not exist."""
+"""Most models that are read: those named by most peers. Any member may name models that do not exist."""
 MAX_JOBS = 32
 LIFETIME_S = 600.0
 ANNOUNCE_S = 200.0
-"""Between two announcements: entries say what there is, not who is there now."""
+"""Seconds between two announcements. Rare: an entry names what exists, not which peers are online."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ class Catalog:
 
 
 async def keep_model_announced(directory: Directory, model: CatalogModel) -> NoReturn:
-    """Have the catalog name a model for as long as this runs."""
+    """Announce a model until cancelled."""
     entry = pb.CatalogModel(manifest=model.manifest, name=model.name[-MAX_NAME_CHARS:], blocks=model.blocks)
     await _keep_announced(directory, pb.CatalogRecord(model=entry))
 
 
 async def keep_job_announced(directory: Directory, job_id: str) -> NoReturn:
-    """Have the catalog name a job for as long as this runs."""
+    """Announce a job until cancelled."""
     entry = pb.CatalogJob(id=bytes.fromhex(job_id))
     await _keep_announced(directory, pb.CatalogRecord(job=entry))
 
@@ -58,12 +58,12 @@ async def _keep_announced(directory: Directory, record: pb.CatalogRecord) -> NoR
 
 
 async def read_catalog(directory: Directory) -> Catalog:
-    """What peers say there is; of a model with several names, the one that most peers use."""
+    """The catalog; a model with several names has the one that most peers use."""
     return merge(record.body for record in await directory.lookup(TOPIC))
 
 
 def merge(bodies: Iterable[bytes]) -> Catalog:
-    """One catalog of everybody's entries. Those that make no sense are left out."""
+    """One catalog of the entries of all peers. Invalid entries are left out."""
     named: dict[bytes, Counter[tuple[str, int]]] = {}
     jobs: Counter[str] = Counter()
     for body in bodies:

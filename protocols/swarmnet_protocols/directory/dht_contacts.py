@@ -1,7 +1,7 @@
-"""Where the peers of the DHT are: signed addresses that travel with its calls and answers.
+"""Contacts of DHT peers: signed addresses that are sent with DHT calls and answers.
 
-hivemind's DHT names peers by their ids and leaves it to libp2p's Kademlia to find them. That one keeps whatever an outsider stores
-in it, so p2pd runs without it. A peer puts its own contact beside each of its calls; an answer that names peers brings theirs.
+hivemind's DHT names peers by id and relies on libp2p's own Kademlia for their addresses. That DHT stores records of any peer, members
+or not, so p2pd runs without it. Instead a peer sends its own contact with each call, and an answer that names peers contains theirs.
 """
 
 from collections import OrderedDict
@@ -18,25 +18,25 @@ TOPIC = "contact"
 LIFETIME_S = 3600.0
 MAX_CONTACT_BYTES = 2048
 MAX_CONTACTS = 64
-"""In one answer."""
+"""Most contacts in one answer."""
 MAX_KNOWN = 4096
-"""The contacts that were used last are kept: at most 8 MiB."""
+"""Most contacts kept, the most recently used ones: at most 8 MiB."""
 
 
 class Contacts:
-    """The contacts of those we may have to dial, and our own."""
+    """The contact of this peer, and those of the peers it may dial."""
 
     def __init__(self, publisher: Publisher, addresses: Callable[[], Sequence[str]]) -> None:
-        """``addresses`` are those at which we are reached now, with the peer id."""
+        """``addresses``: the current addresses of this peer, with its peer id."""
         self._publisher = publisher
         self._addresses = addresses
         self._mine: tuple[Record, bytes] | None = None
         self._known: OrderedDict[PeerId, tuple[Record, bytes]] = OrderedDict()
         self._sealed: set[bytes] = set()
-        """Those of them: their signatures need not be checked again."""
+        """The sealed contacts in ``_known``, whose signatures need no second check."""
 
     def mine(self) -> bytes:
-        """Our own, sealed: it is sealed anew when the addresses have changed, or half of its time is over."""
+        """The sealed contact of this peer, renewed when its addresses change or half of its lifetime is over."""
         body = pb.ContactRecord(addresses=self._addresses()[:MAX_ADDRESSES]).SerializeToString()
         expires_by = self._publisher.clock() + LIFETIME_S / 2
         if self._mine is None or self._mine[0].body != body or self._mine[0].expires_at < expires_by:
@@ -44,7 +44,7 @@ class Contacts:
         return self._mine[1]
 
     def learn(self, contacts: Iterable[bytes], *, only: PeerId | None = None) -> None:
-        """Keep those that their peers have signed, or that one of ``only``."""
+        """Keep the valid contacts, or only that of the peer ``only``."""
         new = [each for each in contacts if len(each) <= MAX_CONTACT_BYTES and each not in self._sealed]
         swarm, now = self._publisher.swarm, self._publisher.clock()
         for sealed in new[:MAX_CONTACTS]:
@@ -64,13 +64,13 @@ class Contacts:
             self._sealed.remove(self._known.pop(peer)[1])
 
     def of(self, peers: Iterable[PeerId]) -> list[bytes]:
-        """The sealed contacts of ``peers``, as far as they are known and count."""
+        """The sealed contacts of those of ``peers`` that are known and have not expired."""
         now = self._publisher.clock()
         found = (self._known[peer] for peer in dict.fromkeys(peers) if peer in self._known)
         return [sealed for record, sealed in found if record.expires_at > now][:MAX_CONTACTS]
 
     def addresses_of(self, peer: PeerId) -> tuple[str, ...]:
-        """Where ``peer`` says it is; empty if it is not known."""
+        """The addresses that ``peer`` announced; empty if it is unknown."""
         if peer not in self._known:
             return ()
         self._known.move_to_end(peer)
@@ -82,10 +82,10 @@ class Contacts:
 
 
 def contacts_in(message: bytes) -> list[bytes]:
-    """Those that travel with a call or an answer. Raises ``DecodeError``."""
+    """The contacts sent with a call or an answer. Raises ``DecodeError``."""
     return list(pb.WithContacts.FromString(message).contacts)
 
 
 def with_contacts(message: bytes, contacts: Sequence[bytes]) -> bytes:
-    """A call or an answer of hivemind's, and contacts after it: hivemind's own fields have smaller numbers, and it passes over these."""
+    """A call or answer of hivemind's with ``contacts`` appended, as a field whose number hivemind does not know and skips."""
     return message + pb.WithContacts(contacts=contacts).SerializeToString()

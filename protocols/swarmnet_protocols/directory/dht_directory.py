@@ -1,7 +1,7 @@
-"""The directory of real nodes: signed records in hivemind's Kademlia DHT.
+"""The directory over the network: signed records in hivemind's Kademlia DHT.
 
-hivemind's DHT believes what it is told. Here a node's id follows from its peer id and is checked before the node is
-used, only records that their signers signed are stored or read, and storage is bounded.
+hivemind's DHT trusts its peers. Here the id of a DHT node follows from its authenticated peer id, a record is stored and read only
+with the signature of its signer, every call comes from an admitted peer, and storage is bounded.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ _SHUTDOWN_S = 2.0
 
 
 class DhtDirectory:
-    """Made by :meth:`create`."""
+    """The directory of one peer. Made by :meth:`create`."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class DhtDirectory:
         self._publisher = publisher
         self._replicator = Replicator(node, publisher.clock)
         self._unresponsive: set[str] = set()
-        """Bootstrap peers that did not answer when they were asked last."""
+        """Bootstrap peers that did not answer the last time."""
 
     @property
     def swarm(self) -> bytes:
@@ -65,12 +65,13 @@ class DhtDirectory:
         bootstrap: Sequence[str] = (),
         client_mode: bool = False,
     ) -> AsyncIterator["DhtDirectory"]:
-        """A directory of the swarm that ``door`` guards, which takes part in the DHT while the context is open.
+        """A directory of the swarm of ``handshakes``, which takes part in the DHT while the context is open.
 
-        ``bootstrap`` are multiaddrs, with ``/p2p/ID``, of peers to ask first and whenever no other peer is left; it is
-        no error if they are dead. In client mode no records are kept for others.
+        ``bootstrap``: multiaddrs, with ``/p2p/ID``, of peers that are asked whenever no other peer is known; peers that do not
+        answer are no error. In client mode this peer stores no records for others.
 
-        Raises ``NotAuthorised`` when we or they are not let in and there is nobody else, now and in each later call.
+        Raises ``NotAuthorised``, as does each later call, when this peer is no member, or is refused by a bootstrap peer and knows
+        no other peer.
         """
         from hivemind.p2p import PeerID
 
@@ -90,7 +91,7 @@ class DhtDirectory:
             await directory._join()
             yield directory
         finally:
-            # If p2pd has died, hivemind waits for its answers for ever.
+            # If p2pd has died, hivemind would wait for its answers without end.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_SHUTDOWN_S):
                     await node.shutdown()
@@ -111,18 +112,18 @@ class DhtDirectory:
         return newest(open_valid(sealed, swarm=self._publisher.swarm, now=self._publisher.clock()))
 
     async def _join(self) -> None:
-        """Meet the bootstrap peers, unless some peer is known. Raises ``NotAuthorised`` if we are no member any more."""
+        """Connect to the bootstrap peers if no peer is known. Raises ``NotAuthorised`` as :meth:`create`."""
         self._handshakes.membership.check()
         if self._node.protocol.routing_table.uid_to_peer_id:
             return
         refusals: list[NotAuthorised] = []
-        met = await asyncio.gather(*(self._meet(address, refusals) for address in self._bootstrap))
-        if any(met):
+        connected = await asyncio.gather(*(self._connect(address, refusals) for address in self._bootstrap))
+        if any(connected):
             await self._node.find_nearest_nodes([self._node.node_id])
         elif refusals:
             raise refusals[0]
 
-    async def _meet(self, address: str, refusals: list[NotAuthorised]) -> bool:
+    async def _connect(self, address: str, refusals: list[NotAuthorised]) -> bool:
         from hivemind.p2p import PeerID
 
         peer = peer_of(address)
@@ -137,10 +138,10 @@ class DhtDirectory:
             refusals.append(error)
             return False
         except (PeerUnreachable, StreamRefused, TimeoutError) as error:
-            if address not in self._unresponsive:  # said once, for every look-up asks again
+            if address not in self._unresponsive:  # logged once: every look-up tries again
                 self._unresponsive.add(address)
-                why = str(error).partition("\n")[0] or f"nothing within {_BOOTSTRAP_S:g} s"
-                _log.warning("bootstrap peer %s does not answer: %s", address, why)
+                reason = str(error).partition("\n")[0] or f"no answer within {_BOOTSTRAP_S:g} s"
+                _log.warning("bootstrap peer %s does not answer: %s", address, reason)
             return False
         self._unresponsive.discard(address)
         return await self._node.protocol.call_ping(PeerID.from_base58(peer)) is not None

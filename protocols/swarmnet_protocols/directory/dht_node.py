@@ -1,4 +1,7 @@
-"""hivemind's ``DHTNode``, hardened. Importing this module imports hivemind; :mod:`.dht` does so when it must."""
+"""hivemind's ``DHTNode`` with validated records, bounded answers and node ids bound to peer ids.
+
+Importing this module imports hivemind, so other modules import it late.
+"""
 
 import asyncio
 from typing import Any
@@ -22,27 +25,27 @@ from swarmnet_protocols.net.resources import Rate, Resource
 
 _WAIT_S = 1.5
 MAX_ANSWER_BYTES = 3 << 20
-"""Of the records in one answer. Those of further keys are left to the other peers that keep them."""
+"""Most bytes of records in one answer. Records of further keys are left to other replicas."""
 _SERIALIZED = 3
-"""How often an answer is in memory while it is made: its records, packed by key, and as one message."""
+"""Copies of an answer in memory while it is made: its records, packed by key, and as one message."""
 _DEPTH_MODULO = 5
 _PARALLEL_RPC = 64
 
 
 def node_id_of(peer: PeerID) -> DHTID:
-    """The one place in the DHT that a peer may take."""
+    """The only DHT node id that ``peer`` may use."""
     return DHTID.generate(source=peer.to_bytes())
 
 
 def _unpack(packed: bytes) -> object:
-    """A byte string of a record's size, or a scalar. Raises ``ValueError`` for anything larger."""
+    """A byte string of at most ``MAX_RECORD_BYTES``, or a scalar. Raises ``ValueError`` for anything larger."""
     return msgpack.unpackb(
         packed, max_bin_len=MAX_RECORD_BYTES, max_str_len=0, max_array_len=0, max_map_len=0, max_ext_len=0
     )
 
 
 class SignedRecordValidator(RecordValidatorBase):  # type: ignore[misc]
-    """Accepts a value only where, by whom and for as long as its signature says."""
+    """Accepts a value only under the key, with the subkey and with the expiry that its signature covers."""
 
     def __init__(self, swarm: bytes, clock: Clock) -> None:
         self._swarm = swarm
@@ -64,9 +67,9 @@ class SignedRecordValidator(RecordValidatorBase):  # type: ignore[misc]
 
 
 class SwarmDirectoryV1(DHTProtocol):  # type: ignore[misc]
-    """The name of this class is part of the names of its RPCs."""
+    """hivemind's protocol with limits. The class name is part of the protocol ids of its RPCs."""
 
-    _rpc_handlers = None  # not those of the parent, which carry its name
+    _rpc_handlers = None  # not inherited: the parent's handlers have its class name
     _stub_type = None
     p2p: GuardedP2P
 
@@ -76,7 +79,7 @@ class SwarmDirectoryV1(DHTProtocol):  # type: ignore[misc]
             return await super().rpc_store(request, context)  # which awaits nothing
 
     async def rpc_find(self, request: dht_pb2.FindRequest, context: P2PContext) -> dht_pb2.FindResponse:
-        """What is kept under each key, as far as ``MAX_ANSWER_BYTES`` go. Its size is charged to the caller before any of it is copied."""
+        """The records under each key, up to ``MAX_ANSWER_BYTES``. Their size is charged to the caller before they are copied."""
         keys = list(dict.fromkeys(request.keys))
         if len(keys) != len(request.keys) or len(keys) > MAX_KEYS:
             raise ProtocolViolation(f"a call names up to {MAX_KEYS} keys, each once")
@@ -99,7 +102,7 @@ class SwarmDirectoryV1(DHTProtocol):  # type: ignore[misc]
             await super().update_routing_table(node_id, peer_id, responded)
 
     def _validate_dictionary(self, key_bytes: bytes, dictionary: DictionaryDHTValue) -> bool:
-        """Drops what is not valid, so that one bad record does not hide the good ones."""
+        """Drop invalid records, so that one of them does not hide the valid ones."""
         if not isinstance(dictionary, DictionaryDHTValue):
             return False
         with dictionary.freeze():
@@ -112,14 +115,14 @@ class SwarmDirectoryV1(DHTProtocol):  # type: ignore[misc]
 
 class _Node(DHTNode):  # type: ignore[misc]
     def _filter_blacklisted(self, peer_ids: dict[DHTID, PeerID]) -> dict[DHTID, PeerID]:
-        """Also drops neighbours that somebody placed where they do not belong."""
+        """Also drop neighbours whose node id does not follow from their peer id."""
         bound = {node_id: peer for node_id, peer in peer_ids.items() if node_id == node_id_of(peer)}
         allowed: dict[DHTID, PeerID] = super()._filter_blacklisted(bound)
         return allowed
 
 
 async def create_node(p2p: GuardedP2P, swarm: bytes, *, client_mode: bool, clock: Clock) -> DHTNode:
-    """A node that knows nobody yet."""
+    """A node with an empty routing table."""
     node_id = node_id_of(p2p.peer_id)
     settings: dict[str, Any] = {
         "bucket_size": BUCKET_SIZE,
@@ -129,7 +132,7 @@ async def create_node(p2p: GuardedP2P, swarm: bytes, *, client_mode: bool, clock
         "wait_timeout": _WAIT_S,
         "record_validator": SignedRecordValidator(swarm, clock),
     }
-    # Caches would answer with what was true a while ago.
+    # A cache would answer with old records.
     no_cache = {
         "cache_locally": False,
         "cache_nearest": 0,
@@ -140,6 +143,6 @@ async def create_node(p2p: GuardedP2P, swarm: bytes, *, client_mode: bool, clock
     node = await _Node.create(p2p, node_id, client_mode=True, **no_cache, **settings)
     node.protocol = await SwarmDirectoryV1.create(p2p, node_id, client_mode=client_mode, **settings)
     node.protocol.storage = BoundedStorage(StorageLimits(), clock)
-    # hivemind answers from the cache alone where that has what expires latest: one record in it would hide all others.
+    # hivemind answers from its cache alone if that has the latest expiry: one cached record would hide all others.
     node.protocol.cache = BoundedStorage(StorageLimits(total_bytes=0, key_bytes=0), clock)
     return node

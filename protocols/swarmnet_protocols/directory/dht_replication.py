@@ -1,6 +1,6 @@
-"""Who keeps our records: the peers nearest to their keys, each asked once for all the keys of a record that it is near to.
+"""Replication: stores a peer's records with the peers nearest to their keys, one call to each peer.
 
-hivemind's own ``store_many`` asks for every key by itself, and by asking fetches and checks everybody's records under it, each time.
+hivemind's own ``store_many`` makes a search for every key, and each search fetches and verifies all records under that key.
 """
 
 import asyncio
@@ -19,18 +19,18 @@ from swarmnet_protocols.machine.clock import Clock
 _log = logging.getLogger(__name__)
 
 REPLICAS = 5
-"""Peers that keep a record under each of its keys."""
+"""Replicas of a record under each of its keys."""
 FOUND_S = 60.0
-"""How long the peers that were found for a topic are gone back to. Who is nearer and comes later is given what it should keep by its neighbours."""
+"""Seconds for which the replicas found for a topic are used again. A nearer peer that joins meanwhile gets the record from its neighbours."""
 
-_Places = Mapping[DHTID, Sequence[PeerID]]
-"""Peers for each key, those to ask first in front."""
+_Replicas = Mapping[DHTID, Sequence[PeerID]]
+"""Peers for each key, nearest first."""
 
 
 @dataclass(frozen=True)
 class _Found:
     until: float
-    places: _Places
+    replicas: _Replicas
 
 
 class Replicator:
@@ -41,71 +41,71 @@ class Replicator:
         self._clock = clock
         self._found: dict[str, _Found] = {}
         self._hidden: set[str] = set()
-        """Topics whose records no other peer keeps."""
+        """Topics whose records have no replica on another peer."""
 
     async def store(self, record: Record, sealed: bytes) -> None:
-        """Have ``record`` kept in the place of the one before it."""
+        """Store ``record`` on its replicas, in place of its predecessor."""
         now = self._clock()
         self._found = {topic: found for topic, found in self._found.items() if now < found.until}
         found = self._found.pop(record.topic, None)
-        if found is None or not self._is_enough(await self._put(found.places, record, sealed), found.places):
-            places = await self._find(dht_keys(record.swarm, record.topic))
-            kept = await self._put(places, record, sealed)
-            self._tell(record.topic, kept)
-            if not self._is_enough(kept, places):
-                return  # a peer that was silent, full or not found may keep it the next time
-            found = _Found(now + FOUND_S, kept)
+        if found is None or not self._is_enough(
+            await self._put(found.replicas, record, sealed), found.replicas
+        ):
+            nearest = await self._find(dht_keys(record.swarm, record.topic))
+            replicas = await self._put(nearest, record, sealed)
+            self._log_reachability(record.topic, replicas)
+            if not self._is_enough(replicas, nearest):
+                return  # the next call searches again: a peer may be reachable or have space by then
+            found = _Found(now + FOUND_S, replicas)
         self._found[record.topic] = found
 
-    def _tell(self, topic: str, kept: _Places) -> None:
-        """Log once that others cannot find a record of this topic, and once that they can again."""
-        others = {peer for peers in kept.values() for peer in peers} - {self._node.peer_id}
+    def _log_reachability(self, topic: str, replicas: _Replicas) -> None:
+        """Log once when no other peer stores the record of ``topic``, and once when one does again."""
+        others = {peer for peers in replicas.values() for peer in peers} - {self._node.peer_id}
         is_hidden = not others and bool(self._node.protocol.routing_table.uid_to_peer_id)
         if is_hidden and topic not in self._hidden:
-            _log.warning(
-                "no other peer of the directory keeps our record of %s: others do not find us there", topic
-            )
+            _log.warning("no other peer stores the record of %s: this peer is not found there", topic)
             self._hidden.add(topic)
         elif not is_hidden and topic in self._hidden:
-            _log.warning("our record of %s is kept in the directory again", topic)
+            _log.warning("the record of %s is stored on other peers again", topic)
             self._hidden.discard(topic)
 
-    async def _find(self, keys: Sequence[bytes]) -> _Places:
-        """The peers nearest to each key, ourselves among them."""
-        # Whoever is near to a key is as near to the one beside it, under which nothing is kept that would come with the answer.
-        beside = {DHTID(DHTID.generate(source=key) ^ 1): DHTID.generate(source=key) for key in keys}
-        nearest = await self._node.find_nearest_nodes(list(beside))
-        return {beside[key]: list(peers.values()) for key, peers in nearest.items()}
+    async def _find(self, keys: Sequence[bytes]) -> _Replicas:
+        """The peers nearest to each key, this one included."""
+        # A search for a key returns the records under it. The id that differs in the last bit has the same neighbours and no records.
+        adjacent = {DHTID(DHTID.generate(source=key) ^ 1): DHTID.generate(source=key) for key in keys}
+        nearest = await self._node.find_nearest_nodes(list(adjacent))
+        return {adjacent[key]: list(peers.values()) for key, peers in nearest.items()}
 
-    async def _put(self, places: _Places, record: Record, sealed: bytes) -> _Places:
-        """Store under each key with the first ``REPLICAS`` of its peers that keep the record: these."""
-        waiting = {key: deque(peers) for key, peers in places.items()}
-        keepers: dict[DHTID, list[PeerID]] = {key: [] for key in places}
-        silent = set[PeerID]()
+    async def _put(self, nearest: _Replicas, record: Record, sealed: bytes) -> _Replicas:
+        """Store under each key on the first ``REPLICAS`` peers that accept the record, and return these."""
+        candidates = {key: deque(peers) for key, peers in nearest.items()}
+        replicas: dict[DHTID, list[PeerID]] = {key: [] for key in nearest}
+        unresponsive = set[PeerID]()
         while True:
             calls = defaultdict[PeerID, list[DHTID]](list)
-            for key, peers in waiting.items():
-                missing = REPLICAS - len(keepers[key])
+            for key, peers in candidates.items():
+                missing = REPLICAS - len(replicas[key])
                 while peers and missing > 0:
                     peer = peers.popleft()
-                    if peer not in silent:
+                    if peer not in unresponsive:
                         calls[peer].append(key)
                         missing -= 1
             if not calls:
-                return keepers
+                return replicas
             answers = await asyncio.gather(
                 *(self._call(peer, keys, record, sealed) for peer, keys in calls.items())
             )
             for (peer, keys), kept in zip(calls.items(), answers, strict=True):
                 if kept is None:
-                    silent.add(peer)
+                    unresponsive.add(peer)
                     continue
                 for key, is_kept in zip(keys, kept, strict=True):
-                    if is_kept:  # else it has no room for us, and the next nearest is asked
-                        keepers[key].append(peer)
+                    if is_kept:  # else the peer has reached a limit, and the next nearest is asked
+                        replicas[key].append(peer)
 
-    def _is_enough(self, kept: _Places, asked: _Places) -> bool:
-        """Whether as many keep it as could of those asked, and not only we."""
+    def _is_enough(self, kept: _Replicas, asked: _Replicas) -> bool:
+        """Whether every key has ``REPLICAS`` replicas, or all peers that were asked, and another peer than this one is among them."""
         others = {peer for peers in kept.values() for peer in peers} - {self._node.peer_id}
         return bool(others) and all(
             len(kept[key]) == min(REPLICAS, len(peers)) for key, peers in asked.items()
@@ -114,7 +114,7 @@ class Replicator:
     async def _call(
         self, peer: PeerID, keys: Sequence[DHTID], record: Record, sealed: bytes
     ) -> list[bool] | None:
-        """Whether ``peer`` keeps the record under each key; None if it did not answer."""
+        """Whether ``peer`` accepted the record under each key; None if it did not answer."""
         protocol = self._node.protocol
         value = protocol.serializer.dumps(sealed)
         if peer == self._node.peer_id:

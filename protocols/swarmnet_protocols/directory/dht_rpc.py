@@ -1,4 +1,4 @@
-"""The door before the DHT: hivemind's calls, over streams of ours, to members only and from members only."""
+"""hivemind's DHT calls over guarded streams: only to admitted peers and only from admitted peers."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -20,21 +20,21 @@ from swarmnet_protocols.net.stream_scope import MAX_WAIT_S
 from swarmnet_protocols.net.subnets import subnet_of
 
 _ENTER_S = 5.0
-"""Longer than a call may take: whoever is met for the first time is there for the next one."""
+"""Timeout in seconds of the handshake before a call. Longer than that of a call: a handshake that is late still serves the next one."""
 MAX_REQUEST_BYTES = {DHT_PING.id: 4 << 10, DHT_FIND.id: 16 << 10, DHT_STORE.id: 512 << 10}
-"""hivemind answers a call in one go: every key that is asked for and every signature that is checked keeps everybody waiting."""
+"""Largest request by protocol. hivemind answers a call without yielding, so a large one would delay every other task."""
 MAX_KEYS = 16
-"""In one call to find: as many as hivemind asks one peer for at once."""
+"""Most keys in one find call: as many as hivemind asks one peer for at once."""
 BUCKET_SIZE = 20
-"""Peers of a bucket of the routing table, and the most that an answer names for a key."""
+"""Peers in a bucket of the routing table, and most peers that an answer names for a key."""
 BYTES_PER_FRAME = 1024
-"""A call, and its answer, cost as many messages as they have of these."""
+"""Each KiB of a call or an answer is charged as one frame."""
 
 
 class GuardedP2P:
-    """What the DHT uses of ``P2P``. Calls are made to members only, and parsed when they come from one.
+    """The part of hivemind's ``P2P`` that its DHT uses. A call is parsed only if it comes from an admitted peer.
 
-    They go over streams of ours: p2pd's own calls allocate what a caller says they have, before any of it comes.
+    Calls do not use p2pd's unary handlers: those allocate the size that a caller announces before any of it has arrived.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class GuardedP2P:
         self._contacts = contacts
         self._origin = ""
         self._is_called = False
-        """Whether others call us, and so must know where we are."""
+        """Whether this peer serves calls, and so sends its contact with its own."""
         self._protocols = {protocol.id: protocol for protocol in DIRECTORY}
 
     async def add_protobuf_handler(
@@ -62,7 +62,7 @@ class GuardedP2P:
         input_type: type[Protobuf],
         **_options: object,
     ) -> None:
-        """Answer calls of ``name``: bytes from somebody who may not make them are not looked at."""
+        """Serve calls of ``name``. The bytes of a caller that may not make them are not parsed."""
         protocol = self._protocols[name]
         self._is_called = True
 
@@ -74,7 +74,7 @@ class GuardedP2P:
             scope.charge(Rate.FRAMES, 1 + len(request) / BYTES_PER_FRAME, clock())
             if len(request) > MAX_REQUEST_BYTES[name]:
                 raise ProtocolViolation(
-                    f"{name}: {len(request)} bytes, {MAX_REQUEST_BYTES[name]} are the most"
+                    f"{name}: {len(request)} bytes, at most {MAX_REQUEST_BYTES[name]} are allowed"
                 )
             with scope.reserve(Resource.CALLS), scope.reserve(Resource.MEMORY, len(request)):
                 await self._handshakes.wait_outgoing(peer)
@@ -87,27 +87,27 @@ class GuardedP2P:
                 self._origin = subnet_of(stream.address) or peer
                 try:
                     reply = await handler(call, context)
-                except Exception as error:  # hivemind finds out as it goes along that a call makes no sense
+                except Exception as error:  # hivemind validates a call while it handles it
                     raise ProtocolViolation(f"{name}: {error!r}") from error
                 contacts = [self._contacts.mine(), *self._contacts.of(_named_in(reply))]
                 answer = with_contacts(reply.SerializeToString(), contacts)
-            if not isinstance(reply, dht_pb2.FindResponse):  # those are charged before they are made
+            if not isinstance(reply, dht_pb2.FindResponse):  # charged in rpc_find, before it is made
                 scope.charge(Rate.FRAMES, len(answer) / BYTES_PER_FRAME, clock())
             return answer
 
         await self._calls.serve(protocol, guarded)
 
     def scope_of(self, peer: PeerID) -> Scope:
-        """What a peer holds and uses here."""
+        """The resource scope of a peer."""
         return self._resources.peer(peer.to_base58(), asyncio.get_running_loop().time())
 
     @property
     def origin(self) -> str:
-        """The subnet that the call comes from which is answered now. Handlers read it before they wait for anything."""
+        """The caller's subnet in the call that is being answered. Valid for a handler until its first await."""
         return self._origin
 
     async def remove_protobuf_handler(self, _name: str, **_options: object) -> None:
-        """Nothing to do: what is served ends with the transport."""
+        """Does nothing: protocols are served until the transport ends."""
 
     async def call_protobuf_handler(
         self, peer: PeerID, name: str, request: Protobuf, output_type: type[Protobuf]
@@ -126,7 +126,7 @@ class GuardedP2P:
 
 
 def _check_found(reply: dht_pb2.FindResponse) -> None:
-    """Raise ``ProtocolViolation`` for an answer that would keep us busy: no honest peer names more peers than a bucket has."""
+    """Raise ``ProtocolViolation`` for more keys, or more peers for a key, than an honest peer sends: each costs time to process."""
     if len(reply.results) > MAX_KEYS:
         raise ProtocolViolation(f"an answer about {len(reply.results)} keys")
     for result in reply.results:
@@ -135,7 +135,7 @@ def _check_found(reply: dht_pb2.FindResponse) -> None:
 
 
 def _named_in(reply: Protobuf) -> list[PeerId]:
-    """The peers that an answer sends its caller to."""
+    """The peers that an answer refers its caller to."""
     if not isinstance(reply, dht_pb2.FindResponse):
         return []
     packed = dict.fromkeys(peer for result in reply.results for peer in result.nearest_peer_ids)

@@ -1,7 +1,7 @@
-"""What one DHT node keeps for others, within limits that hold whoever asks.
+"""The bounded storage of a DHT node, shared fairly between the subnets that store in it.
 
-The room under a key, and all room, is shared by origin, the subnet that a record was stored from: identities cost nothing, subnets do. Where there is
-no room, a record takes the place of one from the origin that has most.
+Identities are free, subnets are not. So when a key or the whole storage is full, a new record evicts one that was stored from the
+subnet with the most bytes there.
 """
 
 import heapq
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class StorageLimits:
     total_bytes: int = 64 << 20
-    """When this is used up, the records of the origin that has most go, those that expire soonest first."""
+    """When this is reached, records of the subnet with the most bytes are evicted, soonest expiry first."""
     key_bytes: int = 2 << 20
-    """Under one key: all of it has to fit into one answer (``MAX_ANSWER_BYTES``)."""
+    """Most bytes under one key. They must fit into one answer (``MAX_ANSWER_BYTES``)."""
     signer_records: int = 256
 
 
@@ -34,14 +34,14 @@ class StorageLimits:
 class _Kept:
     value: bytes
     expires_at: float
-    room: tuple[Reservation, ...]
-    """In the scope of the peer that stored it here."""
+    reservations: tuple[Reservation, ...]
+    """In the scope of the peer that stored the record."""
     origin: str
-    """The subnet of that peer; empty for this node's own."""
+    """Subnet of that peer; empty for this node."""
 
 
 class BoundedStorage:
-    """Stands in for hivemind's ``DHTLocalStorage``. Holds signed records only: values with the signer as their subkey."""
+    """Replaces hivemind's ``DHTLocalStorage``. Stores signed records only: values with the signer's key as subkey."""
 
     def __init__(self, limits: StorageLimits, clock: Clock) -> None:
         self._limits = limits
@@ -52,7 +52,7 @@ class BoundedStorage:
         self._signer_records: Counter[bytes] = Counter()
         self.total_bytes = 0
         self._origin_bytes: Counter[tuple[DHTID | None, str]] = Counter()
-        """Under each key, and in all under None."""
+        """Bytes by key and subnet; the key None: under all keys."""
         self._expiries_of: dict[str, list[tuple[float, DHTID, bytes]]] = {}
         self._storer: Scope | None = None
         self._origin = ""
@@ -60,7 +60,7 @@ class BoundedStorage:
 
     @contextmanager
     def stored_by(self, scope: Scope, origin: str) -> Iterator[None]:
-        """What is stored while the context is open counts in ``scope``, and as stored from ``origin``, for as long as it is kept."""
+        """Charge records that are stored while the context is open to ``scope`` and to the subnet ``origin``, until they are dropped."""
         self._storer, self._origin = scope, origin
         try:
             yield
@@ -69,7 +69,7 @@ class BoundedStorage:
 
     @contextmanager
     def showing(self, keys: "Set[DHTID]") -> Iterator[None]:
-        """While the context is open, :meth:`get` finds records under these keys alone."""
+        """While the context is open, :meth:`get` returns records under ``keys`` only."""
         self._shown = keys
         try:
             yield
@@ -82,35 +82,35 @@ class BoundedStorage:
         return self._key_bytes.get(key, 0)
 
     def store(self, key: "DHTID", value: bytes, expiration_time: float, subkey: bytes | None = None) -> bool:
-        """Whether the record was kept. A value without a signer never is."""
+        """Store a record and return whether it was accepted. A value without a signer never is."""
         return subkey is not None and self.store_subkey(key, subkey, value, expiration_time)
 
     def store_subkey(self, key: "DHTID", subkey: bytes, value: bytes, expiration_time: float) -> bool:
-        """Whether the record was kept: it is within the limits and outlives the one it would replace."""
+        """Store a record and return whether it was accepted: it is within the limits and expires later than its predecessor."""
         now = self._clock()
         self._expire(now)
         old = self._records.get(key, {}).get(subkey)
         grown_bytes = len(value) - (len(old.value) if old else 0)
         if expiration_time <= now:
             return False
-        # A record that outlives what is accepted was kept while our clock was ahead: it does not keep its successor out.
+        # A record that expires after MAX_LIFETIME_S was accepted while the clock was ahead. It must not block its successor.
         if old and expiration_time <= old.expires_at <= now + MAX_LIFETIME_S:
             return False
-        if self._key_bytes[key] + grown_bytes > self._limits.key_bytes and not self._can_displace(
+        if self._key_bytes[key] + grown_bytes > self._limits.key_bytes and not self._can_evict(
             key, old, len(value)
         ):
             return False
         if old is None and self._signer_records[subkey] >= self._limits.signer_records:
             return False
         try:
-            room = self._make_room(len(value))
+            reservations = self._reserve(len(value))
         except ResourceLimitReached:
             return False
         if old is not None:
             self._forget(key, subkey)
         while self._key_bytes[key] + len(value) > self._limits.key_bytes:
-            self._displace(key)
-        self._records.setdefault(key, {})[subkey] = _Kept(value, expiration_time, room, self._origin)
+            self._evict(key)
+        self._records.setdefault(key, {})[subkey] = _Kept(value, expiration_time, reservations, self._origin)
         self._key_bytes[key] += len(value)
         for where in (key, None):
             self._origin_bytes[where, self._origin] += len(value)
@@ -126,7 +126,7 @@ class BoundedStorage:
         return subkey in self._records.get(key, {})
 
     def get(self, key: "DHTID") -> "ValueWithExpiration[DictionaryDHTValue] | None":
-        """All records under ``key``, in a dictionary of the caller's own."""
+        """All records under ``key``, in a new dictionary."""
         self._expire(self._clock())
         if key not in self._records or (self._shown is not None and key not in self._shown):
             return None
@@ -145,14 +145,14 @@ class BoundedStorage:
             self._drop_soonest(self._expiries)
 
     def _drop_soonest(self, queue: "list[tuple[float, DHTID, bytes]]") -> None:
-        """Drop the first of the queue, unless it stands for a record that has been replaced or dropped."""
+        """Drop the record of the first entry of ``queue``, unless it was replaced or dropped before."""
         expires_at, key, subkey = heapq.heappop(queue)
         kept = self._records.get(key, {}).get(subkey)
         if kept is not None and kept.expires_at == expires_at:
             self._forget(key, subkey)
 
     def _drop_replaced(self) -> None:
-        """Without this, a peer that replaces its record often would grow the queues."""
+        """Rebuild the queues without entries of replaced records, which would grow without bound."""
         self._expiries, self._expiries_of = [], {}
         for key, records in self._records.items():
             for subkey, kept in records.items():
@@ -162,24 +162,27 @@ class BoundedStorage:
         for queue in (self._expiries, *self._expiries_of.values()):
             heapq.heapify(queue)
 
-    def _can_displace(self, key: "DHTID", old: _Kept | None, nbytes: int) -> bool:
-        """Whether other origins have more under a full key than the origin of a new record would: never so for a record larger than a key."""
+    def _can_evict(self, key: "DHTID", old: _Kept | None, nbytes: int) -> bool:
+        """Whether, under a full key, another subnet has more bytes than the storing one would have with ``nbytes`` more.
+
+        False for a record that is larger than the limit of a key.
+        """
         mine_bytes = self._origin_bytes[key, self._origin] + nbytes
         if old is not None and old.origin == self._origin:
             mine_bytes -= len(old.value)
-        return self._key_bytes[key] > 0 and mine_bytes < self._origin_bytes[key, self._largest(key)]
+        return self._key_bytes[key] > 0 and mine_bytes < self._origin_bytes[key, self._largest_subnet(key)]
 
-    def _displace(self, key: "DHTID") -> None:
-        """Drop the record that expires soonest of the origin that has most under ``key``."""
-        origin = self._largest(key)
+    def _evict(self, key: "DHTID") -> None:
+        """Drop the record that expires soonest of the subnet with the most bytes under ``key``."""
+        origin = self._largest_subnet(key)
         theirs = {signer: kept for signer, kept in self._records[key].items() if kept.origin == origin}
         self._forget(key, min(theirs, key=lambda signer: theirs[signer].expires_at))
 
-    def _largest(self, key: "DHTID") -> str:
+    def _largest_subnet(self, key: "DHTID") -> str:
         origins = {kept.origin for kept in self._records[key].values()}
         return max(sorted(origins), key=lambda origin: self._origin_bytes[key, origin])
 
-    def _make_room(self, nbytes: int) -> tuple[Reservation, ...]:
+    def _reserve(self, nbytes: int) -> tuple[Reservation, ...]:
         if self._storer is None:
             return ()
         number = self._storer.reserve(Resource.RECORDS)
@@ -191,8 +194,8 @@ class BoundedStorage:
 
     def _forget(self, key: "DHTID", subkey: bytes) -> None:
         kept = self._records[key].pop(subkey)
-        for hold in kept.room:
-            hold.release()
+        for reservation in kept.reservations:
+            reservation.release()
         self.total_bytes -= len(kept.value)
         self._key_bytes[key] -= len(kept.value)
         for place in ((key, kept.origin), (None, kept.origin)):

@@ -1,9 +1,9 @@
-"""Finds out that another process is on the network under our identity: two machines have copies of one key.
+"""Detection of a duplicate identity: another process that uses the same key on the network.
 
-Each process keeps saying in the directory that it is there, with a number of its own. Both records have the same signer and topic,
-so whoever looks finds the newer one, which should be its own. Who finds another's word looks and speaks more often for a while: the
-other sees it at its next look, and both are sure a few seconds later. So does who has just started, in case both have. None of the
-two ends of itself: nobody can say which one is meant, and a thief of the key could end the rightful one. The owner is told.
+Each process publishes announcements with a random process number. Two processes with one key publish under the same signer and
+topic, so the directory returns the newer announcement. A process that finds another's number looks and announces more often for a
+while, as does a process that has just started; both processes are then certain within seconds. Neither stops: which one is legitimate
+cannot be decided, and a thief of the key could otherwise stop the owner's node. The owner is warned.
 """
 
 import asyncio
@@ -32,16 +32,17 @@ _log = logging.getLogger(__name__)
 
 PROCESS_BYTES = 16
 REMEMBERED_S = 600.0
-"""A double that has not been heard of for so long is gone."""
-MORE_OFTEN = 12
-"""By how much whoever may have a double looks and speaks more often."""
-DOUBTS_AT_START, DOUBTS = 0.25, 1.5
-"""How long it does, in ``Timing.identity_announce_s``: until another who starts now, or after a double's word one who is there, has looked too."""
+"""Seconds after the last announcement at which a duplicate counts as gone."""
+SUSPECTED_FACTOR = 12
+"""How many times more often a process looks and announces while it suspects a duplicate."""
+SUSPECTED_AT_START, SUSPECTED = 0.25, 1.5
+"""How long that lasts after the start and after a duplicate's announcement, in units of ``Timing.identity_announce_s``: until the other
+process, which started too or is running, has looked."""
 
 
 @dataclass(frozen=True)
-class Presence:
-    """What a process says of itself: its number, where it is, and, in ``sequence``, when."""
+class ProcessAnnouncement:
+    """The number and addresses of a process; ``sequence`` grows with each of its announcements."""
 
     process: bytes
     addresses: tuple[str, ...]
@@ -49,49 +50,49 @@ class Presence:
 
 
 class Duplicate:
-    """What is known of another process with our identity. Pure: takes the time as an argument.
+    """What is known of another process with this identity. Pure: takes the time as an argument.
 
-    One record that is not ours may be left of a process that ended. Only who goes on saying that it is there is there.
+    One announcement may be left over from a process that ended, so only a second, newer one proves a duplicate.
     """
 
-    def __init__(self, process: bytes, seldom_s: float, now: float) -> None:
-        """Of ``process``, which starts ``now`` and looks every ``seldom_s`` where there is nothing to doubt."""
+    def __init__(self, process: bytes, period_s: float, now: float) -> None:
+        """For ``process``, which starts ``now`` and looks every ``period_s`` seconds when it suspects no duplicate."""
         self._process = process
-        self._seldom_s = seldom_s
-        self._doubts_until = now + DOUBTS_AT_START * seldom_s
-        self._last: Presence | None = None
+        self._period_s = period_s
+        self._suspected_until = now + SUSPECTED_AT_START * period_s
+        self._last: ProcessAnnouncement | None = None
         self._heard_at = -math.inf
 
-    def look(self, found: Presence, now: float) -> None:
-        """Take note of the newest presence in our name, which is mostly our own."""
+    def look(self, found: ProcessAnnouncement, now: float) -> None:
+        """Record the newest announcement of this identity, usually that of this process."""
         if found.process == self._process:
             return
         is_later = self._last is not None and found.sequence > self._last.sequence
         if self.at(now) is None and (self._last is None or is_later):
-            self._doubts_until = now + DOUBTS * self._seldom_s
+            self._suspected_until = now + SUSPECTED * self._period_s
         if is_later:
             self._heard_at = now
         self._last = found
 
-    def at(self, now: float) -> Presence | None:
-        """The last sign of a double that is there; None if none is."""
+    def at(self, now: float) -> ProcessAnnouncement | None:
+        """The last announcement of a running duplicate; None if there is none."""
         return self._last if now < self._heard_at + REMEMBERED_S else None
 
     def pause_s(self, now: float, rng: Random) -> float:
-        """Until the next look and word."""
-        if now < self._doubts_until:
-            # Unevenly: of two who look and speak in step one hears only itself.
-            return rng.uniform(0.4, 1.0) * self._seldom_s / MORE_OFTEN
-        return rng.uniform(0.8, 1.0) * self._seldom_s
+        """Seconds until the next look and announcement."""
+        if now < self._suspected_until:
+            # Randomised: of two processes in step, one would only ever see its own announcements.
+            return rng.uniform(0.4, 1.0) * self._period_s / SUSPECTED_FACTOR
+        return rng.uniform(0.8, 1.0) * self._period_s
 
 
 def topic_of(peer: PeerId) -> str:
-    """Where a peer says that it is there."""
-    return f"presence/{peer}"
+    """The topic of the announcements of a peer's processes."""
+    return f"identity/{peer}"
 
 
 class DuplicateWatch:
-    """Made by :meth:`keep`."""
+    """Announces this process and looks for a duplicate. Made by :meth:`keep`."""
 
     def __init__(
         self,
@@ -107,7 +108,7 @@ class DuplicateWatch:
         self._rng = rng
         self._timing = timing
         self._process = rng.randbytes(PROCESS_BYTES)
-        self._double = Duplicate(self._process, timing.identity_announce_s, self._now())
+        self._duplicate = Duplicate(self._process, timing.identity_announce_s, self._now())
 
     @classmethod
     @asynccontextmanager
@@ -119,24 +120,24 @@ class DuplicateWatch:
         timing: Timing,
         changed: Callable[[str], None] = lambda _: None,
     ) -> AsyncIterator["DuplicateWatch"]:
-        """Say that we are here, and look for a double, while the context is open.
+        """Announce this process, and look for a duplicate, while the context is open.
 
-        Whenever one has come it is logged once; ``changed`` is told then, with the warning, and with nothing when it has gone.
+        A duplicate is logged once. ``changed`` is called with the warning then, and with an empty string when it has gone.
         """
         watch = cls(transport, directory, rng, timing, changed)
-        watching = asyncio.create_task(watch._keep(), name="presence")
+        watching = asyncio.create_task(watch._keep(), name="duplicate-watch")
         try:
             yield watch
         finally:
             await cancel(watching)
 
     def warning(self) -> str:
-        """What the owner should know and do; empty if there is no double."""
-        double = self._double.at(self._now())
-        if double is None:
+        """The warning for the owner; empty if there is no duplicate."""
+        duplicate = self._duplicate.at(self._now())
+        if duplicate is None:
             return ""
         ours = self._transport.addresses()
-        where = printable(", ".join(address for address in double.addresses if address not in ours))
+        where = printable(", ".join(address for address in duplicate.addresses if address not in ours))
         return (
             f"another process is on the network as {self._transport.peer_id}{f', at {where}' if where else ''}: two machines "
             "have copies of one identity key, and clients reach either. Stop one of them and start it with another --data-dir; "
@@ -144,34 +145,36 @@ class DuplicateWatch:
         )
 
     async def _keep(self) -> NoReturn:
-        was_there = False
+        was_found = False
         while True:
             with contextlib.suppress(SwarmnetError):  # the directory may answer the next time
                 await self._look()
             warning = self.warning()
-            if warning and not was_there:
+            if warning and not was_found:
                 _log.warning("%s", warning)
-            if was_there != bool(warning):
+            if was_found != bool(warning):
                 self._changed(warning)
-            was_there = bool(warning)
+            was_found = bool(warning)
             with contextlib.suppress(SwarmnetError):
-                await self._say()
-            await asyncio.sleep(self._double.pause_s(self._now(), self._rng))
+                await self._announce()
+            await asyncio.sleep(self._duplicate.pause_s(self._now(), self._rng))
 
     async def _look(self) -> None:
         peer = self._transport.peer_id
         for record in await self._directory.lookup(topic_of(peer)):
-            if peer_id_of(record.signer) == peer:  # others may write there too
+            if peer_id_of(record.signer) == peer:  # any member may publish under the topic
                 with contextlib.suppress(DecodeError):
-                    said = pb.PresenceRecord.FromString(record.body)
-                    found = Presence(said.process, tuple(said.addresses[:MAX_ADDRESSES]), record.sequence)
-                    self._double.look(found, self._now())
+                    body = pb.ProcessRecord.FromString(record.body)
+                    found = ProcessAnnouncement(
+                        body.process, tuple(body.addresses[:MAX_ADDRESSES]), record.sequence
+                    )
+                    self._duplicate.look(found, self._now())
 
-    async def _say(self) -> None:
-        said = pb.PresenceRecord(process=self._process, addresses=listed(self._transport.addresses()))
+    async def _announce(self) -> None:
+        body = pb.ProcessRecord(process=self._process, addresses=listed(self._transport.addresses()))
         await self._directory.publish(
             topic_of(self._transport.peer_id),
-            said.SerializeToString(),
+            body.SerializeToString(),
             lifetime_s=3 * self._timing.identity_announce_s,
         )
 

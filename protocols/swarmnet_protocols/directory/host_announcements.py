@@ -1,4 +1,4 @@
-"""Announcements of hosts: what a host says of itself in the directory, and what others may read from it."""
+"""Announcements of hosts in the directory: their blocks, speed, state and addresses, and which of these are plausible."""
 
 import math
 from collections.abc import Sequence
@@ -15,16 +15,16 @@ from swarmnet_protocols.routing.chain_search import HostInfo
 from swarmnet_protocols.wire import records_pb2 as pb
 
 MAX_ADDRESSES = 16
-"""Of these many each is dialled when need be; the rest of a longer list is not looked at."""
+"""Most addresses that are read from one record. Each may be dialled."""
 MAX_ADDRESSES_BYTES = 2048
-"""Of all addresses in one record."""
+"""Most bytes of all addresses in one record."""
 MAX_STEP_S = 3600.0
 PROTOCOL = 1
-"""Version of session.proto that this software speaks."""
+"""Version of session.proto that this release implements."""
 
 
 def listed(addresses: Sequence[str]) -> list[str]:
-    """As many of ``addresses`` as a record may hold, the first ones."""
+    """The first of ``addresses``, as many as fit into a record."""
     kept: list[str] = []
     for address in addresses[:MAX_ADDRESSES]:
         if sum(map(len, kept)) + len(address) <= MAX_ADDRESSES_BYTES:
@@ -33,17 +33,17 @@ def listed(addresses: Sequence[str]) -> list[str]:
 
 
 def hosts_topic(manifest: bytes) -> str:
-    """Where the hosts of a model announce themselves."""
+    """The topic of the announcements of a model's hosts."""
     return f"hosts/{manifest.hex()}"
 
 
 async def read_records(directory: Directory, manifest: bytes) -> list[tuple[HostInfo, pb.HostRecord]]:
-    """Every credible announcement for a model, in the order of peer ids. What makes no sense is left out."""
+    """Every plausible announcement for a model, in the order of peer ids."""
     return [(info, body) for info, body, _ in await read_numbered(directory, manifest)]
 
 
 async def read_numbered(directory: Directory, manifest: bytes) -> list[tuple[HostInfo, pb.HostRecord, int]]:
-    """The same, each with its sequence: an announcement that is newer has a higher one."""
+    """As :func:`read_records`, each with its sequence number, which grows with every announcement of a host."""
     found = []
     for record in await directory.lookup(hosts_topic(manifest)):
         try:
@@ -78,9 +78,9 @@ async def read_hosts(directory: Directory, manifest: bytes) -> Sequence[HostInfo
 def signed_addresses(
     record: bytes, peer: PeerId, manifest: bytes, *, swarm: bytes, now: float
 ) -> tuple[str, ...]:
-    """Where ``peer`` may be dialled by its own word: the addresses in its sealed announcement as a host of a model.
+    """The addresses that ``peer`` announced, from ``record``, its sealed announcement as a host of a model.
 
-    None where ``record`` is something else: of another peer, model or swarm, expired, or not signed.
+    Empty if ``record`` is of another peer, model or swarm, expired, or not signed by ``peer``.
     """
     for opened in open_valid([record], swarm=swarm, now=now):
         with suppress(DecodeError):

@@ -1,4 +1,4 @@
-"""What nodes say of themselves (report.proto): asking for it, and what of it may be believed enough to be shown."""
+"""Reports that nodes make about themselves (report.proto): requesting and validating them."""
 
 import math
 import re
@@ -10,14 +10,14 @@ from swarmnet_protocols.net.messages import parse, receive_within
 from swarmnet_protocols.wire import report_pb2 as pb
 
 BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0)
-"""Upper bounds of the buckets of ``Times``; one more has all that took longer."""
+"""Upper bounds in seconds of the buckets of ``Times``; a last bucket counts everything slower."""
 MAX_FLOWS = 64
 MAX_CONTRIBUTIONS = 256
 MAX_TEXT_CHARS = 128
 MAX_NAME_CHARS = 64
-"""Of the name that a peer gives itself."""
+"""Most characters of the public name of a peer."""
 MAX_NUMBER = 1 << 53
-"""Above this JSON's readers count in steps of two."""
+"""Largest number in a report. Above it a double, as JSON readers use it, skips integers."""
 HOST_STATES = frozenset({"choosing", "joining", "online", "leaving", "paused"})
 _PEER = re.compile("[1-9A-HJ-NP-Za-km-z]{32,64}")
 
@@ -28,14 +28,14 @@ def is_peer_id(text: str) -> bool:
 
 
 def clean(text: str) -> str:
-    """What a report may carry of a text: its end, without what cannot be printed."""
+    """The printable characters of ``text``, at most the last ``MAX_TEXT_CHARS``."""
     return "".join(filter(str.isprintable, text))[-MAX_TEXT_CHARS:]
 
 
 async def ask(stream: Stream, *, reply_s: float) -> pb.NodeReport:
-    """What the node at the other end of a REPORT stream says now.
+    """Request the report of the node at the other end of a REPORT stream.
 
-    Raises ``StreamEnded``, ``DeadlineExceeded`` when it is silent, ``ProtocolViolation`` for what :func:`check` refuses.
+    Raises ``StreamEnded``, ``DeadlineExceeded`` without an answer, and ``ProtocolViolation`` for a report that :func:`check` rejects.
     """
     await stream.send(Message(pb.ReportRequest().SerializeToString()))
     report = parse(pb.NodeReport, (await receive_within(stream, reply_s)).header)
@@ -78,7 +78,7 @@ def check(report: pb.NodeReport) -> None:
             _require(is_peer_id(each.peer), "no peer")
             numbers.append(each.rounds)
     else:
-        raise ProtocolViolation("a report of nobody")
+        raise ProtocolViolation("a report of neither a host nor a worker")
     _require(all(len(text) <= MAX_TEXT_CHARS and text.isprintable() for text in texts), "a text is too long")
     _require(
         all(math.isfinite(number) and 0 <= number <= MAX_NUMBER for number in numbers),
@@ -88,4 +88,4 @@ def check(report: pb.NodeReport) -> None:
 
 def _require(condition: bool, what: str) -> None:
     if not condition:
-        raise ProtocolViolation(f"a report that cannot be: {what}")
+        raise ProtocolViolation(f"invalid report: {what}")

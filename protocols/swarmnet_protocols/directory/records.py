@@ -1,4 +1,4 @@
-"""Signed records: what a peer publishes about itself, in a form that nobody else can make, change or prolong."""
+"""Signed records: what a peer publishes in the directory, in a form that no other peer can make, change or prolong."""
 
 import contextlib
 import hashlib
@@ -16,8 +16,8 @@ from swarmnet_protocols.wire import records_pb2 as pb
 
 MAX_RECORD_BYTES = 16 << 10
 MAX_STATEMENT_BYTES = 4 << 10
-"""Of a record under one of ``_STATEMENTS``: many peers publish there, and all of them are read together."""
-_STATEMENTS = ("hosts/", "train/", "presence/")
+"""Most bytes of a record under one of ``_STATEMENTS``, where many peers publish and all records are read together."""
+_STATEMENTS = ("hosts/", "train/", "identity/")
 MAX_TOPIC_CHARS = 128
 MAX_LIFETIME_S = 24 * 3600.0
 SWARM_BYTES = 32
@@ -41,7 +41,7 @@ class Record:
     """Unix time, kept to the millisecond."""
     body: bytes
     sealed: bytes = field(default=b"", compare=False, repr=False)
-    """All of it with its signature, as it came; empty for one that did not come from anywhere."""
+    """The encoded record with its signature, as received; empty for a record made here."""
 
     @property
     def peer_id(self) -> PeerId:
@@ -98,15 +98,15 @@ class Publisher:
 
 
 def max_bytes(topic: str) -> int:
-    """The size of a sealed record under ``topic``, at most."""
+    """Largest size in bytes of a sealed record under ``topic``."""
     return MAX_STATEMENT_BYTES if topic.startswith(_STATEMENTS) else MAX_RECORD_BYTES
 
 
 def open_record(data: bytes, *, swarm: bytes, now: float) -> Record:
-    """The record in ``data``, once everything about it is checked.
+    """The record in ``data``, verified.
 
-    Raises ``NotAuthorised`` for a record of another swarm, ``IntegrityError`` for one that is too large, not in the
-    one accepted encoding, not signed by its signer, expired, or valid for longer than is allowed.
+    Raises ``NotAuthorised`` for a record of another swarm, ``IntegrityError`` for one that is too large, not in
+    canonical form, not signed by its signer, expired, or valid for longer than is allowed.
     """
     if len(data) > MAX_RECORD_BYTES:
         raise IntegrityError(f"the record has {len(data)} bytes, {MAX_RECORD_BYTES} are allowed")
@@ -115,7 +115,7 @@ def open_record(data: bytes, *, swarm: bytes, now: float) -> Record:
         message.ParseFromString(data)
     except DecodeError as error:
         raise IntegrityError("the record cannot be decoded") from error
-    # Protobuf has many encodings of one message; with only one accepted, nothing can be added around a signature.
+    # Protobuf has many encodings of one message. Accepting only one keeps unsigned bytes out.
     if _canonical(message) != data:
         raise IntegrityError("the record is not in canonical form")
     if message.swarm != swarm:
@@ -144,7 +144,7 @@ def open_valid(sealed: Iterable[bytes], *, swarm: bytes, now: float) -> Iterator
 
 
 def newest(records: Iterable[Record]) -> tuple[Record, ...]:
-    """Of every signer the record with the highest sequence, in the order of the signers' keys."""
+    """The record with the highest sequence of each signer, in the order of the signers' keys."""
     best: dict[bytes, Record] = {}
     for record in records:
         if record.signer not in best or best[record.signer].sequence < record.sequence:
@@ -153,7 +153,7 @@ def newest(records: Iterable[Record]) -> tuple[Record, ...]:
 
 
 def dht_keys(swarm: bytes, topic: str) -> tuple[bytes, ...]:
-    """Where records of ``topic`` are kept: several places, so that whoever surrounds one of them hides nothing."""
+    """The DHT keys of ``topic``. Several: peers that surround one of them cannot hide a record."""
     return tuple(
         hashlib.sha256(_with_sizes(_KEY_CONTEXT, bytes([salt]), swarm, topic.encode())).digest()
         for salt in range(_KEY_SALTS)

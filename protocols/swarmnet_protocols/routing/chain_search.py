@@ -1,7 +1,20 @@
-"""Which hosts a chain is made of. Pure: a function of what is known, the time and a random source.
+"""The search for the cheapest chain of hosts: a pure function of a view of the swarm and a random source.
 
-A chain costs the sum of the delays between neighbours (the client is at both ends) and, at each hop, the wait for the
-engine and the compute of the blocks used. Hosts may be entered and left in mid-span.
+A chain covers blocks [start, end) with hops, each a host and the blocks it runs there. Its cost is the expected seconds of one decode
+step of one token::
+
+    cost = sum over hops of (delay to the hop + queue_s + block_s * blocks) + delay from the last hop
+
+Delays are one-way seconds, measured from the client; the first and last delay are to and from the client (or ``source`` and
+``sink``). ``queue_s`` is the wait for the host's engine, ``block_s`` its seconds per block. A hop may begin and end inside the span that
+its host announced.
+
+The search has three steps:
+
+1. ``credible`` replaces announced speeds and queues, which a host can falsify, by values that bound the gain of a false one.
+2. ``_shortlist`` keeps the ``CANDIDATES_PER_BLOCK`` cheapest hosts of each block, so the search is bounded in a swarm of any size.
+3. ``_search`` runs Dijkstra's algorithm over states (blocks covered, last host), with costs stretched at random by up to ``MARGIN``, so
+   clients spread over chains of about equal cost.
 """
 
 import heapq
@@ -16,26 +29,26 @@ from swarmnet_protocols.errors import NoRoute
 from swarmnet_protocols.net import PeerId
 
 UNKNOWN_DELAY_S = 0.15
-"""One-way delay assumed to a peer nobody has pinged yet: a far one, so that measured peers are preferred."""
-PARTED_COST_S = 10.0
-"""Added between two hosts that did not reach each other: they are neighbours only where nobody else will do."""
+"""One-way seconds assumed for a peer without a measured delay. High, so that measured peers are preferred."""
+UNREACHABLE_COST_S = 10.0
+"""Seconds added between two hosts that failed to reach each other: they are neighbours only if no other chain exists."""
 CANDIDATES_PER_BLOCK = 8
-"""Cheapest hosts of each block that are considered: bounds the search in a swarm of any size."""
+"""Cheapest hosts of each block that the search considers."""
 MARGIN = 0.1
-"""A chain may cost this much more than the best: room for clients to spread over equals."""
+"""Share by which a chain may cost more than the cheapest, so that clients spread over equal hosts."""
 ENOUGH_MEASURED = 3
-"""Measured hosts whose median counts without announcements: one or two may be slow by chance."""
+"""Measured hosts from which on their median replaces that of the announcements. One or two may be slow by chance."""
 GUARD_MARGIN = 1.5
-"""Another host than a guard is the first or last hop only where a guard would cost this many times as much."""
+"""A host that is no guard is first or last hop only if a guard costs this many times as much."""
 BAN_S = 15.0
-"""How long a peer is avoided after its first failure."""
+"""Seconds for which a host is avoided after its first failure."""
 BAN_MAX_S = 240.0
-"""And after many."""
+"""Longest ban in seconds, after repeated failures."""
 
 
 @dataclass(frozen=True)
 class HostInfo:
-    """What a host announced of itself: blocks [start, end), seconds for one token through all of them."""
+    """An announcement of a host: blocks [start, end), and ``step_s``, seconds for one token through all of them."""
 
     peer: PeerId
     start: int
@@ -44,7 +57,7 @@ class HostInfo:
     addresses: tuple[str, ...] = ()
     online: bool = True
     record: bytes = field(default=b"", compare=False, repr=False)
-    """The signed announcement that this is from."""
+    """The sealed announcement."""
 
     @property
     def block_s(self) -> float:
@@ -53,7 +66,7 @@ class HostInfo:
 
 @dataclass(frozen=True)
 class Hop:
-    """A host and the blocks [start, end) it is to run in a chain."""
+    """A host and the blocks [start, end) that it runs in a chain."""
 
     peer: PeerId
     start: int
@@ -63,43 +76,43 @@ class Hop:
 
 @dataclass(frozen=True)
 class View:
-    """What a client knows: the announcements, and what it has measured itself, which counts for more.
+    """A client's view of a model's hosts: their announcements, and its own measurements.
 
-    ``delay_s`` is one way from the client; ``queue_s`` the wait for a host's engine; ``banned`` who failed lately, whoever did so longest
-    ago first.
+    ``delay_s``: one-way seconds from the client; ``queue_s``: seconds of wait for a host's engine; ``banned``: hosts that failed
+    recently, the oldest failure first.
     """
 
     hosts: Sequence[HostInfo]
     delay_s: Mapping[PeerId, float] = field(default_factory=dict)
     queue_s: Mapping[PeerId, float] = field(default_factory=dict)
     banned: Sequence[PeerId] = ()
-    parted: frozenset[tuple[PeerId, PeerId]] = frozenset()
-    """Pairs, as ``pair_of`` gives them, that did not reach each other lately."""
+    unreachable: frozenset[tuple[PeerId, PeerId]] = frozenset()
+    """Pairs, as made by ``pair_of``, that failed to reach each other recently."""
     block_s: Mapping[PeerId, float] = field(default_factory=dict)
     """Seconds per block that the client measured."""
     guards: frozenset[PeerId] = frozenset()
-    """Hosts that the client prefers as first and last hop, which see its text."""
+    """Hosts preferred as first and last hop, which see the client's text."""
     explore: bool = False
-    """Whether unmeasured hosts may count as being as fast as the fastest measured one, if they announce it."""
+    """Whether an unmeasured host that announces it counts as fast as the fastest measured one, so that it gets measured."""
 
     def delay_between(self, one: PeerId | None, other: PeerId | None) -> float:
-        """One-way seconds between two peers (None: the client). Two hosts are no farther apart than through us."""
+        """One-way seconds between two peers (None: the client). Between two hosts: an upper bound, the way through the client."""
         if one == other:
             return 0.0
-        parted_s = 0.0
-        if one is not None and other is not None and pair_of(one, other) in self.parted:
-            parted_s = PARTED_COST_S
-        return parted_s + sum(
+        unreachable_s = 0.0
+        if one is not None and other is not None and pair_of(one, other) in self.unreachable:
+            unreachable_s = UNREACHABLE_COST_S
+        return unreachable_s + sum(
             self.delay_s.get(peer, UNKNOWN_DELAY_S) for peer in (one, other) if peer is not None
         )
 
 
-def believed(view: View) -> View:
-    """``view`` with the speeds and queues that its client may believe in place of those that hosts claim.
+def credible(view: View) -> View:
+    """``view`` with credible speeds and queues in place of announced ones.
 
-    A measured host counts as measured. An unmeasured host counts as what it announces, but at best as the median: of the measured
-    hosts, or, where fewer than ``ENOUGH_MEASURED`` are, of all hosts. It has no reason to claim to be slower than it is, so that is believed.
-    Its queue, too, counts at least as the median of all claims; a false claim of a measured host is part of what was measured.
+    A measured host has its measured speed. An unmeasured host has its announced speed, but at best the median: of the measured hosts,
+    or of all hosts while fewer than ``ENOUGH_MEASURED`` are measured. A slower announcement is taken as it is: it gains a host nothing.
+    The queue of an unmeasured host is at least the median of all queues; that of a measured host is part of its measured speed.
     """
     announced = {host.peer: host.step_s / (host.end - host.start) for host in view.hosts if host.online}
     if not announced:
@@ -118,7 +131,7 @@ def believed(view: View) -> View:
 
 
 def pair_of(one: PeerId, other: PeerId) -> tuple[PeerId, PeerId]:
-    """Two peers, in no order of their own."""
+    """An unordered pair of peers."""
     return min(one, other), max(one, other)
 
 
@@ -132,13 +145,12 @@ def find_chain(
 ) -> list[Hop]:
     """Hops that cover ``span`` in order, from ``source`` to ``sink`` (None: the client).
 
-    A chain changes hosts where the span of some host begins or ends. It costs at most ``1 + MARGIN`` times the best of these, and
-    is drawn at random among such: every cost is stretched by a random factor in [1, 1 + MARGIN], and the cheapest chain
-    under stretched costs cannot be truly dearer than that. Where there are guards, a first or last hop that is none counts as
-    ``GUARD_MARGIN`` times as dear. Speeds and queues are those that ``believed`` gives. Banned hosts are used only where nobody else
-    will do. Raises ``NoRoute`` with the blocks nobody hosts.
+    A chain changes hosts where the span of some host begins or ends. It costs at most ``1 + MARGIN`` times the cheapest such chain:
+    each host's costs are multiplied by a random factor in [1, 1 + MARGIN]. With guards, a first or last hop that is no guard costs
+    ``GUARD_MARGIN`` times as much. Banned hosts are used only for blocks without another host. Raises ``NoRoute`` with the blocks
+    that no host covers.
     """
-    view = believed(view)
+    view = credible(view)
     allowed, missing = _allowed(view, span)
     if missing:
         raise NoRoute(missing)
@@ -147,9 +159,9 @@ def find_chain(
 
 
 def _allowed(view: View, span: tuple[int, int]) -> tuple[list[HostInfo], list[tuple[int, int]]]:
-    """Who may take part, and what of ``span`` nobody hosts.
+    """The hosts that may be used, and the parts of ``span`` that none covers.
 
-    Where only banned hosts are left they take turns, the one that failed longest ago first: another may have come back.
+    Where only banned hosts are left, the one whose failure is oldest is used: it is the likeliest to have recovered.
     """
     usable = {
         host.peer: host for host in view.hosts if host.online and host.start < span[1] and host.end > span[0]
@@ -181,7 +193,7 @@ def uncovered(hosts: Iterable[HostInfo], span: tuple[int, int]) -> list[tuple[in
 def _shortlist(
     view: View, hosts: Sequence[HostInfo], span: tuple[int, int], stretch: Mapping[PeerId, float]
 ) -> list[HostInfo]:
-    """The hosts that are among the cheapest for some block, under stretched costs: of equals no peer id is ahead of others."""
+    """The hosts among the cheapest for some block, and all guards. Stretched costs decide, so peer ids do not decide between equals."""
 
     def price(host: HostInfo) -> float:
         cost_s = (
@@ -215,17 +227,17 @@ def _search(
     queue: list[tuple[float, int, int, PeerId | None, tuple[Hop, ...]]] = [
         (0.0, next(order), span[0], source, ())
     ]
-    settled: set[tuple[int, PeerId | None]] = set()
+    visited: set[tuple[int, PeerId | None]] = set()
     while queue:
         cost, _, reached, last, hops = heapq.heappop(queue)
         if reached > span[1]:
             return list(hops)
-        if (reached, last) in settled:
+        if (reached, last) in visited:
             continue
-        settled.add((reached, last))
+        visited.add((reached, last))
         if reached == span[1]:
-            home = cost + view.delay_between(last, sink)
-            heapq.heappush(queue, (home, next(order), span[1] + 1, last, hops))
+            total = cost + view.delay_between(last, sink)
+            heapq.heappush(queue, (total, next(order), span[1] + 1, last, hops))
             continue
         for host in hosts:
             if not host.start <= reached < host.end or (hops and host.peer == last):
@@ -243,15 +255,15 @@ def _search(
 
 
 class Bans:
-    """Peers that failed us lately. Whoever fails again after a ban is banned for twice as long; good service forgets it."""
+    """Hosts that failed recently. A failure after a ban doubles the next ban; a success clears the history."""
 
     def __init__(self) -> None:
         self._failed: dict[PeerId, tuple[float, float]] = {}
-        """When a peer failed last, and for how long it is banned since."""
+        """Time of the last failure, and seconds of the ban since then."""
 
     def failed(self, peer: PeerId, now: float) -> None:
         at, ban_s = self._failed.get(peer, (-math.inf, BAN_S))
-        if now > at + 2 * ban_s:  # a ban served twice over is forgotten
+        if now > at + 2 * ban_s:  # no failure for another ban's length clears the history
             ban_s = BAN_S
         elif now > at + ban_s:
             ban_s = min(2 * ban_s, BAN_MAX_S)
@@ -261,6 +273,6 @@ class Bans:
         self._failed.pop(peer, None)
 
     def at(self, now: float) -> list[PeerId]:
-        """Who is banned at this time, whoever failed longest ago first."""
+        """The hosts that are banned at ``now``, the oldest failure first."""
         banned = [peer for peer, (at, ban_s) in self._failed.items() if at + ban_s > now]
         return sorted(banned, key=lambda peer: self._failed[peer][0])

@@ -1,4 +1,4 @@
-"""How fast hosts are, as a client measured it: from the time that steps take through whole chains. Pure."""
+"""Speed estimates of hosts, from the time that steps take through whole chains."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,17 +8,17 @@ from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.routing.chain_search import Hop, HostInfo, View
 
 GAIN = 0.5
-"""Share of the difference between a measured time and the expected one by which a measurement corrects the hosts of a chain."""
+"""Share of the difference between measured and expected time that one measurement corrects."""
 MEMORY_S = 600.0
-"""A measurement older than this is forgotten: a host that has become faster is tried again."""
+"""Seconds after which an estimate is dropped, so that a host that has become faster is tried again."""
 MAX_BLOCK_S = 3600.0
 
 
 class Speeds:
     """Seconds per block of every host that took part in a measured step: normalised least mean squares (Kaczmarz's method).
 
-    A chain's time says how long its hops took together, and no hop's word is needed for it. What is more or less than expected is
-    shared by the hops in proportion to their blocks; chains of other hosts then tell them apart.
+    The client measures the time of a chain itself and needs no report of a hop. The difference to the expected time is shared by the
+    hops in proportion to their blocks; chains of other hosts separate them.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Speeds:
     def measured(self, view: View, chain: Sequence[Hop], step_s: float, now: float) -> None:
         """A step of one token took ``step_s`` from the client through ``chain`` and back.
 
-        ``view`` holds what ``at`` gave for ``now``, as ``believed`` returns it. A host it does not know is given none of the time.
+        ``view`` holds what ``at`` gave for ``now``, as ``credible`` returns it. Hosts that it does not contain are ignored.
         """
         hops = [hop for hop in chain if hop.peer in view.block_s]
         if not hops or not 0 <= step_s < math.inf:
@@ -45,7 +45,7 @@ class Speeds:
             self._measured[hop.peer] = min(max(block_s, 0.0), MAX_BLOCK_S), now
 
     def at(self, hosts: Mapping[PeerId, HostInfo], now: float) -> dict[PeerId, float]:
-        """Seconds per block of the measured ones among ``hosts``; those that are gone are forgotten once they are old."""
+        """Seconds per block of the measured ones among ``hosts``; estimates of hosts that are gone are kept for ``MEMORY_S``."""
         self._measured = {
             peer: (block_s, at)
             for peer, (block_s, at) in self._measured.items()

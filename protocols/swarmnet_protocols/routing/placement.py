@@ -1,7 +1,7 @@
-"""Which blocks a joining host takes. Pure.
+"""The choice of blocks of a joining host: a pure function of the claims of all hosts.
 
 Petals' rule (Borzunov et al. 2023, "Distributed Inference and Fine-tuning of Large Language Models Over The Internet",
-section 3.2): a swarm is as fast as its weakest block, so a newcomer takes the contiguous window whose blocks are the weakest.
+section 3.2): the throughput of a swarm is that of its weakest block, so a new host takes the contiguous window whose blocks are the weakest.
 """
 
 from collections.abc import Sequence
@@ -12,9 +12,9 @@ from swarmnet_protocols.net import PeerId
 
 @dataclass(frozen=True)
 class Claim:
-    """Blocks [start, end) that a host serves, or means to, at ``tokens_per_s``.
+    """Blocks [start, end) that a host serves, or intends to, at ``tokens_per_s``.
 
-    ``settled`` is False while the host may still change its mind.
+    ``settled``: whether the choice is final.
     """
 
     peer: PeerId
@@ -25,7 +25,7 @@ class Claim:
 
 
 def choose_start(claims: Sequence[Claim], *, blocks: int, length: int) -> int:
-    """Start of the window of ``length`` blocks that is weakest at present.
+    """The start of the weakest window of ``length`` blocks.
 
     Windows are compared by their blocks' throughputs sorted from the weakest up, then by start: the same claims give the same
     answer on every machine. Raises ``ValueError`` unless 0 < length <= blocks.
@@ -39,11 +39,11 @@ def choose_start(claims: Sequence[Claim], *, blocks: int, length: int) -> int:
     return min(range(blocks - length + 1), key=lambda start: (sorted(rate[start : start + length]), start))
 
 
-def settle(mine: Claim, others: Sequence[Claim], *, blocks: int) -> Claim:
-    """What to do with ``mine`` now that the intents of others are seen: keep it, or the claim to make instead.
+def resolve_claims(mine: Claim, others: Sequence[Claim], *, blocks: int) -> Claim:
+    """The claim to make in place of ``mine`` (or ``mine`` itself) after the claims of other joining hosts arrived.
 
-    Hosts that chose at the same moment order themselves by peer id: everyone chooses again in that order, after the settled
-    ones, so that all who see the same claims come to the same placement without a word.
+    Hosts that chose at the same time choose again in the order of their peer ids, after the settled ones, so all hosts that see the
+    same claims compute the same placement without further messages.
     """
     settled = [claim for claim in others if claim.settled]
     rivals = sorted([claim for claim in others if not claim.settled] + [mine], key=lambda claim: claim.peer)

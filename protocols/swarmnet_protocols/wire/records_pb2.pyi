@@ -92,7 +92,7 @@ class CatalogJob(_message.Message):
     id: bytes
     def __init__(self, id: _Optional[bytes] = ...) -> None: ...
 
-class PresenceRecord(_message.Message):
+class ProcessRecord(_message.Message):
     __slots__ = ("process", "addresses")
     PROCESS_FIELD_NUMBER: _ClassVar[int]
     ADDRESSES_FIELD_NUMBER: _ClassVar[int]
