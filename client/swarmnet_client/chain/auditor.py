@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from swarmnet_client.audit.audited_sequence import AuditedSequence
 from swarmnet_client.audit.plan import NEWCOMER_POSITIONS, Plan, witnesses
 from swarmnet_client.audit.verdict import Verdict, judge
-from swarmnet_client.audit.watched import Watched
-from swarmnet_client.chain.hops import ChainReport, ChainSpec, LiveHop, Shown
+from swarmnet_client.chain.hops import ChainReport, ChainSpec, HopTranscript, LiveHop
 from swarmnet_client.chain.pass_calls import ask_pass
 from swarmnet_client.chain.supervisor import ChainSupervisor
 from swarmnet_client.swarm.swarm import Swarm
@@ -31,12 +31,12 @@ _log = logging.getLogger(__name__)
 MAX_SEQUENCES_BYTES = 64 << 20
 """Bytes of outputs that hosts keep. Larger sessions are not audited: their hosts need not have what they would be asked for."""
 
-Mark = tuple[Watched, int] | None
+SequenceVersion = tuple[AuditedSequence, int] | None
 """The watched sequence when a step was sent, and its count of changes."""
 
 
 @dataclass(frozen=True)
-class _Evidence:
+class _ClaimedOutputs:
     """The inputs of a hop, and its outputs at the positions ``at``."""
 
     inputs: torch.Tensor
@@ -62,7 +62,7 @@ class Auditor:
         self._report = report
         self._embed = embed
         self._lengths: dict[int, int] = {}
-        self._watched: Watched | None = None
+        self._watched: AuditedSequence | None = None
         self._news = asyncio.Event()
 
     # ---- what goes through the chain --------------------------------------------------------------------
@@ -76,7 +76,7 @@ class Auditor:
             for row in rows
         )
 
-    def step_sent(self, rows: tuple[Row, ...]) -> Mark:
+    def step_sent(self, rows: tuple[Row, ...]) -> SequenceVersion:
         """A step is about to be sent. Pass the result to ``step_done``."""
         for row in rows:
             self._lengths[row.sequence] = row.end
@@ -84,7 +84,7 @@ class Auditor:
             is_mine = watched is not None and watched.sequence == row.sequence
             if row.start == 0:
                 if watched is None or is_mine or self._ledger.rng.random() < 1 / len(self._lengths):
-                    self._watched = Watched(row.sequence, self._report.failovers)
+                    self._watched = AuditedSequence(row.sequence, self._report.failovers)
             elif watched is not None and is_mine and row.rewrite:
                 if row.source == row.sequence:
                     watched.cut(row.start)
@@ -93,14 +93,14 @@ class Auditor:
         return None if self._watched is None else (self._watched, self._watched.changes)
 
     def step_done(
-        self, mark: Mark, rows: tuple[Row, ...], values: torch.Tensor, outputs: torch.Tensor
+        self, version: SequenceVersion, rows: tuple[Row, ...], values: torch.Tensor, outputs: torch.Tensor
     ) -> torch.Tensor:
         """A step was answered. Returns its outputs without those that ``add_audited_outputs`` added."""
         self._ledger.earn(sum(row.count for row in rows) * self._spec.blocks)
         inputs = torch.split(values, [row.count for row in rows])
         parts = torch.split(outputs, [row.wanted for row in rows])
         watched = self._watched
-        if watched is not None and mark == (watched, watched.changes):
+        if watched is not None and version == (watched, watched.changes):
             for row, given, part in zip(rows, inputs, parts, strict=True):
                 if row.sequence == watched.sequence and row.start == watched.length:
                     watched.add(row, given, part)
@@ -126,7 +126,7 @@ class Auditor:
             except Exception:  # noqa: BLE001 - audits are beside the answer, which must not end with them
                 _log.exception("an audit broke")
 
-    async def _look(self, watched: Watched) -> None:
+    async def _look(self, watched: AuditedSequence) -> None:
         hops = self._supervisor.hops
         if watched.failovers != self._report.failovers or self._is_large():
             return
@@ -140,24 +140,24 @@ class Auditor:
             return
         index = next(index for index, live in enumerate(hops) if live.hop == plan.hop)
         watched.plan = None
-        evidence = await self._evidence(watched, index, hops, plan.positions)
-        if evidence is not None:
-            await self._judge(plan, hops[index], evidence)
+        claimed = await self._claimed_outputs(watched, index, hops, plan.positions)
+        if claimed is not None:
+            await self._judge(plan, hops[index], claimed)
 
     def _is_large(self) -> bool:
         each_bytes = self._spec.hidden_size * self._spec.wire.itemsize
         return sum(self._lengths.values()) * each_bytes > MAX_SEQUENCES_BYTES
 
-    async def _evidence(
-        self, watched: Watched, index: int, hops: tuple[LiveHop, ...], count: int
-    ) -> _Evidence | None:
+    async def _claimed_outputs(
+        self, watched: AuditedSequence, index: int, hops: tuple[LiveHop, ...], count: int
+    ) -> _ClaimedOutputs | None:
         """The inputs and outputs of a hop, if it and its neighbours agree on them; otherwise they are replaced, and None."""
         changes = watched.changes
         live = hops[index]
         before = hops[index - 1] if index else None
         after = hops[index + 1] if index + 1 < len(hops) else None
         asked = [each for each in (before, live, after) if each is not None]
-        told = dict(
+        transcripts = dict(
             zip(
                 asked,
                 await asyncio.gather(*(self._show(each, watched, count) for each in asked)),
@@ -167,32 +167,32 @@ class Auditor:
         is_past = self._watched is not watched or watched.changes != changes
         if is_past or watched.failovers != self._report.failovers or hops != self._supervisor.hops:
             return None
-        if any(answer is None for answer in told.values()):
+        if any(answer is None for answer in transcripts.values()):
             for each in asked:
-                if told[each] is None:
+                if transcripts[each] is None:
                     self._supervisor.give_up(
                         each, Unreachable(f"{each.hop.peer} does not show what it computed")
                     )
             return None
         inputs = self._embed(watched.inputs(count)).to(self._spec.wire)
-        own = told[live]
-        if own is None:
+        audited = transcripts[live]
+        if audited is None:
             return None
         if before is not None:
-            upstream = told[before]
+            upstream = transcripts[before]
             inputs = inputs if upstream is None or upstream.sent is None else upstream.sent
-        if own.received != digest(inputs):
+        if audited.received != digest(inputs):
             self._disagree(before, live)
             return None
         if after is None:
-            return _Evidence(inputs, *watched.outputs(count))
-        downstream = told[after]
-        if own.sent is None or downstream is None or downstream.received != digest(own.sent):
+            return _ClaimedOutputs(inputs, *watched.outputs(count))
+        downstream = transcripts[after]
+        if audited.sent is None or downstream is None or downstream.received != digest(audited.sent):
             self._disagree(live, after)
             return None
-        return _Evidence(inputs, list(range(count)), own.sent)
+        return _ClaimedOutputs(inputs, list(range(count)), audited.sent)
 
-    async def _show(self, live: LiveHop, watched: Watched, count: int) -> Shown | None:
+    async def _show(self, live: LiveHop, watched: AuditedSequence, count: int) -> HopTranscript | None:
         """What a hop received and sent of a sequence; None if it does not answer."""
         is_last = live.hop.end == self._spec.blocks
         try:
@@ -208,17 +208,17 @@ class Auditor:
         else:
             self._supervisor.part(one, other, error)
 
-    async def _judge(self, plan: Plan, live: LiveHop, evidence: _Evidence) -> None:
-        second, asked = await self._recompute(plan, evidence, ())
+    async def _judge(self, plan: Plan, live: LiveHop, claimed: _ClaimedOutputs) -> None:
+        second, asked = await self._recompute(plan, claimed, ())
         if second is None:
             return
         self._report.audits += 1
-        verdict = judge(evidence.outputs, second)
+        verdict = judge(claimed.outputs, second)
         if verdict is Verdict.OPEN:
-            third, _ = await self._recompute(plan, evidence, asked)
+            third, _ = await self._recompute(plan, claimed, asked)
             if third is None:
                 return
-            verdict = judge(evidence.outputs, second, third)
+            verdict = judge(claimed.outputs, second, third)
         if verdict is Verdict.WRONG:
             self._supervisor.convict(live)
         elif verdict is Verdict.RIGHT:
@@ -227,13 +227,13 @@ class Auditor:
             self._ledger.doubted.update(asked)
 
     async def _recompute(
-        self, plan: Plan, evidence: _Evidence, asked: tuple[PeerId, ...]
+        self, plan: Plan, claimed: _ClaimedOutputs, asked: tuple[PeerId, ...]
     ) -> tuple[torch.Tensor | None, tuple[PeerId, ...]]:
         """Outputs that hosts other than ``asked`` compute from the same inputs, and these hosts; None if no other host answers."""
         tried: tuple[PeerId, ...] = asked
         while path := self._witnesses(plan.hop, tried):
             tried = (*tried, *(hop.peer for hop in path))
-            values = evidence.inputs
+            values = claimed.inputs
             self._ledger.charge(plan.cost)
             try:
                 for hop in path:
@@ -242,7 +242,7 @@ class Auditor:
                 self._ledger.charge(-plan.cost)
                 _log.debug("a witness did not answer", extra={"reason": str(error)[:200]})
                 continue
-            return values[evidence.at], tuple(hop.peer for hop in path)
+            return values[claimed.at], tuple(hop.peer for hop in path)
         return None, ()
 
     async def _pass(self, hop: Hop, values: torch.Tensor) -> torch.Tensor:

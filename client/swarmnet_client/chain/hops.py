@@ -59,7 +59,7 @@ class ChainReport:
 
 
 @dataclass(frozen=True)
-class Shown:
+class HopTranscript:
     """What a hop says it received and sent for the first positions of a sequence: a digest of its inputs, and its outputs [P, D].
 
     The last hop says no outputs: the client has them.
@@ -69,7 +69,7 @@ class Shown:
     sent: torch.Tensor | None
 
     @classmethod
-    def read(cls, shown: pb.Shown, payload: Buffer) -> "Shown":
+    def read(cls, shown: pb.Shown, payload: Buffer) -> "HopTranscript":
         """Raises ``ProtocolViolation`` for outputs that are no [P, D] tensor."""
         if not shown.HasField("sent"):
             return cls(shown.received, None)
@@ -81,7 +81,7 @@ class Shown:
             decode_tensor(shown.sent, payload, positions=positions, hidden_size=hidden_size),
         )
 
-    def checked(self, count: int, spec: ChainSpec | None) -> "Shown":
+    def checked(self, count: int, spec: ChainSpec | None) -> "HopTranscript":
         """Itself, if it is about ``count`` positions; outputs are expected if ``spec`` is given. Raises ``ProtocolViolation``."""
         if len(self.received) != DIGEST_BYTES:
             raise ProtocolViolation("a hop does not say what it received")
@@ -114,7 +114,7 @@ class LiveHop:
     alive: bool = True
     leaving: bool = False
     """Its host is about to stop, and asked the client to replace it."""
-    showing: "asyncio.Future[Shown] | None" = None
+    showing: "asyncio.Future[HopTranscript] | None" = None
     """Set while the client waits for an answer to ``show``."""
 
     async def receive(self) -> tuple[pb.SessionReply, Buffer]:
@@ -123,7 +123,7 @@ class LiveHop:
         self.heard_at = asyncio.get_running_loop().time()
         return received
 
-    async def show(self, sequence: int, count: int, *, within_s: float) -> Shown:
+    async def show(self, sequence: int, count: int, *, within_s: float) -> HopTranscript:
         """Ask what it received and sent for the first ``count`` positions of a sequence; one question at a time.
 
         Raises what sending raises, ``TimeoutError``, or the error for which the hop is replaced meanwhile.
@@ -140,7 +140,7 @@ class LiveHop:
     def take_shown(self, shown: pb.Shown, payload: Buffer) -> None:
         """Answer the question of ``show``; late answers are dropped. Raises ``ProtocolViolation`` for a malformed one."""
         if self.showing is not None and not self.showing.done():
-            self.showing.set_result(Shown.read(shown, payload))
+            self.showing.set_result(HopTranscript.read(shown, payload))
 
     def target(self, epoch: int) -> NextHop:
         """This hop, as the hop before it needs to know it."""

@@ -46,7 +46,7 @@ class InDoubt(SwarmnetError):
 
 
 @dataclass(frozen=True)
-class Leg:
+class HopPass:
     """The forward pass of some sequences at one host, with its inputs [P, D].
 
     ``before`` are the hosts whose outputs led to ``inputs``. ``graph`` is the id under which the host may have kept the autograd graph,
@@ -60,8 +60,8 @@ class Leg:
     graph: bytes
 
 
-class Hosts:
-    """Passes of one batch at all its hosts: a few at a time at each, and none at a host that failed meanwhile."""
+class PassClient:
+    """Runs the passes of one batch on its hosts, at most ``PASSES_PER_HOST`` at a time on each, and none on a host that failed meanwhile."""
 
     def __init__(self, swarm: Swarm, spec: ChainSpec, report: ChainReport) -> None:
         self._swarm = swarm
@@ -74,56 +74,58 @@ class Hosts:
         self._failures: Counter[PeerId] = Counter()
         self._blame = Blame(swarm)
 
-    async def forward(self, leg: Leg) -> torch.Tensor:
-        """The outputs [P, D] of a leg.
+    async def forward(self, hop_pass: HopPass) -> torch.Tensor:
+        """The outputs [P, D] of a forward pass.
 
         Raises ``ConfigError`` if no host would compute it, ``InDoubt`` if the host cannot compute with what the hosts before it made,
         another ``SwarmnetError`` if it fails otherwise.
         """
 
         async def question(adapter: bytes) -> torch.Tensor:
-            begin = self._begin(leg, adapter, backward=False)
-            (outputs,) = await ask_pass(self._swarm, leg.hop, begin, (leg.inputs,), [leg.inputs.shape])
+            begin = self._begin(hop_pass, adapter, backward=False)
+            (outputs,) = await ask_pass(
+                self._swarm, hop_pass.hop, begin, (hop_pass.inputs,), [hop_pass.inputs.shape]
+            )
             return outputs
 
-        return await self._answer(leg.hop, question, leg.before)
+        return await self._answer(hop_pass.hop, question, hop_pass.before)
 
     async def backward(
-        self, leg: Leg, grad_outputs: torch.Tensor, after: Sequence[Leg]
+        self, hop_pass: HopPass, grad_outputs: torch.Tensor, after: Sequence[HopPass]
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The gradients of a leg's inputs, and of the adapter's tensors for its blocks, from those of its outputs [P, D].
+        """The gradients of a forward pass's inputs, and of the adapter's tensors for its blocks, from those of its outputs [P, D].
 
-        ``grad_outputs`` came back along the legs ``after`` it. Raises ``GraphGone`` for a leg with a graph that is not there,
+        ``grad_outputs`` came back through the passes ``after`` it. Raises ``GraphGone`` if the host has dropped its graph,
         ``SwarmnetError`` as ``forward`` does.
         """
-        own = self._own(leg.hop)
-        shapes = [leg.inputs.shape]
-        if own:
-            shapes.append(torch.Size((sum(tensor.numel() for tensor in own.values()), 1)))
-        tensors = (grad_outputs,) if leg.graph else (leg.inputs, grad_outputs)
+        adapter_tensors = self._adapter_tensors(hop_pass.hop)
+        shapes = [hop_pass.inputs.shape]
+        if adapter_tensors:
+            shapes.append(torch.Size((sum(tensor.numel() for tensor in adapter_tensors.values()), 1)))
+        tensors = (grad_outputs,) if hop_pass.graph else (hop_pass.inputs, grad_outputs)
 
         async def question(adapter: bytes) -> list[torch.Tensor]:
-            begin = self._begin(leg, adapter, backward=True)
-            return await ask_pass(self._swarm, leg.hop, begin, tensors, shapes)
+            begin = self._begin(hop_pass, adapter, backward=True)
+            return await ask_pass(self._swarm, hop_pass.hop, begin, tensors, shapes)
 
-        made_by = [*leg.before, *(hop for each in after for hop in (*each.before, each.hop))]
-        gradients, *column = await self._answer(leg.hop, question, made_by)
-        return gradients, unpack_tensors(column[0], own) if column else {}
+        made_by = [*hop_pass.before, *(hop for each in after for hop in (*each.before, each.hop))]
+        gradients, *column = await self._answer(hop_pass.hop, question, made_by)
+        return gradients, unpack_tensors(column[0], adapter_tensors) if column else {}
 
-    def _own(self, hop: Hop) -> Mapping[str, torch.Tensor]:
+    def _adapter_tensors(self, hop: Hop) -> Mapping[str, torch.Tensor]:
         tensors = self._spec.adapter.tensors if self._spec.adapter is not None else {}
         return {name: tensor for name, tensor in tensors.items() if hop.start <= block_of(name) < hop.end}
 
-    def _begin(self, leg: Leg, adapter: bytes, *, backward: bool) -> pb.Begin:
+    def _begin(self, hop_pass: HopPass, adapter: bytes, *, backward: bool) -> pb.Begin:
         return pb.Begin(
             swarm=self._swarm.id,
             manifest=self._swarm.manifest,
-            span=pb.Span(start=leg.hop.start, end=leg.hop.end),
-            counts=leg.counts,
+            span=pb.Span(start=hop_pass.hop.start, end=hop_pass.hop.end),
+            counts=hop_pass.counts,
             backward=backward,
             wire=wire_code(self._spec.wire),
             adapter=adapter,
-            graph=leg.graph,
+            graph=hop_pass.graph,
         )
 
     async def _answer(self, hop: Hop, question: Callable[[bytes], Awaitable[T]], made_by: Sequence[Hop]) -> T:

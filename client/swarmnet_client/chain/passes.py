@@ -12,7 +12,7 @@ import torch
 
 from swarmnet_client.chain.blame import CLIENT_FAULTS
 from swarmnet_client.chain.hops import ChainReport, ChainSpec
-from swarmnet_client.chain.pass_calls import GraphGone, Hosts, InDoubt, Leg
+from swarmnet_client.chain.pass_calls import GraphGone, HopPass, InDoubt, PassClient
 from swarmnet_client.chain.retry_policy import RetryPolicy, explain
 from swarmnet_client.swarm.swarm import Swarm
 from swarmnet_protocols.errors import (
@@ -67,8 +67,8 @@ class RemoteBatch:
         self._swarm = swarm
         self._spec = spec
         self._parts = split(counts, spec.prefix_positions)
-        self._walked: list[list[Leg]] = []
-        self._hosts = Hosts(swarm, spec, self.report)
+        self._walked: list[list[HopPass]] = []
+        self._hosts = PassClient(swarm, spec, self.report)
 
     async def forward(self, inputs: torch.Tensor, *, keep_graphs: bool = False) -> torch.Tensor:
         """Hidden states [P, D] through all blocks. Raises ``ConfigError`` for values that are not finite.
@@ -82,8 +82,10 @@ class RemoteBatch:
                 for counts, values in zip(self._parts, parts, strict=True)
             )
         )
-        self._walked = [legs for legs, _ in done]
-        self.report.route = [(leg.hop.peer, leg.hop.start, leg.hop.end) for leg in self._walked[-1]]
+        self._walked = [hop_passes for hop_passes, _ in done]
+        self.report.route = [
+            (hop_pass.hop.peer, hop_pass.hop.start, hop_pass.hop.end) for hop_pass in self._walked[-1]
+        ]
         return torch.cat([outputs for _, outputs in done])
 
     async def backward(self, gradients: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -93,13 +95,17 @@ class RemoteBatch:
         """
         values = await self._cut(gradients)
         walked = self._walked
-        self._walked = [[replace(leg, graph=b"") for leg in legs] for legs in walked]  # used up
+        self._walked = [
+            [replace(hop_pass, graph=b"") for hop_pass in hop_passes] for hop_passes in walked
+        ]  # used up
         done = await all_of(*map(self._backward, walked, values))
-        own: dict[str, torch.Tensor] = {}
+        adapter_gradients: dict[str, torch.Tensor] = {}
         for _, part in done:
             for name, numbers in part.items():
-                own[name] = own[name] + numbers if name in own else numbers
-        return torch.cat([found for found, _ in done]), own
+                adapter_gradients[name] = (
+                    adapter_gradients[name] + numbers if name in adapter_gradients else numbers
+                )
+        return torch.cat([found for found, _ in done]), adapter_gradients
 
     async def _cut(self, values: torch.Tensor) -> list[torch.Tensor]:
         """The microbatches in their wire type, checked. Yields to the event loop in between: a batch may be large."""
@@ -116,7 +122,7 @@ class RemoteBatch:
 
     async def _forward(
         self, values: torch.Tensor, counts: tuple[int, ...], *, keep_graphs: bool
-    ) -> tuple[list[Leg], torch.Tensor]:
+    ) -> tuple[list[HopPass], torch.Tensor]:
         """A microbatch through all blocks; from the start again when outputs of hosts are in doubt."""
         retries = RetryPolicy(self._swarm.timing.recover_s)
         while True:
@@ -133,30 +139,32 @@ class RemoteBatch:
         before: tuple[Hop, ...] = (),
         *,
         keep_graphs: bool,
-    ) -> tuple[list[Leg], torch.Tensor]:
+    ) -> tuple[list[HopPass], torch.Tensor]:
         """Through the blocks of ``span`` on their present hosts; ``values`` are outputs of ``before``. Raises ``InDoubt``."""
-        legs: list[Leg] = []
+        hop_passes: list[HopPass] = []
         reached = span[0]
         retries = RetryPolicy(self._swarm.timing.recover_s)
         while reached < span[1]:
             try:
                 hop = self._swarm.route((reached, span[1]))[0]
-                leg = Leg(hop, before, counts, values, self._swarm.new_session() if keep_graphs else b"")
-                outputs = await self._hosts.forward(leg)
+                hop_pass = HopPass(
+                    hop, before, counts, values, self._swarm.new_session() if keep_graphs else b""
+                )
+                outputs = await self._hosts.forward(hop_pass)
             except InDoubt:
                 raise
             except SwarmnetError as error:
                 await self._recover(retries, error)
                 continue
             retries.answered()
-            legs.append(leg)
+            hop_passes.append(hop_pass)
             reached, values, before = hop.end, outputs, (*before, hop)
-        return legs, values
+        return hop_passes, values
 
     async def _backward(
-        self, walked: Sequence[Leg], gradients: torch.Tensor
+        self, walked: Sequence[HopPass], gradients: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Back along the legs; when outputs of hosts are in doubt, forward again on other hosts first."""
+        """Backward through the passes; when outputs of hosts are in doubt, forward again on other hosts first."""
         retries = RetryPolicy(self._swarm.timing.recover_s)
         while True:
             try:
@@ -166,30 +174,32 @@ class RemoteBatch:
                 walked, _ = await self._forward(walked[0].inputs, walked[0].counts, keep_graphs=True)
 
     async def _walk_back(
-        self, walked: Sequence[Leg], gradients: torch.Tensor
+        self, walked: Sequence[HopPass], gradients: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Back along the legs. A leg whose host failed is computed again by other hosts, which then take its place."""
-        legs, after = list(walked), list[Leg]()
-        own: dict[str, torch.Tensor] = {}
+        """Backward through the passes. A pass whose host failed is computed again by other hosts, which then take its place."""
+        hop_passes, after = list(walked), list[HopPass]()
+        adapter_gradients: dict[str, torch.Tensor] = {}
         retries = RetryPolicy(self._swarm.timing.recover_s)
-        while legs:
-            leg = legs[-1]
+        while hop_passes:
+            hop_pass = hop_passes[-1]
             try:
-                gradients, part = await self._hosts.backward(leg, gradients, after)
+                gradients, part = await self._hosts.backward(hop_pass, gradients, after)
             except GraphGone:
-                legs[-1] = replace(leg, graph=b"")
+                hop_passes[-1] = replace(hop_pass, graph=b"")
                 continue
             except InDoubt:
                 raise
             except SwarmnetError as error:
                 await self._recover(retries, error)
-                span = leg.hop.start, leg.hop.end
-                legs[-1:], _ = await self._walk(span, leg.inputs, leg.counts, leg.before, keep_graphs=True)
+                span = hop_pass.hop.start, hop_pass.hop.end
+                hop_passes[-1:], _ = await self._walk(
+                    span, hop_pass.inputs, hop_pass.counts, hop_pass.before, keep_graphs=True
+                )
                 continue
             retries.answered()
-            own |= part
-            after.append(legs.pop())
-        return gradients, own
+            adapter_gradients |= part
+            after.append(hop_passes.pop())
+        return gradients, adapter_gradients
 
     async def _recover(self, retries: RetryPolicy, error: SwarmnetError) -> None:
         """Pause before the next attempt, or raise the error if there is none."""

@@ -56,10 +56,10 @@ class _Passes(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        found, own = ctx.blocks.run(ctx.batch.backward(gradients.cpu()))
-        ordered = [own[name] for name in sorted(own)]
+        input_gradients, by_name = ctx.blocks.run(ctx.batch.backward(gradients.cpu()))
+        ordered = [by_name[name] for name in sorted(by_name)]
         return (
-            found.to(gradients),
+            input_gradients.to(gradients),
             None,
             None,
             *(tensor.to(device, dtype) for tensor, (device, dtype) in zip(ordered, ctx.places, strict=True)),

@@ -1,4 +1,4 @@
-"""The KV cache as transformers sees it. Keys and values are on the hosts; here is which positions they have."""
+"""The KV cache as transformers sees it. Keys and values are on the hosts; the client knows which positions they hold."""
 
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
         self._length = 0
         self._sequences: list[int] = []
         self._firsts: list[int] = []
-        self._own: ClientAdapter | None = None
+        self._client_adapter: ClientAdapter | None = None
         self._version: tuple[object, ...] = ()
         self._adapter: Adapter | None = None
         self._is_checked = False
@@ -100,7 +100,7 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
     @property
     def checked_adapter(self) -> ClientAdapter | None:
         """The adapter of its sequences, once it was checked that the next columns are to be computed with it."""
-        return self._own if self._is_checked else None
+        return self._client_adapter if self._is_checked else None
 
     @property
     def prefix_positions(self) -> int:
@@ -111,15 +111,15 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
     def report(self) -> ChainReport:
         return self._chain.report if self._chain is not None else ChainReport()
 
-    def extend(self, inputs: torch.Tensor, new: NewPositions, own: ClientAdapter) -> torch.Tensor:
+    def extend(self, inputs: torch.Tensor, new: NewPositions, client_adapter: ClientAdapter) -> torch.Tensor:
         """Send the columns [B, n] (ids) or [B, n, D] (embeddings) on; hidden states [B, n, D].
 
         Only the last ``new.outputs`` columns are filled in; what is padding or not wanted is zero. Raises ``ValueError`` when
-        ``own`` is not what the columns held were computed with, or when some of all columns are ids and some are not. A change
+        ``client_adapter`` is not what the columns held were computed with, or when some of all columns are ids and some are not. A change
         that autograd does not count (fused optimizers) is noticed when more than one column comes, or after ``rewind``.
         """
         batch, width = inputs.shape[:2]
-        self._use_adapter(own, are_ids=inputs.dim() == 2, is_token=width == 1)
+        self._use_adapter(client_adapter, are_ids=inputs.dim() == 2, is_token=width == 1)
         if not self._sequences:
             self._sequences = list(range(batch))
         if self._length == 0:
@@ -157,12 +157,12 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
         """Free the caches in the swarm; idempotent."""
         self._blocks.run(self._stack.aclose())
 
-    def _use_adapter(self, own: ClientAdapter, *, are_ids: bool, is_token: bool) -> None:
-        """Check that the sequences are for inputs of this kind and computed with ``own``; empty ones are opened anew."""
-        if own is self._own and self._is_checked and self._are_ids == are_ids:
+    def _use_adapter(self, client_adapter: ClientAdapter, *, are_ids: bool, is_token: bool) -> None:
+        """Check that the sequences are for inputs of this kind and computed with ``client_adapter``; empty ones are opened anew."""
+        if client_adapter is self._client_adapter and self._is_checked and self._are_ids == are_ids:
             return
-        if self._own is not None:
-            is_same = self._is_in_use(own, is_token=is_token)
+        if self._client_adapter is not None:
+            is_same = self._is_in_use(client_adapter, is_token=is_token)
             if is_same and self._are_ids == are_ids:
                 return
             if self._length:
@@ -173,19 +173,23 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
                 )
             self.close()
             self._chain, self._sequences = None, []
-        self._own, self._are_ids, self._version = own, are_ids, lora.version_of(own.pairs)
-        self._adapter, self._is_checked = self._blocks.adapter(own), True
+        self._client_adapter, self._are_ids, self._version = (
+            client_adapter,
+            are_ids,
+            lora.version_of(client_adapter.pairs),
+        )
+        self._adapter, self._is_checked = self._blocks.adapter(client_adapter), True
 
-    def _is_in_use(self, own: ClientAdapter, *, is_token: bool) -> bool:
-        """Whether the sequences are computed with ``own``. A prefix is given only with the first call; for one token only versions are compared."""
-        if own.prefix or (self.prefix_positions and not self._length):
+    def _is_in_use(self, client_adapter: ClientAdapter, *, is_token: bool) -> bool:
+        """Whether the sequences are computed with ``client_adapter``. A prefix is given only with the first call; for one token only versions are compared."""
+        if client_adapter.prefix or (self.prefix_positions and not self._length):
             return False
-        if lora.version_of(own.pairs) != self._version:
+        if lora.version_of(client_adapter.pairs) != self._version:
             return False
         if not (is_token and self._is_checked):
-            self._is_checked = ClientAdapter(own.pairs, self._own.prefix if self._own else {}).is_in(
-                self._adapter
-            )
+            self._is_checked = ClientAdapter(
+                client_adapter.pairs, self._client_adapter.prefix if self._client_adapter else {}
+            ).is_in(self._adapter)
         return self._is_checked
 
     def _remember(self, inputs: torch.Tensor) -> None:

@@ -63,10 +63,10 @@ class AdapterMaker:
         self._last: Adapter | None = None
 
     @torch.no_grad()
-    def adapter(self, own: ClientAdapter) -> Adapter | None:
-        """The adapter with the present values of ``own``; None if it has no parameters. Raises what ``Adapter`` raises."""
-        if not own.pairs and not own.prefix:
+    def adapter(self, client_adapter: ClientAdapter) -> Adapter | None:
+        """The adapter with the present values of ``client_adapter``; None if it has no parameters. Raises what ``Adapter`` raises."""
+        if not client_adapter.pairs and not client_adapter.prefix:
             return None
-        if self._last is None or not own.is_in(self._last):
-            self._last = Adapter(own.tensors())
+        if self._last is None or not client_adapter.is_in(self._last):
+            self._last = Adapter(client_adapter.tensors())
         return self._last

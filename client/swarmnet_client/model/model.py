@@ -45,7 +45,7 @@ class _Call:
 
     model: "SwarmModel"
     cache: SwarmCache
-    own: ClientAdapter
+    client_adapter: ClientAdapter
     ids: torch.Tensor | None
     new: NewPositions
     unpadded: Unpadded | None
@@ -60,15 +60,19 @@ class _Call:
         return self.unpadded.open(self._compute(self.unpadded.close(hidden_states)))
 
     def _compute(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        if torch.is_grad_enabled() and (hidden_states.requires_grad or self.is_training or self.own.learns):
+        if torch.is_grad_enabled() and (
+            hidden_states.requires_grad or self.is_training or self.client_adapter.learns
+        ):
             if not self.is_alone:
                 raise ValueError("gradients do not flow through a session: leave out past_key_values")
-            return run_blocks(self.model.blocks, hidden_states, self.new.columns, self.own.tensors())
+            return run_blocks(
+                self.model.blocks, hidden_states, self.new.columns, self.client_adapter.tensors()
+            )
         inputs = hidden_states if self.ids is None or self.cache.takes_embeddings else self.ids
         between = self.model._between
         if between is not None:
             between.close()
-        output = self.cache.extend(inputs, self.new, self.own)
+        output = self.cache.extend(inputs, self.new, self.client_adapter)
         self.model.blocks.report = self.cache.report
         (self.head if between is None else between).enter_context(self.model.core_lock.briefly())
         return output.to(hidden_states)
@@ -216,24 +220,24 @@ def _swarm_class(base: "type[PreTrainedModel]") -> type:
             past_key_values = self._generating
         is_alone = past_key_values is None
         # The adapter does not change while ``generate`` runs: one look is enough.
-        own = (
+        client_adapter = (
             past_key_values.checked_adapter if past_key_values is self._generating and not is_alone else None
         )
-        if own is None or prefix:
-            own = ClientAdapter.found(self.base_model.layers, prefix)
+        if client_adapter is None or prefix:
+            client_adapter = ClientAdapter.found(self.base_model.layers, prefix)
         with ExitStack() as stack:
             cache = past_key_values
             if cache is None:
                 cache = stack.enter_context(SwarmCache(self.blocks, max_length=self.blocks.spec.max_length))
             held = cache.get_seq_length()
-            mask = _without_prefix(attention_mask, own.prefix_positions or cache.prefix_positions)
+            mask = _without_prefix(attention_mask, client_adapter.prefix_positions or cache.prefix_positions)
             columns = read_mask(mask, batch, held, width)
             if kwargs.get("position_ids") is not None:
                 check_positions(kwargs["position_ids"], columns, held)
             call = _Call(
                 model=self,
                 cache=cache,
-                own=own,
+                client_adapter=client_adapter,
                 ids=input_ids.cpu() if input_ids is not None else None,
                 new=NewPositions(columns, min(keep, width)),
                 unpadded=Unpadded.needed(mask, columns, held, width, are_ids=input_ids is not None),

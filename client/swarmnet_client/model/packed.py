@@ -1,4 +1,4 @@
-"""A head that reads its weight as the checkpoint stores it: the same float32 values from a half or a quarter of the bytes.
+"""An lm_head that reads its weight from the bytes of the checkpoint: the same float32 values from half or a quarter of the memory.
 
 Memory bounds the product of one hidden state and the head's weight, and that is most of what a client computes for a token.
 """
@@ -16,10 +16,10 @@ from swarmnet_protocols.machine import native_code
 SOURCE = Path(__file__).with_name("packed.c")
 BLOCK = 32
 MAX_ROWS = 4
-"""With more of them arithmetic counts, which torch does better."""
+"""Most hidden states at once. With more, arithmetic is the limit instead of memory, and torch is faster."""
 
 
-class _Form(Structure):
+class _WeightLayout(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("blocks", "scales", "halves")),
         *((name, c_int64) for name in ("outputs", "inputs")),
@@ -40,24 +40,24 @@ class Native:
 
     @classmethod
     def load(cls, cache_dir: Path) -> "Native | None":
-        """Compile, or find in ``cache_dir`` what was compiled before; None where this machine cannot."""
+        """The code compiled for this machine, kept in ``cache_dir``; None if it cannot be compiled."""
         library = native_code.load(SOURCE, cache_dir)
         return None if library is None else cls(library)
 
 
 class PackedWeight:
-    """The values of a weight in other memory."""
+    """A copy of a float32 weight in fewer bytes, with the same values."""
 
     def __init__(self, native: Native, **parts: torch.Tensor) -> None:
         self._native = native
         self._parts = parts
         self._outputs, inputs = next(iter(parts.values())).shape
         addresses = {name: part.data_ptr() for name, part in parts.items()}
-        self._form = _Form(outputs=self._outputs, inputs=inputs, **addresses)
+        self._layout = _WeightLayout(outputs=self._outputs, inputs=inputs, **addresses)
 
     @classmethod
     def of(cls, weight: torch.Tensor, native: Native) -> "PackedWeight | None":
-        """None if these values need all of float32."""
+        """The packed ``weight``; None if its values need all of float32."""
         outputs, inputs = weight.shape
         blocks = torch.empty(outputs, inputs, dtype=torch.int8)
         scales = torch.empty(outputs, inputs // BLOCK)
@@ -69,16 +69,16 @@ class PackedWeight:
         return None
 
     def times(self, rows: torch.Tensor) -> torch.Tensor:
-        """Of rows [N, inputs], float32: [N, outputs]."""
+        """The product [N, outputs] of ``rows`` [N, inputs], float32, with the weight."""
         rows = rows.contiguous()
         output = torch.empty(len(rows), self._outputs)
         threads = torch.get_num_threads()
-        self._native.times(ctypes.byref(self._form), rows.data_ptr(), len(rows), threads, output.data_ptr())
+        self._native.times(ctypes.byref(self._layout), rows.data_ptr(), len(rows), threads, output.data_ptr())
         return output
 
 
-class Watched(nn.Parameter):
-    """A weight that notices when its values may have been changed in a way that its version counter does not show."""
+class TrackedWeight(nn.Parameter):
+    """A weight that notes access to ``data``, through which its values can change without a change of its version."""
 
     is_touched = False
 
@@ -101,7 +101,7 @@ class PackedLinear(nn.Linear):
         """``packed`` has the values of ``weight``, which is watched from here on, wherever else it is used."""
         outputs, inputs = weight.shape
         super().__init__(inputs, outputs, bias=False, device="meta")
-        weight.__class__ = Watched
+        weight.__class__ = TrackedWeight
         self.weight = weight
         self._packed = packed
         self._seen = weight, weight._version
@@ -113,7 +113,7 @@ class PackedLinear(nn.Linear):
         seen, version = self._seen
         return (
             self.weight is seen
-            and isinstance(seen, Watched)
+            and isinstance(seen, TrackedWeight)
             and not seen.is_touched
             and seen._version == version
         )

@@ -62,9 +62,9 @@ def choose(scores: torch.Tensor, draws: list[Draw]) -> list[Token]:
     changed = _changed(scores, draws)
     likeliest = changed.argmax(dim=-1).tolist()
     tokens = []
-    for own, row, best, draw in zip(scores, changed, likeliest, draws, strict=True):
+    for unbiased, row, best, draw in zip(scores, changed, likeliest, draws, strict=True):
         chosen = best if draw.sampling.temperature == 0 else _sample(row, draw)
-        tokens.append(_with_logprobs(own, chosen, draw.sampling.top_logprobs))
+        tokens.append(_with_logprobs(unbiased, chosen, draw.sampling.top_logprobs))
     return tokens
 
 

@@ -1,1 +1,1 @@
-"""What a client knows of a swarm: the hosts of a model, their delays and failures, and the event loop all of it runs on."""
+"""The hosts of a model as a client knows them, the choice among them, and the client's event loop."""

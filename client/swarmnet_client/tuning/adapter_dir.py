@@ -1,4 +1,4 @@
-"""Adapters on disk, in PEFT's own format: ``adapter_config.json`` and ``adapter_model.safetensors``."""
+"""Reads and writes adapters in PEFT's format: ``adapter_config.json`` and ``adapter_model.safetensors``."""
 
 import json
 import tempfile
@@ -16,14 +16,14 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 SUMMARY_FILE = "tune.json"
 _PICKLE = "adapter_model.bin"
 _METHODS = ("LORA", "PREFIX_TUNING", "PROMPT_TUNING", "P_TUNING")
-"""Others may bring in further adapters (XLORA) or pickles (MULTITASK_PROMPT_TUNING) by name."""
+"""Other methods may load further adapters (XLORA) or pickles (MULTITASK_PROMPT_TUNING) by name."""
 _MAX_CONFIG_BYTES = 1 << 20
 _MAX_SUMMARY_BYTES = 64 << 20
 _HINT = "name a directory that `swarmnet tune` or PEFT's save_pretrained() has written"
 
 
 def check_adapter(directory: Path) -> dict[str, Any]:
-    """The config of the adapter in ``directory``. Raises ``ConfigError`` or ``IntegrityError`` if there is none that may be read.
+    """The config of the adapter in ``directory``. Raises ``ConfigError`` or ``IntegrityError`` if it is missing or unsafe to load.
 
     PEFT itself would look for a missing file on the hub, read a pickle where there are no safetensors, and import a module that
     the config names.
@@ -51,7 +51,7 @@ def check_adapter(directory: Path) -> dict[str, Any]:
             f"the adapter in {directory} is {config['peft_type'][:40]}, which hosts cannot apply",
             hint=f"use one of {', '.join(_METHODS)}",
         )
-    if config.get("megatron_config"):  # it comes with the name of a module to import
+    if config.get("megatron_config"):  # it names a module that PEFT would import
         raise ConfigError(f"the adapter in {directory} is for a Megatron model", hint=_HINT)
     return config
 
@@ -79,8 +79,8 @@ def _check_hashes(directory: Path) -> None:
     hashes = _read_json(directory / SUMMARY_FILE, _MAX_SUMMARY_BYTES).get("files")
     if hashes is not None and hashes != hashes_of(directory):
         raise IntegrityError(
-            f"the adapter in {directory} is not the one that its {SUMMARY_FILE} is about",
-            hint=f"get it again; if it was trained on since, remove {SUMMARY_FILE}",
+            f"the adapter in {directory} does not have the hashes in its {SUMMARY_FILE}",
+            hint=f"get it again; if it was trained further since, remove {SUMMARY_FILE}",
         )
 
 
@@ -103,7 +103,7 @@ def load_adapter(model: Any, directory: Path) -> Any:
             raise other
         with quiet_peft():
             warnings.filterwarnings("ignore", "Found missing adapter keys", UserWarning)  # refused below
-            # Every pair that the config asks for is made without memory; those in the file get theirs.
+            # Pairs are created without memory; those that are in the file get theirs as they are loaded.
             adapted = PeftModel.from_pretrained(model, str(directory), low_cpu_mem_usage=True)
     except SafetensorError as error:
         raise IntegrityError(f"{directory / WEIGHTS_FILE} is damaged: {error}", hint=_HINT) from error
@@ -130,7 +130,7 @@ def _read_json(path: Path, max_bytes: int) -> dict[str, Any]:
 
 
 def _ranks_fit(config: dict[str, Any], stored: dict[str, tuple[int, ...]]) -> bool:
-    """Whether no rank of LoRA, if this is what the adapter has, is larger than anything in the file."""
+    """Whether every LoRA rank of the config is at most the largest dimension in the file. True for other methods."""
     if config["peft_type"] != "LORA":
         return True
     by_module = config.get("rank_pattern", {})
@@ -141,9 +141,9 @@ def _ranks_fit(config: dict[str, Any], stored: dict[str, tuple[int, ...]]) -> bo
 
 
 def _prompts_fit(config: dict[str, Any], model: Any, stored: dict[str, tuple[int, ...]]) -> bool:
-    """Whether prompts, if this is what the adapter has, are as wide and deep as the model, and as many as are in the file.
+    """Whether the prompts of the config fit the model and the file. True for LoRA.
 
-    PEFT takes the config's word for it, and makes room for so many.
+    PEFT would allocate whatever sizes the config states.
     """
     count, width = config.get("num_virtual_tokens"), config.get("token_dim")
     match config["peft_type"]:
@@ -162,9 +162,9 @@ def _prompts_fit(config: dict[str, Any], model: Any, stored: dict[str, tuple[int
 
 
 def save_adapter(tuned: Any, directory: Path) -> None:
-    """Write the adapter of the PEFT model ``tuned``, each file whole or not at all. Raises ``OutOfResources`` when the disk is full."""
+    """Write the adapter of the PEFT model ``tuned``; each file is replaced atomically. Raises ``OutOfResources`` when the disk is full."""
     with tempfile.TemporaryDirectory(dir=directory, prefix=UNFINISHED) as scratch:
-        # Otherwise PEFT asks the hub whether the vocabulary has grown.
+        # By default PEFT would ask the hub whether the vocabulary has grown.
         tuned.save_pretrained(scratch, save_embedding_layers=False)
         for file in sorted(Path(scratch).iterdir()):
             with replacing(directory / file.name) as temporary:

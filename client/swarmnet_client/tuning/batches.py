@@ -1,4 +1,4 @@
-"""Which rows are learned and which are held out, and in what order they come: all follows from the seed."""
+"""Splits rows into training and held-out ones, orders them by epoch, and pads batches. The seed determines all of it."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -14,10 +14,10 @@ from swarmnet_client.tuning.rows import Encoder, Row, RowFile, read_rows
 from swarmnet_protocols.errors import ConfigError
 
 IGNORED = -100
-"""The label of a token that is not learned, as transformers has it."""
+"""Label of a token without a loss, as in transformers."""
 
 MAX_LABELS = 1000
-"""Classes of a classifier. More are a mistake, such as texts in place of labels, and a head of a million rows."""
+"""Most classes of a classifier. More are a mistake, such as texts in place of labels, which would need a head of a million rows."""
 
 Batch = dict[str, torch.Tensor]
 """``input_ids``, ``attention_mask`` and ``labels`` [B, n] (a classifier's labels: [B]), padded on the right."""
@@ -25,9 +25,9 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Dataset:
-    """Rows to learn from and rows to evaluate on. ``labels`` names the classes of a classifier, in order.
+    """Training and held-out rows. ``labels``: the classes of a classifier, in order.
 
-    ``cut`` rows were too long, ``sha256`` are the hashes of the files.
+    ``cut``: number of rows that were too long and lost their end. ``sha256``: hashes of the files.
     """
 
     train: Sequence[Row]
@@ -41,7 +41,7 @@ class Dataset:
 
     @classmethod
     def read(cls, tokenizer: Any, data: Path, evaluation: Path | None, settings: Settings) -> "Dataset":
-        """Raises ``ConfigError`` for files that will not do, naming the lines that are no rows."""
+        """The rows of ``data``, and of ``evaluation`` if given. Raises ``ConfigError`` naming the lines that are no valid rows."""
         is_classifier = settings.method is Method.CLASSIFIER
         encoder = Encoder(tokenizer, settings.max_length, labelled=is_classifier)
         files = [read_rows(path, encoder) for path in (data, evaluation) if path is not None]
@@ -63,7 +63,7 @@ class Dataset:
         return -(-len(self.train) // self.batch_size)
 
     def batch(self, step: int) -> Batch:
-        """The batch of step 0, 1, ...: every epoch goes once through all rows, in an order of its own."""
+        """The batch of step 0, 1, ...: every epoch takes all rows once, in a new order."""
         epoch, number = divmod(step, self.steps_per_epoch)
         order = epoch_order(self.seed, epoch, len(self.train))
         chosen = order[number * self.batch_size : (number + 1) * self.batch_size]
@@ -85,7 +85,7 @@ class Dataset:
             ids[index, : len(here)] = here
             mask[index, : len(here)] = 1
             labels[index, : len(here)] = here.masked_fill(~torch.from_numpy(row.learned), IGNORED)
-        # Nothing predicts the first token, unless virtual ones come before it: it counts for no method.
+        # The first token has no predecessor, except virtual tokens of the prompt methods: no method counts it.
         labels[:, 0] = IGNORED
         if self.labels:
             labels = torch.tensor([self.labels.index(row.label) for row in rows])
@@ -94,7 +94,7 @@ class Dataset:
 
 @lru_cache(maxsize=1)
 def epoch_order(seed: int, epoch: int, rows: int) -> Sequence[int]:
-    """The order in which an epoch goes through the rows. To draw that of a million takes seconds: it is kept for its steps."""
+    """The order of the rows in an epoch. Cached for the steps of the epoch: shuffling a million rows takes seconds."""
     order = list(range(rows))
     random.Random(f"{seed}/epoch/{epoch}").shuffle(order)
     return order
@@ -103,9 +103,9 @@ def epoch_order(seed: int, epoch: int, rows: int) -> Sequence[int]:
 def split(
     data: RowFile, evaluation: Sequence[RowFile], *, held_out: float, seed: int
 ) -> tuple[list[Row], list[Row]]:
-    """Rows to learn from and to evaluate on: those of ``evaluation``, or else the share ``held_out`` [0, 1) of ``data``.
+    """Training and held-out rows. Held out are the rows of ``evaluation`` or, without any, the share ``held_out`` in [0, 1) of ``data``.
 
-    Raises ``ConfigError`` if nothing would be left to learn from.
+    Raises ``ConfigError`` if no training row would be left.
     """
     if evaluation:
         return data.rows, [row for file in evaluation for row in file.rows]
@@ -125,9 +125,9 @@ def split(
 
 
 def classes(train: Sequence[Row], held_out: Sequence[Row]) -> tuple[str, ...]:
-    """The labels of the rows to learn from, sorted.
+    """The labels of the training rows, sorted.
 
-    Raises ``ConfigError`` for one, for more than ``MAX_LABELS``, or for others on held-out rows.
+    Raises ``ConfigError`` for fewer than 2 or more than ``MAX_LABELS`` labels, or for a held-out row with another label.
     """
     names = tuple(sorted({row.label for row in train}))
     if len(names) < 2:
@@ -137,7 +137,7 @@ def classes(train: Sequence[Row], held_out: Sequence[Row]) -> tuple[str, ...]:
     if len(names) > MAX_LABELS:
         raise ConfigError(
             f"the rows have {len(names)} different labels, {MAX_LABELS} is the most",
-            hint='write what is to be told apart as "label", and the rest as "text"',
+            hint='"label" is the class, "text" the input to classify',
         )
     unknown = next((row for row in held_out if row.label not in names), None)
     if unknown is not None:

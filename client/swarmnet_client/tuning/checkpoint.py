@@ -1,4 +1,4 @@
-"""Where a run stands, in one file: whole, or not there."""
+"""The checkpoint of a tuning run: parameters, optimizer state and curves in one file, replaced atomically."""
 
 import hashlib
 import json
@@ -16,11 +16,11 @@ from swarmnet_protocols.errors import IntegrityError, OutOfResources
 from swarmnet_protocols.machine import files
 
 HISTORY = "history"
-"""A tensor [points, 4] of a checkpoint: the curves; some values are not known (NaN)."""
+"""Name of the tensor [points, 4] with the curves: step, loss, held-out loss and accuracy. NaN: not measured."""
 POINT_FIELDS = 4
 CHECKPOINT_FILE = "checkpoint.safetensors"
 UNFINISHED = ".unfinished-"
-"""How files begin that are being written; a crash may leave them."""
+"""Name prefix of files that are being written. A crash may leave them behind."""
 _ABOUT = "swarmnet-tune"
 _HASH = "sha256"
 
@@ -34,7 +34,7 @@ class TuneCheckpoint:
     tensors: Mapping[str, torch.Tensor]
 
     def save(self, path: Path) -> None:
-        """Replace the file at ``path``. Raises ``OutOfResources`` when the disk does not take it: the old one then stays."""
+        """Replace the file at ``path``. Raises ``OutOfResources`` when the disk is full; the old file then stays."""
         about = json.dumps({"step": self.step, "about": self.about})
         tensors = {name: value.detach().cpu().contiguous() for name, value in self.tensors.items()}
         header = {_ABOUT: about, _HASH: _hash_of(about, tensors)}
@@ -43,7 +43,7 @@ class TuneCheckpoint:
 
     @classmethod
     def load(cls, path: Path) -> "TuneCheckpoint | None":
-        """None if there is none. Raises ``IntegrityError`` if the file is not what ``save`` writes."""
+        """The checkpoint at ``path``; None if there is no file. Raises ``IntegrityError`` for a file that ``save`` did not write."""
         if not path.exists():
             return None
         try:
@@ -66,9 +66,9 @@ class TuneCheckpoint:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A new file beside ``path`` that becomes it, synced to the disk, unless something is raised inside.
+    """A temporary file beside ``path`` that replaces it when the block ends without an exception, synced to the disk.
 
-    Raises ``OutOfResources`` when the disk does not take it.
+    Raises ``OutOfResources`` when the disk is full.
     """
     try:
         with files.replacing(path, prefix=UNFINISHED, mode=0o644) as temporary:
@@ -80,7 +80,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def _hash_of(about: str, tensors: Mapping[str, torch.Tensor]) -> str:
-    """What every byte of the file but those of its form goes into."""
+    """SHA-256 over the description and every tensor's name, type, shape and values."""
     digest = hashlib.sha256(about.encode())
     for name in sorted(tensors):
         value = tensors[name]

@@ -1,4 +1,4 @@
-"""What learns: the methods of ``swarmnet tune``, each a configuration of PEFT."""
+"""The methods of ``swarmnet tune``, each a PEFT configuration, and the settings of a run."""
 
 import importlib.util
 import warnings
@@ -19,17 +19,17 @@ class Method(StrEnum):
 
 
 LEARNING_RATES = {Method.LORA: 1e-3, Method.PROMPT: 3e-2, Method.DEEP_PROMPT: 1e-2, Method.CLASSIFIER: 1e-3}
-"""Where none is given. Those of prompts are from the examples of PEFT."""
+"""Default learning rates. Those of the prompt methods are from PEFT's examples."""
 _PROMPTS = {Method.PROMPT, Method.DEEP_PROMPT}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """All that decides, with the data, what comes out of a run.
+    """The settings of a run. The same settings and data give the same adapter.
 
-    ``steps`` are batches; None: ``epochs`` times all rows. ``held_out`` is the share of the rows to evaluate on where no others
-    are given, ``warmup`` the share of the steps in which the learning rate grows, ``max_length`` in tokens of a row. ``rank``,
-    ``alpha`` and ``target_modules`` (empty: PEFT's choice for the architecture) are of LoRA, ``virtual_tokens`` of prompts.
+    ``steps``: number of batches; None: ``epochs`` passes over all rows. ``held_out``: share of the rows to evaluate on, unless an
+    evaluation file is given. ``warmup``: share of the steps in which the learning rate grows. ``max_length``: most tokens of a row.
+    LoRA uses ``rank``, ``alpha`` and ``target_modules`` (empty: PEFT's choice for the architecture), the prompt methods ``virtual_tokens``.
     """
 
     method: Method
@@ -48,11 +48,11 @@ class Settings:
 
     @property
     def prefix_length(self) -> int:
-        """Positions that come before those of a row."""
+        """Positions in front of every row."""
         return self.virtual_tokens if self.method in _PROMPTS else 0
 
     def to_json(self) -> dict[str, Any]:
-        """The settings that matter to the method."""
+        """The settings that the method uses."""
         fields = asdict(self) | {"method": str(self.method), "target_modules": list(self.target_modules)}
         unused = {"rank", "alpha", "target_modules"} if self.method in _PROMPTS else {"virtual_tokens"}
         return {name: value for name, value in fields.items() if name not in unused}
@@ -66,7 +66,7 @@ def require_peft() -> None:
 
 @contextmanager
 def quiet_peft() -> Iterator[None]:
-    """Without warnings about what PEFT and transformers say to each other: nothing for a person to see."""
+    """Suppress warnings between PEFT and transformers that a user can do nothing about."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         warnings.filterwarnings("ignore", "Position ids are not supported", UserWarning)
@@ -74,7 +74,7 @@ def quiet_peft() -> Iterator[None]:
 
 
 def attach(model: Any, name: str, settings: Settings) -> Any:
-    """A PEFT model around ``model``, called ``name``, whose new parameters follow from the seed.
+    """A PEFT model around ``model``, called ``name``. The seed determines its initial parameters.
 
     Raises ``ConfigError`` for settings that do not fit the model.
     """

@@ -1,7 +1,7 @@
-"""The rows of a data file (JSON Lines), checked and turned into tokens before anything is sent.
+"""Reads a data file (JSON Lines): checks every row and tokenizes it, before anything is sent.
 
-A row is ``{"text"}``, ``{"prompt", "completion"}`` (the completion is learned), ``{"messages": [{"role", "content"}]}`` (the
-assistant's turns are learned), or, for a classifier, ``{"text", "label"}``. Other fields are passed over.
+A row is ``{"text"}``, ``{"prompt", "completion"}`` (the loss is on the completion), ``{"messages": [{"role", "content"}]}`` (the
+loss is on the assistant's messages), or, for a classifier, ``{"text", "label"}``. Other fields are ignored.
 """
 
 import hashlib
@@ -21,14 +21,14 @@ MAX_ROWS = 1_000_000
 MAX_LINE_BYTES = 4 << 20
 MAX_MESSAGES = 256
 MAX_SHOWN = 5
-"""Bad rows that an error names."""
+"""Most bad rows that an error lists."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """Tokens ``ids`` [n] int32; ``learned`` [n] says which of them are to be predicted. ``label`` is a classifier's target.
+    """Token ids [n] int32, and ``learned`` [n], whether a token counts in the loss. ``label``: target of a classifier.
 
-    ``line`` is where it stands in its file, counted from 1; ``cut``: its end was cut off.
+    ``line``: line number in the file, from 1. ``cut``: the row was longer than ``max_length`` and lost its end.
     """
 
     line: int
@@ -40,7 +40,7 @@ class Row:
 
 @dataclass(frozen=True)
 class RowFile:
-    """A file of rows that are all good, and its SHA-256 in hexadecimal digits."""
+    """The rows of a file without bad rows, and its SHA-256 in hexadecimal."""
 
     path: Path
     rows: list[Row]
@@ -48,16 +48,16 @@ class RowFile:
 
     @property
     def cut(self) -> int:
-        """How many rows were longer than the limit."""
+        """Number of rows that lost their end."""
         return sum(row.cut for row in self.rows)
 
 
 class BadRow(ValueError):
-    """Says what is wrong with a row."""
+    """A row that cannot be used; the message says why."""
 
 
 def read_rows(path: Path, encoder: "Encoder") -> RowFile:
-    """All rows of ``path``. Raises ``ConfigError`` for a file without rows, or naming the first lines that are no rows."""
+    """All rows of ``path``. Raises ``ConfigError`` for a file without rows, or with bad rows, of which it lists the first."""
     rows: list[Row] = []
     shown: list[str] = []
     bad = 0
@@ -80,7 +80,7 @@ def read_rows(path: Path, encoder: "Encoder") -> RowFile:
     if bad:
         more = f"\nand {bad - MAX_SHOWN} more" if bad > MAX_SHOWN else ""
         raise ConfigError(
-            "\n".join(shown) + more, hint="mend or remove these lines; nothing was sent anywhere"
+            "\n".join(shown) + more, hint="correct or remove these lines; nothing was sent anywhere"
         )
     if not rows:
         raise ConfigError(f"{path} has no rows", hint='write one JSON object a line, such as {"text": "..."}')
@@ -88,7 +88,7 @@ def read_rows(path: Path, encoder: "Encoder") -> RowFile:
 
 
 class Encoder:
-    """Turns the fields of a row into tokens, ``max_length`` at most: what is longer loses its end."""
+    """Tokenizes rows. A row of more than ``max_length`` tokens loses its end."""
 
     def __init__(self, tokenizer: Any, max_length: int, *, labelled: bool = False) -> None:
         self._tokenizer = tokenizer
@@ -99,7 +99,7 @@ class Encoder:
         self._start = marks[: -len(self._end)] if self._end and marks[-1:] == self._end else marks
 
     def encode(self, line: int, fields: Mapping[str, Any]) -> Row:
-        """Raises ``BadRow``."""
+        """The row with these ``fields``. Raises ``BadRow`` if it cannot be used."""
         found = [kind for kind in self._kinds if all(name in fields for name in kind)]
         if len(found) != 1:
             wanted = " or ".join("{" + ", ".join(f'"{name}"' for name in kind) + "}" for kind in self._kinds)
@@ -124,7 +124,7 @@ class Encoder:
         ids = np.array([token for tokens, _ in parts for token in tokens], dtype=np.int32)
         learned = np.repeat([learned for _, learned in parts], [len(tokens) for tokens, _ in parts])
         kept = learned[: self._max_length]
-        # Nothing predicts the first token.
+        # The first token has no predecessor that could predict it.
         if not label and not kept[1:].any():
             raise BadRow(
                 f"nothing to learn in the first {self._max_length} of its {len(ids)} tokens"
@@ -140,7 +140,7 @@ class Encoder:
         return ids
 
     def _turns(self, messages: object) -> Iterator[tuple[str, bool]]:
-        """The conversation as the chat template writes it, in pieces, and whether the assistant says them."""
+        """The rendered conversation in pieces, and whether a piece is an assistant's message, which counts in the loss."""
         checked = _messages(messages)
         whole = self._render(checked)
         written = 0
@@ -154,7 +154,9 @@ class Encoder:
             closing = so_far[so_far.rfind(content) + len(content) :]
             end = start + len(content) + len(closing)
             if not whole.startswith(before) or start < 0 or whole[start + len(content) : end] != closing:
-                raise BadRow(f"the model's chat template does not show where message {number + 1} is said")
+                raise BadRow(
+                    f"the model's chat template does not show where message {number + 1} begins and ends"
+                )
             yield whole[written : len(before)], False
             yield whole[len(before) : end], True
             written = end

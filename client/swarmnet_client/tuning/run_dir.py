@@ -1,4 +1,4 @@
-"""The directory of a run: its checkpoint while it goes on, then the adapter and ``tune.json``."""
+"""The directory of a tuning run: its checkpoint until it is done, then the adapter and ``tune.json``."""
 
 import fcntl
 import json
@@ -25,9 +25,9 @@ CURVE_FILE = "loss.png"
 
 @contextmanager
 def alone(path: Path) -> Iterator[None]:
-    """Have ``path``, made if need be, to ourselves until the block ends or the process dies.
+    """Lock the directory ``path``, which is created if missing, until the block ends or the process dies.
 
-    Raises ``ConfigError`` when it cannot be made or another run has it.
+    Raises ``ConfigError`` when it cannot be created or another run has locked it.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -47,12 +47,12 @@ def alone(path: Path) -> Iterator[None]:
 
 
 class RunDir:
-    """``path``, a directory, for the run that ``about`` describes. ``unfinished`` is where that run stopped, None if it is to begin."""
+    """The directory ``path`` of the run that ``about`` describes. ``unfinished`` is its last checkpoint, None for a new run."""
 
     def __init__(self, path: Path, about: Mapping[str, Any], *, force: bool) -> None:
-        """With ``force``, what other runs left is not in the way, and an unfinished one begins anew; ``save`` then replaces it.
+        """With ``force``, files of other runs are ignored and ``save`` replaces them; an unfinished run begins again at step 0.
 
-        Raises ``ConfigError`` for a directory in which something else is, ``IntegrityError`` for a damaged checkpoint.
+        Raises ``ConfigError`` for a directory with other files, ``IntegrityError`` for a damaged checkpoint.
         """
         self.path = path
         self.unfinished: TuneCheckpoint | None = None
@@ -77,12 +77,12 @@ class RunDir:
             raise ConfigError(f"{path} has other files in it", hint="choose a new directory for --out")
 
     def save(self, tuner: Tuner) -> Path:
-        """Keep where ``tuner`` stands. Raises ``OutOfResources`` when the disk does not take it."""
+        """Write a checkpoint of ``tuner``; returns its path. Raises ``OutOfResources`` when the disk is full."""
         tuner.checkpoint(self._about).save(self.path / CHECKPOINT_FILE)
         return self.path / CHECKPOINT_FILE
 
     def finish(self, tuned: Any, summary: Mapping[str, Any]) -> None:
-        """Write the adapter and the summary; only then is the checkpoint gone. Raises ``OutOfResources``."""
+        """Write the adapter and the summary, then remove the checkpoint. Raises ``OutOfResources`` when the disk is full."""
         save_adapter(tuned, self.path)
         content = self._about | dict(summary) | {"files": hashes_of(self.path)}
         with replacing(self.path / SUMMARY_FILE) as temporary:

@@ -1,4 +1,4 @@
-"""The loop: plain PyTorch over any causal language model or classifier of transformers with trainable parameters."""
+"""The training loop: AdamW in plain PyTorch, for any causal language model or classifier of transformers."""
 
 import math
 import time
@@ -28,7 +28,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Point:
-    """Of the curves: after ``step`` steps the loss of the last batch, or that of the held-out rows. NaN: not taken."""
+    """A point of the curves after ``step`` steps: the loss of the last batch, or of the held-out rows. NaN: not measured."""
 
     step: int
     loss: float = _UNKNOWN
@@ -39,7 +39,7 @@ class Point:
 class Tuner:
     """Trains those parameters of ``model`` that require gradients, with AdamW.
 
-    ``step`` of ``steps`` are done. ``is_whole``: not in the midst of an update, so that ``checkpoint`` tells the truth.
+    ``step`` of ``steps`` are done. ``is_whole`` is False during an update, when ``checkpoint`` would mix two steps.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Tuner:
             yield self._learn()
 
     def summary(self) -> dict[str, Any]:
-        """The curves so far: ``losses`` of steps 1, 2, ..., and ``evaluations`` of held-out rows."""
+        """The curves so far: ``losses`` of the steps from 1 on, and ``evaluations`` of held-out rows."""
         evaluations = []
         for point in self.history:
             if not math.isnan(point.val_loss):
@@ -86,7 +86,7 @@ class Tuner:
         return {"losses": losses, "evaluations": evaluations}
 
     def checkpoint(self, about: Mapping[str, Any]) -> TuneCheckpoint:
-        """All that decides how the run goes on. It shares memory with the run: save it at once."""
+        """A checkpoint of the run. Its tensors are those of the run, which the next step changes: save it at once."""
         tensors = {f"parameter/{name}": value for name, value in self._parameters.items()}
         for name, value in self._parameters.items():
             for key, state in self._optimizer.state[value].items():
@@ -96,7 +96,7 @@ class Tuner:
         return TuneCheckpoint(self.step, about, tensors)
 
     def restore(self, checkpoint: TuneCheckpoint) -> None:
-        """Go on from ``checkpoint``. Raises ``ConfigError`` if it is of other parameters."""
+        """Resume from ``checkpoint``. Raises ``ConfigError`` if its parameters have other names or shapes."""
         self._model.train()
         expected = {f"parameter/{name}": value for name, value in self._parameters.items()}
         if checkpoint.step:
@@ -185,7 +185,7 @@ class Tuner:
         return {name: value.to(self._model.device) for name, value in batch.items()}
 
     def _share_of_rate(self) -> float:
-        """Of the learning rate, for the step to come: it grows for the first steps, then falls to zero, both in a straight line."""
+        """Factor of the learning rate for the next step: linear warmup, then linear decay to zero."""
         warmup = math.ceil(self._settings.warmup * self.steps)
         if self.step < warmup:
             return (self.step + 1) / (warmup + 1)

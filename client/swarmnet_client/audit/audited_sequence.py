@@ -10,7 +10,7 @@ from swarmnet_protocols.session.steps import Row
 
 
 @dataclass(eq=False)
-class Watched:
+class AuditedSequence:
     """The first positions of a sequence. ``failovers``: of the chain, when the sequence began.
 
     ``changes`` counts the times that positions were dropped: answers of hops from before such a change are of no use after it.
