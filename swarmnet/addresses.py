@@ -42,7 +42,7 @@ def write_addresses(data_dir: Path, addresses: Sequence[str]) -> None:
 
 
 def usual_listen(data_dir: Path) -> tuple[str, ...]:
-    """Where the peer of this data directory listens if nobody says: on the ports it had last, as far as they are free.
+    """Default listen addresses of this data directory: the ports that it had last, as far as they are free.
 
     So the addresses that others know of it stay true when it is started again.
     """

@@ -1,7 +1,7 @@
-"""Logs, on stderr: text for people or one JSON object a line, in one format whoever writes them.
+"""Logs on stderr: text for people, or one JSON object a line. All modules and libraries share one format.
 
 Modules log through ``logging``; fields go into ``extra``. Nothing that a prompt, a token or an activation could be read from is ever
-logged, and what looks like an invite or a private key is struck out here should somebody try.
+logged, and what looks like an invite or a private key is struck out here.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ class _Stderr(logging.Handler):
     """Writes to whatever stderr is then."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        with contextlib.suppress(BrokenPipeError):  # whoever read it is gone
+        with contextlib.suppress(BrokenPipeError):  # the reader has closed the pipe
             sys.stderr.write(f"{shown(self.format(record))}\n")
 
 

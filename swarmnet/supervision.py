@@ -23,7 +23,7 @@ def _one_line(text: str) -> str:
 
 
 def _notify(message: str) -> None:
-    """Does nothing where nobody asked to be told, or listens any more."""
+    """Does nothing without a supervisor that listens."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address.startswith(("/", "@")):
         return

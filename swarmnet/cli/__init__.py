@@ -45,7 +45,7 @@ class Commands(LazyGroup):
         ),
         LazyCommand("resume", "swarmnet.cli.commands.limits:resume", SHARE, "Serve again."),
         LazyCommand(
-            "finish", "swarmnet.cli.commands.control:finish", SHARE, "Stop it without hurting anybody."
+            "finish", "swarmnet.cli.commands.control:finish", SHARE, "Stop it after its sessions have moved."
         ),
         LazyCommand(
             "bootstrap",
@@ -125,7 +125,7 @@ def execute(arguments: Sequence[str]) -> int:
         # The reader of our output is gone; without this the interpreter complains once more when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_INTERRUPTED
-    except Exception as error:  # noqa: BLE001 - the last supervisor: what nobody else handled
+    except Exception as error:  # noqa: BLE001 - the outermost handler
         if "--debug" in options:
             traceback.print_exc()
         failure = explain(error)

@@ -63,7 +63,7 @@ def ask_once(
     must_agree = asking and (at_terminal or question.of_scripts)
     if must_agree and as_json:
         raise typer.BadParameter(
-            "nothing is asked, and nobody agreed to it on this machine before: add --yes, or leave out --json",
+            "nothing is asked with --json, and this job was not agreed to on this machine: add --yes, or leave out --json",
             param_hint="'--json'",
         )
     if as_json:
@@ -72,7 +72,7 @@ def ask_once(
         _show(facts, question)
         if must_agree and not at_terminal:
             raise typer.BadParameter(
-                "nothing can be asked without a terminal, and nobody agreed to it on this machine before: add --yes",
+                "nothing can be asked without a terminal, and this job was not agreed to on this machine: add --yes",
                 param_hint="'--yes'",
             )
         if must_agree and not typer.confirm(question.asked, default=True, err=True):

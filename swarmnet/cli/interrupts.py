@@ -19,7 +19,7 @@ def run_until_stopped(command: Coroutine[Any, Any, None]) -> None:
 
 
 class Interrupts:
-    """Whoever calls this, as signals do, interrupts: the first calls ``first``, every later one ``cancel``."""
+    """A signal handler: the first signal calls ``first``, every later one ``cancel``."""
 
     def __init__(self, cancel: Callable[[], object]) -> None:
         self.first = cancel

@@ -21,7 +21,7 @@ class Group(TyperGroup):
     """Commands of a command."""
 
     def parse_args(self, ctx: "Context", args: list[str]) -> list[str]:
-        # To read options that nobody gave, typer imports pydantic: a third of the time that `--help` of a command takes.
+        # To read options that were not given, typer imports pydantic: a third of the time that `--help` of a command takes.
         if "--help" in args and not args[0].startswith("-"):
             ctx._protected_args, ctx.args = args[:1], args[1:]
             return ctx.args

@@ -28,7 +28,7 @@ def print_text(text: str = "", *, end: str = "\n") -> None:
 
 
 def print_json(fields: Mapping[str, object]) -> None:
-    """One JSON object on one line of stdout, seen at once by whoever reads it."""
+    """One JSON object on one line of stdout, flushed at once."""
     sys.stdout.write(json.dumps(fields, allow_nan=False) + "\n")
     sys.stdout.flush()
 
@@ -39,15 +39,15 @@ def note(text: str) -> None:
 
 
 def note_if_first(bootstrap: Sequence[str], *, as_json: bool) -> None:
-    """Two who were both given nobody to start from never meet; each of them should read why."""
+    """Tell the first peer of a swarm that it is alone: two such peers never meet."""
     if not bootstrap and not as_json:
-        note("nobody to start from is in the swarm file or in --bootstrap: this is the first of its swarm")
+        note("no bootstrap peer is in the swarm file or in --bootstrap: this is the first of its swarm")
 
 
 def say(event: Mapping[str, object], text: str, *, as_json: bool) -> None:
     """What happens to a command that runs for long: ``event`` for programs, ``text`` for people.
 
-    Whoever read that may be gone; that keeps no command from ending in good order.
+    A closed pipe does not keep a command from ending in good order.
     """
     with suppress(BrokenPipeError):
         if as_json:

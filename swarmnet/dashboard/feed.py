@@ -1,4 +1,4 @@
-"""The state as it changes, derived once a tick and shared by everybody who watches."""
+"""The state as it changes: derived once a tick and shared by all viewers."""
 
 import asyncio
 import gzip
@@ -40,7 +40,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Encoded:
-    """A state as it is sent: encoded once, and only if somebody asks."""
+    """A state as it is sent: encoded once, when first asked for."""
 
     body: Mapping[str, Any]
     etag: str
@@ -131,7 +131,7 @@ class Feed:
 
     @property
     def is_full(self) -> bool:
-        """Whether nobody else may watch now."""
+        """Whether the number of viewers is at its limit."""
         return len(self._viewers) >= MAX_VIEWERS
 
     @asynccontextmanager
@@ -150,7 +150,7 @@ class Feed:
             self._viewers.discard(viewer)
 
     async def tick(self) -> None:
-        """Look, tell everybody what changed, and remember what is to be remembered."""
+        """Observe, send changes to all viewers, and record history."""
         look = self._source.look()
         look = replace(look, recent=self._sampler.recent(look), peak_sessions=self._peaks)
         before = self._state

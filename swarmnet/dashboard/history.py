@@ -183,7 +183,7 @@ class History:
     def contributions(
         self, now_s: float, window_s: int, peer: str | None = None
     ) -> list[tuple[str, str | None, int, float]]:
-        """Peer, name, positions computed and seconds online of everybody, or of one, in a window of a day or a month; most first."""
+        """Peer, name, positions computed and seconds online of all peers, or of one, in a window of a day or a month; most first."""
         with self._lock:
             coarse_since_s, fine_since_s = now_s, now_s - window_s
             if window_s > DAY_S:  # what is not coarse yet is fine

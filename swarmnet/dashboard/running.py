@@ -27,8 +27,8 @@ class Watched:
     folder: Path
 
     def about(self, observer: PeerId) -> SwarmAbout:
-        # What a newcomer types: an invite where one is needed, and somebody's address where the file has none. Neither is
-        # known to a page that anybody may read.
+        # What a newcomer types: an invite where one is needed, and an address of a peer where the file has none. A page that is
+        # open to all readers has neither.
         swarm = "swarm.toml" if self.file.is_open else INVITE
         bootstrap = () if self.file.bootstrap or not self.file.is_open else ("--bootstrap", ADDRESS)
         return SwarmAbout(

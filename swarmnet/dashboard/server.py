@@ -131,7 +131,7 @@ def _add_history(app: FastAPI, feed: Feed) -> None:
     async def job(job: str) -> Mapping[str, Any]:
         entry = feed.now.body["jobs"].get(job)
         if entry is None:
-            raise HTTPException(404, "nobody in this swarm knows this job")
+            raise HTTPException(404, "no peer in this swarm knows this job")
         points = await run_in_threadpool(history.curve, job)
         return {**entry, "curve": charts.job_chart(points), "rounds": charts.last_rounds(points)}
 

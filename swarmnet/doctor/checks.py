@@ -159,7 +159,7 @@ def _open_secret(secret: SecretFile) -> Finding:
     path = shlex.quote(str(secret.path))
     if not secret.is_ours:
         return Finding(
-            "keys", Level.FAIL, f"{secret.path} belongs to somebody else", f"sudo chown $USER {path}"
+            "keys", Level.FAIL, f"{secret.path} belongs to another user", f"sudo chown $USER {path}"
         )
     mode = "700" if secret.path.suffix == "" and secret.mode & 0o100 else "600"
     return Finding("keys", Level.FAIL, f"others can read {secret.path}", f"chmod {mode} {path}")
@@ -189,13 +189,13 @@ def _swarm(facts: Facts) -> Iterator[Finding]:
     ends = swarm.not_after
     if ends is not None and ends - facts.now < SOON_S:
         text = f"the swarm file of {swarm.name} ends in {show_duration(ends - facts.now)}"
-        yield Finding("swarm", Level.WARN, text, "get the next one from whoever runs the swarm")
+        yield Finding("swarm", Level.WARN, text, "get the next one from the person who runs the swarm")
     else:
         yield Finding("swarm", Level.OK, f"the swarm file of {swarm.name} is valid")
     if not swarm.needs_certificate:
         return
     if swarm.certificate_error:
-        fix = "ask whoever runs the swarm for an invite, then: swarmnet join INVITE"
+        fix = "ask the person who runs the swarm for an invite, then: swarmnet join INVITE"
         yield Finding("certificate", Level.FAIL, swarm.certificate_error, fix)
     elif swarm.certificate_until is not None and swarm.certificate_until - facts.now < CERTIFICATE_SOON_S:
         text = f"the certificate ends in {show_duration(swarm.certificate_until - facts.now)} and was not renewed"
@@ -210,7 +210,7 @@ def _peers(facts: Facts) -> Iterator[Finding]:
     if facts.swarm is None or facts.swarm.error or "peers" in facts.not_gathered:
         return
     if not facts.peers:
-        text = "the swarm file names nobody to start from"
+        text = "the swarm file names no bootstrap peer"
         fix = "swarmnet swarm sign SWARM --bootstrap ADDR, with an address that a node prints"
         yield Finding("bootstrap", Level.WARN, text, fix)
         return
@@ -255,7 +255,7 @@ def _reachable(facts: Facts) -> Iterator[Finding]:
         text = f"no peer could dial TCP port {ports}: others use this node through relays, which is slower"
         yield Finding("reachable", Level.WARN, text, _OPEN)
     elif not any(ipaddress.ip_address(each.observed_ip).is_global for each in reached):
-        text = f"TCP port {ports} is reached from your own network; nobody from outside was there to try"
+        text = f"TCP port {ports} is reached from your own network; no peer from outside was there to try"
         yield Finding("reachable", Level.OK, text)
     else:
         yield Finding("reachable", Level.OK, f"TCP port {ports} is reached from outside")

@@ -63,7 +63,7 @@ class Swarm:
 
 @dataclass(frozen=True)
 class Peer:
-    """Somebody to start from, and what it saw of us or why it did not say."""
+    """A bootstrap peer, and what it saw of this machine, or why it did not answer."""
 
     address: str
     probed: Probed | None = None

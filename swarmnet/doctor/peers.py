@@ -45,7 +45,7 @@ async def _connected(entry: "Entry", listen: Sequence[str]) -> "AsyncIterator[Tr
 
     peer = Identity.load_or_create(entry.identity_path).peer_id
     membership = Membership(entry.file.rules(), peer, wall_clock, folder=entry.folder)
-    # What is asked to dial our ports says hello to whoever is there: for that, a client may run beside us.
+    # A peer that is asked to dial our ports makes a handshake with the process there: a client may run beside us.
     config = P2pdConfig(
         entry.identity_path, listen=tuple(listen), named=tuple(entry.bootstrap), only_dials=True
     )

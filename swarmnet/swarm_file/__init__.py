@@ -13,7 +13,7 @@ def load(path: Path) -> SwarmFile:
     """Read and verify a swarm file, or the ``swarm.toml`` in a directory.
 
     Raises ``ConfigError``, with the number of the line, for what is not a swarm file, and ``IntegrityError`` for one that
-    was changed after it was made or that nobody signed who may.
+    was changed after it was made or that was not signed by an authorised key.
     """
     return parse(read(path), source=str(file_in(path)))
 
@@ -46,7 +46,7 @@ def read(path: Path) -> bytes:
     except OSError as error:
         raise ConfigError(
             f"cannot read the swarm file {path}: {error.strerror}",
-            hint="create a swarm with `swarmnet swarm create NAME --out DIR`, or get the file from whoever runs it",
+            hint="create a swarm with `swarmnet swarm create NAME --out DIR`, or get the file from the person who runs it",
         ) from error
 
 
@@ -67,5 +67,5 @@ def file_in(path: Path) -> Path:
 def _changed(source: str) -> IntegrityError:
     return IntegrityError(
         f"{source} was changed after it was made",
-        hint="if you run the swarm: swarmnet swarm sign; if not, get the file again from whoever does",
+        hint="if you run the swarm: swarmnet swarm sign; if not, get the file again from the person who does",
     )

@@ -113,7 +113,7 @@ class SwarmFile:
 
     @property
     def is_open(self) -> bool:
-        """Whether anybody who has the file may take part, in some role."""
+        """Whether every peer that has the file may take part, in some role."""
         return self.admission is Admission.OPEN
 
     @property
@@ -141,7 +141,7 @@ class SwarmFile:
         if self.not_after is not None and now >= self.not_after.timestamp():
             raise ConfigError(
                 f"the swarm file of {self.name!r} expired on {self.not_after:%Y-%m-%d}",
-                hint="get the current swarm.toml from whoever runs the swarm, or check the clock of this machine",
+                hint="get the current swarm.toml from the person who runs the swarm, or check the clock of this machine",
             )
 
     def rules(self) -> Rules:

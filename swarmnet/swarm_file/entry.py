@@ -44,7 +44,7 @@ class Entry:
         """Raises ``Unreachable`` where no peer is known to start from."""
         if not self.bootstrap:
             raise Unreachable(
-                "nobody to ask where the swarm is",
+                "no bootstrap peer is known",
                 hint="give the address that a node prints: --bootstrap ADDR",
             )
 
@@ -72,7 +72,7 @@ class Entry:
 
         if self.folder is None:
             raise ConfigError(
-                f"nobody has to be let into {self.file.name}", hint="it has no authority: leave --issuer out"
+                f"{self.file.name} needs no issuer", hint="it has no authority: leave --issuer out"
             )
         return IssuerConfig(load_key(key_path), self.folder, swarm_file.read(self.folder))
 
@@ -84,7 +84,7 @@ def enter(swarm: str, data_dir: Path, bootstrap: Sequence[str] = ()) -> Entry:
     afterwards certificate and swarm file are in ``data_dir``. Beside the authority's key a swarm file needs no invite.
 
     Raises ``ConfigError`` or ``IntegrityError`` for a file that is wrong, changed or older than one used before, ``NotAuthorised`` for
-    an invite that will not do, and ``Unreachable`` when nobody who could let us in is there.
+    an invite that will not do, and ``Unreachable`` when no issuer is reached.
     """
     from swarmnet_protocols.membership.invites import is_invite
 
@@ -110,11 +110,11 @@ def enter(swarm: str, data_dir: Path, bootstrap: Sequence[str] = ()) -> Entry:
 def client_network(
     swarm: str, bootstrap: Sequence[str], data_dir: Path | None = None, hosts: Sequence[PeerId] = ()
 ) -> Network:
-    """For those who dial and are never dialled: another peer than a node of the same data directory, which may be running.
+    """The network of a client, which dials and is never dialled. Its identity is not that of a node of the same data directory, which may run.
 
     With ``hosts`` only these are used, in place of those that the swarm file trusts.
 
-    Where nobody is asked who they are, they are somebody new each time. Raises what ``enter`` raises, and ``Unreachable``
+    In a swarm without members it has a new identity each time. Raises what ``enter`` raises, and ``Unreachable``
     where no peer is known to start from.
     """
     folder = (data_dir or default_data_dir()) / "client"
@@ -134,7 +134,7 @@ def _entry(file: SwarmFile, bootstrap: Sequence[str], data_dir: Path) -> Entry:
 
 
 def _certify_owner(file: SwarmFile, key_path: Path, data_dir: Path) -> None:
-    """Whoever has the authority's key beside the swarm file is a member by it, in all roles, without an invite."""
+    """With the authority's key beside the swarm file, this peer is a member in all roles, without an invite."""
     if not key_path.exists():
         return
     from swarmnet_protocols.membership.issuer import IssuerConfig
@@ -188,7 +188,7 @@ def _take(admitted: "Admitted", invite: "Invite", data_dir: Path) -> Entry:
     if file.swarm_id != invite.grant.swarm:
         raise IntegrityError(f"{source} is of another swarm", hint="ask for a new invite")
     if not file.rules().believe(invite.grant.signer, wall_clock()):
-        raise NotAuthorised("the invite was signed by nobody who may", hint="ask for a new invite")
+        raise NotAuthorised("the invite was not signed by an authorised key", hint="ask for a new invite")
     file = remember(data_dir, admitted.swarm_file, source=source)
     file.check_not_expired(wall_clock())
     folder = folder_of(data_dir, file.swarm_id)

@@ -46,17 +46,17 @@ def check_follows(file: SwarmFile, known: SwarmFile, source: str) -> None:
     if file.serial < known.serial:
         raise IntegrityError(
             f"{source} is older than the one used before: serial {file.serial} after {known.serial}",
-            hint=f"get the current file from whoever runs the swarm, or name the swarm: {known.name}",
+            hint=f"get the current file from the person who runs the swarm, or name the swarm: {known.name}",
         )
     if file.serial == known.serial and file != known:
         raise IntegrityError(
             f"{source} is another file than the one used before, with the same serial {file.serial}",
-            hint="ask whoever runs the swarm to sign the right one again: swarmnet swarm sign",
+            hint="ask the person who runs the swarm to sign the right one again: swarmnet swarm sign",
         )
     if known.authority and file.authority and not file.authority.continues(known.authority):
         raise IntegrityError(
             f"{source} has keys that do not follow from those known before",
-            hint="somebody may have an old key of the authority: ask whoever runs the swarm",
+            hint="an old key of the authority may be in wrong hands: ask the person who runs the swarm",
         )
 
 

@@ -30,7 +30,7 @@ _MAX_MODEL_NAME_CHARS = 256
 _MAX_REFRESH_S = 60
 """With a refresh this often, a revocation is everywhere within two minutes."""
 _MAX_QUOTA = 1 << 50
-_GET_IT_AGAIN = "correct it, or get the file again from whoever runs the swarm"
+_GET_IT_AGAIN = "correct it, or get the file again from the person who runs the swarm"
 _E = TypeVar("_E", bound=StrEnum)
 
 

@@ -33,9 +33,9 @@ serial = 1
 created = 1970-01-01T00:00:00Z
 """
 _TEMPLATE = f"""\
-# Publish this file: whoever has it can find the swarm. It holds no secret.
+# Publish this file: a peer that has it can find the swarm. It holds no secret.
 # To change it: edit, then `swarmnet swarm sign DIR`.
-{_ANY}# Who may take part. "certificate": whoever was invited; "allow-list": the peers under [[allow]]; "open": everybody.
+{_ANY}# Who may take part. "certificate": invited peers; "allow-list": the peers under [[allow]]; "open": all peers.
 admission = "certificate"
 
 [network]
@@ -57,7 +57,7 @@ revocation_refresh = "30s"
 ed25519 = ""
 """
 _OPEN_TEMPLATE = f"""\
-# Publish this file: whoever has it can take part in the swarm. It holds no secret.
+# Publish this file: a peer that has it can take part in the swarm. It holds no secret.
 # Only the bootstrap list may be edited: anything else makes another swarm.
 {_ANY}nonce = ""
 admission = "open"
@@ -309,7 +309,7 @@ def _next_serial(path: Path, now: float) -> int:
     try:
         old = load(path)
     except (ConfigError, IncompatibleVersion, IntegrityError):
-        # What a damaged file had nobody knows; seconds since 1970 are more than anybody has renewed one.
+        # The serial of a damaged file is unknown. Seconds since 1970 are larger than any number of renewals.
         return int(now)
     if old.authority is not None and old.authority.rotations:
         raise ConfigError(

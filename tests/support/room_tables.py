@@ -6,7 +6,7 @@
 import ast
 from pathlib import Path
 
-from tests.support.source_code import PACKAGES, sources
+from tests.support.source_code import PACKAGES, ROOT, sources
 
 SMALL = 3
 """A folder of so many modules needs no README: the one above names them."""
@@ -20,7 +20,7 @@ def rooms() -> list[Path]:
 
 def page(room: Path) -> Path:
     """The README of a folder. Those of packages in a folder of their own are beside them."""
-    is_beside = room in PACKAGES.values() and room.parent.name in {"protocols", "node", "client"}
+    is_beside = room in PACKAGES.values() and room.parent != ROOT
     return (room.parent if is_beside else room) / "README.md"
 
 

@@ -109,7 +109,7 @@ def test_advice_is_the_weakest_window_of_a_usual_length() -> None:
     ]
     found = advice(MODEL, ("swarm.toml",), hosts, replicas_of(12, [each for _, each in hosts]))
     assert found["blocks"] == [4, 8]
-    assert found["reason"] == "nobody hosts blocks 4:8: the model cannot answer"
+    assert found["reason"] == "no peer hosts blocks 4:8: the model cannot answer"
 
 
 @pytest.mark.parametrize(

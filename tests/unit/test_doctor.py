@@ -81,7 +81,7 @@ def test_a_healthy_machine_has_nothing_to_mend() -> None:
         ({"listening": [facts.Listening("/x", "in use", "take another")]}, "listen", "fail", "take another"),
         ({"swarm": None, "peers": []}, "swarm", "skip", "doctor --swarm"),
         ({"swarm": facts.Swarm("lab", "it is changed", "get it again")}, "swarm", "fail", "get it again"),
-        ({"swarm": facts.Swarm("lab", not_after=NOW + DAY_S)}, "swarm", "warn", "whoever runs"),
+        ({"swarm": facts.Swarm("lab", not_after=NOW + DAY_S)}, "swarm", "warn", "the person who runs"),
         (
             {"swarm": facts.Swarm("lab", needs_certificate=True, certificate_error="ended")},
             "certificate",

@@ -58,7 +58,7 @@ def test_the_options_of_the_issue_are_read() -> None:
     )
     assert read_options({"up": None, "down": "1mbit"}) == {"down_bytes_per_s": 125_000.0}
     assert replace(limits, **lifted([name.replace("_", "-") for name in options])) == Limits()
-    assert rows(limits)["when"].startswith("mon-fri 19:00-07:00, while nobody")
+    assert rows(limits)["when"].startswith("mon-fri 19:00-07:00, while the machine")
 
 
 def test_what_cannot_be_is_named_by_its_option() -> None:

@@ -73,9 +73,9 @@ class Chat:
         self._unanswered = ""
 
     def run(self, history: Path | None) -> None:
-        """Talk until the person leaves; what is typed is kept in the file ``history``.
+        """Chat until the user leaves; input is kept in the file ``history``.
 
-        When nobody sits there, the first error ends it. Raises ``KeyboardInterrupt`` for Ctrl-C twice where no answer is due.
+        Without a terminal the first error ends it. Raises ``KeyboardInterrupt`` for Ctrl-C twice where no answer is due.
         """
         with (
             _ended_by_sigterm(),

@@ -69,7 +69,7 @@ async def _serve(network: "Network", data_dir: "Path", *, as_json: bool) -> None
         await race(stop.wait(), transport.died())
         notify_stopping()
         if not stop.is_set():
-            raise SwarmnetError("p2pd died: nobody can start from here", hint="start it again")
+            raise SwarmnetError("p2pd died: this peer cannot be reached", hint="start it again")
 
 
 def _announce(transport: "Transport", data_dir: "Path", *, as_json: bool) -> None:

@@ -36,7 +36,7 @@ def finish(
     ] = DEFAULT_GRACE_S,
     as_json: JsonFlag = False,
 ) -> None:
-    """Stop the node on this machine without hurting anybody: no new sessions, running ones move to other peers."""
+    """Stop the node on this machine after its sessions have moved: it takes no new ones, and running ones move to other peers."""
     from swarmnet_node.owner import control
 
     check_at_least_zero(grace_s, option="--grace")

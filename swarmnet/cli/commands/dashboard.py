@@ -112,7 +112,7 @@ async def _show(entry: Entry, directory: Path, place: "Place", *, as_json: bool)
         await race(stop.wait(), transport.died(), endpoint.failed())
         notify_stopping()
         if not stop.is_set():
-            raise SwarmnetError("p2pd died: this dashboard reaches nobody", hint=_RESTART)
+            raise SwarmnetError("p2pd died: this dashboard reaches no peer", hint=_RESTART)
     say({"event": "stopped"}, "stopped", as_json=as_json)
 
 

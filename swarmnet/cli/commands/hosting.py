@@ -52,7 +52,7 @@ class HostedNode(Protocol):
     def dependencies(self) -> "Dependencies": ...
 
     def report(self) -> "NodeReport":
-        """What whoever watches the swarm is told. Raises ``SwarmnetError`` while the node is paused."""
+        """The report for dashboards. Raises ``SwarmnetError`` while the node is paused."""
 
     def on_change(self, listener: "Callable[[NodeStatus], None]") -> None:
         """Have ``listener`` called whenever the node has begun to pause, or to serve again."""

@@ -182,7 +182,7 @@ def _facts(rules: Rules, limits: Limits, disk: str, public_name: str) -> dict[st
     open_to_all = rules.admission is Admission.OPEN
     return limiting.rows(limits) | {
         "disk": disk,
-        "used by": "anybody who has the swarm file" if open_to_all else "members of the swarm",
+        "used by": "every peer that has the swarm file" if open_to_all else "members of the swarm",
         "others see": "this machine's IP address, its peer id, the blocks it hosts and how fast they are"
         + (f", and the name {public_name}" if public_name else ""),
     }

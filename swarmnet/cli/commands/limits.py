@@ -38,7 +38,7 @@ ScheduleText = Annotated[
     ),
 ]
 IdleOnly = Annotated[
-    bool | None, _limit("--idle-only", about="Run only while nobody uses the machine.", default=False)
+    bool | None, _limit("--idle-only", about="Run only while the machine is not in use.", default=False)
 ]
 IdleAfter = Annotated[
     str | None,
@@ -121,7 +121,7 @@ def rows(limits: Limits) -> dict[str, str]:
     """What limits say, for people."""
     when = [limits.schedule] if limits.schedule else []
     when += (
-        [f"while nobody has used the machine for {units.show_duration(limits.idle_after_s)}"]
+        [f"while the machine has not been used for {units.show_duration(limits.idle_after_s)}"]
         if limits.idle_only
         else []
     )

@@ -129,7 +129,7 @@ def run(  # noqa: PLR0913 - a command line, not an interface
 
 
 def _check_adapter(adapter: Path, model: str, cache_dir: Path | None) -> None:
-    """What can be said of an adapter before anybody is asked anything."""
+    """Check an adapter before the swarm is joined."""
     import_transformers()
     from swarmnet_client.tuning.adapter_dir import check_adapter, check_made_for
     from swarmnet_protocols.models import resolve

@@ -118,7 +118,7 @@ def serve(  # noqa: PLR0913 - a command line, not an interface
 ) -> None:
     """Serve a model that runs on the swarm to OpenAI's clients, until Ctrl-C.
 
-    Everybody who can reach it shares one client of the swarm. On this machine alone it needs no key.
+    All callers share one client of the swarm. An endpoint for this machine alone needs no key.
     """
     from swarmnet.gateway.quotas import Quota
     from swarmnet.web.middleware import AccessPolicy, check_exposed
@@ -212,7 +212,7 @@ async def _serve(local: LocalModel, network: Network, serving: _Serving) -> None
         await race(stop.wait(), swarm.transport.died(), endpoint.failed())
         notify_stopping()
         if not stop.is_set():
-            raise SwarmnetError("p2pd died: this gateway reaches nobody", hint="start it again")
+            raise SwarmnetError("p2pd died: this gateway reaches no peer", hint="start it again")
         draining = "stopping: running answers are finished; Ctrl-C again stops at once"
         say({"event": "draining"}, draining, as_json=serving.as_json)
         try:

@@ -21,11 +21,11 @@ from swarmnet_protocols.wire.roles import name_roles
 app = command_group("Create swarms, say who is in them, and look at their files.")
 
 WHO_IS_IN = {
-    Admission.OPEN: "whoever has the file",
-    Admission.CERTIFICATE: "whoever was invited, with a certificate that ends",
+    Admission.OPEN: "peers that have the file",
+    Admission.CERTIFICATE: "peers that were invited, with a certificate that ends",
     Admission.ALLOW_LIST: "the peers that the file lists",
 }
-WHAT_IT_DOES_NOT_DO = "whoever is in sees what passes through its machine: hosts see activations, which can be turned back into most of a prompt"
+WHAT_IT_DOES_NOT_DO = "members see what passes through their machines: hosts see activations, which can be turned back into most of a prompt"
 
 
 @app.command("create")
@@ -38,7 +38,7 @@ def create(  # noqa: PLR0913 - a command line, not an interface
         Path, typer.Option("--out", metavar="DIR", help="Where the files go.", show_default=False)
     ],
     is_open: Annotated[
-        bool, typer.Option("--open", help="Everybody who has the file may take part; no authority, no key.")
+        bool, typer.Option("--open", help="Every peer that has the file may take part; no authority, no key.")
     ] = False,
     like: Annotated[
         Path | None,
@@ -77,7 +77,7 @@ def create(  # noqa: PLR0913 - a command line, not an interface
     if as_json:
         print_json(_summary(file) | {"path": str(path)})
         return
-    print_text(f"wrote {path}: give it to everybody who takes part")
+    print_text(f"wrote {path}: give it to all who take part")
     if file.authority is not None:
         print_text(f"wrote {out / KEY_NAME}: keep it secret, and keep a copy")
     print_text(f"who takes part: {WHO_IS_IN[file.admission]}")
@@ -117,7 +117,7 @@ def show(swarm: SwarmPath, *, as_json: JsonFlag = False) -> None:
     rows["members"] = (
         "\n".join(f"{peer}: {name_roles(roles)}" for peer, roles in file.allow.items()) or "none"
     )
-    rows["protects"] = f"against everybody but {WHO_IS_IN[file.admission]}"
+    rows["protects"] = f"against all peers but {WHO_IS_IN[file.admission]}"
     rows["does not"] = WHAT_IT_DOES_NOT_DO
     print_table(f"swarm {file.name}", rows)
 
@@ -172,7 +172,7 @@ def new_key(
         return
     print_text(public)
     note(
-        f"wrote {path}: keep it secret. Whoever has it lets members in, once swarm.toml lists it under issuers"
+        f"wrote {path}: keep it secret. A node with it lets members in, once swarm.toml lists it under issuers"
     )
 
 

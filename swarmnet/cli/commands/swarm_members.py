@@ -66,7 +66,7 @@ def invite(  # noqa: PLR0913 - a command line, not an interface
     key: KeyOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Print an invite: one string that makes a member of whoever pastes it after `swarmnet join` or `run --swarm`."""
+    """Print an invite: one string that makes its user a member, after `swarmnet join` or `run --swarm`."""
     file = swarm_file.load_valid(swarm, wall_clock())
     if file.admission is Admission.ALLOW_LIST:
         raise ConfigError(f"{file.name} admits the peers its file lists", hint=_ONLY_CERTIFICATES)
@@ -118,7 +118,7 @@ def revoke(
     key: KeyOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Put a peer, or everybody an invite let in, out of the swarm before their certificates end."""
+    """Put a peer, or all peers that an invite let in, out of the swarm before their certificates end."""
     from swarmnet_protocols.membership.revocations import RevokedIds
 
     now = wall_clock()
@@ -142,7 +142,7 @@ def revoke(
         print_json({"revoked": identity.hex() if identity else who, "serial": serial, "told": told})
         return
     print_text(f"revoked, serial {serial} of the list; told {counted(len(told), 'peer')}")
-    note("they tell everybody they are connected to, who tell the others")
+    note("they tell all peers that they are connected to, which tell the others")
 
 
 def _spread(swarm: Path, file: SwarmFile, signer: "Identity", bootstrap: list[str]) -> list[PeerId]:
@@ -174,7 +174,7 @@ def members(swarm: OwnSwarm = Path(), *, data_dir: DataDirOption = None, as_json
         until = f"  until {row['until']}" if row["until"] else ""
         print_folded(f"{row['peer_id']}  {row['state']}  {', '.join(row['roles'])}{until}{invite}")  # type: ignore[arg-type]
     if not rows:
-        note("nobody yet")
+        note("none yet")
 
 
 def sign_revocations_anew(swarm: Path, file: SwarmFile, key: "Identity", now: float) -> None:
@@ -221,7 +221,7 @@ def _print_invite(
         return
     print_text(text)
     whom = f"peer {terms.peer}" if terms.peer else counted(terms.uses, "peer")
-    secret = "worth nothing to another" if terms.peer else "keep it secret: whoever has it can use it"
+    secret = "worth nothing to another" if terms.peer else "keep it secret: it admits any peer"
     note(f"lets in {whom} as {name_roles(terms.roles)} until {_iso(terms.not_after)}; {secret}")
     if not known:
         note("it holds no address: the newcomer has to add --bootstrap ADDR")
@@ -244,7 +244,8 @@ def _issued(file: SwarmFile, swarm: Path, data_dir: Path | None) -> list[dict[st
     folder = folder_of(data_dir or default_data_dir(), file.swarm_id)
     if not (folder / ISSUED_NAME).exists():
         raise ConfigError(
-            f"nobody was let in from {folder}", hint="give the --data-dir of the node that runs with --issuer"
+            f"no peer was let in from {folder}",
+            hint="give the --data-dir of the node that runs with --issuer",
         )
     path = _list_path(swarm)
     revoked = Revocations([_read_list(path, file, now)] if path.exists() else [])
@@ -274,7 +275,7 @@ def _issued(file: SwarmFile, swarm: Path, data_dir: Path | None) -> list[dict[st
 def _key_for(swarm: Path, file: SwarmFile, path: Path | None) -> "Identity":
     if file.authority is None:
         raise ConfigError(
-            f"{file.name} has no authority: whoever has its file is in",
+            f"{file.name} has no authority: every peer that has its file is a member",
             hint="for a swarm with members: swarmnet swarm create NAME --out DIR",
         )
     key = load_key(path or swarm_file.file_in(swarm).parent / KEY_NAME)
@@ -291,7 +292,7 @@ def _invite_id(text: str) -> bytes | None:
 
     if re.fullmatch("[0-9a-f]{32}", text):
         return bytes.fromhex(text)
-    # An invite that has ended may still have let somebody in.
+    # An invite that has ended may still have let a peer in.
     return read_invite(text, now=0.0).grant.id if is_invite(text) else None
 
 

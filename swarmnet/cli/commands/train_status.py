@@ -1,4 +1,4 @@
-"""``swarmnet train status``: the worker on this machine, or everybody who trains a job."""
+"""``swarmnet train status``: the worker on this machine, or all workers of a job."""
 
 import asyncio
 import time
@@ -147,7 +147,7 @@ def _print_swarm(fields: dict[str, Any]) -> None:
     about = {name: fields[name] for name in ("job", "owner", "method", "rounds")}
     print_table(fields["name"], about)
     if not fields["workers"]:
-        note("nobody trains it now")
+        note("no worker trains it now")
         return
     rows = {
         worker["peer_id"]: "\n".join([f"round {worker['round']}", *worker["addresses"]])

@@ -1,4 +1,4 @@
-"""What is kept of a worker's training for whoever looks: its status now, and the history of its loss."""
+"""The record of a worker's training: its present status, and the history of its loss."""
 
 import json
 import os

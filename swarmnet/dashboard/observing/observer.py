@@ -1,4 +1,4 @@
-"""The observer: finds everybody in a swarm and asks them, again and again, what they do."""
+"""The observer: finds all nodes and workers of a swarm and asks each for its report, again and again."""
 
 import asyncio
 import contextlib
@@ -154,7 +154,7 @@ class Observer:
                     await self._wanted.wait()
 
     async def _read(self, catalog: Catalog) -> None:
-        """Take what is listed. What is listed no more stays as long as somebody we know hosts or trains it."""
+        """Take what is listed. What is no longer listed stays while a known peer hosts or trains it."""
         hosted = self._hosted()
         kept = {manifest: model for manifest, model in self._listed.items() if manifest in hosted}
         self._listed = kept | {
@@ -171,7 +171,7 @@ class Observer:
     async def _find_job(self, job_id: str) -> JobSighting | None:
         try:
             job, _ = await find_job(self._vantage.directory, job_id)
-        except Unreachable:  # anybody may list what does not exist
+        except Unreachable:  # any peer may list a job that does not exist
             return None
         return JobSighting(job_id, job.job.job.name, job.job.method.name, job.job.job.rounds)
 
@@ -325,7 +325,7 @@ class Observer:
         raise ProtocolViolation(f"{stream.peer} reports without being asked")
 
     async def _hear_goodbye(self) -> None:
-        """Whoever left on purpose said so in the directory: look there before we say that they were lost."""
+        """A peer that leaves on purpose says so in the directory: look there before calling it lost."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(GOODBYE_S), self._looked:
                 self._wanted.set()

@@ -1,8 +1,8 @@
-"""Who is watched where there are more peers than can be. Pure.
+"""Which peers are watched, when there are more than can be. Pure.
 
-Identities cost nothing, so no count of them may win. Who answers comes before who only says to exist; among those who answer a
-network's second comes after every other network's first; and some places are always for those who were not asked yet. What is left
-to chance follows from a salt that nobody else knows, so nobody can make identities that win.
+Identities are free, so many of them must not displace others. Peers that answer come before those that were only announced. Among those that
+answer, the second of a subnet comes after the first of every other subnet. Some places are kept for peers that were not asked yet. Ties
+are broken by a secret salt, so identities cannot be made to win.
 """
 
 import hashlib
@@ -35,14 +35,14 @@ def seated(candidates: Collection[Candidate], seats: int, salt: bytes) -> set[Pe
     """Those of the candidates that are to be watched, ``seats`` at most."""
     if len(candidates) <= seats:
         return {each.peer for each in candidates}
-    crowd = _crowds(candidates, salt)
+    rank = _subnet_ranks(candidates, salt)
     known = sorted(
         (each for each in candidates if each.answers),
-        key=lambda each: (crowd[each.peer], each.since_s, each.peer),
+        key=lambda each: (rank[each.peer], each.since_s, each.peer),
     )
     unknown = sorted(
         (each for each in candidates if not each.answers),
-        key=lambda each: (each.failures, not each.asked, crowd[each.peer], _lot(each.peer, salt)),
+        key=lambda each: (each.failures, not each.asked, rank[each.peer], _lot(each.peer, salt)),
     )
     reserved = min(len(unknown), seats // UNKNOWN_SHARE)
     chosen = known[: seats - reserved]
@@ -50,7 +50,7 @@ def seated(candidates: Collection[Candidate], seats: int, salt: bytes) -> set[Pe
     return {each.peer for each in chosen}
 
 
-def _crowds(candidates: Iterable[Candidate], salt: bytes) -> Mapping[PeerId, int]:
+def _subnet_ranks(candidates: Iterable[Candidate], salt: bytes) -> Mapping[PeerId, int]:
     """How many in its network come before each peer: in the fullest of those that it names, so naming more wins nothing."""
     networks: dict[str, list[Candidate]] = defaultdict(list)
     for each in candidates:

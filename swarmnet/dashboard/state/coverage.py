@@ -14,7 +14,7 @@ from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.routing.placement import Claim, choose_start
 
 USUAL_SHARE = 3
-"""Where nobody hosts a model yet: one part in this many of its blocks is advised."""
+"""A model without hosts: a newcomer is advised to host one part in this many of its blocks."""
 _TYPED_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/@-]*")
 
 Hosts = Sequence[tuple[str, Mapping[str, Any]]]
@@ -77,7 +77,7 @@ def advice(model: CatalogModel, join: Sequence[str], hosts: Hosts, replicas: Seq
     ]
     start = choose_start(claims, blocks=model.blocks, length=length)
     span = (start, start + length)
-    # A stranger chose the name, and whoever reads this is to paste it.
+    # A stranger chose the name, and the reader is to paste it.
     name = model.name if _TYPED_NAME.fullmatch(model.name) else "MODEL"
     command = ["swarmnet", "join", *join, "--model", name, "--blocks", f"{span[0]}:{span[1]}"]
     return {"blocks": list(span), "reason": _reason(span, replicas), "command": shlex.join(command)}
@@ -92,7 +92,7 @@ def _reason(span: tuple[int, int], replicas: Sequence[int]) -> str:
     if end - first != len(weak):
         where = f"{len(weak)} of blocks {first}:{end}"
     if least == 0:
-        return f"nobody hosts {where}: the model cannot answer"
+        return f"no peer hosts {where}: the model cannot answer"
     if least == 1:
         return f"only one peer hosts {where}: when it leaves, the model cannot answer"
     return f"{where} {'has' if is_one else 'have'} the fewest peers: {least}"

@@ -14,7 +14,7 @@ Entries = Mapping[str, Mapping[str, Any]]
 
 
 def peer_events(before: Entries, after: Entries, look: Look) -> list[dict[str, Any]]:
-    """Who came, left, was lost and came back. Whoever was there before us did not come."""
+    """Peers that came, left, were lost and came back. Peers that were there before the observer did not come."""
     said_goodbye = {
         seen.peer for seen in look.peers if seen.announced is not None and seen.announced.state == "leaving"
     }
@@ -39,7 +39,7 @@ def model_events(before: Entries, after: Entries, now_s: float) -> list[dict[str
         was, now = old["weakest"]["replicas"], entry["weakest"]["replicas"]
         block = entry["weakest"]["block"]
         if now < was and now <= 1:
-            hosts = "nobody hosts" if now == 0 else "only one peer hosts"
+            hosts = "no peer hosts" if now == 0 else "only one peer hosts"
             found.append(_event(now_s, "weak", f"{hosts} block {block} of {entry['name']}", model=manifest))
         elif was == 0 < now:
             found.append(
