@@ -38,7 +38,7 @@ JOBS = (
     refused("data", "tokenizer", "~/model"),
     Defence(
         "no more is read than the job is about",
-        replacing(test_training_data.data_module, "_counted", lambda source, *_: source),
+        replacing(test_training_data.data_module, "_with_progress", lambda source, *_: source),
         test_training_data.test_data_beyond_the_jobs_size_is_not_read,
     ),
     *(

@@ -87,8 +87,8 @@ def hosts_whose_numbers_overflow_at_others(folder: Path) -> None:
 
 def suspect_nobody_else(patch: Patch) -> None:
     """Than the host that fails."""
-    settle = Blame.settle
-    patch.setattr(Blame, "settle", lambda self, error, hop, **_: settle(self, error, hop))
+    attribute = Blame.attribute
+    patch.setattr(Blame, "attribute", lambda self, error, hop, **_: attribute(self, error, hop))
 
 
 def overlooking(where: type, name: str) -> Callable[[Patch], None]:
@@ -222,7 +222,7 @@ LIMITS = (
     ),
     Defence(
         "who grants nothing is replaced",
-        replacing(ChainSupervisor, "_drop_stuck", nothing),
+        replacing(ChainSupervisor, "_drop_stuck_hop", nothing),
         of_a_host(a_host_that_grants_nothing),
     ),
 )

@@ -123,7 +123,7 @@ def five(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def rules_of(peers: list[Peer]) -> Rules:
-    return peers[0].directory._door.membership.rules
+    return peers[0].directory._handshakes.membership.rules
 
 
 async def bodies(peer: Peer, topic: str) -> set[bytes]:

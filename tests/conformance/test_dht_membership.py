@@ -128,8 +128,8 @@ def test_a_revoked_peer_is_out_of_every_routing_table(tmp_path: Path) -> None:
             named = RevokedIds(peers=frozenset({mallory.identity.peer_id}))
             sealed = sign_list(named, serial=int(wall_clock()), swarm=SWARM, key=AUTHORITY)
             learned = asyncio.Event()
-            second.directory._door.membership.listeners.append(learned.set)
-            first.directory._door.membership.take_revocations([sealed])
+            second.directory._handshakes.membership.listeners.append(learned.set)
+            first.directory._handshakes.membership.take_revocations([sealed])
             async with asyncio.timeout(DEADLINE_S):
                 await learned.wait()
             for peer in (first, second):
@@ -138,7 +138,7 @@ def test_a_revoked_peer_is_out_of_every_routing_table(tmp_path: Path) -> None:
                 assert mallory.identity.peer_id not in table(peer)
             with pytest.raises(NotAuthorised, match="revoked"):
                 async with asyncio.timeout(DEADLINE_S):
-                    await mallory.directory._door.membership.ended()
+                    await mallory.directory._handshakes.membership.ended()
             with pytest.raises(NotAuthorised, match="revoked"):
                 await mallory.directory.lookup("after")
 

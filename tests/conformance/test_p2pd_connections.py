@@ -105,6 +105,6 @@ def test_a_silent_connection_that_is_well_stays(
         async with echoing_behind_a_detour(a, protocol, tmp_path) as there, silence(*there):
             _, stream, _ = there
             await asyncio.sleep(2 * Timing().alive_s)
-            await a._check(stream.peer)
+            await a._check_alive(stream.peer)
 
     p2pd_lab.run(scenario)

@@ -126,9 +126,9 @@ def test_a_p2pd_that_holds_too_much_is_restarted_in_its_place(tmp_path: Path) ->
             addresses, before = a.addresses(), a._daemon.process
             stream = await dial(b, a, ECHO)
             await echoes(stream)
-            a._guard._max_memory_bytes = -(1 << 40)
+            a._connection_guard._max_memory_bytes = -(1 << 40)
             await until(lambda: said == ["away"])
-            a._guard._max_memory_bytes = 1 << 40
+            a._connection_guard._max_memory_bytes = 1 << 40
             await until(lambda: said == ["away", "back"])
             assert a._daemon.process is not before
             assert a.addresses() == addresses
@@ -146,7 +146,7 @@ def test_where_p2pd_holds_too_much_strangers_go_first(tmp_path: Path) -> None:
     async def main() -> None:
         async with peer(tmp_path / "a") as a, outsiders(a.addresses()[0], 8) as crowd:
             assert connected(crowd) == 8
-            a._guard._max_memory_bytes = -(1 << 40)
+            a._connection_guard._max_memory_bytes = -(1 << 40)
             await until(lambda: connected(crowd) == 0)
 
     with pytest.MonkeyPatch.context() as patch:

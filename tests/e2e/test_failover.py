@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from swarmnet_client.chain.supervisor import ChainSupervisor
+from swarmnet_client.chain.chain import Chain
 from swarmnet_node.owner import control
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.models import LocalModel, resolve
@@ -143,17 +143,17 @@ def test_a_node_lost_while_a_long_prompt_is_on_its_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     hit: list[NodeProcess] = []
-    take = ChainSupervisor._take
+    take = Chain._take_output
 
-    def take_and_fault(supervisor: ChainSupervisor, *arguments: Any) -> None:
-        """The first chunk of the prompt is home, others are on their way."""
-        take(supervisor, *arguments)
+    def take_and_fault(chain: Chain, *arguments: Any) -> None:
+        """Fail a node when the first chunk of the prompt has returned and others are in flight."""
+        take(chain, *arguments)
         if not hit:
-            peer = next(peer for peer, start, _ in supervisor._report.route if start == 10)
+            peer = next(peer for peer, start, _ in chain.report.route if start == 10)
             hit.append(node_of(lab, peer))
             fault(hit[0])
 
-    monkeypatch.setattr(ChainSupervisor, "_take", take_and_fault)
+    monkeypatch.setattr(Chain, "_take_output", take_and_fault)
     with lab.connect() as model:
         try:
             assert generate(model, LONG) == expected(LONG)

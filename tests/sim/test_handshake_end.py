@@ -1,4 +1,4 @@
-"""Who has to go: revocations and how they spread, certificates that end, clocks that differ, peers that restart."""
+"""When a membership ends: revocations and how they spread, certificates that end, clocks that differ, peers that restart."""
 
 import asyncio
 import itertools
@@ -29,7 +29,7 @@ from tests.support.handshake_lab import (
 )
 from tests.support.private_swarm import EPOCH, PrivateSwarm, identity_of
 
-# ---- who has to go --------------------------------------------------------------------------------------------
+# ---- the end of a membership ---------------------------------------------------------------------------------------
 
 
 def test_the_streams_of_a_revoked_member_end_at_once() -> None:

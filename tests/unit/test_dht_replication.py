@@ -76,10 +76,10 @@ class Keeping:
         self.near = Neighbourhood(size)
         self.now = EPOCH
         self._publisher = Publisher(ALICE, SWARM, lambda: self.now)
-        self._keepers = Replicator(self.near, lambda: self.now)
+        self._replicator = Replicator(self.near, lambda: self.now)
 
     async def publish(self, topic: str = "topic") -> None:
-        await self._keepers.store(*self._publisher.seal(topic, b"", lifetime_s=60.0))
+        await self._replicator.store(*self._publisher.seal(topic, b"", lifetime_s=60.0))
 
     def wanted(self, replicas: int = 5) -> dict[Any, set[int]]:
         """The nearest to each key that answer."""
@@ -204,7 +204,7 @@ def test_topics_of_long_ago_are_forgotten() -> None:
         for number in range(100):
             await keeping.publish(f"round {number}")
             keeping.now += 15.0
-        assert len(keeping._keepers._found) <= 5
+        assert len(keeping._replicator._found) <= 5
 
     with_peers(3, scenario)
 

@@ -33,7 +33,7 @@ from swarmnet_protocols.training.rounds.messages import (
     Tick,
     Vote,
 )
-from swarmnet_protocols.training.rounds.round_state import Round
+from swarmnet_protocols.training.rounds.round_state import RoundState
 from swarmnet_protocols.training.rounds.terms import MAX_FRACTION, partition
 
 TIMING = RoundTiming(contribution_s=6.0, majority_s=12.0, deadline_s=18.0)
@@ -50,7 +50,7 @@ class Net:
         self.loss = loss
         self.now = 0.0
         self.order = order
-        self.rounds = [Round(me, order, range(members), TIMING, 0.0) for me in range(members)]
+        self.rounds = [RoundState(me, order, range(members), TIMING, 0.0) for me in range(members)]
         self.finishes: dict[int, Finish] = {}
         self.accepted: dict[int, dict[int, tuple[bytes, ...]]] = {}
         self.asleep: set[int] = set()
@@ -238,8 +238,8 @@ def test_there_is_one_decision_whatever_is_lost(seed: int, index: int) -> None:
     net.check()
 
 
-def machine(me: int, members: int = 3) -> Round:
-    machine = Round(me, range(members), range(members), TIMING, 0.0)
+def machine(me: int, members: int = 3) -> RoundState:
+    machine = RoundState(me, range(members), range(members), TIMING, 0.0)
     for other in range(members):
         if other != me:
             machine.handle(LinkUp(other), 0.0)
@@ -258,7 +258,7 @@ def test_an_accepted_proposal_is_proposed_again() -> None:
 
 
 def test_of_two_accepted_proposals_the_later_counts() -> None:
-    coordinator = Round(3, range(5), range(3), TIMING, 0.0)
+    coordinator = RoundState(3, range(5), range(3), TIMING, 0.0)
     for other in (0, 1, 2, 4):
         coordinator.handle(LinkUp(other), 0.0)
     coordinator.handle(Received(4, Prepare(3)), 1.0)

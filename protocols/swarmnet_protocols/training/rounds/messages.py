@@ -1,6 +1,6 @@
 """Everything that goes into and out of the state machine of a round: control messages with their wire form, events and effects.
 
-``Round.handle`` (round_state.py) takes one event and returns effects. Control messages arrive inside the event ``Received`` and leave inside the
+``RoundState.handle`` (round_state.py) takes one event and returns effects. Control messages arrive inside the event ``Received`` and leave inside the
 effect ``Send``. Numbers in received messages are checked against :class:`Shape`.
 """
 

@@ -1,4 +1,4 @@
-"""Running one averaging round: connects the state machine (``round_state.Round``) to streams, slices and the clock.
+"""Running one averaging round: connects the state machine (``round_state.RoundState``) to streams, slices and the clock.
 
 Every observation is fed to the state machine as an event (``_feed``), and every effect that it returns is performed (``_perform``).
 """
@@ -50,7 +50,7 @@ from swarmnet_protocols.training.rounds.reduction import (
     read_summary,
     reduce_slice,
 )
-from swarmnet_protocols.training.rounds.round_state import Round
+from swarmnet_protocols.training.rounds.round_state import RoundState
 from swarmnet_protocols.training.rounds.terms import Slice, Terms
 from swarmnet_protocols.training.rounds.transfers import (
     MAX_SUMMARY_BYTES,
@@ -116,7 +116,7 @@ class RoundRunner:
         self._me = me
         self._loop = asyncio.get_running_loop()
         self._began_s = self._loop.time()
-        self._round = Round(me, terms.coordinators(), terms.reducers, context.timing, self._began_s)
+        self._round = RoundState(me, terms.coordinators(), terms.reducers, context.timing, self._began_s)
         self._schedule = SendSchedule(spread_s, terms.contribution_fraction, self._began_s, context.timing)
         self._ended: asyncio.Future[Finish] = self._loop.create_future()
         self._links: dict[int, MemberLink] = {}

@@ -51,7 +51,7 @@ from swarmnet_protocols.training.rounds.messages import (
 )
 
 
-class Round:
+class RoundState:
     """The state of one round at member ``me``. Attempt k is coordinated by ``order[k % len(order)]``.
 
     Messages from one member to another arrive in order while their link is up; when it goes down, unread ones may be lost.
