@@ -81,7 +81,7 @@ NOTHING_USED = Usage("2026-11")
         (Limits(idle_only=True), QUIET, NOTHING_USED, False, ""),
         (Limits(idle_only=True), BUSY, NOTHING_USED, False, "this machine is in use"),
         (Limits(idle_only=True, idle_after_s=601), QUIET, NOTHING_USED, False, "this machine is in use"),
-        (Limits(idle_only=True), UNKNOWN, NOTHING_USED, False, "cannot be told"),
+        (Limits(idle_only=True), UNKNOWN, NOTHING_USED, False, "it is not known"),
         (Limits(no_battery=True), UNKNOWN, NOTHING_USED, False, "battery"),
         (Limits(no_battery=True), QUIET, NOTHING_USED, False, ""),
         (Limits(schedule="13:00-14:00"), QUIET, NOTHING_USED, False, "outside its hours"),
