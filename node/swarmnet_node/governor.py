@@ -1,4 +1,4 @@
-"""What others may hold of a host whose memory is limited, set anew at each look."""
+"""Keeps a host below its memory limit: sets how much KV cache, log and adapter memory clients may use."""
 
 from collections.abc import Mapping
 
@@ -9,10 +9,10 @@ from swarmnet_protocols.net.resources import Resource, ResourceManager
 
 
 class Governor:
-    """Bounds what others hold during one stay of a node."""
+    """Limits what clients hold while one ``Node`` runs."""
 
     def __init__(self, resources: ResourceManager, hosting: Hosting, fixed_bytes: int) -> None:
-        """``fixed_bytes``: resident now, when nobody holds anything."""
+        """``fixed_bytes``: resident memory without clients."""
         self._resources = resources
         self._most: Mapping[Resource, int] = {
             Resource.CACHE: hosting.max_cache_bytes,
@@ -25,7 +25,7 @@ class Governor:
         self._is_limited = False
 
     def look(self, engine: Engine, max_ram_bytes: int | None, rss_bytes: int) -> None:
-        """From what is resident now: have caches, logs and adapters fit into what is left, and refuse passes that would not."""
+        """Limit KV caches, logs and adapters to the memory that is left, given the resident memory, and refuse passes that would not fit."""
         if max_ram_bytes is None:
             if self._is_limited:
                 self._set(engine, self._most)

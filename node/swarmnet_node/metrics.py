@@ -1,4 +1,4 @@
-"""What Prometheus reads of a node. Everything is looked up when it is asked for; nothing is kept here."""
+"""Metrics of a node for Prometheus. All values are read at each scrape."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -30,7 +30,7 @@ REASONS = tuple(name.removeprefix("REASON_").lower() for name, number in pb.Reas
 
 
 class Measured(Protocol):
-    """A node, as far as it is measured. ``engine`` and ``host`` are None while nothing is loaded."""
+    """The parts of a node that have metrics. ``engine`` and ``host`` are None while no blocks are loaded."""
 
     def status(self) -> NodeStatus: ...
 
@@ -144,7 +144,7 @@ def _of_resources(seen: Snapshot) -> Iterator[Metric]:
 
 
 def _p2pd_bytes() -> int:
-    """0 if it has just ended."""
+    """Seconds until it ends; 0 afterwards."""
     try:
         children = psutil.Process().children()
         return sum(child.memory_info().rss for child in children if child.name() == P2PD)

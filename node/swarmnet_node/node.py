@@ -1,4 +1,4 @@
-"""A node: chooses its blocks, loads them, serves them, says so in the directory, and leaves in good order.
+"""A node: chooses its blocks, loads them, serves them, announces them, and leaves after its sessions have moved.
 
 ``Node.run`` takes every port it needs, so that the simulator runs it whole; ``start.py`` gives it the real ones.
 """
@@ -48,7 +48,7 @@ SETTLE_ROUNDS = 5
 
 @dataclass(frozen=True)
 class Dependencies:
-    """The ports of a node: everything it knows of the outside."""
+    """What a node is given: transport, directory, clocks, randomness."""
 
     transport: Transport
     directory: Directory
@@ -56,13 +56,13 @@ class Dependencies:
     rng: random.Random
     timing: Timing = field(default_factory=Timing)
     stopwatch: Callable[[], float] = time.perf_counter
-    """What forwards are timed by. The loop's own clock stands still while the loop does."""
+    """Clock for the times of forwards. The loop's own clock stands still while the loop is blocked."""
     core_lock: CoreLock = NO_CORE_LOCK
-    """To compute in, where nodes share the cores of a machine."""
+    """Lock for computing, where nodes share the cores of a machine."""
     clock: Clock = wall_clock
-    """By which records expire."""
+    """Clock by which records expire."""
     warning: Callable[[], str] = str
-    """What the owner of the node should see to; empty if nothing."""
+    """A warning for the owner; empty if there is none."""
 
 
 @dataclass(frozen=True)
@@ -149,12 +149,12 @@ class Node:
                 await cancel(announcing, listing, node._leaving)
                 host.adapters.clear()
                 if node._leaving is None:
-                    # Whoever looks now must not come to us; who looked before is told by the end of our streams.
+                    # Clients that look now must not choose this host; those that use it notice the end of its streams.
                     node._state = pb.HOST_STATE_LEAVING
                     with contextlib.suppress(SwarmnetError, TimeoutError):
                         async with asyncio.timeout(1.0):
                             await node._announce()
-                # Who still asks for our status must not keep the blocks in memory.
+                # A late status request must not keep the blocks in memory.
                 node._engine = node._host = None
 
     @property
@@ -234,7 +234,7 @@ class Node:
                 self._ended.set_result(None)
 
     def report(self) -> report_pb2.NodeReport:
-        """What whoever watches the swarm is told. Raises ``Unreachable`` while the node is not serving."""
+        """The report for dashboards. Raises ``Unreachable`` while the node does not serve."""
         if self._host is None:
             raise Unreachable("this node is not serving")
         return describe_host(
@@ -253,7 +253,7 @@ class Node:
         _log.info(event, extra=fields | {"sessions": len(self._host.sessions) if self._host else 0})
 
     async def _choose(self) -> None:
-        """Find the blocks the swarm needs most, counting what others mean to take at this moment."""
+        """Find the blocks that the swarm needs most, counting the intents of other joining nodes."""
         length = min(self._hosting.num_blocks, self._hosting.total_blocks)
         total = self._hosting.total_blocks
         claims, _ = await self._claims()
@@ -271,7 +271,7 @@ class Node:
         self._span = (start, start + length)
 
     async def _claims(self) -> tuple[list[Claim], float]:
-        """What others serve, and what they mean to; and the tokens per second to expect of a host not yet measured."""
+        """The blocks that others serve or intend to, and the tokens per second to expect of a host that is not measured yet."""
         others = [
             (info, body.state != pb.HOST_STATE_CHOOSING)
             for info, body in await read_records(self._dependencies.directory, self._hosting.manifest)
@@ -316,12 +316,12 @@ class Node:
 
 
 def _best(addresses: Sequence[str]) -> list[str]:
-    """As many addresses as others read, those that reach farthest first."""
+    """As many addresses as others read, public ones first."""
     return listed(sorted(addresses, key=lambda address: "/127." in address or "/::1/" in address))
 
 
 def _measure(stage: Stage, now: Callable[[], float]) -> float:
-    """Seconds for one token through the stage: the best of a few, the first of which only warms up."""
+    """Seconds for one token through the stage: the best of a few forwards after one to warm up."""
     inputs = torch.zeros(1, stage.hidden_size)
     times = []
     for _ in range(4):

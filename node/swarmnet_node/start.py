@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NodeConfig:
-    """What a person says of a node. ``blocks`` [start, end), or ``num_blocks`` to be placed; neither: the whole model."""
+    """The options of a node. ``blocks`` [start, end), or ``num_blocks`` to be placed; neither: the whole model."""
 
     model: str
     network: Network
@@ -46,7 +46,7 @@ class NodeConfig:
     dtype: str = "auto"
     max_cache_bytes: int = 1 << 30
     client_share: float = ONE_CLIENT
-    """Of sessions, passes, adapters, logs and caches, what one client may take, unless the swarm says so."""
+    """Share of sessions, passes, adapters, logs and KV caches that one client may use, unless the swarm sets it."""
     public_name: str = ""
     limits: Limits = field(default_factory=Limits)
 
@@ -121,7 +121,7 @@ async def _fail_with_p2pd(transport: "Transport", node: "Supervisor") -> None:
         node.fail(error)
         return
     node.fail(
-        SwarmnetError("p2pd died: nobody can reach this node", hint="start the node again: swarmnet join")
+        SwarmnetError("p2pd died: this node cannot be reached", hint="start the node again: swarmnet join")
     )
 
 
@@ -138,7 +138,7 @@ class _Loaded:
     footprint: "Footprint | None"
     """Measured where memory is limited."""
     early: "list[Stage]"
-    """The stage of the blocks, loaded while the swarm was dialled; whoever takes it has it alone."""
+    """The stage, which was loaded while the swarm was dialled. It can be taken once."""
 
     @classmethod
     def of(cls, config: NodeConfig, progress: "Progress | None") -> "_Loaded":
@@ -173,7 +173,7 @@ class _Loaded:
         return loaded
 
     def _within(self, max_ram_bytes: int, *, is_free: bool) -> "_Loaded":
-        """With its footprint, and fewer blocks if they do not fit and nobody said how many there are to be."""
+        """With its footprint; with fewer blocks if they do not fit and their number was not given."""
         import psutil
 
         from swarmnet_node.engine.memory_account import Footprint
@@ -235,7 +235,7 @@ class _Loaded:
 
 
 def _limits(quotas: "Quotas", share: float) -> "HostLimits":
-    """What strangers may take of this host, less what the swarm allows each of them."""
+    """Limits for clients of this host, no larger than the swarm's quotas."""
     from swarmnet_node.hosting.host import HostLimits
 
     limits = HostLimits()

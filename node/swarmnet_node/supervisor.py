@@ -1,4 +1,4 @@
-"""A node as a guest on its owner's machine: it runs when it may, pauses when it must not, and says why.
+"""Runs and pauses a node as its owner's limits say, and reports why.
 
 The transport and the directory stay while it is paused; blocks, caches and sessions do not.
 """
@@ -24,18 +24,18 @@ from swarmnet_protocols.wire import report_pb2
 
 GOVERN_S = 0.5
 RELEASE_ABOVE = 0.97
-"""Of the limit: what was freed and is still kept goes back to the system from here on."""
+"""Share of the memory limit above which freed memory is returned to the system."""
 LOOK_S = 5.0
-"""Between two looks at the clock, the battery and whether somebody is there."""
+"""Seconds between two looks at clock, battery and idle time."""
 PAUSE_GRACE_S = 2.5
-"""Sessions may take so long to move away before the memory is freed, which has to be within 5 s."""
+"""Seconds that sessions have to move away before a pause frees the memory, which has to be done within 5 s."""
 
 
 class Machine(Protocol):
-    """The machine that a node is a guest on."""
+    """The owner's machine."""
 
     def observe(self, limits: Limits) -> Observed:
-        """What ``limits`` ask after, as it is now. May take a while: called on a thread of its own."""
+        """What ``limits`` depend on, as it is now. May take a while: called on a thread of its own."""
 
     def usage(self) -> Usage: ...
 
@@ -43,14 +43,14 @@ class Machine(Protocol):
         """Resident memory of the node and p2pd."""
 
     def enforce(self, limits: Limits) -> None:
-        """Have limits hold from now on, and after a restart."""
+        """Apply limits now and after a restart."""
 
     def release(self) -> None:
-        """Give the system what memory has been freed. May take a while."""
+        """Return freed memory to the system. May take a while."""
 
 
 class Supervisor:
-    """A node that is run and paused as its owner's limits say. Made by ``run``; what a ``Node`` can be asked, it can."""
+    """Runs a ``Node`` while its owner's limits allow it. Made by :meth:`run`; answers the same questions as a ``Node``."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Supervisor:
         self._is_loading = False
         self._paused_by_owner = False
         self._aside = ""
-        """Why it must not run for a moment, whatever its owner says."""
+        """Why it must not run at the moment, independent of the limits."""
         self._resting = asyncio.Event()
         self._reason = ""
         self._finishing_s: float | None = None
@@ -88,7 +88,7 @@ class Supervisor:
         machine: Machine,
         limits: Limits,
     ) -> AsyncIterator["Supervisor"]:
-        """A guest for as long as the context is open; it serves, or has found that it must not. Raises what loading raises."""
+        """Run a node while the context is open. On entry it serves or is paused. Raises what loading raises."""
         guest = cls(dependencies, hosting, machine, limits)
         await guest._observe()
         living = asyncio.create_task(guest._live(), name="guest")
@@ -118,7 +118,7 @@ class Supervisor:
         return self._dependencies
 
     def report(self) -> report_pb2.NodeReport:
-        """What whoever watches the swarm is told. Raises ``Unreachable`` while the node is paused."""
+        """The report for dashboards. Raises ``Unreachable`` while the node is paused."""
         return self._node.report()
 
     def status(self) -> NodeStatus:
@@ -134,14 +134,14 @@ class Supervisor:
         )
 
     def on_change(self, listener: Callable[[NodeStatus], None]) -> None:
-        """Have ``listener`` called whenever the node has begun to pause, or to serve again."""
+        """Call ``listener`` whenever the node pauses or serves again."""
         self._listeners.append(listener)
 
     def limits(self) -> Limits:
         return self._limits
 
     def set_limits(self, limits: Limits) -> None:
-        """Keep other limits from now on. Raises ``ConfigError``, and keeps the old ones, when that cannot be."""
+        """Apply other limits. Raises ``ConfigError`` for impossible ones; the old ones stay."""
         if limits.max_ram_bytes is not None and limits.max_ram_bytes != self._limits.max_ram_bytes:
             held = self._node.engine.cache_bytes if self._node.engine is not None else 0
             check_headroom(limits.max_ram_bytes, self._machine.ram_bytes() - held)
@@ -155,13 +155,13 @@ class Supervisor:
         self._look.set()
 
     def resume(self) -> None:
-        """Take ``pause`` back."""
+        """End ``pause``."""
         self._paused_by_owner = False
         self._look.set()
 
     @asynccontextmanager
     async def step_aside(self, reason: str) -> AsyncIterator[None]:
-        """Paused while the context is open, which begins when sessions have moved away, or had the time to."""
+        """Paused while the context is open. It is entered when sessions have moved away, or had the time to."""
         self._aside = reason
         self._look.set()
         try:
@@ -202,11 +202,11 @@ class Supervisor:
         try:
             while not self._is_finishing:
                 if self._pause_now() is None:
-                    # What is still being loaded when the owner says pause is not waited for.
+                    # A pause does not wait for blocks that are being loaded.
                     await race(self._serve(), self._until_given_up())
                 else:
                     await self._rest()
-        except Exception as error:  # noqa: BLE001 - the supervisor: whoever waits for the end is told
+        except Exception as error:  # noqa: BLE001 - the supervisor: ``finished`` raises it
             if not self._ended.done():
                 self._ended.set_exception(error)
         else:
@@ -229,7 +229,7 @@ class Supervisor:
                 await cancel(governing)
 
     async def _govern(self, node: Node) -> NoReturn:
-        """Have others take no more memory than is left for them, as long as ``node`` runs; one session a look goes where they do."""
+        """Limit the memory of clients while ``node`` runs; one session a look is ended if they use more."""
         governor = Governor(self._dependencies.transport.resources, self._hosting, self._machine.ram_bytes())
         while True:
             limit_bytes = self._limits.max_ram_bytes
@@ -243,9 +243,9 @@ class Supervisor:
             await asyncio.sleep(LOOK_S if limit_bytes is None else GOVERN_S)
 
     async def _rest(self) -> None:
-        """Stay away until the node may run again, or is to end."""
+        """Wait until the node may run again, or is to end."""
         self._resting.set()
-        # Blocks that are not chosen yet are nobody's news.
+        # Blocks that are not chosen yet are not announced.
         announcing = asyncio.create_task(self._node.rest()) if self._hosting.blocks is not None else None
         try:
             await asyncio.get_running_loop().run_in_executor(None, self._machine.release)
@@ -270,7 +270,7 @@ class Supervisor:
         await self._until(lambda: self._is_loading and self._must_stop())
 
     async def _until(self, holds: Callable[[], bool]) -> None:
-        """Return when ``holds`` does; it is asked whenever something was said or seen."""
+        """Wait until ``holds`` is true; it is called after every change."""
         while not holds():
             self._look.clear()
             await self._look.wait()

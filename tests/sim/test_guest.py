@@ -191,7 +191,7 @@ def test_a_paused_node_says_so_and_nobody_is_sent_to_it(reference: Reference) ->
             Limits(idle_only=True, idle_after_s=60),
             lambda machine: machine.see(idle_s=3.0),
             lambda machine: machine.see(idle_s=60.0),
-            "somebody uses",
+            "this machine is in use",
         ),
         (
             Limits(monthly_bytes=1000),

@@ -1,4 +1,4 @@
-"""The parts of clients' adapters that one host keeps: each for its owner only, as long as it is used and there is room."""
+"""The parts of adapters that clients uploaded to one host. Only its owner can use a part, until it is idle or memory is needed."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -15,11 +15,11 @@ from swarmnet_protocols.wire import session_pb2 as pb
 HASH_BYTES = 32
 
 Key = tuple[PeerId, bytes]
-"""Owner and hash. Whoever else knows the hash has to send the bytes."""
+"""Owner and hash. Another client that knows the hash has to upload the bytes."""
 
 
 class Room:
-    """For one adapter, in the scope of its owner, until ``release``."""
+    """The memory of one adapter, in the scope of its owner, until ``release``."""
 
     def __init__(self, scope: Scope, nbytes: int) -> None:
         """Raises ``ResourceLimitReached``."""
@@ -44,29 +44,29 @@ class _Kept:
 
 
 class AdapterStore:
-    """Adapters by owner and hash, least recently used first. Those in use stay; of the others the oldest make way."""
+    """Adapters by owner and hash, least recently used first. Those in use stay; of the others the oldest are dropped first."""
 
     def __init__(self, in_all: Scope, *, idle_s: float) -> None:
-        """``in_all``: the scope around those of owners. What nobody used for ``idle_s`` goes by itself."""
+        """``in_all`` is the scope around those of owners. An adapter that is idle for ``idle_s`` is dropped."""
         self._in_all = in_all
         self._idle_s = idle_s
         self._kept: dict[Key, _Kept] = {}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all adapters that are here, and of those that are on their way."""
+        """Bytes of all adapters here, and of those being uploaded."""
         return self._in_all.used[Resource.ADAPTER_BYTES]
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def clear(self) -> None:
-        """Forget all of them. Who uses one has it still."""
+        """Drop all adapters. Those in use stay until they are released."""
         for key in list(self._kept):
             self._drop(key)
 
     def renew(self, owner: PeerId, digest: bytes) -> bool:
-        """Whether the adapter is here; if so it counts as used now."""
+        """Whether the adapter is here. If so, it counts as used now."""
         if (owner, digest) not in self._kept:
             return False
         with self.use(owner, digest):
@@ -74,7 +74,7 @@ class AdapterStore:
 
     @contextmanager
     def room(self, scope: Scope, nbytes: int) -> Iterator[None]:
-        """Keep so many bytes free for an adapter that comes while the context is open, to an owner whose scope this is.
+        """Reserve memory for an adapter that is uploaded while the context is open. ``scope`` is its owner's.
 
         Raises ``Refused`` when the owner's adapters, or all, would take more than they may.
         """
@@ -85,7 +85,7 @@ class AdapterStore:
             room.release()
 
     def put(self, owner: PeerId, scope: Scope, digest: bytes, adapter: StageAdapter) -> None:
-        """Keep an adapter. Raises ``Refused`` as ``room`` does: it may be larger than the bytes it came as."""
+        """Keep an adapter. Raises ``Refused`` as ``room`` does: it may be larger than its upload."""
         if self.renew(owner, digest):
             return
         self._kept[owner, digest] = _Kept(adapter, self._make_room(scope, adapter.nbytes))
@@ -93,7 +93,7 @@ class AdapterStore:
 
     @contextmanager
     def use(self, owner: PeerId, digest: bytes) -> Iterator[StageAdapter | None]:
-        """The adapter that has this hash, which stays while the context is open; None for no hash.
+        """The adapter with this hash, which stays while the context is open; None for an empty hash.
 
         Raises ``ProtocolViolation`` for what is not a hash, ``Refused`` when the owner has no such adapter here.
         """
@@ -118,7 +118,7 @@ class AdapterStore:
                 self._rest(key)
 
     def _rest(self, key: Key) -> None:
-        """Nobody uses it now: it is the last of those to make way, and goes in time."""
+        """It is no longer in use: drop it when it has been idle, or after all others when memory is needed."""
         kept = self._kept.pop(key)
         self._kept[key] = kept
         kept.expiry = asyncio.get_running_loop().call_later(self._idle_s, self._drop, key)
@@ -130,7 +130,7 @@ class AdapterStore:
             kept.expiry.cancel()
 
     def _make_room(self, scope: Scope, nbytes: int) -> Room:
-        """Drop what nobody uses, of this owner and of anybody, until there is room."""
+        """Drop unused adapters, first of this owner, then of all, until there is room."""
         try:
             if self._make_way(scope, nbytes, lambda owner: owner == scope.name):
                 self._make_way(self._in_all, nbytes, lambda owner: True)
@@ -139,7 +139,7 @@ class AdapterStore:
             raise Refused.overloaded(error) from error
 
     def _make_way(self, scope: Scope, nbytes: int, counts: Callable[[PeerId], bool]) -> bool:
-        """Drop adapters that count in ``scope`` and nobody uses, the oldest first, until it has room; none if that is in vain."""
+        """Drop unused adapters that count in ``scope``, oldest first, until it has room; none if they would not suffice."""
         excess_bytes = nbytes - scope.available(Resource.ADAPTER_BYTES)
         excess = 1 - scope.available(Resource.ADAPTERS)
         going = []

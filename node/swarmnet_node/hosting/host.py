@@ -1,9 +1,10 @@
-"""Hosting: the host's side of sessions, links, passes and adapters.
+"""A host: admits sessions, links, passes and adapter uploads of clients, and limits what each may use.
 
-A client opens a session; the hop before us opens a link to it and sends steps; each step is computed once, logged, and
-sent on by the session's feeder, or home to the client when we are the last hop. The session, with its caches, ends
-with the client's stream. A pass, for somebody who trains, is a stream of its own that leaves nothing behind. Adapters come on
-streams of their own, before the sessions and passes that name them.
+1. A client opens a session, and the hop before this one a link to it (``session.py``). The session ends with the client's stream.
+2. A client that trains sends passes, each on a stream of its own, which leave nothing behind (``passes.py``).
+3. Adapters are uploaded on streams of their own, before the sessions and passes that name them (``adapter_upload.py``).
+
+When all slots are taken, a session, pass or link that brings no work is ended (``slots.py``).
 """
 
 import asyncio
@@ -43,33 +44,33 @@ from swarmnet_protocols.wire import session_pb2 as pb
 SESSION_ID_BYTES = 16
 MIN_MESSAGES_BYTES = 8 << 20
 MESSAGES_PER_CLIENT = 8
-"""So many of the largest steps of one client may be in memory at once; the others wait where they come from."""
+"""Largest steps of one client in memory at a time; further ones wait at their sender."""
 CLIENTS_AT_ONCE = 6
 BURST_S = 4.0
-"""Whoever was quiet may use what this many seconds of its rate come to at once."""
+"""Seconds of a client's rate that it may use at once after a pause."""
 
 
 @dataclass(frozen=True)
 class HostLimits:
-    """What strangers may take of a host, besides the caches of all, which the engine bounds. None: no limit of its own."""
+    """Limits on what clients may use of a host. The KV caches of all clients together are limited by the engine. None: no limit."""
 
     sessions: int = 256
     sessions_per_client: int = 64
-    """By default a client has a quarter of the sessions, passes, logs and caches, also where it is alone."""
+    """By default one client has a quarter of the sessions, passes, logs and KV caches, even if it is alone."""
     early_links: int = 256
     early_links_per_client: int = 64
     log_bytes: int = 256 << 20
-    """Of one session."""
+    """Limit of one session's activation log."""
     log_bytes_per_client: int = 256 << 20
     log_bytes_in_all: int = 1 << 30
     cache_share_per_client: float = ONE_CLIENT
-    """Of the bytes for caches, which change with the memory that is free."""
+    """Share of the bytes for KV caches, which change with the free memory."""
     cache_bytes_per_client: int | None = None
-    """In place of that share."""
+    """Replaces that share."""
     positions_per_s: float | None = None
-    """Of one client, on average."""
+    """Mean rate of one client, per block."""
     bytes_per_s: float | None = None
-    """From one peer, and to one peer, on average."""
+    """Mean rate from one peer, and to one peer."""
     passes: int = 16
     passes_per_client: int = 4
     adapters: int = 256
@@ -79,13 +80,13 @@ class HostLimits:
     adapter_idle_s: float = 1800.0
 
     def client_cache_bytes(self, max_cache_bytes: int) -> int:
-        """What the caches of one client may take where those of all may take ``max_cache_bytes``."""
+        """Limit of one client's KV caches, if those of all clients may take ``max_cache_bytes``."""
         if self.cache_bytes_per_client is not None:
             return self.cache_bytes_per_client
         return int(max_cache_bytes * self.cache_share_per_client)
 
     def set_on(self, resources: ResourceManager, largest_step_bytes: int) -> None:
-        """Have them hold. ``largest_step_bytes``: what a message with as many positions as a client sends at once has."""
+        """Set these limits on ``resources``. ``largest_step_bytes`` is the size of the largest step that a client sends."""
         each_bytes = max(MIN_MESSAGES_BYTES, MESSAGES_PER_CLIENT * largest_step_bytes)
         resources.limit(Resource.MEMORY, system=CLIENTS_AT_ONCE * each_bytes, per_peer=each_bytes)
         resources.limit(Resource.SESSIONS, system=self.sessions, per_peer=self.sessions_per_client)
@@ -109,7 +110,7 @@ def _rate(per_s: float) -> RateLimit:
 
 @dataclass(frozen=True)
 class HostedModel:
-    """What a host serves, and to whom: blocks from ``start`` on of the model ``manifest``, to clients of ``swarm``."""
+    """What a host serves: blocks of the model ``manifest`` from ``start`` on, to clients of ``swarm``."""
 
     swarm: bytes
     manifest: bytes
@@ -175,18 +176,18 @@ class Host:
         return tuple(self._sessions.values())
 
     def next_hop(self, next: pb.Peer, epoch: int) -> NextHop:
-        """The next hop as a client names it, at the addresses that this hop itself has signed, if any."""
+        """The next hop that a client names, at the addresses that this hop itself has signed, if any."""
         peer, offer = PeerId(next.id), self._offer
         addresses = signed_addresses(next.record, peer, offer.manifest, swarm=offer.swarm, now=self._clock())
         return NextHop(peer, addresses, next.session, epoch)
 
     def shed(self) -> None:
-        """End the session that holds the most, if there is one: its client goes on elsewhere."""
+        """End the session with the most memory, if there is one: its client continues on another host."""
         if self._sessions:
             max(self._sessions.values(), key=lambda session: session.held_bytes).shed()
 
     async def leave(self) -> None:
-        """Refuse new sessions and passes, ask the clients of sessions to move, and return when none is left of either."""
+        """Refuse new sessions and passes, ask clients to move their sessions, and return when no session or pass is left."""
         self.leaving = True
         await asyncio.gather(*(session.say_leaving() for session in self.sessions))
         async with self._changed:
@@ -240,7 +241,7 @@ class Host:
             raise Refused.overloaded(error) from error
 
     async def make_room(self, scope: Scope, cache_bytes: int) -> None:
-        """Have idle sessions make way for so many more bytes of caches in ``scope``, if that is what it takes."""
+        """End idle sessions until ``cache_bytes`` more of KV caches fit, if the limits of ``scope`` allow that many."""
         while self._in_all.available(Resource.CACHE) < cache_bytes <= scope.available(Resource.CACHE):
             held = {session.slot: session for session in self.sessions if session.slot is not None}
             amounts = {slot: session.cache_bytes for slot, session in held.items()}
@@ -261,7 +262,7 @@ class Host:
 
     @asynccontextmanager
     async def _refusing(self, stream: TypedStream[Any, Any]) -> AsyncIterator[None]:
-        """Tell the client why what it asked for inside the context is not done."""
+        """Refuse the client's request, with the reason, if serving it inside the context fails."""
         try:
             yield
         except ProtocolViolation as error:
@@ -274,7 +275,7 @@ class Host:
     def _use_adapter(
         self, wanted: pb.Open | pb.Begin, client: PeerId, adapters: ExitStack
     ) -> StageAdapter | None:
-        """What the client means by its adapter, which stays for as long as ``adapters`` is open."""
+        """The adapter that the client names. It stays in the store while ``adapters`` is open."""
         adapter = adapters.enter_context(self.adapters.use(client, wanted.adapter))
         if adapter is not None:
             try:
@@ -342,7 +343,7 @@ class Host:
             await session.accept(link, wanted.epoch)
 
     async def _find(self, session_id: bytes, stream: Stream) -> HostedSession:
-        """The session of a link, which may be a little ahead of it."""
+        """The session of a link. A link may arrive shortly before its session."""
         session = self._sessions.get(session_id)
         if session is not None:
             return session
@@ -370,7 +371,7 @@ class Host:
 
 
 def give_way(going: "asyncio.Future[None]") -> None:
-    """End what waits for ``going``: it brings no work, and others need its place."""
+    """End a pass or a link that waits without work: other clients need its place."""
     if not going.done():
         going.set_exception(idle())
 

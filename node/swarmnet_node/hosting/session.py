@@ -371,7 +371,7 @@ class HostedSession:
         return max(0, sum(longest) - sum(sequence.nbytes for sequence in self._sequences.values()))
 
     async def _place(self, rows: tuple[Row, ...]) -> None:
-        """Give every row the cache it starts from. A cache nobody else starts from is moved, not copied."""
+        """Give every row the KV cache that it starts from. A cache that no other row starts from is moved, not copied."""
         before = dict(self._sequences)
         uses = Counter(row.source for row in rows)
         overwritten = {row.sequence for row in rows}

@@ -1,4 +1,4 @@
-"""Places that clients hold on a host, and who gives way where all are taken: who brings no work, in the network that holds the most."""
+"""Slots of clients on a host. When all are taken, one that brings no work is ended, in the subnet that holds the most."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
@@ -10,47 +10,47 @@ from swarmnet_protocols.net.resources import Reservation, Resource, Scope
 from swarmnet_protocols.net.subnets import Occupancy, Place, subnet_of
 
 NEW_S = 3.0
-"""The first work for a slot may be on its way for so long: the hosts before this one compute it first."""
+"""Seconds until the first work for a slot: the hosts before this one compute it first."""
 IDLE_S = 5.0
-"""Between two pieces of work a client may pause for so long: between two tokens over far links, or before a part of a pass over a slow line."""
+"""Seconds between two pieces of work: two tokens over far links, or two parts of a pass over a slow link."""
 SLOW_BYTES_PER_S = 64_000.0
-"""What comes more slowly than this, on average, is no work."""
+"""Bytes per second below which a transfer does not count as work."""
 
 
 @dataclass(eq=False)
 class Slot:
-    """What one client holds. ``give_way`` ends it, and tells the client to come again."""
+    """A session, pass or early link of one client. ``give_way`` ends it and tells the client to try again."""
 
     peer: PeerId
     origin: str
     since: float
-    """When it was taken or, if that is later, last brought work."""
+    """Loop time of its last work, or of its beginning."""
     give_way: Callable[[], None]
     has_worked: bool = False
     at_work: bool = False
-    """It waits for us now, and never gives way."""
+    """It waits for this host's computation, and is not ended."""
     hold: Reservation | None = None
     new_s: float = NEW_S
 
     def worked(self) -> None:
-        """It has brought work now."""
+        """It brought work."""
         self.has_worked, self.since = True, asyncio.get_running_loop().time()
 
     def moved(self, size_bytes: int) -> None:
-        """So much of some work has come or gone."""
+        """``size_bytes`` of its work were transferred."""
         now = asyncio.get_running_loop().time()
         self.since = min(now, self.since + size_bytes / SLOW_BYTES_PER_S)
 
     def is_idle(self, now: float) -> bool:
-        """Whether it may be ended in favour of somebody else."""
+        """Whether it may be ended in favour of another client."""
         return not self.at_work and now - self.since >= (IDLE_S if self.has_worked else self.new_s)
 
 
 def who_gives_way(slots: Iterable[Slot], now: float, amount: Callable[[Slot], int]) -> Slot | None:
-    """The slot to end so that somebody else gets its ``amount``; None where all are in use. Pure.
+    """The slot to end so that another client gets its ``amount``; None if all are in use. Pure.
 
-    Of the network (a /24, a /48) that holds the most, of the peer there that holds the most: first what has never brought work, then
-    what has brought none for longest.
+    It is in the subnet (/24 or /48) that holds the most, of the peer there that holds the most: first a slot that never brought work, then the
+    one that brought none for longest.
     """
     places = [
         Place(slot.origin, slot.peer, held, (slot.has_worked, slot.since), slot)
@@ -61,7 +61,7 @@ def who_gives_way(slots: Iterable[Slot], now: float, amount: Callable[[Slot], in
 
 
 class Slots:
-    """The slots of one kind, as many as ``in_all`` has of ``stock``."""
+    """The slots of one kind; ``in_all`` limits their number."""
 
     def __init__(self, in_all: Scope, resource: Resource, *, new_s: float = NEW_S) -> None:
         self._in_all = in_all

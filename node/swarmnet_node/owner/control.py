@@ -1,6 +1,6 @@
 """Control of a node by its owner: gRPC on a unix socket in the node's data directory.
 
-Whoever may write into the directory may control the node; nothing else is asked.
+A process that may write into the directory may control the node; there is no other check.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ _REFUSALS = {
 }
 _OPTIONS = (
     ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
-    ("grpc.use_local_subchannel_pool", 1),  # else a call finds what an earlier one found: nobody there
+    ("grpc.use_local_subchannel_pool", 1),  # otherwise a call reuses the failed connection of an earlier one
 )
 
 
@@ -218,12 +218,12 @@ def _method(answer: Callable[..., Any], request: Any) -> Any:
 
 
 def _call(data_dir: Path, method: str, request: Any, reply: Any) -> Any:
-    nobody = Unreachable(
+    no_node = Unreachable(
         f"no node is running in {data_dir}",
         hint="start one with `swarmnet join SWARM`, or name its directory with --data-dir",
     )
     if not (data_dir / SOCKET_NAME).is_socket():
-        raise nobody
+        raise no_node
     with (
         _bindable(data_dir) as directory,
         grpc.insecure_channel(f"unix:{directory}/{SOCKET_NAME}", options=_OPTIONS) as channel,
@@ -236,13 +236,13 @@ def _call(data_dir: Path, method: str, request: Any, reply: Any) -> Any:
         try:
             return call(request, timeout=_ANSWER_TIMEOUT_S)
         except grpc.RpcError as error:
-            raise _explain(error, data_dir, nobody) from error
+            raise _explain(error, data_dir, no_node) from error
 
 
-def _explain(error: Any, data_dir: Path, nobody: SwarmnetError) -> SwarmnetError:
+def _explain(error: Any, data_dir: Path, no_node: SwarmnetError) -> SwarmnetError:
     code = error.code()
     if code is grpc.StatusCode.UNAVAILABLE:
-        return nobody
+        return no_node
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineExceeded(
             f"the node in {data_dir} does not answer",

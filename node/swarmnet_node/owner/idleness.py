@@ -1,4 +1,4 @@
-"""How long nobody has touched this machine, as well as it can be told."""
+"""Seconds since the last use of keyboard, mouse or terminal of this machine."""
 
 import ctypes
 import re
@@ -63,7 +63,7 @@ def _terminals_idle_s(clock: Clock) -> float | None:
                 status = path.stat()
             except OSError:
                 continue
-            if status.st_uid != 0 or path.parent.name == "pts":  # consoles nobody is logged in at are root's
+            if status.st_uid != 0 or path.parent.name == "pts":  # consoles without a login are root's
                 times.append(status.st_atime)
     return max(0.0, clock() - max(times)) if times else None
 

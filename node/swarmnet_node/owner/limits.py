@@ -1,4 +1,4 @@
-"""What the owner of a machine allows a node, and what follows from it: run, or pause and why. Pure."""
+"""The owner's limits, and what follows from them: run, or pause and why. Pure."""
 
 import json
 import math
@@ -22,20 +22,20 @@ ONE_CLIENT = 0.25
 
 @dataclass(frozen=True)
 class Limits:
-    """What a node may take of its machine, and when. None: no limit."""
+    """What a node may use of its machine, and when. None: no limit."""
 
     max_ram_bytes: int | None = None
-    """Of the node and p2pd together."""
+    """Resident memory of the node and p2pd together."""
     max_gpu_mem: float | None = None
     """A share of the device's memory up to 1; bytes above."""
     up_bytes_per_s: float | None = None
     down_bytes_per_s: float | None = None
     monthly_bytes: int | None = None
-    """Both ways together, in a month of the calendar."""
+    """Bytes in both directions in a calendar month."""
     schedule: str | None = None
     idle_only: bool = False
     idle_after_s: float = IDLE_AFTER_S
-    """Nobody has touched keyboard or mouse for this long: the machine is idle."""
+    """Seconds without use of keyboard or mouse after which the machine is idle."""
     no_battery: bool = False
     cores: int | None = None
 
@@ -143,7 +143,7 @@ class Observed:
     now: datetime
     """Local time."""
     idle_s: float | None
-    """Since somebody last touched keyboard or mouse."""
+    """Seconds since keyboard or mouse were last used."""
     on_battery: bool
 
 
@@ -173,9 +173,9 @@ def decide(limits: Limits, observed: Observed, usage: Usage, *, paused_by_owner:
         return Pause("the machine runs on battery")
     if limits.idle_only:
         if observed.idle_s is None:
-            return Pause("it cannot be told whether somebody uses this machine")
+            return Pause("it is not known whether this machine is in use")
         if observed.idle_s < limits.idle_after_s:
-            return Pause("somebody uses this machine")
+            return Pause("this machine is in use")
     return Run()
 
 

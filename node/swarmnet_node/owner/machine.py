@@ -1,4 +1,4 @@
-"""The owner's machine, as a node sees it: what it observes, what it holds itself to, what it remembers in its folder."""
+"""The owner's machine: observations, limits on computing, and the files that keep limits and usage."""
 
 import contextlib
 import ctypes
@@ -28,7 +28,7 @@ _LOW_NICENESS = 10
 
 
 def yield_to_others() -> None:
-    """Have everything else on this machine go first: its processors and, where the system can, its disks."""
+    """Give every other program on this machine precedence: processor and, where the system can, disk."""
     process = psutil.Process()
     with contextlib.suppress(OSError, psutil.Error):
         process.nice(max(_LOW_NICENESS, process.nice()))
