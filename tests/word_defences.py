@@ -11,8 +11,8 @@ import pytest
 from swarmnet import logs
 from swarmnet.cli import output
 from swarmnet.cli.progress import displays
-from swarmnet_protocols import directory
 from swarmnet_protocols.directory import dht_storage
+from swarmnet_protocols.directory.records import Publisher
 from swarmnet_protocols.membership import certificates
 from swarmnet_protocols.session import link
 from tests.defences import Defence, Patch, replacing
@@ -63,7 +63,7 @@ WORDS = (
     ),
     Defence(
         "a clock that came back silences nobody",
-        replacing(directory, "MAX_LIFETIME_S", float("inf")),
+        replacing(Publisher, "max_lifetime_s", float("inf")),
         lambda _: test_directory.test_a_clock_that_ran_ahead_and_came_back_silences_nobody(2 * 86400.0),
     ),
     Defence(

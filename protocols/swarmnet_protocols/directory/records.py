@@ -75,6 +75,9 @@ class Publisher:
     """Seals the records of one peer. Sequence numbers grow with every record; so do expiries, unless the clock was set back by more
     than a day."""
 
+    max_lifetime_s = MAX_LIFETIME_S
+    """Longest lifetime that replicas accept, in seconds."""
+
     def __init__(self, identity: Identity, swarm: bytes, clock: Clock) -> None:
         self._identity = identity
         self.swarm = swarm
@@ -89,7 +92,7 @@ class Publisher:
             sequence = max(sequence, last.sequence + 1)
             # A replica replaces a record only by one that expires later. A record that outlives MAX_LIFETIME_S was sealed while the
             # clock was ahead: replicas refused it, and would refuse a successor that expires even later.
-            if last.expires_at < now + MAX_LIFETIME_S:
+            if last.expires_at < now + self.max_lifetime_s:
                 expires_at = max(expires_at, last.expires_at + 0.001)
         record = Record(self.swarm, topic, self._identity.public_key, sequence, round(expires_at, 3), body)
         sealed = seal(self._identity, record)
