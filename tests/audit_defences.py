@@ -58,8 +58,8 @@ def found(liar: str) -> Callable[[Path], object]:
 AUDITS = (
     Defence("what hosts send on is computed again", replacing(Auditor, "run", never), found("b1")),
     Defence(
-        "the last hop shows outputs nobody else wants",
-        replacing(Auditor, "asking", lambda _, rows: rows),
+        "the last hop shows outputs that no row wants",
+        replacing(Auditor, "add_audited_outputs", lambda _, rows: rows),
         lambda _: test_audit.test_outputs_of_first_positions_are_asked_for(),
     ),
     Defence(

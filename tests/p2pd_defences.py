@@ -74,7 +74,7 @@ P2PD = (
     ),
     Defence(
         "a crowd in a few subnets displaces its own",
-        replacing(crowds, "_PREFIX_BITS", {"ip4": 0, "ip6": 0}),
+        replacing(crowds, "_SUBNET_BITS", {"ip4": 0, "ip6": 0}),
         lambda _: test_connection_limits.test_in_all_those_from_where_most_come_from_go_first(),
     ),
     Defence(

@@ -125,7 +125,7 @@ WEB = (
     ),
     Defence(
         "a subnet has a share of a dashboard's seats",
-        replacing(seats, "_crowds", lambda candidates, _: {each.peer: 0 for each in candidates}),
+        replacing(seats, "_subnet_ranks", lambda candidates, _: {each.peer: 0 for each in candidates}),
         lambda _: test_dashboard_seats.test_a_flood_takes_no_place_of_those_who_answer(
             "answer, from one network"
         ),

@@ -14,9 +14,9 @@ from swarmnet.cli.progress import displays
 from swarmnet_protocols.directory import dht_storage
 from swarmnet_protocols.directory.records import Publisher
 from swarmnet_protocols.membership import certificates
-from swarmnet_protocols.session import link
+from swarmnet_protocols.net import refusal
 from tests.defences import Defence, Patch, replacing
-from tests.unit import test_chunks, test_dht_storage, test_directory, test_issuer, test_output
+from tests.unit import test_dht_storage, test_directory, test_issuer, test_output, test_typed_stream
 
 
 def forget_who_admitted(patch: Patch) -> None:
@@ -74,7 +74,7 @@ WORDS = (
     Defence("words do not steer the terminal", change_nothing(output, displays, logs, name="shown"), printed),
     Defence(
         "nor does a refusal",
-        change_nothing(link, name="printable"),
-        lambda _: test_chunks.test_a_refusal_cannot_steer_the_terminal_that_shows_it(),
+        change_nothing(refusal, name="printable"),
+        lambda _: test_typed_stream.test_a_refusal_cannot_steer_the_terminal_that_shows_it(),
     ),
 )

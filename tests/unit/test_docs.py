@@ -8,6 +8,7 @@ import pytest
 from tests.bench.results import SECTIONS
 from tests.support.commands import every_command
 from tests.support.doc_blocks import LOCAL_PORT, PORT, blocks
+from tests.support.source_code import PACKAGES
 
 ROOT = Path(__file__).parents[2]
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
@@ -70,3 +71,22 @@ def test_every_bench_is_on_the_page_of_results_and_all_but_those_of_hours_are_ru
 def test_guides_are_one_page() -> None:
     assert {guide.stem for guide in GUIDES} == {"volunteer", "user", "private-group", "trainer", "operator"}
     assert [guide.stem for guide in GUIDES if len(guide.read_text().splitlines()) > 90] == []
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/architecture.md", "docs/how-a-token-travels.md"])
+def test_the_files_that_a_page_names_exist(page: str) -> None:
+    """`...` stands for the package of the same folder, and a name alone for a file anywhere in the code."""
+    text = (ROOT / page).read_text()
+    named = re.findall(
+        r"`((?:[\w.]+/)*[\w.]+\.(?:py|c))`|`((?:protocols|node|client|swarmnet)/[\w/]*)`", text
+    )
+    code = [str(path.relative_to(ROOT)) for folder in PACKAGES.values() for path in folder.rglob("*.*")]
+    packages = {"client": "swarmnet_client", "node": "swarmnet_node", "protocols": "swarmnet_protocols"}
+    for file, folder in named:
+        path = file or folder.rstrip("/")
+        package = packages.get(path.partition("/")[0], "")
+        wanted = path.replace("/.../", f"/{package}/")
+        assert (ROOT / wanted).exists() or any(each.endswith(f"/{wanted}") for each in code), (
+            f"{page}: {path}"
+        )
+    assert named
