@@ -1,6 +1,7 @@
 """Pages for people: nothing in them is left out of the tests unsaid, and what they point to is there."""
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -73,20 +74,23 @@ def test_guides_are_one_page() -> None:
     assert [guide.stem for guide in GUIDES if len(guide.read_text().splitlines()) > 90] == []
 
 
-@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/architecture.md", "docs/how-a-token-travels.md"])
+PAGES = sorted(
+    page
+    for page in subprocess.run(
+        ["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
+)
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_the_files_that_a_page_names_exist(page: str) -> None:
-    """`...` stands for the package of the same folder, and a name alone for a file anywhere in the code."""
-    text = (ROOT / page).read_text()
-    named = re.findall(
-        r"`((?:[\w.]+/)*[\w.]+\.(?:py|c))`|`((?:protocols|node|client|swarmnet)/[\w/]*)`", text
-    )
-    code = [str(path.relative_to(ROOT)) for folder in PACKAGES.values() for path in folder.rglob("*.*")]
+    """A path begins at the root, or is the end of one. In place of a package's own folder a page may have ``...``."""
+    named = re.findall(r"`((?:[\w.]+/)*[\w.]+\.(?:py|c|js|css))`", (ROOT / page).read_text())
     packages = {"client": "swarmnet_client", "node": "swarmnet_node", "protocols": "swarmnet_protocols"}
-    for file, folder in named:
-        path = file or folder.rstrip("/")
-        package = packages.get(path.partition("/")[0], "")
-        wanted = path.replace("/.../", f"/{package}/")
-        assert (ROOT / wanted).exists() or any(each.endswith(f"/{wanted}") for each in code), (
-            f"{page}: {path}"
-        )
-    assert named
+    wanted = {path: path.replace("/.../", f"/{packages.get(path.partition('/')[0], '')}/") for path in named}
+    files = [
+        f"/{path.relative_to(ROOT)}"
+        for folder in (*PACKAGES.values(), ROOT / "tests")
+        for path in folder.rglob("*.*")
+    ]
+    assert [path for path, end in wanted.items() if not any(file.endswith(f"/{end}") for file in files)] == []
