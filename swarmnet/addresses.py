@@ -14,7 +14,7 @@ from swarmnet_protocols.net import PeerId
 
 ADDRESSES_NAME = "addresses"
 MAX_ADDRESSES = 64
-"""Of the file of our own that are read."""
+"""Most addresses read from the `addresses` file of a data directory."""
 MAX_ADDRESS_CHARS = 512
 PEER_ID = re.compile(r"[1-9A-HJ-NP-Za-km-z]{32,128}")
 _HOST_NAME = re.compile(r"[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")

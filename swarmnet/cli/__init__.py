@@ -57,7 +57,7 @@ class Commands(LazyGroup):
             "service", "swarmnet.cli.commands.service:app", SHARE, "Start with the machine, under systemd."
         ),
         LazyCommand(
-            "doctor", "swarmnet.cli.commands.doctor:doctor", SHARE, "What is wrong here, and what mends it."
+            "doctor", "swarmnet.cli.commands.doctor:doctor", SHARE, "What is wrong here, and how to fix it."
         ),
         LazyCommand(
             "swarm", "swarmnet.cli.commands.swarm:app", OWN, "Create swarms, and say who is in them."

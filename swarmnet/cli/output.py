@@ -16,7 +16,7 @@ from swarmnet.terminal import shown
 from swarmnet_protocols.models import Progress
 
 INDENT = 2
-"""Of the second line of what was folded."""
+"""Columns by which folded lines are indented."""
 MIN_ROOM = 20
 """Characters beside the names of a table, below which its values are not folded."""
 

@@ -17,7 +17,7 @@ FILE_NAME = "history.sqlite"
 MAX_BYTES = 192 << 20
 MAX_EVENTS = 10_000
 MAX_CURVE_POINTS = 2000
-"""Of a job; when there are more, every second one goes."""
+"""Most points of a job's curve; when it is full, every second one is dropped."""
 MAX_JOBS = 64
 MAX_PEERS = 4096
 """That are told apart; of more, those seen last."""

@@ -1,4 +1,4 @@
-"""What the facts mean: one finding for each thing that could be wrong, and the command that mends it. Pure."""
+"""What the facts mean: one finding for each thing that could be wrong, and the command that fixes it. Pure."""
 
 import ipaddress
 import shlex
@@ -42,7 +42,7 @@ class Level(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """``fix`` is a command or a line to type, empty where there is nothing to mend."""
+    """``fix`` is a command or a line to type, empty where there is nothing to fix."""
 
     check: str
     level: Level

@@ -20,7 +20,7 @@ class Disk:
 class Memory:
     available_bytes: int
     limit_bytes: int | None = None
-    """Of the container or unit this runs in."""
+    """Memory limit of the container or unit this runs in."""
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ class Authority:
 
     @property
     def keys(self) -> tuple[bytes, ...]:
-        """Of these any one signs the file."""
+        """The public keys of which any one signs the file."""
         return self.rotations[-1].keys if self.rotations else self.founders
 
     def is_continuous(self, swarm_id: bytes) -> bool:

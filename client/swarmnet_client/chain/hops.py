@@ -110,7 +110,7 @@ class LiveHop:
     next: "LiveHop | None" = None
     """The hop to which it sends its outputs; None for the last one."""
     epoch: int = 0
-    """Of its link to ``next``."""
+    """Epoch of its link to ``next``."""
     alive: bool = True
     leaving: bool = False
     """Its host is about to stop, and asked the client to replace it."""

@@ -66,7 +66,7 @@ class ChainSupervisor:
         self._receive = receive
         self._placement = Placement(swarm, spec.adapter, self._extend_deadline)
         self._deadline: asyncio.Timeout | None = None
-        """Of the repair that is under way."""
+        """Deadline of the repair that is under way."""
         self._link_sender = LinkSender(
             swarm.transport,
             in_flight.outbox,

@@ -92,7 +92,7 @@ class SwarmModel:
     """While ``generate`` runs: closed when what it computes from one step's output to the next step is computed."""
     _closing: ExitStack
     core_lock: CoreLock
-    """Of the machine's nodes, where its head shares their cores."""
+    """Shared with nodes on this machine, whose cores lm_head uses."""
 
     def run(self, work: Any) -> Any:
         """Run a coroutine on the client's event loop and wait for it."""

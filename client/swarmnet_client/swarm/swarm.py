@@ -76,7 +76,7 @@ class Swarm:
         self._exclusions = Exclusions()
         self._pings = PingMonitor(self.transport, timing, rng, self.failed)
         self.ledger = Ledger(rng)
-        """Of the audits of all chains."""
+        """Audit budget of all chains."""
         self._refreshing = asyncio.Lock()
 
     @classmethod

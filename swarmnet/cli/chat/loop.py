@@ -120,7 +120,7 @@ class Chat:
             self._tell(stopped.answer)
             raise
         except SwarmnetError:
-            # A chain that cannot be mended stays so.
+            # A chain that cannot be repaired stays so.
             self._session.close()
             self._session.enter_context(self._open_session())
             raise

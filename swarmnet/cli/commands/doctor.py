@@ -1,4 +1,4 @@
-"""``swarmnet doctor``: what is wrong with this machine, and the command that mends it."""
+"""``swarmnet doctor``: what is wrong with this machine, and the command that fixes it."""
 
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
@@ -44,7 +44,7 @@ def doctor(
 ) -> None:
     """Examine this machine: versions, memory, disk, keys, ports, clock, and whether others reach it. Takes up to 10 s.
 
-    Ends with 1 if something has to be mended first.
+    Ends with 1 if something has to be fixed first.
     """
     import asyncio
 
@@ -81,4 +81,4 @@ def _print(findings: "Sequence[Finding]") -> None:
         text = f"\n{' ' * len(line)}".join(folded(shown(finding.text), room))
         console.print(line.append(text), soft_wrap=True)
         if finding.fix:
-            console.print(Text(shown(f"                   mend it: {finding.fix}")), soft_wrap=True)
+            console.print(Text(shown(f"                   fix it: {finding.fix}")), soft_wrap=True)

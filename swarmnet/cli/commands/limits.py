@@ -13,7 +13,7 @@ from swarmnet.cli.output import print_json, print_table, print_text
 from swarmnet.paths import default_data_dir
 from swarmnet_node.owner.limits import Limits
 
-PANEL = "A good guest"
+PANEL = "Limits on this machine"
 
 
 def _limit(*names: str, about: str, metavar: str | None = None, default: str | bool = "none") -> Any:

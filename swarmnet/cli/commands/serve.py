@@ -94,7 +94,10 @@ def serve(  # noqa: PLR0913 - a command line, not an interface
     requests_per_minute: Annotated[
         int | None,
         typer.Option(
-            "--requests-per-minute", metavar="N", min=1, help="Of each key; n choices count as n requests."
+            "--requests-per-minute",
+            metavar="N",
+            min=1,
+            help="Limit for each API key; n choices count as n requests.",
         ),
     ] = None,
     tokens_per_minute: Annotated[
@@ -103,7 +106,7 @@ def serve(  # noqa: PLR0913 - a command line, not an interface
             "--tokens-per-minute",
             metavar="N",
             min=1,
-            help="Of each key: prompts of every choice, and answers.",
+            help="Limit for each API key: tokens of prompts, for every choice, and of answers.",
         ),
     ] = None,
     concurrent: Annotated[

@@ -17,7 +17,7 @@ app = command_group("Start with the machine, under systemd.")
 SystemFlag = Annotated[
     bool, typer.Option("--system/--user", help="For the machine, as root, or for this user alone.")
 ]
-NameOption = Annotated[str, typer.Option("--name", metavar="NAME", help="Of the unit.")]
+NameOption = Annotated[str, typer.Option("--name", metavar="NAME", help="Name of the unit.")]
 
 
 @app.command("install", context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})

@@ -51,7 +51,7 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
         typer.Option("--eval-data", metavar="FILE.jsonl", help="Rows to evaluate on, instead of a share."),
     ] = None,
     held_out: Annotated[
-        float, typer.Option("--held-out", metavar="SHARE", help="Of the rows, to evaluate on.")
+        float, typer.Option("--held-out", metavar="SHARE", help="Share of the rows to evaluate on.")
     ] = 0.1,
     epochs: Annotated[int, typer.Option("--epochs", metavar="N", min=1, help="Times through the rows.")] = 3,
     steps: Annotated[
@@ -72,13 +72,22 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
     max_length: Annotated[
         int, typer.Option("--max-length", metavar="N", min=2, help="Tokens of a row; the rest is cut off.")
     ] = 256,
-    rank: Annotated[int, typer.Option("--rank", metavar="N", min=1, help="Of LoRA.")] = 8,
-    alpha: Annotated[int, typer.Option("--alpha", metavar="N", min=1, help="Of LoRA.")] = 16,
+    rank: Annotated[int, typer.Option("--rank", metavar="N", min=1, help="Rank of LoRA's matrices.")] = 8,
+    alpha: Annotated[
+        int,
+        typer.Option("--alpha", metavar="N", min=1, help="Scale of LoRA: its product counts alpha / rank."),
+    ] = 16,
     target_modules: Annotated[
-        str, typer.Option("--target-modules", metavar="A,B", help="Of LoRA.", show_default="PEFT's choice")
+        str,
+        typer.Option(
+            "--target-modules",
+            metavar="A,B",
+            help="Linear modules that get LoRA.",
+            show_default="PEFT's choice",
+        ),
     ] = "",
     virtual_tokens: Annotated[
-        int, typer.Option("--virtual-tokens", metavar="N", min=1, help="Of prompts, deep or not.")
+        int, typer.Option("--virtual-tokens", metavar="N", min=1, help="Length of a prompt or prefix.")
     ] = 16,
     seed: Annotated[int, typer.Option("--seed", metavar="S", min=0, help="The same, the same result.")] = 0,
     eval_every: Annotated[

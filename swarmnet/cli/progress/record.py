@@ -16,7 +16,7 @@ HISTORY_FILE = "training-history.jsonl"
 MAX_STATUS_BYTES = 1 << 20
 MAX_LINE_BYTES = 1024
 MAX_POINTS = 20_000
-"""Of a history; when there are more, every second one goes."""
+"""Most points of a history; when it is full, every second one is dropped."""
 MAX_PEERS = 256
 """That are told apart; of more, those seen last."""
 

@@ -36,7 +36,7 @@ class Contact:
 
     @property
     def manifest(self) -> bytes:
-        """Of the model it hosts; empty if none."""
+        """Hash of the manifest of the hosted model; empty if there is none."""
         if self._announced is not None:
             return self._announced.manifest
         return self.newest.report.host.manifest if self.newest is not None else b""

@@ -43,7 +43,7 @@ MAX_OPENING = 32
 MIN_POLL_S = 2.0
 MAX_POLL_S = 4.0
 POLLS_PER_S = 125
-"""Of all peers together: the more there are, the more seldom each is asked."""
+"""Most requests a second to all peers together: the more peers there are, the longer each waits between two."""
 REPLY_S = 3.0
 """A peer that has been asked and says nothing for so long is lost: with ``MAX_POLL_S`` and a tick, within 10 s of its fault."""
 GOODBYE_S = 3.0

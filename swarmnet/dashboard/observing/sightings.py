@@ -91,4 +91,4 @@ class Look:
     recent: Mapping[bytes, Counts] = field(default_factory=dict)
     """What happened at each model over the last minutes."""
     peak_sessions: Mapping[bytes, int] = field(default_factory=dict)
-    """Of the last 24 hours."""
+    """Most open sessions in the last 24 hours, by model."""

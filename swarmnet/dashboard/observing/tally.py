@@ -11,7 +11,7 @@ from swarmnet_protocols.wire import report_pb2
 BUCKETS = len(BOUNDS_S) + 1
 NO_TIMES = (0,) * BUCKETS
 MAX_PER_SECOND = 1_000_000
-"""Of anything a node counts. One that says to have done more would drown all others."""
+"""Largest rate that is believed of any count of a node: a larger one would dwarf all others."""
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Assignment:
-    """Of one slice: the member that reduces it, the hash of the result chosen (b"": none yet) and a member that holds it."""
+    """The state of one slice: the member that reduces it, the hash of the result chosen (b"": none yet) and a member that holds it."""
 
     reducer: int
     chosen: bytes = b""
