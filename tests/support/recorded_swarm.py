@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from prometheus_client import Histogram
+
 from swarmnet.dashboard import feed as feeds
 from swarmnet.dashboard import server
 from swarmnet.dashboard.feed import Feed
@@ -28,7 +30,7 @@ from swarmnet.dashboard.history import (
 )
 from swarmnet.dashboard.observing.sightings import Look, Sighting, SwarmAbout
 from swarmnet.dashboard.observing.tally import Counts, Tallies
-from swarmnet_node.engine.counters import Histogram
+from swarmnet_node.engine.counters import cumulative_counts, node_histogram
 from swarmnet_protocols.directory.catalog import CatalogModel
 from swarmnet_protocols.directory.node_reports import BOUNDS_S
 from swarmnet_protocols.machine.clock import Clock, wall_clock
@@ -301,7 +303,7 @@ def _model_sample(
 ) -> ModelSample:
     wave = 1 + 0.5 * math.sin(at_s / DAY_S * 2 * math.pi) + 0.15 * rng.random()
     tokens = round(40 * wave * step_s)
-    firsts, times = Histogram(BOUNDS_S), Histogram(BOUNDS_S)
+    firsts, times = (node_histogram(name, "", BOUNDS_S) for name in ("firsts", "times"))
     for _ in range(8):
         firsts.observe(rng.lognormvariate(-0.2, 0.5) * wave)
         times.observe(rng.lognormvariate(-2.6, 0.4) * wave)
@@ -313,7 +315,7 @@ def _model_sample(
 
 
 def _each(histogram: Histogram) -> tuple[int, ...]:
-    counts = histogram.cumulative()
+    counts = cumulative_counts(histogram)
     return tuple(now - before for before, now in zip([0, *counts], counts, strict=False))
 
 
