@@ -49,7 +49,7 @@ test: lint browser
 
 # Each test of a defence, seen to fail with the defence switched off.
 defences: $(INSTALLED)
-	$(BIN)/python -m pytest tests/test_defences.py --verbose --no-header $(PYTEST_ARGS) $(OR_NONE)
+	$(BIN)/python -m pytest tests/test_defences.py -n logical --maxprocesses 4 --dist worksteal --verbose --no-header $(PYTEST_ARGS) $(OR_NONE)
 
 # Every decoder of what others send, fed by a fuzzer for an hour, or for SECONDS. Corpora and findings: .pytest_cache/fuzz
 SECONDS ?= 3600
