@@ -209,6 +209,25 @@ def test_sigterm_ends_a_node_in_good_order(node: RunningNode, tmp_path: Path) ->
         assert_all_end(members)
 
 
+def test_a_node_removes_the_sockets_of_one_that_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    call("swarm", "create", "lab", "--open", "--out", str(tmp_path))
+    swarm, sockets = str(tmp_path / "swarm.toml"), set[Path]()
+    for _ in range(2):
+        with NodeProcess((swarm, "--blocks", "0:1"), tmp_path / "data") as process:
+            process.wait("ready")
+            found = set(tmp_path.glob("swarmnet-*"))
+            assert len(found) == 1
+            assert not found & sockets
+            members, sockets = process.family, found
+            process.send_signal(signal.SIGKILL, children=False)
+            assert process.wait_for_end() == -signal.SIGKILL
+            assert_all_end(members)
+            assert all(folder.is_dir() for folder in sockets)
+
+
 def test_demo_answers_serves_and_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,12 +2,40 @@
 
 import errno
 import os
-from contextlib import suppress
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
-from swarmnet_protocols.machine.files import make_private, replacing, write_whole
+from swarmnet_protocols.machine.files import make_private, replacing, scratch_folder, write_whole
+
+HOLD_SCRATCH_FOLDER = """
+import sys
+from pathlib import Path
+from swarmnet_protocols.machine.files import scratch_folder
+with scratch_folder(Path(sys.argv[1])) as folder:
+    (folder / "socket").touch()
+    print(folder, flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextmanager
+def process_with_a_scratch_folder(parent: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD_SCRATCH_FOLDER, parent],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            yield process, Path(process.stdout.readline().strip())
+        finally:
+            process.kill()
 
 
 def test_what_fails_leaves_the_old_file_and_nothing_else(
@@ -52,3 +80,30 @@ def test_a_folder_that_is_made_is_its_owners_with_all_that_was_missing_above_it(
     make_private(tmp_path / "open" / "data" / "client")
     modes = [(tmp_path / "open" / name).stat().st_mode & 0o777 for name in (".", "data", "data/client")]
     assert modes == [0o755, 0o700, 0o700]
+
+
+def test_a_scratch_folder_is_private_and_removed_at_the_end(tmp_path: Path) -> None:
+    with suppress(KeyError), scratch_folder(tmp_path) as folder:
+        assert folder.stat().st_mode & 0o777 == 0o700
+        (folder / "file").touch()
+        raise KeyError
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_next_scratch_folder_removes_those_of_killed_processes_only(tmp_path: Path) -> None:
+    older = tmp_path / "swarmnet-without-a-lock"
+    older.mkdir()
+    with (
+        process_with_a_scratch_folder(tmp_path) as (_, used),
+        process_with_a_scratch_folder(tmp_path) as (killed, abandoned),
+    ):
+        killed.kill()  # SIGKILL
+        killed.wait()
+        assert (abandoned / "socket").exists()
+        (tmp_path / "swarmnet-link").symlink_to(abandoned)
+        with scratch_folder(tmp_path) as fresh:
+            assert {path.name for path in tmp_path.iterdir()} == {
+                *(path.name for path in (older, used, fresh)),
+                "swarmnet-link",
+            }
+            assert (used / "socket").exists()

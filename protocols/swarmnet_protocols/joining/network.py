@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, TypeVar
 
+from swarmnet_protocols.machine.files import scratch_folder
 from swarmnet_protocols.membership.rules import Rules
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.p2pd.process import MAX_MEMORY_BYTES
@@ -101,8 +101,7 @@ async def connect(
     async with AsyncExitStack() as stack:
         identity_path = network.identity_path
         if identity_path is None:
-            scratch = stack.enter_context(TemporaryDirectory(prefix="swarmnet-"))  # 0700
-            identity_path = Path(scratch, "identity.key")
+            identity_path = stack.enter_context(scratch_folder()) / "identity.key"
         identity = Identity.load_or_create(identity_path)
         membership = Membership(network.rules, identity.peer_id, wall_clock, folder=network.membership_folder)
         membership.adopt, membership.swarm_file = network.adopt, network.swarm_file
@@ -171,8 +170,8 @@ async def push_revocations(
     from swarmnet_protocols.timing import Timing
     from swarmnet_protocols.wire.roles import Role
 
-    with TemporaryDirectory(prefix="swarmnet-") as scratch:  # 0700
-        identity_path = Path(scratch, "identity.key")
+    with scratch_folder() as scratch:
+        identity_path = scratch / "identity.key"
         membership = Membership(rules, Identity.load_or_create(identity_path).peer_id, clock)
         admittance = Admittance(membership.peer, frozenset({Role.OBSERVER}))
         certificate = issue(

@@ -1,7 +1,10 @@
-"""Atomic writes, private folders, and the limit on open files."""
+"""Atomic writes, private and scratch folders, and the limit on open files."""
 
+import fcntl
 import os
 import resource
+import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -9,6 +12,9 @@ from pathlib import Path
 
 MAX_SOCKET_PATH_BYTES = 100
 """Longest path of a unix socket in bytes: Linux takes 107, macOS 103."""
+_SCRATCH_PREFIX = "swarmnet-"
+_LOCK_NAME = ".lock"
+"""File in a scratch folder that its process keeps locked."""
 
 
 @contextmanager
@@ -44,6 +50,39 @@ def make_private(folder: Path) -> None:
     if not folder.is_dir():
         make_private(folder.parent)
         folder.mkdir(mode=0o700, exist_ok=True)
+
+
+@contextmanager
+def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
+    """A new folder with mode 0700 in ``parent``, by default the system's temporary directory; removed when the context ends.
+
+    First removes the scratch folders in ``parent`` whose processes were killed. Raises ``OSError``.
+    """
+    parent = parent or Path(tempfile.gettempdir())
+    _remove_abandoned(parent)
+    folder = Path(tempfile.mkdtemp(prefix=_SCRATCH_PREFIX, dir=parent))
+    try:
+        fresh = folder / (_LOCK_NAME + ".new")
+        with fresh.open("wb") as lock:
+            # Renamed only once it is locked: a file of this name without a lock belongs to a process that has ended.
+            with suppress(OSError):  # a file system without locks: the folder stays if the process is killed
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fresh.rename(folder / _LOCK_NAME)
+            yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Remove this user's scratch folders in ``parent`` whose lock is free."""
+    for folder in parent.glob(_SCRATCH_PREFIX + "*"):
+        with suppress(OSError):
+            info = folder.lstat()
+            if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid():
+                continue
+            with (folder / _LOCK_NAME).open("rb") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def sync(path: Path) -> None:

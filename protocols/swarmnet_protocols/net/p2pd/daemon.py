@@ -17,7 +17,7 @@ from typing import Any
 
 from swarmnet_protocols.errors import ConfigError, IncompatibleVersion, PeerUnreachable
 from swarmnet_protocols.machine.aio import until
-from swarmnet_protocols.machine.files import MAX_SOCKET_PATH_BYTES, allow_open_files
+from swarmnet_protocols.machine.files import MAX_SOCKET_PATH_BYTES, allow_open_files, scratch_folder
 from swarmnet_protocols.machine.lean_imports import prepare_package
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.p2pd.pipe import Pipe
@@ -334,8 +334,8 @@ async def run_p2pd(config: DaemonConfig) -> AsyncIterator[P2pd]:
     folder = Path(tempfile.gettempdir())
     if len(bytes(folder / _LONGEST_SOCKET)) > MAX_SOCKET_PATH_BYTES:
         folder = Path(_SHORT_FOLDER)
-    with tempfile.TemporaryDirectory(prefix="swarmnet-", dir=folder) as directory:  # 0700
-        control_path = Path(directory, "p2pd.sock")
+    with scratch_folder(folder) as scratch:
+        control_path = scratch / "p2pd.sock"
         daemon = P2pd(control_path, await spawn(config, control_path))
         try:
             await daemon.attend()
