@@ -9,7 +9,7 @@ from swarmnet_protocols.net import subnets as crowds
 from tests.defences import Defence, Patch, nothing, replacing, yes
 from tests.limit_defences import of_a_host
 from tests.sim import test_slots
-from tests.unit import test_slots as test_who_gives_way
+from tests.unit import test_slots as test_slot_to_evict
 
 
 async def for_ever(*_: object) -> None:
@@ -40,22 +40,22 @@ def count_networks_only(patch: Patch) -> None:
 EVICTIONS = (
     Defence(
         "an empty session makes way where there is no room",
-        replacing(slots, "who_gives_way", nothing),
+        replacing(slots, "slot_to_evict", nothing),
         of_a_host(test_slots.test_empty_sessions_make_way_for_a_client_with_work),
     ),
     Defence(
         "so does one that brings work no more",
-        replacing(slots, "who_gives_way", nothing),
+        replacing(slots, "slot_to_evict", nothing),
         of_a_host(test_slots.test_so_do_sessions_that_once_brought_some),
     ),
     Defence(
         "and a pass whose tensors do not come",
-        replacing(slots, "who_gives_way", nothing),
+        replacing(slots, "slot_to_evict", nothing),
         of_a_host(test_slots.test_passes_that_bring_nothing_make_way),
     ),
     Defence(
         "and a link whose session does not come",
-        replacing(slots, "who_gives_way", nothing),
+        replacing(slots, "slot_to_evict", nothing),
         of_a_host(test_slots.test_links_to_sessions_that_never_come_make_way),
     ),
     Defence(
@@ -81,18 +81,18 @@ EVICTIONS = (
     Defence(
         "who brings work keeps its place",
         replacing(Slot, "is_idle", yes),
-        lambda _: test_who_gives_way.test_what_was_just_taken_or_used_or_waits_for_us_stays(),
+        lambda _: test_slot_to_evict.test_what_was_just_taken_or_used_or_waits_for_us_stays(),
     ),
     Defence(
         "a drip is no work",
         replacing(slots, "SLOW_BYTES_PER_S", 1.0),
-        lambda _: test_who_gives_way.test_what_comes_too_slowly_is_no_work(),
+        lambda _: test_slot_to_evict.test_what_comes_too_slowly_is_no_work(),
     ),
     Defence(
         "who has many places loses them before who has one",
         count_networks_only,
         lambda _: (
-            test_who_gives_way.test_one_place_of_a_peer_is_safe_from_another_who_has_many_in_the_same_network()
+            test_slot_to_evict.test_one_place_of_a_peer_is_safe_from_another_who_has_many_in_the_same_network()
         ),
     ),
 )

@@ -42,8 +42,8 @@ _log = logging.getLogger(__name__)
 
 MIN_STEP_S = 1e-6
 _GOING = (pb.HOST_STATE_LEAVING, pb.HOST_STATE_PAUSED)
-SETTLE_ROUNDS = 5
-"""Looks at the others' intents before a host takes what it has: each look lets one more rival resolve_claims."""
+INTENT_ROUNDS = 5
+"""Rounds in which a joining node reads the other nodes' intents. Each round resolves one more conflict; then it keeps its choice."""
 
 
 @dataclass(frozen=True)
@@ -258,7 +258,7 @@ class Node:
         total = self._hosting.total_blocks
         claims, _ = await self._claims()
         start = choose_start(claims, blocks=total, length=length)
-        for _ in range(SETTLE_ROUNDS):
+        for _ in range(INTENT_ROUNDS):
             self._span = (start, start + length)
             await self._announce()
             await asyncio.sleep(self._dependencies.timing.intent_s * self._dependencies.rng.uniform(0.9, 1.1))

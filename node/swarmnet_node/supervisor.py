@@ -1,25 +1,25 @@
-"""Runs and pauses a node as its owner's limits say, and reports why.
+"""Runs and pauses a node as its owner's limits say, keeps it below its memory limit, and reports why it is paused.
 
 The transport and the directory stay while it is paused; blocks, caches and sessions do not.
 """
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from typing import NoReturn, Protocol
 
 from swarmnet_node.engine.engine import Engine
-from swarmnet_node.engine.memory_account import check_headroom
-from swarmnet_node.governor import Governor
+from swarmnet_node.engine.memory_account import Footprint, check_headroom, resource_limits
 from swarmnet_node.hosting.host import Host
 from swarmnet_node.node import Dependencies, Hosting, Node
 from swarmnet_node.owner.control import NodeStatus
 from swarmnet_node.owner.limits import Limits, Observed, Pause, Run, Usage, decide
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.machine.aio import cancel, race
+from swarmnet_protocols.net.resources import Resource, ResourceManager
 from swarmnet_protocols.wire import report_pb2
 
 GOVERN_S = 0.5
@@ -67,7 +67,7 @@ class Supervisor:
         self._node = Node(dependencies, hosting)
         self._is_loading = False
         self._paused_by_owner = False
-        self._aside = ""
+        self._aside_reason = ""
         """Why it must not run at the moment, independent of the limits."""
         self._resting = asyncio.Event()
         self._reason = ""
@@ -75,7 +75,7 @@ class Supervisor:
         self._observed: tuple[Limits, Observed] | None = None
         self._limits_changed = asyncio.Event()
         self._look = asyncio.Event()
-        self._settled = asyncio.Event()
+        self._started_or_paused = asyncio.Event()
         self._started = asyncio.get_running_loop().time()
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -89,15 +89,15 @@ class Supervisor:
         limits: Limits,
     ) -> AsyncIterator["Supervisor"]:
         """Run a node while the context is open. On entry it serves or is paused. Raises what loading raises."""
-        guest = cls(dependencies, hosting, machine, limits)
-        await guest._observe()
-        living = asyncio.create_task(guest._live(), name="guest")
-        watching = asyncio.create_task(guest._watch(), name="watch")
+        supervisor = cls(dependencies, hosting, machine, limits)
+        await supervisor._observe()
+        running = asyncio.create_task(supervisor._run(), name="supervise")
+        watching = asyncio.create_task(supervisor._watch(), name="watch")
         try:
-            await race(guest._settled.wait(), guest.finished())
-            yield guest
+            await race(supervisor._started_or_paused.wait(), supervisor.finished())
+            yield supervisor
         finally:
-            await cancel(living, watching)
+            await cancel(running, watching)
 
     @property
     def engine(self) -> Engine | None:
@@ -162,7 +162,7 @@ class Supervisor:
     @asynccontextmanager
     async def step_aside(self, reason: str) -> AsyncIterator[None]:
         """Paused while the context is open. It is entered when sessions have moved away, or had the time to."""
-        self._aside = reason
+        self._aside_reason = reason
         self._look.set()
         try:
             with contextlib.suppress(TimeoutError, SwarmnetError):  # of a node that ends anyway
@@ -170,7 +170,7 @@ class Supervisor:
                     await race(self._resting.wait(), self.finished())
             yield
         finally:
-            self._aside = ""
+            self._aside_reason = ""
             self._look.set()
 
     def finish(self, grace_s: float) -> None:
@@ -191,14 +191,14 @@ class Supervisor:
 
     def _pause_now(self) -> Pause | None:
         """Why the node must not run now, or None."""
-        if self._aside:
-            return Pause(self._aside)
+        if self._aside_reason:
+            return Pause(self._aside_reason)
         if self._observed is None:
             return None
         decision = decide(*self._observed, self._machine.usage(), paused_by_owner=self._paused_by_owner)
         return None if isinstance(decision, Run) else decision
 
-    async def _live(self) -> None:
+    async def _run(self) -> None:
         try:
             while not self._is_finishing:
                 if self._pause_now() is None:
@@ -220,7 +220,7 @@ class Supervisor:
             self._node = node
             self._hosting = replace(self._hosting, blocks=node.span)  # the same ones after a pause
             governing = asyncio.create_task(self._govern(node), name="govern")
-            self._say_changed("")
+            self._notify_listeners("")
             try:
                 await self._until(self._must_stop)
                 node.finish(PAUSE_GRACE_S if self._finishing_s is None else self._finishing_s)
@@ -250,7 +250,7 @@ class Supervisor:
         try:
             await asyncio.get_running_loop().run_in_executor(None, self._machine.release)
             while (pause := self._pause_now()) is not None and not self._is_finishing:
-                self._say_changed(pause.reason)
+                self._notify_listeners(pause.reason)
                 await self._until(partial(self._is_other_than, pause))
         finally:
             self._resting.clear()
@@ -289,8 +289,55 @@ class Supervisor:
             self._observed = limits, await loop.run_in_executor(None, self._machine.observe, limits)
         self._look.set()
 
-    def _say_changed(self, reason: str) -> None:
+    def _notify_listeners(self, reason: str) -> None:
         self._reason = reason
-        self._settled.set()
+        self._started_or_paused.set()
         for listener in self._listeners:
             listener(self.status())
+
+
+class Governor:
+    """Keeps one ``Node`` below its memory limit: sets how much KV cache, log and adapter memory clients may use."""
+
+    def __init__(self, resources: ResourceManager, hosting: Hosting, fixed_bytes: int) -> None:
+        """``fixed_bytes``: resident memory without clients."""
+        self._resources = resources
+        self._most: Mapping[Resource, int] = {
+            Resource.CACHE: hosting.max_cache_bytes,
+            Resource.LOG: hosting.limits.log_bytes_in_all,
+            Resource.ADAPTER_BYTES: hosting.limits.adapter_bytes,
+            Resource.PASSES: hosting.limits.passes,
+        }
+        self._message_bytes = resources.snapshot().resources[Resource.MEMORY].system
+        self._fixed_bytes = fixed_bytes
+        self._is_limited = False
+
+    def look(self, engine: Engine, max_ram_bytes: int | None, rss_bytes: int) -> None:
+        """Limit KV caches, logs and adapters to the memory that is left, given the resident memory, and refuse passes that would not fit."""
+        if max_ram_bytes is None:
+            if self._is_limited:
+                self._set(engine, self._most)
+                self._resources.limit(Resource.MEMORY, system=self._message_bytes)
+            self._is_limited = False
+            return
+        stage = engine.stage
+        footprint = Footprint(
+            0,
+            stage.weight_bytes // stage.blocks,
+            stage.widths,
+            stage.dtype.itemsize,
+        )
+        held = dict(self._resources.system.used)
+        held[Resource.CACHE] = held.get(Resource.CACHE, 0) + engine.graph_cache.nbytes
+        found = resource_limits(max_ram_bytes, rss_bytes, held, footprint, self._fixed_bytes)
+        free_bytes = found[Resource.CACHE] - held[Resource.CACHE]
+        found[Resource.PASSES] = free_bytes // footprint.graph_bytes(stage.blocks)
+        self._set(engine, {resource: min(room, self._most[resource]) for resource, room in found.items()})
+        if not self._is_limited:
+            self._resources.limit(Resource.MEMORY, system=footprint.message_bytes)
+        self._is_limited = True
+
+    def _set(self, engine: Engine, limits: Mapping[Resource, int]) -> None:
+        engine.limit_caches(limits[Resource.CACHE])
+        for resource in (Resource.LOG, Resource.ADAPTER_BYTES, Resource.PASSES):
+            self._resources.limit(resource, system=limits[resource])

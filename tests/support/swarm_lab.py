@@ -30,8 +30,8 @@ from swarmnet_protocols.session.steps import Row
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire.roles import Role
 from tests.support.deliveries import once
+from tests.support.fake_machine import FakeMachine
 from tests.support.generation import greedy
-from tests.support.guest_machine import FakeMachine
 from tests.support.private_swarm import PrivateSwarm, virtual_clock
 from tests.support.virtual_time import run
 
@@ -151,12 +151,12 @@ class Lab:
                 yield GuardedTransport(raw, handshakes)
 
     @asynccontextmanager
-    async def guest(
+    async def supervised(
         self, name: str, hosting: Hosting, machine: FakeMachine, limits: Limits
     ) -> AsyncIterator[Supervisor]:
-        """A node on somebody's machine."""
-        async with self._world(name) as world, Supervisor.run(world, hosting, machine, limits) as guest:
-            yield guest
+        """A node that runs within its owner's limits."""
+        async with self._world(name) as world, Supervisor.run(world, hosting, machine, limits) as supervisor:
+            yield supervisor
 
     @asynccontextmanager
     async def _world(self, name: str) -> AsyncIterator[Dependencies]:

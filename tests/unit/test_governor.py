@@ -6,8 +6,8 @@ from typing import cast
 import torch
 
 from swarmnet_node.engine.engine import Engine
-from swarmnet_node.governor import Governor
 from swarmnet_node.node import Hosting
+from swarmnet_node.supervisor import Governor
 from swarmnet_protocols.models.partial_model import LayerWidths
 from swarmnet_protocols.net.resources import Resource, ResourceManager
 

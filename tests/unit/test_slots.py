@@ -5,19 +5,19 @@ import asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmnet_node.hosting.slots import IDLE_S, NEW_S, SLOW_BYTES_PER_S, Slot, who_gives_way
+from swarmnet_node.hosting.slots import IDLE_S, NEW_S, SLOW_BYTES_PER_S, Slot, slot_to_evict
 from swarmnet_protocols.net import PeerId
 from tests.support.virtual_time import run
 
 NOW = 1000.0
 
 
-def slot(peer: str = "a", origin: str = "", since: float = 0.0, **fields: bool) -> Slot:
-    return Slot(PeerId(peer), origin or peer, since, lambda: None, **fields)
+def slot(peer: str = "a", subnet: str = "", since: float = 0.0, **fields: bool) -> Slot:
+    return Slot(PeerId(peer), subnet or peer, since, lambda: None, **fields)
 
 
 def leaving(*slots: Slot) -> Slot | None:
-    return who_gives_way(slots, NOW, lambda _: 1)
+    return slot_to_evict(slots, NOW, lambda _: 1)
 
 
 slots = st.lists(
@@ -45,9 +45,9 @@ def test_it_is_of_the_network_and_there_of_the_peer_that_hold_the_most(given: li
     found = leaving(*given)
     if found is not None:
         idle = [each for each in given if each.is_idle(NOW)]
-        most = max(sum(other.origin == each.origin for other in given) for each in idle)
-        assert sum(each.origin == found.origin for each in given) == most
-        there = [each for each in idle if sum(other.origin == each.origin for other in given) == most]
+        most = max(sum(other.subnet == each.subnet for other in given) for each in idle)
+        assert sum(each.subnet == found.subnet for each in given) == most
+        there = [each for each in idle if sum(other.subnet == each.subnet for other in given) == most]
         assert sum(each.peer == found.peer for each in given) == max(
             sum(other.peer == each.peer for other in given) for each in there
         )
@@ -78,7 +78,7 @@ def test_what_was_just_taken_or_used_or_waits_for_us_stays() -> None:
 
 def test_who_holds_nothing_of_what_is_needed_stays() -> None:
     empty, full = slot("a"), slot("b", since=NOW - 6)
-    assert who_gives_way([empty, full], NOW, {empty: 0, full: 9}.__getitem__) is full
+    assert slot_to_evict([empty, full], NOW, {empty: 0, full: 9}.__getitem__) is full
 
 
 def test_what_comes_too_slowly_is_no_work() -> None:

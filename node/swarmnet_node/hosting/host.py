@@ -23,7 +23,7 @@ from swarmnet_node.hosting.adapter_upload import AdapterUpload
 from swarmnet_node.hosting.host_counters import HostCounters
 from swarmnet_node.hosting.passes import HostedPass, PassStream
 from swarmnet_node.hosting.session import HostedSession, LinkStream, SessionParts, SessionStream, idle
-from swarmnet_node.hosting.slots import IDLE_S, Slot, Slots, who_gives_way
+from swarmnet_node.hosting.slots import IDLE_S, Slot, Slots, slot_to_evict
 from swarmnet_node.owner.limits import ONE_CLIENT
 from swarmnet_protocols.directory.host_announcements import signed_addresses
 from swarmnet_protocols.errors import DeadlineExceeded, OutOfResources, ProtocolViolation, StreamEnded
@@ -189,7 +189,7 @@ class Host:
     async def leave(self) -> None:
         """Refuse new sessions and passes, ask clients to move their sessions, and return when no session or pass is left."""
         self.leaving = True
-        await asyncio.gather(*(session.say_leaving() for session in self.sessions))
+        await asyncio.gather(*(session.announce_leaving() for session in self.sessions))
         async with self._changed:
             await self._changed.wait_for(
                 lambda: not self._sessions and not self._in_all.used[Resource.PASSES]
@@ -207,7 +207,7 @@ class Host:
                 await self._refuse(client, refusal)
                 return
             self._sessions[session.id] = session
-            await self._say_changed()
+            await self._notify_changed()
             try:
                 await session.run()
             except DeadlineExceeded:
@@ -215,9 +215,9 @@ class Host:
                 raise
             finally:
                 del self._sessions[session.id]
-                await self._say_changed()
+                await self._notify_changed()
 
-    async def _say_changed(self) -> None:
+    async def _notify_changed(self) -> None:
         async with self._changed:
             self._changed.notify_all()
 
@@ -231,12 +231,12 @@ class Host:
         session = HostedSession(
             self._session_parts, wanted, client, self._use_adapter(wanted, client.peer, held)
         )
-        session.slot = self._take(held, self._session_slots, client.stream, session.give_way)
+        session.slot = self._take(held, self._session_slots, client.stream, session.evict)
         return session
 
-    def _take(self, held: ExitStack, slots: Slots, stream: Stream, give_way: Callable[[], None]) -> Slot:
+    def _take(self, held: ExitStack, slots: Slots, stream: Stream, evict: Callable[[], None]) -> Slot:
         try:
-            return held.enter_context(slots.take(stream, give_way))
+            return held.enter_context(slots.take(stream, evict))
         except ResourceLimitReached as error:
             raise Refused.overloaded(error) from error
 
@@ -245,11 +245,11 @@ class Host:
         while self._in_all.available(Resource.CACHE) < cache_bytes <= scope.available(Resource.CACHE):
             held = {session.slot: session for session in self.sessions if session.slot is not None}
             amounts = {slot: session.cache_bytes for slot, session in held.items()}
-            leaving = who_gives_way(held, asyncio.get_running_loop().time(), amounts.__getitem__)
-            if leaving is None:
+            evicted = slot_to_evict(held, asyncio.get_running_loop().time(), amounts.__getitem__)
+            if evicted is None:
                 return
-            leaving.give_way()
-            await held[leaving].freed.wait()
+            evicted.evict()
+            await held[evicted].freed.wait()
 
     def _typed(
         self, stream: Stream, sent: type[Sent], received: type[Received], *, silence_s: float
@@ -307,13 +307,13 @@ class Host:
         stage = self.engine.stage.part(wanted.span.start - self.start, wanted.span.end - self.start)
         try:
             with ExitStack() as held:
-                going: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-                slot = self._take(held, self._pass_slots, client.stream, lambda: give_way(going))
+                ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+                slot = self._take(held, self._pass_slots, client.stream, lambda: end_early(ended))
                 adapter = self._use_adapter(wanted, client.peer, held)
                 hosted = HostedPass(wanted, stage, self.engine, client, self.timing, adapter)
-                await race(hosted.run(slot), _value(going))
+                await race(hosted.run(slot), _value(ended))
         finally:
-            await self._say_changed()
+            await self._notify_changed()
 
     async def _adapter(self, stream: Stream) -> None:
         client = self._typed(stream, pb.AdapterReply, pb.AdapterRequest, silence_s=self.timing.chunk_s)
@@ -348,11 +348,11 @@ class Host:
         if session is not None:
             return session
         with ExitStack() as held:
-            going: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._take(held, self._early_slots, stream, lambda: give_way(going))
+            ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._take(held, self._early_slots, stream, lambda: end_early(ended))
             try:
                 async with asyncio.timeout(self.timing.link_wait_s):
-                    await race(self._come(session_id), _value(going))
+                    await race(self._come(session_id), _value(ended))
                     return self._sessions[session_id]
             except TimeoutError:
                 raise Refused(pb.REASON_UNKNOWN_SESSION, "no such session") from None
@@ -370,10 +370,10 @@ class Host:
                 await client.send(pb.Pong(nonce=ping.nonce, queue_s=self.engine.queue_s))
 
 
-def give_way(going: "asyncio.Future[None]") -> None:
+def end_early(ended: "asyncio.Future[None]") -> None:
     """End a pass or a link that waits without work: other clients need its place."""
-    if not going.done():
-        going.set_exception(idle())
+    if not ended.done():
+        ended.set_exception(idle())
 
 
 async def _value(future: "asyncio.Future[None]") -> None:

@@ -70,7 +70,7 @@ class HostedPass:
         """In ``slot``: take the tensors, compute when sessions leave room, answer; send heartbeats meanwhile.
 
         Raises ``StreamEnded`` when the client is gone, ``DeadlineExceeded`` when it is too slow, ``ProtocolViolation``
-        for tensors that are not what was announced, ``Refused`` when the graph has made way for something else meanwhile or
+        for tensors that are not what was announced, ``Refused`` when the graph has been evicted or
         the answer has infinity or NaN in it, ``OutOfResources`` when there is no memory to compute in.
         """
         self._slot = slot

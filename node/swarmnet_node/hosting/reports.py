@@ -1,4 +1,13 @@
-"""A node's report for dashboards: numbers only, without clients, sessions or tokens."""
+"""A node's report for dashboards: numbers only, without clients, sessions or tokens.
+
+A report contains, for a node that hosts blocks:
+
+1. What it hosts: model, blocks, state, precision, version, the public name that its owner chose, and how long it has run.
+2. How fast it is: the time of a step and of a token, the time in the queue, histograms of first tokens and of times per token.
+3. How full it is: sessions, and the KV caches with their limit.
+4. What it has done since its start: forwards, positions, answers, sessions rebuilt by a replay, lost links and lost clients.
+5. Flows: for the busiest pairs of hops before and after it, the sessions and positions between them.
+"""
 
 import asyncio
 import contextlib

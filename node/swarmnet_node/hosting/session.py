@@ -140,7 +140,7 @@ class HostedSession:
     def cache_bytes(self) -> int:
         return self._scope.used[Resource.CACHE]
 
-    def give_way(self) -> None:
+    def evict(self) -> None:
         """End: the session brings no work, and other clients wait."""
         self._fail(idle())
 
@@ -180,7 +180,7 @@ class HostedSession:
         self._received_room.release()
         self.freed.set()
 
-    async def say_leaving(self) -> None:
+    async def announce_leaving(self) -> None:
         """Ask the client to move to another host. A client that is gone has moved already."""
         with contextlib.suppress(StreamEnded, DeadlineExceeded):
             await self._client.send(pb.SessionReply(leaving=pb.Leaving()))

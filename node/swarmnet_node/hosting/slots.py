@@ -19,17 +19,17 @@ SLOW_BYTES_PER_S = 64_000.0
 
 @dataclass(eq=False)
 class Slot:
-    """A session, pass or early link of one client. ``give_way`` ends it and tells the client to try again."""
+    """A session, pass or early link of one client. ``evict`` ends it and tells the client to try again."""
 
     peer: PeerId
-    origin: str
+    subnet: str
     since: float
     """Loop time of its last work, or of its beginning."""
-    give_way: Callable[[], None]
+    evict: Callable[[], None]
     has_worked: bool = False
     at_work: bool = False
     """It waits for this host's computation, and is not ended."""
-    hold: Reservation | None = None
+    reservation: Reservation | None = None
     new_s: float = NEW_S
 
     def worked(self) -> None:
@@ -46,14 +46,14 @@ class Slot:
         return not self.at_work and now - self.since >= (IDLE_S if self.has_worked else self.new_s)
 
 
-def who_gives_way(slots: Iterable[Slot], now: float, amount: Callable[[Slot], int]) -> Slot | None:
+def slot_to_evict(slots: Iterable[Slot], now: float, amount: Callable[[Slot], int]) -> Slot | None:
     """The slot to end so that another client gets its ``amount``; None if all are in use. Pure.
 
     It is in the subnet (/24 or /48) that holds the most, of the peer there that holds the most: first a slot that never brought work, then the
     one that brought none for longest.
     """
     places = [
-        Place(slot.origin, slot.peer, held, (slot.has_worked, slot.since), slot)
+        Place(slot.subnet, slot.peer, held, (slot.has_worked, slot.since), slot)
         for slot in slots
         if (held := amount(slot))
     ]
@@ -70,20 +70,20 @@ class Slots:
         self._slots: dict[Slot, None] = {}
 
     @contextmanager
-    def take(self, stream: Stream, give_way: Callable[[], None]) -> Iterator[Slot]:
+    def take(self, stream: Stream, evict: Callable[[], None]) -> Iterator[Slot]:
         """A slot for the peer of ``stream`` while the context is open. Raises ``ResourceLimitReached``.
 
-        Where all are taken and the peer has not its own share, another one gives way that brings no work.
+        When all are taken and the peer is below its own limit, a slot that brings no work is evicted first.
         """
         now = asyncio.get_running_loop().time()
         if self._in_all.available(self._resource) < 1 <= stream.scope.available(self._resource):
-            leaving = who_gives_way(self._slots, now, lambda _: 1)
-            if leaving is not None and leaving.hold is not None:
-                del self._slots[leaving]
-                leaving.hold.release()
-                leaving.give_way()
-        slot = Slot(stream.peer, subnet_of(stream.address) or stream.peer, now, give_way, new_s=self._new_s)
-        with stream.scope.reserve(self._resource) as slot.hold:
+            evicted = slot_to_evict(self._slots, now, lambda _: 1)
+            if evicted is not None and evicted.reservation is not None:
+                del self._slots[evicted]
+                evicted.reservation.release()
+                evicted.evict()
+        slot = Slot(stream.peer, subnet_of(stream.address) or stream.peer, now, evict, new_s=self._new_s)
+        with stream.scope.reserve(self._resource) as slot.reservation:
             self._slots[slot] = None
             try:
                 yield slot

@@ -16,7 +16,7 @@ from swarmnet_protocols.directory.host_announcements import read_records
 from swarmnet_protocols.errors import IntegrityError
 from swarmnet_protocols.session.steps import Row
 from swarmnet_protocols.wire import records_pb2 as pb
-from tests.support.guest_machine import MONDAY_NOON, FakeMachine
+from tests.support.fake_machine import MONDAY_NOON, FakeMachine
 from tests.support.swarm_lab import SWARM, Lab, MemoryDirectory, Reference, peer, simulate
 
 PROMPT = [5, 6, 7, 8]
@@ -24,12 +24,12 @@ TOKENS = 12
 PAUSED_S = 5.0
 
 
-async def turns(guest: Supervisor, wanted: str) -> float:
+async def turns(supervisor: Supervisor, wanted: str) -> float:
     """When the node is said to be ``wanted``; at once if it is already."""
     loop = asyncio.get_running_loop()
     changed = asyncio.Event()
-    guest.on_change(lambda status: changed.set())
-    while guest.status().state != wanted:
+    supervisor.on_change(lambda status: changed.set())
+    while supervisor.status().state != wanted:
         changed.clear()
         await changed.wait()
     return loop.time()
@@ -39,7 +39,7 @@ def test_sessions_move_away_from_a_node_that_pauses_and_it_serves_again(referenc
     async def scenario(lab: Lab) -> None:
         machine = FakeMachine()
         await lab.start("rest", lab.hosting((2, 6)))
-        async with lab.guest("guest", lab.hosting((0, 2)), machine, Limits()) as guest:
+        async with lab.supervised("node", lab.hosting((0, 2)), machine, Limits()) as supervisor:
             loop = asyncio.get_running_loop()
             async with lab.client() as swarm, lab.chain(swarm) as chain:
                 await lab.generate(chain, PROMPT, 3)
@@ -48,23 +48,23 @@ def test_sessions_move_away_from_a_node_that_pauses_and_it_serves_again(referenc
 
                 def pause(number: int) -> None:
                     if number == 4:
-                        guest.pause()
+                        supervisor.pause()
                         asked_at.append(loop.time())
 
             async with lab.client("second") as swarm, lab.chain(swarm) as chain:
                 tokens = await lab.generate(chain, PROMPT, TOKENS, pause)
                 assert tokens == reference.greedy(PROMPT, TOKENS)
-                paused_at = await turns(guest, "paused")
+                paused_at = await turns(supervisor, "paused")
                 assert paused_at - asked_at[0] < PAUSED_S
-            status = guest.status()
+            status = supervisor.status()
             assert (status.reason, status.weight_bytes, status.cache_bytes) == ("its owner paused it", 0, 0)
-            assert guest.engine is guest.host is None
+            assert supervisor.engine is supervisor.host is None
             assert machine.released == 1
 
-            guest.resume()
-            await turns(guest, "online")
+            supervisor.resume()
+            await turns(supervisor, "online")
             await lab.stop("replica")
-            assert guest.span == (0, 2)
+            assert supervisor.span == (0, 2)
             async with lab.client("third") as swarm, lab.chain(swarm) as chain:
                 assert await lab.generate(chain, PROMPT, TOKENS) == reference.greedy(PROMPT, TOKENS)
 
@@ -74,7 +74,7 @@ def test_sessions_move_away_from_a_node_that_pauses_and_it_serves_again(referenc
 def test_sessions_move_away_from_a_node_that_steps_aside_and_it_comes_back(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         await lab.start("rest", lab.hosting((2, 6)))
-        async with lab.guest("guest", lab.hosting((0, 2)), FakeMachine(), Limits()) as guest:
+        async with lab.supervised("node", lab.hosting((0, 2)), FakeMachine(), Limits()) as supervisor:
             begun, is_aside = asyncio.Event(), asyncio.Event()
 
             async def answer() -> list[int]:
@@ -88,22 +88,22 @@ def test_sessions_move_away_from_a_node_that_steps_aside_and_it_comes_back(refer
             answering = asyncio.create_task(answer())
             await begun.wait()
             await lab.start("replica", lab.hosting((0, 2)))
-            async with guest.step_aside("p2pd is restarted"):
-                assert (guest.status().reason, guest.host) == ("p2pd is restarted", None)
+            async with supervisor.step_aside("p2pd is restarted"):
+                assert (supervisor.status().reason, supervisor.host) == ("p2pd is restarted", None)
                 is_aside.set()
                 assert await answering == reference.greedy(PROMPT, 1)
-            await turns(guest, "online")
+            await turns(supervisor, "online")
 
     simulate(reference, scenario)
 
 
 def test_a_node_that_has_ended_steps_aside_at_once(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
-        async with lab.guest("guest", lab.hosting((0, 6)), FakeMachine(), Limits()) as guest:
-            guest.finish(1.0)
-            await guest.finished()
+        async with lab.supervised("node", lab.hosting((0, 6)), FakeMachine(), Limits()) as supervisor:
+            supervisor.finish(1.0)
+            await supervisor.finished()
             began = asyncio.get_running_loop().time()
-            async with guest.step_aside("p2pd is restarted"):
+            async with supervisor.step_aside("p2pd is restarted"):
                 assert asyncio.get_running_loop().time() == began
 
     simulate(reference, scenario)
@@ -112,17 +112,17 @@ def test_a_node_that_has_ended_steps_aside_at_once(reference: Reference) -> None
 def test_a_session_that_has_nowhere_to_go_does_not_keep_the_memory(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         async with (
-            lab.guest("guest", lab.hosting((0, 6)), FakeMachine(), Limits()) as guest,
+            lab.supervised("node", lab.hosting((0, 6)), FakeMachine(), Limits()) as supervisor,
             lab.client() as swarm,
             lab.chain(swarm) as chain,
         ):
             await lab.generate(chain, PROMPT, 3)
-            assert guest.status().cache_bytes > 0
+            assert supervisor.status().cache_bytes > 0
             began = asyncio.get_running_loop().time()
-            guest.pause()
-            took_s = await turns(guest, "paused") - began
+            supervisor.pause()
+            took_s = await turns(supervisor, "paused") - began
             assert PAUSE_GRACE_S <= took_s < PAUSED_S
-            assert guest.status().cache_bytes == 0
+            assert supervisor.status().cache_bytes == 0
 
     simulate(reference, scenario)
 
@@ -144,13 +144,13 @@ def test_nothing_holds_what_a_paused_node_had_loaded(reference: Reference) -> No
     async def scenario(lab: Lab) -> None:
         hosting = replace(lab.hosting((0, 6)), load=load)
         async with (
-            lab.guest("guest", hosting, FakeMachine(), Limits()) as guest,
+            lab.supervised("node", hosting, FakeMachine(), Limits()) as supervisor,
             lab.client() as swarm,  # whose pings go on
             lab.chain(swarm) as chain,
         ):
             await lab.generate(chain, PROMPT, 3)
-            guest.pause()
-            await turns(guest, "paused")
+            supervisor.pause()
+            await turns(supervisor, "paused")
             gc.collect()
             assert [reference() for reference in loaded] == [None]
 
@@ -159,9 +159,9 @@ def test_nothing_holds_what_a_paused_node_had_loaded(reference: Reference) -> No
 
 def test_a_paused_node_says_so_and_nobody_is_sent_to_it(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
-        async with lab.guest("guest", lab.hosting((0, 6)), FakeMachine(), Limits()) as guest:
-            guest.pause()
-            await turns(guest, "paused")
+        async with lab.supervised("node", lab.hosting((0, 6)), FakeMachine(), Limits()) as supervisor:
+            supervisor.pause()
+            await turns(supervisor, "paused")
             await asyncio.sleep(2 * lab.timing.record_s)  # announced again and again
             async with lab.client("looker"):
                 directory = MemoryDirectory(lab.board, peer("looker"), SWARM)
@@ -212,14 +212,14 @@ def test_it_pauses_and_resumes_by_itself(
     async def scenario(lab: Lab) -> None:
         machine = FakeMachine()
         machine.see(idle_s=1e6)
-        async with lab.guest("guest", lab.hosting((0, 6)), machine, limits) as guest:
-            assert guest.status().state == "online"
+        async with lab.supervised("node", lab.hosting((0, 6)), machine, limits) as supervisor:
+            assert supervisor.status().state == "online"
             forbid(machine)
-            await turns(guest, "paused")
-            assert reason in guest.status().reason
+            await turns(supervisor, "paused")
+            assert reason in supervisor.status().reason
             allow(machine)
-            await turns(guest, "online")
-            assert guest.status().reason == ""
+            await turns(supervisor, "online")
+            assert supervisor.status().reason == ""
 
     simulate(reference, scenario)
 
@@ -228,11 +228,13 @@ def test_a_node_that_must_not_run_loads_nothing(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         machine = FakeMachine()
         machine.see(on_battery=True)
-        async with lab.guest("guest", lab.hosting(num_blocks=3), machine, Limits(no_battery=True)) as guest:
-            assert guest.status().state == "paused"
-            assert guest.engine is None
+        async with lab.supervised(
+            "node", lab.hosting(num_blocks=3), machine, Limits(no_battery=True)
+        ) as supervisor:
+            assert supervisor.status().state == "paused"
+            assert supervisor.engine is None
             machine.see(on_battery=False)
-            await turns(guest, "online")
+            await turns(supervisor, "online")
 
     simulate(reference, scenario)
 
@@ -241,12 +243,12 @@ def test_limits_change_while_it_runs(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         machine = FakeMachine()
         machine.see(on_battery=True)
-        async with lab.guest("guest", lab.hosting((0, 6)), machine, Limits()) as guest:
-            guest.set_limits(Limits(no_battery=True))
-            await turns(guest, "paused")
-            assert machine.enforced == [Limits(no_battery=True)] == [guest.limits()]
-            guest.set_limits(Limits())
-            await turns(guest, "online")
+        async with lab.supervised("node", lab.hosting((0, 6)), machine, Limits()) as supervisor:
+            supervisor.set_limits(Limits(no_battery=True))
+            await turns(supervisor, "paused")
+            assert machine.enforced == [Limits(no_battery=True)] == [supervisor.limits()]
+            supervisor.set_limits(Limits())
+            await turns(supervisor, "online")
 
     simulate(reference, scenario)
 
@@ -255,15 +257,15 @@ def test_who_sets_a_limit_that_is_kept_already_interrupts_nobody(reference: Refe
     async def scenario(lab: Lab) -> None:
         machine = FakeMachine()
         machine.see(idle_s=1e6)
-        async with lab.guest("guest", lab.hosting((0, 6)), machine, Limits()) as guest:
+        async with lab.supervised("node", lab.hosting((0, 6)), machine, Limits()) as supervisor:
             said: list[str] = []
-            guest.on_change(lambda status: said.append(status.state))
-            guest.resume()  # it is decided anew, before anybody has looked whether the machine is idle
-            guest.set_limits(Limits(idle_only=True))
+            supervisor.on_change(lambda status: said.append(status.state))
+            supervisor.resume()  # it is decided anew, before anybody has looked whether the machine is idle
+            supervisor.set_limits(Limits(idle_only=True))
             await asyncio.sleep(2 * LOOK_S)
             assert said == []
             machine.see(idle_s=1.0)
-            await turns(guest, "paused")
+            await turns(supervisor, "paused")
 
     simulate(reference, scenario)
 
@@ -271,12 +273,12 @@ def test_who_sets_a_limit_that_is_kept_already_interrupts_nobody(reference: Refe
 @pytest.mark.parametrize("paused", [False, True])
 def test_it_finishes_whether_it_is_paused_or_not(reference: Reference, *, paused: bool) -> None:
     async def scenario(lab: Lab) -> None:
-        async with lab.guest("guest", lab.hosting((0, 6)), FakeMachine(), Limits()) as guest:
+        async with lab.supervised("node", lab.hosting((0, 6)), FakeMachine(), Limits()) as supervisor:
             if paused:
-                guest.pause()
-                await turns(guest, "paused")
-            guest.finish(1.0)
-            await guest.finished()
+                supervisor.pause()
+                await turns(supervisor, "paused")
+            supervisor.finish(1.0)
+            await supervisor.finished()
 
     simulate(reference, scenario)
 
@@ -291,12 +293,12 @@ def test_who_waits_for_the_end_hears_that_it_could_not_come_back(reference: Refe
 
     async def scenario(lab: Lab) -> None:
         hosting = replace(lab.hosting((0, 6)), load=load)
-        async with lab.guest("guest", hosting, FakeMachine(), Limits()) as guest:
-            guest.pause()
-            await turns(guest, "paused")
-            guest.resume()
+        async with lab.supervised("node", hosting, FakeMachine(), Limits()) as supervisor:
+            supervisor.pause()
+            await turns(supervisor, "paused")
+            supervisor.resume()
             with pytest.raises(IntegrityError, match="has changed"):
-                await guest.finished()
+                await supervisor.finished()
 
     simulate(reference, scenario)
 
@@ -306,7 +308,7 @@ def test_a_node_over_its_owners_limit_ends_the_session_that_holds_the_most(refer
         machine, limit_bytes = FakeMachine(ram=1 << 20), 1 << 30
         limits = Limits(max_ram_bytes=limit_bytes)
         async with (
-            lab.guest("guest", lab.hosting((0, 6)), machine, limits) as guest,
+            lab.supervised("node", lab.hosting((0, 6)), machine, limits) as supervisor,
             lab.client() as swarm,
             lab.chain(swarm) as small,
             lab.client("second") as other,
@@ -314,18 +316,18 @@ def test_a_node_over_its_owners_limit_ends_the_session_that_holds_the_most(refer
         ):
             await lab.generate(small, PROMPT, 1)
             await lab.generate(large, PROMPT * 8, 1)
-            assert guest.host is not None
-            least, most = sorted(guest.host.sessions, key=lambda session: session.held_bytes)
+            assert supervisor.host is not None
+            least, most = sorted(supervisor.host.sessions, key=lambda session: session.held_bytes)
             machine.ram = limit_bytes
             await asyncio.sleep(GOVERN_S)
-            assert set(guest.host.sessions) == {least, most}
-            status = guest.status()
+            assert set(supervisor.host.sessions) == {least, most}
+            status = supervisor.status()
             assert status.cache_bytes_limit == status.cache_bytes  # there is no room for more
             machine.ram = limit_bytes + 1
             await asyncio.sleep(GOVERN_S)
             machine.ram = limit_bytes
             await asyncio.sleep(GOVERN_S)
-            assert least in guest.host.sessions
-            assert most not in guest.host.sessions
+            assert least in supervisor.host.sessions
+            assert most not in supervisor.host.sessions
 
     simulate(reference, scenario)

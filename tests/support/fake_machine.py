@@ -1,4 +1,4 @@
-"""A machine whose clock, battery and people a test moves."""
+"""A machine whose clock, battery and idle time a test sets."""
 
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -10,7 +10,7 @@ MONDAY_NOON = datetime(2026, 11, 23, 12, 0)  # noqa: DTZ001 - as an owner's cloc
 
 @dataclass
 class FakeMachine:
-    """What a guest sees of its machine, and what it has it do."""
+    """The machine's state as a supervisor observes it, and the calls that it made."""
 
     seen: Observed = field(default_factory=lambda: Observed(MONDAY_NOON, idle_s=None, on_battery=False))
     used: Usage = field(default_factory=lambda: Usage("2026-11"))
@@ -19,7 +19,7 @@ class FakeMachine:
     released: int = 0
 
     def see(self, **changes: object) -> None:
-        """From now on."""
+        """Change what the next observations return."""
         self.seen = replace(self.seen, **changes)  # type: ignore[arg-type]
 
     def observe(self, limits: Limits) -> Observed:
