@@ -88,10 +88,12 @@ def only_its_own(terms: SliceTerms, payloads: Payloads) -> Result:
 LIES = [another_average, other_contributions, its_own_signature, only_its_own]
 
 
-def average_with(lie: Lie, count: int, patch: pytest.MonkeyPatch, rules: Rules) -> tuple[Work, Outcomes]:
+def average_with(
+    lie: Lie, count: int, patch: pytest.MonkeyPatch, rules: Rules, codec: str = "float32"
+) -> tuple[Work, Outcomes]:
     """A round of ``count`` members, of which the liar reduces its slice as ``lie`` has it."""
     lab = TrainingLab(count, rules=rules)
-    work = Work.random(lab, COUNT)
+    work = Work.random(lab, COUNT, codec)
 
     def reduce(terms: SliceTerms, rules: Rules, payloads: Payloads) -> tuple[Result, torch.Tensor] | None:
         if terms.index != LIAR:
@@ -125,7 +127,7 @@ def test_without_signatures_no_member_is_excluded_for_a_result_that_it_may_have_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A forged contribution is seen by its author alone, so a member that forwards it may be honest."""
-    _, outcomes = average_with(other_contributions, 4, monkeypatch, replace(ROBUST, verifiable=False))
+    _, outcomes = average_with(other_contributions, 4, monkeypatch, replace(ROBUST, verifiable=False), "topk")
     assert [outcome.refuted for outcome in outcomes.values()] == [()] * 4
 
 
