@@ -327,7 +327,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parts = parser.add_subparsers(dest="what", required=True)
     recording = parts.add_parser("record")
-    recording.add_argument("bench", choices=[bench for benches in SECTIONS.values() for bench in benches])
+    recording.add_argument(
+        "bench",
+        choices=[bench for benches in SECTIONS.values() for bench, headlines in benches.items() if headlines],
+    )
     recording.add_argument("options", nargs=argparse.REMAINDER)
     parts.add_parser("write")
     chosen = parser.parse_args(arguments)

@@ -88,10 +88,12 @@ def only_its_own(terms: SliceTerms, payloads: Payloads) -> Result:
 LIES = [another_average, other_contributions, its_own_signature, only_its_own]
 
 
-def average_with(lie: Lie, count: int, patch: pytest.MonkeyPatch, rules: Rules) -> tuple[Work, Outcomes]:
+def average_with(
+    lie: Lie, count: int, patch: pytest.MonkeyPatch, rules: Rules, codec: str = "float32"
+) -> tuple[Work, Outcomes]:
     """A round of ``count`` members, of which the liar reduces its slice as ``lie`` has it."""
     lab = TrainingLab(count, rules=rules)
-    work = Work.random(lab, COUNT)
+    work = Work.random(lab, COUNT, codec)
 
     def reduce(terms: SliceTerms, rules: Rules, payloads: Payloads) -> tuple[Result, torch.Tensor] | None:
         if terms.index != LIAR:
@@ -119,6 +121,14 @@ def test_a_lying_reducer_changes_nothing_and_is_refuted_by_all(
 def test_without_verification_one_liar_decides_its_slice(monkeypatch: pytest.MonkeyPatch) -> None:
     _, outcomes = average_with(another_average, 4, monkeypatch, replace(ROBUST, verifiable=False))
     assert any(outcome.average is not None and outcome.average.max() > 1e5 for outcome in outcomes.values())
+
+
+def test_without_signatures_no_member_is_excluded_for_a_result_that_it_may_have_forwarded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A forged contribution is seen by its author alone, so a member that forwards it may be honest."""
+    _, outcomes = average_with(other_contributions, 4, monkeypatch, replace(ROBUST, verifiable=False), "topk")
+    assert [outcome.refuted for outcome in outcomes.values()] == [()] * 4
 
 
 @pytest.mark.parametrize("codec", ["float32", "int8", "topk"])

@@ -42,7 +42,7 @@ class AuditedSequence:
         self.length = row.end
 
     def inputs(self, count: int) -> torch.Tensor:
-        """What was sent for the first ``count`` positions; ``count`` is at most ``MAX_DIGEST_POSITIONS``."""
+        """The inputs of the first ``count`` positions, as they were sent; ``count`` is at most ``MAX_DIGEST_POSITIONS``."""
         return torch.cat(self._inputs)[:count]
 
     def outputs(self, count: int) -> tuple[list[int], torch.Tensor]:

@@ -8,7 +8,7 @@ from swarmnet_client.audit.measure import TOLERANCE, relative_errors
 
 
 class Verdict(Enum):
-    """What an audit found out about the audited host."""
+    """The finding of an audit about the audited host."""
 
     RIGHT = auto()
     """A second host computed the same."""

@@ -193,7 +193,7 @@ class Auditor:
         return _ClaimedOutputs(inputs, list(range(count)), audited.sent)
 
     async def _show(self, live: LiveHop, watched: AuditedSequence, count: int) -> HopTranscript | None:
-        """What a hop received and sent of a sequence; None if it does not answer."""
+        """The transcript of a hop for a sequence; None if the hop does not answer."""
         is_last = live.hop.end == self._spec.blocks
         try:
             shown = await live.show(watched.sequence, count, within_s=self._swarm.timing.chunk_s)

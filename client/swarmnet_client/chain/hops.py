@@ -24,7 +24,7 @@ SessionStream = TypedStream[pb.SessionRequest, pb.SessionReply]
 
 @dataclass(frozen=True)
 class ChainSpec:
-    """What a chain is opened for.
+    """The requirements of a chain.
 
     It covers blocks [0, ``blocks``) and sequences of at most ``max_length`` positions of ``hidden_size`` numbers, which travel as
     ``wire``. Hosts apply ``adapter``; the positions of its prefix count as positions of every sequence. ``log_bytes`` bounds the log
@@ -46,7 +46,7 @@ class ChainSpec:
 
 @dataclass
 class ChainReport:
-    """What happened to a chain so far."""
+    """Route, failovers and audits of a chain so far."""
 
     failovers: int = 0
     longest_stall_s: float = 0.0

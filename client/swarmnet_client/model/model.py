@@ -100,7 +100,7 @@ class SwarmModel:
 
     @property
     def last_run(self) -> ChainReport:
-        """What happened to the chain or batch that was used last."""
+        """The report of the chain or batch that was used last."""
         return self.blocks.report
 
     @property

@@ -26,7 +26,7 @@ class RemoteBlocks:
         """``embed`` turns logged inputs ([P] token ids, or embeddings [P, D]) into embeddings [P, D]."""
         self.spec = spec
         self.report = ChainReport()
-        """What happened to the chain or batch that was used last."""
+        """The report of the chain or batch that was used last."""
         self._runtime = runtime
         self._embed = embed
         self._adapters = AdapterMaker()

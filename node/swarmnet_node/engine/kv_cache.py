@@ -37,7 +37,7 @@ GROWTH_POSITIONS = 64
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one layer keeps for each position: sizes of keys and values of ``heads`` key heads."""
+    """Sizes of the keys and values that one layer keeps for each position, of ``heads`` key heads."""
 
     heads: int
     key_size: int

@@ -51,7 +51,7 @@ def activation_bytes(positions: int, widths: LayerWidths, dtype_bytes: int) -> i
 
 @dataclass(frozen=True)
 class Footprint:
-    """What hosting blocks of a model needs, as far as it is known before they are loaded."""
+    """The memory needs of a model's blocks, as far as they are known before the blocks are loaded."""
 
     runtime_bytes: int
     """Resident bytes of the process before any block is loaded, without p2pd."""
@@ -73,7 +73,7 @@ class Footprint:
         return self.message_bytes + forward
 
     def graph_bytes(self, blocks: int) -> int:
-        """What autograd saves, about, of a pass of the largest size through so many blocks, for its backward."""
+        """Estimated bytes that autograd saves in the largest pass through ``blocks`` blocks."""
         return MAX_POSITIONS * GRAPH_VALUES * self.widths.hidden * 4 * blocks
 
     def min_ram_bytes(self, blocks: int) -> int:

@@ -110,7 +110,7 @@ def _rate(per_s: float) -> RateLimit:
 
 @dataclass(frozen=True)
 class HostedModel:
-    """What a host serves: blocks of the model ``manifest`` from ``start`` on, to clients of ``swarm``."""
+    """The offer of a host: blocks of the model ``manifest`` from ``start`` on, to clients of ``swarm``."""
 
     swarm: bytes
     manifest: bytes

@@ -89,7 +89,7 @@ class _Lora:
 
     def __init__(self, layers: Sequence[Mapping[str, LoraUpdate]]) -> None:
         self._kept: list[object] = []
-        """What the structs point to."""
+        """Objects that the structs point to, which must stay alive."""
         self.ranks = max(len(update.down) for layer in layers for update in layer.values())
         self.updates = (_Update * (len(layers) * len(PRODUCTS)))(
             *(self._update(layer.get(product)) for layer in layers for product in PRODUCTS)

@@ -318,8 +318,10 @@ class RoundRunner:
             try:
                 self._keep(index, result, await self._compute(lambda: reader.read(result)))
             except ProtocolViolation as error:
-                # The sender made it up: an honest member forwards only results that it has verified.
-                self._refuted[self._terms.members[member].peer] = str(error)
+                # Where contributions are signed, the sender made it up: an honest member forwards only results that it has verified.
+                # Without signatures an honest member may forward a result of which only the author of a contribution sees the forgery.
+                if reader.terms.verification is not None:
+                    self._refuted[self._terms.members[member].peer] = str(error)
                 raise
             finally:
                 self._reading.remove(index)
