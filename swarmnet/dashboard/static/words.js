@@ -62,7 +62,7 @@ export function health(model) {
   }
   if (single.length) {
     return {
-      kind: "warn", symbol: "▲", title: "Complete, without reserve",
+      kind: "warn", symbol: "▲", title: "Complete, but without spare hosts",
       text: single.length === 1 && single[0][1] - single[0][0] === 1
         ? `${capital(blockList(single))} has only one host: if it leaves, the model cannot answer.`
         : `${capital(blockList(single))} have one host each: if one of these hosts leaves, the model cannot answer.`,
