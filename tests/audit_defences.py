@@ -60,13 +60,13 @@ AUDITS = (
     Defence(
         "the last hop shows outputs that no row wants",
         replacing(Auditor, "add_audited_outputs", lambda _, rows: rows),
-        lambda _: test_audit.test_outputs_of_first_positions_are_asked_for(),
+        lambda _: test_audit.test_the_last_hop_returns_outputs_of_first_positions(),
     ),
     Defence(
         "a third host decides",
         replacing(auditor, "judge", believe_the_second),
         of_a_swarm(
-            lambda reference: test_audit.test_a_witness_that_lies_accuses_nobody(
+            lambda reference: test_audit.test_a_lying_witness_convicts_no_honest_host(
                 reference, liar="b2", number=0
             )
         ),
@@ -74,7 +74,7 @@ AUDITS = (
     Defence(
         "a convicted host is not used",
         replacing(Swarm, "convict", nothing),
-        of_a_swarm(test_audit.test_a_convicted_host_is_not_used_even_where_nobody_else_is),
+        of_a_swarm(test_audit.test_a_convicted_host_is_not_used_even_if_it_is_the_only_one),
     ),
     Defence(
         "a huge channel hides no lie in the others",
@@ -89,11 +89,14 @@ AUDITS = (
     Defence(
         "neighbours have to agree on what went between them",
         replacing(Auditor, "_disagree", nothing),
-        patched(test_audit.test_a_neighbour_that_lies_about_what_went_between_does_not_convict, "c1"),
+        patched(
+            test_audit.test_a_host_that_lies_about_the_activations_between_two_hops_convicts_no_neighbour,
+            "c1",
+        ),
     ),
     Defence(
         "who says nothing is replaced",
         replacing(mending.ChainSupervisor, "give_up", nothing),
-        patched(test_audit.test_a_host_that_says_nothing_of_what_it_computed_is_replaced),
+        patched(test_audit.test_a_host_that_does_not_report_its_outputs_is_replaced),
     ),
 )

@@ -22,7 +22,7 @@ from tests.sim.test_introductions import ADDRESSES
 
 def what_a_stranger_names(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        test_p2pd.test_what_a_peer_names_is_not_dialled_where_it_has_no_business(folder, patch)
+        test_p2pd.test_private_addresses_named_by_a_peer_are_not_dialled(folder, patch)
 
 
 def believe_anybody(records: list[bytes], **_: object) -> Iterator[Record]:
@@ -56,36 +56,40 @@ DIALS = (
     Defence(
         "no private network is dialled that is not shared",
         replacing(dialling, "_may_dial", yes),
-        lambda _: test_dialling.test_these_are_not_dialled("/ip4/10.0.0.1/tcp/4001"),
+        lambda _: test_dialling.test_private_and_malformed_addresses_are_not_dialled(
+            "/ip4/10.0.0.1/tcp/4001"
+        ),
     ),
     Defence(
         "nor an IPv4 address that is hidden in an IPv6 address",
         replacing(dialling, "_CARRIES_IPV4", ()),
-        lambda _: test_dialling.test_these_are_not_dialled("/ip6/64:ff9b::a00:1/tcp/4001"),
+        lambda _: test_dialling.test_private_and_malformed_addresses_are_not_dialled(
+            "/ip6/64:ff9b::a00:1/tcp/4001"
+        ),
     ),
     Defence(
         "loopback is shared only by a swarm on one machine",
         share_loopback,
-        lambda _: test_dialling.test_what_is_shared(
+        lambda _: test_dialling.test_a_node_shares_the_networks_of_its_listening_interfaces(
             ["/ip4/0.0.0.0/tcp/0"], [test_dialling.ETHERNET], {"192.168.7.0/24"}
         ),
     ),
     Defence(
         "few addresses of a peer are dialled",
         replacing(dialling, "MAX_DIALLED", 1000),
-        lambda _: test_dialling.test_no_more_than_a_few_are_dialled_and_those_come_first(),
+        lambda _: test_dialling.test_only_the_first_few_addresses_are_dialled(),
     ),
     Defence(
         "a next hop is dialled where it has signed that it is",
         replacing(host_announcements, "open_valid", believe_anybody),
-        lambda _: test_introductions.test_nothing_else_names_addresses(
+        lambda _: test_introductions.test_addresses_without_the_signature_of_the_next_hop_are_refused(
             test_introductions.announced()[:-1] + b"x"
         ),
     ),
     Defence(
         "a client causes so many dials and no more",
         replacing(IntroducedTransport, "_charge", nothing),
-        of_a_host(test_introductions.test_a_client_causes_few_dials_and_takes_none_from_others),
+        of_a_host(test_introductions.test_the_dials_that_a_client_causes_are_limited_for_it_alone),
     ),
     Defence(
         "why a next hop is not reached is not told, nor how soon that was known",
@@ -99,6 +103,6 @@ DIALS = (
     Defence(
         "a next hop is tried once at a time",
         try_all_at_once,
-        of_a_host(test_introductions.test_one_peer_is_tried_by_one_at_a_time),
+        of_a_host(test_introductions.test_a_next_hop_is_dialled_once_at_a_time),
     ),
 )

@@ -102,34 +102,36 @@ FLOODS = (
     Defence(
         "one subnet does not fill the pending handshakes",
         replacing(pending_handshakes, "subnet_of", lambda _: "the world"),
-        test_admission.test_who_has_many_identities_in_one_place_displaces_its_own,
+        test_admission.test_many_identities_in_one_subnet_evict_each_other,
     ),
     Defence(
         "nor does it take all streams",
         replacing(SubnetLimits, "_evict", nothing),
-        lambda _: test_handshake_limits.test_sixteen_who_take_all_streams_keep_no_member_out(),
+        lambda _: test_handshake_limits.test_sixteen_strangers_with_all_streams_keep_no_member_out(),
     ),
     Defence(
         "silent newcomers make room",
         replacing(Scope, "available", lambda *_: 1 << 30),
-        test_admission.test_silent_newcomers_keep_nobody_out,
+        test_admission.test_silent_newcomers_keep_no_other_newcomer_out,
     ),
     Defence(
         "those who ask without end make room",
         replacing(Scope, "available", lambda *_: 1 << 30),
-        test_admission.test_who_asks_without_end_keeps_nobody_from_asking,
+        test_admission.test_endless_requests_keep_no_other_newcomer_from_asking,
     ),
     Defence(
         "a peer stays admitted when its handshake stream is evicted",
         replacing(handshake, "MAX_WITHOUT_STREAM", 0),
         patched(
-            test_handshake_limits.test_whose_door_was_shut_for_want_of_room_is_let_in_until_it_is_revoked
+            test_handshake_limits.test_a_peer_whose_handshake_stream_was_evicted_stays_admitted_until_it_is_revoked
         ),
     ),
     Defence(
         "a revocation stays for as long as it counts",
         replacing(revocations, "KEPT_S", 0),
-        lambda _: test_membership.test_a_list_names_whoever_could_still_come_in_and_never_grows_for_ever(),
+        lambda _: (
+            test_membership.test_a_list_names_every_revoked_peer_that_could_still_enter_and_stays_bounded()
+        ),
     ),
     Defence(
         "a client leaves early links to others",

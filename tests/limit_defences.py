@@ -103,20 +103,20 @@ def overlooking(where: type, name: str) -> Callable[[Patch], None]:
 
 
 def prompts_for_a_limited_line(reference: Reference) -> None:
-    test_limited_line.test_many_prompts_at_once_come_at_the_rate_and_all_are_answered(
+    test_limited_line.test_many_prompts_at_once_arrive_at_the_limited_rate_and_all_are_answered(
         reference, {"limited": (0, 3), "other": (3, 6)}
     )
 
 
 def a_host_that_grants_nothing(reference: Reference) -> None:
-    test_limited_line.test_a_host_that_grants_nothing_is_replaced(reference, test_limited_line.answer)
+    test_limited_line.test_a_host_that_grants_no_credit_is_replaced(reference, test_limited_line.answer)
 
 
 LIMITS = (
     Defence(
         "the silent are gone in time",
         wait_for_ever,
-        lambda _: test_handshake_limits.test_who_says_nothing_at_the_door_is_gone_in_time(),
+        lambda _: test_handshake_limits.test_a_silent_handshake_stream_times_out(),
     ),
     Defence(
         "messages have a largest size",
@@ -172,7 +172,7 @@ LIMITS = (
     Defence(
         "logs have a budget",
         count_only,
-        of_a_host(test_host_defences.test_who_never_acknowledges_fills_no_more_than_the_log_may_take),
+        of_a_host(test_host_defences.test_a_client_that_never_acknowledges_fills_no_more_than_the_log_budget),
     ),
     Defence(
         "positions come at a rate",
@@ -206,7 +206,7 @@ LIMITS = (
     Defence(
         "who does not wait for grants is ended",
         overlooking(ReceiveWindow, "start"),
-        of_a_host(test_limited_line.test_a_feeder_that_does_not_wait_for_grants_is_ended_and_has_to_pay),
+        of_a_host(test_limited_line.test_an_upstream_that_sends_without_credit_is_disconnected_and_charged),
     ),
     Defence(
         "and so is who sends more than was granted",

@@ -114,7 +114,7 @@ HANDSHAKE = (
     Defence(
         "servers have the role",
         replacing(handshake, "check_role", nothing),
-        lambda _: test_handshake.test_a_member_who_may_not_serve_it_is_not_asked(LINK),
+        lambda _: test_handshake.test_a_member_without_the_role_of_a_server_is_not_asked(LINK),
     ),
     Defence(
         "streams end with a revocation",
@@ -134,7 +134,7 @@ HANDSHAKE = (
     Defence(
         "removed signers cannot revoke",
         replacing(Revocations, "believed", lambda revocations, **_: revocations),
-        lambda _: test_handshake_end.test_nobody_is_out_by_the_word_of_a_signer_who_was_removed(),
+        lambda _: test_handshake_end.test_revocations_of_a_removed_signer_do_not_count(),
     ),
 )
 ISSUER = (

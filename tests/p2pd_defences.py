@@ -65,7 +65,7 @@ P2PD = (
     Defence(
         "one address has so many connections",
         replacing(connection_limits, "excess", close_none),
-        test_p2pd_limits.test_one_address_has_so_many_connections_and_those_at_work_stay,
+        test_p2pd_limits.test_connections_of_one_address_are_limited_and_those_in_use_stay,
     ),
     Defence(
         "a subnet has so many",
@@ -90,12 +90,12 @@ P2PD = (
     Defence(
         "where p2pd holds too much strangers go",
         replacing(ConnectionGuard, "_use", lambda *_: Use.KNOWN),
-        test_p2pd_limits.test_where_p2pd_holds_too_much_strangers_go_first,
+        test_p2pd_limits.test_strangers_are_disconnected_first_when_p2pd_is_over_its_memory_limit,
     ),
     Defence(
         "and it is restarted",
         replacing(ConnectionGuard, "_must_restart", lambda _: False),
-        test_p2pd_limits.test_a_p2pd_that_holds_too_much_is_restarted_in_its_place,
+        test_p2pd_limits.test_a_p2pd_over_its_memory_limit_is_restarted,
     ),
     Defence(
         "a relay buffers little",

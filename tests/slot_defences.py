@@ -41,27 +41,27 @@ EVICTIONS = (
     Defence(
         "an empty session makes way where there is no room",
         replacing(slots, "slot_to_evict", nothing),
-        of_a_host(test_slots.test_empty_sessions_make_way_for_a_client_with_work),
+        of_a_host(test_slots.test_sessions_without_steps_are_evicted_for_a_client_with_work),
     ),
     Defence(
         "so does one that brings work no more",
         replacing(slots, "slot_to_evict", nothing),
-        of_a_host(test_slots.test_so_do_sessions_that_once_brought_some),
+        of_a_host(test_slots.test_idle_sessions_that_once_had_steps_are_evicted),
     ),
     Defence(
         "and a pass whose tensors do not come",
         replacing(slots, "slot_to_evict", nothing),
-        of_a_host(test_slots.test_passes_that_bring_nothing_make_way),
+        of_a_host(test_slots.test_passes_without_tensors_are_evicted),
     ),
     Defence(
         "and a link whose session does not come",
         replacing(slots, "slot_to_evict", nothing),
-        of_a_host(test_slots.test_links_to_sessions_that_never_come_make_way),
+        of_a_host(test_slots.test_links_without_a_session_are_evicted),
     ),
     Defence(
         "caches of idle sessions make way for steps",
         replacing(Host, "make_room", for_ever),
-        of_a_host(test_slots.test_caches_of_idle_sessions_make_way),
+        of_a_host(test_slots.test_caches_of_idle_sessions_are_evicted),
     ),
     Defence(
         "a client has a quarter of the caches",
@@ -76,23 +76,23 @@ EVICTIONS = (
     Defence(
         "who has nothing to send opens no session again",
         open_again_at_once,
-        of_a_host(test_slots.test_a_client_that_waits_before_its_first_step_notices_nothing),
+        of_a_host(test_slots.test_a_client_may_wait_before_its_first_step),
     ),
     Defence(
         "who brings work keeps its place",
         replacing(Slot, "is_idle", yes),
-        lambda _: test_slot_to_evict.test_what_was_just_taken_or_used_or_waits_for_us_stays(),
+        lambda _: test_slot_to_evict.test_a_slot_that_is_new_or_in_use_or_waits_for_the_host_is_not_evicted(),
     ),
     Defence(
         "a drip is no work",
         replacing(slots, "SLOW_BYTES_PER_S", 1.0),
-        lambda _: test_slot_to_evict.test_what_comes_too_slowly_is_no_work(),
+        lambda _: test_slot_to_evict.test_a_slot_whose_bytes_arrive_too_slowly_is_idle(),
     ),
     Defence(
         "who has many places loses them before who has one",
         count_networks_only,
         lambda _: (
-            test_slot_to_evict.test_one_place_of_a_peer_is_safe_from_another_who_has_many_in_the_same_network()
+            test_slot_to_evict.test_a_peer_with_one_slot_is_not_evicted_by_one_with_many_in_its_subnet()
         ),
     ),
 )
