@@ -1,4 +1,4 @@
-"""The defences of HTTP endpoints and of the gateway, as in ``defences.py``."""
+"""Defences of HTTP endpoints and of the gateway."""
 
 from collections.abc import Callable
 from pathlib import Path
