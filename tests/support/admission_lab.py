@@ -1,4 +1,4 @@
-"""An issuer of a private swarm and its newcomers, in virtual time."""
+"""An issuer of a private swarm, its members and newcomers, in virtual time."""
 
 import random
 from collections.abc import Awaitable, Callable
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class World:
-    """An issuer, members and newcomers."""
+    """A simulated network with an issuer, members and newcomers."""
 
     def __init__(self, folder: Path, stack: AsyncExitStack) -> None:
         self.network = MemoryNetwork(random.Random(0), LinkProfile(delay_s=0.02))
@@ -34,7 +34,7 @@ class World:
         return MemoryDirectory(self.board, identity_of(name), self.swarm.rules.swarm)
 
     async def issuer(self, name: str) -> Someone:
-        """A member that is an issuer."""
+        """A member that issues certificates."""
         folder = self.folder / name
         folder.mkdir()
         someone = await self.enter(self.swarm.peer(self.network, name))

@@ -67,7 +67,7 @@ def run(scenario: Callable[[World], Awaitable[None]], swarm: PrivateSwarm | None
 
 
 async def hear(transport: Transport, other: Transport, protocol: ProtocolSpec) -> Message:
-    """What the other side answers. Raises whatever keeps it from doing so."""
+    """The answer of the other side. Raises the error that prevents it."""
     stream = await transport.open(other.peer_id, protocol, deadline_s=DEADLINE_S)
     try:
         with contextlib.suppress(StreamEnded):
@@ -84,7 +84,7 @@ def hello(swarm: bytes, certificate: bytes) -> Message:
 
 
 async def send_handshake(stranger: MemoryTransport, victim: Someone, message: Message) -> pb.HandshakeMessage:
-    """Send any message on a handshake stream, and return the answer."""
+    """Send any message on a handshake stream; returns the answer."""
     stream = await stranger.open(victim.peer_id, HANDSHAKE, deadline_s=DEADLINE_S)
     await stream.send(message)
     return pb.HandshakeMessage.FromString((await stream.receive()).header)
@@ -98,7 +98,7 @@ async def refusal_of(stranger: MemoryTransport, victim: Someone, message: Messag
 
 
 async def converse(client: Someone, server: Someone, protocol: ProtocolSpec = SESSION) -> Stream:
-    """A stream that is in use."""
+    """A stream in use."""
     stream = await client.transport.open(server.peer_id, protocol, deadline_s=DEADLINE_S)
     await stream.send(Message(b"hello"))
     assert await stream.receive() == HEARD

@@ -14,7 +14,7 @@ from swarmnet_protocols.wire import refusal_pb2
 from tests.support.socket_streams import inbound_stream, two_ends
 from tests.support.virtual_time import run
 
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 SOON_S = 0.5
 SOCKET_BYTES = 1 << 20
 """More than a socket and one read of it ever hold."""
@@ -121,7 +121,7 @@ def test_who_was_refused_and_does_not_close_is_not_waited_for() -> None:
     async def main() -> None:
         async with inbound_stream() as (end, _):
             end.stream.refuse(Refusal(refusal_pb2.REASON_NOT_AUTHORISED, "no", 2.0))
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(TIMEOUT_S):
                 await asyncio.gather(*end.flushes)
             assert end.streams == 0
 
