@@ -8,8 +8,7 @@ from google.protobuf.message import Message as Protobuf
 
 from swarmnet_node.engine import engine
 from swarmnet_protocols.membership import handshake, pending_handshakes, revocations
-from swarmnet_protocols.net import messages as talking
-from swarmnet_protocols.net import resources
+from swarmnet_protocols.net import resources, typed_stream
 from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind
 from swarmnet_protocols.net.protocol_ids import DHT_FIND
 from swarmnet_protocols.net.resources import Scope
@@ -84,7 +83,7 @@ FLOODS = (
     ),
     Defence(
         "messages nested 100,000 deep are refused",
-        replacing(talking, "parse", parse_leniently),
+        replacing(typed_stream, "parse", parse_leniently),
         lambda _: test_hostile_messages.test_messages_nested_without_end_are_not_parsed(
             session_pb2.SessionRequest
         ),
