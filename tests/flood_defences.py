@@ -7,8 +7,8 @@ from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as Protobuf
 
 from swarmnet_node.engine import engine
-from swarmnet_protocols.membership import handshake, pending_handshakes, revocations
-from swarmnet_protocols.net import resources, typed_stream
+from swarmnet_protocols.membership import handshake, revocations
+from swarmnet_protocols.net import resources, subnets, typed_stream
 from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind
 from swarmnet_protocols.net.protocol_ids import DHT_FIND
 from swarmnet_protocols.net.resources import Scope
@@ -100,7 +100,7 @@ FLOODS = (
     ),
     Defence(
         "one subnet does not fill the pending handshakes",
-        replacing(pending_handshakes, "subnet_of", lambda _: "one subnet"),
+        replacing(subnets, "subnet_of", lambda _: "one subnet"),
         test_admission.test_many_identities_in_one_subnet_evict_each_other,
     ),
     Defence(
