@@ -2,7 +2,7 @@
 
     python -m tests.support.round_memory
 
-Prints the peak of five ``diloco`` rounds in float32, above what Python and its libraries take, in vectors a worker: one is as large as
+Prints the peak of three ``diloco`` rounds in float32, above what Python and its libraries take, in vectors a worker: one is as large as
 the parameters. Slices are so large that malloc maps each by itself, so what is freed is gone at once.
 """
 
@@ -23,7 +23,7 @@ from tests.support.virtual_time import run
 NAMES = ("anna", "boris")
 LARGE = {"hidden_size": 576, "intermediate_size": 1664, "num_hidden_layers": 4}
 """17 million parameters: half of them are just more than the 32 MiB that malloc may keep."""
-ROUNDS = 5
+ROUNDS = 3
 
 
 def status_bytes(field: str, process: int | str = "self") -> int:
