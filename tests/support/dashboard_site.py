@@ -105,7 +105,7 @@ class Sites:
         with ExitStack() as stack:
             history = stack.enter_context(opened)
             feed = await self._open.enter_async_context(Feed.run(swarm, history))
-            endpoint = await self._open.enter_async_context(server.serve(feed, server.Place(port=0)))
+            endpoint = await self._open.enter_async_context(server.serve(feed, server.ServerConfig(port=0)))
             self._open.push(stack.pop_all())
         return Site(endpoint.url, swarm, feed, now_s, self)
 

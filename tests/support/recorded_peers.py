@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from prometheus_client import Histogram
 
-from swarmnet.dashboard.observing.sightings import Announced, JobSighting, Reported, Sighting
+from swarmnet.dashboard.observations import Announcement, JobObservation, PeerObservation, TimedReport
 from swarmnet_node.engine.counters import cumulative_counts, node_histogram, total
 from swarmnet_protocols.directory.catalog import CatalogModel
 from swarmnet_protocols.directory.node_reports import BOUNDS_S, check
@@ -45,8 +45,8 @@ class Host:
     tokens: Histogram = field(default_factory=lambda: node_histogram("tokens", "", BOUNDS_S))
     flows: dict[tuple[str, str], list[float]] = field(default_factory=dict)
     died_s: float | None = None
-    before: Reported | None = None
-    newest: Reported | None = None
+    before: TimedReport | None = None
+    newest: TimedReport | None = None
 
     def tell(self, now_s: float) -> None:
         """Report its counters as they are now."""
@@ -81,11 +81,11 @@ class Host:
             version=self.version, public_name=self.name, uptime_s=uptime_s, host=report
         )
         check(node)
-        self.before, self.newest = self.newest, Reported(node, now_s)
+        self.before, self.newest = self.newest, TimedReport(node, now_s)
 
-    def seen(self, began_s: float, now_s: float, delay_s: float) -> Sighting:
+    def seen(self, began_s: float, now_s: float, delay_s: float) -> PeerObservation:
         """What an observer knows of it who has looked since ``began_s``."""
-        announced = Announced(
+        announced = Announcement(
             self.model.manifest,
             *self.span,
             state=self.state,
@@ -96,7 +96,7 @@ class Host:
             cache_bytes_free=0,
             is_relayed=self.relayed,
         )
-        return Sighting(
+        return PeerObservation(
             self.peer,
             max(self.born_s, began_s),
             announced if self.died_s is None else None,
@@ -131,11 +131,11 @@ class Chain:
             last.tokens.observe(rng.lognormvariate(math.log(1 / self.tokens_per_s), 0.35))
 
 
-def training(count: int, began_s: float, now_s: float) -> tuple[list[JobSighting], list[Sighting]]:
+def training(count: int, began_s: float, now_s: float) -> tuple[list[JobObservation], list[PeerObservation]]:
     """A job of so many workers, and what is seen of each."""
     if not count:
         return [], []
-    job, sightings = hash_of("job"), []
+    job, observations = hash_of("job"), []
     round_number = 212 + int((now_s - began_s) / 20)
     peers = [Identity.from_seed(f"worker {number}".encode()).peer_id for number in range(count)]
     for number, peer in enumerate(peers):
@@ -159,10 +159,10 @@ def training(count: int, began_s: float, now_s: float) -> tuple[list[JobSighting
         age_s = 5000.0 + 700 * number + now_s - began_s
         name = SCRIPTS[0] if number == 0 else ""
         report = report_pb2.NodeReport(version="0.1.0", public_name=name, uptime_s=age_s, worker=worker)
-        newest = Reported(report, now_s)
-        sightings.append(Sighting(peer, began_s, newest=newest, delay_s=0.02))
-    known = JobSighting(job.hex(), "tiny stories, diloco", "diloco", 1000, tuple(peers), round_number)
-    return [known], sightings
+        newest = TimedReport(report, now_s)
+        observations.append(PeerObservation(peer, began_s, newest=newest, delay_s=0.02))
+    known = JobObservation(job.hex(), "tiny stories, diloco", "diloco", 1000, tuple(peers), round_number)
+    return [known], observations
 
 
 def loss_after(round_number: int) -> float:

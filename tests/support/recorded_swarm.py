@@ -17,6 +17,7 @@ from prometheus_client import Histogram
 
 from swarmnet.dashboard import feed as feeds
 from swarmnet.dashboard import server
+from swarmnet.dashboard.counts import Counts, Totals
 from swarmnet.dashboard.feed import Feed
 from swarmnet.dashboard.history import (
     DAY_S,
@@ -28,8 +29,7 @@ from swarmnet.dashboard.history import (
     ModelSample,
     PeerSample,
 )
-from swarmnet.dashboard.observing.sightings import Look, Sighting, SwarmAbout
-from swarmnet.dashboard.observing.tally import Counts, Tallies
+from swarmnet.dashboard.observations import PeerObservation, Snapshot, SwarmInfo
 from swarmnet_node.engine.counters import cumulative_counts, node_histogram
 from swarmnet_protocols.directory.catalog import CatalogModel
 from swarmnet_protocols.directory.node_reports import BOUNDS_S
@@ -83,7 +83,7 @@ class RecordedSwarm:
         self._clock = clock
         self._rng = random.Random(f"{kind}/{seed}")
         self._began_s = self._now_s = clock()
-        self._tallies = Tallies()
+        self._totals = Totals()
         self.large = CatalogModel(hash_of("large"), "meta-llama/Llama-3.1-405B-Instruct", self.shape.blocks)
         self.small = CatalogModel(hash_of("small"), "smollm2-135m-instruct", 30)
         self.hosts: dict[PeerId, Host] = {}
@@ -100,16 +100,16 @@ class RecordedSwarm:
         for step in range(3):
             self._move(self._began_s - 6 + 2 * step, 2.0)
 
-    def look(self) -> Look:
+    def snapshot(self) -> Snapshot:
         """What an observer would know now."""
         now_s = self._clock()
         if now_s - self._now_s >= 1.0:
             self._move(now_s, now_s - self._now_s)
         jobs, workers = training(self.shape.workers, self._began_s, now_s)
-        return Look(
+        return Snapshot(
             now_s,
             self._began_s,
-            SwarmAbout(
+            SwarmInfo(
                 "neighbours", hash_of("swarm").hex(), "certificate", Identity.from_seed(b"observer").peer_id
             ),
             models=tuple(
@@ -119,15 +119,15 @@ class RecordedSwarm:
             ),
             peers=[*(self._seen(host) for host in self.hosts.values()), *workers],
             jobs=jobs,
-            totals=dict(self._tallies.models),
-            peer_positions=dict(self._tallies.peers),
+            totals=dict(self._totals.models),
+            peer_positions=dict(self._totals.peers),
         )
 
     def kill(self, peer: PeerId) -> None:
         """A host dies, and its sessions go on elsewhere."""
         host = self.hosts[peer]
         host.died_s = self._now_s
-        self._tallies.lost(host.model.manifest)
+        self._totals.add_failure(host.model.manifest)
         for chain in [chain for chain in self._chains if host in chain.hops]:
             chain.ends_s = self._now_s
             for hop in chain.hops:
@@ -211,7 +211,7 @@ class RecordedSwarm:
             host.tell(now_s)
             if host.before is not None and host.newest is not None:
                 before, newest = host.before, host.newest
-                self._tallies.add(host.peer, before.report, newest.report, newest.at_s - before.at_s)
+                self._totals.add(host.peer, before.report, newest.report, newest.at_s - before.at_s)
 
     def _begin(self, model: CatalogModel) -> bool:
         """A client opens a session; False if no chain covers the model."""
@@ -234,7 +234,7 @@ class RecordedSwarm:
         hops[-1].firsts.observe(len(hops) / rate * self._rng.uniform(2, 9))
         return True
 
-    def _seen(self, host: Host) -> Sighting:
+    def _seen(self, host: Host) -> PeerObservation:
         delay_s = round(host.delay_s * self._rng.uniform(0.97, 1.03), 4)
         return host.seen(self._began_s, self._now_s, delay_s)
 
@@ -244,17 +244,17 @@ def recorded_history(swarm: RecordedSwarm, folder: Path, now_s: float) -> Iterat
     """A month of that swarm, as its dashboard would remember it."""
     rng = random.Random(7)
     with History.open(folder) as history:
-        look = swarm.look()
-        if look.models:
+        snapshot = swarm.snapshot()
+        if snapshot.models:
             for step_s, kept_s in (
                 (MODELS.coarse_s, MONTH_S),
                 (MODELS.fine_s, DAY_S),
             ):
                 times = range(int(now_s - kept_s), int(now_s), step_s)
-                for model in ("", *(each.manifest.hex() for each in look.models)):
+                for model in ("", *(each.manifest.hex() for each in snapshot.models)):
                     samples = [_model_sample(model, at_s, step_s, swarm, rng) for at_s in times]
                     _add_samples(history, samples, step_s)
-            peers = [seen.peer for seen in look.peers][:40]
+            peers = [seen.peer for seen in snapshot.peers][:40]
             of_peers = [
                 PeerSample(
                     peer,
@@ -269,7 +269,7 @@ def recorded_history(swarm: RecordedSwarm, folder: Path, now_s: float) -> Iterat
                 for at_s in range(int(now_s - DAY_S), int(now_s), PEERS.fine_s)
             ]
             history.add(peers=of_peers)
-        for job in look.jobs:
+        for job in snapshot.jobs:
             history.add(
                 jobs=[
                     JobPoint(
@@ -285,7 +285,7 @@ def recorded_history(swarm: RecordedSwarm, folder: Path, now_s: float) -> Iterat
                     for number in range(212)
                 ]
             )
-        history.thin(now_s)
+        history.downsample(now_s)
         yield history
 
 
@@ -323,7 +323,10 @@ async def serve_recorded(kind: str, port: int) -> None:
     """Until cancelled."""
     swarm = RecordedSwarm(kind, wall_clock)
     with TemporaryDirectory() as folder, recorded_history(swarm, Path(folder), wall_clock()) as history:
-        async with Feed.run(swarm, history) as feed, server.serve(feed, server.Place(port=port)) as endpoint:
+        async with (
+            Feed.run(swarm, history) as feed,
+            server.serve(feed, server.ServerConfig(port=port)) as endpoint,
+        ):
             print(endpoint.url, flush=True)
             await asyncio.Event().wait()
 
