@@ -8,10 +8,9 @@ import pytest
 
 from swarmnet_protocols.directory import host_announcements
 from swarmnet_protocols.directory.records import Record
-from swarmnet_protocols.net import dialling
+from swarmnet_protocols.net import TransportWrapper, dialling
 from swarmnet_protocols.net.dialling import IntroducedTransport, Introductions
 from swarmnet_protocols.net.p2pd import transport as p2pd
-from swarmnet_protocols.net.wrappers import TransportWrapper
 from swarmnet_protocols.wire import records_pb2
 from tests.conformance import test_p2pd
 from tests.defences import Defence, Patch, nothing, replacing, yes

@@ -4,7 +4,7 @@ import fcntl
 from collections.abc import Callable
 from pathlib import Path
 
-from swarmnet.swarm_file import folder as swarm_folder
+from swarmnet.swarm_file import entry
 from swarmnet.swarm_file.content import Authority, SwarmFile
 from swarmnet_client.tuning import adapter_dir
 from swarmnet_client.tuning import checkpoint as tune_checkpoint
@@ -45,17 +45,17 @@ FILES = (
     ),
     Defence(
         "its new keys are signed by the old",
-        replacing(Authority, "is_continuous", yes),
-        test_swarm_keys.test_a_key_that_no_key_before_it_named_is_nobody,
+        replacing(Authority, "has_signed_rotations", yes),
+        test_swarm_keys.test_a_rotation_that_no_earlier_key_signed_is_refused,
     ),
     Defence(
         "an older file is refused",
-        replacing(swarm_folder, "check_follows", nothing),
+        replacing(entry, "check_update", nothing),
         test_swarm_keys.test_an_older_file_is_refused_once_a_newer_one_was_used,
     ),
     Defence(
         "another file of the same serial is refused",
-        replacing(swarm_folder, "check_follows", nothing),
+        replacing(entry, "check_update", nothing),
         test_swarm_keys.test_another_file_with_the_same_serial_is_refused,
     ),
     Defence(

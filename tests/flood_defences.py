@@ -73,7 +73,7 @@ FLOODS = (
     Defence(
         "a peer has its share of calls at once",
         count_only,
-        lambda _: test_dht_rpc.test_calls_that_wait_at_the_door_are_few(),
+        lambda _: test_dht_rpc.test_calls_that_wait_for_a_handshake_are_few(),
     ),
     Defence(
         "a tensor is as large as it must be, whatever its header says",

@@ -286,8 +286,8 @@ def _import_transport() -> None:
 
 
 async def _probe(transport: "Transport", address: str, ports: Sequence[int]) -> facts.BootstrapPeer:
+    from swarmnet_protocols.joining.probes import probe
     from swarmnet_protocols.net.p2pd.transport import peer_of
-    from swarmnet_protocols.net.probes import probe
     from swarmnet_protocols.net.protocol_ids import PROBE
 
     try:

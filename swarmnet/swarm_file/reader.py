@@ -1,4 +1,4 @@
-"""From TOML to the content of a swarm file: every key is known, every value of its kind and within its limits."""
+"""Reads the TOML of a swarm file: every key must be known, every value of its type and within its limits. Errors name the line."""
 
 import re
 import tomllib
@@ -28,24 +28,31 @@ KEY = r"ed25519:[0-9a-f]{64}"
 
 _MAX_MODEL_NAME_CHARS = 256
 _MAX_REFRESH_S = 60
-"""With a refresh this often, a revocation is everywhere within two minutes."""
+"""Longest interval, in seconds, at which members compare revocations: a revocation then reaches all within two minutes."""
 _MAX_QUOTA = 1 << 50
-_GET_IT_AGAIN = "correct it, or get the file again from the person who runs the swarm"
+_CORRECT_IT = "correct it, or get the file again from the person who runs the swarm"
+_TYPE_NAMES = {
+    str: "a string",
+    int: "an integer",
+    list: "a list",
+    dict: "a table",
+    datetime: "a date and time with a time zone",
+}
 _E = TypeVar("_E", bound=StrEnum)
 
 
 class Reader:
-    """One swarm file. Every method raises ``ConfigError`` with the number of the line that is wrong."""
+    """Reads one swarm file without verifying it. Every method raises ``ConfigError`` with the line of what is wrong."""
 
     def __init__(self, text: str, source: str) -> None:
         try:
             document = tomllib.loads(text)
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{source} is not valid TOML: {error}", hint=_GET_IT_AGAIN) from error
+            raise ConfigError(f"{source} is not valid TOML: {error}", hint=_CORRECT_IT) from error
         self._top = _Table(document, "", 0, text, source)
 
     def content(self) -> SwarmFile:
-        """What the file says, without a word on who says so."""
+        """The content, without the claimed id and the signature. Raises ``IncompatibleVersion`` for a newer format."""
         top = self._top
         version = top.integer("format", 1, 1 << 31)
         if version > FORMAT:
@@ -86,9 +93,11 @@ class Reader:
         return file
 
     def swarm_id(self) -> bytes:
+        """The id that the file claims."""
         return self._top.digits("swarm_id", "sha256:", 32)
 
     def signature(self) -> bytes:
+        """The signature of the authority."""
         table = self._top.table("signature")
         table.only({"ed25519"})
         return table.digits("ed25519", "", 64)
@@ -107,8 +116,8 @@ class Reader:
             issuers=table.keys("issuers", optional=True),
             rotations=tuple(rotations),
         )
-        if len(authority.believed()) > MAX_KEYS:
-            raise table.wrong("keys", f"and issuers, now and before, may be {MAX_KEYS} at most")
+        if len(authority.trusted_keys()) > MAX_KEYS:
+            raise table.wrong("keys", f"and all other keys of the file may be {MAX_KEYS} at most")
         return authority
 
     def _bootstrap(self) -> tuple[str, ...]:
@@ -179,7 +188,7 @@ class Reader:
 
 
 class _Table:
-    """One table of a document; knows the line of each key for the messages."""
+    """One table of the document. Each method returns the value of ``key`` as one type, or raises ``ConfigError`` with its line."""
 
     def __init__(self, values: Mapping[str, Any], name: str, index: int, text: str, source: str) -> None:
         self._values = values
@@ -195,7 +204,7 @@ class _Table:
         return _Table(self._take(name, dict), name, 0, self._text, self._source)
 
     def tables(self, name: str, most: int) -> list["_Table"]:
-        """The tables of an array that need not be there."""
+        """The tables of an array of tables; none if it is missing."""
         if name not in self:
             return []
         entries = self._take(name, list)
@@ -220,10 +229,12 @@ class _Table:
         return value
 
     def digits(self, key: str, prefix: str, size: int) -> bytes:
+        """``size`` bytes, written as ``prefix`` and hexadecimal digits."""
         must = f"must be {prefix or 'text with'} {2 * size} hexadecimal digits"
         return bytes.fromhex(self.matching(key, f"{prefix}[0-9a-f]{{{2 * size}}}", must).removeprefix(prefix))
 
     def time(self, key: str) -> datetime:
+        """A time, converted to UTC."""
         value: datetime = self._take(key, datetime)
         try:
             if value.tzinfo is not None:
@@ -243,7 +254,7 @@ class _Table:
         if len(values) > most:
             raise self.wrong(key, f"may have {most} entries at most")
         if not all(isinstance(value, str) for value in values):
-            raise self.wrong(key, "must be a list of text")
+            raise self.wrong(key, "must be a list of strings")
         return tuple(values)
 
     def roles(self, key: str) -> frozenset[Role]:
@@ -253,7 +264,7 @@ class _Table:
         return frozenset(map(Role, names))
 
     def keys(self, key: str, *, optional: bool = False) -> tuple[bytes, ...]:
-        """Public keys, each once; at least one, unless ``optional``."""
+        """Public keys without duplicates: at least one, unless ``optional``."""
         if optional and key not in self:
             return ()
         keys = self.strings(key, MAX_KEYS)
@@ -273,7 +284,7 @@ class _Table:
         return duration_s
 
     def only(self, known: set[str]) -> None:
-        """Raise for the first key that is not ``known``."""
+        """Raise ``ConfigError`` for the first key that is not ``known``."""
         for key in self._values:
             if key not in known:
                 where = f" in [{self._name}]" if self._name else ""
@@ -283,17 +294,18 @@ class _Table:
                 )
 
     def wrong(self, key: str, must: str) -> ConfigError:
-        return ConfigError(f"{self._source}:{self._line(key)}: {key!r} {must}", hint=_GET_IT_AGAIN)
+        """The error for a wrong value of ``key``; ``must`` completes the sentence."""
+        return ConfigError(f"{self._source}:{self._line(key)}: {key!r} {must}", hint=_CORRECT_IT)
 
     def _take(self, key: str, kind: type) -> Any:
         if key not in self._values:
             where = f" in [{self._name}]" if self._name else ""
             raise ConfigError(
-                f"{self._source}:{self._line('')}: the key {key!r}{where} is missing", hint=_GET_IT_AGAIN
+                f"{self._source}:{self._line('')}: the key {key!r}{where} is missing", hint=_CORRECT_IT
             )
         value = self._values[key]
-        if type(value) is not kind:  # a bool is an int to isinstance
-            raise self.wrong(key, f"must be a {kind.__name__}")
+        if type(value) is not kind:  # isinstance would take a bool for an int
+            raise self.wrong(key, f"must be {_TYPE_NAMES[kind]}")
         return value
 
     def _line(self, key: str) -> int:

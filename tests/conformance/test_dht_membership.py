@@ -11,11 +11,10 @@ import pytest
 from swarmnet_protocols.errors import NotAuthorised, StreamEnded, StreamRefused
 from swarmnet_protocols.machine.clock import wall_clock
 from swarmnet_protocols.membership.revocations import RevokedIds, sign_list
-from swarmnet_protocols.net import ProtocolSpec
-from swarmnet_protocols.net.calls import Calls
+from swarmnet_protocols.net import Message, ProtocolSpec
 from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
 from swarmnet_protocols.net.protocol_ids import DHT_PING, DHT_STORE, DIRECTORY
-from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.net.typed_stream import receive_within
 from swarmnet_protocols.wire.roles import Role
 
 from .conftest import LOOPBACK
@@ -40,8 +39,10 @@ async def stranger(directory: Path, victim: Peer) -> AsyncIterator[P2pdTransport
 
 async def call(caller: P2pdTransport, victim: Peer, protocol: ProtocolSpec) -> StreamEnded:
     """How a call of garbage fails."""
-    with pytest.raises(StreamEnded) as info:
-        await Calls(caller, Timing()).call(victim.transport.peer_id, protocol, GARBAGE)
+    stream = await caller.open(victim.transport.peer_id, protocol, deadline_s=DEADLINE_S)
+    with contextlib.closing(stream), pytest.raises(StreamEnded) as info:  # noqa: PT012
+        await stream.send(Message(GARBAGE))
+        await receive_within(stream, DEADLINE_S)
     return info.value
 
 

@@ -20,19 +20,17 @@ from swarmnet_protocols.net.flow_control import (
     ReceiveWindow,
     SendWindow,
 )
-from swarmnet_protocols.net.framing import FrameReader, encode
+from swarmnet_protocols.net.framing import (
+    ENDED,
+    MAX_REFUSAL_BYTES,
+    REFUSED,
+    FrameReader,
+    encode,
+    encode_refusal,
+)
 from swarmnet_protocols.net.protocol_ids import ALL
 from swarmnet_protocols.net.rate_limit import RateLimiter
-from swarmnet_protocols.net.refusal import (
-    ENDED,
-    MAX_REASON_CHARS,
-    MAX_REFUSAL_BYTES,
-    MAX_RETRY_S,
-    NO_REASON,
-    REFUSED,
-    encode_refusal,
-    printable,
-)
+from swarmnet_protocols.net.refusal import MAX_REASON_CHARS, MAX_RETRY_S, NO_REASON, printable
 from swarmnet_protocols.wire import handshake_pb2 as pb
 from tests.defences import nothing
 from tests.support.stream_scopes import new_scope

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from swarmnet import cli, swarm_file
-from swarmnet.swarm_file.folder import folder_of
+from swarmnet.swarm_file.entry import swarm_dir
 from swarmnet.swarm_file.keys import load_key
 from swarmnet_protocols.machine.clock import wall_clock
 from swarmnet_protocols.membership.invites import read_invite, redemption
@@ -46,7 +46,7 @@ class Owner:
     def let_in(self, invite: str, peer: PeerId, data_dir: Path) -> None:
         """What a node with --issuer does when ``peer`` redeems ``invite``."""
         file, now = swarm_file.load(self.directory), wall_clock()
-        folder = folder_of(data_dir, file.swarm_id)
+        folder = swarm_dir(data_dir, file.swarm_id)
         folder.mkdir(parents=True, exist_ok=True)
         with IssuedCertificates.open(folder) as ledger:
             issuer = Issuer(load_key(self.directory / "authority.key"), file.rules(), ledger, now=now)

@@ -22,10 +22,9 @@ from swarmnet_protocols.membership.revocations import open_list
 from swarmnet_protocols.membership.rules import Admission, Rules
 from swarmnet_protocols.net import Message, protocol_ids
 from swarmnet_protocols.net.flow_control import LimitedReader, ReceiveWindow, SendWindow
-from swarmnet_protocols.net.framing import FrameReader, encode
+from swarmnet_protocols.net.framing import SIZES, FrameReader, encode
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.rate_limit import RateLimiter
-from swarmnet_protocols.net.refusal import SIZES
 from swarmnet_protocols.wire import (
     handshake_pb2,
     membership_pb2,

@@ -3,8 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from swarmnet_protocols.net import Message, PeerId, ProtocolSpec, Stream, Transport
-from swarmnet_protocols.net.wrappers import StreamWrapper, TransportWrapper
+from swarmnet_protocols.net import (
+    Message,
+    PeerId,
+    ProtocolSpec,
+    Stream,
+    StreamWrapper,
+    Transport,
+    TransportWrapper,
+)
 
 
 @dataclass

@@ -20,8 +20,8 @@ from swarmnet_node.engine.counters import cumulative_counts, total
 from swarmnet_protocols.directory.node_reports import clean
 from swarmnet_protocols.errors import DeadlineExceeded
 from swarmnet_protocols.net import Message, Stream
-from swarmnet_protocols.net.messages import parse, receive_within, send_within
 from swarmnet_protocols.net.resources import Rate, Resource
+from swarmnet_protocols.net.typed_stream import parse, receive_within, send_within
 from swarmnet_protocols.wire import report_pb2 as pb
 
 if TYPE_CHECKING:

@@ -5,8 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from swarmnet_protocols.machine.aio import cancel
-from swarmnet_protocols.net import Handler, ProtocolSpec, Stream, Transport
-from swarmnet_protocols.net.wrappers import TransportWrapper
+from swarmnet_protocols.net import Handler, ProtocolSpec, Stream, Transport, TransportWrapper
 
 
 class Services(TransportWrapper):

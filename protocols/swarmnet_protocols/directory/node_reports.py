@@ -6,7 +6,7 @@ import re
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.models.manifest import MAX_BLOCKS
 from swarmnet_protocols.net import Message, Stream
-from swarmnet_protocols.net.messages import parse, receive_within
+from swarmnet_protocols.net.typed_stream import parse, receive_within
 from swarmnet_protocols.wire import report_pb2 as pb
 
 BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0)

@@ -41,10 +41,10 @@ from swarmnet_protocols.membership.membership import CLOCK_CHECK_S, Membership
 from swarmnet_protocols.membership.pending_handshakes import PendingHandshakes
 from swarmnet_protocols.membership.signed import Signer, seal, unseal
 from swarmnet_protocols.net import Message, PeerId, Stream, Transport
-from swarmnet_protocols.net.messages import parse, receive_within, send_within
 from swarmnet_protocols.net.protocol_ids import ADMISSION
 from swarmnet_protocols.net.refusal import MAX_REASON_CHARS, printable
 from swarmnet_protocols.net.resources import Resource
+from swarmnet_protocols.net.typed_stream import parse, receive_within, send_within
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import membership_pb2 as pb
 

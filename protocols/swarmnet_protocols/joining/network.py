@@ -87,13 +87,13 @@ async def connect(
     from swarmnet_protocols.directory.dht_directory import DhtDirectory
     from swarmnet_protocols.errors import NotAuthorised
     from swarmnet_protocols.joining.admission import Admissions
+    from swarmnet_protocols.joining.probes import Probes
     from swarmnet_protocols.machine.clock import wall_clock
     from swarmnet_protocols.membership.guarded_transport import GuardedTransport
     from swarmnet_protocols.membership.handshake import Handshakes
     from swarmnet_protocols.membership.membership import Membership
     from swarmnet_protocols.net.identity import Identity
     from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
-    from swarmnet_protocols.net.probes import Probes
     from swarmnet_protocols.net.protocol_ids import PROBE
     from swarmnet_protocols.net.rate_limit import LinkLimiter
     from swarmnet_protocols.timing import Timing

@@ -5,8 +5,15 @@ from collections.abc import Sequence
 from swarmnet_protocols.errors import NotAuthorised
 from swarmnet_protocols.machine.aio import race
 from swarmnet_protocols.membership.handshake import Handshakes
-from swarmnet_protocols.net import Handler, PeerId, ProtocolSpec, Stream, Transport
-from swarmnet_protocols.net.wrappers import StreamWrapper, TransportWrapper
+from swarmnet_protocols.net import (
+    Handler,
+    PeerId,
+    ProtocolSpec,
+    Stream,
+    StreamWrapper,
+    Transport,
+    TransportWrapper,
+)
 
 
 class GuardedStream(StreamWrapper):

@@ -37,10 +37,10 @@ from swarmnet_protocols.membership.membership import CLOCK_CHECK_S, Membership, 
 from swarmnet_protocols.membership.pending_handshakes import PendingHandshakes
 from swarmnet_protocols.membership.revocations import MAX_LISTS
 from swarmnet_protocols.net import Message, PeerId, ProtocolSpec, Refusal, Stream, Transport
-from swarmnet_protocols.net.messages import parse, receive_within, send_within
 from swarmnet_protocols.net.protocol_ids import HANDSHAKE, REVOCATIONS
 from swarmnet_protocols.net.refusal import MAX_REASON_CHARS, printable
 from swarmnet_protocols.net.resources import Reservation, Resource
+from swarmnet_protocols.net.typed_stream import parse, receive_within, send_within
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import handshake_pb2 as pb
 from swarmnet_protocols.wire.roles import name_roles

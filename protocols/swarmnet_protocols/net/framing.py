@@ -1,25 +1,31 @@
 """Frames: one message is ``u32 header size, u32 payload size, header, payload``, big endian.
 
-Sizes that no message has mark three other frames: a refusal or the end of the stream (``refusal.py``), and flow control
+Sizes that no message has mark three other frames: a refusal or the end of the stream (``Refusal``), and flow control
 (``flow_control.py``). Sizes are checked before anything is allocated.
 """
 
 import asyncio
 import math
+import struct
 from typing import NoReturn, Protocol
+
+from google.protobuf.message import DecodeError
 
 from swarmnet_protocols.errors import DeadlineExceeded, ProtocolViolation, StreamEnded
 from swarmnet_protocols.net import Buffer, Message, ProtocolSpec, Refusal
 from swarmnet_protocols.net.flow_control import CREDIT, LIMIT, NEEDS_CREDIT, ReceiveWindow, SendWindow
-from swarmnet_protocols.net.refusal import (
-    MAX_REFUSAL_BYTES,
-    REFUSED,
-    SIZES,
-    decode_refusal,
-    refused_by,
-)
+from swarmnet_protocols.net.refusal import MAX_REASON_CHARS, MAX_RETRY_S, NO_REASON, refused_by
 from swarmnet_protocols.net.stream_scope import StreamScope
+from swarmnet_protocols.wire import handshake_pb2 as pb
 
+SIZES = struct.Struct(">II")
+REFUSED = 0xFFFF_FFFF
+"""In place of the header size: a refusal of the second size in bytes follows, and then the end of the stream."""
+ENDED = SIZES.pack(REFUSED, 0)
+"""The last frame of a stream without a refusal. The side that reads it may close."""
+MAX_REFUSAL_BYTES = 2048
+LINGER_S = 5.0
+"""Seconds until a refused stream is closed although the other side has not read the refusal."""
 PIECE_BYTES = 1 << 20
 """Messages are read in pieces of this size, each with its own timeout."""
 
@@ -49,6 +55,23 @@ def encode(
     check_sizes(len(message.header), len(payload), protocol)
     flag = NEEDS_CREDIT if len(payload) > max_uncredited_bytes else 0
     return SIZES.pack(len(message.header) + flag, len(payload)) + message.header, payload
+
+
+def encode_refusal(refusal: Refusal) -> bytes:
+    """The frame of ``refusal``. Its size is never 0, which is ``ENDED``."""
+    reason = refusal.reason[:MAX_REASON_CHARS] or NO_REASON
+    retry_ms = round(1000 * min(max(0.0, refusal.retry_after_s), MAX_RETRY_S))
+    encoded = pb.Refusal(reason=reason, retry_ms=retry_ms).SerializeToString()
+    return SIZES.pack(REFUSED, len(encoded)) + encoded
+
+
+def decode_refusal(encoded: bytes) -> Refusal:
+    """Decode what follows the sizes. Raises ``ProtocolViolation``."""
+    try:
+        refused = pb.Refusal.FromString(encoded)
+    except DecodeError as error:
+        raise ProtocolViolation("not a Refusal") from error
+    return Refusal(refused.reason, min(refused.retry_ms / 1000, MAX_RETRY_S))
 
 
 class ByteReader(Protocol):

@@ -26,9 +26,9 @@ from swarmnet_protocols.errors import (
 )
 from swarmnet_protocols.net import Handler, Message, PeerId, ProtocolSpec, Refusal
 from swarmnet_protocols.net.flow_control import ReceiveWindow, SendWindow
-from swarmnet_protocols.net.framing import check_sizes, encode
+from swarmnet_protocols.net.framing import SIZES, check_sizes, encode
 from swarmnet_protocols.net.rate_limit import LinkLimiter
-from swarmnet_protocols.net.refusal import SIZES, overloaded, refused_by
+from swarmnet_protocols.net.refusal import overloaded, refused_by
 from swarmnet_protocols.net.resources import ResourceLimitReached, ResourceManager, Scope
 from swarmnet_protocols.net.stream_scope import StreamScope, supervise
 from swarmnet_protocols.net.subnets import SubnetLimits

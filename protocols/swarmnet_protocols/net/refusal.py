@@ -1,27 +1,15 @@
 """Refusals: of a stream, by its last frame, and of a request, by a message (:class:`Refused`)."""
 
-import struct
-
 from swarmnet_protocols.errors import OutOfResources, StreamRefused, SwarmnetError
 from swarmnet_protocols.net import Refusal
-from swarmnet_protocols.net.messages import parse
 from swarmnet_protocols.net.resources import ResourceLimitReached
-from swarmnet_protocols.wire import handshake_pb2 as pb
 from swarmnet_protocols.wire import session_pb2
 
-SIZES = struct.Struct(">II")
-REFUSED = 0xFFFF_FFFF
-"""In place of the header size: a refusal of the second size in bytes follows, and then the end of the stream."""
-ENDED = SIZES.pack(REFUSED, 0)
-"""The last frame of a stream without a refusal. The side that reads it may close."""
-MAX_REFUSAL_BYTES = 2048
 MAX_REASON_CHARS = 300
 NO_REASON = "no reason given"
 MAX_RETRY_S = 60.0
 """Longest wait that a refusal can ask for, in seconds."""
 MAX_DETAIL_CHARS = 500
-LINGER_S = 5.0
-"""Seconds until a refused stream is closed although the other side has not read the refusal."""
 
 
 def printable(reason: str) -> str:
@@ -32,20 +20,6 @@ def printable(reason: str) -> str:
 def overloaded(error: ResourceLimitReached) -> Refusal:
     """The refusal of a stream at a resource limit. It does not name the limit, which strangers need not know."""
     return Refusal("it is overloaded at the moment", error.retry_after_s)
-
-
-def encode_refusal(refusal: Refusal) -> bytes:
-    """The frame of ``refusal``. Its size is never 0, which is ``ENDED``."""
-    reason = refusal.reason[:MAX_REASON_CHARS] or NO_REASON
-    retry_ms = round(1000 * min(max(0.0, refusal.retry_after_s), MAX_RETRY_S))
-    encoded = pb.Refusal(reason=reason, retry_ms=retry_ms).SerializeToString()
-    return SIZES.pack(REFUSED, len(encoded)) + encoded
-
-
-def decode_refusal(encoded: bytes) -> Refusal:
-    """Decode what follows the sizes. Raises ``ProtocolViolation``."""
-    refused = parse(pb.Refusal, encoded)
-    return Refusal(refused.reason, min(refused.retry_ms / 1000, MAX_RETRY_S))
 
 
 def refused_by(peer: str, refusal: Refusal) -> StreamRefused:

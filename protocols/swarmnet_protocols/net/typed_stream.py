@@ -16,10 +16,12 @@ import math
 from collections.abc import Callable
 from typing import Any, Generic, NoReturn, TypeVar
 
+from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as Protobuf
 
+from swarmnet_protocols.errors import DeadlineExceeded, ProtocolViolation
+from swarmnet_protocols.machine.aio import until
 from swarmnet_protocols.net import Buffer, Message, PeerId, Stream
-from swarmnet_protocols.net.messages import parse, receive_within, send_within
 from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.wire import session_pb2
 
@@ -125,6 +127,31 @@ async def ask(
         await send_within(stream, Message(request.SerializeToString()), within_s)
         message = await receive_within(stream, within_s)
         return parse(reply, message.header), message.payload
+
+
+def parse(kind: type[Received], header: bytes) -> Received:
+    """Decode a protobuf. Raises ``ProtocolViolation`` for bytes that are none."""
+    try:
+        return kind.FromString(header)
+    except DecodeError as error:
+        raise ProtocolViolation(f"not a {kind.DESCRIPTOR.name}") from error
+
+
+async def receive_within(stream: Stream, silence_s: float) -> Message:
+    """The next message. Raises ``DeadlineExceeded`` if none comes within ``silence_s``."""
+    try:
+        return await until(asyncio.get_running_loop().time() + silence_s, stream.receive)
+    except TimeoutError as error:
+        raise DeadlineExceeded(f"{stream.peer} has been silent for {silence_s} s") from error
+
+
+async def send_within(stream: Stream, message: Message, timeout_s: float) -> None:
+    """Send a message. Raises ``DeadlineExceeded`` if the other side has not read enough within ``timeout_s``."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await stream.send(message)
+    except TimeoutError as error:
+        raise DeadlineExceeded(f"{stream.peer} has not read for {timeout_s:g} s") from error
 
 
 _REFUSED = session_pb2.Refused.DESCRIPTOR

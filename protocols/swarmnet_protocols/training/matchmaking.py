@@ -20,9 +20,8 @@ from dataclasses import dataclass
 from swarmnet_protocols.errors import NotAuthorised, ProtocolViolation, StreamEnded, SwarmnetError
 from swarmnet_protocols.machine.aio import cancel, race
 from swarmnet_protocols.net import PeerId, Stream, Transport
-from swarmnet_protocols.net.messages import parse, receive_within
 from swarmnet_protocols.net.protocol_ids import MATCHMAKING
-from swarmnet_protocols.net.typed_stream import TypedStream, ask
+from swarmnet_protocols.net.typed_stream import TypedStream, ask, parse, receive_within
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.training.bandwidth import Measured
 from swarmnet_protocols.training.catch_up import Position

@@ -7,11 +7,10 @@ from collections.abc import Callable
 from swarmnet_protocols.errors import StreamEnded
 from swarmnet_protocols.net import Buffer, Message, PeerId, ProtocolSpec, Refusal
 from swarmnet_protocols.net.flow_control import LimitedReader, ReceiveWindow, SendWindow
-from swarmnet_protocols.net.framing import FrameReader, encode
+from swarmnet_protocols.net.framing import ENDED, LINGER_S, SIZES, FrameReader, encode, encode_refusal
 from swarmnet_protocols.net.p2pd.daemon import unpack_multiaddr
 from swarmnet_protocols.net.p2pd.pipe import Pipe
 from swarmnet_protocols.net.rate_limit import PIECE_BYTES, LinkLimiter
-from swarmnet_protocols.net.refusal import ENDED, LINGER_S, SIZES, encode_refusal
 from swarmnet_protocols.net.resources import Scope
 from swarmnet_protocols.net.stream_scope import StreamScope
 

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.machine.clock import Clock
 from swarmnet_protocols.net import Message, PeerId, Stream
-from swarmnet_protocols.net.messages import parse, receive_within, send_within
 from swarmnet_protocols.net.resources import Resource
-from swarmnet_protocols.net.typed_stream import ask
+from swarmnet_protocols.net.typed_stream import ask, parse, receive_within, send_within
 from swarmnet_protocols.wire import probe_pb2 as pb
 
 MAX_PORTS = 4
