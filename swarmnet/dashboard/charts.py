@@ -1,7 +1,7 @@
 """Time series of the history as columns for charts. A gap in the samples becomes None."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from swarmnet.dashboard.counts import quantile
 from swarmnet.dashboard.history import (
@@ -11,6 +11,7 @@ from swarmnet.dashboard.history import (
     PEERS,
     History,
     JobPoint,
+    ModelSample,
     PeerSample,
 )
 
@@ -18,14 +19,6 @@ WINDOWS_S = {"24h": DAY_S, "30d": MONTH_S}
 MAX_ROUNDS = 100
 GAP = 2.5
 """Steps between two samples beyond which a chart shows a gap between them instead of a line."""
-
-
-class _Sampled(Protocol):
-    @property
-    def at_s(self) -> float: ...
-
-
-S = TypeVar("S", bound=_Sampled)
 
 
 def model_chart(history: History, model: str, window: str, now_s: float) -> dict[str, list[Any]]:
@@ -52,7 +45,7 @@ def model_chart(history: History, model: str, window: str, now_s: float) -> dict
 
 def peer_chart(history: History, peer: str, now_s: float) -> dict[str, list[Any]]:
     """The series of a peer over 24 hours."""
-    rows: Sequence[PeerSample] = history.peer_samples(peer, now_s - DAY_S, coarse=False)
+    rows = history.peer_samples(peer, now_s - DAY_S, coarse=False)
     return _columns(
         rows,
         PEERS.fine_s,
@@ -104,7 +97,10 @@ def last_rounds(points: Sequence[JobPoint]) -> list[dict[str, Any]]:
     ]
 
 
-def _columns(rows: Sequence[S], step_s: int, columns: dict[str, Callable[[S], Any]]) -> dict[str, list[Any]]:
+def _columns(
+    rows: Sequence[ModelSample | PeerSample], step_s: int, columns: dict[str, Callable[[Any], Any]]
+) -> dict[str, list[Any]]:
+    """One column for each function of a row, and ``at_s``; a row of None in each gap."""
     found: dict[str, list[Any]] = {"at_s": [], **{name: [] for name in columns}}
     for row in rows:
         if found["at_s"] and row.at_s - found["at_s"][-1] > GAP * step_s:

@@ -242,12 +242,14 @@ class Observer:
         candidates = []
         for peer in {*addresses, *self._trackers}:
             tracker = self._trackers.get(peer)
+            seen = tracker.observation if tracker is not None else None
+            first_seen_s = seen.first_seen_s if seen is not None else now_s
             candidates.append(
                 Candidate(
                     peer,
-                    addresses[peer] if tracker is None else addresses.get(peer, tracker.addresses),
-                    0.0 if peer == own_id else now_s if tracker is None else tracker.observation.first_seen_s,
-                    answers=peer == own_id or (tracker is not None and tracker.observation.answers),
+                    addresses.get(peer, tracker.addresses if tracker is not None else ()),
+                    0.0 if peer == own_id else first_seen_s,
+                    answers=peer == own_id or (seen is not None and seen.answers),
                     polled=tracker is not None,
                     failures=self._failures[peer],
                 )

@@ -1,18 +1,17 @@
 """The JSON of peers, and of the edges between them along which tokens flow. Pure functions of observations."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from swarmnet.dashboard.counts import MAX_PER_SECOND, is_same_run
-from swarmnet.dashboard.observations import GONE_SHOWN_S, PeerObservation, TimedReport
+from swarmnet.dashboard.counts import MAX_PER_SECOND
+from swarmnet.dashboard.observations import GONE_SHOWN_S, Announcement, PeerObservation, TimedReport
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.wire import report_pb2
 
 STALE_S = 20.0
 """Age in seconds beyond which a report gives no rates."""
 START_TOLERANCE_S = 5.0
-"""Start times that differ by less are the same start, and are not sent again: each is an uptime taken from a clock."""
+"""Start times closer than this are one start: each is a clock minus an uptime, and small errors must not change the state."""
 RECORD_AFTER_FAILURE_S = 2.0
 """A record received at least this many seconds after a failed poll shows that the peer runs, though it cannot be reached."""
 CLIENT = "client"
@@ -49,7 +48,7 @@ def peer_entry(seen: PeerObservation, now_s: float, previous: Mapping[str, Any] 
         "silent": silent,
     }
     if seen.announced is not None:
-        entry |= _announced(seen)
+        entry |= _announced(seen.announced)
     if seen.newest is not None:
         entry |= _reported(seen.newest)
         known_s = previous["started_s"] if previous else None
@@ -104,10 +103,7 @@ def _last_seen_s(seen: PeerObservation) -> float:
     return max(seen.first_seen_s, seen.announced_at_s, seen.newest.at_s if seen.newest else 0.0)
 
 
-def _announced(seen: PeerObservation) -> dict[str, Any]:
-    announced = seen.announced
-    if announced is None:
-        return {}
+def _announced(announced: Announcement) -> dict[str, Any]:
     relayed = {None: "unknown", True: "relayed", False: "direct"}
     return {
         "name": announced.public_name or None,
@@ -123,15 +119,15 @@ def _announced(seen: PeerObservation) -> dict[str, Any]:
 
 def _reported(reported: TimedReport) -> dict[str, Any]:
     report = reported.report
-    about = {
+    common = {
         "name": report.public_name or None,
         "version": report.version,
         "started_s": round(reported.at_s - report.uptime_s),
     }
     if report.HasField("worker"):
-        return about | {"job": report.worker.job.hex()}
+        return common | {"job": report.worker.job.hex()}
     host = report.host
-    return about | {
+    return common | {
         "model": host.manifest.hex(),
         "blocks": [host.start, host.end],
         "dtype": host.dtype,
@@ -144,13 +140,6 @@ def _reported(reported: TimedReport) -> dict[str, Any]:
     }
 
 
-@dataclass
-class _Edge:
-    model: str
-    sessions: int = 0
-    positions_per_s: float = 0.0
-
-
 def edge_entries(
     observations: Iterable[PeerObservation], known: Collection[PeerId], now_s: float
 ) -> dict[str, Any]:
@@ -158,57 +147,44 @@ def edge_entries(
 
     An edge between two hosts is taken from the report of the receiver, which knows the sender from the connection.
     """
-    edges: dict[tuple[str, str], _Edge] = {}
+    edges: dict[str, dict[str, Any]] = {}
+
+    def add(source: str, target: str, model: str, sessions: int, tokens_per_s: float) -> None:
+        edge = edges.setdefault(
+            f"{source}>{target}",
+            {"source": source, "target": target, "model": model, "sessions": 0, "tokens_per_s": 0.0},
+        )
+        edge["sessions"] += sessions
+        edge["tokens_per_s"] += tokens_per_s
+
     for seen in observations:
         newest = seen.newest
         if newest is None or seen.failed_at_s is not None or now_s - newest.at_s > STALE_S:
             continue
-        rates = _edge_rates(seen)
+        rates = _edge_rates(newest, seen.before)
         model = newest.report.host.manifest.hex()
         for flow in newest.report.host.flows:
             rate = rates.get((flow.upstream, flow.downstream), 0.0)
             if not flow.upstream or flow.upstream in known:
-                _add_edge(edges, (flow.upstream or CLIENT, seen.peer), _Edge(model, flow.sessions, rate))
+                add(flow.upstream or CLIENT, seen.peer, model, flow.sessions, rate)
             if not flow.downstream:
-                _add_edge(edges, (seen.peer, CLIENT), _Edge(model, flow.sessions, rate))
-    busy = {pair: edge for pair, edge in edges.items() if edge.sessions or edge.positions_per_s >= 0.05}
-    busiest = sorted(busy, key=lambda pair: (-busy[pair].positions_per_s, -busy[pair].sessions, pair))
+                add(seen.peer, CLIENT, model, flow.sessions, rate)
+    busy = [edge for edge in edges.values() if edge["sessions"] or edge["tokens_per_s"] >= 0.05]
+    busy.sort(key=lambda edge: (-edge["tokens_per_s"], -edge["sessions"], edge["source"], edge["target"]))
     return {
-        f"{source}>{target}": _edge_entry(source, target, busy[source, target])
-        for source, target in busiest[:MAX_EDGES]
+        f"{edge['source']}>{edge['target']}": edge | {"tokens_per_s": round(edge["tokens_per_s"], 1)}
+        for edge in busy[:MAX_EDGES]
     }
 
 
-def _edge_rates(seen: PeerObservation) -> dict[tuple[str, str], float]:
+def _edge_rates(newest: TimedReport, before: TimedReport | None) -> dict[tuple[str, str], float]:
     """Positions per second on each (upstream, downstream) of a host, between its last two reports."""
-    newest, before = seen.newest, seen.before
-    if newest is None or before is None or not is_same_run(before.report, newest.report):
-        return {}
-    elapsed_s = newest.at_s - before.at_s
-    if elapsed_s <= 0:
+    if before is None or newest.at_s <= before.at_s:
         return {}
     earlier = {(flow.upstream, flow.downstream): flow.positions for flow in before.report.host.flows}
-    return {
-        (flow.upstream, flow.downstream): min(
-            max(0, flow.positions - earlier.get((flow.upstream, flow.downstream), flow.positions))
-            / elapsed_s,
-            MAX_PER_SECOND,
-        )
-        for flow in newest.report.host.flows
-    }
-
-
-def _add_edge(edges: dict[tuple[str, str], _Edge], pair: tuple[str, str], more: _Edge) -> None:
-    edge = edges.setdefault(pair, _Edge(more.model))
-    edge.sessions += more.sessions
-    edge.positions_per_s += more.positions_per_s
-
-
-def _edge_entry(source: str, target: str, edge: _Edge) -> dict[str, Any]:
-    return {
-        "source": source,
-        "target": target,
-        "model": edge.model,
-        "sessions": edge.sessions,
-        "tokens_per_s": round(edge.positions_per_s, 1),
-    }
+    rates = {}
+    for flow in newest.report.host.flows:
+        edge = (flow.upstream, flow.downstream)
+        added = max(0, flow.positions - earlier.get(edge, flow.positions))
+        rates[edge] = min(added / (newest.at_s - before.at_s), MAX_PER_SECOND)
+    return rates

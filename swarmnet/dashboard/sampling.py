@@ -1,4 +1,4 @@
-"""Which samples of a snapshot the history stores, and when: the fine resolution of ``history`` in samples of models, peers and jobs."""
+"""Takes the samples that the history stores: of models and peers at its fine resolution, of jobs at each round."""
 
 from collections import deque
 from collections.abc import Mapping

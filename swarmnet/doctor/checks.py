@@ -11,7 +11,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion
 
 from swarmnet.doctor.facts import BootstrapPeer, Disk, Facts, SecretFile
-from swarmnet.units import show_duration
+from swarmnet.units import counted, show_duration
 from swarmnet_protocols.machine.clock import MAX_CLOCK_ERROR_S, SET_CLOCK
 
 PYTHON = ((3, 11), (3, 13))
@@ -30,7 +30,7 @@ GIB = 1 << 30
 DISK_FAIL_BYTES, DISK_WARN_BYTES = GIB // 2, 5 * GIB
 RAM_FAIL_BYTES, RAM_WARN_BYTES = GIB // 2, 2 * GIB
 CLOCK_WARN_S = 30.0
-"""Clock error in seconds from which a warning is given. At ``MAX_CLOCK_ERROR_S`` peers refuse messages."""
+"""Clock error in seconds from which a warning is given. From ``MAX_CLOCK_ERROR_S`` on, records and certificates are refused."""
 FILE_WARN_S = 14 * 24 * 3600.0
 """Seconds before the expiry of a swarm file from which a warning is given."""
 CERTIFICATE_WARN_S = 24 * 3600.0
@@ -38,7 +38,7 @@ CERTIFICATE_WARN_S = 24 * 3600.0
 
 
 class Level(StrEnum):
-    """How bad a finding is. FAIL: a node cannot run or must not; WARN: it runs with a disadvantage."""
+    """The result of a check. FAIL: a node cannot run, or must not; WARN: it runs with a disadvantage; SKIP: not checked."""
 
     OK = "ok"
     WARN = "warn"
@@ -139,7 +139,7 @@ def _device(facts: Facts) -> Finding:
 
 def _memory(facts: Facts) -> Finding:
     free = min(facts.memory.available_bytes, facts.memory.limit_bytes or facts.memory.available_bytes)
-    text = f"{_gib(free)} of memory are free"
+    text = f"{_gib(free)} of memory is free"
     if free < RAM_FAIL_BYTES and not facts.node:
         return Finding(
             "memory", Level.FAIL, f"{text}: too little for a node", "end other programs, or add memory"
@@ -158,7 +158,7 @@ def _disk(disk: Disk) -> Finding:
     if disk.error:
         fix = f"sudo chown -R $USER {shlex.quote(str(disk.path))}"
         return Finding("disk", Level.FAIL, f"cannot write {disk.purpose} into {disk.path}: {disk.error}", fix)
-    text = f"{_gib(disk.free_bytes)} are free for {disk.purpose} in {disk.path}"
+    text = f"{_gib(disk.free_bytes)} is free for {disk.purpose} in {disk.path}"
     fix = f"du -sh {shlex.quote(str(disk.path))}/* | sort -h"
     if disk.free_bytes < DISK_FAIL_BYTES:
         return Finding("disk", Level.FAIL, f"{text}: too little for a node", fix)
@@ -181,14 +181,14 @@ def _open_secret(secret: SecretFile) -> Finding:
         return Finding(
             "keys",
             Level.FAIL,
-            f"{secret.path} belongs to another user, who can read or replace the key",
+            f"{secret.path} belongs to another user, who can read and replace keys",
             f"sudo chown $USER {path}",
         )
     mode = "700" if secret.path.suffix == "" and secret.mode & 0o100 else "600"
     return Finding(
         "keys",
         Level.FAIL,
-        f"other users can read {secret.path}, and with the key act as this machine",
+        f"other users can read {secret.path}: with a key of this machine they can act in its name",
         f"chmod {mode} {path}",
     )
 
@@ -268,10 +268,13 @@ def _clock(facts: Facts) -> Iterator[Finding]:
         return
     behind_s = median(errors_s)
     if abs(behind_s) < CLOCK_WARN_S:
-        yield Finding("clock", Level.OK, f"the clock agrees with {_peers_text(len(errors_s))}")
+        yield Finding("clock", Level.OK, f"the clock agrees with {counted(len(errors_s), 'peer')}")
         return
     way = "behind" if behind_s > 0 else "ahead of"
-    text = f"the clock is {show_duration(abs(behind_s))} {way} {_peers_text(len(errors_s))}: peers refuse messages with wrong times"
+    text = (
+        f"the clock is {show_duration(abs(behind_s))} {way} {counted(len(errors_s), 'peer')}:"
+        f" from {show_duration(MAX_CLOCK_ERROR_S)} on, records and certificates are refused"
+    )
     level = Level.FAIL if abs(behind_s) >= MAX_CLOCK_ERROR_S else Level.WARN
     yield Finding("clock", level, text, SET_CLOCK)
 
@@ -311,10 +314,6 @@ _OPEN = (
 
 def _short(peer: BootstrapPeer) -> str:
     return f"…{peer.address[-12:]}"
-
-
-def _peers_text(number: int) -> str:
-    return "a peer" if number == 1 else f"{number} peers"
 
 
 def _gib(size_bytes: int) -> str:

@@ -1,4 +1,4 @@
-"""Who is in a recorded swarm: hosts, the chains of sessions over them, workers of a job; and what each of them reports."""
+"""The parts of a recorded swarm: hosts, chains of sessions over them, workers of a job, and the reports of each."""
 
 import hashlib
 import math
@@ -24,7 +24,7 @@ SCRIPTS = (
 
 @dataclass
 class Host:
-    """One host: what it is, and its counters, which move with the swarm's clock."""
+    """One host with its counters, which grow as the swarm's clock advances."""
 
     peer: PeerId
     model: CatalogModel
@@ -48,9 +48,9 @@ class Host:
     before: TimedReport | None = None
     newest: TimedReport | None = None
 
-    def tell(self, now_s: float) -> None:
-        """Report its counters as they are now."""
-        report = report_pb2.HostReport(
+    def report(self, now_s: float) -> None:
+        """Make a report of the present counters."""
+        host = report_pb2.HostReport(
             manifest=self.model.manifest,
             model=self.model.name,
             total_blocks=self.model.blocks,
@@ -78,13 +78,13 @@ class Host:
         )
         uptime_s = now_s - self.born_s
         node = report_pb2.NodeReport(
-            version=self.version, public_name=self.name, uptime_s=uptime_s, host=report
+            version=self.version, public_name=self.name, uptime_s=uptime_s, host=host
         )
         check(node)
         self.before, self.newest = self.newest, TimedReport(node, now_s)
 
-    def seen(self, began_s: float, now_s: float, delay_s: float) -> PeerObservation:
-        """What an observer knows of it who has looked since ``began_s``."""
+    def observation(self, began_s: float, now_s: float, delay_s: float) -> PeerObservation:
+        """What an observer that started at ``began_s`` knows of the host."""
         announced = Announcement(
             self.model.manifest,
             *self.span,
@@ -110,14 +110,14 @@ class Host:
 
 @dataclass
 class Chain:
-    """A client's session: its hops and how fast it goes."""
+    """A client's session: its hops and its speed."""
 
     hops: list[Host]
     tokens_per_s: float
     ends_s: float
 
     def flow(self, elapsed_s: float, rng: random.Random) -> None:
-        """Tokens go through its hops for so long."""
+        """Add the tokens of ``elapsed_s`` to the counters of its hops."""
         count = self.tokens_per_s * elapsed_s * rng.uniform(0.8, 1.2)
         sides = ["", *(hop.peer for hop in self.hops), ""]
         for index, hop in enumerate(self.hops):
@@ -132,7 +132,7 @@ class Chain:
 
 
 def training(count: int, began_s: float, now_s: float) -> tuple[list[JobObservation], list[PeerObservation]]:
-    """A job of so many workers, and what is seen of each."""
+    """A job with ``count`` workers, and the observation of each."""
     if not count:
         return [], []
     job, observations = hash_of("job"), []
@@ -166,7 +166,7 @@ def training(count: int, began_s: float, now_s: float) -> tuple[list[JobObservat
 
 
 def loss_after(round_number: int) -> float:
-    """What the job has learned by then."""
+    """The loss of the job after a round."""
     return 1.9 + 6 * math.exp(-round_number / 60) + 0.03 * math.sin(round_number * 1.7)
 
 

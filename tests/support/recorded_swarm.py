@@ -1,6 +1,6 @@
-"""A lively swarm that does not exist, seen by the real dashboard: ``python -m tests.support.recorded_swarm --port 8090 --kind full``.
+"""A simulated swarm, shown by the real dashboard: ``python -m tests.support.recorded_swarm --port 8090 --kind full``.
 
-Its peers come and go, its tokens flow and its job learns as the clock is moved on, from one seed; nothing is computed.
+Peers join and fail, tokens flow and a job makes progress as its clock advances. All of it follows from one seed; nothing is computed.
 """
 
 import argparse
@@ -57,14 +57,14 @@ NAMES = (
 
 @dataclass(frozen=True)
 class Shape:
-    """How a swarm is made up: hosts of a large and of a small model, blocks of the large one, workers of a job."""
+    """The size of a swarm: hosts of a large and of a small model, blocks of the large one, workers of a job."""
 
     hosts: int
     small_hosts: int = 0
     blocks: int = 126
     workers: int = 0
     gap: tuple[int, int] | None = None
-    """Blocks of the large model that nobody hosts."""
+    """Blocks of the large model that have no host."""
 
 
 SHAPES = {
@@ -76,7 +76,7 @@ SHAPES = {
 
 
 class RecordedSwarm:
-    """A ``Source`` for a ``Feed``. ``advance`` moves everything on to what the clock says."""
+    """A ``SnapshotSource``. Each snapshot first advances the simulation to the clock."""
 
     def __init__(self, kind: str, clock: Clock, *, seed: int = 0) -> None:
         self.shape = SHAPES[kind]
@@ -117,14 +117,14 @@ class RecordedSwarm:
                 for model in (self.large, self.small)
                 if any(host.model == model for host in self.hosts.values())
             ),
-            peers=[*(self._seen(host) for host in self.hosts.values()), *workers],
+            peers=[*(self._observation(host) for host in self.hosts.values()), *workers],
             jobs=jobs,
             totals=dict(self._totals.models),
             peer_positions=dict(self._totals.peers),
         )
 
     def kill(self, peer: PeerId) -> None:
-        """A host dies, and its sessions go on elsewhere."""
+        """Crash a host; its sessions continue on other hosts."""
         host = self.hosts[peer]
         host.died_s = self._now_s
         self._totals.add_failure(host.model.manifest)
@@ -137,10 +137,10 @@ class RecordedSwarm:
                     break
 
     def add(self, name: str = "") -> PeerId:
-        """Somebody joins now."""
+        """Add a host that starts now."""
         return self._join(self.large, age_s=0.0, name=name).peer
 
-    # ---- how it moves -----------------------------------------------------------------------------------
+    # ---- the simulation ----------------------------------------------------------------------------------
 
     def _join(self, model: CatalogModel, *, age_s: float, name: str | None = None) -> Host:
         rng, number = self._rng, next(self._numbers)
@@ -208,7 +208,7 @@ class RecordedSwarm:
         for chain in self._chains:
             chain.flow(elapsed_s, self._rng)
         for host in alive:
-            host.tell(now_s)
+            host.report(now_s)
             if host.before is not None and host.newest is not None:
                 before, newest = host.before, host.newest
                 self._totals.add(host.peer, before.report, newest.report, newest.at_s - before.at_s)
@@ -234,14 +234,14 @@ class RecordedSwarm:
         hops[-1].firsts.observe(len(hops) / rate * self._rng.uniform(2, 9))
         return True
 
-    def _seen(self, host: Host) -> PeerObservation:
+    def _observation(self, host: Host) -> PeerObservation:
         delay_s = round(host.delay_s * self._rng.uniform(0.97, 1.03), 4)
-        return host.seen(self._began_s, self._now_s, delay_s)
+        return host.observation(self._began_s, self._now_s, delay_s)
 
 
 @contextmanager
 def recorded_history(swarm: RecordedSwarm, folder: Path, now_s: float) -> Iterator[History]:
-    """A month of that swarm, as its dashboard would remember it."""
+    """A month of history of that swarm."""
     rng = random.Random(7)
     with History.open(folder) as history:
         snapshot = swarm.snapshot()
@@ -320,7 +320,7 @@ def _each(histogram: Histogram) -> tuple[int, ...]:
 
 
 async def serve_recorded(kind: str, port: int) -> None:
-    """Until cancelled."""
+    """Serve a swarm until cancelled."""
     swarm = RecordedSwarm(kind, wall_clock)
     with TemporaryDirectory() as folder, recorded_history(swarm, Path(folder), wall_clock()) as history:
         async with (

@@ -13,7 +13,7 @@ const AXES = {
   at_s: { label: "", format: when, tick: when },
 };
 
-/** {node, title, update(state)}; the curve and the rounds are fetched. */
+/** {node, title, update(state)}; the curve and the rounds come from `/api/v1/jobs/ID`. */
 export function jobPage(id) {
   const title = h("h1", {}, shortId(id));
   const state = h("span", { class: "chip" });
@@ -29,7 +29,7 @@ export function jobPage(id) {
         panel("Latest rounds", { id: "rounds" }, h("div", { class: "table-scroll", tabindex: 0, role: "region", "aria-label": "Table of rounds" },
           h("table", {}, h("thead", {}, h("tr", {}, ["Round", "Loss", "Workers", "When"].map((name) => h("th", { scope: "col" }, name)))), rounds)))),
       h("div", { class: "side" }, panel("Now", { id: "now" }, facts.node), panel("Contributors", { id: "contributors" }, shares))));
-  const absent = missing("This job is not known", "Nobody in this swarm trains it now, or its id is wrong.");
+  const absent = missing("This job is not known", "No worker of this swarm announces it, or its id is wrong.");
   const node = h("div", { class: "detail" }, h("p", { class: "crumb" }, h("a", { href: "/#jobs-title" }, "← All jobs")), found, absent);
 
   let peers = {};

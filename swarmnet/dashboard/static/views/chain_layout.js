@@ -1,13 +1,13 @@
-/** Where hosts and the flows between them are drawn. Pure: from the state to lanes, and from lanes to curves. */
+/** The layout of the chart of chains: rows for hosts, curves for edges. Pure functions of the state. */
 
-export const MOST_BARS = 28; // more cannot be told apart: hosts of like spans become one bar
+export const MOST_BARS = 28; // with more bars than this, hosts with similar spans are merged into one
 const MOST_EDGES = 80;
-const SAMPLES = 20; // points along a curve, enough for dots to look smooth
+const SAMPLES = 20; // points along a curve
 const AT_WORK = new Set(["online", "leaving", "joining"]);
 
 /**
- * Hosts of a model as bars in lanes: {bars, lanes, edges}.
- * More hosts than `most` are drawn together, by like spans. A bar is {id, peers: [{id, …}], start, end, lane}; `start` and `end` are blocks.
+ * Hosts of a model as bars in rows: {bars, lanes, edges}; `lanes` is the number of rows.
+ * With more hosts than `most`, those with similar spans share a bar. A bar is {id, peers: [{id, …}], start, end, lane}; `start` and `end` are blocks.
  * An edge is {id, source, target, tokens_per_s, sessions}; source and target are bars, or null for clients.
  */
 export function arranged(hosts, flows, blocks, most = MOST_BARS) {
@@ -35,7 +35,7 @@ function bar(id, peers) {
   return { id, peers, start: mean(0), end: mean(1), lane: 0 };
 }
 
-/** First lane that is free from `start` on; the order depends on nothing that changes by the second. */
+/** Gives each bar the first row with room. The order depends only on spans and ids, so that bars do not jump at every update. */
 function packed(bars) {
   const ends = [];
   const order = (a, b) => a.start - b.start || b.end - a.end || (a.id < b.id ? -1 : 1);
@@ -71,8 +71,8 @@ export function scale(width, blocks) {
 }
 
 /**
- * The way of an edge's tokens: {curve: SVG path data, points: [[x, y, length so far], …]}.
- * It leaves `from`, enters `to` where the blocks go on, and runs through it to its end. Points are pixels.
+ * The path of an edge's tokens: {curve: SVG path data, points: [[x, y, length so far], …]}, in pixels.
+ * A curve from `from` to `enter`, then a straight line through the bar to `leave`, if given.
  */
 export function way(from, enter, leave) {
   const [x1, y1] = from;
@@ -93,7 +93,7 @@ export function way(from, enter, leave) {
   return { curve: `M${x1} ${y1}C${c1} ${y1} ${c2} ${y2} ${x2} ${y2}`, points };
 }
 
-/** The point that lies `distance` pixels along a way. */
+/** The point at `distance` pixels along the points of a path. */
 export function along(points, distance) {
   let low = 0;
   let high = points.length - 1;

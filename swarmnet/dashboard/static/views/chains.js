@@ -1,4 +1,4 @@
-/** The live picture: hosts as bars over their blocks, and tokens that move along the chains. */
+/** The live chart of chains: hosts as bars over their blocks, and dots for the tokens that move along the edges. */
 
 import { h, keyed, s, setAttribute, setText } from "../dom.js";
 import { count, number, plural, span } from "../format.js";
@@ -8,22 +8,22 @@ import { MOST_BARS, along, arranged, motion, scale, way } from "./chain_layout.j
 const LANE = 38;
 const BAR = 30;
 const TOP = 8;
-const RAIL = 7; // tokens run below a bar's middle, clear of its label
+const RAIL = 7; // pixels from the middle of a bar down to its tokens, so that they do not cover the label
 const FRAME_MS = 33;
-const LETTER = 6.6; // pixels of one letter of a label, on average
+const LETTER = 6.6; // average width of a letter in pixels
 
 /** `update(model, hosts, flows)` draws; hosts are peers with `id` and `label`. `highlight(block | null)` marks hosts. */
 export function chains() {
   const still = matchMedia("(prefers-reduced-motion: reduce)");
   let playing = !still.matches;
-  let shown = true; // on the screen, as far as the browser says
+  let shown = true; // whether the browser reports it on the screen
   let picture = { bars: [], lanes: 0, edges: [] };
   let model = null;
   let known = { hosts: [], flows: [] };
   let width = 0;
   let block = null;
   let ways = [];
-  let ran = new Map(); // pixels each edge's dots have come, so that a new speed makes no jump
+  let ran = new Map(); // pixels that the dots of each edge have moved, kept so that a new speed causes no jump
   let last_ms = 0;
   let frame = 0;
 
@@ -36,11 +36,11 @@ export function chains() {
   const canvas = h("canvas", { "aria-hidden": "true" });
   const box = h("div", { class: "chains" }, svg, canvas);
   const nothing = h("p", { class: "quiet chains-note" });
-  const button = h("button", { type: "button", class: "quiet-button", onclick: () => { playing = !playing; said(); run(); } });
+  const button = h("button", { type: "button", class: "quiet-button", onclick: () => { playing = !playing; labelButton(); run(); } });
 
-  function said() {
+  function labelButton() {
     setText(button, playing ? "‖ Pause" : "▶ Play");
-    setAttribute(button, "aria-label", playing ? "Pause the moving tokens" : "Let the tokens move");
+    setAttribute(button, "aria-label", playing ? "Pause the moving tokens" : "Play the moving tokens");
   }
 
   function draw() {
@@ -65,7 +65,7 @@ export function chains() {
       setAttribute(rect, "height", high);
       setAttribute(text, "x", (x(a) + x(b)) / 2);
       setAttribute(text, "y", high / 2);
-      setText(text, fitting(`nobody hosts ${span([a, b])}`, x(b) - x(a) - 8, "✕"));
+      setText(text, fitting(`no host for ${span([a, b])}`, x(b) - x(a) - 8, "✕"));
     });
 
     ends.forEach((end, at) => {
@@ -109,7 +109,7 @@ export function chains() {
     canvas.height = high * devicePixelRatio;
     canvas.style.setProperty("width", `${width}px`);
     canvas.style.setProperty("height", `${high}px`);
-    setText(nothing, dotWords(picture));
+    setText(nothing, dotNote(picture));
     marked();
     paint();
     run();
@@ -119,7 +119,7 @@ export function chains() {
     const at_work = picture.edges.filter((edge) => !edge.target && edge.tokens_per_s > 0);
     const speed = at_work.reduce((sum, edge) => sum + edge.tokens_per_s, 0);
     const hosts = picture.bars.reduce((sum, bar) => sum + bar.peers.length, 0);
-    return `${plural(hosts, "host")} over ${count(model.blocks)} blocks; ${speed > 0 ? `${number(speed)} tokens a second leave the last hops` : "no tokens are moving"}.`;
+    return `${plural(hosts, "host")} over ${count(model.blocks)} blocks; ${speed > 0 ? `${number(speed)} tokens per second are answered` : "no tokens are computed"}.`;
   }
 
   function marked() {
@@ -174,12 +174,12 @@ export function chains() {
     }
   }
 
-  still.addEventListener("change", () => { playing = !still.matches; said(); run(); });
+  still.addEventListener("change", () => { playing = !still.matches; labelButton(); run(); });
   document.addEventListener("visibilitychange", run);
   document.addEventListener("themechange", () => paint());
   new IntersectionObserver(([entry]) => { shown = entry.isIntersecting; run(); }).observe(box);
   new ResizeObserver(([entry]) => { width = Math.floor(entry.contentRect.width); draw(); }).observe(box);
-  said();
+  labelButton();
 
   return {
     node: h("div", {}, box, nothing),
@@ -193,15 +193,15 @@ export function chains() {
   };
 }
 
-function dotWords({ bars, edges }) {
+function dotNote({ bars, edges }) {
   if (!bars.length) return "";
   if (!edges.some((edge) => edge.tokens_per_s > 0)) return "No answers are being computed right now.";
   const many = edges.some((edge) => edge.tokens_per_s > 6);
-  const hosts = bars.some((bar) => bar.peers.length > 1) ? "Hosts of like spans share a bar. " : "";
-  return `${hosts}${many ? "Dots are tokens on their way; on busy links one stands for several." : "Each dot is a token on its way."}`;
+  const hosts = bars.some((bar) => bar.peers.length > 1) ? "Hosts with similar spans share a bar. " : "";
+  return `${hosts}${many ? "Dots are tokens; on busy links one dot stands for several." : "Each dot is a token."}`;
 }
 
-/** The text, or the short form if there is one, or the beginning: what fits into so many pixels. */
+/** The text if it fits into `pixels`, else the short form or, without one, the beginning. */
 function fitting(text, pixels, short = null) {
   const letters = Math.floor(pixels / LETTER);
   if (text.length <= letters) return text;
