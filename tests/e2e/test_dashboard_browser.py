@@ -305,8 +305,8 @@ def test_pure_functions_of_the_modules(page: Page, sites: Sites) -> None:
         return page.evaluate(code, [module, function, list(arguments)])
 
     for target, patch, result in MERGES:
-        assert call("state", "merged", target, patch) == result
-    owned = """async () => (await import("/static/state.js")).merged({}, JSON.parse('{"__proto__": {"owned": 1}}')).owned ?? null"""
+        assert call("state", "applyPatch", target, patch) == result
+    owned = """async () => (await import("/static/state.js")).applyPatch({}, JSON.parse('{"__proto__": {"owned": 1}}')).owned ?? null"""
     assert page.evaluate(owned) is None
     assert call("state", "retryDelay", 1, 0) == 750
     assert call("state", "retryDelay", 60, 0.999) <= 25_000
@@ -323,11 +323,11 @@ def test_pure_functions_of_the_modules(page: Page, sites: Sites) -> None:
         {"source": f"peer-{n}", "target": f"peer-{n + 7}", "tokens_per_s": 1, "sessions": 1}
         for n in range(400)
     ]
-    picture = call("views/chain_layout", "arranged", hosts, flows, 126)
+    picture = call("views/chain_layout", "layout", hosts, flows, 126)
     assert len(picture["bars"]) <= 28
     assert sum(len(bar["peers"]) for bar in picture["bars"]) == 500
     for one, other in itertools.combinations(picture["bars"], 2):
-        if one["lane"] == other["lane"]:
+        if one["row"] == other["row"]:
             assert one["end"] <= other["start"] + 0.02 or other["end"] <= one["start"] + 0.02
     downsampled = call(
         "views/history",

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from tests.support.commands import PATIENCE_S, RunningCommand
+from tests.support.commands import TIMEOUT_S, RunningCommand
 from tests.support.processes import Swarm
 
 State = dict[str, Any]
@@ -32,7 +32,7 @@ class DashboardProcess(RunningCommand):
 
 def state_of(url: str) -> State:
     """The state that a dashboard serves now."""
-    state: State = httpx.get(f"{url}/api/v1/state", timeout=PATIENCE_S).raise_for_status().json()
+    state: State = httpx.get(f"{url}/api/v1/state", timeout=TIMEOUT_S).raise_for_status().json()
     return state
 
 
@@ -48,9 +48,9 @@ def watch(url: str, holds: Callable[[State], bool]) -> State:
 
 @contextmanager
 def _changes(url: str) -> Iterator[Iterator[str]]:
-    with httpx.stream("GET", f"{url}/api/v1/events", timeout=PATIENCE_S) as stream:
+    with httpx.stream("GET", f"{url}/api/v1/events", timeout=TIMEOUT_S) as stream:
         lines = (line for line in stream.iter_lines() if line.startswith("event:"))
-        yield (line for line, _ in zip(lines, range(int(PATIENCE_S)), strict=False))
+        yield (line for line, _ in zip(lines, range(int(TIMEOUT_S)), strict=False))
 
 
 def states(state: State) -> dict[str, str]:

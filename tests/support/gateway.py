@@ -163,7 +163,7 @@ def served(
 
 
 def words(ids: list[int]) -> str:
-    """The text of token ids; the ids of the special tokens have none."""
+    """The text of token ids; special tokens have none."""
     return " ".join(f"w{number}" for number in ids if number > 1)
 
 

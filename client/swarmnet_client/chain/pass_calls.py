@@ -29,6 +29,7 @@ from swarmnet_protocols.session.adapters import block_of
 from swarmnet_protocols.session.passes import receive_tensor, split_tensor, unpack_tensors
 from swarmnet_protocols.session.steps import wire_code
 from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
 
 PASSES_PER_HOST = 2
@@ -170,7 +171,7 @@ async def ask_pass(
             finally:
                 await cancel(sending)  # the receiving side has seen the same error
     except Refused as refusal:
-        if refusal.reason == pb.REASON_GRAPH_GONE and begin.backward and begin.graph:
+        if refusal.reason == refusal_pb2.REASON_GRAPH_GONE and begin.backward and begin.graph:
             raise GraphGone(str(refusal)) from refusal
         raise
     except TimeoutError as error:

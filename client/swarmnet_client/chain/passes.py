@@ -24,7 +24,7 @@ from swarmnet_protocols.errors import (
 from swarmnet_protocols.machine.aio import all_of
 from swarmnet_protocols.routing.chain_search import Hop
 from swarmnet_protocols.session.passes import MAX_POSITIONS, MAX_SEQUENCES
-from swarmnet_protocols.wire import session_pb2 as pb
+from swarmnet_protocols.wire import refusal_pb2
 
 MICROBATCHES = 8
 """Least number of microbatches of a batch that is large enough: three hops then idle for a fifth of the time."""
@@ -114,7 +114,7 @@ class RemoteBatch:
             if not torch.isfinite(part).all():
                 raise ConfigError(
                     "hidden states or gradients are not finite",
-                    hint=CLIENT_FAULTS[pb.REASON_NOT_FINITE],
+                    hint=CLIENT_FAULTS[refusal_pb2.REASON_NOT_FINITE],
                 )
             parts.append(part.to(self._spec.wire))
             await asyncio.sleep(0)

@@ -4,13 +4,12 @@ from swarmnet_protocols.errors import (
     IncompatibleVersion,
     NoRoute,
     NotAuthorised,
-    StreamRefused,
     SwarmnetError,
     Unreachable,
 )
 from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.net.resources import ResourceLimitReached
-from swarmnet_protocols.wire import session_pb2 as pb
+from swarmnet_protocols.wire import refusal_pb2
 
 PAUSE_S = 0.25
 """Seconds between two attempts, once the first ones have failed."""
@@ -32,7 +31,7 @@ class RetryPolicy:
         """Seconds to wait before the next attempt; ``error`` ended the last one, and may name a time to wait."""
         if self._attempts <= 2:  # another host may have room
             return 0.0
-        asked_s = error.retry_after_s if isinstance(error, Refused | StreamRefused) else 0.0
+        asked_s = error.retry_after_s if isinstance(error, Refused) else 0.0
         return min(max(PAUSE_S, asked_s), self._recover_s / 2)
 
     def is_given_up(self, now: float, *, idle: bool) -> bool:
@@ -62,11 +61,9 @@ def explain(error: SwarmnetError) -> SwarmnetError:
         return IncompatibleVersion(
             f"a host runs another version: {error}", hint="upgrade here, or have the host's owner upgrade"
         )
-    if isinstance(error, StreamRefused) and not error.retry_after_s:
+    if isinstance(error, Refused) and error.reason == refusal_pb2.REASON_NOT_AUTHORISED:
         return NotAuthorised(str(error), hint=error.hint)
-    if isinstance(error, StreamRefused) or (
-        isinstance(error, Refused) and error.reason == pb.REASON_OUT_OF_MEMORY
-    ):
+    if isinstance(error, Refused) and error.reason == refusal_pb2.REASON_OUT_OF_MEMORY:
         return ResourceLimitReached(
             f"the hosts have no room: {error}",
             error.retry_after_s,

@@ -4,15 +4,15 @@ const SVG = "http://www.w3.org/2000/svg";
 
 /** An HTML element with attributes, `on…` listeners and children (nodes or text; null is left out). */
 export function h(tag, attributes = {}, ...children) {
-  return withParts(document.createElement(tag), attributes, children);
+  return assemble(document.createElement(tag), attributes, children);
 }
 
 /** An SVG element, as `h`. */
 export function s(tag, attributes = {}, ...children) {
-  return withParts(document.createElementNS(SVG, tag), attributes, children);
+  return assemble(document.createElementNS(SVG, tag), attributes, children);
 }
 
-function withParts(node, attributes, children) {
+function assemble(node, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
     if (value === null || value === undefined || value === false) continue;
     if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
@@ -41,7 +41,7 @@ export function setStyle(node, name, value) {
  * Makes the children of `parent` match `items`, in order, and reuses the nodes whose key is still there.
  * `make(item)` returns a node for a new key; `update(node, item)` is called for every item.
  */
-export function keyed(parent, items, key, make, update) {
+export function reconcile(parent, items, key, make, update) {
   const old = new Map([...parent.children].map((node) => [node.dataset.key, node]));
   let at = parent.firstElementChild;
   for (const item of items) {

@@ -31,7 +31,7 @@ export const count = (value) =>
 export const plural = (n, word, words = `${word}s`) => `${count(n)} ${n === 1 ? word : words}`;
 
 /** A measured duration, as [digits, unit]: ["84", "ms"], ["1.24", "s"]. */
-export function measured(seconds) {
+export function durationParts(seconds) {
   if (!isNumber(seconds)) return [NOTHING, ""];
   if (seconds === 0) return ["0", "s"];
   if (seconds < 0.001) return [String(Math.round(seconds * 1e6)), "µs"];
@@ -40,7 +40,7 @@ export function measured(seconds) {
   return [String(Math.round(seconds / 60)), "min"];
 }
 
-export const seconds = (value) => measured(value).filter(Boolean).join(THIN);
+export const seconds = (value) => durationParts(value).filter(Boolean).join(THIN);
 
 /** A size in units of 1024 bytes: KiB, MiB … */
 export function bytes(value) {
@@ -58,7 +58,7 @@ export function bytes(value) {
 export const percent = (share) => (isNumber(share) ? `${digits(Math.round(share * 1000) / 10)}${THIN}%` : NOTHING);
 
 /** A duration in its two largest units: 40 s, 12 min, 3 h 20 min, 5 d 2 h. */
-export function lasting(value) {
+export function duration(value) {
   if (!isNumber(value)) return NOTHING;
   const s = Math.max(0, Math.round(value));
   if (s < 90) return `${s}${THIN}s`;
@@ -73,10 +73,10 @@ const join = (large, largeUnit, small, smallUnit) =>
   `${large}${THIN}${largeUnit}${small ? ` ${small}${THIN}${smallUnit}` : ""}`;
 
 /** An age: "now", "40 s ago". */
-export const ago = (seconds_) => (isNumber(seconds_) ? (seconds_ < 5 ? "now" : `${lasting(seconds_)} ago`) : NOTHING);
+export const ago = (seconds_) => (isNumber(seconds_) ? (seconds_ < 5 ? "now" : `${duration(seconds_)} ago`) : NOTHING);
 
 /** Local date and time, for tooltips. */
-export const exactly = (unix_s) =>
+export const dateTime = (unix_s) =>
   isNumber(unix_s) ? new Date(unix_s * 1000).toLocaleString(undefined, { dateStyle: "medium", timeStyle: "medium" }) : "";
 
 /** Local hour and minute. */

@@ -6,13 +6,13 @@ const LAST_RETRY_MS = 20_000;
 const POLL_MS = 10_000; // between two loads of the state while the server has no free place for a live viewer
 
 /** `target` with `patch` applied. Neither is modified; unchanged parts are shared. */
-export function merged(target, patch) {
+export function applyPatch(target, patch) {
   if (!isObject(patch)) return patch;
   const result = isObject(target) ? { ...target } : {};
   for (const [name, value] of Object.entries(patch)) {
     if (name === "__proto__") continue;
     if (value === null) delete result[name];
-    else result[name] = merged(result[name], value);
+    else result[name] = applyPatch(result[name], value);
   }
   return result;
 }
@@ -91,7 +91,7 @@ export function follow(onState, onLink) {
     onState(state);
     source = new EventSource(`/api/v1/events?have=${encodeURIComponent(answer.etag)}`);
     source.addEventListener("state", (event) => received(JSON.parse(event.data)));
-    source.addEventListener("patch", (event) => received(merged(state, JSON.parse(event.data))));
+    source.addEventListener("patch", (event) => received(applyPatch(state, JSON.parse(event.data))));
     source.addEventListener("error", () => (live ? lost() : polled()));
   }
 

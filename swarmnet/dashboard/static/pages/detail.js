@@ -1,6 +1,6 @@
 /** Parts that the pages of a peer and of a job share. */
 
-import { h, keyed, setAttribute, setText } from "../dom.js";
+import { h, reconcile, setAttribute, setText } from "../dom.js";
 
 const EVERY_MS = 15_000;
 
@@ -10,7 +10,7 @@ export function factList() {
   return {
     node,
     update(rows) {
-      keyed(node, rows, ([name]) => name, ([name]) => h("div", {}, h("dt", {}, name), h("dd", {})), (row, [, value, title]) => {
+      reconcile(node, rows, ([name]) => name, ([name]) => h("div", {}, h("dt", {}, name), h("dd", {})), (row, [, value, title]) => {
         setText(row.lastElementChild, value);
         setAttribute(row.lastElementChild, "title", title);
       });
@@ -23,7 +23,7 @@ export function missing(title, text) {
 }
 
 /** Once started, fetches `url` every 15 s. Calls `onData(json)`, and `onFound(false)` while the server answers 404. */
-export function refreshed(url, onData, onFound) {
+export function poll(url, onData, onFound) {
   let started = false;
   async function load() {
     try {

@@ -1,10 +1,10 @@
 /** The page of one training job. */
 
-import { h, keyed, panel, segmented, setText } from "../dom.js";
+import { h, reconcile, panel, segmented, setText } from "../dom.js";
 import { bytes, clock, count, day, number, percent, shortId } from "../format.js";
 import { AFTER_TOKENS, lossChart } from "../views/charts.js";
 import { fillShare, shareNode } from "../views/lists.js";
-import { factList, missing, refreshed } from "./detail.js";
+import { factList, missing, poll } from "./detail.js";
 
 const when = (at_s) => `${day(at_s)} ${clock(at_s)}`;
 const AXES = {
@@ -39,10 +39,10 @@ export function jobPage(id) {
   }
   choose("tokens");
 
-  const more = refreshed(`/api/v1/jobs/${encodeURIComponent(id)}`, (data) => {
+  const more = poll(`/api/v1/jobs/${encodeURIComponent(id)}`, (data) => {
     show(data);
     for (const [name, { update }] of Object.entries(curves)) update(data.curve[name], [data.curve.loss, data.curve.val_loss]);
-    keyed(rounds, data.rounds, (each) => each.round, () => h("tr", {}, h("th", { scope: "row" }), h("td"), h("td"), h("td")), (row, each) => {
+    reconcile(rounds, data.rounds, (each) => each.round, () => h("tr", {}, h("th", { scope: "row" }), h("td"), h("td"), h("td")), (row, each) => {
       [count(each.round), number(each.loss), count(each.workers), when(each.at_s)].forEach((text, at) => setText(row.children[at], text));
     });
     found.querySelector("#rounds").hidden = data.rounds.length === 0;
@@ -56,7 +56,7 @@ export function jobPage(id) {
       ["Tokens", number(job.tokens)], ["Sent", bytes(job.bytes_sent)], ["Workers", count(job.workers)],
     ]);
     const ranked = [...job.contributors].sort((a, b) => b.share - a.share);
-    keyed(shares, ranked, (each) => each.peer_id, shareNode, (row, each) => fillShare(row, each.peer_id, peers[each.peer_id]?.name ?? null, each.share, percent(each.share), ""));
+    reconcile(shares, ranked, (each) => each.peer_id, shareNode, (row, each) => fillShare(row, each.peer_id, peers[each.peer_id]?.name ?? null, each.share, percent(each.share), ""));
   }
 
   return {

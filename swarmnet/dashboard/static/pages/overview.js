@@ -1,6 +1,6 @@
 /** The overview: one model at a time, with its peers, history and events. */
 
-import { commandNode, h, keyed, panel, s, setAttribute, setText } from "../dom.js";
+import { commandNode, h, reconcile, panel, s, setAttribute, setText } from "../dom.js";
 import { modelName, plural, shortId } from "../format.js";
 import { health } from "../words.js";
 import { chains } from "../views/chains.js";
@@ -64,7 +64,7 @@ export function overviewPage() {
     const shown = models.find(({ id }) => id === chosen) ?? models[0] ?? null;
     const allPeers = Object.entries(state.peers).map(([id, peer]) => ({ id, label: peer.name || shortId(id), ...peer }));
     tabs.hidden = models.length < 2;
-    keyed(tabs, models, ({ id }) => id, ({ id }) => tab(() => choose(id)), (each, of) => fillTab(each, of, of === shown));
+    reconcile(tabs, models, ({ id }) => id, ({ id }) => tab(() => choose(id)), (each, of) => fillTab(each, of, of === shown));
     emptyState.node.hidden = shown !== null;
     emptyState.update(state);
     for (const part of [model, node.querySelector("#history"), node.querySelector("#next")]) part.hidden = shown === null;
@@ -105,7 +105,7 @@ function fillTab(node, model, shown) {
   setText(note, plural(model.peers, "peer"));
   setAttribute(spark, "viewBox", `0 0 ${model.blocks} 1`);
   const most = Math.max(3, ...model.replicas);
-  keyed(spark, model.replicas.map((n, block) => ({ n, block })), ({ block }) => block, () => s("rect", { width: 1.02 }), (rect, { n, block }) => {
+  reconcile(spark, model.replicas.map((n, block) => ({ n, block })), ({ block }) => block, () => s("rect", { width: 1.02 }), (rect, { n, block }) => {
     const tall = n ? Math.max(0.25, n / most) : 1;
     setAttribute(rect, "class", `spark-${Math.min(3, n)}`);
     setAttribute(rect, "x", block);

@@ -1,11 +1,11 @@
 /** The page of one peer. */
 
 import { h, panel, setText } from "../dom.js";
-import { ago, bytes, count, exactly, lasting, modelName, number, percent, plural, seconds, shortId, span } from "../format.js";
+import { ago, bytes, count, dateTime, duration, modelName, number, percent, plural, seconds, shortId, span } from "../format.js";
 import { chart } from "../views/charts.js";
 import { eventFeed } from "../views/lists.js";
 import { fillSpan, fillState } from "../views/peers.js";
-import { factList, missing, refreshed } from "./detail.js";
+import { factList, missing, poll } from "./detail.js";
 
 /** {node, title, update(state)}; history and contribution come from `/api/v1/peers/ID`. */
 export function peerPage(id) {
@@ -29,7 +29,7 @@ export function peerPage(id) {
   const node = h("div", { class: "detail" }, h("p", { class: "crumb" }, h("a", { href: "/#peers-title" }, "← All peers")), found, absent);
   let now_s = 0;
 
-  const more = refreshed(`/api/v1/peers/${encodeURIComponent(id)}`, (data) => {
+  const more = poll(`/api/v1/peers/${encodeURIComponent(id)}`, (data) => {
     show(data);
     speed.update(data.history.at_s, [data.history.tokens_per_s]);
     delay.update(data.history.at_s, [data.history.delay_s]);
@@ -54,8 +54,8 @@ export function peerPage(id) {
       ["Queue", peer.queue_s > 0 ? seconds(peer.queue_s) : "empty"], ["Sessions", count(peer.sessions)],
       ["Free cache", peer.cache_bytes_limit > 0 ? `${bytes(peer.cache_bytes_free)} of ${bytes(peer.cache_bytes_limit)}` : "–"],
       ["Precision", peer.dtype ?? "–"], ["Version", peer.version || "–"],
-      ["Running for", peer.started_s ? lasting(now_s - peer.started_s) : "–", exactly(peer.started_s)], ["Tokens since start", count(peer.tokens)],
-      ["Last report", peer.last_seen_s === null || peer.last_seen_s === undefined ? "now" : ago(now_s - peer.last_seen_s), exactly(peer.last_seen_s)],
+      ["Running for", peer.started_s ? duration(now_s - peer.started_s) : "–", dateTime(peer.started_s)], ["Tokens since start", count(peer.tokens)],
+      ["Last report", peer.last_seen_s === null || peer.last_seen_s === undefined ? "now" : ago(now_s - peer.last_seen_s), dateTime(peer.last_seen_s)],
     ]);
   }
 

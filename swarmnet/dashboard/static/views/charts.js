@@ -1,13 +1,13 @@
 /** Line and bar charts (uPlot) in the page's colours, with the newest values or those under the pointer as text. */
 
 import { h, setAttribute, setText } from "../dom.js";
-import { clock, day, exactly, number } from "../format.js";
+import { clock, day, dateTime, number } from "../format.js";
 
 const HEIGHT = 148;
 
 /**
- * A figure. `series` are {label, color: CSS variable, shape: "line" | "sparse" (drawn over gaps) | "dashed" | "area" | "bars", below: bool}; `format` turns a
- * value into text. The horizontal axis is time in unix seconds, or with `alongX: {label, format, tick}` whatever that says.
+ * A chart. `series` are {label, color: CSS variable, shape: "line" | "sparse" (drawn over gaps) | "dashed" | "area" | "bars", below: bool}; `format` turns a
+ * value into text. The horizontal axis is Unix time, or with `alongX: {label, format, tick}` another quantity.
  * Charts of one `group` share their cursor. `update(x, columns)` draws; null is where nothing was measured.
  */
 export function chart({ title, series, format, alongX = null, group = null, height = HEIGHT, wholeNumbers = false }) {
@@ -42,7 +42,7 @@ export function chart({ title, series, format, alongX = null, group = null, heig
   function said(at) {
     const shown = at ?? lastMeasured(data);
     if (shown === null) return setText(readout, "");
-    const when = alongX ? alongX.format(data[0][shown]) : exactly(data[0][shown]);
+    const when = alongX ? alongX.format(data[0][shown]) : dateTime(data[0][shown]);
     const values = series.map((one, i) => `${one.label ? `${one.label} ` : ""}${format(value(data[i + 1][shown], one))}`).join(" · ");
     setText(readout, at === null ? values : `${alongX ? `${alongX.label} ${when}` : short(data[0][shown])} · ${values}`);
     return undefined;

@@ -1,7 +1,7 @@
 /** The health of a model in a sentence, and its main figures. */
 
 import { h, setAttribute, setText } from "../dom.js";
-import { count, measured, number } from "../format.js";
+import { count, durationParts, number } from "../format.js";
 import { health } from "../words.js";
 
 /** `update(model)` fills it with the JSON of a model. */
@@ -33,7 +33,7 @@ export function headline() {
 }
 
 function times(target, quantiles) {
-  target.set(measured(quantiles?.p50), quantiles ? `p95 ${measured(quantiles.p95).join("\u202f")}` : "not measured yet");
+  target.set(durationParts(quantiles?.p50), quantiles ? `p95 ${durationParts(quantiles.p95).join("\u202f")}` : "not measured yet");
 }
 
 function figure(name, explained) {

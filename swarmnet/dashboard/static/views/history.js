@@ -22,7 +22,7 @@ export function history() {
     quantiles("Time for each token", "token_p50_s", "token_p95_s"),
     { columns: ["failures", "recoveries"], chart: chart({ title: "Failures of hosts, and recoveries", format: whole, wholeNumbers: true, group: "history", series: [{ label: "failures", color: "--c-bad", shape: "bars" }, { label: "recovered", color: "--c1", shape: "bars", below: true }] }) },
   ];
-  const trouble = h("p", { class: "quiet", role: "status" });
+  const status = h("p", { class: "quiet", role: "status" });
 
   async function load() {
     if (!manifest) return;
@@ -34,15 +34,15 @@ export function history() {
       if (turn !== asked) return; // the user has chosen another window or model
       const { at_s, ...columns } = downsampled(data);
       for (const each of charts) each.chart.update(at_s, each.columns.map((name) => columns[name]));
-      setText(trouble, "");
+      setText(status, "");
     } catch {
-      if (turn === asked) setText(trouble, "The history could not be loaded. The next attempt is in a minute.");
+      if (turn === asked) setText(status, "The history could not be loaded. The next attempt is in a minute.");
     }
   }
 
   setInterval(() => { if (!document.hidden) load(); }, EVERY_MS);
   return {
-    node: h("div", {}, trouble, h("div", { class: "chart-grid" }, charts.map((each) => each.chart.node))),
+    node: h("div", {}, status, h("div", { class: "chart-grid" }, charts.map((each) => each.chart.node))),
     controls: segmented("Time shown", [["24h", "24 h"], ["30d", "30 d"]], window_, (next) => { window_ = next; load(); }),
     show(next) {
       if (next === manifest) return;

@@ -1,7 +1,7 @@
 /** The lists of the pages: advice on what to host, events, training jobs, contributions. */
 
-import { announce, commandNode, h, keyed, setAttribute, setStyle, setText } from "../dom.js";
-import { ago, bytes, count, exactly, number, percent, plural, shortId } from "../format.js";
+import { announce, commandNode, h, reconcile, setAttribute, setStyle, setText } from "../dom.js";
+import { ago, bytes, count, dateTime, number, percent, plural, shortId } from "../format.js";
 import { lossChart } from "./charts.js";
 import { EVENT_KINDS, capital } from "../words.js";
 
@@ -34,10 +34,10 @@ export function eventFeed({ short = false } = {}) {
     update(events, now_s) {
       none.hidden = events.length > 0;
       list.hidden = events.length === 0;
-      keyed(list, events, (event) => `${event.at_s}|${event.kind}|${event.peer_id}|${event.text}`, eventNode, (node, event) => {
+      reconcile(list, events, (event) => `${event.at_s}|${event.kind}|${event.peer_id}|${event.text}`, eventNode, (node, event) => {
         const time = node.lastElementChild;
         setText(time, ago(now_s - event.at_s));
-        setAttribute(time, "title", exactly(event.at_s));
+        setAttribute(time, "title", dateTime(event.at_s));
       });
       const fresh = newest === null ? [] : events.filter((event) => event.at_s > newest);
       if (fresh.length && now_s - announced_s > ANNOUNCE_EVERY_S) {
@@ -92,7 +92,7 @@ export function jobList() {
       none.hidden = jobs.length > 0;
       list.hidden = jobs.length === 0;
       const drawn = curves.size;
-      keyed(list, jobs, (job) => job.id, (job) => jobNode(curves.size < CURVES ? curveOf(job) : null), (node, job) => {
+      reconcile(list, jobs, (job) => job.id, (job) => jobNode(curves.size < CURVES ? curveOf(job) : null), (node, job) => {
         const [head, facts, track] = node.firstElementChild.children;
         setAttribute(node.firstElementChild, "href", `/jobs/${encodeURIComponent(job.id)}`);
         setText(head.firstElementChild, job.name ?? shortId(job.id));
@@ -119,7 +119,7 @@ export function contributionList() {
       const best = [...rows].filter((row) => row.tokens > 0).sort((a, b) => b.tokens - a.tokens).slice(0, 10);
       none.hidden = best.length > 0;
       list.hidden = best.length === 0;
-      keyed(list, best, (row) => row.peer_id, shareNode, (node, row) => fillShare(node, row.peer_id, row.name, row.tokens / best[0].tokens,
+      reconcile(list, best, (row) => row.peer_id, shareNode, (node, row) => fillShare(node, row.peer_id, row.name, row.tokens / best[0].tokens,
         `${number(row.tokens)} tokens`, `online ${percent(row.uptime)} of the time`));
     },
   };

@@ -1,7 +1,7 @@
 /** The table of peers: sorted, filtered, and virtualised: only the rows on the screen are in the document. */
 
-import { h, keyed, setAttribute, setStyle, setText } from "../dom.js";
-import { bytes, count, exactly, lasting, number, percent, plural, seconds, shortId, span } from "../format.js";
+import { h, reconcile, setAttribute, setStyle, setText } from "../dom.js";
+import { bytes, count, dateTime, duration, number, percent, plural, seconds, shortId, span } from "../format.js";
 import { peerState } from "../words.js";
 
 const ROW = 37; // height of a row in pixels, as in parts.css; the rows on the screen follow from it
@@ -97,7 +97,7 @@ export function peerTable() {
     space(before, first);
     space(after, rows.length - last);
     const focused = body.contains(document.activeElement);
-    keyed(body, rows.slice(first, last), (peer) => peer.id, row, (node, peer) => fill(node, peer, blocks, now_s));
+    reconcile(body, rows.slice(first, last), (peer) => peer.id, row, (node, peer) => fill(node, peer, blocks, now_s));
     [...body.children].forEach((node, at) => setAttribute(node, "aria-rowindex", first + at + 2));
     if (focused && !body.contains(document.activeElement)) scroll.focus({ preventScroll: true });
   }
@@ -171,8 +171,8 @@ function fill(node, peer, blocks, now_s) {
   setText(route, peer.connection === "unknown" ? "–" : peer.connection);
   setText(exact, peer.dtype ?? "–");
   setText(version, peer.version || "–");
-  setText(uptime, peer.started_s ? lasting(now_s - peer.started_s) : "–");
-  setAttribute(uptime, "title", peer.started_s ? `since ${exactly(peer.started_s)}` : null);
+  setText(uptime, peer.started_s ? duration(now_s - peer.started_s) : "–");
+  setAttribute(uptime, "title", peer.started_s ? `since ${dateTime(peer.started_s)}` : null);
 }
 
 /** Fills a `.state` node with symbol, word and colour. */
