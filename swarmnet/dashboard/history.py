@@ -6,7 +6,7 @@ import sqlite3
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +114,10 @@ class History:
         except sqlite3.DatabaseError as error:
             aside = path.with_suffix(".damaged")
             _log.warning(
-                "cannot use the history %s (%s): renamed it to %s and made a new one", path, error, aside.name
+                "cannot use the history %s (%s): it is renamed to %s, and a new one is made",
+                path,
+                error,
+                aside.name,
             )
             path.replace(aside)
             for rest in ("-wal", "-shm"):
@@ -243,8 +246,8 @@ class History:
                 sample.sessions,
                 counts.failures,
                 counts.recoveries,
-                _encode_decode_times(counts.first_tokens),
-                _encode_decode_times(counts.token_times),
+                _encode_times(counts.first_tokens),
+                _encode_times(counts.token_times),
             ),
         )
 
@@ -271,16 +274,7 @@ class History:
     def _add_point(self, point: JobPoint) -> None:
         self._db.execute(
             "INSERT OR REPLACE INTO job_points VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            (
-                point.job,
-                int(point.at_s),
-                point.round,
-                point.tokens,
-                point.bytes_sent,
-                point.loss,
-                point.val_loss,
-                point.workers,
-            ),
+            astuple(replace(point, at_s=int(point.at_s))),
         )
         (count,) = self._db.execute("SELECT COUNT(*) FROM job_points WHERE job = ?", (point.job,)).fetchone()
         if count > MAX_JOB_POINTS:
@@ -383,7 +377,7 @@ def _merged(model: str, at_s: int, samples: Sequence[ModelSample]) -> ModelSampl
     )
 
 
-def _encode_decode_times(times: tuple[int, ...]) -> str:
+def _encode_times(times: tuple[int, ...]) -> str:
     return json.dumps(times) if any(times) else ""
 
 

@@ -73,7 +73,7 @@ class Reader:
             created=top.time("created"),
             not_after=top.time("not_after") if "not_after" in top else None,
             bootstrap=self._bootstrap(),
-            nonce=None if has_authority else top.digits("nonce", "", 16),
+            nonce=None if has_authority else top.hex_bytes("nonce", "", 16),
             authority=authority,
             admission=admission,
             anyone=self._anyone(admission),
@@ -84,32 +84,29 @@ class Reader:
             first_and_last=self._trusted("first_and_last"),
         )
         known = {"format", "name", "swarm_id", "serial", "created", "not_after", "admission"}
-        sections = {"network", "roles", "allow", "models", "policy", "trust"}
-        sections |= {"authority", "rotation", "signature"}
-        top.only(
-            known
-            | (sections if has_authority else {"nonce", "network", "roles", "models", "policy", "trust"})
-        )
+        known |= {"network", "roles", "models", "policy", "trust"}
+        known |= {"authority", "rotation", "allow", "signature"} if has_authority else {"nonce"}
+        top.check_keys(known)
         return file
 
     def swarm_id(self) -> bytes:
         """The id that the file claims."""
-        return self._top.digits("swarm_id", "sha256:", 32)
+        return self._top.hex_bytes("swarm_id", "sha256:", 32)
 
     def signature(self) -> bytes:
         """The signature of the authority."""
         table = self._top.table("signature")
-        table.only({"ed25519"})
-        return table.digits("ed25519", "", 64)
+        table.check_keys({"ed25519"})
+        return table.hex_bytes("ed25519", "", 64)
 
     def _authority(self) -> Authority:
         table = self._top.table("authority")
-        table.only({"keys", "issuers"})
+        table.check_keys({"keys", "issuers"})
         rotations = []
         for each in self._top.tables("rotation", MAX_KEYS):
-            each.only({"keys", "previous_until", "signature"})
+            each.check_keys({"keys", "previous_until", "signature"})
             rotations.append(
-                Rotation(each.keys("keys"), each.time("previous_until"), each.digits("signature", "", 64))
+                Rotation(each.keys("keys"), each.time("previous_until"), each.hex_bytes("signature", "", 64))
             )
         authority = Authority(
             founders=table.keys("keys"),
@@ -122,7 +119,7 @@ class Reader:
 
     def _bootstrap(self) -> tuple[str, ...]:
         table = self._top.table("network")
-        table.only({"bootstrap"})
+        table.check_keys({"bootstrap"})
         addresses = table.strings("bootstrap", MAX_BOOTSTRAPS)
         for address in addresses:
             try:
@@ -135,7 +132,7 @@ class Reader:
         if "roles" not in self._top:
             return ANY_ROLE if admission is Admission.OPEN else frozenset()
         table = self._top.table("roles")
-        table.only({"anyone"})
+        table.check_keys({"anyone"})
         if admission is not Admission.OPEN:
             raise table.wrong("anyone", 'needs admission = "open"')
         return table.roles("anyone")
@@ -143,7 +140,7 @@ class Reader:
     def _allow(self, admission: Admission) -> dict[PeerId, frozenset[Role]]:
         allow: dict[PeerId, frozenset[Role]] = {}
         for each in self._top.tables("allow", MAX_MEMBERS):
-            each.only({"peer", "roles"})
+            each.check_keys({"peer", "roles"})
             if admission is not Admission.ALLOW_LIST:
                 raise each.wrong("peer", 'needs admission = "allow-list"')
             peer = PeerId(each.matching("peer", PEER_ID.pattern, "must be a peer id"))
@@ -155,18 +152,18 @@ class Reader:
     def _models(self) -> tuple[ListedModel, ...]:
         models = []
         for each in self._top.tables("models", MAX_MODELS):
-            each.only({"name", "manifest"})
+            each.check_keys({"name", "manifest"})
             name = each.text("name")
             if not 0 < len(name) <= _MAX_MODEL_NAME_CHARS or not name.isprintable():
                 raise each.wrong("name", f"must be 1 to {_MAX_MODEL_NAME_CHARS} printable characters")
-            models.append(ListedModel(name, each.digits("manifest", "sha256:", 32)))
+            models.append(ListedModel(name, each.hex_bytes("manifest", "sha256:", 32)))
         return tuple(models)
 
     def _trusted(self, key: str) -> tuple[PeerId, ...]:
         if "trust" not in self._top:
             return ()
         table = self._top.table("trust")
-        table.only({"hosts", "first_and_last"})
+        table.check_keys({"hosts", "first_and_last"})
         peers = table.strings(key, MAX_TRUSTED) if key in table else ()
         if len(set(peers)) < len(peers) or not all(PEER_ID.fullmatch(peer) for peer in peers):
             raise table.wrong(key, "must list peer ids, each once")
@@ -177,7 +174,7 @@ class Reader:
             return Policy()
         table, default = self._top.table("policy"), Policy()
         quotas = [quota.name for quota in fields(Quotas)]
-        table.only({"certificate_lifetime", "revocation_refresh", *quotas})
+        table.check_keys({"certificate_lifetime", "revocation_refresh", *quotas})
         return Policy(
             table.duration_s(
                 "certificate_lifetime", default.certificate_lifetime_s, MIN_LIFETIME_S, MAX_LIFETIME_S
@@ -228,7 +225,7 @@ class _Table:
             raise self.wrong(key, "must be a positive number" if value < least else f"must be {most} at most")
         return value
 
-    def digits(self, key: str, prefix: str, size: int) -> bytes:
+    def hex_bytes(self, key: str, prefix: str, size: int) -> bytes:
         """``size`` bytes, written as ``prefix`` and hexadecimal digits."""
         must = f"must be {prefix or 'text with'} {2 * size} hexadecimal digits"
         return bytes.fromhex(self.matching(key, f"{prefix}[0-9a-f]{{{2 * size}}}", must).removeprefix(prefix))
@@ -283,7 +280,7 @@ class _Table:
             raise self.wrong(key, f"must be between {least_s} s and {most_s} s")
         return duration_s
 
-    def only(self, known: set[str]) -> None:
+    def check_keys(self, known: set[str]) -> None:
         """Raise ``ConfigError`` for the first key that is not ``known``."""
         for key in self._values:
             if key not in known:

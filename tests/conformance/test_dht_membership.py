@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from swarmnet_protocols.errors import NotAuthorised, StreamEnded, StreamRefused
+from swarmnet_protocols.errors import NotAuthorised, StreamEnded
 from swarmnet_protocols.machine.clock import wall_clock
 from swarmnet_protocols.membership.revocations import RevokedIds, sign_list
 from swarmnet_protocols.net import Message, ProtocolSpec
 from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
 from swarmnet_protocols.net.protocol_ids import DHT_PING, DHT_STORE, DIRECTORY
+from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.net.typed_stream import receive_within
 from swarmnet_protocols.wire.roles import Role
 
@@ -48,7 +49,7 @@ async def call(caller: P2pdTransport, victim: Peer, protocol: ProtocolSpec) -> S
 
 def is_refused(error: StreamEnded) -> bool:
     """Whether it was before the call was parsed."""
-    return isinstance(error, StreamRefused)
+    return isinstance(error, Refused)
 
 
 def run(scenario: Callable[[], Awaitable[None]]) -> None:

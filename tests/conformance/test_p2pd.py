@@ -21,11 +21,13 @@ from swarmnet_protocols.errors import (
     StreamEnded,
     Unreachable,
 )
-from swarmnet_protocols.net import Message, PeerId, ProtocolSpec, Refusal, Stream
+from swarmnet_protocols.net import Message, PeerId, ProtocolSpec, Stream
 from swarmnet_protocols.net.p2pd import transport as p2pd
 from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport, peer_of
 from swarmnet_protocols.net.protocol_ids import ADMISSION, ALL, PING
+from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.net.resources import SYSTEM_LIMITS, Resource
+from swarmnet_protocols.wire import refusal_pb2
 
 from .conftest import LOOPBACK, NOBODY, P2pdLab, peer_process
 
@@ -91,7 +93,7 @@ def test_who_does_not_go_when_it_is_refused_keeps_no_room(p2pd_lab: P2pdLab, pro
         refused = asyncio.Semaphore(0)
 
         async def refuse(stream: Stream) -> None:
-            stream.refuse(Refusal("no"))
+            stream.refuse(Refusal(refusal_pb2.REASON_NOT_AUTHORISED, "no"))
             refused.release()
 
         async def answer(stream: Stream) -> None:

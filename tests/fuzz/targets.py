@@ -27,13 +27,13 @@ from swarmnet_protocols.membership import certificates, invites, revocations, si
 from swarmnet_protocols.membership.rules import Admission, Rules
 from swarmnet_protocols.models import gguf_file, safetensors_file
 from swarmnet_protocols.models.manifest import Manifest, ManifestFile
-from swarmnet_protocols.net import Message, ProtocolSpec, Refusal
+from swarmnet_protocols.net import Message, ProtocolSpec
 from swarmnet_protocols.net.flow_control import LimitedReader
 from swarmnet_protocols.net.framing import ENDED, FrameReader, decode_refusal, encode, encode_refusal
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind, unpack_multiaddr, unpack_peer
 from swarmnet_protocols.net.rate_limit import RateLimiter
-from swarmnet_protocols.net.refusal import printable
+from swarmnet_protocols.net.refusal import MAX_RETRY_S, Refusal
 from swarmnet_protocols.net.typed_stream import parse
 from swarmnet_protocols.session import adapters, steps
 from swarmnet_protocols.training import jobs, rosters
@@ -44,6 +44,7 @@ from swarmnet_protocols.wire import (
     membership_pb2,
     probe_pb2,
     records_pb2,
+    refusal_pb2,
     report_pb2,
     session_pb2,
     training_pb2,
@@ -141,7 +142,7 @@ def read_frames(data: bytes) -> None:
 
 def frame_seeds() -> list[bytes]:
     head, payload = encode(Message(b"header", bytes(64)), SPEC)
-    return [head + bytes(payload), encode_refusal(Refusal("no", 1.0)), ENDED]
+    return [head + bytes(payload), encode_refusal(Refusal(refusal_pb2.REASON_INTERNAL, "no", 1.0)), ENDED]
 
 
 MESSAGES: tuple[type[Protobuf], ...] = tuple(
@@ -199,8 +200,9 @@ def adapter_seeds() -> list[bytes]:
 
 
 def read_refusal(data: bytes) -> None:
-    refusal = decode_refusal(data)
-    assert printable(refusal.reason).isprintable() or not refusal.reason
+    refused = decode_refusal(data, "peer")
+    assert str(refused).isprintable()
+    assert 0 <= refused.retry_after_s <= MAX_RETRY_S
 
 
 # ---- directory and membership ----------------------------------------------------------------------------
@@ -410,7 +412,7 @@ TARGETS: dict[str, Target] = {
     "frames": Target(read_frames, frame_seeds, ("net.framing.FrameReader",)),
     "messages": Target(read_message, message_seeds, ("net.typed_stream.parse",)),
     "refusal": Target(
-        read_refusal, examples(handshake_pb2.Refusal), ("net.framing.decode_refusal",), max_bytes=4096
+        read_refusal, examples(refusal_pb2.Refusal), ("net.framing.decode_refusal",), max_bytes=4096
     ),
     "multiaddr": Target(
         read_multiaddr,

@@ -9,7 +9,7 @@ import pytest
 
 from swarmnet_protocols.directory.memory_directory import MemoryDirectory
 from swarmnet_protocols.errors import NotAuthorised, StreamEnded, Unreachable
-from swarmnet_protocols.joining.admission import ISSUERS_TOPIC, RETRY_PAUSES_S, ask
+from swarmnet_protocols.joining.admission import ISSUERS_TOPIC, RETRY_PAUSES_S, request_admission
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.membership.certificates import open_certificate
 from swarmnet_protocols.membership.invites import redemption
@@ -52,7 +52,9 @@ def test_a_newcomer_whose_clock_is_wrong_is_told_so(tmp_path: Path) -> None:
         newcomer = await world.stranger("newcomer")
         request = pb.AdmissionRequest(redeem=redemption(world.invite(), newcomer.peer_id))
         with pytest.raises(NotAuthorised, match="the invite ended") as info:
-            await ask(newcomer, [address(issuer.peer_id)], request, lambda admitted: admitted, lambda: EPOCH)
+            await request_admission(
+                newcomer, [address(issuer.peer_id)], request, lambda admitted: admitted, lambda: EPOCH
+            )
         assert "120 minutes behind" in info.value.hint
 
     run(tmp_path, scenario)
@@ -65,7 +67,9 @@ def test_who_overhears_a_redemption_gains_nothing(tmp_path: Path) -> None:
         newcomer, mallory = await world.stranger("newcomer"), await world.stranger("mallory")
         request = pb.AdmissionRequest(redeem=redemption(invite, newcomer.peer_id))
         with pytest.raises(NotAuthorised, match="without its key"):
-            await ask(mallory, invite.bootstrap, request, lambda admitted: admitted, virtual_clock)
+            await request_admission(
+                mallory, invite.bootstrap, request, lambda admitted: admitted, virtual_clock
+            )
 
     run(tmp_path, scenario)
 
@@ -178,11 +182,8 @@ def test_garbage_is_refused(tmp_path: Path) -> None:
         for _ in range(100):
             stream = await stranger.open(issuer.peer_id, ADMISSION, deadline_s=DEADLINE_S)
             await stream.send(Message(rng.randbytes(rng.randrange(300))))
-            try:
-                reply = pb.AdmissionReply.FromString((await stream.receive()).header)
-            except StreamEnded:
-                continue
-            assert reply.HasField("refused")
+            with pytest.raises(StreamEnded):
+                await stream.receive()
 
     run(tmp_path, scenario)
 

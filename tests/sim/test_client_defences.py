@@ -14,8 +14,9 @@ from swarmnet_protocols.errors import OutOfResources
 from swarmnet_protocols.net import Message
 from swarmnet_protocols.net.memory import MemoryStream
 from swarmnet_protocols.net.protocol_ids import LINK, SESSION
+from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.session.steps import Row, encode_tensor
-from swarmnet_protocols.wire import records_pb2
+from swarmnet_protocols.wire import records_pb2, refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.support.swarm_lab import SWARM, Lab, Reference, peer, simulate
 
@@ -38,20 +39,20 @@ def wrong_bytes(reply: pb.SessionReply, payload: bytes) -> tuple[pb.SessionReply
     return reply, payload[:-4]
 
 
-def lie_too_long(reply: pb.SessionReply, payload: bytes) -> tuple[pb.SessionReply, bytes]:
-    return pb.SessionReply(refused=pb.Refused(reason=pb.REASON_TOO_LONG)), b""
+def lie_too_long(_reply: pb.SessionReply, _payload: bytes) -> Refusal:
+    return Refusal(refusal_pb2.REASON_TOO_LONG, "")
 
 
-def blame(reply: pb.SessionReply, payload: bytes) -> tuple[pb.SessionReply, bytes]:
-    return pb.SessionReply(refused=pb.Refused(reason=pb.REASON_PROTOCOL)), b""
+def blame(_reply: pb.SessionReply, _payload: bytes) -> Refusal:
+    return Refusal(refusal_pb2.REASON_PROTOCOL, "")
 
 
-def lie_not_finite(reply: pb.SessionReply, payload: bytes) -> tuple[pb.SessionReply, bytes]:
-    return pb.SessionReply(refused=pb.Refused(reason=pb.REASON_NOT_FINITE)), b""
+def lie_not_finite(_reply: pb.SessionReply, _payload: bytes) -> Refusal:
+    return Refusal(refusal_pb2.REASON_NOT_FINITE, "")
 
 
-Forge = Callable[[MemoryStream, Message], Message | None]
-"""What a liar sends in place of a message; None where it says the truth."""
+Forge = Callable[[MemoryStream, Message], Message | Refusal | None]
+"""What a liar sends in place of a message, or refuses the stream with; None where it says the truth."""
 
 
 def assert_liar_is_replaced(
@@ -70,7 +71,10 @@ def assert_liar_is_replaced(
         forged = forge(self, message) if liar in ("", sender) else None
         if forged is not None:
             liar = sender
-        await honest(self, forged or message)
+        if isinstance(forged, Refusal):
+            self.refuse(forged)
+        else:
+            await honest(self, forged or message)
 
     monkeypatch.setattr(MemoryStream, "send", send)
 
@@ -95,16 +99,19 @@ LIES = [nan_output, wrong_size, wrong_bytes, lie_too_long, blame, lie_not_finite
 def test_a_last_hop_that_lies_is_replaced(
     reference: Reference,
     layout: Mapping[str, tuple[int, int]],
-    lie: Callable[..., tuple[pb.SessionReply, bytes]],
+    lie: Callable[..., tuple[pb.SessionReply, bytes] | Refusal],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def forge(stream: MemoryStream, message: Message) -> Message | None:
+    def forge(stream: MemoryStream, message: Message) -> Message | Refusal | None:
         if stream.protocol.id != SESSION.id or stream.peer != peer("client").peer_id:
             return None
         reply = pb.SessionReply.FromString(message.header)
         if not reply.HasField("output") or reply.output.step < 3:
             return None
-        changed, payload = lie(reply, bytes(message.payload))
+        lied = lie(reply, bytes(message.payload))
+        if isinstance(lied, Refusal):
+            return lied
+        changed, payload = lied
         return Message(changed.SerializeToString(), payload)
 
     assert_liar_is_replaced(reference, layout, forge, monkeypatch)

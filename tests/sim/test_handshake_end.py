@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from swarmnet_protocols.errors import NotAuthorised, StreamRefused
+from swarmnet_protocols.errors import NotAuthorised
 from swarmnet_protocols.membership.revocations import RevokedIds, sign_list
 from swarmnet_protocols.membership.rules import Admission, Rules
 from swarmnet_protocols.net import Message, Stream
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.protocol_ids import HANDSHAKE, MATCHMAKING, REVOCATIONS, SESSION
-from swarmnet_protocols.wire import handshake_pb2 as pb
+from swarmnet_protocols.net.refusal import Refusal, Refused
+from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire.roles import ANY_ROLE, Role
 from tests.support.handshake_lab import (
     DEADLINE_S,
@@ -44,9 +45,7 @@ def test_the_streams_of_a_revoked_member_end_at_once() -> None:
         assert await seconds_until_the_end(ours) == 0
         loop = asyncio.get_running_loop()
         started = loop.time()
-        with pytest.raises(
-            StreamRefused, match=f"{server.peer_id} refused the stream: this peer was revoked"
-        ):
+        with pytest.raises(Refused, match=f"{server.peer_id} refused the stream: this peer was revoked"):
             await theirs.receive()
         assert loop.time() - started <= 1.01 * DELAY_S
         await asyncio.sleep(1.0)
@@ -69,9 +68,7 @@ def test_a_revoked_member_is_shown_the_list_that_names_it() -> None:
         await converse(client, server)
         ended = asyncio.create_task(client.transport.died())
         (stream,) = server.handshakes._streams
-        await stream.send(
-            Message(pb.HandshakeMessage(refusal=pb.Refusal(reason="revoked!")).SerializeToString())
-        )
+        stream.refuse(Refusal(refusal_pb2.REASON_NOT_AUTHORISED, "revoked!"))
         await asyncio.sleep(1.0)
         assert not ended.done()
         await converse(client, server)

@@ -4,11 +4,12 @@ import asyncio
 
 import pytest
 
-from swarmnet_protocols.errors import StreamEnded, StreamRefused
+from swarmnet_protocols.errors import StreamEnded
 from swarmnet_protocols.membership import handshake as handshake_module
 from swarmnet_protocols.membership.handshake import MAX_STREAMS_PER_PEER
 from swarmnet_protocols.net import Message, Stream
 from swarmnet_protocols.net.protocol_ids import HANDSHAKE, REVOCATIONS, SESSION
+from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.net.resources import RETRY_S, Resource
 from swarmnet_protocols.wire import handshake_pb2 as pb
 from tests.support.handshake_lab import (
@@ -22,6 +23,7 @@ from tests.support.handshake_lab import (
     seconds_until_the_end,
 )
 from tests.support.private_swarm import Someone
+from tests.support.refusals import final_refusal
 
 # ---- limits ---------------------------------------------------------------------------------------------------
 
@@ -79,11 +81,11 @@ def test_whoever_there_is_no_room_for_at_the_door_learns_so_and_when_to_come_aga
     async def scenario(world: World) -> None:
         server, client = await world.member("bob"), await world.member("alice")
         server.raw.resources.limit(Resource.PENDING_HANDSHAKES, per_peer=0)
-        with pytest.raises(StreamRefused, match="is overloaded") as info:
+        with pytest.raises(Refused, match="is overloaded") as info:
             await client.handshakes.ensure(server.peer_id, SESSION, deadline_s=DEADLINE_S)
         assert info.value.retry_after_s == RETRY_S
         server.raw.resources.limit(Resource.INBOUND_STREAMS, per_peer=0)
-        with pytest.raises(StreamRefused, match="is overloaded"):
+        with pytest.raises(Refused, match="is overloaded"):
             await client.handshakes.ensure(server.peer_id, SESSION, deadline_s=DEADLINE_S)
         server.raw.resources.limit(Resource.INBOUND_STREAMS, per_peer=9)
         server.raw.resources.limit(Resource.PENDING_HANDSHAKES, per_peer=1)
@@ -218,8 +220,7 @@ def test_who_sends_wrong_revocations_has_to_go() -> None:
         stream = await liar.raw.open(server.peer_id, HANDSHAKE, deadline_s=DEADLINE_S)
         await stream.send(Message(pb.HandshakeMessage(hello=said).SerializeToString()))
         assert pb.HandshakeMessage.FromString((await stream.receive()).header).HasField("hello")
-        refused = pb.HandshakeMessage.FromString((await stream.receive()).header).refusal
-        assert "invalid revocation list" in refused.reason
+        assert "invalid revocation list" in (await final_refusal(stream)).detail
         assert not server.handshakes._admitted
         assert not server.membership.revocations.serials
 

@@ -17,8 +17,10 @@ from swarmnet_protocols.net.memory import Delivery, MemoryStream
 from swarmnet_protocols.net.protocol_ids import ADAPTER, PASS
 from swarmnet_protocols.session.adapters import Adapter
 from swarmnet_protocols.session.passes import MAX_POSITIONS, pack_tensors, split_tensor
+from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.support.pass_oracle import LocalPass, assert_same, lora_pass, prefix_pass
+from tests.support.refusals import refusal
 from tests.support.swarm_lab import SWARM, Lab, Reference, peer, simulate
 
 # PEFT 0.21 asks transformers 5.23 by a name that is to go.
@@ -137,19 +139,17 @@ def test_a_host_that_forgot_the_adapter_is_brought_it_again(
         def note(delivery: Delivery) -> None:
             if delivery.protocol.id != PASS.id:
                 return
-            if delivery.source == lab.peer_id("a"):
-                reply = pb.PassReply.FromString(delivery.message.header)
-                refused.extend([reply.refused.reason] if reply.HasField("refused") else [])
-            elif delivery.target == lab.peer_id("a") and not refused:
+            if delivery.target == lab.peer_id("a") and not refused:
                 request = pb.PassRequest.FromString(delivery.message.header)
                 if request.begin.backward:
                     store._kept.clear()
 
         lab.network.observers.append(note)
+        lab.network.refusal_observers.append(lambda _, refusal: refused.append(refusal.reason))
 
     layout = LAYOUTS["2 hops"]
     assert not simulate(reference, lambda lab: train(lab, layout, local, prepare, keep_graphs=keep_graphs))
-    assert pb.REASON_UNKNOWN_ADAPTER in refused
+    assert refusal_pb2.REASON_UNKNOWN_ADAPTER in refused
 
 
 @pytest.mark.parametrize(
@@ -237,19 +237,25 @@ def test_a_pass_names_an_adapter_of_its_client_for_its_blocks(reference: Referen
             half = await place(swarm, replace(hop, end=3), adapter)
             ours = swarm.transport
             assert (await ask(lab, ours, adapter=whole)).HasField("part")
-            for refused, reason in (
-                (await ask(lab, other, adapter=whole), pb.REASON_UNKNOWN_ADAPTER),
-                (await ask(lab, ours, adapter=bytes(32)), pb.REASON_UNKNOWN_ADAPTER),
-                (await ask(lab, ours, adapter=b"short"), pb.REASON_PROTOCOL),
-                (await ask(lab, ours, adapter=half, span=pb.Span(start=3, end=6)), pb.REASON_PROTOCOL),
-                (await ask(lab, ours, adapter=whole, span=pb.Span(start=0, end=3)), pb.REASON_PROTOCOL),
+            for asking, reason in (
+                (ask(lab, other, adapter=whole), refusal_pb2.REASON_UNKNOWN_ADAPTER),
+                (ask(lab, ours, adapter=bytes(32)), refusal_pb2.REASON_UNKNOWN_ADAPTER),
+                (ask(lab, ours, adapter=b"short"), refusal_pb2.REASON_PROTOCOL),
+                (
+                    ask(lab, ours, adapter=half, span=pb.Span(start=3, end=6)),
+                    refusal_pb2.REASON_PROTOCOL,
+                ),
+                (
+                    ask(lab, ours, adapter=whole, span=pb.Span(start=0, end=3)),
+                    refusal_pb2.REASON_PROTOCOL,
+                ),
             ):
-                assert refused.refused.reason == reason
+                assert (await refusal(asking)).reason == reason
             common: dict[str, Any] = {"span": pb.Span(start=0, end=3), "graph": bytes(16)}
             first = await ask(lab, ours, adapter=half, **common)
-            second = await ask(lab, ours, backward=True, **common)
+            second = await refusal(ask(lab, ours, backward=True, **common))
             assert first.HasField("part")  # the graph it left is of a pass with the adapter
-            assert second.refused.reason == pb.REASON_GRAPH_GONE
+            assert second.reason == refusal_pb2.REASON_GRAPH_GONE
 
     simulate(reference, scenario)
 
@@ -270,8 +276,8 @@ def test_positions_of_prefixes_count(reference: Reference) -> None:
             await swarm.refresh()
             (hop,) = swarm.route((0, 6))
             name = await place(swarm, hop, Adapter(tensors))
-            reply = await ask(lab, swarm.transport, adapter=name, counts=[2] * 4)
-            assert reply.refused.reason == pb.REASON_TOO_LONG
+            refused = await refusal(ask(lab, swarm.transport, adapter=name, counts=[2] * 4))
+            assert refused.reason == refusal_pb2.REASON_TOO_LONG
 
     simulate(reference, scenario)
     assert split([2] * 4, positions) == [(2, 2, 2), (2,)]

@@ -16,8 +16,10 @@ from swarmnet_protocols.errors import ConfigError, NoRoute, OutOfResources
 from swarmnet_protocols.net import Message, PeerId
 from swarmnet_protocols.net.memory import Delivery, LinkProfile, MemoryStream
 from swarmnet_protocols.net.protocol_ids import PASS
+from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.session.passes import MAX_POSITIONS
 from swarmnet_protocols.session.steps import encode_tensor
+from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.support.swarm_lab import Lab, Reference, peer, simulate
 
@@ -166,7 +168,7 @@ def answer_of(values: torch.Tensor) -> Message:
     return Message(pb.PassReply(part=pb.Part(tensor=tensor)).SerializeToString(), payload)
 
 
-LIES: dict[str, Callable[[torch.Tensor], Message]] = {
+LIES: dict[str, Callable[[torch.Tensor], Message | Refusal]] = {
     "NaN": lambda values: answer_of(values.fill_(float("nan"))),
     "too few positions": lambda values: answer_of(values[1:]),
     "another width": lambda values: answer_of(values[:, 1:]),
@@ -174,17 +176,15 @@ LIES: dict[str, Callable[[torch.Tensor], Message]] = {
     "garbage": lambda _: Message(b"\xff\xff"),
     "nothing that we know": lambda _: Message(b""),
     **{
-        f"a refusal for {pb.Reason.Name(reason)}": lambda _, reason=reason: Message(
-            pb.PassReply(refused=pb.Refused(reason=reason)).SerializeToString()
-        )
-        for reason in (pb.REASON_INTERNAL, *CLIENT_FAULTS)
+        f"a refusal for {refusal_pb2.Reason.Name(reason)}": lambda _, reason=reason: Refusal(reason, "")
+        for reason in (refusal_pb2.REASON_INTERNAL, *CLIENT_FAULTS)
     },
 }
 
 
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES.keys())
 def test_a_host_that_answers_nonsense_is_replaced(
-    reference: Reference, lie: Callable[[torch.Tensor], Message], monkeypatch: pytest.MonkeyPatch
+    reference: Reference, lie: Callable[[torch.Tensor], Message | Refusal], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of two hosts lies, always. Nobody asks it again, not even who has waited for it."""
     honest = MemoryStream.send

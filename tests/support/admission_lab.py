@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from swarmnet_protocols.directory.memory_directory import MemoryBoard, MemoryDirectory
-from swarmnet_protocols.joining.admission import Admissions, ask
+from swarmnet_protocols.joining.admission import Admissions, request_admission
 from swarmnet_protocols.membership.invites import Invite, Terms, make_invite, read_invite, redemption
 from swarmnet_protocols.membership.issuer import IssuerConfig
 from swarmnet_protocols.net import PeerId
@@ -73,7 +73,9 @@ def run(folder: Path, scenario: Callable[[World], Awaitable[None]]) -> None:
 
 async def redeem(transport: MemoryTransport, invite: Invite) -> pb.Admitted:
     request = pb.AdmissionRequest(redeem=redemption(invite, transport.peer_id))
-    return await ask(transport, invite.bootstrap, request, lambda admitted: admitted, virtual_clock)
+    return await request_admission(
+        transport, invite.bootstrap, request, lambda admitted: admitted, virtual_clock
+    )
 
 
 def address(peer: PeerId) -> str:

@@ -13,10 +13,12 @@ from swarmnet_protocols.errors import StreamEnded
 from swarmnet_protocols.net import Message, ProtocolSpec, Stream, Transport
 from swarmnet_protocols.net.memory import LinkProfile, MemoryNetwork, MemoryTransport
 from swarmnet_protocols.net.protocol_ids import ALL, ENTRANCE, HANDSHAKE, SESSION
+from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.wire import handshake_pb2 as pb
 from swarmnet_protocols.wire.roles import ANY_ROLE, Role
 from tests.support import virtual_time
 from tests.support.private_swarm import PrivateSwarm, Someone, identity_of
+from tests.support.refusals import final_refusal
 
 DEADLINE_S = 5.0
 DELAY_S = 0.02
@@ -86,6 +88,13 @@ async def send_handshake(stranger: MemoryTransport, victim: Someone, message: Me
     stream = await stranger.open(victim.peer_id, HANDSHAKE, deadline_s=DEADLINE_S)
     await stream.send(message)
     return pb.HandshakeMessage.FromString((await stream.receive()).header)
+
+
+async def refusal_of(stranger: MemoryTransport, victim: Someone, message: Message) -> Refused:
+    """Send any message on a handshake stream, and return the refusal that follows."""
+    stream = await stranger.open(victim.peer_id, HANDSHAKE, deadline_s=DEADLINE_S)
+    await stream.send(message)
+    return await final_refusal(stream)
 
 
 async def converse(client: Someone, server: Someone, protocol: ProtocolSpec = SESSION) -> Stream:

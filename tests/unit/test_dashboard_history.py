@@ -74,7 +74,7 @@ def test_the_history_survives_a_restart(tmp_path: Path) -> None:
 
 
 def test_a_month_is_kept_coarsely_and_a_day_finely(tmp_path: Path) -> None:
-    """Two days of samples: the first is coarse only, its sums and quantiles are the same."""
+    """Of two days of samples the first is kept coarsely, with the same sums and quantiles."""
     with History.open(tmp_path) as kept:
         start_s = NOW_S // MODELS.coarse_s * MODELS.coarse_s - 2 * DAY_S
         for at_s in range(start_s + MODELS.fine_s, start_s + 2 * DAY_S + 1, MODELS.fine_s):
@@ -105,10 +105,10 @@ def test_contributions_of_a_month_are_those_of_its_days(tmp_path: Path) -> None:
             if at_s % PEERS.coarse_s == 0:
                 kept.downsample(at_s)
         now_s = start_s + 2 * DAY_S + PEERS.fine_s
-        everybody = charts.contributions(kept, now_s, "30d")
-        assert [each["peer_id"] for each in everybody] == ["p", "q"]
-        assert everybody[0]["tokens"] == 600 * (2 * DAY_S // PEERS.fine_s + 1)
-        assert everybody[0]["uptime"] == pytest.approx(2 / 30, abs=0.001)
+        shares = charts.contributions(kept, now_s, "30d")
+        assert [each["peer_id"] for each in shares] == ["p", "q"]
+        assert shares[0]["tokens"] == 600 * (2 * DAY_S // PEERS.fine_s + 1)
+        assert shares[0]["uptime"] == pytest.approx(2 / 30, abs=0.001)
         of_q = charts.contribution(kept, "q", now_s)
         assert of_q == {"tokens_24h": 288, "tokens_30d": 577, "uptime_24h": 0.5}
 

@@ -10,9 +10,10 @@ from swarmnet_protocols.directory.dht_contacts import Contacts
 from swarmnet_protocols.directory.records import Publisher
 from swarmnet_protocols.errors import NotAuthorised, ProtocolViolation
 from swarmnet_protocols.machine.clock import wall_clock
-from swarmnet_protocols.net import Handler, Message, PeerId, ProtocolSpec, Refusal, Stream
+from swarmnet_protocols.net import Handler, Message, PeerId, ProtocolSpec, Stream
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.protocol_ids import DHT_FIND
+from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.net.resources import (
     PEER_LIMITS,
     SYSTEM_LIMITS,

@@ -13,7 +13,6 @@ from swarmnet_protocols.errors import (
     IncompatibleVersion,
     NoRoute,
     NotAuthorised,
-    StreamRefused,
     SwarmnetError,
     Unreachable,
 )
@@ -21,12 +20,12 @@ from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.net.resources import ResourceLimitReached
 from swarmnet_protocols.routing.chain_search import Hop
-from swarmnet_protocols.wire import session_pb2 as pb
+from swarmnet_protocols.wire import refusal_pb2
 
 CLIENT_FAULTS = {
-    pb.REASON_PROTOCOL: "update swarmnet, or leave out the adapter",
-    pb.REASON_TOO_LONG: "send shorter sequences",
-    pb.REASON_NOT_FINITE: "the adapter, or what comes before the blocks, has grown too large: train with a lower learning rate",
+    refusal_pb2.REASON_PROTOCOL: "update swarmnet, or leave out the adapter",
+    refusal_pb2.REASON_TOO_LONG: "send shorter sequences",
+    refusal_pb2.REASON_NOT_FINITE: "the adapter, or what comes before the blocks, has grown too large: train with a lower learning rate",
 }
 """Reasons that every honest host would give a client at fault, with what its user can do."""
 PAUSE_S = 0.25
@@ -68,9 +67,9 @@ class Blame:
         failure clears are no longer banned. Raises ``ConfigError`` when the client is at fault: no single host can be behind all
         refusals, or none that could be replaced.
         """
-        reason = error.reason if isinstance(error, Refused) else pb.REASON_UNSPECIFIED
+        reason = error.reason if isinstance(error, Refused) else refusal_pb2.REASON_UNSPECIFIED
         suspects, may_be_client = [hop], reason in CLIENT_FAULTS
-        if reason == pb.REASON_NOT_FINITE:  # any of them may have made the numbers too large
+        if reason == refusal_pb2.REASON_NOT_FINITE:  # any of them may have made the numbers too large
             suspects = list(dict.fromkeys([hop, *made_by]))
         elif reason in CLIENT_FAULTS and sent_by is not None:
             suspects, may_be_client = [hop, sent_by], False
@@ -79,7 +78,9 @@ class Blame:
             self._swarm.failed(each.peer)
         return suspects
 
-    def _narrow(self, error: SwarmnetError, reason: "pb.Reason", suspects: Sequence[Hop]) -> list[Hop]:
+    def _narrow(
+        self, error: SwarmnetError, reason: "refusal_pb2.Reason", suspects: Sequence[Hop]
+    ) -> list[Hop]:
         """The hops that may be behind all refusals. Raises ``ConfigError`` as ``attribute`` does."""
         left, cleared = self._suspects.narrow(reason, frozenset(hop.peer for hop in suspects))
         for peer in cleared:
@@ -105,7 +106,7 @@ class RetryPolicy:
         """Seconds to wait before the next attempt; ``error`` ended the last one, and may name a time to wait."""
         if self._attempts <= 2:  # another host may have room
             return 0.0
-        asked_s = error.retry_after_s if isinstance(error, Refused | StreamRefused) else 0.0
+        asked_s = error.retry_after_s if isinstance(error, Refused) else 0.0
         return min(max(PAUSE_S, asked_s), self._recover_s / 2)
 
     def is_given_up(self, now: float, *, idle: bool) -> bool:
@@ -135,11 +136,9 @@ def explain(error: SwarmnetError) -> SwarmnetError:
         return IncompatibleVersion(
             f"a host runs another version: {error}", hint="upgrade here, or have the host's owner upgrade"
         )
-    if isinstance(error, StreamRefused) and not error.retry_after_s:
+    if isinstance(error, Refused) and error.reason == refusal_pb2.REASON_NOT_AUTHORISED:
         return NotAuthorised(str(error), hint=error.hint)
-    if isinstance(error, StreamRefused) or (
-        isinstance(error, Refused) and error.reason == pb.REASON_OUT_OF_MEMORY
-    ):
+    if isinstance(error, Refused) and error.reason == refusal_pb2.REASON_OUT_OF_MEMORY:
         return ResourceLimitReached(
             f"the hosts have no room: {error}",
             error.retry_after_s,

@@ -42,6 +42,7 @@ from swarmnet_protocols.session.passes import (
 )
 from swarmnet_protocols.session.steps import wire_code
 from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
 
 MICROBATCHES = 8
@@ -158,7 +159,7 @@ class RemoteBatch:
             if not torch.isfinite(part).all():
                 raise ConfigError(
                     "hidden states or gradients are not finite",
-                    hint=CLIENT_FAULTS[pb.REASON_NOT_FINITE],
+                    hint=CLIENT_FAULTS[refusal_pb2.REASON_NOT_FINITE],
                 )
             parts.append(part.to(self._spec.wire))
             await asyncio.sleep(0)
@@ -366,7 +367,7 @@ async def ask_pass(
             finally:
                 await cancel(sending)  # the receiving side has seen the same error
     except Refused as refusal:
-        if refusal.reason == pb.REASON_GRAPH_GONE and begin.backward and begin.graph:
+        if refusal.reason == refusal_pb2.REASON_GRAPH_GONE and begin.backward and begin.graph:
             raise GraphGone(str(refusal)) from refusal
         raise
     except TimeoutError as error:

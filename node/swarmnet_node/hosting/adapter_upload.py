@@ -32,7 +32,7 @@ class AdapterUpload:
     async def run(self) -> None:
         """Take the part unless it is here, and say so; send heartbeats meanwhile.
 
-        Raises ``Refused`` when there is no room, ``ProtocolViolation`` for a part that is not what was announced or does not fit
+        Raises ``Refusal`` when there is no room, ``ProtocolViolation`` for a part that is not what was announced or does not fit
         the blocks, ``StreamEnded`` or ``DeadlineExceeded`` when the client is gone or too slow.
         """
         owner, scope, digest = self.stream.peer, self.stream.stream.scope, self.offer.adapter
@@ -40,7 +40,12 @@ class AdapterUpload:
             raise ProtocolViolation("an offer names a hash of 32 bytes, and how many bytes there are")
         if not self.store.renew(owner, digest):
             with self.store.room(scope, self.offer.size_bytes):
-                adapter = await race(self._take(), self.stream.send_heartbeats(self.heartbeat_s))
+                adapter = await race(
+                    self._take(),
+                    self.stream.send_heartbeats(
+                        self.heartbeat_s, lambda: pb.AdapterReply(heartbeat=pb.Heartbeat())
+                    ),
+                )
             self.store.put(owner, scope, digest, adapter)
         await self.stream.send(pb.AdapterReply(stored=pb.Stored()))
 

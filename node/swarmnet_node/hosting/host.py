@@ -33,12 +33,13 @@ from swarmnet_protocols.net import PeerId, Stream, Transport
 from swarmnet_protocols.net.dialling import Introductions
 from swarmnet_protocols.net.protocol_ids import ADAPTER, LINK, PASS, PING, SESSION
 from swarmnet_protocols.net.rate_limit import RateLimit
-from swarmnet_protocols.net.refusal import Refused
+from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.net.resources import Rate, Resource, ResourceLimitReached, ResourceManager, Scope
 from swarmnet_protocols.net.typed_stream import Received, Sent, TypedStream
 from swarmnet_protocols.session.activation_log import REPLAY_POSITIONS
 from swarmnet_protocols.session.link import NextHop
 from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
 
 SESSION_ID_BYTES = 16
@@ -203,8 +204,8 @@ class Host:
         with ExitStack() as held:
             try:
                 session = self._admit(request, client, held)
-            except Refused as refusal:
-                await self._refuse(client, refusal)
+            except Refusal as refusal:
+                self._refuse(client, refusal)
                 return
             self._sessions[session.id] = session
             await self._notify_changed()
@@ -238,7 +239,7 @@ class Host:
         try:
             return held.enter_context(slots.take(stream, evict))
         except ResourceLimitReached as error:
-            raise Refused.overloaded(error) from error
+            raise Refusal.overloaded(error) from error
 
     async def make_room(self, scope: Scope, cache_bytes: int) -> None:
         """End idle sessions until ``cache_bytes`` more of KV caches fit, if the limits of ``scope`` allow that many."""
@@ -256,9 +257,9 @@ class Host:
     ) -> TypedStream[Sent, Received]:
         return TypedStream(stream, sent, received, silence_s=silence_s, send_s=self.timing.chunk_s)
 
-    async def _refuse(self, stream: TypedStream[Any, Any], refusal: Refused) -> None:
+    def _refuse(self, stream: TypedStream[Any, Any], refusal: Refusal) -> None:
         self.counters.refuse(refusal, stream.peer)
-        await stream.refuse(refusal)
+        stream.refuse(refusal)
 
     @asynccontextmanager
     async def _refusing(self, stream: TypedStream[Any, Any]) -> AsyncIterator[None]:
@@ -266,11 +267,11 @@ class Host:
         try:
             yield
         except ProtocolViolation as error:
-            await self._refuse(stream, Refused(pb.REASON_PROTOCOL, str(error)))
+            self._refuse(stream, Refusal(refusal_pb2.REASON_PROTOCOL, str(error)))
         except OutOfResources as error:
-            await self._refuse(stream, Refused.overloaded(error))
-        except Refused as refusal:
-            await self._refuse(stream, refusal)
+            self._refuse(stream, Refusal.overloaded(error))
+        except Refusal as refusal:
+            self._refuse(stream, refusal)
 
     def _use_adapter(
         self, wanted: pb.Open | pb.Begin, client: PeerId, adapters: ExitStack
@@ -281,18 +282,20 @@ class Host:
             try:
                 adapter.check_span(wanted.span.start, wanted.span.end)
             except ProtocolViolation as error:
-                raise Refused(pb.REASON_PROTOCOL, str(error)) from error
+                raise Refusal(refusal_pb2.REASON_PROTOCOL, str(error)) from error
         return adapter
 
     def _check_offered(self, wanted: pb.Open | pb.Begin | pb.Offer) -> None:
         if self.leaving:
-            raise Refused(pb.REASON_LEAVING, "this host is about to stop")
+            raise Refusal(refusal_pb2.REASON_LEAVING, "this host is about to stop")
         if wanted.swarm != self._offer.swarm:
-            raise Refused(pb.REASON_WRONG_SWARM, "this host belongs to another swarm")
+            raise Refusal(refusal_pb2.REASON_WRONG_SWARM, "this host belongs to another swarm")
         if wanted.manifest != self._offer.manifest:
-            raise Refused(pb.REASON_WRONG_MODEL, f"this host serves {self._offer.manifest.hex()[:16]}")
+            raise Refusal(
+                refusal_pb2.REASON_WRONG_MODEL, f"this host serves {self._offer.manifest.hex()[:16]}"
+            )
         if not self.start <= wanted.span.start < wanted.span.end <= self.end:
-            raise Refused(pb.REASON_WRONG_SPAN, f"this host serves blocks {self.start}:{self.end}")
+            raise Refusal(refusal_pb2.REASON_WRONG_SPAN, f"this host serves blocks {self.start}:{self.end}")
 
     async def _pass(self, stream: Stream) -> None:
         client = self._typed(stream, pb.PassReply, pb.PassRequest, silence_s=self.timing.chunk_s)
@@ -333,9 +336,12 @@ class Host:
         if not request.HasField("link") or len(request.link.session) != SESSION_ID_BYTES:
             raise ProtocolViolation("a link begins with Link")
         try:
-            await race(self._linked(link, request.link), link.send_heartbeats(self.timing.heartbeat_s))
-        except Refused as refusal:
-            await self._refuse(link, refusal)
+            await race(
+                self._linked(link, request.link),
+                link.send_heartbeats(self.timing.heartbeat_s, lambda: pb.LinkReply(heartbeat=pb.Heartbeat())),
+            )
+        except Refusal as refusal:
+            self._refuse(link, refusal)
 
     async def _linked(self, link: LinkStream, wanted: pb.Link) -> None:
         session = await self._find(wanted.session, link.stream)
@@ -355,7 +361,7 @@ class Host:
                     await race(self._come(session_id), _value(ended))
                     return self._sessions[session_id]
             except TimeoutError:
-                raise Refused(pb.REASON_UNKNOWN_SESSION, "no such session") from None
+                raise Refusal(refusal_pb2.REASON_UNKNOWN_SESSION, "no such session") from None
 
     async def _come(self, session_id: bytes) -> None:
         async with self._changed:

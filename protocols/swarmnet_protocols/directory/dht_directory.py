@@ -11,11 +11,12 @@ from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
 
 from swarmnet_protocols.directory.records import Publisher, Record, dht_keys, newest, open_valid
-from swarmnet_protocols.errors import NotAuthorised, PeerUnreachable, StreamRefused
+from swarmnet_protocols.errors import NotAuthorised, PeerUnreachable
 from swarmnet_protocols.membership.handshake import Handshakes
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.p2pd.transport import P2pdTransport, peer_of
 from swarmnet_protocols.net.protocol_ids import DHT_PING
+from swarmnet_protocols.net.refusal import Refused
 
 if TYPE_CHECKING:
     from hivemind.dht.node import DHTNode
@@ -131,7 +132,7 @@ class DhtDirectory:
             _log.warning("bootstrap peer %s: %s", address, error)
             refusals.append(error)
             return False
-        except (PeerUnreachable, StreamRefused, TimeoutError) as error:
+        except (PeerUnreachable, Refused, TimeoutError) as error:
             if address not in self._unresponsive:  # logged once: every look-up tries again
                 self._unresponsive.add(address)
                 reason = str(error).partition("\n")[0] or f"no answer within {_BOOTSTRAP_S:g} s"

@@ -12,13 +12,15 @@ from hivemind.proto import dht_pb2
 from swarmnet_protocols.directory.dht_contacts import Contacts, contacts_in, with_contacts
 from swarmnet_protocols.errors import NotAuthorised, ProtocolViolation
 from swarmnet_protocols.membership.handshake import Handshakes
-from swarmnet_protocols.net import Message, PeerId, ProtocolSpec, Refusal, Stream, Transport
+from swarmnet_protocols.net import Message, PeerId, ProtocolSpec, Stream, Transport
 from swarmnet_protocols.net.protocol_ids import DHT_FIND, DHT_PING, DHT_STORE, DIRECTORY
+from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.net.resources import Rate, Resource, Scope
 from swarmnet_protocols.net.stream_scope import MAX_WAIT_S
 from swarmnet_protocols.net.subnets import subnet_of
 from swarmnet_protocols.net.typed_stream import parse, receive_within, send_within
 from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.wire import refusal_pb2
 
 _ENTER_S = 5.0
 """Timeout in seconds of the handshake before a call. Longer than that of a call: a handshake that is late still serves the next one."""
@@ -65,7 +67,7 @@ class GuardedP2P:
             try:
                 reply = await answer(request, stream)
             except NotAuthorised as error:
-                stream.refuse(Refusal(str(error)))
+                stream.refuse(Refusal(refusal_pb2.REASON_NOT_AUTHORISED, str(error)))
                 raise
             with stream.scope.reserve(Resource.MEMORY, len(reply)):
                 await send_within(stream, Message(reply), self._timing.reply_s)

@@ -20,6 +20,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import NewType, Protocol
 
+from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.net.resources import ResourceManager, Scope
 from swarmnet_protocols.wire.roles import Role
 
@@ -52,17 +53,6 @@ class Message:
     payload: Buffer = b""
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """Why a stream is refused, in words that any peer may read.
-
-    It is worth trying again after ``retry_after_s``; 0: not before something has changed.
-    """
-
-    reason: str
-    retry_after_s: float = 0.0
-
-
 class Stream(Protocol):
     """An ordered and reliable sequence of messages in both directions with one peer."""
 
@@ -82,13 +72,13 @@ class Stream(Protocol):
         """Send one message. Waits while the other side reads too slowly.
 
         Raises ``ProtocolViolation`` for a message over the limits (nothing is sent), ``StreamEnded`` when the stream has ended, and
-        ``StreamRefused`` when the other side has refused it. Several tasks may send: messages are never interleaved.
+        ``Refused`` when the other side has refused it. Several tasks may send: messages are never interleaved.
         """
 
     async def receive(self) -> Message:
         """The next message.
 
-        Raises ``StreamEnded`` at the end, ``StreamRefused`` if the other side has refused the stream, and ``ProtocolViolation`` for an
+        Raises ``StreamEnded`` at the end, ``Refused`` if the other side has refused the stream, and ``ProtocolViolation`` for an
         oversized message. A cancelled ``receive`` loses nothing: the next call returns the same message.
         """
 

@@ -12,11 +12,11 @@ from typing import NoReturn, Protocol
 from google.protobuf.message import DecodeError
 
 from swarmnet_protocols.errors import DeadlineExceeded, ProtocolViolation, StreamEnded
-from swarmnet_protocols.net import Buffer, Message, ProtocolSpec, Refusal
+from swarmnet_protocols.net import Buffer, Message, ProtocolSpec
 from swarmnet_protocols.net.flow_control import CREDIT, LIMIT, NEEDS_CREDIT, ReceiveWindow, SendWindow
-from swarmnet_protocols.net.refusal import MAX_REASON_CHARS, MAX_RETRY_S, NO_REASON, refused_by
+from swarmnet_protocols.net.refusal import Refusal, Refused
 from swarmnet_protocols.net.stream_scope import StreamScope
-from swarmnet_protocols.wire import handshake_pb2 as pb
+from swarmnet_protocols.wire import refusal_pb2 as pb
 
 SIZES = struct.Struct(">II")
 REFUSED = 0xFFFF_FFFF
@@ -58,20 +58,17 @@ def encode(
 
 
 def encode_refusal(refusal: Refusal) -> bytes:
-    """The frame of ``refusal``. Its size is never 0, which is ``ENDED``."""
-    reason = refusal.reason[:MAX_REASON_CHARS] or NO_REASON
-    retry_ms = round(1000 * min(max(0.0, refusal.retry_after_s), MAX_RETRY_S))
-    encoded = pb.Refusal(reason=reason, retry_ms=retry_ms).SerializeToString()
+    """The frame of ``refusal``. Its size is never 0, which is ``ENDED``: a refusal has a detail."""
+    encoded = refusal.to_wire().SerializeToString()
     return SIZES.pack(REFUSED, len(encoded)) + encoded
 
 
-def decode_refusal(encoded: bytes) -> Refusal:
-    """Decode what follows the sizes. Raises ``ProtocolViolation``."""
+def decode_refusal(encoded: bytes, peer: str) -> Refused:
+    """The error for a refusal by ``peer``, from what follows the sizes. Raises ``ProtocolViolation``."""
     try:
-        refused = pb.Refusal.FromString(encoded)
+        return Refused(peer, pb.Refusal.FromString(encoded))
     except DecodeError as error:
         raise ProtocolViolation("not a Refusal") from error
-    return Refusal(refused.reason, min(refused.retry_ms / 1000, MAX_RETRY_S))
 
 
 class ByteReader(Protocol):
@@ -106,7 +103,7 @@ class FrameReader:
         self._sizes: tuple[int, int] | None = None
         self._is_started = False
         """The receive window knows of the message under way."""
-        self._refusal: Refusal | None = None
+        self._refusal = b""
         self._body = bytearray()
 
     @property
@@ -117,7 +114,7 @@ class FrameReader:
     async def read(self) -> Message:
         """The next message. Its memory is reserved in ``scope`` before it is read.
 
-        Raises ``StreamEnded`` at the end, ``StreamRefused`` for a refusal, ``ProtocolViolation`` for an oversized message (these three
+        Raises ``StreamEnded`` at the end, ``Refused`` for a refusal, ``ProtocolViolation`` for an oversized message (these three
         also at every later call), ``ResourceLimitReached`` if the peer may never have a message of this size, and ``DeadlineExceeded``
         when memory for it, or a MiB of it, takes too long.
         """
@@ -162,13 +159,13 @@ class FrameReader:
     async def _raise_end(self, size_bytes: int) -> NoReturn:
         if not size_bytes:
             raise StreamEnded("the stream ended")
-        if self._refusal is None:
+        if not self._refusal:
             if size_bytes > MAX_REFUSAL_BYTES:
                 raise ProtocolViolation(
                     f"a refusal of {size_bytes} bytes is over the limit of {MAX_REFUSAL_BYTES}"
                 )
-            self._refusal = decode_refusal(bytes(await self._read_body(size_bytes)))
-        raise refused_by(self._scope.peer_scope.name, self._refusal)
+            self._refusal = bytes(await self._read_body(size_bytes))
+        raise decode_refusal(self._refusal, self._scope.peer_scope.name)
 
     async def _read_body(self, size_bytes: int) -> memoryview:
         """Read in pieces with a timeout each: a peer that announces much and sends little does not hold memory for long."""

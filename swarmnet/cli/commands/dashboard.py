@@ -118,7 +118,7 @@ async def _show(entry: Entry, directory: Path, config: "ServerConfig", *, as_jso
 
 
 def dashboard_config(endpoint: tuple[str, int], key_file: Path | None) -> "ServerConfig":
-    """Where a node is to serve a dashboard. Raises ``ConfigError`` where it cannot."""
+    """The configuration of a node's dashboard. Raises ``ConfigError`` if it cannot be served there."""
     from swarmnet.dashboard.server import ServerConfig
 
     config = ServerConfig(*endpoint, _key_in(key_file))
@@ -130,7 +130,7 @@ def dashboard_config(endpoint: tuple[str, int], key_file: Path | None) -> "Serve
 async def dashboard_of(
     node: "HostedNode", file: "SwarmFile", data_dir: Path, config: "ServerConfig"
 ) -> AsyncIterator[str]:
-    """A dashboard in the process of a node, with its eyes; its URL."""
+    """A dashboard in the process of a node, at the yielded URL, while the context is open."""
     from random import SystemRandom
 
     from swarmnet.dashboard.observer import ObserverDependencies
@@ -153,7 +153,7 @@ async def dashboard_of(
 def _check(
     config: "ServerConfig", *, key_option: str = "--api-key-file FILE", port_option: str = "--port"
 ) -> None:
-    """Say so now, and not when the swarm has been found."""
+    """Raise ``ConfigError`` for a wrong address or a missing key at once, before the swarm is searched."""
     from swarmnet.web.server import listen
 
     config.api_keys(key_option)

@@ -30,7 +30,7 @@ from swarmnet_protocols.net.p2pd.process import MAX_MEMORY_BYTES, DaemonConfig, 
 from swarmnet_protocols.net.p2pd.stream import P2pdStream
 from swarmnet_protocols.net.p2pd.wire_meter import WireMeter
 from swarmnet_protocols.net.rate_limit import LinkLimiter
-from swarmnet_protocols.net.refusal import overloaded
+from swarmnet_protocols.net.refusal import OVERLOADED, Refusal
 from swarmnet_protocols.net.resources import ResourceLimitReached, ResourceManager
 from swarmnet_protocols.net.stream_scope import StreamScope, supervise
 from swarmnet_protocols.net.subnets import SubnetLimits
@@ -338,7 +338,7 @@ class P2pdTransport:
             scope = self._subnet_limits.accept(peer, unpack_multiaddr(info.addr) if info.addr else "")
         except ResourceLimitReached as error:
             _log.debug("refused a stream of %s: %s", peer, error)
-            refusal = encode_refusal(overloaded(error))
+            refusal = encode_refusal(Refusal.overloaded(error, OVERLOADED))
             if len(self._refused) < MAX_LINGERING:
                 pipe.end(refusal, within_s=LINGER_S)
                 self._start(pipe.closed(), self._refused)
