@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from swarmnet_client.chain.blame import Blame, Suspects
+from swarmnet_client.chain.failures import Blame, Suspects
 from swarmnet_client.chain.supervisor import ChainSupervisor
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.membership import handshake

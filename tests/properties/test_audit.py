@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmnet_client.audit import verdict
-from swarmnet_client.audit.measure import TOLERANCE, relative_errors
 from swarmnet_client.audit.plan import SHARE, Ledger, witnesses
-from swarmnet_client.audit.verdict import Verdict, judge
+from swarmnet_client.audit.verdict import TOLERANCE, Verdict, judge, relative_errors
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.resources import Resource, Scope
 from swarmnet_protocols.routing.chain_search import Hop, HostInfo

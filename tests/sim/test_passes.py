@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from swarmnet_client.chain.blame import CLIENT_FAULTS
+from swarmnet_client.chain.failures import CLIENT_FAULTS
 from swarmnet_client.chain.hops import ChainSpec
-from swarmnet_client.chain.pass_calls import PASSES_PER_HOST
-from swarmnet_client.chain.passes import RemoteBatch, split
+from swarmnet_client.chain.passes import PASSES_PER_HOST, RemoteBatch, split
 from swarmnet_node.hosting.host import HostLimits
 from swarmnet_protocols.errors import ConfigError, NoRoute, OutOfResources
 from swarmnet_protocols.net import Message, PeerId
