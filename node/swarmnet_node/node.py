@@ -8,7 +8,7 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -19,20 +19,21 @@ import torch
 
 from swarmnet_node.engine.engine import Engine
 from swarmnet_node.engine.stage import Stage
+from swarmnet_node.hosting.announcement import announce
 from swarmnet_node.hosting.host import Host, HostedModel, HostLimits
 from swarmnet_node.hosting.reports import Reporter, describe_host
-from swarmnet_node.hosting.services import Services
 from swarmnet_node.owner.control import NodeStatus
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.directory.catalog import CatalogModel, keep_model_announced
-from swarmnet_protocols.directory.host_announcements import PROTOCOL, hosts_topic, listed, read_records
+from swarmnet_protocols.directory.host_announcements import read_records
 from swarmnet_protocols.directory.node_reports import clean
 from swarmnet_protocols.errors import SwarmnetError, Unreachable
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.machine.clock import Clock, wall_clock
 from swarmnet_protocols.machine.core_lock import NO_CORE_LOCK, CoreLock
-from swarmnet_protocols.net import Transport
+from swarmnet_protocols.net import Handler, ProtocolSpec, Stream, Transport
 from swarmnet_protocols.net.protocol_ids import REPORT
+from swarmnet_protocols.net.wrappers import TransportWrapper
 from swarmnet_protocols.routing.placement import Claim, choose_start, resolve_claims
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import records_pb2 as pb
@@ -123,11 +124,11 @@ class Node:
                 core_lock=dependencies.core_lock,
                 stopwatch=dependencies.stopwatch,
             ) as engine,
-            Services.on(dependencies.transport) as services,
+            ServingTransport.on(dependencies.transport) as transport,
         ):
             node._engine = engine
             host = Host(
-                services,
+                transport,
                 engine,
                 HostedModel(dependencies.directory.swarm, hosting.manifest, node._span[0]),
                 timing=dependencies.timing,
@@ -136,7 +137,7 @@ class Node:
             )
             node._host = host
             await host.serve()
-            await services.serve(REPORT, Reporter(node.report).handle)
+            await transport.serve(REPORT, Reporter(node.report).handle)
             node._state = pb.HOST_STATE_ONLINE
             await node._announce()
             node._log("online")
@@ -238,7 +239,12 @@ class Node:
         if self._host is None:
             raise Unreachable("this node is not serving")
         return describe_host(
-            self.status(), self._host, step_s=self._step_s, public_name=self._hosting.public_name
+            self.status(),
+            self._host.engine,
+            self._host.counters,
+            (session.pair for session in self._host.sessions),
+            step_s=self._step_s,
+            public_name=self._hosting.public_name,
         )
 
     # ---- the directory ----------------------------------------------------------------------------------
@@ -293,31 +299,50 @@ class Node:
                 await self._announce()
 
     async def _announce(self) -> None:
-        engine, host = self._engine, self._host
-        record = pb.HostRecord(
-            manifest=self._hosting.manifest,
-            start=self._span[0],
-            end=self._span[1],
-            state=self._state,
-            version=self._hosting.version,
-            protocol=PROTOCOL,
+        await announce(
+            self._dependencies.directory,
+            self.status(),
+            self._engine,
             step_s=self._step_s,
-            token_s=engine.token_s if engine else 0.0,
-            cache_bytes_free=max(0, engine.max_cache_bytes - engine.cache_bytes) if engine else 0,
-            sessions=len(host.sessions) if host else 0,
-            addresses=_best(self._dependencies.transport.addresses()),
             public_name=self._hosting.public_name,
-        )
-        await self._dependencies.directory.publish(
-            hosts_topic(self._hosting.manifest),
-            record.SerializeToString(),
             lifetime_s=self._dependencies.timing.record_s,
         )
 
 
-def _best(addresses: Sequence[str]) -> list[str]:
-    """As many addresses as others read, public ones first."""
-    return listed(sorted(addresses, key=lambda address: "/127." in address or "/::1/" in address))
+class ServingTransport(TransportWrapper):
+    """A transport that serves protocols while a context is open. The transport below outlives it: it stays while the node is paused."""
+
+    def __init__(self, transport: Transport) -> None:
+        super().__init__(transport)
+        self._handlers: dict[str, Handler] = {}
+        self._serving: set[asyncio.Task[None]] = set()
+
+    @classmethod
+    @asynccontextmanager
+    async def on(cls, transport: Transport) -> AsyncIterator["ServingTransport"]:
+        """Serve on ``transport`` while the context is open. Then handlers are cancelled and dropped, and new streams are closed as they come."""
+        serving = cls(transport)
+        try:
+            yield serving
+        finally:
+            serving._handlers.clear()
+            await cancel(*serving._serving)
+
+    async def serve(self, protocol: ProtocolSpec, handler: Handler) -> None:
+        self._handlers[protocol.id] = handler
+
+        async def handle(stream: Stream) -> None:
+            handler = self._handlers.get(protocol.id)
+            task = asyncio.current_task()
+            if handler is None or task is None:
+                return
+            self._serving.add(task)
+            try:
+                await handler(stream)
+            finally:
+                self._serving.discard(task)
+
+        await super().serve(protocol, handle)
 
 
 def _measure(stage: Stage, now: Callable[[], float]) -> float:
