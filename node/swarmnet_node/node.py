@@ -19,21 +19,20 @@ import torch
 
 from swarmnet_node.engine.engine import Engine
 from swarmnet_node.engine.stage import Stage
-from swarmnet_node.hosting.announcement import announce
+from swarmnet_node.hosting.announcement import Announcement
 from swarmnet_node.hosting.host import Host, HostedModel, HostLimits
 from swarmnet_node.hosting.reports import Reporter, describe_host
 from swarmnet_node.owner.control import NodeStatus
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.directory.catalog import CatalogModel, keep_model_announced
-from swarmnet_protocols.directory.host_announcements import read_records
+from swarmnet_protocols.directory.host_announcements import hosts_topic, read_records
 from swarmnet_protocols.directory.node_reports import clean
 from swarmnet_protocols.errors import SwarmnetError, Unreachable
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.machine.clock import Clock, wall_clock
 from swarmnet_protocols.machine.core_lock import NO_CORE_LOCK, CoreLock
-from swarmnet_protocols.net import Handler, ProtocolSpec, Stream, Transport
+from swarmnet_protocols.net import Handler, ProtocolSpec, Stream, Transport, TransportWrapper
 from swarmnet_protocols.net.protocol_ids import REPORT
-from swarmnet_protocols.net.wrappers import TransportWrapper
 from swarmnet_protocols.routing.placement import Claim, choose_start, resolve_claims
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import records_pb2 as pb
@@ -124,11 +123,11 @@ class Node:
                 core_lock=dependencies.core_lock,
                 stopwatch=dependencies.stopwatch,
             ) as engine,
-            ServingTransport.on(dependencies.transport) as transport,
+            Services.on(dependencies.transport) as services,
         ):
             node._engine = engine
             host = Host(
-                transport,
+                services,
                 engine,
                 HostedModel(dependencies.directory.swarm, hosting.manifest, node._span[0]),
                 timing=dependencies.timing,
@@ -137,7 +136,7 @@ class Node:
             )
             node._host = host
             await host.serve()
-            await transport.serve(REPORT, Reporter(node.report).handle)
+            await services.serve(REPORT, Reporter(node.report).handle)
             node._state = pb.HOST_STATE_ONLINE
             await node._announce()
             node._log("online")
@@ -242,7 +241,7 @@ class Node:
             self.status(),
             self._host.engine,
             self._host.counters,
-            (session.pair for session in self._host.sessions),
+            self._host.session_pairs(),
             step_s=self._step_s,
             public_name=self._hosting.public_name,
         )
@@ -299,50 +298,21 @@ class Node:
                 await self._announce()
 
     async def _announce(self) -> None:
-        await announce(
-            self._dependencies.directory,
-            self.status(),
-            self._engine,
+        announcement = Announcement(
+            self._hosting.manifest,
+            self._span,
+            self._state,
+            self._dependencies.transport.addresses(),
             step_s=self._step_s,
+            sessions=len(self._host.sessions) if self._host else 0,
+            version=self._hosting.version,
             public_name=self._hosting.public_name,
+        )
+        await self._dependencies.directory.publish(
+            hosts_topic(self._hosting.manifest),
+            announcement.record(self._engine).SerializeToString(),
             lifetime_s=self._dependencies.timing.record_s,
         )
-
-
-class ServingTransport(TransportWrapper):
-    """A transport that serves protocols while a context is open. The transport below outlives it: it stays while the node is paused."""
-
-    def __init__(self, transport: Transport) -> None:
-        super().__init__(transport)
-        self._handlers: dict[str, Handler] = {}
-        self._serving: set[asyncio.Task[None]] = set()
-
-    @classmethod
-    @asynccontextmanager
-    async def on(cls, transport: Transport) -> AsyncIterator["ServingTransport"]:
-        """Serve on ``transport`` while the context is open. Then handlers are cancelled and dropped, and new streams are closed as they come."""
-        serving = cls(transport)
-        try:
-            yield serving
-        finally:
-            serving._handlers.clear()
-            await cancel(*serving._serving)
-
-    async def serve(self, protocol: ProtocolSpec, handler: Handler) -> None:
-        self._handlers[protocol.id] = handler
-
-        async def handle(stream: Stream) -> None:
-            handler = self._handlers.get(protocol.id)
-            task = asyncio.current_task()
-            if handler is None or task is None:
-                return
-            self._serving.add(task)
-            try:
-                await handler(stream)
-            finally:
-                self._serving.discard(task)
-
-        await super().serve(protocol, handle)
 
 
 def _measure(stage: Stage, now: Callable[[], float]) -> float:
@@ -354,3 +324,42 @@ def _measure(stage: Stage, now: Callable[[], float]) -> float:
         stage.forward([(stage.new_sequence(), inputs)])
         times.append(now() - started)
     return max(min(times[1:]), MIN_STEP_S)
+
+
+class Services(TransportWrapper):
+    """A transport whose handlers end with the context, while the transport below lives on: it outlives a node that its owner pauses.
+
+    When the context ends, the streams of its handlers are closed, and the transport below keeps no reference to them.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        super().__init__(transport)
+        self._handlers: dict[str, Handler] = {}
+        self._serving: set[asyncio.Task[None]] = set()
+
+    @classmethod
+    @asynccontextmanager
+    async def on(cls, transport: Transport) -> AsyncIterator["Services"]:
+        """Serve on ``transport`` while the context is open. Afterwards streams are closed as they come."""
+        services = cls(transport)
+        try:
+            yield services
+        finally:
+            services._handlers.clear()
+            await cancel(*services._serving)
+
+    async def serve(self, protocol: ProtocolSpec, handler: Handler) -> None:
+        self._handlers[protocol.id] = handler
+
+        async def serve(stream: Stream) -> None:
+            handler = self._handlers.get(protocol.id)
+            task = asyncio.current_task()
+            if handler is None or task is None:
+                return
+            self._serving.add(task)
+            try:
+                await handler(stream)
+            finally:
+                self._serving.discard(task)
+
+        await super().serve(protocol, serve)

@@ -8,10 +8,10 @@ from typing import NamedTuple
 from swarmnet_node.engine.counters import node_histogram
 from swarmnet_protocols.directory.node_reports import BOUNDS_S, MAX_FLOWS
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.net.refusal import Refused
+from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.session.steps import Row
+from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import report_pb2 as pb
-from swarmnet_protocols.wire import session_pb2 as pb_session
 
 _log = logging.getLogger(__name__)
 
@@ -46,9 +46,9 @@ class HostCounters:
         )
         self._positions: OrderedDict[Pair, int] = OrderedDict()
 
-    def refuse(self, refusal: Refused, peer: PeerId) -> None:
+    def refuse(self, refusal: Refusal, peer: PeerId) -> None:
         """Count and log a refusal of ``peer``."""
-        reason = pb_session.Reason.Name(refusal.reason).removeprefix("REASON_").lower()
+        reason = refusal_pb2.Reason.Name(refusal.reason).removeprefix("REASON_").lower()
         self.refused[reason] += 1
         _log.info("refused", extra={"reason": reason, "peer": peer})
 

@@ -21,7 +21,7 @@ from swarmnet.cli.options import (
 from swarmnet.cli.output import note, print_folded, print_json, print_text
 from swarmnet.paths import default_data_dir
 from swarmnet.swarm_file.content import SwarmFile
-from swarmnet.swarm_file.folder import folder_of
+from swarmnet.swarm_file.entry import swarm_dir
 from swarmnet.swarm_file.keys import KEY_NAME, load_key
 from swarmnet.units import counted
 from swarmnet_protocols.errors import ConfigError, IntegrityError, OutOfResources, Unreachable
@@ -241,7 +241,7 @@ def _issued(file: SwarmFile, swarm: Path, data_dir: Path | None) -> list[dict[st
     from swarmnet_protocols.membership.revocations import Revocations
 
     now, rules = wall_clock(), file.rules()
-    folder = folder_of(data_dir or default_data_dir(), file.swarm_id)
+    folder = swarm_dir(data_dir or default_data_dir(), file.swarm_id)
     if not (folder / ISSUED_NAME).exists():
         raise ConfigError(
             f"no peer was let in from {folder}",

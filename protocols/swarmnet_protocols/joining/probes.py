@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.machine.clock import Clock
-from swarmnet_protocols.net import Message, PeerId, Stream
-from swarmnet_protocols.net.messages import parse, receive_within, send_within
+from swarmnet_protocols.net import PeerId, Stream
 from swarmnet_protocols.net.resources import Resource
-from swarmnet_protocols.net.typed_stream import ask
+from swarmnet_protocols.net.typed_stream import TypedStream, ask
 from swarmnet_protocols.wire import probe_pb2 as pb
 
 MAX_PORTS = 4
@@ -48,7 +47,8 @@ class Probes:
 
         Raises ``ResourceLimitReached`` while a port of this peer, or those of too many peers, are being dialled.
         """
-        request = parse(pb.ProbeRequest, (await receive_within(stream, REPLY_S)).header)
+        typed = TypedStream(stream, pb.ProbeReply, pb.ProbeRequest, silence_s=REPLY_S, send_s=REPLY_S)
+        request, _ = await typed.receive()
         ports = list(dict.fromkeys(request.ports))
         if len(ports) > MAX_PORTS or not all(0 < port < 1 << 16 for port in ports):
             raise ProtocolViolation("a probe names up to 4 ports")
@@ -61,7 +61,7 @@ class Probes:
             reply = pb.ProbeReply(
                 now_ms=round(self._clock() * 1000), observed_ip=observed_ip, reached=reached
             )
-            await send_within(stream, Message(reply.SerializeToString()), REPLY_S)
+            await typed.send(reply)
 
 
 def direct_ip(addresses: Sequence[str]) -> str:

@@ -1,36 +1,38 @@
-"""What happened between two states, in words. Pure."""
+"""Events of the page: what changed for peers and models from one state to the next. Pure functions."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from swarmnet.dashboard.observing.sightings import Look
-from swarmnet.dashboard.state.peers import name_of
+from swarmnet.dashboard.observations import Snapshot
+from swarmnet.dashboard.peers import name_of
 
 MAX_EVENTS = 100
 _PRESENT = {"joining", "online", "leaving", "paused"}
-_WENT_ON_PURPOSE = {"leaving", "paused"}
+_LEAVING = {"leaving", "paused"}
 
 Entries = Mapping[str, Mapping[str, Any]]
 
 
-def peer_events(before: Entries, after: Entries, look: Look) -> list[dict[str, Any]]:
-    """Peers that came, left, were lost and came back. Peers that were there before the observer did not come."""
-    said_goodbye = {
-        seen.peer for seen in look.peers if seen.announced is not None and seen.announced.state == "leaving"
+def peer_events(before: Entries, after: Entries, snapshot: Snapshot) -> list[dict[str, Any]]:
+    """Events "joined", "left", "lost" and "recovered". A peer that started before the observer has not joined."""
+    announced_leave = {
+        seen.peer
+        for seen in snapshot.peers
+        if seen.announced is not None and seen.announced.state == "leaving"
     }
     found = []
     for peer, entry in after.items():
-        kind = _kind(before.get(peer), entry, look.observed_since_s)
-        if kind == "lost" and peer in said_goodbye:
+        kind = _kind(before.get(peer), entry, snapshot.observed_since_s)
+        if kind == "lost" and peer in announced_leave:
             kind = "left"
         if kind is not None:
-            text = f"{name_of(entry, peer)} {_WORDS[kind]}{_doing(entry)}"
-            found.append(_event(look.now_s, kind, text, peer=peer, model=entry["model"]))
+            text = f"{name_of(entry, peer)} {_WORDS[kind]}{_blocks_text(entry)}"
+            found.append(_event(snapshot.now_s, kind, text, peer=peer, model=entry["model"]))
     return found
 
 
 def model_events(before: Entries, after: Entries, now_s: float) -> list[dict[str, Any]]:
-    """Which models became weak, or strong again: down to one peer for some block or to none, and back."""
+    """Events "weak" (some block has only one host left, or none) and "healed"."""
     found = []
     for manifest, entry in after.items():
         old = before.get(manifest)
@@ -62,13 +64,13 @@ def _kind(old: Mapping[str, Any] | None, new: Mapping[str, Any], observed_since_
     if old["state"] == "gone":
         return "recovered" if is_here else None
     if not is_here:
-        return "left" if old["state"] in _WENT_ON_PURPOSE else "lost"
+        return "left" if old["state"] in _LEAVING else "lost"
     if old["started_s"] is None and new["started_s"] is not None and new["started_s"] > observed_since_s:
         return "joined"
     return None
 
 
-def _doing(entry: Mapping[str, Any]) -> str:
+def _blocks_text(entry: Mapping[str, Any]) -> str:
     if entry["blocks"] is None:
         return ""
     start, end = entry["blocks"]

@@ -1,4 +1,4 @@
-"""What happened between two reports of a node, and sums of it. Pure."""
+"""Counts of events at hosts: between two reports of a node, and their totals since the observer began."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from swarmnet_protocols.wire import report_pb2
 BUCKETS = len(BOUNDS_S) + 1
 NO_TIMES = (0,) * BUCKETS
 MAX_PER_SECOND = 1_000_000
-"""Largest rate that is believed of any count of a node: a larger one would dwarf all others."""
+"""Highest rate at which any count of a node may grow. Reports are claims; without a limit one false report would dwarf all others."""
 
 
 @dataclass(frozen=True)
 class Counts:
-    """How often what happened. ``first_tokens`` and ``token_times`` count by bucket, each bucket by itself."""
+    """Numbers of events. ``first_tokens`` and ``token_times`` are histograms with the bounds ``BOUNDS_S``, not cumulative."""
 
     positions: int = 0
     answered: int = 0
@@ -36,7 +36,7 @@ class Counts:
         )
 
     def since(self, earlier: "Counts") -> "Counts":
-        """What was added to ``earlier`` to give these."""
+        """The difference between these counts and ``earlier`` ones."""
         return Counts(
             self.positions - earlier.positions,
             self.answered - earlier.answered,
@@ -48,7 +48,7 @@ class Counts:
 
 
 def counts_of(host: report_pb2.HostReport) -> Counts:
-    """All that happened since the start of a host."""
+    """The counts of a host since its start."""
     return Counts(
         host.positions,
         host.answered,
@@ -59,38 +59,38 @@ def counts_of(host: report_pb2.HostReport) -> Counts:
     )
 
 
-def between(before: report_pb2.NodeReport, after: report_pb2.NodeReport, elapsed_s: float) -> Counts:
-    """What happened from one report of a host to a later one.
+def counts_between(before: report_pb2.NodeReport, after: report_pb2.NodeReport, elapsed_s: float) -> Counts:
+    """The counts of a host from one report to a later one.
 
-    A host that was started again meanwhile began anew. Counters that go back, or ahead at an impossible rate, count as far as
-    they can be true.
+    After a restart of the host, its counts begin at 0. A counter that decreased counts as unchanged, and none grows faster than
+    ``MAX_PER_SECOND``.
     """
     old = counts_of(before.host) if is_same_run(before, after) else Counts()
     new = counts_of(after.host)
     most = int(MAX_PER_SECOND * max(elapsed_s, 1.0))
 
-    def step(now: int, then: int) -> int:
+    def increase(now: int, then: int) -> int:
         return min(max(now - then, 0), most)
 
     return Counts(
-        step(new.positions, old.positions),
-        step(new.answered, old.answered),
-        step(new.failures, old.failures),
-        step(new.recoveries, old.recoveries),
-        tuple(map(step, new.first_tokens, old.first_tokens)),
-        tuple(map(step, new.token_times, old.token_times)),
+        increase(new.positions, old.positions),
+        increase(new.answered, old.answered),
+        increase(new.failures, old.failures),
+        increase(new.recoveries, old.recoveries),
+        tuple(map(increase, new.first_tokens, old.first_tokens)),
+        tuple(map(increase, new.token_times, old.token_times)),
     )
 
 
 def is_same_run(before: report_pb2.NodeReport, after: report_pb2.NodeReport) -> bool:
-    """Whether a node was not started again between two reports."""
+    """Whether two reports are from the same run of a node: it was not restarted between them."""
     return after.uptime_s >= before.uptime_s and after.host.manifest == before.host.manifest
 
 
 def quantile(times: tuple[int, ...], share: float) -> float | None:
-    """The time that ``share`` of ``times`` did not exceed, interpolated within its bucket; None of no times.
+    """The quantile ``share`` (0 to 1) of a histogram in seconds, interpolated within its bucket; None for an empty histogram.
 
-    Of times beyond the last bound only that is known, and it is returned.
+    For a quantile beyond the last bound, the last bound is returned.
     """
     total = sum(times)
     if not total:
@@ -114,27 +114,27 @@ def _sum(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(map(int.__add__, one, other))
 
 
-class Tallies:
-    """Sums of what happened since the observer began, at each model and by each peer. They only grow."""
+class Totals:
+    """Counts of each model and of each peer since the observer began. They only grow."""
 
     def __init__(self) -> None:
         self.models: dict[bytes, Counts] = {}
         self.peers: dict[PeerId, int] = {}
-        """Positions computed."""
+        """Positions that each peer computed."""
 
     def add(
         self, peer: PeerId, before: report_pb2.NodeReport, after: report_pb2.NodeReport, elapsed_s: float
     ) -> None:
-        """Count what ``peer`` did between two of its reports. What it did before the first is not known to be true."""
+        """Add what ``peer`` did between two of its reports. Counts in its first report are not added: they cannot be checked."""
         manifest = after.host.manifest
-        counts = between(before, after, elapsed_s)
+        counts = counts_between(before, after, elapsed_s)
         self.models[manifest] = self.models.get(manifest, Counts()) + counts
         self.peers[peer] = self.peers.get(peer, 0) + counts.positions
 
-    def lost(self, manifest: bytes) -> None:
-        """Count a host that we saw die."""
+    def add_failure(self, manifest: bytes) -> None:
+        """Add the failure of a host of the model."""
         self.models[manifest] = self.models.get(manifest, Counts()) + Counts(failures=1)
 
     def keep_only(self, peers: Collection[PeerId]) -> None:
-        """Forget all other peers."""
+        """Drop the totals of all other peers."""
         self.peers = {peer: positions for peer, positions in self.peers.items() if peer in peers}
