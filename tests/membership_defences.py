@@ -91,7 +91,7 @@ HANDSHAKE = (
     Defence("an outsider stays out", admit_any_peer, intruder("outsider")),
     Defence("certificates end", ignore_the_calendar, intruder("expired")),
     Defence("certificates begin", ignore_the_calendar, intruder("not yet")),
-    Defence("the revoked are out", replacing(Revocations, "reason_revoked", nothing), intruder("revoked")),
+    Defence("the revoked are out", replacing(Revocations, "find_revocation", nothing), intruder("revoked")),
     Defence("a certificate is of one swarm", ignore_the_calendar, intruder("certificate of another swarm")),
     Defence("a certificate is of one peer", admit_without_looking, intruder("certificate of another peer")),
     Defence("certificates are signed", replacing(signed, "verify", yes), intruder("changed certificate")),
@@ -132,7 +132,7 @@ HANDSHAKE = (
     ),
     Defence(
         "removed signers cannot revoke",
-        replacing(Revocations, "believed", lambda revocations, **_: revocations),
+        replacing(Revocations, "trusted", lambda revocations, **_: revocations),
         lambda _: test_handshake_end.test_nobody_is_out_by_the_word_of_a_signer_who_was_removed(),
     ),
 )
@@ -156,12 +156,12 @@ ISSUER = (
     ),
     Defence(
         "only authorities and issuers invite",
-        replacing(Rules, "believe", yes),
+        replacing(Rules, "trusts", yes),
         of_an_issuer(test_issuer.test_invites_that_do_not_count),
     ),
     Defence(
         "the revoked get no certificate",
-        replacing(Revocations, "reason_revoked", nothing),
+        replacing(Revocations, "find_revocation", nothing),
         of_an_issuer(test_issuer.test_who_is_revoked_gets_no_certificate),
     ),
 )
