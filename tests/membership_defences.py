@@ -92,7 +92,7 @@ HANDSHAKE = (
     Defence("a certificate ends", ignore_validity, intruder("expired")),
     Defence("a certificate does not count before it begins", ignore_validity, intruder("not yet")),
     Defence(
-        "a revoked peer is refused", replacing(Revocations, "reason_revoked", nothing), intruder("revoked")
+        "a revoked peer is refused", replacing(Revocations, "find_revocation", nothing), intruder("revoked")
     ),
     Defence("a certificate counts in one swarm", ignore_validity, intruder("certificate of another swarm")),
     Defence(
@@ -136,7 +136,7 @@ HANDSHAKE = (
     ),
     Defence(
         "a removed signer cannot revoke",
-        replacing(Revocations, "believed", lambda revocations, **_: revocations),
+        replacing(Revocations, "trusted", lambda revocations, **_: revocations),
         lambda _: test_handshake_end.test_revocations_of_a_removed_signer_do_not_count(),
     ),
 )
@@ -160,12 +160,12 @@ ISSUER = (
     ),
     Defence(
         "only the authority and issuers invite",
-        replacing(Rules, "believe", yes),
+        replacing(Rules, "trusts", yes),
         of_an_issuer(test_issuer.test_invites_that_do_not_count),
     ),
     Defence(
         "a revoked peer gets no certificate",
-        replacing(Revocations, "reason_revoked", nothing),
+        replacing(Revocations, "find_revocation", nothing),
         of_an_issuer(test_issuer.test_who_is_revoked_gets_no_certificate),
     ),
 )

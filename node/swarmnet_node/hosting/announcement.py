@@ -1,5 +1,12 @@
 """A node's announcement in the directory, which clients read to build chains and joining nodes to choose their blocks.
 
+A node publishes one in each of its states:
+
+1. ``choosing``: the blocks that it intends to take, so that nodes which join at the same time take others.
+2. ``joining``: the blocks that it is loading.
+3. ``online``: clients may open sessions. Published again every ``Timing.announce_s``, because records expire.
+4. ``leaving`` and ``paused``: clients must not choose this host.
+
 ``directory/host_announcements.py`` holds the other side: which announcements a reader takes for plausible.
 """
 

@@ -20,7 +20,7 @@ from swarmnet_node.engine.adapters import StageAdapter
 from swarmnet_node.engine.engine import Engine
 from swarmnet_node.hosting.adapter_store import AdapterStore
 from swarmnet_node.hosting.adapter_upload import AdapterUpload
-from swarmnet_node.hosting.host_counters import HostCounters, Pair
+from swarmnet_node.hosting.counters import HostCounters, Pair
 from swarmnet_node.hosting.passes import HostedPass, PassStream
 from swarmnet_node.hosting.session import HostedSession, LinkStream, SessionParts, SessionStream, idle
 from swarmnet_node.hosting.slots import IDLE_S, Slot, Slots, slot_to_evict

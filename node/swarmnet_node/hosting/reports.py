@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import Histogram
 
 from swarmnet_node.engine.counters import cumulative_counts, total
-from swarmnet_node.hosting.host_counters import HostCounters, Pair
+from swarmnet_node.hosting.counters import HostCounters, Pair
 from swarmnet_protocols.directory.node_reports import clean
 from swarmnet_protocols.errors import DeadlineExceeded
 from swarmnet_protocols.net import Stream
