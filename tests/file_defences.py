@@ -1,4 +1,4 @@
-"""The defences of what is read from files and statements: signatures, hashes, and who has an identity."""
+"""Defences of files and signed statements: signatures, hashes, and one process per identity."""
 
 import fcntl
 from collections.abc import Callable
@@ -39,32 +39,32 @@ FILES = (
         lambda folder: test_swarm_file.test_a_changed_private_file_is_refused(folder, "bootstrap"),
     ),
     Defence(
-        "by nobody else",
+        "a swarm file is signed by a key of its authority",
         replacing(SwarmFile, "is_signed_by_authority", yes),
         test_swarm_file.test_another_key_cannot_sign_for_the_swarm,
     ),
     Defence(
-        "its new keys are signed by the old",
+        "new keys of a swarm file are signed by earlier ones",
         replacing(Authority, "has_signed_rotations", yes),
         test_swarm_keys.test_a_rotation_that_no_earlier_key_signed_is_refused,
     ),
     Defence(
-        "an older file is refused",
+        "an older swarm file is refused",
         replacing(entry, "check_update", nothing),
         test_swarm_keys.test_an_older_file_is_refused_once_a_newer_one_was_used,
     ),
     Defence(
-        "another file of the same serial is refused",
+        "another swarm file with the same serial is refused",
         replacing(entry, "check_update", nothing),
         test_swarm_keys.test_another_file_with_the_same_serial_is_refused,
     ),
     Defence(
-        "known keys are not forgotten",
+        "a swarm file continues the stored keys",
         replacing(Authority, "continues", yes),
         test_swarm_keys.test_keys_that_do_not_follow_from_the_known_ones_are_refused,
     ),
     Defence(
-        "an identity is on the network once",
+        "an identity is used by one process",
         replacing(fcntl, "flock", nothing),
         lambda folder: test_identity_lock.test_who_is_dialled_has_an_identity_alone(
             test_identity_lock.made_in(folder), "alone", second=True
