@@ -7,9 +7,8 @@ from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as Protobuf
 
 from swarmnet_node.engine import engine
-from swarmnet_protocols.membership import handshake, pending_handshakes, revocations
-from swarmnet_protocols.net import messages as talking
-from swarmnet_protocols.net import resources
+from swarmnet_protocols.membership import handshake, revocations
+from swarmnet_protocols.net import resources, subnets, typed_stream
 from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind
 from swarmnet_protocols.net.protocol_ids import DHT_FIND
 from swarmnet_protocols.net.resources import Scope
@@ -84,7 +83,7 @@ FLOODS = (
     ),
     Defence(
         "messages nested 100,000 deep are refused",
-        replacing(talking, "parse", take_what_can_be_read),
+        replacing(typed_stream, "parse", take_what_can_be_read),
         lambda _: test_hostile_messages.test_messages_nested_without_end_are_not_parsed(
             session_pb2.SessionRequest
         ),
@@ -101,7 +100,7 @@ FLOODS = (
     ),
     Defence(
         "one subnet does not fill the pending handshakes",
-        replacing(pending_handshakes, "subnet_of", lambda _: "the world"),
+        replacing(subnets, "subnet_of", lambda _: "the world"),
         test_admission.test_who_has_many_identities_in_one_place_displaces_its_own,
     ),
     Defence(

@@ -6,16 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from swarmnet_protocols.membership import (
-    authorise,
     certificates,
     handshake,
     invites,
     membership,
     signed,
 )
-from swarmnet_protocols.membership.authorise import Member
 from swarmnet_protocols.membership.handshake import AdmittedPeer, Handshakes
 from swarmnet_protocols.membership.issuer import IssuedCertificates, Issuer
+from swarmnet_protocols.membership.membership import Member
 from swarmnet_protocols.membership.revocations import Revocations
 from swarmnet_protocols.membership.rules import Rules
 from swarmnet_protocols.net.protocol_ids import LINK, SESSION
@@ -26,7 +25,7 @@ from tests.unit import test_issuer
 
 
 def ignore_the_calendar(patch: Patch) -> None:
-    for module in (certificates, authorise):
+    for module in (certificates, membership):
         patch.setattr(module, "check_current", nothing)
 
 

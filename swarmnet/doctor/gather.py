@@ -258,8 +258,7 @@ async def _connected(entry: "Entry", listen: Sequence[str]) -> "AsyncIterator[Tr
     """A transport with the identity and the membership of ``entry``, without a directory."""
     # libp2p's bindings take seconds to import on a slow machine: in a thread, so that other deadlines are checked meanwhile.
     await asyncio.to_thread(_import_transport)
-    from swarmnet_protocols.membership.guarded_transport import GuardedTransport
-    from swarmnet_protocols.membership.handshake import Handshakes
+    from swarmnet_protocols.membership.handshake import GuardedTransport, Handshakes
     from swarmnet_protocols.membership.membership import Membership
     from swarmnet_protocols.net.identity import Identity
     from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport

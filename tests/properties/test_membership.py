@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError, NotAuthorised
-from swarmnet_protocols.membership.authorise import admit
 from swarmnet_protocols.membership.certificates import Admittance, issue, open_certificate
 from swarmnet_protocols.membership.invites import Terms, make_invite, open_redemption, read_invite, redemption
+from swarmnet_protocols.membership.membership import admit
 from swarmnet_protocols.membership.revocations import KEPT_S, Revocations, RevokedIds, open_list, sign_list
 from swarmnet_protocols.membership.rules import MAX_LIFETIME_S, Admission, Rules
 from swarmnet_protocols.net.identity import Identity

@@ -19,8 +19,7 @@ from swarmnet_node.node import Dependencies, Hosting, Node
 from swarmnet_node.owner.limits import Limits
 from swarmnet_node.supervisor import Supervisor
 from swarmnet_protocols.directory.memory_directory import MemoryBoard, MemoryDirectory
-from swarmnet_protocols.membership.guarded_transport import GuardedTransport
-from swarmnet_protocols.membership.handshake import Handshakes
+from swarmnet_protocols.membership.handshake import GuardedTransport, Handshakes
 from swarmnet_protocols.membership.membership import Membership
 from swarmnet_protocols.models import LocalModel
 from swarmnet_protocols.net import PeerId, Transport

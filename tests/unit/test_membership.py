@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from swarmnet_protocols.errors import IntegrityError, NotAuthorised
-from swarmnet_protocols.membership.authorise import admit
 from swarmnet_protocols.membership.certificates import (
     CLOCK_SKEW_S,
     Admittance,
@@ -16,6 +15,7 @@ from swarmnet_protocols.membership.certificates import (
     issue,
     open_certificate,
 )
+from swarmnet_protocols.membership.membership import admit
 from swarmnet_protocols.membership.revocations import (
     KEPT_S,
     MAX_ENTRIES,

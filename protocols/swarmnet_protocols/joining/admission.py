@@ -39,12 +39,12 @@ from swarmnet_protocols.membership.handshake import not_admitted
 from swarmnet_protocols.membership.invites import MAX_ADDRESS_CHARS
 from swarmnet_protocols.membership.issuer import IssuedCertificates, Issuer, IssuerConfig
 from swarmnet_protocols.membership.membership import CLOCK_CHECK_S, Membership
-from swarmnet_protocols.membership.pending_handshakes import PendingHandshakes
 from swarmnet_protocols.membership.signed import Signer, seal, unseal
 from swarmnet_protocols.net import PeerId, Stream, Transport
 from swarmnet_protocols.net.protocol_ids import ADMISSION
 from swarmnet_protocols.net.refusal import Refusal, Refused
 from swarmnet_protocols.net.resources import Resource
+from swarmnet_protocols.net.subnets import SubnetSlots
 from swarmnet_protocols.net.typed_stream import TypedStream, ask
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import membership_pb2 as pb
@@ -84,8 +84,8 @@ class Admissions:
         self._directory = directory
         self._bootstrap = tuple(bootstrap)
         self._timing = Timing()
-        self._pending = PendingHandshakes(transport.resources.system, Resource.PENDING_ADMISSIONS)
-        self._waiting = PendingHandshakes(transport.resources.system, Resource.ADMISSIONS)
+        self._pending = SubnetSlots(transport.resources.system, Resource.PENDING_ADMISSIONS)
+        self._waiting = SubnetSlots(transport.resources.system, Resource.ADMISSIONS)
         self._answer_lock = asyncio.Lock()
         self._known_issuers: list[str] = []
         self._issuers_until = 0.0

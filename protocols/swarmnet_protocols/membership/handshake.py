@@ -29,17 +29,24 @@ from swarmnet_protocols.errors import (
     StreamEnded,
     SwarmnetError,
 )
-from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.machine.aio import cancel, race
 from swarmnet_protocols.machine.clock import clock_advice
-from swarmnet_protocols.membership.authorise import Member, check_role
 from swarmnet_protocols.membership.certificates import Certificate
-from swarmnet_protocols.membership.membership import CLOCK_CHECK_S, Membership, Revoked
-from swarmnet_protocols.membership.pending_handshakes import PendingHandshakes
+from swarmnet_protocols.membership.membership import CLOCK_CHECK_S, Member, Membership, Revoked, check_role
 from swarmnet_protocols.membership.revocations import MAX_LISTS
-from swarmnet_protocols.net import PeerId, ProtocolSpec, Stream, Transport
+from swarmnet_protocols.net import (
+    Handler,
+    PeerId,
+    ProtocolSpec,
+    Stream,
+    StreamWrapper,
+    Transport,
+    TransportWrapper,
+)
 from swarmnet_protocols.net.protocol_ids import HANDSHAKE, REVOCATIONS
 from swarmnet_protocols.net.refusal import Refusal, Refused
 from swarmnet_protocols.net.resources import Reservation, Resource
+from swarmnet_protocols.net.subnets import SubnetSlots
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import handshake_pb2 as pb
@@ -100,7 +107,7 @@ class Handshakes:
         """Handshake streams, oldest first."""
         self._without_stream: dict[PeerId, None] = {}
         """Peers whose handshake stream was closed for ``MAX_STREAMS``, oldest first."""
-        self._pending = PendingHandshakes(transport.resources.system, Resource.PENDING_HANDSHAKES)
+        self._pending = SubnetSlots(transport.resources.system, Resource.PENDING_HANDSHAKES)
         self._outgoing: dict[tuple[PeerId, tuple[str, ...]], asyncio.Task[None]] = {}
         self._fetching: set[PeerId] = set()
         self._tasks: dict[asyncio.Task[None], None] = {}
@@ -488,6 +495,61 @@ class Handshakes:
             _log.debug("handshake: %s", error)
         else:
             _log.error("handshake", exc_info=error)
+
+
+class GuardedStream(StreamWrapper):
+    """A stream that is tracked by ``handshakes`` until it is closed."""
+
+    def __init__(self, stream: Stream, handshakes: Handshakes) -> None:
+        super().__init__(stream)
+        self._handshakes = handshakes
+        handshakes.track(stream)
+
+    def close(self) -> None:
+        super().close()
+        self._handshakes.untrack(self._stream)
+
+
+class GuardedTransport(TransportWrapper):
+    """``transport``, with a handshake before every stream that is opened and a check of every stream that comes in."""
+
+    def __init__(self, transport: Transport, handshakes: Handshakes) -> None:
+        super().__init__(transport)
+        self._handshakes = handshakes
+
+    async def died(self) -> None:
+        """As promised by ``Transport``; raises ``NotAuthorised`` when the membership of this peer has ended."""
+        if self._handshakes.membership.is_public:
+            await self._transport.died()
+        else:
+            await race(self._transport.died(), self._handshakes.membership.ended())
+
+    async def serve(self, protocol: ProtocolSpec, handler: Handler) -> None:
+        """As promised by ``Transport``; a stream that its opener may not open is refused before a byte of it is read.
+
+        Raises ``NotAuthorised`` when this peer has no role that may serve ``protocol``: every other peer would refuse it.
+        """
+        self._handshakes.check_serving(protocol)
+
+        async def guarded(stream: Stream) -> None:
+            async with self._handshakes.admitting(stream, protocol):
+                await handler(stream)
+
+        await self._transport.serve(protocol, guarded)
+
+    async def open(
+        self, peer: PeerId, protocol: ProtocolSpec, *, addresses: Sequence[str] = (), deadline_s: float
+    ) -> Stream:
+        """As promised by ``Transport``; also raises ``NotAuthorised`` when either side refuses the other, and ``Refused``
+        when ``peer`` has reached a resource limit.
+        """
+        await self._handshakes.ensure(peer, protocol, addresses=addresses, deadline_s=deadline_s)
+        stream = await self._transport.open(peer, protocol, addresses=addresses, deadline_s=deadline_s)
+        try:
+            return GuardedStream(stream, self._handshakes)
+        except NotAuthorised:
+            stream.close()
+            raise
 
 
 def not_admitted(refused: Refused, now: float) -> NotAuthorised:

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from swarmnet_protocols.errors import ConfigError, NotAuthorised, OutOfResources
-from swarmnet_protocols.membership.authorise import admit
 from swarmnet_protocols.membership.certificates import Admittance, issue, open_certificate
 from swarmnet_protocols.membership.invites import Grant, open_redemption
-from swarmnet_protocols.membership.membership import Membership
+from swarmnet_protocols.membership.membership import Membership, admit
 from swarmnet_protocols.membership.revocations import Revocations
 from swarmnet_protocols.membership.rules import Rules
 from swarmnet_protocols.membership.signed import Signer

@@ -1,21 +1,27 @@
-"""The membership of this peer: the rules of its swarm, its own certificate, and the revocation lists it knows."""
+"""Who is a member: the decision over any peer, and the membership of this peer with its certificate and revocation lists."""
 
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError, NotAuthorised, OutOfResources
 from swarmnet_protocols.machine.clock import Clock
 from swarmnet_protocols.machine.files import write_whole
-from swarmnet_protocols.membership.authorise import Member, admit
-from swarmnet_protocols.membership.certificates import MAX_CERTIFICATE_BYTES, Certificate, open_certificate
+from swarmnet_protocols.membership.certificates import (
+    MAX_CERTIFICATE_BYTES,
+    Certificate,
+    check_current,
+    open_certificate,
+)
 from swarmnet_protocols.membership.revocations import MAX_LIST_BYTES, Revocations
 from swarmnet_protocols.membership.rules import Admission, Rules
-from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.wire.roles import ANY_ROLE
+from swarmnet_protocols.net import PeerId, ProtocolSpec
+from swarmnet_protocols.wire.roles import ANY_ROLE, Role, name_roles
 
 _log = logging.getLogger(__name__)
 
@@ -23,6 +29,8 @@ CERTIFICATE_NAME = "certificate"
 REVOCATIONS_NAME = "revocations"
 CLOCK_CHECK_S = 600.0
 """Longest sleep, in seconds, before the clock is read again: it may be set meanwhile."""
+_ASK_FOR_INVITE = "ask the owner of the swarm for an invite"
+_ASK_FOR_ROLE = "ask the owner of the swarm for an invite with that role"
 _SEALED_BYTES = 256
 """Bytes that a signature adds to a message, rounded up."""
 
@@ -33,6 +41,16 @@ class Revoked(NotAuthorised):
     def __init__(self, message: str, revocation_list: bytes) -> None:
         super().__init__(message, hint="ask the owner of the swarm")
         self.revocation_list = revocation_list
+
+
+@dataclass(frozen=True)
+class Member:
+    """A peer that was admitted."""
+
+    peer: PeerId
+    roles: frozenset[Role]
+    until: float = math.inf
+    """Unix time at which its certificate ends."""
 
 
 class Membership:
@@ -198,6 +216,70 @@ class Membership:
             raise ConfigError(
                 f"cannot read the membership in {folder}: {error.strerror}", hint="choose another --data-dir"
             ) from error
+
+
+def admit(
+    rules: Rules,
+    certificate: Certificate | None,
+    peer: PeerId,
+    needed: frozenset[Role],
+    revocations: Revocations,
+    now: float,
+) -> Member:
+    """``peer`` as a member with at least one of the roles ``needed``. ``peer`` is the id that the transport has authenticated.
+
+    ``certificate`` comes from ``open_certificate``. Where members need none, one that is not valid at ``now`` is ignored. Raises
+    ``NotAuthorised`` with the reason if ``peer`` is no member or lacks the roles.
+    """
+    if certificate is not None and not rules.needs_certificate and not _is_current(certificate, rules, now):
+        certificate = None
+    if certificate is not None:
+        check_current(certificate, rules=rules, now=now)
+        if certificate.peer != peer:
+            raise NotAuthorised("the certificate is for another peer", hint=_ASK_FOR_INVITE)
+    if reason := revocations.reason_revoked(peer, certificate):
+        raise NotAuthorised(reason, hint=_ASK_FOR_INVITE)
+    match rules.admission:
+        case Admission.OPEN:
+            roles = rules.anyone
+        case Admission.ALLOW_LIST:
+            if peer not in rules.allow and certificate is None:
+                raise NotAuthorised(
+                    "this peer is not in the swarm's list of members",
+                    hint=f"ask the owner of the swarm to list {peer}",
+                )
+            roles = rules.allow.get(peer, frozenset())
+        case Admission.CERTIFICATE:
+            if certificate is None:
+                raise NotAuthorised(
+                    "this swarm admits members only, and no certificate was shown", hint=_ASK_FOR_INVITE
+                )
+            roles = frozenset()
+    if certificate is not None:
+        roles |= certificate.roles
+    if not roles & needed:
+        raise NotAuthorised(
+            f"this takes the role {name_roles(needed).replace(', ', ' or ')}; the peer has {name_roles(roles)}",
+            hint=_ASK_FOR_ROLE,
+        )
+    return Member(peer, roles, certificate.not_after if certificate else math.inf)
+
+
+def check_role(member: Member, roles: frozenset[Role], protocol: ProtocolSpec) -> None:
+    """Raise ``NotAuthorised`` unless ``member`` has one of ``roles``, which ``protocol`` needs."""
+    if not member.roles & roles:
+        raise NotAuthorised(
+            f"{protocol.id} is for {name_roles(roles)}; {member.peer} is in the swarm as {name_roles(member.roles)}",
+            hint=_ASK_FOR_ROLE,
+        )
+
+
+def _is_current(certificate: Certificate, rules: Rules, now: float) -> bool:
+    try:
+        check_current(certificate, rules=rules, now=now)
+    except NotAuthorised:
+        return False
+    return True
 
 
 def _read_file(path: Path, max_bytes: int) -> bytes:
