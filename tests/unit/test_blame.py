@@ -1,6 +1,6 @@
 """Of hosts that say it is the client's own fault: who may still be lying, all on its own."""
 
-from swarmnet_client.chain.blame import Suspects
+from swarmnet_client.chain.failures import Suspects
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.wire import refusal_pb2
 

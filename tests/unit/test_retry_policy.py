@@ -2,7 +2,7 @@
 
 import pytest
 
-from swarmnet_client.chain.retry_policy import ATTEMPTS, PAUSE_S, RetryPolicy, explain
+from swarmnet_client.chain.failures import ATTEMPTS, PAUSE_S, RetryPolicy, explain
 from swarmnet_protocols.errors import IncompatibleVersion, NotAuthorised
 from swarmnet_protocols.net.refusal import Refusal, Refused
 from swarmnet_protocols.net.resources import ResourceLimitReached

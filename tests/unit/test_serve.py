@@ -32,7 +32,7 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> None:
         yield SimpleNamespace(local=local, batcher=None, max_length=512)
 
     monkeypatch.setattr("swarmnet_client.swarm.swarm.Swarm.visit", swarm)
-    monkeypatch.setattr("swarmnet_client.batching.engine.open_engine", engine)
+    monkeypatch.setattr("swarmnet_client.batching.continuous_batching.open_engine", engine)
 
 
 @pytest.mark.usefixtures("idle")

@@ -20,12 +20,10 @@ from typing import NoReturn
 import torch
 
 from swarmnet_client.chain.adapter_upload import Placement
-from swarmnet_client.chain.blame import Blame
+from swarmnet_client.chain.failures import PAUSE_S, Blame, RetryPolicy, explain
 from swarmnet_client.chain.hops import ChainReport, ChainSpec, ClientLink, LiveHop, gaps, open_hop, upstream
-from swarmnet_client.chain.retry_policy import PAUSE_S, RetryPolicy, explain
 from swarmnet_client.chain.steps_in_flight import StepsInFlight
-from swarmnet_client.swarm.exclusions import CONVICTED_S
-from swarmnet_client.swarm.swarm import Swarm
+from swarmnet_client.swarm.swarm import CONVICTED_S, Swarm
 from swarmnet_protocols.errors import (
     ConfigError,
     NoRoute,

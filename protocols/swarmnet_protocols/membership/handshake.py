@@ -1,14 +1,21 @@
 """The membership handshake: two peers of a private swarm prove their membership before any other protocol.
 
-1. **Hello.** The opener of a handshake stream sends its certificate and the serials of the revocation lists it has; the other side
-   checks them and answers with its own. libp2p has authenticated both peer ids, and a certificate names the peer it is for: shown by
-   another peer it is refused.
-2. **Admitted.** The stream stays open. A side sends Hello again when its certificate or its lists have changed, and at the least
-   every ``revocation_refresh_s``. A side that lacks a list fetches it under ``REVOCATIONS``.
-3. **Expelled.** When a certificate ends or is revoked, every stream with that peer is refused, with the reason.
+To this peer, every other peer is in one of these states:
 
-When the handshake stream has ended and no other stream is open, the peer is forgotten; the next stream needs a new handshake. In a
-public swarm there are no certificates and no handshakes.
+1. **Unknown.** Its streams and DHT calls are refused before a byte of them is read, but for handshake and admission streams.
+2. **Pending.** A handshake stream is open and one Hello is missing. Hello contains a certificate, and the serials of the revocation lists
+   that its sender has; the opener sends first. Handshakes of this peer are tasks that all callers of :meth:`Handshakes.ensure` share;
+   those of others take one of the slots of ``Resource.PENDING_HANDSHAKES`` until their Hello is there.
+3. **Admitted.** Its certificate was accepted: streams are opened to it and accepted from it, and tracked in :class:`AdmittedPeer`. The
+   handshake stream stays open. A side sends Hello again when its certificate, rules or revocation lists have changed, and every
+   ``revocation_refresh_s``. A side that lacks a list fetches it under ``REVOCATIONS``.
+4. **Admitted without a handshake stream.** Each peer keeps ``MAX_STREAMS`` handshake streams. When one is closed for another, its peer stays
+   admitted, since a stream of it may be on its way; a stream to it needs a new handshake.
+5. **Expelled.** Its certificate has ended or was revoked, or it sent an invalid revocation list: each of its streams is refused with the
+   reason, and a revoked peer gets the list that names it. Then it is unknown.
+
+An admitted peer in state 3 without a stream is forgotten, and is unknown. libp2p has authenticated both peer ids, and a certificate names its
+peer: shown by another peer, it is refused. A public swarm has no certificates and no handshakes.
 """
 
 import asyncio
@@ -108,8 +115,11 @@ class Handshakes:
         self._without_stream: dict[PeerId, None] = {}
         """Peers whose handshake stream was closed for ``MAX_STREAMS``, oldest first."""
         self._pending = SubnetSlots(transport.resources.system, Resource.PENDING_HANDSHAKES)
+        """Slots of incoming handshakes whose Hello has not arrived."""
         self._outgoing: dict[tuple[PeerId, tuple[str, ...]], asyncio.Task[None]] = {}
+        """Handshakes of this peer that are running, by peer and addresses."""
         self._fetching: set[PeerId] = set()
+        """Peers from which revocation lists are being fetched."""
         self._tasks: dict[asyncio.Task[None], None] = {}
 
     @classmethod
@@ -122,12 +132,12 @@ class Handshakes:
         await transport.serve(HANDSHAKE, handshakes._answer)
         await transport.serve(REVOCATIONS, handshakes._serve_revocations)
         membership.listeners.append(handshakes._on_membership_change)
-        comparing = asyncio.create_task(handshakes._send_hellos_periodically(), name="handshakes")
+        hellos = asyncio.create_task(handshakes._send_hellos_periodically(), name="handshakes")
         try:
             yield handshakes
         finally:
             membership.listeners.remove(handshakes._on_membership_change)
-            await cancel(comparing, *handshakes._tasks)
+            await cancel(hellos, *handshakes._tasks)
             for admitted in handshakes._admitted.values():
                 admitted.end()
 
@@ -144,7 +154,7 @@ class Handshakes:
             check_role(self.membership.me, protocol.served_by, protocol)
 
     async def wait_outgoing(self, peer: PeerId) -> None:
-        """Wait for the end of a handshake that this peer has opened to ``peer``: its answer and the first stream may cross."""
+        """Wait for a running handshake that this peer has opened to ``peer``: a stream of ``peer`` may arrive before its Hello is processed."""
         outgoing = [task for (other, _), task in self._outgoing.items() if other == peer]
         if outgoing and peer not in self._admitted:
             await asyncio.wait(outgoing)
@@ -201,7 +211,7 @@ class Handshakes:
         check_role(self._admitted_peer(peer).member, protocol.served_by, protocol)
 
     async def wait_revocations_known(self, peer: PeerId) -> None:
-        """Wait until ``peer``, which is admitted, reports all revocation lists that this peer has."""
+        """Wait until the last Hello of ``peer``, which is admitted, names all revocation lists that this peer has."""
         admitted = self._admitted_peer(peer)
         while self.membership.revocations.newer_than(admitted.serials):
             admitted.hello_received.clear()
@@ -234,7 +244,7 @@ class Handshakes:
             handshake = self._typed(stream)
             await handshake.send(self._hello())
             try:
-                admitted = await self._receive_hello(handshake)
+                admitted = self._admit(peer, await self._receive(handshake))
             except NotAuthorised as error:
                 await self._refuse(stream, error)
                 raise
@@ -249,9 +259,9 @@ class Handshakes:
     async def _answer(self, stream: Stream) -> None:
         handshake = self._typed(stream)
         with self._pending.slot(stream):
-            message, _ = await handshake.receive()
+            hello = await self._receive(handshake)
         try:
-            admitted = self._process(stream.peer, message)
+            admitted = self._admit(stream.peer, hello)
         except NotAuthorised as error:
             await self._refuse(stream, error)
             raise
@@ -263,11 +273,8 @@ class Handshakes:
             raise
         await self._receive_updates(admitted, handshake)
 
-    async def _receive_hello(self, handshake: HandshakeStream) -> AdmittedPeer:
-        """Admit the other side, or update what it has shown, from its next Hello.
-
-        Raises ``NotAuthorised`` for a peer that is no member, and when it says that this peer is none.
-        """
+    async def _receive(self, handshake: HandshakeStream) -> pb.Hello:
+        """The next Hello. Raises ``NotAuthorised`` when the other side does not admit this peer."""
         try:
             message, payload = await handshake.receive()
             if message.HasField("revoked"):
@@ -278,13 +285,12 @@ class Handshakes:
             if refused.reason != refusal_pb2.REASON_NOT_AUTHORISED:
                 raise
             raise not_admitted(refused, self.membership.clock()) from refused
-        return self._process(handshake.peer, message)
-
-    def _process(self, peer: PeerId, message: pb.HandshakeMessage) -> AdmittedPeer:
-        """Admit ``peer``, or update what it has shown. Raises ``NotAuthorised`` for a peer that is no member."""
         if not message.HasField("hello"):
-            raise ProtocolViolation("Hello was expected")
-        hello = message.hello
+            raise ProtocolViolation("a handshake message other than Hello")
+        return message.hello
+
+    def _admit(self, peer: PeerId, hello: pb.Hello) -> AdmittedPeer:
+        """Admit ``peer``, or update what it has shown. Raises ``NotAuthorised`` for a peer that is no member."""
         if hello.swarm != self.membership.rules.swarm:
             raise NotAuthorised(f"{peer} belongs to another swarm")
         certificate = self.membership.open(hello.certificate)
@@ -343,26 +349,29 @@ class Handshakes:
             admitted.end()
 
     async def _receive_updates(self, admitted: AdmittedPeer, handshake: HandshakeStream) -> None:
-        """Process what the peer sends on its handshake stream until that ends."""
+        """Receive Hellos on an open handshake stream until it ends."""
         stream = handshake.stream
         handshake.silence_s = math.inf  # the next Hello is sent when something has changed
         try:
-            while stream in admitted.handshake_streams:
+            while True:
                 await asyncio.sleep(HELLO_PAUSE_S)
-                await self._receive_hello(handshake)
+                hello = await self._receive(handshake)
+                if stream not in admitted.handshake_streams:  # expelled meanwhile
+                    return
+                self._admit(stream.peer, hello)
         except NotAuthorised as error:
             self._expel(stream.peer, error)
         finally:
             self._close_stream(admitted, stream)
 
     def _on_membership_change(self) -> None:
-        """The certificate of this peer, the rules or the revocations have changed: check every peer, and send Hello to the rest."""
+        """The certificate of this peer, the rules or the revocation lists have changed: check every admitted peer, and send Hello to those that stay."""
         for peer, admitted in list(self._admitted.items()):
             self._recheck(peer, admitted)
         self._send_hellos()
 
     async def _send_hellos_periodically(self) -> None:
-        """A revocation list that did not get through is announced again, and fetched."""
+        """Announce the revocation lists again: a peer may have missed an announcement, or failed to fetch a list."""
         while True:
             await asyncio.sleep(self.membership.rules.revocation_refresh_s)
             self._send_hellos()
@@ -397,7 +406,7 @@ class Handshakes:
         admitted = self._admitted.pop(peer, None)
         if admitted is None:
             return
-        _log.info("%s is no longer admitted: %s", peer, reason)
+        _log.info("%s is expelled: %s", peer, reason)
         streams, admitted.handshake_streams = admitted.handshake_streams, {}
         for stream in streams:
             self._streams.pop(stream, None)
@@ -469,7 +478,7 @@ class Handshakes:
                 )
                 await lists.send(pb.RevocationsRequest(serials=self._serials()))
                 for _ in range(MAX_LISTS):
-                    _reply, sealed = await lists.receive()
+                    _, sealed = await lists.receive()
                     with contextlib.suppress(NotAuthorised):  # the signer is in the sender's older swarm file
                         self.membership.take_revocations([bytes(sealed)])
         except (IntegrityError, ProtocolViolation) as error:
